@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.decode import dcp_mla_decode, mla_decode
 from dcpmla.attention.layer import MLAAttention
+from dcpmla.attention.placement import Placement
 from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.step import StepMetadata, StepRequests
 from dcpmla.cache.latent import LatentCache
@@ -36,6 +37,7 @@ __all__ = [
     "LatentCache",
     "MLAAttention",
     "MLAConfig",
+    "Placement",
     "SamplingParams",
     "StepBuilder",
     "StepMetadata",

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from dcpmla import DCPConfig, DCPMesh, MLAAttention, MLAConfig, select_exchange
+from dcpmla import DCPConfig, DCPMesh, MLAAttention, MLAConfig, Placement, select_exchange
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.modules import MLAModules
 from dcpmla.attention.step import StepRequests
@@ -61,8 +61,9 @@ def main() -> None:
         dcp = DCPConfig(tensor_parallel_size=size, decode_context_parallel_size=size, block_size=BLOCK_SIZE)
         exchange = select_exchange(dcp, group, device).exchange
         faults = StepFaults(exchange, dcp, group, device)
+        placement = Placement(dcp, mesh, exchange, torch.float32, device)
         modules = my_modules(group, device)
-        layer = MLAAttention(CONFIG, dcp, mesh, exchange, torch.float32, device, modules=modules)
+        layer = MLAAttention(CONFIG, placement, modules=modules)
         block_table = list(reversed(range(-(-SEQ_LEN // (BLOCK_SIZE * size)))))  # the same ids on all ranks
         cache = LayerCache(torch.empty(len(block_table), BLOCK_SIZE, CONFIG.latent_dim, device=device))
         hidden_states = torch.randn(SEQ_LEN, CONFIG.hidden_size).to(device)

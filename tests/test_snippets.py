@@ -46,7 +46,7 @@ LAYER = (
     + """
 mesh = init_mesh(ranks.num_ranks, ranks.num_ranks)
 exchange = select_exchange(dcp, mesh.dcp_group, device).exchange
-model = layer = MLAAttention(attention_kind(config).config, dcp, mesh, exchange, dtype, device)
+model = layer = MLAAttention(attention_kind(config).config, Placement(dcp, mesh, exchange, dtype, device))
 layer.load_weights(weights)
 requests = StepRequests(query_lens, seq_lens, block_tables)
 step = StepBuilder(dcp, mesh.dcp_rank, device).build(requests).with_positions(cos_sin)

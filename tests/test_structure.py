@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +24,7 @@ from packaging.requirements import Requirement
 
 import dcpmla
 from dcpmla.__main__ import build_parser
+from dcpmla.integrations.engine_options import EngineOptions
 
 PACKAGE = Path(dcpmla.__file__).parent
 ROOMS = {  # first part of a module's name under dcpmla -> floor
@@ -233,6 +235,7 @@ def test_public_names() -> None:
         "LatentCache",
         "MLAAttention",
         "MLAConfig",
+        "Placement",
         "SamplingParams",
         "StepBuilder",
         "StepMetadata",
@@ -335,6 +338,12 @@ def test_options_of_generate() -> None:
         ("--json",),
         ("--logits",),
     ]
+
+
+def test_every_field_has_an_option() -> None:
+    options = {action.dest for action in subcommand("generate")._actions}
+    missing = {field.name for field in (*fields(dcpmla.DCPConfig), *fields(EngineOptions))} - options
+    assert missing == {"context_workspace_tokens"}
 
 
 def test_importing_leaves_the_process_as_it_was() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.costs import AttentionCosts, LatentCosts
 from dcpmla.attention.layer import MLAAttention
+from dcpmla.attention.placement import Placement
 from dcpmla.attention.reads import LayerReads
 from dcpmla.attention.rope import query_factor
 from dcpmla.attention.routes import Rates
@@ -21,10 +22,8 @@ from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.formats import row_width, storage_dtype
 from dcpmla.cache.latent import LatentCache
 from dcpmla.cache.plan import CachePlan
-from dcpmla.comm.exchange import Exchange
 from dcpmla.config import DCPConfig, MLAConfig
 from dcpmla.parallel.linear import Weight
-from dcpmla.parallel.mesh import DCPMesh
 
 # Angles [T, R] float32 (`apply_rope`) of positions [T], for one of a model's types of rotary embedding.
 Rotary = Callable[[Tensor, str], Tensor]
@@ -106,15 +105,7 @@ class AttentionKind(Protocol):
             layers: Numbers of the layers that the step runs; None for all.
         """
 
-    def new_layer(
-        self,
-        layer: int,
-        dcp: DCPConfig,
-        mesh: DCPMesh,
-        exchange: Exchange,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> AttentionLayer:
+    def new_layer(self, layer: int, placement: Placement) -> AttentionLayer:
         """Return the layer of a number, its parameters uninitialized."""
 
     def claim_step(self, num_tokens: int, device: torch.device | str) -> Any:
@@ -175,17 +166,9 @@ class DenseKind:
         factor = query_factor(step.positions, self.config.llama_4_scaling, dtype)
         return step.with_positions(rotary(step.positions, MAIN_ROTARY), factor)
 
-    def new_layer(
-        self,
-        layer: int,
-        dcp: DCPConfig,
-        mesh: DCPMesh,
-        exchange: Exchange,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> MLAAttention:
+    def new_layer(self, layer: int, placement: Placement) -> MLAAttention:
         """Return a layer of dense MLA."""
-        return MLAAttention(self.config, dcp, mesh, exchange, dtype, device)
+        return MLAAttention(self.config, placement)
 
     def claim_step(self, num_tokens: int, device: torch.device | str) -> Any:
         """Return nothing, for the layers share no large memory."""

@@ -6,13 +6,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dcpmla.attention.backends import PREFILL_BACKENDS, check_backends, select_backend
+from dcpmla.attention.backends import PREFILL_BACKENDS, select_backend
 from dcpmla.attention.calls import PrefillCall, Segments
 from dcpmla.attention.checks import check_cache, check_selection, check_step
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.modules import MLAModules
 from dcpmla.attention.output.quant import OutputQuant, quant_for
 from dcpmla.attention.output.rows import OutputRows
+from dcpmla.attention.placement import Placement
 from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.projections import absorb_query, finish_latents, rotate_query_
 from dcpmla.attention.scales import calculate_scale_
@@ -21,13 +22,11 @@ from dcpmla.attention.sparse.selector import selected_rows
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
 from dcpmla.attention.step import PART_ROWS, DecodeMetadata, PrefillMetadata, StepMetadata
 from dcpmla.attention.weights import AttentionWeights
-from dcpmla.cache.formats import check_device, is_quantized, row_width, storage_dtype
+from dcpmla.cache.formats import is_quantized, row_width
 from dcpmla.cache.latent import LayerCache
-from dcpmla.comm.exchange import Exchange
-from dcpmla.config import DCPConfig, MLAConfig
+from dcpmla.config import MLAConfig
 from dcpmla.parallel.fp8 import NormedRows, PlainRows, QuantizedRows, plain
 from dcpmla.parallel.linear import Weight
-from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.parallel.quantized import BlockFp8, unpack
 
 # Number of decode tokens from which dcp_project_before_merge pays: its rows are narrower, but it reads W_UV of all the
@@ -69,10 +68,7 @@ class MLAAttention(AttentionWeights):
 
     Args:
         config: Geometry of the whole layer, before it is sharded.
-        dcp: Layout and format of the cache, bound of the context workspace, contents of the decode exchange.
-        mesh: Groups of this rank.
-        exchange: Exchange of rows in the DCP group, from `dcpmla.comm.select.select_exchange`.
-        dtype, device: Dtype and device of the parameters, which are uninitialized until `load_weights`.
+        placement: Ranks of the layer, and dtype and device of its parameters, uninitialized until `load_weights`.
         skip_topk: Whether the layer has no indexer of its own and attends to the tokens that an earlier layer selected
             (IndexCache, GLM-5).
         modules: Projections and norms of an engine; only an indexer's weights are loaded then.
@@ -80,31 +76,22 @@ class MLAAttention(AttentionWeights):
         indexer: Indexer of a sparse layer; None in a dense layer, and with skip_topk.
         kv_scale, q_scale: Scales of an fp8 cache and of fp8 queries (`dcpmla.attention.scales`), float32 [1], or None.
     Raises:
-        ValueError: Heads do not divide by the TP size, dcp and mesh differ in size, or the layer or the GPU does not
-            support the cache format.
+        ValueError: Heads do not divide by the TP size, or the layer does not support the cache format.
     Source: DeepSeek-V2, section 2.1; projections are named as in DeepSeek's checkpoints.
     """
 
     def __init__(
         self,
         config: MLAConfig,
-        dcp: DCPConfig,
-        mesh: DCPMesh,
-        exchange: Exchange,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        placement: Placement,
         skip_topk: bool = False,
         modules: MLAModules | None = None,
     ) -> None:
-        cache_dtype = storage_dtype(dcp.kv_cache_dtype, dtype)
-        cache_width = row_width(cache_dtype, config.kv_lora_rank, config.qk_rope_head_dim)
-        check_device(cache_dtype, torch.device(device))
-        check_backends(dcp, torch.device(device))
-        super().__init__(config, dcp, mesh, dtype, device, modules)
-        self.exchange, self.cache_dtype, self.cache_width = exchange, cache_dtype, cache_width
-        self._lacks_scales = dcp.calculate_kv_scales
-        has_indexer = config.indexer is not None and not skip_topk
-        self.indexer = Indexer(config, dcp, mesh.dcp_rank, exchange, dtype, device) if has_indexer else None
+        super().__init__(config, placement, modules)
+        self.exchange, self.cache_dtype = placement.exchange, placement.cache_dtype
+        self.cache_width = row_width(self.cache_dtype, config.kv_lora_rank, config.qk_rope_head_dim)
+        self._lacks_scales = self.dcp.calculate_kv_scales
+        self.indexer = Indexer(config, placement) if config.indexer is not None and not skip_topk else None
 
     def load_weights(self, weights: Mapping[str, Weight]) -> None:
         """Load weights as `AttentionWeights.load_weights` documents; names of an indexer's start with "indexer."."""
@@ -208,8 +195,8 @@ class MLAAttention(AttentionWeights):
         widths = config.qk_head_dim, config.qk_nope_head_dim, config.v_head_dim
         q, k_nope, v = (new(0, self.num_heads, width) for width in widths)
         rows = Segments((0, 0), new(0, dtype=torch.int32))
-        k_pe, how = new(0, config.qk_rope_head_dim), (config.scale, False, None, self.dcp.prefill_backend)
-        call = PrefillCall(q, k_nope, k_pe, v, rows, rows, *how)
+        k_pe = new(0, config.qk_rope_head_dim)
+        call = PrefillCall(q, k_nope, k_pe, v, rows, rows, config.scale, False, None, self.dcp.prefill_backend)
         joins_keys = select_backend(PREFILL_BACKENDS, call).joins_keys
         held = [
             new(num_keys, self.num_heads, config.qk_nope_head_dim + config.v_head_dim),
@@ -293,8 +280,8 @@ class MLAAttention(AttentionWeights):
         if plain(tokens.q_c).shape[0] <= max_tokens:  # a compiler traces no loop
             self._attend_absorbed(tokens, kv_cache, decode, output)
             return
-        for some, part in decode.parts(max_tokens):
-            self._attend_absorbed(tokens.rows(some), kv_cache, part, output)
+        for rows, part in decode.parts(max_tokens):
+            self._attend_absorbed(tokens.rows(rows), kv_cache, part, output)
 
     def _prefill(
         self, tokens: _Tokens, latents: Tensor, kv_cache: Tensor, prefill: PrefillMetadata, output: OutputRows

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from dcpmla.attention.modules import GivenLinear, MLAModules, given_norm, given_weight
+from dcpmla.attention.placement import Placement
 from dcpmla.attention.scales import KV_SCALE_NAMES, Q_SCALE_NAMES, new_scale, read_scale
-from dcpmla.config import DCPConfig, MLAConfig
+from dcpmla.config import MLAConfig
 from dcpmla.parallel.linear import Linear, RowParallelLinear, Weight, fill, read_linear, read_weight, shard, values_like
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.parallel.quantized import BLOCK, BlockFp8
@@ -20,9 +20,9 @@ class HeldHeads:
     """Neighbouring heads that one rank's weight covers, in TP order: its own, or those of its whole DCP group.
 
     Attributes:
-        first: the first of them, counted over the model's heads.
-        count: how many they are.
-        own: those among them whose values this rank hands to o_proj.
+        first: Number of the first head in the model.
+        count: Number of heads.
+        own: Heads of this rank's o_proj, counted from the first.
     """
 
     first: int
@@ -43,15 +43,6 @@ class HeldHeads:
         return slice(self.first * rows_per_head, (self.first + self.count) * rows_per_head)
 
 
-def check_mesh(dcp: DCPConfig, mesh: DCPMesh) -> None:
-    """Raise ValueError unless the options are for groups of the mesh's sizes."""
-    if (dcp.tensor_parallel_size, dcp.decode_context_parallel_size) != (mesh.tp_size, mesh.dcp_size):
-        raise ValueError(
-            f"dcp is for tensor_parallel_size {dcp.tensor_parallel_size} and decode_context_parallel_size "
-            f"{dcp.decode_context_parallel_size}; the mesh has {mesh.tp_size} and {mesh.dcp_size}"
-        )
-
-
 class AttentionWeights(nn.Module):
     """Parameters and scales of `dcpmla.MLAAttention`, which documents arguments, attributes and errors.
 
@@ -70,14 +61,11 @@ class AttentionWeights(nn.Module):
     def __init__(
         self,
         config: MLAConfig,
-        dcp: DCPConfig,
-        mesh: DCPMesh,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        placement: Placement,
         modules: MLAModules | None = None,
     ) -> None:
         super().__init__()
-        check_mesh(dcp, mesh)
+        dcp, mesh, device = placement.dcp, placement.mesh, placement.device
         self.config, self.dcp, self.mesh = config, dcp, mesh
         self.num_heads = config.heads_per_rank(mesh.tp_size)
         self.q_heads = HeldHeads.of(mesh, self.num_heads, dcp.dcp_q_replicate)
@@ -89,7 +77,7 @@ class AttentionWeights(nn.Module):
         )
         self._is_given = modules is not None
         if modules is None:
-            self._make(config, mesh, dtype, device)
+            self._make(placement.factory_kwargs)
         else:
             modules.check(config, self.kv_heads.count)
             self._take(modules)
@@ -106,9 +94,9 @@ class AttentionWeights(nn.Module):
         self.kv_b_proj = given_weight(modules.w_kv_b, modules.kv_a_layernorm.dtype)
         self.o_proj = GivenLinear(modules.o_proj)
 
-    def _make(self, config: MLAConfig, mesh: DCPMesh, dtype: torch.dtype, device: torch.device | str) -> None:
-        """Make parameters that `load_weights` fills."""
-        new: dict[str, Any] = {"dtype": dtype, "device": device}
+    def _make(self, new: dict[str, Any]) -> None:
+        """Make parameters that `load_weights` fills, with keyword arguments of each."""
+        config = self.config
         hidden, q_dim = config.hidden_size, self.q_heads.count * config.qk_head_dim
         if config.q_lora_rank is None:
             self.q_proj = Linear(hidden, q_dim, **new)
@@ -121,7 +109,7 @@ class AttentionWeights(nn.Module):
         kv_b_dim = self.kv_heads.count * (config.qk_nope_head_dim + config.v_head_dim)
         self.kv_b_proj = Linear(config.kv_lora_rank, kv_b_dim, **new)
         o_cols = config.num_heads * config.v_head_dim
-        self.o_proj = RowParallelLinear(o_cols, hidden, config.attention_bias, mesh.tp_group, **new)
+        self.o_proj = RowParallelLinear(o_cols, hidden, config.attention_bias, self.mesh.tp_group, **new)
 
     @property
     def down_proj(self) -> Linear:

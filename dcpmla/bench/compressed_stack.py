@@ -15,6 +15,7 @@ from dcpmla.attention.compressed.costs import layer_reads
 from dcpmla.attention.compressed.layer import CompressedAttention
 from dcpmla.attention.compressed.step import CompressedMetadata, selects, with_angles
 from dcpmla.attention.decode import mla_decode
+from dcpmla.attention.placement import Placement
 from dcpmla.attention.sparse.candidates import candidate_width
 from dcpmla.attention.step import StepMetadata, StepRequests
 from dcpmla.bench.cache_formats import fill_index_keys, fill_shared_rows
@@ -63,8 +64,8 @@ class CompressedStack(Stack):
         self.config, self.kind = alike, kind
         if not kind.ratio:  # each rank has all windows
             self.parts = tuple(part for part in self.parts if part not in ("gather", "combine"))
-        how = alike, kind, dcp, mesh, self.exchange, dtype, device
-        self.layers = [CompressedAttention(*how) for _ in range(num_layers)]
+        placement = Placement(dcp, mesh, self.exchange, dtype, device)
+        self.layers = [CompressedAttention(alike, kind, placement) for _ in range(num_layers)]
         draw_weights(self.layers)
         one = plan_compressed(alike, dcp, [context] * batch, dtype)
         # Selections are other rows of the same blocks, so that few of them need no more memory than many.

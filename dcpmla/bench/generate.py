@@ -22,7 +22,8 @@ from dcpmla.bench.runner import Benchmark
 from dcpmla.bench.step_times import is_quantized, step_times
 from dcpmla.bench.timing import is_h200, largest
 from dcpmla.cache.formats import format_name
-from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, positive, positive_list, seed, share_list
+from dcpmla.cli.engine_arguments import add_engine_arguments
+from dcpmla.cli.options import build_engine, dcp_config, positive, positive_list, seed, share_list
 from dcpmla.integrations.families.table import attention_kind
 from dcpmla.integrations.model_size import read_model
 from dcpmla.integrations.open_model import check_layout, open_model
@@ -250,7 +251,7 @@ class Generate(Benchmark[Batch, None]):
         plot_batches(path, rows)
 
     def close(self) -> None:
-        self.engine.graph, self.engine.speculation = self.graph, self.speculation  # which are closed with the engine
+        self.engine.graph, self.engine.speculation = self.graph, self.speculation  # the engine closes them
         self.engine.close()
 
 

@@ -9,6 +9,7 @@ from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.decode import mla_decode
 from dcpmla.attention.kind import DenseKind
 from dcpmla.attention.layer import PROJECT_FIRST_TOKENS, MLAAttention
+from dcpmla.attention.placement import Placement
 from dcpmla.attention.projections import project_values
 from dcpmla.attention.rope import query_factor
 from dcpmla.attention.step import StepRequests
@@ -55,7 +56,8 @@ class LayerStack(Stack):
         super().__init__(mesh, dcp, reads, device)
         self.config = config
         self.projects_first = dcp.dcp_project_before_merge and batch >= PROJECT_FIRST_TOKENS
-        self.layers = [MLAAttention(config, dcp, mesh, self.exchange, dtype, device) for _ in range(num_layers)]
+        placement = Placement(dcp, mesh, self.exchange, dtype, device)
+        self.layers = [MLAAttention(config, placement) for _ in range(num_layers)]
         draw_weights(self.layers)
         num_steps = num_rotated(
             LatentCache.plan(config, dcp, num_layers, [context] * batch, dtype).bytes_per_rank, device

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from dcpmla.cache.formats import format_name
-from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, positive, seed, start, token_ids
+from dcpmla.cli.engine_arguments import add_engine_arguments
+from dcpmla.cli.options import build_engine, dcp_config, positive, seed, start, token_ids
 from dcpmla.cli.output import OutputLines, check_writable, is_same_path, open_output_lines, write_arrays, write_json
 from dcpmla.cli.prompts import Prompt, prompts_from_file, prompts_from_options
 from dcpmla.comm.select import ChosenExchange

@@ -7,7 +7,8 @@ import re
 from contextlib import ExitStack
 from functools import partial
 
-from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, positive, seconds, start
+from dcpmla.cli.engine_arguments import add_engine_arguments
+from dcpmla.cli.options import build_engine, dcp_config, positive, seconds, start
 from dcpmla.integrations.open_model import check_layout, open_model
 from dcpmla.integrations.tokenizer import check_template_sandbox
 from dcpmla.job.bootstrap import agree
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
     """
     dcp = dcp_config(args, args.decode_context_parallel_size)
     api_key = args.api_key if args.api_key is not None else os.environ.get(_KEY)
-    del args.api_key  # ranks compare their arguments, and show those that differ
+    del args.api_key  # ranks compare their arguments, and print differences
     if api_key == "":
         raise ValueError(f"api_key (--api-key, {_KEY}) is empty; give a key, or leave it out")
     frontend = _start_frontend(args, api_key)

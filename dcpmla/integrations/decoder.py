@@ -76,14 +76,14 @@ def load_mtp(parts: Parts, block: str, embedding: Tensor) -> MtpLayer:
 
 def read_norm(parts: Parts, name: str) -> Tensor:
     """Return the weight of a norm that transformers' model lacks."""
-    return read_weight(parts.weights, name, (parts.model.config.hidden_size,)).to(parts.device, parts.dtype)
+    return read_weight(parts.weights, name, (parts.model.config.hidden_size,)).to(**parts.placement.factory_kwargs)
 
 
 def read_projections(parts: Parts, block: str, *names: str) -> list[Linear]:
     """Load an MTP module's projections, whole."""
     size = parts.model.config.hidden_size
     shape = size, 2 * size // len(names)
-    linears = [Linear(shape[1], size, dtype=parts.dtype, device=parts.device) for _ in names]
+    linears = [Linear(shape[1], size, **parts.placement.factory_kwargs) for _ in names]
     for linear, name in zip(linears, names, strict=True):
         linear.load(read_linear(parts.weights, f"{block}.{name}.weight", shape))
     return linears

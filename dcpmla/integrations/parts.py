@@ -9,6 +9,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dcpmla.attention.kind import AttentionLayer
+from dcpmla.attention.placement import Placement
 from dcpmla.comm.reduce import Reduce
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.model.block import VocabHead
@@ -16,7 +17,6 @@ from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import ExpertPart, Gate, HashGate, MoE, TopKGate, load_experts, unstack_experts
 from dcpmla.model.router import split_weight
 from dcpmla.parallel.linear import Linear, Weight, check_experts, cut, read_linear, read_weight
-from dcpmla.parallel.mesh import DCPMesh
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Parts:
     Attributes:
         model: Model of transformers, without weights.
         weights: Weights of the whole checkpoint.
-        dtype: Dtype of what is not kept quantized.
+        placement: Ranks of the model, device of its parameters, and dtype of parameters that are not quantized.
         spreads_experts: Whether each rank has its share of the experts whole, instead of a slice of every one.
         expert_dtype: "auto" or "fp8" (`load_experts`).
         routing: Choice of experts.
@@ -36,9 +36,7 @@ class Parts:
 
     model: Any
     weights: Mapping[str, Weight]
-    mesh: DCPMesh
-    dtype: torch.dtype
-    device: torch.device
+    placement: Placement
     spreads_experts: bool
     expert_dtype: str
     routing: Routing
@@ -51,27 +49,29 @@ class Parts:
 
     def _cut(self, size: int) -> slice:
         in_blocks = getattr(self.model.config, "quantization_config", None) is not None
-        return cut(size, self.mesh.tp_rank, self.mesh.tp_size, in_blocks)
+        return cut(size, self.placement.mesh.tp_rank, self.placement.mesh.tp_size, in_blocks)
 
     def layer_names(self, num_layers: int) -> Iterator[str]:
         """Yield the names of the first decoder layers, with a bar for the first rank if it has a terminal."""
-        bar = {"desc": "loading weights", "unit": "layer", "disable": None if self.mesh.tp_rank == 0 else True}
+        disable = None if self.placement.mesh.tp_rank == 0 else True
+        bar = {"desc": "loading weights", "unit": "layer", "disable": disable}
         yield from (f"model.layers.{number}" for number in tqdm(range(num_layers), **bar))
 
     def vector(self, name: str) -> Tensor:
         """Return a whole tensor of the model, in its dtype."""
         shape = tuple(self.model.get_parameter(name).shape)
-        return read_weight(self.weights, name, shape).to(self.device, self.dtype)
+        return read_weight(self.weights, name, shape).to(**self.placement.factory_kwargs)
 
     def head(self) -> VocabHead:
         """Return the head, its rows cut over the ranks where they divide."""
         vocab_size, hidden_size = self.model.lm_head.weight.shape
         name = "lm_head.weight" if "lm_head.weight" in self.weights else "model.embed_tokens.weight"
-        is_cut = vocab_size % self.mesh.tp_size == 0  # all ranks' logits are gathered, so there are as many of each
-        rows = cut(vocab_size, self.mesh.tp_rank, self.mesh.tp_size) if is_cut else slice(0, vocab_size)
-        linear = Linear(hidden_size, rows.stop - rows.start, dtype=self.dtype, device=self.device)
+        mesh, new = self.placement.mesh, self.placement.factory_kwargs
+        is_cut = vocab_size % mesh.tp_size == 0  # the gather of logits takes the same number from each rank
+        rows = cut(vocab_size, mesh.tp_rank, mesh.tp_size) if is_cut else slice(0, vocab_size)
+        linear = Linear(hidden_size, rows.stop - rows.start, **new)
         linear.load(read_linear(self.weights, name, (vocab_size, hidden_size), rows=rows))
-        return VocabHead(linear, vocab_size, self.mesh.tp_group)
+        return VocabHead(linear, vocab_size, mesh.tp_group)
 
     def mlp(self, name: str) -> MLP | MoE:
         """Return an MLP or a mixture of experts."""
@@ -82,12 +82,12 @@ class Parts:
         """Return an MLP, of the size that the checkpoint gives it."""
         size, hidden_size = self.weights[f"{name}.gate_proj.weight"].shape
         columns = self._cut(size)
-        mlp = MLP(hidden_size, columns.stop - columns.start, self._swiglu_limit, self.dtype, self.device)
+        mlp = MLP(hidden_size, columns.stop - columns.start, self._swiglu_limit, **self.placement.factory_kwargs)
         mlp.load_weights(self.weights, f"{name}.", size, columns)
         return mlp
 
     def _moe(self, name: str, module: Any) -> MoE:
-        tp_rank, tp_size = self.mesh.tp_rank, self.mesh.tp_size
+        tp_rank, tp_size = self.placement.mesh.tp_rank, self.placement.mesh.tp_size
         num_experts, hidden_size, size = module.experts.down_proj.shape
         check_experts(num_experts, size, tp_size, self.spreads_experts)
         weights = unstack_experts(self.weights, f"{name}.experts.", num_experts)
@@ -98,7 +98,7 @@ class Parts:
         parts = [ExpertPart(f"{name}.experts.{number}.", size, columns) for number in own]
         shared = self._shared_parts(name, module, weights, parts[0])
         gate = self._gate(name, module, len(shared))
-        experts = load_experts(weights, parts + shared, hidden_size, self.expert_dtype, self.dtype, self.device)
+        experts = load_experts(weights, parts + shared, hidden_size, self.expert_dtype, **self.placement.factory_kwargs)
         has_mlp = hasattr(module, "shared_experts") and not shared
         adds_identity = getattr(module.experts, "zero_expert_num", 0) > 0 and tp_rank == 0
         return MoE(
@@ -125,21 +125,21 @@ class Parts:
             ExpertPart(f"{name}.shared_experts.", whole, slice(start + columns.start, start + columns.stop))
             for start in range(0, whole, expert.size)
         ]
-        routed, shared = (part.read(weights, hidden_size, self.dtype) for part in (expert, parts[0]))
+        routed, shared = (part.read(weights, hidden_size, self.placement.dtype) for part in (expert, parts[0]))
         return parts if [type(weight) for weight in routed] == [type(weight) for weight in shared] else []
 
     def _router_weight(self, name: str) -> Tensor:
         shape = tuple(self.model.get_parameter(name).shape)
-        return split_weight(read_weight(self.weights, name, shape).to(self.device), self.dtype)
+        return split_weight(read_weight(self.weights, name, shape).to(self.placement.device), self.placement.dtype)
 
     def _gate(self, name: str, module: Any, num_shared: int) -> Gate:
         bias, router = f"{name}.{self.routing.bias}", self.routing.router(self.model.config, num_shared)
         weight = self._router_weight(f"{name}.{self.routing.weight}")
         if f"{name}.gate.tid2eid" in self.weights:
-            table = self.weights[f"{name}.gate.tid2eid"][:].to(self.device, torch.int64)
+            table = self.weights[f"{name}.gate.tid2eid"][:].to(self.placement.device, torch.int64)
             return HashGate(weight, table, router)
         values = None
         if bias in self.weights:
             values = read_weight(self.weights, bias, tuple(self.model.get_buffer(bias).shape))
-            values = values.to(self.device, torch.float32)
+            values = values.to(self.placement.device, torch.float32)
         return TopKGate(weight, values, router)

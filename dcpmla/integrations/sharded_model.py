@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from dcpmla.attention.kind import AttentionKind
+from dcpmla.attention.placement import Placement
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.plan import Cache
-from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.reduce import Reduce
 from dcpmla.model.block import VocabHead
 
@@ -46,12 +46,13 @@ class ShardedModel:
         hidden_states: Decoder; step and cache are None where only memory is claimed.
         head: Function of normalized hidden states [n, hidden] that returns logits [n, vocab] float32.
         rotary: Rotary embedding of transformers.
-        exchange, reduce: Exchanges of the layers.
+        placement: Placement of the layers.
+        reduce: Sums over the TP ranks.
         mtp: MTP module; None for a model that does not draft with it.
     Attributes:
         attention: Attention of all layers.
         hidden_rows: [N, width] hidden states of the last step, kept for the MTP module; empty without one.
-        eos_token_ids, vocab_size, dtype, device: of the model.
+        eos_token_ids, vocab_size, dtype, device: Values of the model.
     """
 
     def __init__(
@@ -60,19 +61,17 @@ class ShardedModel:
         head: VocabHead,
         rotary: Any,
         attention: AttentionKind,
-        exchange: Exchange,
+        placement: Placement,
         reduce: Reduce,
         eos_token_ids: frozenset[int],
-        dtype: torch.dtype,
-        device: torch.device,
         mtp: MtpModule | None = None,
     ) -> None:
         self._mtp = mtp
-        self.hidden_rows = torch.empty(0, device=device)
+        self.dtype, self.device = placement.dtype, torch.device(placement.device)
+        self.hidden_rows = torch.empty(0, device=self.device)
         self.hidden_states, self.head, self._rotary = hidden_states, head, rotary
-        self._exchanges = exchange, reduce
-        self.attention = attention
-        self.eos_token_ids, self.vocab_size, self.dtype, self.device = eos_token_ids, head.vocab_size, dtype, device
+        self._exchanges = placement.exchange, reduce
+        self.attention, self.eos_token_ids, self.vocab_size = attention, eos_token_ids, head.vocab_size
 
     @torch.inference_mode()
     def step(self, token_ids: Tensor, metadata: StepMetadata, cache: Cache, logits_at: Tensor | None) -> Tensor:
@@ -146,7 +145,7 @@ class ShardedModel:
         Args:
             hidden_states: [n k, width], k rows a request; the first is the module's at the last token that it has
                 computed, the others are not looked at.
-            metadata: of n requests' k tokens, that last one and k - 1 drafts.
+            metadata: Step of n requests with k tokens each, that last one and k - 1 drafts.
         Returns:
             [n k] int64, request after request.
         """

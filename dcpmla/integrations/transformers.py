@@ -16,8 +16,8 @@ import torch
 import transformers
 
 from dcpmla.attention.kind import AttentionKind, AttentionLayer
+from dcpmla.attention.placement import Placement
 from dcpmla.attention.scales import missing_scales
-from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.reduce import select_reduce
 from dcpmla.comm.select import ChosenExchange
 from dcpmla.config import DCPConfig
@@ -88,10 +88,11 @@ def load_model(
         raise ValueError(
             "enable_expert_parallel (--enable-expert-parallel): the model has no experts; leave the option out"
         )
-    layers = _AttentionLayers(attention, weights, dcp, mesh, selection.exchange, dtype, device)
+    placement = Placement(dcp, mesh, selection.exchange, dtype, device)
+    layers = _AttentionLayers(attention, weights, placement)
     reduce = select_reduce(mesh.tp_group, device, dcp.exchange_timeout)
     spreads_experts, routing = enable_expert_parallel and mesh.tp_size > 1, family.routing
-    parts = Parts(model, weights, mesh, dtype, device, spreads_experts, expert_dtype, routing, layers.load, reduce)
+    parts = Parts(model, weights, placement, spreads_experts, expert_dtype, routing, layers.load, reduce)
     num_mtp_layers = config.num_hidden_layers - num_layers
     decoder = family.load_decoder(parts, len(model.model.layers) - num_mtp_layers)
     mtp = family.load_mtp(parts, mtp_block, decoder.embedding) if with_mtp else None
@@ -101,11 +102,9 @@ def load_model(
         parts.head(),
         model.model.rotary_emb.to(device),
         attention,
-        selection.exchange,
+        placement,
         reduce,
         _eos_token_ids(directory, config),
-        dtype,
-        device,
         mtp,
     )
 
@@ -144,11 +143,7 @@ class _AttentionLayers:
 
     attention: AttentionKind
     weights: Mapping[str, Weight]
-    dcp: DCPConfig
-    mesh: DCPMesh
-    exchange: Exchange
-    dtype: torch.dtype
-    device: torch.device
+    placement: Placement
     missing: set[str] = field(default_factory=set)
     count: int = 0
 
@@ -156,8 +151,8 @@ class _AttentionLayers:
         """Load the next layer, and return it with its number."""
         prefix, number = f"{name}.", self.count
         weights = {key.removeprefix(prefix): self.weights[key] for key in self.weights if key.startswith(prefix)}
-        self.missing |= missing_scales(weights, self.dcp)
-        layer = self.attention.new_layer(number, self.dcp, self.mesh, self.exchange, self.dtype, self.device)
+        self.missing |= missing_scales(weights, self.placement.dcp)
+        layer = self.attention.new_layer(number, self.placement)
         try:
             layer.load_weights(weights)
         except ValueError as error:
@@ -166,7 +161,7 @@ class _AttentionLayers:
         return layer, number
 
     def warn_of_missing_scales(self) -> None:
-        if self.missing and self.mesh.tp_rank == 0:
+        if self.missing and self.placement.mesh.tp_rank == 0:
             _logger.warning(
                 "the checkpoint has no %s, so 1 is taken: e4m3 saturates at 448 and loses what is smaller than 0.001 "
                 "(--kv-cache-scale gives a kv_scale, --calculate-kv-scales finds both)",

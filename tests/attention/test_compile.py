@@ -11,7 +11,7 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
-from dcpmla import DCPConfig, MLAAttention, MLAConfig, init_mesh
+from dcpmla import DCPConfig, MLAAttention, MLAConfig, Placement, init_mesh
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.rope import query_factor
 from dcpmla.attention.sparse.build import SparseStepBuilder
@@ -72,7 +72,8 @@ def make_layer(
         **formats,
     )
     mesh = init_mesh(size, size)
-    layer = MLAAttention(config, dcp, mesh, select_exchange(dcp, mesh.dcp_group, device).exchange, dtype, device).eval()
+    exchange = select_exchange(dcp, mesh.dcp_group, device).exchange
+    layer = MLAAttention(config, Placement(dcp, mesh, exchange, dtype, device)).eval()
     generator = torch.Generator(device).manual_seed(mesh.dcp_rank)
     for name, parameter in layer.named_parameters():
         replicated = torch.Generator(device).manual_seed(7) if "kv_a" in name or "q_a" in name else generator

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Attention, DeepseekV4RotaryEmbedding
 
-from dcpmla import DCPConfig, StepMetadata, init_mesh
+from dcpmla import DCPConfig, Placement, StepMetadata, init_mesh
 from dcpmla.attention.compressed import layer as layer_module
 from dcpmla.attention.compressed.build import CompressedStepBuilder
 from dcpmla.attention.compressed.cache import CompressedCache, plan_compressed
@@ -123,9 +123,9 @@ class Layers:
         self.config = attention_kind(config).config
         exchange = select_exchange(dcp, self.mesh.dcp_group, device).exchange
         self.modules = modules_of(config)
-        self.layers = []
+        self.layers, placement = [], Placement(dcp, self.mesh, exchange, dtype, device)
         for kind, module in zip(self.config.layer_kinds, self.modules, strict=True):
-            layer = CompressedAttention(self.config, kind, dcp, self.mesh, exchange, dtype, device)
+            layer = CompressedAttention(self.config, kind, placement)
             layer.load_weights(module.state_dict())
             self.layers.append(layer)
         self.plan = plan_compressed(self.config, dcp, seq_lens, dtype, num_states=len(seq_lens) + 1)
@@ -292,7 +292,7 @@ def check_errors() -> None:
     ):
         with pytest.raises(ValueError, match=match):
             call()
-    exchange = layer.exchange
+    config, exchange = layers.config, layer.exchange
     for match, dcp in (
         ("the mesh has", layout(2, 1, 1)),
         ("kv_cache_dtype", layout(1, 1, 1, kv_cache_dtype="fp8")),
@@ -300,7 +300,7 @@ def check_errors() -> None:
         ("dcp_project_before_merge", layout(1, 1, 1, dcp_project_before_merge=True)),
     ):
         with pytest.raises(ValueError, match=match):
-            CompressedAttention(layers.config, LayerKind(4, True), dcp, layers.mesh, exchange, torch.float32, "cpu")
+            CompressedAttention(config, LayerKind(4, True), Placement(dcp, layers.mesh, exchange, torch.float32, "cpu"))
     weights = layers.modules[0].state_dict()
     for broken, match in (
         ({name: value for name, value in weights.items() if name != "sinks"}, "sinks"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dcpmla import DCPConfig, MLAAttention, MLAConfig, init_mesh
+from dcpmla import DCPConfig, MLAAttention, MLAConfig, Placement, init_mesh
 from dcpmla.attention import layer as layer_module
 from dcpmla.attention.compressed.layer import CompressedAttention
 from dcpmla.attention.output import ops as output_ops
@@ -123,7 +123,8 @@ def layers(
     )
     mesh, weights = init_mesh(size, size), checkpoint(config)
     exchange = select_exchange(dcp, mesh.dcp_group, device).exchange
-    both = [MLAAttention(config, dcp, mesh, exchange, dtype, device).eval() for _ in range(2)]
+    placement = Placement(dcp, mesh, exchange, dtype, device)
+    both = [MLAAttention(config, placement).eval() for _ in range(2)]
     both[0].load_weights(weights)
     both[1].load_weights(dequantized(weights))
     return both[0], both[1]
@@ -215,11 +216,12 @@ def check_compressed() -> None:
         "compressor.kv_proj.weight",
         "indexer.kv_proj.weight",
     )
+    placement = Placement(dcp, mesh, exchange, torch.float32, "cpu")
     for module, kind in zip(modules_of(hf_config), config.layer_kinds, strict=True):
         weights = stored(module.state_dict(), wide)
         both = []
         for found in (weights, dequantized(weights)):
-            layer = CompressedAttention(config, kind, dcp, mesh, exchange, torch.float32, "cpu")
+            layer = CompressedAttention(config, kind, placement)
             layer.load_weights(found)
             both.append(layer)
         kept = {"q_b_proj", "o_a_proj", "o_b_proj", "index_q_proj"} | (set() if kind.ratio else {"down_proj"})

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
-from dcpmla import DCPConfig, DCPMesh, LatentCache, MLAAttention, MLAConfig, init_mesh
+from dcpmla import DCPConfig, DCPMesh, LatentCache, MLAAttention, MLAConfig, Placement, init_mesh
 from dcpmla.attention import layer as layer_module
 from dcpmla.attention.backends import Backend
 from dcpmla.attention.build import StepBuilder
@@ -116,7 +116,7 @@ def check_layer(
     """Compare with transformers' attention; returns the layer's exchange, which knows its calls."""
     config = dataclasses.replace(attention_kind(hf_config).config, use_rope=with_positions)
     exchange = Mock(wraps=select_exchange(dcp, mesh.dcp_group, "cpu").exchange)
-    layer = MLAAttention(config, dcp, mesh, exchange, torch.float32, "cpu")
+    layer = MLAAttention(config, Placement(dcp, mesh, exchange, torch.float32, "cpu"))
     layer.load_weights(oracle(hf_config).state_dict())
     with torch.no_grad():
         out = run_steps(layer, hf_config, dcp, batch, with_positions, padding, max_decode_query_len, num_decodes)
@@ -226,7 +226,8 @@ def check_claims(hf_config: Any) -> None:
     config, num_keys = attention_kind(hf_config).config, dcp.context_workspace_tokens
 
     def new_layer(config: MLAConfig, **formats: str) -> MLAAttention:
-        return MLAAttention(config, dataclasses.replace(dcp, **formats), mesh, exchange, torch.float32, "cpu")
+        placement = Placement(dataclasses.replace(dcp, **formats), mesh, exchange, torch.float32, "cpu")
+        return MLAAttention(config, placement)
 
     # A key and a value of each of 12 heads, 8 + 8 and 4 wide; what the backend joins of keys, 16 wide.
     of_heads = num_keys * 12 * (8 + 4 + 16) * 4
@@ -257,7 +258,8 @@ def test_claims_memory() -> None:
 def check_mistakes(hf_config: Any) -> None:
     dcp, mesh = layout(1, 1), init_mesh(1, 1)
     config = attention_kind(hf_config).config
-    layer = MLAAttention(config, dcp, mesh, select_exchange(dcp, mesh.dcp_group, "cpu").exchange, torch.float32, "cpu")
+    placement = Placement(dcp, mesh, select_exchange(dcp, mesh.dcp_group, "cpu").exchange, torch.float32, "cpu")
+    layer = MLAAttention(config, placement)
     hidden, cache = torch.zeros(3, 48), LayerCache(torch.zeros(2, 4, 24))
     bare = StepBuilder(dcp, 0).build(StepRequests([3], [3], [[1]]))
     step = bare.with_positions(torch.zeros(3, 8))
@@ -319,13 +321,11 @@ def check_mistakes(hf_config: Any) -> None:
     with pytest.raises(
         ValueError, match="dcp is for tensor_parallel_size 2 and decode_context_parallel_size 2; the mesh has 1 and 1"
     ):
-        MLAAttention(config, layout(2, 2), mesh, layer.exchange, torch.float32, "cpu")
+        dataclasses.replace(placement, dcp=layout(2, 2))
     with pytest.raises(
         ValueError, match=r"\(--kv-cache-dtype\) is 'bf16', but the model computes in torch.float32; choose auto"
     ):
-        MLAAttention(
-            config, dataclasses.replace(dcp, kv_cache_dtype="bf16"), mesh, layer.exchange, torch.float32, "cpu"
-        )
+        dataclasses.replace(placement, dcp=dataclasses.replace(dcp, kv_cache_dtype="bf16"))
     with pytest.raises(
         ValueError,
         match=r"tensor_parallel_size \(-tp\) is 5; it must divide the model's 24 attention heads: choose 1, 2, 3, ",

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dcpmla import DCPConfig, MLAAttention, MLAConfig, init_mesh
+from dcpmla import MLAAttention, MLAConfig, Placement
 from dcpmla.attention.modules import MLAModules
-from dcpmla.comm.exchange import LocalExchange
 from dcpmla.parallel.quantized import BlockFp8, dequantize
 from tests.attention.test_compile import MIXED, SMALL, VARIANTS, make_layer, run_layer
 from tests.support.ranks import run_ranks
@@ -33,8 +32,9 @@ def modules_of(layer: MLAAttention) -> MLAModules:
 
 def given(layer: MLAAttention, modules: MLAModules) -> MLAAttention:
     """Return a layer over modules in the groups of another."""
-    like = layer.config, layer.dcp, layer.mesh, layer.exchange, layer.kv_a_layernorm.weight.dtype, "cpu"
-    return MLAAttention(*like, modules=modules)
+    dtype = layer.kv_a_layernorm.weight.dtype
+    placement = Placement(layer.dcp, layer.mesh, layer.exchange, dtype, "cpu")
+    return MLAAttention(layer.config, placement, modules=modules)
 
 
 def compare(config: MLAConfig, options: dict[str, bool]) -> bool:
@@ -86,15 +86,7 @@ def refusals() -> list[str]:
         {"w_kv_b": BlockFp8(w.to(torch.float8_e4m3fn), torch.ones(1, 1))},
     ):
         with pytest.raises(ValueError, match="has shape|BlockFp8") as caught:
-            MLAAttention(
-                SMALL,
-                DCPConfig(),
-                init_mesh(1, 1),
-                LocalExchange(),
-                torch.float32,
-                "cpu",
-                modules=dataclasses.replace(modules, **wrong),
-            )
+            given(layer, dataclasses.replace(modules, **wrong))
         told.append(str(caught.value))
     return told
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dcpmla import DCPConfig, LatentCache, MLAAttention, MLAConfig, init_mesh
+from dcpmla import DCPConfig, LatentCache, MLAAttention, MLAConfig, Placement, init_mesh
 from dcpmla.attention import layer as layer_module
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.scales import KV_SCALE_NAMES, calculate_scale_, missing_scales, read_scale
@@ -85,7 +85,8 @@ def check_layer(
         init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size),
         next(iter(weights.values())).dtype,
     )
-    layer = MLAAttention(config, dcp, mesh, select_exchange(dcp, mesh.dcp_group, device).exchange, dtype, device)
+    exchange = select_exchange(dcp, mesh.dcp_group, device).exchange
+    layer = MLAAttention(config, Placement(dcp, mesh, exchange, dtype, device))
     layer.load_weights({**weights, "attn.q_scale": torch.tensor(Q_SCALE)})
     cache = LatentCache(LatentCache.plan(config, dcp, 1, list(TOTALS), dtype), torch.device(device))[0].latents
     cache.view(torch.uint8).fill_(0xFF)  # NaN in every format
@@ -234,7 +235,8 @@ def test_layers(size: int) -> None:
 def check_calculated_scales(weights: dict[str, Tensor], config: MLAConfig) -> None:
     """From the first step that has a prompt's tokens, once, of all ranks' values; before anything is cached."""
     mesh, dcp = init_mesh(2, 2), layout(2, 2, 1, ("fp8", "fp8"), calculate_kv_scales=True)
-    layer = MLAAttention(config, dcp, mesh, select_exchange(dcp, mesh.dcp_group, "cpu").exchange, torch.float32, "cpu")
+    exchange = select_exchange(dcp, mesh.dcp_group, "cpu").exchange
+    layer = MLAAttention(config, Placement(dcp, mesh, exchange, torch.float32, "cpu"))
     layer.load_weights(weights)
     assert layer.kv_scale is not None
     assert layer.q_scale is not None
@@ -272,7 +274,7 @@ def check_old_gpus(config: MLAConfig) -> None:
             dcp, mesh = layout(2, 2, 1, (name, "auto")), init_mesh(2, 2)
             message = rf"kv_cache_dtype .* is '{name}', which needs GPUs of compute capability 8.9; choose auto"
             with pytest.raises(ValueError, match=message):
-                MLAAttention(config, dcp, mesh, LocalExchange(), torch.float32, "cuda")
+                Placement(dcp, mesh, LocalExchange(), torch.float32, "cuda")
 
 
 def test_scales_of_a_checkpoint(tmp_path: Path) -> None:

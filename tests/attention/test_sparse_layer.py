@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
-from dcpmla import DCPConfig, DCPMesh, LatentCache, MLAAttention, init_mesh
+from dcpmla import DCPConfig, DCPMesh, LatentCache, MLAAttention, Placement, init_mesh
 from dcpmla.attention import layer as layer_module
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.sparse import scores as scores_module
@@ -91,7 +91,7 @@ def run_layers(
 def new_layer(hf_config: Any, dcp: DCPConfig, mesh: DCPMesh, weights: Weights, skip_topk: bool = False) -> MLAAttention:
     config = attention_kind(hf_config).config
     exchange = select_exchange(dcp, mesh.dcp_group, "cpu").exchange
-    layer = MLAAttention(config, dcp, mesh, exchange, torch.float32, "cpu", skip_topk)
+    layer = MLAAttention(config, Placement(dcp, mesh, exchange, torch.float32, "cpu"), skip_topk)
     layer.load_weights(weights)
     return layer
 
@@ -250,15 +250,14 @@ def check_mistakes(hf_config: Any) -> None:
         reusing(hidden, LayerCache(cache.latents), bare)
     with pytest.raises(ValueError, match="checkpoint: tensor wk.weight is missing"):
         layer.load_weights({name: weight for name, weight in weights.items() if name != "indexer.wk.weight"})
+    placement = Placement(dcp, mesh, layer.exchange, torch.float32, "cpu")
     with pytest.raises(ValueError, match="config has an indexer, but q_lora_rank is None"):
-        MLAAttention(
-            dataclasses.replace(layer.config, q_lora_rank=None), dcp, mesh, layer.exchange, torch.float32, "cpu"
-        )
+        MLAAttention(dataclasses.replace(layer.config, q_lora_rank=None), placement)
     odd = dataclasses.replace(layer.config, indexer=dataclasses.replace(layer.config.indexer, head_dim=24))
     with pytest.raises(
         ValueError, match=r"index_hadamard \(--index-hadamard\) takes a power of two; the indexer's head_dim is 24"
     ):
-        MLAAttention(odd, dataclasses.replace(dcp, index_hadamard=True), mesh, layer.exchange, torch.float32, "cpu")
+        MLAAttention(odd, dataclasses.replace(placement, dcp=dataclasses.replace(dcp, index_hadamard=True)))
 
 
 def test_mistakes_are_named() -> None:

@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
-from dcpmla import DCPConfig, LatentCache, MLAAttention, init_mesh
+from dcpmla import DCPConfig, LatentCache, MLAAttention, Placement, init_mesh
 from dcpmla.attention import layer as layer_module
 from dcpmla.attention.sparse import selector as selector_module
 from dcpmla.attention.sparse.build import SparseStepBuilder
@@ -135,7 +135,8 @@ def check_formats(backends: list[str], kv_cache_dtype: str, index_cache_dtype: s
         for dcp in [alone, *sharded]:
             mesh = init_mesh(tp, dcp.decode_context_parallel_size)
             exchange = select_exchange(dcp, mesh.dcp_group, device).exchange
-            layer = MLAAttention(attention_kind(hf_config).config, dcp, mesh, exchange, torch.bfloat16, device)
+            placement = Placement(dcp, mesh, exchange, torch.bfloat16, device)
+            layer = MLAAttention(attention_kind(hf_config).config, placement)
             layer.load_weights(attention.state_dict())
             with torch.inference_mode():
                 found.append(run_layer(layer, hf_config, device, num_decodes))

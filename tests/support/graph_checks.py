@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.layer import MLAAttention
+from dcpmla.attention.placement import Placement
 from dcpmla.attention.sparse.build import SparseStepBuilder
 from dcpmla.attention.sparse.step import with_selection
 from dcpmla.attention.step import StepMetadata, StepRequests
@@ -86,7 +87,8 @@ def check_stack(dcp: DCPConfig, num_layers: int, num_heads: int, device_type: st
     mesh, device = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size), device_of(device_type)
     exchange = select_exchange(dcp, mesh.dcp_group, device).exchange
     torch.manual_seed(dist.get_rank())
-    layers = [MLAAttention(config, dcp, mesh, exchange, torch.bfloat16, device) for _ in range(num_layers)]
+    placement = Placement(dcp, mesh, exchange, torch.bfloat16, device)
+    layers = [MLAAttention(config, placement) for _ in range(num_layers)]
     for layer in layers:
         for parameter in layer.parameters():
             parameter.data.normal_(std=0.05)

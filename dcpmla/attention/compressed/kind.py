@@ -16,14 +16,13 @@ from dcpmla.attention.compressed.layer import CompressedAttention
 from dcpmla.attention.compressed.step import with_angles
 from dcpmla.attention.costs import AttentionCosts
 from dcpmla.attention.kind import MAIN_ROTARY, AttentionKind, Rotary
+from dcpmla.attention.placement import Placement
 from dcpmla.attention.reads import LayerReads
 from dcpmla.attention.routes import Rates
 from dcpmla.attention.sparse.step import SelectedTokens
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.plan import CachePlan
-from dcpmla.comm.exchange import Exchange
 from dcpmla.config import DCPConfig
-from dcpmla.parallel.mesh import DCPMesh
 
 
 @dataclass(frozen=True)
@@ -74,17 +73,9 @@ class CompressedKind:
 
         return with_angles(step, of_layers, kinds)
 
-    def new_layer(
-        self,
-        layer: int,
-        dcp: DCPConfig,
-        mesh: DCPMesh,
-        exchange: Exchange,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> CompressedAttention:
+    def new_layer(self, layer: int, placement: Placement) -> CompressedAttention:
         """Return the layer of a number, of the config's kind for it."""
-        return CompressedAttention(self.config, self.config.layer_kinds[layer], dcp, mesh, exchange, dtype, device)
+        return CompressedAttention(self.config, self.config.layer_kinds[layer], placement)
 
     def claim_step(self, num_tokens: int, device: torch.device | str) -> SelectedTokens:
         """Return memory for a selection of num_tokens."""

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from dcpmla.attention.backends import check_backends
 from dcpmla.attention.compressed.cache import CompressedLayerCache
 from dcpmla.attention.compressed.compressor import compress
 from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
@@ -13,16 +12,14 @@ from dcpmla.attention.compressed.projections import GROUP, finish_heads, finish_
 from dcpmla.attention.compressed.step import CompressedMetadata, selects
 from dcpmla.attention.compressed.weights import CompressedWeights
 from dcpmla.attention.decode import dcp_mla_decode
+from dcpmla.attention.placement import Placement
 from dcpmla.attention.sparse.projections import finish_index_queries
 from dcpmla.attention.sparse.selector import TokenSelector
 from dcpmla.attention.sparse.step import SelectedTokens
 from dcpmla.attention.step import DecodeMetadata, StepMetadata
-from dcpmla.cache.formats import check_device, storage_dtype
 from dcpmla.cache.shared_rows import read_rows
-from dcpmla.comm.exchange import Exchange, LocalExchange
-from dcpmla.config import DCPConfig
+from dcpmla.comm.exchange import LocalExchange
 from dcpmla.parallel.fp8 import NormedRows, PlainRows, QuantizedRows
-from dcpmla.parallel.mesh import DCPMesh
 
 
 class CompressedAttention(CompressedWeights):
@@ -35,15 +32,11 @@ class CompressedAttention(CompressedWeights):
     a prefill has its window without an exchange. A layer of windows alone exchanges nothing.
 
     Args:
-        config: geometry of the model's attention, before any cut.
-        kind: of this layer.
-        dcp: layout and formats of the caches, what decode exchanges.
-        mesh: groups of this rank.
-        exchange: how the DCP group moves rows, from `dcpmla.comm.select.select_exchange`.
-        dtype, device: of the parameters; they hold nothing until `load_weights`.
+        config: Geometry of the model's attention, before it is sharded.
+        kind: Kind of this layer.
+        placement: Ranks of the layer, and dtype and device of its parameters, uninitialized until `load_weights`.
     Raises:
-        ValueError: groups of heads that do not divide by the TP size, a dcp of other sizes than the mesh has, options
-            or a cache format that the layer or the GPU cannot have.
+        ValueError: Groups of heads do not divide by the TP size, or the layer does not support an option.
     Source: DeepSeek-V4's report, section 2.3; names of weights as in transformers.
     """
 
@@ -51,19 +44,13 @@ class CompressedAttention(CompressedWeights):
         self,
         config: CompressedConfig,
         kind: LayerKind,
-        dcp: DCPConfig,
-        mesh: DCPMesh,
-        exchange: Exchange,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        placement: Placement,
     ) -> None:
-        self.cache_dtype = storage_dtype(dcp.kv_cache_dtype, dtype)
-        check_device(self.cache_dtype, torch.device(device))
-        check_backends(dcp, torch.device(device))
-        super().__init__(config, kind, dcp, mesh, dtype, device)
+        super().__init__(config, kind, placement)
+        self.cache_dtype = placement.cache_dtype
         # Every rank has all windows: its own heads attend to them without the others.
-        self.exchange = LocalExchange() if kind == WINDOW_ONLY else exchange
-        self.selector = TokenSelector(config.indexer, dcp, mesh.dcp_rank, exchange) if kind.has_indexer else None
+        self.exchange = LocalExchange() if kind == WINDOW_ONLY else placement.exchange
+        self.selector = TokenSelector(config.indexer, placement) if kind.has_indexer else None
 
     @property
     def takes_quantized(self) -> bool:

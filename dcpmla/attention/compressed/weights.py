@@ -1,14 +1,13 @@
 """The part of a layer of DeepSeek-V4's attention that one rank holds."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
-from dcpmla.attention.weights import HeldHeads, check_mesh
-from dcpmla.config import DCPConfig
+from dcpmla.attention.placement import Placement
+from dcpmla.attention.weights import HeldHeads
 from dcpmla.parallel.linear import (
     GroupedLinear,
     Linear,
@@ -18,7 +17,6 @@ from dcpmla.parallel.linear import (
     read_linear,
     read_weight,
 )
-from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, dequantize
 
 
@@ -43,24 +41,21 @@ class CompressedWeights(nn.Module):
     """Parameters of `CompressedAttention`, which documents arguments and errors.
 
     Attributes:
-        down_proj: all that is projected from hidden states, in this order: query latent and shared row together,
-            values and gates of entries, the same of index keys, weights of the indexer's heads (`down_widths`). All but
-            the first two are published in bfloat16, so those are dequantized beside them.
-        index_q_proj: the indexer's queries; their rotated columns come first, as in its keys.
-        o_a_proj: of each group of heads, from heads of a group x D to o_lora_rank.
+        down_proj: Projection of hidden states to, in this order, query latent and shared row together, values and gates
+            of entries, values and gates of index keys, weights of the indexer's heads (`down_widths`). Checkpoints
+            quantize only the query latent and the shared row, whose weights are dequantized to join the others.
+        index_q_proj: Projection to the indexer's queries; their rotated columns come first, as in its keys.
+        o_a_proj: Projection of each group of heads, from heads of a group x D to o_lora_rank.
     """
 
     def __init__(
         self,
         config: CompressedConfig,
         kind: LayerKind,
-        dcp: DCPConfig,
-        mesh: DCPMesh,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        placement: Placement,
     ) -> None:
         super().__init__()
-        check_mesh(dcp, mesh)
+        dcp, mesh, device, new = placement.dcp, placement.mesh, placement.device, placement.factory_kwargs
         config.check_layout(dcp)
         self.config, self.kind, self.dcp, self.mesh = config, kind, dcp, mesh
         self.num_heads = config.heads_per_rank(mesh.tp_size)
@@ -69,7 +64,6 @@ class CompressedWeights(nn.Module):
         self.num_groups = config.o_groups // mesh.tp_size
         self.num_halves = 2 if kind.has_indexer else 1
         indexer = config.indexer
-        new: dict[str, Any] = {"dtype": dtype, "device": device}
         self.down_widths = [config.q_lora_rank + config.head_dim]
         if kind.ratio:
             self.down_widths.append(2 * self.num_halves * config.head_dim)

@@ -2,16 +2,15 @@
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
+from dcpmla.attention.placement import Placement
 from dcpmla.attention.sparse.projections import finish_index_keys, finish_index_queries
 from dcpmla.attention.sparse.selector import TokenSelector
 from dcpmla.attention.sparse.step import SparseMetadata
 from dcpmla.attention.step import StepMetadata
-from dcpmla.comm.exchange import Exchange
-from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
+from dcpmla.config import IndexerConfig, MLAConfig
 from dcpmla.parallel.fp8 import PlainRows
 from dcpmla.parallel.linear import Linear, Weight, fill, read_linear, read_weight
 
@@ -23,39 +22,28 @@ class Indexer(nn.Module):
     rank scores its own tokens; one exchange brings its best ones to all, and each makes the same choice.
 
     Args:
-        config: of the layer, with an indexer.
-        dcp: layout, and format of the index cache.
-        dcp_rank: this rank's number in the DCP group.
-        exchange: the layer's.
-        dtype, device: of the parameters; they hold nothing until `load_weights`.
+        config: Geometry of the layer, with an indexer.
+        placement: Placement of the layer; the parameters are uninitialized until `load_weights`.
     Raises:
-        ValueError: an indexer in a layer that does not compress queries; a Hadamard transform of a width that is not a
+        ValueError: The layer does not compress queries, or the Hadamard transform is asked for and the width is not a
             power of two.
     Source: DeepSeek-V3.2, section 2.1; names as in its checkpoints.
     """
 
-    def __init__(
-        self,
-        config: MLAConfig,
-        dcp: DCPConfig,
-        dcp_rank: int,
-        exchange: Exchange,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, config: MLAConfig, placement: Placement) -> None:
         super().__init__()
         assert config.indexer is not None
         self.config: IndexerConfig = config.indexer
-        self.dcp = dcp
-        self.selector = TokenSelector(self.config, dcp, dcp_rank, exchange)
+        self.dcp, new = placement.dcp, placement.factory_kwargs
+        self.selector = TokenSelector(self.config, placement)
         if config.q_lora_rank is None:
             raise ValueError(
                 "config has an indexer, but q_lora_rank is None; an indexer's queries are made from the query latent"
             )
         width, num_heads = self.config.head_dim, self.config.num_heads
-        self.wq_b = Linear(config.q_lora_rank, num_heads * width, dtype=dtype, device=device)
-        self.fused_wk_weights_proj = Linear(config.hidden_size, width + num_heads, dtype=dtype, device=device)
-        self.k_norm = skip_init(nn.LayerNorm, width, dtype=dtype, device=device)
+        self.wq_b = Linear(config.q_lora_rank, num_heads * width, **new)
+        self.fused_wk_weights_proj = Linear(config.hidden_size, width + num_heads, **new)
+        self.k_norm = skip_init(nn.LayerNorm, width, **new)
 
     def forward(self, hidden_states: PlainRows, q_c: PlainRows, index_keys: Tensor, step: StepMetadata) -> None:
         """Cache the tokens' keys, and write the step's selection where some token has more than topk. Collective.

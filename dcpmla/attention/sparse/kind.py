@@ -8,15 +8,14 @@ import torch
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.kind import DenseKind, Rotary
 from dcpmla.attention.layer import MLAAttention
+from dcpmla.attention.placement import Placement
 from dcpmla.attention.reads import LayerReads
 from dcpmla.attention.sparse.build import SparseStepBuilder
 from dcpmla.attention.sparse.step import SelectedTokens, with_selection
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.latent import LatentCache
 from dcpmla.cache.plan import CachePlan
-from dcpmla.comm.exchange import Exchange
 from dcpmla.config import DCPConfig
-from dcpmla.parallel.mesh import DCPMesh
 
 
 @dataclass(frozen=True)
@@ -56,18 +55,9 @@ class SparseKind(DenseKind):
         assert self.config.indexer is not None
         return with_selection(super().prepare(step, rotary, dtype, layers), self.config.indexer.topk)
 
-    def new_layer(
-        self,
-        layer: int,
-        dcp: DCPConfig,
-        mesh: DCPMesh,
-        exchange: Exchange,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> MLAAttention:
+    def new_layer(self, layer: int, placement: Placement) -> MLAAttention:
         """Return a layer of sparse MLA, with an indexer of its own if it is among index_layers."""
-        skips_topk = layer not in self.index_layers
-        return MLAAttention(self.config, dcp, mesh, exchange, dtype, device, skips_topk)
+        return MLAAttention(self.config, placement, skip_topk=layer not in self.index_layers)
 
     def claim_step(self, num_tokens: int, device: torch.device | str) -> SelectedTokens:
         """Return memory for a selection of num_tokens."""

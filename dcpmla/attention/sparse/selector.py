@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
+from dcpmla.attention.placement import Placement
 from dcpmla.attention.sparse.candidates import candidate_width
 from dcpmla.attention.sparse.scores import index_scores
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
 from dcpmla.attention.sparse.topk import choose_tokens, local_candidates
 from dcpmla.attention.step import DecodeMetadata
 from dcpmla.cache.index_keys import index_row_width, index_storage_dtype
-from dcpmla.comm.exchange import Exchange
-from dcpmla.config import DCPConfig, IndexerConfig
+from dcpmla.config import IndexerConfig
 
 _WORKSPACE_BYTES = 128 << 20  # bound of scores, and of all ranks' candidates
 
@@ -22,16 +22,15 @@ class TokenSelector:
 
     Args:
         config: Sizes of the indexer.
-        dcp: Layout and format of the index cache.
-        dcp_rank: Rank in the DCP group.
-        exchange: Exchange of the layer.
+        placement: Placement of the layer.
     Raises:
         ValueError: The Hadamard transform is asked for, and the width is not a power of two.
     """
 
-    def __init__(self, config: IndexerConfig, dcp: DCPConfig, dcp_rank: int, exchange: Exchange) -> None:
-        self.config, self.dcp, self.dcp_rank, self.exchange = config, dcp, dcp_rank, exchange
-        if dcp.index_hadamard and config.head_dim & (config.head_dim - 1):
+    def __init__(self, config: IndexerConfig, placement: Placement) -> None:
+        self.config, self.dcp, self.exchange = config, placement.dcp, placement.exchange
+        self.dcp_rank = placement.mesh.dcp_rank
+        if self.dcp.index_hadamard and config.head_dim & (config.head_dim - 1):
             raise ValueError(
                 f"index_hadamard (--index-hadamard) takes a power of two; the indexer's head_dim is {config.head_dim}"
             )
@@ -56,13 +55,13 @@ class TokenSelector:
         tile = self._tile_tokens(sparse.block_table.shape[1] * index_keys.shape[1])
         for index in range(-(-len(q) // tile)):  # a compiler guards the number of tiles, not of tokens
             tokens = slice(index * tile, (index + 1) * tile)
-            some, chosen = sparse.rows(tokens), selection.rows(tokens)
-            lens = some.seq_lens, some.local_seq_lens
-            scores = index_scores(q[tokens], weights[tokens], index_keys, some.block_table, some.request, *lens, topk)
+            part, chosen = sparse.rows(tokens), selection.rows(tokens)
+            lens = part.seq_lens, part.local_seq_lens
+            scores = index_scores(q[tokens], weights[tokens], index_keys, part.block_table, part.request, *lens, topk)
             candidates = self.exchange.gather_candidates(local_candidates(scores, *lens, topk, *layout))
-            where = slot_table, some.request, index_keys.shape[1], *layout
+            cache = slot_table, part.request, index_keys.shape[1], *layout
             written = chosen.positions, chosen.slots, chosen.num_slots
-            choose_tokens(candidates.flatten(1), *where, chosen.num_first, *written)
+            choose_tokens(candidates.flatten(1), *cache, chosen.num_first, *written)
 
     def workspace_bytes(self, num_tokens: int, element_size: int) -> int:
         """Return the peak bytes of a step's selection: all tokens' queries, as projected in elements of this size and
@@ -77,11 +76,11 @@ class TokenSelector:
         shape = num_blocks, block_size, index_row_width(storage, self.config.head_dim)
         is_right = index_keys is not None and tuple(index_keys.shape) == shape and index_keys.dtype == storage
         if index_keys is None or not is_right or not index_keys.is_contiguous():
-            given = "None"
+            found = "None"
             if index_keys is not None:
-                given = f"{index_keys.dtype} {tuple(index_keys.shape)}, strides {index_keys.stride()}"
+                found = f"{index_keys.dtype} {tuple(index_keys.shape)}, strides {index_keys.stride()}"
             asked = f"index_cache_dtype (--index-cache-dtype) {self.dcp.index_cache_dtype!r}"
-            raise ValueError(f"cache.index_keys is {given}; expected {storage} {shape}, contiguous, for {asked}")
+            raise ValueError(f"cache.index_keys is {found}; expected {storage} {shape}, contiguous, for {asked}")
 
     def _tile_tokens(self, num_columns: int) -> int:
         """Return how many tokens to select for at a time. All ranks get the same number, since each tile makes an

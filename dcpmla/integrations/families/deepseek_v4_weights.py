@@ -54,4 +54,4 @@ def _load_connection(parts: Parts, prefix: str, norm: str, is_head: bool = False
         read_weight(parts.weights, norm, (size,)),
     )
     constants = Constants(config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters)
-    return Connection(projection, weight, constants).to(parts.device)
+    return Connection(projection, weight, constants).to(parts.placement.device)

@@ -1,0 +1,52 @@
+"""The placement of attention layers: their layout, the ranks that share them, the device of their parameters."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dcpmla.attention.backends import check_backends
+from dcpmla.cache.formats import check_device, storage_dtype
+from dcpmla.comm.exchange import Exchange
+from dcpmla.config import DCPConfig
+from dcpmla.parallel.mesh import DCPMesh
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The placement of attention layers on one rank, the same for all layers of a model.
+
+    Attributes:
+        dcp: Layout and format of the cache, bound of the context workspace, contents of the decode exchange.
+        mesh: Groups of this rank.
+        exchange: Exchange of rows in the DCP group, from `dcpmla.comm.select.select_exchange`.
+        dtype, device: Dtype and device of the parameters.
+    Raises:
+        ValueError: dcp and mesh differ in size, or the device does not support the cache format or a backend.
+    """
+
+    dcp: DCPConfig
+    mesh: DCPMesh
+    exchange: Exchange
+    dtype: torch.dtype
+    device: torch.device | str
+
+    def __post_init__(self) -> None:
+        dcp, mesh = self.dcp, self.mesh
+        if (dcp.tensor_parallel_size, dcp.decode_context_parallel_size) != (mesh.tp_size, mesh.dcp_size):
+            raise ValueError(
+                f"dcp is for tensor_parallel_size {dcp.tensor_parallel_size} and decode_context_parallel_size "
+                f"{dcp.decode_context_parallel_size}; the mesh has {mesh.tp_size} and {mesh.dcp_size}"
+            )
+        check_device(self.cache_dtype, torch.device(self.device))
+        check_backends(dcp, torch.device(self.device))
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The dtype of cached rows."""
+        return storage_dtype(self.dcp.kv_cache_dtype, self.dtype)
+
+    @property
+    def factory_kwargs(self) -> dict[str, Any]:
+        """The keyword arguments of new parameters."""
+        return {"dtype": self.dtype, "device": self.device}
