@@ -74,7 +74,7 @@ class Batch:
         decodes = [piece for piece in self.pieces if piece.num_tokens - piece.num_drafts == 1]
         prompts = [piece for piece in self.pieces if piece.num_tokens - piece.num_drafts != 1]
         sizes = [(piece.num_tokens, piece.request.num_computed_tokens) for piece in prompts]
-        is_graph = self.num_tokens <= max_absorbed_tokens and costs.absorbs_all(sizes)
+        is_graph = bool(sizes) and self.num_tokens <= max_absorbed_tokens and costs.absorbs_all(sizes)
         chosen = [True] * len(sizes) if is_graph else costs.choose_absorbed(sizes)
         absorbed = [piece for piece, is_absorbed in zip(prompts, chosen, strict=True) if is_absorbed]
         others = [piece for piece, is_absorbed in zip(prompts, chosen, strict=True) if not is_absorbed]

@@ -101,7 +101,7 @@ class GraphSet:
         torch.cuda.synchronize()
 
     def _host_sync(self, size: Hashable, stream: torch.cuda.Stream) -> str:
-        """Return the place where the computation waits for the GPU, "" for none: a capture would break off there."""
+        """Return the line of code that waits for the GPU, "" for none: a capture would break off there."""
         try:
             with torch.cuda.stream(stream), error_on_host_sync():
                 self._compute(size, _skip)
@@ -114,7 +114,7 @@ class GraphSet:
         return ""
 
     def _capture(self, size: Hashable, stream: torch.cuda.Stream, pool: Any) -> str:
-        """Capture a size; return the place where it ran out of memory, "" for none."""
+        """Capture a size; return the line of code that ran out of memory, "" for none."""
         recorder = _Recorder(partial(self._replay, size), pool)
         try:
             with torch.cuda.stream(stream), recorder.recording():
