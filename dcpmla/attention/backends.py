@@ -141,7 +141,7 @@ def _run_hopper(call: DecodeCall, mailbox: Mailbox | None = None) -> tuple[Tenso
 
 
 def _triton_obstacle(call: DecodeCall) -> str:
-    q, kv_cache, dtype = call.q, call.kv_cache, call.dtype
+    q, kv_cache, dtype = call.q, call.kv_cache, call.out_dtype
     if not q.is_cuda:
         return f"q is on device {q.device}, not a GPU"
     is_quantized_call = is_quantized(kv_cache.dtype)

@@ -1,6 +1,6 @@
 """Prefill: new tokens attend to themselves, then to their context chunk by chunk, each rank for its own heads."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ def dcp_mla_prefill(
         mask = None
         if positions is not None:
             mask = selection_mask(positions, queries.start_loc, first_position, max(keys.lens))
-        return mha_prefill(q, k_nope, k_pe, v, *queries, *keys, scale, causal, mask, backend)
+        return mha_prefill(PrefillCall(q, k_nope, k_pe, v, *queries, *keys, scale, causal, mask, backend))
 
     started = [start_gather(chunk) for chunk in chunks[:1]]
     out, lse = attend(kv_c, k_pe, queries, prefill.first_position, causal=True)
@@ -112,27 +112,14 @@ def up_project(
     return k_nope, v
 
 
-@operator(
-    "mha_prefill",
-    fake=lambda q, v: (q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=torch.float32)),
-)
-def mha_prefill(
-    q: Tensor,
-    k_nope: Tensor,
-    k_pe: Tensor,
-    v: Tensor,
-    query_start: Sequence[int],
-    query_start_loc: Tensor,
-    key_start: Sequence[int],
-    key_start_loc: Tensor,
-    scale: float,
-    causal: bool,
-    mask: Tensor | None = None,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor]:
-    """Run a `PrefillCall` on the first backend that takes it, or on the one named, as a custom op. No gradients."""
-    queries, keys = Segments(tuple(query_start), query_start_loc), Segments(tuple(key_start), key_start_loc)
-    call = PrefillCall(q, k_nope, k_pe, v, queries, keys, scale, causal, mask, backend)
+def _empty_heads(call: PrefillCall) -> tuple[Tensor, Tensor]:
+    q, v = call.q, call.v
+    return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+@operator("mha_prefill", fake=_empty_heads)
+def mha_prefill(call: PrefillCall) -> tuple[Tensor, Tensor]:
+    """Run a call on the first backend that takes it, or on the one that it names."""
     return select_backend(PREFILL_BACKENDS, call).run(call)
 
 

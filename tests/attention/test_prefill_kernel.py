@@ -67,7 +67,7 @@ def check_prefill(
         (num_keys, num_heads, v_head_dim),
     ]
     q, k_nope, k_pe, v = (poisoned(torch.randn(shape, generator=generator), dtype, device) for shape in shapes)
-    out, lse = prefill(PrefillCall(q, k_nope, k_pe, v, queries, keys, SCALE, key_lens is None))
+    out, lse = prefill(PrefillCall(q, k_nope, k_pe, v, *queries, *keys, SCALE, key_lens is None))
     wanted, wanted_lse = reference.mha_prefill(
         *(rows.double().cpu() for rows in (q, join_keys(k_nope, k_pe), v)),
         queries.start,
@@ -94,7 +94,7 @@ def check_unaligned(device: str) -> None:
     k_pe = torch.randn(9, 13, generator=generator).half().to(device)
     k_nope, k_pe, v = k_nope[..., 3:], k_pe[:, 5:], v[..., 1:]
     queries = segments([2, 7], device)
-    out, lse = mha_prefill(q, k_nope, k_pe, v, queries, queries, SCALE, True)
+    out, lse = mha_prefill(q, k_nope, k_pe, v, *queries, *queries, SCALE, True)
     wanted = reference.mha_prefill(
         q.double(), join_keys(k_nope, k_pe).double(), v.double(), queries.start, queries.start, SCALE, True
     )
@@ -112,11 +112,11 @@ def check_neighbours(backend: str, dims: tuple[int, int, int], device: str) -> N
     )
     k_pe, lens = torch.randn(30, rope, generator=generator).half().to(device), segments([10, 10, 10], device)
     for causal in (True, False):
-        wanted = mha_prefill(q, k_nope, k_pe, v, lens, lens, SCALE, causal)
+        wanted = mha_prefill(q, k_nope, k_pe, v, *lens, *lens, SCALE, causal)
         spoiled = [
             tensor.index_fill(0, torch.arange(10, 20, device=device), torch.nan) for tensor in (q, k_nope, k_pe, v)
         ]
-        got = mha_prefill(*spoiled, lens, lens, SCALE, causal)
+        got = mha_prefill(*spoiled, *lens, *lens, SCALE, causal)
         for one, other in zip(got, wanted, strict=True):
             assert one[10:20].isnan().all()
             torch.testing.assert_close(one[:10], other[:10], atol=0, rtol=0)

@@ -5,7 +5,7 @@ They run on a GPU, in Triton's interpreter without one, and are compiled for Hop
 
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -71,14 +71,18 @@ def query_case(sizes: tuple[int, ...], num_tokens: int, dtype: torch.dtype, rope
     return [cut(randn(num_tokens, heads, nope + width, dtype=dtype, seed=6)), w_uk, cos_sin, interleaved, None]
 
 
-def on(device: str, arguments: list[Any]) -> list[Any]:
-    """Copy to a device with the strides they had."""
+def on(device: str, arguments: Iterable[Any]) -> list[Any]:
+    """Copy to a device with the strides they had, those in NamedTuples, too."""
 
-    def move(x: Tensor) -> Tensor:
+    def move(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return type(x)(*on(device, x))
+        if not isinstance(x, Tensor):
+            return x
         base = x if x._base is None else x._base
         return base.to(device, copy=True).as_strided(x.shape, x.stride(), x.storage_offset())
 
-    return [move(x) if isinstance(x, Tensor) else x for x in arguments]
+    return [move(x) for x in arguments]
 
 
 def assert_near(got: Tensor, wanted: Tensor) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dcpmla.attention.backends import Backend
 from dcpmla.attention.calls import DecodeCall, PrefillCall
+from dcpmla.attention.decode_checks import Queries, split_queries
 from dcpmla.attention.step import Segments
 
 
@@ -21,6 +22,21 @@ def only(table: list[Backend[Any]], *backends: Backend[Any]) -> Iterator[None]:
         yield
     finally:
         table[:] = kept
+
+
+def checked_call(
+    q: Queries,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    kv_lora_rank: int = 512,
+    *rest: Any,
+    **more: Any,
+) -> DecodeCall:
+    """Return the call of `mla_decode`'s arguments."""
+    sizes = block_table, seq_lens, scale, kv_lora_rank
+    return DecodeCall(*split_queries(q, kv_lora_rank), kv_cache, *sizes, *rest, **more).checked()
 
 
 def unchecked_call(q: Tensor, kv_cache: Tensor, *sizes: Any, kv_lora_rank: int, **rest: Any) -> DecodeCall:
@@ -38,22 +54,13 @@ def in_parts(q: Tensor, kv_lora_rank: int) -> tuple[Tensor, Tensor]:
 def decode_call(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype, **more: Any) -> DecodeCall:
     """Return a call of one request, unchecked."""
     numbers = torch.zeros(1, dtype=torch.int32)
-    rest = {
-        "request_index": None,
-        "query_start_loc": None,
-        "max_query_len": 1,
-        "workspace": None,
-        "kv_scale": None,
-        "q_scale": None,
-    }
-    options = {**rest, "dtype": dtype, **more}
-    return unchecked_call(q, kv_cache, numbers[None], numbers, 1.0, kv_lora_rank=kv_lora_rank, **options)
+    return unchecked_call(q, kv_cache, numbers[None], numbers, 1.0, kv_lora_rank=kv_lora_rank, dtype=dtype, **more)
 
 
 def prefill_call(q: Tensor, k_pe: Tensor, v: Tensor, mask: Tensor | None = None, **more: Any) -> PrefillCall:
     """Return a call whose keys are as wide as its queries."""
     rows = Segments((0, len(q)), torch.tensor([0, len(q)], dtype=torch.int32))
-    return PrefillCall(q, q[..., : q.shape[-1] - k_pe.shape[-1]], k_pe, v, rows, rows, 1.0, False, mask, **more)
+    return PrefillCall(q, q[..., : q.shape[-1] - k_pe.shape[-1]], k_pe, v, *rows, *rows, 1.0, False, mask, **more)
 
 
 def as_kernel(
