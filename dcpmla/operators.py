@@ -4,8 +4,8 @@ An entry is a decorator over the operator's reference: plain torch that specifie
 the fake, which makes results without values, the kernel and the condition under which that runs instead, and the
 arguments that are written. An operator without a kernel is made of other operators, or launches a kernel itself.
 
-A parameter may be a NamedTuple, or that or None: the custom op has its fields as arguments, since a schema has no
-tuples. So the fields of a call are listed once.
+A parameter may be a NamedTuple, or a NamedTuple or None. A schema has no tuples, so the custom op has the fields as
+arguments: the fields of a call are listed once. Callers pass tuples by position.
 """
 
 import importlib
@@ -64,7 +64,7 @@ class Operator(Generic[Result]):
         return self._run(*args, **kwargs)
 
     def _fields(self, args: tuple[Any, ...]) -> list[Any]:
-        """Return arguments with the fields of tuples in their place, all None for None."""
+        """Return arguments with the fields of tuples instead of tuples, all None for None."""
         fields: list[Any] = []
         for key, value in zip(self._names, args, strict=False):
             kind = self._tuples.get(key)
@@ -135,13 +135,14 @@ def _is_float_on_gpu(x: Tensor) -> bool:
 
 
 def _tuple_class(annotation: Any) -> Any:
-    """Return the class of an annotation that is a NamedTuple, or that or None; None for another annotation."""
+    """Return the class of an annotation that is a NamedTuple, or a NamedTuple or None; else None."""
     return next((kind for kind in (annotation, *get_args(annotation)) if hasattr(kind, "_fields")), None)
 
 
 def _with_fields(reference: Callable[..., Any], tuples: dict[str, Any]) -> Callable[..., Any]:
-    """Return a function with the reference's signature, but with the fields of tuples, which have no defaults: where
-    arguments that are written had any, calls with None failed with torch 2.11 (not with 2.13).
+    """Return a function with the reference's signature and the fields of tuples instead of tuples.
+
+    Fields have no defaults: with torch 2.11, calls failed if mutated arguments had defaults and were None.
     """
     signature, parameters = inspect.signature(reference), []
     for parameter in signature.parameters.values():
@@ -153,14 +154,14 @@ def _with_fields(reference: Callable[..., Any], tuples: dict[str, Any]) -> Calla
             parameters.append(inspect.Parameter(name, parameter.kind, annotation=annotation))
 
     def prototype(*args: Any) -> None:
-        """Stand for the operator in `infer_schema`."""
+        """Carry a signature to `infer_schema`."""
 
     prototype.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return prototype
 
 
 def _take_named(function: Callable[..., Result], reference: Callable[..., Any]) -> Callable[..., Result]:
-    """Wrap `function`, which has some of the reference's parameters, as a function of all of them.
+    """Wrap `function`, which has some of the reference's parameters, as a function of all parameters.
 
     Raises:
         ValueError: `function` has a parameter that the reference has not.

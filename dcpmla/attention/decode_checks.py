@@ -93,8 +93,8 @@ def check_dtypes(
 ) -> None:
     """Raise ValueError for dtypes and scales that do not belong together; dtype is the output's, or None for q's."""
     formats.check_kv_scale(kv_cache.dtype, kv_scale)
-    given = "missing" if q_scale is None else "given"
-    found = f"q has dtype {q.dtype}, kv_cache {kv_cache.dtype}, q_scale is {given} and dtype is {dtype}"
+    state = "missing" if q_scale is None else "given"
+    found = f"q has dtype {q.dtype}, kv_cache {kv_cache.dtype}, q_scale is {state} and dtype is {dtype}"
     if q.dtype != formats.FP8:
         if not q.dtype.is_floating_point or q.element_size() < 2:
             raise ValueError(f"q has dtype {q.dtype}; it must be a float dtype of 16 bits or more, or e4m3")

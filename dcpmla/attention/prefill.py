@@ -45,9 +45,9 @@ def dcp_mla_prefill(
         kv_c, k_pe: [T, L] after its norm, [T, R] rotated: the new tokens' own latents.
         kv_cache: [num_blocks, block_size, width], this rank's tokens in one of the formats of `dcpmla.cache.formats`.
         w_kv_b: [h, P + V, L], the up-projection of this rank's heads, W_UK over W_UV; or what applies it.
-        kv_scale: float32 of one element, of an fp8 cache, and for that alone.
-        positions: [T, topk] int32, those that each token attends to (`SelectedTokens.positions`), none after its own;
-            None for all.
+        kv_scale: Scale of an fp8 cache, float32 of one element; None for other caches.
+        positions: Positions that each token attends to [T, topk] int32 (`SelectedTokens.positions`), none after
+            its own; None for all.
         backend: "auto" takes the first of `backends.PREFILL_BACKENDS` that can; or the name of one.
     Returns:
         out [T, h, V] in the dtype of q, lse [T, h] float32.
@@ -92,7 +92,7 @@ def dcp_mla_prefill(
 
 
 def _to_latents(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return rows as they were cached as latents; those of a plain cache are not copied."""
+    """Return rows as they were cached as latents; rows of a plain cache are not copied."""
     return dequantize_rows(rows, kv_lora_rank, kv_scale, dtype) if is_quantized(rows.dtype) else rows.to(dtype)
 
 
@@ -119,7 +119,7 @@ def _empty_heads(call: PrefillCall) -> tuple[Tensor, Tensor]:
 
 @operator("mha_prefill", fake=_empty_heads)
 def mha_prefill(call: PrefillCall) -> tuple[Tensor, Tensor]:
-    """Run a call on the first backend that takes it, or on the one that it names."""
+    """Run a call on the first backend that takes it, or on the backend that it names."""
     return select_backend(PREFILL_BACKENDS, call).run(call)
 
 

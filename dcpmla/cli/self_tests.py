@@ -84,8 +84,7 @@ def decode_errors(config: MLAConfig, device: torch.device, dtype: torch.dtype) -
     got = mla_decode(q, cache, table, seq_lens, config.scale, config.kv_lora_rank, max_query_len=2)
     q, q_pe = split_queries(q.double(), config.kv_lora_rank)
     call = DecodeCall(q, q_pe, cache.double(), table, seq_lens, config.scale, config.kv_lora_rank, max_query_len=2)
-    wanted = reference.mla_decode(call)
-    return _errors(got, wanted)
+    return _errors(got, reference.mla_decode(call))
 
 
 def prefill_errors(config: MLAConfig, device: torch.device, dtype: torch.dtype) -> Errors:

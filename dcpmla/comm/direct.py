@@ -26,7 +26,7 @@ class DirectExchange:
     stream.
 
     Two micro-batches on two streams need an object each, and every rank must launch their work in the same order.
-    The results of `gather_heads` and `gather_candidates` may lie in that memory: they are valid until the next of
+    The results of `gather_heads` and `gather_candidates` may be in that memory: they are valid until the next of
     either.
 
     Args:

@@ -23,7 +23,7 @@ _SHAPES = ((64, 512), (128, NUM_PROGRAMS), (256, NUM_PROGRAMS), (512, NUM_PROGRA
 _NARROWEST = _SHAPES[0][0]
 _PLACE_THREADS = 128
 _PLACED = 8 * _PLACE_THREADS  # elements of an item of place_kernel: 16 bytes of bfloat16 a thread
-_PLACE_PROGRAMS = 528  # of place_kernel: four a multiprocessor of an H200
+_PLACE_PROGRAMS = 528  # place_kernel has four a multiprocessor of an H200
 
 
 def new_state(device: torch.device) -> Tensor:

@@ -161,7 +161,7 @@ def check_operators(device: str, dtype: torch.dtype) -> None:
     )
     for num_tokens, lens, causal in ((4, queries, True), (5, keys, False)):  # keys and values, rope parts as they lie
         rows = (q, kv[:num_tokens, :, :16], latents[:num_tokens, 32:40], kv[:num_tokens, :, 16:])
-        torch.library.opcheck(operators.mha_prefill.op, (*rows, *queries, *lens, SCALE, causal))
+        torch.library.opcheck(operators.mha_prefill.op, tuple(PrefillCall(*rows, *queries, *lens, SCALE, causal)))
     for width in (16, 17):
         out, part = torch.randn(2, 3, 2, width, generator=generator).to(device)
         lse, part_lse = torch.randn(2, 3, 2, generator=generator).to(device)

@@ -64,7 +64,7 @@ def latents_case(
 
 
 def query_case(sizes: tuple[int, ...], num_tokens: int, dtype: torch.dtype, rope: bool, interleaved: bool) -> list[Any]:
-    """Arguments of `absorb_query`: rows cut out, W_UK as it lies over W_UV."""
+    """Arguments of `absorb_query`: rows cut out, W_UK as a view of W_UK over W_UV."""
     _, rank, width, nope, value, heads = sizes
     cos_sin = randn(num_tokens, width, seed=2) if rope else None
     w_uk = (randn(heads, nope + value, rank, dtype=dtype, seed=5) / nope**0.5)[:, :nope]
@@ -72,7 +72,7 @@ def query_case(sizes: tuple[int, ...], num_tokens: int, dtype: torch.dtype, rope
 
 
 def on(device: str, arguments: Iterable[Any]) -> list[Any]:
-    """Copy to a device with the strides they had, those in NamedTuples, too."""
+    """Copy tensors to a device with their strides, also in NamedTuples."""
 
     def move(x: Any) -> Any:
         if isinstance(x, tuple):

@@ -193,7 +193,8 @@ def check_operators(device: str, dtype: torch.dtype) -> None:
         torch.randn(shape, generator=generator).to(device, dtype)
         for shape in ((4, 2, 24), (4, 2, 16), (4, 8), (4, 2, 16))
     )
-    torch.library.opcheck(operators.mha_prefill.op, (*rows, *lens, *lens, SCALE, True, draw_mask(4, 3).to(device)))
+    call = PrefillCall(*rows, *lens, *lens, SCALE, True, draw_mask(4, 3).to(device))
+    torch.library.opcheck(operators.mha_prefill.op, tuple(call))
 
 
 def test_operators() -> None:

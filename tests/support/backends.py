@@ -31,18 +31,18 @@ def checked_call(
     seq_lens: Tensor,
     scale: float,
     kv_lora_rank: int = 512,
-    *rest: Any,
-    **more: Any,
+    *requests: Any,
+    **options: Any,
 ) -> DecodeCall:
     """Return the call of `mla_decode`'s arguments."""
     sizes = block_table, seq_lens, scale, kv_lora_rank
-    return DecodeCall(*split_queries(q, kv_lora_rank), kv_cache, *sizes, *rest, **more).checked()
+    return DecodeCall(*split_queries(q, kv_lora_rank), kv_cache, *sizes, *requests, **options).checked()
 
 
-def unchecked_call(q: Tensor, kv_cache: Tensor, *sizes: Any, kv_lora_rank: int, **rest: Any) -> DecodeCall:
+def unchecked_call(q: Tensor, kv_cache: Tensor, *sizes: Any, kv_lora_rank: int, **options: Any) -> DecodeCall:
     """Return a call whose dtypes need not belong together, such as an exact one over a cache of 8 bits."""
     parts = q.split([kv_lora_rank, q.shape[-1] - kv_lora_rank], -1) if q.shape[-1] > kv_lora_rank else (q, None)
-    return DecodeCall(*parts, kv_cache, *sizes, kv_lora_rank=kv_lora_rank, **rest)
+    return DecodeCall(*parts, kv_cache, *sizes, kv_lora_rank=kv_lora_rank, **options)
 
 
 def in_parts(q: Tensor, kv_lora_rank: int) -> tuple[Tensor, Tensor]:

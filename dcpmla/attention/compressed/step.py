@@ -19,8 +19,8 @@ class Angles(NamedTuple):
     """The angles of RoPE (`apply_rope`), [T, R] float32 each.
 
     Attributes:
-        window: in layers that have a window alone.
-        compressed: in all others.
+        window: Angles in layers that have a window alone.
+        compressed: Angles in all other layers.
     """
 
     window: Tensor
@@ -66,7 +66,7 @@ class Part(NamedTuple):
 
     Attributes:
         positions, request: Positions [T] int64 and requests [T] int32 of all tokens of the step.
-        first_position, end: [num_reqs] int32, of its tokens; the same where there are none.
+        first_position, end: Bounds of its tokens [num_reqs] int32, equal if it has none.
         source, target: [num_reqs] int32, numbers of the sums before them and after; negative for padding.
     """
 

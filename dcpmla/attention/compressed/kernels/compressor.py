@@ -223,7 +223,7 @@ def compress_kernel(
             )
         is_complete = begin - at + RATIO <= end
         if order == last:
-            tl.debug_barrier()  # other threads may still read what is written here
+            tl.debug_barrier()  # other threads may still read the old values
             left_peak, left_total = tl.where(is_complete, next_peak, peak), tl.where(is_complete, next_total, total)
             left_values = tl.where(is_complete, next_values, values)
             _store_sums(target_sums_ptr, column, left_peak, left_total, left_values, WIDTH)
