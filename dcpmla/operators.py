@@ -54,16 +54,16 @@ class Operator(Generic[Result]):
         self._tuples = {key: kind for key in parameters if (kind := _tuple_class(parameters[key].annotation))}
         self._names = tuple(parameters)
         schema = torch.library.infer_schema(_with_fields(reference, self._tuples), mutates_args=mutates_args)
-        run, fake = self._take_fields(self._run), self._take_fields(_take_named(fake, reference))
+        run, fake = self._nest(self._run), self._nest(_take_named(fake, reference))
         self.op = torch.library.custom_op(f"dcpmla::{name}", run, mutates_args=mutates_args, schema=schema)
         self.op.register_fake(fake)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or _get_current_dispatch_mode() is not None:
-            return self.op(*(self._fields(args) if self._tuples else args), **kwargs)
+            return self.op(*(self._flatten(args) if self._tuples else args), **kwargs)
         return self._run(*args, **kwargs)
 
-    def _fields(self, args: tuple[Any, ...]) -> list[Any]:
+    def _flatten(self, args: tuple[Any, ...]) -> list[Any]:
         """Return arguments with the fields of tuples instead of tuples, all None for None."""
         fields: list[Any] = []
         for key, value in zip(self._names, args, strict=False):
@@ -74,8 +74,8 @@ class Operator(Generic[Result]):
                 fields.extend((None,) * len(kind._fields) if value is None else value)
         return fields
 
-    def _take_fields(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function of the reference's parameters as one of the custom op's arguments."""
+    def _nest(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function of the reference's parameters as a function of the custom op's arguments."""
         if not self._tuples:
             return function
 
@@ -83,7 +83,7 @@ class Operator(Generic[Result]):
             values, first = [], 0
             for key in self._names:
                 if first == len(args):
-                    break  # the rest has defaults, or is named
+                    break  # other parameters have defaults, or are named
                 kind = self._tuples.get(key)
                 fields = args[first : first + (1 if kind is None else len(kind._fields))]
                 is_none = all(field is None for field in fields)

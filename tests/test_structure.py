@@ -137,7 +137,7 @@ def test_the_reader_of_imports_sees_them_all() -> None:
 
 
 def circle_in(uses: Mapping[str, set[str]]) -> list[str]:
-    """Modules of a circle, each of which uses the next."""
+    """Modules of a circle; each uses the next."""
     try:
         TopologicalSorter(uses).prepare()
     except CycleError as error:
@@ -225,7 +225,7 @@ def test_questions_for_a_family_are_found() -> None:
 
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 MOST_PARAMETERS, MOST_LINES = 12, 80
-LARGE_FUNCTIONS = {  # of the host, each with the reason
+LARGE_FUNCTIONS = {  # values are reasons
     "dcpmla.attention.decode.mla_decode": "its keywords are the operator's fields, for users",
     "dcpmla.integrations.loading.load_engine": "not divided yet",
     "dcpmla.cli.options.add_engine_arguments": "not divided yet",
@@ -259,9 +259,9 @@ def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]
 
 
 def test_functions_are_small() -> None:
-    found = {f"{module}.{name}" for module, path in FILES.items() for name in large_functions(path.read_text())}
-    assert not found - LARGE_FUNCTIONS.keys()
-    unused = LARGE_FUNCTIONS.keys() - found
+    large = {f"{module}.{name}" for module, path in FILES.items() for name in large_functions(path.read_text())}
+    assert not large - LARGE_FUNCTIONS.keys()
+    unused = LARGE_FUNCTIONS.keys() - large
     assert not unused, f"{unused} are small: delete them from LARGE_FUNCTIONS"
 
 
@@ -323,7 +323,7 @@ def test_public_names_are_documented(name: str) -> None:
 
 @pytest.mark.parametrize("module", FILES)
 def test_no_rank_unpickles(module: str) -> None:
-    """A pickle runs code where it is read. Only the HTTP process reads pickles, those of the rank that started it."""
+    """A pickle runs code where it is read. Only the HTTP process reads pickles, and its own rank 0 wrote them."""
     nodes = [*ast.walk(ast.parse(FILES[module].read_text()))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
     names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
