@@ -227,9 +227,7 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 MOST_PARAMETERS, MOST_LINES = 12, 80
 LARGE_FUNCTIONS = {  # values are reasons
     "dcpmla.attention.decode.mla_decode": "its keywords are the operator's fields, for users",
-    "dcpmla.integrations.loading.load_engine": "not divided yet",
     "dcpmla.cli.options.add_engine_arguments": "not divided yet",
-    "dcpmla.runtime.engine.Engine.__init__": "takes options that are not one object yet",
 }
 
 
