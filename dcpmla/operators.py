@@ -3,13 +3,16 @@
 An entry is a decorator over the operator's reference: plain torch that specifies it and runs on any device. It gives
 the fake, which makes results without values, the kernel and the condition under which that runs instead, and the
 arguments that are written. An operator without a kernel is made of other operators, or launches a kernel itself.
+
+A parameter may be a NamedTuple, or a NamedTuple or None. A schema has no tuples, so the custom op has the fields as
+arguments: the fields of a call are listed once. Callers pass tuples by position.
 """
 
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -47,14 +50,48 @@ class Operator(Generic[Result]):
         self.reference, self.kernel = reference, kernel
         self._runs = None if runs is None else _take_named(runs, reference)
         self.__doc__ = reference.__doc__
-        schema = torch.library.infer_schema(reference, mutates_args=mutates_args)
-        self.op = torch.library.custom_op(f"dcpmla::{name}", self._run, mutates_args=mutates_args, schema=schema)
-        self.op.register_fake(_take_named(fake, reference))
+        parameters = inspect.signature(reference).parameters
+        self._tuples = {key: kind for key in parameters if (kind := _tuple_class(parameters[key].annotation))}
+        self._names = tuple(parameters)
+        schema = torch.library.infer_schema(_with_fields(reference, self._tuples), mutates_args=mutates_args)
+        run, fake = self._nest(self._run), self._nest(_take_named(fake, reference))
+        self.op = torch.library.custom_op(f"dcpmla::{name}", run, mutates_args=mutates_args, schema=schema)
+        self.op.register_fake(fake)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or _get_current_dispatch_mode() is not None:
-            return self.op(*args, **kwargs)
+            return self.op(*(self._flatten(args) if self._tuples else args), **kwargs)
         return self._run(*args, **kwargs)
+
+    def _flatten(self, args: tuple[Any, ...]) -> list[Any]:
+        """Return arguments with the fields of tuples instead of tuples, all None for None."""
+        fields: list[Any] = []
+        for key, value in zip(self._names, args, strict=False):
+            kind = self._tuples.get(key)
+            if kind is None:
+                fields.append(value)
+            else:
+                fields.extend((None,) * len(kind._fields) if value is None else value)
+        return fields
+
+    def _nest(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function of the reference's parameters as a function of the custom op's arguments."""
+        if not self._tuples:
+            return function
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            values, first = [], 0
+            for key in self._names:
+                if first == len(args):
+                    break  # other parameters have defaults, or are named
+                kind = self._tuples.get(key)
+                fields = args[first : first + (1 if kind is None else len(kind._fields))]
+                is_none = all(field is None for field in fields)
+                values.append(fields[0] if kind is None or is_none else kind(*fields))
+                first += len(fields)
+            return function(*values, **kwargs)
+
+        return call
 
     def _run(self, *args: Any, **kwargs: Any) -> Result:
         if self.kernel is not None and (
@@ -97,8 +134,34 @@ def _is_float_on_gpu(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
+def _tuple_class(annotation: Any) -> Any:
+    """Return the class of an annotation that is a NamedTuple, or a NamedTuple or None; else None."""
+    return next((kind for kind in (annotation, *get_args(annotation)) if hasattr(kind, "_fields")), None)
+
+
+def _with_fields(reference: Callable[..., Any], tuples: dict[str, Any]) -> Callable[..., Any]:
+    """Return a function with the reference's signature and the fields of tuples instead of tuples.
+
+    Fields have no defaults: with torch 2.11, calls failed if mutated arguments had defaults and were None.
+    """
+    signature, parameters = inspect.signature(reference), []
+    for parameter in signature.parameters.values():
+        if (kind := tuples.get(parameter.name)) is None:
+            parameters.append(parameter)
+            continue
+        for name, annotation in get_type_hints(kind).items():
+            annotation = annotation if parameter.annotation is kind else annotation | None
+            parameters.append(inspect.Parameter(name, parameter.kind, annotation=annotation))
+
+    def prototype(*args: Any) -> None:
+        """Carry a signature to `infer_schema`."""
+
+    prototype.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return prototype
+
+
 def _take_named(function: Callable[..., Result], reference: Callable[..., Any]) -> Callable[..., Result]:
-    """Wrap `function`, which has some of the reference's parameters, as a function of all of them.
+    """Wrap `function`, which has some of the reference's parameters, as a function of all parameters.
 
     Raises:
         ValueError: `function` has a parameter that the reference has not.

@@ -6,6 +6,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -138,6 +139,56 @@ def _reference(x: Tensor) -> Tensor:
 def test_a_fake_of_unknown_arguments_is_refused() -> None:
     with pytest.raises(ValueError, match=r"takes \['y'\]; _reference has x"):
         operator("wrong_of_tests", fake=lambda x, y: x)(_reference)
+
+
+class Scaled(NamedTuple):
+    x: Tensor
+    factor: float = 2.0
+
+
+class Offset(NamedTuple):
+    total: Tensor
+    offset: int
+
+
+def _empty_sum(scaled: Scaled) -> Tensor:
+    return torch.empty_like(scaled.x)
+
+
+@operator("add_tuples_of_tests_", fake=_empty_sum, mutates_args=("total",))
+def add_tuples_(scaled: Scaled, offset: Offset | None, sign: int = 1) -> Tensor:
+    """Scale x; add the offset to total, and total to the result."""
+    out = sign * scaled.factor * scaled.x
+    if offset is None:
+        return out
+    offset.total.add_(offset.offset)
+    return out + offset.total
+
+
+def test_fields_of_tuples_are_arguments() -> None:
+    schema = "(Tensor x, float factor, Tensor(a2!)? total, SymInt? offset, SymInt sign=1) -> Tensor"
+    assert str(add_tuples_.op._opoverload._schema) == f"dcpmla::add_tuples_of_tests_{schema}"
+    for arguments in ((torch.ones(3), 2.0, torch.ones(3), 3), (torch.ones(3), 2.0, None, None, -1)):
+        torch.library.opcheck(add_tuples_.op, arguments)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, Dispatched])
+def test_tuples_arrive_whole(mode: type) -> None:
+    total = torch.ones(3)
+    with torch.no_grad(), mode():
+        assert add_tuples_(Scaled(torch.ones(3)), Offset(total, 3)).tolist() == [6.0] * 3
+        assert add_tuples_(Scaled(torch.ones(3), 3.0), None, sign=-1).tolist() == [-3.0] * 3
+    assert total.tolist() == [4.0] * 3
+
+
+@torch.no_grad()
+def test_tuples_in_a_graph() -> None:
+    def both(x: Tensor, total: Tensor) -> Tensor:
+        return add_tuples_(Scaled(x, factor=3.0), Offset(total, 3)) + add_tuples_(Scaled(x), None)
+
+    total = torch.ones(3)
+    result = torch.compile(both, backend="aot_eager", fullgraph=True)(torch.ones(3), total)
+    assert (result.tolist(), total.tolist()) == ([9.0] * 3, [4.0] * 3)
 
 
 def calls_in(tree: ast.Module) -> list[ast.Call]:

@@ -137,7 +137,7 @@ def test_the_reader_of_imports_sees_them_all() -> None:
 
 
 def circle_in(uses: Mapping[str, set[str]]) -> list[str]:
-    """Modules of a circle, each of which uses the next."""
+    """Modules of a circle; each uses the next."""
     try:
         TopologicalSorter(uses).prepare()
     except CycleError as error:
@@ -223,6 +223,57 @@ def test_questions_for_a_family_are_found() -> None:
     assert not family_questions("isinstance(x, Decoder)")
 
 
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+MOST_PARAMETERS, MOST_LINES = 12, 80
+LARGE_FUNCTIONS = {  # values are reasons
+    "dcpmla.attention.decode.mla_decode": "its keywords are the operator's fields, for users",
+}
+
+
+def large_functions(source: str) -> Iterator[str]:
+    """Names of functions with too many parameters or lines, but for kernels and for schemas of operators."""
+
+    def visit(node: ast.AST, names: tuple[str, ...]) -> Iterator[str]:
+        for child in ast.iter_child_nodes(node):
+            inner = (*names, child.name) if isinstance(child, FUNCTIONS | ast.ClassDef) else names
+            if isinstance(child, FUNCTIONS):
+                decorators = " ".join(map(ast.unparse, child.decorator_list))
+                is_kernel, is_operator = re.search(r"\bjit\b", decorators), decorators.startswith("operator(")
+                parameters = parameters_of(child)
+                is_long = child.end_lineno - child.lineno >= MOST_LINES
+                if not is_kernel and (is_long or (len(parameters) > MOST_PARAMETERS and not is_operator)):
+                    yield ".".join(inner)
+            yield from visit(child, inner)
+
+    yield from visit(ast.parse(source), ())
+
+
+def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    """Names of a function's parameters but self and cls."""
+    arguments = function.args
+    listed = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+    return [each.arg for each in listed if each is not None and each.arg not in ("self", "cls")]
+
+
+def test_functions_are_small() -> None:
+    large = {f"{module}.{name}" for module, path in FILES.items() for name in large_functions(path.read_text())}
+    assert not large - LARGE_FUNCTIONS.keys()
+    unused = LARGE_FUNCTIONS.keys() - large
+    assert not unused, f"{unused} are small: delete them from LARGE_FUNCTIONS"
+
+
+def test_large_functions_are_found() -> None:
+    few, many = (", ".join(f"x{i}" for i in range(number)) for number in (MOST_PARAMETERS, MOST_PARAMETERS + 1))
+    short, long = ("".join(f"    {i}\n" for i in range(number)) for number in (MOST_LINES - 1, MOST_LINES))
+    assert not [*large_functions(f"class A:\n  def f(self, {few}):\n{short}")]
+    assert [*large_functions(f"class A:\n  async def f(self, {many}): 0")] == ["A.f"]
+    assert [*large_functions(f"def f(*, {few}, **rest):\n  def g({many}): 0")] == ["f", "f.g"]
+    assert [*large_functions(f"def f():\n{long}")] == ["f"]
+    assert not [*large_functions(f"@triton.jit(do_not_specialize=[])\ndef f({many}):\n{long}")]
+    assert not [*large_functions(f"@operator('f', fake=nothing)\ndef f({many}): 0")]
+    assert [*large_functions(f"@operator('f', fake=nothing)\ndef f({many}):\n{long}")] == ["f"]
+
+
 def test_public_names() -> None:
     assert dcpmla.__all__ == [
         "LLM",
@@ -269,7 +320,7 @@ def test_public_names_are_documented(name: str) -> None:
 
 @pytest.mark.parametrize("module", FILES)
 def test_no_rank_unpickles(module: str) -> None:
-    """A pickle runs code where it is read. Only the HTTP process reads pickles, those of the rank that started it."""
+    """A pickle runs code where it is read. Only the HTTP process reads pickles, and its own rank 0 wrote them."""
     nodes = [*ast.walk(ast.parse(FILES[module].read_text()))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
     names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}

@@ -65,7 +65,7 @@ def find_backend(table: list[Backend[Call]], name: str, argument: str = "backend
     """Return the backend of that name.
 
     Args:
-        argument: which gave the name, for the error.
+        argument: Name of the argument that gave it, for the error.
     Raises:
         ValueError: the table has none.
     """
@@ -141,7 +141,7 @@ def _run_hopper(call: DecodeCall, mailbox: Mailbox | None = None) -> tuple[Tenso
 
 
 def _triton_obstacle(call: DecodeCall) -> str:
-    q, kv_cache, dtype = call.q, call.kv_cache, call.dtype
+    q, kv_cache, dtype = call.q, call.kv_cache, call.out_dtype
     if not q.is_cuda:
         return f"q is on device {q.device}, not a GPU"
     is_quantized_call = is_quantized(kv_cache.dtype)
@@ -261,7 +261,7 @@ def _missing_flashinfer() -> str:
     return "" if find_spec("flashinfer") is not None else "the package flashinfer is not installed"
 
 
-# Best first. Triton is there on Linux only, so its kernels are imported when one runs.
+# Best first. Triton exists on Linux only, so its kernels are imported when one runs.
 DECODE_BACKENDS: list[Backend[DecodeCall]] = [
     Backend("hopper", _hopper_obstacle, _run_hopper, sends_rows=True, needs_gpu=True),
     Backend("triton", _triton_obstacle, _run_triton, needs_gpu=True),

@@ -1,12 +1,12 @@
 """The arguments of one attention call, decode or prefill: checked once, then passed to a backend as a whole."""
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dcpmla.attention.decode_checks import Queries, check_cache, check_requests, output_dtype, split_queries
+from dcpmla.attention.decode_checks import check_cache, check_dtypes, check_requests
 from dcpmla.cache import formats
 
 COUNTER_WORDS = 1024  # int32 counters at the front of a workspace, all zero between calls
@@ -14,15 +14,12 @@ _ROWS_PER_PROCESSOR = 128  # partial rows that the programs of one multiprocesso
 _WORDS_PER_ROW = 512 + 1  # a latent in float32, and its LSE
 
 
-@dataclass(frozen=True)
-class DecodeCall:
-    """The arguments of one decode call. `dcpmla.mla_decode` documents them; `check` makes one from a caller's.
+class DecodeCall(NamedTuple):
+    """The arguments of one decode call, as the custom op takes them; `dcpmla.mla_decode` documents them.
 
     Attributes:
         q: Part of the queries that is multiplied by latents [T, H, kv_lora_rank].
         q_pe: Part that is multiplied by the rope part of keys [T, H, rope]; None where keys are shared.
-        dtype: Dtype of the output.
-        backend: Name of the backend that must run the call, or "auto".
     """
 
     q: Tensor
@@ -32,49 +29,32 @@ class DecodeCall:
     seq_lens: Tensor
     scale: float
     kv_lora_rank: int
-    request_index: Tensor | None
-    query_start_loc: Tensor | None
-    max_query_len: int
-    workspace: Tensor | None
-    kv_scale: Tensor | None
-    q_scale: Tensor | None
-    dtype: torch.dtype
+    request_index: Tensor | None = None
+    query_start_loc: Tensor | None = None
+    max_query_len: int = 1
+    workspace: Tensor | None = None
+    kv_scale: Tensor | None = None
+    q_scale: Tensor | None = None
+    dtype: torch.dtype | None = None
     backend: str = "auto"
 
-    @classmethod
-    def check(
-        cls,
-        q: Queries,
-        kv_cache: Tensor,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        scale: float,
-        kv_lora_rank: int,
-        request_index: Tensor | None = None,
-        query_start_loc: Tensor | None = None,
-        max_query_len: int = 1,
-        workspace: Tensor | None = None,
-        kv_scale: Tensor | None = None,
-        q_scale: Tensor | None = None,
-        dtype: torch.dtype | None = None,
-        backend: str = "auto",
-    ) -> "DecodeCall":
-        """Check the arguments and return their call, with defaults filled in.
+    def checked(self) -> "DecodeCall":
+        """Return the call if its arguments belong together.
 
         Raises:
             ValueError: The reasons that `dcpmla.mla_decode` documents.
         """
-        q, q_pe = split_queries(q, kv_lora_rank)
-        check_cache(kv_cache, kv_lora_rank, 0 if q_pe is None else q_pe.shape[-1])
-        num_reqs = check_requests(q, block_table, seq_lens, request_index, query_start_loc)
-        if not scale > 0:
-            raise ValueError(f"scale is {scale}; it must be positive")
-        if max_query_len < 1:
-            raise ValueError(f"max_query_len is {max_query_len}; it must be at least 1")
-        if query_start_loc is None and q.shape[0] != num_reqs * max_query_len:
+        q, kv_cache, workspace = self.q, self.kv_cache, self.workspace
+        check_cache(kv_cache, self.kv_lora_rank, self.rope_dim)
+        num_reqs = check_requests(q, self.block_table, self.seq_lens, self.request_index, self.query_start_loc)
+        if not self.scale > 0:
+            raise ValueError(f"scale is {self.scale}; it must be positive")
+        if self.max_query_len < 1:
+            raise ValueError(f"max_query_len is {self.max_query_len}; it must be at least 1")
+        if self.query_start_loc is None and q.shape[0] != num_reqs * self.max_query_len:
             raise ValueError(
                 f"q has {q.shape[0]} tokens for {num_reqs} requests; without query_start_loc each has "
-                f"max_query_len, {max_query_len}"
+                f"max_query_len, {self.max_query_len}"
             )
         if workspace is not None and (workspace.dtype, workspace.ndim, workspace.device) != (
             torch.float32,
@@ -83,55 +63,21 @@ class DecodeCall:
         ):
             found = f"{workspace.dtype} {tuple(workspace.shape)} on {workspace.device}"
             raise ValueError(f"workspace is {found}; it comes from decode_workspace({str(q.device)!r})")
-        others: dict[str, Tensor | None] = {"kv_cache": kv_cache, "block_table": block_table, "seq_lens": seq_lens}
-        others |= {"request_index": request_index, "query_start_loc": query_start_loc}
-        others |= {"kv_scale": kv_scale, "q_scale": q_scale}
-        for name, tensor in others.items():
-            if tensor is not None and tensor.device != q.device:
-                raise ValueError(f"{name} is on {tensor.device}; it must be on q's device, {q.device}")
-        if q_pe is None and formats.FP8 in (q.dtype, kv_cache.dtype):
+        for name, value in zip(self._fields, self, strict=True):
+            if isinstance(value, Tensor) and value.device != q.device:
+                raise ValueError(f"{name} is on {value.device}; it must be on q's device, {q.device}")
+        if self.keys_are_shared and formats.FP8 in (q.dtype, kv_cache.dtype):
             raise ValueError(
                 f"q has dtype {q.dtype} and kv_cache {kv_cache.dtype}; queries of shared keys "
                 "(without a rope part) have 16 bits or more, and so has their cache, or it is torch.uint8 (fp8_ds_mla)"
             )
-        dtype = output_dtype(q, kv_cache, kv_scale, q_scale, dtype)
-        return cls(
-            q,
-            q_pe,
-            kv_cache,
-            block_table,
-            seq_lens,
-            scale,
-            kv_lora_rank,
-            request_index,
-            query_start_loc,
-            max_query_len,
-            workspace,
-            kv_scale,
-            q_scale,
-            dtype,
-            backend,
-        )
+        check_dtypes(q, kv_cache, self.kv_scale, self.q_scale, self.dtype)
+        return self
 
-    def flat(self) -> tuple[Any, ...]:
-        """Return the arguments in the order of the fields, for the custom op, which takes no dataclass."""
-        return (
-            self.q,
-            self.q_pe,
-            self.kv_cache,
-            self.block_table,
-            self.seq_lens,
-            self.scale,
-            self.kv_lora_rank,
-            self.request_index,
-            self.query_start_loc,
-            self.max_query_len,
-            self.workspace,
-            self.kv_scale,
-            self.q_scale,
-            self.dtype,
-            self.backend,
-        )
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """Return the dtype of the output."""
+        return self.q.dtype if self.dtype is None else self.dtype
 
     @property
     def keys_are_shared(self) -> bool:
@@ -166,7 +112,7 @@ class DecodeCall:
     def new_output(self, num_ranks: int = 1) -> tuple[Tensor, Tensor]:
         """Allocate out [T, H / num_ranks, kv_lora_rank] and lse [T, H / num_ranks] float32."""
         shape = self.q.shape[0], self.q.shape[1] // num_ranks
-        out = self.q.new_empty(*shape, self.kv_lora_rank, dtype=self.dtype)
+        out = self.q.new_empty(*shape, self.kv_lora_rank, dtype=self.out_dtype)
         return out, self.q.new_empty(shape, dtype=torch.float32)
 
     def get_workspace(self) -> Tensor:
@@ -193,15 +139,15 @@ class Segments(NamedTuple):
         return [end - start for start, end in zip(self.start, self.start[1:], strict=False)]
 
 
-@dataclass(frozen=True)
-class PrefillCall:
+class PrefillCall(NamedTuple):
     """The arguments of one call of multi-head attention over a ragged batch.
 
     Attributes:
         q: Queries [T, h, P + R].
         k_nope, k_pe, v: Keys and values [S, h, P], [S, R], [S, h, V] with S > 0; a head's key is its part of k_nope,
             then k_pe. Views with any strides but contiguous columns.
-        queries, keys: Rows of the requests in T, and in S.
+        query_start, query_start_loc, key_start, key_start_loc: Rows of the requests in T, and in S: the `Segments` of
+            both.
         scale: Softmax scale, positive.
         causal: Whether query j of a request sees only its first j + 1 keys (it has as many keys as queries).
         mask: Mask of the keys that a query sees [T, W], int32, contiguous (`selection_mask`); None for no mask.
@@ -215,12 +161,24 @@ class PrefillCall:
     k_nope: Tensor
     k_pe: Tensor
     v: Tensor
-    queries: Segments
-    keys: Segments
+    query_start: Sequence[int]
+    query_start_loc: Tensor
+    key_start: Sequence[int]
+    key_start_loc: Tensor
     scale: float
     causal: bool
     mask: Tensor | None = None
     backend: str = "auto"
+
+    @property
+    def queries(self) -> Segments:
+        """Return the rows of the requests in T."""
+        return Segments(tuple(self.query_start), self.query_start_loc)
+
+    @property
+    def keys(self) -> Segments:
+        """Return the rows of the requests in S."""
+        return Segments(tuple(self.key_start), self.key_start_loc)
 
 
 def join_keys(k_nope: Tensor, k_pe: Tensor) -> Tensor:

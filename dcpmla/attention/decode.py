@@ -7,14 +7,12 @@ from torch import Tensor
 
 from dcpmla.attention.backends import DECODE_BACKENDS, select_backend
 from dcpmla.attention.calls import DecodeCall
-from dcpmla.attention.decode_checks import Queries
+from dcpmla.attention.decode_checks import Queries, split_queries
 from dcpmla.attention.projections import project_values
 from dcpmla.attention.step import DecodeMetadata
 from dcpmla.comm.exchange import Exchange, Mailbox
 from dcpmla.operators import import_kernel, operator
 from dcpmla.parallel.quantized import BlockFp8, unpack
-
-NO_MAILBOX = (None, None, None, 0, 0.0, "")
 
 
 def mla_decode(
@@ -67,9 +65,10 @@ def mla_decode(
             the call.
     Source: DeepSeek-V2, section 2.1 (the up-projections absorbed into query and output).
     """
+    q, q_pe = split_queries(q, kv_lora_rank)
     sizes = block_table, seq_lens, scale, kv_lora_rank, request_index, query_start_loc, max_query_len
-    call = DecodeCall.check(q, kv_cache, *sizes, workspace, kv_scale, q_scale, dtype, backend)
-    return run_call(call)
+    call = DecodeCall(q, q_pe, kv_cache, *sizes, workspace, kv_scale, q_scale, dtype, backend)
+    return run_call(call.checked(), None)
 
 
 def dcp_mla_decode(
@@ -103,77 +102,32 @@ def dcp_mla_decode(
     """
     if not q_is_replicated:
         q = exchange.gather_heads(q if isinstance(q, Tensor) else torch.cat(q, -1))
+    q, q_pe = split_queries(q, kv_lora_rank)
     sizes = decode.block_table, decode.local_seq_lens, scale, kv_lora_rank
     requests = decode.request_index, decode.query_start_loc, decode.max_query_len
-    call = DecodeCall.check(q, kv_cache, *sizes, *requests, decode.workspace, kv_scale, q_scale, dtype, backend)
+    call = DecodeCall(q, q_pe, kv_cache, *sizes, *requests, decode.workspace, kv_scale, q_scale, dtype, backend)
+    call = call.checked()
     if w_uv is None and call.has_one_token_each:
-        mailbox = exchange.mailbox(call.q.shape[0], call.q.shape[1], kv_lora_rank, call.dtype)
+        mailbox = exchange.mailbox(q.shape[0], q.shape[1], kv_lora_rank, call.out_dtype)
         if mailbox is not None:
             return run_call(call, mailbox)
-    out, lse = run_call(call)
+    out, lse = run_call(call, None)
     if w_uv is not None:
         codes, scales = unpack(w_uv)
         out = project_values(out, codes, scales).unflatten(1, codes.shape[:2])
     return exchange.combine(out, lse)
 
 
-def run_call(call: DecodeCall, mailbox: Mailbox | None = None) -> tuple[Tensor, Tensor]:
-    """Run a checked call; with a mailbox, return this rank's heads, merged from all ranks' rows."""
-    return _mla_decode(*call.flat(), *(NO_MAILBOX if mailbox is None else mailbox))
+def _empty_output(call: DecodeCall, mailbox: Mailbox | None) -> tuple[Tensor, Tensor]:
+    return call.new_output(1 if mailbox is None else mailbox.addresses.shape[0])
 
 
-def _empty_output(q: Tensor, kv_lora_rank: int, dtype: torch.dtype, addresses: Tensor | None) -> tuple[Tensor, Tensor]:
-    shape = q.shape[0], q.shape[1] // (1 if addresses is None else addresses.shape[0])
-    return q.new_empty(*shape, kv_lora_rank, dtype=dtype), q.new_empty(shape, dtype=torch.float32)
-
-
-# No argument has a default: where mutated ones had, calls without a mailbox failed with torch 2.11 (not with 2.13).
 @operator("mla_decode", fake=_empty_output, mutates_args=("workspace", "state"))
-def _mla_decode(
-    q: Tensor,
-    q_pe: Tensor | None,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    kv_lora_rank: int,
-    request_index: Tensor | None,
-    query_start_loc: Tensor | None,
-    max_query_len: int,
-    workspace: Tensor | None,
-    kv_scale: Tensor | None,
-    q_scale: Tensor | None,
-    dtype: torch.dtype,
-    backend: str,
-    addresses: Tensor | None,
-    state: Tensor | None,
-    fault: Tensor | None,
-    landing_bytes: int,
-    timeout: float,
-    group_name: str,
-) -> tuple[Tensor, Tensor]:
-    """Run a `DecodeCall` with a `Mailbox`, or without (`run_call`)."""
-    call = DecodeCall(
-        q,
-        q_pe,
-        kv_cache,
-        block_table,
-        seq_lens,
-        scale,
-        kv_lora_rank,
-        request_index,
-        query_start_loc,
-        max_query_len,
-        workspace,
-        kv_scale,
-        q_scale,
-        dtype,
-        backend,
-    )
+def run_call(call: DecodeCall, mailbox: Mailbox | None) -> tuple[Tensor, Tensor]:
+    """Run a checked call; with a mailbox, return this rank's heads, merged from all ranks' rows."""
     chosen = select_backend(DECODE_BACKENDS, call)
-    if addresses is None or state is None or fault is None:
+    if mailbox is None:
         return chosen.run(call)
-    mailbox = Mailbox(addresses, state, fault, landing_bytes, timeout, group_name)
     if chosen.sends_rows:
         return chosen.run(call, mailbox)
-    return import_kernel("dcpmla.comm.direct_ops:combine")(*chosen.run(call), *mailbox, is_fp8=False)
+    return import_kernel("dcpmla.comm.direct_ops:combine")(*chosen.run(call), mailbox, is_fp8=False)

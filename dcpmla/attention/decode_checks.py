@@ -88,13 +88,13 @@ def check_requests(
     return num_reqs
 
 
-def output_dtype(
+def check_dtypes(
     q: Tensor, kv_cache: Tensor, kv_scale: Tensor | None, q_scale: Tensor | None, dtype: torch.dtype | None
-) -> torch.dtype:
-    """Check that dtypes and scales belong together, and return the output's dtype."""
+) -> None:
+    """Raise ValueError for dtypes and scales that do not belong together; dtype is the output's, or None for q's."""
     formats.check_kv_scale(kv_cache.dtype, kv_scale)
-    given = "missing" if q_scale is None else "given"
-    found = f"q has dtype {q.dtype}, kv_cache {kv_cache.dtype}, q_scale is {given} and dtype is {dtype}"
+    state = "missing" if q_scale is None else "given"
+    found = f"q has dtype {q.dtype}, kv_cache {kv_cache.dtype}, q_scale is {state} and dtype is {dtype}"
     if q.dtype != formats.FP8:
         if not q.dtype.is_floating_point or q.element_size() < 2:
             raise ValueError(f"q has dtype {q.dtype}; it must be a float dtype of 16 bits or more, or e4m3")
@@ -102,9 +102,8 @@ def output_dtype(
             raise ValueError(f"kv_cache has dtype {kv_cache.dtype}; expected q's, {q.dtype}, or one of 8 bits")
         if q_scale is not None or dtype not in (None, q.dtype):
             raise ValueError(f"{found}; {_Q_FP8}")
-        return q.dtype
+        return
     if kv_cache.dtype != formats.FP8 or q_scale is None or dtype is None:
         raise ValueError(f"{found}; {_Q_FP8}")
     if q_scale.dtype != torch.float32 or q_scale.numel() != 1:
         raise ValueError(f"q_scale is {q_scale.dtype} {tuple(q_scale.shape)}; expected torch.float32 of one element")
-    return dtype

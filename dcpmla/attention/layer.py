@@ -195,8 +195,8 @@ class MLAAttention(AttentionWeights):
         widths = config.qk_head_dim, config.qk_nope_head_dim, config.v_head_dim
         q, k_nope, v = (new(0, self.num_heads, width) for width in widths)
         rows = Segments((0, 0), new(0, dtype=torch.int32))
-        k_pe = new(0, config.qk_rope_head_dim)
-        call = PrefillCall(q, k_nope, k_pe, v, rows, rows, config.scale, False, None, self.dcp.prefill_backend)
+        k_pe, backend = new(0, config.qk_rope_head_dim), self.dcp.prefill_backend
+        call = PrefillCall(q, k_nope, k_pe, v, *rows, *rows, config.scale, causal=False, backend=backend)
         joins_keys = select_backend(PREFILL_BACKENDS, call).joins_keys
         held = [
             new(num_keys, self.num_heads, config.qk_nope_head_dim + config.v_head_dim),

@@ -1,6 +1,6 @@
 """Prefill: new tokens attend to themselves, then to their context chunk by chunk, each rank for its own heads."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -45,9 +45,9 @@ def dcp_mla_prefill(
         kv_c, k_pe: [T, L] after its norm, [T, R] rotated: the new tokens' own latents.
         kv_cache: [num_blocks, block_size, width], this rank's tokens in one of the formats of `dcpmla.cache.formats`.
         w_kv_b: [h, P + V, L], the up-projection of this rank's heads, W_UK over W_UV; or what applies it.
-        kv_scale: float32 of one element, of an fp8 cache, and for that alone.
-        positions: [T, topk] int32, those that each token attends to (`SelectedTokens.positions`), none after its own;
-            None for all.
+        kv_scale: Scale of an fp8 cache, float32 of one element; None for other caches.
+        positions: Positions that each token attends to [T, topk] int32 (`SelectedTokens.positions`), none after
+            its own; None for all.
         backend: "auto" takes the first of `backends.PREFILL_BACKENDS` that can; or the name of one.
     Returns:
         out [T, h, V] in the dtype of q, lse [T, h] float32.
@@ -73,7 +73,7 @@ def dcp_mla_prefill(
         mask = None
         if positions is not None:
             mask = selection_mask(positions, queries.start_loc, first_position, max(keys.lens))
-        return mha_prefill(q, k_nope, k_pe, v, *queries, *keys, scale, causal, mask, backend)
+        return mha_prefill(PrefillCall(q, k_nope, k_pe, v, *queries, *keys, scale, causal, mask, backend))
 
     started = [start_gather(chunk) for chunk in chunks[:1]]
     out, lse = attend(kv_c, k_pe, queries, prefill.first_position, causal=True)
@@ -92,7 +92,7 @@ def dcp_mla_prefill(
 
 
 def _to_latents(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return rows as they were cached as latents; those of a plain cache are not copied."""
+    """Return rows as they were cached as latents; rows of a plain cache are not copied."""
     return dequantize_rows(rows, kv_lora_rank, kv_scale, dtype) if is_quantized(rows.dtype) else rows.to(dtype)
 
 
@@ -112,27 +112,14 @@ def up_project(
     return k_nope, v
 
 
-@operator(
-    "mha_prefill",
-    fake=lambda q, v: (q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=torch.float32)),
-)
-def mha_prefill(
-    q: Tensor,
-    k_nope: Tensor,
-    k_pe: Tensor,
-    v: Tensor,
-    query_start: Sequence[int],
-    query_start_loc: Tensor,
-    key_start: Sequence[int],
-    key_start_loc: Tensor,
-    scale: float,
-    causal: bool,
-    mask: Tensor | None = None,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor]:
-    """Run a `PrefillCall` on the first backend that takes it, or on the one named, as a custom op. No gradients."""
-    queries, keys = Segments(tuple(query_start), query_start_loc), Segments(tuple(key_start), key_start_loc)
-    call = PrefillCall(q, k_nope, k_pe, v, queries, keys, scale, causal, mask, backend)
+def _empty_heads(call: PrefillCall) -> tuple[Tensor, Tensor]:
+    q, v = call.q, call.v
+    return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+@operator("mha_prefill", fake=_empty_heads)
+def mha_prefill(call: PrefillCall) -> tuple[Tensor, Tensor]:
+    """Run a call on the first backend that takes it, or on the backend that it names."""
     return select_backend(PREFILL_BACKENDS, call).run(call)
 
 

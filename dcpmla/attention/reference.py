@@ -35,7 +35,7 @@ def mla_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
 
 def _decode_tile(call: DecodeCall, block_table: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
     """Compute a slice of a call's tokens, given their rows of the table."""
-    dtype = torch.promote_types(call.dtype, torch.float32)
+    dtype = torch.promote_types(call.out_dtype, torch.float32)
     q = call.q if call.q_pe is None else torch.cat([call.q, call.q_pe], -1)
     q, seq_lens = q[tokens].to(dtype), call.seq_lens[tokens]
     first_of_block = torch.arange(block_table.shape[1], device=q.device) * call.block_size
@@ -50,7 +50,7 @@ def _decode_tile(call: DecodeCall, block_table: Tensor, tokens: slice) -> tuple[
     q = q if call.q_scale is None else q * call.q_scale
     scores = torch.einsum("thd,tsd->ths", q, kv) * call.scale
     probs, lse = _softmax(scores.masked_fill(~valid[:, None], -torch.inf))
-    return torch.einsum("ths,tsl->thl", probs, kv[..., : call.kv_lora_rank]).to(call.dtype), lse
+    return torch.einsum("ths,tsl->thl", probs, kv[..., : call.kv_lora_rank]).to(call.out_dtype), lse
 
 
 def run_prefill(call: PrefillCall) -> tuple[Tensor, Tensor]:

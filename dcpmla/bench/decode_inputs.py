@@ -4,7 +4,7 @@ kernels with the interface of peers.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from dcpmla.attention import reference
 from dcpmla.attention.calls import DecodeCall, decode_workspace
 from dcpmla.attention.decode import mla_decode
+from dcpmla.attention.decode_checks import split_queries
 from dcpmla.bench.cache_formats import (
     Q_SCALE,
     fill_randomly,
@@ -255,10 +256,10 @@ class Answer:
         case, (q, kv_cache, block_table) = inputs.case, inputs.at(index)
         requests = torch.tensor(sorted({0, case.batch - 1}), device=q.device)
         self.tokens = (requests[:, None] * case.query_len + torch.arange(case.query_len, device=q.device)).flatten()
-        sizes = inputs.seq_lens[self.tokens], SCALE, LATENT_DIM, None, None, case.query_len, None
-        scales = inputs.caches.kv_scale, inputs.q_scale
-        call = DecodeCall.check(q[self.tokens], kv_cache, block_table[requests], *sizes, *scales, inputs.dtype)
-        self.out, self.lse = reference.mla_decode(replace(call, dtype=torch.float64))
+        q, q_pe = split_queries(q[self.tokens], LATENT_DIM)
+        sizes = block_table[requests], inputs.seq_lens[self.tokens], SCALE, LATENT_DIM, None, None, case.query_len, None
+        call = DecodeCall(q, q_pe, kv_cache, *sizes, inputs.caches.kv_scale, inputs.q_scale, torch.float64)
+        self.out, self.lse = reference.mla_decode(call)
 
     def errors(self, out: Tensor, lse: Tensor) -> tuple[float, float]:
         """Return ||out - answer|| / ||answer|| and the largest |lse - answer|, of out [T, H, 512] and lse [T, H]; NaN

@@ -99,7 +99,7 @@ class PrefillInputs:
     def call(self, index: int) -> PrefillCall:
         """Return the call over set index % num_sets."""
         tensors = self.sets[index % len(self.sets)]
-        return PrefillCall(*tensors, self.queries, self.keys, _SCALE, self.case.causal, self.mask)
+        return PrefillCall(*tensors, *self.queries, *self.keys, _SCALE, self.case.causal, self.mask)
 
     def errors(self, out: Tensor, lse: Tensor) -> tuple[float, float]:
         """Return the errors of set 0's result against float64, at some queries of the first and the last head: of out

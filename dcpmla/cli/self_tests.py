@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dcpmla.attention import reference
-from dcpmla.attention.calls import DecodeCall, Segments, join_keys
+from dcpmla.attention.calls import DecodeCall, PrefillCall, Segments, join_keys
 from dcpmla.attention.decode import mla_decode
+from dcpmla.attention.decode_checks import split_queries
 from dcpmla.attention.prefill import mha_prefill
 from dcpmla.bench.exchange_inputs import OPERATIONS, Combine, ExchangeCase, GatherHeads, find_errors
 from dcpmla.bench.timing import Timing, calls_per_sample, time_operation
@@ -81,11 +82,9 @@ def decode_errors(config: MLAConfig, device: torch.device, dtype: torch.dtype) -
     q, cache = q.to(device, dtype), cache.to(device, dtype)
     table, seq_lens = table.to(device, torch.int32), seq_lens.flatten().to(device)
     got = mla_decode(q, cache, table, seq_lens, config.scale, config.kv_lora_rank, max_query_len=2)
-    widths = config.scale, config.kv_lora_rank
-    wanted = reference.mla_decode(
-        DecodeCall.check(q.double(), cache.double(), table, seq_lens, *widths, max_query_len=2)
-    )
-    return _errors(got, wanted)
+    q, q_pe = split_queries(q.double(), config.kv_lora_rank)
+    call = DecodeCall(q, q_pe, cache.double(), table, seq_lens, config.scale, config.kv_lora_rank, max_query_len=2)
+    return _errors(got, reference.mla_decode(call))
 
 
 def prefill_errors(config: MLAConfig, device: torch.device, dtype: torch.dtype) -> Errors:
@@ -100,7 +99,7 @@ def prefill_errors(config: MLAConfig, device: torch.device, dtype: torch.dtype) 
         k_nope, v = kv.tensor_split((nope,), -1)
         k_pe = torch.randn(keys.start[-1], rope, generator=generator).to(device, dtype)
         is_causal = name == "causal"
-        got = mha_prefill(q, k_nope, k_pe, v, *new, *keys, config.scale, is_causal)
+        got = mha_prefill(PrefillCall(q, k_nope, k_pe, v, *new, *keys, config.scale, is_causal))
         joined = join_keys(k_nope, k_pe).double()
         wanted = reference.mha_prefill(q.double(), joined, v.double(), new.start, keys.start, config.scale, is_causal)
         found |= {f"{name} {what}": error for what, error in _errors(got, wanted).items()}

@@ -26,7 +26,7 @@ class DirectExchange:
     stream.
 
     Two micro-batches on two streams need an object each, and every rank must launch their work in the same order.
-    The results of `gather_heads` and `gather_candidates` may lie in that memory: they are valid until the next of
+    The results of `gather_heads` and `gather_candidates` may be in that memory: they are valid until the next of
     either.
 
     Args:
@@ -83,7 +83,7 @@ class DirectExchange:
         if fits and not is_fp8 and not torch.compiler.is_compiling():
             rows = self._heads.place(q.reshape(num_tokens, -1), None, operation)
             return rows[: self.size * num_tokens].view(num_tokens, self.size * num_heads, width)
-        return gather(q, *self._memory(), is_fp8, operation)
+        return gather(q, self._memory(), is_fp8, operation)
 
     def gather_candidates(self, candidates: Tensor) -> Tensor:
         # As words of four bytes, which travel as they are; two candidates fill what a thread stores.
@@ -93,7 +93,7 @@ class DirectExchange:
         return gathered.view(torch.int64)[..., :num]
 
     def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        return combine(out, lse, *self._memory(), self.is_fp8)
+        return combine(out, lse, self._memory(), self.is_fp8)
 
     def mailbox(self, num_tokens: int, num_heads: int, width: int, dtype: torch.dtype) -> Mailbox | None:
         token_bytes, token_words = combine_room(num_heads, width, dtype.itemsize)

@@ -23,7 +23,7 @@ _SHAPES = ((64, 512), (128, NUM_PROGRAMS), (256, NUM_PROGRAMS), (512, NUM_PROGRA
 _NARROWEST = _SHAPES[0][0]
 _PLACE_THREADS = 128
 _PLACED = 8 * _PLACE_THREADS  # elements of an item of place_kernel: 16 bytes of bfloat16 a thread
-_PLACE_PROGRAMS = 528  # of place_kernel: four a multiprocessor of an H200
+_PLACE_PROGRAMS = 528  # place_kernel has four a multiprocessor of an H200
 
 
 def new_state(device: torch.device) -> Tensor:
@@ -62,42 +62,32 @@ def choose_tiling(num_rows: int, width: int, size: int, is_fp8: bool) -> Tiling:
 
 @operator(
     "direct_gather",
-    fake=lambda q, addresses: q.new_empty(q.shape[0], addresses.shape[0] * q.shape[1], q.shape[2]),
+    fake=lambda q, mailbox: q.new_empty(q.shape[0], mailbox.addresses.shape[0] * q.shape[1], q.shape[2]),
     mutates_args=("state",),
 )
-def gather(
-    q: Tensor,
-    addresses: Tensor,
-    state: Tensor,
-    fault: Tensor,
-    landing_bytes: int,
-    timeout: float,
-    group: str,
-    is_fp8: bool,
-    operation: str,
-) -> Tensor:
+def gather(q: Tensor, mailbox: Mailbox, is_fp8: bool, operation: str) -> Tensor:
     """Compute `Exchange.gather_heads` or `gather_candidates` through landings."""
-    rank = enter("q", q, Mailbox(addresses, state, fault, landing_bytes, timeout, group))
+    rank = enter("q", q, mailbox)
     num_tokens, num_heads, width = q.shape
-    size, row_width = len(addresses), num_heads * width
+    size, row_width = len(mailbox.addresses), num_heads * width
     gathered = q.new_empty(num_tokens, size * num_heads, width)
     rows = q.reshape(num_tokens, row_width)
     rows = (rows if rows.stride(-1) == 1 else rows.contiguous()).view(CARRIERS[q.element_size()])
     words = size * -(-row_width // _NARROWEST)
-    for tokens in _turns(num_tokens, size * row_width * q.element_size(), words, landing_bytes):
+    for tokens in _turns(num_tokens, size * row_width * q.element_size(), words, mailbox.landing_bytes):
         tiling = choose_tiling(len(rows[tokens]), row_width, size, is_fp8)
         gather_kernel[(tiling.num_programs,)](
             rows[tokens],
             gathered[tokens],
-            addresses,
-            state,
-            fault,
+            mailbox.addresses,
+            mailbox.state,
+            mailbox.fault,
             len(rows[tokens]),
             rows.stride(0),
             rank,
             tiling.items,
-            landing_bytes,
-            milliseconds(timeout),
+            mailbox.landing_bytes,
+            milliseconds(mailbox.timeout),
             OPERATIONS.index(operation),
             WIDTH=row_width,
             SIZE=size,
@@ -112,35 +102,24 @@ def gather(
     return gathered
 
 
-def _empty_merged(out: Tensor, lse: Tensor, addresses: Tensor) -> tuple[Tensor, Tensor]:
-    shape = out.shape[0], out.shape[1] // addresses.shape[0]
+def _empty_merged(out: Tensor, lse: Tensor, mailbox: Mailbox) -> tuple[Tensor, Tensor]:
+    shape = out.shape[0], out.shape[1] // mailbox.addresses.shape[0]
     return out.new_empty(*shape, out.shape[2]), lse.new_empty(shape)
 
 
 @operator("direct_combine", fake=_empty_merged, mutates_args=("state",))
-def combine(
-    out: Tensor,
-    lse: Tensor,
-    addresses: Tensor,
-    state: Tensor,
-    fault: Tensor,
-    landing_bytes: int,
-    timeout: float,
-    group: str,
-    is_fp8: bool,
-) -> tuple[Tensor, Tensor]:
+def combine(out: Tensor, lse: Tensor, mailbox: Mailbox, is_fp8: bool) -> tuple[Tensor, Tensor]:
     """Compute `Exchange.combine` through landings."""
-    mailbox = Mailbox(addresses, state, fault, landing_bytes, timeout, group)
     enter("out", out, mailbox)
-    size, (num_tokens, num_heads, width) = len(addresses), out.shape
+    size, (num_tokens, num_heads, width) = len(mailbox.addresses), out.shape
     if num_heads % size:
         raise ValueError(f"out has {num_heads} heads; the {size} ranks of the group must divide them")
     if lse.dtype != torch.float32 or lse.shape != out.shape[:2]:
         raise ValueError(f"lse is {lse.dtype} {tuple(lse.shape)}; expected torch.float32 {tuple(out.shape[:2])}")
-    merged, merged_lse = _empty_merged(out, lse, addresses)
+    merged, merged_lse = _empty_merged(out, lse, mailbox)
     out = out if out.stride(-1) == 1 else out.contiguous()
     token_bytes, token_words = combine_room(num_heads, width, out.element_size())
-    for tokens in _turns(num_tokens, token_bytes, token_words, landing_bytes):
+    for tokens in _turns(num_tokens, token_bytes, token_words, mailbox.landing_bytes):
         results = merged[tokens], merged_lse[tokens]
         _launch_combine(out[tokens], lse[tokens], *results, mailbox, is_fp8, is_sent=False)
     return merged, merged_lse

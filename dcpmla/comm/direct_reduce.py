@@ -66,18 +66,18 @@ class DirectReduce:
         self._landings = allocate(2 * landing_bytes, group, device)
         self._landings.mine.fill_(0xFF)
         squares = torch.zeros(landing_bytes // _FEWEST_ITEM_BYTES, dtype=torch.int64, device=device)
-        self._memory = self._landings.addresses, new_state(device), squares, self.fault, landing_bytes
+        memory = self._landings.addresses, new_state(device), self.fault, landing_bytes
+        self._memory = squares, Mailbox(*memory, timeout, group.group_name)
         wait_for_all(group, device)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        return all_reduce(partial, *self._memory, self.timeout, self._group_name)
+        return all_reduce(partial, *self._memory)
 
     def add_norm(
         self, partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False
     ) -> tuple[PlainRows, Tensor]:
         check_rows(partial, residual, weight, quantizes)
-        given = partial, residual, weight, eps, quantizes
-        normed, new_residual, *codes = add_norm(*given, *self._memory, self.timeout, self._group_name)
+        normed, new_residual, *codes = add_norm(partial, residual, weight, eps, quantizes, *self._memory)
         return NormedRows.join(normed, *codes), new_residual
 
     def check(self) -> None:
@@ -85,19 +85,9 @@ class DirectReduce:
 
 
 @operator("direct_all_reduce", fake=lambda partial: partial.new_empty(partial.shape), mutates_args=("state", "squares"))
-def all_reduce(
-    partial: Tensor,
-    addresses: Tensor,
-    state: Tensor,
-    squares: Tensor,
-    fault: Tensor,
-    landing_bytes: int,
-    timeout: float,
-    group: str,
-) -> Tensor:
+def all_reduce(partial: Tensor, squares: Tensor, memory: Mailbox) -> Tensor:
     """Compute `Reduce.all_reduce` through landings."""
     sums = partial.new_empty(partial.shape)
-    memory = Mailbox(addresses, state, fault, landing_bytes, timeout, group)
     _reduce("all_reduce", partial, None, None, (None, sums, None, None), 0.0, squares, memory)
     return sums
 
@@ -109,17 +99,11 @@ def add_norm(
     weight: Tensor,
     eps: float,
     quantizes: bool,
-    addresses: Tensor,
-    state: Tensor,
     squares: Tensor,
-    fault: Tensor,
-    landing_bytes: int,
-    timeout: float,
-    group: str,
+    memory: Mailbox,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute `Reduce.add_norm` through landings; return what `comm.reduce.add_norm` does."""
     normed, sums, codes, scales = empty_results(residual, quantizes)
-    memory = Mailbox(addresses, state, fault, landing_bytes, timeout, group)
     wanted = (normed, sums, codes, scales) if quantizes else (normed, sums, None, None)
     _reduce("add_norm", partial, residual.contiguous(), weight, wanted, eps, squares, memory)
     return normed, sums, codes, scales

@@ -18,7 +18,7 @@ from dcpmla.attention.compressed import compressor
 from dcpmla.attention.compressed.build import CompressedStepBuilder
 from dcpmla.attention.compressed.cache import CompressedPlan, plan_compressed
 from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
-from dcpmla.attention.compressed.step import CompressedMetadata, Part
+from dcpmla.attention.compressed.step import CompressedMetadata, EntryLayout, Part
 from dcpmla.attention.step import StepRequests
 from dcpmla.cache.shared_format import ROPE_DIM
 from dcpmla.config import IndexerConfig
@@ -97,11 +97,10 @@ def test_entries_are_those_of_whole_prompts(data: st.DataObject) -> None:
                 [rows for i in decodes_first(plan, new) for rows in (prompts[i][done[i] : kept[i]], wrong[: gone[i]])]
             )
             done = kept
-            where = step.entry_table(ratio), plan.entries_per_block(ratio), *step.layout
             cos_sin = angles[step.positions // ratio * ratio]
+            layout = EntryLayout(cos_sin, step.entry_table(ratio), plan.entries_per_block(ratio), *step.layout)
             for each in parts:
-                arguments = pairs, bias, norm, EPS, sums, cache, step.positions, step.request, *each, cos_sin
-                compressor.compress_(*arguments, *where, False, False)
+                compressor.compress_(pairs, bias, norm, EPS, sums, cache, each, layout, False, False)
         written = 0
         for i, table in enumerate(tables):
             for entry in range(totals[i] // ratio):
@@ -237,10 +236,10 @@ def compressor_cases(
         pairs = cut(randn(num_tokens, 2 * halves * width, dtype=dtype, seed=number))
         cos_sin = torch.rand(num_tokens, rope, generator=torch.Generator().manual_seed(number))
         table = step.block_table if is_index else step.entry_table(kind.ratio)
-        how = plan.entries_per_block(kind.ratio), *step.layout, is_index, is_index and width & (width - 1) == 0
+        layout = EntryLayout(cos_sin, table, plan.entries_per_block(kind.ratio), *step.layout)
+        how = is_index, is_index and width & (width - 1) == 0
         for each in parts:
-            tokens = step.positions, step.request, *each
-            yield [pairs, bias, norm, 1e-3, sums, cache, *tokens, cos_sin, table, *how], (sums, cache)
+            yield [pairs, bias, norm, 1e-3, sums, cache, each, layout, *how], (sums, cache)
 
 
 def decodes_first(plan: CompressedPlan, new: tuple[int, ...]) -> list[int]:
@@ -284,7 +283,8 @@ def test_the_kernel(width: int, rope: int) -> None:
 
 def check_operator(device: str) -> None:
     arguments, _ = next(compressor_cases(config_of(LayerKind(4, True), 16, 8), DCPConfig(block_size=2), 0, False))
-    torch.library.opcheck(compressor.compress_.op, on(device, arguments))
+    *tensors, each, layout, is_index, hadamard = on(device, arguments)
+    torch.library.opcheck(compressor.compress_.op, (*tensors, *each, *layout, is_index, hadamard))
 
 
 def test_operator() -> None:

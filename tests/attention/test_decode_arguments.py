@@ -10,9 +10,8 @@ from torch import Tensor
 
 from dcpmla import mla_decode
 from dcpmla.attention.backends import DECODE_BACKENDS, Backend, passed_over, register_backend, select_backend
-from dcpmla.attention.calls import DecodeCall
 from tests.attention.test_reference import L, R
-from tests.support.backends import decode_call, only
+from tests.support.backends import checked_call, decode_call, only
 
 
 def decode_arguments() -> dict[str, Any]:
@@ -170,8 +169,8 @@ def test_a_backend_of_ones_own() -> None:
     }
     with only(DECODE_BACKENDS, *DECODE_BACKENDS):
         register_backend(DECODE_BACKENDS, ours)
-        assert select_backend(DECODE_BACKENDS, DecodeCall.check(**decode_arguments())) is ours
-        call = DecodeCall.check(**one)
+        assert select_backend(DECODE_BACKENDS, checked_call(**decode_arguments())) is ours
+        call = checked_call(**one)
         assert select_backend(DECODE_BACKENDS, call).name == "torch"
         assert list(passed_over(DECODE_BACKENDS, call)) == ["ours", "hopper", "triton", "flashinfer"]
         assert passed_over(DECODE_BACKENDS, call)["ours"] == "one token"

@@ -12,10 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dcpmla.attention import reference
 from dcpmla.attention.backends import DECODE_BACKENDS, find_backend, select_backend
-from dcpmla.attention.calls import COUNTER_WORDS, DecodeCall
-from dcpmla.attention.decode import NO_MAILBOX
+from dcpmla.attention.calls import COUNTER_WORDS
 from dcpmla.cache import formats
-from tests.support.backends import as_kernel, decode_call, in_parts, unchecked_call
+from tests.support.backends import as_kernel, checked_call, decode_call, in_parts, unchecked_call
 from tests.support.shared_memory import run_interpreted
 
 triton = pytest.importorskip("triton")
@@ -170,10 +169,10 @@ def check_in_the_interpreter() -> None:
     from dcpmla.attention.triton.decode import run
 
     for case in INTERPRETED:
-        check(as_kernel(run, DecodeCall.check), case, "cpu")
+        check(as_kernel(run, checked_call), case, "cpu")
         inputs = case.inputs("cpu")
-        joined = run(DecodeCall.check(**inputs))
-        parts = run(DecodeCall.check(**{**inputs, "q": in_parts(inputs["q"], case.kv_lora_rank)}))
+        joined = run(checked_call(**inputs))
+        parts = run(checked_call(**{**inputs, "q": in_parts(inputs["q"], case.kv_lora_rank)}))
         assert all(map(torch.equal, joined, parts)), case
 
 
@@ -237,13 +236,13 @@ def backends_of(case: Case) -> list[str]:
 )
 def test_kernels_against_float64(case: Case, backend: str) -> None:
     chosen = find_backend(DECODE_BACKENDS, backend)
-    if obstacle := chosen.obstacle(DecodeCall.check(**case.inputs("cuda"))):
+    if obstacle := chosen.obstacle(checked_call(**case.inputs("cuda"))):
         assert backend != "triton"
         pytest.skip(f"{backend} does not take {case}: {obstacle}")
     # e4m3 probabilities are off by 2^-4 at most, a row's error by less; sums of fp8 products keep 13 bits behind the
     # point or so.
     is_fp8 = backend == "hopper" and case.has_fp8_queries
-    check(as_kernel(chosen.run, DecodeCall.check), case, "cuda", *((0.05, 0.02) if is_fp8 else ()))
+    check(as_kernel(chosen.run, checked_call), case, "cuda", *((0.05, 0.02) if is_fp8 else ()))
 
 
 def test_gpus_and_caches_that_the_portable_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +315,7 @@ def test_nan_of_a_key_is_not_lost(backend: str, kind: dict[str, Any]) -> None:
     """
     inputs = long_case(3, 3000, **kind).inputs("cuda")
     inputs["kv_cache"].view(torch.uint8)[inputs["block_table"][1, 2], 5 % inputs["kv_cache"].shape[1], :2] = 0xFF
-    out, lse = find_backend(DECODE_BACKENDS, backend).run(DecodeCall.check(**inputs))
+    out, lse = find_backend(DECODE_BACKENDS, backend).run(checked_call(**inputs))
     assert lse.isnan().any(-1).tolist() == out.isnan().any(-1).any(-1).tolist() == [False, True, False]
 
 
@@ -326,7 +325,7 @@ def test_the_operator_on_a_gpu(kind: dict[str, Any]) -> None:
     from dcpmla.attention.calls import decode_workspace
 
     inputs = {**long_case(5, 2000, **kind).inputs("cuda"), "workspace": decode_workspace("cuda")}
-    args = (*DecodeCall.check(**inputs).flat(), *NO_MAILBOX)
+    args = (*checked_call(**inputs), *[None] * 6)
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if inputs["kv_cache"].dtype != formats.FP8:  # which torch 2.11 cannot compare
         checks.append("test_schema")

@@ -16,9 +16,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dcpmla.attention.calls import DecodeCall
 from tests.attention.test_decode_kernel import SMALL, Case, check
-from tests.support.backends import as_kernel
+from tests.support.backends import as_kernel, checked_call
 from tests.support.shared_memory import run_interpreted
 
 triton = pytest.importorskip("triton")
@@ -320,7 +319,7 @@ def check_in_the_interpreter() -> None:
     @settings(max_examples=8, deadline=None)
     def check_one(case: Case, min_tiles: int) -> None:
         mla_decode.MIN_TILES = mla_decode.tl.constexpr(min_tiles)
-        check(as_kernel(mla_decode.run, DecodeCall.check), case, "cpu")
+        check(as_kernel(mla_decode.run, checked_call), case, "cpu")
 
     check_one()
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dcpmla.attention import backends
-from dcpmla.attention.calls import DecodeCall
 from dcpmla.cache import formats
 from tests.attention.test_decode_kernel import FP8_QUERIES, QUANTIZED, Case
+from tests.support.backends import checked_call
 
 
 @pytest.mark.gpu
@@ -21,7 +21,7 @@ def test_which_kernel_takes_pages_of_one_row(kind: dict[str, Any]) -> None:
         pytest.skip("kernels for Hopper")
     case = Case([(1, 65)], block_size=1, **kind)
     inputs = case.inputs("cuda")
-    chosen = backends.select_backend(backends.DECODE_BACKENDS, DecodeCall.check(**inputs))
+    chosen = backends.select_backend(backends.DECODE_BACKENDS, checked_call(**inputs))
     assert chosen.name == ("triton" if kind is FP8_QUERIES else "hopper")
 
 

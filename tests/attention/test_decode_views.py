@@ -8,9 +8,8 @@ import torch
 from dcpmla import mla_decode
 from dcpmla.attention import reference
 from dcpmla.attention.backends import DECODE_BACKENDS, find_backend
-from dcpmla.attention.calls import DecodeCall
 from tests.attention.test_decode_kernel import QUANTIZED, Case, compare, long_case
-from tests.support.backends import in_parts
+from tests.support.backends import checked_call, in_parts
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +28,7 @@ def test_layers_of_one_cache_and_offsets_past_2_31() -> None:
     )
     out, lse = mla_decode(q, layers[:, 1], table, seq_lens, 0.07)
     small = torch.arange(3, dtype=torch.int32, device="cuda")[None]
-    wanted, wanted_lse = reference.mla_decode(DecodeCall.check(q.double(), keys.double(), small, seq_lens, 0.07, 512))
+    wanted, wanted_lse = reference.mla_decode(checked_call(q.double(), keys.double(), small, seq_lens, 0.07, 512))
     compare((out, lse), (wanted, wanted_lse), Case([(1, 150)]), 1e-2)
 
 
@@ -54,8 +53,8 @@ def test_queries_in_two_parts(backend: str, kind: dict[str, Any]) -> None:
     """The same bits as from joined ones."""
     inputs = long_case(5, 3000, **kind).inputs("cuda")
     chosen = find_backend(DECODE_BACKENDS, backend)
-    if obstacle := chosen.obstacle(DecodeCall.check(**inputs)):
+    if obstacle := chosen.obstacle(checked_call(**inputs)):
         pytest.skip(obstacle)
-    parts = DecodeCall.check(**{**inputs, "q": in_parts(inputs["q"], 512)})
+    parts = checked_call(**{**inputs, "q": in_parts(inputs["q"], 512)})
     assert not chosen.obstacle(parts)
-    assert all(map(torch.equal, chosen.run(parts), chosen.run(DecodeCall.check(**inputs))))
+    assert all(map(torch.equal, chosen.run(parts), chosen.run(checked_call(**inputs))))

@@ -97,10 +97,10 @@ def test_in_a_graph(name: str) -> None:
     )
     k_pe = torch.randn(200, 64, device="cuda", dtype=torch.bfloat16, generator=generator)
     captured, other = segments([150, 50], "cuda"), segments([30, 170], "cuda")
-    wanted = mha_prefill(q, k_nope, k_pe, v, other, other, SCALE, True)
+    wanted = mha_prefill(q, k_nope, k_pe, v, *other, *other, SCALE, True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = mha_prefill(q, k_nope, k_pe, v, captured, captured, SCALE, True)
+        got = mha_prefill(q, k_nope, k_pe, v, *captured, *captured, SCALE, True)
     captured.start_loc.copy_(other.start_loc)
     graph.replay()
     torch.testing.assert_close(got, wanted, atol=0, rtol=0)
@@ -117,7 +117,7 @@ def test_past_2_31_elements(name: str) -> None:
     q = torch.ones(2, num_heads, 192, device="cuda", dtype=torch.bfloat16)
     kv[-1, :, :128], kv[-1, :, 128:] = 1.0, 7.0  # the last key alone counts
     queries, keys = segments([1, 1], "cuda"), segments([num_keys - 5, 5], "cuda")
-    out, lse = mha_prefill(q, kv[..., :128], k_pe, kv[..., 128:], queries, keys, 1.0, False)
+    out, lse = mha_prefill(q, kv[..., :128], k_pe, kv[..., 128:], *queries, *keys, 1.0, False)
     torch.testing.assert_close(out[1], torch.full_like(out[1], 7.0))
     torch.testing.assert_close(lse[1], torch.full_like(lse[1], 128.0))
     torch.testing.assert_close(out[0], torch.zeros_like(out[0]))

@@ -67,7 +67,7 @@ def check_prefill(
         (num_keys, num_heads, v_head_dim),
     ]
     q, k_nope, k_pe, v = (poisoned(torch.randn(shape, generator=generator), dtype, device) for shape in shapes)
-    out, lse = prefill(PrefillCall(q, k_nope, k_pe, v, queries, keys, SCALE, key_lens is None))
+    out, lse = prefill(PrefillCall(q, k_nope, k_pe, v, *queries, *keys, SCALE, key_lens is None))
     wanted, wanted_lse = reference.mha_prefill(
         *(rows.double().cpu() for rows in (q, join_keys(k_nope, k_pe), v)),
         queries.start,
@@ -94,7 +94,7 @@ def check_unaligned(device: str) -> None:
     k_pe = torch.randn(9, 13, generator=generator).half().to(device)
     k_nope, k_pe, v = k_nope[..., 3:], k_pe[:, 5:], v[..., 1:]
     queries = segments([2, 7], device)
-    out, lse = mha_prefill(q, k_nope, k_pe, v, queries, queries, SCALE, True)
+    out, lse = mha_prefill(q, k_nope, k_pe, v, *queries, *queries, SCALE, True)
     wanted = reference.mha_prefill(
         q.double(), join_keys(k_nope, k_pe).double(), v.double(), queries.start, queries.start, SCALE, True
     )
@@ -112,11 +112,11 @@ def check_neighbours(backend: str, dims: tuple[int, int, int], device: str) -> N
     )
     k_pe, lens = torch.randn(30, rope, generator=generator).half().to(device), segments([10, 10, 10], device)
     for causal in (True, False):
-        wanted = mha_prefill(q, k_nope, k_pe, v, lens, lens, SCALE, causal)
+        wanted = mha_prefill(q, k_nope, k_pe, v, *lens, *lens, SCALE, causal)
         spoiled = [
             tensor.index_fill(0, torch.arange(10, 20, device=device), torch.nan) for tensor in (q, k_nope, k_pe, v)
         ]
-        got = mha_prefill(*spoiled, lens, lens, SCALE, causal)
+        got = mha_prefill(*spoiled, *lens, *lens, SCALE, causal)
         for one, other in zip(got, wanted, strict=True):
             assert one[10:20].isnan().all()
             torch.testing.assert_close(one[:10], other[:10], atol=0, rtol=0)
@@ -161,7 +161,7 @@ def check_operators(device: str, dtype: torch.dtype) -> None:
     )
     for num_tokens, lens, causal in ((4, queries, True), (5, keys, False)):  # keys and values, rope parts as they lie
         rows = (q, kv[:num_tokens, :, :16], latents[:num_tokens, 32:40], kv[:num_tokens, :, 16:])
-        torch.library.opcheck(operators.mha_prefill.op, (*rows, *queries, *lens, SCALE, causal))
+        torch.library.opcheck(operators.mha_prefill.op, tuple(PrefillCall(*rows, *queries, *lens, SCALE, causal)))
     for width in (16, 17):
         out, part = torch.randn(2, 3, 2, width, generator=generator).to(device)
         lse, part_lse = torch.randn(2, 3, 2, generator=generator).to(device)

@@ -15,11 +15,9 @@ from torch import Tensor
 
 from dcpmla import dcp_mla_decode, merge_partials, mla_decode
 from dcpmla.attention import reference
-from dcpmla.attention.calls import DecodeCall
-from dcpmla.attention.decode import NO_MAILBOX
 from dcpmla.attention.step import DecodeMetadata
 from dcpmla.comm.exchange import LocalExchange
-from tests.support.backends import in_parts
+from tests.support.backends import checked_call, in_parts
 from tests.test_ownership import deal_slots
 
 L, R, P, V = 6, 4, 5, 3  # latent, rope part, key and value of a head
@@ -218,7 +216,7 @@ def test_decode_in_tiles_is_the_same(monkeypatch: pytest.MonkeyPatch, max_gather
     assert len(calls) == {1: 5, 100: 5, 1000: 1}[max_gathered]
 
 
-@pytest.mark.parametrize("function", [lambda *args: reference.mla_decode(DecodeCall.check(*args)), mla_decode])
+@pytest.mark.parametrize("function", [lambda *args: reference.mla_decode(checked_call(*args)), mla_decode])
 def test_inputs_are_left_alone(function: Callable[..., Any]) -> None:
     cache = PagedCache([5, 0], 4)
     q = torch.randn(2, 2, L + R)
@@ -280,7 +278,7 @@ def test_several_query_tokens_see_as_much_as_each_is_told(
 
 def test_decode_is_an_operator_of_torch() -> None:
     cache = PagedCache([5, 0], 4)
-    call = DecodeCall.check(
+    call = checked_call(
         torch.randn(2, 2, L + R), cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, kv_lora_rank=L
     )
-    torch.library.opcheck(torch.ops.dcpmla.mla_decode.default, (*call.flat(), *NO_MAILBOX))
+    torch.library.opcheck(torch.ops.dcpmla.mla_decode.default, (*call, *[None] * 6))

@@ -76,7 +76,7 @@ def test_prefill(query_lens: list[int], num_heads: int, causal: bool, seed: int,
     key_lens = query_lens if causal else data.draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
     q, k, v = ragged(query_lens, key_lens, num_heads, seed)
     k[..., P:] = k[:, :1, P:]  # every head has the same rope part
-    call = PrefillCall(q, k[..., :P], k[:, 0, P:], v, segments(query_lens), segments(key_lens), SCALE, causal)
+    call = PrefillCall(q, k[..., :P], k[:, 0, P:], v, *segments(query_lens), *segments(key_lens), SCALE, causal)
     backend = select_backend(PREFILL_BACKENDS, call)
     assert backend.name == "torch"
     got = backend.run(call)

@@ -16,7 +16,6 @@ from torch import Tensor
 from dcpmla import mla_decode
 from dcpmla.attention import reference
 from dcpmla.attention.backends import DECODE_BACKENDS, find_backend, select_backend
-from dcpmla.attention.calls import DecodeCall
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.step import DecodeMetadata
 from dcpmla.cache.shared_format import rows_shape
@@ -24,7 +23,7 @@ from dcpmla.cache.shared_rows import read_rows, write_rows
 from dcpmla.comm.exchange import LocalExchange
 from tests.attention.test_decode_kernel import NOWHERE, Case, check, compare
 from tests.attention.test_reference import attend
-from tests.support.backends import as_kernel, unchecked_call
+from tests.support.backends import as_kernel, checked_call, unchecked_call
 from tests.support.shared_memory import run_interpreted
 
 triton = pytest.importorskip("triton")
@@ -246,7 +245,7 @@ def check_in_the_interpreter() -> None:
     from dcpmla.attention.triton.decode import run
 
     for case in INTERPRETED:
-        check(as_kernel(run, DecodeCall.check), case, "cpu")
+        check(as_kernel(run, checked_call), case, "cpu")
 
 
 def test_the_portable_kernel_in_the_interpreter() -> None:
@@ -280,8 +279,8 @@ def test_kernels_against_float64(case: SharedCase, backend: str) -> None:
     chosen = find_backend(DECODE_BACKENDS, backend)
     if backend == "hopper" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("kernels for Hopper")
-    assert not chosen.obstacle(DecodeCall.check(**case.inputs("cuda")))
-    check(as_kernel(chosen.run, DecodeCall.check), case, "cuda")
+    assert not chosen.obstacle(checked_call(**case.inputs("cuda")))
+    check(as_kernel(chosen.run, checked_call), case, "cuda")
 
 
 @pytest.mark.gpu
@@ -313,7 +312,7 @@ def test_a_graph_replays_with_other_lengths(format: str) -> None:
     table = inputs["block_table"]
     table.copy_(table.where(table != NOWHERE, table[table != NOWHERE][0]))
     if torch.cuda.get_device_capability()[0] == 9:
-        assert select_backend(DECODE_BACKENDS, DecodeCall.check(**inputs)).name == "hopper"
+        assert select_backend(DECODE_BACKENDS, checked_call(**inputs)).name == "hopper"
     mla_decode(**inputs)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

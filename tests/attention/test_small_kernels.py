@@ -5,7 +5,7 @@ They run on a GPU, in Triton's interpreter without one, and are compiled for Hop
 
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -64,21 +64,25 @@ def latents_case(
 
 
 def query_case(sizes: tuple[int, ...], num_tokens: int, dtype: torch.dtype, rope: bool, interleaved: bool) -> list[Any]:
-    """Arguments of `absorb_query`: rows cut out, W_UK as it lies over W_UV."""
+    """Arguments of `absorb_query`: rows cut out, W_UK as a view of W_UK over W_UV."""
     _, rank, width, nope, value, heads = sizes
     cos_sin = randn(num_tokens, width, seed=2) if rope else None
     w_uk = (randn(heads, nope + value, rank, dtype=dtype, seed=5) / nope**0.5)[:, :nope]
     return [cut(randn(num_tokens, heads, nope + width, dtype=dtype, seed=6)), w_uk, cos_sin, interleaved, None]
 
 
-def on(device: str, arguments: list[Any]) -> list[Any]:
-    """Copy to a device with the strides they had."""
+def on(device: str, arguments: Iterable[Any]) -> list[Any]:
+    """Copy tensors to a device with their strides, also in NamedTuples."""
 
-    def move(x: Tensor) -> Tensor:
+    def move(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return type(x)(*on(device, x))
+        if not isinstance(x, Tensor):
+            return x
         base = x if x._base is None else x._base
         return base.to(device, copy=True).as_strided(x.shape, x.stride(), x.storage_offset())
 
-    return [move(x) if isinstance(x, Tensor) else x for x in arguments]
+    return [move(x) for x in arguments]
 
 
 def assert_near(got: Tensor, wanted: Tensor) -> None:

@@ -139,7 +139,7 @@ def check_masked(
     ]
     q, k_nope, k_pe, v = (poisoned(torch.randn(shape, generator=generator), dtype, device) for shape in shapes)
     mask = draw_mask(num_tokens, max(keys.lens))
-    out, lse = prefill(PrefillCall(q, k_nope, k_pe, v, queries, keys, SCALE, key_lens is None, mask.to(device)))
+    out, lse = prefill(PrefillCall(q, k_nope, k_pe, v, *queries, *keys, SCALE, key_lens is None, mask.to(device)))
     wide = (rows.double().cpu() for rows in (q, join_keys(k_nope, k_pe), v))
     wanted, wanted_lse = reference.mha_prefill(*wide, queries.start, keys.start, SCALE, key_lens is None, mask)
     assert 0 < (wanted_lse == -torch.inf).sum() < wanted_lse.numel()
@@ -193,7 +193,8 @@ def check_operators(device: str, dtype: torch.dtype) -> None:
         torch.randn(shape, generator=generator).to(device, dtype)
         for shape in ((4, 2, 24), (4, 2, 16), (4, 8), (4, 2, 16))
     )
-    torch.library.opcheck(operators.mha_prefill.op, (*rows, *lens, *lens, SCALE, True, draw_mask(4, 3).to(device)))
+    call = PrefillCall(*rows, *lens, *lens, SCALE, True, draw_mask(4, 3).to(device))
+    torch.library.opcheck(operators.mha_prefill.op, tuple(call))
 
 
 def test_operators() -> None:

@@ -4,7 +4,6 @@ ones.
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,7 +71,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 def misses_last_key(call: DecodeCall) -> tuple[Tensor, Tensor]:
-    return reference.mla_decode(replace(call, seq_lens=torch.where(call.seq_lens == 300, 299, call.seq_lens)))
+    return reference.mla_decode(call._replace(seq_lens=torch.where(call.seq_lens == 300, 299, call.seq_lens)))
 
 
 def has_no_compiler(*_: object) -> tuple[Tensor, Tensor]:

@@ -74,7 +74,7 @@ def check_direct(num_steps: int) -> None:
     for num_programs, widths, quantized in ((4, (8, 64), ()), (1, (136, 264), ((1 << 20, (1, 256)), (0, (3, 384))))):
         shrink(num_programs)
         reduce = new_reduce(landing_bytes=1 << 13)
-        reduce._memory[1][:-1] = 2**31 - 3  # the exchange numbers pass 32 bits
+        reduce._memory[1].state[:-1] = 2**31 - 3  # the exchange numbers pass 32 bits
         for step in range(num_steps):
             direct_reduce._ONE_SHOT_BYTES = (1 << 20, 0)[step % 2]
             dtype = (torch.float16, torch.float32)[step // 2]

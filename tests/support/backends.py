@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dcpmla.attention.backends import Backend
 from dcpmla.attention.calls import DecodeCall, PrefillCall
+from dcpmla.attention.decode_checks import Queries, split_queries
 from dcpmla.attention.step import Segments
 
 
@@ -23,10 +24,25 @@ def only(table: list[Backend[Any]], *backends: Backend[Any]) -> Iterator[None]:
         table[:] = kept
 
 
-def unchecked_call(q: Tensor, kv_cache: Tensor, *sizes: Any, kv_lora_rank: int, **rest: Any) -> DecodeCall:
+def checked_call(
+    q: Queries,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    kv_lora_rank: int = 512,
+    *requests: Any,
+    **options: Any,
+) -> DecodeCall:
+    """Return the call of `mla_decode`'s arguments."""
+    sizes = block_table, seq_lens, scale, kv_lora_rank
+    return DecodeCall(*split_queries(q, kv_lora_rank), kv_cache, *sizes, *requests, **options).checked()
+
+
+def unchecked_call(q: Tensor, kv_cache: Tensor, *sizes: Any, kv_lora_rank: int, **options: Any) -> DecodeCall:
     """Return a call whose dtypes need not belong together, such as an exact one over a cache of 8 bits."""
     parts = q.split([kv_lora_rank, q.shape[-1] - kv_lora_rank], -1) if q.shape[-1] > kv_lora_rank else (q, None)
-    return DecodeCall(*parts, kv_cache, *sizes, kv_lora_rank=kv_lora_rank, **rest)
+    return DecodeCall(*parts, kv_cache, *sizes, kv_lora_rank=kv_lora_rank, **options)
 
 
 def in_parts(q: Tensor, kv_lora_rank: int) -> tuple[Tensor, Tensor]:
@@ -38,22 +54,13 @@ def in_parts(q: Tensor, kv_lora_rank: int) -> tuple[Tensor, Tensor]:
 def decode_call(q: Tensor, kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype, **more: Any) -> DecodeCall:
     """Return a call of one request, unchecked."""
     numbers = torch.zeros(1, dtype=torch.int32)
-    rest = {
-        "request_index": None,
-        "query_start_loc": None,
-        "max_query_len": 1,
-        "workspace": None,
-        "kv_scale": None,
-        "q_scale": None,
-    }
-    options = {**rest, "dtype": dtype, **more}
-    return unchecked_call(q, kv_cache, numbers[None], numbers, 1.0, kv_lora_rank=kv_lora_rank, **options)
+    return unchecked_call(q, kv_cache, numbers[None], numbers, 1.0, kv_lora_rank=kv_lora_rank, dtype=dtype, **more)
 
 
 def prefill_call(q: Tensor, k_pe: Tensor, v: Tensor, mask: Tensor | None = None, **more: Any) -> PrefillCall:
     """Return a call whose keys are as wide as its queries."""
     rows = Segments((0, len(q)), torch.tensor([0, len(q)], dtype=torch.int32))
-    return PrefillCall(q, q[..., : q.shape[-1] - k_pe.shape[-1]], k_pe, v, rows, rows, 1.0, False, mask, **more)
+    return PrefillCall(q, q[..., : q.shape[-1] - k_pe.shape[-1]], k_pe, v, *rows, *rows, 1.0, False, mask, **more)
 
 
 def as_kernel(

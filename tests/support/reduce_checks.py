@@ -53,7 +53,7 @@ def check_sums(
 
 
 def check_quantized(reduce: Reduce, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
-    """Check that codes are those of the normalized rows, which are what they are without codes."""
+    """Check that codes are the normalized rows' codes, and that these rows are the same without codes."""
     partials, residual, weight = draw(*shape, dtype, 1, device)
     partial = partials[dist.get_rank()]
     rows, new_residual = reduce.add_norm(partial.clone(), residual, weight, EPS, True)
@@ -97,7 +97,7 @@ def check_memory(reduce: DirectReduce) -> None:
     """Check, after all ranks, that landings are empty, and programs have counted alike."""
     dist.barrier()
     assert (reduce._landings.mine == 0xFF).all()
-    state = reduce._memory[1]
+    state = reduce._memory[1].state
     assert (state[:-1] == state[0]).all()
     assert state[-1] == 0
     reduce.check()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dcpmla import ownership
-from dcpmla.attention.compressed.step import CompressedMetadata
+from dcpmla.attention.compressed.step import CompressedMetadata, EntryLayout, Part
 from dcpmla.attention.rope import apply_rope
 from dcpmla.attention.sparse.projections import hadamard_matrix
 from dcpmla.cache.index_keys import write_index_keys
@@ -58,10 +58,9 @@ def compress(
     """
     entries = step.entries[ratio]
     table = step.block_table if is_index else entries.block_table
-    where = entries.cos_sin, table, step.plan.entries_per_block(ratio), *step.layout
+    layout = EntryLayout(entries.cos_sin, table, step.plan.entries_per_block(ratio), *step.layout)
     for part in step.parts:
-        tokens = step.positions, step.request, *part
-        compress_(pairs, bias, norm_weight, eps, sums, cache, *tokens, *where, is_index, hadamard)
+        compress_(pairs, bias, norm_weight, eps, sums, cache, part, layout, is_index, hadamard)
 
 
 @operator(
@@ -77,34 +76,22 @@ def compress_(
     eps: float,
     sums: Tensor,
     cache: Tensor,
-    positions: Tensor,
-    request: Tensor,
-    first_position: Tensor,
-    end: Tensor,
-    source: Tensor,
-    target: Tensor,
-    cos_sin: Tensor,
-    block_table: Tensor,
-    entries_per_block: int,
-    dcp_rank: int,
-    dcp_size: int,
-    interleave: int,
+    part: Part,
+    layout: EntryLayout,
     is_index: bool,
     hadamard: bool,
 ) -> None:
-    """Compute a part of `compress`; the arguments are those, and the fields of `CompressedMetadata` and `Part`.
-
-    The entries' angles cos_sin [T, R] are those of each token's span; block_table is in blocks of the cache.
-    """
+    """Compute a part of `compress`, which documents the other arguments."""
     ratio, width = bias.shape[0], sums.shape[-1]
+    positions, request, first_position, end, _, target = part
     is_first = (positions % ratio == 0) | (positions == first_position[request])
     is_in_part = (positions >= first_position[request]) & (positions < end[request]) & (target[request] >= 0)
     token = (is_first & is_in_part).nonzero().flatten()  # the first of each span
-    tokens = positions, request, first_position, end, source, target, token
-    entries, is_complete = _pool(pairs, bias, sums, *tokens)
+    entries, is_complete = _pool(pairs, bias, sums, part, token)
     token, entries = token[is_complete], entries[is_complete]
     entries = entries * torch.rsqrt(entries.square().mean(-1, keepdim=True) + eps) * norm_weight
     entries = entries.to(pairs.dtype)
+    cos_sin, block_table, entries_per_block, dcp_rank, dcp_size, interleave = layout
     rotated = slice(0, cos_sin.shape[1]) if is_index else slice(width - cos_sin.shape[1], width)
     entries[:, rotated] = apply_rope(entries[:, rotated], cos_sin[token], True)
     index, rows = positions[token] // ratio, block_table[request[token].long()]
@@ -117,26 +104,15 @@ def compress_(
     write_index_keys(cache, entries, slots)
 
 
-def _pool(
-    pairs: Tensor,
-    bias: Tensor,
-    sums: Tensor,
-    positions: Tensor,
-    request: Tensor,
-    first_position: Tensor,
-    ends: Tensor,
-    source: Tensor,
-    target: Tensor,
-    token: Tensor,
-) -> tuple[Tensor, Tensor]:
+def _pool(pairs: Tensor, bias: Tensor, sums: Tensor, part: Part, token: Tensor) -> tuple[Tensor, Tensor]:
     """Pool the spans whose first tokens in the step are given [N], and leave the sums of each request's last.
 
     Returns:
         Entries [N, D] float32, and which of them are complete [N] bool.
     """
     ratio, (_, num_halves, _, width) = bias.shape[0], sums.shape
-    position, of_token = positions[token], request[token].long()
-    start, end, state = first_position[of_token], ends[of_token], source[of_token].long()
+    position, of_token = part.positions[token], part.request[token].long()
+    start, end, state = (column[of_token] for column in (part.first_position, part.end, part.source.long()))
     order = position // ratio - start // ratio  # of the span in its request's part of the step
     place = position % ratio
     num = torch.minimum(ratio - place, end - position)
@@ -158,7 +134,7 @@ def _pool(
     left = [_choose(is_complete, empty if following is None else following, entry)]
     if following is not None:
         left.append(_choose(is_complete, empty, following))
-    sums[target[of_token].long()[is_last]] = torch.stack([torch.stack(half, 1) for half in left], 1)[is_last]
+    sums[part.target[of_token].long()[is_last]] = torch.stack([torch.stack(half, 1) for half in left], 1)[is_last]
     return entry.values / entry.total, is_complete
 
 

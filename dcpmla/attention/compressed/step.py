@@ -19,8 +19,8 @@ class Angles(NamedTuple):
     """The angles of RoPE (`apply_rope`), [T, R] float32 each.
 
     Attributes:
-        window: in layers that have a window alone.
-        compressed: in all others.
+        window: Angles in layers that have a window alone.
+        compressed: Angles in all other layers.
     """
 
     window: Tensor
@@ -65,14 +65,34 @@ class Part(NamedTuple):
     """The part of each request's tokens that goes into its sums at once.
 
     Attributes:
-        first_position, end: [num_reqs] int32, of its tokens; the same where there are none.
+        positions, request: Positions [T] int64 and requests [T] int32 of all tokens of the step.
+        first_position, end: Bounds of its tokens [num_reqs] int32, equal if it has none.
         source, target: [num_reqs] int32, numbers of the sums before them and after; negative for padding.
     """
 
+    positions: Tensor
+    request: Tensor
     first_position: Tensor
     end: Tensor
     source: Tensor
     target: Tensor
+
+
+class EntryLayout(NamedTuple):
+    """The layout of a step's entries in a cache.
+
+    Attributes:
+        cos_sin: Angles of the entry that each token belongs to [T, R] float32.
+        block_table: Block table [num_reqs, max_blocks] int32, in blocks of the cache.
+        dcp_rank, dcp_size, interleave: Owners of the entries, as in `dcpmla.ownership`.
+    """
+
+    cos_sin: Tensor
+    block_table: Tensor
+    entries_per_block: int
+    dcp_rank: int
+    dcp_size: int
+    interleave: int
 
 
 @dataclass(frozen=True)
@@ -137,13 +157,15 @@ class CompressedMetadata:
         them leaves sums of its own; prefills are in the first.
         """
         first, end, num_sums = self.first_position, self.seq_lens, 1 + self.plan.num_drafts
+        tokens = self.positions, self.request
         if num_sums == 1:
-            return (Part(first, end, self.states, self.states),)
+            return (Part(*tokens, first, end, self.states, self.states),)
         sums, num_decodes = self.states * num_sums, 0 if decode is None else len(decode.block_table)
         parts = []
         for _ in range(1 if decode is None else decode.max_query_len):
             part_end = torch.cat([torch.minimum(first + 1, end)[:num_decodes], end[num_decodes:]])
-            parts.append(Part(first, part_end, sums + (first - 1) % num_sums, sums + (part_end - 1) % num_sums))
+            source, target = sums + (first - 1) % num_sums, sums + (part_end - 1) % num_sums
+            parts.append(Part(*tokens, first, part_end, source, target))
             first = part_end
         return tuple(parts)
 

@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dcpmla.attention.compressed.kernels.projections import norm_factor, rotate_pairs
+from dcpmla.attention.compressed.step import EntryLayout, Part
 from dcpmla.attention.triton.rope import load_pairs, store_pairs
 from dcpmla.cache import index_keys
 from dcpmla.cache.kernels import quantize_pairs, store_shared
@@ -222,7 +223,7 @@ def compress_kernel(
             )
         is_complete = begin - at + RATIO <= end
         if order == last:
-            tl.debug_barrier()  # other threads may still read what is written here
+            tl.debug_barrier()  # other threads may still read the old values
             left_peak, left_total = tl.where(is_complete, next_peak, peak), tl.where(is_complete, next_total, total)
             left_values = tl.where(is_complete, next_values, values)
             _store_sums(target_sums_ptr, column, left_peak, left_total, left_values, WIDTH)
@@ -259,23 +260,13 @@ def compress_(
     eps: float,
     sums: Tensor,
     cache: Tensor,
-    positions: Tensor,
-    request: Tensor,
-    first_position: Tensor,
-    end: Tensor,
-    source: Tensor,
-    target: Tensor,
-    cos_sin: Tensor,
-    block_table: Tensor,
-    entries_per_block: int,
-    dcp_rank: int,
-    dcp_size: int,
-    interleave: int,
+    part: Part,
+    layout: EntryLayout,
     is_index: bool,
     hadamard: bool,
 ) -> None:
     """Compute `compressor.compress_` in one kernel."""
-    num_tokens, (_, num_halves, _, width) = len(positions), sums.shape
+    num_tokens, (_, num_halves, _, width) = len(part.positions), sums.shape
     if num_tokens == 0:
         return
     if is_index:
@@ -286,28 +277,23 @@ def compress_(
         norm_weight,
         sums,
         cache,
-        positions,
-        request,
-        first_position,
-        end,
-        source,
-        target,
-        cos_sin.contiguous(),
-        block_table,
+        *part,
+        layout.cos_sin.contiguous(),
+        layout.block_table,
         pairs.stride(0),
         cache.stride(0),
-        block_table.stride(0),
+        layout.block_table.stride(0),
         eps,
-        entries_per_block,
-        dcp_rank,
-        dcp_size,
-        interleave,
+        layout.entries_per_block,
+        layout.dcp_rank,
+        layout.dcp_size,
+        layout.interleave,
         RATIO=len(bias),
         HALVES=num_halves,
         WIDTH=width,
-        ROPE=cos_sin.shape[1],
+        ROPE=layout.cos_sin.shape[1],
         COLUMNS=triton.next_power_of_2(width),
-        TOKENS=1 if num_tokens <= len(end) else _TOKENS,  # one a request, in most steps of decodes alone
+        TOKENS=1 if num_tokens <= len(part.end) else _TOKENS,  # one a request, in most steps of decodes alone
         IS_INDEX=is_index,
         HADAMARD_BITS=width.bit_length() - 1 if hadamard else 0,
     )
