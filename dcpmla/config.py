@@ -194,8 +194,8 @@ class DCPConfig:
             attention over an fp8 cache are fp8's; "auto" leaves them in the model's dtype.
         attention_backend, prefill_backend: name of the backend that runs decode's attention, prefill's
             (`dcpmla.attention.backends`); "auto" takes the first that can.
-        context_workspace_tokens: upper bound on the cached tokens that one step of chunked prefill gathers and
-            up-projects at a time.
+        context_workspace_tokens: upper bound on the cached tokens, or entries (DeepSeek-V4), that one step of chunked
+            prefill gathers at a time.
         dcp_q_replicate: each rank holds the query projection of all its DCP group's heads, so that decode gathers
             no queries. Costs memory, and dcp times the query's arithmetic in decode.
         dcp_project_before_merge: decode applies W_UV before the merge, so that rows of v_head_dim are exchanged and

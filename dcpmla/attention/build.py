@@ -229,12 +229,11 @@ class StepBuilder:
             table: Block ids of each request [num_prefills, max_blocks], integers on the device, enough for seq_lens.
         """
         context_lens = np.subtract(seq_lens, query_lens)
+        bounds = chunk_bounds(context_lens, self.dcp.context_workspace_tokens, self.dcp.chunk_alignment)
         return PrefillMetadata(
             queries=segments_of(query_lens, self.device),
             first_position=upload([context_lens.astype(np.int32)], self.device)[0],
-            context_chunks=tuple(
-                self._chunks.build(begin, end, table) for begin, end in chunk_bounds(context_lens, self.dcp)
-            ),
+            context_chunks=tuple(self._chunks.build(begin, end, table) for begin, end in bounds),
         )
 
     def _on_host(self, requests: StepRequests, max_decode_query_len: int, num_decodes: int | None) -> HostStep:

@@ -76,13 +76,16 @@ def context_workspace_tokens(max_model_len: int, max_num_seqs: int, alignment: i
     return max(min(max(8 * max_model_len, 4 * max_num_seqs * alignment), 65536), max_num_seqs * alignment)
 
 
-def chunk_bounds(context_lens: np.ndarray, dcp: DCPConfig) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def chunk_bounds(context_lens: np.ndarray, max_tokens: int, alignment: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield the positions [begin, end) of each request's context in each chunk, two arrays [num_prefills].
 
     The remaining contexts share a chunk equally; long ones get the space that short ones do not need.
+
+    Args:
+        max_tokens: Most tokens of a chunk, at least alignment.
+        alignment: Tokens that each begin is a multiple of.
     """
-    alignment = dcp.chunk_alignment
-    room = dcp.context_workspace_tokens // alignment
+    room = max_tokens // alignment
     begin = np.zeros_like(context_lens)
     while (begin < context_lens).any():
         shares = _share(-(-(context_lens - begin) // alignment), room)

@@ -13,6 +13,7 @@ from dcpmla.runtime.speculation import Speculation
 
 # Few tokens, for absorbed attention, and not a multiple of a width that it cuts requests to, so that pieces differ.
 _TURN_TOKENS, _DOCUMENT_TOKENS = 33, 4096
+_FEW_TOKENS = 3  # Queries of few tokens come to the document's entries (DeepSeek-V4).
 _PREFILL, _GREEDY = (SamplingParams(max_new_tokens=num, ignore_eos=True) for num in (1, 8))
 _DRAWN = SamplingParams(
     max_new_tokens=8,
@@ -50,10 +51,11 @@ def warm_up(engine: Engine) -> None:
     _serve(engine, prompts, _GREEDY)
     _serve(engine, [prompt[:64] for prompt in prompts], _DRAWN)
     if engine.scheduler.enable_prefix_caching:
-        turn = min(_TURN_TOKENS, longest // 2)
-        document = rng.choices(vocabulary, k=min(_DOCUMENT_TOKENS, longest - turn))
-        for count in sizes(min(engine.scheduler.max_num_seqs, max(1, most // turn))) if turn else ():
-            _serve(engine, [document + rng.choices(vocabulary, k=turn) for _ in range(count)], _PREFILL)
+        turns = [min(length, longest // 2) for length in (_TURN_TOKENS, _FEW_TOKENS)]
+        document = rng.choices(vocabulary, k=min(_DOCUMENT_TOKENS, longest - turns[0]))
+        for turn in turns:
+            for count in sizes(min(engine.scheduler.max_num_seqs, max(1, most // turn))) if turn else ():
+                _serve(engine, [document + rng.choices(vocabulary, k=turn) for _ in range(count)], _PREFILL)
     engine.speculation = Speculation(drafter)
     engine.reset()
 

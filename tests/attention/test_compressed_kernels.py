@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.compressed import projections
-from dcpmla.attention.compressed.visible import visible_rows
+from dcpmla.attention.compressed.visible import append_entries, visible_rows
 from dcpmla.cache.shared_format import ROPE_DIM, rows_shape
 from dcpmla.cache.shared_rows import read_rows, write_rows
 from dcpmla.parallel.quantized import quantize_groups
@@ -178,6 +178,34 @@ def check_visible(device: str) -> None:
         assert torch.equal(got.cpu()[is_listed], wanted[is_listed])
 
 
+def append_cases() -> Iterator[list[Any]]:
+    """Arguments of `append_entries`: lists of several tiles, empty ones, tokens without an entry in the chunk."""
+    num = torch.tensor([0, 3, 1200, 0, 7], dtype=torch.int32)
+    first = torch.tensor([0, 40, 100, 0, 1000], dtype=torch.int32)
+    end = torch.tensor([50, 40, 1900, 1, 1001], dtype=torch.int32)
+    base = torch.tensor([1300, 9, 0, 5, 1 << 30], dtype=torch.int32)
+    for width, topk in ((1200, 2000), (1200, 6), (0, 600), (0, 0)):
+        rows = torch.arange(5 * width, dtype=torch.int32).view(5, width)
+        entries = torch.stack([torch.randperm(2000)[:topk] for _ in range(5)]).to(torch.int32)
+        entries[0, topk // 2 :] = -1
+        yield [rows, num.clamp(max=width), entries, first, end, base]
+
+
+def check_append(device: str) -> None:
+    from dcpmla.attention.compressed.kernels.visible import append_entries as kernel
+
+    for arguments in append_cases():
+        rows, num, entries, first, end, base = arguments
+        results = append_entries(*arguments), kernel(*on(device, arguments))
+        for token in range(len(rows)):
+            here = [entry for entry in entries[token].tolist() if first[token] <= entry < end[token]]
+            listed = rows[token, : num[token]].tolist() + [entry + int(base[token] - first[token]) for entry in here]
+            for listed_rows, num_listed in results:
+                assert (listed_rows.dtype, num_listed.dtype) == (torch.int32, torch.int32)
+                assert listed_rows.shape == (len(rows), rows.shape[1] + entries.shape[1])
+                assert listed_rows[token, : num_listed[token]].tolist() == listed
+
+
 def check_in_the_interpreter() -> None:
     from tests.support.interpreter import convert_as_torch
 
@@ -187,6 +215,7 @@ def check_in_the_interpreter() -> None:
     check_heads("cpu", (3, 5, 40, 6), (2, 3, 256, 64), (0, 3, 128, 64))
     check_reading("cpu")
     check_visible("cpu")
+    check_append("cpu")
 
 
 def test_kernels_in_the_interpreter() -> None:
@@ -201,6 +230,7 @@ def test_kernels() -> None:
     check_heads("cuda", (3, 5, 40, 6), (0, 3, 128, 64), (1, 64, 512, 64), (70, 128, 512, 64), (5, 1, 128, 64))
     check_reading("cuda")
     check_visible("cuda")
+    check_append("cuda")
 
 
 @pytest.mark.gpu
@@ -235,6 +265,8 @@ def test_operators() -> None:
     check_operators("cpu")
     for arguments in visible_cases():
         torch.library.opcheck(visible_rows.op, arguments)
+    for arguments in append_cases():
+        torch.library.opcheck(append_entries.op, arguments, test_utils=_CHECKS)  # rows after the last may be anything
 
 
 @pytest.mark.gpu
@@ -262,7 +294,7 @@ def test_kernels_compile_for_hopper(dtype: str, cache: str) -> None:
     """Rows move in wide loads and stores, but those of e4m3."""
     pytest.importorskip("triton")
     from dcpmla.attention.compressed.kernels.projections import heads_kernel, query_kernel, rows_kernel
-    from dcpmla.attention.compressed.kernels.visible import visible_kernel
+    from dcpmla.attention.compressed.kernels.visible import append_kernel, visible_kernel
     from dcpmla.cache.kernels import read_pages_kernel
 
     types = {**TYPES, "cache_ptr": "*u8" if cache == "u8" else f"*{dtype}", "codes_ptr": "*fp8e4nv"}
@@ -270,6 +302,7 @@ def test_kernels_compile_for_hopper(dtype: str, cache: str) -> None:
     compile_for_hopper(rows_kernel, dtype, {**ROW, "Q_RANK": 1536, "Q_RANK_P": 2048, **codes}, **types)
     rows = {"HAS_ENTRIES": cache == "u8", "COLUMNS": 1024}
     compile_for_hopper(visible_kernel, "i32", rows, positions_ptr="*i64")
+    compile_for_hopper(append_kernel, "i32", {"COLUMNS": 1024})
     if cache == "u8":
         compile_for_hopper(
             read_pages_kernel, dtype, {"WIDTH": 512, "ROWS": 8, "COLUMNS": 512}, **types, out_ptr=f"*{dtype}"

@@ -21,7 +21,7 @@ from dcpmla.integrations.open_model import check_layout, open_model
 from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.sampling import SamplingParams
-from tests.integrations.test_transformers import check, make_cases, prompts
+from tests.integrations.test_transformers import Case, check, make_cases, prompts
 from tests.support.engines import new_engine
 from tests.support.models import random_model, save_tiny, tiny_config
 from tests.support.quantized_models import published_name
@@ -71,6 +71,22 @@ def test_layers_that_compress_alike(tmp_path: Path) -> None:
     reference = random_model(config)
     reference.save_pretrained(tmp_path)
     check(reference, tmp_path, 1, make_cases(1, [1], (1,), ("ag_rs",), is_compressed=True))
+
+
+def test_prompts_over_a_small_workspace(tmp_path: Path) -> None:
+    """Entries come in many chunks, or queries go to them: two heads are fewer rows than the longest context."""
+    config = tiny_config("deepseek_v4")
+    config.num_attention_heads = config.o_groups = 2
+    reference = random_model(config)
+    reference.save_pretrained(tmp_path)
+    dcp = DCPConfig(tensor_parallel_size=2, block_size=4, context_workspace_tokens=4, dcp_comm_backend="a2a")
+    sharded = {"decode_context_parallel_size": 2, "context_workspace_tokens": 8, "check_exchange": True}
+    cases = [
+        Case(dcp, 33),
+        Case(dataclasses.replace(dcp, **sharded), 4),
+        Case(dataclasses.replace(dcp, **sharded, cp_kv_cache_interleave_size=2), 33),
+    ]
+    check(reference, tmp_path, 2, cases)
 
 
 @pytest.mark.usefixtures("one_process_on_cpu")

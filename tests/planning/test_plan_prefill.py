@@ -103,7 +103,9 @@ def test_a_piece_is_its_tokens_and_the_cheaper_route(
 @pytest.mark.parametrize(("tp", "dcp"), [(1, 1), (8, 4)])
 @pytest.mark.parametrize(("new", "context"), [(1, 0), (64, 1 << 20), (3000, 0), (500, 1900)])
 def test_a_piece_of_v4_is_a_sum_over_its_tokens(tp: int, dcp: int, new: int, context: int) -> None:
-    """Of the rows that each token reads in each layer, of scores where a layer selects, and of entries gathered."""
+    """Of the rows that each token reads in each layer, of scores where a layer selects, and of entries gathered: where
+    queries and outputs of all heads are fewer rows, of as many.
+    """
     model, setting, end = read_v4(), setting_of(tp, dcp), context + new
     attention = model.attention.config
     assert isinstance(attention, CompressedConfig)
@@ -116,9 +118,12 @@ def test_a_piece_of_v4_is_a_sum_over_its_tokens(tp: int, dcp: int, new: int, con
     )
     num_entries, num_scores = 0.0, 0.0
     for kind in attention.layer_kinds:
-        num_entries += end / kind.ratio if kind.ratio else 0
+        of_layer = end / kind.ratio if kind.ratio else 0
         if kind.has_indexer and end // kind.ratio > attention.indexer.topk:
+            moved = 2 * new * attention.heads_per_rank(tp) * dcp
+            of_layer = min(of_layer, max(moved, attention.indexer.topk))
             num_scores += sum(range(context + 1, end + 1)) / kind.ratio
+        num_entries += of_layer
     gather_us = num_entries * 2 * attention.head_dim * (4 / 2700 + (1 - 1 / dcp) / 275) / 1e3
     score_us = 2 * num_scores * attention.indexer.num_heads * attention.indexer.head_dim / dcp / 650e6
     expected = new * token_us(H200X8, model, setting) + row_us * num_rows + gather_us + score_us

@@ -1,15 +1,17 @@
 """The layout of a step over the caches of DeepSeek-V4's attention, from numbers on the host to tensors on a device."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dcpmla.attention.build import GraphRows, HostStep, StepBuilder
-from dcpmla.attention.chunks import ChunkBuilder
+from dcpmla.attention.chunks import ChunkBuilder, chunk_bounds
 from dcpmla.attention.compressed.cache import CompressedPlan
-from dcpmla.attention.compressed.step import CompressedMetadata, ContextRows
+from dcpmla.attention.compressed.config import LayerKind
+from dcpmla.attention.compressed.step import CompressedMetadata, ContextRows, selects
 from dcpmla.attention.step import ContextChunk, StepMetadata, StepRequests
 from dcpmla.upload import upload
 
@@ -56,20 +58,18 @@ class CompressedStepBuilder(StepBuilder):
     def share(self, step: StepMetadata, host: HostStep, block_table: Tensor, columns: Sequence[Tensor]) -> StepMetadata:
         """Return the step with its requests as layers with entries see them."""
         request, (first_position, seq_lens, states) = columns
-        return step.share(
-            CompressedMetadata(
-                plan=self.plan,
-                dcp_rank=self.dcp_rank,
-                positions=step.positions,
-                request=request,
-                first_position=first_position,
-                seq_lens=seq_lens,
-                states=states,
-                block_table=block_table,
-                max_seq_len=max(host.requests.seq_lens),
-                context=self._context(host, block_table),
-            )
+        compressed = CompressedMetadata(
+            plan=self.plan,
+            dcp_rank=self.dcp_rank,
+            positions=step.positions,
+            request=request,
+            first_position=first_position,
+            seq_lens=seq_lens,
+            states=states,
+            block_table=block_table,
+            max_seq_len=max(host.requests.seq_lens),
         )
+        return step.share(replace(compressed, context=self._context(host, compressed)))
 
     def share_graph(self, step: StepMetadata, rows: GraphRows) -> StepMetadata:
         """Return the step of a decode graph with its requests as layers with entries see them."""
@@ -88,7 +88,7 @@ class CompressedStepBuilder(StepBuilder):
             )
         )
 
-    def _context(self, host: HostStep, table: Tensor) -> ContextRows | None:
+    def _context(self, host: HostStep, step: CompressedMetadata) -> ContextRows | None:
         """Return the context of prefills; None without prefills."""
         query_lens, seq_lens, _, states = host.requests
         num_decodes = host.num_decodes
@@ -112,11 +112,23 @@ class CompressedStepBuilder(StepBuilder):
             first_position=first_position,
             first_row=first_row,
             new_row=new_row,
-            entries={ratio: self._entries(ratio, end, table[num_decodes:]) for ratio in self.plan.config.ratios},
+            chunks={
+                kind: self._chunks_of(kind, int(new.sum()), end // kind.ratio, step)
+                for kind in dict.fromkeys(self.plan.config.layer_kinds)
+                if kind.ratio
+            },
         )
 
-    def _entries(self, ratio: int, end: np.ndarray, table: Tensor) -> ContextChunk:
-        """Return all entries of requests that end at positions [num_prefills], as one chunk."""
-        per_block = self.plan.entries_per_block(ratio)
-        chunks = ChunkBuilder(self.dcp, self.dcp_rank, self.device, per_block)
-        return chunks.build(np.zeros_like(end), end // ratio, table + self.plan.window_rows // per_block)
+    def _chunks_of(
+        self, kind: LayerKind, num_tokens: int, num_entries: np.ndarray, step: CompressedMetadata
+    ) -> tuple[ContextChunk, ...]:
+        """Return the chunks of all entries of prefills, so many each [num_prefills], in layers of a kind; none where
+        entries are selected and queries move instead. Numbers that are the same on all ranks decide.
+        """
+        if selects(step, kind) and self.plan.config.moves_queries(self.dcp, num_tokens, int(num_entries.sum())):
+            return ()
+        builder = ChunkBuilder(self.dcp, self.dcp_rank, self.device, self.plan.entries_per_block(kind.ratio))
+        table = step.entry_table(kind.ratio)[-len(num_entries) :]
+        alignment = self.dcp.decode_context_parallel_size * self.dcp.cp_kv_cache_interleave_size
+        bounds = chunk_bounds(num_entries, self.dcp.context_workspace_tokens, alignment)
+        return tuple(builder.build(begin, end, table) for begin, end in bounds)

@@ -121,6 +121,16 @@ class CompressedConfig:
             )
         return self.num_heads // tensor_parallel_size
 
+    def chunk_alignment(self, dcp: DCPConfig) -> int:
+        """Return how many tokens a request's part of the workspace for contexts is a multiple of."""
+        ranks = dcp.decode_context_parallel_size * dcp.cp_kv_cache_interleave_size
+        return math.lcm(dcp.block_size * self.row_tokens, ranks)
+
+    def moves_queries(self, dcp: DCPConfig, num_tokens: int, num_entries: int) -> bool:
+        """Return whether queries and outputs of all heads of the DCP group are fewer rows than the entries."""
+        num_heads = self.heads_per_rank(dcp.tensor_parallel_size) * dcp.decode_context_parallel_size
+        return 2 * num_tokens * num_heads < num_entries
+
     def check_layout(self, dcp: DCPConfig) -> None:
         """Raise ValueError for options that these layers do not have, or blocks that do not hold whole entries."""
         refused = (

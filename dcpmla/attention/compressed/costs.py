@@ -18,7 +18,8 @@ _GATHER_PASSES = 4  # two kernels read and write all gathered rows
 
 
 class CompressedCosts:
-    """Attention of all layers of DeepSeek-V4: a window and entries, which each piece gathers from all ranks.
+    """Attention of all layers of DeepSeek-V4: a window and entries, which each piece gathers from all ranks, or moves
+    its queries and outputs to where they are fewer rows.
 
     Args:
         config: Geometry of the layers.
@@ -36,10 +37,13 @@ class CompressedCosts:
         link_us = (1 - 1 / dcp.decode_context_parallel_size) * num_bytes / rates.link_gb_per_s / 1e3
         gather_us = _GATHER_PASSES * num_bytes / rates.gb_per_s / 1e3 + link_us
         self._window, self._window_us = config.sliding_window, len(config.layer_kinds) * row_us
-        # Of each kind with entries: tokens before its selection starts, then times of a token's share of an entry.
+        num_moved = 2 * num_heads * dcp.decode_context_parallel_size  # rows of a token's queries and outputs
+        # Of each kind with entries: tokens before its selection starts, tokens whose entries are as many rows as one
+        # token moves, then times of a token's share of an entry.
         self._kinds = [
             (
                 kind.ratio * config.indexer.topk if kind.has_indexer else inf,
+                kind.ratio * num_moved,
                 number * gather_us / kind.ratio,
                 number * row_us / kind.ratio,
                 number * score_us(config.indexer, dcp, rates) / kind.ratio,
@@ -52,8 +56,9 @@ class CompressedCosts:
         """Return the microseconds of all layers (`AttentionCosts.piece_us`)."""
         end = context + new
         time = self._window_us * num_pairs(new, context, self._window)
-        for limit, gather_us, row_us, key_us in self._kinds:
-            time += gather_us * end + row_us * num_pairs(new, context, limit)
+        for limit, num_moved, gather_us, row_us, key_us in self._kinds:
+            # No less than before the selection starts, so that longer pieces never take less time.
+            time += gather_us * min(end, max(limit, num_moved * new)) + row_us * num_pairs(new, context, limit)
             if end > limit:
                 time += key_us * num_pairs(new, context, inf)
         return time

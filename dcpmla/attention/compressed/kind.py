@@ -1,6 +1,5 @@
 """DeepSeek-V4's attention, windows and compressed entries, as a kind of attention."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,8 +47,7 @@ class CompressedKind:
 
     def chunk_alignment(self, dcp: DCPConfig) -> int:
         """Return how many tokens a context chunk is a multiple of."""
-        ranks = dcp.decode_context_parallel_size * dcp.cp_kv_cache_interleave_size
-        return math.lcm(dcp.block_size * self.config.row_tokens, ranks)
+        return self.config.chunk_alignment(dcp)
 
     def plan_cache(
         self, dcp: DCPConfig, seq_lens: Sequence[int], dtype: torch.dtype, num_states: int = 1, num_drafts: int = 0
@@ -79,7 +77,8 @@ class CompressedKind:
 
     def claim_step(self, num_tokens: int, device: torch.device | str) -> SelectedTokens:
         """Return memory for a selection of num_tokens."""
-        return SelectedTokens.empty(num_tokens, self.config.indexer.topk, device)
+        # Slots begin with the windows' slots.
+        return SelectedTokens.empty(num_tokens, self.config.sliding_window + self.config.indexer.topk, device)
 
     def reads(self, context: int) -> list[LayerReads]:
         """Return that layers read windows, entries and keys of entries."""

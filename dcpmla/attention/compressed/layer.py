@@ -7,7 +7,7 @@ from dcpmla.attention.compressed.cache import CompressedLayerCache
 from dcpmla.attention.compressed.compressor import compress
 from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.attention.compressed.fork import fork
-from dcpmla.attention.compressed.prefill import attend_prefill
+from dcpmla.attention.compressed.prefill import attend_prefill, claim_prefill
 from dcpmla.attention.compressed.projections import GROUP, finish_heads, finish_heads_fp8, finish_query_, finish_rows
 from dcpmla.attention.compressed.step import CompressedMetadata, selects
 from dcpmla.attention.compressed.weights import CompressedWeights
@@ -83,7 +83,7 @@ class CompressedAttention(CompressedWeights):
             [T, groups x o_lora_rank] in the dtype of hidden_states. Rows of padding are zeros, and all rows without a
             step.
         Raises:
-            ValueError: as `forward`.
+            ValueError: The reasons of `forward`.
         """
         if step is None:
             self.claim_memory(len(hidden_states))
@@ -111,8 +111,8 @@ class CompressedAttention(CompressedWeights):
         if window is not None:
             q = self._project_query(q_c[prefills], cos_sin[prefills], self.q_heads.own)
             new = torch.cat([window, rows[prefills]])
-            positions = None if selection is None else selection.positions[prefills]
-            parts.append(attend_prefill(q, new, cache.rows, compressed, self.kind, positions, self.exchange, self.dcp))
+            chosen = None if selection is None else selection.rows(prefills)
+            parts.append(attend_prefill(q, new, cache.rows, compressed, self.kind, chosen, self.exchange, self.dcp))
         out, lse = (torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
         return self.finish(out, lse, cos_sin, len(hidden_states))
 
@@ -121,7 +121,7 @@ class CompressedAttention(CompressedWeights):
 
         Args:
             out, lse: [T, h, D], [T, h] float32, of this rank's heads over all rows.
-            num_rows: of the batch, its padding among them.
+            num_rows: Rows of the batch, its padding among them.
         Returns:
             [num_rows, groups x o_lora_rank] in the dtype of out; zeros after the first T rows.
         """
@@ -137,20 +137,12 @@ class CompressedAttention(CompressedWeights):
 
     def claim_memory(self, num_tokens: int) -> None:
         """Claim, and free again, what attention takes of the allocator in the largest step of num_tokens, so that
-        memory profiling includes it: an indexer's workspace, then all entries that a prefill gathers.
-        Collective.
+        memory profiling includes it: an indexer's workspace, then a prefill's. Collective.
         """
-        dtype, width = self.down_proj.dtype, self.config.head_dim
-
-        def new(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-            return self.q_norm.new_empty(shape, dtype=dtype)
-
+        dtype, device = self.down_proj.dtype, self.q_norm.device
         if self.selector is not None:  # free again before attention begins
-            new(self.selector.workspace_bytes(num_tokens, dtype.itemsize), dtype=torch.uint8)
-        if self.kind.ratio:
-            num_entries = self.dcp.context_workspace_tokens // self.kind.ratio
-            held = new(2 * num_entries, width)  # in order, and joined with the windows' rows
-            self.exchange.reserve_context(num_entries, width, dtype, held.device)
+            torch.empty(self.selector.workspace_bytes(num_tokens, dtype.itemsize), dtype=torch.uint8, device=device)
+        claim_prefill(num_tokens, self.num_heads, self.config, self.kind, self.exchange, self.dcp, dtype, device)
 
     def _compress_rows(self, down: tuple[Tensor, ...], cache: CompressedLayerCache, step: CompressedMetadata) -> None:
         """Write the entries that the step's tokens complete."""
@@ -169,7 +161,8 @@ class CompressedAttention(CompressedWeights):
     def select(
         self, q_c: PlainRows, down: tuple[Tensor, ...], cache: CompressedLayerCache, compressed: CompressedMetadata
     ) -> SelectedTokens | None:
-        """Return which entries each token attends to, written into the step; None for all that it sees. Collective.
+        """Write the entries that each token attends to into the step, and return them; None if it attends to all before
+        it. Collective.
 
         Args:
             q_c: [T, Lq] query latents after their norm.

@@ -1,18 +1,26 @@
-"""Prefill over windows and entries: each rank gathers all entries, and attends with its own heads alone."""
+"""Prefill over windows and entries, bounded in memory. Each rank gathers entries chunk by chunk and attends with its
+own heads alone, or entries stay and queries of all heads come to their ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dcpmla.attention.calls import decode_workspace
-from dcpmla.attention.compressed.config import LayerKind
-from dcpmla.attention.compressed.step import CompressedMetadata, ContextRows
-from dcpmla.attention.compressed.visible import append_rows
-from dcpmla.attention.decode import mla_decode
+from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
+from dcpmla.attention.compressed.step import CompressedMetadata
+from dcpmla.attention.compressed.visible import append_entries
+from dcpmla.attention.decode import dcp_mla_decode, mla_decode
+from dcpmla.attention.prefill import merge_part
+from dcpmla.attention.sparse.step import SelectedTokens
+from dcpmla.attention.step import PART_ROWS, ContextChunk, DecodeMetadata
 from dcpmla.cache.shared_rows import read_rows
 from dcpmla.comm.exchange import Exchange
 from dcpmla.config import DCPConfig
 
-_LISTED_ROWS = 1 << 22  # row numbers of a tile of tokens
+LISTED_ROWS = 1 << 22  # Row numbers that are listed at a time.
 
 
 def attend_prefill(
@@ -21,76 +29,196 @@ def attend_prefill(
     rows: Tensor,
     step: CompressedMetadata,
     kind: LayerKind,
-    selected: Tensor | None,
+    selection: SelectedTokens | None,
     exchange: Exchange,
     dcp: DCPConfig,
 ) -> tuple[Tensor, Tensor]:
     """Attend from prefill tokens to their windows and to entries of all ranks. Collective.
 
     Args:
-        q: [T, h, D] of this rank's heads.
-        new_rows: [C + T, D], the windows' rows from earlier steps, then the new tokens'.
-        rows: of this layer (`cache/shared_format.py`), this rank's entries of this step's tokens among them.
-        selected: [T, topk] int32, entries that each token attends to, -1 after the last; None for all that it sees.
+        q: Queries of this rank's heads [T, h, D].
+        new_rows: Rows of windows from earlier steps, then rows of the new tokens [C + T, D].
+        rows: Cache of this layer (`cache/shared_format.py`), this rank's entries of this step's tokens among them.
+        selection: Selected entries of each token; None where tokens attend to all entries before them.
     Returns:
         out [T, h, D], lse [T, h] float32, without the sink.
     """
-    context, width = step.context, q.shape[-1]
-    assert context is not None
-    gathered = new_rows
-    if kind.ratio and len(context.entries[kind.ratio].order):
-        chunk = context.entries[kind.ratio]
-        mine = read_rows(rows, chunk.local_slots, width, q.dtype)
-        gathered = torch.cat([new_rows, exchange.start_context(mine, chunk.order, chunk.tokens)()])
-    num_tokens = len(q)
-    first = len(step.positions) - num_tokens  # decodes come before
-    visible = step.entries[kind.ratio].visible if kind.ratio else None
-    counts = None if visible is None else visible.seq_lens[first:]
-    most = step.plan.config.sliding_window + (0 if counts is None else step.max_entries(kind.ratio))
-    tile = max(1, _LISTED_ROWS // most)
-    workspace, parts = decode_workspace(q.device), []
-    for start in range(0, num_tokens, tile):
-        tokens = slice(start, min(start + tile, num_tokens))
-        in_step = slice(first + tokens.start, first + tokens.stop)
-        listed, num = _window(step, context, in_step, tokens)
-        if counts is not None:
-            base = context.entries[kind.ratio].keys.start_loc[step.request[in_step] - step.request[first]]
-            some = None if selected is None else selected[tokens]
-            entries, num_entries = _entries(counts[tokens], base + len(new_rows), some, step.max_entries(kind.ratio))
-            listed, num = append_rows(listed, num, entries, num_entries)
-        parts.append(
-            mla_decode(
-                q[tokens],
-                gathered[:, None],
-                listed,
-                num,
-                step.plan.config.scale,
-                width,
-                workspace=workspace,
-                backend=dcp.attention_backend,
-            )
+    assert step.context is not None
+    prefill = _Prefill(q, step, kind, selection, dcp.attention_backend, decode_workspace(q.device))
+    chunks = step.context.chunks.get(kind, ())
+    if selection is None or chunks:
+        parts = _attend_gathered(prefill, new_rows, rows, chunks, exchange)
+    else:
+        parts = _attend_in_place(prefill, new_rows, rows, selection, exchange, dcp.decode_context_parallel_size)
+    out, lse = (torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
+    return out, lse
+
+
+def claim_prefill(
+    num_tokens: int,
+    num_heads: int,
+    config: CompressedConfig,
+    kind: LayerKind,
+    exchange: Exchange,
+    dcp: DCPConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Claim, and free again, the memory of `attend_prefill` for num_tokens with num_heads of this rank. Collective."""
+
+    def new(num_rows: int) -> Tensor:
+        return torch.empty(num_rows, config.head_dim, dtype=dtype, device=device)
+
+    num_entries = dcp.context_workspace_tokens if kind.ratio else 0
+    # The workspace has an aligned chunk for each request of a step, which brings a window without its last token.
+    num_requests = min(num_tokens, dcp.context_workspace_tokens // config.chunk_alignment(dcp))
+    num_before = num_requests * (config.sliding_window - 1)
+    num_rows = min(num_tokens * num_heads * dcp.decode_context_parallel_size, PART_ROWS)
+    held = [
+        # Queries and outputs, which are float32 until the last chunk.
+        new(3 * num_tokens * num_heads),
+        # A tile's gathered queries, and its outputs before and in the exchange.
+        new(4 * num_rows),
+        # Windows are read, joined with new rows, and joined with a chunk.
+        new(3 * num_before + 2 * num_tokens + num_entries),
+        # Row numbers of entries are joined with row numbers of windows.
+        torch.empty(2 * LISTED_ROWS, dtype=torch.int32, device=device),
+        decode_workspace(device),
+    ]
+    if kind.ratio:
+        exchange.reserve_context(num_entries, config.head_dim, dtype, device)
+    del held  # after what the exchange takes: the allocator's peak counts
+
+
+@dataclass(frozen=True)
+class _Prefill:
+    """The prefill tokens of a step, attending to gathered rows.
+
+    Attributes:
+        q: Queries of this rank's heads [T, h, D].
+        selection: Selected entries of each token; None where tokens attend to all entries before them.
+        workspace: Memory from `decode_workspace`.
+    """
+
+    q: Tensor
+    step: CompressedMetadata
+    kind: LayerKind
+    selection: SelectedTokens | None
+    backend: str
+    workspace: Tensor | None
+
+    def tiles(self, num_entries: int, max_tokens: int) -> list[slice]:
+        """Return the tokens that attend at a time, at most max_tokens, each to num_entries at most."""
+        num_rows = self.step.plan.config.sliding_window + num_entries
+        size = max(1, min(LISTED_ROWS // num_rows, max_tokens))
+        return [slice(start, min(start + size, len(self.q))) for start in range(0, len(self.q), size)]
+
+    def attend(self, tokens: slice, keys: Tensor, chunk: ContextChunk | None, num_before: int) -> tuple[Tensor, Tensor]:
+        """Attend to gathered rows [N, D]: to windows if num_before rows come before the chunk's, and to the entries of
+        a chunk if there is one.
+        """
+        first = len(self.step.positions) - len(self.q)
+        request = self.step.request[first:][tokens]
+        if num_before:
+            rows, num = self._windows(tokens, request)
+        else:
+            rows, num = request.new_empty(len(request), 0), torch.zeros_like(request)
+        if chunk is not None:
+            among_prefills = request - self.step.request[first]
+            rows, num = self._append_entries(rows, num, tokens, among_prefills, chunk, num_before)
+        return mla_decode(
+            self.q[tokens],
+            keys[:, None],
+            rows,
+            num,
+            self.step.plan.config.scale,
+            self.q.shape[-1],
+            workspace=self.workspace,
+            backend=self.backend,
         )
-    out, lse = zip(*parts, strict=True)
-    return torch.cat(out), torch.cat(lse)
+
+    def num_listed(self, chunk: ContextChunk) -> int:
+        """Return the most entries of a chunk that are listed for a token."""
+        return max(chunk.keys.lens) if self.selection is None else self.selection.positions.shape[1]
+
+    def _windows(self, tokens: slice, request: Tensor) -> tuple[Tensor, Tensor]:
+        """List the rows of windows: [n, window] int32, and how many [n]."""
+        context, window = self.step.context, self.step.plan.config.sliding_window
+        assert context is not None
+        positions = self.step.positions[-len(self.q) :][tokens]
+        num = (positions + 1).clamp(max=window).to(torch.int32)
+        position = (positions + 1 - num)[:, None] + torch.arange(window, device=positions.device)
+        first_row, first_position = context.first_row[tokens, None], context.first_position[tokens, None]
+        is_new = position >= self.step.first_position[request][:, None]
+        rows = torch.where(is_new, context.new_row[tokens, None] + position, first_row + position - first_position)
+        return rows.to(torch.int32), num
+
+    def _append_entries(
+        self, rows: Tensor, num: Tensor, tokens: slice, request: Tensor, chunk: ContextChunk, num_before: int
+    ) -> tuple[Tensor, Tensor]:
+        """Append a chunk's entries to lists of rows [n, N]; request [n] counts the prefills."""
+        visible = self.step.entries[self.kind.ratio].visible
+        assert visible is not None
+        first, base = chunk.first_position[request], chunk.keys.start_loc[request]
+        end_in_chunk = first + chunk.keys.start_loc[request + 1] - base
+        end = torch.minimum(visible.seq_lens[-len(self.q) :][tokens], end_in_chunk)
+        if self.selection is None:
+            entries = first[:, None] + torch.arange(self.num_listed(chunk), dtype=torch.int32, device=first.device)
+        else:
+            entries = self.selection.positions[tokens]
+        return append_entries(rows, num, entries, first, end, base + num_before)
 
 
-def _window(step: CompressedMetadata, context: ContextRows, in_step: slice, tokens: slice) -> tuple[Tensor, Tensor]:
-    """Return the gathered rows of the windows of some tokens, counted in the step and among its prefills: [n, window]
-    int32, and how many they are [n].
+def _attend_gathered(
+    prefill: _Prefill, new_rows: Tensor, rows: Tensor, chunks: Sequence[ContextChunk], exchange: Exchange
+) -> list[tuple[Tensor, Tensor]]:
+    """Attend to windows and to chunks of entries: return out and lse of each tile of tokens.
+
+    Windows come with the first chunk, so that short contexts take one call of attention. Each later chunk is gathered
+    under the attention to the one before.
     """
-    positions, window = step.positions[in_step], step.plan.config.sliding_window
-    num = (positions + 1).clamp(max=window).to(torch.int32)
-    position = (positions + 1 - num)[:, None] + torch.arange(window, device=positions.device)
-    first_row, first_position = context.first_row[tokens, None], context.first_position[tokens, None]
-    is_new = position >= step.first_position[step.request[in_step]][:, None]
-    rows = torch.where(is_new, context.new_row[tokens, None] + position, first_row + position - first_position)
-    return rows.to(torch.int32), num
+
+    def start_gather(chunk: ContextChunk) -> Callable[[], Tensor]:
+        local_rows = read_rows(rows, chunk.local_slots, prefill.q.shape[-1], prefill.q.dtype)
+        return exchange.start_context(local_rows, chunk.order, chunk.tokens)
+
+    dtype, num_new = prefill.q.dtype, len(new_rows)
+    # Results of several chunks are in float32, so that merges take more memory than one call for all tokens.
+    max_tokens = PART_ROWS // prefill.q.shape[1] if len(chunks) > 1 else len(prefill.q)
+    tiles = prefill.tiles(max(map(prefill.num_listed, chunks), default=0), max_tokens)
+    if not chunks:
+        return [prefill.attend(tokens, new_rows, None, num_new) for tokens in tiles]
+    started = [start_gather(chunks[0])]
+    parts: list[tuple[Tensor, Tensor]] = []
+    for index, chunk in enumerate(chunks):
+        gathered = started.pop()()
+        started += [start_gather(following) for following in chunks[index + 1 : index + 2]]
+        if index == 0:
+            keys = torch.cat([new_rows, gathered])
+            parts = [prefill.attend(tokens, keys, chunk, num_new) for tokens in tiles]
+            del keys
+        else:
+            # Rounded once, after the last chunk.
+            merged = dtype if chunk is chunks[-1] else torch.promote_types(dtype, torch.float32)
+            for number, tokens in enumerate(tiles):
+                of_chunk = prefill.attend(tokens, gathered, chunk, 0)
+                parts[number] = merge_part(*parts[number], *of_chunk, merged)
+        del gathered  # The next gather needs this memory: there are two chunks at a time.
+    return parts
 
 
-def _entries(counts: Tensor, base: Tensor, selected: Tensor | None, most: int) -> tuple[Tensor, Tensor]:
-    """Return the gathered rows of the entries that tokens see, or that are selected for them: [n, N] int32, and how
-    many [n].
+def _attend_in_place(
+    prefill: _Prefill, new_rows: Tensor, rows: Tensor, selection: SelectedTokens, exchange: Exchange, dcp_size: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Attend to windows, and as in decode to selected entries on the ranks that own them: return out and lse of each
+    tile of tokens.
     """
-    if selected is not None:
-        return base[:, None] + selected, counts.clamp(max=selected.shape[1])
-    return base[:, None] + torch.arange(most, dtype=torch.int32, device=base.device), counts
+    parts, q = [], prefill.q
+    for tokens in prefill.tiles(0, PART_ROWS // (q.shape[1] * dcp_size)):
+        chosen = selection.rows(tokens)
+        # Copies start at multiples of 16 bytes. Triton would compile another kernel for other addresses.
+        decode = DecodeMetadata(chosen.slots.clone(), chosen.num_slots.clone(), None, 1, prefill.workspace)
+        scale, width = prefill.step.plan.config.scale, q.shape[-1]
+        of_entries = dcp_mla_decode(q[tokens], rows, decode, scale, exchange, width, backend=prefill.backend)
+        parts.append(merge_part(*prefill.attend(tokens, new_rows, None, len(new_rows)), *of_entries, q.dtype))
+    return parts

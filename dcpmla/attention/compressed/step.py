@@ -50,15 +50,15 @@ class ContextRows:
         first_position: [T] int32, of the first such token of each prefill token's request.
         first_row: [T] int32, its row among the gathered ones.
         new_row: [T] int32, the row that a new token at position 0 of its request would have.
-        entries: by ratio, the entries of all ranks in order: each request's, from its first to the last that this step
-            completes. `chunk.keys` counts them, after the C + T rows of the windows and of the new tokens.
+        chunks: Entries of all ranks, by kind of layer: each request's, from its first to the last that this step
+            completes. A kind has none where its entries stay on their ranks (`CompressedConfig.moves_queries`).
     """
 
     window_slots: Tensor
     first_position: Tensor
     first_row: Tensor
     new_row: Tensor
-    entries: dict[int, ContextChunk]
+    chunks: dict[LayerKind, tuple[ContextChunk, ...]]
 
 
 class Part(NamedTuple):

@@ -1,4 +1,4 @@
-"""The rows of a layer that tokens see on one rank: those of their windows, then those of entries."""
+"""Lists of the rows that tokens attend to: rows of windows, then rows of entries."""
 
 import torch
 from torch import Tensor
@@ -70,8 +70,8 @@ def _window_rows(
     """Compute `visible_rows` of windows alone, by the states [n] of tokens."""
     first = ownership.local_seq_lens((positions + 1 - window).clamp(min=0), dcp_size, dcp_rank, interleave)
     count = ownership.local_seq_lens(positions + 1, dcp_size, dcp_rank, interleave) - first
-    most = ownership.window_bound(window, dcp_size, interleave)
-    index = first[:, None] + torch.arange(most, dtype=torch.int32, device=positions.device)
+    width = ownership.window_bound(window, dcp_size, interleave)
+    index = first[:, None] + torch.arange(width, dtype=torch.int32, device=positions.device)
     rows = ownership.global_position(index, dcp_rank, dcp_size, interleave) % ring_rows + state[:, None] * ring_rows
     return rows.to(torch.int32), count.where(state >= 0, 0).to(torch.int32)
 
@@ -83,3 +83,35 @@ def append_rows(rows: Tensor, num: Tensor, more: Tensor, num_more: Tensor) -> tu
     index = torch.arange(rows.shape[1] + more.shape[1], device=rows.device) - num[:, None]
     after = more.gather(1, index.clamp(0, max(0, more.shape[1] - 1))) if more.shape[1] else rows
     return torch.nn.functional.pad(rows, (0, more.shape[1])).where(index < 0, after), num + num_more
+
+
+@operator(
+    "append_entries",
+    kernel="dcpmla.attention.compressed.kernels.visible:append_entries",
+    fake=lambda rows, num, entries: (
+        rows.new_empty(rows.shape[0], rows.shape[1] + entries.shape[1]),
+        torch.empty_like(num),
+    ),
+    runs=lambda rows: rows.is_cuda,
+)
+def append_entries(
+    rows: Tensor, num: Tensor, entries: Tensor, first: Tensor, end: Tensor, base: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Append the rows of the entries in a chunk to each token's list.
+
+    Args:
+        rows: Rows of each token so far [n, N], int32.
+        num: Number of each token's rows [n], int32.
+        entries: Entries of its request that each token attends to [n, k], int32; -1 for none.
+        first, end: Range of the entries of the token's request that count [n], int32, not negative.
+        base: Row of the entry `first` [n], int32.
+    Returns:
+        Rows [n, N + k] int32, of any value after the last; their number [n] int32.
+    """
+    width = rows.shape[1] + entries.shape[1]
+    is_here = (entries >= first[:, None]) & (entries < end[:, None])
+    # Other entries go to an additional last column.
+    column = (num[:, None] + is_here.cumsum(1) - 1).where(is_here, width)
+    listed = torch.nn.functional.pad(rows, (0, entries.shape[1] + 1))
+    listed.scatter_(1, column, entries + (base - first)[:, None])
+    return listed[:, :width].contiguous(), num + is_here.sum(1, dtype=torch.int32)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ROWS = 32  # rows of a program
+_ELEMENTS = 4096  # Elements of a program: 32 rows of 128.
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -46,7 +46,9 @@ def merge_part(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, dtype: 
     """Compute `prefill.merge_part` in one kernel, for contiguous rows."""
     merged, merged_lse = torch.empty_like(out, dtype=dtype), torch.empty_like(lse)
     num_rows, width = lse.numel(), out.shape[-1]
-    merge_part_kernel[(triton.cdiv(num_rows, _ROWS),)](
+    columns = triton.next_power_of_2(width)
+    rows = max(1, _ELEMENTS // columns)
+    merge_part_kernel[(triton.cdiv(num_rows, rows),)](
         merged,
         merged_lse,
         out,
@@ -55,7 +57,7 @@ def merge_part(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, dtype: 
         part_lse,
         num_rows,
         WIDTH=width,
-        COLUMNS=triton.next_power_of_2(width),
-        ROWS=_ROWS,
+        COLUMNS=columns,
+        ROWS=rows,
     )
     return merged, merged_lse

@@ -1,4 +1,4 @@
-"""The Triton kernel that lists visible rows with its launcher; `attention/compressed/visible.py` specifies it."""
+"""The Triton kernels that list rows with their launchers; `attention/compressed/visible.py` specifies them."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dcpmla.ownership import window_bound
 
-_COLUMNS = 1024  # of one program
+_COLUMNS = 1024  # Columns of a program or of its step.
 
 
 @triton.jit
@@ -99,3 +99,61 @@ def visible_rows(
             COLUMNS=_COLUMNS,
         )
     return rows, num
+
+
+@triton.jit(do_not_specialize=["num_columns", "num_entries"])
+def append_kernel(
+    rows_ptr,
+    num_ptr,
+    entries_ptr,
+    first_ptr,
+    end_ptr,
+    base_ptr,
+    listed_ptr,
+    num_listed_ptr,
+    num_columns,
+    num_entries,
+    COLUMNS: tl.constexpr,
+):
+    """Copy a token's rows and append its entries in the chunk, COLUMNS at a time; one program a token."""
+    token = tl.program_id(0).to(tl.int64)
+    num = tl.load(num_ptr + token)
+    first, end = tl.load(first_ptr + token), tl.load(end_ptr + token)
+    shift = tl.load(base_ptr + token) - first
+    listed_ptr += token * (num_columns + num_entries)
+    for start in range(0, num, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        row = tl.load(rows_ptr + token * num_columns + column, mask=column < num, other=0)
+        tl.store(listed_ptr + column, row, mask=column < num)
+    for start in range(0, num_entries, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        entry = tl.load(entries_ptr + token * num_entries + column, mask=column < num_entries, other=-1)
+        is_here = (entry >= first) & (entry < end)
+        rank = tl.cumsum(is_here.to(tl.int32), 0) - 1
+        tl.store(listed_ptr + num + rank, entry + shift, mask=is_here)
+        num += tl.sum(is_here.to(tl.int32), 0)
+    tl.store(num_listed_ptr + token, num)
+
+
+def append_entries(
+    rows: Tensor, num: Tensor, entries: Tensor, first: Tensor, end: Tensor, base: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute `visible.append_entries` in one kernel."""
+    num_tokens, num_columns = rows.shape
+    num_entries = entries.shape[1]
+    listed, num_listed = rows.new_empty(num_tokens, num_columns + num_entries), num.new_empty(num_tokens)
+    if num_tokens:
+        append_kernel[(num_tokens,)](
+            rows.contiguous(),
+            num,
+            entries.contiguous(),
+            first,
+            end,
+            base,
+            listed,
+            num_listed,
+            num_columns,
+            num_entries,
+            COLUMNS=_COLUMNS,
+        )
+    return listed, num_listed

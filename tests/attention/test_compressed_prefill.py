@@ -1,0 +1,181 @@
+"""Prefill of DeepSeek-V4's layers in chunks of entries, or with entries in place: transformers' outputs, in no more
+memory than was claimed.
+"""
+
+import dataclasses
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from dcpmla import DCPConfig
+from dcpmla.attention.compressed import prefill
+from dcpmla.attention.compressed.config import CompressedConfig
+from dcpmla.attention.compressed.step import CompressedMetadata
+from dcpmla.comm.exchange import Exchange
+from dcpmla.comm.select import select_exchange
+from tests.attention import test_compressed_layer
+from tests.attention.test_compressed_layer import Layers, check, layout, tiny
+from tests.attention.test_layer import Allocations
+from tests.support.ranks import run_ranks
+
+# The first step has prompts of several lengths. Turns and decodes follow over contexts of several lengths. Queries of
+# the shortest turns are fewer rows than the entries. Requests end before the first entry, within one and at its end.
+TURNS = (
+    (40, 2, 70, 61, 0, 9),
+    (5, 2, 30, 290, 280, 1),
+    (4, 1, 1, 4, 4, 5),
+    (60, 50, 9, 5, 1, 4),
+    (1, 3, 0, 1, 4, 1),
+)
+FEW_HEADS = {"num_attention_heads": 4, "o_groups": 4}
+
+
+class Recorder:
+    """An exchange that compares the rows of each gather with the reserved rows."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self.reserved: list[tuple[int, int, torch.dtype]] = []
+        self.held: list[weakref.ref[Tensor]] = []
+        self.started = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._exchange, name)
+
+    def reserve_context(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.reserved.append((num_tokens, width, dtype))
+
+    def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
+        ((num_reserved, width, dtype),) = set(self.reserved)  # one size: nothing is allocated again
+        size = getattr(self._exchange, "size", 1)
+        assert size * len(rows) <= num_reserved
+        assert len(order) <= num_reserved
+        assert (rows.shape[1], rows.dtype) == (width, dtype)
+        self.held = [ref for ref in self.held if ref() is not None]
+        assert len(self.held) <= 1  # the chunk that is attended to
+        self.started += 1
+        finish = self._exchange.start_context(rows, order, tokens)
+
+        def finish_and_record() -> Tensor:
+            gathered = finish()
+            self.held.append(weakref.ref(gathered))
+            return gathered
+
+        return finish_and_record
+
+
+@contextmanager
+def recorded() -> Iterator[tuple[list[Recorder], Counter[str]]]:
+    """Record the exchanges of `Layers`, and count calls of both routes."""
+    recorders: list[Recorder] = []
+    calls: Counter[str] = Counter()
+
+    def select(*arguments: Any) -> Any:
+        selection = select_exchange(*arguments)
+        recorders.append(Recorder(selection.exchange))
+        return dataclasses.replace(selection, exchange=recorders[-1])
+
+    def counted(name: str) -> Callable[..., Any]:
+        function = getattr(prefill, name)
+
+        def call(*arguments: Any) -> Any:
+            calls[name] += 1
+            return function(*arguments)
+
+        return call
+
+    names = "_attend_gathered", "_attend_in_place"
+    routes = {name: counted(name) for name in names}
+    with patch.object(test_compressed_layer, "select_exchange", select), patch.multiple(prefill, **routes):
+        yield recorders, calls
+
+
+class ClaimedLayers(Layers):
+    """Layers whose memory was claimed before the first step."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        for layer in self.layers:
+            layer.claim_memory(300)
+
+
+def check_turns(dcp: DCPConfig, has_chunks: bool) -> None:
+    for changes in ({}, FEW_HEADS):
+        tile = patch.multiple(prefill, LISTED_ROWS=150, PART_ROWS=60)  # several tiles of tokens
+        with recorded() as (recorders, calls), tile, patch.object(test_compressed_layer, "Layers", ClaimedLayers):
+            check(dcp, (TURNS,), changes=changes)
+        (recorder,) = recorders
+        num_layers = 3 * len(TURNS)
+        assert calls["_attend_gathered"] + calls["_attend_in_place"] == num_layers
+        assert (calls["_attend_in_place"] > 0) == (changes == FEW_HEADS)
+        num_gathered = calls["_attend_gathered"] - len(TURNS)  # windows are on every rank
+        assert recorder.started > 2 * num_gathered if has_chunks else recorder.started == num_gathered
+
+
+@pytest.mark.parametrize(
+    ("dcp", "num_rows"),
+    [
+        (layout(1, 1, 1), 8),
+        (layout(1, 1, 1), 65536),
+        (layout(2, 2, 1), 12),
+        (layout(2, 2, 4, dcp_comm_backend="a2a"), 16),
+        (layout(4, 4, 2, dcp_comm_backend="a2a", dcp_q_replicate=True, check_exchange=True), 24),
+        (layout(4, 2, 2, block_size=16), 20),
+    ],
+    ids=lambda x: f"{x.decode_context_parallel_size} ranks" if isinstance(x, DCPConfig) else f"{x} rows",
+)
+def test_prefills_in_no_more_rows_than_reserved(dcp: DCPConfig, num_rows: int) -> None:
+    dcp = dataclasses.replace(dcp, context_workspace_tokens=num_rows)
+    run_ranks(dcp.tensor_parallel_size, check_turns, dcp, num_rows < 100)
+
+
+def attend_to_nothing(q: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """Allocate the results of `mla_decode`, as a kernel does, and no scores."""
+    return torch.empty_like(q), q.new_zeros(q.shape[:2])
+
+
+def check_peak(layers: Layers, requests: list[tuple[int, int]]) -> None:
+    """Compare the memory of a prefill of (new, cached) tokens with what its layers claim."""
+    new, lens = [new for new, _ in requests], [new + cached for new, cached in requests]
+    step = layers.step(list(range(len(lens))), new, lens)
+    compressed, width = step.get(CompressedMetadata), layers.config.head_dim
+    assert compressed is not None
+    assert compressed.context is not None
+    for layer, cache in zip(layers.layers, layers.cache, strict=True):
+        selection = compressed.selection if layer.kind.has_indexer else None
+        if selection is not None:
+            selection.positions.copy_(torch.arange(selection.positions.shape[1]))
+            selection.num_slots.fill_(0)
+        layer.selector = None  # its memory is free before attention begins
+        with Allocations() as claimed:
+            layer.claim_memory(sum(new))
+        with Allocations() as taken:
+            q, rows = (torch.randn(sum(new), *shape) for shape in ((layer.num_heads, width), (width,)))
+            window = layer._read(cache, compressed.context.window_slots)
+            arguments = torch.cat([window, rows]), cache.rows, compressed, layer.kind, selection
+            prefill.attend_prefill(q, *arguments, layer.exchange, layers.dcp)
+        assert taken.peak <= claimed.peak, (layer.kind, requests)
+
+
+def check_peaks() -> None:
+    sizes = {"head_dim": 256, "num_attention_heads": 2, "o_groups": 2}
+    cases = ([(5, 40000)], 2048), ([(20, 600)] * 6, 256), ([(64, 0), (300, 700)], 256)
+    small_tiles = patch.multiple(prefill, LISTED_ROWS=512, PART_ROWS=64)
+    no_scores = patch.object(prefill, "mla_decode", attend_to_nothing)
+    for (requests, num_rows), in_place in itertools.product(cases, (True, False)):
+        choice = patch.object(CompressedConfig, "moves_queries", return_value=in_place)
+        with small_tiles, no_scores, choice:
+            dcp = layout(1, 1, 1, context_workspace_tokens=num_rows)
+            check_peak(Layers(tiny(**sizes), dcp, [new + cached for new, cached in requests]), requests)
+
+
+def test_prefills_in_no_more_memory_than_claimed() -> None:
+    run_ranks(1, check_peaks)
