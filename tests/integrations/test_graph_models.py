@@ -13,13 +13,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.sharded_model import ShardedModel
+from dcpmla.runtime.costs import TOKEN_COSTS
 from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.mixed_graph import MixedGraph
 from dcpmla.runtime.sampling import SamplingParams
 from tests.integrations.test_transformers import prompts
+from tests.support.costs import DrawnCosts
 from tests.support.engines import new_engine
 from tests.support.graph_checks import BATCHES, check_model, check_stack, open_model_on
 from tests.support.models import FAMILIES, save_tiny
 from tests.support.ranks import run_ranks
+from tests.support.recording import capture
 
 aten = torch.ops.aten
 
@@ -52,10 +56,10 @@ class NoHostSync(TorchDispatchMode):
 
 
 def serve(directory: Path, dcp: DCPConfig, enable_expert_parallel: bool) -> list[list[tuple[list[int], Tensor]]]:
-    """On one rank: tokens and logits of the same prompts by an engine without and with a graph."""
+    """On one rank: tokens and logits of the same prompts by engines without graphs, with decodes', with both."""
     model, mesh = open_model_on(directory, dcp, enable_expert_parallel, "cpu")
     results = []
-    for with_graph in (False, True):
+    for with_graph, with_mixed in ((False, False), (True, False), (True, True)):
         cache = model.attention.plan_cache(dcp, [80] * 5, model.dtype, num_states=7).allocate(model.device)
         for memory in cache.tensors:
             memory.fill_(torch.nan)
@@ -72,7 +76,16 @@ def serve(directory: Path, dcp: DCPConfig, enable_expert_parallel: bool) -> list
             if with_graph
             else None
         )
-        engine = new_engine(model, cache, dcp, mesh, 80, 1000, max_num_seqs=5, graph=graph)
+        mixed, costs = None, TOKEN_COSTS
+        if with_mixed:
+            steps = model.attention.step_builder(cache.sizes, dcp, mesh.dcp_rank, model.device)
+            costs = DrawnCosts(0, absorbs=steps.absorbs_pieces)
+            mixed = MixedGraph(model, cache, steps, mesh, 40, 5, 80, costs.tokens_per_request)
+            capture(mixed)
+        budget = 40 if with_mixed else 1000
+        engine = new_engine(
+            model, cache, dcp, mesh, 80, budget, max_num_seqs=5, graph=graph, mixed_graph=mixed, costs=costs
+        )
         requests = [
             engine.add(prompt, SamplingParams(max_new_tokens=2 + index), keep_logits=True)
             for index, prompt in enumerate(prompts())
@@ -112,10 +125,11 @@ def test_models_with_and_without_graph(
     dcp = DCPConfig(tensor_parallel_size=tp, context_workspace_tokens=512, **layout)
     directories = [tmp_path / family for family in families]
     for results in run_ranks(tp, serve_all, directories, dcp, enable_expert_parallel, timeout=300):
-        for family, (eager, padded) in zip(families, results, strict=True):
-            for (tokens, logits), (other_tokens, other_logits) in zip(eager, padded, strict=True):
-                torch.testing.assert_close(other_logits, logits, atol=1e-4, rtol=0)
-                assert other_tokens == tokens, family
+        for family, (eager, *others) in zip(families, results, strict=True):
+            for graphs in others:
+                for (tokens, logits), (other_tokens, other_logits) in zip(eager, graphs, strict=True):
+                    torch.testing.assert_close(other_logits, logits, atol=1e-4, rtol=0)
+                    assert other_tokens == tokens, family
 
 
 @pytest.mark.parametrize("tp", [1, 2])

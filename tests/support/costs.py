@@ -26,3 +26,7 @@ class DrawnCosts:
         chosen = [self._absorbs and (new + context + self._seed) % 3 > 0 for new, context in pieces]
         self.num_absorbed += sum(chosen)
         return chosen
+
+    def absorbs_all(self, pieces: Sequence[tuple[int, int]]) -> bool:
+        """Return True for half of the steps."""
+        return self._absorbs and sum(new + context for new, context in pieces) % 2 == self._seed % 2

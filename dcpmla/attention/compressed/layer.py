@@ -88,6 +88,18 @@ class CompressedAttention(CompressedWeights):
         if step is None:
             self.claim_memory(len(hidden_states))
             return hidden_states.new_zeros(len(hidden_states), self.o_a_proj.out_features)
+        if step.cut is None:
+            return self._attend(hidden_states, cache, step)
+        low = hidden_states.new_zeros(len(hidden_states), self.o_a_proj.out_features)
+        step.vary(self._attend_into, low, hidden_states, cache)
+        return low
+
+    def _attend_into(
+        self, low: Tensor, hidden_states: Tensor, cache: CompressedLayerCache | None, step: StepMetadata
+    ) -> None:
+        low.copy_(self._attend(hidden_states, cache, step))
+
+    def _attend(self, hidden_states: Tensor, cache: CompressedLayerCache | None, step: StepMetadata) -> Tensor:
         cache, compressed, cos_sin = self._check(hidden_states, cache, step)
         decodes, prefills = slice(0, step.num_decode_tokens), slice(step.num_decode_tokens, step.num_tokens)
         context = compressed.context
