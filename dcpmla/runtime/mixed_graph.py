@@ -113,6 +113,7 @@ class MixedGraph:
             return None
         return MixedSize(sizes[bisect_left(sizes, num_tokens)], is_absorbed)
 
+    @torch.inference_mode()
     def run_absorbed(self, size: MixedSize, token_ids: Tensor, requests: StepRequests) -> tuple[Tensor, StepMetadata]:
         """Run a step whose pieces all attend with absorbed queries. Collective over the TP group.
 
@@ -133,6 +134,7 @@ class MixedGraph:
         assert self._out is not None
         return self._out[: len(token_ids)], self._metadata(size)
 
+    @torch.inference_mode()
     def run(self, size: MixedSize, token_ids: Tensor, step: StepMetadata) -> Tensor:
         """Run a step whose attention is launched between graphs. Collective over the TP group.
 

@@ -81,7 +81,8 @@ def serve(directory: Path, dcp: DCPConfig, enable_expert_parallel: bool) -> list
             steps = model.attention.step_builder(cache.sizes, dcp, mesh.dcp_rank, model.device)
             costs = DrawnCosts(0, absorbs=steps.absorbs_pieces)
             mixed = MixedGraph(model, cache, steps, mesh, 40, 5, 80, costs.tokens_per_request)
-            capture(mixed)
+            if mesh.tp_size == 1:  # a recording holds no collectives
+                capture(mixed)
         budget = 40 if with_mixed else 1000
         engine = new_engine(
             model, cache, dcp, mesh, 80, budget, max_num_seqs=5, graph=graph, mixed_graph=mixed, costs=costs
