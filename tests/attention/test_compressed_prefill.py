@@ -22,7 +22,7 @@ from dcpmla.attention.compressed.step import CompressedMetadata
 from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.select import select_exchange
 from tests.attention import test_compressed_layer
-from tests.attention.test_compressed_layer import Layers, check, layout, tiny
+from tests.attention.test_compressed_layer import Layers, check, hidden_states, layout, tiny
 from tests.attention.test_layer import Allocations
 from tests.support.ranks import run_ranks
 
@@ -135,6 +135,31 @@ def check_turns(dcp: DCPConfig, has_chunks: bool) -> None:
 def test_prefills_in_no_more_rows_than_reserved(dcp: DCPConfig, num_rows: int) -> None:
     dcp = dataclasses.replace(dcp, context_workspace_tokens=num_rows)
     run_ranks(dcp.tensor_parallel_size, check_turns, dcp, num_rows < 100)
+
+
+def check_routes(device: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Compare chunks, and entries in place, with one chunk, at the widths of DeepSeek-V4."""
+    sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "num_attention_heads": 64, "o_groups": 8}
+    lengths = [sum(tokens) for tokens in zip(*TURNS, strict=True)]
+    hidden = [hidden_states(i, length).to(device, dtype) for i, length in enumerate(lengths)]
+    outputs = []
+    for num_rows, in_place in ((65536, False), (64, False), (65536, True)):
+        dcp = layout(1, 1, 1, block_size=64, context_workspace_tokens=num_rows)
+        with torch.no_grad(), patch.object(CompressedConfig, "moves_queries", return_value=in_place):
+            layers = Layers(tiny(**sizes), dcp, lengths, device, dtype)
+            outputs.append([out for kind in layers.run(TURNS, hidden) for out in kind])
+    for one_chunk, chunks, in_place_rows in zip(*outputs, strict=True):
+        for rows in (chunks, in_place_rows):
+            assert (rows - one_chunk).norm() <= tolerance * one_chunk.norm()
+
+
+def test_routes_agree() -> None:
+    run_ranks(1, check_routes, "cpu", torch.float32, 1e-5)
+
+
+@pytest.mark.gpu
+def test_routes_agree_on_a_gpu() -> None:
+    run_ranks(1, check_routes, "cuda", torch.bfloat16, 2e-2, device="cuda")
 
 
 def attend_to_nothing(q: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
