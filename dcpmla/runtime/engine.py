@@ -87,7 +87,7 @@ class Engine:
         self.scheduler, self.allocator = scheduler, scheduler.allocator
         self.stats = Stats()
         self.speculation = Speculation(drafter or NoDrafter())
-        self._runner = StepRunner(model, cache, dcp, mesh.dcp_rank, scheduler.costs.tokens_per_request, mixed_graph)
+        self._runner = StepRunner(model, cache, dcp, mesh.dcp_rank, scheduler.costs.tokens_per_request)
         self.mixed_graph = mixed_graph
         scheduler.max_absorbed_tokens = 0 if mixed_graph is None else mixed_graph.max_absorbed_tokens
         self._penalties = Penalties(model.eos_token_ids)
@@ -296,9 +296,8 @@ class Engine:
         drafts = self.speculation.draft(batch, self._latest)
         self.stats.max_num_running = max(self.stats.max_num_running, len(self.scheduler.running))
         started = time.perf_counter()
-        graph = self._runner.graph_of(batch, self.graph)
-        size = graph.batch(len(batch.pieces), batch.most_drafts + 1) if graph else self._runner.mixed_size(batch)
-        as_graph = f"; {'decode graph' if graph else 'graph'} of {size}" if size else ""
+        graph = self._runner.graph_of(batch, self.graph, self.mixed_graph)
+        as_graph = f"; graph of {graph[1]}" if graph else ""
         self.on_step(
             f"{'prefill' if batch.has_prompts else 'decode'} step {self.stats.num_steps + is_ahead} "
             f"({batch.words}{as_graph})"

@@ -14,12 +14,16 @@ from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.batch import Batch, Piece
 from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.graph_inputs import GraphSize
 from dcpmla.runtime.in_flight import Computed, InFlightStep, StepInputs
 from dcpmla.runtime.logprobs import PromptRows
 from dcpmla.runtime.mixed_graph import MixedGraph, MixedSize
 from dcpmla.runtime.penalties import Penalties
 from dcpmla.runtime.sampling import sample
 from dcpmla.upload import upload
+
+# Graphs of steps, and the size that a step is padded to.
+Graph = tuple[DecodeGraph, GraphSize] | tuple[MixedGraph, MixedSize]
 
 
 class Model(Protocol):
@@ -46,48 +50,36 @@ class StepRunner:
 
     Args:
         tokens_per_request: Width of the pieces that absorbed attention cuts requests into.
-        mixed: Graphs of steps with pieces of prompts; None for none.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        cache: Cache,
-        dcp: DCPConfig,
-        dcp_rank: int,
-        tokens_per_request: int = 1,
-        mixed: MixedGraph | None = None,
-    ) -> None:
-        self.model, self.cache, self._mixed = model, cache, mixed
+    def __init__(self, model: Model, cache: Cache, dcp: DCPConfig, dcp_rank: int, tokens_per_request: int = 1) -> None:
+        self.model, self.cache = model, cache
         self._steps = model.attention.step_builder(cache.sizes, dcp, dcp_rank, model.device)
         self._tokens_per_request = tokens_per_request
         self._workspace = decode_workspace(model.device)
         # Layers take scales from the first prefill, before which nothing may be cached.
         self._lacks_scales = dcp.calculate_kv_scales
 
-    def graph_of(self, batch: Batch, graph: DecodeGraph | None) -> DecodeGraph | None:
-        """Return the decode graph if it can run the step."""
-        if graph is None or self._lacks_scales:
+    def graph_of(self, batch: Batch, decode: DecodeGraph | None, mixed: MixedGraph | None) -> Graph | None:
+        """Return the graphs that run a step, and the size that it is padded to; None if none can."""
+        if self._lacks_scales:
             return None
-        query_len = batch.most_drafts + 1
-        if any(piece.num_tokens > query_len for piece in batch.pieces):
+        num_reqs, query_len = len(batch.pieces), batch.most_drafts + 1
+        is_decode = all(piece.num_tokens <= query_len for piece in batch.pieces)
+        if decode is not None and is_decode and decode.takes(num_reqs, query_len):
+            return decode, decode.batch(num_reqs, query_len)
+        if mixed is None:
             return None
-        return graph if graph.takes(len(batch.pieces), query_len) else None
-
-    def mixed_size(self, batch: Batch) -> MixedSize | None:
-        """Return the size of the graphs that run a step with pieces of prompts; None if none do."""
-        if self._mixed is None or self._lacks_scales:
-            return None
-        num_tokens, num_reqs = batch.num_tokens, len(batch.pieces)
-        absorbed = self._mixed.size(num_tokens, num_reqs, True) if batch.num_absorbed == num_reqs else None
-        return absorbed or self._mixed.size(num_tokens, num_reqs, False)
+        absorbed = mixed.size(batch.num_tokens, num_reqs, True) if batch.num_absorbed == num_reqs else None
+        size = absorbed or mixed.size(batch.num_tokens, num_reqs, False)
+        return None if size is None else (mixed, size)
 
     def run(
         self,
         batch: Batch,
         previous: InFlightStep | None,
         drafts: Tensor | None,
-        graph: DecodeGraph | None,
+        graph: Graph | None,
         prompts: PromptRows,
     ) -> tuple[StepInputs, Computed, Tensor]:
         """Compute a step's tokens; return them, their layout, and the logits of tokens that new ones follow, then of
@@ -96,7 +88,7 @@ class StepRunner:
         Args:
             previous: Step in flight, whose tokens may only be on the device.
             drafts: Tokens to verify (`Drafts.token_ids`).
-            graph: Graph to replay instead of calling the model.
+            graph: Graphs that run the step, and its size (`graph_of`); None for the model itself.
         """
         for copy in batch.copies:
             self.cache.copy_state(*copy)
@@ -108,25 +100,29 @@ class StepRunner:
         )
         inputs = StepInputs.of(batch, previous, drafts, self.model.device)
         logits_at = prompts.join(inputs.logits_at)
-        if graph is not None:
+        if graph is not None and isinstance(graph[0], DecodeGraph):
             num_rejected = (
                 None if previous is None else previous.num_rejected([piece.request for piece in batch.pieces])
             )
-            logits = graph.run(inputs.token_ids, requests, self.cache, num_rejected)
+            logits = graph[0].run(inputs.token_ids, requests, self.cache, num_rejected)
             if logits_at is not None:
                 logits = logits[logits_at]
-            return inputs, Computed(graph, graph.latest_rows, inputs.logits_at), logits
-        hidden_states, metadata = self._run_mixed(batch, requests, inputs)
+            return inputs, Computed(graph[0], graph[0].latest_rows, inputs.logits_at), logits
+        hidden_states, metadata = self._run_mixed(batch, requests, inputs, graph)
         self._lacks_scales = False
         logits = self.model.logits(hidden_states if logits_at is None else hidden_states[logits_at])
         return inputs, Computed(metadata, None, inputs.logits_at), logits
 
-    def _run_mixed(self, batch: Batch, requests: StepRequests, inputs: StepInputs) -> tuple[Tensor, StepMetadata]:
+    def _run_mixed(
+        self,
+        batch: Batch,
+        requests: StepRequests,
+        inputs: StepInputs,
+        graph: tuple[MixedGraph, MixedSize] | None,
+    ) -> tuple[Tensor, StepMetadata]:
         """Return the hidden states of a step, and its metadata."""
-        size = self.mixed_size(batch)
-        if size is not None and size.is_absorbed:
-            assert self._mixed is not None
-            return self._mixed.run_absorbed(size, inputs.token_ids, requests)
+        if graph is not None and graph[1].is_absorbed:
+            return graph[0].run_absorbed(graph[1], inputs.token_ids, requests)
         metadata = self._steps.build(
             requests,
             max_decode_query_len=self._decode_width(batch),
@@ -135,10 +131,9 @@ class StepRunner:
             workspace=self._workspace,
         )
         token_ids = inputs.on(self.model.device)
-        if size is None:
+        if graph is None:
             return self.model.hidden(token_ids, metadata, self.cache), metadata
-        assert self._mixed is not None
-        return self._mixed.run(size, token_ids, metadata), metadata
+        return graph[0].run(graph[1], token_ids, metadata), metadata
 
     def _decode_width(self, batch: Batch) -> int:
         """Return how many tokens of a request absorbed attention takes at a time: enough for decodes and their drafts,

@@ -250,8 +250,8 @@ def test_engine_says_which_graph_runs() -> None:
     list(engine.run())
     assert lines[-3:] == [
         "prefill step 0 (3 requests, 8 tokens)",
-        "decode step 1 (3 requests, 3 tokens; decode graph of 3 requests)",
-        "decode step 2 (3 requests, 3 tokens; decode graph of 3 requests)",
+        "decode step 1 (3 requests, 3 tokens; graph of 3 requests)",
+        "decode step 2 (3 requests, 3 tokens; graph of 3 requests)",
     ]
 
 
