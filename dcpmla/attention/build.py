@@ -95,11 +95,13 @@ class StepBuilder:
         num_states: Number of requests' states in the cache; 0 where it has none.
         has_slots: Whether each token has a slot in the cache's blocks.
         absorbs_pieces: Whether pieces of prompts of any length may attend with absorbed queries.
+        has_static_decodes: Whether a graph of other tokens can hold the attention of decodes.
     """
 
     num_states = 0
     has_slots = True
     absorbs_pieces = True
+    has_static_decodes = True
 
     def __init__(self, dcp: DCPConfig, dcp_rank: int, device: torch.device | str = "cpu") -> None:
         self.dcp, self.dcp_rank, self.device = dcp, dcp_rank, device
@@ -166,12 +168,7 @@ class StepBuilder:
         host, num_real = self._on_host(requests, max_query_len, len(lens)), int(lens.sum())
         if num_real > num_tokens:
             raise ValueError(f"query_lens has {num_real} tokens; at most {num_tokens} are allowed")
-        padding = [num_tokens - num_real] if num_real < num_tokens else []
-        pieces, index = cut_queries(np.append(lens, padding).astype(np.int64), max_query_len)
-        start_loc = np.full(num_pieces + 1, num_tokens, dtype=np.int32)
-        start_loc[: len(pieces) + 1] = starts_of(pieces)
-        request_index = np.zeros(num_pieces, dtype=np.int32)
-        request_index[: len(index)] = np.where(index < len(lens), index, 0)
+        start_loc, request_index = cut_starts(lens, max_query_len, num_tokens, num_pieces)
 
         def pad(values: np.ndarray, dtype: type, fill: int = 0) -> np.ndarray:
             column: np.ndarray = np.full(num_tokens, fill, dtype=dtype)
@@ -312,6 +309,27 @@ def cut_queries(lens: np.ndarray, max_query_len: int) -> tuple[np.ndarray, np.nd
     pieces = np.full(len(request), max_query_len)
     pieces[np.cumsum(num_pieces) - 1] = lens - (num_pieces - 1) * max_query_len
     return pieces, request
+
+
+def cut_starts(
+    lens: np.ndarray, max_query_len: int, num_tokens: int, num_pieces: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cut requests, and the padding after them, into pieces.
+
+    Args:
+        lens: Tokens of each request, at least 1.
+        num_tokens, num_pieces: Number of tokens and of pieces after padding.
+    Returns:
+        The first token of each piece, and the end [num_pieces + 1], int32; the request of each piece [num_pieces],
+        int32, 0 for padding.
+    """
+    padding = [num_tokens - int(lens.sum())] if lens.sum() < num_tokens else []
+    pieces, index = cut_queries(np.append(lens, padding).astype(np.int64), max_query_len)
+    start_loc = np.full(num_pieces + 1, num_tokens, dtype=np.int32)
+    start_loc[: len(pieces) + 1] = starts_of(pieces)
+    request_index = np.zeros(num_pieces, dtype=np.int32)
+    request_index[: len(index)] = np.where(index < len(lens), index, 0)
+    return start_loc, request_index
 
 
 def positions_of(query_lens: Sequence[int], seq_lens: Sequence[int]) -> np.ndarray:

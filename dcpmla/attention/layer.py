@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dcpmla.attention.backends import PREFILL_BACKENDS, select_backend
 from dcpmla.attention.calls import PrefillCall, Segments
@@ -53,6 +54,23 @@ class _Tokens(NamedTuple):
     def rows(self, rows: slice) -> "_Tokens":
         selection = None if self.selection is None else self.selection.rows(rows)
         return _Tokens(self.q_c[rows], _rows(self.cos_sin, rows), _rows(self.query_factor, rows), selection)
+
+
+class _Keys(NamedTuple):
+    """The inputs of MHA among a slice of a step's tokens.
+
+    Attributes:
+        q: Queries of this rank's heads [T, h, P + R], rotated.
+        kv: Keys' nope part and values [T, h (P + V)]; None if they are not projected yet.
+        w_kv_b: Up-projection [h, P + V, L].
+    """
+
+    q: Tensor
+    kv: Tensor | None
+    w_kv_b: Tensor
+
+    def rows(self, rows: slice) -> "_Keys":
+        return _Keys(self.q[rows], None if self.kv is None else self.kv[rows], self.w_kv_b)
 
 
 class MLAAttention(AttentionWeights):
@@ -152,9 +170,15 @@ class MLAAttention(AttentionWeights):
         if self._lacks_scales and step.prefill is not None:  # decodes may have no tokens: while graphs are captured
             self._calculate_scales(hidden_states, cache.latents, step)
         q_c, latents = self._down_project(hidden_states, cache.latents, step.slot_mapping, step.cos_sin)
-        if step.cut is not None:
+        keys = None
+        if step.cut is not None:  # whatever does not depend on the requests belongs to the graph
             output.reserve()
-        step.vary(self._attend, hidden_states, q_c, latents, cache, output)
+            tokens = _Tokens(q_c, step.cos_sin, step.query_factor)
+            keys = self._project_keys(tokens)
+            keys = keys._replace(kv=F.linear(latents[:, : self.config.kv_lora_rank], keys.w_kv_b.flatten(0, 1)))
+            if step.decode is not None:
+                self._decode(tokens.rows(slice(0, step.num_decode_tokens)), cache.latents, step.decode, output)
+        step.vary(self._attend, hidden_states, q_c, latents, keys, cache, output)
         return output.rows()
 
     def _attend(
@@ -162,12 +186,17 @@ class MLAAttention(AttentionWeights):
         hidden_states: PlainRows,
         q_c: PlainRows,
         latents: Tensor,
+        keys: _Keys | None,
         cache: LayerCache,
         output: OutputRows,
         step: StepMetadata,
     ) -> None:
-        """Write the output of a step's tokens, the first rows. Collective."""
-        output.restart()
+        """Write the output of a step's tokens, the first rows; without step.decode, of its prefills. Collective.
+
+        Args:
+            keys: Queries, keys and values of all tokens, if a graph has projected them.
+        """
+        output.restart(step.num_decode_tokens if step.decode is None else 0)
         decodes, prefills = slice(0, step.num_decode_tokens), slice(step.num_decode_tokens, step.num_tokens)
         hidden_states, q_c = hidden_states[: step.num_tokens], q_c[: step.num_tokens]
         selection = self._select(hidden_states, q_c, cache.index_keys, step)
@@ -175,7 +204,9 @@ class MLAAttention(AttentionWeights):
         if step.decode is not None:
             self._decode(tokens.rows(decodes), cache.latents, step.decode, output)
         if step.prefill is not None:
-            self._prefill(tokens.rows(prefills), latents[prefills], cache.latents, step.prefill, output)
+            tokens, latents = tokens.rows(prefills), latents[prefills]
+            keys = self._project_keys(tokens) if keys is None else keys.rows(prefills)
+            self._prefill(tokens, latents, keys, cache.latents, step.prefill, output)
         output.pad()
 
     def claim_memory(self, num_tokens: int) -> None:
@@ -283,26 +314,37 @@ class MLAAttention(AttentionWeights):
         for rows, part in decode.parts(max_tokens):
             self._attend_absorbed(tokens.rows(rows), kv_cache, part, output)
 
-    def _prefill(
-        self, tokens: _Tokens, latents: Tensor, kv_cache: Tensor, prefill: PrefillMetadata, output: OutputRows
-    ) -> None:
-        """Append the output of prefill tokens; `latents` are their own [T, L + R]. Collective."""
+    def _project_keys(self, tokens: _Tokens) -> _Keys:
+        """Return the queries of this rank's heads, and the up-projection of their keys and values."""
         q = self._project_query(tokens, self.q_heads.own)
         if tokens.cos_sin is not None:
             rotate_query_(q, tokens.cos_sin, self.config.rope_interleaved)
+        return _Keys(q, None, self.up_projection())
+
+    def _prefill(
+        self,
+        tokens: _Tokens,
+        latents: Tensor,
+        keys: _Keys,
+        kv_cache: Tensor,
+        prefill: PrefillMetadata,
+        output: OutputRows,
+    ) -> None:
+        """Append the output of prefill tokens; `latents` are their own [T, L + R]. Collective."""
         kv_c, k_pe = latents.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], -1)
         positions = None if tokens.selection is None else tokens.selection.positions
         out, _ = dcp_mla_prefill(
-            q,
+            keys.q,
             kv_c,
             k_pe,
             kv_cache,
-            self.up_projection(),
+            keys.w_kv_b,
             prefill,
             self.config.scale,
             self.exchange,
             self.kv_scale,
             positions,
+            keys.kv,
             backend=self.dcp.prefill_backend,
         )
         output.append(out.flatten(1))

@@ -30,6 +30,7 @@ def dcp_mla_prefill(
     exchange: Exchange,
     kv_scale: Tensor | None = None,
     positions: Tensor | None = None,
+    kv: Tensor | None = None,
     *,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
@@ -48,6 +49,7 @@ def dcp_mla_prefill(
         kv_scale: Scale of an fp8 cache, float32 of one element; None for other caches.
         positions: Positions that each token attends to [T, topk] int32 (`SelectedTokens.positions`), none after
             its own; None for all.
+        kv: Keys' nope part and values of the new tokens [T, h (P + V)], if they are projected already.
         backend: "auto" takes the first of `backends.PREFILL_BACKENDS` that can; or the name of one.
     Returns:
         out [T, h, V] in the dtype of q, lse [T, h] float32.
@@ -66,17 +68,17 @@ def dcp_mla_prefill(
         return exchange.start_context(read_latents(kv_cache, chunk.local_slots), chunk.order, chunk.tokens)
 
     def attend(
-        kv_c: Tensor, k_pe: Tensor, keys: Segments, first_position: Tensor, causal: bool
+        kv_c: Tensor, k_pe: Tensor, keys: Segments, first_position: Tensor, causal: bool, kv: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         # Keys and values, the largest tensors of a step, live no longer than this call.
-        k_nope, v = up_project(kv_c, w_kv_b, q.shape[1], q.shape[-1] - k_pe.shape[-1])
+        k_nope, v = up_project(kv_c, w_kv_b, q.shape[1], q.shape[-1] - k_pe.shape[-1], kv)
         mask = None
         if positions is not None:
             mask = selection_mask(positions, queries.start_loc, first_position, max(keys.lens))
         return mha_prefill(PrefillCall(q, k_nope, k_pe, v, *queries, *keys, scale, causal, mask, backend))
 
     started = [start_gather(chunk) for chunk in chunks[:1]]
-    out, lse = attend(kv_c, k_pe, queries, prefill.first_position, causal=True)
+    out, lse = attend(kv_c, k_pe, queries, prefill.first_position, causal=True, kv=kv)
     for index, chunk in enumerate(chunks):
         # Popped: what a gather held is free before the next one begins.
         latents = _to_latents(started.pop()(), kv_c.shape[-1], kv_scale, q.dtype)
@@ -97,17 +99,19 @@ def _to_latents(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype:
 
 
 def up_project(
-    kv_c: Tensor, w_kv_b: Tensor | UpProjection, num_heads: int, qk_nope_head_dim: int
+    kv_c: Tensor, w_kv_b: Tensor | UpProjection, num_heads: int, qk_nope_head_dim: int, kv: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Make the nope part of keys, and values, of this rank's heads from latents.
 
     Args:
         kv_c: [S, L].
         w_kv_b: [h, P + V, L] with h = num_heads and P = qk_nope_head_dim; or what applies it.
+        kv: Projected latents [S, h (P + V)]; None to project them.
     Returns:
         k_nope [S, h, P] and v [S, h, V], views of one [S, h, P + V].
     """
-    kv = w_kv_b(kv_c) if callable(w_kv_b) else F.linear(kv_c, w_kv_b.flatten(0, 1))
+    if kv is None:
+        kv = w_kv_b(kv_c) if callable(w_kv_b) else F.linear(kv_c, w_kv_b.flatten(0, 1))
     k_nope, v = kv.unflatten(-1, (num_heads, -1)).tensor_split((qk_nope_head_dim,), -1)
     return k_nope, v
 

@@ -33,6 +33,11 @@ class StepRequests(NamedTuple):
     block_tables: Sequence[Sequence[int]]
     states: Sequence[Any] = ()
 
+    def first(self, num_reqs: int) -> "StepRequests":
+        """Return the first requests."""
+        query_lens, seq_lens, block_tables, states = self
+        return StepRequests(query_lens[:num_reqs], seq_lens[:num_reqs], block_tables[:num_reqs], states[:num_reqs])
+
 
 @dataclass(frozen=True)
 class DecodeMetadata:

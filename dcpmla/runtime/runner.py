@@ -17,7 +17,8 @@ from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.graph_inputs import GraphSize
 from dcpmla.runtime.in_flight import Computed, InFlightStep, StepInputs
 from dcpmla.runtime.logprobs import PromptRows
-from dcpmla.runtime.mixed_graph import MixedGraph, MixedSize
+from dcpmla.runtime.mixed_graph import MixedGraph
+from dcpmla.runtime.mixed_inputs import MixedSize
 from dcpmla.runtime.penalties import Penalties
 from dcpmla.runtime.sampling import sample
 from dcpmla.upload import upload
@@ -133,7 +134,8 @@ class StepRunner:
         token_ids = inputs.on(self.model.device)
         if graph is None:
             return self.model.hidden(token_ids, metadata, self.cache), metadata
-        return graph[0].run(graph[1], token_ids, metadata), metadata
+        absorbed = requests.first(batch.num_absorbed)
+        return graph[0].run(graph[1], token_ids, metadata, absorbed), metadata
 
     def _decode_width(self, batch: Batch) -> int:
         """Return how many tokens of a request absorbed attention takes at a time: enough for decodes and their drafts,

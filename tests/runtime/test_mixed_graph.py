@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.step import StepRequests
 from dcpmla.config import DCPConfig
-from dcpmla.runtime.mixed_graph import MixedGraph, MixedSize, absorbed_sizes, token_sizes
+from dcpmla.runtime.mixed_graph import MixedGraph, absorbed_sizes, token_sizes
+from dcpmla.runtime.mixed_inputs import MixedSize
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.hash_model import BLOCK, EOS, MESH, HashDrafter, HashModel, alone_ignoring_eos, make_engine
 
@@ -79,8 +80,8 @@ def test_sizes(most: int) -> None:
     absorbed, others = absorbed_sizes(most), token_sizes(most)
     assert absorbed == sorted(set(absorbed))
     assert others == sorted(set(others))
-    assert (absorbed[-1], others[-1]) == (min(most, 512), min(most, 8192))
-    assert len(absorbed) + len(others) <= 36
+    assert (absorbed[-1], others[-1]) == (min(most, 1024), min(most, 8192))
+    assert len(absorbed) + len(others) <= 40
     for size, larger in zip(others, others[1:], strict=False):
         assert larger < 128 or larger - size <= larger / 2
 

@@ -49,6 +49,10 @@ class HashModel:
     def hidden(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
         """Return the logits of all tokens."""
         logits = torch.zeros(len(token_ids), VOCAB_SIZE)
+        rows, mine = cache.layers[0].view(-1, 2), metadata.slot_mapping >= 0
+        rows[metadata.slot_mapping[mine]] = torch.stack([token_ids, metadata.positions], -1)[mine].float()
+        if metadata.cut is not None and metadata.decode is not None:  # as layers do (`MLAAttention.attend`)
+            self._compute(token_ids, cache, logits, metadata)
         metadata.vary(self._compute, token_ids, cache, logits)
         return logits
 
@@ -59,14 +63,12 @@ class HashModel:
         return metadata
 
     def _compute(self, token_ids: Tensor, cache: LatentCache, logits: Tensor, metadata: StepMetadata) -> None:
-        token_ids = token_ids[: metadata.num_tokens]
-        rows = cache.layers[0].view(-1, 2)
-        mine = metadata.slot_mapping >= 0
-        rows[metadata.slot_mapping[mine]] = torch.stack([token_ids, metadata.positions], -1)[mine].float()
+        token_ids, rows = token_ids[: metadata.num_tokens], cache.layers[0].view(-1, 2)
         ends = self._sequences(token_ids, metadata, rows)
         self.steps.append([num_new for _, num_new in ends.values()])
         for at, (sequence, _) in ends.items():
-            logits[at, next_token(sequence)] = 1
+            if sequence:  # a token of padding sees none
+                logits[at, next_token(sequence)] = 1
 
     def check(self) -> None:
         pass

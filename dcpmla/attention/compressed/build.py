@@ -19,7 +19,7 @@ from dcpmla.upload import upload
 class CompressedStepBuilder(StepBuilder):
     """Builder of one rank's steps over caches of one plan."""
 
-    has_slots = absorbs_pieces = False
+    has_slots = absorbs_pieces = has_static_decodes = False
 
     def __init__(self, plan: CompressedPlan, dcp_rank: int, device: torch.device | str = "cpu") -> None:
         super().__init__(plan.dcp, dcp_rank, device)

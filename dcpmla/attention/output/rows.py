@@ -65,9 +65,9 @@ class OutputRows:
         """Allocate the result now, so that its address is known before any part is appended."""
         self._result()
 
-    def restart(self) -> None:
-        """Let the next part begin at the first row."""
-        self._end = 0
+    def restart(self, first_row: int) -> None:
+        """Let the next part begin at a row."""
+        self._end = first_row
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Self:
         """Return the same output over other tensors, function(result)."""

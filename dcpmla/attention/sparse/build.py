@@ -13,6 +13,8 @@ from dcpmla.attention.step import StepMetadata
 class SparseStepBuilder(StepBuilder):
     """Builder of one rank's steps of sparse MLA."""
 
+    has_static_decodes = False
+
     def columns(self, host: HostStep) -> list[np.ndarray]:
         """Return each token's request, and its tokens up to there on all ranks and on this one."""
         return [host.request, (host.positions + 1).astype(np.int32), self.local_seq_lens(host.positions)]

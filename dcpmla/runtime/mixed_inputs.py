@@ -1,0 +1,190 @@
+"""The static memory that captured mixed steps read (`MixedInputs`)."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dcpmla.attention.build import GraphRows, PieceColumns, StepBuilder, cut_starts
+from dcpmla.attention.calls import Segments, decode_workspace
+from dcpmla.attention.step import Cut, DecodeMetadata, StepMetadata, StepRequests
+from dcpmla.upload import upload
+
+_DECODE_TOKENS = 256  # first tokens of a step with MHA that attend inside graphs
+
+
+class MixedSize(NamedTuple):
+    """A size that steps are padded to.
+
+    Attributes:
+        num_tokens: Number of tokens.
+        is_absorbed: Whether all pieces attend with absorbed queries, so that the step is one graph.
+    """
+
+    num_tokens: int
+    is_absorbed: bool
+
+    def __str__(self) -> str:
+        return f"{self.num_tokens} tokens{', all absorbed' if self.is_absorbed else ''}"
+
+
+class MixedLimits(NamedTuple):
+    """Limits of mixed steps in graphs.
+
+    Attributes:
+        num_tokens: Most tokens of a step.
+        num_absorbed_tokens: Most tokens of a step whose pieces all attend with absorbed queries; 0 for no such step.
+        num_reqs: Most requests of a step.
+        num_blocks: Most blocks of a request.
+        max_model_len: Tokens of the longest request.
+        tokens_per_request: Width of the pieces that absorbed attention cuts requests into.
+    """
+
+    num_tokens: int
+    num_absorbed_tokens: int
+    num_reqs: int
+    num_blocks: int
+    max_model_len: int
+    tokens_per_request: int
+
+    @property
+    def num_pieces(self) -> int:
+        """Return the most cut pieces of a step, padding among them."""
+        return self.num_reqs + self.num_absorbed_tokens // self.tokens_per_request + 1
+
+
+class MixedInputs:
+    """A mixed step of one of several sizes, in memory that never moves.
+
+    A token of padding has token 0 at position 0: its latent is not written, and it attends to no token.
+
+    Args:
+        steps: Builder of steps over the cache.
+        device: Device of the memory.
+    """
+
+    def __init__(self, limits: MixedLimits, steps: StepBuilder, device: torch.device) -> None:
+        self._limits, self._steps, self._device = limits, steps, device
+        self._num_decode_tokens = min(_DECODE_TOKENS, limits.num_absorbed_tokens) if steps.has_static_decodes else 0
+        self._token_ids = torch.zeros(limits.num_tokens, dtype=torch.int64, device=device)
+        self._workspace = decode_workspace(device)
+
+        def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        absorbed = limits.num_absorbed_tokens
+        self._columns = PieceColumns(
+            positions=new(limits.num_tokens, dtype=torch.int64),
+            slot_mapping=new(limits.num_tokens, dtype=torch.int64),
+            local_seq_lens=new(absorbed),
+            seq_lens=new(absorbed),
+            request=new(absorbed),
+            start_loc=new(limits.num_pieces + 1),
+            request_index=new(limits.num_pieces),
+            block_table=new(limits.num_reqs, limits.num_blocks),
+        )
+
+    def clear(self) -> None:
+        """Make all tokens padding."""
+        self._token_ids.zero_()
+        for column in self._columns:
+            column.zero_()
+        self._columns.slot_mapping.fill_(-1)
+
+    def fill_absorbed(self, size: MixedSize, token_ids: Tensor, requests: StepRequests) -> None:
+        """Copy a step whose pieces all attend with absorbed queries.
+
+        Args:
+            token_ids: Tokens of the step [n], int64, on the device or the CPU.
+        Raises:
+            ValueError: The requests are invalid, or have more tokens than the size.
+        """
+        limits = self._limits
+        columns = self._steps.piece_columns(requests, limits.tokens_per_request, size.num_tokens, limits.num_pieces)
+        self._copy(columns._asdict())
+        self._set_tokens(size, token_ids)
+
+    def fill(self, size: MixedSize, token_ids: Tensor, step: StepMetadata, requests: StepRequests) -> bool:
+        """Copy a step with MHA; return whether its decodes attend inside the graphs.
+
+        Args:
+            token_ids: Tokens of the step [n], int64 on the device.
+            step: Metadata of the step.
+            requests: Requests that attend with absorbed queries, the first of the step.
+        """
+        columns, num_tokens = self._columns, step.num_tokens
+        columns.positions[:num_tokens].copy_(step.positions)
+        columns.positions[num_tokens : size.num_tokens].zero_()
+        columns.slot_mapping[:num_tokens].copy_(step.slot_mapping)
+        columns.slot_mapping[num_tokens : size.num_tokens].fill_(-1)
+        self._set_tokens(size, token_ids)
+        return self._fill_decodes(self._room(size), requests)
+
+    def step(self, size: MixedSize, cut: Cut | None = None) -> StepMetadata:
+        """Return the metadata of a size, in static memory."""
+        columns, num_tokens = self._columns, size.num_tokens
+        absorbed = num_tokens if size.is_absorbed else self._room(size)
+        step = StepMetadata(
+            num_tokens=num_tokens,
+            num_decode_tokens=absorbed,
+            num_blocks=0,  # checked for each step
+            positions=columns.positions[:num_tokens],
+            slot_mapping=columns.slot_mapping[:num_tokens],
+            decode=self._decode(absorbed) if absorbed else None,
+            cut=None if size.is_absorbed else cut,
+        )
+        if not size.is_absorbed:
+            return step
+        rows = GraphRows(
+            query_len=0,
+            max_seq_len=self._limits.max_model_len,
+            block_table=columns.block_table,
+            states=columns.request[:0],
+            request=columns.request[:num_tokens],
+            positions=columns.positions[:num_tokens],
+            seq_lens=columns.seq_lens[:num_tokens],
+            local_seq_lens=columns.local_seq_lens[:num_tokens],
+        )
+        return self._steps.share_graph(step, rows)
+
+    def token_ids(self, size: MixedSize) -> Tensor:
+        """Return the tokens [num_tokens] of a size, int64."""
+        return self._token_ids[: size.num_tokens]
+
+    def _room(self, size: MixedSize) -> int:
+        """Return how many tokens of a step with MHA can attend inside the graphs."""
+        return min(self._num_decode_tokens, size.num_tokens)
+
+    def _fill_decodes(self, room: int, requests: StepRequests) -> bool:
+        limits, num_tokens = self._limits, sum(requests.query_lens)
+        if 0 < num_tokens <= room:
+            columns = self._steps.piece_columns(requests, limits.tokens_per_request, room, limits.num_pieces)
+            names = ("local_seq_lens", "start_loc", "request_index", "block_table")
+            self._copy({name: getattr(columns, name) for name in names})
+            return True
+        if room:
+            lens = np.zeros(0, dtype=np.int64)
+            start_loc, _ = cut_starts(lens, limits.tokens_per_request, room, limits.num_pieces)
+            self._copy({"local_seq_lens": np.zeros(room, dtype=np.int32), "start_loc": start_loc})
+        return num_tokens == 0
+
+    def _copy(self, columns: dict[str, Any]) -> None:
+        """Copy columns to the front of the static ones, in one transfer."""
+        for name, column in zip(columns, upload(list(columns.values()), self._device), strict=True):
+            getattr(self._columns, name)[tuple(map(slice, column.shape))].copy_(column)
+
+    def _set_tokens(self, size: MixedSize, token_ids: Tensor) -> None:
+        self._token_ids[: len(token_ids)].copy_(token_ids)
+        self._token_ids[len(token_ids) : size.num_tokens].zero_()
+
+    def _decode(self, num_tokens: int) -> DecodeMetadata:
+        columns = self._columns
+        return DecodeMetadata(
+            block_table=columns.block_table,
+            local_seq_lens=columns.local_seq_lens[:num_tokens],
+            queries=Segments((0, num_tokens), columns.start_loc),
+            max_query_len=self._limits.tokens_per_request,
+            workspace=self._workspace,
+            request_index=columns.request_index,
+        )
