@@ -104,15 +104,24 @@ def predict_step(
     for parameter in model.parameters:
         for part, time in parameter_us(machine, model, parameter, setting, num_tokens).items():
             parts[part] += parameter.count * time
-    for reads in attention.reads(context):
-        times = _exchange_and_attention_us(machine, attention, reads, setting, batch, backend)
-        for part, time in times.items():
-            parts[part] += reads.num_layers * time
-        if reads.num_keys:
-            for part, time in _selection_us(machine, attention.config.indexer, reads, setting, batch, backend).items():
-                parts[part] += reads.num_layers * time
+    for part, time in decode_attention_us(machine, attention, setting, batch, context, backend).items():
+        parts[part] += time
     parts["projections"] += attention.num_layers * machine.layer_us
     return {"total": sum(parts.values()), **parts}
+
+
+def decode_attention_us(
+    machine: Machine, attention: AttentionKind, setting: Setting, batch: int, context: int, backend: str = "auto"
+) -> dict[str, float]:
+    """Return the microseconds of all layers' decode attention, by part: selections and the exchange included."""
+    parts: dict[str, float] = {}
+    for reads in attention.reads(context):
+        times = [_exchange_and_attention_us(machine, attention, reads, setting, batch, backend)]
+        if reads.num_keys:
+            times.append(_selection_us(machine, attention.config.indexer, reads, setting, batch, backend))
+        for part, time in (item for of_layer in times for item in of_layer.items()):
+            parts[part] = parts.get(part, 0.0) + reads.num_layers * time
+    return parts
 
 
 def floor_us(machine: Machine, model: ModelSize, setting: Setting, batch: int, context: int) -> float:

@@ -1,7 +1,7 @@
 """Steps with pieces of prompts as CUDA graphs, padded to numbers of tokens (`MixedGraph`)."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -85,9 +85,8 @@ class MixedGraph:
         self._model, self._cache, self._steps, self._width = model, cache, steps, tokens_per_request
         self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
         absorbed = absorbed_sizes(max_num_tokens) if steps.absorbs_pieces else []
-        others = token_sizes(max_num_tokens)
         self.max_absorbed_tokens = max(absorbed, default=0)
-        self._tokens = {True: absorbed, False: others}
+        self._tokens = {True: absorbed, False: token_sizes(max_num_tokens)}
         self.sizes = sorted(MixedSize(size, kind) for kind, sizes in self._tokens.items() for size in sizes)
         self._graphs = GraphSet(self._compute, "graph", mesh, model.device)
         most = max(size.num_tokens for size in self.sizes)
@@ -108,10 +107,7 @@ class MixedGraph:
 
     def size(self, num_tokens: int, num_reqs: int, is_absorbed: bool) -> MixedSize | None:
         """Return the size that a step is padded to; None if it is too large."""
-        sizes = self._tokens[is_absorbed]
-        if not sizes or num_tokens > sizes[-1] or num_reqs > self._max_num_seqs:
-            return None
-        return MixedSize(sizes[bisect_left(sizes, num_tokens)], is_absorbed)
+        return find_size(self._tokens, num_tokens, is_absorbed) if num_reqs <= self._max_num_seqs else None
 
     @torch.inference_mode()
     def run_absorbed(self, size: MixedSize, token_ids: Tensor, requests: StepRequests) -> tuple[Tensor, StepMetadata]:
@@ -238,6 +234,17 @@ class MixedGraph:
             with torch.inference_mode(False):  # the caller may use it outside of inference mode
                 self._out = torch.empty(most, *out.shape[1:], dtype=out.dtype, device=out.device)
         self._out[:num_tokens].copy_(out)
+
+
+def find_size(sizes: Mapping[bool, Sequence[int]], num_tokens: int, is_absorbed: bool) -> MixedSize | None:
+    """Return the size that a step is padded to; None if it is too large.
+
+    Args:
+        sizes: Numbers of tokens, ascending: of steps whose pieces are all absorbed (True), and of others.
+    """
+    tokens = sizes[is_absorbed]
+    index = bisect_left(tokens, num_tokens)
+    return MixedSize(tokens[index], is_absorbed) if index < len(tokens) else None
 
 
 def absorbed_sizes(max_num_tokens: int) -> list[int]:

@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.fields import check_fields, option_label, whole
 from dcpmla.runtime.batch import Batch
-from dcpmla.runtime.costs import TOKEN_COSTS, PieceCosts, most_tokens
+from dcpmla.runtime.costs import TOKEN_COSTS, PieceCosts, piece_tokens
 from dcpmla.runtime.prefixes import ComingBlocks
 from dcpmla.runtime.request import Request
 
-_LEAST_TOKENS = 64  # smallest piece, at any cost of its context, so that every step advances a prompt
 NOW = -math.inf  # arrival time of a request that arrives at the next step
 
 
@@ -219,10 +218,9 @@ class Scheduler:
         self.waiting.extendleft(reversed(passed))
 
     def _add_piece(self, batch: Batch, request: Request) -> None:
-        """Add a piece of a prompt to a step, up to its room for tokens and time, but at least _LEAST_TOKENS."""
+        """Add a piece of a prompt to a step, up to its room for tokens and time (`piece_tokens`)."""
         context, limit = request.num_computed_tokens, min(self._piece(request), batch.room(request))
-        affordable = most_tokens(self.costs, context, limit, batch.room_us)
-        num_tokens = max(affordable, min(limit, _LEAST_TOKENS))
+        num_tokens = piece_tokens(self.costs, context, limit, batch.room_us)
         batch.add(request, num_tokens)
         batch.room_us -= self.costs.piece_us(num_tokens, context)
 
