@@ -59,7 +59,7 @@ def load_engine(
         options: Options of the engine; None for the defaults.
         seq_lens: Lengths of all future sequences, if known: the cache is then no larger than their total.
         num_local_ranks: Number of ranks that share the host's memory.
-        on_step: Function of a line on the next step, called before it.
+        on_step: Function of a line on the next capture or step, called before it.
     Raises:
         ValueError: The checkpoint is broken, sizes do not divide, the model does not support an option, or memory does
             not hold the longest sequence.
@@ -100,8 +100,8 @@ def load_engine(
     plan = plan_cache(sharded, dcp, mesh, seq_lens, num_bytes, num_running, options.max_query_len - 1)
     with agree():
         cache = plan.allocate(device)
-    mixed_graph = mixed.capture(cache) if is_captured else None
-    graph, *captured = [maker.capture(cache) if is_captured else None for maker in makers]
+    mixed_graph = mixed.capture(cache, on_step) if is_captured else None
+    graph, *captured = [maker.capture(cache, on_step) if is_captured else None for maker in makers]
     mtp = [graph_of or maker.make(cache) for graph_of, maker in zip(captured, makers[1:], strict=True)]
     method, num_drafts = options.speculative_method, options.num_speculative_tokens
     drafter = make_drafter(method, num_drafts, sharded, cache, mesh, mtp)

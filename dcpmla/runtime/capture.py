@@ -3,7 +3,7 @@
 import gc
 import traceback
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
@@ -19,6 +19,8 @@ from dcpmla.parallel.mesh import DCPMesh
 
 # Function of a size and of what interrupts the capture; None where nothing may.
 Compute = Callable[[Any, Cut | None], None]
+# Function that yields the sizes to capture, in order, and shows the progress.
+Track = Callable[[Sequence[Hashable]], Iterable[Hashable]]
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -61,9 +63,11 @@ class GraphSet:
         for part in self._parts[size]:
             part(argument)
 
-    def capture(self, sizes: Sequence[Hashable]) -> None:
+    def capture(self, sizes: Sequence[Hashable], track: Track = iter) -> None:
         """Capture sizes, the largest first. Collective over the TP group.
 
+        Args:
+            track: Function that is called with the sizes, and yields each before its capture.
         Raises:
             CannotCapture: On every rank, when some rank's computation waits for the GPU, or has no memory left.
             RuntimeError: The computation fails without a graph too, or it breaks a capture off, after which torch's
@@ -77,7 +81,7 @@ class GraphSet:
                 stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
                 self._warm_up(sizes[0], stream)
                 self._agree(self._host_sync(sizes[0], stream))
-                for size in sizes:
+                for size in track(sizes):
                     self._warm_up(size, stream)
                     self._agree(self._capture(size, stream, pool))
         except CannotCapture:

@@ -14,7 +14,7 @@ from dcpmla.cache.plan import Cache
 from dcpmla.fields import check_fields, whole
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
-from dcpmla.runtime.capture import GraphSet
+from dcpmla.runtime.capture import GraphSet, Track
 from dcpmla.runtime.graph_inputs import GraphInputs, GraphSize
 
 DecodeStep = Callable[[Tensor, StepMetadata, Cache], Tensor]
@@ -160,12 +160,12 @@ class DecodeGraph:
         out = self._out[: batch.num_rows]
         return out[: len(inputs)] if rows is None else out.index_select(0, rows)
 
-    def capture(self, num_sizes: int | None = None) -> None:
+    def capture(self, num_sizes: int | None = None, track: Track = iter) -> None:
         """Capture batch sizes, the largest first: one memory pool serves them all. Collective over the TP group.
 
         Args:
             num_sizes: Number of sizes to capture, the largest ones; None for all.
-
+            track: Function that yields the sizes and shows the progress (`GraphSet.capture`).
         Raises:
             ValueError: the device is no GPU.
             CannotCapture: on every rank, when some rank's step waits for the GPU, or has no memory left for a graph.
@@ -174,7 +174,7 @@ class DecodeGraph:
         if self._device.type != "cuda":
             raise ValueError(f"input_like is on {self._device}; only steps on a GPU can be captured")
         self._padded.clear()  # rows of padding leave the cache alone
-        self._graphs.capture(self._batches[::-1][:num_sizes])
+        self._graphs.capture(self._batches[::-1][:num_sizes], track)
 
     def release(self) -> None:
         """Free the graphs (`GraphSet.release`); `run` computes eagerly from then on."""

@@ -13,7 +13,7 @@ from dcpmla.attention.step import Cut, DecodeMetadata, StepMetadata, StepRequest
 from dcpmla.cache.plan import Cache
 from dcpmla.fields import check_fields, whole
 from dcpmla.parallel.mesh import DCPMesh
-from dcpmla.runtime.capture import GraphSet
+from dcpmla.runtime.capture import GraphSet, Track
 from dcpmla.upload import upload
 
 MAX_ABSORBED_TOKENS = 512  # tokens of the largest step that is one graph; a longer one gains nothing from it
@@ -150,18 +150,19 @@ class MixedGraph:
         assert self._out is not None
         return self._out[:num_tokens]
 
-    def capture(self, num_sizes: int | None = None) -> None:
+    def capture(self, num_sizes: int | None = None, track: Track = iter) -> None:
         """Capture the graphs, the largest first. Collective over the TP group.
 
         Args:
             num_sizes: Number of sizes to capture, the largest ones; None for all.
+            track: Function that yields the sizes and shows the progress (`GraphSet.capture`).
         Raises:
             CannotCapture: A step cannot be captured on some rank.
             RuntimeError: A step fails, or breaks a capture off (`GraphSet.capture`).
         """
         for column, fill in zip(self._columns, PieceColumns(0, -1, 0, 0, 0, 0, 0, 0), strict=True):
             column.fill_(fill)
-        self._graphs.capture(self.sizes[::-1][:num_sizes])
+        self._graphs.capture(self.sizes[::-1][:num_sizes], track)
 
     def release(self) -> None:
         """Free the graphs (`GraphSet.release`)."""
