@@ -66,6 +66,7 @@ class PromptPlan:
         max_num_batched_tokens: Limit of a step's tokens.
 
     Attributes:
+        costs: Time of pieces of prompts.
         loads: Numbers of decodes beside a piece; 0 alone if they leave no room in a step.
     """
 
@@ -76,9 +77,9 @@ class PromptPlan:
         share = -(-batch // setting.num_replicas)
         self.loads = (0, share) if share * setting.query_len < max_num_batched_tokens else (0,)
         self._query_len, self._decode_us = setting.query_len, plan.step_us["total"]
-        self._costs = PrefillCosts(machine, model, setting, max_num_batched_tokens)
+        self.costs = PrefillCosts(machine, model, setting, max_num_batched_tokens)
         self._steps = {
-            load: MixedSteps(machine, model, setting, self._costs, load, context if load else 0) for load in self.loads
+            load: MixedSteps(machine, model, setting, self.costs, load, context if load else 0) for load in self.loads
         }
         self._graphs = {True: absorbed_sizes(max_num_batched_tokens), False: token_sizes(max_num_batched_tokens)}
 
@@ -88,7 +89,7 @@ class PromptPlan:
         new = min(new, self._limit - num_decoded)
         num_tokens, piece = new + num_decoded, [(new, context)]
         whole = find_size(self._graphs, num_tokens, is_absorbed=True)
-        if not (whole and self._costs.absorbs_all(piece)) and not self._costs.choose_absorbed(piece)[0]:
+        if not (whole and self.costs.absorbs_all(piece)) and not self.costs.choose_absorbed(piece)[0]:
             whole = None
         graph = whole or find_size(self._graphs, num_tokens, is_absorbed=False)
         num_rows = graph.num_tokens if graph else num_tokens
@@ -96,15 +97,20 @@ class PromptPlan:
         wait_us = max(0.0, step_us["total"] - self._decode_us) if num_decodes else 0.0
         return PromptStep(new, context, num_decodes, graph, step_us, wait_us)
 
-    def first_token(self, num_tokens: int, num_decodes: int) -> FirstToken:
-        """Return the way of a prompt to its first token, in pieces as the scheduler cuts them."""
-        done, steps, room = 0, [], self._limit - num_decodes * self._query_len
+    def pieces(self, num_tokens: int, num_decodes: int) -> list[tuple[int, int]]:
+        """Return the pieces (new tokens, tokens before them) that the scheduler cuts a prompt into."""
+        pieces, done, room = list[tuple[int, int]](), 0, self._limit - num_decodes * self._query_len
         while done < num_tokens:
             new = min(num_tokens - done, room)
             if num_decodes:
-                new = piece_tokens(self._costs, done, new, self._costs.max_prefill_us)
-            steps.append(self.step(new, done, num_decodes))
+                new = piece_tokens(self.costs, done, new, self.costs.max_prefill_us)
+            pieces.append((new, done))
             done += new
+        return pieces
+
+    def first_token(self, num_tokens: int, num_decodes: int) -> FirstToken:
+        """Return the way of a prompt to its first token."""
+        steps = [self.step(*piece, num_decodes) for piece in self.pieces(num_tokens, num_decodes)]
         time_us, longest_us = sum(step.step_us["total"] for step in steps), max(step.wait_us for step in steps)
         return FirstToken(num_tokens, num_decodes, len(steps), time_us, longest_us)
 

@@ -70,6 +70,18 @@ def test_a_capture_that_runs_out_of_memory_leaves_no_graphs(fake_cuda: None, mon
     assert not graphs.is_captured
 
 
+def test_sizes_are_tracked(fake_cuda: None) -> None:
+    events: list[Any] = []
+
+    def track(sizes: Any) -> Any:
+        for size in sizes:
+            events.append(f"next {size}")
+            yield size
+
+    new_set(lambda size, cut: events.append(size)).capture(SIZES, track)
+    assert events == ["next 3", 3, "next 2", 2, "next 1", 1]
+
+
 def test_any_other_error_stops(fake_cuda: None) -> None:
     def compute(size: int, cut: Any) -> None:
         raise RuntimeError("not permitted")
