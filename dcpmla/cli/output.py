@@ -53,7 +53,7 @@ def _check_not_in_model(option: str, path: Path, model: Path | None) -> None:
 
 
 def is_same_path(one: Path, other: Path) -> bool:
-    """Tell whether both lead to the same file, links followed."""
+    """Return whether both lead to the same file, links followed."""
     return os.path.realpath(one) == os.path.realpath(other)
 
 

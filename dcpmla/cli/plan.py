@@ -286,8 +286,8 @@ def _measured_report(path: Path, predicted: Sequence[tuple[Row, float | None]]) 
             times = f"{measured_us(row):>10,.1f} {time:>10,.1f} {ratios[-1]:>6.2f}"
             lines.append(f"{' '.join(filter(None, names)):<26} {times}  {sizes}")
     skipped = len(predicted) - len(ratios)
-    found = f"{min(ratios):.2f} to {max(ratios):.2f}, median {median(ratios):.2f}" if ratios else "nothing"
-    return [*lines, f"predicted / measured is {found} ({len(ratios)} rows; {skipped} have no prediction)"]
+    span = f"{min(ratios):.2f} to {max(ratios):.2f}, median {median(ratios):.2f}" if ratios else "nothing"
+    return [*lines, f"predicted / measured is {span} ({len(ratios)} rows; {skipped} have no prediction)"]
 
 
 def _plot(path: Path, plans: Sequence[Plan], title: str) -> None:

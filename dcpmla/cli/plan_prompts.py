@@ -55,7 +55,7 @@ class FirstToken:
 
 
 class PromptPlan:
-    """Steps with pieces of prompts under one plan, without decodes and beside the plan's share of them.
+    """Steps with pieces of prompts under one plan, alone and with the plan's share of decodes.
 
     Args:
         machine: Speeds of the GPUs.
@@ -67,7 +67,7 @@ class PromptPlan:
 
     Attributes:
         costs: Time of pieces of prompts.
-        loads: Numbers of decodes beside a piece; 0 alone if they leave no room in a step.
+        loads: Numbers of decodes in a step; 0 alone if decodes leave no room for prompts.
     """
 
     def __init__(
@@ -126,39 +126,39 @@ class PromptPlan:
         return [self.first_token(num_tokens, load) for load in self.loads]
 
     def as_json(self, num_tokens: int) -> dict[str, Any]:
-        """Return all predictions, with those of a prompt of so many tokens."""
+        """Return all predictions; `num_tokens` is the length of the prompt."""
         steps = [asdict(step) | {"graph": step.graph and step.graph._asdict()} for row in self.steps() for step in row]
-        return {"steps": steps, "first_token": [asdict(found) for found in self.first_tokens(num_tokens)]}
+        return {"steps": steps, "first_token": [asdict(way) for way in self.first_tokens(num_tokens)]}
 
     def report(self, name: str, num_tokens: int) -> list[str]:
-        """Return the lines to print of a setting and of a prompt of so many tokens."""
-        decodes = f", alone and beside {self.loads[-1]:,} decodes of {self._context:,} tokens" if self._beside else ""
+        """Return the lines to print; `name` names the setting, `num_tokens` is the length of the prompt."""
+        decodes = f", alone and with {self.loads[-1]:,} decodes of {self._context:,} tokens" if self._has_both else ""
         lines = [f"steps of {name} with a piece of a prompt{decodes}", *align([_cells(row) for row in self.steps()])]
-        if not self._beside:
+        if not self._has_both:
             lines.append(f"decodes leave no room for prompts in a step of {self._limit:,} tokens")
-        alone, *beside = self.first_tokens(num_tokens)
-        found = f"a prompt of {num_tokens:,} tokens takes {_ms(alone.time_us)} ms to its first token"
-        for load in beside:
-            found += f"; beside {load.num_decodes:,} decodes {_ms(load.time_us)} ms in {load.num_steps:,} steps"
-            found += f", each at most {_ms(load.longest_wait_us)} ms longer than with decodes alone"
-        return [*lines, found]
+        alone, *loaded = self.first_tokens(num_tokens)
+        line = f"a prompt of {num_tokens:,} tokens takes {_ms(alone.time_us)} ms to its first token"
+        for load in loaded:
+            line += f"; with {load.num_decodes:,} decodes {_ms(load.time_us)} ms in {load.num_steps:,} steps"
+            line += f", each at most {_ms(load.longest_wait_us)} ms longer than with decodes alone"
+        return [*lines, line]
 
     @property
-    def _beside(self) -> bool:
-        """Return whether a step has room for prompts beside the decodes."""
+    def _has_both(self) -> bool:
+        """Return whether a step has room for decodes and prompts."""
         return len(self.loads) > 1
 
 
 def _cells(steps: list[PromptStep]) -> dict[str, str]:
-    """Return a line of the table: a piece without decodes, then beside them."""
-    alone, *beside = steps
+    """Return a line of the table: a piece alone, then with decodes."""
+    alone, *loaded = steps
     cells = {
         "prompt tokens": f"{alone.new:,}",
         "after": f"{alone.context:,}",
         "graph": _graph(alone),
         "step ms": _ms(alone.step_us["total"]),
     }
-    for step in beside:
+    for step in loaded:
         cells |= {"graph with decodes": _graph(step), "with decodes ms": _ms(step.step_us["total"])}
         cells["decodes wait ms"] = _ms(step.wait_us)
     return cells

@@ -132,12 +132,12 @@ def _graph_makers(
         num_running: Limit of requests that run at the same time.
         tokens_per_request: Width of the pieces that absorbed attention cuts requests into.
     """
-    num_seqs, most = min(num_running, options.max_num_batched_tokens), options.max_num_batched_tokens
+    num_seqs, limit = min(num_running, options.max_num_batched_tokens), options.max_num_batched_tokens
     token = torch.zeros((), dtype=torch.int64, device=model.device)
     sizes = max_model_len, num_seqs, options.max_query_len - 1
 
     def new_mixed(cache: Cache, steps: StepBuilder, longest: int) -> MixedGraph:
-        return MixedGraph(model, cache, steps, mesh, most, num_seqs, longest, tokens_per_request)
+        return MixedGraph(model, cache, steps, mesh, limit, num_seqs, longest, tokens_per_request)
 
     def new_decode(cache: Cache, steps: StepBuilder, longest: int) -> DecodeGraph:
         return DecodeGraph(model.decode, token, cache, steps, mesh, num_seqs, longest, options.max_query_len)
@@ -145,7 +145,7 @@ def _graph_makers(
     mixed = GraphMaker("steps with prompts", new_mixed, model, dcp, mesh, *sizes)
     makers = [GraphMaker("decode steps", new_decode, model, dcp, mesh, *sizes)]
     if options.speculative_method == "mtp":
-        model.keep_hidden_states(max(most, num_seqs, MAX_DRAFT_ROWS))
+        model.keep_hidden_states(max(limit, num_seqs, MAX_DRAFT_ROWS))
         makers += mtp_graphs(options.num_speculative_tokens, model, dcp, mesh, num_seqs, max_model_len)
     return mixed, *makers
 

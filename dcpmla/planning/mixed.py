@@ -1,4 +1,4 @@
-"""Time of steps with pieces of prompts: all tokens' products, attention of the pieces, and of decodes beside them."""
+"""Time of steps with pieces of prompts: all tokens' products, attention of the pieces, attention of the decodes."""
 
 from functools import lru_cache
 
@@ -19,7 +19,7 @@ class MixedSteps:
         setting: Cut and cache of the model.
         costs: Time of pieces of prompts, by the same machine, model and setting.
         num_decodes: Number of requests that decode in the step.
-        context: Cached tokens of each of these requests.
+        context: Number of cached tokens of a decode.
     """
 
     def __init__(

@@ -50,8 +50,8 @@ class Setting:
             )
         self.dcp_config  # noqa: B018 (raises for sizes that do not divide)
         if self.num_ranks % self.tp:
-            wanted = f"a multiple of tensor_parallel_size (-tp) {self.tp}"
-            raise ValueError(f"num_gpus (--num-gpus) is {self.num_gpus}; it must be {wanted}")
+            multiple = f"a multiple of tensor_parallel_size (-tp) {self.tp}"
+            raise ValueError(f"num_gpus (--num-gpus) is {self.num_gpus}; it must be {multiple}")
 
     @property
     def dcp_config(self) -> DCPConfig:
@@ -168,11 +168,11 @@ def _exchange_and_attention_us(
     """Return the times of one layer."""
     num_heads, num_tokens = attention.config.heads_per_rank(setting.tp) * setting.dcp, batch * setting.query_len
     row_bytes = attention.row_bytes(setting.kv_cache_dtype)
-    where = setting.dcp, machine.num_nodes(setting.dcp, setting.num_ranks), backend
+    layout = setting.dcp, machine.num_nodes(setting.dcp, setting.num_ranks), backend
     return {
-        "gather": exchange_us(machine, "gather_heads", num_tokens, num_heads, reads.query_dim, *where),
+        "gather": exchange_us(machine, "gather_heads", num_tokens, num_heads, reads.query_dim, *layout),
         "attention": attention_us(machine, reads, row_bytes, num_heads, batch, setting.dcp, setting.query_len),
-        "combine": exchange_us(machine, "combine", num_tokens, num_heads, reads.out_dim, *where),
+        "combine": exchange_us(machine, "combine", num_tokens, num_heads, reads.out_dim, *layout),
     }
 
 

@@ -139,9 +139,9 @@ class GraphSet:
     def _agree(self, reason: str) -> None:
         """Raise CannotCapture on every rank if some rank has a reason."""
         reasons = gather_values(reason, self._mesh.tp_group, "agreeing on CUDA graphs")
-        for rank, found in enumerate(reasons):
-            if found:
-                raise CannotCapture(f"{found}, on rank {rank}")
+        for rank, text in enumerate(reasons):
+            if text:
+                raise CannotCapture(f"{text}, on rank {rank}")
 
 
 class _Recorder:
@@ -242,6 +242,6 @@ def _reason(error: BaseException) -> str:
     if isinstance(error.__context__, RuntimeError):  # a capture that breaks off raises once more when it ends
         error = error.__context__
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_TORCH)]
-    where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""
+    line = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""
     words = str(error).partition("\n")[0].partition(" GPU ")[0].rstrip(".")  # less torch's account of the memory
-    return (words or type(error).__name__) + where
+    return (words or type(error).__name__) + line

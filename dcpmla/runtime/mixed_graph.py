@@ -89,10 +89,10 @@ class MixedGraph:
         self._tokens = {True: absorbed, False: token_sizes(max_num_tokens)}
         self.sizes = sorted(MixedSize(size, kind) for kind, sizes in self._tokens.items() for size in sizes)
         self._graphs = GraphSet(self._compute, "graph", mesh, model.device)
-        most = max(size.num_tokens for size in self.sizes)
-        self._token_ids = torch.zeros(most, dtype=torch.int64, device=model.device)
+        largest = max(size.num_tokens for size in self.sizes)
+        self._token_ids = torch.zeros(largest, dtype=torch.int64, device=model.device)
         self._workspace = decode_workspace(model.device)
-        self._columns = self._empty_columns(most)
+        self._columns = self._empty_columns(largest)
         self._out: Tensor | None = None
 
     @property

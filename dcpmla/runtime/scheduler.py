@@ -246,12 +246,12 @@ class Scheduler:
         num_full = (request.num_tokens - 1) // self.allocator.block_tokens if reuses else 0
         keys = request.block_keys(0, num_full, self.allocator.block_tokens)
         has_states = self.allocator.states.num_states > 0
-        found, remembered = self.allocator.find_with_state(keys) if has_states else (self.allocator.find(keys), None)
-        self.allocator.share(found)
-        num_new = self._num_blocks(request.num_tokens) - len(found)
+        known, remembered = self.allocator.find_with_state(keys) if has_states else (self.allocator.find(keys), None)
+        self.allocator.share(known)
+        num_new = self._num_blocks(request.num_tokens) - len(known)
         # Each running request may need a block soon. Without one left for it, the new request would be preempted.
         if num_new + len(self.running) > self.allocator.num_free:
-            self.allocator.free(found)
+            self.allocator.free(known)
             self._refused = request, self.allocator.num_free, self.allocator.num_remembered
             return False
         if has_states:
@@ -259,9 +259,9 @@ class Scheduler:
             assert request.state is not None
             if remembered is not None:
                 batch.copies.append((remembered, request.state))
-        request.block_ids = array("q", found + self.allocator.allocate(num_new))
-        request.num_remembered_blocks = len(found)
-        request.num_computed_tokens = len(found) * self.allocator.block_tokens
+        request.block_ids = array("q", known + self.allocator.allocate(num_new))
+        request.num_remembered_blocks = len(known)
+        request.num_computed_tokens = len(known) * self.allocator.block_tokens
         return True
 
     def _grow(self, request: Request) -> bool:

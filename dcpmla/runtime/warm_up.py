@@ -61,16 +61,16 @@ def _rounds(engine: Engine, longest: int) -> list[tuple[list[list[int]], Samplin
     Args:
         longest: Tokens of the longest prompt.
     """
-    most, rng, vocabulary = engine.scheduler.max_num_batched_tokens, random.Random(0), range(engine.model.vocab_size)
-    rounds = [([rng.choices(vocabulary, k=size)], _PREFILL) for size in sizes(min(longest, most))]
-    size = min(longest, most + most // 2)
-    prompts = [rng.choices(vocabulary, k=size) for _ in range(most // size + 2)]
+    budget, rng, vocabulary = engine.scheduler.max_num_batched_tokens, random.Random(0), range(engine.model.vocab_size)
+    rounds = [([rng.choices(vocabulary, k=size)], _PREFILL) for size in sizes(min(longest, budget))]
+    size = min(longest, budget + budget // 2)
+    prompts = [rng.choices(vocabulary, k=size) for _ in range(budget // size + 2)]
     rounds += [(prompts, _GREEDY), ([prompt[:64] for prompt in prompts], _DRAWN)]
     if engine.scheduler.enable_prefix_caching:
         turns = [min(length, longest // 2) for length in (_TURN_TOKENS, _FEW_TOKENS)]
         document = rng.choices(vocabulary, k=min(_DOCUMENT_TOKENS, longest - turns[0]))
         for turn in turns:
-            for count in sizes(min(engine.scheduler.max_num_seqs, max(1, most // turn))) if turn else ():
+            for count in sizes(min(engine.scheduler.max_num_seqs, max(1, budget // turn))) if turn else ():
                 rounds.append(([document + rng.choices(vocabulary, k=turn) for _ in range(count)], _PREFILL))
     return rounds
 

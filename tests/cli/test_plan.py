@@ -61,7 +61,7 @@ def test_command_writes_the_plan(config_file: Path, tmp_path: Path, capfd: pytes
         for load in (0, 2)
     ]
     assert re.search(
-        r"^steps of tp [48], .* alone and beside 2 decodes of 200 tokens\n"
+        r"^steps of tp [48], .* alone and with 2 decodes of 200 tokens\n"
         r"prompt tokens +after +graph +step ms +graph with decodes +with decodes ms +decodes wait ms\n"
         r"( +(64|512|1,024) +(0|200) +\S.*\n){6}a prompt of 1,500 tokens takes ",
         printed,
@@ -69,7 +69,7 @@ def test_command_writes_the_plan(config_file: Path, tmp_path: Path, capfd: pytes
     )
     alone, beside = prompts["first_token"]
     assert (alone["num_tokens"], alone["num_steps"], alone["longest_wait_us"]) == (1500, 2, 0)
-    waits = f"beside 2 decodes {beside['time_us'] / 1e3:.2f} ms in {beside['num_steps']} steps, each at most "
+    waits = f"with 2 decodes {beside['time_us'] / 1e3:.2f} ms in {beside['num_steps']} steps, each at most "
     assert waits + f"{beside['longest_wait_us'] / 1e3:.2f} ms longer than with decodes alone" in printed
     lines = [line for line in printed.splitlines() if re.match(r"(gather_heads|combine) ", line)]
     for row, line in zip(content["measured"], lines, strict=True):

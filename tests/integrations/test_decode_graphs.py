@@ -49,7 +49,7 @@ def test_a_block_table_no_wider_than_the_longest_request(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failure_is_said_once(rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """By the first rank; and nobody tries again over the next cache."""
+    """By the first rank; and no rank tries again over the next cache."""
     tries = []
 
     def capture(graph: DecodeGraph, *_: Any) -> None:
@@ -66,7 +66,7 @@ def test_a_failure_is_said_once(rank: int, monkeypatch: pytest.MonkeyPatch, capl
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_captures_are_announced(rank: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """On all ranks, each before it begins, but not those that measure; without a terminal no bar is shown."""
+    """All ranks announce each capture before it begins, but none that measures. Without a terminal no bar appears."""
     lines, captured = list[str](), list[int]()
 
     def capture(graph: DecodeGraph, num_sizes: int | None = None, track: Track = iter) -> None:

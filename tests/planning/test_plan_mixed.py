@@ -23,7 +23,7 @@ from dcpmla.runtime.scheduler import Scheduler
 from tests.support.models import FAMILIES, tiny_config
 from tests.support.plan_cases import FP8, RESULTS, read_glm5, read_v3, read_v32, within
 
-# The published read rate, of which an H200 reaches 93 %.
+# An H100 reads 93 % of the published rate, as an H200 does.
 H100 = change_machine(H200X8, {"memory_bytes": 80 << 30, "hbm_gb_per_s": 3350 * 4460 / 4800}, "h100")
 ALONE = Setting(tp=1, dcp=1, kv_cache_dtype="bf16")
 
@@ -41,13 +41,13 @@ def prompts_of(model: ModelSize, setting: Setting, batch: int, context: int, lim
 @pytest.mark.parametrize("read", [read_v3, read_v32, read_glm5])
 @pytest.mark.parametrize(("tp", "dcp"), [(1, 1), (8, 4)])
 def test_a_step_is_a_decode_step_and_a_piece(read: Callable[[], ModelSize], tp: int, dcp: int) -> None:
-    """A piece of one token adds a row to all products but those of kv_b_proj, and its attention."""
+    """A piece of one token adds its attention, and a row to each product but kv_b_proj's."""
     model, setting = read(), Setting(tp=tp, dcp=dcp, kv_cache_dtype="bf16")
     step = steps_of(model, setting, 32).step_us(1, 1000, 33, is_one_graph=True)
     assert step["total"] == pytest.approx(step["products"] + step["piece"] + step["decodes"])
     assert step["piece"] == model.attention.costs(setting.dcp_config, kernel_rates(H200X8)).piece_us(1, 1000)
-    fewer, more = (predict_step(H200X8, model, setting, batch, 4096)["total"] for batch in (32, 33))
-    assert fewer < step["total"] - step["piece"] < more
+    low_us, high_us = (predict_step(H200X8, model, setting, batch, 4096)["total"] for batch in (32, 33))
+    assert low_us < step["total"] - step["piece"] < high_us
 
 
 def test_padding_costs_products_alone(v3: ModelSize) -> None:
@@ -103,7 +103,7 @@ def test_a_step_of_a_large_prompt_as_measured(precision: str) -> None:
 
 @pytest.mark.parametrize(("num_tokens", "num_decodes", "limit"), [(9000, 0, 2048), (13_000, 8, 2048), (300, 8, 64)])
 def test_prompts_are_cut_as_by_the_scheduler(num_tokens: int, num_decodes: int, limit: int) -> None:
-    """Beside decodes with a limit of their wait, which cuts pieces after a context."""
+    """With decodes, whose wait is limited, pieces after a context are smaller."""
     prompts = prompts_of(read_v3(), Setting(tp=8, dcp=8, kv_cache_dtype="bf16"), max(1, num_decodes), 4096, limit)
     scheduler = Scheduler(BlockAllocator(2000, 64), limit, 32, costs=prompts.costs)
     scheduler.waiting += [Request([name] * 2, SamplingParams(max_new_tokens=10_000)) for name in range(num_decodes)]
@@ -136,7 +136,7 @@ def test_decodes_without_room_for_prompts(v3: ModelSize) -> None:
 
 
 def test_sizes_of_graphs(v3: ModelSize) -> None:
-    """Of all tokens of a step, those of decodes among them; whole graphs where attention absorbs the piece."""
+    """Tokens of decodes count. Attention that absorbs the piece makes the step one graph."""
     prompts = prompts_of(v3, Setting(tp=8, dcp=1, kv_cache_dtype="bf16"), 32, 65536, 10_000)
     graphs = [str(prompts.step(*sizes).graph) for sizes in ((64, 65536, 0), (64, 65536, 32), (600, 0, 0), (740, 0, 32))]
     assert graphs == ["64 tokens, all absorbed", "96 tokens, all absorbed", "768 tokens", "1024 tokens"]
@@ -151,4 +151,4 @@ def test_every_family_has_steps(family: str) -> None:
     assert alone.wait_us == 0 < beside.wait_us <= beside.step_us["total"]
     assert alone.step_us["total"] <= beside.step_us["total"]
     content: Any = json.loads(json.dumps(prompts.as_json(300)))
-    assert [found["num_steps"] for found in content["first_token"]] == [2, len(prompts.pieces(300, 4))]
+    assert [way["num_steps"] for way in content["first_token"]] == [2, len(prompts.pieces(300, 4))]
