@@ -19,6 +19,7 @@ from dcpmla.cli.options import format_list, positive, positive_list
 from dcpmla.cli.output import align, write_json
 from dcpmla.cli.plan_prompts import PromptPlan
 from dcpmla.config import INDEX_CACHE_DTYPES, DCPConfig, divisors
+from dcpmla.fields import check_fields, option_label, whole
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.planning.capacity import FORMATS, capacity_table
@@ -30,6 +31,7 @@ from dcpmla.planning.weights import ModelSize
 
 # Fields that are printed with a measured row.
 _SIZES = ("tp", "dcp", "heads", "tokens", "num_layers", "batch", "context", "input_len", "kv_cache_dtype")
+_LIMITS = dict.fromkeys(("input_len", "max_num_batched_tokens"), whole(1, 1 << 24))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Predict, print, write."""
     check_outputs(args.json, args.plot, _inputs(args))
+    check_fields(_LIMITS, {name: getattr(args, name) for name in _LIMITS}, option_label)
     model = load_model_size(args.model).with_expert_dtype(args.expert_dtype)
     machine = load_machine(args.machine, model)
     rows = read_rows(args.measured, "--measured", model) if args.measured else []

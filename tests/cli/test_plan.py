@@ -131,6 +131,11 @@ def test_command_plans_sparse_models(tmp_path: Path, capfd: pytest.CaptureFixtur
         ),
         (["--batch", "1" + "0" * 30], "batch (--batch) is far more; it must be in [1, 1,099,511,627,776]"),
         (["--context", "1" + "0" * 400], "context (--context) is far more"),
+        (["--input-len", "1" + "0" * 400], "input_len (--input-len) is 1000"),
+        (
+            ["--max-num-batched-tokens", "16777217"],
+            "max_num_batched_tokens (--max-num-batched-tokens) is 16777217; it must be a whole number in [1, 16777216]",
+        ),
         (["-tp", "1000000000"], "must divide the model's 24 attention heads"),
         (["-dcp", "0"], "not a whole number of at least 1"),
         (["--kv-cache-dtype", "int4"], "choose from bf16, fp8, fp8_ds_mla"),
