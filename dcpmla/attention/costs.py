@@ -29,7 +29,7 @@ class AttentionCosts(Protocol):
 
 
 # Microseconds of a layer whose attention is launched between two graphs, beyond its kernels.
-_CUT_US = 150
+CUT_US = 150
 
 
 class LatentCosts:
@@ -71,7 +71,7 @@ class LatentCosts:
         routes = self._routes
         num_tiles = sum(routes.num_tiles(new) for new, _ in pieces)
         lost_us = sum(max(0.0, routes.absorbed_us(*piece) - routes.mha_us(*piece, num_tiles)) for piece in pieces)
-        return lost_us < _CUT_US
+        return lost_us < CUT_US
 
 
 def score_us(indexer: IndexerConfig, dcp: DCPConfig, rates: Rates) -> float:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # these import transformers, which only commands that run a m
     from dcpmla.comm.select import ChosenExchange
     from dcpmla.integrations.open_model import ModelFiles
     from dcpmla.runtime.engine import Engine
+    from dcpmla.runtime.graph import DecodeGraph
+    from dcpmla.runtime.mixed_graph import MixedGraph
 
 _NO_OPTIONS = ("decode_context_parallel_size", "context_workspace_tokens")  # fields of DCPConfig that are found apart
 
@@ -74,11 +76,24 @@ def build_engine(
     if job.ranks.is_first:
         print(f"ranks: {job.ranks.origin}\ncache: {engine.cache.sizes}")
         print(f"exchange: {chosen.exchange.name} ({chosen.reason})", flush=True)
-        if engine.graph is not None:
-            sizes, wide = engine.graph.batch_sizes, engine.graph.wide_sizes
-            of_drafts = f"; with drafts {len(wide)}, the largest of {wide[-1]}" if wide else ""
-            print(f"decode graphs: {len(sizes)}, the largest of {sizes[-1]} requests{of_drafts}", flush=True)
+        for line in graph_lines(engine.graph, engine.mixed_graph):
+            print(line, flush=True)
     return engine, chosen
+
+
+def graph_lines(graph: "DecodeGraph | None", mixed_graph: "MixedGraph | None") -> list[str]:
+    """Return the lines to print about an engine's CUDA graphs: how many there are, and the largest."""
+    lines = []
+    if graph is not None:
+        sizes, wide = graph.batch_sizes, graph.wide_sizes
+        of_drafts = f"; with drafts {len(wide)}, the largest of {wide[-1]}" if wide else ""
+        lines.append(f"decode graphs: {len(sizes)}, the largest of {sizes[-1]} requests{of_drafts}")
+    if mixed_graph is not None:
+        num_absorbed, largest = sum(size.is_absorbed for size in mixed_graph.sizes), mixed_graph.sizes[-1].num_tokens
+        of_absorbed = f"; with all pieces absorbed {num_absorbed}, the largest of {mixed_graph.max_absorbed_tokens}"
+        counts = f"{mixed_graph.num_sizes - num_absorbed}, the largest of {largest} tokens"
+        lines.append(f"graphs of steps with prompts: {counts}{of_absorbed if num_absorbed else ''}")
+    return lines
 
 
 # ---- values of options, read for argparse

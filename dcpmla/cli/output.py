@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -53,8 +53,15 @@ def _check_not_in_model(option: str, path: Path, model: Path | None) -> None:
 
 
 def is_same_path(one: Path, other: Path) -> bool:
-    """Tell whether both lead to the same file, links followed."""
+    """Return whether both lead to the same file, links followed."""
     return os.path.realpath(one) == os.path.realpath(other)
+
+
+def align(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the lines of a table: the names of its columns, then rows with the same names, all aligned right."""
+    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

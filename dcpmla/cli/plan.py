@@ -16,21 +16,22 @@ from dcpmla.bench.plots import check_outputs, new_figure, save_figure
 from dcpmla.cache.formats import format_name
 from dcpmla.cache.index_keys import index_format_name
 from dcpmla.cli.options import format_list, positive, positive_list
-from dcpmla.cli.output import write_json
+from dcpmla.cli.output import align, write_json
+from dcpmla.cli.plan_prompts import PromptPlan
 from dcpmla.config import INDEX_CACHE_DTYPES, DCPConfig, divisors
+from dcpmla.fields import check_fields, option_label, whole
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.planning.capacity import FORMATS, capacity_table
 from dcpmla.planning.machine import H200X8, PRESETS, Machine, change_machine, read_json
 from dcpmla.planning.measured import Row, calibrate, measured_us, predict_row, read_rows
 from dcpmla.planning.predict import Setting
-from dcpmla.planning.prefill import PrefillCosts
 from dcpmla.planning.recommend import Plan, cache_bytes, make_plan, recommend
 from dcpmla.planning.weights import ModelSize
 
 # Fields that are printed with a measured row.
 _SIZES = ("tp", "dcp", "heads", "tokens", "num_layers", "batch", "context", "input_len", "kv_cache_dtype")
-_TURN_TOKENS, _STEP_TOKENS = 64, 2048  # sizes of prompts whose times are printed: a turn of a conversation, a step
+_LIMITS = dict.fromkeys(("input_len", "max_num_batched_tokens"), whole(1, 1 << 24))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--index-cache-dtype", choices=INDEX_CACHE_DTYPES, default="auto", help=index)
     add("--batch", type=positive, default=32, metavar="B", help="requests that decode at once, on the whole job")
     add("--context", type=positive, default=131072, metavar="S", help="tokens of each of them")
+    add("--input-len", type=positive, default=8192, metavar="N", help="tokens of a prompt to predict")
+    limit = "limit of a step's tokens, pieces of prompts among them"
+    add("--max-num-batched-tokens", type=positive, default=8192, metavar="N", help=limit)
     drafts = "drafts of each request that a step verifies; their making is not counted"
     add("--num-speculative-tokens", type=int, default=0, metavar="K", help=drafts)
     rate = "probability that a draft is accepted, if those before it are"
@@ -71,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Predict, print, write."""
     check_outputs(args.json, args.plot, _inputs(args))
+    check_fields(_LIMITS, {name: getattr(args, name) for name in _LIMITS}, option_label)
     model = load_model_size(args.model).with_expert_dtype(args.expert_dtype)
     machine = load_machine(args.machine, model)
     rows = read_rows(args.measured, "--measured", model) if args.measured else []
@@ -78,11 +83,14 @@ def run(args: argparse.Namespace) -> None:
     settings = _settings(args, model)
     plans = [make_plan(machine, model, setting, args.batch, args.context) for setting in settings]
     best, reason = recommend(machine, plans, args.batch, args.context)
+    prompts = PromptPlan(machine, model, best, args.batch, args.context, args.max_num_batched_tokens)
     if args.json:
-        write_json(args.json, _as_json(args, machine, plans, best, reason, predicted))
+        content = _as_json(args, machine, plans, best, reason, predicted)
+        write_json(args.json, content | {"prompts": prompts.as_json(args.input_len)})
     if args.plot:
         _plot(args.plot, plans, f"{args.model.name} on {machine.name}: {args.batch:,} x {args.context:,} tokens")
     print("\n".join(_report(args, machine, model, plans, best, reason)))
+    print("\n".join(["", *prompts.report(str(best.setting), args.input_len)]))
     if args.measured:
         print("\n".join(_measured_report(args.measured, predicted)))
 
@@ -193,17 +201,7 @@ def _report(
         shares = "each replica of the TP group takes its share of the requests"
         lines.append(f"{args.num_gpus:,} GPUs in {best.num_nodes:,} nodes; {shares}")
     lines += ["", *_table(plans), "", *_capacity(machine, model, plans), "", f"recommended: {best.setting}. {reason}"]
-    lines.append(_prompts(machine, model, best, args.context))
     return [*lines, *(f"note: {note}" for note in _notes(args, machine, model, plans))]
-
-
-def _prompts(machine: Machine, model: ModelSize, plan: Plan, context: int) -> str:
-    """Return a line on the time that prompts add to a step."""
-    costs = PrefillCosts(machine, model, plan.setting, _STEP_TOKENS)
-    turn_ms, step_ms = costs.piece_us(_TURN_TOKENS, context) / 1e3, costs.piece_us(_STEP_TOKENS, 0) / 1e3
-    turn = f"{turn_ms:.2f} ms for a turn of {_TURN_TOKENS} tokens after {context:,}"
-    step = f"{step_ms:.2f} ms for {_STEP_TOKENS:,} tokens without a context"
-    return f"prompts add to a step of {plan.setting}: {turn}, {step}"
 
 
 def _notes(args: argparse.Namespace, machine: Machine, model: ModelSize, plans: Sequence[Plan]) -> list[str]:
@@ -227,7 +225,7 @@ def _table(plans: Sequence[Plan]) -> list[str]:
     rows = [_cells(plan) for plan in plans]
     if all(plan.num_replicas == 1 for plan in plans):
         rows = [{name: cell for name, cell in row.items() if name != "replicas"} for row in rows]
-    return _align(rows)
+    return align(rows)
 
 
 def _cells(plan: Plan) -> dict[str, str]:
@@ -255,12 +253,6 @@ def _crossover(plan: Plan) -> str:
     return "never" if context is None else f"{context:,} tokens"
 
 
-def _align(rows: Sequence[dict[str, str]]) -> list[str]:
-    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-
-
 def _capacity(machine: Machine, model: ModelSize, plans: Sequence[Plan]) -> list[str]:
     """Return a table of what each format would hold, with the largest of the TP sizes."""
     tp = max(plan.tp for plan in plans)
@@ -283,7 +275,7 @@ def _capacity(machine: Machine, model: ModelSize, plans: Sequence[Plan]) -> list
     ]
     caches = f"what caches of {gpu_bytes / 1e9:.1f} GB on each GPU hold, with tp {tp}; a GB is one of each GPU"
     states = f", besides the states of {widest.num_states:,} requests" if widest.num_states else ""
-    return [caches + states, *_align(rows)]
+    return [caches + states, *align(rows)]
 
 
 def _measured_report(path: Path, predicted: Sequence[tuple[Row, float | None]]) -> list[str]:
@@ -297,8 +289,8 @@ def _measured_report(path: Path, predicted: Sequence[tuple[Row, float | None]]) 
             times = f"{measured_us(row):>10,.1f} {time:>10,.1f} {ratios[-1]:>6.2f}"
             lines.append(f"{' '.join(filter(None, names)):<26} {times}  {sizes}")
     skipped = len(predicted) - len(ratios)
-    found = f"{min(ratios):.2f} to {max(ratios):.2f}, median {median(ratios):.2f}" if ratios else "nothing"
-    return [*lines, f"predicted / measured is {found} ({len(ratios)} rows; {skipped} have no prediction)"]
+    span = f"{min(ratios):.2f} to {max(ratios):.2f}, median {median(ratios):.2f}" if ratios else "nothing"
+    return [*lines, f"predicted / measured is {span} ({len(ratios)} rows; {skipped} have no prediction)"]
 
 
 def _plot(path: Path, plans: Sequence[Plan], title: str) -> None:

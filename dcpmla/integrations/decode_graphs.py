@@ -1,17 +1,18 @@
 """CUDA graphs of a whole model: measured before there is a cache, captured over it."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import torch
+from tqdm import tqdm
 
 from dcpmla.attention.build import StepBuilder
 from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.parallel.mesh import DCPMesh
-from dcpmla.runtime.capture import CannotCapture
+from dcpmla.runtime.capture import CannotCapture, Track
 
 _logger = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ class StepGraph(Protocol):
     @property
     def num_sizes(self) -> int: ...
 
-    def capture(self, num_sizes: int | None = None) -> None: ...
+    def capture(self, num_sizes: int | None = None, track: Track = iter) -> None: ...
 
 
 Graph = TypeVar("Graph", bound=StepGraph)
@@ -35,7 +36,7 @@ class GraphMaker(Generic[Graph]):
     TP group.
 
     Args:
-        name: Name of the steps in a warning.
+        name: Name of the steps in a warning and a progress bar.
         new: Function that returns graphs over a cache, not captured.
         max_model_len: Longest sequence.
         max_num_seqs: Limit of requests in a step.
@@ -57,9 +58,22 @@ class GraphMaker(Generic[Graph]):
         self._max_model_len, self._max_num_seqs, self._num_drafts = max_model_len, max_num_seqs, num_drafts
         self._has_failed = False
 
-    def capture(self, cache: Cache) -> Graph | None:
-        """Capture the graphs over a cache; or return None, and the first rank logs the reason."""
-        return self._capture(cache, min(self._max_model_len, cache.sizes.tokens_total))
+    def capture(self, cache: Cache, on_step: Callable[[str], object] = lambda line: None) -> Graph | None:
+        """Capture the graphs over a cache; or return None, and the first rank logs the reason.
+
+        The first rank shows a progress bar if it has a terminal.
+
+        Args:
+            on_step: Function of a line on the next capture, called before it.
+        """
+
+        def track(sizes: Sequence[Hashable]) -> Iterator[Hashable]:
+            disable = None if self._mesh.tp_rank == 0 else True
+            for size in tqdm(sizes, desc=f"capturing {self._name}", unit="graph", disable=disable):
+                on_step(f"capturing {self._name}: {size}")
+                yield size
+
+        return self._capture(cache, min(self._max_model_len, cache.sizes.tokens_total), track=track)
 
     def make(self, cache: Cache) -> Graph:
         """Return the graphs over a cache, not captured: they pad their steps, and run them eagerly."""
@@ -87,12 +101,12 @@ class GraphMaker(Generic[Graph]):
         steps = self._model.attention.step_builder(cache.sizes, self._dcp, self._mesh.dcp_rank, self._model.device)
         return self._new(cache, steps, longest)
 
-    def _capture(self, cache: Cache, longest: int, num_sizes: int | None = None) -> Graph | None:
+    def _capture(self, cache: Cache, longest: int, num_sizes: int | None = None, track: Track = iter) -> Graph | None:
         if self._has_failed:
             return None
         graph = self._make(cache, longest)
         try:
-            graph.capture(num_sizes)
+            graph.capture(num_sizes, track)
         except CannotCapture as reason:
             self._has_failed = True
             if self._mesh.tp_rank == 0:

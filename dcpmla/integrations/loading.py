@@ -59,7 +59,7 @@ def load_engine(
         options: Options of the engine; None for the defaults.
         seq_lens: Lengths of all future sequences, if known: the cache is then no larger than their total.
         num_local_ranks: Number of ranks that share the host's memory.
-        on_step: Function of a line on the next step, called before it.
+        on_step: Function of a line on the next capture or step, called before it.
     Raises:
         ValueError: The checkpoint is broken, sizes do not divide, the model does not support an option, or memory does
             not hold the longest sequence.
@@ -100,8 +100,8 @@ def load_engine(
     plan = plan_cache(sharded, dcp, mesh, seq_lens, num_bytes, num_running, options.max_query_len - 1)
     with agree():
         cache = plan.allocate(device)
-    mixed_graph = mixed.capture(cache) if is_captured else None
-    graph, *captured = [maker.capture(cache) if is_captured else None for maker in makers]
+    mixed_graph = mixed.capture(cache, on_step) if is_captured else None
+    graph, *captured = [maker.capture(cache, on_step) if is_captured else None for maker in makers]
     mtp = [graph_of or maker.make(cache) for graph_of, maker in zip(captured, makers[1:], strict=True)]
     method, num_drafts = options.speculative_method, options.num_speculative_tokens
     drafter = make_drafter(method, num_drafts, sharded, cache, mesh, mtp)
@@ -132,12 +132,12 @@ def _graph_makers(
         num_running: Limit of requests that run at the same time.
         tokens_per_request: Width of the pieces that absorbed attention cuts requests into.
     """
-    num_seqs, most = min(num_running, options.max_num_batched_tokens), options.max_num_batched_tokens
+    num_seqs, limit = min(num_running, options.max_num_batched_tokens), options.max_num_batched_tokens
     token = torch.zeros((), dtype=torch.int64, device=model.device)
     sizes = max_model_len, num_seqs, options.max_query_len - 1
 
     def new_mixed(cache: Cache, steps: StepBuilder, longest: int) -> MixedGraph:
-        return MixedGraph(model, cache, steps, mesh, most, num_seqs, longest, tokens_per_request)
+        return MixedGraph(model, cache, steps, mesh, limit, num_seqs, longest, tokens_per_request)
 
     def new_decode(cache: Cache, steps: StepBuilder, longest: int) -> DecodeGraph:
         return DecodeGraph(model.decode, token, cache, steps, mesh, num_seqs, longest, options.max_query_len)
@@ -145,7 +145,7 @@ def _graph_makers(
     mixed = GraphMaker("steps with prompts", new_mixed, model, dcp, mesh, *sizes)
     makers = [GraphMaker("decode steps", new_decode, model, dcp, mesh, *sizes)]
     if options.speculative_method == "mtp":
-        model.keep_hidden_states(max(most, num_seqs, MAX_DRAFT_ROWS))
+        model.keep_hidden_states(max(limit, num_seqs, MAX_DRAFT_ROWS))
         makers += mtp_graphs(options.num_speculative_tokens, model, dcp, mesh, num_seqs, max_model_len)
     return mixed, *makers
 

@@ -50,8 +50,8 @@ class Setting:
             )
         self.dcp_config  # noqa: B018 (raises for sizes that do not divide)
         if self.num_ranks % self.tp:
-            wanted = f"a multiple of tensor_parallel_size (-tp) {self.tp}"
-            raise ValueError(f"num_gpus (--num-gpus) is {self.num_gpus}; it must be {wanted}")
+            multiple = f"a multiple of tensor_parallel_size (-tp) {self.tp}"
+            raise ValueError(f"num_gpus (--num-gpus) is {self.num_gpus}; it must be {multiple}")
 
     @property
     def dcp_config(self) -> DCPConfig:
@@ -104,15 +104,24 @@ def predict_step(
     for parameter in model.parameters:
         for part, time in parameter_us(machine, model, parameter, setting, num_tokens).items():
             parts[part] += parameter.count * time
-    for reads in attention.reads(context):
-        times = _exchange_and_attention_us(machine, attention, reads, setting, batch, backend)
-        for part, time in times.items():
-            parts[part] += reads.num_layers * time
-        if reads.num_keys:
-            for part, time in _selection_us(machine, attention.config.indexer, reads, setting, batch, backend).items():
-                parts[part] += reads.num_layers * time
+    for part, time in decode_attention_us(machine, attention, setting, batch, context, backend).items():
+        parts[part] += time
     parts["projections"] += attention.num_layers * machine.layer_us
     return {"total": sum(parts.values()), **parts}
+
+
+def decode_attention_us(
+    machine: Machine, attention: AttentionKind, setting: Setting, batch: int, context: int, backend: str = "auto"
+) -> dict[str, float]:
+    """Return the microseconds of all layers' decode attention, by part: selections and the exchange included."""
+    parts: dict[str, float] = {}
+    for reads in attention.reads(context):
+        times = [_exchange_and_attention_us(machine, attention, reads, setting, batch, backend)]
+        if reads.num_keys:
+            times.append(_selection_us(machine, attention.config.indexer, reads, setting, batch, backend))
+        for part, time in (item for of_layer in times for item in of_layer.items()):
+            parts[part] = parts.get(part, 0.0) + reads.num_layers * time
+    return parts
 
 
 def floor_us(machine: Machine, model: ModelSize, setting: Setting, batch: int, context: int) -> float:
@@ -159,11 +168,11 @@ def _exchange_and_attention_us(
     """Return the times of one layer."""
     num_heads, num_tokens = attention.config.heads_per_rank(setting.tp) * setting.dcp, batch * setting.query_len
     row_bytes = attention.row_bytes(setting.kv_cache_dtype)
-    where = setting.dcp, machine.num_nodes(setting.dcp, setting.num_ranks), backend
+    layout = setting.dcp, machine.num_nodes(setting.dcp, setting.num_ranks), backend
     return {
-        "gather": exchange_us(machine, "gather_heads", num_tokens, num_heads, reads.query_dim, *where),
+        "gather": exchange_us(machine, "gather_heads", num_tokens, num_heads, reads.query_dim, *layout),
         "attention": attention_us(machine, reads, row_bytes, num_heads, batch, setting.dcp, setting.query_len),
-        "combine": exchange_us(machine, "combine", num_tokens, num_heads, reads.out_dim, *where),
+        "combine": exchange_us(machine, "combine", num_tokens, num_heads, reads.out_dim, *layout),
     }
 
 

@@ -49,7 +49,11 @@ class PrefillCosts:
 
         More new tokens and longer contexts take no less.
         """
-        return new * self._token_us + self._attention.piece_us(new, context)
+        return new * self._token_us + self.attention_us(new, context)
+
+    def attention_us(self, new: int, context: int) -> float:
+        """Return the part of `piece_us` that attention takes."""
+        return self._attention.piece_us(new, context)
 
     def choose_absorbed(self, pieces: Sequence[tuple[int, int]]) -> list[bool]:
         """Return which pieces (new tokens, tokens before them) attend with absorbed queries."""

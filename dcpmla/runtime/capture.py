@@ -3,7 +3,7 @@
 import gc
 import traceback
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
@@ -19,6 +19,8 @@ from dcpmla.parallel.mesh import DCPMesh
 
 # Function of a size and of what interrupts the capture; None where nothing may.
 Compute = Callable[[Any, Cut | None], None]
+# Function that yields the sizes to capture, in order, and shows the progress.
+Track = Callable[[Sequence[Hashable]], Iterable[Hashable]]
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -61,9 +63,11 @@ class GraphSet:
         for part in self._parts[size]:
             part(argument)
 
-    def capture(self, sizes: Sequence[Hashable]) -> None:
+    def capture(self, sizes: Sequence[Hashable], track: Track = iter) -> None:
         """Capture sizes, the largest first. Collective over the TP group.
 
+        Args:
+            track: Function that is called with the sizes, and yields each before its capture.
         Raises:
             CannotCapture: On every rank, when some rank's computation waits for the GPU, or has no memory left.
             RuntimeError: The computation fails without a graph too, or it breaks a capture off, after which torch's
@@ -77,7 +81,7 @@ class GraphSet:
                 stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
                 self._warm_up(sizes[0], stream)
                 self._agree(self._host_sync(sizes[0], stream))
-                for size in sizes:
+                for size in track(sizes):
                     self._warm_up(size, stream)
                     self._agree(self._capture(size, stream, pool))
         except CannotCapture:
@@ -135,9 +139,9 @@ class GraphSet:
     def _agree(self, reason: str) -> None:
         """Raise CannotCapture on every rank if some rank has a reason."""
         reasons = gather_values(reason, self._mesh.tp_group, "agreeing on CUDA graphs")
-        for rank, found in enumerate(reasons):
-            if found:
-                raise CannotCapture(f"{found}, on rank {rank}")
+        for rank, text in enumerate(reasons):
+            if text:
+                raise CannotCapture(f"{text}, on rank {rank}")
 
 
 class _Recorder:
@@ -238,6 +242,6 @@ def _reason(error: BaseException) -> str:
     if isinstance(error.__context__, RuntimeError):  # a capture that breaks off raises once more when it ends
         error = error.__context__
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_TORCH)]
-    where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""
+    line = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""
     words = str(error).partition("\n")[0].partition(" GPU ")[0].rstrip(".")  # less torch's account of the memory
-    return (words or type(error).__name__) + where
+    return (words or type(error).__name__) + line

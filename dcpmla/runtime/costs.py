@@ -4,6 +4,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Protocol
 
+_LEAST_TOKENS = 64  # smallest piece, at any cost of its context, so that every step advances a prompt
+
 
 class PieceCosts(Protocol):
     """The modelled time of pieces of prompts; `dcpmla.planning.prefill.PrefillCosts` is one.
@@ -54,8 +56,11 @@ class TokenCosts:
 TOKEN_COSTS = TokenCosts()
 
 
-def most_tokens(costs: PieceCosts, context: int, limit: int, room_us: float) -> int:
-    """Return how many new tokens after a context, at most `limit`, fit into room_us; 0 if none do."""
+def piece_tokens(costs: PieceCosts, context: int, limit: int, room_us: float) -> int:
+    """Return the size of the next piece after a context: the new tokens, at most `limit`, that fit into room_us, but at
+    least _LEAST_TOKENS.
+    """
     if costs.piece_us(limit, context) <= room_us:
         return limit
-    return bisect_right(range(1, limit + 1), room_us, key=lambda new: costs.piece_us(new, context))
+    affordable = bisect_right(range(1, limit + 1), room_us, key=lambda new: costs.piece_us(new, context))
+    return max(affordable, min(limit, _LEAST_TOKENS))

@@ -14,7 +14,7 @@ from dcpmla.cache.plan import Cache
 from dcpmla.fields import check_fields, whole
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
-from dcpmla.runtime.capture import GraphSet
+from dcpmla.runtime.capture import GraphSet, Track
 from dcpmla.runtime.graph_inputs import GraphInputs, GraphSize
 
 DecodeStep = Callable[[Tensor, StepMetadata, Cache], Tensor]
@@ -67,9 +67,9 @@ class DecodeGraph:
         self._step, self._cache, self._mesh, self._device = step, cache, mesh, input_like.device
         self._addresses = _addresses(cache)
         self.batch_sizes, self.wide_sizes = batch_sizes(max_num_seqs), tuple[int, ...]()
-        most = min(max_num_seqs, MAX_DRAFT_ROWS // max_query_len)
-        if max_query_len > 1 and most:
-            self.wide_sizes = batch_sizes(most)
+        limit = min(max_num_seqs, MAX_DRAFT_ROWS // max_query_len)
+        if max_query_len > 1 and limit:
+            self.wide_sizes = batch_sizes(limit)
         self._max_query_len = max_query_len
         self._batches = [GraphSize(size) for size in self.batch_sizes]
         self._batches += [GraphSize(size, max_query_len) for size in self.wide_sizes]
@@ -77,7 +77,7 @@ class DecodeGraph:
         self._padded = GraphInputs(input_like, self._batches, max_model_len, cache.sizes, steps)
         self._graphs = GraphSet(self._compute, "decode graph", mesh, self._device)
         self._latest: tuple[GraphSize, Tensor | None] = self._batches[0], None
-        self._out: Tensor | None = None  # of the largest batch, [rows, ...]
+        self._out: Tensor | None = None  # [rows of the largest batch, ...]
 
     @property
     def num_sizes(self) -> int:
@@ -125,7 +125,7 @@ class DecodeGraph:
 
         Args:
             inputs: [n, ...], of all new tokens, request after request.
-            requests: of n new tokens; their numbers go to the GPU in one transfer.
+            requests: Requests of n new tokens; their numbers go to the GPU in one transfer.
             cache: the one it was made for.
             num_rejected: [num_reqs] int64 on the device, positions to move each request back by; None for 0.
         Returns:
@@ -160,21 +160,21 @@ class DecodeGraph:
         out = self._out[: batch.num_rows]
         return out[: len(inputs)] if rows is None else out.index_select(0, rows)
 
-    def capture(self, num_sizes: int | None = None) -> None:
+    def capture(self, num_sizes: int | None = None, track: Track = iter) -> None:
         """Capture batch sizes, the largest first: one memory pool serves them all. Collective over the TP group.
 
         Args:
             num_sizes: Number of sizes to capture, the largest ones; None for all.
-
+            track: Function that yields the sizes and shows the progress (`GraphSet.capture`).
         Raises:
             ValueError: the device is no GPU.
-            CannotCapture: on every rank, when some rank's step waits for the GPU, or has no memory left for a graph.
+            CannotCapture: Some rank's step waits for the GPU, or has no memory left for a graph; raised on every rank.
             RuntimeError: the step fails, or breaks a capture off (`GraphSet.capture`).
         """
         if self._device.type != "cuda":
             raise ValueError(f"input_like is on {self._device}; only steps on a GPU can be captured")
         self._padded.clear()  # rows of padding leave the cache alone
-        self._graphs.capture(self._batches[::-1][:num_sizes])
+        self._graphs.capture(self._batches[::-1][:num_sizes], track)
 
     def release(self) -> None:
         """Free the graphs (`GraphSet.release`); `run` computes eagerly from then on."""

@@ -1,7 +1,7 @@
 """Steps with pieces of prompts as CUDA graphs, padded to numbers of tokens (`MixedGraph`)."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from dcpmla.attention.step import PART_ROWS, PIECE_ROWS, Cut, StepMetadata, Step
 from dcpmla.cache.plan import Cache
 from dcpmla.fields import check_fields, whole
 from dcpmla.parallel.mesh import DCPMesh
-from dcpmla.runtime.capture import GraphSet
+from dcpmla.runtime.capture import GraphSet, Track
 from dcpmla.runtime.mixed_inputs import MixedInputs, MixedLimits, MixedSize
 
 MAX_ABSORBED_TOKENS = 1024  # tokens of the largest step that is one graph; the host keeps up with larger ones
@@ -68,12 +68,9 @@ class MixedGraph:
         limits = {"max_num_tokens": max_num_tokens, "max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
         check_fields(dict.fromkeys(limits, whole(1)), limits)
         self._model, self._cache, self._max_num_seqs = model, cache, max_num_seqs
-        # Absorbed attention takes no more query rows at a time.
-        most_absorbed = min(max_num_tokens, PART_ROWS // PIECE_ROWS * tokens_per_request)
-        absorbed = absorbed_sizes(most_absorbed) if steps.absorbs_pieces else []
-        self._tokens = {True: absorbed, False: token_sizes(max_num_tokens)}
+        self._tokens = token_sizes(max_num_tokens, tokens_per_request if steps.absorbs_pieces else 0)
         self.sizes = sorted(MixedSize(size, kind) for kind, sizes in self._tokens.items() for size in sizes)
-        self.max_absorbed_tokens = max(absorbed, default=0)
+        self.max_absorbed_tokens = max(self._tokens[True], default=0)
         num_blocks = -(-max_model_len // cache.sizes.block_tokens)
         most = max(size.num_tokens for size in self.sizes)
         sizes = most, self.max_absorbed_tokens, max_num_seqs, num_blocks, max_model_len, tokens_per_request
@@ -93,10 +90,7 @@ class MixedGraph:
 
     def size(self, num_tokens: int, num_reqs: int, is_absorbed: bool) -> MixedSize | None:
         """Return the size that a step is padded to; None if it is too large."""
-        sizes = self._tokens[is_absorbed]
-        if not sizes or num_tokens > sizes[-1] or num_reqs > self._max_num_seqs:
-            return None
-        return MixedSize(sizes[bisect_left(sizes, num_tokens)], is_absorbed)
+        return find_size(self._tokens, num_tokens, is_absorbed) if num_reqs <= self._max_num_seqs else None
 
     @torch.inference_mode()
     def run_absorbed(self, size: MixedSize, token_ids: Tensor, requests: StepRequests) -> tuple[Tensor, StepMetadata]:
@@ -131,17 +125,18 @@ class MixedGraph:
         assert self._out is not None
         return self._out[: step.num_tokens]
 
-    def capture(self, num_sizes: int | None = None) -> None:
+    def capture(self, num_sizes: int | None = None, track: Track = iter) -> None:
         """Capture the graphs, the largest first. Collective over the TP group.
 
         Args:
             num_sizes: Number of sizes to capture, the largest ones; None for all.
+            track: Function that yields the sizes and shows the progress (`GraphSet.capture`).
         Raises:
             CannotCapture: A step cannot be captured on some rank.
             RuntimeError: A step fails, or breaks a capture off (`GraphSet.capture`).
         """
         self._inputs.clear()
-        self._graphs.capture(self.sizes[::-1][:num_sizes])
+        self._graphs.capture(self.sizes[::-1][:num_sizes], track)
 
     def release(self) -> None:
         """Free the graphs (`GraphSet.release`)."""
@@ -157,17 +152,33 @@ class MixedGraph:
         self._out[: size.num_tokens].copy_(out)
 
 
-def absorbed_sizes(max_num_tokens: int) -> list[int]:
-    """Return the numbers of tokens of steps that are one graph."""
-    sizes = [16, *range(32, 256, 32), *range(256, 512, 64), *range(512, 1024, 128)]
-    return _up_to(min(max_num_tokens, MAX_ABSORBED_TOKENS), sizes)
+def find_size(sizes: Mapping[bool, Sequence[int]], num_tokens: int, is_absorbed: bool) -> MixedSize | None:
+    """Return the size that a step is padded to; None if it is too large.
+
+    Args:
+        sizes: Numbers of tokens of all sizes (`token_sizes`).
+    """
+    tokens = sizes[is_absorbed]
+    index = bisect_left(tokens, num_tokens)
+    return MixedSize(tokens[index], is_absorbed) if index < len(tokens) else None
 
 
-def token_sizes(max_num_tokens: int) -> list[int]:
-    """Return the numbers of tokens of other steps, with at most a third of padding from 128 tokens on."""
-    sizes = [64, *range(128, 512, 128), *range(512, 2048, 256), *range(2048, 4096, 512), *range(4096, 8192, 1024)]
-    return _up_to(min(max_num_tokens, MAX_TOKENS), sizes)
+def token_sizes(max_num_tokens: int, tokens_per_request: int) -> dict[bool, list[int]]:
+    """Return the numbers of tokens, ascending, of steps whose pieces are all absorbed (True), and of other steps.
+
+    Other steps have at most a third of padding from 128 tokens on.
+
+    Args:
+        max_num_tokens: Limit of a step's tokens.
+        tokens_per_request: Width of the pieces that absorbed attention cuts requests into; 0 where pieces of prompts
+            are not absorbed.
+    """
+    # Absorbed attention takes no more query rows at a time.
+    most_absorbed = min(max_num_tokens, MAX_ABSORBED_TOKENS, PART_ROWS // PIECE_ROWS * tokens_per_request)
+    absorbed = [16, *range(32, 256, 32), *range(256, 512, 64), *range(512, 1024, 128)]
+    others = [64, *range(128, 512, 128), *range(512, 2048, 256), *range(2048, 4096, 512), *range(4096, 8192, 1024)]
+    return {True: _up_to(most_absorbed, absorbed), False: _up_to(min(max_num_tokens, MAX_TOKENS), others)}
 
 
 def _up_to(largest: int, sizes: Sequence[int]) -> list[int]:
-    return [*(size for size in sizes if size < largest), largest]
+    return [*(size for size in sizes if size < largest), largest] if largest else []

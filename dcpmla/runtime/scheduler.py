@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.fields import check_fields, option_label, whole
 from dcpmla.runtime.batch import Batch
-from dcpmla.runtime.costs import TOKEN_COSTS, PieceCosts, most_tokens
+from dcpmla.runtime.costs import TOKEN_COSTS, PieceCosts, piece_tokens
 from dcpmla.runtime.prefixes import ComingBlocks
 from dcpmla.runtime.request import Request
 
-_LEAST_TOKENS = 64  # smallest piece, at any cost of its context, so that every step advances a prompt
 NOW = -math.inf  # arrival time of a request that arrives at the next step
 
 
@@ -219,10 +218,9 @@ class Scheduler:
         self.waiting.extendleft(reversed(passed))
 
     def _add_piece(self, batch: Batch, request: Request) -> None:
-        """Add a piece of a prompt to a step, up to its room for tokens and time, but at least _LEAST_TOKENS."""
+        """Add a piece of a prompt to a step, up to its room for tokens and time (`piece_tokens`)."""
         context, limit = request.num_computed_tokens, min(self._piece(request), batch.room(request))
-        affordable = most_tokens(self.costs, context, limit, batch.room_us)
-        num_tokens = max(affordable, min(limit, _LEAST_TOKENS))
+        num_tokens = piece_tokens(self.costs, context, limit, batch.room_us)
         batch.add(request, num_tokens)
         batch.room_us -= self.costs.piece_us(num_tokens, context)
 
@@ -248,12 +246,12 @@ class Scheduler:
         num_full = (request.num_tokens - 1) // self.allocator.block_tokens if reuses else 0
         keys = request.block_keys(0, num_full, self.allocator.block_tokens)
         has_states = self.allocator.states.num_states > 0
-        found, remembered = self.allocator.find_with_state(keys) if has_states else (self.allocator.find(keys), None)
-        self.allocator.share(found)
-        num_new = self._num_blocks(request.num_tokens) - len(found)
+        known, remembered = self.allocator.find_with_state(keys) if has_states else (self.allocator.find(keys), None)
+        self.allocator.share(known)
+        num_new = self._num_blocks(request.num_tokens) - len(known)
         # Each running request may need a block soon. Without one left for it, the new request would be preempted.
         if num_new + len(self.running) > self.allocator.num_free:
-            self.allocator.free(found)
+            self.allocator.free(known)
             self._refused = request, self.allocator.num_free, self.allocator.num_remembered
             return False
         if has_states:
@@ -261,9 +259,9 @@ class Scheduler:
             assert request.state is not None
             if remembered is not None:
                 batch.copies.append((remembered, request.state))
-        request.block_ids = array("q", found + self.allocator.allocate(num_new))
-        request.num_remembered_blocks = len(found)
-        request.num_computed_tokens = len(found) * self.allocator.block_tokens
+        request.block_ids = array("q", known + self.allocator.allocate(num_new))
+        request.num_remembered_blocks = len(known)
+        request.num_computed_tokens = len(known) * self.allocator.block_tokens
         return True
 
     def _grow(self, request: Request) -> bool:

@@ -3,6 +3,8 @@
 import random
 from collections.abc import Sequence
 
+from tqdm import tqdm
+
 from dcpmla.attention.warm_up import sizes
 from dcpmla.runtime.drafts import Drafter, Drafts
 from dcpmla.runtime.engine import Engine
@@ -35,29 +37,42 @@ def warm_up(engine: Engine) -> None:
     """Serve prompts of all sizes alone, then more at once than a step takes, then prompts with all sampling parameters,
     then turns after one document, in all numbers. Collective over the TP group.
 
-    The engine is reset afterwards.
+    The engine is reset afterwards. The first rank shows a progress bar if it has a terminal.
     """
-    drafter, most = engine.speculation.drafter, engine.scheduler.max_num_batched_tokens
+    drafter = engine.speculation.drafter
     room = min(engine.max_model_len, engine.allocator.num_blocks * engine.allocator.block_tokens)
     longest = room - _GREEDY.max_new_tokens
     if longest < 1:
         return
     engine.speculation = Speculation(_Always(drafter))
-    rng, vocabulary = random.Random(0), range(engine.model.vocab_size)  # the same on all ranks
-    for size in sizes(min(longest, most)):
-        _serve(engine, [rng.choices(vocabulary, k=size)], _PREFILL)
-    size = min(longest, most + most // 2)
-    prompts = [rng.choices(vocabulary, k=size) for _ in range(most // size + 2)]
-    _serve(engine, prompts, _GREEDY)
-    _serve(engine, [prompt[:64] for prompt in prompts], _DRAWN)
+    disable = None if engine.mesh.tp_rank == 0 else True
+    for prompts, params in tqdm(_rounds(engine, longest), desc="warming up", unit="round", disable=disable):
+        for prompt in prompts:
+            engine.add(prompt, params)
+        for _ in engine.run():
+            pass
+    engine.speculation = Speculation(drafter)
+    engine.reset()
+
+
+def _rounds(engine: Engine, longest: int) -> list[tuple[list[list[int]], SamplingParams]]:
+    """Return the prompts to serve at once, round after round, and their parameters; the same on all ranks.
+
+    Args:
+        longest: Tokens of the longest prompt.
+    """
+    budget, rng, vocabulary = engine.scheduler.max_num_batched_tokens, random.Random(0), range(engine.model.vocab_size)
+    rounds = [([rng.choices(vocabulary, k=size)], _PREFILL) for size in sizes(min(longest, budget))]
+    size = min(longest, budget + budget // 2)
+    prompts = [rng.choices(vocabulary, k=size) for _ in range(budget // size + 2)]
+    rounds += [(prompts, _GREEDY), ([prompt[:64] for prompt in prompts], _DRAWN)]
     if engine.scheduler.enable_prefix_caching:
         turns = [min(length, longest // 2) for length in (_TURN_TOKENS, _FEW_TOKENS)]
         document = rng.choices(vocabulary, k=min(_DOCUMENT_TOKENS, longest - turns[0]))
         for turn in turns:
-            for count in sizes(min(engine.scheduler.max_num_seqs, max(1, most // turn))) if turn else ():
-                _serve(engine, [document + rng.choices(vocabulary, k=turn) for _ in range(count)], _PREFILL)
-    engine.speculation = Speculation(drafter)
-    engine.reset()
+            for count in sizes(min(engine.scheduler.max_num_seqs, max(1, budget // turn))) if turn else ():
+                rounds.append(([document + rng.choices(vocabulary, k=turn) for _ in range(count)], _PREFILL))
+    return rounds
 
 
 class _Always(Drafter):
@@ -72,10 +87,3 @@ class _Always(Drafter):
     def draft(self, wanted: Sequence[tuple[Request, int]], previous: InFlightStep | None) -> Drafts:
         """Return the other drafter's drafts."""
         return self._drafter.draft(wanted, previous)
-
-
-def _serve(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> None:
-    for prompt in prompts:
-        engine.add(prompt, params)
-    for _ in engine.run():
-        pass

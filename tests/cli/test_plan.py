@@ -26,7 +26,7 @@ def config_file(tmp_path: Path) -> Path:
 def test_command_writes_the_plan(config_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out, plot = tmp_path / "plan.json", tmp_path / "plan.png"
     command = f"plan --model {config_file} --machine h200x8 -tp 4,8 -dcp 1,8 --kv-cache-dtype bf16,fp8_e4m3"
-    command += " --batch 2 --context 200"
+    command += " --batch 2 --context 200 --max-num-batched-tokens 1024 --input-len 1500"
     measured = RESULTS / "h200x4" / "exchange.json"
     assert main([*command.split(), "--json", str(out), "--plot", str(plot), "--measured", str(measured)]) == 0
     content = json.loads(out.read_text())
@@ -53,6 +53,24 @@ def test_command_writes_the_plan(config_file: Path, tmp_path: Path, capfd: pytes
     rows = [row for row in json.loads(measured.read_text())["rows"] if row["operation"] != "gather_context"]
     known = [row for row in rows if row["variant"] != "fp8" and row["exchange"] != "vllm_direct"]
     assert [{**row, "predicted_us": 0} for row in known] == [{**row, "predicted_us": 0} for row in content["measured"]]
+    prompts = content["prompts"]
+    assert [(s["new"], s["context"], s["num_decodes"]) for s in prompts["steps"]] == [
+        (size - (load if size == 1024 else 0), context, load)
+        for context in (0, 200)
+        for size in (64, 512, 1024)
+        for load in (0, 2)
+    ]
+    assert re.search(
+        r"^steps of tp [48], .* alone and with 2 decodes of 200 tokens\n"
+        r"prompt tokens +after +graph +step ms +graph with decodes +with decodes ms +decodes wait ms\n"
+        r"( +(64|512|1,024) +(0|200) +\S.*\n){6}a prompt of 1,500 tokens takes ",
+        printed,
+        re.MULTILINE,
+    )
+    alone, beside = prompts["first_token"]
+    assert (alone["num_tokens"], alone["num_steps"], alone["longest_wait_us"]) == (1500, 2, 0)
+    waits = f"with 2 decodes {beside['time_us'] / 1e3:.2f} ms in {beside['num_steps']} steps, each at most "
+    assert waits + f"{beside['longest_wait_us'] / 1e3:.2f} ms longer than with decodes alone" in printed
     lines = [line for line in printed.splitlines() if re.match(r"(gather_heads|combine) ", line)]
     for row, line in zip(content["measured"], lines, strict=True):
         assert line.startswith(f"{row['operation']} {row['exchange']}")
@@ -113,6 +131,11 @@ def test_command_plans_sparse_models(tmp_path: Path, capfd: pytest.CaptureFixtur
         ),
         (["--batch", "1" + "0" * 30], "batch (--batch) is far more; it must be in [1, 1,099,511,627,776]"),
         (["--context", "1" + "0" * 400], "context (--context) is far more"),
+        (["--input-len", "1" + "0" * 400], "input_len (--input-len) is 1000"),
+        (
+            ["--max-num-batched-tokens", "16777217"],
+            "max_num_batched_tokens (--max-num-batched-tokens) is 16777217; it must be a whole number in [1, 16777216]",
+        ),
         (["-tp", "1000000000"], "must divide the model's 24 attention heads"),
         (["-dcp", "0"], "not a whole number of at least 1"),
         (["--kv-cache-dtype", "int4"], "choose from bf16, fp8, fp8_ds_mla"),

@@ -11,7 +11,7 @@ from dcpmla.cache.latent import LatentCache, LatentPlan
 from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.decode_graphs import GraphMaker
-from dcpmla.runtime.capture import CannotCapture
+from dcpmla.runtime.capture import CannotCapture, Track
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.graph_inputs import GraphSize
 from tests.support.hash_model import BLOCK, MESH, HashModel
@@ -49,10 +49,10 @@ def test_a_block_table_no_wider_than_the_longest_request(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failure_is_said_once(rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """By the first rank; and nobody tries again over the next cache."""
+    """By the first rank; and no rank tries again over the next cache."""
     tries = []
 
-    def capture(graph: DecodeGraph, num_sizes: int | None) -> None:
+    def capture(graph: DecodeGraph, *_: Any) -> None:
         tries.append(graph)
         raise CannotCapture("it waits at model.py:3 (forward), on rank 1")
 
@@ -62,3 +62,22 @@ def test_a_failure_is_said_once(rank: int, monkeypatch: pytest.MonkeyPatch, capl
     assert len(tries) == 1
     words = "decode steps run without CUDA graphs: it waits at model.py:3 (forward), on rank 1"
     assert [record.getMessage() for record in caplog.records] == ([words] if rank == 0 else [])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_captures_are_announced(rank: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """All ranks announce each capture before it begins, but none that measures. Without a terminal no bar appears."""
+    lines, captured = list[str](), list[int]()
+
+    def capture(graph: DecodeGraph, num_sizes: int | None = None, track: Track = iter) -> None:
+        for _ in track(graph._batches[::-1][:num_sizes]):
+            captured.append(len(lines))
+
+    monkeypatch.setattr(DecodeGraph, "capture", capture)
+    maker = make_maker(20, SimpleNamespace(**{**vars(MESH), "tp_rank": rank}))
+    maker.capture(make_cache(), lines.append)
+    assert lines == [f"capturing decode steps: {number} requests" for number in (3, 2, 1)]
+    assert captured == [1, 2, 3]
+    maker._capture(make_cache(), 20, 2)
+    assert captured[3:] == [3, 3]
+    assert capfd.readouterr().err == ""

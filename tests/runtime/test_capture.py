@@ -70,6 +70,18 @@ def test_a_capture_that_runs_out_of_memory_leaves_no_graphs(fake_cuda: None, mon
     assert not graphs.is_captured
 
 
+def test_sizes_are_tracked(fake_cuda: None) -> None:
+    events: list[Any] = []
+
+    def track(sizes: Any) -> Any:
+        for size in sizes:
+            events.append(f"next {size}")
+            yield size
+
+    new_set(lambda size, cut: events.append(size)).capture(SIZES, track)
+    assert events == ["next 3", 3, "next 2", 2, "next 1", 1]
+
+
 def test_any_other_error_stops(fake_cuda: None) -> None:
     def compute(size: int, cut: Any) -> None:
         raise RuntimeError("not permitted")
@@ -98,13 +110,13 @@ def test_all_ranks_give_the_first_reason() -> None:
 def test_borrowed_values_have_the_same_elements() -> None:
     rows = NormedRows(torch.arange(6.0).view(2, 3), QuantizedRows(torch.ones(2, 3), torch.zeros(2, 1)))
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
-        given = NormedRows(rows.plain.to(device), QuantizedRows(*(part.to(device) for part in rows.quantized)))
-        column = given.plain[:, 1:].to(torch.bfloat16)[:, 1]
-        other, part, number, text = borrow((given, column, 3, "x"))
+        source = NormedRows(rows.plain.to(device), QuantizedRows(*(part.to(device) for part in rows.quantized)))
+        column = source.plain[:, 1:].to(torch.bfloat16)[:, 1]
+        other, part, number, text = borrow((source, column, 3, "x"))
         assert isinstance(other, NormedRows)
         assert (number, text) == (3, "x")
-        assert torch.equal(other.plain, given.plain)
-        assert torch.equal(other.quantized.scales, given.quantized.scales)
+        assert torch.equal(other.plain, source.plain)
+        assert torch.equal(other.quantized.scales, source.quantized.scales)
         assert torch.equal(part, column)
         assert part.stride() == column.stride()
         assert part.data_ptr() == column.data_ptr()

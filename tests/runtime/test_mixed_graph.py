@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.step import StepRequests
 from dcpmla.config import DCPConfig
-from dcpmla.runtime.mixed_graph import MixedGraph, absorbed_sizes, token_sizes
+from dcpmla.runtime.mixed_graph import MixedGraph, token_sizes
 from dcpmla.runtime.mixed_inputs import MixedSize
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.hash_model import BLOCK, EOS, MESH, HashDrafter, HashModel, alone_ignoring_eos, make_engine
@@ -77,7 +77,9 @@ def test_both_kinds_of_graphs_are_used() -> None:
 
 @pytest.mark.parametrize("most", [1, 16, 63, 64, 100, 512, 2000, 8192, 30000])
 def test_sizes(most: int) -> None:
-    absorbed, others = absorbed_sizes(most), token_sizes(most)
+    narrow, sizes = token_sizes(most, 1), token_sizes(most, 8)
+    absorbed, others = sizes[True], sizes[False]
+    assert (narrow[True][-1], token_sizes(most, 0)[True]) == (min(most, 512), [])
     assert absorbed == sorted(set(absorbed))
     assert others == sorted(set(others))
     assert (absorbed[-1], others[-1]) == (min(most, 1024), min(most, 8192))

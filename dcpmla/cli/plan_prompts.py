@@ -1,0 +1,175 @@
+"""Predicted steps with pieces of prompts, cut and padded as the engine does it, and the waits that follow from them."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dcpmla.cli.output import align
+from dcpmla.planning.machine import Machine
+from dcpmla.planning.mixed import MixedSteps
+from dcpmla.planning.prefill import PrefillCosts
+from dcpmla.planning.recommend import Plan
+from dcpmla.planning.weights import ModelSize
+from dcpmla.runtime.costs import piece_tokens
+from dcpmla.runtime.mixed_graph import find_size, token_sizes
+from dcpmla.runtime.mixed_inputs import MixedSize
+
+_SIZES = (64, 512, 2048)  # pieces whose steps are printed, and one of a whole step
+
+
+@dataclass(frozen=True)
+class PromptStep:
+    """A step with one piece of a prompt.
+
+    Attributes:
+        new, context: Number of the piece's tokens, and of tokens before them.
+        num_decodes: Number of requests that decode in the step.
+        graph: Size of the graphs that run the step; None if it is too large.
+        step_us: "total" and its parts (`MixedSteps.step_us`).
+        wait_us: Time by which the step is longer than one with decodes alone; 0 without decodes.
+    """
+
+    new: int
+    context: int
+    num_decodes: int
+    graph: MixedSize | None
+    step_us: dict[str, float]
+    wait_us: float
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """The way of a prompt to its first token.
+
+    Attributes:
+        num_tokens: Number of the prompt's tokens.
+        num_decodes: Number of requests that decode meanwhile.
+        num_steps: Number of steps, a piece in each.
+        time_us: Sum of the steps' times.
+        longest_wait_us: Largest wait of the decodes in a step (`PromptStep.wait_us`).
+    """
+
+    num_tokens: int
+    num_decodes: int
+    num_steps: int
+    time_us: float
+    longest_wait_us: float
+
+
+class PromptPlan:
+    """Steps with pieces of prompts under one plan, alone and with the plan's share of decodes.
+
+    Args:
+        machine: Speeds of the GPUs.
+        model: Sizes of the model.
+        plan: Setting, and its decode step.
+        batch: Number of requests that decode on the whole job.
+        context: Number of tokens of each.
+        max_num_batched_tokens: Limit of a step's tokens.
+
+    Attributes:
+        costs: Time of pieces of prompts.
+        loads: Numbers of decodes in a step; 0 alone if decodes leave no room for prompts.
+    """
+
+    def __init__(
+        self, machine: Machine, model: ModelSize, plan: Plan, batch: int, context: int, max_num_batched_tokens: int
+    ) -> None:
+        setting, self._limit, self._context = plan.setting, max_num_batched_tokens, context
+        share = -(-batch // setting.num_replicas)
+        self.loads = (0, share) if share * setting.query_len < max_num_batched_tokens else (0,)
+        self._query_len, self._decode_us = setting.query_len, plan.step_us["total"]
+        self.costs = PrefillCosts(machine, model, setting, max_num_batched_tokens)
+        self._steps = {
+            load: MixedSteps(machine, model, setting, self.costs, load, context if load else 0) for load in self.loads
+        }
+        self._graphs = token_sizes(max_num_batched_tokens, self.costs.tokens_per_request)
+
+    def step(self, new: int, context: int, num_decodes: int) -> PromptStep:
+        """Return the step with a piece of a prompt, cut to what the decodes leave of a step's tokens."""
+        num_decoded = num_decodes * self._query_len
+        new = min(new, self._limit - num_decoded)
+        num_tokens, piece = new + num_decoded, [(new, context)]
+        whole = find_size(self._graphs, num_tokens, is_absorbed=True)
+        if not (whole and self.costs.absorbs_all(piece)) and not self.costs.choose_absorbed(piece)[0]:
+            whole = None
+        graph = whole or find_size(self._graphs, num_tokens, is_absorbed=False)
+        num_rows = graph.num_tokens if graph else num_tokens
+        step_us = self._steps[num_decodes].step_us(new, context, num_rows, whole is not None)
+        wait_us = max(0.0, step_us["total"] - self._decode_us) if num_decodes else 0.0
+        return PromptStep(new, context, num_decodes, graph, step_us, wait_us)
+
+    def pieces(self, num_tokens: int, num_decodes: int) -> list[tuple[int, int]]:
+        """Return the pieces (new tokens, tokens before them) that the scheduler cuts a prompt into."""
+        pieces, done, room = list[tuple[int, int]](), 0, self._limit - num_decodes * self._query_len
+        while done < num_tokens:
+            new = min(num_tokens - done, room)
+            if num_decodes:
+                new = piece_tokens(self.costs, done, new, self.costs.max_prefill_us)
+            pieces.append((new, done))
+            done += new
+        return pieces
+
+    def first_token(self, num_tokens: int, num_decodes: int) -> FirstToken:
+        """Return the way of a prompt to its first token."""
+        steps = [self.step(*piece, num_decodes) for piece in self.pieces(num_tokens, num_decodes)]
+        time_us, longest_us = sum(step.step_us["total"] for step in steps), max(step.wait_us for step in steps)
+        return FirstToken(num_tokens, num_decodes, len(steps), time_us, longest_us)
+
+    def steps(self) -> list[list[PromptStep]]:
+        """Return steps with pieces of several sizes at a prompt's start and after a context, one of each load."""
+        sizes = [*(size for size in _SIZES if size < self._limit), self._limit]
+        return [
+            [self.step(size, context, load) for load in self.loads] for context in (0, self._context) for size in sizes
+        ]
+
+    def first_tokens(self, num_tokens: int) -> list[FirstToken]:
+        """Return the way of a prompt under each load."""
+        return [self.first_token(num_tokens, load) for load in self.loads]
+
+    def as_json(self, num_tokens: int) -> dict[str, Any]:
+        """Return all predictions; `num_tokens` is the length of the prompt."""
+        steps = [asdict(step) | {"graph": step.graph and step.graph._asdict()} for row in self.steps() for step in row]
+        return {"steps": steps, "first_token": [asdict(way) for way in self.first_tokens(num_tokens)]}
+
+    def report(self, name: str, num_tokens: int) -> list[str]:
+        """Return the lines to print; `name` names the setting, `num_tokens` is the length of the prompt."""
+        decodes = f", alone and with {self.loads[-1]:,} decodes of {self._context:,} tokens" if self._has_both else ""
+        lines = [f"steps of {name} with a piece of a prompt{decodes}", *align([_cells(row) for row in self.steps()])]
+        if not self._has_both:
+            lines.append(f"decodes leave no room for prompts in a step of {self._limit:,} tokens")
+        alone, *loaded = self.first_tokens(num_tokens)
+        line = f"a prompt of {num_tokens:,} tokens takes {_ms(alone.time_us)} ms to its first token"
+        for load in loaded:
+            line += f"; with {load.num_decodes:,} decodes {_ms(load.time_us)} ms in {load.num_steps:,} steps"
+            line += f", each at most {_ms(load.longest_wait_us)} ms longer than with decodes alone"
+        return [*lines, line]
+
+    @property
+    def _has_both(self) -> bool:
+        """Return whether a step has room for decodes and prompts."""
+        return len(self.loads) > 1
+
+
+def _cells(steps: list[PromptStep]) -> dict[str, str]:
+    """Return a line of the table: a piece alone, then with decodes."""
+    alone, *loaded = steps
+    cells = {
+        "prompt tokens": f"{alone.new:,}",
+        "after": f"{alone.context:,}",
+        "graph": _graph(alone),
+        "step ms": _ms(alone.step_us["total"]),
+    }
+    for step in loaded:
+        cells |= {"graph with decodes": _graph(step), "with decodes ms": _ms(step.step_us["total"])}
+        cells["decodes wait ms"] = _ms(step.wait_us)
+    return cells
+
+
+def _graph(step: PromptStep) -> str:
+    if step.graph is None:
+        return "none"
+    return f"{step.graph.num_tokens:,}{' absorbed' if step.graph.is_absorbed else ''}"
+
+
+def _ms(time_us: float) -> str:
+    return f"{time_us / 1e3:.2f}"
