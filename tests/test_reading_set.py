@@ -14,7 +14,7 @@ from tests.support.launchers import run_together
 from tests.support.trace import Trace, trace
 
 # Limits of files, of their lines, and of lines in functions that run. Lower them when a step gets shorter.
-BOUNDS = {"layer": (25, 4000, 1230), "engine": (56, 9000, 2550)}
+BOUNDS = {"layer": (26, 4050, 1230), "engine": (57, 9050, 2550)}
 PARTS = {
     "layer": {"attention/layer.py", "attention/build.py", "attention/decode.py", "comm/exchange.py"},
     "engine": {"attention/layer.py", "runtime/engine.py", "runtime/scheduler.py", "model/block.py"},

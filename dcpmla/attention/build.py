@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dcpmla import ownership
 from dcpmla.attention.calls import decode_workspace
-from dcpmla.attention.chunks import ChunkBuilder, chunk_bounds, segments_of, starts_of
+from dcpmla.attention.chunks import ChunkBuilder, chunk_bounds, segments_of
 from dcpmla.attention.step import DecodeMetadata, PrefillMetadata, StepMetadata, StepRequests
 from dcpmla.config import DCPConfig
 from dcpmla.upload import upload
@@ -36,28 +36,6 @@ class HostStep(NamedTuple):
     table: np.ndarray
     request: np.ndarray
     positions: np.ndarray
-
-
-class PieceColumns(NamedTuple):
-    """The numbers of a step whose pieces attend with absorbed queries, padded with tokens that attend to nothing.
-
-    Attributes:
-        positions, slot_mapping: Position and slot of each token [T], int64; 0 and -1 in padding.
-        local_seq_lens, seq_lens: Number of tokens that each token sees on this rank, and on all [T], int32.
-        request: Request of each token [T], int32; 0 in padding.
-        start_loc: First token of each cut piece, and the end [num_pieces + 1], int32.
-        request_index: Request of each cut piece [num_pieces], int32.
-        block_table: Block ids of each request [num_reqs, max_blocks], int32.
-    """
-
-    positions: Any
-    slot_mapping: Any
-    local_seq_lens: Any
-    seq_lens: Any
-    request: Any
-    start_loc: Any
-    request_index: Any
-    block_table: Any
 
 
 class GraphRows(NamedTuple):
@@ -129,12 +107,12 @@ class StepBuilder:
                 outside [0, num_reqs], or states are not the cache's.
         """
         self.check(requests)
-        host = self._on_host(requests, max_decode_query_len, num_decodes)
+        host = self.on_host(requests, max_decode_query_len, num_decodes)
         columns = [
             host.table.astype(np.int32),
             self.local_seq_lens(host.positions[: host.num_decode_tokens]),
             host.positions,
-            self._slots(host),
+            self.slots(host),
             *self.columns(host),
         ]
         block_table, local_seq_lens, positions, slot_mapping, *others = upload(columns, self.device)
@@ -151,40 +129,6 @@ class StepBuilder:
             prefill=self._prefill(host, block_table),
         )
         return self.share(step, host, block_table, others)
-
-    def piece_columns(
-        self, requests: StepRequests, max_query_len: int, num_tokens: int, num_pieces: int
-    ) -> PieceColumns:
-        """Return the numbers of a step of absorbed pieces, padded to a fixed number of tokens.
-
-        Args:
-            max_query_len: Most tokens of a piece; longer requests are cut.
-            num_tokens, num_pieces: Number of tokens and of pieces after padding.
-        Raises:
-            ValueError: The requests are invalid (`check`), or have more tokens.
-        """
-        self.check(requests)
-        lens = np.asarray(requests.query_lens)
-        host, num_real = self._on_host(requests, max_query_len, len(lens)), int(lens.sum())
-        if num_real > num_tokens:
-            raise ValueError(f"query_lens has {num_real} tokens; at most {num_tokens} are allowed")
-        start_loc, request_index = cut_starts(lens, max_query_len, num_tokens, num_pieces)
-
-        def pad(values: np.ndarray, dtype: type, fill: int = 0) -> np.ndarray:
-            column: np.ndarray = np.full(num_tokens, fill, dtype=dtype)
-            column[:num_real] = values
-            return column
-
-        return PieceColumns(
-            positions=pad(host.positions, np.int64),
-            slot_mapping=pad(self._slots(host), np.int64, -1),
-            local_seq_lens=pad(self.local_seq_lens(host.positions), np.int32),
-            seq_lens=pad(host.positions + 1, np.int32),
-            request=pad(host.request, np.int32),
-            start_loc=start_loc,
-            request_index=request_index,
-            block_table=host.table.astype(np.int32),
-        )
 
     def columns(self, host: HostStep) -> list[np.ndarray]:
         """Return the arrays that this kind of attention adds to the step's one upload."""
@@ -233,7 +177,8 @@ class StepBuilder:
             context_chunks=tuple(self._chunks.build(begin, end, table) for begin, end in bounds),
         )
 
-    def _on_host(self, requests: StepRequests, max_decode_query_len: int, num_decodes: int | None) -> HostStep:
+    def on_host(self, requests: StepRequests, max_decode_query_len: int, num_decodes: int | None) -> HostStep:
+        """Return a step on the host; `build` documents the arguments."""
         query_lens, seq_lens, block_tables, _ = requests
         if num_decodes is None:
             num_decodes = leading_decodes(query_lens, self.decode_query_len(max_decode_query_len))
@@ -251,7 +196,7 @@ class StepBuilder:
             positions_of(query_lens, seq_lens),
         )
 
-    def _slots(self, host: HostStep) -> np.ndarray:
+    def slots(self, host: HostStep) -> np.ndarray:
         """Return the slot [T] of each token on this rank. Only each token's block is looked up, because whole rows of
         the table would be [T, max_blocks].
         """
@@ -309,27 +254,6 @@ def cut_queries(lens: np.ndarray, max_query_len: int) -> tuple[np.ndarray, np.nd
     pieces = np.full(len(request), max_query_len)
     pieces[np.cumsum(num_pieces) - 1] = lens - (num_pieces - 1) * max_query_len
     return pieces, request
-
-
-def cut_starts(
-    lens: np.ndarray, max_query_len: int, num_tokens: int, num_pieces: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Cut requests, and the padding after them, into pieces.
-
-    Args:
-        lens: Tokens of each request, at least 1.
-        num_tokens, num_pieces: Number of tokens and of pieces after padding.
-    Returns:
-        The first token of each piece, and the end [num_pieces + 1], int32; the request of each piece [num_pieces],
-        int32, 0 for padding.
-    """
-    padding = [num_tokens - int(lens.sum())] if lens.sum() < num_tokens else []
-    pieces, index = cut_queries(np.append(lens, padding).astype(np.int64), max_query_len)
-    start_loc = np.full(num_pieces + 1, num_tokens, dtype=np.int32)
-    start_loc[: len(pieces) + 1] = starts_of(pieces)
-    request_index = np.zeros(num_pieces, dtype=np.int32)
-    request_index[: len(index)] = np.where(index < len(lens), index, 0)
-    return start_loc, request_index
 
 
 def positions_of(query_lens: Sequence[int], seq_lens: Sequence[int]) -> np.ndarray:

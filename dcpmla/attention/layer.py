@@ -1,15 +1,13 @@
 """The tensor-parallel MLA layer over a sharded latent cache. `MLAAttention.attend` reads top to bottom."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dcpmla.attention.backends import PREFILL_BACKENDS, select_backend
-from dcpmla.attention.calls import PrefillCall, Segments
 from dcpmla.attention.checks import check_cache, check_selection, check_step
+from dcpmla.attention.claim import claim_context
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.modules import MLAModules
 from dcpmla.attention.output.quant import OutputQuant, quant_for
@@ -22,8 +20,9 @@ from dcpmla.attention.sparse.indexer import Indexer
 from dcpmla.attention.sparse.selector import selected_rows
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
 from dcpmla.attention.step import PART_ROWS, DecodeMetadata, PrefillMetadata, StepMetadata
+from dcpmla.attention.tokens import Keys, Tokens, rows_of
 from dcpmla.attention.weights import AttentionWeights
-from dcpmla.cache.formats import is_quantized, row_width
+from dcpmla.cache.formats import row_width
 from dcpmla.cache.latent import LayerCache
 from dcpmla.config import MLAConfig
 from dcpmla.parallel.fp8 import NormedRows, PlainRows, QuantizedRows, plain
@@ -35,42 +34,6 @@ from dcpmla.parallel.quantized import BlockFp8, unpack
 PROJECT_FIRST_TOKENS = 64
 # Number of tokens whose queries set q_scale: more hardly raise the maximum, and these take 144 MiB with 128 heads.
 _SCALED_TOKENS = 1024
-
-
-class _Tokens(NamedTuple):
-    """A slice of a step's tokens: the input of their query projection, and the tokens that they attend to.
-
-    Attributes:
-        q_c: Query latents [T, Lq] after their norm, or hidden states [T, hidden] where queries are not compressed.
-        cos_sin, query_factor: Rows of `StepMetadata`'s for this slice.
-        selection: Selected tokens; None for all tokens before each.
-    """
-
-    q_c: PlainRows
-    cos_sin: Tensor | None
-    query_factor: Tensor | None
-    selection: SelectedTokens | None = None
-
-    def rows(self, rows: slice) -> "_Tokens":
-        selection = None if self.selection is None else self.selection.rows(rows)
-        return _Tokens(self.q_c[rows], _rows(self.cos_sin, rows), _rows(self.query_factor, rows), selection)
-
-
-class _Keys(NamedTuple):
-    """The inputs of MHA among a slice of a step's tokens.
-
-    Attributes:
-        q: Queries of this rank's heads [T, h, P + R], rotated.
-        kv: Keys' nope part and values [T, h (P + V)]; None if they are not projected yet.
-        w_kv_b: Up-projection [h, P + V, L].
-    """
-
-    q: Tensor
-    kv: Tensor | None
-    w_kv_b: Tensor
-
-    def rows(self, rows: slice) -> "_Keys":
-        return _Keys(self.q[rows], None if self.kv is None else self.kv[rows], self.w_kv_b)
 
 
 class MLAAttention(AttentionWeights):
@@ -106,6 +69,7 @@ class MLAAttention(AttentionWeights):
         modules: MLAModules | None = None,
     ) -> None:
         super().__init__(config, placement, modules)
+        self._placement = placement
         self.exchange, self.cache_dtype = placement.exchange, placement.cache_dtype
         self.cache_width = row_width(self.cache_dtype, config.kv_lora_rank, config.qk_rope_head_dim)
         self._lacks_scales = self.dcp.calculate_kv_scales
@@ -173,7 +137,7 @@ class MLAAttention(AttentionWeights):
         keys = None
         if step.cut is not None:  # whatever does not depend on the requests belongs to the graph
             output.reserve()
-            tokens = _Tokens(q_c, step.cos_sin, step.query_factor)
+            tokens = Tokens(q_c, step.cos_sin, step.query_factor)
             keys = self._project_keys(tokens)
             keys = keys._replace(kv=F.linear(latents[:, : self.config.kv_lora_rank], keys.w_kv_b.flatten(0, 1)))
             if step.decode is not None:
@@ -186,7 +150,7 @@ class MLAAttention(AttentionWeights):
         hidden_states: PlainRows,
         q_c: PlainRows,
         latents: Tensor,
-        keys: _Keys | None,
+        keys: Keys | None,
         cache: LayerCache,
         output: OutputRows,
         step: StepMetadata,
@@ -200,7 +164,7 @@ class MLAAttention(AttentionWeights):
         decodes, prefills = slice(0, step.num_decode_tokens), slice(step.num_decode_tokens, step.num_tokens)
         hidden_states, q_c = hidden_states[: step.num_tokens], q_c[: step.num_tokens]
         selection = self._select(hidden_states, q_c, cache.index_keys, step)
-        tokens = _Tokens(q_c, step.cos_sin, step.query_factor, selection)
+        tokens = Tokens(q_c, step.cos_sin, step.query_factor, selection)
         if step.decode is not None:
             self._decode(tokens.rows(decodes), cache.latents, step.decode, output)
         if step.prefill is not None:
@@ -222,22 +186,8 @@ class MLAAttention(AttentionWeights):
         num_rows = min(num_tokens * self._num_group_heads, PART_ROWS)
         # Absorbed queries, gathered ones, and the outputs before and in the exchange; freed at once, too.
         new(2 * num_rows, config.latent_dim + config.kv_lora_rank)
-        num_keys = self.dcp.context_workspace_tokens
-        widths = config.qk_head_dim, config.qk_nope_head_dim, config.v_head_dim
-        q, k_nope, v = (new(0, self.num_heads, width) for width in widths)
-        rows = Segments((0, 0), new(0, dtype=torch.int32))
-        k_pe, backend = new(0, config.qk_rope_head_dim), self.dcp.prefill_backend
-        call = PrefillCall(q, k_nope, k_pe, v, *rows, *rows, config.scale, causal=False, backend=backend)
-        joins_keys = select_backend(PREFILL_BACKENDS, call).joins_keys
-        held = [
-            new(num_keys, self.num_heads, config.qk_nope_head_dim + config.v_head_dim),
-            new(self.kv_b_proj.weight.numel() if self.kv_b_proj.weight_scale is not None else 0),
-            new(num_keys if joins_keys else 0, self.num_heads, config.qk_head_dim),
-            new(num_keys if is_quantized(self.cache_dtype) else 0, config.latent_dim),
-            new(0 if config.indexer is None else num_tokens * num_keys // 8, dtype=torch.uint8),  # a mask
-        ]
-        self.exchange.reserve_context(num_keys, self.cache_width, self.cache_dtype, like.device)
-        del held  # after what the exchange takes: the allocator's peak counts
+        num_weights = self.kv_b_proj.weight.numel() if self.kv_b_proj.weight_scale is not None else 0
+        claim_context(num_tokens, config, self._placement, self.num_heads, num_weights)
 
     def _check(self, hidden_states: Tensor, cache: LayerCache | None, step: StepMetadata) -> LayerCache:
         check_step(self.config, hidden_states, step)
@@ -255,11 +205,11 @@ class MLAAttention(AttentionWeights):
         prefills = slice(step.num_decode_tokens, step.num_tokens)
         assert self.kv_scale is not None
         self._lacks_scales = False
-        nowhere, cos_sin = torch.full_like(step.slot_mapping[prefills], -1), _rows(step.cos_sin, prefills)
+        nowhere, cos_sin = torch.full_like(step.slot_mapping[prefills], -1), rows_of(step.cos_sin, prefills)
         q_c, latents = self._down_project(hidden_states[prefills], kv_cache, nowhere, cos_sin)
         calculate_scale_(self.kv_scale, latents, self.mesh.tp_group)
         if self.q_scale is not None:
-            tokens = _Tokens(q_c, cos_sin, _rows(step.query_factor, prefills)).rows(slice(0, _SCALED_TOKENS))
+            tokens = Tokens(q_c, cos_sin, rows_of(step.query_factor, prefills)).rows(slice(0, _SCALED_TOKENS))
             q = self._project_query(tokens, self.q_heads.own)
             absorbed = self._absorb(q, self.w_uk_of(self.kv_heads.own), tokens.cos_sin, None)
             calculate_scale_(self.q_scale, absorbed, self.mesh.tp_group)
@@ -267,7 +217,7 @@ class MLAAttention(AttentionWeights):
     def _down_project(
         self, hidden_states: PlainRows, kv_cache: Tensor, slots: Tensor, cos_sin: Tensor | None
     ) -> tuple[PlainRows, Tensor]:
-        """Return the input of the query projection (`_Tokens.q_c`), and latents [T, L + R] as written to the cache."""
+        """Return the input of the query projection (`Tokens.q_c`), and latents [T, L + R] as written to the cache."""
         config, has_q_c = self.config, self.config.q_lora_rank is not None
         q_c, latents, *codes = finish_latents(
             self.down_proj(hidden_states),
@@ -298,14 +248,14 @@ class MLAAttention(AttentionWeights):
             self.indexer(hidden_states, q_c, index_keys, step)
         return sparse.selection if sparse.max_seq_len > self.config.indexer.topk else None
 
-    def _project_query(self, tokens: _Tokens, heads: slice) -> Tensor:
+    def _project_query(self, tokens: Tokens, heads: slice) -> Tensor:
         """Return the queries [T, n, P + R] of n of the heads that this rank holds, not rotated."""
         width = self.config.qk_head_dim
         q = self.query_proj.product(tokens.q_c, slice(heads.start * width, heads.stop * width))
         q = q.unflatten(-1, (-1, width))
         return q if tokens.query_factor is None else q * tokens.query_factor[:, None, None]
 
-    def _decode(self, tokens: _Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
+    def _decode(self, tokens: Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
         """Append the output of decode tokens, bounded in memory. Collective."""
         max_tokens = max(1, PART_ROWS // self._num_group_heads)
         if plain(tokens.q_c).shape[0] <= max_tokens:  # a compiler traces no loop
@@ -314,18 +264,18 @@ class MLAAttention(AttentionWeights):
         for rows, part in decode.parts(max_tokens):
             self._attend_absorbed(tokens.rows(rows), kv_cache, part, output)
 
-    def _project_keys(self, tokens: _Tokens) -> _Keys:
+    def _project_keys(self, tokens: Tokens) -> Keys:
         """Return the queries of this rank's heads, and the up-projection of their keys and values."""
         q = self._project_query(tokens, self.q_heads.own)
         if tokens.cos_sin is not None:
             rotate_query_(q, tokens.cos_sin, self.config.rope_interleaved)
-        return _Keys(q, None, self.up_projection())
+        return Keys(q, None, self.up_projection())
 
     def _prefill(
         self,
-        tokens: _Tokens,
+        tokens: Tokens,
         latents: Tensor,
-        keys: _Keys,
+        keys: Keys,
         kv_cache: Tensor,
         prefill: PrefillMetadata,
         output: OutputRows,
@@ -349,7 +299,7 @@ class MLAAttention(AttentionWeights):
         )
         output.append(out.flatten(1))
 
-    def _attend_absorbed(self, tokens: _Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
+    def _attend_absorbed(self, tokens: Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
         """Append attention of absorbed queries over latents of all ranks, through W_UV. Collective."""
         if tokens.selection is not None:
             kv_cache, decode = selected_rows(kv_cache, tokens.selection, decode.workspace)
@@ -392,7 +342,3 @@ class MLAAttention(AttentionWeights):
     def _output_quant(self) -> OutputQuant | None:
         """Return the quantization of o_proj's input."""
         return quant_for(self.o_proj, self.config.v_head_dim)
-
-
-def _rows(tensor: Tensor | None, tokens: slice) -> Tensor | None:
-    return None if tensor is None else tensor[tokens]

@@ -74,7 +74,7 @@ class MixedGraph:
         num_blocks = -(-max_model_len // cache.sizes.block_tokens)
         most = max(size.num_tokens for size in self.sizes)
         sizes = most, self.max_absorbed_tokens, max_num_seqs, num_blocks, max_model_len, tokens_per_request
-        self._inputs = MixedInputs(MixedLimits(*sizes), steps, model.device)
+        self._inputs = MixedInputs(MixedLimits(*sizes), steps, cache.sizes.num_blocks, model.device)
         self._graphs = GraphSet(self._compute, "graph", mesh, model.device)
         self._out: Tensor | None = None
 

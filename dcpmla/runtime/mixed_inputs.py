@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dcpmla.attention.build import GraphRows, PieceColumns, StepBuilder, cut_starts
+from dcpmla.attention.build import GraphRows, StepBuilder
 from dcpmla.attention.calls import Segments, decode_workspace
+from dcpmla.attention.pieces import PieceColumns, cut_starts, piece_columns
 from dcpmla.attention.step import Cut, DecodeMetadata, StepMetadata, StepRequests
 from dcpmla.upload import upload
 
@@ -61,11 +62,12 @@ class MixedInputs:
 
     Args:
         steps: Builder of steps over the cache.
+        num_blocks: Number of blocks of the cache.
         device: Device of the memory.
     """
 
-    def __init__(self, limits: MixedLimits, steps: StepBuilder, device: torch.device) -> None:
-        self._limits, self._steps, self._device = limits, steps, device
+    def __init__(self, limits: MixedLimits, steps: StepBuilder, num_blocks: int, device: torch.device) -> None:
+        self._limits, self._steps, self._num_blocks, self._device = limits, steps, num_blocks, device
         self._num_decode_tokens = min(_DECODE_TOKENS, limits.num_absorbed_tokens) if steps.has_static_decodes else 0
         self._token_ids = torch.zeros(limits.num_tokens, dtype=torch.int64, device=device)
         self._workspace = decode_workspace(device)
@@ -101,7 +103,10 @@ class MixedInputs:
             ValueError: The requests are invalid, or have more tokens than the size.
         """
         limits = self._limits
-        columns = self._steps.piece_columns(requests, limits.tokens_per_request, size.num_tokens, limits.num_pieces)
+        columns = piece_columns(self._steps, requests, limits.tokens_per_request, size.num_tokens, limits.num_pieces)
+        most = columns.block_table.max()
+        if most >= self._num_blocks:
+            raise ValueError(f"block_tables has block {most}; the cache has {self._num_blocks} blocks, numbered from 0")
         self._copy(columns._asdict())
         self._set_tokens(size, token_ids)
 
@@ -159,7 +164,7 @@ class MixedInputs:
     def _fill_decodes(self, room: int, requests: StepRequests) -> bool:
         limits, num_tokens = self._limits, sum(requests.query_lens)
         if 0 < num_tokens <= room:
-            columns = self._steps.piece_columns(requests, limits.tokens_per_request, room, limits.num_pieces)
+            columns = piece_columns(self._steps, requests, limits.tokens_per_request, room, limits.num_pieces)
             names = ("local_seq_lens", "start_loc", "request_index", "block_table")
             self._copy({name: getattr(columns, name) for name in names})
             return True

@@ -128,11 +128,11 @@ def tables_of(plan: CompressedPlan, totals: list[int]) -> list[list[int]]:
 def config_of(kind: LayerKind, width: int, rope: int) -> CompressedConfig:
     return CompressedConfig(
         hidden_size=8,
-        num_heads=1,
+        num_heads=12,  # a multiple of all sizes of a group
         head_dim=width,
         rope_dim=rope,
         q_lora_rank=8,
-        o_groups=1,
+        o_groups=12,
         o_lora_rank=8,
         sliding_window=8,
         rms_norm_eps=1e-3,

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from dcpmla import DCPConfig, DCPMesh, LatentCache, MLAAttention, MLAConfig, Placement, init_mesh
+from dcpmla.attention import claim as claim_module
 from dcpmla.attention import layer as layer_module
 from dcpmla.attention.backends import Backend
 from dcpmla.attention.build import StepBuilder
@@ -239,7 +240,7 @@ def check_claims(hf_config: Any) -> None:
     # Of each token's absorbed rows, of both ranks' heads, 24 columns of queries and 16 of outputs, each twice.
     assert claimed(new_layer(config), 100) == 100 * 24 * 2 * (24 + 16) * 4
     assert claimed(new_layer(config), 10**6) == layer_module.PART_ROWS * 2 * (24 + 16) * 4
-    with patch.object(layer_module, "select_backend", return_value=Backend("one", Mock(), Mock())):
+    with patch.object(claim_module, "select_backend", return_value=Backend("one", Mock(), Mock())):
         assert claimed(new_layer(config), 1) == num_keys * 12 * (8 + 4) * 4
     sparse = new_layer(attention_kind(tiny_config("deepseek_v32")).config)
     assert sparse.indexer is not None

@@ -41,7 +41,7 @@ def num_padding(parts: Sequence[Tensor]) -> int:
 
 
 def written(parts: Sequence[Tensor], w_uv: Tensor, quant: OutputQuant | None, padding: int | None = None) -> Any:
-    """Append parts as a layer does, and leave the rows of padding, which the last part may be, to `finish`."""
+    """Append parts as a layer does, and leave the rows of padding, which the last part may be, to `pad`."""
     padding = num_padding(parts) if padding is None else padding  # given where no one may wait for the GPU
     rows = OutputRows(sum(map(len, parts)), w_uv, w_uv.dtype, quant)
     for part in parts[:-1] if padding else parts:
@@ -49,7 +49,8 @@ def written(parts: Sequence[Tensor], w_uv: Tensor, quant: OutputQuant | None, pa
             rows.project(part)
         else:
             rows.append(part)
-    return rows.finish()
+    rows.pad()
+    return rows.rows()
 
 
 def test_plain_parts_are_written_once() -> None:

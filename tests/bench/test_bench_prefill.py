@@ -45,7 +45,7 @@ def test_a_row_for_each_case(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_rows_under_a_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """After each case with more keys than are selected; a backend that ignores the mask is wrong."""
     right = find_backend(PREFILL_BACKENDS, "torch")
-    ignoring = replace(right, name="ignoring", run=lambda call: right.run(replace(call, mask=None)))
+    ignoring = replace(right, name="ignoring", run=lambda call: right.run(call._replace(mask=None)))
     monkeypatch.setattr(bench_prefill, "PREFILL_BACKENDS", (right, ignoring))
     out, plot = tmp_path / "prefill.json", tmp_path / "prefill.png"
     options = ["--tokens", "33", "--context", "20,50", "--topk", "20", "--json", str(out), "--plot", str(plot)]

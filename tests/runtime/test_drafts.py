@@ -257,8 +257,8 @@ def test_a_step_with_drafts_is_waited_for_where_it_has_to_be(
     ahead: bool, with_graph: bool, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, seen = HashModel(), list[str]()
-    step, wait = model.step, InFlightStep.wait
-    monkeypatch.setattr(model, "step", lambda *call: seen.append("launch") or step(*call))
+    hidden, wait = model.hidden, InFlightStep.wait
+    monkeypatch.setattr(model, "hidden", lambda *call: seen.append("launch") or hidden(*call))
     monkeypatch.setattr(InFlightStep, "wait", lambda pending: seen.append("wait") or wait(pending))
     drafter = HashDrafter(3, share=0.7, always=True, ahead=ahead)
     engine = make_engine(num_blocks=90, model=model, with_graph=with_graph, drafter=drafter)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla.attention.build import StepBuilder
+from dcpmla.attention.pieces import piece_columns
 from dcpmla.attention.step import StepRequests
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.mixed_graph import MixedGraph, token_sizes
@@ -128,7 +129,7 @@ def test_columns_are_those_of_a_step(lens: list[tuple[int, int]], width: int, pa
     tables = [list(range(8 * index, 8 * index + 8)) for index in range(len(lens))]
     requests, num_tokens = StepRequests(query_lens, seq_lens, tables), sum(query_lens)
     num_pieces = len(lens) + (num_tokens + padding) // width + 1
-    columns = steps.piece_columns(requests, width, num_tokens + padding, num_pieces)
+    columns = piece_columns(steps, requests, width, num_tokens + padding, num_pieces)
     step = steps.build(requests, width, num_decodes=len(lens))
     assert step.decode is not None
     assert columns.positions.tolist() == step.positions.tolist() + [0] * padding

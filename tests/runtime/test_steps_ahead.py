@@ -19,8 +19,8 @@ def test_a_step_is_launched_before_the_last_ones_tokens_are_read(
     with_graph: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, seen = HashModel(), list[str]()
-    step, wait = model.step, InFlightStep.wait
-    monkeypatch.setattr(model, "step", lambda *call: seen.append(f"launch {len(model.steps)}") or step(*call))
+    hidden, wait = model.hidden, InFlightStep.wait
+    monkeypatch.setattr(model, "hidden", lambda *call: seen.append(f"launch {len(model.steps)}") or hidden(*call))
     monkeypatch.setattr(InFlightStep, "wait", lambda pending: seen.append("wait") or wait(pending))
     engine = make_engine(num_blocks=9, model=model, with_graph=with_graph)
     request = engine.add([1, 2, 3], PARAMS)

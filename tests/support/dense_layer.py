@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcpmla import DCPConfig, MLAConfig, StepRequests, init_mesh, select_exchange
+from dcpmla import DCPConfig, MLAConfig, Placement, StepRequests, init_mesh, select_exchange
 from dcpmla.attention.kind import DenseKind
 
 CONFIG = MLAConfig(
@@ -38,7 +38,7 @@ class DenseLayer:
         self.cache = plan.allocate(CPU)[0]
         self.builder = kind.step_builder(plan, dcp, mesh.dcp_rank, CPU)
         exchange = select_exchange(dcp, mesh.dcp_group, CPU).exchange
-        self.layer = kind.new_layer(0, dcp, mesh, exchange, torch.float32, CPU)
+        self.layer = kind.new_layer(0, Placement(dcp, mesh, exchange, torch.float32, CPU))
         self.layer.load_weights({name: torch.randn(shape) / 8 for name, shape in shapes(CONFIG).items()})
         self.hidden_states = torch.randn(SEQ_LEN, CONFIG.hidden_size)
         self.cos_sin = torch.randn(SEQ_LEN, CONFIG.qk_rope_head_dim)

@@ -1,0 +1,89 @@
+"""Steps of pieces that attend with absorbed queries, padded to a fixed number of tokens (`piece_columns`)."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dcpmla.attention.build import StepBuilder, cut_queries
+from dcpmla.attention.chunks import starts_of
+from dcpmla.attention.step import StepRequests
+
+
+class PieceColumns(NamedTuple):
+    """The numbers of a step whose pieces attend with absorbed queries, padded with tokens that attend to nothing.
+
+    Attributes:
+        positions, slot_mapping: Position and slot of each token [T], int64; 0 and -1 in padding.
+        local_seq_lens, seq_lens: Number of tokens that each token sees on this rank, and on all [T], int32.
+        request: Request of each token [T], int32; 0 in padding.
+        start_loc: First token of each cut piece, and the end [num_pieces + 1], int32.
+        request_index: Request of each cut piece [num_pieces], int32.
+        block_table: Block ids of each request [num_reqs, max_blocks], int32.
+    """
+
+    positions: Any
+    slot_mapping: Any
+    local_seq_lens: Any
+    seq_lens: Any
+    request: Any
+    start_loc: Any
+    request_index: Any
+    block_table: Any
+
+
+def piece_columns(
+    steps: StepBuilder, requests: StepRequests, max_query_len: int, num_tokens: int, num_pieces: int
+) -> PieceColumns:
+    """Return the numbers of a step of absorbed pieces, padded to a fixed number of tokens.
+
+    Args:
+        steps: Builder of the step.
+        requests: Requests of the step.
+        max_query_len: Most tokens of a piece; longer requests are cut.
+        num_tokens, num_pieces: Number of tokens and of pieces after padding.
+    Raises:
+        ValueError: The requests are invalid (`check`), or have more tokens.
+    """
+    steps.check(requests)
+    lens = np.asarray(requests.query_lens)
+    host, num_real = steps.on_host(requests, max_query_len, len(lens)), int(lens.sum())
+    if num_real > num_tokens:
+        raise ValueError(f"query_lens has {num_real} tokens; at most {num_tokens} are allowed")
+    start_loc, request_index = cut_starts(lens, max_query_len, num_tokens, num_pieces)
+
+    def pad(values: np.ndarray, dtype: type, fill: int = 0) -> np.ndarray:
+        column: np.ndarray = np.full(num_tokens, fill, dtype=dtype)
+        column[:num_real] = values
+        return column
+
+    return PieceColumns(
+        positions=pad(host.positions, np.int64),
+        slot_mapping=pad(steps.slots(host), np.int64, -1),
+        local_seq_lens=pad(steps.local_seq_lens(host.positions), np.int32),
+        seq_lens=pad(host.positions + 1, np.int32),
+        request=pad(host.request, np.int32),
+        start_loc=start_loc,
+        request_index=request_index,
+        block_table=host.table.astype(np.int32),
+    )
+
+
+def cut_starts(
+    lens: np.ndarray, max_query_len: int, num_tokens: int, num_pieces: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cut requests, and the padding after them, into pieces.
+
+    Args:
+        lens: Tokens of each request, at least 1.
+        num_tokens, num_pieces: Number of tokens and of pieces after padding.
+    Returns:
+        The first token of each piece, and the end [num_pieces + 1], int32; the request of each piece [num_pieces],
+        int32, 0 for padding.
+    """
+    padding = [num_tokens - int(lens.sum())] if lens.sum() < num_tokens else []
+    pieces, index = cut_queries(np.append(lens, padding).astype(np.int64), max_query_len)
+    start_loc = np.full(num_pieces + 1, num_tokens, dtype=np.int32)
+    start_loc[: len(pieces) + 1] = starts_of(pieces)
+    request_index = np.zeros(num_pieces, dtype=np.int32)
+    request_index[: len(index)] = np.where(index < len(lens), index, 0)
+    return start_loc, request_index
