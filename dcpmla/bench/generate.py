@@ -76,7 +76,7 @@ class Generate(Benchmark[Batch, None]):
         block_tokens = dcp.virtual_block_size * attention_kind(files.config).config.row_tokens
         seq_len = args.input_len + args.output_len - 1 + block_tokens
         self.engine, chosen = build_engine(args, job, dcp, files, [seq_len] * max(args.batch))
-        self.graph, self.exchange = self.engine.graph, chosen.exchange.name
+        self.graph, self.mixed_graph, self.exchange = self.engine.graph, self.engine.mixed_graph, chosen.exchange.name
         self.speculation = self.engine.speculation
         self.size = _model_size(files.config, self.engine.model.dtype, args.expert_dtype)
         needed, room = max(args.batch) * -(-seq_len // block_tokens), self.engine.cache.sizes.num_blocks
@@ -129,7 +129,7 @@ class Generate(Benchmark[Batch, None]):
 
     def measure(self, case: Batch, inputs: None) -> list[Row]:
         args, engine = self.args, self.engine
-        engine.graph = self.graph if case.mode == "graph" else None
+        engine.graph, engine.mixed_graph = (self.graph, self.mixed_graph) if case.mode == "graph" else (None, None)
         engine.speculation = Speculation(self._drafter(case))
         steps = self._decode_steps(case.size)
         # Steps of a kind are alike; where some have drafts and others none, all of them count.
@@ -251,8 +251,9 @@ class Generate(Benchmark[Batch, None]):
         plot_batches(path, rows)
 
     def close(self) -> None:
-        self.engine.graph, self.engine.speculation = self.graph, self.speculation  # the engine closes them
-        self.engine.close()
+        engine = self.engine  # which closes them
+        engine.graph, engine.mixed_graph, engine.speculation = self.graph, self.mixed_graph, self.speculation
+        engine.close()
 
 
 def _model_size(config: Any, dtype: torch.dtype, expert_dtype: str) -> ModelSize:
