@@ -308,7 +308,7 @@ def test_a_mask_of_all_keys_on_a_gpu(name: str) -> None:
         num_tokens, num_keys = queries.start[-1], keys.start[-1]
         call = rows(num_tokens, 5, 192), rows(num_keys, 5, 128), rows(num_keys, 64), rows(num_keys, 5, 128)
         mask = torch.full((num_tokens, -(-max(key_lens) // 32)), -1, dtype=torch.int32, device="cuda")
-        sizes = queries, keys, SCALE, query_lens == key_lens
+        sizes = *queries, *keys, SCALE, query_lens == key_lens
         (out, lse), (expected, expected_lse) = mha_prefill(*call, *sizes, mask), mha_prefill(*call, *sizes)
         torch.testing.assert_close(out, expected, atol=1e-3, rtol=1e-2)
         torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-6)
@@ -326,7 +326,7 @@ def test_masks_past_2_31_words(name: str) -> None:
     k_pe = torch.randn(num_keys, 64, device="cuda", dtype=torch.bfloat16)
     q = torch.randn(num_tokens, 1, 192, device="cuda", dtype=torch.bfloat16)
     queries, keys = segments([num_tokens], "cuda"), segments([num_keys], "cuda")
-    out, lse = mha_prefill(q, kv[..., :128], k_pe, kv[..., 128:], queries, keys, SCALE, False, mask)
+    out, lse = mha_prefill(q, kv[..., :128], k_pe, kv[..., 128:], *queries, *keys, SCALE, False, mask)
     assert torch.equal(out[-1], kv[5 * 32 + 7, :, 128:])
     assert lse[-1].isfinite().all()
     assert not out[:-1].any()
