@@ -48,7 +48,7 @@ class IndexerConfig:
     """The geometry of the indexer, which selects the tokens that each token attends to in sparse MLA.
 
     Attributes:
-        num_heads, head_dim: of the indexer's queries; its keys have one head.
+        num_heads, head_dim: Sizes of the indexer's queries; its keys have one head.
         topk: tokens selected, where there are more.
         rope_interleaved: rotate pairs (2i, 2i+1) (GLM-5) instead of halves (DeepSeek-V3.2) of the first
             qk_rope_head_dim dims.
@@ -69,13 +69,13 @@ class MLAConfig:
 
     Attributes:
         scale: factor of the attention scores; YaRN's mscale^2 and LongCat's query factor are folded in.
-        rms_norm_eps: of the norms of both latents (q_c, kv_c), not of the model's others.
+        rms_norm_eps: Epsilon of the norms of both latents (q_c, kv_c); other norms have their own.
         rope_interleaved: rotate pairs (2i, 2i+1) (GPT-J, DeepSeek) instead of halves (i, i + R/2) (NeoX).
         use_rope: False for a layer without positions (NoPE), which leaves q_pe and k_pe as they are projected.
         attention_bias: q_a, kv_a and o projections have a bias.
         kv_lora_scale: factor of kv_c after its norm (LongCat).
         llama_4_scaling: (beta, original_max_position) of the position-dependent query factor (Mistral 4), or None.
-        indexer: of sparse MLA; None for dense.
+        indexer: Indexer of sparse MLA; None for dense MLA.
     """
 
     hidden_size: int

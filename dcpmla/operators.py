@@ -142,7 +142,7 @@ def _tuple_class(annotation: Any) -> Any:
 def _with_fields(reference: Callable[..., Any], tuples: dict[str, Any]) -> Callable[..., Any]:
     """Return a function with the reference's signature and the fields of tuples instead of tuples.
 
-    Fields have no defaults: with torch 2.11, calls failed if mutated arguments had defaults and were None.
+    Fields have no defaults, because with torch 2.11 calls failed if mutated arguments had defaults and were None.
     """
     signature, parameters = inspect.signature(reference), []
     for parameter in signature.parameters.values():

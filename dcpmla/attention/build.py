@@ -115,7 +115,7 @@ class StepBuilder:
             self.slots(host),
             *self.columns(host),
         ]
-        block_table, local_seq_lens, positions, slot_mapping, *others = upload(columns, self.device)
+        block_table, local_seq_lens, positions, slot_mapping, *of_kind = upload(columns, self.device)
         decode = None
         if host.num_decodes:
             decode = self._decode(host, max_decode_query_len, block_table, local_seq_lens, workspace)
@@ -128,7 +128,7 @@ class StepBuilder:
             decode=decode,
             prefill=self._prefill(host, block_table),
         )
-        return self.share(step, host, block_table, others)
+        return self.share(step, host, block_table, of_kind)
 
     def columns(self, host: HostStep) -> list[np.ndarray]:
         """Return the arrays that this kind of attention adds to the step's one upload."""

@@ -98,10 +98,10 @@ def _share(needs: np.ndarray, room: int) -> np.ndarray:
     """Share room among needs, integers [N], in equal parts that do not exceed their needs."""
     shares = np.zeros_like(needs)
     while room and (is_open := shares < needs).any():
-        more = np.minimum(needs - shares, max(1, room // int(is_open.sum())))
-        more[np.cumsum(more) > room] = 0  # too little room for one each: the first get it
-        shares += more
-        room -= int(more.sum())
+        added = np.minimum(needs - shares, max(1, room // int(is_open.sum())))
+        added[np.cumsum(added) > room] = 0  # too little room for one each: the first get it
+        shares += added
+        room -= int(added.sum())
     return shares
 
 

@@ -29,7 +29,7 @@ def claim_context(num_tokens: int, config: MLAConfig, placement: Placement, num_
     k_pe, backend = new(0, config.qk_rope_head_dim), dcp.prefill_backend
     call = PrefillCall(q, k_nope, k_pe, v, *rows, *rows, config.scale, causal=False, backend=backend)
     joins_keys = select_backend(PREFILL_BACKENDS, call).joins_keys
-    held = [
+    buffers = [
         new(num_keys, num_heads, config.qk_nope_head_dim + config.v_head_dim),
         new(num_weights),
         new(num_keys if joins_keys else 0, num_heads, config.qk_head_dim),
@@ -38,4 +38,4 @@ def claim_context(num_tokens: int, config: MLAConfig, placement: Placement, num_
     ]
     width = row_width(cache_dtype, config.kv_lora_rank, config.qk_rope_head_dim)
     placement.exchange.reserve_context(num_keys, width, cache_dtype, torch.device(placement.device))
-    del held  # after what the exchange takes: the allocator's peak counts
+    del buffers  # after what the exchange takes: the allocator's peak counts

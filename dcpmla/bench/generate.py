@@ -125,7 +125,7 @@ class Generate(Benchmark[Batch, None]):
                     yield from (Batch(size, mode, acceptance, is_adaptive) for is_adaptive in (False, True))
 
     def inputs(self, case: Batch) -> None:
-        """Nothing: the engine is there."""
+        """Do nothing: a case needs the engine alone."""
 
     def measure(self, case: Batch, inputs: None) -> list[Row]:
         args, engine = self.args, self.engine
@@ -251,7 +251,7 @@ class Generate(Benchmark[Batch, None]):
         plot_batches(path, rows)
 
     def close(self) -> None:
-        engine = self.engine  # which closes them
+        engine = self.engine
         engine.graph, engine.mixed_graph, engine.speculation = self.graph, self.mixed_graph, self.speculation
         engine.close()
 

@@ -23,7 +23,7 @@ from dcpmla.parallel.fp8 import QuantizedRows
 _RANK, _NOPE, _VALUE = 512, 128, 128  # latent, nope and value widths: DeepSeek V2 and V3, Kimi-K2
 _CACHE_BYTES = 1 << 27  # inputs rotate until so many bytes lie between two uses of the same ones: no GPU's L2 is larger
 _SAMPLE_SECONDS = 1.0  # that the samples of one operation may take
-_FEWEST_CALLS = 4  # of a sample on a GPU
+_FEWEST_CALLS = 4  # calls of a sample on a GPU
 _MOST_DIFFERENT = 5e-4  # of the bytes: sums in another order sometimes round to another bfloat16
 
 

@@ -68,7 +68,7 @@ def time_operation(
         operation(index % calls)
     graph = _capture(operation, calls) if device.type == "cuda" else None
     sample = _sampler(operation, calls, device) if graph is None else _graph_sampler(graph)
-    first = largest(sample(), device)  # a graph's first replay is slower: it only says how many there is time for
+    first = largest(sample(), device)  # a graph's first replay is slower: it only shows the number that fits the time
     num_samples = int(min(num_samples or _NUM_SAMPLES[device.type], max(_FEWEST_SAMPLES, seconds * 1e6 / first)))
     return Timing(_median(sample, num_samples, device) / calls, graph is not None)
 

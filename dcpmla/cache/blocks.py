@@ -59,7 +59,7 @@ class BlockAllocator:
         return cls(plan.num_blocks, plan.block_tokens, plan.num_states)
 
     def reset(self) -> None:
-        """Forget all blocks and states, also those with holders."""
+        """Forget all blocks and states, held ones included."""
         num_blocks = self.num_blocks
         self.states = StatePool(self._num_states)
         self._free = OrderedDict.fromkeys(range(num_blocks))  # in the order of allocation

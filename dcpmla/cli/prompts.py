@@ -60,14 +60,14 @@ def prompts_from_file(args: argparse.Namespace, files: "ModelFiles") -> list[Pro
     for index, line in enumerate(lines):
         if not line.strip():
             continue
-        where = f"{path}, line {index + 1}"
+        origin = f"{path}, line {index + 1}"
         try:
             prompt = _read_line(line, _defaults(args, index), files)
         except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
+            raise ValueError(f"{origin}: {error}") from error
         if prompt.request_id in line_of_id:
             raise ValueError(
-                f"{where}: id {prompt.request_id!r} is also that of line {line_of_id[prompt.request_id]}; "
+                f"{origin}: id {prompt.request_id!r} is also that of line {line_of_id[prompt.request_id]}; "
                 f"ids must differ"
             )
         line_of_id[prompt.request_id] = index + 1

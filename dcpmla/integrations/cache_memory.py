@@ -1,4 +1,4 @@
-"""The size of the cache: what the sequences need, and what a rank's memory has room for."""
+"""The size of the cache, by the needs of the sequences and by a rank's memory."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -10,7 +10,7 @@ from dcpmla.config import MODEL_DTYPES
 from dcpmla.fields import FLAG, Rule, check_fields, number, one_of, option_label, optional, whole
 
 SPECULATIVE_METHODS = ("none", "ngram", "mtp")
-MAX_SPECULATIVE_TOKENS = 15  # so that a batch of several requests fits into `MAX_DRAFT_ROWS`
+MAX_SPECULATIVE_TOKENS = 15  # a batch of several requests fits into `MAX_DRAFT_ROWS`
 _RULES: dict[str, Rule] = {
     "dtype": one_of(MODEL_DTYPES),
     "max_num_batched_tokens": whole(1),

@@ -77,8 +77,8 @@ class Batch:
         is_graph = bool(sizes) and self.num_tokens <= max_absorbed_tokens and costs.absorbs_all(sizes)
         chosen = [True] * len(sizes) if is_graph else costs.choose_absorbed(sizes)
         absorbed = [piece for piece, is_absorbed in zip(prompts, chosen, strict=True) if is_absorbed]
-        others = [piece for piece, is_absorbed in zip(prompts, chosen, strict=True) if not is_absorbed]
-        self.pieces = decodes + absorbed + others
+        by_mha = [piece for piece, is_absorbed in zip(prompts, chosen, strict=True) if not is_absorbed]
+        self.pieces = decodes + absorbed + by_mha
         self.num_absorbed = len(decodes) + len(absorbed)
 
     @property

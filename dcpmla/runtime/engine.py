@@ -264,8 +264,8 @@ class Engine:
         return True
 
     def _take_outgoing(self) -> News:
-        news, self._outgoing = self._outgoing, News()
-        return news
+        outgoing, self._outgoing = self._outgoing, News()
+        return outgoing
 
     def _wait_for_arrival(self) -> None:
         self.on_step("waiting for the next request")

@@ -72,8 +72,8 @@ class MixedGraph:
         self.sizes = sorted(MixedSize(size, kind) for kind, sizes in self._tokens.items() for size in sizes)
         self.max_absorbed_tokens = max(self._tokens[True], default=0)
         num_blocks = -(-max_model_len // cache.sizes.block_tokens)
-        most = max(size.num_tokens for size in self.sizes)
-        sizes = most, self.max_absorbed_tokens, max_num_seqs, num_blocks, max_model_len, tokens_per_request
+        num_tokens = max(size.num_tokens for size in self.sizes)
+        sizes = num_tokens, self.max_absorbed_tokens, max_num_seqs, num_blocks, max_model_len, tokens_per_request
         self._inputs = MixedInputs(MixedLimits(*sizes), steps, cache.sizes.num_blocks, model.device)
         self._graphs = GraphSet(self._compute, "graph", mesh, model.device)
         self._out: Tensor | None = None
@@ -146,9 +146,9 @@ class MixedGraph:
     def _compute(self, size: MixedSize, cut: Cut | None) -> None:
         out = self._model.hidden(self._inputs.token_ids(size), self._inputs.step(size, cut), self._cache)
         if self._out is None:
-            most = self.sizes[-1].num_tokens
+            num_rows = self.sizes[-1].num_tokens
             with torch.inference_mode(False):  # the caller may use it outside of inference mode
-                self._out = torch.empty(most, *out.shape[1:], dtype=out.dtype, device=out.device)
+                self._out = torch.empty(num_rows, *out.shape[1:], dtype=out.dtype, device=out.device)
         self._out[: size.num_tokens].copy_(out)
 
 
@@ -176,8 +176,8 @@ def token_sizes(max_num_tokens: int, tokens_per_request: int) -> dict[bool, list
     # Absorbed attention takes no more query rows at a time.
     most_absorbed = min(max_num_tokens, MAX_ABSORBED_TOKENS, PART_ROWS // PIECE_ROWS * tokens_per_request)
     absorbed = [16, *range(32, 256, 32), *range(256, 512, 64), *range(512, 1024, 128)]
-    others = [64, *range(128, 512, 128), *range(512, 2048, 256), *range(2048, 4096, 512), *range(4096, 8192, 1024)]
-    return {True: _up_to(most_absorbed, absorbed), False: _up_to(min(max_num_tokens, MAX_TOKENS), others)}
+    mixed = [64, *range(128, 512, 128), *range(512, 2048, 256), *range(2048, 4096, 512), *range(4096, 8192, 1024)]
+    return {True: _up_to(most_absorbed, absorbed), False: _up_to(min(max_num_tokens, MAX_TOKENS), mixed)}
 
 
 def _up_to(largest: int, sizes: Sequence[int]) -> list[int]:

@@ -104,9 +104,11 @@ class MixedInputs:
         """
         limits = self._limits
         columns = piece_columns(self._steps, requests, limits.tokens_per_request, size.num_tokens, limits.num_pieces)
-        most = columns.block_table.max()
-        if most >= self._num_blocks:
-            raise ValueError(f"block_tables has block {most}; the cache has {self._num_blocks} blocks, numbered from 0")
+        block = columns.block_table.max()
+        if block >= self._num_blocks:
+            raise ValueError(
+                f"block_tables has block {block}; the cache has {self._num_blocks} blocks, numbered from 0"
+            )
         self._copy(columns._asdict())
         self._set_tokens(size, token_ids)
 
@@ -180,6 +182,8 @@ class MixedInputs:
             getattr(self._columns, name)[tuple(map(slice, column.shape))].copy_(column)
 
     def _set_tokens(self, size: MixedSize, token_ids: Tensor) -> None:
+        if token_ids.is_cpu:  # a copy of memory that is not pinned would wait for the step before
+            (token_ids,) = upload([token_ids.numpy()], self._device)
         self._token_ids[: len(token_ids)].copy_(token_ids)
         self._token_ids[len(token_ids) : size.num_tokens].zero_()
 

@@ -37,10 +37,10 @@ class CompressedStepBuilder(StepBuilder):
         Raises:
             ValueError: A decode has more tokens than the window's ring has rows for, or a reason of `StepBuilder`.
         """
-        most = self.decode_query_len(max_decode_query_len)
-        if num_decodes is not None and max(requests.query_lens[:num_decodes], default=0) > most:
+        limit = self.decode_query_len(max_decode_query_len)
+        if num_decodes is not None and max(requests.query_lens[:num_decodes], default=0) > limit:
             raise ValueError(
-                f"num_decodes is {num_decodes}; of {list(requests.query_lens)} new tokens decodes have at most {most}"
+                f"num_decodes is {num_decodes}; of {list(requests.query_lens)} new tokens decodes have at most {limit}"
             )
         return super().build(requests, max_decode_query_len, num_decodes, workspace)
 

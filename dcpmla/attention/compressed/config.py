@@ -12,7 +12,7 @@ class LayerKind(NamedTuple):
     """The entries that a layer attends to besides its window.
 
     Attributes:
-        ratio: tokens that an entry stands for; 0 for a layer without entries.
+        ratio: Number of tokens of an entry; 0 for a layer without entries.
         has_indexer: entries overlap, and an indexer selects among them (CSA); else all of them are attended to (HCA).
     """
 
@@ -60,7 +60,7 @@ class CompressedConfig:
         o_groups, o_lora_rank: neighbouring heads of a group share an output projection of that rank.
         sliding_window: last tokens that each token attends to, its own among them.
         indexer: Sizes of the indexers.
-        layer_kinds: of each layer.
+        layer_kinds: Kind of each layer.
     Raises:
         ValueError: a field of another type or outside its range; sizes that do not belong together.
     Source: DeepSeek-V4's report, section 2.3.
