@@ -30,12 +30,12 @@ FIELDS = {
     "quantization": "of attention's output",
     "weights": "format of the weights: `bf16`, `fp8` (blocks of 128 x 128), `fp4` or `int4` (groups of 32)",
     "mode": "`graph`: decode steps as CUDA graphs; `eager`: without",
-    "tp": "ranks of the job, all of which cut the heads",
+    "tp": "ranks of the job; each has its share of the heads",
     "dcp": "ranks that share a cache, and exchange",
     "gpus_per_node": "ranks on a host",
     "exchange": "backend; `none` under `dcp` 1, `made up` where one process measures one rank of several",
     "variant": "what decode exchanges: empty (rows as they are), `pbm`, `q_replicate` or `fp8`",
-    "num_layers": "layers of the stack; times are of all of them",
+    "num_layers": "layers of the stack; times cover the whole stack",
     "batch": "requests of a step",
     "context": "cached tokens of each request",
     "query_len": "new tokens of each request",
@@ -89,8 +89,16 @@ FIELDS = {
     "is_adaptive": "drafts in those steps where they pay, and `step_us` is the mean; else in every step",
     "tokens_a_step": "new tokens of a step of the whole batch, on average",
     # a load that was served
+    "engine": "engine that served it, in `engines.py`: `dcpmla`, `vllm`, or `vllm+dcpmla-plugin`",
+    "load": "name of the load in `engines.py`",
+    "call": "number of the call in `engines.py`; rows of different calls are of different machines or times",
+    "tag": "word that distinguishes a run from others of the same load, for example `nocompile`",
+    "num_turns": "turns of each conversation",
+    "turn_len": "new tokens of each prompt of a conversation after the first",
+    "import_seconds": "time to import the engine",
+    "start_seconds": "time from the imports to an engine that takes requests",
     "url": "server that was driven over HTTP; without it the engine is driven in the same process",
-    "request_rate": "requests a second of the Poisson process, or `inf`",
+    "request_rate": "requests, or conversations, a second of the Poisson process, or `inf`",
     "seconds": "from the load's beginning to the end of its last request",
     "*_per_second": "requests, prompt tokens or new tokens over `seconds`",
     **{
@@ -102,6 +110,7 @@ FIELDS = {
             "end_to_end_seconds": "arrival to last token",
         }.items()
     },
+    "inter_token_*": "seconds between two successive tokens of a request: percentiles over all such pairs",
     "kv_cache_bytes_per_rank": "bytes of a rank's cache",
     "kv_tokens_total": "tokens that the caches of a DCP group hold",
     "num_fit_mean": "requests of average size that the cache holds at their full lengths",
@@ -121,8 +130,8 @@ FIELDS = {
 
 OPTIONS = (  # of engine and load, which rows have by their own names
     *("cp_kv_cache_interleave_size", "dcp_q_replicate", "dcp_project_before_merge", "index_hadamard", "enforce_eager"),
-    *("enable_expert_parallel", "max_num_batched_tokens", "max_num_seqs", "num_requests", "input_len", "input_lens"),
-    *("output_len", "output_lens", "seed", "speculative_method", "num_speculative_tokens"),
+    *("enable_expert_parallel", "enable_prefix_caching", "max_num_batched_tokens", "max_num_seqs", "num_requests"),
+    *("input_len", "input_lens", "output_len", "output_lens", "seed", "speculative_method", "num_speculative_tokens"),
 )
 
 
@@ -153,22 +162,29 @@ def write_results(
     num_ranks: int,
     device: torch.device,
     commit: str | None = None,
-    more: Mapping[str, Any] | None = None,
+    findings: Mapping[str, Any] | None = None,
 ) -> None:
     """Write rows with the commit (git's HEAD if None), the machine and the versions that they were measured with.
 
     Args:
-        more: findings beyond the rows, after them in the file.
+        findings: Results beyond the rows, after the rows in the file.
     """
-    assert not unknown_fields(rows), unknown_fields(rows)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    content = {
-        "commit": commit or _head(),
-        "machine": f"{num_ranks} x {name}",
-        "versions": versions(),
-        "rows": list(rows),
-    }
-    write_json(path, {**content, **(more or {})})
+    write_rows(path, rows, f"{num_ranks} x {name}", versions(), commit, findings)
+
+
+def write_rows(
+    path: Path,
+    rows: Sequence[Row],
+    machine: str,
+    versions: Mapping[str, str | None],
+    commit: str | None = None,
+    findings: Mapping[str, Any] | None = None,
+) -> None:
+    """Write rows that another machine may have measured (`write_results`)."""
+    assert not unknown_fields(rows), unknown_fields(rows)
+    content = {"commit": commit or _head(), "machine": machine, "versions": versions, "rows": list(rows)}
+    write_json(path, {**content, **(findings or {})})
 
 
 def _head() -> str:
@@ -184,15 +200,15 @@ def _head() -> str:
 
 def versions() -> dict[str, str | None]:
     """Return the versions that numbers depend on: torch and what it works with, NCCL where there are GPUs."""
-    found: dict[str, str | None] = {
+    packages: dict[str, str | None] = {
         "torch": torch.__version__,
         "transformers": installed("transformers"),
         "triton": installed("triton"),
     }
     if torch.cuda.is_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["nvls"] = os.environ.get("NCCL_NVLS_ENABLE")
-    return found
+        packages["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        packages["nvls"] = os.environ.get("NCCL_NVLS_ENABLE")
+    return packages
 
 
 def installed(package: str) -> str | None:
