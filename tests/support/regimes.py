@@ -87,10 +87,13 @@ class Regime:
 
     def note(self, line: str) -> None:
         """Note the kind of a step from the engine's line about it."""
-        if "; graph of" in line:
-            self.kinds.add("absorbed graph" if "all absorbed" in line else "graph around attention")
+        _, _, size = line.rstrip(")").partition("; graph of ")
+        if not size:
+            self.kinds.add(f"eager {line.split()[0]}")
+        elif "requests" in size:
+            self.kinds.add("decode graph")
         else:
-            self.kinds.add("decode graph" if "; decode graph of" in line else f"eager {line.split()[0]}")
+            self.kinds.add("absorbed graph" if "all absorbed" in size else "graph around attention")
 
 
 def compare(directory: Path, dcp: DCPConfig, sizes: Sizes, device_type: str) -> list[Regime]:
