@@ -36,7 +36,7 @@ class Rates:
 
     matmul_tflops: float = 650
     mha_tflops: float = 600
-    masked_tflops: float = 640
+    masked_tflops: float = 540
     absorbed_tflops: float = 520
     selected_tflops: float = 450
     gb_per_s: float = 2700
