@@ -18,8 +18,10 @@ from dcpmla.integrations.speculation import check_speculation, mtp_graphs
 from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.mixed_graph import MixedGraph
 from dcpmla.runtime.mtp import MtpDrafter
 from dcpmla.runtime.sampling import SamplingParams
+from tests.support.costs import DrawnCosts
 from tests.support.engines import new_engine
 from tests.support.models import random_model, tiny_config
 from tests.support.ranks import run_ranks
@@ -220,22 +222,18 @@ def serve_families(
             cache: Any = plan.allocate(CPU)
             for memory in cache.tensors:
                 memory.fill_(torch.nan)
-            graph = None
+            options: dict[str, Any] = {}
             if with_graph:
-                graph = DecodeGraph(
-                    model.decode,
-                    torch.tensor(0),
-                    cache,
-                    model.attention.step_builder(cache.sizes, dcp, mesh.dcp_rank, model.device),
-                    mesh,
-                    4,
-                    100,
-                    1 + num_drafts,
-                )
+                steps = model.attention.step_builder(cache.sizes, dcp, mesh.dcp_rank, model.device)
+                costs = DrawnCosts(0, absorbs=steps.absorbs_pieces)
+                query_len = 1 + num_drafts
+                options["costs"] = costs
+                options["graph"] = DecodeGraph(model.decode, torch.tensor(0), cache, steps, mesh, 4, 100, query_len)
+                options["mixed_graph"] = MixedGraph(model, cache, steps, mesh, 16, 4, 100, costs.tokens_per_request)
             graphs = [maker.make(cache) for maker in mtp_graphs(num_drafts, model, dcp, mesh, 4, 100)]
             drafter = Recording(num_drafts, model, cache, mesh, *graphs)
             drafter.record = []
-            engine = new_engine(model, cache, dcp, mesh, 100, 16, 4, graph=graph, drafter=drafter)
+            engine = new_engine(model, cache, dcp, mesh, 100, 16, 4, drafter=drafter, **options)
             params = SamplingParams(max_new_tokens=8, ignore_eos=True)
             requests = [engine.add(prompt, params, request_id=index) for index, prompt in enumerate(PROMPTS)]
             list(engine.run())
