@@ -47,11 +47,11 @@ def load_engine(
     num_local_ranks: int = 1,
     on_step: Callable[[str], object] = lambda line: None,
 ) -> Engine:
-    """Load the weights, allocate the cache and, on GPUs, capture decode graphs. Collective over the job, whose ranks
-    must be the TP group.
+    """Load the weights, allocate the cache and, on GPUs, capture steps as CUDA graphs. Collective over the job, whose
+    ranks must be the TP group.
 
-    Two graphs over a cache of one block measure the memory of all graphs; the cache gets the rest. If a step cannot be
-    captured, the first rank logs the reason and decodes run eagerly.
+    Two sizes of each kind of graph, captured over a cache of one block, show the memory of all graphs; the cache gets
+    the rest. If steps of a kind cannot be captured, the first rank logs the reason, and they run eagerly.
 
     Args:
         model: Directory, hub id, or result of `open_model`.
@@ -63,7 +63,7 @@ def load_engine(
     Raises:
         ValueError: The checkpoint is broken, sizes do not divide, the model does not support an option, or memory does
             not hold the longest sequence.
-        RuntimeError: A decode step fails or aborts its capture (`DecodeGraph.capture`).
+        RuntimeError: A step fails or aborts its capture (`GraphSet.capture`).
     """
     options = options or EngineOptions()
     with agree():
