@@ -16,6 +16,7 @@ import torch
 
 from dcpmla.bench.forced import ForcedDrafter
 from dcpmla.bench.load import add_load, make_load
+from dcpmla.bench.mixed_steps import mixed_times
 from dcpmla.bench.plots import new_figure, save_figure, select
 from dcpmla.bench.results import Row, dtype_name
 from dcpmla.bench.runner import Benchmark
@@ -38,6 +39,7 @@ from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
 from dcpmla.runtime.drafts import Drafter, NoDrafter
 from dcpmla.runtime.speculation import Speculation
 
+_NUM_DECODES = 32  # decodes of a step with a piece of a prompt
 _OPTIONS = (
     *("decode_query_dtype", "index_cache_dtype", "index_hadamard", "dcp_q_replicate", "dcp_project_before_merge"),
     *("enable_expert_parallel", "block_size", "input_len", "output_len", "seed"),
@@ -51,12 +53,14 @@ class Batch(NamedTuple):
         mode: "graph" or "eager".
         acceptance: Rate of accepted drafts, None without drafts.
         is_adaptive: drafts where they pay, not in every step.
+        tokens: Number of tokens of a step with a piece of a prompt, the decodes' among them; 0 for decodes alone.
     """
 
     size: int
     mode: str
     acceptance: float | None = None
     is_adaptive: bool = False
+    tokens: int = 0
 
 
 class Generate(Benchmark[Batch, None]):
@@ -94,6 +98,8 @@ class Generate(Benchmark[Batch, None]):
         add("--input-len", type=positive, default=512, metavar="N", help="tokens of a prompt")
         add("--output-len", type=positive, default=64, metavar="N", help="new tokens of a request")
         add("--seed", type=seed, default=0, help="of the prompts' tokens")
+        steps = "tokens of steps with a piece of a prompt, alone and with 32 decodes, timed as well"
+        add("--step-tokens", type=positive_list, default=[], metavar="A,B", help=steps)
         rates = "forced on the drafts of --speculative-method, one after the other"
         add("--acceptance", type=share_list, default="0,0.5,0.8,1", metavar="A,B", help=rates)
 
@@ -114,6 +120,11 @@ class Generate(Benchmark[Batch, None]):
         if max(args.batch) > limit:
             options = "--max-num-seqs and --max-num-batched-tokens"
             raise ValueError(f"--batch has {max(args.batch)}; raise {options}, which allow {limit}")
+        if max(args.step_tokens, default=0) > args.max_num_batched_tokens:
+            raise ValueError(
+                f"--step-tokens has {max(args.step_tokens)}; raise --max-num-batched-tokens, which allows "
+                f"{args.max_num_batched_tokens}"
+            )
 
     def cases(self) -> Iterator[Batch]:
         for size in dict.fromkeys(self.args.batch):
@@ -124,10 +135,17 @@ class Generate(Benchmark[Batch, None]):
                 for acceptance in self.args.acceptance:
                     yield from (Batch(size, mode, acceptance, is_adaptive) for is_adaptive in (False, True))
 
+        for tokens in dict.fromkeys(self.args.step_tokens):
+            has_decodes = tokens > _NUM_DECODES < self.args.max_num_seqs
+            for size in (0, _NUM_DECODES) if has_decodes else (0,):
+                yield from (Batch(size, mode, tokens=tokens) for mode in (["graph"] if self.graph else []) + ["eager"])
+
     def inputs(self, case: Batch) -> None:
         """Do nothing: a case needs the engine alone."""
 
     def measure(self, case: Batch, inputs: None) -> list[Row]:
+        if case.tokens:
+            return [self._mixed_row(case)]
         args, engine = self.args, self.engine
         engine.graph, engine.mixed_graph = (self.graph, self.mixed_graph) if case.mode == "graph" else (None, None)
         engine.speculation = Speculation(self._drafter(case))
@@ -136,17 +154,7 @@ class Generate(Benchmark[Batch, None]):
         average = statistics.mean if case.is_adaptive else statistics.median
         seconds = largest(average([seconds for seconds, _ in steps]), engine.model.device)
         tokens_a_step = statistics.mean(num_tokens for _, num_tokens in steps)
-        row = {
-            "weights": "fp8" if is_quantized(self._model) else format_name(engine.model.dtype),
-            "model": Path(args.model).name,  # a path of this machine is left out
-            "num_parameters": self.size.num_parameters,
-            "tp": engine.mesh.tp_size,
-            "dcp": engine.mesh.dcp_size,
-            "exchange": self.exchange,
-            "dtype": dtype_name(engine.model.dtype),
-            "kv_cache_dtype": format_name(engine.cache.sizes.dtype),
-            **{name: getattr(args, name) for name in _OPTIONS},
-            "mode": case.mode,
+        row = self._labels(case) | {
             "batch": case.size,
             "step_us": round(seconds * 1e6, 1),
             "tokens_per_second": round(tokens_a_step / seconds, 1),
@@ -158,6 +166,29 @@ class Generate(Benchmark[Batch, None]):
         elif case.mode == "graph":
             row |= self._device_times(case.size)
         return [row]
+
+    def _labels(self, case: Batch) -> Row:
+        """Return the fields of all rows."""
+        args, engine = self.args, self.engine
+        return {
+            "weights": "fp8" if is_quantized(self._model) else format_name(engine.model.dtype),
+            "model": Path(args.model).name,  # a path of this machine is left out
+            "num_parameters": self.size.num_parameters,
+            "tp": engine.mesh.tp_size,
+            "dcp": engine.mesh.dcp_size,
+            "exchange": self.exchange,
+            "dtype": dtype_name(engine.model.dtype),
+            "kv_cache_dtype": format_name(engine.cache.sizes.dtype),
+            **{name: getattr(args, name) for name in _OPTIONS},
+            "mode": case.mode,
+        }
+
+    def _mixed_row(self, case: Batch) -> Row:
+        self.job.watchdog.enter("timing steps with prompts")
+        self.engine.mixed_graph = self.mixed_graph
+        times = mixed_times(self.engine, case.tokens, case.size, self.args.input_len, case.mode == "graph")
+        row = self._labels(case) | {"tokens": case.tokens, "decodes": case.size, "step_us": round(times.step_us, 1)}
+        return row if times.device_us is None else row | {"device_us": round(times.device_us, 1)}
 
     @property
     def _model(self) -> ShardedModel:
@@ -227,6 +258,10 @@ class Generate(Benchmark[Batch, None]):
 
     def line(self, rows: Sequence[Row]) -> str:
         (row,) = rows
+        if "batch" not in row:
+            alone = f"  kernels {row['device_us'] / 1e3:>8.3f} ms" if "device_us" in row else ""
+            step = f"step of {row['tokens']:>5} tokens, {row['decodes']:>2} decodes"
+            return f"{step}  {row['mode']:<5}  {row['step_us'] / 1e3:>10.3f} ms{alone}"
         time, rate = f"{row['step_us'] / 1e3:>10.3f} ms", f"{row['tokens_per_second']:>10,.0f} tok/s"
         device = f"  device {row['device_us'] / 1e3:>8.3f} ms" if "device_us" in row else ""
         layer = f", a layer of experts {row['us_per_moe_layer']:>7.1f} us" if row.get("us_per_moe_layer") else ""
@@ -236,6 +271,7 @@ class Generate(Benchmark[Batch, None]):
 
     def summary(self, rows: Sequence[Row]) -> Iterator[str]:
         """Yield how much faster graphs are, for each batch, and drafts."""
+        rows = [row for row in rows if "batch" in row]
         plain = [row for row in rows if "acceptance" not in row]
         times = {(row["batch"], row["mode"]): row["step_us"] for row in plain}
         rates = {(row["batch"], row["mode"]): row["tokens_per_second"] for row in plain}
@@ -248,7 +284,7 @@ class Generate(Benchmark[Batch, None]):
                 yield f"batch {batch:>5}  graphs {times[batch, 'eager'] / times[batch, 'graph']:.2f} x as fast"
 
     def plot(self, path: Path, rows: Sequence[Row]) -> None:
-        plot_batches(path, rows)
+        plot_batches(path, [row for row in rows if "batch" in row])
 
     def close(self) -> None:
         engine = self.engine

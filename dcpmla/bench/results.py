@@ -64,7 +64,8 @@ FIELDS = {
     "is_chosen": "whether it is the route that the engine takes",
     "in_graph": "whether a CUDA graph was timed, or calls one by one",
     "step_us": "time of an engine's decode step, or from a prompt to its first token: the median, the slowest rank's",
-    "device_us": "of `step_us`, a decode step's time on the device alone, its graph replayed without an engine",
+    "device_us": "of `step_us`, a decode step's time on the device alone, its graph replayed without an engine; "
+    "with a piece of a prompt the time of all kernels",
     "us_per_moe_layer": "time on the device of a block of attention and experts, in steps of such blocks alone",
     "num_kernels": "kernels of a step",
     "prefill_*": "the same for the prefill of one prompt of `input_len` tokens, at most `max_num_batched_tokens`",

@@ -14,6 +14,8 @@ from dcpmla.bench import step_times
 from dcpmla.bench.generate import plot_batches
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.mixed_graph import MixedGraph
+from dcpmla.runtime.mixed_inputs import MixedSize
 from tests.support.graph_checks import open_model_on
 from tests.support.models import save_tiny
 from tests.support.ranks import run_ranks
@@ -119,6 +121,36 @@ def test_both_modes_in_one_run(
         assert ratio == f"{both[0] / both[1]:.2f}"
 
 
+def test_steps_with_prompts(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Alone and beside 32 decodes, if the step has room; padded as graphs are, and eager."""
+    build_engine, sizes = bench_generate.build_engine, list[MixedSize]()
+
+    def build(*arguments: Any) -> Any:
+        engine, selection = build_engine(*arguments)
+        steps = engine.model.attention.step_builder(engine.cache.sizes, engine.dcp, 0, engine.model.device)
+        limits = 64, 64, engine.max_model_len
+        mixed = MixedGraph(engine.model, engine.cache, steps, engine.mesh, *limits, tokens_per_request=4)
+        size = mixed.size
+        monkeypatch.setattr(mixed, "size", lambda *step: sizes.append(size(*step)) or sizes[-1])
+        engine.graph, engine.mixed_graph = object(), mixed
+        return engine, selection
+
+    monkeypatch.setattr(bench_generate, "build_engine", build)
+    monkeypatch.setattr(bench_generate.Generate, "close", lambda self: None)
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(bench_generate.Generate, "_decode_steps", lambda self, batch: [(1.0, batch)])
+    monkeypatch.setattr(bench_generate.Generate, "_device_times", lambda self, batch: {})
+    assert bench(model, json=out, batch="1", step_tokens="20,50", max_num_batched_tokens=64) == 0
+    rows = [row for row in json.loads(out.read_text())["rows"] if "tokens" in row]
+    cases = [(tokens, decodes, mode) for tokens, decodes in ((20, 0), (50, 0), (50, 32)) for mode in ("graph", "eager")]
+    assert [(row["tokens"], row["decodes"], row["mode"]) for row in rows] == cases
+    assert all(row["step_us"] > 0 and row["input_len"] == 9 for row in rows)
+    assert [found.num_tokens for found in sizes if found] == [32, 64, 64]
+    assert "step of    50 tokens, 32 decodes  graph" in capsys.readouterr().out
+
+
 def test_plot_of_both_modes(tmp_path: Path) -> None:
     base = {"model": "m", "tp": 8, "dcp": 8, "dtype": "bfloat16", "input_len": 512}
     modes = [(mode, batch) for mode in ("graph", "eager") for batch in (1, 2, 4)]
@@ -145,6 +177,7 @@ def test_plot_of_both_modes(tmp_path: Path) -> None:
             {"output_len": 2, "max_num_batched_tokens": 9},
             "--output-len is 2: with a batch of 3 the first requests end before",
         ),
+        ({"step_tokens": "9,65", "max_num_batched_tokens": 64}, "--step-tokens has 65; raise --max-num-batched-tokens"),
         ({"plot": "out.docx"}, "--plot is out.docx; its ending must be one of"),
     ],
 )

@@ -1,0 +1,98 @@
+"""The time of a step with a piece of a prompt and decodes, as an engine runs it, and of its kernels alone."""
+
+import statistics
+import time
+from array import array
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from dcpmla.bench.timing import largest
+from dcpmla.runtime.batch import Batch, Piece
+from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.logprobs import PromptRows
+from dcpmla.runtime.request import Request
+from dcpmla.runtime.runner import StepRunner
+from dcpmla.runtime.sampling import SamplingParams
+
+_NUM_WARM_UPS = 3
+_NUM_SAMPLES = 5
+_STEPS = {"cuda": 8, "cpu": 1}  # steps of a sample, launched one after the other
+
+
+class MixedTimes(NamedTuple):
+    """Microseconds of a step, on the slowest rank.
+
+    Attributes:
+        step_us: Time from one step to the next, while the host launches steps ahead of the GPU.
+        device_us: Time of the kernels; None on CPUs.
+    """
+
+    step_us: float
+    device_us: float | None
+
+
+def mixed_times(engine: Engine, num_tokens: int, num_decodes: int, context: int, in_graphs: bool) -> MixedTimes:
+    """Time steps of a prompt's first tokens and of decodes. Collective over the job. The cache's content is arbitrary.
+
+    Args:
+        num_tokens: Number of tokens of a step, more than num_decodes.
+        context: Number of cached tokens of each decode.
+        in_graphs: Whether the engine's graphs run the steps.
+    """
+    costs, device = engine.scheduler.costs, engine.model.device
+    runner = StepRunner(engine.model, engine.cache, engine.dcp, engine.mesh.dcp_rank, costs.tokens_per_request)
+    mixed = engine.mixed_graph if in_graphs else None
+    batch = Batch(0, pieces=_pieces(engine, num_tokens, num_decodes, context))
+    batch.arrange(costs, 0 if mixed is None else mixed.max_absorbed_tokens)
+    graph, prompts = runner.graph_of(batch, None, mixed), PromptRows.of(batch)
+
+    def step() -> None:
+        runner.run(batch, None, None, graph, prompts)
+
+    with torch.inference_mode():
+        for _ in range(_NUM_WARM_UPS):
+            step()
+        samples = [_sample(step, device) for _ in range(_NUM_SAMPLES)]
+        device_us = _kernels_us(step) if device.type == "cuda" else None
+    step_us = largest(statistics.median(samples), device)
+    return MixedTimes(step_us, None if device_us is None else largest(device_us, device))
+
+
+def _pieces(engine: Engine, num_tokens: int, num_decodes: int, context: int) -> list[Piece]:
+    """Return decodes after a context, then the first tokens of a prompt; their blocks may be shared."""
+    sizes = engine.cache.sizes
+
+    def piece(index: int, num_cached: int, num_new: int) -> Piece:
+        request = Request([1 + index % 2] * (num_cached + num_new), SamplingParams(ignore_eos=True))
+        blocks = -(-(num_cached + num_new) // sizes.block_tokens)
+        request.block_ids = array("q", ((index * blocks + block) % sizes.num_blocks for block in range(blocks)))
+        request.num_computed_tokens, request.state = num_cached, index if sizes.num_states else None
+        return Piece(request, num_new)
+
+    decodes = [piece(index, context, 1) for index in range(num_decodes)]
+    return [*decodes, piece(num_decodes, 0, num_tokens - num_decodes)]
+
+
+def _sample(step: Callable[[], None], device: torch.device) -> float:
+    """Return the microseconds of a step among several."""
+    _wait(device)
+    started = time.perf_counter()
+    for _ in range(_STEPS[device.type]):
+        step()
+    _wait(device)
+    return (time.perf_counter() - started) * 1e6 / _STEPS[device.type]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _kernels_us(step: Callable[[], None]) -> float:
+    """Return the microseconds of a step's kernels, one after the other."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in profile.key_averages())
