@@ -17,6 +17,7 @@ from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.transformers import load_model
 from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.mixed_graph import MixedGraph
 from dcpmla.runtime.sampling import SamplingParams
 from tests.integrations.test_quantized_models import save_badly_scaled
 from tests.support.engines import new_engine
@@ -50,20 +51,14 @@ def serve(model: ShardedModel, dcp: DCPConfig, how: str) -> list[tuple[list[int]
     for memory in cache.tensors:
         memory.view(torch.uint8).fill_(0xFF)  # NaN, in any format: a row that nobody wrote must not be seen
     token = torch.zeros((), dtype=torch.int64, device=model.device)
-    graph = DecodeGraph(
-        model.decode,
-        token,
-        cache,
-        model.attention.step_builder(cache.sizes, dcp, mesh.dcp_rank, model.device),
-        mesh,
-        MAX_NUM_SEQS,
-        MAX_MODEL_LEN,
-    )
+    steps = model.attention.step_builder(cache.sizes, dcp, mesh.dcp_rank, model.device)
+    graph = DecodeGraph(model.decode, token, cache, steps, mesh, MAX_NUM_SEQS, MAX_MODEL_LEN)
+    mixed = MixedGraph(model, cache, steps, mesh, 16, MAX_NUM_SEQS, MAX_MODEL_LEN, tokens_per_request=1)
     if how == "captured":
-        graph.capture() if model.device.type == "cuda" else capture(graph)
-    engine = new_engine(
-        model, cache, dcp, mesh, MAX_MODEL_LEN, 16, MAX_NUM_SEQS, graph=None if how == "no graph" else graph
-    )
+        for each in (graph, mixed):
+            each.capture() if model.device.type == "cuda" else capture(each)
+    graphs = {} if how == "no graph" else {"graph": graph, "mixed_graph": mixed}
+    engine = new_engine(model, cache, dcp, mesh, MAX_MODEL_LEN, 16, MAX_NUM_SEQS, **graphs)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(1, VOCAB_SIZE - 1, (length,), generator=generator).tolist() for length in PROMPT_LENS]
     requests, scales = [], []

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dcpmla.attention.output.rows import OutputRows
 from dcpmla.runtime.capture import GraphSet
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.mixed_graph import MixedGraph
@@ -46,9 +47,17 @@ def capture(graph: DecodeGraph | MixedGraph) -> None:
         _capture(graph._graphs, graph.sizes[::-1])
 
 
+def _leave_out(part: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    """Zero the output of a part: caches of 8 bits on CPUs refuse NaN, which memory that nothing wrote may hold."""
+    for argument in arguments:
+        if isinstance(argument, OutputRows):
+            argument.restart(0)
+            argument.pad()
+
+
 def _capture(graphs: GraphSet, sizes: Sequence[Hashable]) -> None:
     for size in sizes:
-        graphs._compute(size, lambda part, arguments: None)
+        graphs._compute(size, _leave_out)
         parts: list[Callable[[Any], None]] = []
         recordings: list[Recording] = []
 
@@ -66,6 +75,7 @@ def _capture(graphs: GraphSet, sizes: Sequence[Hashable]) -> None:
         ) -> None:
             recordings[-1].__exit__(None, None, None)
             parts.append(partial(part, *arguments))
+            _leave_out(part, arguments)
             begin()
 
         begin()
