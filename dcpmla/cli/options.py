@@ -91,7 +91,7 @@ def graph_lines(graph: "DecodeGraph | None", mixed_graph: "MixedGraph | None") -
     if mixed_graph is not None:
         num_absorbed, largest = sum(size.is_absorbed for size in mixed_graph.sizes), mixed_graph.sizes[-1].num_tokens
         of_absorbed = f"; with all pieces absorbed {num_absorbed}, the largest of {mixed_graph.max_absorbed_tokens}"
-        counts = f"{mixed_graph.num_sizes - num_absorbed}, the largest of {largest} tokens"
+        counts = f"{len(mixed_graph.sizes) - num_absorbed}, the largest of {largest} tokens"
         lines.append(f"graphs of steps with prompts: {counts}{of_absorbed if num_absorbed else ''}")
     return lines
 

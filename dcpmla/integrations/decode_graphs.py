@@ -21,7 +21,7 @@ class StepGraph(Protocol):
     """Graphs of steps in several sizes (`DecodeGraph`, `MixedGraph`)."""
 
     @property
-    def num_sizes(self) -> int: ...
+    def num_full_sizes(self) -> int: ...
 
     def capture(self, num_sizes: int | None = None, track: Track = iter) -> None: ...
 
@@ -92,10 +92,10 @@ class GraphMaker(Generic[Graph]):
         for number in (2, 1):
             graph = self._capture(cache, self._max_model_len, number)
             free.append(_free_bytes(model.device))
-            num_sizes = 0 if graph is None else graph.num_sizes
+            num_sizes = 0 if graph is None else graph.num_full_sizes
             del graph
         with_two, with_one, without = *free, _free_bytes(model.device)
-        return without - with_one + (with_one - with_two) * max(0, num_sizes - 1)
+        return without - with_one + max(0, with_one - with_two) * max(0, num_sizes - 1)
 
     def _make(self, cache: Cache, longest: int) -> Graph:
         steps = self._model.attention.step_builder(cache.sizes, self._dcp, self._mesh.dcp_rank, self._model.device)

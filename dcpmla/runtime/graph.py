@@ -80,8 +80,8 @@ class DecodeGraph:
         self._out: Tensor | None = None  # [rows of the largest batch, ...]
 
     @property
-    def num_sizes(self) -> int:
-        """Return the number of batches."""
+    def num_full_sizes(self) -> int:
+        """Return the number of batches, which take about as much memory each."""
         return len(self._batches)
 
     @property

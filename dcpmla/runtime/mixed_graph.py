@@ -84,9 +84,9 @@ class MixedGraph:
         return self._graphs.is_captured
 
     @property
-    def num_sizes(self) -> int:
-        """Return the number of sizes."""
-        return len(self.sizes)
+    def num_full_sizes(self) -> int:
+        """Return how many sizes take about as much memory as the largest one: those with a graph between all cuts."""
+        return len(self._tokens[False])
 
     def size(self, num_tokens: int, num_reqs: int, is_absorbed: bool) -> MixedSize | None:
         """Return the size that a step is padded to; None if it is too large."""
