@@ -82,3 +82,16 @@ def test_docstrings_have_a_subject_or_a_verb() -> None:
 )
 def test_what_is_found(text: str, num_faults: int) -> None:
     assert len(find_faults(text)) == num_faults
+
+
+def test_documents_name_code_that_exists() -> None:
+    """`file.py: name` in the documents: a file of the project, and a name in it."""
+    folders = "dcpmla", "tests", "benchmarks", "launch", "examples"
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    missing = []
+    for document in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
+        for file, name in re.findall(r"`([\w/]+\.py): ([\w.]+)`", document.read_text()):
+            texts = [path.read_text() for path in files if path.as_posix().endswith(f"/{file}")]
+            if not any(all(re.search(rf"\b{part}\b", text) for part in name.split(".")) for text in texts):
+                missing.append((document.name, file, name))
+    assert not missing
