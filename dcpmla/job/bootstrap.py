@@ -16,7 +16,7 @@ from dcpmla.job.rendezvous import meet
 from dcpmla.parallel.collectives import PeerFault, gather_values
 
 DEVICES = ("auto", "cpu", "cuda")
-_LAST_READ = timedelta(seconds=5)  # that rank 0 waits for the others to read why the job ends
+_LAST_READ = timedelta(seconds=5)  # rank 0 waits so long for the others to read why the job ends
 _SHOWN = 60  # characters of a value in a message
 
 
@@ -45,15 +45,15 @@ class Ranks(LaunchInfo):
 
 
 def read_launcher(device: str, timeout: timedelta = timedelta(minutes=1)) -> Ranks:
-    """Find out who started this process (torchrun, mpirun, srun or nobody), which rank it is, and on which device.
+    """Find out what started this process (torchrun, mpirun, srun or none), which rank it is, and on which device.
 
     Collective under mpirun.
 
     Args:
-        device: as in `assign_device`.
-        timeout: for the ranks to meet over MPI.
+        device: Device option, see `assign_device`.
+        timeout: Time limit for the ranks to meet over MPI.
     Raises:
-        ValueError: as in `assign_device` and `find_launch_info`.
+        ValueError: See `assign_device` and `find_launch_info`.
     """
     return assign_device(device, find_launch_info(os.environ, timeout))
 
@@ -92,9 +92,9 @@ def distributed(ranks: Ranks, timeout: timedelta) -> Iterator[dist.Store]:
     """Run a block without a watchdog between `meet` and the shutdown of `process_groups`.
 
     Args:
-        timeout: for the ranks to meet, and for one collective.
+        timeout: Time limit for the ranks to meet, and for one collective.
     Yields:
-        The job's store over a connection of its own, so that waiting on it blocks nobody else. Its keys have a prefix
+        The job's store over a connection of its own, so that waiting on it blocks no other user. Its keys have a prefix
         that keeps them apart from torch's.
     """
     store = meet(ranks, timeout)
@@ -113,10 +113,10 @@ def process_groups(ranks: Ranks, store: dist.Store, timeout: timedelta) -> Itera
     end of the process.
 
     Args:
-        store: the store where the ranks have met.
-        timeout: for one collective.
+        store: Store where the ranks have met.
+        timeout: Time limit for one collective.
     Raises:
-        ValueError: the ranks cannot work together.
+        ValueError: The ranks cannot work together.
     """
     on_gpu = ranks.device.type == "cuda"
     if on_gpu:
@@ -197,7 +197,7 @@ def check_equal_arguments(arguments: Mapping[str, object]) -> None:
     Collective.
 
     Raises:
-        ValueError: on every rank, with the argument, the first rank that differs from rank 0, and both values.
+        ValueError: An argument differs; every rank names it, the first rank that differs from rank 0, and both values.
     """
     own = {name: repr(value) for name, value in arguments.items()}
     _raise_difference(gather_values(own, None, "comparing arguments"))
@@ -223,7 +223,7 @@ def _shown(value: str, start: int) -> str:
 
 @contextmanager
 def agree() -> Iterator[None]:
-    """Run a block in which any rank may raise ValueError: every rank then raises that of the first such rank.
+    """Run a block in which any rank may raise ValueError: every rank then raises the first such rank's error.
 
     Collective. A mistake that only some ranks can see (a file, a shard of a checkpoint) thus ends the whole job with
     one message instead of a hang. Any other exception stays the rank's own, and the others raise PeerFault.

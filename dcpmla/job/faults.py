@@ -1,4 +1,4 @@
-"""Faults in one line for the operator: from what the ranks last reported, or from an exception. Pure functions."""
+"""Faults in one line for the operator, from the ranks' last reports or from an exception. Pure functions."""
 
 import errno
 import json
@@ -114,7 +114,7 @@ class Ages:
 
 
 def describe_missing(missing: Sequence[int], posts: Sequence[Post | None], ages: Sequence[float]) -> str:
-    """Say which ranks are missing, when and where the first of them was last seen, and what to do."""
+    """Describe the missing ranks, when and where the first was last seen, and what to do."""
     last = posts[missing[0]]
     seen = f"last seen {ages[missing[0]]:.0f} s ago in {last.operation}, at {last.where}" if last else "it never came"
     return (
@@ -128,10 +128,10 @@ def blame(
     """Say why a rank waits: ranks are missing or, once its operation is past its limit, some ranks lag.
 
     Args:
-        rank: the rank that waits.
-        posts: by rank; None for a rank that never came.
-        missing: ranks that no longer post.
-        timeout: seconds without a post after which a rank is given up.
+        rank: Rank that waits.
+        posts: Last posts by rank; None for a rank that never came.
+        missing: Ranks that no longer post.
+        timeout: Seconds without a post after which a rank is given up.
         ages: Seconds since each rank's last new post (`Ages`).
     """
     mine = posts[rank]
@@ -150,7 +150,7 @@ def blame(
         return Verdict(
             f"rank {rank} has not come back from {mine.operation} for {mine.seconds:.0f} s, at {mine.where}; {_LOOK}"
         )
-    if rank in late or not late:  # nobody stands out
+    if rank in late or not late:  # no single rank is late
         return Verdict(waited + describe_posts(posts) + f"; {_LOOK}")
     first = here[late[0]]
     words = (

@@ -50,7 +50,7 @@ class JobIdentity:
         ]
 
     def is_same_start(self, other: "JobIdentity") -> bool:
-        """Tell whether both are one job, before and after a restart that may have changed the number of ranks."""
+        """Return whether both are one job, before and after a restart that may have changed the number of ranks."""
         return [line.split()[0] for line in self.differences(other)] in ([], ["num_ranks"])
 
     def _text(self) -> str:

@@ -21,7 +21,7 @@ _LINGER = 1.0  # seconds that rank 0, which may hold the store, stays for what t
 
 
 class NoWatchdog:
-    """A watchdog's double for a process that nobody waits for: its signals and exceptions stay its own."""
+    """A no-op watchdog for a job of one process, whose signals and exceptions stay its own."""
 
     def enter(self, operation: str, timeout: float | None = None) -> None:
         """Do nothing."""
@@ -49,11 +49,11 @@ def join_ranks(
     """Join the ranks that a launcher started, check that they were asked for the same, and part at the end.
 
     Args:
-        device: as in `assign_device`.
-        timeout: seconds in a step after which a rank counts as lost.
-        arguments: that must be equal on all ranks.
-        check: raises a ValueError for a launch that the program cannot use, before anything is started.
-        watch_one: watch a job of one process, too: its faults then end it with one line.
+        device: Device option, see `assign_device`.
+        timeout: Seconds in a step after which a rank counts as lost.
+        arguments: Arguments that must be equal on all ranks.
+        check: Function that raises a ValueError for a launch that the program cannot use, before anything is started.
+        watch_one: Whether to watch a job of one process, too: its faults then end it with one line.
     Raises:
         ValueError: a launcher's variables that contradict each other, no such device, unequal arguments, or check's.
             `Reported` where a watchdog has said it.
@@ -73,11 +73,11 @@ def join_ranks(
 
 
 def share_mistake(mistake: ValueError) -> None:
-    """End the job for a mistake that this rank found before the ranks met: they meet for it, and one of them says it.
+    """End the job for a mistake that this rank found before the ranks met: they meet for it, and one rank reports it.
 
     Raises:
-        Reported: it is said.
-        ValueError, ConnectionError: they cannot meet; it is not said.
+        Reported: The mistake is reported.
+        ValueError, ConnectionError: The ranks cannot meet; the mistake is not reported.
     """
     with _met(TIMEOUT, watch_one=True) as (launch, store, _), agree_at(store, launch):
         raise mistake
@@ -100,7 +100,7 @@ def _met(timeout: float, watch_one: bool) -> Iterator[tuple[LaunchInfo, dist.Sto
 
 
 def check_num_ranks(launch: LaunchInfo, tensor_parallel_size: int | None) -> None:
-    """Raise ValueError unless the launcher started as many ranks as cut the heads; None is as many as it started."""
+    """Raise ValueError unless the launcher started tensor_parallel_size ranks; None accepts any number."""
     if tensor_parallel_size not in (None, launch.num_ranks):
         raise ValueError(
             f"tensor_parallel_size (-tp) is {tensor_parallel_size}, but {launch.num_ranks} ranks were started; "

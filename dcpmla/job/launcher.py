@@ -1,4 +1,4 @@
-"""Launchers: who started this process (torchrun, mpirun, srun or nobody), as which rank, and where the ranks meet.
+"""Launchers: what started this process (torchrun, mpirun, srun or none), as which rank, and where the ranks meet.
 
 torchrun's variables take precedence over mpirun's, and those over srun's, because each may start the one before it:
 torchrun's agents may be tasks of srun or mpirun, and mpirun's daemons tasks of srun. Combinations that cannot be such a
@@ -24,7 +24,7 @@ _MPIRUN = (
     ("PMI_RANK", "PMI_SIZE"),
 )  # Open MPI; MPICH, Intel MPI, Cray
 _SRUN = ("SLURM_PROCID", "SLURM_NTASKS")
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # from here on: batch scripts and interactive shells, which srun did not start
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # higher ids are batch scripts and interactive shells, which srun did not start
 _PORTS = range(20000, 32000)  # below the ephemeral ports
 
 Environment = Mapping[str, str]
@@ -118,7 +118,7 @@ def _claims(env: Environment) -> Iterator[tuple[str, str]]:
 
 
 def _is_mpirun(env: Environment) -> bool:
-    """Tell mpirun from srun, which with --mpi sets variables of PMI and PMIx too.
+    """Return whether mpirun started this process; srun --mpi sets variables of PMI and PMIx too.
 
     Only mpirun sets Open MPI's variables, or the variables of Hydra, the launcher of MPICH and Intel MPI.
     """
@@ -144,7 +144,8 @@ def _mpirun(env: Environment, timeout: timedelta) -> LaunchInfo:
 
 
 def _is_srun(env: Environment) -> bool:
-    """Tell a task of srun from a batch script, which also has SLURM_PROCID and SLURM_NTASKS but is one process."""
+    """Return whether this is a task of srun; a batch script also has SLURM_PROCID and SLURM_NTASKS but is one process.
+    """
     step = env.get("SLURM_STEP_ID", "")
     return step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
 

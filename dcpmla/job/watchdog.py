@@ -1,4 +1,4 @@
-"""The watchdog: ends this process, with one line per job, when any rank fails, hangs, dies or is told to stop."""
+"""The watchdog: ends this process, with one line per job, when any rank fails, hangs, dies or gets a stop signal."""
 
 import faulthandler
 import json
@@ -78,7 +78,7 @@ class _Claim(NamedTuple):
 
 
 class Watchdog:
-    """A context manager that ends all ranks of the job when one of them fails, hangs, dies or is told to stop.
+    """A context manager that ends all ranks of the job when any rank fails, hangs, dies or gets a stop signal.
 
     The main thread announces each operation with `enter`; all ranks enter the same operations in the same order. A
     thread posts the current one to the store twice a second, and ends this process
@@ -86,7 +86,7 @@ class Watchdog:
     - when the main thread stays in an operation past its limit, unless a rank that it waits for is within its own,
     - when an exception leaves the block, or SIGTERM or SIGINT arrives, also while the main thread is in native code
       (but see `on_stop`),
-    - when another rank has ended for one of these reasons.
+    - when another rank has ended for such a reason.
 
     The first rank to claim it prints the line; without a store each rank prints its own. A second thread, which never
     touches the store, takes the signals, and takes over when the store does not answer. The watchdog uses no process
@@ -225,7 +225,7 @@ class Watchdog:
         return _Claim.read(text) or own
 
     def _settle(self, num_alive: int) -> None:
-        """Wait until all ranks have read the claim, since one of them may serve the store."""
+        """Wait until all ranks have read the claim, since any rank may serve the store."""
         until = time.monotonic() + _LOOK
         num_settled = self._ask(lambda: self._store.add("settled", 1), num_alive)
         while num_settled < num_alive and time.monotonic() < until:
@@ -282,7 +282,7 @@ class Watchdog:
         self._wake.set()
 
     def _judge(self) -> None:
-        """End the job if a rank is missing, or if this rank and all that it waits for are past their limits."""
+        """End the job if a rank is missing, or if this rank and all ranks that it waits for are past their limits."""
         operation = self._operation
         posts, missing = self._look()
         if posts:

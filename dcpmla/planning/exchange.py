@@ -18,7 +18,7 @@ def auto_backend(machine: Machine, num_ranks: int, num_nodes: int) -> str:
     it, else "a2a".
 
     Args:
-        num_ranks, num_nodes: of the DCP group; "none" for one rank.
+        num_ranks, num_nodes: Size of the DCP group; one rank has "none".
     """
     if num_ranks == 1:
         return "none"
@@ -27,7 +27,7 @@ def auto_backend(machine: Machine, num_ranks: int, num_nodes: int) -> str:
 
 
 def has_numbers(machine: Machine, backend: str) -> bool:
-    """Return whether `exchange_us` can tell the times of a backend, by its own name."""
+    """Return whether `exchange_us` can predict a backend, other than "auto"."""
     return backend in BACKENDS and (backend != "direct" or machine.direct is not None)
 
 
@@ -45,10 +45,10 @@ def exchange_us(
 
     Args:
         operation: "gather_heads" or "combine".
-        num_heads: of the whole DCP group.
-        width: of a row: latent + rope for gather_heads, latent for combine.
-        num_ranks, num_nodes: of the DCP group; one rank pays nothing.
-        backend: "auto", or one that the machine `has_numbers` for.
+        num_heads: Heads of the whole DCP group.
+        width: Width of a row: latent + rope for gather_heads, latent for combine.
+        num_ranks, num_nodes: Size of the DCP group; one rank pays nothing.
+        backend: "auto", or a backend that the machine `has_numbers` for.
     """
     if num_ranks == 1:
         return 0.0
@@ -74,7 +74,7 @@ def candidates_us(
 
 @dataclass(frozen=True)
 class _Exchange:
-    """One exchange, whose operations are in microseconds; bytes of kernels are what they read and write."""
+    """One exchange. Its operations return microseconds; the bytes of a kernel count its reads and its writes."""
 
     machine: Machine
     num_tokens: int
@@ -84,7 +84,7 @@ class _Exchange:
     num_nodes: int
 
     def gather_heads(self) -> float:
-        """Count an all-gather, then a copy into heads' order, in which those of a single token lie already."""
+        """Count an all-gather, then a copy into heads' order; a single token needs no copy."""
         copy = self._kernel(2 * self._rows(_ROW_BYTES)) if self.num_tokens > 1 else 0.0
         return self._collective("all_gather", self._rows(_ROW_BYTES)) + copy
 

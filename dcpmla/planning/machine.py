@@ -8,14 +8,14 @@ from typing import Any
 
 _READ_SHARES = ("attention_read_share", "product_read_share", "packed_read_share")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all")
-_SMALLEST, _LARGEST = 1e-9, 1e18  # numbers of a machine: products and quotients of them stay finite
+_SMALLEST, _LARGEST = 1e-9, 1e18  # bounds of a machine's numbers: their products and quotients stay finite
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
     """Inside a node, W ranks pay overhead_us + per_rank_us (W - 1) + (bytes of all W chunks) / gb_per_s.
 
-    A chunk is what one rank gives to one other; its own chunk counts, for NCCL copies it as well.
+    A chunk is the data from one rank to one other; a rank's own chunk counts, because NCCL copies it as well.
     """
 
     overhead_us: float
@@ -45,7 +45,7 @@ class Direct:
 
 
 def _numbers(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield names and values, those of collectives and of `direct` included."""
+    """Yield names and values, including the fields of collectives and of `direct`."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _numbers(value)
@@ -58,24 +58,25 @@ class Machine:
     """Nodes of GPUs joined by NVLink, nodes joined by a network.
 
     Attributes:
-        memory_bytes: of one GPU.
-        workspace_share: of that memory, left to activations, workspaces, communication buffers and the driver.
-        hbm_gb_per_s: of a kernel that only reads (weights, cache).
-        copy_gb_per_s: of a kernel that reads and writes, both counted.
-        matmul_tflops: of bf16 matrix products.
-        kernel_us: time of a kernel in a CUDA graph before it moves a byte.
-        product_us: the same of a matrix product, with what it takes to fill and to drain its pipeline.
-        product_read_share, packed_read_share: of hbm_gb_per_s that matrix products read weights at, and experts in 4
-            bits, which are dequantized on the way.
-        layer_us: of an attention layer, all but matrix products, norms, attention and exchange: RoPE, cache write,
-            joins, residual.
-        attention_overhead_us, attention_tflops: of a decode kernel over a latent cache, its combine included.
-        attention_read_share: of hbm_gb_per_s that such a kernel reads the cache at.
-        direct: the exchange of that name; None where it does not run or was not measured, and `a2a` is assumed.
-        nvlink_gb_per_s: of one GPU's links, each way, as published: its collectives stay below. Predictions do not
+        memory_bytes: Memory of one GPU.
+        workspace_share: Share of memory for activations, workspaces, communication buffers and the driver.
+        hbm_gb_per_s: Rate of a kernel that only reads (weights, cache).
+        copy_gb_per_s: Rate of a kernel that reads and writes, both counted.
+        matmul_tflops: Rate of bf16 matrix products.
+        kernel_us: Time of a kernel in a CUDA graph before it moves a byte.
+        product_us: Same time of a matrix product; it includes filling and draining the pipeline.
+        product_read_share, packed_read_share: Share of hbm_gb_per_s at which matrix products read weights, and the
+            share for experts in 4 bits, which are dequantized on the way.
+        layer_us: Time of an attention layer without matrix products, norms, attention and exchange: RoPE, cache
+            write, joins, residual.
+        attention_overhead_us, attention_tflops: Overhead and rate of a decode kernel over a latent cache, its combine
+            included.
+        attention_read_share: Share of hbm_gb_per_s at which such a kernel reads the cache.
+        direct: Exchange of that name; None where it does not run or was not measured, and `a2a` is assumed.
+        nvlink_gb_per_s: Published rate of one GPU's links, each way; its collectives stay below. Predictions do not
             use it.
-        network_gb_per_s: of one GPU to other nodes, each way.
-        network_us: added by each step of a collective that crosses nodes.
+        network_gb_per_s: Rate from one GPU to other nodes, each way.
+        network_us: Time added by each step of a collective that crosses nodes.
     """
 
     name: str
@@ -137,8 +138,8 @@ class Machine:
         while it receives others, so that they share the adapters.
 
         Args:
-            chunk_bytes: what one rank gives to one other.
-            num_nodes: that the ranks are spread over.
+            chunk_bytes: Bytes from one rank to one other.
+            num_nodes: Nodes that the ranks span.
         """
         collective: Collective = getattr(self, kind)
         transfer = collective.transfer_us(num_ranks * chunk_bytes)
@@ -189,13 +190,13 @@ class Machine:
 
 
 # Sources: [L] the measured ceilings of 8 x H200 in docs/planning.md; [N] NCCL 2.28.9 in CUDA graphs, 0.5 KiB to 16 MiB
-# on 8 of them and the exchange on 2 and 4: three numbers for each collective; [D] `direct` in CUDA graphs on 2 and 4
+# on 8 H200s, and the exchange on 2 and 4: three numbers for each collective; [D] `direct` in CUDA graphs on 2 and 4
 # H200s, rows of 128 to 576 of 128 heads, 1 to 256 tokens: three numbers for both operations; [S] decode steps of whole
 # models on one and two.
 H200X8 = Machine(
     name="h200x8",
     gpus_per_node=8,
-    memory_bytes=139 * 2**30,  # what the driver shows of 141 GB
+    memory_bytes=139 * 2**30,  # the driver shows this much of 141 GB
     workspace_share=0.1,
     hbm_gb_per_s=4460,  # [L] read-only pass over 2 GiB
     copy_gb_per_s=2700,  # [L] device-to-device copy, read + write
@@ -222,7 +223,7 @@ PRESETS = {machine.name: machine for machine in (H200X8,)}
 def change_machine(machine: Machine, values: dict[str, Any], name: str) -> Machine:
     """Return a machine with some numbers replaced; a collective and `direct` may be given in part, `direct` as None.
 
-    A part of a `direct` that the machine does not have changes that of h200x8.
+    On a machine without `direct`, a part of it changes the numbers of h200x8.
 
     Raises:
         ValueError: fields that a machine does not have, or values that are not numbers.

@@ -13,16 +13,16 @@ from dcpmla.planning.predict import Setting, predict_step
 from dcpmla.planning.weights import ModelSize
 
 Row = dict[str, Any]
-_PARTS = ("total", "gather", "attention", "combine")  # those that mean the same to benchmark and planner
+_PARTS = ("total", "gather", "attention", "combine")  # parts that mean the same in benchmarks and in the planner
 _SIZES = ("tp", "dcp", "gpus_per_node", "tokens", "heads", "row_width", "num_layers", "batch", "context", "input_len")
-_UNPLANNED = ("dcp_q_replicate", "dcp_project_before_merge", "acceptance")  # of steps
+_UNPLANNED = ("dcp_q_replicate", "dcp_project_before_merge", "acceptance")  # options of steps that the planner does not model
 _FITTED = (  # numbers of a machine: group or "", name
     *(("direct", name) for name in ("gather_us", "combine_us", "gb_per_s")),
     *((kind, name) for kind in COLLECTIVES for name in ("overhead_us", "per_rank_us", "gb_per_s")),
     *(("", name) for name in ("attention_overhead_us", "attention_read_share", "attention_tflops", "layer_us")),
 )
 _FITTED_TO_STEPS = tuple(("", name) for name in ("product_us", "product_read_share", "packed_read_share"))
-_STEP, _NUM_STEPS = 1e-3, 20  # of Gauss-Newton on the logarithms of factors
+_STEP, _NUM_STEPS = 1e-3, 20  # difference and iterations of Gauss-Newton on the logarithms of factors
 
 
 def predict_row(machine: Machine, model: ModelSize, row: Row) -> float | None:
@@ -57,8 +57,8 @@ def measured_us(row: Row) -> float:
 
 
 def _predict_step(machine: Machine, model: ModelSize, row: Row) -> float | None:
-    """Return the microseconds predicted for a decode step of a whole model; None for another model, told by its number
-    of parameters, and for options that are not planned for.
+    """Return the microseconds predicted for a decode step of a whole model; None for another model, by its number of
+    parameters, and for options that the planner does not model.
     """
     if row.get("num_parameters") != model.num_parameters or row.get("decode_query_dtype") == "fp8":
         return None
@@ -97,8 +97,8 @@ def read_rows(path: Path, option: str, model: ModelSize) -> list[Row]:
 def calibrate(machine: Machine, model: ModelSize, rows: list[Row]) -> Machine:
     """Return the machine whose predictions meet the rows of one node best, by least relative squares.
 
-    Rows over quantized caches do not count. Numbers that no row depends on stay, and without steps of whole models
-    those of matrix products; those that rows cannot tell apart change alike.
+    Rows over quantized caches do not count. Numbers that no row depends on stay, and the numbers of matrix products
+    stay unless there are steps of whole models. Numbers that rows cannot distinguish change alike.
 
     Raises:
         ValueError: the planner predicts none of the rows.

@@ -17,7 +17,7 @@ _JOINED = re.compile(
     r"\.self_attn\.(kv_proj|compressor\.(indexer\.)?(kv_proj|gate_proj|scorer\.weights_proj))\.weight$"
 )
 _FP8_SCALE_BYTES = 4
-_GROUP_SCALE_BYTES = {"fp4": 1, "int4": 2}  # of codes in 4 bits
+_GROUP_SCALE_BYTES = {"fp4": 1, "int4": 2}  # bytes per group of 4-bit codes
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Parameter:
     """All parameters of one name, layer numbers replaced by *, and one shape.
 
     Attributes:
-        count: how many there are.
+        count: Number of such parameters.
         style: "column" (outputs cut), "row" (inputs cut, so a sum over the ranks follows) or "whole" (on every rank).
-        itemsize: bytes of an element that is not quantized.
+        itemsize: Bytes of an element that is not quantized.
         codes: "fp8", "fp4" or "int4" where the checkpoint has it in blocks that the runtime can keep; else "".
-        num_pieces: equal parts of the dim that is cut, each of which is cut: gate and up of experts, shared experts.
-        in_blocks: True if cuts are moved to multiples of 128 where every rank gets some: those of a quantized model's
-            MLPs and experts.
+        num_pieces: Equal parts of the cut dim, cut one by one: gate and up of experts, shared experts.
+        in_blocks: True if cuts are moved to multiples of 128 where every rank gets some: MLPs and experts of a
+            quantized model.
     """
 
     name: str
@@ -125,7 +125,7 @@ class Parameter:
         return self.codes in _GROUP_SCALE_BYTES and self.stays_quantized(tensor_parallel_size, expert_parallel)
 
     def shard_bytes(self, tensor_parallel_size: int, expert_parallel: bool = False) -> int:
-        """Return the bytes of one of them on the rank that has most of it, scales included."""
+        """Return the bytes of one parameter on the rank that has most of it, scales included."""
         shape = self.shard_shape(tensor_parallel_size, expert_parallel)
         if not self.stays_quantized(tensor_parallel_size, expert_parallel):
             return prod(shape) * self.itemsize

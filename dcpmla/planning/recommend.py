@@ -12,7 +12,7 @@ from dcpmla.planning.machine import Machine
 from dcpmla.planning.predict import Setting, predict_step
 from dcpmla.planning.weights import ModelSize
 
-_LONGEST = 1 << 24  # where the search for a crossover ends: tokens of a context, or requests
+_LONGEST = 1 << 24  # limit of the search for a crossover: tokens of a context, or requests
 _LARGEST_LOAD = 1 << 40  # requests, and tokens of one
 _CLOSE = 0.02  # steps within this share of each other count as equal
 
@@ -22,23 +22,23 @@ class Plan:
     """One setting under one load.
 
     Attributes:
-        enable_expert_parallel: a rank has its share of the experts whole.
-        num_speculative_tokens, acceptance_rate: drafts of each request in a step, and how likely one is accepted.
-        weights_widened: the cut runs through blocks of quantized weights, which the ranks then hold dequantized.
-        kv_bytes_per_token: that the cache grows by with a token of context: all layers, one copy, index caches among
-            them.
-        bytes_per_state, num_states: of a request's state, whatever its context, on each rank, and how many there are;
-            0 in a model without.
-        kv_tokens_per_rank, kv_tokens_total: that fit besides the weights, on one rank and on a DCP group; whole blocks.
-        num_gpus, num_nodes: of the job; num_replicas TP groups share its requests.
-        dcp_num_nodes: that a DCP group is spread over.
-        exchange: the backend that its exchange is taken to have, "none" without DCP (`auto_backend`).
-        fits: batch x context tokens and the weights.
-        longest_context: that `batch` requests can have at once, by memory alone.
-        max_num_seqs: requests of `context` tokens that fit at once, on the whole job.
-        step_us: "total" and its parts, of one decode step.
-        tokens_per_second: of the job.
-        crossover: smallest context at this batch, and smallest batch at this context, from which the step is
+        enable_expert_parallel: True if a rank has its share of the experts whole.
+        num_speculative_tokens, acceptance_rate: Drafts of each request in a step, and how likely one is accepted.
+        weights_widened: True if the cut runs through blocks of quantized weights, which ranks then hold dequantized.
+        kv_bytes_per_token: Growth of the cache per token of context: all layers, one copy, index caches included.
+        bytes_per_state, num_states: Size of a request's state on each rank, whatever its context, and the number of
+            states; 0 in a model without.
+        kv_tokens_per_rank, kv_tokens_total: Tokens that fit besides the weights, on one rank and on a DCP group; whole
+            blocks.
+        num_gpus, num_nodes: Size of the job; num_replicas TP groups share its requests.
+        dcp_num_nodes: Nodes that a DCP group spans.
+        exchange: Backend assumed for its exchange, "none" without DCP (`auto_backend`).
+        fits: True if batch x context tokens and the weights fit.
+        longest_context: Longest context that `batch` requests can have at once, by memory alone.
+        max_num_seqs: Requests of `context` tokens that fit at once, on the whole job.
+        step_us: Time of one decode step, "total" and its parts.
+        tokens_per_second: Throughput of the job.
+        crossover: Smallest context at this batch, and smallest batch at this context, from which the step is
             shorter than plain TP's (None: never up to 16 Mi); empty for plain TP itself.
     """
 
@@ -217,7 +217,7 @@ def _against_plain(best: Plan, plans: Sequence[Plan]) -> str:
 
 
 def _crossing(machine: Machine, best: Plan, fitting: Sequence[Plan]) -> str:
-    """Say whether DCP groups should stay inside a node, with the price of leaving it; "" if all plans that hold the
+    """Judge whether DCP groups should stay inside a node, with the cost of leaving it; "" if all plans that hold the
     load agree.
     """
     if best.dcp == 1:

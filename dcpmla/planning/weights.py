@@ -30,7 +30,7 @@ class ModelSize:
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in all of them; a value in 4 or 8 bits is one."""
+        """Number of values in all parameters; a value in 4 or 8 bits counts as one."""
         return sum(parameter.count * prod(parameter.shape) for parameter in self.parameters)
 
     @property
