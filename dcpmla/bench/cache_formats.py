@@ -49,12 +49,12 @@ def storage_dtype(cache_format: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def query_dtypes(cache_format: str, asked: Sequence[str]) -> Sequence[str]:
-    """Return those of the queries' dtypes asked for that go with a format: e4m3 goes with fp8 alone."""
+    """Return the query dtypes to measure with a format: the ones asked for with fp8, which alone allows e4m3."""
     return asked if cache_format == "fp8" else ("auto",)
 
 
 def quantized_name(cache_format: str, query_dtype: str) -> str:
-    """Return words on what is quantized; "" where nothing is."""
+    """Return a description of the quantized tensors; "" if none are."""
     return "" if cache_format == "bf16" else f"{cache_format} cache" + (" and queries" if query_dtype == "fp8" else "")
 
 

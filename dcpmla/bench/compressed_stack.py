@@ -68,7 +68,7 @@ class CompressedStack(Stack):
         self.layers = [CompressedAttention(alike, kind, placement) for _ in range(num_layers)]
         draw_weights(self.layers)
         one = plan_compressed(alike, dcp, [context] * batch, dtype)
-        # Selections are other rows of the same blocks, so that few of them need no more memory than many.
+        # Selections take different rows of the same blocks, so that many need no more memory than few.
         row_bytes = one.rows_shape(kind.ratio)[-1] * one.dtype.itemsize
         num_steps = num_rotated(num_layers * batch * -(-reads.num_rows // mesh.dcp_size) * row_bytes, device)
         num_sets = min(num_steps, num_rotated(one.bytes_per_rank, device))

@@ -29,12 +29,12 @@ from dcpmla.job.join import LOAD_TIMEOUT, Job
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 OURS = {"dcpmla": "auto", **{f"dcpmla-{backend.name}": backend.name for backend in DECODE_BACKENDS}}
 # Errors of out or lse, by the queries' dtype; a larger one means that something else was computed. Products in bfloat16
-# stay below 0.005 over every cache. Those in e4m3 round the probabilities too, by up to 1/16 each: 1.7 % of these
+# stay below 0.005 over every cache. Products in e4m3 round probabilities too, by up to 1/16 each: 1.7 % of the
 # outputs, 2.2 % where small ones are denormals.
 _LARGEST_ERROR = {"auto": 0.02, "fp8": 0.04}
-_SAMPLE_SECONDS = 0.1  # that the samples of one kernel may take
-_FEWEST_CALLS = 4  # of a sample
-_ROUNDS = {"cuda": 2, "cpu": 1}  # of which the last counts: there each kernel finds the clock that the others leave it
+_SAMPLE_SECONDS = 0.1  # limit for the samples of one kernel
+_FEWEST_CALLS = 4  # calls of a sample
+_ROUNDS = {"cuda": 2, "cpu": 1}  # the last round counts: each kernel then finds the clock that the others leave
 Load = tuple[int, int]  # requests, cached tokens of each
 
 
@@ -42,8 +42,8 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
     """Every kernel on the same inputs, case by case.
 
     Attributes:
-        kernels: that can be had here, by name.
-        plain_us: times of our kernels over plain rows, by kernel and case.
+        kernels: Available kernels, by name.
+        plain_us: Times of our kernels over plain rows, by kernel and case.
     """
 
     ranks_of = "one"
@@ -237,20 +237,20 @@ def _load(args: argparse.Namespace) -> Iterator[tuple[str, MakeKernel]]:
 
 
 def is_right(row: Row) -> bool:
-    """Return whether a kernel computed what it should."""
+    """Return whether a kernel's result is right."""
     limit = _LARGEST_ERROR[row["decode_query_dtype"]]
     return all(row[key] is not None and row[key] <= limit for key in ("error", "lse_error"))
 
 
 def best_peer_ratio(row: Row) -> float | None:
-    """Return the time of the fastest peer over that of the row's kernel; None without peers."""
+    """Return the fastest peer's time divided by the row's kernel's; None without peers."""
     return min(
         (row[key] for key in row if key.startswith("speedup_over_") and key != "speedup_over_bf16"), default=None
     )
 
 
 def kernel_name(row: Row) -> str:
-    """Return the kernel of a row, with what it reads where that is quantized."""
+    """Return the kernel of a row, and its inputs if they are quantized."""
     return ", ".join(filter(None, [row["kernel"], quantized_name(row["kv_cache_dtype"], row["decode_query_dtype"])]))
 
 

@@ -1,6 +1,4 @@
-"""Measure the exchange of a DCP group: each operation, per backend, variant, tokens, heads and ranks, and check what it
-gives.
-"""
+"""Measure and check the exchange of a DCP group: each operation, per backend, variant, tokens, heads and ranks."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -34,7 +32,7 @@ from dcpmla.job.join import Job
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.planning.machine import H200X8
 
-_ROPE_DIM = 64  # of queries and cached rows, on top of the row width: DeepSeek V2 and V3, Kimi-K2
+_ROPE_DIM = 64  # part of queries and cached rows on top of the row width: DeepSeek V2 and V3, Kimi-K2
 # "pbm", project before merge: rows as wide as a head's values. "fp8": rows quantized in transit.
 _VARIANTS: dict[str, tuple[str, ...]] = {
     "gather_heads": ("", "fp8"),
@@ -221,13 +219,13 @@ def group_sizes(args: argparse.Namespace, num_ranks: int) -> list[int]:
 
 
 def measured(inputs: ExchangeInputs, exchange: Exchange, device: torch.device, link_gb_per_s: float | None) -> Row:
-    """Return what a row says of an operation: its time, its error in the last timed call and where shards are empty.
+    """Return an operation's fields of a row: its time, its error in the last timed call and where shards are empty.
 
     Collective over the job.
     """
     calls = calls_per_sample(device)
     timing, last = time_with_result(partial(inputs.run, exchange), device, calls)
-    # The last call's first: what it gathered may lie where the next call gathers.
+    # Check the last call first: the next call may overwrite the rows that it gathered.
     errors = [*find_errors(last, inputs.answer(calls - 1))]
     errors += find_errors(inputs.run(exchange, calls), inputs.answer(calls))
     return {
@@ -246,7 +244,7 @@ def _link_gb_per_s(ranks: Ranks, size: int) -> float | None:
 
 
 def is_right(row: Row) -> bool:
-    """Return whether a backend gave what it should."""
+    """Return whether a backend's result is right."""
     exact_or_rounded = _LARGEST_ERRORS[row["dtype"]] if row["operation"] == "combine" else 0.0
     allowed = _LARGEST_FP8_ERROR if row["variant"] == "fp8" else exact_or_rounded
     return row["error"] is not None and row["error"] <= allowed

@@ -30,9 +30,9 @@ class ExchangeCase:
     """The sizes of one call, its group, and how many calls are timed.
 
     Attributes:
-        num_tokens: new ones of the batch; of `gather_context`, cached ones of all ranks together.
-        num_heads: of the whole group; `gather_context` asks for none.
-        query_dim, latent_dim: width of queries and cached rows, width of partial rows.
+        num_tokens: New tokens of the batch; for `gather_context`, cached tokens of all ranks together.
+        num_heads: Heads of the whole group; `gather_context` uses none.
+        query_dim, latent_dim: Width of queries and cached rows, width of partial rows.
     """
 
     group: dist.ProcessGroup
@@ -91,7 +91,7 @@ class ExchangeInputs(Protocol):
     """Inputs of one operation.
 
     Attributes:
-        received_bytes: what a rank must get from the others in one call, whatever the backend.
+        received_bytes: Bytes that a rank must get from the others in one call, whatever the backend.
     """
 
     received_bytes: int
@@ -100,7 +100,7 @@ class ExchangeInputs(Protocol):
         """Run the operation over a set. Collective over the group."""
 
     def answer(self, index: int) -> tuple[Tensor, ...]:
-        """Return what it must give on this rank, float64."""
+        """Return the exact result on this rank, float64."""
 
 
 class GatherHeads:
@@ -180,7 +180,7 @@ OPERATIONS: dict[str, Callable[[ExchangeCase], ExchangeInputs]] = {
 
 
 def find_errors(results: Sequence[Tensor], answers: Sequence[Tensor]) -> list[float]:
-    """Return the error of rows, and that of their LSE where the results have one."""
+    """Return the error of rows, and the error of their LSE where the results have one."""
     (rows, *lse), (rows_answer, *lse_answer) = results, answers
     return [row_error(rows, rows_answer), *map(lse_error, lse, lse_answer)]
 

@@ -50,7 +50,7 @@ def load_vllm(directory: Path) -> Any:
         module = import_file(path)
     module.envs = SimpleNamespace(VLLM_BATCH_INVARIANT=False, VLLM_TUNED_CONFIG_FOLDER=None)
     module.get_device_name_as_file_name = lambda: torch.cuda.get_device_name().replace(" ", "_")
-    module.enable_swap_ab = lambda rows, columns: rows < 64 <= columns  # as vLLM's on Hopper, and so are the next
+    module.enable_swap_ab = lambda rows, columns: rows < 64 <= columns  # this and the next: as in vLLM on Hopper
     module.resolve_moe_use_td = lambda: False
     return module
 

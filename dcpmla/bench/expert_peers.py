@@ -23,14 +23,14 @@ from dcpmla.parallel.fp8 import QuantizedRows, quantize_rows
 from dcpmla.parallel.kernels import quantize
 from dcpmla.parallel.quantized import BLOCK, BlockFp8
 
-Experts = Callable[[Tensor, Tensor, Tensor], Tensor]  # of x, expert_ids, expert_weights, as `compute_experts`
+Experts = Callable[[Tensor, Tensor, Tensor], Tensor]  # takes x, expert_ids, expert_weights, as `compute_experts`
 MakeExperts = Callable[[ExpertWeights], Experts]
 
-_FEW_ROWS, _MANY_ROWS = 64, 128  # of DeepGEMM's tiles on Hopper
-_LOCKS = 1 << 14  # of humming's sums over tiles that share a result; it needs a few for each multiprocessor
+_FEW_ROWS, _MANY_ROWS = 64, 128  # rows of DeepGEMM's tiles on Hopper
+_LOCKS = 1 << 14  # locks for humming's sums over tiles that share a result; it needs a few for each multiprocessor
 _FP8, _BLOCKS = "fp8_w8a8", [BLOCK, BLOCK]  # vLLM's name of the format
 _SPARSE = 4  # vLLM does not sort routes where there are this many experts for each
-_MOST_SHARED = 2  # of vLLM's tiles: they are tuned for a model's routed experts, to which ours adds the shared ones
+_MOST_SHARED = 2  # limit of shared experts: vLLM tunes tiles for the routed experts, ours adds the shared ones
 
 
 class DeepGemm:
@@ -124,7 +124,7 @@ class Humming:
         num_routes: int,
         top_k: int,
     ) -> Tensor:
-        """Return a product's rows in the order of routes; x has a row for each top_k of them."""
+        """Return a product's rows in the order of routes; x has a row for every top_k routes."""
         (config, tensors), (routes, experts, ends) = self._products[product], order
         out = torch.empty(num_routes, config.shape_n, dtype=torch.bfloat16, device=routes.device)
         return self._library.forward.humming_forward(
@@ -222,7 +222,7 @@ def _block_fp8(weights: ExpertWeights) -> tuple[BlockFp8, BlockFp8]:
 
 
 def _empty_rows(num_rows: int, width: int, device: torch.device) -> QuantizedRows:
-    """Return memory for rows whose scales lie row by row."""
+    """Return memory for rows with row-major scales."""
     codes = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=device)
     return QuantizedRows(codes, torch.empty(num_rows, width // BLOCK, device=device))
 

@@ -1,5 +1,5 @@
 """Measure the experts of a layer and their router on one device: ours, torch's grouped products and, over block fp8,
-those of others (`expert_peers`), over weights in each format.
+other libraries' (`expert_peers`), over weights in each format.
 """
 
 import argparse
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from dcpmla.bench.expert_peers import Experts as PeerExperts
     from dcpmla.bench.expert_peers import MakeExperts
 
-_CACHE_BYTES = 1 << 27  # calls rotate until so many bytes lie between two uses of the same weights: no L2 is larger
+_CACHE_BYTES = 1 << 27  # calls rotate: so many bytes separate two uses of the same weights, and no L2 is larger
 _MOST_SETS = 16
-_SAMPLE_SECONDS = 0.5  # that the samples of one kernel may take
+_SAMPLE_SECONDS = 0.5  # limit for the samples of one kernel
 _CHECKED_TOKENS = 4  # compared with float64
 # Of fp8, the format of its activations makes almost all.
 _LARGEST_ERROR = {"bf16": 0.01, "fp8": 0.08, "fp4": 0.01, "int4": 0.01}
-_WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5 + 1 / GROUP, "int4": 0.5 + 2 / GROUP}  # of one value
+_WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5 + 1 / GROUP, "int4": 0.5 + 2 / GROUP}  # bytes of one value
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ SHAPES = {
     "v4-flash": Shape(4096, 2048, 256, 6, 0),
     "k2-tp8": Shape(7168, 256, 384, 8, 0),
 }
-_FORMATS = {"v4-flash": ("fp8", "fp4"), "k2-tp8": ("int4",)}  # that are of use; of other shapes: bf16 and fp8
+_FORMATS = {"v4-flash": ("fp8", "fp4"), "k2-tp8": ("int4",)}  # useful formats; other shapes have bf16 and fp8
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
         self.kept: Kept[ExpertWeights] = Kept()
         self.peers: dict[str, MakeExperts] = {}
         if args.peers is not None:
-            from dcpmla.bench.expert_peers import load_peers  # triton is there on Linux only
+            from dcpmla.bench.expert_peers import load_peers  # triton exists on Linux only
 
             self.peers = load_peers(args.peers)
         self.kept_peers: dict[str, Kept[PeerExperts]] = {name: Kept() for name in self.peers}

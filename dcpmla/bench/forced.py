@@ -1,4 +1,4 @@
-"""Drafts of which a chosen share is accepted, whatever the model says: the cost of speculation at any acceptance."""
+"""Drafts accepted at a chosen rate, whatever the model predicts: the cost of speculation at any acceptance."""
 
 import random
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ _NUM_RANDOM = 1 << 16  # random tokens, from which each step takes some
 
 
 class ForcedDrafter(Drafter):
-    """Drafts of another drafter, each accepted by a random number if those before it are.
+    """Drafts of another drafter, each accepted by a random number if the drafts before it are.
 
     Args:
-        drafter: whose work is done; where it has fewer drafts than are wanted, random tokens stand in.
-        share: probability that a draft is accepted, in [0, 1].
-        drafts_always: in every step, not only where that pays.
+        drafter: Drafter that runs; where it has fewer drafts than are wanted, random tokens replace them.
+        share: Probability that a draft is accepted, in [0, 1].
+        drafts_always: Whether to draft in every step, not only where that pays.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-_V4 = {  # what DeepSeek-V4-Flash and -Pro share, besides the config's defaults
+_V4 = {  # shared by DeepSeek-V4-Flash and -Pro, besides the config's defaults
     "rope_scaling": {
         "type": "yarn",
         "factor": 16,
@@ -93,7 +93,7 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "compress_ratios": [0, 4, 128],
         },
     ),
-    "tiny": (  # for CPUs: seconds
+    "tiny": (  # runs on CPUs in seconds
         "DeepseekV3Config",
         {
             "vocab_size": 256,

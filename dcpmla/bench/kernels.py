@@ -13,10 +13,10 @@ from dcpmla.parallel.kernels.quantize import to_codes
 from dcpmla.parallel.quantized import BLOCK
 
 _BLOCK = tl.constexpr(BLOCK)
-_SPAN = 1 << 30  # of one program: all routes
+_SPAN = 1 << 30  # routes that one program counts: all
 _CHUNK = 4096  # routes that a program looks at at a time
-_GROUPS = 8  # of a program that gates
-_COLUMNS = 1024  # of a program that sums
+_GROUPS = 8  # limit of groups that one program gates
+_COLUMNS = 1024  # columns that one program sums
 
 
 @triton.jit(do_not_specialize=["num_routes", "num_rows"])
@@ -35,7 +35,7 @@ def sort_kernel(
     CHUNK: tl.constexpr,
 ):
     """Write the blocks of an expert and where its rows end, one program per expert; the last program writes the rows
-    that nobody has.
+    of no expert.
     """
     expert, other = tl.program_id(0), tl.arange(0, BINS)
     counts = tl.load(counts_ptr + other, mask=other < num_experts, other=0)

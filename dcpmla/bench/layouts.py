@@ -1,5 +1,5 @@
-"""Steps over a sharded cache compared with those of plain TP: what sharding adds to a layer, how it scales, and from
-which load on it is faster.
+"""Steps over a sharded cache compared with plain TP: what sharding adds to a layer, how it scales, and from which
+load on it is faster.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,8 +15,8 @@ MLA = "mla"  # a kind of layers; the others are `LayerKind.label`s
 
 
 class Layout(NamedTuple):
-    """How the cache of a kind of layers is cut and what is exchanged; its fields are those of the rows of `bench
-    layer`, of which older files have only those without a default.
+    """Cut of the cache of a kind of layers, and its exchange, named as in rows of `bench layer`; older files lack the
+    fields with a default.
     """
 
     dcp: int
@@ -51,12 +51,12 @@ def load_of(row: Mapping[str, Any]) -> Load:
 
 
 def compare_with_plain(rows: Sequence[Row], plain_rows: Sequence[Row]) -> None:
-    """Add to the rows of a step what they are compared with the rows of plain TP (dcp 1) at the same load.
+    """Add to the rows of a step their comparison with the rows of plain TP (dcp 1) at the same load.
 
     `scaling_efficiency`, of the total, of attention and of the selection: the time under dcp 1 / (dcp x time). 1 is
     ideal: W ranks, each with 1 / W of the same cached tokens, take 1 / W of the time.
-    `added_us_per_layer`, of the total: what sharding adds to a layer apart from what it changes of attention and of the
-    selection, of which the exchange of candidates counts as added; below zero where it saves more than it adds.
+    `added_us_per_layer`, of the total: the time that sharding adds to a layer outside attention and the selection; the
+    exchange of candidates counts as added. It is below zero where sharding saves more than it adds.
     """
     times, plain = ({row["part"]: row["median_us"] for row in step} for step in (rows, plain_rows))
     for row in rows:
@@ -68,7 +68,7 @@ def compare_with_plain(rows: Sequence[Row], plain_rows: Sequence[Row]) -> None:
 
 
 def _apart(times: Mapping[str, float]) -> float:
-    """Return the time of a step less that of attention and of the selection, candidates left in."""
+    """Return the time of a step without attention and the selection, but with the exchange of candidates."""
     selection = times.get("selection", 0.0) - times.get(CANDIDATES, 0.0)
     return times["total"] - times["attention"] - selection
 

@@ -21,10 +21,10 @@ from dcpmla.cli.options import positive_list
 from dcpmla.parallel.fp8 import QuantizedRows
 
 _RANK, _NOPE, _VALUE = 512, 128, 128  # latent, nope and value widths: DeepSeek V2 and V3, Kimi-K2
-_CACHE_BYTES = 1 << 27  # inputs rotate until so many bytes lie between two uses of the same ones: no GPU's L2 is larger
-_SAMPLE_SECONDS = 1.0  # that the samples of one operation may take
+_CACHE_BYTES = 1 << 27  # inputs rotate: so many bytes separate two uses of the same inputs, and no L2 is larger
+_SAMPLE_SECONDS = 1.0  # limit for the samples of one operation
 _FEWEST_CALLS = 4  # calls of a sample on a GPU
-_MOST_DIFFERENT = 5e-4  # of the bytes: sums in another order sometimes round to another bfloat16
+_MOST_DIFFERENT = 5e-4  # share of the bytes: sums in another order sometimes round to another bfloat16
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class OutputCase:
 
 
 class OutputInputs:
-    """Sets of random attention outputs [T, h, L] and W_UV [h, V, L], as it lies under W_UK."""
+    """Sets of random attention outputs [T, h, L] and W_UV [h, V, L], strided as in `w_kv_b`."""
 
     def __init__(self, case: OutputCase, dtype: torch.dtype, device: torch.device) -> None:
         def new_set() -> tuple[Tensor, Tensor]:
@@ -118,7 +118,7 @@ class Output(Benchmark[OutputCase, OutputInputs]):
 
 
 def _quantizations(device: torch.device) -> dict[str, OutputQuant]:
-    scale = torch.tensor([4 / 448], device=device)  # of values that are normal
+    scale = torch.tensor([4 / 448], device=device)  # for values from a normal distribution
     return {
         "fp8": OutputQuant(kind="fp8", scale=scale),
         "fp8 / 128": OutputQuant(kind="fp8_groups"),

@@ -1,6 +1,6 @@
 """The kernels of others (peers) that benchmarks compare with ours, in one interface.
 
-Those of attention come from a directory with a `peers.py` that has `load_flashmla`, `FlashMLADense`,
+Attention kernels come from a directory with a `peers.py` that has `load_flashmla`, `FlashMLADense`,
 `FlashMLADenseFP8`, `FlashMLASparseFP8`, `load_fa3` and `FA3MLA` (thin callers of the published kernels); FlashInfer is
 imported. A kernel is made for one case: it plans then, outside the timed region.
 """
@@ -22,11 +22,11 @@ from torch.distributed import ProcessGroup
 from dcpmla.bench.decode_inputs import LATENT_DIM, ROPE_DIM, SCALE, DecodeCase, DecodeInputs, Kernel, MakeKernel
 from dcpmla.cache.shared_format import PAGE_ROWS, SCALE_BYTES, data_bytes
 
-_FLASHINFER_WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends
+_FLASHINFER_WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommendation
 _SPARSE_TILE = 64  # FlashMLA takes whole tiles of so many indices
 _SPARSE_HEADS = (64, 128)
 _SHARED_ROW = data_bytes(LATENT_DIM) + SCALE_BYTES
-_MOST_DIRECT_TOKENS = 256  # of a call; vLLM takes another way for more
+_MOST_DIRECT_TOKENS = 256  # tokens of a call; vLLM takes another way for more
 
 
 class FlashMLA:

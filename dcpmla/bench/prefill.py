@@ -27,7 +27,7 @@ _CACHE_BYTES = 1 << 27  # bytes between two uses of the same inputs, which rotat
 _SAMPLE_SECONDS = 1.0  # time for the samples of one kernel
 _FEWEST_CALLS = 4  # calls of a sample on a GPU
 _CHECKED_ROWS = 32  # queries of two heads, compared with float64
-_LARGEST_ERROR = 0.02  # of out or lse: bfloat16 stays below 0.005; a larger one means that something else was computed
+_LARGEST_ERROR = 0.02  # out or lse: bfloat16 stays below 0.005; a larger error means that something else was computed
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class PrefillInputs:
         self.mask = None if case.topk is None else self._select(case.topk, device)
 
     def _select(self, topk: int, device: torch.device) -> Tensor:
-        """Return a mask of topk keys of each token, or of all that it sees if these are fewer: one key at random of
+        """Return a mask of topk keys of each token, or of all keys that it sees if these are fewer: one random key from
         each of topk ranges of nearly equal length.
         """
         case, number = self.case, torch.arange(topk, device=device)

@@ -18,7 +18,7 @@ Row = dict[str, Any]
 
 # Every field of every row, by its name or pattern; docs/benchmarks.md has the same table. Times end in their unit.
 FIELDS = {
-    # what was measured
+    # the case
     "model": "name of the checkpoint's directory",
     "num_parameters": "of that model",
     "geometry": "published model whose layers were measured, or the config's file",
@@ -60,7 +60,7 @@ FIELDS = {
     "decode_query_dtype": "`fp8`: e4m3 queries; `auto`: in `dtype`",
     "index_cache_dtype": "format of the index cache; `auto`: in `dtype`",
     "num_sets": "sets of inputs that calls rotate through",
-    # what was found
+    # the results
     "is_chosen": "whether it is the route that the engine takes",
     "in_graph": "whether a CUDA graph was timed, or calls one by one",
     "step_us": "time of an engine's decode step, or from a prompt to its first token: the median, the slowest rank's",
@@ -129,7 +129,7 @@ FIELDS = {
 }
 
 
-OPTIONS = (  # of engine and load, which rows have by their own names
+OPTIONS = (  # options of engine and load, which rows have by their own names
     *("cp_kv_cache_interleave_size", "dcp_q_replicate", "dcp_project_before_merge", "index_hadamard", "enforce_eager"),
     *("enable_expert_parallel", "enable_prefix_caching", "max_num_batched_tokens", "max_num_seqs", "num_requests"),
     *("input_len", "input_lens", "output_len", "output_lens", "seed", "speculative_method", "num_speculative_tokens"),
@@ -189,7 +189,7 @@ def write_rows(
 
 
 def _head() -> str:
-    """Return git's HEAD where the package lies; "unknown" where that is no checkout."""
+    """Return git's HEAD in the package's directory; "unknown" if that is no checkout."""
     try:
         command = ["git", "rev-parse", "--short", "HEAD"]
         return subprocess.run(
@@ -200,7 +200,7 @@ def _head() -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions that numbers depend on: torch and what it works with, NCCL where there are GPUs."""
+    """Return the versions that numbers depend on: torch, the packages that it works with, NCCL on GPUs."""
     packages: dict[str, str | None] = {
         "torch": torch.__version__,
         "transformers": installed("transformers"),

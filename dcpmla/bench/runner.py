@@ -17,7 +17,7 @@ from dcpmla.job.faults import is_out_of_memory
 from dcpmla.job.join import LOAD_TIMEOUT, Job
 from dcpmla.job.launcher import LaunchInfo
 
-_TIMEOUTS = 5  # that one case may take, compilation of its kernels included
+_TIMEOUTS = 5  # limit of one case in timeouts, compilation of its kernels included
 _TIME_LIMIT = 450  # seconds
 
 Case = TypeVar("Case")
@@ -26,14 +26,14 @@ Value = TypeVar("Value")
 
 
 class Benchmark(Generic[Case, Inputs]):
-    """A benchmark, of which each file of this package has one; `run` takes it through its cases.
+    """A benchmark, defined in a file of its own; `run` takes it through its cases.
 
     Attributes:
         ranks_of: Number of ranks that may measure: "one", "tp" (the value of -tp) or "any".
-        has_engine: it runs a model: it adds `generate`'s options itself, and has no time limit unless one is given.
-        plot_help: what --plot draws; "" where there is no plot.
-        args, job, device: the options, the job that measures, this rank's device.
-        dtype: of what is not quantized: bfloat16 on GPUs, float32 on CPUs.
+        has_engine: Whether it runs a model: it then adds `generate`'s options itself, and has no default time limit.
+        plot_help: Description of the plot; "" where there is no plot.
+        args, job, device: Options, job that measures, this rank's device.
+        dtype: Dtype of tensors that are not quantized: bfloat16 on GPUs, float32 on CPUs.
     """
 
     ranks_of: ClassVar[str] = "any"
@@ -78,7 +78,7 @@ class Benchmark(Generic[Case, Inputs]):
         return {}
 
     def plot(self, path: Path, rows: Sequence[Row]) -> None:
-        """Draw rows, of which there is at least one."""
+        """Draw one or more rows."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class Kept(Generic[Value]):
 
 
 def add_arguments(kind: type[Benchmark[Any, Any]], parser: argparse.ArgumentParser) -> None:
-    """Add the options of a benchmark, with those that all have; `args.run` measures."""
+    """Add the options of a benchmark, and the common options; `args.run` measures."""
     parser.set_defaults(run=lambda args: run(kind, args))
     add = parser.add_argument
     kind.add_arguments(parser)

@@ -34,10 +34,10 @@ _RATIOS = {
     _SHARED: "speedup_over_flashmla",
 }
 _OPERATIONS = ("index_scores", "local_candidates", "gather_candidates", "choose_tokens")
-_MOST_DIFFERENT = 0.02  # of the tokens: a sum in another order may exchange the last ones of topk
-_LARGEST_ERROR = 0.02  # of out or lse, as in `bench decode`
-_FEWEST_CALLS = 4  # of a sample
-_SAMPLE_SECONDS = 0.1  # that the samples of one operation may take
+_MOST_DIFFERENT = 0.02  # share of the tokens: a sum in another order may exchange the last ones of topk
+_LARGEST_ERROR = 0.02  # limit for out and lse, as in `bench decode`
+_FEWEST_CALLS = 4  # calls of a sample
+_SAMPLE_SECONDS = 0.1  # limit for the samples of one operation
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
     """Every load under all DCP sizes, the smallest first, which others are compared with.
 
     Attributes:
-        exchanges: by DCP size and backend; None where one process measures one rank of several.
-        unsharded_us: times of whole selections under dcp 1, by load and index cache.
-        make_peer: makes FlashMLA's kernel, None without it.
+        exchanges: Exchanges by DCP size and backend; None where one process measures one rank of several.
+        unsharded_us: Times of whole selections under dcp 1, by load and index cache.
+        make_peer: Maker of FlashMLA's kernel, None without it.
     """
 
     ranks_of = "tp"
@@ -238,7 +238,7 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
         return "\n".join(map(_line, rows))
 
     def summary(self, rows: Sequence[Row]) -> Iterator[str]:
-        """Yield wrong results, the speed of selections compared with dcp 1, and that of attention with the peer."""
+        """Yield wrong results, the speed of selections relative to dcp 1, and of attention relative to the peer."""
         for name in dict.fromkeys(map(_name, rows)):
             mine = [row for row in rows if _name(row) == name]
             key = _RATIOS[mine[0]["operation"]]
@@ -252,7 +252,7 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
 
 
 def is_right(row: Row) -> bool:
-    """Return whether our operators computed what they should."""
+    """Return whether our operators' results are right."""
     if row["operation"] == "selection":
         return bool(row["different"] <= _MOST_DIFFERENT)
     return _are_small((row["error"], row["lse_error"]))
@@ -263,7 +263,7 @@ def _are_small(errors: tuple[float | None, ...]) -> bool:
 
 
 def _name(row: Row) -> str:
-    """Return a name for people of what is compared with its like over batches and contexts."""
+    """Return a readable name, shared by the rows that are compared over batches and contexts."""
     if row["operation"] == _SHARED:
         cache = f"{row['kv_cache_dtype']} cache"
         return f"attention to {row['topk']} shared keys, dcp {row['dcp']}, {row['heads']} heads, {cache}"

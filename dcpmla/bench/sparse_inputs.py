@@ -27,7 +27,7 @@ from dcpmla.cache.index_keys import index_row_width, index_storage_dtype, index_
 from dcpmla.comm.exchange import Exchange, LocalExchange
 
 BLOCK_SIZE = 64
-_INDEX_DIM = 128  # of DeepSeek-V3.2 and GLM-5
+_INDEX_DIM = 128  # DeepSeek-V3.2 and GLM-5
 _ROTATED_BYTES = {"cuda": 256 << 20, "cpu": 1 << 18}  # several times the L2 of an H200, 60 MB
 _MOST_SETS = 512  # nodes of a graph that small sets may cost
 
@@ -78,13 +78,13 @@ class SelectionInputs:
     """Queries of an indexer and its cache, and each operation of a selection over them: call i takes set i % num_sets.
 
     Args:
-        num_heads: of the indexer.
-        index_cache_dtype: as in `DCPConfig`; dtype is the model's.
-        exchange: the DCP group's; None where there is no group, and the other ranks' candidates are made from this
-            one's.
+        num_heads: Heads of the indexer.
+        index_cache_dtype: Format of the index cache, see `DCPConfig`; dtype is the model's.
+        exchange: Exchange of the DCP group; None without a group, when the other ranks' candidates are made from this
+            rank's.
     Attributes:
-        operations: by name, in their order, "selection" being all of them; no "gather_candidates" where nothing moves.
-        index_bytes: of the keys that one call scores.
+        operations: Operations by name, in order; "selection" runs all. No "gather_candidates" where nothing moves.
+        index_bytes: Bytes of the keys that one call scores.
     """
 
     def __init__(
@@ -212,8 +212,8 @@ def _tokens(selection: SelectedTokens) -> tuple[set[int], set[int]]:
 class SelectedRows(Caches):
     """A cache of single rows, as `selected_rows` makes it of blocks, and many selections from it, as its block tables.
 
-    A request's selected tokens are spread over its context, and about topk / W of them, at least one, are on this
-    rank: the same number in every selection, and different ones until nearly all had their turn.
+    A request's selected tokens are spread over its context. This rank has about topk / W, at least one: the same
+    number in every selection, and different tokens until nearly all had their turn.
 
     Attributes:
         blocks: [num_blocks, BLOCK_SIZE, row_width]; shared keys of the model's dtype as `rows`.

@@ -16,9 +16,9 @@ from dcpmla.config import DCPConfig
 from dcpmla.parallel.mesh import DCPMesh
 
 PARTS = ("projections", "selection", "gather", "attention", "combine", "output")
-CANDIDATES = "candidates"  # of the selection, what it exchanges: timed alone, too
+CANDIDATES = "candidates"  # exchange of the selection, also timed alone
 _WEIGHT_STD = 0.02
-ROTATED_BYTES = {"cuda": 256 << 20, "cpu": 0}  # of all layers' caches: several times the L2 of an H200, 60 MB
+ROTATED_BYTES = {"cuda": 256 << 20, "cpu": 0}  # size of all layers' caches: several times the L2 of an H200, 60 MB
 _MOST_STEPS = 32  # over different blocks: nodes of a graph that small caches may cost
 _FEWEST_CALLS = {"cuda": 4, "cpu": 1}  # calls of a sample
 _SAMPLE_SECONDS = 0.2  # limit for the samples of one part
@@ -39,21 +39,21 @@ class StackMaker(NamedTuple):
 class Stack:
     """Attention layers, residual around each, over caches that hold `batch` requests of `context` tokens.
 
-    Consecutive calls take other rows of the caches, so many that none of them is found in the L2. What makes layers,
-    caches and steps is a subclass.
+    Consecutive calls take other rows of the caches, so many that the L2 holds none when its turn comes again. A
+    subclass makes layers, caches and steps.
 
     Args:
-        mesh: of this job; the cache is sharded over its DCP group.
-        dcp: layout and formats of the caches, what decode exchanges.
-        reads: of a request's token, in each layer.
+        mesh: Mesh of this job; the cache is sharded over its DCP group.
+        dcp: Layout and formats of the caches, what decode exchanges.
+        reads: Rows and keys that a request's token reads in each layer.
     Attributes:
-        parts: those of PARTS that a step has: no exchange where the cache is not sharded, no gather where queries
-            are replicated, no selection but of layers that select.
-        layers: each with its own weights, random.
-        cache: of all layers.
-        metadata: of each of the steps over other rows.
-        hidden: [num_steps, batch, hidden], what each of them begins with.
-        q, group_rows, group_lse: what the exchange moves: this rank's queries, the group's partial outputs.
+        parts: Parts of a step, from PARTS: no exchange where the cache is not sharded, no gather where queries are
+            replicated, no selection in layers that do not select.
+        layers: Layers, each with its own weights, random.
+        cache: Caches of all layers.
+        metadata: Metadata of each step; steps take other rows.
+        hidden: Inputs of the steps [num_steps, batch, hidden].
+        q, group_rows, group_lse: Tensors that the exchange moves: this rank's queries, the group's partial outputs.
     """
 
     layers: Sequence[Any]

@@ -17,7 +17,7 @@ from dcpmla.parallel.linear import Linear
 from dcpmla.parallel.mesh import DCPMesh
 
 _CALLS = 4  # steps of one sample: the start of a graph counts a quarter each
-_SECONDS = 1.0  # that the samples of one measurement may take
+_SECONDS = 1.0  # limit for the samples of one measurement
 
 
 class StepTimes(NamedTuple):
@@ -38,7 +38,7 @@ class StepTimes(NamedTuple):
 def step_times(
     model: ShardedModel, cache: Cache, dcp: DCPConfig, mesh: DCPMesh, batch: int, context: int, query_len: int = 1
 ) -> StepTimes:
-    """Time steps of `batch` requests with `context` tokens, the last query_len of which a step computes. Collective
+    """Time steps of `batch` requests with `context` tokens; a step computes the last query_len. Collective
     over the job. The cache's contents do not matter.
     """
     device, sizes = model.device, cache.sizes

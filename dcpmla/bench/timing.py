@@ -1,4 +1,4 @@
-"""The time of an operation on all ranks: in a CUDA graph where one can be captured, else call by call."""
+"""The time of an operation on all ranks, in a CUDA graph where one can be captured, else call by call."""
 
 import math
 import statistics
@@ -35,7 +35,7 @@ class TimeLimit:
         self._end, self._device = time.monotonic() + (math.inf if seconds is None else seconds), device
 
     def is_over(self) -> bool:
-        """Return whether some rank's clock says so. Collective over the job."""
+        """Return whether the time is over by any rank's clock. Collective over the job."""
         return largest(float(time.monotonic() >= self._end), self._device) > 0
 
 

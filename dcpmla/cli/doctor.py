@@ -51,7 +51,7 @@ CONFIG = MLAConfig(
     scale=192**-0.5,
 )
 _NUM_TOKENS = (1, 32, 256)
-_TIMEOUTS = 5  # that one test may take, compilation of its kernels included
+_TIMEOUTS = 5  # limit of one test in timeouts, compilation of its kernels included
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,7 +125,7 @@ class _Examination:
         self._record(attention_self_tests(CONFIG, self._device, self._dtype))
 
     def test_exchanges(self) -> None:
-        """Test and time each backend once, under its own name: "auto", and that of one rank, are one of the others."""
+        """Test and time each backend once, under its own name: "auto" and the backend of one rank duplicate others."""
         exchanges: dict[str, Exchange] = {}
         num_ranks = self._job.ranks.num_ranks
         dcp = DCPConfig(tensor_parallel_size=num_ranks, decode_context_parallel_size=num_ranks)

@@ -96,7 +96,7 @@ def _replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 
 def _new_file(path: Path) -> IO[bytes]:
-    """Create a file of another name in the same directory (in that of a link's target); the umask decides its mode. A
+    """Create a file of another name in the same directory (for a link, its target's); the umask decides its mode. A
     name that is too long fails here, before the work.
     """
     path = Path(os.path.realpath(path))  # unlike Path.resolve, it does not raise RuntimeError for loops of links
@@ -122,7 +122,7 @@ class OutputLines:
         self._separator = b"" if content[: self.num_bytes].endswith(b"\n") or not self.num_bytes else b"\n"
 
     def append(self, outputs: Sequence[dict[str, Any]]) -> None:
-        """Write a line for each output to the disk before this returns; or none of them.
+        """Write a line for each output to the disk before this returns, or no line at all.
 
         Raises:
             OSError: The disk is full; the file ends with the line before.
@@ -209,8 +209,8 @@ def _read_outputs(path: Path, content: bytes) -> tuple[frozenset[str | int], int
 
 
 def _is_cut(rest: bytes, lines: Sequence[bytes]) -> bool:
-    """Return whether this is the beginning of a line of this program: after other lines any beginning, else as much as
-    no other program writes.
+    """Return whether this is the beginning of a line of this program: after other lines any beginning, else one long
+    enough that no other program writes it.
     """
     if _parse(rest) is not None:
         return False

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
         # Garbage collection skips all objects loaded so far: a pass takes 0.2 s and more, and all ranks wait.
         gc.collect()
         gc.freeze()
-        to_close.callback(gc.unfreeze)  # else libraries report what is still there at the end as leaked
+        to_close.callback(gc.unfreeze)  # else libraries report the remaining objects as leaked at the end
         job.watchdog.enter("waiting for the first request")
         loop.run()
 

@@ -24,7 +24,7 @@ _MPIRUN = (
     ("PMI_RANK", "PMI_SIZE"),
 )  # Open MPI; MPICH, Intel MPI, Cray
 _SRUN = ("SLURM_PROCID", "SLURM_NTASKS")
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # higher ids are batch scripts and interactive shells, which srun did not start
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # first id of batch scripts and interactive shells, which srun did not start
 _PORTS = range(20000, 32000)  # below the ephemeral ports
 
 Environment = Mapping[str, str]

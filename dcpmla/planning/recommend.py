@@ -167,7 +167,7 @@ def recommend(machine: Machine, plans: Sequence[Plan], batch: int, context: int)
 
     Returns:
         Of the plans that fit, the one with the shortest step; among steps within 2 % the smaller DCP group, which
-        moves less. If none fits, the one that holds most.
+        moves less. If no plan fits, the plan that holds most.
     """
     fitting = [plan for plan in plans if plan.fits]
     load = f"{batch:,} x {context:,} tokens"

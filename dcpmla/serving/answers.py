@@ -49,7 +49,7 @@ class Answers:
     def __post_init__(self) -> None:
         lengths = [len(prompt.token_ids) for prompt in self.prompts]
         self.usage = Usage(sum(lengths))
-        self._usages = [Usage(length) for length in lengths for _ in range(self.num_choices)]  # of each choice
+        self._usages = [Usage(length) for length in lengths for _ in range(self.num_choices)]  # one for each choice
         self._prompt_token_ids = [prompt.token_ids for prompt in self.prompts] if self.shown.token_ids else []
 
     def drop_prompts(self) -> None:

@@ -17,7 +17,7 @@ from dcpmla.serving.outbox import Outbox
 
 _SILENCE = 10.0  # seconds without a step after which the ranks count as stuck
 _RETRY_AFTER = {"Retry-After": "1"}  # seconds
-WAITING_TOKENS = 1 << 23  # Tokens of open requests' prompts beyond those that the cache holds.
+WAITING_TOKENS = 1 << 23  # Limit of open requests' prompt tokens beyond the cache's capacity.
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Engine:
     Args:
         reader: Stream of the first rank's messages.
         outbox: Commands for the ranks.
-        max_waiting: Limit of requests beyond those that run.
+        max_waiting: Limit of requests beyond the running ones.
     """
 
     reader: StreamReader
@@ -39,7 +39,7 @@ class Engine:
     drain: asyncio.Event = field(default_factory=asyncio.Event)
     _ids: Any = field(default_factory=count)
     _open: "dict[int, Generation]" = field(default_factory=dict)
-    _num_tokens: int = 0  # of the prompts of all generations that are not abandoned
+    _num_tokens: int = 0  # prompt tokens of all generations that are not abandoned
     _last: float = 0.0
 
     @property
@@ -221,7 +221,7 @@ class Generation:
                 yield self.indices[output.request_id], output
 
     async def _next(self) -> list[Output]:
-        """Wait for an output, and return all that wait."""
+        """Wait for an output, and return all queued outputs."""
         try:
             async with asyncio.timeout(self._deadline - time.monotonic()):
                 outputs = [await self.queue.get()]
@@ -233,7 +233,7 @@ class Generation:
 
 
 def merged(outputs: Sequence[Output]) -> list[Output]:
-    """Return outputs with those of the same request as one."""
+    """Return outputs, joining the outputs of each request."""
     by_id: dict[int, list[Output]] = {}
     for output in outputs:
         by_id.setdefault(output.request_id, []).append(output)

@@ -11,11 +11,11 @@ class ApiError(Exception):
     """An answer that is an error.
 
     Args:
-        status: of HTTP.
-        message: for the client's user.
-        param: the field that is wrong.
-        code: a word for programs.
-        headers: of the answer.
+        status: HTTP status.
+        message: Text for the client's user.
+        param: Field that is wrong.
+        code: Word for programs.
+        headers: Headers of the answer.
     """
 
     def __init__(

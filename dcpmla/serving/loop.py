@@ -28,7 +28,7 @@ class ServingLoop:
         self._outputs: list[Output] = []
         self._num_sent = dict[int, int]()  # new tokens of each request that the HTTP process knows
         self._scored: list[Request] = []  # requests whose prompts' log probabilities are sent as they are computed
-        self._told = threading.Event()  # by a signal to this rank
+        self._told = threading.Event()  # set by a signal to this rank
         self._is_draining = self._is_closed = False
 
     def stop(self) -> None:
@@ -83,7 +83,7 @@ class ServingLoop:
                     self._is_closed = True
 
     def _submit(self, command: Submit) -> None:
-        """Add a request for each choice, which differ in their seeds: all of them, or none."""
+        """Add a request for each choice, each with its own seed: all requests, or none."""
         is_first = self._frontend is not None
         try:
             prompt = self._engine.prompt(command.prompt_token_ids, command.cache_salt)
@@ -114,7 +114,7 @@ class ServingLoop:
         return request
 
     def _collect(self, request: Request, text: str) -> None:
-        """Queue an output with the new tokens of a request that nobody has aborted; an error follows the step."""
+        """Queue an output with the new tokens of a request that was not aborted; an error follows the step."""
         request_id = int(request.request_id)
         if request.error is not None or request_id not in self._requests:
             return
@@ -170,7 +170,7 @@ def started(engine: Engine, tokenizer: object, no_tokenizer: str) -> Started:
 
 
 def _taken(entries: list[TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
-    """Return a list's entries, and empty it: this process keeps no copy of what it sends."""
+    """Return a list's entries, and empty it: this process keeps no copy of sent entries."""
     taken = tuple(entries)
     entries.clear()
     return taken

@@ -81,7 +81,7 @@ class Metrics:
                 self._per_token.observe((now - first) / num_tokens)
 
     def text(self) -> bytes:
-        """Return all of them in Prometheus's text format."""
+        """Return all metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
     def _counter(self, name: str, words: str, labels: list[str] | None = None) -> Counter:

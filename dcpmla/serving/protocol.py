@@ -34,7 +34,7 @@ class StreamOptions(BaseModel):
 
 
 class _Generation(SamplingFields):
-    """Fields that both kinds of completions have besides those of sampling; null is the default."""
+    """Fields of both kinds of completions besides the sampling fields; null is the default."""
 
     model: str | None = None
     stream: bool | None = None
@@ -103,7 +103,7 @@ class CompletionBody(_Generation):
 
 
 class TemplateFields(BaseModel):
-    """Fields that say how the chat template is used."""
+    """Fields that control the use of the chat template."""
 
     model_config = ConfigDict(strict=True)
     add_generation_prompt: bool | None = None
@@ -176,7 +176,7 @@ def parse(kind: type[Body], content: bytes | bytearray, check: Callable[[Body], 
     """Return a body of a kind.
 
     Raises:
-        ApiError: it is no JSON, or one of its fields is not what it must be; the message names the first such field.
+        ApiError: The body is no JSON, or one of its fields is wrong; the message names the first such field.
     """
     _check_size(content)
     try:
