@@ -37,9 +37,9 @@ class CompressedStack(Stack):
         config: Geometry of the model.
         kind: Kind of every layer here.
         num_layers: Number of layers, each with its own weights and cache, random.
-        options: fields of DCPConfig, for the caches' formats, what decode exchanges and how.
+        options: Fields of DCPConfig for the caches' formats and the exchange of decode.
     Raises:
-        ValueError: groups of heads that do not divide, options that the layers do not have, a cache that does not fit.
+        ValueError: Groups of heads that do not divide, options that the layers do not have, a cache that does not fit.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ class ExchangeBenchmark(Benchmark[Exchanged, ExchangeInputs]):
     """Every operation of every backend, groups of one size after the other.
 
     Attributes:
-        group, exchanges: this rank's group of the size that is measured, and by backend and variant what runs there.
+        group, exchanges: Group of this rank in the size that is measured, and its exchanges by backend and variant.
     """
 
     plot_help = "times over tokens"
@@ -201,7 +201,7 @@ def group_sizes(args: argparse.Namespace, num_ranks: int) -> list[int]:
     """Return the sizes of groups to measure.
 
     Raises:
-        ValueError: a size of 1, or one that does not divide the ranks or the heads.
+        ValueError: A size of 1, or one that does not divide the ranks or the heads.
     """
     if num_ranks == 1:
         raise ValueError(

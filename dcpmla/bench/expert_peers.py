@@ -39,7 +39,7 @@ class DeepGemm:
     vLLM's tiles have 128 rows; with few rows an expert, here they have 64, as in DeepGEMM's masked products.
 
     Args:
-        library: the package `deep_gemm`.
+        library: Package `deep_gemm`.
     """
 
     def __init__(self, library: Any, weights: ExpertWeights) -> None:
@@ -68,7 +68,7 @@ class Humming:
     """humming's indexed products, which gather rows themselves, with the tiles that it picks for their number.
 
     Args:
-        library: the package `humming`, its modules loaded.
+        library: Package `humming`, its modules loaded.
     """
 
     def __init__(self, library: Any, weights: ExpertWeights) -> None:
@@ -148,7 +148,7 @@ class Vllm:
     """vLLM's Triton kernel, its default on Hopper without expert parallelism, with its tiles.
 
     Args:
-        library: the file `fused_moe.py`.
+        library: File `fused_moe.py`.
     """
 
     def __init__(self, library: Any, weights: ExpertWeights) -> None:

@@ -50,9 +50,9 @@ class Batch(NamedTuple):
     """Requests that decode together.
 
     Attributes:
-        mode: "graph" or "eager".
+        mode: Either "graph" or "eager".
         acceptance: Rate of accepted drafts, None without drafts.
-        is_adaptive: drafts where they pay, not in every step.
+        is_adaptive: Whether it drafts where that pays, not in every step.
         tokens: Number of tokens of a step with a piece of a prompt, the decodes' among them; 0 for decodes alone.
     """
 

@@ -123,7 +123,7 @@ def config_of(geometry: str, **changes: Any) -> Any:
     """Return the transformers config of one of GEOMETRIES.
 
     Args:
-        changes: fields that are to differ.
+        changes: Fields that are to differ.
     """
     import transformers  # seconds: only where a config is wanted
 

@@ -111,7 +111,7 @@ async def _lines(url: str, api_key: str | None, content: bytes) -> AsyncIterator
     """Yield the lines of an answer.
 
     Raises:
-        ValueError: a status that is not 200, with the body.
+        ValueError: A status that is not 200, with the body.
     """
     address = urlsplit(url)
     opening = asyncio.open_connection(address.hostname, address.port or 80)

@@ -66,7 +66,7 @@ def sort_routes(expert_ids: Tensor, num_experts: int, rows: int) -> tuple[Tensor
     `assign_blocks` takes powers of two.
 
     Args:
-        expert_ids: int32 [T, k], contiguous, in [0, num_experts).
+        expert_ids: Experts of each token, int32 [T, k], contiguous, in [0, num_experts).
     Returns:
         routes int32 [blocks * rows], T k where a block has fewer rows and past the last block; experts int32 [blocks],
         undefined past the last block; ends int32 [num_experts + 1], the row past each expert's last, and past the last
@@ -134,7 +134,7 @@ def gather_rows(x: QuantizedRows, routes: Tensor, top_k: int) -> tuple[Quantized
     """Return the tokens of sorted routes, padding undefined, and the row of each route [T k] int32.
 
     Args:
-        x: [T, K], its scales column by column, as those returned.
+        x: Rows [T, K], scales column by column, as in the result.
     """
     codes = x.values.view(torch.uint8)
     num_tokens, width = codes.shape
@@ -194,8 +194,8 @@ def gate_rows(x: Tensor, routes: Tensor | None, expert_weights: Tensor, out: Qua
     """Return silu(gate) * up times the experts' weights, rounded as ours, and quantized into `out`.
 
     Args:
-        x: [R, 2 I], gates first; row r is of routes[r], padding is not read; None: row r is of route r.
-        out: [R, I], scales of any strides.
+        x: Rows [R, 2 I], gates first; row r is of routes[r], padding is not read; None: row r is of route r.
+        out: Rows [R, I], scales of any strides.
     """
     width = out.values.shape[1]
     groups = min(_GROUPS, triton.next_power_of_2(width // BLOCK))

@@ -15,7 +15,7 @@ MLA = "mla"  # a kind of layers; the others are `LayerKind.label`s
 
 
 class Layout(NamedTuple):
-    """Cut of the cache of a kind of layers, and its exchange, named as in rows of `bench layer`; older files lack the
+    """Cache layout and exchange of a kind of layers, with the field names of `bench layer`'s rows; older files lack the
     fields with a default.
     """
 

@@ -20,9 +20,9 @@ class Load:
     """Requests of random tokens.
 
     Attributes:
-        arrival_times: seconds after the load's beginning, ascending.
-        prompts: token ids.
-        output_lens: new tokens of each request.
+        arrival_times: Seconds after the load's beginning, ascending.
+        prompts: Token ids.
+        output_lens: New tokens of each request.
     """
 
     arrival_times: list[float]
@@ -49,7 +49,7 @@ def make_load(
     of a shorter one.
 
     Args:
-        request_rate: requests a second on average; inf: all at once.
+        request_rate: Requests a second on average; inf: all at once.
     """
     times, inputs, outputs, tokens = (np.random.default_rng(stream) for stream in np.random.SeedSequence(seed).spawn(4))
     lens = inputs.choice(input_lens, num_requests)
@@ -64,7 +64,7 @@ def add_load(engine: Engine, load: Load) -> list[Request]:
     """Queue a load, greedy and of exact lengths; the engine's clock is at 0 as it begins.
 
     Raises:
-        ValueError: a request that the whole cache has no room for.
+        ValueError: A request that the whole cache has no room for.
     """
     requests = []
     for index, (time, prompt) in enumerate(zip(load.arrival_times, load.prompts, strict=True)):
@@ -90,9 +90,9 @@ class Served:
     """One load under one DCP size.
 
     Attributes:
-        row: results by name.
-        latencies: seconds of each request, by kind; one with a single new token has no time per token.
-        running: (seconds after the load's beginning, running requests) after each step.
+        row: Results by name.
+        latencies: Seconds of each request, by kind; one with a single new token has no time per token.
+        running: Pairs (seconds after the load's beginning, running requests), one after each step.
     """
 
     row: Row

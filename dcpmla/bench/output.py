@@ -118,7 +118,7 @@ class Output(Benchmark[OutputCase, OutputInputs]):
 
 
 def _quantizations(device: torch.device) -> dict[str, OutputQuant]:
-    scale = torch.tensor([4 / 448], device=device)  # for values from a normal distribution
+    scale = torch.tensor([4 / 448], device=device)  # suits values from a normal distribution
     return {
         "fp8": OutputQuant(kind="fp8", scale=scale),
         "fp8 / 128": OutputQuant(kind="fp8_groups"),

@@ -172,7 +172,7 @@ class VllmDirect:
     """vLLM's direct all-to-all with its LSE merge: of an exchange `combine` alone, without its LSE.
 
     Args:
-        make: peer_direct's DirectA2A: the buffers for one number of heads and one width of rows. Collective.
+        make: DirectA2A of peer_direct: the buffers for one number of heads and one width of rows. Collective.
     """
 
     name = "vllm_direct"
@@ -185,7 +185,7 @@ class VllmDirect:
         """Merge as `Exchange.combine` does; return the rows.
 
         Raises:
-            ValueError: more than 256 tokens.
+            ValueError: More than 256 tokens.
         """
         num_tokens, num_heads, width = out.shape
         if num_tokens > _MOST_DIRECT_TOKENS:
@@ -200,9 +200,9 @@ def load_vllm_direct(directory: Path) -> Callable[[ProcessGroup, torch.device], 
     """Return what makes `VllmDirect` for a group.
 
     Args:
-        directory: holds direct/peer_direct.py, the operator's caller, and direct/vllm_direct.so.xz, the operator.
+        directory: Folder with direct/peer_direct.py, the operator's caller, and direct/vllm_direct.so.xz, the operator.
     Raises:
-        ValueError: one of the two is not there, or cannot be loaded here.
+        ValueError: Either file is missing, or cannot be loaded here.
     """
     caller, library = directory / "direct" / "peer_direct.py", directory / "direct" / "vllm_direct.so.xz"
     for path in (caller, library):

@@ -70,8 +70,8 @@ class SymmMemReduce:
     """torch's own sums over symmetric memory, then the norm's kernel.
 
     Args:
-        memory: symmetric, for as many elements as the largest partial rows have.
-        is_two_shot: each rank sums a part of the elements, else all.
+        memory: Symmetric memory, for as many elements as the largest partial rows have.
+        is_two_shot: Whether each rank sums a part of the elements, not all.
     """
 
     def __init__(self, memory: Tensor, group: ProcessGroup, is_two_shot: bool) -> None:

@@ -37,9 +37,9 @@ class SparseCase:
     """One new token for each of `batch` requests of one length, on one of W = dcp_size ranks.
 
     Attributes:
-        context: cached tokens of each request on all ranks, the new one among them.
-        topk: tokens that each new token selects.
-        is_shared: attention is to shared keys (DeepSeek-V4), `topk` of `context` rows of a request.
+        context: Cached tokens of each request on all ranks, including the new one.
+        topk: Tokens that each new token selects.
+        is_shared: Whether attention is to shared keys (DeepSeek-V4), `topk` of `context` rows of a request.
     """
 
     batch: int
@@ -216,10 +216,10 @@ class SelectedRows(Caches):
     number in every selection, and different tokens until nearly all had their turn.
 
     Attributes:
-        blocks: [num_blocks, BLOCK_SIZE, row_width]; shared keys of the model's dtype as `rows`.
-        rows: [num_sets, num_rows, 1, row_width], or shared keys in pages, the same rows in each set.
-        block_tables: [num_sets, batch, topk] int32 slots, -1 past the last.
-        num_slots: [batch] int32.
+        blocks: Blocks [num_blocks, BLOCK_SIZE, row_width]; shared keys of the model's dtype as `rows`.
+        rows: Rows [num_sets, num_rows, 1, row_width], or shared keys in pages, the same rows in each set.
+        block_tables: Slots [num_sets, batch, topk] int32, -1 past the last.
+        num_slots: Numbers of slots [batch] int32.
     """
 
     def __init__(self, case: SparseCase, dtype: torch.dtype, device: torch.device, kv_cache_dtype: str) -> None:

@@ -59,9 +59,9 @@ def time_operation(
     """Time an operation of all ranks. Collective over the job.
 
     Args:
-        calls: operation(0) ... operation(calls - 1) are one sample; default: `calls_per_sample`.
-        seconds: fewer samples are taken, but at least 5, where all would take longer than this.
-        num_samples: default: 30 on GPUs, 7 on CPUs.
+        calls: Calls of one sample, operation(0) ... operation(calls - 1); default: `calls_per_sample`.
+        seconds: Limit for all samples: fewer are taken where they would take longer, but at least 5.
+        num_samples: Number of samples; default: 30 on GPUs, 7 on CPUs.
     """
     calls = calls or calls_per_sample(device)
     for index in range(_NUM_WARM_UPS):

@@ -210,9 +210,9 @@ class RankFacts:
         name: Name of the GPU, or of the CPU's architecture.
         memory_bytes: Memory of the GPU, or of the host.
         num_nvlinks: Number of the GPU's active NVLinks; None without NVML (pynvml).
-        decode, prefill: the backends that run attention of DeepSeek's sizes there, in bfloat16 (float32 on CPUs).
+        decode, prefill: Backends that run attention of DeepSeek's sizes there, in bfloat16 (float32 on CPUs).
         passed_over: Reasons against each backend before these, by phase and name.
-        symmetric_memory: torch's backend of it for the device, None without one.
+        symmetric_memory: Backend that torch uses for it on the device, None without one.
         peers: Connections of the host's GPUs (`find_peers`), on each host's first rank; None on others.
     """
 

@@ -24,7 +24,7 @@ class PromptStep:
         new, context: Number of the piece's tokens, and of tokens before them.
         num_decodes: Number of requests that decode in the step.
         graph: Size of the graphs that run the step; None if it is too large.
-        step_us: "total" and its parts (`MixedSteps.step_us`).
+        step_us: Times of "total" and its parts (`MixedSteps.step_us`).
         wait_us: Time by which the step is longer than one with decodes alone; 0 without decodes.
     """
 

@@ -32,7 +32,7 @@ def prompts_from_options(args: argparse.Namespace, files: "ModelFiles") -> list[
     """Return --prompt and --prompt-ids, in the order given.
 
     Raises:
-        ValueError: no prompt, or one that the model cannot continue.
+        ValueError: No prompt, or one that the model cannot continue.
     """
     if not args.prompts:
         raise ValueError("no prompt; give at least one --prompt, --prompt-ids or a --prompt-file")
@@ -47,7 +47,7 @@ def prompts_from_file(args: argparse.Namespace, files: "ModelFiles") -> list[Pro
     of the option's value}.
 
     Raises:
-        ValueError: a file that cannot be read, or a line that is not such an object; the message names the line.
+        ValueError: A file that cannot be read, or a line that is not such an object; the message names the line.
     """
     path: Path = args.prompt_file
     try:

@@ -62,10 +62,10 @@ def assign_device(device: str, launch: LaunchInfo) -> Ranks:
     """Assign a rank its device: the GPU whose number is its local rank, or the CPU.
 
     Args:
-        device: "cuda", "cpu", or "auto", which takes GPUs where any is visible.
-        launch: the rank; its host must show it a GPU for each of the host's ranks.
+        device: Device option "cuda", "cpu", or "auto", which takes GPUs where any is visible.
+        launch: Rank, whose host must show it a GPU for each of the host's ranks.
     Raises:
-        ValueError: an unknown device, or fewer GPUs than ranks on this host.
+        ValueError: An unknown device, or fewer GPUs than ranks on this host.
     """
     if device not in DEVICES:
         raise ValueError(f"device (--device) is {device!r}; choose one of {', '.join(DEVICES)}")

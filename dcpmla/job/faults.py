@@ -29,16 +29,16 @@ class Post:
     """A rank's last report of itself.
 
     Attributes:
-        beat: grows with each post; while it does not, the process is gone or stopped.
-        count: operations entered so far. All ranks enter the same ones in the same order, so a lower count means that
+        beat: Counter of posts; while it does not grow, the process is gone or stopped.
+        count: Operations entered so far. All ranks enter the same ones in the same order, so a lower count means that
             the rank lags.
         operation: The rank's current work.
-        seconds: time in the operation so far.
-        limit: seconds that the operation may take.
-        where: the line of code that the main thread is at.
-        waits: whether that line is in a collective.
-        left: the rank has ended in order.
-        failed: the rank has found a fault and is about to end.
+        seconds: Time in the operation so far.
+        limit: Seconds that the operation may take.
+        where: Line of code that the main thread is at.
+        waits: Whether that line is in a collective.
+        left: Whether the rank has ended in order.
+        failed: Whether the rank has found a fault and is about to end.
     """
 
     beat: int

@@ -55,9 +55,9 @@ def join_ranks(
         check: Function that raises a ValueError for a launch that the program cannot use, before anything is started.
         watch_one: Whether to watch a job of one process, too: its faults then end it with one line.
     Raises:
-        ValueError: a launcher's variables that contradict each other, no such device, unequal arguments, or check's.
+        ValueError: A launcher's variables that contradict each other, no such device, unequal arguments, or check's.
             `Reported` where a watchdog has said it.
-        ConnectionError: the ranks did not meet.
+        ConnectionError: The ranks did not meet.
     """
     # The watchdog speaks first: torch's own limit is for a rank whose watchdog cannot.
     limit = timedelta(seconds=LOAD_TIMEOUT + 2 * timeout)

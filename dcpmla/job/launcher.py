@@ -1,4 +1,4 @@
-"""Launchers: what started this process (torchrun, mpirun, srun or none), as which rank, and where the ranks meet.
+"""Launchers: detection of torchrun, mpirun, srun or none, of this process's rank and of the store where ranks meet.
 
 torchrun's variables take precedence over mpirun's, and those over srun's, because each may start the one before it:
 torchrun's agents may be tasks of srun or mpirun, and mpirun's daemons tasks of srun. Combinations that cannot be such a
@@ -35,9 +35,9 @@ class LaunchInfo:
     """This process as its launcher numbers it.
 
     Attributes:
-        launcher: "torchrun", "mpirun", "srun" or "one process".
-        open_store: (timeout) -> the store where the ranks meet; collective.
-        address: host and port of that store, None for one process.
+        launcher: One of "torchrun", "mpirun", "srun" or "one process".
+        open_store: Function (timeout) -> the store where the ranks meet; collective.
+        address: Host and port of that store, None for one process.
     """
 
     launcher: str
@@ -56,7 +56,7 @@ def find_launch_info(env: Environment, timeout: timedelta) -> LaunchInfo:
     there, a rank whose peers do not come within the timeout ends its process.
 
     Raises:
-        ValueError: variables that are missing, not numbers, out of range or in contradiction to another launcher's;
+        ValueError: Variables that are missing, not numbers, out of range or in contradiction to another launcher's;
             mpirun without mpi4py.
     """
     if any(name in env for name in _TORCHRUN):

@@ -32,7 +32,7 @@ class Meeting:
 
     Attributes:
         nonce: Random text of rank 0, the same on all ranks of this job and of no other.
-        listener: rank 0's socket at that address, which reserves the port; None on other ranks.
+        listener: Socket of rank 0 at that address, which reserves the port; None on other ranks.
     """
 
     rank: int
@@ -51,11 +51,11 @@ def meet_over_mpi(host: str | None, wants_open_mpi: bool, rank: str, timeout: ti
     Collective over MPI; ends the process if the others do not come within the timeout.
 
     Args:
-        host: rank 0's name or address as the others reach it; None takes its host name.
-        wants_open_mpi: whether the mpirun that started this process is Open MPI's.
-        rank: this process in messages, before MPI has numbered it.
+        host: Name or address at which the others reach rank 0; None takes its host name.
+        wants_open_mpi: Whether the mpirun that started this process is Open MPI's.
+        rank: Name of this process in messages, before MPI has numbered it.
     Raises:
-        ValueError: no mpi4py, no MPI library, another MPI than mpirun's, or one that is finalized already.
+        ValueError: No mpi4py, no MPI library, another MPI than mpirun's, or one that is finalized already.
     """
     MPI = _load(wants_open_mpi)
     with _deadline(rank, timeout), _initialized(MPI):

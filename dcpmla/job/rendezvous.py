@@ -23,7 +23,7 @@ def meet(launch: LaunchInfo, timeout: timedelta) -> dist.Store:
     """Connect to the store where the job's ranks meet.
 
     Raises:
-        ConnectionError: the ranks did not meet in time, or met another job's; rank 0's port is taken.
+        ConnectionError: The ranks did not meet in time, or met another job's; rank 0's port is taken.
     """
     outcome: Future[dist.Store] = Future()
     # In a thread, because the store's client waits forever for a listener that is not a store and never answers.

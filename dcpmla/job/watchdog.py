@@ -96,10 +96,10 @@ class Watchdog:
 
     Args:
         store: Store of the job's ranks; the watchdog clones the connection.
-        timeout: seconds that an operation may take where `enter` names no limit, and that a rank may be silent.
+        timeout: Seconds that an operation may take where `enter` names no limit, and that a rank may be silent.
     Raises:
-        ValueError: timeout is not positive.
-        Reported: the block ended with a ValueError. Other exceptions end the process at once.
+        ValueError: The timeout is not positive.
+        Reported: The block ended with a ValueError. Other exceptions end the process at once.
     """
 
     def __init__(self, store: dist.Store, rank: int, num_ranks: int, timeout: float) -> None:

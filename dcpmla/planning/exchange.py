@@ -44,11 +44,11 @@ def exchange_us(
     """Return the microseconds of one `gather_heads` or `combine` in a CUDA graph, bfloat16 rows.
 
     Args:
-        operation: "gather_heads" or "combine".
+        operation: Either "gather_heads" or "combine".
         num_heads: Heads of the whole DCP group.
         width: Width of a row: latent + rope for gather_heads, latent for combine.
         num_ranks, num_nodes: Size of the DCP group; one rank pays nothing.
-        backend: "auto", or a backend that the machine `has_numbers` for.
+        backend: Either "auto" or a backend that the machine `has_numbers` for.
     """
     if num_ranks == 1:
         return 0.0

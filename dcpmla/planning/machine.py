@@ -226,7 +226,7 @@ def change_machine(machine: Machine, values: dict[str, Any], name: str) -> Machi
     On a machine without `direct`, a part of it changes the numbers of h200x8.
 
     Raises:
-        ValueError: fields that a machine does not have, or values that are not numbers.
+        ValueError: Fields that a machine does not have, or values that are not numbers.
     """
     _check_fields(values, Machine, name)
     changed = dict(values)
@@ -242,7 +242,7 @@ def read_json(path: Path, option: str) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
-        ValueError: naming the option: no such file, or no JSON object in it.
+        ValueError: No such file, or no JSON object in it; the message names the option.
     """
     try:
         content = json.loads(path.read_text())

@@ -73,7 +73,7 @@ def read_rows(path: Path, option: str, model: ModelSize) -> list[Row]:
     """Return the rows of a result file.
 
     Raises:
-        ValueError: naming the option: no such file, no rows in it, or one that cannot be predicted for want of sizes.
+        ValueError: No such file, no rows in it, or a row without needed sizes; the message names the option.
     """
     rows = read_json(path, option).get("rows")
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
@@ -101,7 +101,7 @@ def calibrate(machine: Machine, model: ModelSize, rows: list[Row]) -> Machine:
     stay unless there are steps of whole models. Numbers that rows cannot distinguish change alike.
 
     Raises:
-        ValueError: the planner predicts none of the rows.
+        ValueError: The planner predicts none of the rows.
     """
     rows = [row for row in rows if predict_row(machine, model, row) and row.get("kv_cache_dtype", "bf16") == "bf16"]
     rows = [row for row in rows if row["tp"] <= row.get("gpus_per_node", machine.gpus_per_node)]

@@ -1,4 +1,4 @@
-"""Parameters of a model: how the runtime cuts them over ranks, and what they weigh."""
+"""Parameters of a model: their cuts over ranks and their bytes."""
 
 import re
 from dataclasses import dataclass, replace
@@ -26,9 +26,9 @@ class Parameter:
 
     Attributes:
         count: Number of such parameters.
-        style: "column" (outputs cut), "row" (inputs cut, so a sum over the ranks follows) or "whole" (on every rank).
+        style: Cut, "column" (outputs cut), "row" (inputs cut; a sum over the ranks follows) or "whole" (on every rank).
         itemsize: Bytes of an element that is not quantized.
-        codes: "fp8", "fp4" or "int4" where the checkpoint has it in blocks that the runtime can keep; else "".
+        codes: Format "fp8", "fp4" or "int4" where the checkpoint has it in blocks that the runtime can keep; else "".
         num_pieces: Equal parts of the cut dim, cut one by one: gate and up of experts, shared experts.
         in_blocks: True if cuts are moved to multiples of 128 where every rank gets some: MLPs and experts of a
             quantized model.

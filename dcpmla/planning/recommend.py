@@ -86,10 +86,10 @@ def make_plan(machine: Machine, model: ModelSize, setting: Setting, batch: int, 
     """Predict memory and step of one setting.
 
     Args:
-        batch: requests of the whole job, spread evenly over its replicas; the fullest one counts.
-        context: tokens of each.
+        batch: Requests of the whole job, spread evenly over its replicas; the fullest one counts.
+        context: Tokens of each.
     Raises:
-        ValueError: heads, experts or a cache format that the model cannot have, or a load out of range.
+        ValueError: Heads, experts or a cache format that the model cannot have, or a load out of range.
     """
     _check_load(batch, context)
     layout = setting.tp, setting.enable_expert_parallel

@@ -16,9 +16,9 @@ class ModelSize:
 
     Attributes:
         attention: Attention of the model.
-        num_routed: choices of a router, LongCat's zero experts included; 0 without experts.
-        experts_per_token: choices that a token takes.
-        expert_dtype: "auto", or "fp8" for experts in 4 bits that are held in 8 (--expert-dtype).
+        num_routed: Choices of a router, LongCat's zero experts included; 0 without experts.
+        experts_per_token: Choices that a token takes.
+        expert_dtype: Format "auto", or "fp8" for experts in 4 bits that are held in 8 (--expert-dtype).
     """
 
     attention: AttentionKind
@@ -47,9 +47,9 @@ class ModelSize:
         """Return the bytes of the fullest rank, by PARTS and in "total".
 
         Args:
-            expert_parallel: each rank has its share of the routed experts whole (--enable-expert-parallel).
+            expert_parallel: Whether each rank has its share of the routed experts whole (--enable-expert-parallel).
         Raises:
-            ValueError: heads or experts that the runtime cannot divide so.
+            ValueError: Heads or experts that the runtime cannot divide so.
         """
         self.attention.config.heads_per_rank(tensor_parallel_size)
         self._check_experts(tensor_parallel_size, expert_parallel)
@@ -82,7 +82,7 @@ class ModelSize:
         """Return the model as it is loaded with --expert-dtype: "auto", as stored, or "fp8", experts in e2m1 in 8 bits.
 
         Raises:
-            ValueError: fp8 for experts that are not stored in e2m1.
+            ValueError: The dtype fp8 for experts that are not stored in e2m1.
         """
         if expert_dtype == "auto":
             return self

@@ -14,7 +14,7 @@ class Timings:
     """The times of requests that were submitted together, on this process's clock.
 
     Attributes:
-        first: when each one's first token came, and how many tokens have come, by id.
+        first: Time of each request's first token and the tokens so far, by id.
     """
 
     submitted: float

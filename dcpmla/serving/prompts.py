@@ -33,7 +33,7 @@ class Texts:
     """The model's tokenizer, as the API uses it.
 
     Raises:
-        ApiError: every method, where there is no tokenizer.
+        ApiError: No tokenizer; every method raises it.
     """
 
     def __init__(self, model: Started) -> None:
