@@ -150,7 +150,7 @@ class Generate(Benchmark[Batch, None]):
         engine.graph, engine.mixed_graph = (self.graph, self.mixed_graph) if case.mode == "graph" else (None, None)
         engine.speculation = Speculation(self._drafter(case))
         steps = self._decode_steps(case.size)
-        # Steps of a kind are alike; where some have drafts and others none, all steps count.
+        # Steps of a kind are alike; where some have drafts and others none, the mean counts all.
         average = statistics.mean if case.is_adaptive else statistics.median
         seconds = largest(average([seconds for seconds, _ in steps]), engine.model.device)
         tokens_a_step = statistics.mean(num_tokens for _, num_tokens in steps)

@@ -17,7 +17,7 @@ from dcpmla.job.faults import is_out_of_memory
 from dcpmla.job.join import LOAD_TIMEOUT, Job
 from dcpmla.job.launcher import LaunchInfo
 
-_TIMEOUTS = 5  # limit of one case in timeouts, compilation of its kernels included
+_TIMEOUTS = 5  # limit of one case in multiples of --timeout, compilation of its kernels included
 _TIME_LIMIT = 450  # seconds
 
 Case = TypeVar("Case")

@@ -18,7 +18,7 @@ from dcpmla.parallel.mesh import DCPMesh
 PARTS = ("projections", "selection", "gather", "attention", "combine", "output")
 CANDIDATES = "candidates"  # exchange of the selection, also timed alone
 _WEIGHT_STD = 0.02
-ROTATED_BYTES = {"cuda": 256 << 20, "cpu": 0}  # size of all layers' caches: several times the L2 of an H200, 60 MB
+ROTATED_BYTES = {"cuda": 256 << 20, "cpu": 0}  # target for all layers' caches: several times the L2 of an H200, 60 MB
 _MOST_STEPS = 32  # over different blocks: nodes of a graph that small caches may cost
 _FEWEST_CALLS = {"cuda": 4, "cpu": 1}  # calls of a sample
 _SAMPLE_SECONDS = 0.2  # limit for the samples of one part

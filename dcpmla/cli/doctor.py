@@ -51,7 +51,7 @@ CONFIG = MLAConfig(
     scale=192**-0.5,
 )
 _NUM_TOKENS = (1, 32, 256)
-_TIMEOUTS = 5  # limit of one test in timeouts, compilation of its kernels included
+_TIMEOUTS = 5  # limit of one test in multiples of --timeout, compilation of its kernels included
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ from dcpmla.job.rendezvous import meet
 from dcpmla.parallel.collectives import PeerFault, gather_values
 
 DEVICES = ("auto", "cpu", "cuda")
-_LAST_READ = timedelta(seconds=5)  # rank 0 waits so long for the others to read why the job ends
+_LAST_READ = timedelta(seconds=5)  # time that rank 0 waits for the others to read why the job ends
 _SHOWN = 60  # characters of a value in a message
 
 

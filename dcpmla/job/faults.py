@@ -150,7 +150,7 @@ def blame(
         return Verdict(
             f"rank {rank} has not come back from {mine.operation} for {mine.seconds:.0f} s, at {mine.where}; {_LOOK}"
         )
-    if rank in late or not late:  # no single rank is late
+    if rank in late or not late:  # all ranks are late, or none is
         return Verdict(waited + describe_posts(posts) + f"; {_LOOK}")
     first = here[late[0]]
     words = (

@@ -144,8 +144,7 @@ def _mpirun(env: Environment, timeout: timedelta) -> LaunchInfo:
 
 
 def _is_srun(env: Environment) -> bool:
-    """Return whether this is a task of srun; a batch script also has SLURM_PROCID and SLURM_NTASKS but is one process.
-    """
+    """Return whether srun started this task; a batch script, one process, also has SLURM_PROCID and SLURM_NTASKS."""
     step = env.get("SLURM_STEP_ID", "")
     return step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
 
