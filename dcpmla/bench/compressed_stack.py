@@ -142,8 +142,8 @@ class CompressedStack(Stack):
             self.exchange.gather_candidates(self.candidates)
 
     def attend(self, index: int = 0) -> None:
-        """Attend to this rank's rows, with the group's heads where the cache is sharded: where layers select, to those
-        of the last selection.
+        """Attend to this rank's rows, with the group's heads where the cache is sharded. Layers that select attend to
+        the last selection.
         """
         _, metadata = self._inputs(index)
         assert metadata.decode is not None

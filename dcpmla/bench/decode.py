@@ -90,7 +90,7 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
             raise ValueError(f"{sizes}; new tokens are part of the context")
 
     def cases(self) -> Iterator[DecodeCase]:
-        """Yield cases, those over the same caches one after the other."""
+        """Yield cases, grouped by their caches."""
         args = self.args
         for batch, context, cache in product(*map(dict.fromkeys, (args.batch, args.context, args.kv_cache_dtype))):
             queries = query_dtypes(cache, args.decode_query_dtype)

@@ -1,4 +1,4 @@
-"""Random inputs of the exchange's operations on the ranks of a group, and what each must give, in float64 from all
+"""Random inputs of the exchange's operations on the ranks of a group, and the exact results, in float64 from all
 ranks' inputs.
 
 Every rank draws everyone's inputs by itself, so that nothing that is under test moves the answers. Calls rotate

@@ -44,7 +44,7 @@ def load_humming(directory: Path) -> Any:
 
 
 def load_vllm(directory: Path) -> Any:
-    """Return vLLM's file with its Triton kernel and what launches it, without the rest of vLLM."""
+    """Return vLLM's file with its Triton kernel and launcher, without the rest of vLLM."""
     path = _unpack(directory / "vllm_moe.tar.xz") / "fused_moe.py"
     with _stubs(re.findall(r"^(?:from|import) (vllm[\w.]*)", path.read_text(), re.MULTILINE)):
         module = import_file(path)

@@ -156,7 +156,7 @@ class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
         self.kept_peers: dict[str, Kept[PeerExperts]] = {name: Kept() for name in self.peers}
 
     def cases(self) -> Iterator[ExpertsCase]:
-        """Yield cases, those over the same weights one after the other."""
+        """Yield cases, grouped by their weights."""
         for geometry in self.args.shape:
             formats = _FORMATS.get(geometry, ("bf16", "fp8"))
             for weights in (weights for weights in self.args.weights if weights in formats):

@@ -196,7 +196,7 @@ class Generate(Benchmark[Batch, None]):
         return self.engine.model
 
     def _device_times(self, batch: int) -> Row:
-        """Return what a step takes on the device alone, and the prefill of one prompt."""
+        """Return the times of a step, and of the prefill of one prompt, on the device alone."""
         args, engine = self.args, self.engine
         self.job.watchdog.enter("timing steps on the device")
         where = self._model, engine.cache, engine.dcp, engine.mesh
@@ -293,7 +293,7 @@ class Generate(Benchmark[Batch, None]):
 
 
 def _model_size(config: Any, dtype: torch.dtype, expert_dtype: str) -> ModelSize:
-    """Return what the planner knows of a model that computes in a dtype."""
+    """Return the planner's size of a model that computes in a dtype."""
     config = copy(config)
     config.dtype = dtype
     return read_model(config).with_expert_dtype(expert_dtype)

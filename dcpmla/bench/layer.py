@@ -81,7 +81,7 @@ class Layer(Benchmark[LayerCase, Stack]):
         job.watchdog.enter("measuring the memory's rate", LOAD_TIMEOUT)
         self.bytes_per_second = measure_ceilings(self.device, self.dtype).bytes_per_second
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # caches are planned by what the device has left
+            torch.cuda.empty_cache()  # caches are planned by the device's free memory
         sizes = sorted(set(args.decode_context_parallel_size))
         self.meshes = {dcp: init_mesh(args.tensor_parallel_size, dcp) for dcp in sizes}
         self.layouts = [layout for dcp in sizes for layout in self._layouts(dcp)]
@@ -150,7 +150,7 @@ class Layer(Benchmark[LayerCase, Stack]):
         return self.makers[layout.layer_kind].new(*sizes, **options)
 
     def measure(self, case: LayerCase, inputs: Stack) -> list[Row]:
-        """Return a row for each part, the total first, with what its parts add up to, each timed alone."""
+        """Return a row for each part, the total first, with the sum of its parts, each timed alone."""
         reads, timings, num_bytes = inputs.reads, inputs.timings(), inputs.bytes_read()
         common = {
             "geometry": self.args.geometry if self.args.geometry in GEOMETRIES else Path(self.args.geometry).name,

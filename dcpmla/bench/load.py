@@ -101,8 +101,8 @@ class Served:
 
     @classmethod
     def of(cls, engine: Engine, requests: Sequence[Request], running: Sequence[tuple[float, int]]) -> Self:
-        """Return what came of finished requests, from the engine that served them and no others since its `stats` and
-        its clock were new.
+        """Return the results of finished requests, from an engine that served no others since its `stats` and its clock
+        were new.
         """
         latencies = _latencies(requests)
         end_to_end = zip(requests, latencies["end_to_end_seconds"], strict=True)
@@ -147,7 +147,7 @@ def _end_to_end(request: Request) -> float:
 
 
 def _capacity(engine: Engine, requests: Sequence[Request]) -> Row:
-    """Return what the cache holds: tokens, and such requests at their full lengths."""
+    """Return the cache's capacity in tokens, and in requests of this kind at their full lengths."""
     sizes = engine.cache.sizes
     blocks = [-(-request.max_seq_len // sizes.block_tokens) for request in requests]
     return {

@@ -197,7 +197,7 @@ class VllmDirect:
 
 
 def load_vllm_direct(directory: Path) -> Callable[[ProcessGroup, torch.device], VllmDirect]:
-    """Return what makes `VllmDirect` for a group.
+    """Return the maker of `VllmDirect` for a group.
 
     Args:
         directory: Folder with direct/peer_direct.py, the operator's caller, and direct/vllm_direct.so.xz, the operator.

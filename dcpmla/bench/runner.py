@@ -54,11 +54,11 @@ class Benchmark(Generic[Case, Inputs]):
         """Raise ValueError for options that contradict each other, or that these ranks cannot measure."""
 
     def cases(self) -> Iterable[Case]:
-        """Yield what to measure, in order; `str` names a case for people. The same on all ranks."""
+        """Yield the cases in order, the same on all ranks; `str` gives a readable name."""
         raise NotImplementedError
 
     def inputs(self, case: Case) -> Inputs:
-        """Return what a case allocates; where that raises ValueError or finds no memory, all ranks skip the case."""
+        """Allocate and return a case's inputs; all ranks skip the case after a ValueError or without memory."""
         raise NotImplementedError
 
     def measure(self, case: Case, inputs: Inputs) -> list[Row]:
@@ -66,7 +66,7 @@ class Benchmark(Generic[Case, Inputs]):
         raise NotImplementedError
 
     def line(self, rows: Sequence[Row]) -> str:
-        """Return what to print of a case's rows."""
+        """Return the text to print for a case's rows."""
         raise NotImplementedError
 
     def summary(self, rows: Sequence[Row]) -> Iterable[str]:
@@ -74,7 +74,7 @@ class Benchmark(Generic[Case, Inputs]):
         return ()
 
     def more(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """Return what the file holds beyond its rows."""
+        """Return the file's fields besides its rows."""
         return {}
 
     def plot(self, path: Path, rows: Sequence[Row]) -> None:
@@ -167,7 +167,7 @@ def _joined(kind: type[Benchmark[Any, Any]], args: argparse.Namespace) -> Iterat
 
 
 def _measure(benchmark: Benchmark[Any, Any]) -> Iterator[list[Row]]:
-    """Yield the rows of one case after the other until time is over; what does not fit is skipped with a line."""
+    """Yield the rows of one case after the other until time is over; skip cases that do not fit, with a line."""
     args, ranks, watchdog = benchmark.args, benchmark.job.ranks, benchmark.job.watchdog
     limit = TimeLimit(args.time_limit, ranks.device)
     for case in benchmark.cases():
@@ -188,7 +188,7 @@ def _measure(benchmark: Benchmark[Any, Any]) -> Iterator[list[Row]]:
 
 
 def _rows(benchmark: Benchmark[Case, Any], case: Case) -> list[Row]:
-    """Return the rows of a case, whose inputs are gone by then."""
+    """Return the rows of a case, and free its inputs."""
     if benchmark.has_engine:  # an engine reports its faults without another collective
         return benchmark.measure(case, benchmark.inputs(case))
     with memory_on_all():

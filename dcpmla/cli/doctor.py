@@ -153,7 +153,7 @@ class _Examination:
         return 1 if failed else 0
 
     def as_json(self) -> dict[str, Any]:
-        """Return what --json writes."""
+        """Return the contents of the --json file."""
         return {
             "ok": not any(test["failures"] for test in self._tests),
             "dtype": dtype_name(self._dtype),

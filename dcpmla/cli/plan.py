@@ -254,7 +254,7 @@ def _crossover(plan: Plan) -> str:
 
 
 def _capacity(machine: Machine, model: ModelSize, plans: Sequence[Plan]) -> list[str]:
-    """Return a table of what each format would hold, with the largest of the TP sizes."""
+    """Return a table of each format's capacity under the largest TP size."""
     tp = max(plan.tp for plan in plans)
     widest = next(plan for plan in plans if plan.tp == tp)
     gpu_bytes = cache_bytes(machine, widest.weight_bytes_per_rank)

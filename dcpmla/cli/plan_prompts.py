@@ -85,7 +85,7 @@ class PromptPlan:
         self._graphs = token_sizes(max_num_batched_tokens, self.costs.tokens_per_request)
 
     def step(self, new: int, context: int, num_decodes: int) -> PromptStep:
-        """Return the step with a piece of a prompt, cut to what the decodes leave of a step's tokens."""
+        """Return the step with a piece of a prompt, cut to the step's tokens that the decodes leave."""
         num_decoded = num_decodes * self._query_len
         new = min(new, self._limit - num_decoded)
         num_tokens, piece = new + num_decoded, [(new, context)]

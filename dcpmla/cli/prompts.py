@@ -104,7 +104,7 @@ def _is_prompt(prompt: object) -> bool:
 def _prompt(
     request_id: str | int, name: str, prompt: str | list[int], params: SamplingParams, option: str, files: "ModelFiles"
 ) -> Prompt:
-    """Tokenize and check; the name is what messages call it, the option what asked for a text."""
+    """Tokenize and check a prompt; messages use its name, and the option that asked for a text."""
     if files.tokenizer is None and (isinstance(prompt, str) or params.stop):
         wanted, instead = (
             (option, "token ids") if isinstance(prompt, str) else ("stop (--stop)", "stop_token_ids (--stop-token-ids)")

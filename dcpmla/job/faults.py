@@ -64,7 +64,7 @@ def read_post(text: bytes) -> Post | None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The reason why a rank waits too long; `excused` while those it waits for are within limits of their own."""
+    """The reason why a rank waits too long; `excused` while the ranks it waits for are within their own limits."""
 
     words: str
     excused: bool = False

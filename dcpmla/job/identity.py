@@ -1,4 +1,4 @@
-"""A job's identity: what distinguishes it from another job that reaches the same host and port."""
+"""A job's identity, which distinguishes it from another job that reaches the same host and port."""
 
 import json
 import re

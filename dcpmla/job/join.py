@@ -17,7 +17,7 @@ from dcpmla.job.watchdog import Reported, Watchdog
 
 TIMEOUT = 60  # seconds that a step may take, where nothing else is asked for
 LOAD_TIMEOUT = 1800.0  # seconds that a rank may take to download or read its part of a checkpoint, or to write results
-_LINGER = 1.0  # seconds that rank 0, which may hold the store, stays for what the others still post there
+_LINGER = 1.0  # seconds that rank 0, which may hold the store, stays for the others' last posts
 
 
 class NoWatchdog:

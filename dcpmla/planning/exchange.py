@@ -14,8 +14,8 @@ _SENT_LSE_BYTES = 16 * _ROW_BYTES  # a2a: an LSE takes 16 elements of the row be
 
 
 def auto_backend(machine: Machine, num_ranks: int, num_nodes: int) -> str:
-    """Return what "auto" means to a plan (`dcpmla.comm.select`): "direct" inside a node of a machine with numbers for
-    it, else "a2a".
+    """Return the backend that a plan takes for "auto" (`dcpmla.comm.select`): "direct" inside a node of a machine with
+    numbers for it, else "a2a".
 
     Args:
         num_ranks, num_nodes: Size of the DCP group; one rank has "none".

@@ -1,4 +1,4 @@
-"""A machine type as the few numbers a prediction needs: memory, speeds, and what a collective costs."""
+"""A machine type as the few numbers a prediction needs: memory, speeds, and costs of collectives."""
 
 import json
 from collections.abc import Iterator

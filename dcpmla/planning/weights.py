@@ -35,7 +35,7 @@ class ModelSize:
 
     @property
     def has_shortcut(self) -> bool:
-        """True if what experts give is summed over the ranks with an MLP's (`model.block.ShortcutBlock`)."""
+        """True if experts' outputs are summed over the ranks with an MLP's (`model.block.ShortcutBlock`)."""
         return any(".mlps." in parameter.name for parameter in self.parameters)
 
     @property
