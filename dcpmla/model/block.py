@@ -83,15 +83,15 @@ class DecoderBlock(nn.Module):
 
 
 class ShortcutBlock(nn.Module):
-    """LongCat's block: attention and an MLP, twice, and experts between the first norm and the end, so that what they
-    give is summed over the ranks together with the second MLP's.
+    """LongCat's block: attention and an MLP, twice, and experts between the first norm and the end, so that one sum over
+    the ranks covers their output and the second MLP's.
 
     Args:
         layer: number of the first attention in the cache; the second one's is the next.
         norms: weights [hidden] of the norms after the first attention, the first MLP, the second attention, and of the
             one that follows the block.
     Attributes:
-        quantizes_output: as in `DecoderBlock`.
+        quantizes_output: Same as in `DecoderBlock`.
     """
 
     def __init__(
@@ -166,8 +166,8 @@ class VocabHead(nn.Module):
     """The head over the vocabulary, its rows cut over the TP group where they divide.
 
     Args:
-        linear: this rank's rows.
-        vocab_size: all of them.
+        linear: Rows of this rank.
+        vocab_size: Number of rows of all ranks.
     """
 
     def __init__(self, linear: Linear, vocab_size: int, group: ProcessGroup) -> None:

@@ -15,8 +15,8 @@ from dcpmla.parallel.linear import Linear
 class MtpLayer(nn.Module):
     """A decoder layer over the model's hidden states and the embeddings of the tokens that follow them.
 
-    At position p it takes the hidden state of position p and the embedding of token p + 1; what it gives is, through
-    the model's own head, a guess at token p + 2. Its cache is one more layer of the model's.
+    At position p it takes the hidden state of position p and the embedding of token p + 1; the model's own head turns
+    its output into a draft of token p + 2. Its cache is one more layer of the model's.
 
     Args:
         embedding: [vocab, hidden], the model's.

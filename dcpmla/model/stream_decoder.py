@@ -83,7 +83,7 @@ class StreamDecoder(nn.Module):
 
 class StreamMtpLayer(nn.Module):
     """DeepSeek-V4's MTP module: a block over the sum of two projections, of the next token's embedding, for all streams
-    alike, and of each stream. `dcpmla.model.mtp.MtpLayer` says what for.
+    alike, and of each stream. `dcpmla.model.mtp.MtpLayer` documents its purpose.
 
     Args:
         embedding: [vocab, hidden], the model's.

@@ -58,7 +58,7 @@ class Batch:
         self.budget -= num_tokens
 
     def advance(self) -> None:
-        """Count the tokens of a launched batch as computed, all but drafts, and those of prompts as scored."""
+        """Count the tokens of a launched batch, except drafts, as computed, and tokens of prompts as scored."""
         for request, num_tokens, num_drafts in self.pieces:
             request.num_computed_tokens += num_tokens - num_drafts
             if request.is_scored:

@@ -21,13 +21,13 @@ DecodeStep = Callable[[Tensor, StepMetadata, Cache], Tensor]
 
 
 class DecodeGraph:
-    """A decode step, captured per batch and replayed for steps padded to the next one: of one token a request, and
-    where tokens are drafted, of max_query_len.
+    """A decode step, captured per batch size and replayed for steps padded to the next size, with one token per request,
+    or max_query_len if tokens are drafted.
 
-    A replay gives bit for bit what `run_eagerly` gives: the same step on the same padded rows, without a graph. (Matrix
+    A replay is bitwise equal to `run_eagerly`: the same step on the same padded rows, without a graph. (Matrix
     products pick their kernels by the number of rows, so the step on the bare rows may differ in the last bits.) Rows
-    of padding write nothing to the cache and attend to nothing. Runs follow each other on one stream: all of them use
-    the same memory.
+    of padding write nothing to the cache and attend to nothing. Runs must follow each other on one stream because they
+    share memory.
 
     Args:
         step: step(inputs [N, ...], metadata, cache) -> [N, ...], N tokens of decodes: a model, or a stack of

@@ -1,4 +1,4 @@
-"""Log probabilities of tokens, chosen and in prompts, with those of the best tokens at the same position.
+"""Log probabilities of chosen and prompt tokens, and of the best tokens at the same position.
 
 They are the model's own, before temperature, penalties and what else shapes a draw.
 """
@@ -16,7 +16,7 @@ from dcpmla.runtime.request import Request, TokenLogprobs
 from dcpmla.runtime.sampling import NOT_FINITE
 from dcpmla.upload import upload
 
-_MAX_ROWS = 64  # at once: what is made of the logits stays small compared with those of a large batch
+_MAX_ROWS = 64  # rows at once: temporary tensors stay small compared with the logits of a large batch
 
 
 class PromptRows(NamedTuple):
