@@ -167,7 +167,7 @@ class ShardedModel:
 
     @property
     def faults(self) -> list[Tensor]:
-        """Return where kernels say that they waited in vain (`Exchange.fault`)."""
+        """Return the words in which kernels report a timeout (`Exchange.fault`)."""
         return [exchange.fault for exchange in self._exchanges if exchange.fault is not None]
 
     @torch.inference_mode()

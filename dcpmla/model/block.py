@@ -83,8 +83,8 @@ class DecoderBlock(nn.Module):
 
 
 class ShortcutBlock(nn.Module):
-    """LongCat's block: attention and an MLP, twice, and experts between the first norm and the end, so that one sum over
-    the ranks covers their output and the second MLP's.
+    """LongCat's block: attention and an MLP, twice, and experts between the first norm and the end, so that one sum
+    over the ranks covers their output and the second MLP's.
 
     Args:
         layer: number of the first attention in the cache; the second one's is the next.
@@ -167,7 +167,7 @@ class VocabHead(nn.Module):
 
     Args:
         linear: Rows of this rank.
-        vocab_size: Number of rows of all ranks.
+        vocab_size: Size of the whole vocabulary.
     """
 
     def __init__(self, linear: Linear, vocab_size: int, group: ProcessGroup) -> None:

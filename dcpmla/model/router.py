@@ -83,7 +83,7 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
 def route(logits: Tensor, bias: Tensor | None, how: Router) -> tuple[Tensor, Tensor]:
     """Choose each token's experts.
 
-    Experts are chosen by score + bias and weighted by score. Among equal experts the lower id is first; groups likewise.
+    Experts are chosen by score + bias and weighted by score. Among equal ones the lower id is first; groups likewise.
     Experts with a NaN score come last, together with experts of unchosen groups: ids are valid and distinct for any
     logits.
 

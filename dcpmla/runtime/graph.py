@@ -21,8 +21,8 @@ DecodeStep = Callable[[Tensor, StepMetadata, Cache], Tensor]
 
 
 class DecodeGraph:
-    """A decode step, captured per batch size and replayed for steps padded to the next size, with one token per request,
-    or max_query_len if tokens are drafted.
+    """A decode step, captured per batch size and replayed for steps padded to the next size, with one token per
+    request, or max_query_len if tokens are drafted.
 
     A replay is bitwise equal to `run_eagerly`: the same step on the same padded rows, without a graph. (Matrix
     products pick their kernels by the number of rows, so the step on the bare rows may differ in the last bits.) Rows

@@ -77,7 +77,7 @@ class Backend(AttentionBackend):
             self.decode = self.builder.decode(forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Do nothing: a graph's metadata lies in its own memory."""
+        """Do nothing: a graph's metadata is in its own memory."""
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1  # padding reads the first token of SGLang's spare page
@@ -165,7 +165,7 @@ class Backend(AttentionBackend):
         """Cache the new tokens [T, 1, L] and [T, 1, R] that are this rank's."""
         if kv_c.is_cuda:
             self.token_to_kv_pool.set_mla_kv_buffer(layer, KVWriteLoc.for_batch(forward_batch), kv_c, k_pe)
-        else:  # where SGLang's kernel does not run
+        else:  # SGLang's kernel does not run on a CPU
             write_latents(self._cache(layer), kv_c[:, 0], k_pe[:, 0], self.builder.slots(forward_batch), self.kv_scale)
 
 

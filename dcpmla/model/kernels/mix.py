@@ -13,9 +13,9 @@ from dcpmla.model.mixing import Streams
 
 # Measured on H200s.
 PART = 64  # columns of a program at least
-_FEW_TOKENS = 16  # up to so many have a program each for every part
-_ROWS, _COLUMNS = 32, 32  # of a tile of more tokens
-_PROGRAMS = 512  # for them, about: more tokens make each take more tiles
+_FEW_TOKENS = 16  # up to this many, each token has a program for every part
+_ROWS, _COLUMNS = 32, 32  # tile size for more tokens
+_PROGRAMS = 512  # approximate number of programs for more tokens; each takes several tiles
 
 
 @triton.jit
@@ -140,7 +140,7 @@ def mix(streams: Streams) -> Tensor:
 
 
 def mix_and_multiply(streams: Streams, fn: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the streams with everything mixed in, and what `mix_kernel` makes of them with weights fn."""
+    """Return the mixed streams, and the results of `mix_kernel` for them with weights fn."""
     values, mixing, out = streams
     values = values.contiguous()
     num_tokens, num_streams, width = values.shape

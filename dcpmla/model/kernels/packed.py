@@ -42,8 +42,8 @@ _INT4 = _assembler("""
 
 @triton.jit
 def _dequantize(codes, scales, dtype: tl.constexpr):
-    """Return the values of packed codes uint8 [N, K / 2], those of the lower halves and those of the upper ones: e2m1
-    with e8m0 scales, uint8 [N, K / 32], or integers with bfloat16 ones.
+    """Return the values of packed codes uint8 [N, K / 2], of the lower halves and of the upper halves: e2m1 with e8m0
+    scales, uint8 [N, K / 32], or integers with bfloat16 ones.
     """
     N: tl.constexpr = codes.shape[0]
     NUM_BYTES: tl.constexpr = codes.shape[1]
@@ -114,7 +114,7 @@ def packed_product_kernel(
     for step in tl.range(NUM_SUMMED * NUM_STEPS, num_stages=STAGES):
         at = step % NUM_STEPS
         if SUMS:
-            # A route that is left out adds nothing: its weights lie past the end, and are zero without a read.
+            # A route that is left out adds nothing: its weights are out of bounds, and are zero without a read.
             source = block + step // NUM_STEPS + tl.arange(0, ROWS)
             expert = tl.load(experts_ptr + block + step // NUM_STEPS)
             is_row = tl.arange(0, ROWS) < tl.where((expert >= 0) & (expert < w_desc.shape[0]), 1, 0)
