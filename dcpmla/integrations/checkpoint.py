@@ -95,7 +95,7 @@ class Checkpoint:
         """Return the tensors whose names start with a prefix, by the rest of their names; scales belong to theirs.
 
         Raises:
-            ValueError: codes without scales, or scales that are none of their tensor's.
+            ValueError: Codes have no scales, or scales do not match their tensor.
         """
         following = self._weights[bisect_left(self._weights, prefix) :]
         names = takewhile(lambda name: name.startswith(prefix), following)

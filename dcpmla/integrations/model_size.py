@@ -37,7 +37,7 @@ def read_model(config: Any) -> ModelSize:
     """Return the sizes of a transformers config's model, in bfloat16 if it names no dtype; nothing is allocated.
 
     Raises:
-        ValueError: an architecture that is not known, or a config that transformers builds no model of.
+        ValueError: The architecture is unknown, or transformers cannot build a model from the config.
     """
     attention = attention_kind(config)
     try:
@@ -84,7 +84,7 @@ def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
             bool(quantization) and ".self_attn." not in name and "lm_head" not in name,
         )
         groups[parameter] += 1
-    if config.tie_word_embeddings:  # the runtime's head is a tensor of its own
+    if config.tie_word_embeddings:  # the runtime's head is a separate tensor
         shape = (config.vocab_size, config.hidden_size)
         groups[Parameter("lm_head.weight", shape, 1, "column", itemsize)] += 1
     return tuple(replace(group, count=count) for group, count in groups.items())
@@ -171,8 +171,8 @@ def _style(name: str) -> str:
 
 
 def _num_pieces(name: str, shape: tuple[int, ...], config: Any) -> int:
-    """Return how many equal parts are cut one by one: shared experts that the runtime computes as further experts are
-    as many, gate and up are two.
+    """Return the number of equal parts that are cut one by one: one per shared expert that the runtime computes as a
+    further expert, two for gate and up.
     """
     if len(shape) == 3:
         return 2 if name.endswith("gate_up_proj") else 1

@@ -22,8 +22,8 @@ class StoredTensor:
     """A tensor of a safetensors file; indexing maps the slice alone into memory.
 
     Args:
-        file: open (safetensors' handle has no public type).
-        name: there.
+        file: Open file (safetensors' handle has no public type).
+        name: Name of the tensor in the file.
     """
 
     def __init__(self, file: Any, name: str) -> None:

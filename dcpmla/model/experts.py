@@ -31,7 +31,7 @@ class ExpertWeights(NamedTuple):
 
     @property
     def takes_quantized(self) -> bool:
-        """True where quantized rows spare work: the weights are fp8, on a device that would quantize other rows."""
+        """True if quantized rows save work: the weights are fp8, on a device that would quantize other rows."""
         return isinstance(self.gate_up, BlockFp8) and runs_fp8(self.gate_up.codes.device)
 
 
@@ -144,7 +144,7 @@ def _shape(name: str, weight: AnyWeight, dtype: torch.dtype) -> tuple[int, int, 
     """Return [E, N, K] of a weight.
 
     Raises:
-        ValueError: dtypes or scales that its format does not have.
+        ValueError: Its format does not allow its dtypes or scales.
     """
     if isinstance(weight, Tensor):
         if weight.dtype != dtype or weight.ndim != 3:

@@ -80,7 +80,7 @@ class MLP(nn.Module):
 
     @property
     def takes_quantized(self) -> bool:
-        """True where quantized rows spare work."""
+        """True if quantized rows save work."""
         return self.gate_up_proj.takes_quantized
 
     def forward(self, x: PlainRows) -> Tensor:

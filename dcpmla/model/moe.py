@@ -85,7 +85,7 @@ class MoE(nn.Module):
 
     @property
     def takes_quantized(self) -> bool:
-        """True where quantized rows spare work."""
+        """True if quantized rows save work."""
         return self.experts.takes_quantized or (self.shared is not None and self.shared.takes_quantized)
 
     def forward(self, x: PlainRows, token_ids: Tensor | None = None) -> Tensor:

@@ -20,12 +20,12 @@ class MtpLayer(nn.Module):
 
     Args:
         embedding: [vocab, hidden], the model's.
-        embedding_norm, hidden_norm: weights [hidden] (enorm, hnorm).
+        embedding_norm, hidden_norm: Weights [hidden] (enorm, hnorm).
         projection: [hidden, 2 hidden] (eh_proj), whole on each rank.
-        input_norm: weight [hidden] of the block's first norm.
-        block: its output_norm is the module's last.
+        input_norm: Weight [hidden] of the block's first norm.
+        block: Block whose output_norm is the module's last.
     Attributes:
-        width: columns of the hidden states that it takes and gives.
+        width: Columns of its input and output hidden states.
     Source: DeepSeek-V3's report, section 2.2.
     """
 

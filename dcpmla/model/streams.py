@@ -18,7 +18,7 @@ class Connection(nn.Module):
     """A hyper-connection and the norm after it; before the head, the collapse of the streams.
 
     Args:
-        norm: weight [hidden].
+        norm: Weight [hidden].
     """
 
     def __init__(self, projection: Projection, norm: Tensor, constants: Constants) -> None:

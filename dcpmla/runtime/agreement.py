@@ -20,17 +20,17 @@ from dcpmla.upload import upload
 _MICROSECOND = 1e-6
 _OPERATION = "agreeing on new tokens"
 _HEAD = 4  # words before the faults: clock, bytes of news, number of stopping ranks, a step's time
-# One for each TP group, for good: torch gives a second group of the same ranks the name of the first, if that has been
-# destroyed, and so the addresses that it left in the job's store.
+# There is one for each TP group, never destroyed: torch reuses a destroyed group's name for a second group of the same
+# ranks, and with it the stale addresses in the job's store.
 _groups_of_hosts: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 
 
 class News(NamedTuple):
-    """News from outside the job, which one step's message brings to all ranks.
+    """News from outside the job, which one step's message sends to all ranks.
 
     Attributes:
         content: Bytes of the first rank; empty on other ranks.
-        is_told: Whether a rank is to stop.
+        is_told: Whether a rank must stop.
     """
 
     content: bytes = b""
@@ -104,7 +104,7 @@ class Agreement:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Let the clock begin at 0."""
+        """Reset the clock to 0."""
         self._started = time.monotonic()
 
     def clock(self) -> float:
@@ -158,7 +158,7 @@ class Agreement:
         return now * _MICROSECOND, News(self.share(news.content, num_bytes), num_told > 0)
 
     def share(self, content: bytes, num_bytes: int) -> bytes:
-        """Return the first rank's content on every rank. Collective as `meet`, where there is any."""
+        """Return the first rank's content on every rank. Collective like `meet` if num_bytes is not 0."""
         if self._hosts is None or not num_bytes:
             return content
         shared = torch.empty(num_bytes, dtype=torch.uint8)

@@ -209,7 +209,7 @@ class InFlightStep:
         return rows if logits_at is None else rows.index_select(0, logits_at)
 
     def num_rejected(self, requests: Sequence[Request]) -> Tensor | None:
-        """Return how many of its drafts each request loses, [n] int64 on the device; None where none has any."""
+        """Return the number of each request's rejected drafts, [n] int64 on the device; None without drafts."""
         if self.verified is None:
             return None
         rows = [self.rows.get(request, len(self.rows)) for request in requests]

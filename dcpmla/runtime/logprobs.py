@@ -25,7 +25,7 @@ class PromptRows(NamedTuple):
     Attributes:
         counts: Number of tokens of each request.
         rows: Rows of the tokens in the step's batch.
-        targets: token ids that come after them.
+        targets: Ids of the tokens after them.
     """
 
     counts: list[tuple[Request, int]]

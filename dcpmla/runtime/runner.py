@@ -155,8 +155,8 @@ def choose_tokens(
 
 
 def _draw(ready: Sequence[Piece], previous: InFlightStep | None, device: torch.device) -> Sequence[float] | Tensor:
-    """Return a random number for each token [n], 0 where none is drawn; float64 on the device if it depends on how many
-    drafts the step in flight accepts.
+    """Return a random number for each token [n], 0 if it is not drawn; float64 on the device if they depend on the
+    number of drafts that the step in flight accepts.
     """
     numbers: list[float] = []
     at: list[int] = []

@@ -103,10 +103,10 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object], defaults: "SamplingParams") -> "SamplingParams":
-        """Return the defaults with the values of a JSON object put in.
+        """Return the defaults updated with the values of a JSON object.
 
         Raises:
-            ValueError: a key that is no field, or a value that is not allowed.
+            ValueError: A key is not a field, or a value is not allowed.
         """
         allowed = [field.name for field in fields(cls)]
         for key in values:
@@ -137,7 +137,7 @@ class SamplingParams:
             raise ValueError(f"logit_bias has token id {outside[0]}; the model's vocabulary is [0, {vocab_size})")
 
     def at_most(self, num_tokens: int) -> Self:
-        """Return these params with at most so many new tokens."""
+        """Return these params with at most num_tokens new tokens."""
         return replace(
             self,
             max_new_tokens=min(self.max_new_tokens, num_tokens),
@@ -198,9 +198,9 @@ def _draw(logits: Tensor, numbers: Tensor, top_k: Tensor) -> Tensor:
     """Invert each row's cumulative distribution, in the vocabulary's order, at a number in [0, 1).
 
     In this order a small change of the logits moves every boundary between tokens a little, and seldom past the number.
-    Masses of probability are whole numbers, the best token's 2^44, so that no sum depends on its order (a vocabulary of
-    2^18 tokens has room): devices differ by the last bit of an exponential at most, 1 in few masses. Tokens whose
-    probability is less than 2^-44 of the best one's are never drawn. A row with NaN gives any token.
+    Probability masses are whole numbers, 2^44 for the best token, so that no sum depends on its order (a vocabulary of
+    2^18 tokens fits): devices differ by the last bit of an exponential at most, 1 in few masses. Tokens whose
+    probability is below 2^-44 of the best one's are never drawn. A row with NaN may yield any token.
 
     Args:
         logits: [n, vocab] float32.

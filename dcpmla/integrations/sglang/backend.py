@@ -34,7 +34,7 @@ class Backend(AttentionBackend):
     Args:
         runner: SGLang's ModelRunner, its model loaded and its cache allocated.
     Raises:
-        ValueError: an option or a model that it does not run.
+        ValueError: The backend does not support an option or the model.
     """
 
     def __init__(self, runner: Any) -> None:

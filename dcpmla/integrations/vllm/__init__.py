@@ -24,7 +24,7 @@ def register() -> None:
     - off: nothing.
 
     Raises:
-        ValueError: another mode.
+        ValueError: The mode is none of these.
     """
     mode = os.environ.get("DCPMLA_VLLM", "custom")
     if mode not in MODES:

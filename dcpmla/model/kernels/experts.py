@@ -44,8 +44,8 @@ class Tiling(NamedTuple):
 
 _MANY_ROWS = 64  # average rows per expert above which Hopper GPUs use their own kernel
 _RESERVED_BYTES = 4096  # shared memory for everything except the tiles
-# Few tokens are not sorted: each route is a block of its own, and the second product sums a token's. A few more are
-# not, either, where they hardly share experts, whose weights would be read again.
+# Few tokens are not sorted: each route is its own block, and the second product sums a token's routes. A few more are
+# not sorted, either, if they hardly share experts, whose weights would otherwise be read again.
 _FEW_TOKENS, _MORE_TOKENS, _EXPERTS_PER_ROUTE = 2, 4, 6
 _FEW = {
     torch.bfloat16: Tiling(1, Tile(8, 32, 256, 4, 3, True), Tile(8, 64, 256, 4, 7)),

@@ -87,10 +87,10 @@ def packed_product_kernel(
 ):
     """Multiply rows of a block of routes by their expert's weights; one program per tile of rows and of W's.
 
-    As `grouped_product_kernel`, but:
+    Arguments as in `grouped_product_kernel`, except:
     w_desc: uint8 [E, PARTS, WIDTH, K / 2], in tiles [1, PARTS, COLUMNS, DEPTH / 2]; two parts are gated.
     scales_ptr: [E, PARTS, WIDTH, K / 32], e8m0 or bfloat16.
-    x_ptr: a row has its even columns first, then the odd ones. So has the result, where it is gated.
+    x_ptr: Rows with the even columns first, then the odd ones; a gated result has the same order.
     """
     PARTS: tl.constexpr = w_desc.block_shape[1]
     COLUMNS: tl.constexpr = w_desc.block_shape[2]

@@ -202,7 +202,7 @@ def draw(logits: Tensor, tokens: Tensor, rows: Tensor, numbers: Tensor, top_k: T
         rows: [n] int64, at most 64.
         numbers: [n, 3] float64: temperature, top_p, the number in [0, 1).
         top_k: [n] int64, at most vocab.
-        tile: tokens that a program looks at together.
+        tile: Number of tokens that a program reads at a time.
     """
     num_rows, vocab, device = len(rows), logits.shape[1], logits.device
     assert logits.stride(1) == 1
