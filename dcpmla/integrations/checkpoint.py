@@ -1,4 +1,4 @@
-"""Slices of a safetensors checkpoint, read from disk when they are asked for."""
+"""Slices of a safetensors checkpoint, read from disk on demand."""
 
 import json
 from bisect import bisect_left
@@ -74,7 +74,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the first weight that has floating-point numbers; bfloat16 where none has."""
+        """The dtype of the first weight that has floating-point numbers; bfloat16 without one."""
         stored = (StoredTensor(*self._files[name]).dtype for name in self._weights if name in self._files)
         return next((FLOATS[name] for name in stored if name in FLOATS), torch.bfloat16)
 

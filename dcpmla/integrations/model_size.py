@@ -17,7 +17,7 @@ from dcpmla.parallel.quantized import BLOCK, GROUP
 from dcpmla.planning.parameter import Parameter
 from dcpmla.planning.weights import ModelSize
 
-_STYLES = {  # the last word of a module's name -> which of its features a rank holds a part of
+_STYLES = {  # the last word of a module's name -> the features that ranks divide
     **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "sinks", "o_a_proj", "lm_head"), "column"),
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "column"),
     **dict.fromkeys(("o_proj", "o_b_proj", "down_proj"), "row"),
@@ -56,7 +56,7 @@ def read_model(config: Any) -> ModelSize:
 
 
 def _routing(config: Any) -> tuple[int, int]:
-    """Return the choices of a router, with LongCat's zero experts, and how many a token takes; 0 without experts."""
+    """Return the number of a router's choices, with LongCat's zero experts, and of experts per token; 0 without any."""
     num_choices = (getattr(config, "n_routed_experts", 0) or 0) + (getattr(config, "zero_expert_num", 0) or 0)
     return num_choices, getattr(config, "num_experts_per_tok", 0) or 0
 
@@ -92,7 +92,7 @@ def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
 
 def _held_itemsize(name: str, tensor: Tensor, model: Any, itemsize: int) -> int:
     """Return the bytes of a number of a tensor where it is not quantized, in a model whose numbers have itemsize."""
-    if name.endswith((".gate.weight", ".classifier.weight")):  # a router's, whatever transformers widens it to
+    if name.endswith((".gate.weight", ".classifier.weight")):  # a router's; transformers may widen it
         is_float32 = getattr(model.config, "rounter_params_dtype", "") == "float32"  # the key that LongCat publishes
         return 3 * itemsize if is_float32 and itemsize < 4 else itemsize  # `model.router.split_weight`
     is_wide = not isinstance(tensor, nn.Parameter) or _is_among(name, model._keep_in_fp32_modules_strict)

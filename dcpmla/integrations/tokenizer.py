@@ -71,7 +71,7 @@ def load_tokenizer(directory: Path) -> tuple[Any, str]:
         if (directory / "tokenizer.json").exists():
             return _load_file(directory), ""
         return transformers.AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False), ""
-    except Exception as error:  # a broken tokenizer.json raises whatever its reader stumbled over
+    except Exception as error:  # the reader of a broken tokenizer.json raises exceptions of many kinds
         return None, f"{type(error).__name__}: {error}"
 
 

@@ -2,9 +2,9 @@
 
     compiled = torch.compile(model, options={"post_grad_custom_post_pass": OutputQuantFusion()})
 
-It runs among inductor's passes, where a graph is flat and functional and the spellings of a quantization have come down
-to few operators. A backend of our own would have to repeat what inductor does before its passes (decompositions),
-around them (caches) and after them (code).
+It runs among inductor's passes, where a graph is flat and functional and the spellings of a quantization are reduced to
+few operators. A separate backend would have to repeat inductor's work before its passes (decompositions), around them
+(caches) and after them (code).
 """
 
 import logging
@@ -202,7 +202,7 @@ def _fuse(fused: Any, match: Any, **_: object) -> None:
 
 
 def _arguments(fused: Any, how: dict[str, Any]) -> list[Any]:
-    """Return the fused op's arguments, from `project_values` and from what follows it."""
+    """Return the fused op's arguments, from `project_values` and from the quantization after it."""
     names = (argument.name for argument in _ours.project_values.default._schema.arguments)
     found = {**how, **dict(zip(names, how["values"].args, strict=False))}
     return [found.get(argument.name) for argument in fused._schema.arguments]
@@ -215,8 +215,8 @@ def _is_write(node: Any) -> bool:
 
 
 def _chain(values: Any) -> list[Any]:
-    """Return what makes a result, from the last to the first: (result, write), (result, write), .., new memory; an
-    empty list for values that come about otherwise, or that something else reads on the way.
+    """Return the nodes of a result, from the last to the first: (result, write), (result, write), .., new memory; an
+    empty list for values of another origin, or with other readers in between.
     """
     nodes = []
     while values.target is operator.getitem and _is_write(write := values.args[0]):
@@ -277,5 +277,5 @@ def _insert(graph: Graph, target: Any, *args: Any) -> Any:
 
 
 def _value(target: Any, *args: Any) -> Any:
-    """Return what a node would hold, as fake tensors."""
+    """Return the values that a node would have, as fake tensors."""
     return target(*map_arg(args, lambda node: node.meta["val"]))

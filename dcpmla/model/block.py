@@ -75,7 +75,7 @@ class DecoderBlock(nn.Module):
         added = self.mlp(x)
         if self.mlp_norm is None:
             return self.reduce.add_norm(added, residual, self.output_norm, self.eps, self.quantizes_output)
-        # The sum over the ranks and its norm are one kernel where nothing is added.
+        # The zero residual adds nothing: the sum over the ranks and its norm are one kernel.
         added, _ = self.reduce.add_norm(added, torch.zeros_like(residual), self.mlp_norm, self.eps)
         normed, residual, *codes = add_norm(plain(added), residual, self.output_norm, self.eps, self.quantizes_output)
         return NormedRows.join(normed, *codes), residual
@@ -162,7 +162,7 @@ class Decoder(nn.Module):
 
 
 class VocabHead(nn.Module):
-    """The head over the vocabulary, its rows cut over the TP group where they divide.
+    """The head over the vocabulary, its rows cut over the TP group if they divide evenly.
 
     Args:
         linear: Rows of this rank.
@@ -182,8 +182,8 @@ class VocabHead(nn.Module):
         return gathered.to(torch.float32, memory_format=torch.contiguous_format).flatten(1)
 
     def best(self, x: Tensor) -> Tensor:
-        """Return the token with the highest logit after each of x [n, hidden], the lowest of several, [n] int64: of
-        each rank's rows one logit travels, not all. Collective.
+        """Return the token with the highest logit for each row of x [n, hidden], the lowest id among ties, [n] int64.
+        Each rank sends its best logit alone. Collective.
         """
         logits: Tensor = self.linear(x)
         values, tokens = logits.max(-1)

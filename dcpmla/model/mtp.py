@@ -63,5 +63,5 @@ class MtpLayer(nn.Module):
         return plain(x)
 
     def collapse(self, hidden_states: Tensor) -> Tensor:
-        """Return hidden states [n, hidden] as the head takes them, which they are."""
+        """Return hidden states [n, hidden] unchanged: the head takes them in this form."""
         return hidden_states

@@ -32,7 +32,7 @@ class Connection(nn.Module):
         """Return the part's input [T, hidden], normalized, and the streams that its output is to be mixed into.
 
         Args:
-            quantizes: whether the input is also quantized, with the bits of `quantize_rows`.
+            quantizes: Whether the input is also quantized, with the bits of `quantize_rows`.
         """
         projection = Projection(self.fn, self.base, self.scale)
         if streams.values.is_cuda:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from dcpmla.runtime.costs import PieceCosts
 from dcpmla.runtime.request import Request
 
-_MAX_SCORED = 256  # prompts' tokens of a step that get logits, each a row of the vocabulary in float32
+_MAX_SCORED = 256  # limit of a step's prompt tokens with logits, each a row of the vocabulary in float32
 
 
 class Piece(NamedTuple):
@@ -44,7 +44,7 @@ class Batch:
     num_absorbed: int = 0
 
     def room(self, request: Request) -> int:
-        """Return how many tokens of a request fit."""
+        """Return the number of a request's tokens that fit."""
         if not request.is_scored:
             return self.budget
         return min(self.budget, _MAX_SCORED - self.num_scored)

@@ -1,6 +1,6 @@
 """Log probabilities of chosen and prompt tokens, and of the best tokens at the same position.
 
-They are the model's own, before temperature, penalties and what else shapes a draw.
+They are the model's own, before temperature, penalties and other changes of the logits.
 """
 
 from collections.abc import Sequence
@@ -70,7 +70,7 @@ class PromptRows(NamedTuple):
         return tokens
 
     def join(self, logits_at: Tensor | None) -> Tensor | None:
-        """Return rows [n] whose logits are wanted, on the device, and these after them; None where it is all rows."""
+        """Return rows logits_at [n], followed by the prompts' rows, on the device; None for all rows."""
         if logits_at is None or not self.rows:
             return logits_at
         return torch.cat([logits_at, *upload([np.asarray(self.rows)], logits_at.device)])

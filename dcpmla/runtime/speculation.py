@@ -42,7 +42,7 @@ class Speculation:
         return pending.num_drafts > 0 and not can_move()
 
     def num_wanted(self, running: Sequence[Request], is_ahead: bool = False) -> int:
-        """Return how many drafts the next step has for each request that can draft.
+        """Return the number of drafts in the next step of each request that can draft.
 
         Args:
             is_ahead: Whether it is launched before the tokens of the one under way are on the host.

@@ -89,7 +89,7 @@ class Backend(AttentionBackend):
 
         Args:
             k: [T, 1, L + R], the new tokens' latents.
-            layer: SGLang's RadixAttention.
+            layer: RadixAttention of SGLang.
         """
         rank = self.token_to_kv_pool.kv_lora_rank
         if save_kv_cache:
@@ -102,7 +102,7 @@ class Backend(AttentionBackend):
     def prepare_prefill_qkv(
         self, q: Tensor, q_pe: Tensor, kv_a: Tensor, k_pe: Tensor, positions: Tensor, layer: Any, forward_batch: Any
     ) -> tuple[Tensor, None, None]:
-        """Rotate and cache new tokens, and keep what `forward_extend` makes their keys and values from.
+        """Rotate and cache new tokens, and keep the inputs of their keys and values for `forward_extend`.
 
         Args:
             q, q_pe: [T, h, P + R], and its last R columns, not rotated.

@@ -38,7 +38,7 @@ def mix_few_kernel(
     part, num_parts, token = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     column, number = part * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, NUM_P)
     is_column = column < WIDTH
-    # All loads come before the first store, which they would have to wait for.
+    # All loads precede the first store because they would otherwise wait for it.
     values, weights = (), ()
     for stream in tl.static_range(STREAMS):
         at = (token * STREAMS + stream) * WIDTH + column
@@ -94,9 +94,9 @@ def mix_kernel(
 ):
     """Mix some columns of some tokens' streams, and multiply them by weights; a program takes num_steps tiles.
 
-    values_ptr, mixed_ptr: [T, STREAMS, WIDTH]; out_ptr: [T, WIDTH], None where there is nothing to mix.
-    fn_ptr: [NUM, STREAMS, WIDTH]; None where only streams are wanted.
-    products_ptr: [T, parts, NUM_P] float32, of this program's columns; squares_ptr: [T, parts], their squares' sums.
+    values_ptr, mixed_ptr: [T, STREAMS, WIDTH]; out_ptr: [T, WIDTH], None without an output to mix.
+    fn_ptr: [NUM, STREAMS, WIDTH]; None to return streams alone.
+    products_ptr: [T, parts, NUM_P] float32, products over a part's columns; squares_ptr: [T, parts], sums of squares.
     """
     part, num_parts = tl.program_id(0), tl.num_programs(0)
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)

@@ -15,10 +15,10 @@ _GROUP = tl.constexpr(GROUP)
 
 
 def _assembler(convert: str) -> tl.constexpr:
-    """Return code that makes two times four bfloat16 of four bytes: first of the lower halves, then of the upper ones.
+    """Return code that converts four bytes to two times four bfloat16: first the lower halves, then the upper ones.
 
-    $0 to $3 are the results, two a register; $4 is the bytes, $5 and $6 their scales. `convert` makes a register's
-    values of `pair`, which has a code in the last bits of each half.
+    $0 to $3 are the results, two a register; $4 is the bytes, $5 and $6 their scales. `convert` computes a register's
+    values from `pair`, which has a code in the last bits of each half.
     """
     lines = [".reg .b32 first, second, pair, part;"]
     lines += ["prmt.b32 first, $4, 0, 0x4140;", "prmt.b32 second, $4, 0, 0x4342;"]
@@ -62,7 +62,7 @@ def _dequantize(codes, scales, dtype: tl.constexpr):
 
 @triton.jit
 def _finish(acc):
-    """Return a product that is done: the registers of its left side are free only then, and Triton lets it run on."""
+    """Wait for a product and return it: Triton would let it run on, which keeps its left side's registers in use."""
     return tl.inline_asm_elementwise("", "=f,0", [acc], tl.float32, is_pure=True, pack=1)
 
 
