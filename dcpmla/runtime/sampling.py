@@ -68,7 +68,7 @@ class SamplingParams:
             ones; 1 is none.
         logprobs: Number of best tokens whose log probabilities are kept besides each new token's (`Request.logprobs`);
             None keeps none.
-        prompt_logprobs: The same number for the prompt's tokens (`Request.prompt_logprobs`).
+        prompt_logprobs: Number like logprobs, for the prompt's tokens (`Request.prompt_logprobs`); None keeps none.
     Raises:
         ValueError: A value has another type, or is outside its range.
     """
