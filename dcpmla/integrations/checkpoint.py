@@ -1,4 +1,4 @@
-"""Slices of a safetensors checkpoint, read from disk when they are asked for."""
+"""Slices of a safetensors checkpoint, read from disk on demand."""
 
 import json
 from bisect import bisect_left
@@ -74,7 +74,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the first weight that has floating-point numbers; bfloat16 where none has."""
+        """The dtype of the first weight that has floating-point numbers; bfloat16 without one."""
         stored = (StoredTensor(*self._files[name]).dtype for name in self._weights if name in self._files)
         return next((FLOATS[name] for name in stored if name in FLOATS), torch.bfloat16)
 
@@ -95,7 +95,7 @@ class Checkpoint:
         """Return the tensors whose names start with a prefix, by the rest of their names; scales belong to theirs.
 
         Raises:
-            ValueError: codes without scales, or scales that are none of their tensor's.
+            ValueError: Codes have no scales, or scales do not match their tensor.
         """
         following = self._weights[bisect_left(self._weights, prefix) :]
         names = takewhile(lambda name: name.startswith(prefix), following)

@@ -102,7 +102,7 @@ def check_generation_config(directory: Path) -> None:
 
 
 def reason(error: Exception) -> str:
-    """Return what an exception of transformers' says, with its type unless that is ValueError."""
+    """Return the message of an exception of transformers, with its type unless that is ValueError."""
     return str(error) if isinstance(error, ValueError) else repr(error)
 
 
@@ -133,7 +133,7 @@ def check_model(config: Any, routing: Routing) -> None:
 
 
 def check_mla(config: Any) -> None:
-    """Raise ValueError for what does not belong together in MLA."""
+    """Raise ValueError for inconsistent fields of MLA."""
     _check_rope(config)
     qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     if config.qk_head_dim != qk_head_dim:

@@ -82,12 +82,12 @@ class GraphMaker(Generic[Graph]):
     def measure(self) -> int:
         """Return the bytes of this rank's GPU that graphs take apart from their cache.
 
-        The graph of the largest size over a cache of one block shows what activations and static memory take, a second
-        one what each further graph takes: bytes that are free again once the graphs are dropped.
+        The graph of the largest size over a cache of one block shows the bytes of activations and static memory, a
+        second one the bytes of each further graph; all are freed with the graphs.
         """
         model = self._model
         plan = model.attention.plan_cache(self._dcp, [1], model.dtype, self._max_num_seqs, self._num_drafts)
-        # At the full length: what selects among tokens grows with their number.
+        # Graphs have the full length because the memory of token selection grows with it.
         cache, free, num_sizes = plan.allocate(model.device), [], 0
         for number in (2, 1):
             graph = self._capture(cache, self._max_model_len, number)

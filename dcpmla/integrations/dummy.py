@@ -11,8 +11,8 @@ from torch import Tensor
 from dcpmla.parallel.linear import Weight
 from dcpmla.parallel.quantized import BLOCK, GROUP, BlockFp8, GroupFp4, GroupInt4, dequantize
 
-_STD = 0.02  # of weights, as models are initialized
-_FP4_SCALE = 120  # e8m0: e2m1's values lie within 6 x 2^-7
+_STD = 0.02  # standard deviation of weights, as in initialized models
+_FP4_SCALE = 120  # e8m0 of 2^-7: e2m1's values are within 6 x 2^-7
 _INT4_SCALE = _STD / 5  # integers from -8 to 7
 # Linear layers that are published in block fp8, in models that have any.
 _QUANTIZED = re.compile(r"\.layers\..*(_proj(_with_mqa)?|\.w[qko](_[ab])?)\.weight$")
@@ -30,9 +30,9 @@ def dummy_weights(
     """Return weights by their names: matrices around 0, norms of 1, biases of 0. A slice is the same on all ranks.
 
     Args:
-        is_fp8: linear layers are e4m3 with a scale per block, as DeepSeek-V3's are published.
-        expert_codes: of routed experts: "fp4", e2m1 with a scale per group, as DeepSeek-V4's are; "int4", as
-            Kimi-K2-Thinking's are; anything else: those of other linear layers.
+        is_fp8: Whether linear layers are e4m3 with a scale per block, as DeepSeek-V3's are published.
+        expert_codes: Format of routed experts: "fp4", e2m1 with a scale per group, as in DeepSeek-V4; "int4", as in
+            Kimi-K2-Thinking; anything else: the format of other linear layers.
     """
 
     def new(name: str, shape: tuple[int, ...]) -> Weight:

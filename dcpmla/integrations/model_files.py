@@ -56,7 +56,7 @@ def load_config(directory: Path) -> Any:
     (Kimi-K2.5) the text model's.
 
     Raises:
-        ValueError: no config.json, an architecture that is not MLA, or a field that no such model can have.
+        ValueError: config.json is missing, the architecture is not MLA, or a field has an impossible value.
     """
     file = directory if directory.is_file() else directory / "config.json"
     try:

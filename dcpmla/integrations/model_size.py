@@ -17,7 +17,7 @@ from dcpmla.parallel.quantized import BLOCK, GROUP
 from dcpmla.planning.parameter import Parameter
 from dcpmla.planning.weights import ModelSize
 
-_STYLES = {  # the last word of a module's name -> which of its features a rank holds a part of
+_STYLES = {  # the last word of a module's name -> the features that ranks divide
     **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "sinks", "o_a_proj", "lm_head"), "column"),
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "column"),
     **dict.fromkeys(("o_proj", "o_b_proj", "down_proj"), "row"),
@@ -37,7 +37,7 @@ def read_model(config: Any) -> ModelSize:
     """Return the sizes of a transformers config's model, in bfloat16 if it names no dtype; nothing is allocated.
 
     Raises:
-        ValueError: an architecture that is not known, or a config that transformers builds no model of.
+        ValueError: The architecture is unknown, or transformers cannot build a model from the config.
     """
     attention = attention_kind(config)
     try:
@@ -56,7 +56,7 @@ def read_model(config: Any) -> ModelSize:
 
 
 def _routing(config: Any) -> tuple[int, int]:
-    """Return the choices of a router, with LongCat's zero experts, and how many a token takes; 0 without experts."""
+    """Return the number of a router's choices, with LongCat's zero experts, and of experts per token; 0 without any."""
     num_choices = (getattr(config, "n_routed_experts", 0) or 0) + (getattr(config, "zero_expert_num", 0) or 0)
     return num_choices, getattr(config, "num_experts_per_tok", 0) or 0
 
@@ -84,7 +84,7 @@ def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
             bool(quantization) and ".self_attn." not in name and "lm_head" not in name,
         )
         groups[parameter] += 1
-    if config.tie_word_embeddings:  # the runtime's head is a tensor of its own
+    if config.tie_word_embeddings:  # the runtime's head is a separate tensor
         shape = (config.vocab_size, config.hidden_size)
         groups[Parameter("lm_head.weight", shape, 1, "column", itemsize)] += 1
     return tuple(replace(group, count=count) for group, count in groups.items())
@@ -92,7 +92,7 @@ def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
 
 def _held_itemsize(name: str, tensor: Tensor, model: Any, itemsize: int) -> int:
     """Return the bytes of a number of a tensor where it is not quantized, in a model whose numbers have itemsize."""
-    if name.endswith((".gate.weight", ".classifier.weight")):  # a router's, whatever transformers widens it to
+    if name.endswith((".gate.weight", ".classifier.weight")):  # a router's; transformers may widen it
         is_float32 = getattr(model.config, "rounter_params_dtype", "") == "float32"  # the key that LongCat publishes
         return 3 * itemsize if is_float32 and itemsize < 4 else itemsize  # `model.router.split_weight`
     is_wide = not isinstance(tensor, nn.Parameter) or _is_among(name, model._keep_in_fp32_modules_strict)
@@ -171,8 +171,8 @@ def _style(name: str) -> str:
 
 
 def _num_pieces(name: str, shape: tuple[int, ...], config: Any) -> int:
-    """Return how many equal parts are cut one by one: shared experts that the runtime computes as further experts are
-    as many, gate and up are two.
+    """Return the number of equal parts that are cut one by one: one per shared expert that the runtime computes as a
+    further expert, two for gate and up.
     """
     if len(shape) == 3:
         return 2 if name.endswith("gate_up_proj") else 1

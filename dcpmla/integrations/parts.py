@@ -63,7 +63,7 @@ class Parts:
         return read_weight(self.weights, name, shape).to(**self.placement.factory_kwargs)
 
     def head(self) -> VocabHead:
-        """Return the head, its rows cut over the ranks where they divide."""
+        """Return the head, its rows cut over the ranks if they divide evenly."""
         vocab_size, hidden_size = self.model.lm_head.weight.shape
         name = "lm_head.weight" if "lm_head.weight" in self.weights else "model.embed_tokens.weight"
         mesh, new = self.placement.mesh, self.placement.factory_kwargs
@@ -79,7 +79,7 @@ class Parts:
         return self._moe(name, module) if hasattr(module, "experts") else self.dense(name)
 
     def dense(self, name: str) -> MLP:
-        """Return an MLP, of the size that the checkpoint gives it."""
+        """Return an MLP of the checkpoint's size."""
         size, hidden_size = self.weights[f"{name}.gate_proj.weight"].shape
         columns = self._cut(size)
         mlp = MLP(hidden_size, columns.stop - columns.start, self._swiglu_limit, **self.placement.factory_kwargs)
@@ -114,7 +114,7 @@ class Parts:
     def _shared_parts(
         self, name: str, module: Any, weights: Mapping[str, Weight], expert: ExpertPart
     ) -> list[ExpertPart]:
-        """Return the shared MLP as further experts, where it has their width, their cut and their format."""
+        """Return the shared MLP as further experts, if it has their width, their cut and their format."""
         if not hasattr(module, "shared_experts") or self.spreads_experts:
             return []
         whole, hidden_size = module.shared_experts.gate_proj.weight.shape

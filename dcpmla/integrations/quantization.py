@@ -22,8 +22,8 @@ class StoredTensor:
     """A tensor of a safetensors file; indexing maps the slice alone into memory.
 
     Args:
-        file: open (safetensors' handle has no public type).
-        name: there.
+        file: Open file (safetensors' handle has no public type).
+        name: Name of the tensor in the file.
     """
 
     def __init__(self, file: Any, name: str) -> None:
@@ -45,16 +45,16 @@ class StoredTensor:
 
 
 def quantized_matrix(name: str, codes: StoredTensor, scales: StoredTensor, block: tuple[int, int]) -> QuantizedWeight:
-    """Return a matrix [N, K] of codes and scales, of which nothing is read yet.
+    """Return a matrix [N, K] of codes and scales, without reading them.
 
     Args:
-        name: for messages.
+        name: Name in messages.
         codes: e4m3 [N, K], bytes [N, K / 2] with two e2m1 codes each, or int32 [N, K / 8] with eight integers each.
         scales: float32, bfloat16 or float16 [ceil(N / rows), ceil(K / columns)], or, of e4m3, bytes that are exponents
             (e8m0); of e2m1 exponents alone, [N, K / 32]. A single one may have any shape.
-        block: rows and columns of e4m3 codes or of integers that share a scale.
+        block: Rows and columns of e4m3 codes or of integers that share a scale.
     Raises:
-        ValueError: codes or scales of another shape or dtype.
+        ValueError: Codes or scales have another shape or dtype.
     """
     if codes.dtype == _E4M3 and scales.dtype in (*FLOATS, *_EXPONENTS):
         return _Fp8Matrix(name, codes, scales, codes.shape, block)
@@ -181,6 +181,6 @@ class _Int4Matrix(_QuantizedMatrix):
 
 
 def _both(index: slice | tuple[slice, ...]) -> tuple[slice, slice]:
-    """Return the slices of rows and of columns, all of those that an index leaves out."""
+    """Return the slices of rows and of columns; an omitted one is the full slice."""
     rows, cols = (*(index if isinstance(index, tuple) else (index,)), slice(None), slice(None))[:2]
     return rows, cols

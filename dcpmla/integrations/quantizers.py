@@ -1,9 +1,9 @@
 """Quantizations that a graph of torch.compile asks of vLLM's operators, rewritten as calls of this package's.
 
-They are known by name and argument names (vLLM 0.33 and, as far as it has them, versions before), so that nothing of
-vLLM is imported. Most write into memory that they are given: in a functional graph such a call has an
-auto_functionalized node (either version) around it, whose results are all of that memory. FlashInfer 0.6 registers no
-operators; the one that vLLM registers for it makes scales in tiles of 8 x 4, which is no format of ours.
+Operators are recognized by name and argument names (vLLM 0.33, and earlier versions that have them), so that nothing
+of vLLM is imported. Most write into memory passed to them: in a functional graph such a call has an auto_functionalized
+node (either version) around it, whose results are all of that memory. FlashInfer 0.6 registers no operators; vLLM's
+operator for it makes scales in tiles of 8 x 4, a format that this package does not support.
 """
 
 import operator
@@ -28,7 +28,7 @@ def rewrite_quantizations(graph: Graph, should: Callable[[Any, tuple[Any, ...]],
     """Replace, in place, calls of vLLM's operators by calls of ours with the same results.
 
     Args:
-        should: asked with the operator and the arguments that would come.
+        should: Predicate of the new operator and its arguments; a call is replaced if it returns True.
     """
     for node in list(graph.nodes):
         call = _as_ours(node)
@@ -38,7 +38,7 @@ def rewrite_quantizations(graph: Graph, should: Callable[[Any, tuple[Any, ...]],
 
 
 def _as_ours(node: Node) -> Call | None:
-    """Return what a call is in terms of our operators; None for one that is none of them, or of another kind."""
+    """Return the equivalent call of our operators; None for any other node, or a variant that ours lack."""
     if node.target in _FUNCTIONALIZED:
         name, arguments = str(node.args[0]), dict(node.kwargs)
     elif isinstance(node.target, torch._ops.OpOverload):
@@ -51,7 +51,7 @@ def _as_ours(node: Node) -> Call | None:
 
 
 def _static_fp8(call: Mapping[str, Any]) -> Call | None:
-    shape = call.get("group_shape")  # which scales of one dim need; -1 is all
+    shape = call.get("group_shape")  # one-dimensional scales need it; -1 is all
     fits = shape is None or list(shape) == [-1, -1]
     return (_ours.quantize_fp8.default, (call["input"], call["scale"])) if fits else None
 
@@ -79,7 +79,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Call | None]] = {
 
 
 def _replace(node: Node, op: Any, arguments: tuple[Any, ...]) -> None:
-    """Replace a call by one of ours, unless its results lie otherwise in memory than ours can be seen."""
+    """Replace a call by one of ours, unless no view of our results has the memory layout of its results."""
     wanted = [value for value in node.meta["val"] if value is not None]
     made = op(*map_arg(arguments, lambda argument: argument.meta["val"]))
     results = [made] if isinstance(made, Tensor) else list(made)
@@ -103,7 +103,7 @@ def _replace(node: Node, op: Any, arguments: tuple[Any, ...]) -> None:
 
 
 def _view(has: Tensor, wants: Tensor) -> list[tuple[Any, ...]] | None:
-    """Return the operators that make one tensor lie in memory as another does; None where none do."""
+    """Return the operators that view one tensor in the memory layout of another; None if none do."""
     steps: list[tuple[Any, ...]] = []
     if has.dtype != wants.dtype:
         if has.dtype.itemsize > wants.dtype.itemsize:

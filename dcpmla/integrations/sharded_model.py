@@ -79,8 +79,8 @@ class ShardedModel:
 
         Args:
             token_ids: [T] int64, T = metadata.num_tokens.
-            cache: written at the step's slots and read.
-            logits_at: [n] int64, rows of the batch whose next-token logits are wanted; None for all.
+            cache: Cache to read, and to write at the step's slots.
+            logits_at: [n] int64, rows of the batch whose next-token logits are returned; None for all.
         Returns:
             [n, vocab] float32, the same on every rank.
         """
@@ -111,18 +111,18 @@ class ShardedModel:
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor, metadata: StepMetadata, cache: Cache) -> Tensor:
-        """Run one step for a `DecodeGraph`: all rows' logits, and no look at results from the host. Collective over the
-        TP group.
+        """Run one step for a `DecodeGraph`: logits of all rows, without reading results on the host. Collective over
+        the TP group.
 
         Args:
-            token_ids: [T] int64, one of each request.
+            token_ids: [T] int64, one per request.
         Returns:
             [T, vocab] float32, the same on every rank.
         """
         return self.logits(self.hidden(token_ids, metadata, cache))
 
     def keep_hidden_states(self, num_tokens: int) -> None:
-        """Keep the hidden states of steps, of so many tokens at most, for the MTP module."""
+        """Keep the hidden states of steps of at most num_tokens tokens for the MTP module."""
         assert self._mtp is not None
         self.hidden_rows = torch.zeros(num_tokens, self._mtp.width, dtype=self.dtype, device=self.device)
 
@@ -139,12 +139,12 @@ class ShardedModel:
 
     @torch.inference_mode()
     def draft(self, hidden_states: Tensor, metadata: StepMetadata, cache: Cache) -> Tensor:
-        """Draft tokens in turn, for a `DecodeGraph`: each request's first from a hidden state of the MTP module, each
-        other from what the module makes of the one before. Collective over the TP group.
+        """Draft tokens one by one, for a `DecodeGraph`: each request's first from a hidden state of the MTP module,
+        each other from the module's output for the previous draft. Collective over the TP group.
 
         Args:
-            hidden_states: [n k, width], k rows a request; the first is the module's at the last token that it has
-                computed, the others are not looked at.
+            hidden_states: [n k, width], k rows per request; the first is the module's at the last token that it has
+                computed, the others are ignored.
             metadata: Step of n requests with k tokens each, that last one and k - 1 drafts.
         Returns:
             [n k] int64, request after request.
@@ -161,13 +161,13 @@ class ShardedModel:
         return torch.stack(drafts, 1).flatten()
 
     def check(self) -> None:
-        """Raise what exchanges found in steps whose results have come to the host (`Exchange.check`)."""
+        """Raise the faults of exchanges in steps whose results are on the host (`Exchange.check`)."""
         for exchange in self._exchanges:
             exchange.check()
 
     @property
     def faults(self) -> list[Tensor]:
-        """Return where kernels say that they waited in vain (`Exchange.fault`)."""
+        """Return the words in which kernels report a timeout (`Exchange.fault`)."""
         return [exchange.fault for exchange in self._exchanges if exchange.fault is not None]
 
     @torch.inference_mode()
@@ -175,11 +175,11 @@ class ShardedModel:
         """Run dummy tokens without a cache, so that the allocator's peak shows what the largest step needs.
         Collective over the TP group.
 
-        Every token is the same one, so all go to the same experts: no step of that many tokens loads an expert more.
+        All tokens are equal, so they go to the same experts: no step of that many tokens loads an expert more.
         Attention claims its memory and computes nothing (`MLAAttention.claim_memory`).
 
         Args:
-            num_logits: rows whose logits a step may want, one for each request.
+            num_logits: Limit of a step's rows with logits, one per request.
         """
         token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
         shared = self.attention.claim_step(num_tokens, self.device)

@@ -1,4 +1,4 @@
-"""Speculative decoding of a loaded model: which methods it has, and their drafters."""
+"""Speculative decoding of a loaded model: its methods and their drafters."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -42,7 +42,7 @@ def make_drafter(
     """Return the drafter of a method.
 
     Args:
-        graphs: of `mtp_graphs`, made or captured over the cache.
+        graphs: Graphs from `mtp_graphs`, made or captured over the cache.
     """
     if method == "none":
         return NoDrafter()

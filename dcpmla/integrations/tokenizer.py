@@ -71,7 +71,7 @@ def load_tokenizer(directory: Path) -> tuple[Any, str]:
         if (directory / "tokenizer.json").exists():
             return _load_file(directory), ""
         return transformers.AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False), ""
-    except Exception as error:  # a broken tokenizer.json raises whatever its reader stumbled over
+    except Exception as error:  # the reader of a broken tokenizer.json raises exceptions of many kinds
         return None, f"{type(error).__name__}: {error}"
 
 
@@ -164,7 +164,7 @@ def _load_kimi(directory: Path) -> Any:
     """Build the tokenizer that tokenization_kimi.py would, as one of transformers' fast ones.
 
     Raises:
-        ValueError: ranks that cannot be read, or that leave no room for the special tokens' ids.
+        ValueError: The ranks cannot be read, or the special tokens' ids do not follow them.
     """
     settings = _read_json(directory / "tokenizer_config.json")
     backend = _RankConverter(directory / "tiktoken.model", _KIMI_PATTERN).converted()
@@ -193,5 +193,5 @@ def _load_kimi(directory: Path) -> Any:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return what a file says, nothing where there is none."""
+    """Return the content of a JSON file, empty if it does not exist."""
     return dict(json.loads(path.read_bytes())) if path.exists() else {}

@@ -2,9 +2,9 @@
 
     compiled = torch.compile(model, options={"post_grad_custom_post_pass": OutputQuantFusion()})
 
-It runs among inductor's passes, where a graph is flat and functional and the spellings of a quantization have come down
-to few operators. A backend of our own would have to repeat what inductor does before its passes (decompositions),
-around them (caches) and after them (code).
+It runs among inductor's passes, where a graph is flat and functional and the spellings of a quantization are reduced to
+few operators. A separate backend would have to repeat inductor's work before its passes (decompositions), around them
+(caches) and after them (code).
 """
 
 import logging
@@ -45,15 +45,14 @@ class OutputQuantFusion(CustomGraphPass):
     In a step of decodes alone the output is `project_values`; it and the quantization become the custom op that does
     both. In a step with prefills or padding its parts write rows of one result; they then write quantized rows.
 
-    It knows `quantize_fp8`, `quantize_fp8_groups` and `quantize_nvfp4` of `attention/output/ops.py`, vLLM's operators
-    for the same by name (`integrations/quantizers.py`), and the first of them in plain torch:
+    It matches `quantize_fp8`, `quantize_fp8_groups` and `quantize_nvfp4` of `attention/output/ops.py`, vLLM's operators
+    for the same by name (`integrations/quantizers.py`), and `quantize_fp8` in plain torch:
     `(values.float() * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn)`, also with a reshape in between.
 
-    Results are those of the model without the pass, as far as `attention/output/ops.py` promises. So it leaves alone
-    what rounds in another way (`values / scale`), values that something else reads too, and groups that would cross
-    heads.
+    Results equal the model's without the pass, within the guarantees of `attention/output/ops.py`. The pass therefore
+    skips other rounding (`values / scale`), values with other readers, and groups that would cross heads.
 
-    For each graph with attention's output it logs in how many layers it did so; where in none, as a warning.
+    For each graph with attention's output it logs the number of fused layers, as a warning if it is 0.
     """
 
     def __init__(self) -> None:
@@ -63,7 +62,7 @@ class OutputQuantFusion(CustomGraphPass):
         """Rewrite `graph`, after inductor's decompositions, in place.
 
         Raises:
-            ValueError: another thing than a graph, such as the module around it.
+            ValueError: `graph` is not a Graph, but for example the module around it.
         """
         if not isinstance(graph, Graph):
             raise ValueError(
@@ -89,12 +88,12 @@ class OutputQuantFusion(CustomGraphPass):
             )
 
     def uuid(self) -> bytes:
-        """Return a key for inductor's cache of compiled graphs: another text of these files makes other graphs."""
+        """Return a key for inductor's cache of compiled graphs, which changes with the source of these files."""
         return get_hash_for_files((__file__, quantizers.__file__))
 
 
 def _make_patterns() -> PatternMatcherPass:
-    """Return patterns of quantizations; `values` is what they take, `shape` that of a reshape in between."""
+    """Return patterns of quantizations; `values` is their input, `shape` the shape of a reshape in between."""
     patterns = PatternMatcherPass(pass_name="dcpmla_output_quant")
     values, scale = KeywordArg("values"), KeywordArg("scale")
     shaped = _reshape(values)
@@ -148,13 +147,13 @@ def _will_fuse(quantize: Any, args: tuple[Any, ...]) -> bool:
         how["values"] = values.args[0]
     try:
         _value(quantize, *args)
-    except ValueError:  # such as values of three dims
+    except ValueError:  # values may have three dims, for example
         return False
     return len(values.users) == 1 and _can_fuse(_FUSED[quantize], how)
 
 
 def _fits(fused: Any, match: Any) -> bool:
-    """Return whether attention's output is what is quantized, and rows can be written so, to the same result."""
+    """Return whether the match quantizes attention's output, and quantized rows can be written with equal results."""
     products = [node.meta["val"] for node in match.nodes if node.target is _aten.mul.Tensor]
     if products:  # plain torch multiplies in any dtype, by a scale of any shape and from anywhere
         scale = match.kwargs["scale"].meta["val"]
@@ -178,7 +177,7 @@ def _can_fuse(fused: Any, how: dict[str, Any]) -> bool:
         writes = _writes(values)
         for write in writes:
             _check_write(write, how)
-    except ValueError:  # such as groups that would cross heads
+    except ValueError:  # groups may cross heads, for example
         return False
     return bool(writes)
 
@@ -203,7 +202,7 @@ def _fuse(fused: Any, match: Any, **_: object) -> None:
 
 
 def _arguments(fused: Any, how: dict[str, Any]) -> list[Any]:
-    """Return the fused op's arguments, from `project_values` and from what follows it."""
+    """Return the fused op's arguments, from `project_values` and from the quantization after it."""
     names = (argument.name for argument in _ours.project_values.default._schema.arguments)
     found = {**how, **dict(zip(names, how["values"].args, strict=False))}
     return [found.get(argument.name) for argument in fused._schema.arguments]
@@ -216,8 +215,8 @@ def _is_write(node: Any) -> bool:
 
 
 def _chain(values: Any) -> list[Any]:
-    """Return what makes a result, from the last to the first: (result, write), (result, write), .., new memory; an
-    empty list for values that come about otherwise, or that something else reads on the way.
+    """Return the nodes of a result, from the last to the first: (result, write), (result, write), .., new memory; an
+    empty list for values of another origin, or with other readers in between.
     """
     nodes = []
     while values.target is operator.getitem and _is_write(write := values.args[0]):
@@ -278,5 +277,5 @@ def _insert(graph: Graph, target: Any, *args: Any) -> Any:
 
 
 def _value(target: Any, *args: Any) -> Any:
-    """Return what a node would hold, as fake tensors."""
+    """Return the values that a node would have, as fake tensors."""
     return target(*map_arg(args, lambda node: node.meta["val"]))

@@ -1,8 +1,7 @@
 """From a transformers config and a checkpoint to a sharded model (launch/tested_versions.txt: versions that passed).
 
-transformers gives configs, shapes and rotary embeddings (skeleton.py); whatever has matrices is computed by this
-package, and reads its own slices of the checkpoint (parts.py). What differs between families is in `families`. Tokens
-go flat, [T].
+transformers provides configs, shapes and rotary embeddings (skeleton.py); modules with matrices are this package's, and
+read their own slices of the checkpoint (parts.py). Differences between families are in `families`. Tokens are flat [T].
 """
 
 import logging
@@ -65,7 +64,7 @@ def load_model(
         expert_dtype: Format of experts: "auto" leaves them as stored, "fp8" re-encodes 4-bit ones without rounding.
         with_mtp: Whether to load the MTP module, too (`Family.check_mtp`).
     Raises:
-        ValueError: Sizes that do not divide, tensors that are missing or of another shape, a broken generation config.
+        ValueError: Sizes do not divide, tensors are missing or have another shape, or the generation config is broken.
     """
     check_generation_config(directory)
     family, num_layers = family_of(config), config.num_hidden_layers

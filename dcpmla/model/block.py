@@ -21,18 +21,17 @@ from dcpmla.parallel.linear import Linear
 
 
 class DecoderBlock(nn.Module):
-    """Attention, then an MLP or experts. What each adds is summed over the TP group, added and normalized in one
-    kernel.
+    """Attention, then an MLP or experts. One kernel sums each output over the TP group, adds it and normalizes.
 
     Args:
-        layer: its number in the cache.
-        attention_norm: weight [hidden] of the norm before the MLP (post_attention_layernorm).
-        output_norm: weight [hidden] of the norm that follows the block: the next block's input_layernorm, or the
+        layer: Number of the layer in the cache.
+        attention_norm: Weight [hidden] of the norm before the MLP (post_attention_layernorm).
+        output_norm: Weight [hidden] of the norm that follows the block: the next block's input_layernorm, or the
             model's last.
-        reduce: sums over the TP group.
-        mlp_norm: weight [hidden] of a norm of what the MLP adds, once it is summed (A.X-K1's experts); None without.
+        reduce: Sums over the TP group.
+        mlp_norm: Weight [hidden] of a norm of the MLP's summed output (A.X-K1's experts); None without.
     Attributes:
-        quantizes_output: whether the next block takes its input in fp8 too.
+        quantizes_output: Whether the next block takes its input in fp8 too.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class DecoderBlock(nn.Module):
 
     @property
     def takes_quantized(self) -> bool:
-        """True where quantized rows spare work."""
+        """True if quantized rows save work."""
         return self.attention.takes_quantized
 
     def forward(
@@ -66,7 +65,7 @@ class DecoderBlock(nn.Module):
         Args:
             x: [T, hidden], normalized.
             residual: [T, hidden], the sum so far.
-            cache: the model's; None, like step, where only memory is claimed.
+            cache: Cache of the model; None, like step, if only memory is claimed.
         Returns:
             x and residual for the next block.
         """
@@ -76,22 +75,22 @@ class DecoderBlock(nn.Module):
         added = self.mlp(x)
         if self.mlp_norm is None:
             return self.reduce.add_norm(added, residual, self.output_norm, self.eps, self.quantizes_output)
-        # The sum over the ranks and its norm are one kernel where nothing is added.
+        # The zero residual adds nothing: the sum over the ranks and its norm are one kernel.
         added, _ = self.reduce.add_norm(added, torch.zeros_like(residual), self.mlp_norm, self.eps)
         normed, residual, *codes = add_norm(plain(added), residual, self.output_norm, self.eps, self.quantizes_output)
         return NormedRows.join(normed, *codes), residual
 
 
 class ShortcutBlock(nn.Module):
-    """LongCat's block: attention and an MLP, twice, and experts between the first norm and the end, so that what they
-    give is summed over the ranks together with the second MLP's.
+    """LongCat's block: attention and an MLP, twice, and experts between the first norm and the end, so that one sum
+    over the ranks covers their output and the second MLP's.
 
     Args:
-        layer: number of the first attention in the cache; the second one's is the next.
-        norms: weights [hidden] of the norms after the first attention, the first MLP, the second attention, and of the
-            one that follows the block.
+        layer: Number of the first attention in the cache; the second one's is the next.
+        norms: Weights [hidden] of the norms after the first attention, the first MLP, the second attention, and of the
+            norm that follows the block.
     Attributes:
-        quantizes_output: as in `DecoderBlock`.
+        quantizes_output: Same as in `DecoderBlock`.
     """
 
     def __init__(
@@ -113,13 +112,13 @@ class ShortcutBlock(nn.Module):
 
     @property
     def takes_quantized(self) -> bool:
-        """True where quantized rows spare work."""
+        """True if quantized rows save work."""
         return self.first.takes_quantized
 
     def forward(
         self, x: PlainRows, residual: Tensor, cache: LatentCache | None, step: StepMetadata | None
     ) -> tuple[PlainRows, Tensor]:
-        """Do what `DecoderBlock.forward` does."""
+        """Run one step of a batch, like `DecoderBlock.forward`."""
         own, following = (None, None) if cache is None else (cache[self.layer], cache[self.layer + 1])
         add_norm, norms, eps = self.reduce.add_norm, self.norms, self.eps
         quantizes = self.first_mlp.takes_quantized or self.experts.takes_quantized
@@ -132,11 +131,11 @@ class ShortcutBlock(nn.Module):
 
 
 class Decoder(nn.Module):
-    """All layers of a model but its head.
+    """All layers of a model except its head.
 
     Args:
         embedding: [vocab, hidden].
-        input_norm: weight [hidden] of the first block's norm.
+        input_norm: Weight [hidden] of the first block's norm.
     """
 
     def __init__(
@@ -158,16 +157,16 @@ class Decoder(nn.Module):
         return plain(x)
 
     def collapse(self, hidden_states: Tensor) -> Tensor:
-        """Return hidden states [n, hidden] as the head takes them, which they are."""
+        """Return hidden states [n, hidden] unchanged: the head takes them in this form."""
         return hidden_states
 
 
 class VocabHead(nn.Module):
-    """The head over the vocabulary, its rows cut over the TP group where they divide.
+    """The head over the vocabulary, its rows cut over the TP group if they divide evenly.
 
     Args:
-        linear: this rank's rows.
-        vocab_size: all of them.
+        linear: Rows of this rank.
+        vocab_size: Size of the whole vocabulary.
     """
 
     def __init__(self, linear: Linear, vocab_size: int, group: ProcessGroup) -> None:
@@ -183,8 +182,8 @@ class VocabHead(nn.Module):
         return gathered.to(torch.float32, memory_format=torch.contiguous_format).flatten(1)
 
     def best(self, x: Tensor) -> Tensor:
-        """Return the token with the highest logit after each of x [n, hidden], the lowest of several, [n] int64: of
-        each rank's rows one logit travels, not all. Collective.
+        """Return the token with the highest logit for each row of x [n, hidden], the lowest id among ties, [n] int64.
+        Each rank sends its best logit alone. Collective.
         """
         logits: Tensor = self.linear(x)
         values, tokens = logits.max(-1)

@@ -18,10 +18,10 @@ _KINDS: dict[torch.dtype, _Kind] = {torch.float32: BlockFp8, torch.uint8: GroupF
 
 
 class ExpertWeights(NamedTuple):
-    """The weights of a rank's E experts (or of its slices of them), both in one format.
+    """The weights of a rank's E experts or slices of experts, both in one format.
 
     Attributes:
-        gate_up: [E, 2 I, H]: rows 0 to I - 1 of an expert are the gate, I to 2 I - 1 what it gates; in the model's
+        gate_up: [E, 2 I, H]: rows 0 to I - 1 of an expert are the gate, I to 2 I - 1 the up projection; in the model's
             dtype, BlockFp8 (I and H multiples of 128), GroupFp4 or GroupInt4 (of 32).
         down: [E, H, I].
     """
@@ -31,7 +31,7 @@ class ExpertWeights(NamedTuple):
 
     @property
     def takes_quantized(self) -> bool:
-        """True where quantized rows spare work: the weights are fp8, on a device that would quantize other rows."""
+        """True if quantized rows save work: the weights are fp8, on a device that would quantize other rows."""
         return isinstance(self.gate_up, BlockFp8) and runs_fp8(self.gate_up.codes.device)
 
 
@@ -47,20 +47,20 @@ def compute_experts(
 
     GPUs multiply block fp8 in e4m3: x and silu(gate) * up are quantized in groups of 128
     (`attention/output/formats.py: write_fp8_groups`). Elsewhere, and for 4 bits, weights are dequantized as they are
-    used; GPUs round those of `GroupInt4` to bfloat16. Equal inputs give equal bits. Nothing is read back to the host
+    used; GPUs round `GroupInt4` weights to bfloat16. Equal inputs give equal bits. Nothing is read back to the host
     on a GPU.
 
     Args:
         x: [T, H], bfloat16, float16 or float32; `NormedRows` where `ExpertWeights.takes_quantized`.
-        expert_ids: int32 [T, k]; ids outside [0, E) count for nothing: another rank's, LongCat's zero experts.
+        expert_ids: int32 [T, k]; ids outside [0, E) are ignored: other ranks' experts, LongCat's zero experts.
         expert_weights: float32 [T, k].
-        swiglu_limit: DeepSeek-V4: gates are at most this, what they gate lies between its negative and this.
-        num_experts: that share the routes, those of other ranks included; None for E. Kernels are chosen by it.
+        swiglu_limit: Upper bound of gates, and bound of the magnitude of up (DeepSeek-V4); None for none.
+        num_experts: Number of experts over all ranks that share the routes; None for E. Kernels are chosen by it.
     Returns:
         [T, H] in x's dtype. Sums are in float32; silu(gate) * up, which takes the expert's weight, is rounded to x's
-        dtype, and with more than a few tokens so is what an expert gives, before the sum over experts.
+        dtype, and with more than a few tokens so is each expert's output, before the sum over experts.
     Raises:
-        ValueError: shapes, dtypes or devices that do not belong together.
+        ValueError: Shapes, dtypes or devices do not match.
     """
     rows, quantized = plain(x), x.quantized if isinstance(x, NormedRows) else (None, None)
     _check(rows, expert_ids, expert_weights, weights)
@@ -144,7 +144,7 @@ def _shape(name: str, weight: AnyWeight, dtype: torch.dtype) -> tuple[int, int, 
     """Return [E, N, K] of a weight.
 
     Raises:
-        ValueError: dtypes or scales that its format does not have.
+        ValueError: Its format does not allow its dtypes or scales.
     """
     if isinstance(weight, Tensor):
         if weight.dtype != dtype or weight.ndim != 3:

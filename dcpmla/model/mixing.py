@@ -22,8 +22,8 @@ class Streams(NamedTuple):
 
     Attributes:
         values: [T, S, hidden].
-        mixing: None where there is nothing to mix.
-        out: [T, hidden], of the part that `mixing` is for.
+        mixing: Weights of the part's output; None if there is nothing to mix.
+        out: [T, hidden], output of the part.
     """
 
     values: Tensor

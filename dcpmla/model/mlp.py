@@ -1,4 +1,4 @@
-"""MLPs cut over the TP group: dense ones, and those that every token goes through beside its experts."""
+"""MLPs cut over the TP group: dense MLPs, and shared ones that every token takes in addition to its experts."""
 
 from collections.abc import Mapping
 
@@ -15,8 +15,8 @@ def swiglu(gate_up: Tensor, limit: float | None, quantizes: bool = False) -> Any
     """Return silu(gate) * up [T, I] of gate_up [T, 2 I], in float32 at least, rounded once.
 
     Args:
-        limit: gates are at most this, what they gate lies between its negative and this (DeepSeek-V4).
-        quantizes: return `quantize_rows` of it instead; I is a multiple of 128 then.
+        limit: Upper bound of gates, and bound of the magnitude of up (DeepSeek-V4); None for none.
+        quantizes: Whether to return `quantize_rows` of it instead; I must be a multiple of 128 then.
     """
     out, *codes = _swiglu(gate_up, limit, quantizes)
     return QuantizedRows(*codes) if quantizes else out
@@ -41,9 +41,9 @@ class MLP(nn.Module):
     """This rank's columns of down(silu(gate) * up).
 
     Args:
-        hidden_size, size: inputs and this rank's intermediate columns.
-        swiglu_limit: bound of gate and up (DeepSeek-V4); None for none.
-        dtype, device: of the parameters; they hold nothing until `load_weights`.
+        hidden_size, size: Inputs and this rank's intermediate columns.
+        swiglu_limit: Bound of gate and up (DeepSeek-V4); None for none.
+        dtype, device: Dtype and device of the parameters, which are empty until `load_weights`.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class MLP(nn.Module):
         """Read this rank's part of gate_proj, up_proj and down_proj.
 
         Args:
-            prefix: of their names in weights.
-            size: intermediate columns of the whole MLP.
-            cut: those of this rank.
+            prefix: Prefix of their names in weights.
+            size: Intermediate columns of the whole MLP.
+            cut: Columns of this rank.
         Raises:
-            ValueError: a weight that is missing or has another shape.
+            ValueError: A weight is missing or has another shape.
         """
         hidden_size = self.gate_up_proj.in_features
         self.gate_up_proj.load(
@@ -80,7 +80,7 @@ class MLP(nn.Module):
 
     @property
     def takes_quantized(self) -> bool:
-        """True where quantized rows spare work."""
+        """True if quantized rows save work."""
         return self.gate_up_proj.takes_quantized
 
     def forward(self, x: PlainRows) -> Tensor:

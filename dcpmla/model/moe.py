@@ -1,7 +1,7 @@
 """Mixtures of experts: gates, and routed and shared experts as one partial sum over the TP group.
 
 Experts are cut like an MLP's columns, or with expert parallelism spread whole over the ranks. Either way every rank
-sees all tokens and routes them alike, and what it returns is a share of a sum over the ranks.
+sees all tokens, routes them identically, and returns a share of a sum over the ranks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ class TopKGate(nn.Module):
     Args:
         weight: [S, E, hidden], terms of it (`split_weight`).
         bias: float32 [E], added to the scores for the choice alone; None for none.
-        router: how experts are chosen and weighed.
+        router: Rule of the experts' choice and weights.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, router: Router) -> None:
@@ -44,7 +44,7 @@ class HashGate(nn.Module):
     Args:
         weight: [S, E, hidden], terms of it (`split_weight`).
         table: int64 [vocab, top_k], experts of each token.
-        router: how experts are weighed.
+        router: Rule of the experts' weights.
     """
 
     def __init__(self, weight: Tensor, table: Tensor, router: Router) -> None:
@@ -62,10 +62,11 @@ class MoE(nn.Module):
 
     Args:
         gate: gate(x [T, hidden], token_ids) -> expert ids [T, k] int32, weights [T, k] float32.
-        experts: the experts, or slices of experts, of this rank; the first has the id first_expert.
-        shared: an MLP that all tokens go through, where it is not among the experts.
-        num_experts: of all ranks.
-        adds_identity: this rank adds those of further ids, which are the identity (LongCat's zero experts).
+        experts: Experts, or slices of experts, of this rank; the first has the id first_expert.
+        shared: MLP that all tokens go through; None if it is among the experts.
+        num_experts: Number of experts of all ranks.
+        adds_identity: Whether this rank adds the experts with higher ids, which are the identity (LongCat's zero
+            experts).
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class MoE(nn.Module):
 
     @property
     def takes_quantized(self) -> bool:
-        """True where quantized rows spare work."""
+        """True if quantized rows save work."""
         return self.experts.takes_quantized or (self.shared is not None and self.shared.takes_quantized)
 
     def forward(self, x: PlainRows, token_ids: Tensor | None = None) -> Tensor:
@@ -108,9 +109,9 @@ class ExpertPart(NamedTuple):
     """Columns of an MLP that are one expert of a rank.
 
     Attributes:
-        prefix: of its weights' names.
-        size: intermediate columns of the whole MLP.
-        cut: those of this expert.
+        prefix: Prefix of its weights' names.
+        size: Intermediate columns of the whole MLP.
+        cut: Columns of this expert.
     """
 
     prefix: str
@@ -141,12 +142,12 @@ def load_experts(
     """Read experts, one after the other, as they are stored.
 
     Args:
-        parts: this rank's, in the order of their ids.
+        parts: Experts of this rank, in the order of their ids.
         expert_dtype: "auto", or "fp8" for the same values of experts in e2m1: twice the memory, and faster products.
-        dtype: of what is not kept quantized.
+        dtype: Dtype of weights that are not kept quantized.
     Raises:
-        ValueError: a weight that is missing or has another shape, experts that are stored in several ways, or that
-            are not in e2m1, or have no such values in fp8.
+        ValueError: A weight is missing or has another shape, or experts are stored in several formats; with "fp8", they
+            are not in e2m1, or fp8 blocks cannot hold their values.
     """
     gate_up, down = (_Stack(len(parts), device) for _ in range(2))
     for index, part in enumerate(parts):
@@ -183,7 +184,7 @@ class _Stack:
         self._tensors: list[Tensor] = []  # one; codes and scales of quantized matrices
 
     def put(self, index: int, *parts: AnyWeight) -> None:
-        """Fill a matrix with parts that lie one above the other."""
+        """Fill a matrix with parts stacked by rows."""
         if not self._tensors:
             self._kind = type(parts[0])
             for rows in _components(parts):
@@ -207,11 +208,11 @@ def _components(parts: Sequence[AnyWeight]) -> Iterator[tuple[Tensor, ...]]:
 
 
 def unstack_experts(weights: Mapping[str, Weight], prefix: str, num_experts: int) -> Mapping[str, Weight]:
-    """Return weights with a layer's experts by their numbers, where a checkpoint has all of them in one tensor (as
+    """Return weights with an entry per expert of a layer, also if a checkpoint stacks them in one tensor (as
     transformers saves Mistral-4's).
 
     Args:
-        prefix: of the experts' names.
+        prefix: Prefix of the experts' names.
     """
     if f"{prefix}down_proj" not in weights:
         return weights

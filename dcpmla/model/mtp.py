@@ -15,17 +15,17 @@ from dcpmla.parallel.linear import Linear
 class MtpLayer(nn.Module):
     """A decoder layer over the model's hidden states and the embeddings of the tokens that follow them.
 
-    At position p it takes the hidden state of position p and the embedding of token p + 1; what it gives is, through
-    the model's own head, a guess at token p + 2. Its cache is one more layer of the model's.
+    At position p it takes the hidden state of position p and the embedding of token p + 1; the model's own head turns
+    its output into a draft of token p + 2. Its cache is one more layer of the model's.
 
     Args:
         embedding: [vocab, hidden], the model's.
-        embedding_norm, hidden_norm: weights [hidden] (enorm, hnorm).
+        embedding_norm, hidden_norm: Weights [hidden] (enorm, hnorm).
         projection: [hidden, 2 hidden] (eh_proj), whole on each rank.
-        input_norm: weight [hidden] of the block's first norm.
-        block: its output_norm is the module's last.
+        input_norm: Weight [hidden] of the block's first norm.
+        block: Block whose output_norm is the module's last.
     Attributes:
-        width: columns of the hidden states that it takes and gives.
+        width: Columns of its input and output hidden states.
     Source: DeepSeek-V3's report, section 2.2.
     """
 
@@ -63,5 +63,5 @@ class MtpLayer(nn.Module):
         return plain(x)
 
     def collapse(self, hidden_states: Tensor) -> Tensor:
-        """Return hidden states [n, hidden] as the head takes them, which they are."""
+        """Return hidden states [n, hidden] unchanged: the head takes them in this form."""
         return hidden_states

@@ -1,4 +1,4 @@
-"""Routers of mixture-of-experts layers: which experts a token takes, with what weights."""
+"""Routers of mixture-of-experts layers: the choice of a token's experts and their weights."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,8 @@ from torch.nn import functional
 
 _SCORINGS = ("sigmoid", "softmax", "sqrtsoftplus")
 _GROUP_SCORES = ("max", "top2_sum")
-_FEW_TOKENS = 8  # whose logits our kernel computes; more go to a matrix product
-_EPSILON = 1e-20  # of renormalization, as transformers has it
+_FEW_TOKENS = 8  # limit of our kernel; logits of more tokens are a matrix product
+_EPSILON = 1e-20  # added to the sum before renormalization, as in transformers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,14 +21,14 @@ class Router:
 
     Attributes:
         scoring: "sigmoid", "softmax" or "sqrtsoftplus", the root of softplus, of the logits.
-        top_k: experts of a token.
-        num_groups, topk_groups: experts come from the best topk_groups of num_groups groups of equal size; 1, 1: none.
-        group_score: of a group: "max", its best, or "top2_sum", the sum of its two best.
-        renormalize: weights are divided by their sum.
-        routed_scaling_factor: what weights are multiplied by at last.
-        num_shared: shared experts, with ids from E on, which every token takes with weight 1.
+        top_k: Number of routed experts per token.
+        num_groups, topk_groups: Experts come from the best topk_groups of num_groups groups of equal size; 1, 1: none.
+        group_score: Score of a group: "max", its best, or "top2_sum", the sum of its two best.
+        renormalize: Whether weights are divided by their sum.
+        routed_scaling_factor: Final factor of the weights.
+        num_shared: Number of shared experts, with ids from E on, which every token takes with weight 1.
     Raises:
-        ValueError: a choice that is none, or more groups chosen than there are.
+        ValueError: An unknown choice, or topk_groups outside 1 to num_groups.
     """
 
     scoring: str
@@ -49,11 +49,11 @@ class Router:
 
 
 def split_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a router's weight [E, H] as terms [S, E, H] of dtype, whose sum over S it is: one where dtype holds it.
+    """Split a router's weight [E, H] into terms [S, E, H] of dtype that sum to it; S is 1 if dtype holds it exactly.
 
-    LongCat's routers are published in float32, and so are those of models that transformers 5.24 and later save.
+    LongCat's routers are published in float32, and so are routers of models saved by transformers 5.24 and later.
     Tensor cores have no product of float32 and 16 bits, but three bfloat16 hold all 24 bits of a float32 (three float16
-    all that is not below 6e-8).
+    everything from 6e-8 up).
     """
     first = weight.to(dtype)
     rest = weight.float() - first
@@ -64,8 +64,8 @@ def split_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x W^T [T, E] in float32: products of 16 bits are exact there, so that transformers, which widens both
-    first, has the same but for the order of the sum.
+    """Return x W^T [T, E] in float32, where products of 16 bits are exact: transformers, which widens both factors
+    first, differs only in the order of the sum.
 
     Args:
         x: [T, H]; weight: [S, E, H], terms of W in x's dtype (`split_weight`).
@@ -73,7 +73,7 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     if not x.is_cuda or x.dtype == torch.float32:
         return x.float() @ weight.float().sum(0).T
     if len(x) <= _FEW_TOKENS:
-        from dcpmla.model.kernels import router  # triton is there on Linux only
+        from dcpmla.model.kernels import router  # triton exists on Linux only
 
         return router.router_logits(x, weight)
     logits = torch.mm(x, weight.flatten(0, 1).T, out_dtype=torch.float32)
@@ -83,9 +83,9 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
 def route(logits: Tensor, bias: Tensor | None, how: Router) -> tuple[Tensor, Tensor]:
     """Choose each token's experts.
 
-    Experts are chosen by score + bias and weighted by score. Of equal ones the lower id is first, of groups likewise.
-    An expert whose score is NaN comes last, together with those of groups that were not chosen: ids are valid and
-    distinct whatever the logits are.
+    Experts are chosen by score + bias and weighted by score. Among equal ones the lower id is first; groups likewise.
+    Experts with a NaN score come last, together with experts of unchosen groups: ids are valid and distinct for any
+    logits.
 
     Args:
         logits: float32 [T, E].
@@ -93,8 +93,8 @@ def route(logits: Tensor, bias: Tensor | None, how: Router) -> tuple[Tensor, Ten
     Returns:
         expert_ids int32 and expert_weights float32, both [T, top_k + num_shared]: the best first, shared ones last.
     Raises:
-        ValueError: shapes or dtypes that do not belong together, more experts to choose than there are.
-    Source: the routers of transformers' models of these families.
+        ValueError: Shapes or dtypes do not match, or top_k exceeds the number of experts.
+    Source: transformers' routers of these families.
     """
     _check(logits, bias, how)
     if logits.is_cuda:
@@ -115,7 +115,7 @@ def route(logits: Tensor, bias: Tensor | None, how: Router) -> tuple[Tensor, Ten
 
 
 def weigh(logits: Tensor, ids: Tensor, how: Router) -> tuple[Tensor, Tensor]:
-    """Do what `route` does after the choice of experts [T, top_k] int64."""
+    """Complete `route` for chosen experts [T, top_k] int64."""
     num_experts = _check(logits, None, how)
     weights = _score(logits, how.scoring).gather(1, ids)
     if how.renormalize:

@@ -21,9 +21,9 @@ class StreamBlock(nn.Module):
     """Attention, then experts, each over a hyper-connection.
 
     Args:
-        layer: its number in the cache.
-        connections: before attention, before the experts.
-        reduce: sums over the TP group.
+        layer: Number of the layer in the cache.
+        connections: Connections before attention and before the experts.
+        reduce: Sums over the TP group.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class StreamBlock(nn.Module):
 
         Args:
             token_ids: [T] int64, for gates that read them.
-            cache: the model's; None, like step, where only memory is claimed.
+            cache: Cache of the model; None, like step, if only memory is claimed.
         """
         x, streams = self.to_attention(streams)
         attended = self.attention.partial(plain(x), None if cache is None else cache[self.layer], step)
@@ -55,7 +55,7 @@ class StreamBlock(nn.Module):
 
 
 class StreamDecoder(nn.Module):
-    """All layers of a model but its head.
+    """All layers of a model except its head.
 
     Args:
         embedding: Weight [vocab, hidden].
@@ -83,16 +83,16 @@ class StreamDecoder(nn.Module):
 
 class StreamMtpLayer(nn.Module):
     """DeepSeek-V4's MTP module: a block over the sum of two projections, of the next token's embedding, for all streams
-    alike, and of each stream. `dcpmla.model.mtp.MtpLayer` says what for.
+    alike, and of each stream. `dcpmla.model.mtp.MtpLayer` documents its purpose.
 
     Args:
         embedding: [vocab, hidden], the model's.
-        embedding_norm, hidden_norm: weights [hidden] (enorm, hnorm).
+        embedding_norm, hidden_norm: Weights [hidden] (enorm, hnorm).
         projections: [hidden, hidden] of embeddings and of streams (e_proj, h_proj), whole on each rank.
-        block: its attention has a window alone.
-        to_head: the collapse of its streams.
+        block: Block whose attention has only a window.
+        to_head: Collapse of its streams.
     Attributes:
-        width: columns of the hidden states that it takes and gives: all streams.
+        width: Columns of its input and output hidden states: all streams.
     Source: the code published with DeepSeek-V4 (inference/model.py, MTPBlock).
     """
 

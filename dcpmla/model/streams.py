@@ -1,6 +1,6 @@
 """Hyper-connections: a residual of several streams, which are mixed by weights that follow from the streams themselves.
 
-A part of a block (attention, or experts) takes one row for all streams, their weighted sum. What it gives is added to
+A part of a block (attention, or experts) takes one row for all streams, their weighted sum. Its output is added to
 every stream, while the streams are mixed: that waits for the next part, whose weights follow from the result.
 
 Source: DeepSeek-V4's report, section 2.2 (mHC), and the code published with it (inference/model.py).
@@ -18,7 +18,7 @@ class Connection(nn.Module):
     """A hyper-connection and the norm after it; before the head, the collapse of the streams.
 
     Args:
-        norm: weight [hidden].
+        norm: Weight [hidden].
     """
 
     def __init__(self, projection: Projection, norm: Tensor, constants: Constants) -> None:
@@ -32,11 +32,11 @@ class Connection(nn.Module):
         """Return the part's input [T, hidden], normalized, and the streams that its output is to be mixed into.
 
         Args:
-            quantizes: whether the input is also quantized, with the bits of `quantize_rows`.
+            quantizes: Whether the input is also quantized, with the bits of `quantize_rows`.
         """
         projection = Projection(self.fn, self.base, self.scale)
         if streams.values.is_cuda:
-            from dcpmla.model.kernels import streams as kernels  # triton is there on Linux only
+            from dcpmla.model.kernels import streams as kernels  # triton exists on Linux only
 
             return kernels.enter(streams, projection, self.norm, self.constants, quantizes)
         x, streams = enter(streams, projection, self.norm, self.constants)

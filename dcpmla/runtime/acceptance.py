@@ -1,4 +1,4 @@
-"""The acceptance of drafts, and the rule whether a step drafts: from that and from what steps take."""
+"""The acceptance of drafts, and the rule that decides from it and from step times whether a step drafts."""
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -7,20 +7,20 @@ from statistics import median
 from typing import NamedTuple
 
 MAX_DRAFT_ROWS = 256  # tokens of a step with drafts: past these, products are bound by compute and each row costs
-_MEMORY = 0.8  # weight of what was known before a step's outcome
-_WEIGHT = 2.0  # drafts that the outcome of all requests counts as in the share of one
+_MEMORY = 0.8  # decay of older outcomes at each step
+_WEIGHT = 2.0  # number of drafts that the prior counts as in a request's share
 _NUM_TIMES = 9  # latest steps of a kind, whose median counts
-_NUM_FIRST = 3  # steps of a kind that must have been timed to know what they take
+_NUM_FIRST = 3  # timed steps of a kind before its median is used
 _TRIALS = 0.005  # part of the time that may go into trying drafts where they do not pay
 
 
 @dataclass
 class Acceptance:
-    """The outcome of drafts, those of a request or of all.
+    """The outcome of drafts of one request or of all requests.
 
     Attributes:
-        num_drafted, num_accepted: drafts computed, and those that became tokens.
-        num_steps: with drafts.
+        num_drafted, num_accepted: Numbers of drafts computed and accepted.
+        num_steps: Number of steps with drafts.
     """
 
     num_drafted: int = 0
@@ -34,19 +34,17 @@ class Acceptance:
         self.num_steps += 1
         self.num_drafted += num_drafts
         self.num_accepted += num_accepted
-        num_looked_at = min(num_drafts, num_accepted + 1)  # drafts past a rejected one say nothing
+        num_looked_at = min(num_drafts, num_accepted + 1)  # drafts past a rejected one carry no information
         self._tried = _MEMORY * self._tried + num_looked_at
         self._hit = _MEMORY * self._hit + num_accepted
 
     def share(self, prior: float) -> float:
-        """Return the share of drafts accepted lately, of those that were looked at; near the prior as long as these
-        are few.
-        """
+        """Return the share of examined drafts that were accepted lately; near the prior while few were examined."""
         return (self._hit + _WEIGHT * prior) / (self._tried + _WEIGHT)
 
     def metrics(self) -> dict[str, float | None]:
-        """Return num_draft_tokens, num_accepted_tokens, and mean_accepted_length: tokens that a step with drafts gave,
-        the one past them among them. For a request that drafted.
+        """Return num_draft_tokens, num_accepted_tokens, and mean_accepted_length: new tokens per step with drafts,
+        including the one sampled after them. The request must have drafted.
         """
         return {
             "num_draft_tokens": self.num_drafted,
@@ -64,12 +62,12 @@ class StepTime(NamedTuple):
 
 
 class Payoff:
-    """The rule whether a step drafts: where that makes more tokens a second.
+    """The rule that a step drafts if drafting yields more tokens per second.
 
-    Of k drafts that are each accepted with probability p, if those before are, a step gives 1 + p + ... + p^k tokens
-    (Leviathan et al., Fast Inference from Transformers via Speculative Decoding). p is a request's own share of late.
-    The time that steps of about as many requests take, with drafts and without, is measured as they go: ranks must be
-    given the same times. Where drafts do not pay they are tried again so seldom that it costs 0.5 % of the time.
+    With k drafts, each accepted with probability p if the drafts before it were, a step yields 1 + p + ... + p^k tokens
+    (Leviathan et al., Fast Inference from Transformers via Speculative Decoding). p is a request's own recent share.
+    Times of steps with about as many requests, with and without drafts, are measured while serving; all ranks must
+    receive the same times. Where drafts do not pay, they are retried rarely enough to cost 0.5 % of the time.
     """
 
     def __init__(self) -> None:
@@ -78,7 +76,7 @@ class Payoff:
         self._num_plain = 0  # steps since the last one with drafts
 
     def count(self, num_drafts: int, num_accepted: int) -> None:
-        """Take the outcome of a request's drafts."""
+        """Record the outcome of a request's drafts."""
         self._all.count(num_drafts, num_accepted)
 
     def count_step(self, has_drafts: bool) -> None:
@@ -86,16 +84,16 @@ class Payoff:
         self._num_plain = 0 if has_drafts else self._num_plain + 1
 
     def learn(self, time: StepTime) -> None:
-        """Take the time of a step."""
+        """Record the time of a step."""
         self._times[time.num_reqs.bit_length(), time.has_drafts].append(time.seconds)
 
     def pays(self, drafting: Sequence[Acceptance], num_reqs: int, num_drafts: int) -> bool:
-        """Tell whether the next step drafts.
+        """Return whether the next step drafts.
 
         Args:
-            drafting: of each request that would have drafts.
-            num_reqs: all requests of the step.
-            num_drafts: of each.
+            drafting: Acceptance of each request that would draft.
+            num_reqs: Number of all requests in the step.
+            num_drafts: Number of drafts per drafting request.
         """
         plain, wide = (self._times[num_reqs.bit_length(), has_drafts] for has_drafts in (False, True))
         if len(plain) < _NUM_FIRST or len(wide) < _NUM_FIRST:

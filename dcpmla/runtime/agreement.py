@@ -19,18 +19,18 @@ from dcpmla.upload import upload
 
 _MICROSECOND = 1e-6
 _OPERATION = "agreeing on new tokens"
-_HEAD = 4  # words before the faults: clock, bytes of news, ranks that are told to stop, a step's time
-# One for each TP group, for good: torch gives a second group of the same ranks the name of the first, if that has been
-# destroyed, and so the addresses that it left in the job's store.
+_HEAD = 4  # words before the faults: clock, bytes of news, number of stopping ranks, a step's time
+# There is one for each TP group, never destroyed: torch reuses a destroyed group's name for a second group of the same
+# ranks, and with it the stale addresses in the job's store.
 _groups_of_hosts: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 
 
 class News(NamedTuple):
-    """News from outside the job, which one step's message brings to all ranks.
+    """News from outside the job, which one step's message sends to all ranks.
 
     Attributes:
         content: Bytes of the first rank; empty on other ranks.
-        is_told: Whether a rank is to stop.
+        is_told: Whether a rank must stop.
     """
 
     content: bytes = b""
@@ -46,11 +46,11 @@ class Agreed:
     """The values that are the same on every rank.
 
     Attributes:
-        now: seconds on the first rank's clock when the step was launched.
-        num_bytes: of the first rank's news, which `Agreement.share` brings.
-        is_told: whether any rank is told to stop.
-        step_time: of a step before, on the first rank's clock.
-        tokens: the first rank's.
+        now: Seconds on the first rank's clock when the step was launched.
+        num_bytes: Size of the first rank's news, which `Agreement.share` broadcasts.
+        is_told: Whether any rank must stop.
+        step_time: Time of an earlier step, on the first rank's clock.
+        tokens: Tokens of the first rank.
     """
 
     now: float
@@ -65,12 +65,12 @@ class Message:
     """A step's one message, summed over the ranks.
 
     Attributes:
-        words: [4 + num_faults + n] int64 on the device: the first rank's clock, bytes of news, ranks that are told to
-            stop, the first rank's time of a step, faults, and the first rank's tokens.
+        words: [4 + num_faults + n] int64 on the device: the first rank's clock, bytes of news, number of ranks that
+            must stop, the first rank's time of a step, faults, and the first rank's tokens.
         tokens: Tokens [n] int64 on the device, for the next step; 0 in place of NOT_FINITE.
-        memory: [len(words) + room] int64, of the words and of what else goes to the host with them.
-        content: this rank's news.
-        step_time: this rank's.
+        memory: [len(words) + room] int64: the words, and other data copied to the host with them.
+        content: News of this rank.
+        step_time: Time of a step on this rank.
     """
 
     words: Tensor
@@ -81,10 +81,10 @@ class Message:
     step_time: StepTime | None
 
     def read(self, words: Sequence[int]) -> Agreed:
-        """Return what the words say, once they are on the host.
+        """Parse the words, once they are on the host.
 
         Raises:
-            PeerFault: an exchange of the step, or of one before it, failed on some rank.
+            PeerFault: An exchange of this step, or of an earlier one, failed on some rank.
         """
         tokens_at = _HEAD + self.num_faults
         if any(words[_HEAD:tokens_at]):
@@ -104,7 +104,7 @@ class Agreement:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Let the clock begin at 0."""
+        """Reset the clock to 0."""
         self._started = time.monotonic()
 
     def clock(self) -> float:
@@ -119,15 +119,15 @@ class Agreement:
         step_time: StepTime | None = None,
         room: int = 0,
     ) -> Message:
-        """Send a step's message. Collective over the TP group, with as many of everything on every rank.
+        """Send a step's message. Collective over the TP group; all ranks pass the same numbers of tokens and faults.
 
         Args:
             tokens: Tokens [n] int64, chosen on this rank; NOT_FINITE ends a request.
-            faults: [1] int64 each, in pinned memory, not 0 once a kernel of this rank has waited in vain; read in the
+            faults: [1] int64 each, in pinned memory, nonzero once a kernel of this rank has timed out; read in the
                 order of the device's work.
-            news: of this rank.
-            step_time: of the last step, as this rank has taken it; of the same step on every rank.
-            room: words of memory past the message.
+            news: News of this rank.
+            step_time: Time of the last step as measured on this rank, for the same step on all ranks.
+            room: Number of words of memory past the message.
         """
         head = self._head(news, step_time)
         num_words = len(head) + len(faults) + len(tokens)
@@ -147,8 +147,8 @@ class Agreement:
         return Message(words, safe, memory, news.content, len(faults), step_time)
 
     def meet(self, news: News) -> tuple[float, News]:
-        """Return seconds on the first rank's clock, its news, and whether any rank is told to stop. Collective over the
-        TP group's hosts, which wait for each other, but not for the device.
+        """Return seconds on the first rank's clock, its news, and whether any rank must stop. Collective over the TP
+        group's hosts, which wait for each other, but not for the device.
         """
         words = torch.tensor(self._head(news))
         if self._hosts is not None:
@@ -158,7 +158,7 @@ class Agreement:
         return now * _MICROSECOND, News(self.share(news.content, num_bytes), num_told > 0)
 
     def share(self, content: bytes, num_bytes: int) -> bytes:
-        """Return the first rank's content on every rank. Collective as `meet`, where there is any."""
+        """Return the first rank's content on every rank. Collective like `meet` if num_bytes is not 0."""
         if self._hosts is None or not num_bytes:
             return content
         shared = torch.empty(num_bytes, dtype=torch.uint8)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from dcpmla.runtime.costs import PieceCosts
 from dcpmla.runtime.request import Request
 
-_MAX_SCORED = 256  # prompts' tokens of a step that get logits, each a row of the vocabulary in float32
+_MAX_SCORED = 256  # limit of a step's prompt tokens with logits, each a row of the vocabulary in float32
 
 
 class Piece(NamedTuple):
@@ -44,7 +44,7 @@ class Batch:
     num_absorbed: int = 0
 
     def room(self, request: Request) -> int:
-        """Return how many tokens of a request fit."""
+        """Return the number of a request's tokens that fit."""
         if not request.is_scored:
             return self.budget
         return min(self.budget, _MAX_SCORED - self.num_scored)
@@ -58,7 +58,7 @@ class Batch:
         self.budget -= num_tokens
 
     def advance(self) -> None:
-        """Count the tokens of a launched batch as computed, all but drafts, and those of prompts as scored."""
+        """Count the tokens of a launched batch, except drafts, as computed, and tokens of prompts as scored."""
         for request, num_tokens, num_drafts in self.pieces:
             request.num_computed_tokens += num_tokens - num_drafts
             if request.is_scored:

@@ -10,7 +10,7 @@ _MAX_DIGITS = 20
 
 
 def bias_pairs(biases: object) -> object:
-    """Return logit_bias as pairs in the order of the ids, or as it is where that is impossible."""
+    """Return logit_bias as pairs in the order of the ids, or unchanged if that is impossible."""
     pairs = list(biases.items()) if isinstance(biases, Mapping) else biases
     if not isinstance(pairs, list | tuple) or not all(
         isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs

@@ -224,8 +224,8 @@ def _alias(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def error_on_host_sync() -> Iterator[None]:
-    """Have whatever waits for the GPU raise a RuntimeError: a graph cannot hold it, and a capture that breaks off
-    spoils torch's allocator.
+    """Make every wait for the GPU raise a RuntimeError: a graph cannot hold one, and an aborted capture leaves torch's
+    allocator unusable.
     """
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():

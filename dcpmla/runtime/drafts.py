@@ -1,4 +1,4 @@
-"""Drafts: guesses at the tokens that follow a request's, which a step verifies all at once."""
+"""Drafts: guesses of a request's next tokens, which a step verifies all at once."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from dcpmla.runtime.verification import Compared
 if TYPE_CHECKING:
     from dcpmla.runtime.in_flight import InFlightStep
 
-NO_DRAFT = -1  # in place of a draft's id where a drafter finds none: the model computes token 0, and it is rejected
+NO_DRAFT = -1  # replaces a missing draft: the model computes token 0, and it is rejected
 
 
 class Drafts(NamedTuple):
@@ -21,8 +21,8 @@ class Drafts(NamedTuple):
 
     Attributes:
         nums: Number of drafts of each request.
-        token_ids: [sum of nums] int64, request after request, some maybe `NO_DRAFT`; on the CPU where the host knows
-            them, else on the device.
+        token_ids: [sum of nums] int64, request after request, possibly `NO_DRAFT`; on the CPU if the host knows them,
+            else on the device.
     """
 
     nums: list[int]
@@ -36,15 +36,15 @@ class Drafts(NamedTuple):
 
 
 class Drafter(ABC):
-    """A source of drafts. Every rank has its own, and all come to the same drafts.
+    """A source of drafts. Every rank has its own, and all produce the same drafts.
 
     Args:
-        num_speculative_tokens: most drafts of a request in a step.
+        num_speculative_tokens: Limit of a request's drafts in a step.
 
     Attributes:
         drafts_always: Whether every step drafts, not only steps where drafts pay.
-        reads_tokens: it looks at all tokens so far on the host, so steps that drafts follow are waited for; one that
-            does not takes the tokens under way from the device.
+        reads_tokens: Whether it reads all previous tokens on the host, so that the engine waits for a step before it
+            drafts; other drafters take the tokens under way from the device.
     """
 
     drafts_always = False
@@ -55,20 +55,20 @@ class Drafter(ABC):
 
     @abstractmethod
     def draft(self, wanted: Sequence[tuple[Request, int]], previous: "InFlightStep | None") -> Drafts:
-        """Guess what follows all tokens of some requests. Called for each step, before it is launched.
+        """Draft the next tokens of some requests. The engine calls it for each step, before the launch.
 
         Args:
-            wanted: requests that the step computes, and how many drafts of each it has room for.
-            previous: the step before, under way or not; None before the first.
+            wanted: Requests that the step computes, and the limit of drafts of each.
+            previous: The previous step, under way or not; None before the first.
         Returns:
-            At most as many drafts of each request as are wanted.
+            Drafts of each request, at most its limit.
         """
 
     def compared(self, drafts: Tensor, sampled: Tensor, nums: Sequence[int]) -> Compared:
-        """Return what decides whether drafts are accepted (`verify`): they and the tokens sampled.
+        """Return the numbers that decide whether drafts are accepted (`verify`): drafts and sampled tokens.
 
         Args:
-            nums: [n] drafts of each request.
+            nums: [n] number of drafts of each request.
         """
         return Compared(drafts, sampled)
 

@@ -34,7 +34,7 @@ class StepEvents(NamedTuple):
         tokens: Requests with new tokens, in the order of the batch, and the text that became certain with them, maybe
             empty. A request that failed is among them.
         finished: Requests that ended, by themselves or with an error.
-        news: News that all ranks have now (`Engine.post`), to be followed before the next step.
+        news: News that all ranks now have (`Engine.post`), to apply before the next step.
     """
 
     tokens: list[tuple[Request, str]]
@@ -45,8 +45,8 @@ class StepEvents(NamedTuple):
 class Engine:
     """Continuous batching over one sharded cache. Every rank of the TP group makes the same calls, in the same order.
 
-    Ranks decide alike from one message a step: the first rank's choice of tokens and its clock, and whether an exchange
-    failed (`Agreement`). A server's commands travel with it (`post`).
+    All ranks make the same decisions from one message per step: the first rank's choice of tokens and its clock, and
+    whether an exchange failed (`Agreement`). It also carries a server's commands (`post`).
 
     A step is launched before the tokens of the previous step are on the host. So a new request joins the next step but
     one, and a request that ends before its last possible token is computed once too often; the extra token is
@@ -99,7 +99,7 @@ class Engine:
         self._last_end = 0.0  # `time.perf_counter` when tokens were last taken
         self._arrivals = Arrivals()
         self._outgoing, self._heard = News(), News()  # this rank's, for the next message; all ranks'
-        self._has_met = False  # the ranks have just met, and the caller has followed their news
+        self._has_met = False  # the ranks have just met, and the caller has applied their news
         self._finished: list[Request] = []  # in this step
         self._unread: deque[Request] = deque()  # finished, not yet read from `run`
 
@@ -176,7 +176,7 @@ class Engine:
         return bool(self._arrivals or self.scheduler.waiting or self.scheduler.running or self._unread)
 
     def post(self, news: News) -> None:
-        """Queue news of this rank, which the next message brings to all ranks (`StepEvents.news`)."""
+        """Queue news of this rank, which the next message sends to all ranks (`StepEvents.news`)."""
         self._outgoing = self._outgoing.joined(news)
 
     def run(self) -> Iterator[Request]:
@@ -193,7 +193,7 @@ class Engine:
     def step(self) -> StepEvents:
         """Take the tokens of one step, and launch the next. Collective over the TP group.
 
-        With news the step may end before anything is launched, so that the caller can follow them first.
+        With news the step may return before it launches anything, so that the caller can apply them first.
         """
         self._finished, self._heard = [], News()
         if self._in_flight is None:

@@ -21,13 +21,13 @@ DecodeStep = Callable[[Tensor, StepMetadata, Cache], Tensor]
 
 
 class DecodeGraph:
-    """A decode step, captured per batch and replayed for steps padded to the next one: of one token a request, and
-    where tokens are drafted, of max_query_len.
+    """A decode step, captured per batch size and replayed for steps padded to the next size, with one token per
+    request, or max_query_len if tokens are drafted.
 
-    A replay gives bit for bit what `run_eagerly` gives: the same step on the same padded rows, without a graph. (Matrix
+    A replay is bitwise equal to `run_eagerly`: the same step on the same padded rows, without a graph. (Matrix
     products pick their kernels by the number of rows, so the step on the bare rows may differ in the last bits.) Rows
-    of padding write nothing to the cache and attend to nothing. Runs follow each other on one stream: all of them use
-    the same memory.
+    of padding write nothing to the cache and attend to nothing. Runs must follow each other on one stream because they
+    share memory.
 
     Args:
         step: step(inputs [N, ...], metadata, cache) -> [N, ...], N tokens of decodes: a model, or a stack of
@@ -36,19 +36,19 @@ class DecodeGraph:
         input_like: [...], shape, dtype and device of one token's input: its id, or a row of hidden states.
         cache: Cache that the step reads and writes; its tensors must keep their addresses.
         steps: Builder of steps over the cache (`AttentionKind.step_builder`).
-        mesh: groups of this rank.
-        max_num_seqs: requests of the largest batch.
-        max_model_len: longest sequence, which bounds the block table.
-        max_query_len: tokens of a request with all its drafts; 1 where none are drafted.
+        mesh: Groups of this rank.
+        max_num_seqs: Requests of the largest batch.
+        max_model_len: Longest sequence, which bounds the block table.
+        max_query_len: Tokens of a request with all its drafts; 1 without drafts.
     Raises:
-        ValueError: max_num_seqs, max_model_len or max_query_len below 1.
+        ValueError: max_num_seqs, max_model_len or max_query_len is below 1.
 
     Attributes:
-        batch_sizes: requests of the batches of one token each, ascending: 1, 2, 4, then each multiple of 8 to 256 and
+        batch_sizes: Requests of the batches of one token each, ascending: 1, 2, 4, then each multiple of 8 to 256 and
             of 16 beyond, and max_num_seqs (the sizes that vLLM captures).
-        wide_sizes: requests of the batches of max_query_len tokens each, the same up to `MAX_DRAFT_ROWS` tokens; empty
-            where none are drafted.
-        is_captured: whether `run` replays.
+        wide_sizes: Requests of the batches of max_query_len tokens each, the same up to `MAX_DRAFT_ROWS` tokens; empty
+            without drafts.
+        is_captured: Whether `run` replays.
     """
 
     def __init__(
@@ -90,15 +90,15 @@ class DecodeGraph:
         return self._graphs.is_captured
 
     def takes(self, num_reqs: int, query_len: int = 1) -> bool:
-        """Return whether it has a batch for so many requests of at most query_len tokens each."""
+        """Return whether it has a batch for num_reqs requests of at most query_len tokens each."""
         sizes = self.batch_sizes if query_len == 1 else self.wide_sizes
         return bool(sizes) and 1 <= num_reqs <= sizes[-1] and query_len <= self._max_query_len
 
     def batch(self, num_reqs: int, query_len: int = 1) -> GraphSize:
-        """Return the batch that so many requests of at most query_len tokens each are padded to.
+        """Return the batch to which num_reqs requests of at most query_len tokens each are padded.
 
         Raises:
-            ValueError: none is as large, or there are no requests.
+            ValueError: All batches are smaller, or num_reqs is 0.
         """
         if not self.takes(num_reqs, query_len):
             wide = f", or {self._max_query_len} tokens each of 1 to {self.wide_sizes[-1]}" if self.wide_sizes else ""
@@ -112,27 +112,27 @@ class DecodeGraph:
 
     @property
     def latest_rows(self) -> Tensor | None:
-        """Return the latest step's tokens' rows, [n] int64 on the device; None where they are the first n."""
+        """Return the rows of the latest step's tokens, [n] int64 on the device; None for the first n rows."""
         return self._latest[1]
 
     @property
     def latest_metadata(self) -> StepMetadata:
-        """Return how the latest step is laid out, in static memory."""
+        """Return the latest step's metadata, in static memory."""
         return self._padded.rows(self._latest[0])[1]
 
     def run(self, inputs: Tensor, requests: StepRequests, cache: Cache, num_rejected: Tensor | None = None) -> Tensor:
         """Run a decode step: a replay, or before `capture` the padded step itself. Collective over the TP group.
 
         Args:
-            inputs: [n, ...], of all new tokens, request after request.
+            inputs: [n, ...], inputs of all new tokens, request after request.
             requests: Requests of n new tokens; their numbers go to the GPU in one transfer.
-            cache: the one it was made for.
+            cache: Cache that the graph was made for.
             num_rejected: [num_reqs] int64 on the device, positions to move each request back by; None for 0.
         Returns:
-            [n, ...], which may be static memory: good until the next run.
+            [n, ...], which may be static memory: valid until the next run.
         Raises:
-            ValueError: more requests, tokens of one or longer ones than it was made for, another cache, blocks that
-                the cache does not have, lengths that do not belong together, other shapes, dtypes or devices.
+            ValueError: The step has more or longer requests, or more tokens per request, than the graph was made for,
+                another cache, blocks outside it, inconsistent lengths, or other shapes, dtypes or devices.
         """
         batch, rows = self._fill(inputs, requests, cache, num_rejected)
         out = self._replay(batch)
@@ -167,9 +167,9 @@ class DecodeGraph:
             num_sizes: Number of sizes to capture, the largest ones; None for all.
             track: Function that yields the sizes and shows the progress (`GraphSet.capture`).
         Raises:
-            ValueError: the device is no GPU.
+            ValueError: The device is not a GPU.
             CannotCapture: Some rank's step waits for the GPU, or has no memory left for a graph; raised on every rank.
-            RuntimeError: the step fails, or breaks a capture off (`GraphSet.capture`).
+            RuntimeError: The step fails, or interrupts a capture (`GraphSet.capture`).
         """
         if self._device.type != "cuda":
             raise ValueError(f"input_like is on {self._device}; only steps on a GPU can be captured")

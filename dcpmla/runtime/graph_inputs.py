@@ -24,7 +24,7 @@ class GraphSize(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Return how many tokens it has."""
+        """Return the number of tokens."""
         return self.num_reqs * self.query_len
 
     def __str__(self) -> str:

@@ -25,8 +25,8 @@ class Computed(NamedTuple):
     """A step as the model computes it, on its device.
 
     Attributes:
-        by: the model's metadata, or the decode graph, which has its own until its next run.
-        rows: [T] int64, each token's; None where they are the first T.
+        by: Metadata of the model, or the decode graph, which keeps its own until its next run.
+        rows: [T] int64, row of each token; None for the first T rows.
         logits_at: [n] int64, tokens that new ones follow; None for all.
     """
 
@@ -37,12 +37,12 @@ class Computed(NamedTuple):
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The tokens that a step computes, and who gets new ones from it.
+    """The tokens that a step computes, and the requests that get new tokens from it.
 
     Attributes:
-        token_ids: [T] int64 on the device; on the CPU where the host knows them all, and wants all rows' logits.
-        ready: the pieces of requests that have all their tokens computed with it.
-        logits_at: [n] int64 on the device, rows of their last tokens and of all drafts; None where these are all rows.
+        token_ids: [T] int64 on the device; on the CPU if the host knows all of them and needs logits of all rows.
+        ready: Pieces of requests whose tokens are all computed after this step.
+        logits_at: [n] int64 on the device, rows of their last tokens and of all drafts; None if these are all rows.
     """
 
     token_ids: Tensor
@@ -53,10 +53,10 @@ class StepInputs:
     def of(
         cls, batch: Batch, previous: "InFlightStep | None", drafts: Tensor | None, device: torch.device
     ) -> "StepInputs":
-        """Take a batch's tokens from the requests, or from where the device will have written them.
+        """Take a batch's tokens from the requests, or from the previous step's results on the device.
 
         Args:
-            previous: the step under way.
+            previous: The step under way.
             drafts: [N] int64, piece after piece, on the CPU where the host knows them.
         """
         there = [] if previous is None else [previous.newest]  # tokens that the host does not know
@@ -69,7 +69,7 @@ class StepInputs:
         token_ids: list[int] = []
         logits_rows: list[int] = []
         unknown: list[int] = []  # rows of tokens that the host does not know
-        sources: list[int] = []  # and their index among those
+        sources: list[int] = []  # indices of these tokens in `there`
         ready = []
         for piece in batch.pieces:
             request, num_tokens, num_drafts = piece
@@ -113,23 +113,23 @@ class InFlightStep:
     """A step under way.
 
     Args:
-        step: all of it.
-        ready: pieces of requests that it samples tokens for, one and one after each draft.
-        computed: what the model computes.
-        message: what the ranks agree on.
-        drafts: which the step verifies, piece after piece; None for none.
-        verified: their outcome.
-        logits: [n, vocab] float32, which the tokens are chosen from; rows of requests that keep theirs are copied.
-        logprobs: those that requests keep.
+        batch: Batch that the step computes.
+        ready: Pieces of requests that get new tokens: one, and one more after each draft.
+        computed: The step as the model computes it.
+        message: Message that all ranks share.
+        drafts: Drafts that the step verifies, piece after piece; None without any.
+        verified: Outcome of the drafts.
+        logits: [n, vocab] float32, the source of the tokens; rows of requests that keep theirs are copied.
+        logprobs: Log probabilities that requests keep.
 
     Attributes:
-        rows: of the requests in `newest`.
+        rows: Row of each request in `newest`.
         newest: Last new token of each request [n] int64 on the device.
-        positions: of each piece's first token, in a step with prompts.
-        is_under_way: until it has been waited for.
-        drafts, num_accepted: on the host, the latter of each request in `rows`; good once it has been waited for.
-        logits: [tokens, vocab] on the host, of requests that keep theirs; good once the step has been waited for.
-        started: seconds on the host's clock (`time.perf_counter`).
+        positions: Position of each piece's first token, in a step with prompts.
+        is_under_way: True until the step has been waited for.
+        drafts, num_accepted: Drafts, and accepted ones of each request in `rows`, on the host; valid after the wait.
+        logits: [tokens, vocab] on the host, of requests that keep theirs; valid after the wait.
+        started: Seconds on the host's clock (`time.perf_counter`).
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class InFlightStep:
             self.newest = verified.newest
         self.rows = {piece.request: row for row, piece in enumerate(ready)}
         self.starts = [*accumulate((1 + piece.num_drafts for piece in ready), initial=0)]
-        # Copied in the order of the device's work, into pinned memory on a GPU: nobody waits here.
+        # Copies follow the device's work, into pinned memory on a GPU, so the host does not wait here.
         self._on_host = message.memory.to("cpu", non_blocking=True)
         self.logits = {
             piece.request: logits[row : row + 1 + piece.num_drafts].to("cpu", non_blocking=True, copy=True)
@@ -209,7 +209,7 @@ class InFlightStep:
         return rows if logits_at is None else rows.index_select(0, logits_at)
 
     def num_rejected(self, requests: Sequence[Request]) -> Tensor | None:
-        """Return how many of its drafts each request loses, [n] int64 on the device; None where none has any."""
+        """Return the number of each request's rejected drafts, [n] int64 on the device; None without drafts."""
         if self.verified is None:
             return None
         rows = [self.rows.get(request, len(self.rows)) for request in requests]

@@ -1,4 +1,4 @@
-"""The layout of a step of decodes on the device: from the numbers of its requests to those of its rows."""
+"""The layout of a step of decodes on the device: numbers per row, computed from numbers per request."""
 
 import torch
 
@@ -17,7 +17,7 @@ def lay_out(numbers: Numbers, rows: Rows, steps: StepBuilder) -> None:
         steps: Builder of steps over the cache.
     """
     if rows.positions.is_cuda:
-        from dcpmla.runtime.kernels import layout  # triton is there on Linux only
+        from dcpmla.runtime.kernels import layout  # triton exists on Linux only
 
         layout.lay_out(numbers, rows, steps)
         return

@@ -1,6 +1,6 @@
-"""Log probabilities of tokens, chosen and in prompts, with those of the best tokens at the same position.
+"""Log probabilities of chosen and prompt tokens, and of the best tokens at the same position.
 
-They are the model's own, before temperature, penalties and what else shapes a draw.
+They are the model's own, before temperature, penalties and other changes of the logits.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from dcpmla.runtime.request import Request, TokenLogprobs
 from dcpmla.runtime.sampling import NOT_FINITE
 from dcpmla.upload import upload
 
-_MAX_ROWS = 64  # at once: what is made of the logits stays small compared with those of a large batch
+_MAX_ROWS = 64  # rows at once: temporary tensors stay small compared with the logits of a large batch
 
 
 class PromptRows(NamedTuple):
@@ -25,7 +25,7 @@ class PromptRows(NamedTuple):
     Attributes:
         counts: Number of tokens of each request.
         rows: Rows of the tokens in the step's batch.
-        targets: token ids that come after them.
+        targets: Ids of the tokens after them.
     """
 
     counts: list[tuple[Request, int]]
@@ -70,7 +70,7 @@ class PromptRows(NamedTuple):
         return tokens
 
     def join(self, logits_at: Tensor | None) -> Tensor | None:
-        """Return rows [n] whose logits are wanted, on the device, and these after them; None where it is all rows."""
+        """Return rows logits_at [n], followed by the prompts' rows, on the device; None for all rows."""
         if logits_at is None or not self.rows:
             return logits_at
         return torch.cat([logits_at, *upload([np.asarray(self.rows)], logits_at.device)])

@@ -85,7 +85,7 @@ class MixedGraph:
 
     @property
     def num_full_sizes(self) -> int:
-        """Return how many sizes take about as much memory as the largest one: those with a graph between all cuts."""
+        """Return how many sizes take about as much memory as the largest one: sizes with a graph between all cuts."""
         return len(self._tokens[False])
 
     def size(self, num_tokens: int, num_reqs: int, is_absorbed: bool) -> MixedSize | None:

@@ -160,7 +160,7 @@ class MixedInputs:
         return self._token_ids[: size.num_tokens]
 
     def _room(self, size: MixedSize) -> int:
-        """Return how many tokens of a step with MHA can attend inside the graphs."""
+        """Return the number of tokens of a step with MHA that can attend inside the graphs."""
         return min(self._num_decode_tokens, size.num_tokens)
 
     def _fill_decodes(self, room: int, requests: StepRequests) -> bool:

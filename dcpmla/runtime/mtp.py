@@ -23,7 +23,7 @@ class MtpModel(Protocol):
     """A model with an MTP module; `dcpmla.integrations.sharded_model.ShardedModel` is one.
 
     Attributes:
-        hidden_rows: [N, width] hidden states of the last step, row for row of its tokens, which it keeps.
+        hidden_rows: [N, width] hidden states of the last step, a row per token, which the model keeps.
     """
 
     device: torch.device
@@ -35,15 +35,15 @@ class MtpModel(Protocol):
 
 
 class MtpDrafter(Drafter):
-    """Drafts of the MTP module: the first over all tokens of the step before, rejected drafts among them, each other
-    over the draft before it.
+    """Drafts of the MTP module: the first runs over all tokens of the previous step, rejected drafts included, and each
+    later one over the draft before it.
 
-    Where requests have not drafted for a while, or their blocks came from earlier ones, its cache has gaps: that costs
-    drafts, and no token is wrong for it.
+    If requests have not drafted for a while, or their blocks came from earlier ones, the module's cache has gaps: fewer
+    drafts are accepted, but no token is wrong.
 
     Args:
-        graph: of `model.predict`, for as many tokens of a request as a step with drafts has.
-        chain: of `ShardedModel.draft`, for as many as are drafted.
+        graph: Graph of `model.predict`, for the tokens per request of a step with drafts.
+        chain: Graph of `ShardedModel.draft`, for the number of drafts per request.
     """
 
     reads_tokens = False
@@ -62,7 +62,7 @@ class MtpDrafter(Drafter):
         self._graph, self._chain = graph, chain
 
     def draft(self, wanted: Sequence[tuple[Request, int]], previous: InFlightStep | None) -> Drafts:
-        """Guess with the module. Collective over the TP group, whose first rank's drafts all take."""
+        """Draft with the module. Collective over the TP group; all ranks use the first rank's drafts."""
         rows = {} if previous is None else previous.rows
         nums = [num if request in rows else 0 for request, num in wanted]
         drafting = [(request, num) for (request, _), num in zip(wanted, nums, strict=True) if num]
@@ -89,7 +89,7 @@ class MtpDrafter(Drafter):
         self._chain.release()
 
     def _predict(self, previous: InFlightStep, at: Tensor) -> Tensor:
-        """Run the module over a step, laid out as it was: return its hidden states, a row for each of the model's.
+        """Run the module over the previous step in the same layout; return hidden states in the model's row order.
 
         Args:
             at: [n] rows of the tokens that new ones follow.
@@ -109,8 +109,8 @@ class MtpDrafter(Drafter):
 
 
 def _requests_of(drafting: Sequence[tuple[Request, int]]) -> StepRequests:
-    """Return the requests of the drafts' steps: the first token of each is its last one computed, whose guess is there,
-    the others are drafts, all but the last.
+    """Return the requests of the draft steps: each starts at the last token computed, whose draft is known, and goes on
+    with the drafts except the last one.
     """
     return StepRequests(
         [num for _, num in drafting],
@@ -121,7 +121,7 @@ def _requests_of(drafting: Sequence[tuple[Request, int]]) -> StepRequests:
 
 
 def _following(previous: InFlightStep) -> list[int]:
-    """Return the tokens that follow a step's, 0 for those that are not known."""
+    """Return the token after each token of a step, 0 for unknown ones."""
     token_ids: list[int] = []
     for (request, num_tokens, _), position in zip(previous.pieces, previous.positions, strict=True):
         known = request.tokens(position + 1, position + num_tokens + 1)

@@ -1,4 +1,4 @@
-"""Drafts by prompt lookup: what followed the last tokens where they occurred before, found on the device."""
+"""Drafts by prompt lookup on the device: the tokens that followed an earlier occurrence of the last tokens."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Self
@@ -13,14 +13,14 @@ from dcpmla.runtime.in_flight import InFlightStep
 from dcpmla.runtime.request import Request
 from dcpmla.upload import upload, upload_once
 
-_SHORTEST, _LONGEST = 3, 8  # tokens that must be the same, and that are looked at
-_ID_BITS = 21  # of a token
+_SHORTEST, _LONGEST = 3, 8  # tokens that a match must have, and that are compared at most
+_ID_BITS = 21  # bits per token id
 _TRIGRAM_MASK = (1 << _SHORTEST * _ID_BITS) - 1
 
 
 class NgramDrafter(Drafter):
-    """Drafts from a request's own tokens, of its prompt and new ones; no weights. For texts that repeat what the prompt
-    says: code, quotations, answers from documents.
+    """Drafts from a request's own tokens, of its prompt and new ones; no weights. For texts that repeat the prompt:
+    code, quotations, answers from documents.
 
     Source: Saxena, Prompt Lookup Decoding.
     """
@@ -56,7 +56,7 @@ class NgramDrafter(Drafter):
         return Drafts(nums, found)
 
     def candidates(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """Return those whose known tokens have a match, where one is under way: so probably will those with it."""
+        """Return requests whose known tokens have a match. A token under way is ignored: the match likely continues."""
         return [request for request in requests if request.num_new_tokens and self._text(request).has_match]
 
     def _text(self, request: Request) -> "_Text":
@@ -86,7 +86,7 @@ class NgramDrafter(Drafter):
             self._texts_there.lengths[text.row] = text.num_written = end
 
     def _reserve(self, texts: Sequence["_Text"], width: int) -> None:
-        """Have a row of so many tokens for each text."""
+        """Reserve a row of `width` tokens for each text."""
         num_rows, num_columns = self._texts_there.token_ids.shape
         if width <= num_columns and all(text.row >= 0 for text in texts):
             return
@@ -108,8 +108,8 @@ class Texts(NamedTuple):
 
     Attributes:
         token_ids: [rows, width] int32.
-        lengths: [rows] int64, of the tokens of each row.
-        best, arrived: [rows] int64 and int32, -1 and 0: of a lookup while it runs.
+        lengths: [rows] int64, number of tokens in each row.
+        best, arrived: [rows] int64 and int32, state of a running lookup; -1 and 0 otherwise.
     """
 
     token_ids: Tensor
@@ -126,14 +126,14 @@ class Texts(NamedTuple):
 
 
 class _Text:
-    """The index of a request's known tokens, and where they are on the device.
+    """The index of a request's known tokens, and their location on the device.
 
     Attributes:
-        num_seen: tokens in the index.
-        has_match: whether the last three of those occurred before.
-        row, num_written: of the device's texts, -1 for none, and how many tokens are there.
-        under_way: of the step whose tokens were written besides when it was under way: what it accepted
-            (`InFlightStep.num_accepted`), and the request's row there. The step itself would keep the request alive.
+        num_seen: Number of tokens in the index.
+        has_match: Whether the last three indexed tokens occurred before.
+        row, num_written: Row in the device's texts, -1 for none, and number of tokens written to it.
+        under_way: `InFlightStep.num_accepted` and the request's row of a step whose tokens were written while it was
+            under way. The step itself would keep the request alive.
     """
 
     def __init__(self) -> None:
@@ -162,11 +162,11 @@ def _order(request: Request, text: _Text, previous: InFlightStep | None) -> tupl
 
 
 def lookup(texts: Texts, orders: Tensor, sampled: Tensor, num_accepted: Tensor, num_wanted: int) -> Tensor:
-    """Append tokens under way to texts, and look up what follows the last ones: on a GPU by a kernel, which documents
-    arguments and results.
+    """Append tokens under way to texts, and look up the continuations of the last ones: on a GPU by a kernel, which
+    documents arguments and results.
     """
     if orders.is_cuda:
-        from dcpmla.runtime.kernels import lookup as kernels  # triton is there on Linux only
+        from dcpmla.runtime.kernels import lookup as kernels  # triton exists on Linux only
 
         return kernels.lookup(texts, orders, sampled, num_accepted, num_wanted, _SHORTEST, _LONGEST)
     found = []
@@ -180,8 +180,8 @@ def lookup(texts: Texts, orders: Tensor, sampled: Tensor, num_accepted: Tensor, 
 
 
 def find_following(text: Tensor, num_wanted: int) -> Tensor:
-    """Look up what followed a text's last tokens where they occurred before: the longest match, the latest of the
-    longest. One that reaches the end goes round.
+    """Look up the tokens that followed an earlier occurrence of a text's last tokens: the longest match, and the latest
+    among equal ones. A continuation that reaches the end repeats.
 
     Args:
         text: [length] integers, at least one.

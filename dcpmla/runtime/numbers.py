@@ -14,10 +14,10 @@ class Numbers(NamedTuple):
 
     Attributes:
         token_ids: [rows] int64.
-        num_rejected: [num_reqs] int64, drafts that requests lose: positions that they are moved back by.
-        first_position: [num_reqs] int32, of the first of the step's tokens, before it is moved back.
-        num_tokens: [num_reqs] int32, of the step; 0 for a request of padding.
-        states: [num_reqs] int32, one more than where the state is, 0 for none.
+        num_rejected: [num_reqs] int64, rejected drafts: the number of positions that requests are moved back by.
+        first_position: [num_reqs] int32, position of the first of the step's tokens, before it is moved back.
+        num_tokens: [num_reqs] int32, tokens of each request in the step; 0 for a request of padding.
+        states: [num_reqs] int32, index of the state plus one, 0 for none.
         block_table: [num_reqs, max_blocks] int32.
     """
 
@@ -65,7 +65,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def empty(cls, num_rows: int, device: torch.device) -> Self:
-        """Return memory for so many rows."""
+        """Return memory for the given number of rows."""
         dtypes = torch.int64, torch.int64, torch.int32, torch.int32
         return cls(*(torch.empty(num_rows, dtype=dtype, device=device) for dtype in dtypes))
 

@@ -1,4 +1,4 @@
-"""Logits as a request wants them before a token is chosen: biases, no early end, penalties of previous tokens, min-p.
+"""Changes of logits before a token is chosen: biases, no early end, penalties of previous tokens, min-p.
 
 Sources: repetition penalty: CTRL (Keskar et al., 2019); presence and frequency penalties: OpenAI's API; min-p: Nguyen
 et al., 2024.
@@ -16,7 +16,7 @@ from dcpmla.runtime.in_flight import InFlightStep
 from dcpmla.runtime.request import Request
 from dcpmla.upload import upload
 
-_MAX_ROWS = 64  # at once: [rows, vocab] of counts stays small compared with the logits of a large batch
+_MAX_ROWS = 64  # rows at once: [rows, vocab] of counts stays small compared with the logits of a large batch
 _IN_PROMPT, _NEW = 1, 2  # an entry is 2 x (how often a token is new) + (whether the prompt has it)
 
 
@@ -135,5 +135,5 @@ def _shape(scores: Tensor, requests: Sequence[Request], counts: Tensor, seen: Te
 
 
 def _lowest(temperature: float, min_p: float) -> float:
-    """Return how far below the best logit a token may be."""
+    """Return the lowest allowed difference of a token's logit from the best one."""
     return temperature * math.log(min_p) if min_p else -math.inf

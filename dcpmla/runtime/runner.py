@@ -138,8 +138,8 @@ class StepRunner:
         return graph[0].run(graph[1], token_ids, metadata, absorbed), metadata
 
     def _decode_width(self, batch: Batch) -> int:
-        """Return how many tokens of a request absorbed attention takes at a time: enough for decodes and their drafts,
-        or a width that suits the kernels if pieces of prompts are longer.
+        """Return the number of a request's tokens that absorbed attention takes at a time: a decode and its drafts, or
+        a width that suits the kernels if pieces of prompts are longer.
         """
         is_cut = batch.longest_absorbed > batch.most_drafts + 1
         return self._tokens_per_request if is_cut else batch.most_drafts + 1
@@ -155,8 +155,8 @@ def choose_tokens(
 
 
 def _draw(ready: Sequence[Piece], previous: InFlightStep | None, device: torch.device) -> Sequence[float] | Tensor:
-    """Return a random number for each token [n], 0 where none is drawn; float64 on the device if it depends on how many
-    drafts the step in flight accepts.
+    """Return a random number for each token [n], 0 if it is not drawn; float64 on the device if they depend on the
+    number of drafts that the step in flight accepts.
     """
     numbers: list[float] = []
     at: list[int] = []

@@ -1,4 +1,4 @@
-"""Sampling of tokens from logits, and what a request asks of it."""
+"""Sampling of tokens from logits, and its parameters."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -15,8 +15,8 @@ from dcpmla.runtime.biases import BIASES, bias_pairs
 from dcpmla.upload import upload
 
 _MAX_ROWS = 64  # drawn at once: float64 copies of [rows, vocab] stay small compared with the logits of a large batch
-_DIGITS = (21, 1 << 11), (10, 1 << 11), (0, 1 << 10)  # of a rank of 32 bits: their lowest bits and numbers of values
-_ONE = float(1 << 44)  # the mass of the best token, of which others have a part
+_DIGITS = (21, 1 << 11), (10, 1 << 11), (0, 1 << 10)  # lowest bit and number of values of each digit of a 32-bit rank
+_ONE = float(1 << 44)  # the mass of the best token, relative to which masses are computed
 _LARGEST_PENALTY = 100.0
 
 _RULES = {
@@ -43,34 +43,34 @@ _RULES = {
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How a request chooses its tokens and when it ends.
+    """The parameters by which a request chooses its tokens and ends.
 
     Args:
         max_new_tokens: Limit of new tokens, at least 1.
-        temperature: 0 takes the best token, else the softmax of logits / temperature is drawn from.
-        top_p: draw from the fewest best tokens whose probability reaches this, in (0, 1].
-        top_k: draw from this many best tokens and those as good as the last of them; 0 is all.
-        seed: of the request's draws, in [0, 2^64).
+        temperature: Divisor of the logits before the softmax to draw from; 0 takes the best token.
+        top_p: Probability in (0, 1] that the fewest best tokens to draw from must reach.
+        top_k: Number of best tokens to draw from, plus ties with the last; 0 is all.
+        seed: Seed of the request's draws, in [0, 2^64).
         stop: Strings that end the request, or one string; an empty one is no string.
-        stop_token_ids: end the request as an end-of-sequence token does.
-        ignore_eos: go on after an end-of-sequence token (for benchmarks).
+        stop_token_ids: Ids of tokens that end the request as an end-of-sequence token does.
+        ignore_eos: Whether to continue after an end-of-sequence token (for benchmarks).
         min_tokens: Number of new tokens before which no end-of-sequence or stop token is chosen, and that contain no
             stop string; at most max_new_tokens.
         logit_bias: Numbers in [-100, 100] that are added to the logits of tokens, by token id, before penalties; a
             mapping, or pairs. Ids may be texts, the keys of a JSON object.
         include_stop_str_in_output: Whether the text includes the stop string, or the text of the stop token.
         skip_special_tokens: Whether the text is without special tokens.
-        min_p: leave out tokens whose probability is below this part of the best one's, in [0, 1]; before top-k and
-            top-p.
-        presence_penalty: taken from the logit of each token that is among the new ones.
-        frequency_penalty: taken from it as often as the token is among the new ones.
-        repetition_penalty: positive logits of tokens in the prompt or among the new ones are divided by it, others
-            multiplied; 1 is none.
-        logprobs: keep each new token's log probability, and those of this many best tokens (`Request.logprobs`); None
-            keeps none.
-        prompt_logprobs: keep them of the prompt's tokens, too (`Request.prompt_logprobs`).
+        min_p: Share of the best token's probability, in [0, 1], below which tokens are left out; applied before top-k
+            and top-p.
+        presence_penalty: Number subtracted from the logit of each token that is among the new ones.
+        frequency_penalty: Number subtracted from a token's logit once per occurrence among the new ones.
+        repetition_penalty: Divisor of positive logits, and factor of others, of tokens in the prompt or among the new
+            ones; 1 is none.
+        logprobs: Number of best tokens whose log probabilities are kept besides each new token's (`Request.logprobs`);
+            None keeps none.
+        prompt_logprobs: Number like logprobs, for the prompt's tokens (`Request.prompt_logprobs`); None keeps none.
     Raises:
-        ValueError: a value of another type, or outside its range.
+        ValueError: A value has another type, or is outside its range.
     """
 
     max_new_tokens: int = 16
@@ -103,10 +103,10 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object], defaults: "SamplingParams") -> "SamplingParams":
-        """Return the defaults with the values of a JSON object put in.
+        """Return the defaults updated with the values of a JSON object.
 
         Raises:
-            ValueError: a key that is no field, or a value that is not allowed.
+            ValueError: A key is not a field, or a value is not allowed.
         """
         allowed = [field.name for field in fields(cls)]
         for key in values:
@@ -137,7 +137,7 @@ class SamplingParams:
             raise ValueError(f"logit_bias has token id {outside[0]}; the model's vocabulary is [0, {vocab_size})")
 
     def at_most(self, num_tokens: int) -> Self:
-        """Return these params with at most so many new tokens."""
+        """Return these params with at most num_tokens new tokens."""
         return replace(
             self,
             max_new_tokens=min(self.max_new_tokens, num_tokens),
@@ -145,8 +145,8 @@ class SamplingParams:
         )
 
     def for_prompt(self, index: int) -> "SamplingParams":
-        """Return these params for the prompt of a number, which draws from a stream of its own: that of the seed
-        seed x 2^31 + index, whatever the other prompts are.
+        """Return these params for prompt number `index`, which draws from its own stream, seeded with
+        seed x 2^31 + index, independent of the other prompts.
         """
         return replace(self, seed=((self.seed << 31) + index) % (1 << 64))
 
@@ -154,7 +154,7 @@ class SamplingParams:
 def new_generator(seed: int) -> torch.Generator:
     """Return a CPU generator for a seed in [0, 2^64).
 
-    Hashed, for torch looks at the lowest 32 bits only: seeds 2^32 apart would draw alike.
+    The seed is hashed because torch uses the lowest 32 bits only: seeds 2^32 apart would draw alike.
     """
     digest = hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=4).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
@@ -164,13 +164,13 @@ NOT_FINITE = -1  # instead of a token, after logits whose maximum is NaN or infi
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float] | Tensor) -> Tensor:
-    """Choose a token for each row, whatever the other rows are. Nothing waits for the device.
+    """Choose a token for each row, independent of the other rows. Nothing waits for the device.
 
     Args:
         logits: [n, vocab] float32.
         params: [n].
-        uniforms: [n] random numbers in [0, 1), on the host or float64 on the device: of `new_generator`, which is on
-            the CPU, so that a seed gives the same ones on every device. Not looked at where nothing is drawn.
+        uniforms: [n] random numbers in [0, 1), on the host or float64 on the device, from `new_generator`, which is on
+            the CPU, so that a seed gives the same ones on every device. Ignored for rows that do not draw.
     Returns:
         Tokens [n] int64 on the device of the logits; NOT_FINITE for rows whose maximum is NaN or infinite.
     """
@@ -186,7 +186,7 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[
         if isinstance(uniforms, Tensor):
             how[:, 2] = uniforms.index_select(0, at)
         if logits.is_cuda:
-            from dcpmla.runtime.kernels import sampling  # triton is there on Linux only
+            from dcpmla.runtime.kernels import sampling  # triton exists on Linux only
 
             sampling.draw(logits, tokens, at, how, most)
         else:
@@ -198,9 +198,9 @@ def _draw(logits: Tensor, numbers: Tensor, top_k: Tensor) -> Tensor:
     """Invert each row's cumulative distribution, in the vocabulary's order, at a number in [0, 1).
 
     In this order a small change of the logits moves every boundary between tokens a little, and seldom past the number.
-    Masses of probability are whole numbers, the best token's 2^44, so that no sum depends on its order (a vocabulary of
-    2^18 tokens has room): devices differ by the last bit of an exponential at most, 1 in few masses. Tokens whose
-    probability is less than 2^-44 of the best one's are never drawn. A row with NaN gives any token.
+    Probability masses are whole numbers, 2^44 for the best token, so that no sum depends on its order (a vocabulary of
+    2^18 tokens fits): devices differ by the last bit of an exponential at most, 1 in few masses. Tokens whose
+    probability is below 2^-44 of the best one's are never drawn. A row with NaN may yield any token.
 
     Args:
         logits: [n, vocab] float32.
@@ -216,7 +216,7 @@ def _draw(logits: Tensor, numbers: Tensor, top_k: Tensor) -> Tensor:
     masses = (scores.exp().nan_to_num(0.0) * _ONE).long()
     if most := int(top_k.max()):
         best = logits.topk(most).values.gather(-1, (top_k[:, None] - 1).clamp(min=0))
-        masses = masses.where((logits >= best) | (top_k[:, None] == 0), 0)  # all that tie with the last one
+        masses = masses.where((logits >= best) | (top_k[:, None] == 0), 0)  # ties with the last one stay
     if (top_p < 1).any():
         masses = masses.where(_nucleus(logits, masses, top_p), 0)
     cumulative = masses.cumsum(-1)
@@ -226,9 +226,9 @@ def _draw(logits: Tensor, numbers: Tensor, top_k: Tensor) -> Tensor:
 
 
 def _nucleus(logits: Tensor, masses: Tensor, top_p: Tensor) -> Tensor:
-    """Return which tokens top-p keeps; of those with equal logits the ones with the lowest ids.
+    """Return the mask of tokens that top-p keeps; among equal logits the lowest ids are kept first.
 
-    Found without sorting, from the logits' order as whole numbers.
+    The mask is computed without sorting, from the logits' order as whole numbers.
 
     Args:
         logits: [n, vocab] float32.
@@ -241,7 +241,7 @@ def _nucleus(logits: Tensor, masses: Tensor, top_p: Tensor) -> Tensor:
     wanted = (total * top_p).ceil().long().minimum(total)
     last, mass_before = _find_last(ranks, masses, wanted)
     is_last = ranks == last
-    mass_before = mass_before + (is_last.cumsum(-1) - 1) * masses  # of a token with the last rank
+    mass_before = mass_before + (is_last.cumsum(-1) - 1) * masses  # valid for tokens with the last rank
     return (ranks < last) | (is_last & (mass_before < wanted)) | (top_p >= 1)
 
 

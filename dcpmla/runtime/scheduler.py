@@ -121,7 +121,7 @@ class Scheduler:
             )
 
     def hash_prompt(self, request: Request) -> None:
-        """Hash the blocks of a prompt when it comes, so that no step waits for the hashes of many long prompts."""
+        """Hash the blocks of a prompt on arrival, so that no step waits for the hashes of many long prompts."""
         if self.enable_prefix_caching and not request.is_scored:
             block_tokens = self.allocator.block_tokens
             request.block_keys(0, (len(request.prompt_token_ids) - 1) // block_tokens, block_tokens)
@@ -225,8 +225,8 @@ class Scheduler:
         batch.room_us -= self.costs.piece_us(num_tokens, context)
 
     def _piece(self, request: Request) -> int:
-        """Return how many tokens of a request to compute next: all, or up to the end of its last full block if its
-        state is to be remembered.
+        """Return the number of a request's tokens to compute next: all, or up to the end of its last full block if its
+        state must be remembered.
         """
         full = (request.num_tokens - 1) // self.allocator.block_tokens * self.allocator.block_tokens
         if request.state is None or not self.enable_prefix_caching or full <= request.num_computed_tokens:
@@ -279,7 +279,7 @@ class Scheduler:
         return True
 
     def _take_room(self, request: Request, num_drafts: int) -> int:
-        """Return how many drafts may follow a decode's token, and take blocks for them that no other request needs."""
+        """Return the limit of drafts after a decode's token, and take blocks for them that no other request needs."""
         num_left = request.params.max_new_tokens - request.num_new_tokens - request.num_tried
         num_drafts = min(num_drafts, num_left - 1)
         num_seen = request.num_computed_tokens + request.num_tried + 1

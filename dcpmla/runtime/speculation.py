@@ -1,4 +1,4 @@
-"""Speculation: which requests draft, in which steps, and what becomes of their drafts."""
+"""Speculation: the choice of steps and requests that draft, and the outcome of their drafts."""
 
 from collections.abc import Callable, Sequence
 
@@ -21,31 +21,31 @@ class Speculation:
         drafter: Source of drafts.
 
     Attributes:
-        step_time: of the last step, if it was one of decodes and its time says what such steps take.
+        step_time: Time of the last step, if it had decodes alone and its time is representative (`end`).
     """
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.step_time: StepTime | None = None
         self._payoff = Payoff()
-        self._last_kind: tuple[int, bool] | None = None  # of the step before: decodes, and whether with drafts
+        self._last_kind: tuple[int, bool] | None = None  # the previous step's number of decodes, and whether it drafted
 
     def waits_for(self, pending: InFlightStep, running: Sequence[Request], can_move: Callable[[], bool]) -> bool:
-        """Tell whether the next step needs the tokens of the one under way on the host.
+        """Return whether the next step needs the tokens of the one under way on the host.
 
         Args:
-            can_move: tells whether the next step can be laid out for all tokens that there may be, and moved back on
-                the device.
+            can_move: Function that returns whether the next step can be laid out as if all drafts were accepted, and
+                moved back on the device.
         """
         if self.drafter.reads_tokens:
             return pending.num_drafts > 0 or self.num_wanted(running) > 0
         return pending.num_drafts > 0 and not can_move()
 
     def num_wanted(self, running: Sequence[Request], is_ahead: bool = False) -> int:
-        """Return how many drafts the next step has for each request that can draft.
+        """Return the number of drafts in the next step of each request that can draft.
 
         Args:
-            is_ahead: it is launched before the tokens of the one under way are on the host.
+            is_ahead: Whether it is launched before the tokens of the one under way are on the host.
         """
         if is_ahead and self.drafter.reads_tokens:
             return 0
@@ -59,10 +59,10 @@ class Speculation:
         return num_drafts if self.drafter.drafts_always or self._payoff.pays(outcomes, len(running), num_drafts) else 0
 
     def draft(self, batch: Batch, previous: InFlightStep | None) -> Tensor | None:
-        """Give a step the drafts that there are; return these (`Drafts.token_ids`), None for none.
+        """Add the available drafts to a step; return them (`Drafts.token_ids`), or None without any.
 
         Args:
-            previous: the step before, under way or not.
+            previous: The previous step, under way or not.
         """
         drafts = self.drafter.draft([(piece.request, piece.num_drafts) for piece in batch.pieces], previous)
         for index, num_drafts in enumerate(drafts.nums):
@@ -72,12 +72,12 @@ class Speculation:
         return drafts.token_ids if len(drafts.token_ids) else None
 
     def verify(self, drafts: Tensor | None, ready: Sequence[Piece], message: Message) -> Verified | None:
-        """Return, on the device, what becomes of a step's drafts; None where it has none.
+        """Return the outcome of a step's drafts, on the device; None for a step without drafts.
 
         Args:
-            ready: pieces of the requests with new tokens.
-            message: with the tokens sampled, before each of their drafts, and after the last; and with room for a
-                report (`verify`).
+            ready: Pieces of the requests with new tokens.
+            message: Message with the tokens sampled before each draft and after the last, and with room for a report
+                (`verify`).
         """
         if drafts is None:
             return None
@@ -88,8 +88,8 @@ class Speculation:
         return verify(drafts, message.tokens, nums, compared, message.memory[len(message.words) :])
 
     def accept(self, piece: Piece, drafts: Sequence[int], num_accepted: int) -> int:
-        """Count a request's drafts, those accepted as computed; return how many there were. What the others left in the
-        cache will be written over.
+        """Count a request's drafts and return their number; accepted ones count as computed. Cache entries of rejected
+        drafts will be overwritten.
         """
         request, num_drafts = piece.request, sum(draft != NO_DRAFT for draft in drafts)
         if num_drafts:
@@ -97,14 +97,14 @@ class Speculation:
             self._payoff.count(num_drafts, num_accepted)
         if drafts:
             request.keep_draws(num_accepted + 1)
-        if request.block_ids:  # else it has given way, and is computed anew
+        if request.block_ids:  # a request without blocks was preempted, and is recomputed
             request.num_computed_tokens += num_accepted
         return num_drafts
 
     def end(self, pending: InFlightStep, seconds: float) -> None:
-        """Take the seconds from the end of the step before to that of a step.
+        """Record the seconds from the end of the previous step to the end of this one.
 
-        Of steps without drafts those alone say what such steps take that follow one like them.
+        Time a step without drafts only if the previous step was of the same kind and size.
         """
         kind = None if pending.is_prefill else (len(pending.pieces), pending.num_drafts > 0)
         self.step_time = None
@@ -113,7 +113,7 @@ class Speculation:
         self._last_kind = kind
 
     def learn(self, step_time: StepTime | None) -> None:
-        """Take the time of a step, the same on all ranks."""
+        """Record the time of a step, the same on all ranks."""
         if step_time is not None:
             self._payoff.learn(step_time)
 

@@ -7,14 +7,14 @@ from dcpmla.runtime.request import Request
 
 @dataclass
 class Stats:
-    """Totals of a run. A step with a prompt's tokens in it counts as prefill, any other as decode; with all its tokens
-    but rejected drafts.
+    """Totals of a run. A step with tokens of a prompt counts as prefill, any other as decode, with all its tokens
+    except rejected drafts.
 
     Attributes:
-        num_preemptions: of the finished requests.
-        num_cached_tokens: of the finished requests' prompts, that earlier requests had computed.
-        num_draft_tokens, num_accepted_tokens: drafts computed, and those that became tokens.
-        max_num_running: most requests that held blocks at the same time.
+        num_preemptions: Number of preemptions of finished requests.
+        num_cached_tokens: Number of prompt tokens of finished requests that earlier requests had computed.
+        num_draft_tokens, num_accepted_tokens: Numbers of drafts computed and accepted.
+        max_num_running: Largest number of requests that held blocks at the same time.
     """
 
     num_prefill_tokens: int = 0
@@ -46,7 +46,7 @@ class Stats:
         self.num_accepted_tokens += num_accepted
 
     def count_finished(self, request: Request) -> None:
-        """Add what a request that has finished went through."""
+        """Add the counts of a finished request."""
         self.num_finished += 1
         self.num_preemptions += request.num_preemptions
         self.num_cached_tokens += request.num_cached_tokens

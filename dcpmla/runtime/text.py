@@ -1,4 +1,4 @@
-"""Text of token ids as they come, up to a stop string, and the offset of each token in it."""
+"""Incremental text of token ids, up to a stop string, and the offset of each token in it."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -22,9 +22,9 @@ class Tokenizer(Protocol):
 
 
 class TextStream:
-    """The text of a request, in pieces as its tokens come.
+    """The text of a request, in pieces as its tokens arrive.
 
-    The pieces together are what the new tokens add to the prompt's text: decode(prompt + new), less the characters that
+    The pieces together are the text that new tokens add to the prompt's: decode(prompt + new), less the characters that
     the prompt completes. If the prompt ends inside a character, that character belongs to the new text, whole or
     broken. A stop string cuts the text; of stop strings that become complete with the same character the longest
     counts. Work per token does not grow with the text or the prompt.
@@ -73,7 +73,7 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """All text given out so far."""
+        """All text returned so far."""
         return "".join(self._pieces)
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -104,7 +104,7 @@ class TextStream:
         return text[:num_given]
 
     def _find(self, stop: str, text: str) -> int:
-        """Return where a stop string begins that ends after the exempt characters, -1 if there is none."""
+        """Return the start of a stop string that ends after the exempt characters, -1 without one."""
         return text.find(stop, max(0, self._num_exempt + 1 - len(stop)))
 
     def _num_held(self, text: str) -> int:
@@ -148,7 +148,7 @@ class TokenOffsets:
 
 
 def unfinished_end(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-    """Return what decoding makes of the bytes at the end that are no whole character, empty if there are none."""
+    """Return the decoded text of the incomplete character at the end, empty without one."""
     return _Decoder(tokenizer, token_ids).uncertain
 
 

@@ -14,9 +14,9 @@ class Verified(NamedTuple):
     """The outcome of a step's drafts, [n] int64 each on the device: of every request that gets new tokens.
 
     Attributes:
-        num_accepted, num_rejected: drafts.
-        newest_at: which of the step's new tokens is the last one that it keeps.
-        newest: that token.
+        num_accepted, num_rejected: Numbers of drafts.
+        newest_at: Index, among the step's new tokens, of the last one that the request keeps.
+        newest: The token at that index.
     """
 
     num_accepted: Tensor
@@ -30,7 +30,7 @@ class Compared(NamedTuple):
 
     Attributes:
         drafts: [sum of nums], request after request.
-        sampled: [sum of nums + n], of each request before each of its drafts, and after the last.
+        sampled: [sum of nums + n], a number for each draft of a request, and one after its last.
     """
 
     drafts: Tensor
@@ -41,18 +41,18 @@ def verify(drafts: Tensor, sampled: Tensor, nums: Sequence[int], compared: Compa
     """Accept the drafts of each request up to the first that is not the token sampled at its position. Nothing waits
     for the device.
 
-    So each is accepted with the probability that sampling gives it, and the tokens are those of sampling one at a time:
-    rejection sampling of drafts that are certain, with the random numbers that plain decoding draws.
+    Each draft is thus accepted with its probability under sampling, and the tokens equal one-at-a-time sampling:
+    rejection sampling of deterministic drafts, with the random numbers that plain decoding draws.
 
     Args:
-        drafts, sampled: tokens, laid out as what is compared.
-        nums: [n] drafts of each request.
-        report: [n + sum of nums] int64 to write: how many are accepted of each request, then the drafts.
+        drafts, sampled: Tokens, in the layout of `compared`.
+        nums: [n] number of drafts of each request.
+        report: [n + sum of nums] int64 output: the number of accepted drafts of each request, then the drafts.
     """
     first = tuple(accumulate((1 + num for num in nums[:-1]), initial=0))
     starts, nums_there = upload_once((first, tuple(nums)), sampled.device)
     if sampled.is_cuda:
-        from dcpmla.runtime.kernels import verification  # triton is there on Linux only
+        from dcpmla.runtime.kernels import verification  # triton exists on Linux only
 
         return Verified(*verification.verify(drafts, sampled, starts, nums_there, compared, report))
     num_accepted = []

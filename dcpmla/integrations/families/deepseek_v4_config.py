@@ -42,7 +42,7 @@ def compressed_config(config: Any) -> CompressedConfig:
 
 
 def check_compressed(config: Any) -> None:
-    """Raise ValueError for fields of attention that do not belong together."""
+    """Raise ValueError for inconsistent fields of attention."""
     if getattr(config, "indexer_rope_interleave", None) is False:
         raise ValueError(
             "indexer_rope_interleave is False; the indexer of this family rotates pairs, so it must be True"

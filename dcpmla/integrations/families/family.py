@@ -34,8 +34,8 @@ class Family:
     Attributes:
         class_prefix: Beginning of the names of transformers' classes.
         routing: Choice of experts.
-        check_attention: Function that raises ValueError for fields of a config that do not belong together.
-        load_decoder: Loader of so many layers of the model, without the MTP module's.
+        check_attention: Function that raises ValueError for inconsistent fields of a config.
+        load_decoder: Loader of a number of the model's layers, without the MTP module's.
         load_mtp: Loader of the MTP module, whose block has a name, over the model's embedding.
     """
 

@@ -31,7 +31,7 @@ class _Longcat(Family):
         """Pass: every model has a module."""
 
     def with_mtp_layer(self, config: Any) -> Any:
-        """Return the config as it is."""
+        """Return the config unchanged."""
         return config
 
     def module_name(self, name: str, num_layers: int) -> str:

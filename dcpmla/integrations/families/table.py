@@ -59,7 +59,7 @@ def find_family(model_type: str) -> Family:
     """Return the family of a model type.
 
     Raises:
-        ValueError: An architecture that is not in the table.
+        ValueError: The architecture is not in the table.
     """
     if str(model_type) not in FAMILIES:  # a file may have a value of any type
         known = choices(tuple(FAMILIES))
@@ -76,6 +76,6 @@ def attention_kind(config: Any) -> AttentionKind:
     """Return the kind of attention of a transformers config, with all its layers.
 
     Raises:
-        ValueError: An architecture that is not known, or a field that no attention can have.
+        ValueError: The architecture is unknown, or a field has a value that no attention can have.
     """
     return family_of(config).attention(config)

@@ -1,7 +1,7 @@
 """The plug-in for SGLang: `--attention-backend dcpmla` runs DeepSeek's MLA models over our attention and exchange.
 
 SGLang finds `register` by the entry point `sglang.srt.plugins`, in each of its processes; nothing else imports this.
-What it needs of SGLang beyond `AttentionBackend` is named here and in `backend.take_over`.
+SGLang's internals that it needs beyond `AttentionBackend` are named here and in `backend.take_over`.
 """
 
 import logging
@@ -10,7 +10,7 @@ from typing import Any
 
 from dcpmla.integrations.sglang.names import NAME
 
-SUPPORTED = ("0.5.23",)  # releases that tests ran with; SGLang moves what is named below between others
+SUPPORTED = ("0.5.23",)  # releases that tests ran with; SGLang moves the names below between releases
 
 logger = logging.getLogger(__name__)
 

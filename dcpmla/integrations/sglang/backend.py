@@ -34,7 +34,7 @@ class Backend(AttentionBackend):
     Args:
         runner: SGLang's ModelRunner, its model loaded and its cache allocated.
     Raises:
-        ValueError: an option or a model that it does not run.
+        ValueError: The backend does not support an option or the model.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -77,7 +77,7 @@ class Backend(AttentionBackend):
             self.decode = self.builder.decode(forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Do nothing: a graph's metadata lies in its own memory."""
+        """Do nothing: a graph's metadata is in its own memory."""
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1  # padding reads the first token of SGLang's spare page
@@ -89,7 +89,7 @@ class Backend(AttentionBackend):
 
         Args:
             k: [T, 1, L + R], the new tokens' latents.
-            layer: SGLang's RadixAttention.
+            layer: RadixAttention of SGLang.
         """
         rank = self.token_to_kv_pool.kv_lora_rank
         if save_kv_cache:
@@ -102,7 +102,7 @@ class Backend(AttentionBackend):
     def prepare_prefill_qkv(
         self, q: Tensor, q_pe: Tensor, kv_a: Tensor, k_pe: Tensor, positions: Tensor, layer: Any, forward_batch: Any
     ) -> tuple[Tensor, None, None]:
-        """Rotate and cache new tokens, and keep what `forward_extend` makes their keys and values from.
+        """Rotate and cache new tokens, and keep the inputs of their keys and values for `forward_extend`.
 
         Args:
             q, q_pe: [T, h, P + R], and its last R columns, not rotated.
@@ -165,7 +165,7 @@ class Backend(AttentionBackend):
         """Cache the new tokens [T, 1, L] and [T, 1, R] that are this rank's."""
         if kv_c.is_cuda:
             self.token_to_kv_pool.set_mla_kv_buffer(layer, KVWriteLoc.for_batch(forward_batch), kv_c, k_pe)
-        else:  # where SGLang's kernel does not run
+        else:  # SGLang's kernel does not run on a CPU
             write_latents(self._cache(layer), kv_c[:, 0], k_pe[:, 0], self.builder.slots(forward_batch), self.kv_scale)
 
 

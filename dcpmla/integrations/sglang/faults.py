@@ -12,11 +12,11 @@ _CHECK = "check_dcpmla_faults"  # attribute of a result between the step and its
 
 
 def guard(faults: StepFaults) -> None:
-    """Have this process's scheduler raise PeerFault in place of using a step's tokens, if an exchange of it failed on
+    """Make this process's scheduler raise PeerFault instead of using a step's tokens, if one of its exchanges failed on
     any rank of the TP group. That ends all processes of SGLang.
 
     Each rank has a scheduler, and all make the same steps. `run_batch` launches one, with the overlap schedule on a
-    stream of its own; `process_batch_result` takes its result later.
+    separate stream; `process_batch_result` takes its result later.
     """
     run_batch, process_batch_result = Scheduler.run_batch, Scheduler.process_batch_result
 

@@ -20,7 +20,7 @@ class MetadataBuilder:
     tokens are dealt one by one (I = 1).
 
     Args:
-        dcp: with SGLang's page size as block_size.
+        dcp: DCP configuration whose block_size is SGLang's page size.
         req_to_token: [max_requests, max_context] int32, the slot of each token of each request.
     """
 
@@ -45,8 +45,8 @@ class MetadataBuilder:
         return self.steps.prefill(query_lens, seq_lens, table)
 
     def _table(self, batch: Any, seq_lens: Tensor | None) -> Tensor:
-        """Return the pages [num_reqs, max_pages] int32 of each request: as many as the longest of seq_lens has, or as a
-        request can have.
+        """Return the pages [num_reqs, max_pages] int32 of each request; max_pages follows from the longest of seq_lens,
+        or without it from the longest possible request.
         """
         longest = None if seq_lens is None else int(seq_lens.max())
         columns = slice(0, None if longest is None else -(-longest // self.slots_per_page))

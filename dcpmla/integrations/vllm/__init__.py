@@ -1,7 +1,7 @@
 """The plug-in for vLLM, found by the entry point `vllm.general_plugins`. Nothing else imports this package.
 
 It has the attention of dense MLA models, its exchange included (`backend`), or the exchange alone, under vLLM's own
-kernels (`exchange`). What it uses of vLLM's inside is listed in `names`.
+kernels (`exchange`). `names` lists the internals of vLLM that it uses.
 """
 
 import logging
@@ -9,7 +9,7 @@ import os
 
 FIRST_VERSION, END_VERSION = (0, 32), (0, 34)  # vLLM's versions that tests/engines runs with
 MODES = ("custom", "default", "exchange", "off")
-CHOSEN_BY_VLLM = ("FLASH_ATTN_MLA", "CPU_MLA", "AMX_MLA")  # what vLLM takes for dense MLA on Hopper, and on CPUs
+CHOSEN_BY_VLLM = ("FLASH_ATTN_MLA", "CPU_MLA", "AMX_MLA")  # vLLM's choices for dense MLA on Hopper and on CPUs
 BACKEND = "dcpmla.integrations.vllm.backend.DCPMLABackend"
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ def register() -> None:
     - off: nothing.
 
     Raises:
-        ValueError: another mode.
+        ValueError: The mode is none of these.
     """
     mode = os.environ.get("DCPMLA_VLLM", "custom")
     if mode not in MODES:

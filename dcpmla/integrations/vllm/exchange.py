@@ -33,13 +33,13 @@ def exchange_of(group: ProcessGroup, device: torch.device) -> Exchange:
     chosen = select_exchange(dcp, group, device)
     if dist.get_rank(group) == 0:
         logger.warning("dcpmla: exchange %s (%s)", chosen.exchange.name, chosen.reason)
-    # A second group of the same ranks would have communicators of its own, in memory of the GPU.
+    # A second group of the same ranks would allocate its own communicators in the GPU's memory.
     guard(StepFaults(chosen.exchange, dcp, group if size == tp.world_size else tp.device_group, device))
     return chosen.exchange
 
 
 def install() -> None:
-    """Have vLLM gather queries and merge partial outputs by this package's exchange, whichever kernel attends."""
+    """Make vLLM gather queries and merge partial outputs by this package's exchange, for any attention kernel."""
     MLADCPManager._init_query_gather = _query_gather
     MLADCPManager._init_combine = _combine
 

@@ -11,7 +11,7 @@ _CHECK = "check_dcpmla_faults"  # attribute of a worker between the two halves o
 
 
 def guard(faults: StepFaults) -> None:
-    """Have this process's worker return no output of a step in which an exchange failed on any rank of the TP group.
+    """Make this process's worker return no output of a step in which an exchange failed on any rank of the TP group.
 
     A worker launches the model in `execute_model`, which returns None if sampling is left to `sample_tokens`. The words
     are summed between the two, so an output does not wait for drafts of the next step. With asynchronous scheduling the

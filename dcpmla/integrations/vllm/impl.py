@@ -150,7 +150,7 @@ class DCPMLAImpl(MLACommonImpl):
         """Attend once in steps of every kind. Collective.
 
         Args:
-            layer: vLLM's layer of this attention.
+            layer: Layer of this attention in vLLM.
             cache_dtype: Format of its cache; e4m3 for caches that vLLM declares as bytes.
             steps, workspace, sizes: Arguments of `attention.warm_up`, from `steps` on.
         """

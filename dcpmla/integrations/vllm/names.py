@@ -1,5 +1,5 @@
-"""vLLM's internal names that the plug-in uses; a new version may move them. tests/engines looks for all of them in each
-tested version.
+"""vLLM's internal names that the plug-in uses; a new version may move them. tests/engines looks for each of them in
+every tested version.
 """
 
 from vllm.config import get_current_vllm_config

@@ -1,7 +1,7 @@
 """The consumers of a grouped product, two groups of four warps: each multiplies half of a block's routes by both parts
-of the weights, and stores what comes of them.
+of the weights, and stores the results.
 
-While one of them scales a product in fp8, or stores, the tensor cores work for the other.
+While one group scales a product in fp8, or stores, the tensor cores work for the other.
 """
 
 from triton.experimental import gluon
@@ -33,7 +33,7 @@ def _await(buffers, num_read):
     """Wait for a stage, and return it."""
     stage = num_read % NUM_STAGES
     mbarrier.wait(buffers.ready.index(stage), (num_read // NUM_STAGES) & 1)
-    fence_async_shared()  # rows were copied by threads; the tensor cores are to see them
+    fence_async_shared()  # rows were copied by threads and must be visible to the tensor cores
     return stage
 
 
@@ -53,7 +53,7 @@ def _multiply(group: gl.constexpr, buffers, num_read, routes):
         x = stage_of(buffers.x, 2 * stage + group)
         first = warpgroup_mma(x, _weights(buffers, stage, 0), first, is_async=True)
         second = warpgroup_mma(x, _weights(buffers, stage, 1), second, is_async=True)
-        first, second = warpgroup_mma_wait(2, deps=[first, second])  # for those of the step before
+        first, second = warpgroup_mma_wait(2, deps=[first, second])  # the previous step's products
         if step > 0:
             mbarrier.arrive(buffers.free.index((num_read - 1) % NUM_STAGES), count=1)
         num_read += 1
@@ -64,7 +64,7 @@ def _multiply(group: gl.constexpr, buffers, num_read, routes):
 
 @gluon.jit
 def _skip(buffers, num_read, routes):
-    """Let a tile's stages go, and return the steps read so far."""
+    """Release a tile's stages without use, and return the steps read so far."""
     depth: gl.constexpr = buffers.x.shape[2]
     for _ in range((routes.depth + depth - 1) // depth):
         stage = _await(buffers, num_read)
@@ -81,12 +81,12 @@ def _multiply_fp8(group: gl.constexpr, w_scales_ptr, buffers, tile, num_read, ro
     first = gl.zeros([ROWS, COLUMNS], gl.float32, _PRODUCT_FP8)
     second = first
     block = find_weights(tile, 0, routes) // COLUMNS
-    # The second part of a block's last tile may lie past the end: it is not stored.
+    # The second part of a block's last tile may exceed the weights; its result is not stored.
     other = gl.minimum(find_weights(tile, 1, routes), num_weight_rows(routes) - 1) // COLUMNS
     first_at, second_at = w_scales_ptr + block * num_steps, w_scales_ptr + other * num_steps
     first_scale, second_scale = gl.load(first_at), gl.load(second_at)
     for step in range(num_steps):
-        following = gl.minimum(step + 1, num_steps - 1)  # scales are there before their products
+        following = gl.minimum(step + 1, num_steps - 1)  # scales are loaded one step ahead
         stage = _await(buffers, num_read)
         x = stage_of(buffers.x, 2 * stage + group)
         x_scales = buffers.x_scales.index(stage).slice(group * ROWS, ROWS).load(row)
@@ -107,13 +107,13 @@ def _multiply_fp8(group: gl.constexpr, w_scales_ptr, buffers, tile, num_read, ro
 
 @gluon.jit
 def _store(values, buffer, out_ptr, routes_ptr, first_column, WIDTH: gl.constexpr, INTERLEAVED: gl.constexpr):
-    """Store results of a consumer's routes [ROWS, COLUMNS], through shared memory: so a warp writes whole rows."""
+    """Store results of a consumer's routes [ROWS, COLUMNS], through shared memory, so that a warp writes whole rows."""
     size: gl.constexpr = buffer.dtype.primitive_bitwidth // 8
-    lanes: gl.constexpr = COLUMNS * size // 16  # of a row
+    lanes: gl.constexpr = COLUMNS * size // 16  # lanes per row, each with 16 bytes
     layout: gl.constexpr = gl.BlockedLayout([1, 16 // size], [32 // lanes, lanes], [4, 1], [1, 0])
     if INTERLEAVED:
         values = values.reshape([ROWS, COLUMNS // 8, 2, 4]).permute(0, 1, 3, 2).reshape([ROWS, COLUMNS])
-    barrier()  # the results before have left
+    barrier()  # the previous results have been read
     buffer.store(values.to(buffer.dtype))
     barrier()
     route = gl.load(routes_ptr + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)))
@@ -128,9 +128,9 @@ def consume(
 ):
     """Compute and store a half of each block's routes.
 
-    results: the arguments of `product.grouped_product_kernel` by these names.
-    dtype: to which a gated result is rounded, also before it is quantized.
-    INTERLEAVED: a gated result is stored in the order that weights of 4 bits have.
+    results: Arguments of `product.grouped_product_kernel` by these names.
+    dtype: Dtype to which a gated result is rounded, also before it is quantized.
+    INTERLEAVED: Whether a gated result is stored in the column order of 4-bit weights.
     """
     expert_weights_ptr, out_ptr, out_scales_ptr, out_scales_stride, limit = results
     num_read = 0

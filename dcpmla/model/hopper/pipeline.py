@@ -1,8 +1,8 @@
 """The pipeline between the warps of a program: tiles of the result, stages in shared memory, and their mbarriers.
 
-Every role walks the program's tiles by itself, and the steps of a tile, each a piece of the depth. They meet at
-mbarriers: a stage's `ready` completes a phase when rows and weights are there, its `free` when both consumers have read
-them.
+Every role walks the program's tiles by itself, and the steps of a tile, each a piece of the depth. The roles
+synchronize by mbarriers: a stage's `ready` completes a phase when rows and weights have arrived, its `free` when both
+consumers have read them.
 """
 
 from triton.experimental import gluon
@@ -12,9 +12,9 @@ from dcpmla.attention.hopper.compat import aggregate
 from dcpmla.attention.hopper.pipeline import allocate_mbarriers
 
 BLOCK_ROWS = 128  # routes of a block
-ROWS = gl.constexpr(BLOCK_ROWS // 2)  # of a consumer
-COLUMNS = gl.constexpr(128)  # rows of the weight in a part; blocks of fp8 and groups of a result have as many
-ROW_BYTES = gl.constexpr(128)  # of a row in a stage: the width of a swizzle
+ROWS = gl.constexpr(BLOCK_ROWS // 2)  # routes per consumer
+COLUMNS = gl.constexpr(128)  # rows of the weight per part; equals fp8's block size and a result's group size
+ROW_BYTES = gl.constexpr(128)  # bytes of a row per stage: the width of a swizzle
 NUM_STAGES = gl.constexpr(3)
 WARPGROUP = gl.constexpr(128)  # threads
 
@@ -42,7 +42,7 @@ class Routes:
     top_k: gl.constexpr  # row route // top_k of x is a route's
     width: gl.constexpr  # rows of an expert's weight in a part
     depth: gl.constexpr  # columns of the weight
-    is_gated: gl.constexpr  # the weight has two parts, gates and what they gate; else a tile has two neighbours of one
+    is_gated: gl.constexpr  # the weight has two parts, gate and up; else a tile takes two adjacent parts of one
 
 
 @aggregate
@@ -51,7 +51,7 @@ class Tile:
 
     block: gl.tensor
     expert: gl.tensor
-    first_column: gl.tensor  # of the first part
+    first_column: gl.tensor  # start of the first part
 
 
 @gluon.jit
@@ -68,7 +68,7 @@ def num_tiles(routes):
 
 @gluon.jit
 def find_tile(number, routes):
-    """Return a tile by its number. Those of a block are neighbours: programs that run together share rows in the L2."""
+    """Return a tile by its number. Tiles of a block are adjacent, so that concurrent programs share rows in the L2."""
     columns: gl.constexpr = COLUMNS if routes.is_gated else 2 * COLUMNS
     block = number // _tiles_of_block(routes)
     return Tile(block, gl.load(routes.experts_ptr + block), number % _tiles_of_block(routes) * columns)
@@ -90,7 +90,7 @@ def num_weight_rows(routes):
 
 @gluon.jit
 def new_buffers(dtype: gl.constexpr, out_dtype: gl.constexpr, HAS_SCALES: gl.constexpr, NUM_ARRIVALS: gl.constexpr):
-    """Allocate the stages. NUM_ARRIVALS: of a stage that is filled, from those who bring weights."""
+    """Allocate the stages. NUM_ARRIVALS: Arrivals per filled stage from producers of weights."""
     bits: gl.constexpr = dtype.primitive_bitwidth
     out_bits: gl.constexpr = out_dtype.primitive_bitwidth
     depth: gl.constexpr = ROW_BYTES * 8 // bits

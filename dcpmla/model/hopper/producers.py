@@ -1,8 +1,8 @@
-"""The producers of a grouped product: they bring rows and weights into shared memory, stage after stage.
+"""The producers of a grouped product: they copy rows and weights into shared memory, stage after stage.
 
-`gather_rows` is four warps that copy rows of tokens by cp.async. Weights come by TMA: `load_weights` is one warp. For
-those of 4 bits `dequantize_weights` is four warps a part; they issue no copies of rows, for which their fences would
-wait.
+`gather_rows` is four warps that copy rows of tokens by cp.async. TMA loads weights: `load_weights` is one warp. For
+4-bit weights `dequantize_weights` is four warps a part; they do not copy rows because their fences would wait for the
+copies.
 """
 
 from triton.experimental import gluon
@@ -58,7 +58,7 @@ def gather_rows(x_ptr, x_scales_ptr, x_scales_stride_row, x_scales_stride_block,
             if x_scales_ptr is not None:
                 scales = buffers.x_scales.index(stage)
                 copy_async(scales, scales_at + step * x_scales_stride_block, mask=both >= 0)
-            async_copy.mbarrier_arrive(buffers.ready.index(stage), increment_count=False)  # when they have come
+            async_copy.mbarrier_arrive(buffers.ready.index(stage), increment_count=False)  # once the copies have landed
             num_filled += 1
 
 
@@ -84,7 +84,7 @@ def load_weights(w_desc, buffers, routes):
 def _assembler(convert: str) -> gl.constexpr:
     """Return code that makes four times two bfloat16, $0 to $3, of the eight codes of a word, $4, and their scale, $5.
 
-    `convert` makes two of them, those that lie 4 i and 16 + 4 i bits up, in `word`; {0} {1} shifts them up to bit 6 of
+    `convert` makes two of them, from the codes at bits 4 i and 16 + 4 i, in `word`; {0} {1} shifts them up to bit 6 of
     each half, {2} {3} their signs to bit 15, {4} {5} moves them down to bit 0.
     """
     lines = [".reg .b32 word, part;"]
@@ -110,10 +110,10 @@ _INT4 = _assembler("""
 
 @gluon.jit
 def _dequantize(words, scales, second: gl.constexpr):
-    """Return a group's values, two bfloat16 a word [COLUMNS, 16], of its codes, int32 [COLUMNS, 4]. Of eight columns
-    come 0, 4, 1, 5, 2, 6, 3, 7.
+    """Return a group's values, two bfloat16 a word [COLUMNS, 16], of its codes, int32 [COLUMNS, 4]. Each eight columns
+    are in the order 0, 4, 1, 5, 2, 6, 3, 7.
 
-    scales: [COLUMNS], each those of two groups: e8m0 as uint16, or bfloat16 as int32.
+    scales: [COLUMNS], two groups' scales in each number: e8m0 as uint16, or bfloat16 as int32.
     """
     if scales.dtype == gl.uint16:
         exponent = (scales >> 8 if second else scales & 0xFF).to(gl.int32) << 7
@@ -136,7 +136,7 @@ def _dequantize(words, scales, second: gl.constexpr):
 
 @gluon.jit
 def allocate_codes(w_desc):
-    """Allocate slots for packed codes of a part, and mbarriers: they are there."""
+    """Allocate slots for packed codes of a part, and mbarriers that signal their arrival."""
     codes = gl.allocate_shared_memory(gl.int32, [NUM_SLOTS, COLUMNS, GROUP // 4], w_desc.layout)
     return codes, allocate_mbarriers(NUM_SLOTS, 1)
 
@@ -162,7 +162,7 @@ def dequantize_weights(part: gl.constexpr, w_desc, scales_ptr, codes, codes_read
         tile = find_tile(number, routes)
         first_row = find_weights(tile, part, routes)
         row = first_row + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, by_row))
-        # The second part of a block's last tile may lie past the end: it is not stored.
+        # The second part of a block's last tile may exceed the weights; its result is not stored.
         scales_at = scales_ptr + gl.minimum(row, num_weight_rows(routes) - 1).to(gl.int64) * num_steps
         for step in gl.static_range(NUM_SLOTS):
             if step < num_steps:

@@ -1,8 +1,8 @@
-"""Grouped products of many rows an expert on Hopper GPUs, in 16, 8 or 4 bits; `model.kernels` has those of few rows.
+"""Grouped products of many rows per expert on Hopper GPUs, in 16, 8 or 4 bits; `model.kernels` handles few rows.
 
 A program computes one tile of the result after the other: 128 routes of an expert by two parts of 128 of its weight's
-rows, gates and what they gate, or neighbours. Producers bring rows and weights into shared memory, stages ahead of two
-consumers, which multiply 64 routes each.
+rows, gate and up, or adjacent ones. Producers copy rows and weights into shared memory, stages ahead of two consumers,
+which multiply 64 routes each.
 """
 
 import torch
@@ -48,12 +48,11 @@ def grouped_product_kernel(
 ):
     """Multiply rows of blocks of routes by their experts' weights; as many programs as run at a time.
 
-    w_desc: rows [E PARTS WIDTH, K]; packed codes are words, int32 [.., K / 8]. Gated, the two parts are gates and what
-        they gate: the result is silu(gate) * up, times the route's weight, rounded to DTYPE. One part is a plain
-        product.
-    w_scales_ptr: of fp8 float32 [E, PARTS, WIDTH / 128, K / 128]; of packed codes those of two groups in one number,
-        [E, PARTS, WIDTH, K / 64].
-    out_scales_ptr: where a gated result is quantized in groups of 128, its scales, a column after the other.
+    w_desc: Rows [E PARTS WIDTH, K]; packed codes are words, int32 [.., K / 8]. With GATED, the two parts are gate and
+        up: the result is silu(gate) * up, times the route's weight, rounded to DTYPE. One part is a plain product.
+    w_scales_ptr: Scales: for fp8 float32 [E, PARTS, WIDTH / 128, K / 128]; for packed codes [E, PARTS, WIDTH, K / 64],
+        two groups' scales in one number.
+    out_scales_ptr: Scales of a gated result that is quantized in groups of 128, a column after the other; or None.
     """
     is_packed: gl.constexpr = w_desc.dtype == gl.int32
     buffers = new_buffers(
@@ -101,7 +100,7 @@ def takes(x: Tensor, *weights: Tensor | None) -> bool:
     assert gate_up is not None
     if not x.is_cuda or torch.version.cuda is None or torch.cuda.get_device_capability(x.device)[0] != 9:
         return False
-    is_packed = gate_up.dtype == torch.uint8  # whose values are bfloat16
+    is_packed = gate_up.dtype == torch.uint8  # dequantized to bfloat16
     is_known = x.dtype == torch.bfloat16 if is_packed else x.dtype in _GLUON and gate_up.dtype in (x.dtype, FP8)
     # TMA and cp.async bring 16 bytes at a time.
     multiple = 2 * GROUP if is_packed else 16 // gate_up.itemsize
@@ -111,7 +110,7 @@ def takes(x: Tensor, *weights: Tensor | None) -> bool:
 
 
 def interleave(x: Tensor) -> Tensor:
-    """Return rows [T, K] as products of 4 bits take them: of eight columns 0, 4, 1, 5, 2, 6, 3, 7."""
+    """Return rows [T, K] in the column order of 4-bit products: 0, 4, 1, 5, 2, 6, 3, 7 in each eight."""
     return x.unflatten(1, (-1, 2, 4)).transpose(2, 3).flatten(1)
 
 
@@ -127,9 +126,9 @@ def multiply_gated(
     """Return silu(gate) * up of each route, times the route's weight, [routes, I] in dtype, or quantized as x is.
 
     Args:
-        x: [T, H]; for weights in fp8 quantized, for those in 4 bits interleaved, as then is the result.
+        x: [T, H]; quantized for fp8 weights; interleaved for 4-bit weights, and the result likewise.
         weights: [E, 2 I, H], or codes [E, 2 I, H / 2].
-        blocks: of BLOCK_ROWS routes.
+        blocks: Blocks of BLOCK_ROWS routes.
         expert_weights: float32 [T, k].
         limit: `model.experts.compute_experts`'s swiglu_limit.
     """
@@ -199,7 +198,7 @@ def _launch(
 
 
 def _describe(rows: Tensor, row_bytes: int) -> TensorDescriptor:
-    """Describe rows [N, K] for TMA in tiles of COLUMNS rows, so many bytes of each."""
+    """Describe rows [N, K] for TMA in tiles of COLUMNS rows and `row_bytes` bytes of each."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=row_bytes, element_bitwidth=8 * rows.itemsize, rank=2)
     tile = [COLUMNS.value, row_bytes // rows.itemsize]
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), tile, layout)

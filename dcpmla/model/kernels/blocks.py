@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_CHUNK = 4096  # routes that a program looks at at a time
+_CHUNK = 4096  # routes that a program reads at a time
 _SPAN = 4 * _CHUNK  # routes of a program
-_COLUMNS = 1024  # of a program that sums
+_COLUMNS = 1024  # columns per program of the sum
 
 
 @triton.jit(do_not_specialize=["num_routes"])
@@ -41,8 +41,8 @@ def assign_kernel(
     SPAN: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Write a span's routes to an expert, one program per (expert, span). The last expert, which there is not, has the
-    blocks that nobody has.
+    """Write a span's routes to an expert, one program per (expert, span). Programs of the id num_experts mark the
+    unused blocks.
     """
     expert, span, num_spans = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     other, spans = tl.arange(0, BINS)[:, None], tl.arange(0, SPANS)[None, :]
@@ -72,12 +72,12 @@ def assign_kernel(
 
 
 class Blocks(NamedTuple):
-    """Routes in blocks of one expert each, as many blocks as any ids may need.
+    """Routes in blocks of one expert each, with enough blocks for any ids.
 
     Attributes:
-        experts: int32 [blocks], an expert's blocks side by side, -1 for those that nobody has, after all others.
+        experts: int32 [blocks], an expert's blocks side by side, -1 for unused blocks, after all others.
         routes: int32 [blocks, rows], ascending within an expert, -1 where a block has fewer.
-        number: int32 [1], of blocks that an expert has.
+        number: int32 [1], number of used blocks.
     """
 
     experts: Tensor
@@ -126,7 +126,7 @@ def sum_kernel(rows_ptr, ids_ptr, out_ptr, num_experts, width, TOP_K: tl.constex
     acc = tl.zeros([COLUMNS], tl.float32)
     for i in tl.static_range(TOP_K):
         expert = tl.load(ids_ptr + route + i)
-        # Nobody wrote the row of an expert that is not here.
+        # Rows of ids outside [0, num_experts) were never written.
         num_columns = tl.where((expert >= 0) & (expert < num_experts), width, 0)
         rows = tl.load(rows_ptr + (route + i) * width + column, mask=column < num_columns, other=0.0)
         acc += rows.to(tl.float32)
@@ -135,7 +135,7 @@ def sum_kernel(rows_ptr, ids_ptr, out_ptr, num_experts, width, TOP_K: tl.constex
 
 
 def sum_routes(rows: Tensor, expert_ids: Tensor, num_experts: int) -> Tensor:
-    """Return [T, H], the sums of each token's rows [T k, H]; those of ids outside [0, num_experts) are not read."""
+    """Return [T, H], the sums of each token's rows [T k, H]; rows of ids outside [0, num_experts) are not read."""
     (num_tokens, top_k), width = expert_ids.shape, rows.shape[1]
     out = rows.new_empty(num_tokens, width)
     sum_kernel[(num_tokens, triton.cdiv(width, _COLUMNS))](

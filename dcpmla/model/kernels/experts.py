@@ -1,4 +1,4 @@
-"""Experts on GPUs: two grouped products, by kernels and tiles for how many rows an expert gets."""
+"""Experts on GPUs: two grouped products, whose kernels and tiles depend on the rows per expert."""
 
 from typing import Any, NamedTuple
 
@@ -21,9 +21,9 @@ class Tile(NamedTuple):
     """A tile of one product.
 
     Attributes:
-        rows, columns, depth: routes, rows of W (of each part) and columns of W at a time; depth is of 16 bits or fewer.
-        num_warps, num_stages: of a program and of its pipeline.
-        is_stacked: both parts are one product; those of 4 bits always are.
+        rows, columns, depth: Routes, rows of W (of each part) and columns of W at a time; depth is of 16 bits or fewer.
+        num_warps, num_stages: Warps per program, and stages of its pipeline.
+        is_stacked: Whether both parts are one product; always so in 4 bits.
     """
 
     rows: int
@@ -35,17 +35,17 @@ class Tile(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """Tiles of both products, for experts that get up to so many rows on average."""
+    """Tiles of both products, for experts that get up to `most_rows` rows on average."""
 
     most_rows: float
     gate_up: Tile
     down: Tile
 
 
-_MANY_ROWS = 64  # of an expert on average, past which Hopper GPUs have a kernel of their own
-_RESERVED_BYTES = 4096  # of shared memory, for all but the tiles
-# Few tokens are not sorted: each route is a block of its own, and the second product sums a token's. A few more are
-# not, either, where they hardly share experts, whose weights would be read again.
+_MANY_ROWS = 64  # average rows per expert above which Hopper GPUs use their own kernel
+_RESERVED_BYTES = 4096  # shared memory for everything except the tiles
+# Few tokens are not sorted: each route is its own block, and the second product sums a token's routes. A few more are
+# not sorted, either, if they hardly share experts, whose weights would otherwise be read again.
 _FEW_TOKENS, _MORE_TOKENS, _EXPERTS_PER_ROUTE = 2, 4, 6
 _FEW = {
     torch.bfloat16: Tiling(1, Tile(8, 32, 256, 4, 3, True), Tile(8, 64, 256, 4, 7)),
@@ -157,7 +157,7 @@ def _multiply(
         "DEPTH": depth,
         "WIDTH": width,
         "K": k,
-        # What is summed takes two stages of a loop for one of memory: ids of experts are loaded before their weights.
+        # A sum takes two loop stages for one of memory because ids of experts are loaded before their weights.
         "STAGES": max(1, min(tile.num_stages, most_stages * 2 if num_summed > 1 else most_stages)),
         "num_warps": tile.num_warps,
     }
@@ -170,5 +170,5 @@ def _multiply(
 
 
 def _by_halves(x: Tensor) -> Tensor:
-    """Return rows as products of 4 bits take them: the even columns first, then the odd ones."""
+    """Return rows in the column order of 4-bit products: the even columns first, then the odd ones."""
     return x.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)

@@ -1,7 +1,7 @@
 """Triton kernel that multiplies rows by the weights of their experts (a grouped product), in 16 or 8 bits.
 
-For few rows the weights are the left, wide side of a product, out^T = W x^T, which wastes little. Those in fp8 multiply
-rows in fp8, and each 128 of the depth is scaled by both sides' scales in float32.
+For few rows the weights are the left, wide side of a product, out^T = W x^T, which wastes little. Weights in fp8
+multiply rows in fp8, and each 128 of the depth is scaled by both sides' scales in float32.
 """
 
 import triton
@@ -14,7 +14,7 @@ _BLOCK = tl.constexpr(BLOCK)
 
 @triton.jit
 def swiglu(gate, up, limit):
-    """Return silu(gate) * up; with a limit, gates are at most that, and what they gate lies in [-limit, limit]."""
+    """Return silu(gate) * up; with a limit, gate is clamped to at most limit, and up to [-limit, limit]."""
     if limit is not None:
         gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
         up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
@@ -73,14 +73,14 @@ def grouped_product_kernel(
 ):
     """Multiply rows of a block of routes by their expert's weights; one program per tile of rows and of W's.
 
-    w_desc: [E, PARTS, WIDTH, K], in tiles [1, 1, COLUMNS, DEPTH]. Gated, the two parts are gates and what they gate:
-        the result is silu(gate) * up, times the route's weight. One part is a plain product. Tiles [1, 2, ..] of few
-        rows are one product of both.
-    x_ptr: row route // TOP_K is a route's.
-    experts_ptr: int32, of each block; a block of an id outside [0, E) is left out.
+    w_desc: [E, PARTS, WIDTH, K], in tiles [1, 1, COLUMNS, DEPTH]. With GATED, the two parts are gate and up: the result
+        is silu(gate) * up, times the route's weight. One part is a plain product. Tiles [1, 2, ..] of few rows are one
+        product of both.
+    x_ptr: Rows; a route reads row route // TOP_K.
+    experts_ptr: int32, expert of each block; a block of an id outside [0, E) is left out.
     routes_ptr: [blocks, BLOCK_ROWS] int32, -1 where a block has fewer; None: block i is route i alone.
-    NUM_SUMMED: of a plain product without routes_ptr: so many blocks, one after the other, make one row of the result,
-        their sum.
+    NUM_SUMMED: Number of consecutive blocks that are summed to one row of the result, in a plain product without
+        routes_ptr.
     """
     COLUMNS: tl.constexpr = w_desc.block_shape[2]
     NUM_STEPS: tl.constexpr = (K + DEPTH - 1) // DEPTH
@@ -101,7 +101,7 @@ def grouped_product_kernel(
     for step in tl.range(NUM_SUMMED * NUM_STEPS, num_stages=STAGES):
         depth = step % NUM_STEPS * DEPTH
         if SUMS:
-            # A route that is left out adds nothing: its weights lie past the end, and are zero without a read.
+            # A route that is left out adds nothing: its weights are out of bounds, and are zero without a read.
             source = block + step // NUM_STEPS + tl.arange(0, ROWS)
             expert = tl.load(experts_ptr + block + step // NUM_STEPS)
             is_row = tl.arange(0, ROWS) < tl.where((expert >= 0) & (expert < w_desc.shape[0]), 1, 0)

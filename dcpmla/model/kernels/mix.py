@@ -13,9 +13,9 @@ from dcpmla.model.mixing import Streams
 
 # Measured on H200s.
 PART = 64  # columns of a program at least
-_FEW_TOKENS = 16  # up to so many have a program each for every part
-_ROWS, _COLUMNS = 32, 32  # of a tile of more tokens
-_PROGRAMS = 512  # for them, about: more tokens make each take more tiles
+_FEW_TOKENS = 16  # up to this many, each token has a program for every part
+_ROWS, _COLUMNS = 32, 32  # tile size for more tokens
+_PROGRAMS = 512  # approximate number of programs for more tokens; each takes several tiles
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def mix_few_kernel(
     part, num_parts, token = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     column, number = part * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, NUM_P)
     is_column = column < WIDTH
-    # All loads come before the first store, which they would have to wait for.
+    # All loads precede the first store because they would otherwise wait for it.
     values, weights = (), ()
     for stream in tl.static_range(STREAMS):
         at = (token * STREAMS + stream) * WIDTH + column
@@ -94,9 +94,9 @@ def mix_kernel(
 ):
     """Mix some columns of some tokens' streams, and multiply them by weights; a program takes num_steps tiles.
 
-    values_ptr, mixed_ptr: [T, STREAMS, WIDTH]; out_ptr: [T, WIDTH], None where there is nothing to mix.
-    fn_ptr: [NUM, STREAMS, WIDTH]; None where only streams are wanted.
-    products_ptr: [T, parts, NUM_P] float32, of this program's columns; squares_ptr: [T, parts], their squares' sums.
+    values_ptr, mixed_ptr: [T, STREAMS, WIDTH]; out_ptr: [T, WIDTH], None without an output to mix.
+    fn_ptr: [NUM, STREAMS, WIDTH]; None to return streams alone.
+    products_ptr: [T, parts, NUM_P] float32, products over a part's columns; squares_ptr: [T, parts], sums of squares.
     """
     part, num_parts = tl.program_id(0), tl.num_programs(0)
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -140,7 +140,7 @@ def mix(streams: Streams) -> Tensor:
 
 
 def mix_and_multiply(streams: Streams, fn: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the streams with everything mixed in, and what `mix_kernel` makes of them with weights fn."""
+    """Return the mixed streams, and the results of `mix_kernel` for them with weights fn."""
     values, mixing, out = streams
     values = values.contiguous()
     num_tokens, num_streams, width = values.shape

@@ -15,10 +15,10 @@ _GROUP = tl.constexpr(GROUP)
 
 
 def _assembler(convert: str) -> tl.constexpr:
-    """Return code that makes two times four bfloat16 of four bytes: first of the lower halves, then of the upper ones.
+    """Return code that converts four bytes to two times four bfloat16: first the lower halves, then the upper ones.
 
-    $0 to $3 are the results, two a register; $4 is the bytes, $5 and $6 their scales. `convert` makes a register's
-    values of `pair`, which has a code in the last bits of each half.
+    $0 to $3 are the results, two a register; $4 is the bytes, $5 and $6 their scales. `convert` computes a register's
+    values from `pair`, which has a code in the last bits of each half.
     """
     lines = [".reg .b32 first, second, pair, part;"]
     lines += ["prmt.b32 first, $4, 0, 0x4140;", "prmt.b32 second, $4, 0, 0x4342;"]
@@ -42,8 +42,8 @@ _INT4 = _assembler("""
 
 @triton.jit
 def _dequantize(codes, scales, dtype: tl.constexpr):
-    """Return the values of packed codes uint8 [N, K / 2], those of the lower halves and those of the upper ones: e2m1
-    with e8m0 scales, uint8 [N, K / 32], or integers with bfloat16 ones.
+    """Return the values of packed codes uint8 [N, K / 2], of the lower halves and of the upper halves: e2m1 with e8m0
+    scales, uint8 [N, K / 32], or integers with bfloat16 ones.
     """
     N: tl.constexpr = codes.shape[0]
     NUM_BYTES: tl.constexpr = codes.shape[1]
@@ -62,7 +62,7 @@ def _dequantize(codes, scales, dtype: tl.constexpr):
 
 @triton.jit
 def _finish(acc):
-    """Return a product that is done: the registers of its left side are free only then, and Triton lets it run on."""
+    """Wait for a product and return it: Triton would let it run on, which keeps its left side's registers in use."""
     return tl.inline_asm_elementwise("", "=f,0", [acc], tl.float32, is_pure=True, pack=1)
 
 
@@ -87,10 +87,10 @@ def packed_product_kernel(
 ):
     """Multiply rows of a block of routes by their expert's weights; one program per tile of rows and of W's.
 
-    As `grouped_product_kernel`, but:
+    Arguments as in `grouped_product_kernel`, except:
     w_desc: uint8 [E, PARTS, WIDTH, K / 2], in tiles [1, PARTS, COLUMNS, DEPTH / 2]; two parts are gated.
     scales_ptr: [E, PARTS, WIDTH, K / 32], e8m0 or bfloat16.
-    x_ptr: a row has its even columns first, then the odd ones. So has the result, where it is gated.
+    x_ptr: Rows with the even columns first, then the odd ones; a gated result has the same order.
     """
     PARTS: tl.constexpr = w_desc.block_shape[1]
     COLUMNS: tl.constexpr = w_desc.block_shape[2]
@@ -114,7 +114,7 @@ def packed_product_kernel(
     for step in tl.range(NUM_SUMMED * NUM_STEPS, num_stages=STAGES):
         at = step % NUM_STEPS
         if SUMS:
-            # A route that is left out adds nothing: its weights lie past the end, and are zero without a read.
+            # A route that is left out adds nothing: its weights are out of bounds, and are zero without a read.
             source = block + step // NUM_STEPS + tl.arange(0, ROWS)
             expert = tl.load(experts_ptr + block + step // NUM_STEPS)
             is_row = tl.arange(0, ROWS) < tl.where((expert >= 0) & (expert < w_desc.shape[0]), 1, 0)

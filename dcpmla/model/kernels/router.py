@@ -54,7 +54,7 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
 def _rank_key(choice, index):
     """Return int64 keys in the order of choice [.., N], and of equal ones of falling index; all above -2^63."""
     bits = choice.to(tl.int32, bitcast=True)
-    bits ^= (bits >> 31) & 0x7FFFFFFF  # of negative numbers the magnitude counts down
+    bits ^= (bits >> 31) & 0x7FFFFFFF  # a negative number's key falls as its magnitude grows
     return (bits.to(tl.int64) << 32) + (0x7FFFFFFF - index)
 
 

@@ -39,10 +39,10 @@ def weigh_kernel(
     PARTS_P: tl.constexpr,
     NUM_ITERS: tl.constexpr,
 ):
-    """Make a token's next input of its streams, and the weights of what comes of it, which another program makes.
+    """Compute a token's next input from its streams; another program computes the weights of the resulting output.
 
-    products_ptr, squares_ptr: as `mix_kernel` writes them.
-    x_ptr: [T, WIDTH]; codes_ptr, scales_ptr: what it is quantized to, or None.
+    products_ptr, squares_ptr: Outputs of `mix_kernel`.
+    x_ptr: [T, WIDTH]; codes_ptr, scales_ptr: Quantized input, or None.
     post_ptr: [T, STREAMS], comb_ptr: [T, STREAMS, STREAMS]; None before the head.
     """
     token = tl.program_id(0).to(tl.int64)
@@ -72,7 +72,7 @@ def weigh_kernel(
         if codes_ptr is not None:
             store_codes(x, token, 0, codes_ptr, scales_ptr, scales_stride, WIDTH)
     elif post_ptr is not None:
-        # A row of the combination is a vector, and so whole in a warp: nobody waits for other warps between iterations.
+        # A row of the combination is a vector within one warp, so that iterations need no synchronization of warps.
         post_products = tl.load(products_ptr + STREAMS + stream[None, :], mask=in_parts, other=0.0)
         comb_products = ()
         for j in tl.static_range(STREAMS):

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from dcpmla.runtime.ngram import Texts
 
 _TILE = 2048  # tokens
-_MOST_PARTS = 64  # of a text
+_MOST_PARTS = 64  # limit of programs per text
 _WARPS = 8
 
 
-# Where tokens lie in a message, and how wide texts are, may not cost a compilation while requests wait.
+# A new offset of tokens in a message, or a new width of texts, must not trigger a compilation while requests wait.
 @triton.jit(
     do_not_specialize=["width"], do_not_specialize_on_alignment=["orders_ptr", "sampled_ptr", "num_accepted_ptr"]
 )
@@ -35,8 +35,8 @@ def lookup_kernel(
     TOKENS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Append a request's tokens under way to its text, and look up what follows its last ones: each part in some tiles
-    of the text, the last one to end takes the best of all.
+    """Append a request's tokens under way to its text, and look up the continuation of its last ones: each part scans
+    some tiles of the text, and the last part to finish takes the best match.
     """
     request, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     order_ptr = orders_ptr + request * 4
@@ -50,7 +50,7 @@ def lookup_kernel(
     tl.store(text_ptr + length + index, sampled.to(tl.int32), mask=is_sampled)
     length += (num_sampled > 0).to(tl.int64)
     length += tl.load(num_accepted_ptr + verified, mask=verified >= 0, other=0)
-    tl.debug_barrier()  # what was stored is read below; other parts store the same
+    tl.debug_barrier()  # the stored tokens are read below; all parts store the same
 
     best = tl.full((), -1, tl.int64)
     for first in range(part * TILE, length - 1, num_parts * TILE):
@@ -59,7 +59,7 @@ def lookup_kernel(
         num_same = tl.zeros((TILE,), tl.int64)
         for back in tl.static_range(LONGEST):
             last = tl.load(text_ptr + length - 1 - back, mask=length - 1 >= back, other=-1)
-            # Loaded whatever the tokens after it are, so that the loads do not wait for each other.
+            # Loads do not depend on the tokens after them, so that they do not wait for each other.
             token = tl.load(text_ptr + ends - back, mask=(ends < length - 1) & (ends >= back), other=-2)
             is_same = is_same & (token == last)
             num_same += is_same.to(tl.int64)
@@ -88,12 +88,12 @@ def lookup(
     longest: int,
     tile: int = _TILE,
 ) -> Tensor:
-    """Append tokens under way to texts, and look up what follows the last ones.
+    """Append tokens under way to texts, and look up the continuations of the last ones.
 
     Args:
-        texts: of which those that are looked up grow.
-        orders: [n, 4] int64: each request's text, the first of its tokens under way among those sampled, how many
-            there are, and its index in num_accepted, -1 for none.
+        texts: Texts of all requests; rows named in `orders` grow.
+        orders: [n, 4] int64: each request's row in texts, the index of its first token under way in `sampled`, the
+            number of these tokens, and its index in num_accepted, -1 for none.
         sampled, num_accepted: [any] int64.
     Returns:
         [n, num_wanted] int64; -1 for a text without a match of the shortest length.

@@ -1,8 +1,8 @@
 """The kernel that draws tokens, with its launcher; `runtime/sampling.py` specifies it.
 
-Several programs share a row, each with every so many tiles of it, and meet where one needs what the others counted: all
-of them run at the same time, as a cooperative launch guarantees. What they count are whole numbers, so no sum depends
-on who comes first.
+Several programs share a row, whose tiles are dealt to them in turn, and synchronize when one needs the counts of all.
+A cooperative launch guarantees that they all run at the same time. Counts are whole numbers, so no sum depends on the
+order of the programs.
 """
 
 import torch
@@ -12,19 +12,19 @@ from torch import Tensor
 
 _TILE = 2048  # tokens
 _WARPS = 8
-_PROGRAMS_PER_PROCESSOR = 2  # that have room at the same time, with _REGISTERS
+_PROGRAMS_PER_PROCESSOR = 2  # resident at the same time, with _REGISTERS
 _REGISTERS = 128
 _CHUNK = tl.constexpr(128)  # tokens whose masses are summed up
-_BINS = tl.constexpr((1 << 11) + (1 << 11) + (1 << 10))  # of a search: a sum for each value of a rank's three digits
+_BINS = tl.constexpr((1 << 11) + (1 << 11) + (1 << 10))  # sums of a search, one for each value of a rank's three digits
 _MEETINGS = tl.constexpr(8)
-_SCRATCH = tl.constexpr(2 * _BINS.value + 1 + _MEETINGS.value)  # numbers of a row: both searches, its mass, meetings
+_SCRATCH = tl.constexpr(2 * _BINS.value + 1 + _MEETINGS.value)  # numbers per row: both searches, its mass, meetings
 _LAST_RANK = tl.constexpr(0xFFFFFFFF)
 _ONE = tl.constexpr(17592186044416.0)  # 2^44, the mass of the best token
 
 
 @triton.jit
 def _flip(bits):
-    """Map the bits of a float32 to those of its rank as uint32, 0 for the greatest number, and back."""
+    """Map the bits of a float32 to its rank's bits as uint32, 0 for the greatest number, and back."""
     return bits ^ (~(bits >> 31) & 0x7FFFFFFF)
 
 
@@ -42,7 +42,7 @@ def _mass(logits, best, temperature):
 
 @triton.jit
 def _meet(arrived_ptr):
-    """Wait until all programs of the row have come here; what they wrote before can be read after."""
+    """Wait until all programs of the row have arrived; their earlier writes are visible afterwards."""
     tl.debug_barrier()
     num_arrived = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") + 1
     while num_arrived < tl.num_programs(1):
@@ -202,7 +202,7 @@ def draw(logits: Tensor, tokens: Tensor, rows: Tensor, numbers: Tensor, top_k: T
         rows: [n] int64, at most 64.
         numbers: [n, 3] float64: temperature, top_p, the number in [0, 1).
         top_k: [n] int64, at most vocab.
-        tile: tokens that a program looks at together.
+        tile: Number of tokens that a program reads at a time.
     """
     num_rows, vocab, device = len(rows), logits.shape[1], logits.device
     assert logits.stride(1) == 1

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from dcpmla.runtime.verification import Compared
 
 
-_MOST_DRAFTS = 16  # of a request: one kernel for any number of them
+_MOST_DRAFTS = 16  # drafts per request; one compiled kernel serves any number
 _PARTS = ["drafts_ptr", "sampled_ptr", "nums_ptr", "compared_drafts_ptr", "compared_sampled_ptr", "report_ptr"]
 
 
-# Where these parts of larger memory lie may not cost a compilation while requests wait.
+# A new alignment of these slices of larger buffers must not trigger a compilation while requests wait.
 @triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=_PARTS)
 def verify_kernel(
     drafts_ptr,
@@ -31,7 +31,7 @@ def verify_kernel(
     """Verify one request's drafts."""
     request = tl.program_id(0)
     start, num = tl.load(starts_ptr + request), tl.load(nums_ptr + request)
-    first = start - request  # of its drafts: each request before has one token more than drafts
+    first = start - request  # its first draft: each earlier request has one token more than drafts
     index = tl.arange(0, DRAFTS)
     is_draft = index < num
     guess = tl.load(compared_drafts_ptr + first + index, mask=is_draft, other=0)
@@ -52,7 +52,7 @@ def verify(
     """Verify drafts, as `runtime/verification.py: verify` documents it; return the parts of `Verified`.
 
     Args:
-        starts, nums: [n] int64, where each request's tokens are in sampled, and how many drafts it has, fewer than 16.
+        starts, nums: [n] int64, index of each request's first token in sampled, and number of its drafts, below 16.
     """
     num_reqs = len(nums)
     outcome = nums.new_empty(3, num_reqs)
