@@ -68,9 +68,7 @@ def piece_columns(
     )
 
 
-def cut_starts(
-    lens: np.ndarray, max_query_len: int, num_tokens: int, num_pieces: int
-) -> tuple[np.ndarray, np.ndarray]:
+def cut_starts(lens: np.ndarray, max_query_len: int, num_tokens: int, num_pieces: int) -> tuple[np.ndarray, np.ndarray]:
     """Cut requests, and the padding after them, into pieces.
 
     Args:

@@ -64,5 +64,3 @@ def free_bytes(
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)
     return max(0, free - step_bytes - graph_bytes - int(total * (1 - utilization)))
-
-
