@@ -13,7 +13,7 @@ DECODE_QUERY_DTYPES = ("auto", "fp8")
 INDEX_CACHE_DTYPES = ("auto", "fp8")
 MODEL_DTYPES = ("auto", "float32", "bfloat16", "float16")  # to compute in
 
-LARGEST_SIZE = 1 << 24  # of any dim, vocabulary or block: more is a slip, and fails where memory runs out
+LARGEST_SIZE = 1 << 24  # bound on any dim, vocabulary or block; more is a mistake that would run out of memory
 _MOST_RANKS = 1 << 16
 _SIZE = whole(1, LARGEST_SIZE)
 _INDEXER_RULES = {"num_heads": _SIZE, "head_dim": _SIZE, "topk": _SIZE, "rope_interleaved": FLAG}
@@ -49,8 +49,8 @@ class IndexerConfig:
 
     Attributes:
         num_heads, head_dim: Sizes of the indexer's queries; its keys have one head.
-        topk: tokens selected, where there are more.
-        rope_interleaved: rotate pairs (2i, 2i+1) (GLM-5) instead of halves (DeepSeek-V3.2) of the first
+        topk: Number of tokens selected, where more exist.
+        rope_interleaved: Whether to rotate pairs (2i, 2i+1) (GLM-5) instead of halves (DeepSeek-V3.2) of the first
             qk_rope_head_dim dims.
     """
 
@@ -175,34 +175,35 @@ class DCPConfig:
     """How the latent cache is spread over the ranks of a TP group. Field names are vLLM's option names.
 
     Attributes:
-        cp_kv_cache_interleave_size: I, consecutive tokens on one rank before the next rank's turn.
+        cp_kv_cache_interleave_size: I, number of consecutive tokens on one rank before the next rank's.
         dcp_comm_backend: "ag_rs" or "a2a" (collectives), "direct" (stores over NVLink), or "auto" to choose.
-        exchange_timeout: seconds that `direct` waits on the device for a rank's part of an exchange.
-        check_exchange: compare the ranks' calls of the exchange before they are made (`CheckedExchange`): slow, for
-            finding bugs.
-        dcp_exchange_dtype: how decode's rows travel: "auto" as they are, "fp8" as e4m3 with scales (`direct` alone).
+        exchange_timeout: Seconds that `direct` waits on the device for a rank's part of an exchange.
+        check_exchange: Whether to compare the ranks' calls of the exchange before they are made (`CheckedExchange`):
+            slow, for finding bugs.
+        dcp_exchange_dtype: Format of decode's rows in transit: "auto" unchanged, "fp8" e4m3 with scales (`direct`).
         block_size: tokens of one cache block on one rank.
         kv_cache_dtype: format of the cache (`dcpmla.cache.formats`): "auto" is the model's dtype, "bf16" the same
             for models in bfloat16; "fp8_e4m3" is another name of "fp8".
-        kv_cache_scale: of an fp8 cache, latents over cached values; None takes the checkpoint's, 1 where it has none.
-        calculate_kv_scales: take the scales of an fp8 cache and of fp8 queries from the first prompt's values instead.
+        kv_cache_scale: Scale of an fp8 cache, latents over cached values; None takes the checkpoint's, or else 1.
+        calculate_kv_scales: Whether to calculate scales of an fp8 cache and fp8 queries from the first prompt instead.
         index_cache_dtype: format of the index cache of sparse MLA (`dcpmla.cache.index_keys`): "auto" is the
             model's dtype; "fp8" takes half the memory, and rounds the indexer's queries, too.
-        index_hadamard: spread the values of the indexer's keys and queries by a Hadamard transform before they are
+        index_hadamard: Whether to apply a Hadamard transform to the indexer's keys and queries before they are
             rounded.
         decode_query_dtype: "fp8" rounds decode's queries to e4m3 before they are gathered, so that the products of
             attention over an fp8 cache are fp8's; "auto" leaves them in the model's dtype.
-        attention_backend, prefill_backend: name of the backend that runs decode's attention, prefill's
+        attention_backend, prefill_backend: Names of the backends that run decode's and prefill's attention
             (`dcpmla.attention.backends`); "auto" takes the first that can.
-        context_workspace_tokens: upper bound on the cached tokens, or entries (DeepSeek-V4), that one step of chunked
+        context_workspace_tokens: Upper bound on the cached tokens, or entries (DeepSeek-V4), that one step of chunked
             prefill gathers at a time.
-        dcp_q_replicate: each rank holds the query projection of all its DCP group's heads, so that decode gathers
-            no queries. Costs memory, and dcp times the query's arithmetic in decode.
-        dcp_project_before_merge: decode applies W_UV before the merge, so that rows of v_head_dim are exchanged and
-            not of kv_lora_rank, in steps with tokens enough to pay for W_UV of all the group's heads. Costs memory.
+        dcp_q_replicate: Whether each rank holds the query projection of all its DCP group's heads, so that decode
+            gathers no queries. Costs memory, and dcp times the query's arithmetic in decode.
+        dcp_project_before_merge: Whether decode applies W_UV before the merge, so that exchanged rows have v_head_dim
+            columns, not kv_lora_rank, in steps with enough tokens to pay for W_UV of all the group's heads. Costs
+            memory.
     Raises:
-        ValueError: a field of another type or outside its range, sizes that do not divide, options that do not go
-            together, a workspace smaller than one aligned chunk.
+        ValueError: A field has another type or is outside its range, sizes do not divide, options exclude each other,
+            or the workspace is smaller than one aligned chunk.
     """
 
     tensor_parallel_size: int = 1
@@ -284,7 +285,7 @@ def divisors(number: int) -> list[int]:
 
 
 def choices(values: list[int] | tuple[str, ...]) -> str:
-    """Return what an error message offers: "choose 1, 2 or 4"."""
+    """Return the words that offer values in an error message: "choose 1, 2 or 4"."""
     return (
         "choose " + ", ".join(map(str, values[:-1])) + f" or {values[-1]}" if len(values) > 1 else f"choose {values[0]}"
     )

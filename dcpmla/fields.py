@@ -84,7 +84,7 @@ def check_fields(
     """Raise ValueError for the first value that breaks its field's rule, called by the field's label.
 
     Args:
-        values: by field name. A value without a rule may be anything; a rule without a value is passed over.
+        values: Values by field name. A value without a rule may be anything; a rule without a value is skipped.
     """
     for name, rule in rules.items():
         if name in values and not rule.holds(values[name]):
@@ -97,12 +97,12 @@ def option_label(name: str) -> str:
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Tell whether a value is an int and no bool."""
+    """Return whether a value is an int, but not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Tell whether a value is an int or a float, no bool, and finite as a float."""
+    """Return whether a value is an int or a float, but not a bool, and finite as a float."""
     return (is_whole(value) or isinstance(value, float)) and abs(value) <= sys.float_info.max
 
 

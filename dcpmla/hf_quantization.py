@@ -1,4 +1,4 @@
-"""Quantization of a Hugging Face config: the methods whose weights can be read, and the blocks that share a scale."""
+"""Quantization of a Hugging Face config: methods with readable weights, and blocks that share a scale."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ WHOLE = 1 << 62  # rows or columns of a block without a limit
 _CACHE_FIELDS = ("kv_cache_scheme", "kv_cache_quant_algo")  # modelopt's fields that describe a calibrated cache
 _METHODS = ("fp8", "compressed-tensors", "modelopt")
 _INT4 = "pack-quantized"  # compressed-tensors' format of integers in 4 bits
-_SCHEMES = {  # methods with several schemes: the field that names the scheme, and the readable ones
+_SCHEMES = {  # methods with several schemes: the field that names the scheme, and the readable schemes
     "compressed-tensors": ("format", ("float-quantized", "naive-quantized", _INT4)),
     "modelopt": ("quant_algo", ("FP8",)),
 }
@@ -63,7 +63,7 @@ _INT4_GROUPS = _groups("4 bits, type int, symmetric, strategy group, actorder no
 
 
 def check_quantization(quantization: Mapping[str, Any]) -> None:
-    """Raise ValueError for a quantization_config of unreadable weights; it names the field."""
+    """Raise ValueError, which names the field, for a quantization_config of unreadable weights."""
     label = "quantization_config.{}".format
     check_fields({"quant_method": one_of(_METHODS)}, {"quant_method": None, **quantization}, label)
     if not has_quantized_weights(quantization):
@@ -83,9 +83,9 @@ def check_quantization(quantization: Mapping[str, Any]) -> None:
 
 
 def has_quantized_weights(quantization: Mapping[str, Any]) -> bool:
-    """Return whether a quantization_config is of weights, too, instead of the scales of a cache alone.
+    """Return whether a quantization_config covers weights, not only the scales of a cache.
 
-    compressed-tensors has no groups then, modelopt no algorithm.
+    Without weights compressed-tensors has no groups, and modelopt no algorithm.
     """
     match quantization.get("quant_method"):
         case "compressed-tensors":
@@ -98,7 +98,7 @@ def has_quantized_weights(quantization: Mapping[str, Any]) -> bool:
 
 
 def is_int4(quantization: Mapping[str, Any] | None) -> bool:
-    """Return whether a quantization_config is of integers in 4 bits."""
+    """Return whether a quantization_config describes 4-bit integers."""
     return quantization is not None and quantization.get("format") == _INT4
 
 
@@ -111,10 +111,10 @@ def has_fp4_experts(config: Any) -> bool:
 
 
 def scale_block(quantization: Mapping[str, Any] | None) -> tuple[int, int]:
-    """Return the rows and columns of a quantized matrix that share a scale; WHOLE is all of them.
+    """Return the rows and columns of a quantized matrix that share a scale; WHOLE means all.
 
     Args:
-        quantization: a quantization_config that `check_quantization` has let through; without one, DeepSeek's blocks.
+        quantization: A quantization_config that `check_quantization` accepts; None means DeepSeek's blocks.
     """
     return next(iter(_blocks(quantization))) if quantization else (128, 128)
 

@@ -1,4 +1,4 @@
-"""`LLM`, the front door: the job, its exchange and its engine in one object; and what it shares with the commands."""
+"""`LLM`, the main interface: job, exchange and engine in one object; and helpers that the commands share."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -27,7 +27,7 @@ from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 
 DCP_OPTIONS = tuple(field.name for field in fields(DCPConfig) if field.name != "context_workspace_tokens")
-_BETWEEN_CALLS = 7 * 86400.0  # seconds that a caller may take from one call to the next: nobody waits meanwhile
+_BETWEEN_CALLS = 7 * 86400.0  # seconds that a caller may take between two calls; no rank waits during them
 
 Prompt = str | Sequence[int]
 
@@ -35,27 +35,27 @@ Prompt = str | Sequence[int]
 class LLM:
     """A model that generates, its latent cache sharded over the ranks of the job.
 
-    Works under torchrun, mpirun and srun, and as one process. Every rank runs the same lines with the same values. To
-    be closed, best as a context manager: `with LLM(...) as llm`. Under a launcher all ranks end, and one of them says
-    why, if any is killed, hangs or fails (docs/faults.md); in one process exceptions are the caller's.
+    Works under torchrun, mpirun and srun, and as one process. Every rank runs the same lines with the same values.
+    Close it after use, best as a context manager: `with LLM(...) as llm`. Under a launcher, if a rank is killed, hangs
+    or fails, all ranks end and one prints the reason (docs/faults.md); in one process exceptions reach the caller.
 
     Args:
         model: directory of a safetensors checkpoint, or a hub id.
-        tensor_parallel_size: ranks that cut the heads; the ranks of the job, which is also the default.
+        tensor_parallel_size: Ranks that divide the heads; must be all ranks of the job, the default.
         decode_context_parallel_size: ranks that share one cache; divides tensor_parallel_size; default 1.
-        max_model_len: longest sequence, prompt and answer; default: the model's.
+        max_model_len: Maximum length of a sequence, prompt and answer; default: the model's.
         revision: Branch, tag or commit of a hub id; default: its main branch.
-        device: "cuda", "cpu", or "auto": GPUs where any is seen.
-        timeout: seconds in a step after which a rank counts as lost.
-        options: fields of `DCPConfig`, and of `EngineOptions`.
+        device: "cuda", "cpu", or "auto": GPUs if any is visible.
+        timeout: Seconds in a step after which a rank counts as lost.
+        options: Fields of `DCPConfig` and of `EngineOptions`.
     Raises:
-        ValueError: an option that there is not, or a value that is not allowed; a model that does not load.
-        ConnectionError: the ranks did not meet.
+        ValueError: An option does not exist, a value is not allowed, or the model does not load.
+        ConnectionError: The ranks did not connect.
 
     Attributes:
         rank: Number of this process in the job.
-        engine: for requests that are added as they come (`Engine.add`, `Engine.step`).
-        exchange: the ranks' exchange, and why it was chosen.
+        engine: Engine, to add requests as they arrive (`Engine.add`, `Engine.step`).
+        exchange: The ranks' exchange, and the reason for its choice.
     """
 
     def __init__(
@@ -106,20 +106,20 @@ class LLM:
         use_tqdm: bool = True,
         cache_salt: str = "",
     ) -> list[Request]:
-        """Generate from prompts to the end.
+        """Generate from prompts until all requests are finished.
 
         Args:
-            prompts: one text, one list of token ids, or a list of such.
-            sampling_params: one for all prompts, of which each draws from a random stream of its own
-                (`SamplingParams.for_prompt`); or one for each prompt, taken as they are. Default: greedy, 16 tokens.
+            prompts: One text, one list of token ids, or a list of prompts.
+            sampling_params: Parameters for all prompts, where each prompt draws from a random stream of its own
+                (`SamplingParams.for_prompt`); or one for each prompt, unchanged. Default: greedy, 16 tokens.
             use_tqdm: Whether to show a progress bar, on the first rank.
             cache_salt: Salt of the prompts' blocks: only prompts with the same salt reuse them (`Engine.prompt`).
         Returns:
             The finished requests, in the order of the prompts: `.prompt_token_ids`, `.token_ids`, `.text`,
             `.finish_reason` ("stop" or "length", or "error" with the reason in `.error`), `.metrics()` (seconds).
         Raises:
-            ValueError: a prompt that the model cannot continue, another number of params than of prompts, ranks with
-                different ones.
+            ValueError: The model cannot continue a prompt, the numbers of params and prompts differ, or the ranks have
+                different prompts or params.
         """
         requests = self._add(prompts, sampling_params, cache_salt)
         try:
@@ -141,10 +141,10 @@ class LLM:
         Args:
             prompts, sampling_params, cache_salt: Arguments of `generate`.
         Yields:
-            For each new token its request, and the text that became certain with it, maybe empty. The request's
-            finish_reason is set with its last one; `request.request_id` is the prompt's number.
+            For each new token its request, and the text that it completes, maybe empty. The request's finish_reason
+            is set with its last token; `request.request_id` is the prompt's number.
         Raises:
-            ValueError: as `generate` does.
+            ValueError: Same cases as `generate`.
         """
         requests = self._add(prompts, sampling_params, cache_salt)
         try:
@@ -152,7 +152,7 @@ class LLM:
                 tokens = self.engine.step().tokens
                 self._pause()
                 yield from tokens
-        finally:  # also where the caller has enough of it
+        finally:  # also runs if the caller stops early
             self._leave(requests)
 
     def close(self) -> None:
@@ -173,7 +173,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         cache_salt: str,
     ) -> list[Request]:
-        """Queue all prompts, or none."""
+        """Queue all prompts; if one is invalid, queue none."""
         if not dist.is_initialized():
             raise ValueError("this LLM is closed; make another one")
         self._job.watchdog.enter("queueing requests")
@@ -225,12 +225,12 @@ def build_engine(
 
 
 def run_with_bar(engine: Engine, name: str, num_requests: int, is_shown: bool) -> Iterator[list[Request]]:
-    """Step until no request is left, under a progress bar; yield what each step finished. The bar counts requests
-    once the caller has dealt with them.
+    """Step until no request is left, under a progress bar; yield the requests that each step finished. The bar counts
+    them when the caller asks for the next ones.
 
     Raises:
-        RuntimeError: in place of a ValueError. All that a user can get wrong has been checked by then, so its traceback
-            is wanted.
+        RuntimeError: A step raised a ValueError. User input has been checked before, so this is a bug and needs its
+            traceback.
     """
     with tqdm(total=num_requests, desc=name, unit="request", disable=not is_shown) as bar:
         while engine.has_requests:
@@ -261,7 +261,7 @@ def _check_names(options: dict[str, Any]) -> None:
 def _pair(
     prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[tuple[Prompt, SamplingParams]]:
-    """Bring each prompt together with its params."""
+    """Pair each prompt with its params."""
     is_one = isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], Sequence))
     each: list[Any] = [prompts] if is_one else list(prompts)
     if sampling_params is None or isinstance(sampling_params, SamplingParams):

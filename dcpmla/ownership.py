@@ -4,8 +4,8 @@ W = dcp_size ranks share a sequence in groups of I = interleave tokens: position
 rank's token number (p // (W I)) I + p % I. In a paged cache a block id covers block_size tokens on each rank, that is,
 block_size W positions.
 
-All functions take Python ints or integer tensors (any shape, any device) and return the same kind, and those that a
-step is laid out with also NumPy's arrays. Nothing here depends on torch.distributed.
+All functions take Python ints or integer tensors (any shape, any device) and return the same kind; functions that lay
+out a step also take NumPy arrays. Nothing here depends on torch.distributed.
 """
 
 from collections.abc import Sequence
@@ -141,7 +141,7 @@ def window_bound(window: int, dcp_size: int, interleave: int) -> int:
 
 
 def check_block_size(block_size: int, interleave: int) -> None:
-    """Raise ValueError unless each group of interleaved tokens lies within one block."""
+    """Raise ValueError unless each group of interleaved tokens fits within one block."""
     if block_size < 1:
         raise ValueError(f"block_size (--block-size) is {block_size}; it must be at least 1")
     if block_size % interleave:

@@ -1,4 +1,4 @@
-"""Numbers from the host to a device, many arrays in one transfer that nobody waits for."""
+"""Asynchronous copies of arrays from the host to a device, many in one transfer."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 16  # bytes between the starts of arrays: what the widest loads of kernels ask for
+_ALIGNMENT = 16  # bytes; the widest loads of kernels need arrays aligned to this
 
 
 def upload(arrays: Sequence[np.ndarray[Any, Any]], device: torch.device | str) -> list[Tensor]:
-    """Copy arrays to a device: through one pinned buffer to a GPU, without waiting for what runs there.
+    """Copy arrays to a device: through one pinned buffer to a GPU, without waiting for the work that runs there.
 
     Args:
-        arrays: of integers or floats, any shapes; on the CPU the tensors share their memory.
+        arrays: Arrays of integers or floats, any shapes; on the CPU the tensors share their memory.
     Returns:
         Tensors of the same shapes and dtypes, which may be parts of one buffer.
     """
@@ -39,7 +39,7 @@ def upload(arrays: Sequence[np.ndarray[Any, Any]], device: torch.device | str) -
 
 @lru_cache(maxsize=64)
 def upload_once(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """Copy rows of numbers that many steps have in common to a device; return them [len(rows), n] int64, not to be
-    written.
+    """Copy rows of numbers that many steps share to a device; return them [len(rows), n] int64. Callers must not
+    write to them.
     """
     return upload([np.array(rows, dtype=np.int64)], device)[0]

@@ -1,4 +1,4 @@
-"""Attention kernels by capability: two tables, of which the first backend that takes a call runs it."""
+"""Attention kernels by capability: two tables; the first backend in a table that supports a call runs it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,15 +21,15 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Backend(Generic[Call]):
-    """A kernel of one phase, and what it takes.
+    """A kernel of one phase, and the calls that it supports.
 
     Attributes:
-        obstacle: says why it does not take a call, "" if it does. Decides from device, dtypes, sizes and strides alone.
-        run: computes (out, lse); imports what only this kernel needs.
-        sends_rows: whether `run` of decode takes a `Mailbox` as well: it stores rows at the ranks that own their heads
-            as soon as it has them, and returns what all ranks' rows merge to.
-        joins_keys: whether `run` of prefill copies k_nope and k_pe into one tensor (`join_keys`).
-        needs_gpu: whether it takes no call on a CPU.
+        obstacle: Reason why it does not support a call, or ""; depends on device, dtypes, sizes and strides alone.
+        run: Function that computes (out, lse); it imports the modules that only this kernel needs.
+        sends_rows: Whether `run` of decode also takes a `Mailbox`: it then stores each finished row at the rank that
+            owns its head, and returns the merged rows of all ranks.
+        joins_keys: Whether `run` of prefill copies k_nope and k_pe into one tensor (`join_keys`).
+        needs_gpu: Whether it supports no calls on a CPU.
     """
 
     name: str
@@ -45,10 +45,10 @@ class Backend(Generic[Call]):
 
 
 def select_backend(table: list[Backend[Call]], call: Call) -> Backend[Call]:
-    """Return the first backend of a table that takes the call, or the one that the call names.
+    """Return the first backend of a table that supports the call, or the backend that the call names.
 
     Raises:
-        ValueError: there is none of that name, or it does not take the call, or none does.
+        ValueError: No backend has that name, the named one does not support the call, or none does.
     """
     if call.backend != "auto":
         backend = find_backend(table, call.backend)
@@ -62,12 +62,12 @@ def select_backend(table: list[Backend[Call]], call: Call) -> Backend[Call]:
 
 
 def find_backend(table: list[Backend[Call]], name: str, argument: str = "backend") -> Backend[Call]:
-    """Return the backend of that name.
+    """Return the backend of a name.
 
     Args:
-        argument: Name of the argument that gave it, for the error.
+        argument: Name of the argument that holds `name`, for the error.
     Raises:
-        ValueError: the table has none.
+        ValueError: The table has no such backend.
     """
     for backend in table:
         if backend.name == name:
@@ -76,7 +76,7 @@ def find_backend(table: list[Backend[Call]], name: str, argument: str = "backend
 
 
 def passed_over(table: list[Backend[Call]], call: Call) -> dict[str, str]:
-    """Return why each backend before the chosen one does not take the call, by name; all of them if none does."""
+    """Return, by name, why the backends before the chosen one do not support the call; all backends if none does."""
     obstacles = {}
     for backend in table:
         obstacle = backend.obstacle(call)
@@ -87,10 +87,10 @@ def passed_over(table: list[Backend[Call]], call: Call) -> dict[str, str]:
 
 
 def register_backend(table: list[Backend[Call]], backend: Backend[Call]) -> None:
-    """Put a backend of one's own first in a table: DECODE_BACKENDS or PREFILL_BACKENDS.
+    """Insert a custom backend first in a table: DECODE_BACKENDS or PREFILL_BACKENDS.
 
     Raises:
-        ValueError: the table has one of that name.
+        ValueError: The table has a backend of that name.
     """
     if backend.name in ("auto", *(each.name for each in table)):
         raise ValueError(f"backend.name is {backend.name!r}; the table has one of that name already")
@@ -123,13 +123,13 @@ def _hopper_obstacle(call: DecodeCall) -> str:
 
 
 def _are_aligned(rows: Tensor, *strides: int) -> bool:
-    """Return whether rows with these strides all begin at multiples of 16 bytes, each after the one before."""
+    """Return whether all rows with these strides begin at multiples of 16 bytes, in ascending order."""
     size = rows.element_size()
     return rows.data_ptr() % 16 == 0 and all(stride > 0 and stride * size % 16 == 0 for stride in strides)
 
 
 def _is_tiled(kv_cache: Tensor) -> bool:
-    """Return whether blocks are whole tiles of 64 keys, and the cache one matrix of rows, as TMA wants it."""
+    """Return whether blocks are whole tiles of 64 keys, and the cache is one matrix of rows, as TMA requires."""
     rows_per_block, rest = divmod(kv_cache.stride(0), kv_cache.stride(1)) if kv_cache.stride(1) else (0, 0)
     return kv_cache.shape[1] % 64 == rest == 0 and 0 < kv_cache.shape[0] * rows_per_block < 2**31
 
@@ -160,7 +160,7 @@ def _triton_obstacle(call: DecodeCall) -> str:
         if kv_cache.stride(1) != kv_cache.shape[2] or kv_cache.stride(0) % 2 or kv_cache.data_ptr() % 2:
             return "pages of the fp8_ds_mla cache are not contiguous, or do not begin at multiples of 2 bytes"
         return ""
-    is_words = kv_cache.dtype == torch.uint8  # whose rows have float32 and bfloat16 parts
+    is_words = kv_cache.dtype == torch.uint8  # rows have float32 and bfloat16 parts
     if is_words and (any(stride % 4 for stride in kv_cache.stride()[:2]) or kv_cache.data_ptr() % 4):
         return "rows of the fp8_ds_mla cache do not begin at multiples of 4 bytes"
     return ""
@@ -206,7 +206,7 @@ def _hopper_prefill_obstacle(call: PrefillCall) -> str:
 
 
 def _is_matrix(rows: Tensor) -> bool:
-    """Return whether rows [N, h, D] are one matrix of the columns of all heads, as TMA wants it."""
+    """Return whether rows [N, h, D] are one matrix [N, columns of all heads], as TMA requires."""
     num_columns = (rows.shape[1] - 1) * rows.stride(1) + rows.shape[2]
     starts = rows.data_ptr(), rows.stride(0) * rows.element_size()
     return rows.stride(2) == 1 and num_columns <= rows.stride(0) and not any(start % 16 for start in starts)
@@ -250,7 +250,7 @@ def _capability_obstacle(q: Tensor, needed: tuple[int, int]) -> str:
 
 
 def _hopper_gpu_obstacle(q: Tensor) -> str:
-    """Return what is wrong with the GPU for Hopper's instructions; ROCm numbers its GPUs alike."""
+    """Return why the GPU lacks Hopper's instructions, "" if it has them; ROCm uses the same capability numbers."""
     found = torch.cuda.get_device_capability(q.device)
     is_hopper = found[0] == 9 and torch.version.cuda is not None
     return "" if is_hopper else f"the GPU is no Hopper of NVIDIA's (compute capability {found})"
@@ -261,14 +261,14 @@ def _missing_flashinfer() -> str:
     return "" if find_spec("flashinfer") is not None else "the package flashinfer is not installed"
 
 
-# Best first. Triton exists on Linux only, so its kernels are imported when one runs.
+# Best first. Triton exists on Linux only, so kernels are imported when they run.
 DECODE_BACKENDS: list[Backend[DecodeCall]] = [
     Backend("hopper", _hopper_obstacle, _run_hopper, sends_rows=True, needs_gpu=True),
     Backend("triton", _triton_obstacle, _run_triton, needs_gpu=True),
     Backend("flashinfer", _flashinfer_obstacle, flashinfer.run_decode, needs_gpu=True),
     Backend("torch", _device_obstacle, reference.mla_decode),
 ]
-# Best first, by `bench prefill`. cuDNN's is not among them: torch up to 2.13 plans each ragged call anew, for 45 ms.
+# Best first, by `bench prefill`. cuDNN is missing because torch up to 2.13 plans each ragged call anew, in 45 ms.
 PREFILL_BACKENDS: list[Backend[PrefillCall]] = [
     Backend("hopper", _hopper_prefill_obstacle, _run_hopper_prefill, needs_gpu=True),
     Backend("flashinfer", _flashinfer_prefill_obstacle, flashinfer.run_prefill, joins_keys=True, needs_gpu=True),
@@ -278,9 +278,7 @@ PREFILL_BACKENDS: list[Backend[PrefillCall]] = [
 
 
 def check_backends(dcp: DCPConfig, device: torch.device | None = None) -> None:
-    """Raise ValueError for a backend that is asked for, and that its table does not have, or that a device does not
-    run.
-    """
+    """Raise ValueError for a named backend that is not in its table or does not run on the device."""
     _check_backend(DECODE_BACKENDS, dcp.attention_backend, "attention_backend (--attention-backend)", device)
     _check_backend(PREFILL_BACKENDS, dcp.prefill_backend, "prefill_backend (--prefill-backend)", device)
 

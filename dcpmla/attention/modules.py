@@ -1,4 +1,4 @@
-"""Projections that an engine of one's own hands to the layer, in place of those that it would load itself."""
+"""Projections that another engine passes to the layer, instead of weights that the layer loads itself."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,18 +16,19 @@ Projection = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class MLAModules:
-    """The projections that one rank's layer computes with, any callables, and the weights that attention reads itself.
+    """The projections of one rank's layer, any callables, and the weights that attention reads directly.
 
     Attributes:
-        down_proj: [T, hidden] -> [T, Lq + L + R], query latent (none without q_lora_rank), latent, rope part of the
-            key, before their norms.
-        q_proj: q_c [T, Lq] after its norm, or [T, hidden] without q_lora_rank -> [T, h (P + R)], not rotated, in new
-            memory: prefill rotates it in place. With dcp_q_replicate the heads of the whole DCP group.
-        q_a_layernorm: weight [Lq]; None without q_lora_rank.
-        kv_a_layernorm: weight [L].
-        w_kv_b: [h (P + V), L], kv_b_proj's rows of this rank's heads, which attention absorbs; with dcp_q_replicate or
-            dcp_project_before_merge those of the whole DCP group. `BlockFp8` where P and V are multiples of 128.
-        o_proj: [T, h V] -> [T, hidden]. The layer returns what it returns: the sum over the TP ranks is its own.
+        down_proj: Projection [T, hidden] -> [T, Lq + L + R]: query latent (none without q_lora_rank), latent, rope part
+            of the key, before their norms.
+        q_proj: Projection of q_c [T, Lq] after its norm, or [T, hidden] without q_lora_rank -> [T, h (P + R)], not
+            rotated, in new memory: prefill rotates it in place. With dcp_q_replicate h are the whole DCP group's heads.
+        q_a_layernorm: Weight [Lq]; None without q_lora_rank.
+        kv_a_layernorm: Weight [L].
+        w_kv_b: Rows [h (P + V), L] of kv_b_proj for this rank's heads, which attention absorbs; with dcp_q_replicate or
+            dcp_project_before_merge for the whole DCP group's heads. `BlockFp8` where P and V are multiples of 128.
+        o_proj: Projection [T, h V] -> [T, hidden], including any sum over the TP ranks: the layer returns its result
+            unchanged.
     """
 
     down_proj: Projection
@@ -38,7 +39,7 @@ class MLAModules:
     o_proj: Projection
 
     def check(self, config: MLAConfig, num_heads: int) -> None:
-        """Raise ValueError for weights that are not those of num_heads heads of the config."""
+        """Raise ValueError for weights whose shapes do not match num_heads heads of the config."""
         widths = config.qk_nope_head_dim, config.v_head_dim
         codes, scales = unpack(self.w_kv_b)
         q_a = None if self.q_a_layernorm is None else tuple(self.q_a_layernorm.shape)
@@ -54,33 +55,33 @@ class MLAModules:
 
 
 class GivenLinear(RowParallelLinear):
-    """An engine's projection, called as the layer calls its own ones. It holds no weight."""
+    """A linear layer that calls an engine's projection and holds no weight."""
 
     def __init__(self, projection: Projection) -> None:
-        nn.Module.__init__(self)  # not the base's: it would make a weight
+        nn.Module.__init__(self)  # skips RowParallelLinear's constructor, which would make a weight
         self.projection, self.takes_quantized = projection, False
 
     def forward(self, x: AnyRows) -> Tensor:
         return self.projection(plain(x))
 
     def product(self, x: AnyRows, rows: slice = slice(None)) -> Tensor:
-        """Return the columns of its output that are the given rows of its weight."""
+        """Return the columns of the projection's output that the given rows of its weight make."""
         return self.projection(plain(x))[..., rows]
 
     def partial(self, x: AnyRows) -> Tensor:
-        """Return what it returns: whether that is a sum over the TP ranks is up to whoever gave it."""
+        """Return the projection's result; the engine decides whether it is summed over the TP ranks."""
         return self.projection(plain(x))
 
 
 def given_norm(weight: Tensor, eps: float) -> nn.RMSNorm:
-    """Return a norm over a weight that stays where it is."""
+    """Return a norm that uses a weight without copying it."""
     norm = nn.RMSNorm(weight.shape[0], eps, device="meta", dtype=weight.dtype)
     norm.weight = nn.Parameter(weight, requires_grad=False)
     return norm
 
 
 def given_weight(weight: Tensor | BlockFp8, dtype: torch.dtype) -> Linear:
-    """Return a linear layer over a weight that stays where it is, of products in dtype."""
+    """Return a linear layer that uses a weight without copying it; its products are in dtype."""
     codes, scales = unpack(weight)
     linear = Linear(codes.shape[1], codes.shape[0], device="meta", dtype=dtype)
     linear.weight = nn.Parameter(codes, requires_grad=False)

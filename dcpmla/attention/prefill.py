@@ -36,26 +36,26 @@ def dcp_mla_prefill(
 ) -> tuple[Tensor, Tensor]:
     """Attend from prefill tokens to themselves and to a context cached on all ranks of the DCP group. Collective.
 
-    No merge across ranks is needed: after the gather each rank has all keys for its own heads. Each gather runs under
-    the attention before it. Rows of 8-bit caches are gathered as they are and dequantized afterwards: fewer bytes
-    travel. New tokens attend to their own latents as they were before the cache rounded them. In sparse attention a
-    mask leaves out what a token did not select: a bit for each key, made for the new tokens, then chunk by chunk.
+    No merge across ranks is needed: after the gather each rank has all keys for its own heads. Each gather runs
+    during the attention before it. Rows of 8-bit caches are dequantized after the gather, so that fewer bytes travel.
+    New tokens attend to their own latents before the cache rounds them. In sparse attention a mask excludes keys that a
+    token did not select: a bit for each key, made for the new tokens, then chunk by chunk.
 
     Args:
         q: [T, h, P + R], rotated.
-        kv_c, k_pe: [T, L] after its norm, [T, R] rotated: the new tokens' own latents.
-        kv_cache: [num_blocks, block_size, width], this rank's tokens in one of the formats of `dcpmla.cache.formats`.
-        w_kv_b: [h, P + V, L], the up-projection of this rank's heads, W_UK over W_UV; or what applies it.
+        kv_c, k_pe: New tokens' own latents: [T, L] after its norm, [T, R] rotated.
+        kv_cache: Cache [num_blocks, block_size, width] of this rank's tokens, in a format of `dcpmla.cache.formats`.
+        w_kv_b: Up-projection [h, P + V, L] of this rank's heads, W_UK over W_UV; or a function that applies it.
         kv_scale: Scale of an fp8 cache, float32 of one element; None for other caches.
         positions: Positions that each token attends to [T, topk] int32 (`SelectedTokens.positions`), none after
             its own; None for all.
         kv: Keys' nope part and values of the new tokens [T, h (P + V)], if they are projected already.
-        backend: "auto" takes the first of `backends.PREFILL_BACKENDS` that can; or the name of one.
+        backend: Name of a backend; "auto" takes the first of `backends.PREFILL_BACKENDS` that supports the call.
     Returns:
         out [T, h, V] in the dtype of q, lse [T, h] float32.
     Raises:
-        ValueError: a scale that is missing or superfluous; positions for another number of tokens; a backend that does
-            not exist or cannot run the call.
+        ValueError: A scale is missing or superfluous, positions has another number of tokens, or the backend does not
+            exist or cannot run the call.
     """
     check_kv_scale(kv_cache.dtype, kv_scale)
     if positions is not None and positions.shape[0] != q.shape[0]:
@@ -70,7 +70,7 @@ def dcp_mla_prefill(
     def attend(
         kv_c: Tensor, k_pe: Tensor, keys: Segments, first_position: Tensor, causal: bool, kv: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        # Keys and values, the largest tensors of a step, live no longer than this call.
+        # Keys and values, the largest tensors of a step, are freed after this call.
         k_nope, v = up_project(kv_c, w_kv_b, q.shape[1], q.shape[-1] - k_pe.shape[-1], kv)
         mask = None
         if positions is not None:
@@ -80,32 +80,32 @@ def dcp_mla_prefill(
     started = [start_gather(chunk) for chunk in chunks[:1]]
     out, lse = attend(kv_c, k_pe, queries, prefill.first_position, causal=True, kv=kv)
     for index, chunk in enumerate(chunks):
-        # Popped: what a gather held is free before the next one begins.
+        # Popping frees a gather's memory before the next gather begins.
         latents = _to_latents(started.pop()(), kv_c.shape[-1], kv_scale, q.dtype)
         started += [start_gather(following) for following in chunks[index + 1 : index + 2]]
         context_kv_c, context_k_pe = latents.split([kv_c.shape[-1], k_pe.shape[-1]], -1)
-        # Rounded once, after the last chunk.
+        # The sum is rounded once, after the last chunk.
         dtype = q.dtype if chunk is chunks[-1] else torch.promote_types(q.dtype, torch.float32)
         out, lse = merge_part(
             out, lse, *attend(context_kv_c, context_k_pe, chunk.keys, chunk.first_position, causal=False), dtype
         )
-        del latents, context_kv_c, context_k_pe  # before the next ones: no more than two chunks are there at a time
+        del latents, context_kv_c, context_k_pe  # frees them before the next chunk: at most two chunks exist at a time
     return out, lse
 
 
 def _to_latents(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return rows as they were cached as latents; rows of a plain cache are not copied."""
+    """Return cached rows as latents; rows of a plain cache are not copied."""
     return dequantize_rows(rows, kv_lora_rank, kv_scale, dtype) if is_quantized(rows.dtype) else rows.to(dtype)
 
 
 def up_project(
     kv_c: Tensor, w_kv_b: Tensor | UpProjection, num_heads: int, qk_nope_head_dim: int, kv: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Make the nope part of keys, and values, of this rank's heads from latents.
+    """Project latents to the nope part of keys and to values, for this rank's heads.
 
     Args:
         kv_c: [S, L].
-        w_kv_b: [h, P + V, L] with h = num_heads and P = qk_nope_head_dim; or what applies it.
+        w_kv_b: Up-projection [h, P + V, L] with h = num_heads and P = qk_nope_head_dim; or a function that applies it.
         kv: Projected latents [S, h (P + V)]; None to project them.
     Returns:
         k_nope [S, h, P] and v [S, h, V], views of one [S, h, P + V].
@@ -123,7 +123,7 @@ def _empty_heads(call: PrefillCall) -> tuple[Tensor, Tensor]:
 
 @operator("mha_prefill", fake=_empty_heads)
 def mha_prefill(call: PrefillCall) -> tuple[Tensor, Tensor]:
-    """Run a call on the first backend that takes it, or on the backend that it names."""
+    """Run a call on the first backend that supports it, or on the backend that it names."""
     return select_backend(PREFILL_BACKENDS, call).run(call)
 
 
@@ -137,9 +137,9 @@ def merge_part(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, dtype: 
     """Merge one more part into (out, lse): `merge_partials` of the two, in float32 at least.
 
     Args:
-        out, part: [T, h, V] any float dtypes, contiguous; over other keys. A row whose lse is -inf may hold anything.
+        out, part: Outputs [T, h, V] over disjoint keys, any float dtypes, contiguous. Rows with lse -inf are ignored.
         lse, part_lse: [T, h] float32, contiguous.
-        dtype: of the merged output.
+        dtype: Dtype of the merged output.
     """
     wide = torch.promote_types(out.dtype, torch.float32)
     merged, lse = merge_partials(torch.stack([out.to(wide), part.to(wide)]), torch.stack([lse, part_lse]))

@@ -45,16 +45,16 @@ def finish_latents(
     """Normalize both latents, rotate k_pe, and write the rows that this rank owns into the cache.
 
     Args:
-        down: [T, Lq + L + R], the fused down-projection: query latent (Lq may be 0), latent, rope part of the key.
+        down: Fused down-projection [T, Lq + L + R]: query latent (Lq may be 0), latent, rope part of the key.
         kv_cache: [num_blocks, block_size, width] in one of the formats of `dcpmla.cache.formats`, written at the slots.
-        slots: [T] int64, -1 where another rank owns the token.
-        q_weight, kv_weight: [Lq] or None, [L], of the norms.
-        kv_lora_scale: factor of kv_c after its norm (LongCat).
+        slots: Slots [T] int64, -1 where another rank owns the token.
+        q_weight, kv_weight: Weights of the norms, [Lq] or None, and [L].
+        kv_lora_scale: Factor of kv_c after its norm (LongCat).
         cos_sin: [T, R] float32 as in `apply_rope`; None leaves k_pe as it is.
-        kv_scale: float32 of one element, of an fp8 cache (`formats.quantize`), and for that alone.
-        quantizes: whether q_c is also quantized, with the bits of `quantize_rows`; Lq is a multiple of 128 then.
+        kv_scale: Scale of an fp8 cache (`formats.quantize`), float32 of one element; None for other caches.
+        quantizes: Whether q_c is also quantized, with the bits of `quantize_rows`; Lq is a multiple of 128 then.
     Returns:
-        q_c [T, Lq] after its norm, latents [T, L + R] as given to the cache: kv_c after its norm, k_pe rotated; codes
+        q_c [T, Lq] after its norm; latents [T, L + R] before cache rounding: kv_c after its norm, k_pe rotated; codes
         and scales of q_c, without columns unless quantizes.
     Source: DeepSeek-V2, section 2.1; norms with the roundings of transformers' models.
     """
@@ -90,9 +90,8 @@ def absorb_query(
         q: [T, h, P + R], not rotated.
         w_uk: [h, P, L].
         cos_sin: [T, R] float32 as in `apply_rope`; None leaves q_pe as it is.
-        q_scale: float32 of one element, to round the query from q's dtype to e4m3 (`formats.to_fp8`); None leaves it in
-            q's dtype.
-        w_scales: float32 [h, P / 128, L / 128], of a w_uk in e4m3 (`BlockFp8`).
+        q_scale: Scale that rounds the query to e4m3 (`formats.to_fp8`), float32 of one element; None keeps q's dtype.
+        w_scales: Scales of a w_uk in e4m3 (`BlockFp8`), float32 [h, P / 128, L / 128].
     Returns:
         [T, h, L + R].
     """
@@ -121,7 +120,7 @@ def project_values(out: Tensor, w_uv: Tensor, w_scales: Tensor | None = None) ->
     """Turn attention over latents, out [T, h, L], into values [T, h V], the input of o_proj, by w_uv [h, V, L].
 
     Args:
-        w_scales: float32 [h, V / 128, L / 128], of a w_uv in e4m3 (`BlockFp8`).
+        w_scales: Scales of a w_uv in e4m3 (`BlockFp8`), float32 [h, V / 128, L / 128].
     """
     values = out.new_empty(out.shape[0], w_uv.shape[0] * w_uv.shape[1])
     project_into(out, w_uv, w_scales, values)
@@ -131,10 +130,10 @@ def project_values(out: Tensor, w_uv: Tensor, w_scales: Tensor | None = None) ->
 def project_into(out: Tensor, w_uv: Tensor, w_scales: Tensor | None, values: Tensor) -> None:
     """Compute `project_values` by plain torch, into values [T, h V] whose columns are contiguous."""
     w_uv = _values_of(w_uv, w_scales, out.dtype)
-    # A matrix product writes into any result with contiguous columns: no transposition is left to copy.
+    # A matrix product writes into any result with contiguous columns, so no transposition is copied.
     torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2), out=values.view(-1, *w_uv.shape[:2]).transpose(0, 1))
 
 
 def _values_of(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return a weight as it is, or the values of codes in e4m3 with their scales."""
+    """Return a plain weight unchanged, or the values of e4m3 codes with their scales."""
     return weight if scales is None else dequantize_blocks(weight, scales, dtype)

@@ -1,8 +1,8 @@
-"""The scales of fp8 caches and of fp8 queries: a float32 number for each layer, the same on every rank, at an address
-that stays.
+"""The scales of fp8 caches and of fp8 queries: a float32 number for each layer, the same on every rank, at a fixed
+address.
 
-Cached values are multiplied by their scale. It comes from the options, else from the checkpoint, else it is 1; or it is
-calculated once.
+Reading multiplies cached values by their scale. The scale comes from the options, else from the checkpoint, else it is
+1; or it is calculated once.
 """
 
 import math
@@ -17,11 +17,12 @@ from dcpmla.config import DCPConfig
 from dcpmla.parallel.collectives import named
 from dcpmla.parallel.linear import Weight
 
-# Their names in checkpoints, next to the weights of a layer's attention: those that vLLM takes.
+# Names of scales in checkpoints, next to the weights of a layer's attention. vLLM accepts the same names.
 KV_SCALE_NAMES = ("k_scale", "attn.k_scale", "mla_attn.k_scale", "k_proj.k_scale", "kv_scale")
 Q_SCALE_NAMES = ("q_scale", "attn.q_scale", "mla_attn.q_scale", "q_proj.q_scale")
-# Of e4m3's 448: leaves room for larger values later on. vLLM's K_SCALE_CONSTANT and Q_SCALE_CONSTANT, 200, lie midway
-# between two codes: the last bit of the largest value, which differs between TP sizes, would decide for one of them.
+# The largest value becomes 208 of e4m3's 448, which leaves room for larger values later. vLLM's K_SCALE_CONSTANT and
+# Q_SCALE_CONSTANT, 200, are midway between two codes: the largest value's last bit, which depends on the TP size, would
+# decide the code.
 _CODE_OF_LARGEST = 208.0
 
 
@@ -31,10 +32,10 @@ def new_scale(value: float | None, device: torch.device | str) -> Tensor:
 
 
 def read_scale(weights: Mapping[str, Weight], names: tuple[str, ...]) -> float:
-    """Return what a checkpoint has under the first of the names that it knows; 1 where it knows none.
+    """Return the checkpoint's scale under the first of the names that it has; 1 if it has none.
 
     Raises:
-        ValueError: a tensor of more than one element, or a number that is not finite and above 0.
+        ValueError: The tensor has more than one element, or its number is not finite and above 0.
     """
     name = next((name for name in names if name in weights), None)
     if name is None:
@@ -53,7 +54,7 @@ def read_scale(weights: Mapping[str, Weight], names: tuple[str, ...]) -> float:
 
 
 def missing_scales(weights: Mapping[str, Weight], dcp: DCPConfig) -> set[str]:
-    """Return those of "kv_scale" and "q_scale" that are 1 for want of another source."""
+    """Return which scales, "kv_scale" or "q_scale", default to 1 because no source has them."""
     if dcp.kv_cache_dtype != "fp8" or dcp.calculate_kv_scales:
         return set()
     wanted: dict[str, tuple[str, ...]] = {"kv_scale": KV_SCALE_NAMES} if dcp.kv_cache_scale is None else {}
@@ -64,10 +65,10 @@ def missing_scales(weights: Mapping[str, Weight], dcp: DCPConfig) -> set[str]:
 
 @torch.no_grad()
 def calculate_scale_(scale: Tensor, values: Tensor, group: ProcessGroup) -> None:
-    """Set a scale, in place, by the largest of all ranks' values; 1 where all are zero. Collective over the group.
+    """Set a scale, in place, from the largest value on any rank; 1 if all are zero. Collective over the group.
 
-    Source: vLLM's --calculate-kv-scales. There the cache's scale is that of kv_c; here k_pe, which shares it, counts as
-    well.
+    Source: vLLM's --calculate-kv-scales. There kv_c alone sets the cache's scale; here k_pe, which shares the scale,
+    counts as well.
     """
     largest = values.abs().amax().float()
     with named("all-reduce of a scale", group):

@@ -17,7 +17,7 @@ from dcpmla.parallel.quantized import BLOCK, BlockFp8
 
 @dataclass(frozen=True)
 class HeldHeads:
-    """Neighbouring heads that one rank's weight covers, in TP order: its own, or those of its whole DCP group.
+    """Neighbouring heads that one rank's weight covers, in TP order: its own, or its whole DCP group's.
 
     Attributes:
         first: Number of the first head in the model.
@@ -31,7 +31,7 @@ class HeldHeads:
 
     @classmethod
     def of(cls, mesh: DCPMesh, heads_per_rank: int, whole_group: bool) -> "HeldHeads":
-        """Return the heads of this rank, or with whole_group those of all ranks of its DCP group."""
+        """Return the heads of this rank, or with whole_group the heads of its DCP group."""
         first_own = mesh.tp_rank * heads_per_rank
         if not whole_group:
             return cls(first_own, heads_per_rank, slice(0, heads_per_rank))
@@ -39,14 +39,14 @@ class HeldHeads:
         return cls(first_own - before, mesh.dcp_size * heads_per_rank, slice(before, before + heads_per_rank))
 
     def rows(self, rows_per_head: int) -> slice:
-        """Return their rows of a model's whole weight, in which each head has rows_per_head."""
+        """Return the heads' rows of a model's whole weight, where each head has rows_per_head rows."""
         return slice(self.first * rows_per_head, (self.first + self.count) * rows_per_head)
 
 
 class AttentionWeights(nn.Module):
     """Parameters and scales of `dcpmla.MLAAttention`, which documents arguments, attributes and errors.
 
-    Linear layers, W_UK and W_UV among them, stay in block-quantized fp8 where a checkpoint has them so and this rank's
+    Linear layers, including W_UK and W_UV, stay in block-quantized fp8 if the checkpoint stores them so and this rank's
     slices are cut between blocks.
     """
 
@@ -83,7 +83,7 @@ class AttentionWeights(nn.Module):
             self._take(modules)
 
     def _take(self, modules: MLAModules) -> None:
-        """Compute with what an engine gives."""
+        """Use the projections and weights of an engine."""
         down_proj, query_proj = GivenLinear(modules.down_proj), GivenLinear(modules.q_proj)
         if modules.q_a_layernorm is None:
             self.kv_a_proj, self.q_proj = down_proj, query_proj
@@ -95,7 +95,7 @@ class AttentionWeights(nn.Module):
         self.o_proj = GivenLinear(modules.o_proj)
 
     def _make(self, new: dict[str, Any]) -> None:
-        """Make parameters that `load_weights` fills, with keyword arguments of each."""
+        """Make parameters that `load_weights` fills; `new` holds the keyword arguments of each."""
         config = self.config
         hidden, q_dim = config.hidden_size, self.q_heads.count * config.qk_head_dim
         if config.q_lora_rank is None:
@@ -113,7 +113,7 @@ class AttentionWeights(nn.Module):
 
     @property
     def down_proj(self) -> Linear:
-        """The projection to both latents, or in a model that does not compress queries to that of keys and values."""
+        """The projection to both latents, or to the latent of keys and values if the model does not compress queries."""
         return self.kv_a_proj if self.config.q_lora_rank is None else self.fused_qkv_a_proj
 
     @property

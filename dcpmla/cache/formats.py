@@ -1,8 +1,8 @@
 """Cache formats of a token's latent, byte by byte, in plain torch: the specification of the kernels of a cache.
 
-The dtype of a cache tensor says its format:
+The dtype of a cache tensor determines its format:
 
-- the model's own (bfloat16, float16, float32): kv_c [L], k_pe [R] as they are.
+- the model's own (bfloat16, float16, float32): kv_c [L], k_pe [R] unchanged.
 - torch.float8_e4m3fn (`fp8`): kv_c and k_pe as e4m3, with one float32 scale for both and for all tokens of a layer,
   kept outside the cache.
 - torch.uint8 (`fp8_ds_mla`): kv_c as e4m3, a float32 scale for each 128 of its values, k_pe in bfloat16: 656 bytes
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0  # of e4m3
+FP8_MAX = 448.0  # largest number of e4m3
 TILE = 128  # values of kv_c that share a scale in fp8_ds_mla
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
@@ -22,7 +22,7 @@ def storage_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
     """Return a cache tensor's dtype for a `DCPConfig.kv_cache_dtype` and a model that computes in `dtype`.
 
     Raises:
-        ValueError: "bf16" for a model that computes in another dtype.
+        ValueError: The format is "bf16" and the model computes in another dtype.
     """
     if kv_cache_dtype == "bf16" and dtype != torch.bfloat16:
         raise ValueError(f"kv_cache_dtype (--kv-cache-dtype) is 'bf16', but the model computes in {dtype}; choose auto")
@@ -40,7 +40,7 @@ def row_width(storage: torch.dtype, kv_lora_rank: int, rope_dim: int) -> int:
     """Return the number of elements of a cache row.
 
     Raises:
-        ValueError: fp8_ds_mla for a latent whose width is not a multiple of 128.
+        ValueError: The format is fp8_ds_mla and the latent's width is no multiple of 128.
     """
     if storage != torch.uint8:
         return kv_lora_rank + rope_dim
@@ -53,7 +53,7 @@ def row_width(storage: torch.dtype, kv_lora_rank: int, rope_dim: int) -> int:
 
 
 def is_quantized(storage: torch.dtype) -> bool:
-    """Tell whether rows of that dtype must be dequantized: those of the 8-bit formats."""
+    """Return whether rows of a cache dtype must be dequantized: true for the 8-bit formats."""
     return storage in (FP8, torch.uint8)
 
 
@@ -72,11 +72,11 @@ def quantize(kv_c: Tensor, k_pe: Tensor, storage: torch.dtype, kv_scale: Tensor 
     Args:
         kv_c: [N, L] after its norm.
         k_pe: [N, R] after RoPE.
-        storage: the cache's dtype.
-        kv_scale: float32 of one element, for fp8 only.
+        storage: Dtype of the cache.
+        kv_scale: Scale, float32 of one element; fp8 only.
     Raises:
-        ValueError: NaN or infinity for an 8-bit format, which cannot hold them; kv_scale missing, or given for another
-            format.
+        ValueError: Values for an 8-bit format are NaN or infinite, which it cannot hold; kv_scale is missing, or the
+            format takes none.
     """
     check_kv_scale(storage, kv_scale)
     if not is_quantized(storage):
@@ -98,7 +98,7 @@ def dequantize(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: 
     """Turn cache rows [..., row_width] into latents [..., L + R] in `dtype`; products with scales are rounded once.
 
     Args:
-        kv_scale: as in `quantize`.
+        kv_scale: Scale, see `quantize`.
     """
     check_kv_scale(rows.dtype, kv_scale)
     wide = torch.promote_types(dtype, torch.float32)
@@ -128,7 +128,7 @@ def to_fp8(values: Tensor, scale: Tensor) -> Tensor:
 
 
 def check_kv_scale(storage: torch.dtype, kv_scale: Tensor | None) -> None:
-    """Raise ValueError unless kv_scale is given for an fp8 cache, and for no other."""
+    """Raise ValueError unless kv_scale is given exactly for fp8 caches, as float32 of one element."""
     if (storage == FP8) != (kv_scale is not None):
         raise ValueError(
             f"kv_scale is {'missing' if kv_scale is None else 'given'} for a cache of {storage}; it belongs to {FP8} "

@@ -1,8 +1,8 @@
 """The index cache of a layer on one rank: a key for each token that the rank owns, in the same slots as its latents.
 
-The dtype of an index cache says its format, as for latents (`cache/formats.py`):
+The dtype of an index cache determines its format, as for latents (`cache/formats.py`):
 
-- the model's own: keys [D] as they are; [num_blocks, block_size, D].
+- the model's own: keys [D] unchanged; [num_blocks, block_size, D].
 - torch.uint8 (`fp8`): a block holds the keys of all its tokens as e4m3, then a float32 scale for each, a power of two:
   D + 4 bytes a token, 132 with DeepSeek's widths; [num_blocks, block_size, D + 4]. Source: DeepSeek-V3.2's index cache
   as vLLM lays it out.
@@ -15,7 +15,7 @@ from dcpmla.cache.formats import FP8, FP8_MAX, format_name
 
 SCALE_BYTES = 4
 NORM_EPS = 1e-6  # eps of the keys' LayerNorm
-SMALLEST_AMAX = 1e-10  # so that a key of zeros has a scale, too
+SMALLEST_AMAX = 1e-10  # gives a key of zeros a scale, too
 
 
 def index_storage_dtype(index_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
@@ -24,7 +24,7 @@ def index_storage_dtype(index_cache_dtype: str, dtype: torch.dtype) -> torch.dty
 
 
 def index_format_name(storage: torch.dtype) -> str:
-    """Name the format of an index cache's dtype, as `format_name` does."""
+    """Name the format of an index cache's dtype (`format_name`)."""
     return "fp8" if storage == torch.uint8 else format_name(storage)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dcpmla.cache import formats, shared_format
 
-_COPIED_ROWS, _DEQUANTIZED_ROWS = 4, 8  # of one program
+_COPIED_ROWS, _DEQUANTIZED_ROWS = 4, 8  # rows per program
 FP8_MAX = tl.constexpr(formats.FP8_MAX)
 TILE = tl.constexpr(formats.TILE)
 PAGE_ROWS = tl.constexpr(shared_format.PAGE_ROWS)
@@ -54,7 +54,7 @@ def quantize(x, scale_ptr):
 
 @triton.jit
 def store_kv_c(row_ptr, kv_c, scale_ptr, RANK: tl.constexpr, COLUMNS: tl.constexpr):
-    """Store a latent [COLUMNS], RANK of them real, at the head of its cache row; the pointer's type says the format."""
+    """Store a latent, RANK of COLUMNS elements, at the start of its cache row, in the format of the pointer's type."""
     column = tl.arange(0, COLUMNS)
     mask = column < RANK
     if row_ptr.dtype.element_ty == tl.uint8:
@@ -79,9 +79,9 @@ def k_pe_of(row_ptr, RANK: tl.constexpr):
 
 @triton.jit
 def store_shared(cache_ptr, stride, slot, x, y, WIDTH: tl.constexpr):
-    """Store rows of shared keys, given as pairs [N, PAIRS], at slots [N, 1] int64; those with slot -1 are skipped.
+    """Store rows of shared keys, given as pairs [N, PAIRS], at slots [N, 1] int64; skip rows with slot -1.
 
-    Returns the pairs as they are read from there (`cache.shared_rows.read_rows`), in their own type.
+    Returns the pairs as `cache.shared_rows.read_rows` would read them, in their own type.
     """
     column, mask = tl.arange(0, 2 * x.shape[1])[None, :], slot >= 0
     if cache_ptr.dtype.element_ty == tl.uint8:

@@ -18,11 +18,11 @@ class LatentPlan(CachePlan):
     """Sizes of a cache of latents: a row for each token in each layer, and index keys in layers with an indexer.
 
     Attributes:
-        interleave: tokens of a group that one DCP rank stores.
-        row_width, dtype: of the cache's tensors: elements of a row, in the format that the dtype says
+        interleave: Tokens of a group that one DCP rank stores.
+        row_width, dtype: Elements of a row and dtype of the cache's tensors; the dtype determines the format
             (`dcpmla.cache.formats`).
-        index_layers: of sparse MLA, the layers that have an index cache as well, ascending.
-        index_row_width, index_dtype: of the index caches' tensors (`dcpmla.cache.index_keys`).
+        index_layers: Layers of sparse MLA that also have an index cache, ascending.
+        index_row_width, index_dtype: Row width and dtype of the index caches' tensors (`dcpmla.cache.index_keys`).
     """
 
     num_layers: int
@@ -84,9 +84,9 @@ class LayerCache(NamedTuple):
     """The cache of one layer on one rank.
 
     Attributes:
-        latents: [num_blocks, block_size, row_width] in one of the formats of `dcpmla.cache.formats`.
-        index_keys: [num_blocks, block_size, index_row_width] of a layer with an indexer (`dcpmla.cache.index_keys`),
-            under the same block ids; None without.
+        latents: Latents [num_blocks, block_size, row_width] in one of the formats of `dcpmla.cache.formats`.
+        index_keys: Index keys [num_blocks, block_size, index_row_width] (`dcpmla.cache.index_keys`), under the same
+            block ids; None in layers without an indexer.
     """
 
     latents: Tensor
@@ -94,19 +94,19 @@ class LayerCache(NamedTuple):
 
 
 class LatentCache(Cache):
-    """The caches of all layers on one rank, `cache[layer]` that of one; block ids mean the same on all DCP ranks.
+    """The caches of all layers on one rank; `cache[layer]` is one layer's. All DCP ranks use the same block ids.
 
     Attributes:
-        sizes: the plan it was made from.
-        layers: the latent caches, one a layer.
-        index_layers: the index caches of sparse MLA, one for each of sizes.index_layers.
+        sizes: Plan of the cache.
+        layers: Latent caches, one per layer.
+        index_layers: Index caches of sparse MLA, one for each of sizes.index_layers.
     """
 
     def __init__(self, plan: LatentPlan, device: torch.device) -> None:
         """Allocate a plan's bytes.
 
         Raises:
-            ValueError: the device does not have them.
+            ValueError: The device has too little memory.
         """
         plan.check_fits(device)
         self.sizes, self._plan = plan, plan
@@ -142,12 +142,12 @@ class LatentCache(Cache):
         """Return the sizes of a cache that holds sequences of the given final lengths at once.
 
         Args:
-            dcp: its kv_cache_dtype and index_cache_dtype are the formats.
-            seq_lens: tokens of each sequence, prompt and answer; each starts on a block of its own.
-            dtype: that the model computes in.
-            index_layers: of sparse MLA, the layers with an indexer of their own; None for all.
+            dcp: Config whose kv_cache_dtype and index_cache_dtype set the formats.
+            seq_lens: Tokens of each sequence, prompt and answer; each starts on a block of its own.
+            dtype: Dtype that the model computes in.
+            index_layers: Layers of sparse MLA with an indexer of their own; None for all.
         Raises:
-            ValueError: no layers, no sequences, a negative length, a format that the model cannot have.
+            ValueError: No layers, no sequences, a negative length, or a format that the model cannot have.
         """
         if num_layers < 1:
             raise ValueError(f"num_layers is {num_layers}; it must be at least 1")
@@ -170,5 +170,5 @@ class LatentCache(Cache):
 
 
 def num_blocks(seq_len: int, dcp: DCPConfig) -> int:
-    """Return how many blocks a sequence takes: a block id covers block_size positions on each DCP rank."""
+    """Return the number of blocks of a sequence: a block id covers block_size positions on each DCP rank."""
     return -(-seq_len // dcp.virtual_block_size)

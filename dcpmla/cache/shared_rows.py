@@ -9,7 +9,7 @@ from dcpmla.operators import operator
 
 
 def write_rows(cache: Tensor, rows: Tensor, slots: Tensor) -> None:
-    """Store rows [N, D] at slots [N] int64; those with slot -1 are skipped."""
+    """Store rows [N, D] at slots [N] int64; skip rows with slot -1."""
     mine = slots >= 0
     slots, rows = slots[mine], rows[mine]
     if cache.dtype != torch.uint8:

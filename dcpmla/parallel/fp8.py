@@ -1,4 +1,4 @@
-"""Products with block-quantized fp8 weights, and the rows that they take.
+"""Products with block-quantized fp8 weights, and their input rows.
 
 Custom ops (`torch.ops.dcpmla`). The torch code here specifies them and runs on CPUs, on GPUs without e4m3 and in
 float64: products with the dequantized weight, exact but for their sums. GPUs of compute capability 8.9 and later
@@ -40,10 +40,10 @@ class QuantizedRows(NamedTuple):
 
 @dataclass(frozen=True)
 class NormedRows:
-    """Rows that a norm gives to several layers, of which some take them in fp8.
+    """Output rows of a norm for several layers; some layers take them in fp8.
 
     Attributes:
-        plain: [T, K].
+        plain: Rows [T, K], not quantized.
         quantized: Quantized rows, in groups of 128.
     """
 
@@ -55,7 +55,7 @@ class NormedRows:
 
     @classmethod
     def join(cls, plain: Tensor, values: Tensor, scales: Tensor) -> "PlainRows":
-        """Return rows with what they are quantized to; alone where that has no columns (`empty_codes`)."""
+        """Return rows with their quantized values, or the rows alone if those have no columns (`empty_codes`)."""
         return cls(plain, QuantizedRows(values, scales)) if values.shape[1] else plain
 
 
@@ -64,14 +64,14 @@ AnyRows = PlainRows | QuantizedRows
 
 
 def plain(x: AnyRows) -> Tensor:
-    """Return rows that are not quantized; raise ValueError for others, whose layer has no fp8 weight."""
+    """Return rows that are not quantized; raise ValueError for `QuantizedRows`, which only fp8 weights take."""
     if isinstance(x, QuantizedRows):
         raise ValueError("x is quantized, but the weight is not; pass rows in the weight's dtype")
     return x.plain if isinstance(x, NormedRows) else x
 
 
 def empty_codes(x: Tensor, quantizes: bool) -> QuantizedRows:
-    """Return memory for x [T, K] in fp8, or for none of its columns: operators return as many tensors every time."""
+    """Return memory for x [T, K] in fp8, or for 0 columns: an op must always return the same number of tensors."""
     return QuantizedRows.empty_like(x if quantizes else x[:, :0])
 
 
@@ -82,7 +82,7 @@ def runs_fp8(device: torch.device) -> bool:
 
 
 def quantize_rows(x: Tensor) -> QuantizedRows:
-    """Quantize rows [T, K] as products with block-quantized weights take them."""
+    """Quantize rows [T, K] for products with block-quantized weights."""
     return QuantizedRows(*_quantize_rows(x))
 
 
@@ -114,15 +114,15 @@ def fp8_linear(
     arrivals: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Multiply rows by a block-quantized weight, or G groups of columns each by as many of its rows.
+    """Multiply rows by a block-quantized weight; with G groups of columns, each group by N / G of the weight's rows.
 
     Args:
-        x: [T, G K] bfloat16, float16 or float32; e4m3 where x_scales are given.
-        x_scales: float32 [T, G K / 128] of groups of 128 columns, or None.
-        weight: e4m3 [N, K], contiguous; K is a multiple of 128, and so is N / G with several groups.
-        weight_scale: float32 [ceil(N / 128), K / 128] with contiguous rows.
-        arrivals: int32, at least N / 32 zeros, and zeros afterwards: programs count their arrivals in it. One product
-            at a time has it.
+        x: Rows [T, G K], bfloat16, float16 or float32; e4m3 if x_scales are given.
+        x_scales: Scales of groups of 128 columns, float32 [T, G K / 128], or None.
+        weight: Codes, e4m3 [N, K], contiguous; K is a multiple of 128, and so is N / G with several groups.
+        weight_scale: Scales, float32 [ceil(N / 128), K / 128] with contiguous rows.
+        arrivals: Counters of programs' arrivals, int32, at least N / 32 zeros, and zeros afterwards. Concurrent products
+            must not share it.
     Returns:
         [T, N] in dtype, sums in float32.
     Source: DeepSeek-V3's report, section 3.3: tiles of 1 x 128 times blocks of 128 x 128, sums over 128 columns
@@ -137,7 +137,7 @@ def fp8_linear(
 
 
 def multiply_groups(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply G groups of columns of x [T, G K] each by its weight, of [G, N, K]; returns [T, G N]."""
+    """Multiply each of G groups of columns of x [T, G K] by its weight in [G, N, K]; return [T, G N]."""
     out = torch.bmm(x.view(len(x), len(weight), -1).transpose(0, 1), weight.transpose(1, 2))
     return out.transpose(0, 1).flatten(1)
 

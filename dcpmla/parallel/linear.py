@@ -41,13 +41,13 @@ class QuantizedWeight(Weight, Protocol):
 
 
 class Linear(nn.Module):
-    """A linear layer whose weight stays in block-quantized fp8 where a checkpoint has it so.
+    """A linear layer whose weight stays in block-quantized fp8 if the checkpoint stores it so.
 
     Attributes:
-        weight: [out, in] in dtype, or e4m3 codes; holds nothing until `load`.
-        weight_scale: float32 [ceil(out / 128), in / 128], a scale per block of codes; None for a weight in dtype.
-        takes_quantized: whether `QuantizedRows` spare work, alone or in `NormedRows`: the weight is fp8, on a device
-            that would quantize other rows.
+        weight: Weight [out, in] in dtype, or e4m3 codes; not initialized before `load`.
+        weight_scale: Scale per block of codes, float32 [ceil(out / 128), in / 128]; None for a weight in dtype.
+        takes_quantized: Whether `QuantizedRows` save work, alone or in `NormedRows`: the weight is fp8, and the device
+            would quantize other rows.
     """
 
     weight_scale: Tensor | None
@@ -71,14 +71,14 @@ class Linear(nn.Module):
     def load(self, *parts: AnyWeight) -> None:
         """Fill the weight with parts stacked along dim 0.
 
-        It becomes e4m3 codes and scales where all parts are and their blocks lie on one grid; else values in dtype.
+        It becomes e4m3 codes and scales if all parts are `BlockFp8` and their blocks form one grid; else values in dtype.
         """
         if self._stays_quantized(parts):
             self._become_fp8()
             fill(self.weight, *(part[0] for part in parts))
             fill(self.weight_scale, *(part[1] for part in parts))
         else:
-            assert self.weight_scale is None  # weights are loaded once
+            assert self.weight_scale is None  # weights are loaded only once
             fill(self.weight, *(values_like(part, self.weight) for part in parts))
 
     def forward(self, x: AnyRows) -> Tensor:
@@ -92,7 +92,7 @@ class Linear(nn.Module):
         if self.weight_scale is None:
             return F.linear(plain(x), self.weight[rows])
         start, stop, _ = rows.indices(self.out_features)
-        if start % BLOCK:  # rows that begin inside a block
+        if start % BLOCK:  # the rows begin inside a block
             return self.product(x)[..., rows]
         x = x.quantized if isinstance(x, NormedRows) else x
         values, scales = x if isinstance(x, QuantizedRows) else (x.flatten(0, -2), None)
@@ -105,20 +105,20 @@ class Linear(nn.Module):
         return on_grid and isinstance(parts[-1], BlockFp8) and self.in_features % BLOCK == 0
 
     def _become_fp8(self) -> None:
-        """Replace the weight's memory by codes, scales and what products count arrivals in."""
+        """Replace the weight's memory by codes, scales and counters of arrivals."""
         device, num_blocks = self.weight.device, -(-self.out_features // BLOCK)
-        del self.weight  # its memory is free before codes take theirs
+        del self.weight  # frees the weight's memory before codes are allocated
         codes = torch.empty(self.out_features, self.in_features, dtype=torch.float8_e4m3fn, device=device)
         self.weight = nn.Parameter(codes, requires_grad=False)
         columns = self.in_features // BLOCK
-        scales = torch.zeros(num_blocks, -(-columns // 4) * 4, device=device)  # as cuBLAS takes them
+        scales = torch.zeros(num_blocks, -(-columns // 4) * 4, device=device)  # cuBLAS requires this layout
         self.weight_scale = scales[:, :columns]
         self._arrivals = torch.zeros(4 * num_blocks, dtype=torch.int32, device=device)
         self.takes_quantized = runs_fp8(device)
 
 
 class GroupedLinear(Linear):
-    """Linear layers of G groups of columns, side by side: [T, G in] -> [T, out], of which each makes out / G."""
+    """G linear layers, one per group of columns: [T, G in] -> [T, out]; each makes out / G columns."""
 
     def __init__(
         self,
@@ -179,17 +179,17 @@ def shard(size: int, group: ProcessGroup) -> slice:
 
 
 def cut(size: int, rank: int, num_ranks: int, in_blocks: bool = False) -> slice:
-    """Return a rank's part of a dim, as even as it can be.
+    """Return a rank's part of a dim, cut as evenly as possible.
 
     Args:
-        in_blocks: cut between the blocks of quantized weights, where there is one for every rank.
+        in_blocks: Whether to cut between blocks of quantized weights, if every rank gets at least one.
     """
     unit = BLOCK if in_blocks and size % BLOCK == 0 and size // BLOCK >= num_ranks else 1
     return slice(size // unit * rank // num_ranks * unit, size // unit * (rank + 1) // num_ranks * unit)
 
 
 def check_experts(num_experts: int, size: int, tp_size: int, spreads_experts: bool) -> None:
-    """Raise ValueError where experts cannot be cut or spread evenly; other layers may be cut unevenly."""
+    """Raise ValueError if experts cannot be cut or spread evenly; other layers may be cut unevenly."""
     if spreads_experts and num_experts % tp_size:
         raise ValueError(
             f"enable_expert_parallel (--enable-expert-parallel): {num_experts} experts cannot be spread over "
@@ -202,10 +202,10 @@ def check_experts(num_experts: int, size: int, tp_size: int, spreads_experts: bo
 
 
 def read_weight(weights: Mapping[str, Weight], name: str, shape: tuple[int, ...], *index: slice) -> Tensor:
-    """Read a slice of a named weight's values, of a quantized one in float32; all of it without an index.
+    """Read a slice of a named weight's values, all without an index; a quantized weight's in float32.
 
     Raises:
-        ValueError: the weight is missing, has another shape, or is of no floating-point dtype.
+        ValueError: The weight is missing, has another shape, or has no floating-point dtype.
     """
     return _read_values(_find(weights, name, shape), name, index)
 
@@ -217,14 +217,14 @@ def read_linear(
     rows: slice = slice(None),
     cols: slice = slice(None),
 ) -> AnyWeight:
-    """Read a slice of a named matrix [rows, cols] as the checkpoint has it.
+    """Read a slice of a named matrix [rows, cols] in the checkpoint's format.
 
     Returns:
         `BlockFp8` of e4m3 codes, where the slice begins and ends at multiples of 128 (or at the matrix's end) and no
         block of 128 x 128 has several scales; `GroupFp4` or `GroupInt4` of codes in 4 bits, where columns are cut at
         multiples of 32. Else the values, float32 or in the dtype of a weight that is not quantized.
     Raises:
-        ValueError: as `read_weight`.
+        ValueError: Same cases as `read_weight`.
     """
     weight = _find(weights, name, shape)
     return (
@@ -262,7 +262,7 @@ def fill(parameter: nn.Parameter | Tensor | None, *parts: Tensor) -> None:
 
 
 def values_like(weight: AnyWeight, like: Tensor) -> Tensor:
-    """Return a weight's values in the dtype of `like`, dequantized on its device: what travels are the codes."""
+    """Return a weight's values in the dtype of `like`, dequantized on its device: codes are transferred, not values."""
     if isinstance(weight, BlockFp8):
         return dequantize_blocks(weight.codes.to(like.device), weight.scales.to(like.device), like.dtype)
     if isinstance(weight, Tensor):

@@ -1,4 +1,4 @@
-"""The mesh: which TP ranks share a latent cache. Code above it takes the plain process groups of `DCPMesh`."""
+"""The mesh, which assigns TP ranks to shared latent caches. Callers use the plain process groups of `DCPMesh`."""
 
 from dataclasses import dataclass
 
@@ -50,13 +50,13 @@ class DCPMesh:
 
 
 def init_mesh(tensor_parallel_size: int, decode_context_parallel_size: int) -> DCPMesh:
-    """Divide all ranks of the job into TP groups of neighbouring ranks, and those into DCP groups.
+    """Divide all ranks of the job into TP groups of neighbouring ranks, and TP groups into DCP groups.
 
     Collective; torch.distributed must be initialized. A serving stack that already has its groups calls
     `DCPMesh(tp_group, dcp_group)` instead.
 
     Raises:
-        ValueError: sizes that do not divide each other or the number of ranks; the message lists the sizes that do.
+        ValueError: The sizes do not divide each other or the number of ranks; the message lists sizes that do.
     """
     tp, dcp = tensor_parallel_size, decode_context_parallel_size
     DCPConfig(tensor_parallel_size=tp, decode_context_parallel_size=dcp)

@@ -1,4 +1,4 @@
-"""Numbers in 8 and 4 bits: weights as checkpoints ship them and the values that they stand for, rows in groups."""
+"""Numbers in 8 and 4 bits: weights in the formats of checkpoints, their values, and rows quantized in groups."""
 
 from typing import NamedTuple
 
@@ -8,8 +8,8 @@ from torch import Tensor, nn
 BLOCK = 128  # rows and columns that share a scale in block-quantized fp8
 GROUP = 32  # columns that share a scale in 4 bits
 _FP8_MAX = 448.0
-SMALLEST_AMAX = 1e-10  # of a group: its scale divides
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits of a code; the fourth is the sign
+SMALLEST_AMAX = 1e-10  # lower bound on a group's largest magnitude, since its scale divides
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # indexed by the lower three bits of a code; the fourth is the sign
 
 
 class BlockFp8(NamedTuple):
@@ -17,7 +17,7 @@ class BlockFp8(NamedTuple):
 
     Attributes:
         codes: e4m3 [.., N, K].
-        scales: float32 [.., ceil(N / 128), ceil(K / 128)]; a value is its code's times its block's scale.
+        scales: float32 [.., ceil(N / 128), ceil(K / 128)]; a value is its code times its block's scale.
     """
 
     codes: Tensor
@@ -55,7 +55,7 @@ AnyWeight = Tensor | BlockFp8 | GroupFp4 | GroupInt4
 
 
 def unpack(weight: AnyWeight) -> tuple[Tensor, Tensor | None]:
-    """Return a weight in the shape in which operators take it: itself and None, or codes and scales."""
+    """Return a weight as arguments of custom ops: itself and None, or codes and scales."""
     return (weight, None) if isinstance(weight, Tensor) else (weight.codes, weight.scales)
 
 
@@ -87,11 +87,11 @@ def from_e8m0(exponents: Tensor) -> Tensor:
 
 
 def to_block_fp8(weight: GroupFp4) -> BlockFp8 | None:
-    """Return a matrix of the same values in e4m3, or None where a block of 128 x 128 has no scale that makes each of
-    its values a code.
+    """Return a matrix of the same values in e4m3, or None if a block of 128 x 128 has no scale that represents all its
+    values exactly.
 
     The scale puts the largest of a block's groups at 6 x 2^6 = 384 of e4m3's 448. A group may then have a scale 2^14
-    times as small: e2m1's 0.5 is 2^-9 there, e4m3's smallest number. Groups of zeros have any scale.
+    times as small: e2m1's 0.5 is 2^-9 there, e4m3's smallest number. Groups of zeros may have any scale.
 
     Source: DeepSeek-V4's conversion for experts in fp8 (inference/convert.py).
     """
@@ -111,8 +111,8 @@ def quantize_groups(x: Tensor, group_size: int, ue8m0: bool = False) -> tuple[Te
     """Quantize rows x [T, N] to e4m3 [T, N], saturated, with float32 scales [T, N / G].
 
     Args:
-        group_size: G columns that share a scale, their largest / 448.
-        ue8m0: scales are raised to the next power of two.
+        group_size: Number G of columns that share a scale, their largest magnitude / 448.
+        ue8m0: Whether scales are raised to the next power of two.
     Source: the quantization of activations in DeepSeek-V3 (its report, section 3.3), with the scales' bound of vLLM's
         kernels.
     """
@@ -132,6 +132,6 @@ def empty_groups(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _spread(scales: Tensor, num_rows: int, num_cols: int, like: Tensor) -> Tensor:
-    """Repeat each scale over its rows and columns, as many as another matrix has."""
+    """Repeat each scale over its rows and columns, cut to the shape of another matrix."""
     rows = scales.repeat_interleave(num_rows, -2)[..., : like.shape[-2], :]
     return rows.repeat_interleave(num_cols, -1)[..., : like.shape[-1]]
