@@ -113,7 +113,7 @@ class AttentionWeights(nn.Module):
 
     @property
     def down_proj(self) -> Linear:
-        """The projection to both latents, or to the latent of keys and values if the model does not compress queries."""
+        """The projection to both latents, or to the keys' and values' latent if the model does not compress queries."""
         return self.kv_a_proj if self.config.q_lora_rank is None else self.fused_qkv_a_proj
 
     @property

@@ -33,8 +33,8 @@ class StatePool:
         self._free.append(state)
 
     def remember(self, content: int) -> int | None:
-        """Return the state to copy the state after a block to, by the number of the block's content; None if it is
-        remembered already, or no state is free.
+        """Return a state for a copy of the state after a block, found by the number of the block's content; None if
+        one is remembered already, or none is free.
         """
         if content in self._remembered:
             return None

@@ -10,20 +10,20 @@ from torch.distributed import ProcessGroup
 from dcpmla.comm.exchange import Exchange, Mailbox
 from dcpmla.parallel.collectives import gather_values, name_ranks
 
-_ERROR = 2  # of torch.cuda.get_sync_debug_mode: waiting for the GPU is one, as where a capture is rehearsed
+_ERROR = 2  # value of torch.cuda.get_sync_debug_mode that makes a sync an error; rehearsals of captures set it
 
 
 class CheckedExchange:
     """An exchange whose calls are compared over its group first: unequal calls would hang, or mix up rows.
 
     Slow: the host waits for all ranks before each call, by a collective of its own, which `torch.compile` cannot
-    trace and a CUDA graph cannot hold. So a call that is captured, or rehearsed for that, is not compared.
+    trace and a CUDA graph cannot hold. So calls are not compared during a capture or its rehearsal.
 
     Args:
-        exchange: makes the calls, over `group`.
+        exchange: Exchange over `group` that makes the calls.
     Raises:
-        RuntimeError: on every rank, by every call but `check`: ranks differ in operation, shapes, dtypes or the
-            number of the call.
+        RuntimeError: Ranks differ in operation, shapes, dtypes or the number of the call; raised on every rank, by every
+            call but `check`.
     """
 
     def __init__(self, exchange: Exchange, group: ProcessGroup) -> None:
@@ -73,7 +73,7 @@ class CheckedExchange:
 
 
 def _describe(calls: list[str], ranks: list[int]) -> str:
-    """Describe which ranks are about to make which call, the fewest ranks first."""
+    """Describe the ranks that make each call, the call of the fewest ranks first."""
     callers = {call: [rank for rank, other in zip(ranks, calls, strict=True) if other == call] for call in calls}
     return "; ".join(
         f"{name_ranks(callers[call])} {call}" for call in sorted(callers, key=lambda call: len(callers[call]))

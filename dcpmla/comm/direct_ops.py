@@ -131,7 +131,7 @@ def combine_room(num_heads: int, width: int, element_size: int) -> tuple[int, in
 
 
 def collect(merged: Tensor, merged_lse: Tensor, mailbox: Mailbox) -> tuple[Tensor, Tensor]:
-    """Finish a `combine` whose rows [T, h, D], as many as fit at once, are sent by kernels of all ranks."""
+    """Finish a `combine` whose rows kernels of all ranks have sent into one landing; write merged [T, h, D]."""
     _launch_combine(merged, merged_lse, merged, merged_lse, mailbox, is_fp8=False, is_sent=True)
     return merged, merged_lse
 
@@ -183,15 +183,15 @@ def place(
     group: str,
     operation: str,
 ) -> None:
-    """Store rows [N, D] in each rank's memory from window_at on: row n becomes row targets[n] there, or none if that is
+    """Store rows [N, D] in each rank's memory from window_at on: row n becomes row targets[n], or is skipped if that is
     -1; without targets, rank r's row n becomes row n W + r.
 
-    Returns, in stream order, when the rows of all ranks are there. Any D goes: rows of fp8_ds_mla are no whole number
-    of 16 bytes for every latent.
+    Finishes, in stream order, when the rows of all ranks have arrived. D may be any size: rows of fp8_ds_mla are not a
+    multiple of 16 bytes for every latent.
     """
     rank = _check_carried("rows", rows, fault, timeout, group)
     num_rows, width = rows.shape
-    columns = min(_PLACED, width & -width)  # the largest power of two that divides
+    columns = min(_PLACED, width & -width)  # the largest power of two that divides the width
     num_items = -(-num_rows * columns // _PLACED) * (width // columns)
     num_programs = min(max(1, num_items), _PLACE_PROGRAMS)
     place_kernel[(num_programs,)](
@@ -219,11 +219,11 @@ def place(
 
 
 def enter(name: str, rows: Tensor, mailbox: Mailbox) -> int:
-    """Return this rank in its group, if the exchanges are sound and can carry the rows.
+    """Return this rank in its group, after checking that exchanges work and support the rows.
 
     Raises:
-        PeerFault: an exchange before this one has failed.
-        ValueError: a dtype or a width that direct does not carry.
+        PeerFault: An earlier exchange has failed.
+        ValueError: Direct does not support the dtype or the width.
     """
     rank = _check_carried(name, rows, mailbox.fault, mailbox.timeout, mailbox.group_name)
     if rows.shape[-1] * rows.element_size() % _ALIGNMENT:
@@ -234,7 +234,7 @@ def enter(name: str, rows: Tensor, mailbox: Mailbox) -> int:
 
 
 def _check_carried(name: str, rows: Tensor, fault: Tensor, timeout: float, group_name: str) -> int:
-    """Do what `enter` documents, for rows of any width."""
+    """Make the checks of `enter` for rows of any width, and return this rank in its group."""
     raise_fault(fault, timeout, group_name)
     if rows.dtype not in _DTYPES:
         raise ValueError(f"{name} has dtype {rows.dtype}; direct carries {', '.join(map(str, _DTYPES))}")
@@ -246,10 +246,10 @@ def _group(group_name: str) -> dist.ProcessGroup:
 
 
 def _turns(num_tokens: int, token_bytes: int, token_words: int, landing_bytes: int) -> Iterator[slice]:
-    """Yield the tokens that a landing has room for at a time.
+    """Yield slices of tokens that fit into a landing.
 
     Args:
-        token_bytes, token_words: the most that all ranks send of a token.
+        token_bytes, token_words: Maximum bytes and words that all ranks send per token.
     """
     at_once = min(landing_bytes // token_bytes, landing_bytes // 64 // token_words)
     if num_tokens and at_once == 0:
@@ -261,7 +261,7 @@ def _turns(num_tokens: int, token_bytes: int, token_words: int, landing_bytes: i
 
 
 def share(num_programs: int) -> int:
-    """Return how many counters each program of a launch has, as a power of two."""
+    """Return the number of counters per program of a launch, rounded up to a power of two."""
     return triton.next_power_of_2(-(-NUM_PROGRAMS // num_programs))
 
 

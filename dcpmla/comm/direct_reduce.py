@@ -26,25 +26,25 @@ from dcpmla.parallel.fp8 import NormedRows, PlainRows
 from dcpmla.parallel.quantized import BLOCK
 
 _LANDING_BYTES = 16 << 20
-# Bytes of partial rows up to which one trip takes less time than two, times (W - 1.8). Measured with two H200s: the
-# second trip takes 1.3 us, and spares 0.6 us a MB. Computed from the rates of links and memory: 3.2 more for each rank.
+# Bytes of partial rows, times (W - 1.8), up to which one trip takes less time than two. Measured on two H200s: the
+# second trip costs 1.3 us and saves 0.6 us a MB. Computed from the rates of links and memory: 3.2 more for each rank.
 _ONE_SHOT_BYTES = 420_000
-# Elements of partial rows up to which items are narrow, and past which they are wide. Measured with two H200s.
+# Elements of partial rows up to which items are narrow, and past which they are wide. Measured on two H200s.
 _NARROW_ELEMENTS, _WIDE_ELEMENTS = 1 << 13, 1 << 20
-_FEWEST_ITEM_BYTES = 256  # of a landing: 64 columns of 16 bits, from two ranks or with their sum
+_FEWEST_ITEM_BYTES = 256  # bytes per item in a landing: 64 columns of 16 bits, from two ranks or with their sum
 
 
 class DirectReduce:
-    """Sums over memory that all ranks of a group can write to, in float32. One object serves all layers of a step, on
-    one stream. It takes two landings and 1/32 of one from a GPU's memory.
+    """Sums in float32, through memory that all ranks of a group can write to. One object serves all layers of a step,
+    on one stream. It uses two landings and 1/32 of one of a GPU's memory.
 
     Args:
-        group: 2 to 8 ranks, each with a GPU of its own on one host. Collective over the group.
-        timeout: seconds to wait for a peer.
-        landing_bytes: most bytes of rows that come to a rank at a time; more are summed in turns.
-        allocate: allocates the memory.
+        group: Group of 2 to 8 ranks, each with a GPU of its own on one host. Collective over the group.
+        timeout: Seconds to wait for a peer.
+        landing_bytes: Maximum bytes of rows that a rank receives at a time; more are summed in turns.
+        allocate: Function that allocates the memory.
     Raises:
-        ValueError: a group of another size.
+        ValueError: The group has another size.
     """
 
     name = "direct"
@@ -102,7 +102,7 @@ def add_norm(
     squares: Tensor,
     memory: Mailbox,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute `Reduce.add_norm` through landings; return what `comm.reduce.add_norm` does."""
+    """Compute `Reduce.add_norm` through landings; return the results of `comm.norm.add_norm`."""
     normed, sums, codes, scales = empty_results(residual, quantizes)
     wanted = (normed, sums, codes, scales) if quantizes else (normed, sums, None, None)
     _reduce("add_norm", partial, residual.contiguous(), weight, wanted, eps, squares, memory)
@@ -110,14 +110,14 @@ def add_norm(
 
 
 def is_one_shot(num_bytes: int, size: int) -> bool:
-    """Tell whether it takes less time to send partial rows to all ranks than 2 / W of that in two trips."""
+    """Return whether sending partial rows to all ranks takes less time than sending 2 / W of the bytes in two trips."""
     return num_bytes * (size - 1.8) <= _ONE_SHOT_BYTES
 
 
 def choose_columns(num_tokens: int, width: int, size: int, quantizes: bool) -> int:
-    """Choose the columns of an item: few for a single row, so that many programs carry it, most for large batches."""
+    """Choose the columns of an item: few for a single row, so that many programs share it; many for large batches."""
     if num_tokens * width <= _NARROW_ELEMENTS:
-        return BLOCK if quantizes else 64  # items have whole groups
+        return BLOCK if quantizes else 64  # items consist of whole groups
     # 512 columns of the rows of 8 ranks would fill all registers.
     return 512 if num_tokens * width > _WIDE_ELEMENTS and size <= 4 else 256
 
@@ -132,14 +132,14 @@ def _reduce(
     squares: Tensor,
     memory: Mailbox,
 ) -> None:
-    """Sum partial rows [T, N] of all ranks into results (`empty_results`, None for those that are not wanted), as many
-    at a time as a landing has room for.
+    """Sum partial rows [T, N] of all ranks into results (`empty_results`, None for unwanted results), in chunks that fit
+    into a landing.
     """
     normed, sums, codes, scales = results
     rank, size = enter("partial", partial, memory), len(memory.addresses)
     partial = partial.contiguous().view(CARRIERS[partial.element_size()])
     num_tokens, width = partial.shape
-    # A landing holds all ranks' items, or those that this rank owns, which are as many as one rank has, and the sums.
+    # One-shot, a landing holds all ranks' items; two-shot, as many items as one rank has, for this rank to sum, and sums.
     kernel, copies, group = (
         (one_shot_kernel, size, 1) if is_one_shot(partial.nbytes, size) else (two_shot_kernel, 2, size)
     )
@@ -155,7 +155,7 @@ def _reduce(
         tokens = slice(first, min(first + at_once, num_tokens))
         num_items = (tokens.stop - tokens.start) * tiles
         num_units = -(-num_items // group)
-        units = -(-num_units // NUM_PROGRAMS)  # of a program
+        units = -(-num_units // NUM_PROGRAMS)  # per program
         num_programs = -(-num_units // units)
         kernel[(num_programs,)](
             partial[tokens],

@@ -1,7 +1,7 @@
-"""The exchange: everything that ranks send each other in decode context parallelism, as one interface.
+"""The exchange: one interface for all data that ranks send each other in decode context parallelism.
 
 A backend implements `Exchange`. Every rank of the group makes the same calls with the same shapes, even a rank that
-owns no tokens: its partial rows come with lse -inf.
+owns no tokens: its partial rows have lse -inf.
 """
 
 from collections.abc import Callable
@@ -12,19 +12,19 @@ from torch import Tensor
 
 
 class Mailbox(NamedTuple):
-    """The memory of all ranks' GPUs in which an attention kernel leaves rows itself, at the ranks that own their heads.
+    """The memory of all ranks' GPUs to which an attention kernel stores rows itself, at the ranks that own their heads.
 
     A call takes part in one `combine` of exchange `direct` (`comm/direct_ops.py`): `enter` it, store the rows
-    (`comm.kernels.landings`), then `collect` what all ranks' rows merge to. For a backend that cannot store them,
-    `combine` does it all.
+    (`comm.kernels.landings`), then `collect` the merged rows of all ranks. For a backend that cannot store them, `combine`
+    does all three steps.
 
     Attributes:
-        addresses: [W] int64, where each rank's landings begin, as this rank sees them.
-        state: int32, counters of the exchanges, on the device.
-        fault: [1] int64 in pinned memory, written by a kernel that waited in vain.
-        landing_bytes: of the rows that may come to a rank at a time.
-        timeout: seconds to wait for a peer.
-        group_name: of the DCP group.
+        addresses: Start of each rank's landings in this rank's address space, [W] int64.
+        state: Counters of the exchanges, int32, on the device.
+        fault: Fault record, [1] int64 in pinned memory, written by a kernel whose wait for a peer timed out.
+        landing_bytes: Maximum bytes of rows that a rank receives at a time.
+        timeout: Seconds to wait for a peer.
+        group_name: Name of the DCP group.
     """
 
     addresses: Tensor
@@ -45,7 +45,7 @@ class Exchange(Protocol):
 
     @property
     def fault(self) -> Tensor | None:
-        """Return [1] int64 in pinned memory, not 0 once a kernel has waited in vain; None where collectives raise by
+        """Return [1] int64 in pinned memory, nonzero after a kernel's wait timed out; None if collectives raise errors
         themselves.
         """
 
@@ -53,51 +53,51 @@ class Exchange(Protocol):
         """Gather the queries [T, h, D] of each rank's heads: return [T, W h, D], heads in rank order."""
 
     def gather_candidates(self, candidates: Tensor) -> Tensor:
-        """Gather candidates [T, k] int64, no 32-bit half of which is -1 (`attention.sparse.candidates`): return
+        """Gather candidates [T, k] int64, whose 32-bit halves are never -1 (`attention.sparse.candidates`): return
         [T, W, k], in rank order.
         """
 
     def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Merge the ranks' partial attention, and return this rank's heads of it.
+        """Merge the ranks' partial attention, and return this rank's heads.
 
         Args:
-            out: [T, W h, D], attention of all heads over this rank's tokens, float32 or narrower.
-            lse: [T, W h] float32, natural log; -inf where this rank owns no tokens.
+            out: Attention [T, W h, D] of all heads over this rank's tokens, float32 or narrower.
+            lse: Log-sum-exp [T, W h], float32, natural log; -inf where this rank owns no tokens.
         Returns:
-            out [T, h, D] in the dtype given (sums in float32), lse [T, h] float32 over all ranks' tokens.
+            out [T, h, D] in the dtype of `out` (sums in float32), lse [T, h] float32 over all ranks' tokens.
         """
 
     def mailbox(self, num_tokens: int, num_heads: int, width: int, dtype: torch.dtype) -> Mailbox | None:
-        """Return where an attention kernel may store the partial rows of one `combine` itself; None if it may not.
+        """Return the memory where an attention kernel may store the partial rows of one `combine`; None if it may not.
 
         Args:
-            num_heads: W h.
+            num_heads: Heads of all ranks, W h.
         """
 
     def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
         """Start to gather cached rows of all ranks into token order (`gather_context`), while other work runs.
 
         Args:
-            rows: [N, D], this rank's rows, padded to the same N on every rank.
-            order: [S] int64, for each token its row in the ranks' rows laid end to end [W N].
-            tokens: [N] int64, for each of this rank's rows its token in [0, S), -1 for padding.
+            rows: This rank's rows [N, D], padded to the same N on every rank.
+            order: Row of each token in the concatenation [W N] of all ranks' rows, [S] int64.
+            tokens: Token in [0, S) of each of this rank's rows, [N] int64; -1 for padding.
         Returns:
-            A function to be called once, before the start_context after the next: it waits, and returns [S, D], valid
-            until that start_context.
+            A function to call once, before the second start_context from here: it waits, and returns [S, D], valid until
+            that start_context.
         """
 
     def reserve_context(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate what start_context needs, so that it is seen when the cache's size is planned. Collective.
+        """Allocate the memory of start_context, so that memory profiling includes it. Collective.
 
         Args:
-            num_tokens: W N, the most rows of `width` columns that all ranks together bring at a time.
+            num_tokens: Maximum rows W N of `width` columns that all ranks together gather at a time.
         """
 
     def check(self) -> None:
-        """Raise the fault that a kernel has found. To be called when results are on the host, before they are used.
+        """Raise the fault that a kernel has recorded. Call this when results are on the host, before they are used.
 
         Raises:
-            PeerFault: a rank did not send its part in time; the results of all exchanges since then are invalid.
+            PeerFault: A rank did not send its part in time; the results of all exchanges since then are invalid.
         """
 
 
@@ -106,7 +106,7 @@ def pairs(rows: Tensor) -> Tensor:
     rows of wider elements as they are.
 
     Raises:
-        ValueError: an odd D.
+        ValueError: D is odd.
     """
     if rows.element_size() > 1:
         return rows
@@ -141,7 +141,7 @@ class LocalExchange:
     def reserve_context(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         torch.empty(
             2 * num_tokens, width, dtype=dtype, device=device
-        )  # rows in token order, and the next ones as they were read
+        )  # rows in token order, and the next rows before they are ordered
 
     def check(self) -> None:
         pass

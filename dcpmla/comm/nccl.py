@@ -16,7 +16,7 @@ from dcpmla.merge import merge_partials, partial_weights, weigh_partial
 from dcpmla.operators import operator
 from dcpmla.parallel.collectives import all_gather, named
 
-_ROW_ALIGNMENT = 16  # elements: what Triton must know of a stride to load more than one of them at a time
+_ROW_ALIGNMENT = 16  # elements; Triton vectorizes loads only if it knows that a stride is a multiple of this
 # See `parallel.collectives.all_gather`.
 _start_all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -42,7 +42,7 @@ class _CollectiveExchange:
         return None
 
     def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
-        # torch.compile traces functional collectives, and no handle of another asynchronous one. They keep both tensors
+        # torch.compile traces functional collectives, but no handles of other asynchronous ones. They keep both tensors
         # until the wait.
         with named("gather_context", self.group):
             gathered = _start_all_gather(pairs(rows).contiguous(), 0, self.group)
@@ -55,7 +55,7 @@ class _CollectiveExchange:
         return finish
 
     def reserve_context(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        # Rows in token order, and the next ones in transit: this rank's, and all ranks'.
+        # Rows in token order, and the next rows in transit: this rank's, and all ranks'.
         torch.empty(2 * num_tokens + -(-num_tokens // self.size), width, dtype=dtype, device=device)
 
     def check(self) -> None:

@@ -26,9 +26,9 @@ class GpuSite:
 
     Attributes:
         rank: Number in the job.
-        host: equal for ranks of one host alone, whatever names other hosts have.
+        host: Identity of the host, unique even if hosts share a name.
         gpu: UUID; "" on a CPU.
-        has_symmetric_memory: whether torch has it for the device.
+        has_symmetric_memory: Whether torch has symmetric memory for the device.
     """
 
     rank: int
@@ -38,12 +38,12 @@ class GpuSite:
 
 
 def reach(group: ProcessGroup, device: torch.device) -> str:
-    """Find what keeps the ranks of a group from storing into each other's GPU memory over NVLink. Collective.
+    """Find the obstacle that keeps the ranks of a group from storing into each other's GPU memory over NVLink. Collective.
 
     Args:
-        device: this rank's; it need not see the GPUs of the others.
+        device: Device of this rank; the other ranks' GPUs need not be visible.
     Returns:
-        "" if nothing does, else a short phrase for people. The same on every rank.
+        "" if nothing does, else a short phrase for messages. The same on every rank.
     """
     on_gpu = device.type == "cuda"
     host = f"{socket.gethostname()} {_BOOT_ID.read_text() if _BOOT_ID.exists() else ''}"
@@ -56,7 +56,7 @@ def reach(group: ProcessGroup, device: torch.device) -> str:
 
 
 def judge_sites(sites: Sequence[GpuSite]) -> str:
-    """Return `reach`'s phrase as far as sites tell; "" if each rank has a GPU of its own on the same host."""
+    """Return the obstacle (`reach`) that the sites show; "" if each rank has a GPU of its own on the same host."""
     if not all(site.gpu for site in sites):
         return "the ranks are CPUs"
     for one, other in combinations(sites, 2):
@@ -69,8 +69,8 @@ def judge_sites(sites: Sequence[GpuSite]) -> str:
 
 
 def judge_links(sites: Sequence[GpuSite], missing: Sequence[Sequence[str]]) -> str:
-    """Return `reach`'s phrase as far as links tell; missing[i][j] is what `find_missing` returned on rank i of the GPU
-    of rank j.
+    """Return the obstacle (`reach`) that the links show; missing[i][j] is the result of `find_missing` on rank i for the
+    GPU of rank j.
     """
     for one, of_one in zip(sites, missing, strict=True):
         for other, words in zip(sites, of_one, strict=True):
@@ -80,8 +80,8 @@ def judge_links(sites: Sequence[GpuSite], missing: Sequence[Sequence[str]]) -> s
 
 
 def find_missing(mine: str, gpus: Sequence[str]) -> list[str]:
-    """Find what a GPU lacks to reach each of a host's GPUs over NVLink, "" for nothing. GPUs are known by UUID: a
-    process may see its own GPU alone.
+    """Return what a GPU lacks to reach each GPU of its host over NVLink, "" for nothing. UUIDs identify GPUs, because a
+    process may see only its own GPU.
     """
     nvml, visible = Nvml(), [gpu_uuid(index) for index in range(torch.cuda.device_count())]
 
@@ -99,7 +99,7 @@ def find_missing(mine: str, gpus: Sequence[str]) -> list[str]:
 
 
 def find_peers(nvml: "Nvml") -> list[list[str]]:
-    """Return how GPU i of this process reaches GPU j, as [i][j]: "NVLink", "peer access" or "no"; "-" for itself."""
+    """Return the link from GPU i of this process to GPU j, as [i][j]: "NVLink", "peer access" or "no"; "-" for itself."""
     gpus = range(torch.cuda.device_count())
 
     def link(one: int, other: int) -> str:
@@ -135,14 +135,14 @@ class Nvml:
         self._nvml = nvml
 
     def num_nvlinks(self, gpu: str) -> int | None:
-        """Count the active links of a GPU; None if NVML is silent."""
+        """Count the active links of a GPU; return None if NVML gives no answer."""
         handle = self._handle(gpu)
         if handle is None:
             return None
         return sum(self._is_active(handle, link) for link in range(self._nvml.NVML_NVLINK_MAX_LINKS))
 
     def has_nvlink(self, one: str, other: str) -> bool | None:
-        """Return whether two GPUs reach each other over NVLink, directly or by switches; None if NVML is silent."""
+        """Return whether two GPUs reach each other over NVLink, directly or through switches; None if NVML gives no answer."""
         handles = self._handle(one), self._handle(other)
         if any(handle is None for handle in handles):
             return None
@@ -155,7 +155,7 @@ class Nvml:
             return None
 
     def _handle(self, gpu: str) -> Any:
-        """Return NVML's handle; None if NVML is silent, or does not know the GPU."""
+        """Return NVML's handle; None if NVML is not available, or does not know the GPU."""
         if self._nvml is None:
             return None
         try:
@@ -166,5 +166,5 @@ class Nvml:
     def _is_active(self, handle: Any, link: int) -> bool:
         try:
             return self._nvml.nvmlDeviceGetNvLinkState(handle, link) == self._nvml.NVML_FEATURE_ENABLED
-        except self._nvml.NVMLError:  # a GPU has fewer links than NVML may count
+        except self._nvml.NVMLError:  # NVML's maximum exceeds the GPU's number of links
             return False

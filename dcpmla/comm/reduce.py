@@ -1,4 +1,4 @@
-"""Sums over the ranks of a tensor-parallel group, with what follows them in a decoder block: residual and RMSNorm."""
+"""Sums over the ranks of a tensor-parallel group, with the residual and the RMSNorm that follow in a decoder block."""
 
 from typing import Protocol
 
@@ -14,7 +14,7 @@ from dcpmla.parallel.fp8 import NormedRows, PlainRows
 
 
 class Reduce(Protocol):
-    """Sums of what the ranks of a TP group hold. Every rank makes the same calls with the same shapes, in the same
+    """Sums over the ranks of a TP group. Every rank makes the same calls with the same shapes, in the same
     order, on one stream; results have the same bits on all ranks.
     """
 
@@ -22,39 +22,39 @@ class Reduce(Protocol):
 
     @property
     def fault(self) -> Tensor | None:
-        """Return what `Exchange.fault` does."""
+        """Return the fault record (`Exchange.fault`)."""
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        """Return the sum [T, N] of all ranks' partial rows [T, N], which are given up: it may lie where they did."""
+        """Return the sum [T, N] of all ranks' partial rows [T, N], whose memory it may overwrite."""
 
     def add_norm(
         self, partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False
     ) -> tuple[PlainRows, Tensor]:
-        """Add all ranks' partial rows to the residual, and norm that.
+        """Add all ranks' partial rows to the residual, and norm the sum.
 
         Args:
-            partial: [T, N], this rank's part of what attention or an MLP adds; it is given up, as in `all_reduce`.
-            residual: [T, N] in the same dtype, the same on all ranks.
-            weight: [N], of the norm.
-            quantizes: whether the norm's result is also quantized, with the bits of `quantize_rows`; N is a multiple of
+            partial: This rank's part [T, N] of attention's or an MLP's output; may be overwritten, as in `all_reduce`.
+            residual: Residual [T, N] in the same dtype, the same on all ranks.
+            weight: Weight [N] of the norm.
+            quantizes: Whether the norm's result is also quantized, with the bits of `quantize_rows`; N is a multiple of
                 128 then.
         Returns:
             `rms_norm` of the new residual, and the new residual [T, N]: the sum, rounded once.
         Raises:
-            ValueError: shapes or dtypes that do not belong together.
+            ValueError: Shapes or dtypes do not match.
         """
 
     def check(self) -> None:
-        """Raise the fault that a kernel has found. To be called when results are on the host, before they are used.
+        """Raise the fault that a kernel has recorded. Call this when results are on the host, before they are used.
 
         Raises:
-            PeerFault: a rank did not send its part in time; the results of all sums since then are invalid.
+            PeerFault: A rank did not send its part in time; the results of all sums since then are invalid.
         """
 
 
 class CollectiveReduce:
     """Sums by one collective: NCCL, which rounds each addition to the dtype, or gloo, in float32 at least. A group of
-    one rank sums nothing.
+    one rank does no sum.
     """
 
     name = "collective"
@@ -75,7 +75,7 @@ class CollectiveReduce:
         return NormedRows.join(normed, *codes), new_residual
 
     def check(self) -> None:
-        pass  # a collective that fails ends its rank, or raises where it is made
+        pass  # a failed collective ends its rank, or raises at the call
 
     def _sum(self, partial: Tensor, operation: str) -> Tensor:
         if self.size == 1:
@@ -87,16 +87,16 @@ class CollectiveReduce:
 
 
 def select_reduce(tp_group: ProcessGroup, device: torch.device, timeout: float = 60.0) -> Reduce:
-    """Build the sums for a TP group: `direct` where all ranks reach each other over NVLink, else collectives.
+    """Build the sums for a TP group: `direct` if all ranks reach each other over NVLink, else collectives.
 
     Collective over the group, and the same on all its ranks.
 
     Args:
-        timeout: seconds for which `direct` waits for a peer.
+        timeout: Seconds for which `direct` waits for a peer.
     """
 
     def new_direct() -> Reduce:
-        from dcpmla.comm.direct_reduce import DirectReduce  # triton is there on Linux only
+        from dcpmla.comm.direct_reduce import DirectReduce  # triton exists on Linux only
 
         return DirectReduce(tp_group, device, timeout=timeout)
 

@@ -19,7 +19,7 @@ Direct = TypeVar("Direct")
 
 @dataclass(frozen=True)
 class ChosenExchange:
-    """An exchange, and the reason why it was chosen, for people."""
+    """An exchange, and the reason for its choice, for messages."""
 
     exchange: Exchange
     reason: str
@@ -29,9 +29,9 @@ def select_exchange(dcp: DCPConfig, dcp_group: ProcessGroup, device: torch.devic
     """Build the exchange for a DCP group. Collective over the group, and the same on all its ranks.
 
     Args:
-        device: this rank's.
+        device: Device of this rank.
     Raises:
-        ValueError: `direct` or rows in fp8 are asked for, and the ranks do not reach each other's memory.
+        ValueError: The config asks for `direct` or fp8 rows, but the ranks do not reach each other's memory.
     """
     selection = _select(dcp, dcp_group, torch.device(device))
     return (
@@ -50,7 +50,7 @@ def _select(dcp: DCPConfig, dcp_group: ProcessGroup, device: torch.device) -> Ch
     is_fp8 = dcp.dcp_exchange_dtype == "fp8"
 
     def new_direct() -> Exchange:
-        from dcpmla.comm.direct import DirectExchange  # triton is there on Linux only
+        from dcpmla.comm.direct import DirectExchange  # triton exists on Linux only
 
         if is_fp8 and torch.cuda.get_device_capability(device) < (8, 9):
             raise ValueError(
@@ -79,10 +79,10 @@ def _select(dcp: DCPConfig, dcp_group: ProcessGroup, device: torch.device) -> Ch
 def direct_where_reached(
     group: ProcessGroup, device: torch.device, new_direct: Callable[[], Direct]
 ) -> tuple[Direct | None, str]:
-    """Build what stores into the GPU memory of all ranks of a group, where they reach it. Collective over the group.
+    """Call new_direct if all ranks of a group can store into each other's GPU memory. Collective over the group.
 
     Returns:
-        What new_direct returns, and ""; elsewhere None, and a short phrase for people that says what `direct` lacks.
+        The result of new_direct and ""; or None and a short phrase for messages, the obstacle to `direct`.
     """
     size = dist.get_world_size(group)
     obstacle = reach(group, device) or (f"the group has {size} ranks, more than 8" if size > 8 else "")
@@ -91,7 +91,7 @@ def direct_where_reached(
     try:
         return new_direct(), ""
     except RuntimeError as error:
-        # What torch finds on all ranks alike: it takes GPUs of one number for the same.
+        # All ranks get this error alike: torch considers GPUs with the same index to be the same GPU.
         if "overlapping devices" not in str(error):
             raise
         return None, "torch has no symmetric memory for ranks that each see one GPU (CUDA_VISIBLE_DEVICES)"

@@ -1,4 +1,4 @@
-"""Memory of a GPU that all ranks of its group can write to."""
+"""GPU memory that all ranks of a group can write to."""
 
 import os
 from collections.abc import Callable
@@ -13,12 +13,12 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True)
 class PeerMemory:
-    """The same number of bytes on each rank of a group, in reach of all its ranks.
+    """The same number of bytes on each rank of a group, accessible to all its ranks.
 
     Attributes:
-        mine: [N] uint8, this rank's.
-        addresses: [W] int64 on the device, where each rank's begins, as this rank sees it.
-        owner: object that must live as long as the memory is used.
+        mine: This rank's memory [N] uint8.
+        addresses: Start of each rank's memory in this rank's address space, [W] int64 on the device.
+        owner: Object that must stay alive while the memory is used.
     """
 
     mine: Tensor
@@ -31,10 +31,10 @@ Allocate = Callable[[int, ProcessGroup, torch.device], PeerMemory]
 
 def allocate(num_bytes: int, group: ProcessGroup, device: torch.device) -> PeerMemory:
     """Allocate torch's symmetric memory, over NVLink, one address for each rank. Collective over the group."""
-    # No multicast, ever: a host's fabric may have it switched off, and where it is on, one crash can take it from
-    # everyone.
+    # Multicast stays off: a host's fabric may not support it, and if it does, one crash can disable it for all
+    # processes.
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-    # From torch 2.13 on: no pool, which would keep what is dropped and take it for memory that all ranks have met over.
+    # From torch 2.13 on a pool would reuse freed memory as if all ranks had already exchanged its handles.
     os.environ["TORCH_SYMMMEM_IMPLICIT_POOL"] = "0"
     mine = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
     handle = symmetric_memory.rendezvous(mine, group.group_name)
@@ -43,7 +43,7 @@ def allocate(num_bytes: int, group: ProcessGroup, device: torch.device) -> PeerM
 
 
 def wait_for_all(group: ProcessGroup, device: torch.device) -> None:
-    """Return when every rank's work so far is done. Collective over the group."""
+    """Wait until every rank's work so far is done. Collective over the group."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     dist.barrier(group)

@@ -121,8 +121,8 @@ def fp8_linear(
         x_scales: Scales of groups of 128 columns, float32 [T, G K / 128], or None.
         weight: Codes, e4m3 [N, K], contiguous; K is a multiple of 128, and so is N / G with several groups.
         weight_scale: Scales, float32 [ceil(N / 128), K / 128] with contiguous rows.
-        arrivals: Counters of programs' arrivals, int32, at least N / 32 zeros, and zeros afterwards. Concurrent products
-            must not share it.
+        arrivals: Counters of programs' arrivals, int32, at least N / 32 zeros, and zeros afterwards. Only one product
+            at a time may use it.
     Returns:
         [T, N] in dtype, sums in float32.
     Source: DeepSeek-V3's report, section 3.3: tiles of 1 x 128 times blocks of 128 x 128, sums over 128 columns

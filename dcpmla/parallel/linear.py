@@ -71,7 +71,7 @@ class Linear(nn.Module):
     def load(self, *parts: AnyWeight) -> None:
         """Fill the weight with parts stacked along dim 0.
 
-        It becomes e4m3 codes and scales if all parts are `BlockFp8` and their blocks form one grid; else values in dtype.
+        It holds e4m3 codes and scales if all parts are `BlockFp8` and their blocks form one grid; else values in dtype.
         """
         if self._stays_quantized(parts):
             self._become_fp8()

@@ -1,20 +1,20 @@
-"""Kernels of the one-sided exchange: each rank stores into its peers' memory, and awaits what they store into its own.
+"""Kernels of the one-sided exchange: each rank stores into its peers' memory, and waits for their stores into its own.
 
-Data is its own flag. A landing, the part of a rank's memory that rows are sent to, holds nothing but ones (as integers
--1, as rows a NaN that no kernel computes) until a peer's element arrives; whoever awaits an element takes it and puts
--1 back. So nothing but rows travels, 16 bytes a thread, and no fence is needed: an element is there or it is not. What
-many threads read (an LSE, a scale) travels in words of 8 bytes, together with the number of the exchange, its epoch.
+Data is its own flag. A landing, the part of a rank's memory that receives rows, has all bits set (as integers -1, as
+rows a NaN that no kernel computes) until a peer's element arrives; the thread that reads an element resets it to -1. So
+only rows are sent, 16 bytes a thread, and no fence is needed: each element has arrived or not. A value that many
+threads read (an LSE, a scale) is sent in a word of 8 bytes, together with the number of the exchange, its epoch.
 
-Each rank has two landings, which exchanges take in turn. A peer writes into a landing again two exchanges later, after
-the whole of its exchange in between; for that one this rank sent something, and it did so when its own kernel of the
-landing's last exchange had ended. So the landing is free then, though nobody says so. Epochs are counted on the device,
-so that replays of CUDA graphs and eager calls may follow each other.
+Each rank has two landings, which exchanges use in turn. A peer writes into a landing again two exchanges later, after
+it has completed the exchange in between. That exchange needed data from this rank, sent after this rank's kernel of the
+landing's last exchange had ended. So the landing is free without a signal. Epochs are counted on the device, so that
+replays of CUDA graphs and eager calls may follow each other.
 
-A program is one warp, whose threads see the same at the same time, the clock too. (Of several warps, one could go on
+A program is one warp, whose threads read the same values and the same clock. (With several warps, one could keep
 waiting while another gives up.)
 
-Source: the protocol "Lamport" of TensorRT-LLM's all-reduce (two landings do where its sums need three); words like
-NCCL's LL.
+Source: the protocol "Lamport" of TensorRT-LLM's all-reduce (two landings suffice where its sums need three); words as
+in NCCL's LL.
 """
 
 import triton
@@ -23,8 +23,8 @@ from triton.language.extra.cuda import globaltimer
 
 from dcpmla.comm.kernels.merge import shares
 
-NUM_PROGRAMS = 2048  # of a launch at most: each reads the epoch from a counter of its own
-_FP8_MAX = tl.constexpr(448.0)  # of e4m3
+NUM_PROGRAMS = 2048  # maximum per launch: each program reads the epoch from a counter of its own
+_FP8_MAX = tl.constexpr(448.0)  # largest number of e4m3
 
 
 @triton.jit
@@ -41,13 +41,13 @@ def next_epoch(state_ptr):
 
 @triton.jit
 def count_exchange(epoch, state_ptr, limit, PROGRAMS: tl.constexpr, SHARE: tl.constexpr):
-    """Count this exchange, and return when to give it up.
+    """Count this exchange, and return its deadline.
 
-    Kernels over landings call this after they have stored their rows, which should not wait for it. A program counts
-    for itself, and its share for the programs that other launches have and this one does not. After a fault no exchange
+    Kernels over landings call this after they have stored their rows, so that the stores need not wait for it. A program
+    updates its own counter, and its share of the counters that only larger launches use. After a fault no exchange
     waits.
     """
-    tl.debug_barrier()  # with several warps: each has loaded the epoch before one of them counts on
+    tl.debug_barrier()  # with several warps, all must have loaded the epoch before any warp updates it
     counter = tl.program_id(0) + tl.num_programs(0) * tl.arange(0, SHARE)
     tl.store(state_ptr + counter, tl.zeros([SHARE], tl.int32) + epoch, mask=counter < PROGRAMS)
     has_failed = tl.load(state_ptr + PROGRAMS)
@@ -56,7 +56,7 @@ def count_exchange(epoch, state_ptr, limit, PROGRAMS: tl.constexpr, SHARE: tl.co
 
 @triton.jit
 def give_up(is_missing, peer, epoch, operation, state_ptr, fault_ptr, PROGRAMS: tl.constexpr):
-    """Report the first rank [N] from which something is missing to the host. The first fault counts."""
+    """Report to the host the first rank [N] whose data is missing. Only the first fault is recorded."""
     first = tl.min(tl.where(is_missing, peer, 255), 0)
     if (tl.atomic_cas(state_ptr + PROGRAMS, 0, 1) == 0) & (tl.load(fault_ptr) == 0):
         tl.store(fault_ptr, (epoch.to(tl.int64) << 32) | (first << 8) | operation)
@@ -64,7 +64,7 @@ def give_up(is_missing, peer, epoch, operation, state_ptr, fault_ptr, PROGRAMS: 
 
 @triton.jit
 def find_landing(epoch, landing_bytes):
-    """Return where the rows of this exchange begin in each rank's memory, and where its words do, as offsets in bytes.
+    """Return the offsets in bytes of this exchange's rows and of its words in each rank's memory.
 
     The rows of both landings come first, then the words of both.
     """
@@ -73,7 +73,7 @@ def find_landing(epoch, landing_bytes):
 
 @triton.jit
 def row_in_landing(rank, num_rows, row):
-    """Return the number of a rank's row among those that all ranks send to its owner, num_rows each."""
+    """Return the index of a rank's row in a landing, where each rank has num_rows rows."""
     return rank * num_rows + row
 
 
@@ -81,7 +81,7 @@ def row_in_landing(rank, num_rows, row):
 def peer_addresses(addresses_ptr, offset, peer, SIZE: tl.constexpr, dtype: tl.constexpr):
     """Return pointers to an offset in the memory of each rank [N]."""
     address = tl.load(addresses_ptr + peer, mask=peer < SIZE, other=0) + offset
-    return tl.multiple_of(address.to(tl.pointer_type(dtype)), [16])  # what it was loaded from does not say so
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), [16])  # the compiler cannot infer the alignment of a loaded address
 
 
 @triton.jit
@@ -99,10 +99,10 @@ def as_word(value, epoch):
 
 @triton.jit
 def read_words(words, is_peer, nothing, epoch, REPEAT: tl.constexpr):
-    """Read words of an exchange [N], as integers: -1 for one that is not there yet, `nothing` for no peer.
+    """Read words of an exchange [N], as integers: -1 for a word that has not arrived, `nothing` for no peer.
 
-    Every thread loads one: of fewer loads than threads, the compiler makes one more for each use, and words may come in
-    between.
+    Every thread loads a word: with fewer loads than threads, the compiler repeats the load at each use, and words may
+    arrive in between.
     """
     at = tl.broadcast_to(words[:, None], [words.shape[0], REPEAT])
     word = tl.load(at, mask=is_peer[:, None], other=as_word(nothing, epoch), volatile=True)
@@ -111,15 +111,15 @@ def read_words(words, is_peer, nothing, epoch, REPEAT: tl.constexpr):
 
 @triton.jit
 def as_float(value):
-    """Return the float32 of a word that `read_words` has read."""
+    """Return the float32 of a word from `read_words`."""
     return value.to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def quantize(x, type: tl.constexpr, IS_FP8: tl.constexpr):
-    """Return rows [N, M], held as integers, as they travel, and the scales that multiply them on arrival [N].
+    """Return rows [N, M], stored as integers, in the format of transfer, and the scales [N] that multiply them on arrival.
 
-    Scales are 1 unless rows travel as e4m3.
+    Scales are 1 unless rows are sent as e4m3.
     """
     if IS_FP8:
         wide = x.to(type, bitcast=True).to(tl.float32)
@@ -128,18 +128,18 @@ def quantize(x, type: tl.constexpr, IS_FP8: tl.constexpr):
         x = (wide / scale[:, None]).to(tl.float8e4nv).to(tl.int8, bitcast=True)
     else:
         scale = tl.full([x.shape[0]], 1.0, tl.float32)
-        x = tl.where(x == -1, -2, x)  # both are NaN; e4m3 has another one
+        x = tl.where(x == -1, -2, x)  # both are NaN; e4m3's NaN differs
     return x, scale
 
 
 @triton.jit
 def dequantize(x, scale, type: tl.constexpr, IS_FP8: tl.constexpr):
-    """Return rows that `quantize` gave, in float32."""
+    """Return the float32 values of rows from `quantize`."""
     wide = x.to(tl.float8e4nv if IS_FP8 else type, bitcast=True).to(tl.float32)
     return wide * scale[:, None] if IS_FP8 else wide
 
 
-# Sizes of a batch come and go: a variant for each kind of number in these would be compiled while requests wait.
+# Sizes vary from batch to batch: specialized variants would be compiled while requests wait.
 @triton.jit(do_not_specialize=["num_tokens", "rank", "items", "limit", "operation"])
 def gather_kernel(
     q_ptr,
@@ -165,7 +165,7 @@ def gather_kernel(
 ):
     """Gather rows [T, WIDTH] of each rank -> [T, SIZE, WIDTH].
 
-    An item is COLUMNS of a token's row; a program does `items` of them.
+    An item is COLUMNS of a token's row; a program handles `items` items.
     """
     epoch = next_epoch(state_ptr)
     type: tl.constexpr = gathered_ptr.dtype.element_ty
@@ -213,7 +213,7 @@ def gather_kernel(
             is_missing = (scale == -1) | (tl.max((x == -1).to(tl.int32), 1) != 0)
             give_up(is_missing, peer, epoch, operation, state_ptr, fault_ptr, PROGRAMS)
         tl.store(at, tl.full([PEERS, COLUMNS], -1, carrier), mask=mask)
-        # Rows that travel as they are do not go through float32: they may be pairs of bytes.
+        # Rows that are sent unchanged are not converted through float32: they may be pairs of bytes.
         q = dequantize(x, as_float(scale), type, IS_FP8).to(type) if IS_FP8 else x.to(type, bitcast=True)
         tl.store(gathered_ptr + ((token * SIZE + peer)[:, None] * WIDTH + column[None, :]), q, mask=mask)
 
@@ -247,10 +247,10 @@ def combine_kernel(
     SHARE: tl.constexpr,
     REPEAT: tl.constexpr,
 ):
-    """Merge partial rows [T, SIZE h, WIDTH] of each rank -> rows [T, h, WIDTH] of the own heads.
+    """Merge partial rows [T, SIZE h, WIDTH] of each rank -> rows [T, h, WIDTH] of its own heads.
 
-    An item is COLUMNS of a merged row; a program does `items` of them. IS_SENT: an attention kernel has sent the rows
-    (`attention.hopper.outputs`); what is left is to await and to merge them.
+    An item is COLUMNS of a merged row; a program handles `items` items. IS_SENT: An attention kernel has sent the rows
+    (`attention.hopper.outputs`); this kernel only waits for the rows and merges them.
     """
     epoch = next_epoch(state_ptr)
     type: tl.constexpr = merged_ptr.dtype.element_ty
@@ -272,7 +272,7 @@ def combine_kernel(
         token, head = row // num_heads, peer * num_heads + row % num_heads
         column = tile * COLUMNS + tl.arange(0, COLUMNS)
         lse = tl.load(lse_ptr + token * lse_stride_token + head * lse_stride_head, mask=is_peer, other=-float("inf"))
-        # Rows of an empty shard are not sent: no one awaits them.
+        # Rows of an empty shard are not sent, and receivers do not wait for them.
         mask = (lse != -float("inf"))[:, None] & (column < WIDTH)[None, :]
         out_at = (token * out_stride_token + head * out_stride_head)[:, None] + column[None, :]
         x, scale = quantize(tl.load(out_ptr + out_at, mask=mask, other=0), type, IS_FP8)

@@ -1,15 +1,15 @@
-"""Kernels of the all-reduce, with what follows it in a decoder block: the residual added, and RMSNorm.
+"""Kernels of the all-reduce, with the residual addition and the RMSNorm that follow in a decoder block.
 
-Rows [T, WIDTH] are cut into items of COLUMNS, numbered through all rows, which travel through landings
-(`comm.kernels.landings`). One-shot: a rank stores each item of its partial rows at all ranks, and all sum it. Two-shot:
-it stores an item at the rank that owns it, by the item's number, which sums it and stores the sum at all ranks: two
-trips, with 2 / W of the bytes. Sums are in float32, in the same order on all ranks, or made by one: they have the same
-bits everywhere.
+Rows [T, WIDTH] are cut into items of COLUMNS, numbered across rows, and sent through landings
+(`comm.kernels.landings`). One-shot: a rank stores each item of its partial rows at all ranks, and all ranks sum it.
+Two-shot: it stores an item at the rank that owns it, by the item's number; the owner sums it and stores the sum at all
+ranks: two trips, with 2 / W of the bytes. Sums are in float32, either in the same order on all ranks or made by one
+rank, so they have the same bits everywhere.
 
-The norm of a row takes the squares of all its items, and these lie in several programs. Each leaves its items' sums of
-squares in this GPU's memory, as words with the epoch, before it awaits the others'. It need not give up: a GPU starts
-programs in order, so those of a row that is awaited run, or will when rows before it are done; and without a peer they
-go on after their own deadline.
+The norm of a row needs the squares of all its items, which several programs hold. Each program stores its items' sums
+of squares in this GPU's memory, as words with the epoch, before it waits for the other programs'. This wait needs no
+deadline: a GPU starts programs in order, so the programs of the row run already, or will once earlier rows are done;
+and if a peer is missing, they continue after their own deadline.
 """
 
 import torch
@@ -35,7 +35,7 @@ from dcpmla.parallel.kernels.quantize import store_codes
 
 @triton.jit
 def _columns_of(item, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return where items [..] lie in rows [T, WIDTH], as elements [.., COLUMNS], and which are in their row."""
+    """Return the offsets of items [..] in rows [T, WIDTH], as elements [.., COLUMNS], and which elements are in their row."""
     tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     row, column = tl.cast(item // tiles, tl.int64), (item % tiles)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     return row[:, None] * WIDTH + column, column < WIDTH
@@ -43,7 +43,7 @@ def _columns_of(item, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _in_landing(number, COLUMNS: tl.constexpr):
-    """Return where items [..] lie in a landing, as elements [.., COLUMNS], by their numbers there."""
+    """Return the offsets of items [..] in a landing, as elements [.., COLUMNS], by their numbers there."""
     return number[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
 
 
@@ -51,7 +51,7 @@ def _in_landing(number, COLUMNS: tl.constexpr):
 def _take(
     at, mask, peer, epoch, operation, deadline, state_ptr, fault_ptr, carrier: tl.constexpr, PROGRAMS: tl.constexpr
 ):
-    """Await items [N, COLUMNS] that peers [N] store in a landing, take them out of it, and return them as integers."""
+    """Wait for items [N, COLUMNS] that peers [N] store in a landing, reset the landing, and return the items as integers."""
     x = tl.full(at.shape, -1, carrier)
     num_missing, is_early = 1, True
     while (num_missing != 0) & is_early:
@@ -85,7 +85,7 @@ def _store_sums(sums, item, is_item, epoch, sums_ptr, weight_ptr, squares_ptr, W
 
 @triton.jit
 def _normalize(x, squares, weight, eps, WIDTH: tl.constexpr):
-    """Return the norm of items whose row has that sum of squares, rounded as `comm.norm.rms_norm` does."""
+    """Return the norm of items by the sum of squares of their row, rounded as in `comm.norm.rms_norm`."""
     normed = (x.to(tl.float32) * tl.rsqrt(squares / WIDTH + eps)).to(x.dtype)
     return (normed.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
 
@@ -107,11 +107,11 @@ def _norm_items(
     COLUMNS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Norm this program's items from first to last, as soon as the squares of their rows are there."""
+    """Norm this program's items from first to last, each once the squares of its row have arrived."""
     if weight_ptr is not None:
         tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
         tile = tl.arange(0, TILES)
-        tl.debug_barrier()  # the sums were stored by other threads, perhaps
+        tl.debug_barrier()  # other threads may have stored the sums
         for item in range(first, last):
             squares, num_missing = tl.zeros([TILES], tl.int64), 1
             while num_missing != 0:
@@ -162,7 +162,7 @@ def one_shot_kernel(
     PROGRAMS: tl.constexpr,
     SHARE: tl.constexpr,
 ):
-    """Store the items of this rank's rows at all ranks; sum and norm everyone's. A program does `items` of them."""
+    """Store the items of this rank's rows at all ranks; sum and norm all ranks' items. A program handles `items` items."""
     epoch = next_epoch(state_ptr)
     type: tl.constexpr = sums_ptr.dtype.element_ty
     carrier: tl.constexpr = partial_ptr.dtype.element_ty
@@ -197,7 +197,7 @@ def one_shot_kernel(
 
 @triton.jit(
     do_not_specialize=["num_items", "rank", "items", "limit", "operation", "scales_stride"],
-    do_not_specialize_on_alignment=["scales_ptr"],  # of the first row of many that are sent at a time
+    do_not_specialize_on_alignment=["scales_ptr"],  # the pointer is that of the first row of a chunk
 )
 def two_shot_kernel(
     partial_ptr,

@@ -1,7 +1,7 @@
-"""The kernel that stores rows where they belong in each peer's memory: the one for many rows, which need no copy then.
+"""The kernel that stores rows at their final position in each peer's memory, so that many rows need no further copy.
 
-Unlike the kernels of `landings`, it announces with flags that rows are there: program p of a rank tells programs p of
-its peers, and awaits theirs.
+Unlike the kernels of `landings`, it signals the arrival of rows with flags: program p of a rank sets flags of programs
+p of its peers, and waits for theirs.
 """
 
 import triton
@@ -26,7 +26,7 @@ def _meet(
     THREADS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """Tell this program's peers that it has come to a phase, all its stores done, and wait until they have."""
+    """Signal to this program's peers that it has reached a phase, with all its stores done, and wait for them."""
     peer = tl.arange(0, PEERS)
     is_peer = peer < SIZE
     program = (phase * SIZE) * PROGRAMS + tl.program_id(0)
@@ -34,12 +34,12 @@ def _meet(
     tl.debug_barrier()
     tl.atomic_xchg(flags + (program + rank * PROGRAMS), epoch, mask=is_peer, sem="release", scope="sys")
     mine = own_address(addresses_ptr, rank, flags_at, tl.int32) + (program + peer * PROGRAMS)
-    by_all_threads = tl.broadcast_to(mine[:, None], [PEERS, THREADS // PEERS])  # as in `landings.read_words`
+    by_all_threads = tl.broadcast_to(mine[:, None], [PEERS, THREADS // PEERS])  # every thread loads a flag, see `landings.read_words`
     seen = tl.zeros([PEERS, THREADS // PEERS], tl.int32)
     waits = 2
     while waits == 2:
         seen = tl.load(by_all_threads, mask=is_peer[:, None], other=epoch, volatile=True)
-        # 2 to go on waiting, 1 to give up: the same in all warps, whose clocks are not.
+        # 2 means wait, 1 give up. The maximum is the same in all warps, although their clocks differ.
         waits = tl.max(tl.where(seen != epoch, tl.where(now() < deadline, 2, 1), 0), None)
     if waits != 0:
         give_up(tl.max((seen != epoch).to(tl.int32), 1) != 0, peer, epoch, operation, state_ptr, fault_ptr, PROGRAMS)
@@ -75,7 +75,7 @@ def place_kernel(
     """
     epoch = next_epoch(state_ptr)
     deadline = count_exchange(epoch, state_ptr, limit, PROGRAMS, SHARE)
-    # A rank may be reading what its window holds until it comes here.
+    # A rank may read its window until it reaches this point.
     _meet(
         0,
         flags_at,
@@ -92,7 +92,7 @@ def place_kernel(
         PROGRAMS,
     )
     carrier: tl.constexpr = rows_ptr.dtype.element_ty
-    tiles: tl.constexpr = WIDTH // COLUMNS  # COLUMNS divides
+    tiles: tl.constexpr = WIDTH // COLUMNS  # COLUMNS divides WIDTH
     for item in range(tl.program_id(0), tl.cdiv(num_rows, ROWS) * tiles, tl.num_programs(0)):
         row = (item // tiles) * ROWS + tl.arange(0, ROWS).to(tl.int64)
         column = (item % tiles) * COLUMNS + tl.arange(0, COLUMNS)
@@ -103,7 +103,7 @@ def place_kernel(
         mask = (is_row & (target >= 0))[:, None]
         x = tl.load(rows_ptr + (row[:, None] * WIDTH + column[None, :]), mask=mask)
         at = target[:, None] * WIDTH + column[None, :]
-        for step in tl.static_range(SIZE):  # each rank begins with another peer
+        for step in tl.static_range(SIZE):  # each rank starts with a different peer
             tl.store(own_address(addresses_ptr, (rank + step) % SIZE, window_at, carrier) + at, x, mask=mask)
     _meet(
         1,
