@@ -22,8 +22,8 @@ class CheckedExchange:
     Args:
         exchange: Exchange over `group` that makes the calls.
     Raises:
-        RuntimeError: Ranks differ in operation, shapes, dtypes or the number of the call; raised on every rank, by every
-            call but `check`.
+        RuntimeError: Ranks differ in operation, shapes, dtypes or the number of the call; raised on every rank, by
+            every call but `check`.
     """
 
     def __init__(self, exchange: Exchange, group: ProcessGroup) -> None:

@@ -132,14 +132,12 @@ def _reduce(
     squares: Tensor,
     memory: Mailbox,
 ) -> None:
-    """Sum partial rows [T, N] of all ranks into results (`empty_results`, None for unwanted results), in chunks that fit
-    into a landing.
-    """
+    """Sum partial rows [T, N] of all ranks into results (`empty_results`, or None), in chunks that fit into a landing."""
     normed, sums, codes, scales = results
     rank, size = enter("partial", partial, memory), len(memory.addresses)
     partial = partial.contiguous().view(CARRIERS[partial.element_size()])
     num_tokens, width = partial.shape
-    # One-shot, a landing holds all ranks' items; two-shot, as many items as one rank has, for this rank to sum, and sums.
+    # A landing holds, one-shot, the items of all ranks; two-shot, parts of the items that this rank owns, and the sums.
     kernel, copies, group = (
         (one_shot_kernel, size, 1) if is_one_shot(partial.nbytes, size) else (two_shot_kernel, 2, size)
     )

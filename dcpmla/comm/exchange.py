@@ -15,8 +15,8 @@ class Mailbox(NamedTuple):
     """The memory of all ranks' GPUs to which an attention kernel stores rows itself, at the ranks that own their heads.
 
     A call takes part in one `combine` of exchange `direct` (`comm/direct_ops.py`): `enter` it, store the rows
-    (`comm.kernels.landings`), then `collect` the merged rows of all ranks. For a backend that cannot store them, `combine`
-    does all three steps.
+    (`comm.kernels.landings`), then `collect` the merged rows of all ranks. For other backends `combine` does all three
+    steps.
 
     Attributes:
         addresses: Start of each rank's landings in this rank's address space, [W] int64.
@@ -82,7 +82,7 @@ class Exchange(Protocol):
             order: Row of each token in the concatenation [W N] of all ranks' rows, [S] int64.
             tokens: Token in [0, S) of each of this rank's rows, [N] int64; -1 for padding.
         Returns:
-            A function to call once, before the second start_context from here: it waits, and returns [S, D], valid until
+            A function to call once, before the start_context after the next: it waits, and returns [S, D], valid until
             that start_context.
         """
 

@@ -38,12 +38,12 @@ class GpuSite:
 
 
 def reach(group: ProcessGroup, device: torch.device) -> str:
-    """Find the obstacle that keeps the ranks of a group from storing into each other's GPU memory over NVLink. Collective.
+    """Find out why the ranks of a group cannot store into each other's GPU memory over NVLink. Collective.
 
     Args:
         device: Device of this rank; the other ranks' GPUs need not be visible.
     Returns:
-        "" if nothing does, else a short phrase for messages. The same on every rank.
+        "" if they can, else a short phrase for messages, the obstacle. The same on every rank.
     """
     on_gpu = device.type == "cuda"
     host = f"{socket.gethostname()} {_BOOT_ID.read_text() if _BOOT_ID.exists() else ''}"
@@ -69,8 +69,8 @@ def judge_sites(sites: Sequence[GpuSite]) -> str:
 
 
 def judge_links(sites: Sequence[GpuSite], missing: Sequence[Sequence[str]]) -> str:
-    """Return the obstacle (`reach`) that the links show; missing[i][j] is the result of `find_missing` on rank i for the
-    GPU of rank j.
+    """Return the obstacle (`reach`) that the links show; missing[i][j] is the result of `find_missing` on rank i for
+    the GPU of rank j.
     """
     for one, of_one in zip(sites, missing, strict=True):
         for other, words in zip(sites, of_one, strict=True):
@@ -99,7 +99,7 @@ def find_missing(mine: str, gpus: Sequence[str]) -> list[str]:
 
 
 def find_peers(nvml: "Nvml") -> list[list[str]]:
-    """Return the link from GPU i of this process to GPU j, as [i][j]: "NVLink", "peer access" or "no"; "-" for itself."""
+    """Return the links from GPU i of this process to GPU j at [i][j]: "NVLink", "peer access" or "no", "-" for i = j."""
     gpus = range(torch.cuda.device_count())
 
     def link(one: int, other: int) -> str:
@@ -142,7 +142,7 @@ class Nvml:
         return sum(self._is_active(handle, link) for link in range(self._nvml.NVML_NVLINK_MAX_LINKS))
 
     def has_nvlink(self, one: str, other: str) -> bool | None:
-        """Return whether two GPUs reach each other over NVLink, directly or through switches; None if NVML gives no answer."""
+        """Return whether two GPUs reach each other over NVLink, directly or by switches; None if NVML gives no answer."""
         handles = self._handle(one), self._handle(other)
         if any(handle is None for handle in handles):
             return None

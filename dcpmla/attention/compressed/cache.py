@@ -1,8 +1,8 @@
 """The caches of a model with DeepSeek-V4's attention on one rank: entries under block ids, and one state a request.
 
-A layer's rows (`cache/shared_format.py`) are those of all requests' windows, then entries, so that one call of
-attention reads both. What grows with the context is sharded over the DCP ranks by entry: entries, and an indexer's
-keys. What does not is a request's state, the same on every rank: its window, and the sums of the entries in progress.
+A layer's rows (`cache/shared_format.py`) are the windows of all requests, then entries, so that one call of attention
+reads both. Entries and an indexer's keys grow with the context and are sharded over the DCP ranks by entry. A request's
+state has a fixed size and is the same on every rank: its window, and the sums of the entries in progress.
 """
 
 import math
@@ -20,7 +20,7 @@ from dcpmla.cache.plan import Cache, CachePlan
 from dcpmla.cache.shared_format import PAGE_ROWS, rows_shape
 from dcpmla.config import DCPConfig
 
-NUM_SUMS = 3  # of an entry in progress, for each column: the peak of its gates, their softmax's sum, the weighed values
+NUM_SUMS = 3  # per column of an entry in progress: peak of its gates, sum of their softmax, weighted sum of its values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +28,10 @@ class CompressedPlan(CachePlan):
     """Sizes of caches that are not allocated yet.
 
     Attributes:
-        num_states: requests whose states there is room for at the same time, remembered ones among them.
-        num_drafts: most tokens of a request in a step that may be rejected. A state goes back over them: its window has
-            as many rows more, and its sums are kept for as many tokens before the last.
-        dtype, index_dtype: formats of the rows (`dcpmla.cache.shared_format`) and of the indexers' keys.
+        num_states: Maximum number of states at a time, remembered ones included.
+        num_drafts: Maximum tokens of a request in a step that may be rejected. A state can be rolled back over them: its
+            window has num_drafts extra rows, and its sums are kept for each of the last 1 + num_drafts tokens.
+        dtype, index_dtype: Formats of the rows (`dcpmla.cache.shared_format`) and of the indexers' keys.
     """
 
     config: CompressedConfig
@@ -56,7 +56,7 @@ class CompressedPlan(CachePlan):
         return -(-self.num_states * self.ring_rows // granule) * granule
 
     def entries_per_block(self, ratio: int) -> int:
-        """Return how many entries of that ratio a block holds on one rank."""
+        """Return the number of entries of a ratio that a block holds on one rank."""
         return self.config.entries_per_block(ratio, self.dcp.block_size)
 
     def rows_shape(self, ratio: int) -> tuple[int, int, int]:
@@ -70,9 +70,9 @@ class CompressedPlan(CachePlan):
         return self.num_blocks, self.entries_per_block(ratio), width
 
     def sums_shape(self, kind: LayerKind, width: int) -> tuple[int, int, int, int]:
-        """Return the shape of a layer's sums of entries in progress: where they overlap, of two.
+        """Return the shape of a layer's sums of entries in progress: two entries if they overlap, else one.
 
-        A state has 1 + num_drafts of them: those after the token at position p are number p % (1 + num_drafts).
+        A state has 1 + num_drafts copies: copy p % (1 + num_drafts) holds the sums after the token at position p.
         """
         return self.num_states * (1 + self.num_drafts), 2 if kind.has_indexer else 1, NUM_SUMS, width
 

@@ -1,9 +1,9 @@
 """The compressor: an entry for each `ratio` tokens, pooled column by column with a softmax over their gates.
 
-The tokens that an entry stands for are its span. Where entries overlap, each also pools the span before its own: a
-token has two pairs of value and gate, one for the next span's entry and one for its own. Tokens come in any number of
-steps: what a step leaves unfinished stays in sums, for each column the peak of the gates, the sum of their exponentials
-and of these times the values.
+An entry represents the tokens of its span. If entries overlap, each also pools the span before its own: a token has two
+pairs of value and gate, one for the next span's entry and one for its own. A span may take any number of steps: sums
+keep an unfinished entry, for each column the peak of the gates, the sum of their exponentials, and the sum of the
+exponentials times the values.
 
 Custom ops (`torch.ops.dcpmla`). The torch code here specifies them and runs on CPUs; GPUs run the kernels of
 `attention/compressed/kernels/compressor.py`.
@@ -24,7 +24,7 @@ from dcpmla.operators import nothing, operator
 
 
 class _Sums(NamedTuple):
-    """Sums of entries [N, D]: the gates' peak (-inf for no token), their exponentials, these times the values."""
+    """Sums of entries [N, D]: the gates' peak (-inf for no token), their exponentials, and exponentials times values."""
 
     peak: Tensor
     total: Tensor
@@ -44,15 +44,15 @@ def compress(
     is_index: bool,
     hadamard: bool = False,
 ) -> None:
-    """Pool a step's tokens into entries, and write those that are complete and this rank's into a cache.
+    """Pool a step's tokens into entries, and write this rank's complete entries into a cache.
 
     Args:
-        pairs: [T, 2 A D], values then gates of each token, projected from the hidden states; A = 2 where entries
-            overlap (of either, first the pair for the next span's entry), else 1. Contiguous columns.
-        bias: [ratio, A D] float32, added to the gates by their token's place in its span.
-        norm_weight: [D] float32, of the entries' RMSNorm.
-        sums: float32 [num_sums, A, 3, D] of entries in progress, their own and the next one's; written.
-        cache: written: rows of a layer, or with is_index an indexer's keys, whose rotated columns come first.
+        pairs: Values, then gates of each token, projected from the hidden states, [T, 2 A D]; A = 2 if entries overlap
+            (first the part for the next span's entry), else 1. Contiguous columns.
+        bias: Bias of the gates by their token's position in its span, [ratio, A D] float32.
+        norm_weight: Weight of the entries' RMSNorm, [D] float32.
+        sums: Sums of entries in progress, own and next, float32 [num_sums, A, 3, D]; written.
+        cache: Rows of a layer, or with is_index an indexer's keys, whose rotated columns come first; written.
         hadamard: Whether index keys are transformed (`finish_index_keys`).
     Source: DeepSeek-V4's report, equations 9-12 and 20-23.
     """
@@ -86,7 +86,7 @@ def compress_(
     positions, request, first_position, end, _, target = part
     is_first = (positions % ratio == 0) | (positions == first_position[request])
     is_in_part = (positions >= first_position[request]) & (positions < end[request]) & (target[request] >= 0)
-    token = (is_first & is_in_part).nonzero().flatten()  # the first of each span
+    token = (is_first & is_in_part).nonzero().flatten()  # the first token of each span
     entries, is_complete = _pool(pairs, bias, sums, part, token)
     token, entries = token[is_complete], entries[is_complete]
     entries = entries * torch.rsqrt(entries.square().mean(-1, keepdim=True) + eps) * norm_weight
@@ -105,15 +105,15 @@ def compress_(
 
 
 def _pool(pairs: Tensor, bias: Tensor, sums: Tensor, part: Part, token: Tensor) -> tuple[Tensor, Tensor]:
-    """Pool the spans whose first tokens in the step are given [N], and leave the sums of each request's last.
+    """Pool the spans whose first tokens in the step are `token` [N], and store the sums of each request's last span.
 
     Returns:
-        Entries [N, D] float32, and which of them are complete [N] bool.
+        Entries [N, D] float32, and whether each is complete [N] bool.
     """
     ratio, (_, num_halves, _, width) = bias.shape[0], sums.shape
     position, of_token = part.positions[token], part.request[token].long()
     start, end, state = (column[of_token] for column in (part.first_position, part.end, part.source.long()))
-    order = position // ratio - start // ratio  # of the span in its request's part of the step
+    order = position // ratio - start // ratio  # index of the span in its request's part of the step
     place = position % ratio
     num = torch.minimum(ratio - place, end - position)
     halves = _halves(pairs, bias, num_halves, width)
@@ -124,7 +124,7 @@ def _pool(pairs: Tensor, bias: Tensor, sums: Tensor, part: Part, token: Tensor) 
     if num_halves == 2:
         num_before = torch.minimum(torch.where(order > 0, position - start, 0), torch.tensor(ratio))
         before = _sum_tokens(*halves[0], bias[:, :width], token - num_before, ratio - num_before, num_before)
-        # The span before was in progress when the step began: its part from then on is in the next entry's sums.
+        # The previous span was in progress when the step began: its tokens before the step are in the next entry's sums.
         unfinished = _carried(sums, state, 1, (order == 1) & (start % ratio > 0))
         entry = _merge(_merge(entry, before), unfinished)
         following = _merge(carried[1], _sum_tokens(*halves[0], bias[:, :width], token, place, num))
@@ -145,7 +145,7 @@ def _halves(pairs: Tensor, bias: Tensor, num_halves: int, width: int) -> list[tu
 
 
 def _sum_tokens(values: Tensor, gates: Tensor, bias: Tensor, first: Tensor, place: Tensor, num: Tensor) -> _Sums:
-    """Sum `num` [N] tokens from `first` [N] on, at places of their span from `place` [N] on."""
+    """Sum `num` [N] tokens from `first` [N] on, at positions in their span from `place` [N] on."""
     ratio = bias.shape[0]
     index = torch.arange(ratio, device=first.device)
     is_there = (index < num[:, None])[..., None]
@@ -157,7 +157,7 @@ def _sum_tokens(values: Tensor, gates: Tensor, bias: Tensor, first: Tensor, plac
 
 
 def _carried(sums: Tensor, state: Tensor, half: int, is_there: Tensor) -> _Sums:
-    """Return the sums that a step begins with [N, D]: none where nothing is there."""
+    """Return the sums [N, D] from before the step; empty sums where is_there is false."""
     peak, total, values = sums[state, half].unbind(1)
     mask = is_there[:, None]
     return _Sums(peak.where(mask, -torch.inf), total.where(mask, 0.0), values.where(mask, 0.0))

@@ -13,7 +13,7 @@ class LayerKind(NamedTuple):
 
     Attributes:
         ratio: Number of tokens of an entry; 0 for a layer without entries.
-        has_indexer: entries overlap, and an indexer selects among them (CSA); else all of them are attended to (HCA).
+        has_indexer: Whether entries overlap and an indexer selects among them (CSA); else attention reads all (HCA).
     """
 
     ratio: int
@@ -21,7 +21,7 @@ class LayerKind(NamedTuple):
 
     @property
     def label(self) -> str:
-        """A word for it: "window", "csa" or "hca"."""
+        """The name of the kind: "window", "csa" or "hca"."""
         return ("csa" if self.has_indexer else "hca") if self.ratio else "window"
 
 
@@ -100,19 +100,19 @@ class CompressedConfig:
 
     @property
     def ratios(self) -> tuple[int, ...]:
-        """The ratios of layers that compress, each once, ascending."""
+        """The distinct ratios of layers that compress, ascending."""
         return tuple(sorted({kind.ratio for kind in self.layer_kinds} - {0}))
 
     @property
     def row_tokens(self) -> int:
-        """Tokens that an entry of the least ratio stands for: a block of n rows covers n times as many on a rank."""
+        """Tokens per entry of the smallest ratio: a block of n rows covers n times as many on a rank."""
         return min(self.ratios, default=1)
 
     def heads_per_rank(self, tensor_parallel_size: int) -> int:
-        """Return the number of heads of one TP rank, whole groups of them.
+        """Return the number of heads of one TP rank, a whole number of groups.
 
         Raises:
-            ValueError: the groups do not divide; the message lists the sizes that do.
+            ValueError: The groups do not divide; the message lists sizes that do.
         """
         if tensor_parallel_size < 1 or self.o_groups % tensor_parallel_size:
             raise ValueError(

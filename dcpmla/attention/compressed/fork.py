@@ -1,4 +1,4 @@
-"""Work on a side stream, beside what follows it."""
+"""Work on a side stream, concurrent with the code after it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,13 +9,13 @@ import torch
 
 @contextmanager
 def fork(device: torch.device, is_asked: bool) -> Iterator[Callable[[], None]]:
-    """Run the body beside what follows it, until the join that is yielded, which has to be called.
+    """Run the body concurrently with the code after it, until the yielded join, which must be called.
 
-    Both may read what came before. The body frees what it allocates, or hands it on in memory that was there. Works
-    inside the capture of a CUDA graph; where there is no GPU, or under torch.compile, one follows the other.
+    Both may read earlier results. The body must free its allocations, or return results in memory allocated before. Works
+    inside the capture of a CUDA graph; without a GPU, or under torch.compile, the body runs first.
 
     Args:
-        is_asked: False for one after the other, too.
+        is_asked: Whether to run concurrently.
     """
     if device.type != "cuda" or not is_asked or torch.compiler.is_compiling():
         yield _nothing

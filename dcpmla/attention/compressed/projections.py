@@ -49,10 +49,10 @@ def finish_rows(
 
     Args:
         down: [T, Lq + D], projected from the hidden states; contiguous columns.
-        cache: rows of a layer (`cache/shared_format.py`); of each request's tokens the last ring_rows are written.
+        cache: Rows of a layer (`cache/shared_format.py`); the last ring_rows tokens of each request are written.
         q_weight, kv_weight: [Lq], [D] float32, of the norms.
         cos_sin: [T, R] float32 as in `apply_rope`.
-        positions, request, seq_lens, states: as in `CompressedMetadata`.
+        positions, request, seq_lens, states: Columns of `CompressedMetadata`.
         quantizes: whether q_c is also quantized, with the bits of `quantize_rows`; Lq is a multiple of 128 then.
     Returns:
         q_c [T, Lq] after its norm; rows [T, D] as attention reads them: rounded as the cache rounds them; codes and

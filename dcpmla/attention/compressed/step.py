@@ -1,4 +1,4 @@
-"""The part of a step that layers of DeepSeek-V4's attention ask for: whose its tokens are, and which rows they see."""
+"""The part of a step that layers of DeepSeek-V4's attention need: its tokens' requests and visible rows."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -31,9 +31,9 @@ class Entries(NamedTuple):
     """The entries of a step in all layers of one ratio.
 
     Attributes:
-        cos_sin: [T, R] float32, the angles of the entry that each token belongs to: those of its first token.
-        block_table: [num_reqs, max_blocks] int32 in blocks of a layer's rows, which begin with all windows.
-        visible: those that each token may select from; None where no layer selects, and nothing is prefilled.
+        cos_sin: Angles of each token's entry, that is, of the entry's first token, [T, R] float32.
+        block_table: Block table [num_reqs, max_blocks] int32 in blocks of a layer's rows, which begin with all windows.
+        visible: Entries that each token may select from; None if no layer selects and nothing is prefilled.
     """
 
     cos_sin: Tensor
@@ -43,13 +43,13 @@ class Entries(NamedTuple):
 
 @dataclass(frozen=True)
 class ContextRows:
-    """The rows that prefill tokens attend to, gathered for one layer: of windows, of new tokens, of entries.
+    """The rows that prefill tokens attend to, gathered for one layer: windows, new tokens and entries.
 
     Attributes:
-        window_slots: [C] int64, rows of the windows' tokens that were computed in earlier steps.
-        first_position: [T] int32, of the first such token of each prefill token's request.
-        first_row: [T] int32, its row among the gathered ones.
-        new_row: [T] int32, the row that a new token at position 0 of its request would have.
+        window_slots: Rows of the windows' tokens that earlier steps computed, [C] int64.
+        first_position: Position of the first such token of each prefill token's request, [T] int32.
+        first_row: Row of that token among the gathered rows, [T] int32.
+        new_row: Row that a new token at position 0 of its request would have, [T] int32.
         chunks: Entries of all ranks, by kind of layer: each request's, from its first to the last that this step
             completes. A kind has none where its entries stay on their ranks (`CompressedConfig.moves_queries`).
     """
@@ -62,12 +62,12 @@ class ContextRows:
 
 
 class Part(NamedTuple):
-    """The part of each request's tokens that goes into its sums at once.
+    """The part of each request's tokens that is added to its sums at once.
 
     Attributes:
         positions, request: Positions [T] int64 and requests [T] int32 of all tokens of the step.
         first_position, end: Bounds of its tokens [num_reqs] int32, equal if it has none.
-        source, target: [num_reqs] int32, numbers of the sums before them and after; negative for padding.
+        source, target: Indices of the sums before and after these tokens, [num_reqs] int32; negative for padding.
     """
 
     positions: Tensor
@@ -97,24 +97,25 @@ class EntryLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class CompressedMetadata:
-    """The requests of a step, as layers with entries see them; T tokens, decodes and prefills alike.
+    """The requests of a step for layers with entries; T tokens, decodes and prefills alike.
 
     Attributes:
-        plan: of the caches.
-        dcp_rank: this rank's number in its group.
-        positions: [T] int64.
-        request: [T] int32, each token's request.
-        first_position: [num_reqs] int32, of each request's first token in this step.
-        seq_lens: [num_reqs] int32, tokens of each request after this step; 0 for padding.
-        states: [num_reqs] int32, where the requests' states are; -1 for padding.
-        block_table: [num_reqs, max_blocks] int32.
-        max_seq_len: no less than any of seq_lens, and the same on all ranks.
-        context: of the prefill tokens; None where there are none.
-        angles: None before `with_angles`.
-        entries: by ratio; empty before `with_angles`.
-        parts: one after the other, what the compressors pool; empty before `with_angles`.
-        decode_rows: by ratio, `visible_rows` of the decodes where nothing selects; empty before `with_angles`.
-        selection: Memory for the entries that layers with an indexer select; None where they select nothing.
+        plan: Plan of the caches.
+        dcp_rank: Rank in the DCP group.
+        positions: Position of each token, [T] int64.
+        request: Request of each token, [T] int32.
+        first_position: Position of each request's first token in this step, [num_reqs] int32.
+        seq_lens: Tokens of each request after this step, [num_reqs] int32; 0 for padding.
+        states: State of each request, [num_reqs] int32; -1 for padding.
+        block_table: Block table, [num_reqs, max_blocks] int32.
+        max_seq_len: Upper bound of seq_lens, the same on all ranks.
+        context: Rows for the prefill tokens; None without prefills.
+        angles: Angles of the tokens; None before `with_angles`.
+        entries: Entries by ratio; empty before `with_angles`.
+        parts: Parts that the compressors pool, in order; empty before `with_angles`.
+        decode_rows: Results of `visible_rows` for decodes in layers without selection, by ratio; empty before
+            `with_angles`.
+        selection: Memory for the entries that layers with an indexer select; None if they select nothing.
     """
 
     plan: CompressedPlan
@@ -135,17 +136,17 @@ class CompressedMetadata:
 
     @property
     def requests(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """positions, request, seq_lens and states, as `finish_rows` orders them."""
+        """positions, request, seq_lens and states, in the order of `finish_rows`."""
         return self.positions, self.request, self.seq_lens, self.states
 
     @property
     def layout(self) -> tuple[int, int, int]:
-        """dcp_rank, dcp_size and interleave, as functions of `dcpmla.ownership` order them."""
+        """dcp_rank, dcp_size and interleave, in the order of `dcpmla.ownership`."""
         dcp = self.plan.dcp
         return self.dcp_rank, dcp.decode_context_parallel_size, dcp.cp_kv_cache_interleave_size
 
     def of_tokens(self, index: int, size: int) -> "CompressedMetadata":
-        """Return the part of a step of each request's token of this index alone, where each brings size tokens."""
+        """Return the step of each request's token number `index` alone, where each request has `size` tokens."""
         positions, request = (tokens_of(column, index, size) for column in (self.positions, self.request))
         first = positions.to(torch.int32)
         seen = (first + 1).where(self.seq_lens > 0, 0)
@@ -153,8 +154,8 @@ class CompressedMetadata:
         return replace(step, angles=None, entries={}, parts=(), decode_rows={}, selection=None)
 
     def parts_of(self, decode: DecodeMetadata | None) -> tuple[Part, ...]:
-        """Return the parts of a step: one, or where tokens may be rejected the decodes' tokens one by one, for each of
-        them leaves sums of its own; prefills are in the first.
+        """Return the parts of a step: one, or if tokens may be rejected one per decode token, because each token's sums
+        are kept; prefills are in the first part.
         """
         first, end, num_sums = self.first_position, self.seq_lens, 1 + self.plan.num_drafts
         tokens = self.positions, self.request
@@ -170,11 +171,11 @@ class CompressedMetadata:
         return tuple(parts)
 
     def max_entries(self, ratio: int) -> int:
-        """Return no less than the entries that any token sees; the same on all ranks."""
+        """Return an upper bound on the entries that any token sees; the same on all ranks."""
         return self.max_seq_len // ratio
 
     def visible_entries(self, ratio: int) -> SparseMetadata:
-        """Return the entries that each token sees, as the kernels of sparse MLA take tokens."""
+        """Return the entries that each token sees, in the format of sparse MLA's tokens."""
         counts = (self.positions + 1) // ratio
         counts = counts.where(self.states[self.request] >= 0, 0)  # 0 for padding
         rank, size, interleave = self.layout
@@ -186,13 +187,13 @@ class CompressedMetadata:
         return self.block_table + self.plan.window_rows // self.plan.entries_per_block(ratio)
 
     def visible_rows(self, tokens: slice, ratio: int) -> tuple[Tensor, Tensor]:
-        """Return the rows that some tokens attend to on this rank where nothing selects: of their windows and of all
-        entries that they see, those that count here.
+        """Return the rows that some tokens attend to on this rank without selection: this rank's rows of their windows and
+        of all entries that they see.
 
         Args:
-            ratio: 0 for a layer of windows alone, which exchanges nothing: each rank has all of them.
+            ratio: Ratio of the layer; 0 for windows alone, which every rank reads in full, without an exchange.
         Returns:
-            [n, N] int32, anything after the last; [n] int32, how many.
+            Rows [n, N] int32, arbitrary after the last; the number of rows, [n] int32.
         """
         return self._list_rows(tokens, ratio, self.layout if ratio else (0, 1, 1))
 
@@ -217,12 +218,12 @@ class CompressedMetadata:
 def with_angles(
     step: StepMetadata, rotary: Callable[[Tensor, bool], Tensor], kinds: Iterable[LayerKind] | None = None
 ) -> StepMetadata:
-    """Return a step with what layers share: the angles of its tokens, the rows that its decodes see, and memory for
-    what they select.
+    """Return a step with data that layers share: its tokens' angles, the rows that its decodes see, and memory for
+    selected entries.
 
     Args:
         rotary: Function of positions [T] and of whether layers compress; returns cos_sin [T, R] float32 (`apply_rope`).
-        kinds: of the layers that it is for; all of the plan's if None.
+        kinds: Kinds of layers that run the step; None for all of the plan's.
     """
     compressed = step.get(CompressedMetadata)
     if compressed is None:  # a step whose requests vary (`StepMetadata.vary`)

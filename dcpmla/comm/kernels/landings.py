@@ -43,9 +43,9 @@ def next_epoch(state_ptr):
 def count_exchange(epoch, state_ptr, limit, PROGRAMS: tl.constexpr, SHARE: tl.constexpr):
     """Count this exchange, and return its deadline.
 
-    Kernels over landings call this after they have stored their rows, so that the stores need not wait for it. A program
-    updates its own counter, and its share of the counters that only larger launches use. After a fault no exchange
-    waits.
+    Kernels over landings call this after they have stored their rows, so that the stores need not wait for it. A
+    program updates its own counter, and its share of the counters that only larger launches use. After a fault no
+    exchange waits.
     """
     tl.debug_barrier()  # with several warps, all must have loaded the epoch before any warp updates it
     counter = tl.program_id(0) + tl.num_programs(0) * tl.arange(0, SHARE)
@@ -81,7 +81,7 @@ def row_in_landing(rank, num_rows, row):
 def peer_addresses(addresses_ptr, offset, peer, SIZE: tl.constexpr, dtype: tl.constexpr):
     """Return pointers to an offset in the memory of each rank [N]."""
     address = tl.load(addresses_ptr + peer, mask=peer < SIZE, other=0) + offset
-    return tl.multiple_of(address.to(tl.pointer_type(dtype)), [16])  # the compiler cannot infer the alignment of a loaded address
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), [16])  # the compiler cannot infer it
 
 
 @triton.jit
@@ -117,7 +117,7 @@ def as_float(value):
 
 @triton.jit
 def quantize(x, type: tl.constexpr, IS_FP8: tl.constexpr):
-    """Return rows [N, M], stored as integers, in the format of transfer, and the scales [N] that multiply them on arrival.
+    """Return rows [N, M], stored as integers, as they are sent, and the scales [N] that multiply them on arrival.
 
     Scales are 1 unless rows are sent as e4m3.
     """

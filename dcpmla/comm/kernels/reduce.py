@@ -35,7 +35,7 @@ from dcpmla.parallel.kernels.quantize import store_codes
 
 @triton.jit
 def _columns_of(item, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the offsets of items [..] in rows [T, WIDTH], as elements [.., COLUMNS], and which elements are in their row."""
+    """Return the offsets of items [..] in rows [T, WIDTH], as elements [.., COLUMNS], and a mask of those in their row."""
     tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     row, column = tl.cast(item // tiles, tl.int64), (item % tiles)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     return row[:, None] * WIDTH + column, column < WIDTH
@@ -51,7 +51,7 @@ def _in_landing(number, COLUMNS: tl.constexpr):
 def _take(
     at, mask, peer, epoch, operation, deadline, state_ptr, fault_ptr, carrier: tl.constexpr, PROGRAMS: tl.constexpr
 ):
-    """Wait for items [N, COLUMNS] that peers [N] store in a landing, reset the landing, and return the items as integers."""
+    """Wait for items [N, COLUMNS] that peers [N] store in a landing, reset it, and return the items as integers."""
     x = tl.full(at.shape, -1, carrier)
     num_missing, is_early = 1, True
     while (num_missing != 0) & is_early:
@@ -162,7 +162,7 @@ def one_shot_kernel(
     PROGRAMS: tl.constexpr,
     SHARE: tl.constexpr,
 ):
-    """Store the items of this rank's rows at all ranks; sum and norm all ranks' items. A program handles `items` items."""
+    """Store the items of this rank's rows at all ranks; sum and norm all ranks'. A program handles `items` items."""
     epoch = next_epoch(state_ptr)
     type: tl.constexpr = sums_ptr.dtype.element_ty
     carrier: tl.constexpr = partial_ptr.dtype.element_ty

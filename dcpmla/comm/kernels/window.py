@@ -34,7 +34,7 @@ def _meet(
     tl.debug_barrier()
     tl.atomic_xchg(flags + (program + rank * PROGRAMS), epoch, mask=is_peer, sem="release", scope="sys")
     mine = own_address(addresses_ptr, rank, flags_at, tl.int32) + (program + peer * PROGRAMS)
-    by_all_threads = tl.broadcast_to(mine[:, None], [PEERS, THREADS // PEERS])  # every thread loads a flag, see `landings.read_words`
+    by_all_threads = tl.broadcast_to(mine[:, None], [PEERS, THREADS // PEERS])  # see `landings.read_words`
     seen = tl.zeros([PEERS, THREADS // PEERS], tl.int32)
     waits = 2
     while waits == 2:
