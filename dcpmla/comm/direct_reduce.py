@@ -132,7 +132,9 @@ def _reduce(
     squares: Tensor,
     memory: Mailbox,
 ) -> None:
-    """Sum partial rows [T, N] of all ranks into results (`empty_results`, or None), in chunks that fit into a landing."""
+    """Sum partial rows [T, N] of all ranks into results (`empty_results`, None for unwanted ones), in chunks that fit
+    into a landing.
+    """
     normed, sums, codes, scales = results
     rank, size = enter("partial", partial, memory), len(memory.addresses)
     partial = partial.contiguous().view(CARRIERS[partial.element_size()])

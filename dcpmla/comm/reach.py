@@ -99,7 +99,7 @@ def find_missing(mine: str, gpus: Sequence[str]) -> list[str]:
 
 
 def find_peers(nvml: "Nvml") -> list[list[str]]:
-    """Return the links from GPU i of this process to GPU j at [i][j]: "NVLink", "peer access" or "no", "-" for i = j."""
+    """Return the links from GPU i of this process to GPU j at [i][j]: "NVLink", "peer access", "no", "-" for i = j."""
     gpus = range(torch.cuda.device_count())
 
     def link(one: int, other: int) -> str:
@@ -142,7 +142,7 @@ class Nvml:
         return sum(self._is_active(handle, link) for link in range(self._nvml.NVML_NVLINK_MAX_LINKS))
 
     def has_nvlink(self, one: str, other: str) -> bool | None:
-        """Return whether two GPUs reach each other over NVLink, directly or by switches; None if NVML gives no answer."""
+        """Return whether NVLink connects two GPUs, directly or through switches; None if NVML gives no answer."""
         handles = self._handle(one), self._handle(other)
         if any(handle is None for handle in handles):
             return None

@@ -29,8 +29,8 @@ class CompressedPlan(CachePlan):
 
     Attributes:
         num_states: Maximum number of states at a time, remembered ones included.
-        num_drafts: Maximum tokens of a request in a step that may be rejected. A state can be rolled back over them: its
-            window has num_drafts extra rows, and its sums are kept for each of the last 1 + num_drafts tokens.
+        num_drafts: Maximum tokens of a request in a step that may be rejected. A state can be rolled back over them:
+            its window has num_drafts extra rows, and its sums are kept for each of the last 1 + num_drafts tokens.
         dtype, index_dtype: Formats of the rows (`dcpmla.cache.shared_format`) and of the indexers' keys.
     """
 

@@ -24,7 +24,7 @@ from dcpmla.operators import nothing, operator
 
 
 class _Sums(NamedTuple):
-    """Sums of entries [N, D]: the gates' peak (-inf for no token), their exponentials, and exponentials times values."""
+    """Sums of entries [N, D]: the gates' peak (-inf without tokens), their exponentials, exponentials times values."""
 
     peak: Tensor
     total: Tensor
@@ -124,7 +124,7 @@ def _pool(pairs: Tensor, bias: Tensor, sums: Tensor, part: Part, token: Tensor) 
     if num_halves == 2:
         num_before = torch.minimum(torch.where(order > 0, position - start, 0), torch.tensor(ratio))
         before = _sum_tokens(*halves[0], bias[:, :width], token - num_before, ratio - num_before, num_before)
-        # The previous span was in progress when the step began: its tokens before the step are in the next entry's sums.
+        # The previous span was in progress when the step began: the next entry's sums hold its tokens before the step.
         unfinished = _carried(sums, state, 1, (order == 1) & (start % ratio > 0))
         entry = _merge(_merge(entry, before), unfinished)
         following = _merge(carried[1], _sum_tokens(*halves[0], bias[:, :width], token, place, num))

@@ -11,8 +11,8 @@ import torch
 def fork(device: torch.device, is_asked: bool) -> Iterator[Callable[[], None]]:
     """Run the body concurrently with the code after it, until the yielded join, which must be called.
 
-    Both may read earlier results. The body must free its allocations, or return results in memory allocated before. Works
-    inside the capture of a CUDA graph; without a GPU, or under torch.compile, the body runs first.
+    Both may read earlier results. The body must free its allocations, or return results in memory allocated before.
+    Works inside the capture of a CUDA graph; without a GPU, or under torch.compile, the body runs first.
 
     Args:
         is_asked: Whether to run concurrently.

@@ -187,8 +187,8 @@ class CompressedMetadata:
         return self.block_table + self.plan.window_rows // self.plan.entries_per_block(ratio)
 
     def visible_rows(self, tokens: slice, ratio: int) -> tuple[Tensor, Tensor]:
-        """Return the rows that some tokens attend to on this rank without selection: this rank's rows of their windows and
-        of all entries that they see.
+        """Return the rows that some tokens attend to without selection: this rank's rows of their windows and of all
+        entries that they see.
 
         Args:
             ratio: Ratio of the layer; 0 for windows alone, which every rank reads in full, without an exchange.

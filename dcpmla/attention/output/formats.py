@@ -16,9 +16,9 @@ from dcpmla.parallel.quantized import quantize_groups
 GROUP_SIZES = (64, 128)
 SCALE_LAYOUTS = ("row", "column", "tma")
 NVFP4_GROUP = 16  # values that share a scale
-_FP4_MAX = 6.0  # of e2m1
-# Halfway between neighbours of 0, 0.5, 1, 1.5, 2, 3, 4, 6, whose codes are 0 to 7: a code is one more from each of the
-# first on, and past each of the second.
+_FP4_MAX = 6.0  # largest number of e2m1
+# Midpoints between neighbours of 0, 0.5, 1, 1.5, 2, 3, 4, 6, whose codes are 0 to 7: the code increases by one at each
+# midpoint in _TIES_UP, and just past each in _TIES_DOWN.
 _TIES_UP, _TIES_DOWN = (0.75, 1.75, 3.5), (0.25, 1.25, 2.5, 5.0)
 
 
@@ -43,7 +43,7 @@ def empty_nvfp4(num_rows: int, width: int, device: torch.device) -> tuple[Tensor
     """
     num_scales = width // NVFP4_GROUP
     shape = (num_rows + 127) // 128 * 128, (num_scales + 3) // 4 * 4
-    # Rows of padding are written with the last row, columns of padding by nobody.
+    # Kernels write rows of padding with the last row, but never columns of padding, so those must be zeros.
     new = torch.empty if num_scales % 4 == 0 else torch.zeros
     return torch.empty(num_rows, width // 2, dtype=torch.uint8, device=device), new(shape, dtype=FP8, device=device)
 

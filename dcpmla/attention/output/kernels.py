@@ -1,6 +1,6 @@
-"""Triton kernels that write quantized outputs, of given rows or of W_UV's product; `output/formats.py` specifies them.
+"""Triton kernels that write quantized outputs, from rows or from W_UV's product; `output/formats.py` specifies them.
 
-Of a W_UV in fp8 the product may also be written as it is.
+The product with a W_UV in fp8 may also be written without quantization.
 
 The product keeps a tile of one head's tokens in registers from the first multiplication to the last rounding, so its
 values are never in memory in 16 bits. A tile holds whole groups. GPUs of compute capability 8.9 and later.
@@ -21,13 +21,13 @@ from dcpmla.parallel.quantized import BLOCK
 _NVFP4 = tl.constexpr(NVFP4_GROUP)
 _BLOCK = tl.constexpr(BLOCK)
 _FP8_MAX = tl.constexpr(448.0)
-_ROWS, _COLUMNS = 8, 512  # of a program that quantizes given rows
+_ROWS, _COLUMNS = 8, 512  # tile of a program that quantizes rows
 
 
 @triton.jit
 def _round_as_fp8(x):
-    """Round numbers from 0 to 448 to those of e4m3, in float32."""
-    small = (x + 16384.0) - 16384.0  # from 2^14 on, float32 has the spacing of e4m3's smallest numbers, 2^-9
+    """Round numbers from 0 to 448 to e4m3's numbers, in float32."""
+    small = (x + 16384.0) - 16384.0  # at 2^14 float32 has the spacing of e4m3's smallest numbers, 2^-9
     bits = x.to(tl.int32, bitcast=True)
     large = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
     return tl.where(x < 0.015625, small, large)
@@ -39,7 +39,7 @@ def _fp4_code(x):
     size = tl.minimum(tl.abs(x), 6.0)
     # Float32 has spacing 1/2 from 2^22 on, as e2m1 has below 1: adding 2^22 rounds to it.
     small = (size + 4194304.0).to(tl.int32, bitcast=True) & 7
-    # From 1 on the code is the exponent and the first bit of the mantissa.
+    # For sizes from 1 on, the code is the exponent and the first bit of the mantissa.
     bits = size.to(tl.int32, bitcast=True)
     large = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - 252
     return tl.where(size < 1.0, small, large) | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
@@ -192,7 +192,7 @@ def project_kernel(
     for depth in range(0, RANK, DEPTH):
         latents = out_desc.load([head, first_token, depth]).reshape(TOKENS, DEPTH)
         w_uv = w_uv_desc.load([head, first_column, depth]).reshape(COLUMNS, DEPTH)
-        if w_scales_ptr is not None:  # a tile lies in one block
+        if w_scales_ptr is not None:  # one block contains the tile
             block = head * w_scales_stride_head + first_column // _BLOCK * w_scales_stride_block + depth // _BLOCK
             w_uv = (w_uv.to(tl.float32) * tl.load(w_scales_ptr + block)).to(latents.dtype)
         acc = tl.dot(latents, w_uv.T, acc, input_precision="ieee")
@@ -215,8 +215,8 @@ class Tiling(NamedTuple):
     num_stages: int
 
 
-# Smallest first; the largest that leaves enough programs is taken. With few tokens only W_UV's loads take time, and
-# deep stages keep more of them in flight. Measured on H200s.
+# Smallest first; the largest tiling that leaves enough programs is chosen. With few tokens W_UV's loads dominate, and
+# more stages keep more loads in flight. Measured on H200s.
 _ENOUGH_PROGRAMS = 128  # about one a multiprocessor
 TILINGS = (Tiling(16, 128, 4, 5), Tiling(32, 128, 4, 5), Tiling(64, 64, 4, 4), Tiling(128, 64, 8, 3))
 

@@ -1,4 +1,4 @@
-"""The caller's side of quantized outputs (`MLAAttention.attend`): what to make, and what comes back."""
+"""The caller's side of quantized outputs (`MLAAttention.attend`): the options, and the results."""
 
 from dataclasses import dataclass
 
@@ -21,14 +21,13 @@ class OutputQuant:
 
     Attributes:
         kind: "fp8", "fp8_groups" or "nvfp4".
-        scale: float32 of one element on the output's device. fp8: what a quantized value is to be multiplied by;
-            nvfp4: the global scale, 448 * 6 over the largest value that may come; None for fp8_groups, which make
-            theirs.
-        group_size, scale_layout, ue8m0: for fp8_groups alone: 64 or 128 columns that share a scale; "row", "column" or
-            "tma"; whether scales are powers of two.
+        scale: Scale, float32 of one element on the output's device. fp8: factor of quantized values; nvfp4: global scale,
+            448 * 6 over the largest expected value; None for fp8_groups, which compute their scales.
+        group_size, scale_layout, ue8m0: Options of fp8_groups alone: 64 or 128 columns that share a scale; "row",
+            "column" or "tma"; whether scales are powers of two.
     Raises:
-        ValueError: another kind, group size or layout; a scale that is missing, superfluous, or of another dtype or
-            size.
+        ValueError: The kind, group size or layout does not exist; the scale is missing, superfluous, or of another dtype
+            or size.
     """
 
     kind: str
@@ -51,11 +50,11 @@ class OutputQuant:
 
     @property
     def group(self) -> int:
-        """The number of columns whose scale is made from them; 1 where it is given."""
+        """The number of columns that determine a scale; 1 if the scale is given."""
         return {"fp8": 1, "fp8_groups": self.group_size, "nvfp4": formats.NVFP4_GROUP}[self.kind]
 
     def empty(self, num_rows: int, width: int, device: torch.device) -> QuantizedRows:
-        """Return memory for so many rows and columns, to be written."""
+        """Return uninitialized memory for num_rows rows of width columns."""
         if self.kind == "fp8_groups":
             return QuantizedRows(*formats.empty_fp8_groups(num_rows, width, self.group_size, self.scale_layout, device))
         if self.kind == "nvfp4":

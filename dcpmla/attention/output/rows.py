@@ -1,4 +1,4 @@
-"""Attention's output [T, h V], the input of o_proj, as the parts of a batch give it."""
+"""Attention's output [T, h V], the input of o_proj, assembled from the parts of a batch."""
 
 from collections.abc import Callable
 from copy import copy
@@ -15,17 +15,17 @@ from dcpmla.parallel.quantized import BlockFp8, unpack
 
 
 class OutputRows:
-    """One result that parts append their rows to, quantized on the way if asked to.
+    """A result that parts append their rows to, quantized on the way if quant is given.
 
-    A part that is all of a plain output becomes the output: nothing is copied in a step of decodes alone.
+    A part that makes up the whole of a plain output becomes the output, so a step of decodes alone copies nothing.
 
     Args:
-        num_rows: T, padding included.
-        w_uv: [h, V, L].
-        dtype: of values that are not quantized.
-        quant: how to quantize; None leaves values in dtype.
+        num_rows: Number of rows T, padding included.
+        w_uv: Weight [h, V, L].
+        dtype: Dtype of values that are not quantized.
+        quant: Options of quantization; None keeps values in dtype.
     Raises:
-        ValueError: a dtype that is not quantized, a scale on another device, groups that would cross heads.
+        ValueError: The dtype cannot be quantized, the scale is on another device, or groups would cross heads.
     """
 
     def __init__(self, num_rows: int, w_uv: Tensor | BlockFp8, dtype: torch.dtype, quant: OutputQuant | None) -> None:

@@ -46,13 +46,14 @@ class Indexer(nn.Module):
         self.k_norm = skip_init(nn.LayerNorm, width, **new)
 
     def forward(self, hidden_states: PlainRows, q_c: PlainRows, index_keys: Tensor, step: StepMetadata) -> None:
-        """Cache the tokens' keys, and write the step's selection where some token has more than topk. Collective.
+        """Cache the tokens' keys, and write the step's selection if a token may have more than topk keys. Collective.
 
         Args:
-            hidden_states: [T, hidden].
-            q_c: [T, Lq] after its norm.
-            index_keys: [num_blocks, block_size, width] of this layer (`dcpmla.cache.index_keys`); written and read.
-            step: of these T tokens, with a sparse part.
+            hidden_states: Hidden states [T, hidden].
+            q_c: Query latent [T, Lq] after its norm.
+            index_keys: Index cache [num_blocks, block_size, width] of this layer (`dcpmla.cache.index_keys`); written
+                and read.
+            step: Step of these T tokens, with a sparse part.
         """
         config, dcp, cos_sin, sparse = self.config, self.dcp, step.cos_sin, step.get(SparseMetadata)
         assert sparse is not None
@@ -68,12 +69,12 @@ class Indexer(nn.Module):
         self.selector.select(q, weights, index_keys, sparse, sparse.block_table, sparse.selection)
 
     def load_weights(self, weights: Mapping[str, Weight]) -> None:
-        """Read every parameter, whole. weights_proj is published in bfloat16, so wk is dequantized beside it.
+        """Read every parameter, whole. weights_proj is published in bfloat16, so wk is dequantized as well.
 
         Args:
-            weights: whole weights by their names in a checkpoint, from "wq_b.weight" to "weights_proj.weight".
+            weights: Whole weights by their names in a checkpoint, from "wq_b.weight" to "weights_proj.weight".
         Raises:
-            ValueError: a weight that is missing or has another shape than the config asks for.
+            ValueError: A weight is missing, or its shape does not match the config.
         """
         width, num_heads = self.config.head_dim, self.config.num_heads
         hidden, q_rank = self.fused_wk_weights_proj.in_features, self.wq_b.in_features

@@ -1,4 +1,4 @@
-"""Selected positions as bits, for attention that computes all scores of a tile and leaves out what is not selected.
+"""Selected positions as bits, for attention that computes all scores of a tile and excludes unselected keys.
 
 A custom op (`torch.ops.dcpmla`). The torch code here specifies it and runs on CPUs; GPUs run the kernel of
 `attention/sparse/kernels/mask.py`.

@@ -66,8 +66,8 @@ def finish_index_queries(
     Args:
         q: [T, H, D], projected from the query latent.
         weights: [T, H], projected from the hidden states; contiguous columns.
-        cos_sin, hadamard: as in `finish_index_keys`.
-        is_fp8: round queries to e4m3, each head's with a scale that goes into its weight.
+        cos_sin, hadamard: Arguments of `finish_index_keys`.
+        is_fp8: Whether queries are rounded to e4m3, with a scale per head that is multiplied into its weight.
     Returns:
         q [T, H, D] in the dtype given, or e4m3; weights [T, H] float32, times 1 / sqrt(H D) and the queries' scales.
     Source: DeepSeek-V3.2's indexer.

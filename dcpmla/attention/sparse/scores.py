@@ -33,17 +33,17 @@ def index_scores(
 ) -> Tensor:
     """Sum weight x ReLU(q . key) over heads, for each token's keys on this rank.
 
-    A pair's score is the same whatever else is scored in the call: ranks that hold other tokens, or all of them, rank
-    them alike.
+    A pair's score does not depend on the other pairs in the call, so ranks that hold different tokens rank pairs
+    alike.
 
     Args:
-        q: [T, H, D] in the model's dtype, or e4m3 with an fp8 index cache.
-        weights: [T, H] float32, with all factors multiplied in, the scales of e4m3 queries among them.
-        index_cache: [num_blocks, block_size, width] in one of the formats of `dcpmla.cache.index_keys`.
-        block_table, request, seq_lens, local_seq_lens: as in `SparseMetadata`, of these tokens.
-        topk: rows whose seq_lens is no more are not scored: all their tokens are selected.
+        q: Queries [T, H, D] in the model's dtype, or e4m3 with an fp8 index cache.
+        weights: Weights of heads [T, H] float32, times all factors, including the scales of e4m3 queries.
+        index_cache: Index cache [num_blocks, block_size, width] in one of the formats of `dcpmla.cache.index_keys`.
+        block_table, request, seq_lens, local_seq_lens: Columns of `SparseMetadata` for these tokens.
+        topk: Number of selected tokens. Rows with at most topk tokens (seq_lens) are not scored.
     Returns:
-        [T, max_blocks x block_size] float32 in the order of this rank's tokens; anything after local_seq_lens, and in
+        [T, max_blocks x block_size] float32 in the order of this rank's tokens; arbitrary after local_seq_lens, and in
         rows that are not scored.
     Source: DeepSeek-V3.2, equation 1.
     """
@@ -56,7 +56,7 @@ def index_scores(
         # Entries of the table after a request's last block may be anything.
         blocks = block_table[request[rows].long()].where(first_of_block < local_seq_lens[rows, None], 0).long()
         keys, scales = read_index_keys(index_cache, blocks)
-        # In float64, rounded once: a product of another shape adds up in another order, and float32 would show it.
+        # Float64, rounded once, because products of other shapes add in another order, which would change float32 results.
         products = torch.einsum("thd,tsd->tsh", q[rows].double(), keys.flatten(1, 2).double()).relu_()
         wide = torch.einsum("tsh,th->ts", products, weights[rows].double())
         scores[rows] = (wide if scales is None else wide * scales.flatten(1).double()).float()

@@ -1,4 +1,4 @@
-"""From scores to selected tokens: candidates of this rank, and the choice among those of all ranks.
+"""From scores to selected tokens: this rank's candidates, and the choice among all ranks' candidates.
 
 Custom ops (`torch.ops.dcpmla`). The torch code here specifies them and runs on CPUs; GPUs run the kernels of
 `attention/sparse/kernels/topk.py`.
@@ -24,11 +24,11 @@ from dcpmla.operators import nothing, operator
 def local_candidates(
     scores: Tensor, seq_lens: Tensor, local_seq_lens: Tensor, topk: int, dcp_rank: int, dcp_size: int, interleave: int
 ) -> Tensor:
-    """Return the best tokens of this rank: whatever is selected of all ranks' tokens is among them.
+    """Return the best tokens of this rank, which include all its tokens that can be selected.
 
     Args:
-        scores: [T, N] float32, from `index_scores`; not looked at in rows with at most topk tokens (seq_lens).
-        seq_lens, local_seq_lens: as in `SparseMetadata`.
+        scores: Result [T, N] float32 of `index_scores`; ignored in rows with at most topk tokens (seq_lens).
+        seq_lens, local_seq_lens: Columns of `SparseMetadata`.
     Returns:
         [T, candidate_width(topk, N)] int64 candidates, positions ascending, EMPTY after the last.
     """
@@ -60,13 +60,13 @@ def choose_tokens(
     slots: Tensor,
     num_slots: Tensor,
 ) -> None:
-    """Select the best topk of all ranks' candidates, and find the slots of those that this rank owns.
+    """Select the best topk of all ranks' candidates, and find the slots of the tokens that this rank owns.
 
     Args:
-        candidates: [T, M] int64 of all ranks, in any order, EMPTY ones among them.
-        block_table, request: as in `SparseMetadata`.
-        num_first: [T] int32, slots of each token that are there already, and stay; None for none.
-        positions, slots, num_slots: written, as in `SelectedTokens`; topk is the width of positions.
+        candidates: Candidates of all ranks, in any order, some EMPTY, [T, M] int64.
+        block_table, request: Columns of `SparseMetadata`.
+        num_first: Number of slots of each token that are filled already and kept, [T] int32; None for none.
+        positions, slots, num_slots: Fields of `SelectedTokens`; written. topk is the width of positions.
     """
     topk = positions.shape[1]
     best = _best(candidates, min(topk, candidates.shape[1]))
@@ -77,7 +77,7 @@ def choose_tokens(
     index = ownership.local_index(known, dcp_size, interleave)
     blocks = block_table[request.long()].gather(1, (index // block_size).clamp(max=block_table.shape[1] - 1))
     owned = blocks * block_size + index % block_size
-    first = torch.sort(~is_mine, dim=1, stable=True).indices  # this rank's before the others, each in their order
+    first = torch.sort(~is_mine, dim=1, stable=True).indices  # this rank's tokens first, in stable order
     index = torch.arange(topk, device=slots.device).expand(len(slots), topk)
     if num_first is not None:
         index = index + num_first[:, None]
@@ -86,7 +86,7 @@ def choose_tokens(
 
 
 def _best(candidates: Tensor, num: int) -> Tensor:
-    """Return the largest `num` of each row in the order that they had; EMPTY ones come last."""
+    """Return the largest `num` candidates of each row in their original order, EMPTY candidates last."""
     chosen = candidates.topk(num, dim=1).indices.sort(1).values
     best = candidates.gather(1, chosen)
     return best.gather(1, torch.sort(best == EMPTY, dim=1, stable=True).indices)

@@ -1,7 +1,7 @@
 """Multi-head attention of a ragged batch of prefill tokens as one Triton kernel; `reference.mha_prefill` specifies it.
 
 A program computes a tile of one request's queries for one head over all keys that they see (FlashAttention-2); a bit
-mask excludes single keys. The rope part of a key is the same for all heads and is read where it lies, so keys are never
+mask excludes single keys. The rope part of a key is the same for all heads and is read in place, so keys are never
 assembled in memory.
 
 Keys and values are read through descriptors: by TMA on Hopper, which fills with zeros past the end of a tensor; on
@@ -19,16 +19,16 @@ from dcpmla.attention.calls import PrefillCall
 from dcpmla.attention.triton.device import describe, shared_memory
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # lowest float32
 SIGN_BIT, MINUS_INF = tl.constexpr(-(1 << 31)), tl.constexpr(-(1 << 23))  # bits of float32
 
 
 @triton.jit
 def find_tile(start_loc_ptr, num_reqs, program, BLOCK_M: tl.constexpr):
-    """Find a program's request, and which of its tiles the program computes.
+    """Find a program's request, and the request's tile that the program computes.
 
-    Request r has the programs from start[r] // BLOCK_M + r on, as many as it has tiles or one more, so neither a table
-    nor the host is needed.
+    Request r has the programs from start[r] // BLOCK_M + r on, one per tile and at most one more, so no table and no
+    host sync is needed.
     """
     low = 0
     high = num_reqs
@@ -52,7 +52,7 @@ def _limit(mask_at, num_words, begin, BLOCK_M: tl.constexpr, BLOCK_N: tl.constex
     if BLOCK_N < 32:
         column += begin % 32
     words = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
-    # Each thread loads the words of its own rows; which of them a column takes is known at compile time.
+    # Each thread loads the words of its own rows; the word of each column is known at compile time.
     for part in tl.static_range((BLOCK_N + 31) // 32):
         word = tl.load(mask_at + tl.minimum(begin // 32 + part, num_words - 1))
         words = tl.where((column // 32 == part)[None, :], word[:, None], words)
@@ -85,7 +85,7 @@ def _attend(
 ):
     """Run online softmax, base 2, over the keys [first, last).
 
-    MASKED: some keys lie past the request's end, or past a query's causal bound.
+    MASKED: Whether some keys are past the request's end, or past a query's causal bound.
     """
     P_TILE: tl.constexpr = k_nope_desc.block_shape[2]
     V_TILE: tl.constexpr = v_desc.block_shape[2]
@@ -234,7 +234,7 @@ def select_tiling(qk_tile: int, v_tile: int, shared_memory: int) -> Tiling:
 def run(call: PrefillCall) -> tuple[Tensor, Tensor]:
     """Compute a `PrefillCall` of bfloat16 or float16 on a GPU of compute capability 8.0 or more, without a host sync.
 
-    Keys and values are read where they lie if their rows are aligned to 16 bytes, and copied first if not.
+    Keys and values are read in place if their rows are aligned to 16 bytes, else they are copied first.
 
     Source: FlashAttention-2.
     """

@@ -13,10 +13,10 @@ from dcpmla.parallel.kernels.quantize import store_codes
 from dcpmla.parallel.quantized import BLOCK
 
 _LATENT_COLUMNS = 64  # columns of W_UK per program
-# Rows of W_UK at a time: a float32 product over all of them, unrolled, would need more registers than there are.
+# Rows of W_UK at a time: an unrolled float32 product over all rows would need too many registers.
 _NOPE_ROWS = 64
 _BLOCK = tl.constexpr(BLOCK)
-_MAX_TOKENS = 64  # of a program
+_MAX_TOKENS = 64  # maximum tokens per program
 
 
 @triton.jit

@@ -35,7 +35,7 @@ from dcpmla.parallel.kernels.quantize import store_codes
 
 @triton.jit
 def _columns_of(item, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the offsets of items [..] in rows [T, WIDTH], as elements [.., COLUMNS], and a mask of those in their row."""
+    """Return offsets [.., COLUMNS] of items [..] in rows [T, WIDTH], and a mask of the elements inside their row."""
     tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     row, column = tl.cast(item // tiles, tl.int64), (item % tiles)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     return row[:, None] * WIDTH + column, column < WIDTH
@@ -43,7 +43,7 @@ def _columns_of(item, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _in_landing(number, COLUMNS: tl.constexpr):
-    """Return the offsets of items [..] in a landing, as elements [.., COLUMNS], by their numbers there."""
+    """Return offsets [.., COLUMNS] of items [..] in a landing, by their numbers there."""
     return number[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
 
 

@@ -40,7 +40,7 @@ def linear_kernel(
     """Multiply a tile of the weight's rows by a tile of tokens, over one of SPLITS parts of the columns.
 
     The weight is the wide operand: a few tokens fill no tile of a matrix unit's tall side. With several parts, the
-    last program to arrive at a tile sums all of them in their order, so the order of arrival changes no result.
+    last program to arrive at a tile sums all parts in a fixed order, so the order of arrival changes no result.
     """
     ROWS: tl.constexpr = weight_desc.block_shape[0]
     TOKENS: tl.constexpr = x_desc.block_shape[0]
@@ -88,8 +88,8 @@ class Tiling(NamedTuple):
     splits: int
 
 
-_ROWS, _NUM_WARPS, _NUM_STAGES = 64, 4, 4  # of every program
-_PART = 7  # blocks that a part has at least
+_ROWS, _NUM_WARPS, _NUM_STAGES = 64, 4, 4  # tile of every program
+_PART = 7  # minimum blocks per part
 
 
 def choose_tiling(num_tokens: int, num_rows: int, width: int) -> Tiling:
@@ -162,7 +162,7 @@ def multiply(
 
 
 def _describe(rows: Tensor, num_rows: int) -> TensorDescriptor:
-    """Describe contiguous rows for loads by TMA of so many rows of one block."""
+    """Describe contiguous rows for TMA loads of num_rows rows of one block."""
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [num_rows, BLOCK])
 
 
@@ -174,7 +174,7 @@ def _has_scaled_mm(device: torch.device) -> bool:
 
 
 def _scaled_mm(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
-    """Compute `fp8_linear` in bfloat16 by cuBLAS, which takes whole fours of rows, and scales in columns of them."""
+    """Compute `fp8_linear` in bfloat16 by cuBLAS, which needs a multiple of 4 rows, and scales column by column."""
     num_tokens = len(x)
     padding = -num_tokens % 4
     if padding:

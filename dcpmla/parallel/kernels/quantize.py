@@ -1,6 +1,6 @@
 """Triton kernels between numbers and e4m3 with scales: rows to groups of 128, weights back from blocks of 128 x 128.
 
-The bytes of a group are those of `parallel.quantized.quantize_groups`.
+A group's bytes equal the result of `parallel.quantized.quantize_groups`.
 """
 
 import torch
@@ -13,7 +13,7 @@ from dcpmla.parallel.quantized import BLOCK, SMALLEST_AMAX, empty_groups
 _FP8_MAX = tl.constexpr(448.0)
 _SMALLEST_AMAX = tl.constexpr(SMALLEST_AMAX)
 _BLOCK = tl.constexpr(BLOCK)
-_ROWS = 8  # of a program that quantizes
+_ROWS = 8  # rows per program of quantize_kernel
 _GROUPS = 4
 
 
@@ -46,8 +46,8 @@ def to_codes(x):
 
 @triton.jit
 def store_codes(x, row, first_column, codes_ptr, scales_ptr, scales_stride, WIDTH: tl.constexpr):
-    """Quantize whole groups of a row [COLUMNS], and store them in rows [T, WIDTH] and columns of scales, from a column
-    on.
+    """Quantize whole groups of a row [COLUMNS], and store them in rows [T, WIDTH] and columns of scales, from
+    first_column on.
     """
     GROUPS: tl.constexpr = x.shape[0] // _BLOCK
     codes, s = to_codes(x.to(tl.float32).reshape(GROUPS, _BLOCK))

@@ -10,14 +10,14 @@ from dcpmla.attention.triton.rope import load_pairs, store_pairs
 from dcpmla.cache import index_keys
 from dcpmla.cache.kernels import quantize_pairs, store_shared
 
-_TOKENS = 8  # of a span, pooled at a time
+_TOKENS = 8  # tokens of a span that are pooled at a time
 _SMALLEST_AMAX = tl.constexpr(index_keys.SMALLEST_AMAX)
 
 
 @triton.jit
 def _load_sums(sums_ptr, column, is_there, WIDTH: tl.constexpr):
-    """Load an entry in progress, [COLUMNS] each: the gates' peak, their exponentials, these times the values; that of
-    no token if it is not there.
+    """Load the sums of an entry in progress, [COLUMNS] each: the gates' peak, their exponentials, exponentials times
+    values; empty sums unless is_there.
     """
     mask = column < tl.where(is_there, WIDTH, 0)
     peak = tl.load(sums_ptr + column, mask=mask, other=float("-inf"))
@@ -27,7 +27,7 @@ def _load_sums(sums_ptr, column, is_there, WIDTH: tl.constexpr):
 
 @triton.jit
 def _store_sums(sums_ptr, column, peak, total, values, WIDTH: tl.constexpr):
-    """Store what `_load_sums` loads."""
+    """Store sums in the layout of `_load_sums`."""
     mask = column < WIDTH
     tl.store(sums_ptr + column, peak, mask=mask)
     tl.store(sums_ptr + WIDTH + column, total, mask=mask)
@@ -36,7 +36,7 @@ def _store_sums(sums_ptr, column, peak, total, values, WIDTH: tl.constexpr):
 
 @triton.jit
 def _shift(peak):
-    """Return what exponents are relative to: 0 where there is no token, since -inf - -inf is NaN."""
+    """Return the shift of exponents: the peak, or 0 without tokens, since -inf - -inf is NaN."""
     return tl.where(peak > float("-inf"), peak, 0.0)
 
 
@@ -142,10 +142,10 @@ def compress_kernel(
     IS_INDEX: tl.constexpr,
     HADAMARD_BITS: tl.constexpr,
 ):
-    """Pool spans of a request's tokens; one program per token, of which those that begin a span do something.
+    """Pool spans of a request's tokens; one program per token, idle unless the token begins a span.
 
-    All that reads a request's sums or writes them is the program of its first token in the step, and it writes last:
-    its first span, the next one where entries overlap, and the last.
+    Only the program of a request's first token in the step reads or writes the request's sums, and it writes last. It
+    pools the first span, the next span if entries overlap, and the last span.
     """
     token = tl.program_id(0).to(tl.int64)
     request = tl.load(request_ptr + token)
@@ -166,7 +166,7 @@ def compress_kernel(
     for index in range(0, num_spans):
         order = tl.where(is_first, tl.where(index < HALVES, index, last), own)
         begin = tl.maximum(start, (first_span + order) * RATIO)
-        at = begin % RATIO  # of its first token of the step in the span
+        at = begin % RATIO  # position in the span of the step's first token
         num = tl.minimum(RATIO - at, end - begin)
         row = token + (begin - position)
         own_ptr, own_bias_ptr = pairs_ptr + row * pairs_stride, bias_ptr + at * (HALVES * WIDTH)

@@ -1,8 +1,8 @@
 """Triton kernels between projections, cache and attention with launchers; `attention/compressed/projections.py`
 specifies them.
 
-A row is held as two tensors, of the first and of the second column of each of its pairs: RoPE needs no exchange between
-threads, and norms and scales do not care.
+A row is held as two tensors, the first and the second column of each pair, so that RoPE needs no exchange between
+threads; norms and scales do not depend on the order.
 """
 
 import torch
@@ -20,7 +20,7 @@ from dcpmla.parallel.quantized import BLOCK
 
 _GROUP_PAIRS = tl.constexpr(BLOCK // 2)
 _SMALLEST_AMAX = tl.constexpr(index_keys.SMALLEST_AMAX)
-_MANY_ROWS = 4096  # of which a warp takes more than one
+_MANY_ROWS = 4096  # rows from which a warp processes more than one
 
 
 @triton.jit

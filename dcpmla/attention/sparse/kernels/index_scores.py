@@ -5,8 +5,8 @@ into equal parts, one for each program (stream-K): no length has to be known on 
 of many programs.
 
 A pair's score does not depend on how many tokens a step takes: it is the sum of the same products in the same order.
-The heads lie on the same lanes, and multiplications are not fused with additions, which the compiler would choose anew
-for each size.
+Heads are on the same lanes, and multiplications are not fused with additions, because the compiler would decide that
+for each size anew.
 """
 
 import torch
@@ -17,15 +17,15 @@ from torch import Tensor
 from dcpmla.cache.formats import FP8
 from dcpmla.cache.index_keys import check_index_cache
 
-_KEYS = 64  # of a step: the rows of one product of a warpgroup
-_MAX_HEADS = 256  # of a step's tokens: as wide as one product gets
-_QUERY_BYTES = 32_768  # of a step's tokens: leaves room for keys in the shared memory of any GPU
+_KEYS = 64  # keys of a step: the rows of one product of a warpgroup
+_MAX_HEADS = 256  # heads of a step's tokens: the maximum width of one product
+_QUERY_BYTES = 32_768  # bytes of a step's queries; leaves room for keys in the shared memory of any GPU
 _PROGRAMS = 4  # per multiprocessor at a time
 
 
 @triton.jit
 def _lengths(token, seq_lens_ptr, local_seq_lens_ptr, num_tokens, topk):
-    """Return how many keys to score for each token: none where all are selected."""
+    """Return the number of keys to score for each token: none if all are selected."""
     is_token = token < num_tokens
     is_scored = tl.load(seq_lens_ptr + token, mask=is_token, other=0) > topk
     return tl.load(local_seq_lens_ptr + token, mask=is_token & is_scored, other=0)
@@ -33,7 +33,7 @@ def _lengths(token, seq_lens_ptr, local_seq_lens_ptr, num_tokens, topk):
 
 @triton.jit
 def _find_blocks(table_ptr, step, num_keys, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
-    """Look up the block of each of a step's keys; one block where a block holds all of them."""
+    """Look up the block of each of a step's keys; one block if a block holds all keys."""
     index = step * KEYS if BLOCK_SIZE % KEYS == 0 else step * KEYS + tl.arange(0, KEYS)
     return tl.load(table_ptr + index // BLOCK_SIZE, mask=index < num_keys, other=0)
 

@@ -9,7 +9,7 @@ from dcpmla.cache import index_keys
 from dcpmla.cache.formats import FP8
 from dcpmla.cache.kernels import power_of_two_scale, to_fp8
 
-_MAX_ROWS = 32  # of one program
+_MAX_ROWS = 32  # maximum rows per program
 _SMALLEST_AMAX = tl.constexpr(index_keys.SMALLEST_AMAX)
 
 

@@ -1,7 +1,7 @@
-"""The threshold that separates a tile's best keys from the others, by counting: sorting costs several times as much.
+"""The threshold that separates a tile's best keys from the rest, by counting: sorting costs several times as much.
 
 Keys are float32 in the registers of one program; NaN marks elements that are no key. Counting the keys that are at
-least a guess costs two instructions a key and one sum over the program, so what matters is the number of rounds: a
+least a guess costs two instructions a key and one sum over the program, so the number of rounds dominates: a
 sample of the keys gives the first two guesses, the counts give the later ones. Guesses are integers in the order of the
 numbers (`order_of`); neighbouring numbers differ by one there, so any two numbers can be separated.
 """
@@ -14,8 +14,8 @@ LOWEST = tl.constexpr(-0x7F800001)  # order of -inf
 BEYOND = tl.constexpr(0x7F800001)  # order of a NaN, above all keys
 _DEVIATIONS = tl.constexpr(
     1.5
-)  # of the guesses from the estimate; more leaves more keys between them, fewer miss the threshold
-_INTERPOLATED = tl.constexpr(8)  # rounds, before guesses cut the rest into thirds
+)  # from the estimate to the guesses; more leaves more keys between guesses, fewer misses the threshold
+_INTERPOLATED = tl.constexpr(8)  # rounds, before guesses cut the remaining range into thirds
 
 
 @triton.jit
@@ -64,15 +64,15 @@ def _count_both(keys, low, high):
 
 @triton.jit
 def sample_guesses(sample, want, num_sampled):
-    """Estimate two orders between which the last of the `want` best keys probably lies.
+    """Estimate two orders that probably enclose the last of the `want` best keys.
 
-    sample holds [SAMPLES] of num_sampled keys, NaN where there is none.
+    sample holds [SAMPLES] of num_sampled keys, NaN for no key.
     """
     sample = tl.where(sample == sample, sample, float("-inf"))
     rank = tl.sum((sample[None, :] > sample[:, None]).to(tl.int32), 1)
     share = want.to(tl.float32) / num_sampled
     wanted_rank = share * SAMPLES
-    margin = _DEVIATIONS * tl.sqrt(wanted_rank * (1.0 - share)) + 1.0  # of a binomial distribution
+    margin = _DEVIATIONS * tl.sqrt(wanted_rank * (1.0 - share)) + 1.0  # standard deviations of a binomial distribution
     low = tl.max(tl.where(rank >= wanted_rank + margin, sample, float("-inf")))
     high = tl.min(tl.where(rank + 1 <= wanted_rank - margin, sample, float("inf")))
     return order_of(low), order_of(high)
@@ -93,14 +93,14 @@ def _between(low, high, part, by_value):
 
 @triton.jit
 def _search(keys, num_keys, want, low_guess, high_guess, BY_VALUE: tl.constexpr):
-    """Separate the `want` best of more keys from the others.
+    """Separate the `want` best of more keys from the rest.
 
     BY_VALUE: keys are spread evenly as numbers rather than as orders.
 
     Returns:
-        (low, high, from_low, from_high): two orders, and how many keys are at least each, from_low >= want > from_high.
-        Either from_low is `want`, or no order lies between low and high: then all keys from low up to high are equal,
-        and only some of them are wanted.
+        (low, high, from_low, from_high): two orders, and the number of keys at least each, from_low >= want > from_high.
+        Either from_low is `want`, or high is low + 1: then all keys from low up to high are equal, and only some keys
+        among these ties are wanted.
     """
     low, from_low = tl.cast(LOWEST, tl.int32), num_keys
     high, from_high = tl.cast(BEYOND, tl.int32), tl.cast(0, tl.int32)
@@ -132,21 +132,21 @@ def _search(keys, num_keys, want, low_guess, high_guess, BY_VALUE: tl.constexpr)
 
 @triton.jit
 def best_of(keys, low_words, num_keys, want, low_guess, high_guess):
-    """Separate the `want` best of more keys from the others; among equal keys, those with greater low words come first.
+    """Separate the `want` best of more keys from the rest; among equal keys, greater low words come first.
 
     Args:
-        keys, low_words: [loads, warps, lanes, width]; low words in [0, 2^31).
-        num_keys: how many keys are not NaN.
-        low_guess, high_guess: orders, see `sample_guesses`.
+        keys, low_words: Keys and low words, [loads, warps, lanes, width]; low words in [0, 2^31).
+        num_keys: Number of keys that are not NaN.
+        low_guess, high_guess: Orders, see `sample_guesses`.
     Returns:
-        (keys, bound): the best keys are those at least bound; others that equal it have become NaN. Keys that are equal
-        in both words count as one, so fewer than `want` may be left of them.
+        (keys, bound): the best keys are at least bound; equal keys that lost the tie have become NaN. Keys that are
+        equal in both words count as one, so fewer than `want` keys may remain.
     """
     low, _, from_low, from_high = _search(keys, num_keys, want, low_guess, high_guess, True)
     bound = number_of(low)
     if from_low != want:
         is_tied = keys == bound
-        order = low_words - 0x800000  # so that the greatest order belongs to a finite number
+        order = low_words - 0x800000  # shifts the greatest order to a finite number
         order = tl.where(order < 0, order - 1, order)  # -1 is the order of no number
         tied = tl.where(is_tied, number_of(order), float("nan"))
         least = order_of(tl.min(tl.ravel(tl.where(is_tied, tied, float("inf")))))

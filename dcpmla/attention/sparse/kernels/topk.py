@@ -1,8 +1,8 @@
 """Triton kernels of the selection with their launchers; `attention/sparse/topk.py` specifies them.
 
-A program holds a tile of a row in registers, finds the threshold of its best keys (`threshold`) and stores those side
-by side, in their order (`compaction`). A row longer than a tile leaves the best keys of each tile, and another launch
-takes the best of those.
+A program holds a tile of a row in registers, finds the threshold of its best keys (`threshold`) and stores them
+contiguously, in their order (`compaction`). For a row longer than a tile, one launch keeps the best keys of each tile,
+and another launch selects the best keys among them.
 """
 
 import math
@@ -26,7 +26,7 @@ from dcpmla.attention.sparse.kernels.threshold import (
 )
 
 TILE = 16384  # keys of a program
-WARPS = 8  # of a program; each repeats the scalar work between counts, so more would take longer
+WARPS = 8  # warps per program; each repeats the scalar work between counts, so more would take longer
 _LANES = tl.constexpr(32)
 _EMPTY = tl.constexpr(packing.EMPTY)
 _LAST_POSITION = tl.constexpr(packing.LAST_POSITION)  # all ones: xor with it flips a position's bits
@@ -36,7 +36,7 @@ _LAST_POSITION = tl.constexpr(packing.LAST_POSITION)  # all ones: xor with it fl
 def _load_sample(keys_ptr, num_keys, width):
     """Load [SAMPLES] evenly spread keys of more than `width`.
 
-    Each key is loaded four times: with fewer loads than threads, the compiler would load again at every use.
+    Four threads load each key: with fewer loads than threads, the compiler would repeat the load at every use.
     """
     index = tl.broadcast_to(((2 * tl.arange(0, SAMPLES) + 1) * num_keys // (2 * SAMPLES))[:, None], [SAMPLES, 4])
     return tl.max(tl.load(keys_ptr + index, mask=index < tl.where(num_keys > width, num_keys, 0), other=0), 1)
@@ -156,7 +156,7 @@ def choose_kernel(
     TILE: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Store the positions of a row's best candidates and the cache slots of those on this rank; one program per row.
+    """Store the positions of a row's best candidates, and the cache slots of this rank's candidates; one program per row.
 
     A failed exchange leaves arbitrary candidates, so the block table is never read out of bounds.
     """
@@ -268,7 +268,7 @@ def _cut(candidates: Tensor, width: int) -> Tensor:
 
 
 def _tile(num_keys: int, width: int) -> int:
-    """Choose a tile's keys: the whole row, or at least twice as many as it leaves; at least a warp's load."""
+    """Choose a tile's keys: the whole row, or at least twice the keys that it keeps; at least a warp's load."""
     return min(triton.next_power_of_2(max(num_keys, 128)), max(TILE, 2 * triton.next_power_of_2(width)))
 
 
