@@ -1,4 +1,4 @@
-"""`python -m dcpmla COMMAND`: a user's mistake is one line and exit code 2; for faults of ranks see docs/faults.md."""
+"""`python -m dcpmla COMMAND`: a user's mistake prints one line and exits with code 2; docs/faults.md has faults of ranks."""
 
 import argparse
 import os
@@ -22,7 +22,7 @@ _COMMANDS = {  # modules of dcpmla.cli
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose mistakes are ValueErrors, so that one rank reports them and not all; options are written out.
+    """An argument parser that raises ValueErrors, so that one rank reports mistakes, not all; options have no short forms.
 
     Args:
         fill: Function that adds the arguments, called on demand, so that a command imports no other command's modules.
@@ -33,14 +33,14 @@ class Parser(argparse.ArgumentParser):
         self._fill = fill
 
     def filled(self) -> "Parser":
-        """Return the parser with its arguments."""
+        """Add the arguments, and return the parser."""
         fill, self._fill = self._fill, None
         if fill is not None:
             fill(self)
         return self
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
-        """Parse as argparse does, with all arguments."""
+        """Add the arguments, then parse as argparse does."""
         return super(Parser, self.filled()).parse_known_args(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code: int | None = args.run(args)
     except Reported:
         return 2
-    except ValueError as error:  # before the ranks have met
+    except ValueError as error:  # before the ranks are connected
         _report(error)
         return 2
     except ConnectionError as error:  # this rank's: it has not met the others
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(mistake: ValueError) -> None:
-    """Say it once for all ranks, if they can still meet; else each for itself."""
+    """Print the error once for all ranks if they can still communicate, else on each rank."""
     rank = claimed_rank(os.environ)
     if rank is None:
         _say(str(mistake))

@@ -68,12 +68,12 @@ class MLAConfig:
     """Geometry and constants of one MLA layer, before any sharding.
 
     Attributes:
-        scale: factor of the attention scores; YaRN's mscale^2 and LongCat's query factor are folded in.
+        scale: Factor of the attention scores; YaRN's mscale^2 and LongCat's query factor are folded in.
         rms_norm_eps: Epsilon of the norms of both latents (q_c, kv_c); other norms have their own.
-        rope_interleaved: rotate pairs (2i, 2i+1) (GPT-J, DeepSeek) instead of halves (i, i + R/2) (NeoX).
+        rope_interleaved: Whether to rotate pairs (2i, 2i+1) (GPT-J, DeepSeek) instead of halves (i, i + R/2) (NeoX).
         use_rope: False for a layer without positions (NoPE), which leaves q_pe and k_pe as they are projected.
-        attention_bias: q_a, kv_a and o projections have a bias.
-        kv_lora_scale: factor of kv_c after its norm (LongCat).
+        attention_bias: Whether q_a, kv_a and o projections have a bias.
+        kv_lora_scale: Factor of kv_c after its norm (LongCat).
         llama_4_scaling: (beta, original_max_position) of the position-dependent query factor (Mistral 4), or None.
         indexer: Indexer of sparse MLA; None for dense MLA.
     """
@@ -124,7 +124,7 @@ class MLAConfig:
         """Return the number of heads of one TP rank.
 
         Raises:
-            ValueError: the heads do not divide; the message lists the sizes that do.
+            ValueError: The heads do not divide; the message lists sizes that do.
         """
         if tensor_parallel_size < 1 or self.num_heads % tensor_parallel_size:
             raise ValueError(
@@ -181,12 +181,12 @@ class DCPConfig:
         check_exchange: Whether to compare the ranks' calls of the exchange before they are made (`CheckedExchange`):
             slow, for finding bugs.
         dcp_exchange_dtype: Format of decode's rows in transit: "auto" unchanged, "fp8" e4m3 with scales (`direct`).
-        block_size: tokens of one cache block on one rank.
-        kv_cache_dtype: format of the cache (`dcpmla.cache.formats`): "auto" is the model's dtype, "bf16" the same
+        block_size: Tokens of one cache block on one rank.
+        kv_cache_dtype: Format of the cache (`dcpmla.cache.formats`): "auto" is the model's dtype, "bf16" the same
             for models in bfloat16; "fp8_e4m3" is another name of "fp8".
         kv_cache_scale: Scale of an fp8 cache, latents over cached values; None takes the checkpoint's, or else 1.
         calculate_kv_scales: Whether to calculate scales of an fp8 cache and fp8 queries from the first prompt instead.
-        index_cache_dtype: format of the index cache of sparse MLA (`dcpmla.cache.index_keys`): "auto" is the
+        index_cache_dtype: Format of the index cache of sparse MLA (`dcpmla.cache.index_keys`): "auto" is the
             model's dtype; "fp8" takes half the memory, and rounds the indexer's queries, too.
         index_hadamard: Whether to apply a Hadamard transform to the indexer's keys and queries before they are
             rounded.

@@ -40,9 +40,9 @@ class LLM:
     or fails, all ranks end and one prints the reason (docs/faults.md); in one process exceptions reach the caller.
 
     Args:
-        model: directory of a safetensors checkpoint, or a hub id.
+        model: Directory of a safetensors checkpoint, or a hub id.
         tensor_parallel_size: Ranks that divide the heads; must be all ranks of the job, the default.
-        decode_context_parallel_size: ranks that share one cache; divides tensor_parallel_size; default 1.
+        decode_context_parallel_size: Ranks that share one cache; divides tensor_parallel_size; default 1.
         max_model_len: Maximum length of a sequence, prompt and answer; default: the model's.
         revision: Branch, tag or commit of a hub id; default: its main branch.
         device: "cuda", "cpu", or "auto": GPUs if any is visible.

@@ -1,7 +1,7 @@
 """Merging of attention over parts of the keys by the log-sum-exp (LSE) of each part's scores.
 
-The reduction of Flash-Decoding. LSE is natural log; a part without keys has lse -inf and weight zero, whatever its rows
-hold.
+The reduction of Flash-Decoding. LSE is natural log; a part without keys has lse -inf and weight zero; its rows are
+ignored.
 """
 
 import torch
@@ -12,13 +12,13 @@ def merge_partials(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge partial attention over disjoint sets of keys.
 
     Args:
-        out: [N, T, H, D], any float dtype; a row whose lse is -inf may hold anything, NaN included.
-        lse: [N, T, H] float32, natural log.
+        out: Partial outputs [N, T, H, D], any float dtype. Rows whose lse is -inf are ignored, even if they hold NaN.
+        lse: Log-sum-exp [N, T, H], float32, natural log.
     Returns:
-        out [T, H, D] in the dtype given and lse [T, H] float32; zeros and -inf where every part is empty. Sums are at
+        out [T, H, D] in the dtype of `out`, and lse [T, H] float32; zeros and -inf where all parts are empty. Sums are at
         least in float32.
     Raises:
-        ValueError: shapes that do not belong together.
+        ValueError: The shapes of `out` and `lse` do not match.
     Source: the reduction of Flash-Decoding (online softmax).
     """
     if out.ndim != 4 or out.shape[:-1] != lse.shape:
@@ -30,7 +30,7 @@ def merge_partials(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 def partial_weights(lse: Tensor) -> Tensor:
     """Compute each part's weight in the merged output from lse [N, ...]; they add up to 1, or to 0 if all are empty."""
-    return lse.softmax(0).where(lse != -torch.inf, 0.0)  # the softmax over nothing but empty parts is NaN
+    return lse.softmax(0).where(lse != -torch.inf, 0.0)  # the softmax over empty parts alone is NaN
 
 
 def weigh_partial(out: Tensor, weight: Tensor) -> Tensor:

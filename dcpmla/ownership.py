@@ -26,7 +26,7 @@ def owner_rank(position: Integers, dcp_size: int, interleave: int = 1) -> Intege
     Returns:
         Rank in [0, dcp_size).
     Raises:
-        ValueError: dcp_size or interleave below 1, or a negative int position.
+        ValueError: dcp_size or interleave is below 1, or an int position is negative.
     """
     _check_layout(dcp_size, interleave)
     _check_non_negative("position", position)
@@ -44,7 +44,7 @@ def global_position(local_index: Integers, dcp_rank: int, dcp_size: int, interle
     """Return the position in the sequence of a rank's local token, the inverse of (`owner_rank`, `local_index`).
 
     Raises:
-        ValueError: dcp_size or interleave below 1, dcp_rank outside [0, dcp_size), or a negative int index.
+        ValueError: dcp_size or interleave is below 1, dcp_rank is outside [0, dcp_size), or an int index is negative.
     """
     _check_layout(dcp_size, interleave, dcp_rank)
     _check_non_negative("local_index", local_index)
@@ -65,13 +65,13 @@ def local_seq_lens(
     """Count the tokens of each sequence that a rank stores.
 
     Args:
-        seq_lens: lengths of whole sequences, any shape.
-        dcp_rank: the rank; None for all ranks.
+        seq_lens: Lengths of whole sequences, any shape.
+        dcp_rank: Rank in the DCP group; None for all ranks.
     Returns:
         int32 tensor of the shape of seq_lens, with a last dim of size dcp_size added when dcp_rank is None. With a
         dcp_rank, an int gives an int and an array an array.
     Raises:
-        ValueError: dcp_size or interleave below 1, dcp_rank outside [0, dcp_size), or a negative int length.
+        ValueError: dcp_size or interleave is below 1, dcp_rank is outside [0, dcp_size), or an int length is negative.
     """
     _check_layout(dcp_size, interleave, dcp_rank)
     _check_non_negative("seq_lens", seq_lens)
@@ -114,14 +114,14 @@ def slot_mapping(
     """Map tokens to cache slots (block id x block_size + offset) on this rank, -1 where another rank owns the token.
 
     Args:
-        positions: [T] positions of tokens in their sequences; a negative position (padding) gets -1.
-        block_table_rows: [T, max_blocks] block ids of each token's sequence, or [max_blocks] if all tokens belong to
+        positions: Positions [T] of tokens in their sequences; a negative position (padding) gets -1.
+        block_table_rows: Block ids [T, max_blocks] of each token's sequence, or [max_blocks] if all tokens belong to
             one sequence.
-        block_size: tokens of a block on one rank.
+        block_size: Tokens of a block on one rank.
     Returns:
         [T] int64; an int for an int position.
     Raises:
-        ValueError: sizes below 1, dcp_rank outside [0, dcp_size), or an interleave that does not divide block_size.
+        ValueError: A size is below 1, dcp_rank is outside [0, dcp_size), or interleave does not divide block_size.
     """
     _check_layout(dcp_size, interleave, dcp_rank)
     check_block_size(block_size, interleave)
@@ -136,7 +136,7 @@ def slot_mapping(
 
 
 def window_bound(window: int, dcp_size: int, interleave: int) -> int:
-    """Return an upper bound of the tokens of any `window` consecutive positions that one rank owns."""
+    """Return an upper bound on the tokens that one rank owns of any `window` consecutive positions."""
     return min(window, (window // (dcp_size * interleave) + 2) * interleave)
 
 

@@ -35,7 +35,7 @@ def check_cache(
     """Return the cache, whose latents must have the step's blocks, of dcp.block_size rows of `width` elements of dtype.
 
     Raises:
-        ValueError: another cache, or none.
+        ValueError: The cache is missing, or another one.
     """
     if not isinstance(cache, LayerCache):
         raise ValueError(

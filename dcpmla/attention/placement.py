@@ -22,7 +22,7 @@ class Placement:
         exchange: Exchange of rows in the DCP group, from `dcpmla.comm.select.select_exchange`.
         dtype, device: Dtype and device of the parameters.
     Raises:
-        ValueError: dcp and mesh differ in size, or the device does not support the cache format or a backend.
+        ValueError: The sizes of dcp and mesh differ, or the device does not support the cache format or a backend.
     """
 
     dcp: DCPConfig

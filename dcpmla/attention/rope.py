@@ -10,7 +10,7 @@ def apply_rope(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
     Args:
         x: [T, R] or [T, h, R], any float dtype.
         cos_sin: [T, R] float32, R / 2 cosines then R / 2 sines (YaRN's factor, if any, multiplied in).
-        interleaved: pairs (2i, 2i+1), GPT-J's layout; else (i, i + R/2), NeoX's.
+        interleaved: Whether pairs are (2i, 2i+1), GPT-J's layout; else (i, i + R/2), NeoX's.
     Returns:
         Shape and dtype of x; pairs stay where they were.
     Source: RoFormer; the two layouts as in GPT-J and GPT-NeoX.

@@ -156,11 +156,11 @@ class AttentionWeights(nn.Module):
         """Read this rank's part of every parameter, and the scales that no option gives.
 
         Args:
-            weights: whole weights by their names in a checkpoint, from "q_a_proj.weight" to "o_proj.weight"; only the
+            weights: Whole weights by their names in a checkpoint, from "q_a_proj.weight" to "o_proj.weight"; only the
                 slices that this rank needs are read, and none with modules. Scales by the names of
                 `dcpmla.attention.scales`, 1 without.
         Raises:
-            ValueError: a weight that is missing or has another shape than the config asks for; a scale that is not a
+            ValueError: A weight is missing, or its shape does not match the config; or a scale is not a
                 finite number above 0.
         """
         if not self._is_given:

@@ -16,7 +16,7 @@ def write_latents(kv_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slots: Tensor, k
         slots: [N] int64 slots of this rank, or -1 for a row to be left out.
         kv_scale: Scale of an fp8 cache, and None for other formats.
     Raises:
-        ValueError: values that the format cannot hold, a scale that does not belong to it.
+        ValueError: The format cannot hold the values, or takes no such scale.
     """
     mine = slots >= 0
     slots = slots[mine]

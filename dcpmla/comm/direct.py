@@ -31,13 +31,13 @@ class DirectExchange:
 
     Args:
         group: 2 to 8 ranks, each with a GPU of its own on one host. Collective over the group.
-        landing_bytes: most bytes of rows that come to a rank at a time; larger batches are exchanged in turns.
-        timeout: seconds to wait for a peer.
-        is_fp8: queries and partial rows travel as e4m3, with a float32 scale for each 64 to 256 columns; queries of
+        landing_bytes: Maximum bytes of rows that a rank receives at a time; larger batches are exchanged in turns.
+        timeout: Seconds to wait for a peer.
+        is_fp8: Whether queries and partial rows are sent as e4m3, with a float32 scale for each 64 to 256 columns; queries of
             one byte as they are.
-        allocate: allocates the memory.
+        allocate: Function that allocates the memory.
     Raises:
-        ValueError: a group of another size, landings that are too large or not a multiple of 128.
+        ValueError: The group has another size, or landings are too large or not a multiple of 128.
     """
 
     name = "direct"
@@ -133,7 +133,7 @@ class DirectExchange:
         """Raise the fault that a kernel has found. To be called when results are on the host, before they are used.
 
         Raises:
-            PeerFault: a rank did not send its part in time.
+            PeerFault: A rank did not send its part in time.
         """
         raise_fault(self.fault, self.timeout, self.group.group_name)
 

@@ -59,7 +59,7 @@ class _CollectiveExchange:
         torch.empty(2 * num_tokens + -(-num_tokens // self.size), width, dtype=dtype, device=device)
 
     def check(self) -> None:
-        pass  # a collective that fails ends its rank, or raises where it is made
+        pass  # a failed collective ends its rank, or raises at the call
 
 
 class AllGatherReduceScatter(_CollectiveExchange):
@@ -123,15 +123,15 @@ def weigh_rows(out: Tensor, lse: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Weigh one rank's rows, so that their sum over the ranks is the merge.
 
     Args:
-        out: [T, W h, D] of this rank; a row whose lse is -inf may hold anything.
-        lse: [W, T, W h] float32 of all ranks.
+        out: Partial output [T, W h, D] of this rank; rows whose lse is -inf are ignored.
+        lse: Log-sum-exp [W, T, W h] float32 of all ranks.
     Returns:
-        Rows [W, T, h, D] by owner, times their shares of the merged ones, in float32 (float64 stays); the merged LSE
+        Rows [W, T, h, D] by owner, times their shares of the merged rows, in float32 (float64 stays); the merged LSE
         [T, h] of this rank's heads.
     """
     shares, merged_lse = weigh_partial(out, partial_weights(lse)[rank]), lse.logsumexp(0)
     shares, merged_lse = _by_owner(shares, len(lse)), _by_owner(merged_lse, len(lse))[rank]
-    return shares.contiguous(), merged_lse.clone(memory_format=torch.contiguous_format)  # memory of its own, all of it
+    return shares.contiguous(), merged_lse.clone(memory_format=torch.contiguous_format)  # a contiguous tensor with memory of its own
 
 
 @operator(

@@ -16,7 +16,7 @@ def check_rows(partial: Tensor, residual: Tensor, weight: Tensor, quantizes: boo
     """Check the arguments of `Reduce.add_norm`.
 
     Raises:
-        ValueError: shapes or dtypes that do not belong together.
+        ValueError: Shapes or dtypes do not match.
     """
     if partial.dim() != 2 or residual.shape != partial.shape or residual.dtype != partial.dtype:
         raise ValueError(
@@ -30,7 +30,7 @@ def check_rows(partial: Tensor, residual: Tensor, weight: Tensor, quantizes: boo
 
 
 def empty_results(residual: Tensor, quantizes: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return memory for what `add_norm` returns."""
+    """Return memory for the results of `add_norm`."""
     normed, new_residual = residual.new_empty(residual.shape), residual.new_empty(residual.shape)
     return normed, new_residual, *empty_codes(normed, quantizes)
 
@@ -39,7 +39,7 @@ def empty_results(residual: Tensor, quantizes: bool) -> tuple[Tensor, Tensor, Te
 def add_norm(
     partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Add rows [T, N] to the residual [T, N], in float32 at least, and norm that; on a GPU in one kernel.
+    """Add rows [T, N] to the residual [T, N], in float32 at least, and norm the sum; on a GPU in one kernel.
 
     Returns:
         `rms_norm` of the new residual, and the new residual, rounded to its dtype; codes and scales of the first,
@@ -51,7 +51,7 @@ def add_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalize x [T, N] in float32 at least, rounded where transformers' models round: after the norm, and again after
+    """Normalize x [T, N] in float32 at least, rounded at the same steps as transformers' models: after the norm, and again after
     the weight [N].
     """
     wide = x.to(wide_dtype(x.dtype))

@@ -16,7 +16,7 @@ class DCPMesh:
     The heads of a DCP group's ranks are neighbours too, so a gather over the group returns heads in TP order.
 
     Raises:
-        ValueError: the DCP group is not the block of W neighbouring TP ranks that contains this rank.
+        ValueError: The DCP group is not the block of W neighbouring TP ranks that contains this rank.
     """
 
     tp_group: ProcessGroup

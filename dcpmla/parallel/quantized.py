@@ -16,8 +16,8 @@ class BlockFp8(NamedTuple):
     """A matrix [.., N, K] in e4m3 with a scale per block of 128 x 128, as DeepSeek-V3 ships it.
 
     Attributes:
-        codes: e4m3 [.., N, K].
-        scales: float32 [.., ceil(N / 128), ceil(K / 128)]; a value is its code times its block's scale.
+        codes: Codes, e4m3 [.., N, K].
+        scales: Scales, float32 [.., ceil(N / 128), ceil(K / 128)]; a value is its code times its block's scale.
     """
 
     codes: Tensor
@@ -28,8 +28,8 @@ class GroupFp4(NamedTuple):
     """A matrix [.., N, K] in e2m1 with a scale per 32 columns of a row, as DeepSeek-V4 ships its experts.
 
     Attributes:
-        codes: uint8 [.., N, K / 2], two codes a byte, the even column in the lower half.
-        scales: uint8 [.., N, K / 32], e8m0: a value is its code's times 2^(scale - 127).
+        codes: Codes, uint8 [.., N, K / 2], two in a byte, the even column in the lower half.
+        scales: Scales, uint8 [.., N, K / 32], e8m0: a value is its code's times 2^(scale - 127).
     Source: the conversion published with DeepSeek-V4 (inference/convert.py), which takes the lower half first.
     """
 
@@ -42,8 +42,8 @@ class GroupInt4(NamedTuple):
     successors ship their experts.
 
     Attributes:
-        codes: uint8 [.., N, K / 2], two codes a byte, the even column in the lower half; a code is an integer + 8.
-        scales: bfloat16 [.., N, K / 32]; a value is its integer times its group's scale.
+        codes: Codes, uint8 [.., N, K / 2], two in a byte, the even column in the lower half; a code is an integer + 8.
+        scales: Scales, bfloat16 [.., N, K / 32]; a value is its integer times its group's scale.
     Source: the format pack-quantized of compressed-tensors, whose eight codes of an int32 begin with the lowest bits.
     """
 

@@ -118,11 +118,11 @@ class CompressedLayerCache(NamedTuple):
     """The cache of one layer on one rank.
 
     Attributes:
-        rows: windows, then entries (`dcpmla.cache.shared_format`).
-        sums: float32 [num_states (1 + num_drafts), 1 or 2, 3, D] of the entries in progress; None in a layer without
+        rows: Windows, then entries (`dcpmla.cache.shared_format`).
+        sums: Sums of entries in progress, float32 [num_states (1 + num_drafts), 1 or 2, 3, D]; None in a layer without
             entries.
         index_keys: [num_blocks, entries_per_block, width] of a layer with an indexer (`dcpmla.cache.index_keys`).
-        index_sums: float32 [num_states (1 + num_drafts), 2, 3, indexer's D] of its keys in progress.
+        index_sums: Sums of index keys in progress, float32 [num_states (1 + num_drafts), 2, 3, indexer's D].
     """
 
     rows: Tensor
@@ -135,14 +135,14 @@ class CompressedCache(Cache):
     """The caches of all layers on one rank; `cache[layer]` is one layer's.
 
     Attributes:
-        sizes: the plan it was made from.
+        sizes: Plan of the caches.
     """
 
     def __init__(self, plan: CompressedPlan, device: torch.device) -> None:
         """Allocate a plan's bytes.
 
         Raises:
-            ValueError: the device does not have them.
+            ValueError: The device has too little memory.
         """
         plan.check_fits(device)
         self.sizes, self._plan = plan, plan
@@ -187,13 +187,13 @@ def plan_compressed(
     """Return the sizes of caches that hold sequences of the given final lengths at once.
 
     Args:
-        dcp: its kv_cache_dtype and index_cache_dtype are the formats.
-        seq_lens: tokens of each sequence, prompt and answer; each starts on a block of its own.
+        dcp: Config whose kv_cache_dtype and index_cache_dtype set the formats.
+        seq_lens: Tokens of each sequence, prompt and answer; each starts on a block of its own.
         dtype: Dtype of the model.
         num_states: None for one a sequence.
-        num_drafts: most of a request in a step.
+        num_drafts: Maximum drafts of a request in a step.
     Raises:
-        ValueError: no sequences, a negative length, options or a format that the model cannot have.
+        ValueError: No sequences, a negative length, or options or a format that the model cannot have.
     """
     if not seq_lens or min(seq_lens) < 0:
         raise ValueError(f"seq_lens is {seq_lens}; it must be a list of lengths that are not negative")

@@ -57,12 +57,12 @@ class CompressedConfig:
     Attributes:
         head_dim, rope_dim: width of queries, keys and values, and how many of their last columns are rotated, as pairs
             (2i, 2i+1).
-        o_groups, o_lora_rank: neighbouring heads of a group share an output projection of that rank.
-        sliding_window: last tokens that each token attends to, its own among them.
+        o_groups, o_lora_rank: Number of groups of neighbouring heads, and rank of the output projection that a group shares.
+        sliding_window: Number of last tokens that each token attends to, itself included.
         indexer: Sizes of the indexers.
         layer_kinds: Kind of each layer.
     Raises:
-        ValueError: a field of another type or outside its range; sizes that do not belong together.
+        ValueError: A field has another type or is outside its range, or sizes do not match.
     Source: DeepSeek-V4's report, section 2.3.
     """
 

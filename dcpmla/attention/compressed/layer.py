@@ -62,13 +62,13 @@ class CompressedAttention(CompressedWeights):
 
         Args:
             hidden_states: [T, hidden], the same on all TP ranks; rows from step.num_tokens on are padding.
-            cache: this layer's on this rank; written and read.
+            cache: Cache of this layer on this rank; written and read.
             step: Step of a `CompressedStepBuilder`, after `with_angles`. None in a profile, which needs no cache:
                 memory is claimed (`claim_memory`), and attention's output is zeros.
         Returns:
             [T, hidden], the same on all TP ranks; rows of padding carry no meaning.
         Raises:
-            ValueError: tensors or a step that do not belong together or to this layer.
+            ValueError: Tensors or the step do not match each other or this layer.
         """
         return self.o_b_proj(self.attend(hidden_states, cache, step))
 
@@ -178,7 +178,7 @@ class CompressedAttention(CompressedWeights):
 
         Args:
             q_c: [T, Lq] query latents after their norm.
-            down: the parts of `down_proj`'s output, [T, ..] each.
+            down: Parts of `down_proj`'s output, [T, ..] each.
         """
         config = self.config.indexer
         if self.selector is None or not selects(compressed, self.kind):

@@ -53,7 +53,7 @@ def finish_rows(
         q_weight, kv_weight: [Lq], [D] float32, of the norms.
         cos_sin: [T, R] float32 as in `apply_rope`.
         positions, request, seq_lens, states: Columns of `CompressedMetadata`.
-        quantizes: whether q_c is also quantized, with the bits of `quantize_rows`; Lq is a multiple of 128 then.
+        quantizes: Whether q_c is also quantized, with the bits of `quantize_rows`; Lq is a multiple of 128 then.
     Returns:
         q_c [T, Lq] after its norm; rows [T, D] as attention reads them: rounded as the cache rounds them; codes and
         scales of q_c, without columns unless quantizes.

@@ -87,9 +87,9 @@ class CompressedWeights(nn.Module):
         """Read this rank's part of every parameter.
 
         Args:
-            weights: whole weights by their names in transformers' checkpoints, from "q_a_proj.weight" to "sinks".
+            weights: Whole weights by their names in transformers' checkpoints, from "q_a_proj.weight" to "sinks".
         Raises:
-            ValueError: a weight that is missing or has another shape than the config asks for.
+            ValueError: A weight is missing, or its shape does not match the config.
         """
         config, hidden = self.config, self.config.hidden_size
         rank, width = config.q_lora_rank, config.head_dim

@@ -57,7 +57,7 @@ def write_fp8_groups(x: Tensor, first_row: int, values: Tensor, scales: Tensor, 
     """Write x, quantized in groups, into the rows of values and scales from first_row on.
 
     Args:
-        ue8m0: scales are raised to the next power of two.
+        ue8m0: Whether scales are raised to the next power of two.
     """
     rows = slice(first_row, first_row + len(x))
     values[rows], scales[rows] = quantize_groups(x, x.shape[1] // scales.shape[1], ue8m0)

@@ -101,9 +101,9 @@ def quantize_fp8(x: Tensor, scale: Tensor) -> Tensor:
     """Quantize x [T, N] to e4m3 [T, N]: x * (1 / scale), saturated.
 
     Args:
-        scale: float32 of one element.
+        scale: Scale, float32 of one element.
     Raises:
-        ValueError: shapes or dtypes that do not fit.
+        ValueError: Shapes or dtypes do not match.
     """
     values = _empty_fp8(x, scale)
     write_rows_(x, 0, values, None, scale, False)
@@ -123,9 +123,9 @@ def quantize_fp8_groups(x: Tensor, group_size: int, scale_layout: str, ue8m0: bo
     Args:
         group_size: G, 64 or 128 columns that share a scale: their largest / 448.
         scale_layout: "row", "column" (strides 1, T) or "tma" (strides 1, T to the next 4).
-        ue8m0: scales are raised to the next power of two.
+        ue8m0: Whether scales are raised to the next power of two.
     Raises:
-        ValueError: shapes or dtypes that do not fit, another group size or layout.
+        ValueError: Shapes or dtypes do not match, or the group size or layout does not exist.
     """
     values, scales = _empty_fp8_groups(x, group_size, scale_layout)
     write_rows_(x, 0, values, scales, None, ue8m0)
@@ -144,9 +144,9 @@ def quantize_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     next 4] in tiles of 128 x 4.
 
     Args:
-        global_scale: float32 of one element: 448 * 6 over the largest value that x may hold.
+        global_scale: Global scale, float32 of one element: 448 * 6 over the largest value that x may hold.
     Raises:
-        ValueError: shapes or dtypes that do not fit.
+        ValueError: Shapes or dtypes do not match.
     """
     values, scales = _empty_nvfp4(x, global_scale)
     write_rows_(x, 0, values, scales, global_scale, False)
@@ -164,7 +164,7 @@ def project_values_fp8(out: Tensor, w_uv: Tensor, scale: Tensor, w_scales: Tenso
     """Return `quantize_fp8` of `project_values(out, w_uv, w_scales)`: out [T, h, L], w_uv [h, V, L] -> [T, h V].
 
     Raises:
-        ValueError: shapes or dtypes that do not fit.
+        ValueError: Shapes or dtypes do not match.
     """
     values = _empty_projected_fp8(out, w_uv, scale, w_scales)
     project_rows_(out, w_uv, 0, values, None, scale, False, w_scales)
@@ -187,7 +187,7 @@ def project_values_fp8_groups(
     and scales [T, h V / G].
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, another group size or layout, a group that would cross heads
+        ValueError: Shapes or dtypes do not match, the group size or layout does not exist, or a group would cross heads
             (V % G != 0).
     """
     values, scales = _empty_projected_fp8_groups(out, w_uv, group_size, scale_layout, w_scales)
@@ -211,7 +211,7 @@ def project_values_nvfp4(
     and its scales.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, a group of 16 that would cross heads.
+        ValueError: Shapes or dtypes do not match, or a group of 16 would cross heads.
     """
     values, scales = _empty_projected_nvfp4(out, w_uv, global_scale, w_scales)
     project_rows_(out, w_uv, 0, values, scales, global_scale, False, w_scales)

@@ -21,13 +21,13 @@ class OutputQuant:
 
     Attributes:
         kind: "fp8", "fp8_groups" or "nvfp4".
-        scale: Scale, float32 of one element on the output's device. fp8: factor of quantized values; nvfp4: global scale,
-            448 * 6 over the largest expected value; None for fp8_groups, which compute their scales.
+        scale: Scale, float32 of one element on the output's device. fp8: factor of quantized values; nvfp4: global
+            scale, 448 * 6 over the largest expected value; None for fp8_groups, which compute their scales.
         group_size, scale_layout, ue8m0: Options of fp8_groups alone: 64 or 128 columns that share a scale; "row",
             "column" or "tma"; whether scales are powers of two.
     Raises:
-        ValueError: The kind, group size or layout does not exist; the scale is missing, superfluous, or of another dtype
-            or size.
+        ValueError: The kind, group size or layout does not exist; the scale is missing, superfluous, or of another
+            dtype or size.
     """
 
     kind: str

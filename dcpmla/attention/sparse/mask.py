@@ -27,7 +27,7 @@ def selection_mask(positions: Tensor, query_start_loc: Tensor, first_position: T
             contiguous columns.
         query_start_loc: [num_reqs + 1] int32, where each request's tokens start in T.
         first_position: [num_reqs] int32, of each request's first key in the segment.
-        num_keys: the most keys of a request in the segment.
+        num_keys: Maximum keys of a request in the segment.
     Returns:
         [T, ceil(num_keys / 32)] int32: bit j % 32 of word j // 32 is set if first_position + j is selected. After a
         request's own keys, where it has fewer than others, bits mean nothing.

@@ -56,7 +56,7 @@ def index_scores(
         # Entries of the table after a request's last block may be anything.
         blocks = block_table[request[rows].long()].where(first_of_block < local_seq_lens[rows, None], 0).long()
         keys, scales = read_index_keys(index_cache, blocks)
-        # Float64, rounded once, because products of other shapes add in another order, which would change float32 results.
+        # Float64, rounded once: products of other shapes add in another order, which would change float32 results.
         products = torch.einsum("thd,tsd->tsh", q[rows].double(), keys.flatten(1, 2).double()).relu_()
         wide = torch.einsum("tsh,th->ts", products, weights[rows].double())
         scores[rows] = (wide if scales is None else wide * scales.flatten(1).double()).float()

@@ -47,7 +47,7 @@ def count_exchange(epoch, state_ptr, limit, PROGRAMS: tl.constexpr, SHARE: tl.co
     program updates its own counter, and its share of the counters that only larger launches use. After a fault no
     exchange waits.
     """
-    tl.debug_barrier()  # with several warps, all must have loaded the epoch before any warp updates it
+    tl.debug_barrier()  # all warps must have loaded the epoch before any warp updates it
     counter = tl.program_id(0) + tl.num_programs(0) * tl.arange(0, SHARE)
     tl.store(state_ptr + counter, tl.zeros([SHARE], tl.int32) + epoch, mask=counter < PROGRAMS)
     has_failed = tl.load(state_ptr + PROGRAMS)
@@ -101,8 +101,8 @@ def as_word(value, epoch):
 def read_words(words, is_peer, nothing, epoch, REPEAT: tl.constexpr):
     """Read words of an exchange [N], as integers: -1 for a word that has not arrived, `nothing` for no peer.
 
-    Every thread loads a word: with fewer loads than threads, the compiler repeats the load at each use, and words may
-    arrive in between.
+    Every thread loads a word, because with fewer loads than threads the compiler repeats the load at each use, and
+    words may arrive in between.
     """
     at = tl.broadcast_to(words[:, None], [words.shape[0], REPEAT])
     word = tl.load(at, mask=is_peer[:, None], other=as_word(nothing, epoch), volatile=True)

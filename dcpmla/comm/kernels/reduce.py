@@ -197,7 +197,7 @@ def one_shot_kernel(
 
 @triton.jit(
     do_not_specialize=["num_items", "rank", "items", "limit", "operation", "scales_stride"],
-    do_not_specialize_on_alignment=["scales_ptr"],  # the pointer is that of the first row of a chunk
+    do_not_specialize_on_alignment=["scales_ptr"],  # a pointer to the first row of a chunk
 )
 def two_shot_kernel(
     partial_ptr,

@@ -171,7 +171,7 @@ def index_scores(
     """Compute `scores.index_scores` in one launch.
 
     Raises:
-        ValueError: an index cache in another format than the queries', or whose blocks are not contiguous.
+        ValueError: The index cache has another format than the queries, or its blocks are not contiguous.
     """
     num_tokens, num_heads, head_dim = q.shape
     is_fp8 = q.dtype == FP8

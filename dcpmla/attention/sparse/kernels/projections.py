@@ -119,7 +119,7 @@ def finish_index_keys(
     """Compute `projections.finish_index_keys` in one kernel.
 
     Raises:
-        ValueError: an index cache whose rows do not fit the keys, or whose blocks are not contiguous.
+        ValueError: The index cache's rows do not fit the keys, or its blocks are not contiguous.
     """
     num_tokens, width = keys.shape
     index_keys.check_index_cache(index_cache, keys.dtype if index_cache.dtype != torch.uint8 else torch.uint8, width)

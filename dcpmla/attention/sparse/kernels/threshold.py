@@ -14,7 +14,7 @@ LOWEST = tl.constexpr(-0x7F800001)  # order of -inf
 BEYOND = tl.constexpr(0x7F800001)  # order of a NaN, above all keys
 _DEVIATIONS = tl.constexpr(
     1.5
-)  # from the estimate to the guesses; more leaves more keys between guesses, fewer misses the threshold
+)  # distance of the guesses from the estimate; more leaves more keys between guesses, fewer misses the threshold
 _INTERPOLATED = tl.constexpr(8)  # rounds, before guesses cut the remaining range into thirds
 
 
@@ -98,7 +98,7 @@ def _search(keys, num_keys, want, low_guess, high_guess, BY_VALUE: tl.constexpr)
     BY_VALUE: keys are spread evenly as numbers rather than as orders.
 
     Returns:
-        (low, high, from_low, from_high): two orders, and the number of keys at least each, from_low >= want > from_high.
+        (low, high, from_low, from_high): two orders, and counts of keys at least each, from_low >= want > from_high.
         Either from_low is `want`, or high is low + 1: then all keys from low up to high are equal, and only some keys
         among these ties are wanted.
     """

@@ -36,7 +36,7 @@ _LAST_POSITION = tl.constexpr(packing.LAST_POSITION)  # all ones: xor with it fl
 def _load_sample(keys_ptr, num_keys, width):
     """Load [SAMPLES] evenly spread keys of more than `width`.
 
-    Four threads load each key: with fewer loads than threads, the compiler would repeat the load at every use.
+    Four threads load each key, because with fewer loads than threads the compiler would repeat the load at every use.
     """
     index = tl.broadcast_to(((2 * tl.arange(0, SAMPLES) + 1) * num_keys // (2 * SAMPLES))[:, None], [SAMPLES, 4])
     return tl.max(tl.load(keys_ptr + index, mask=index < tl.where(num_keys > width, num_keys, 0), other=0), 1)
@@ -156,7 +156,7 @@ def choose_kernel(
     TILE: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Store the positions of a row's best candidates, and the cache slots of this rank's candidates; one program per row.
+    """Store the positions of a row's best candidates, and the slots of this rank's candidates; one program per row.
 
     A failed exchange leaves arbitrary candidates, so the block table is never read out of bounds.
     """
