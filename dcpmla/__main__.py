@@ -1,4 +1,4 @@
-"""`python -m dcpmla COMMAND`: a user's mistake prints one line and exits with code 2; docs/faults.md has faults of ranks."""
+"""`python -m dcpmla COMMAND`: a user's mistake prints one line and exits with code 2; see docs/faults.md for other faults."""
 
 import argparse
 import os
@@ -22,7 +22,7 @@ _COMMANDS = {  # modules of dcpmla.cli
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises ValueErrors, so that one rank reports mistakes, not all; options have no short forms.
+    """An argument parser that raises ValueErrors, so that one rank reports mistakes, not all; no abbreviated options.
 
     Args:
         fill: Function that adds the arguments, called on demand, so that a command imports no other command's modules.
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:  # before the ranks are connected
         _report(error)
         return 2
-    except ConnectionError as error:  # this rank's: it has not met the others
+    except ConnectionError as error:  # this rank could not connect to the others
         _say(str(error))
         return 1
     return code or 0

@@ -15,8 +15,8 @@ def merge_partials(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         out: Partial outputs [N, T, H, D], any float dtype. Rows whose lse is -inf are ignored, even if they hold NaN.
         lse: Log-sum-exp [N, T, H], float32, natural log.
     Returns:
-        out [T, H, D] in the dtype of `out`, and lse [T, H] float32; zeros and -inf where all parts are empty. Sums are at
-        least in float32.
+        Merged out [T, H, D] in its dtype, and lse [T, H] float32; zeros and -inf where all parts are empty. Sums are in
+        float32 at least.
     Raises:
         ValueError: The shapes of `out` and `lse` do not match.
     Source: the reduction of Flash-Decoding (online softmax).

@@ -1,7 +1,7 @@
 """The layout of a step, from numbers on the host to tensors on a device.
 
-Whatever picks a collective or its size comes from global lengths, so all ranks of a DCP group build the same sequence
-of exchanges.
+Global lengths alone determine the collectives and their sizes, so all ranks of a DCP group build the same sequence of
+exchanges.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class GraphRows(NamedTuple):
     """The static tensors of a graph's tokens, which attend with absorbed queries.
 
     Attributes:
-        query_len: Rows of each request; 0 where requests differ.
+        query_len: Rows of each request; 0 if requests differ.
         max_seq_len: Upper bound of seq_lens.
         block_table: Block ids of each request [num_reqs, max_blocks], int32.
         states: State of each request [num_reqs], int32; -1 for padding.
@@ -99,12 +99,12 @@ class StepBuilder:
             requests: Requests of the step. Those at the front with at most max_decode_query_len new tokens are decodes,
                 all others prefills.
             num_decodes: Number of requests at the front that are decodes of any length: they attend with absorbed
-                queries, long ones in pieces of max_decode_query_len tokens. None counts as the lengths say.
+                queries, long ones in pieces of max_decode_query_len tokens. None counts them by length.
             workspace: Memory from `decode_workspace`, shared by consecutive steps on one stream; None allocates it for
                 this step.
         Raises:
             ValueError: Lengths do not match, a block table is too short, a block id is negative, num_decodes is
-                outside [0, num_reqs], or states are not the cache's.
+                outside [0, num_reqs], or the cache lacks a state.
         """
         self.check(requests)
         host = self.on_host(requests, max_decode_query_len, num_decodes)
@@ -154,11 +154,11 @@ class StepBuilder:
             check_states(requests.states, len(requests.query_lens), self.num_states)
 
     def decode_query_len(self, max_decode_query_len: int) -> int:
-        """Return the most new tokens of a decode, of max_decode_query_len."""
+        """Return the maximum new tokens of a decode, at most max_decode_query_len."""
         return max_decode_query_len
 
     def local_seq_lens(self, positions: np.ndarray) -> np.ndarray:
-        """Return how many tokens at each position [T] and before it are this rank's, int32 [T]."""
+        """Return the number of this rank's tokens up to each position [T], int32 [T]."""
         size, interleave = self.dcp.decode_context_parallel_size, self.dcp.cp_kv_cache_interleave_size
         return ownership.local_seq_lens(positions + 1, size, self.dcp_rank, interleave)
 

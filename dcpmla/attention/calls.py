@@ -1,4 +1,4 @@
-"""The arguments of one attention call, decode or prefill: checked once, then passed to a backend as a whole."""
+"""The arguments of one attention call, decode or prefill: checked once, then passed to a backend as one object."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -39,7 +39,7 @@ class DecodeCall(NamedTuple):
     backend: str = "auto"
 
     def checked(self) -> "DecodeCall":
-        """Return the call if its arguments belong together.
+        """Return the call if its arguments match.
 
         Raises:
             ValueError: The reasons that `dcpmla.mla_decode` documents.
@@ -182,12 +182,12 @@ class PrefillCall(NamedTuple):
 
 
 def join_keys(k_nope: Tensor, k_pe: Tensor) -> Tensor:
-    """Copy keys [S, h, P] and [S, R] into one tensor [S, h, P + R], for kernels that want them so."""
+    """Copy keys [S, h, P] and [S, R] into one tensor [S, h, P + R], for kernels that need joined keys."""
     return torch.cat([k_nope, k_pe[:, None].expand(-1, k_nope.shape[1], -1)], -1)
 
 
 def decode_workspace(device: torch.device | str) -> Tensor | None:
-    """Allocate the memory in which decode kernels leave partial rows of requests that are split over programs.
+    """Allocate the memory to which decode kernels write partial rows of requests that are split over programs.
 
     Consecutive calls on one stream may share it (a step's layers, a graph's replays); calls that run at the same
     time may not.
@@ -205,5 +205,5 @@ def decode_workspace(device: torch.device | str) -> Tensor | None:
 
 
 def num_programs(workspace: Tensor, rows: int) -> int:
-    """Return how many programs may share a workspace when each leaves up to two partial outputs of so many rows."""
+    """Return the number of programs that may share a workspace if each writes up to two partial outputs."""
     return min(COUNTER_WORDS, (workspace.numel() - COUNTER_WORDS) // (2 * rows * _WORDS_PER_ROW))

@@ -10,7 +10,7 @@ from dcpmla.config import DCPConfig, MLAConfig
 
 
 def check_step(config: MLAConfig, hidden_states: Tensor, step: StepMetadata) -> None:
-    """Raise ValueError for inputs that are not the step's, and for positions that the model asks for otherwise."""
+    """Raise ValueError for inputs that do not match the step, and for positions that do not match the model."""
     if not isinstance(step, StepMetadata):
         raise ValueError(f"step is {type(step).__name__}; expected what a StepBuilder gives")
     num_tokens, device = step.num_tokens, hidden_states.device
@@ -35,7 +35,7 @@ def check_cache(
     """Return the cache, whose latents must have the step's blocks, of dcp.block_size rows of `width` elements of dtype.
 
     Raises:
-        ValueError: The cache is missing, or another one.
+        ValueError: The cache is missing, or does not match.
     """
     if not isinstance(cache, LayerCache):
         raise ValueError(
@@ -56,7 +56,7 @@ def check_cache(
 
 
 def check_selection(topk: int, kv_cache: Tensor, step: StepMetadata) -> None:
-    """Raise ValueError for what a layer of sparse MLA cannot select with, or attend by."""
+    """Raise ValueError if a layer of sparse MLA lacks inputs to select tokens, or a selection to attend to."""
     sparse = step.get(SparseMetadata)
     if sparse is None:
         raise ValueError(

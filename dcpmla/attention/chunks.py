@@ -40,7 +40,7 @@ class ChunkBuilder:
         """
         size, interleave = self.dcp.decode_context_parallel_size, self.dcp.cp_kv_cache_interleave_size
         lens = end - begin
-        # Rank 0 owns the first group of an aligned chunk, so no rank has more of it: all ranks pad to rank 0's rows.
+        # Rank 0 owns the first group of an aligned chunk, so it has the most rows; all ranks pad to its number of rows.
         padded_lens = -(-lens // (size * interleave)) * interleave
         start, padded_start = starts_of(lens), starts_of(padded_lens)
         # Offsets from a token's number in the chunk to its position, and from a row to its index among this rank's.
@@ -59,7 +59,7 @@ class ChunkBuilder:
         index = torch.arange(padded_start[-1], device=self.device) + before_row[request]
         position = ownership.global_position(index, self.dcp_rank, size, interleave)
         tokens = torch.where(position < end_there[request], position - before_token[request], -1)
-        # Padding reads whatever follows the last token in its block; `order` never points at it.
+        # Padding reads arbitrary rows after the last token in its block; `order` never points to them.
         block = table[request, index // self.rows_per_block].to(torch.int64)
         slots = block * self.rows_per_block + index % self.rows_per_block
         return ContextChunk(slots, order, tokens, segments_of(lens, self.device), first_position)
@@ -82,7 +82,7 @@ def chunk_bounds(context_lens: np.ndarray, max_tokens: int, alignment: int) -> I
     The remaining contexts share a chunk equally; long ones get the space that short ones do not need.
 
     Args:
-        max_tokens: Most tokens of a chunk, at least alignment.
+        max_tokens: Maximum tokens of a chunk, at least alignment.
         alignment: Tokens that each begin is a multiple of.
     """
     room = max_tokens // alignment
@@ -99,7 +99,7 @@ def _share(needs: np.ndarray, room: int) -> np.ndarray:
     shares = np.zeros_like(needs)
     while room and (is_open := shares < needs).any():
         added = np.minimum(needs - shares, max(1, room // int(is_open.sum())))
-        added[np.cumsum(added) > room] = 0  # too little room for one each: the first get it
+        added[np.cumsum(added) > room] = 0  # too little room for one each: the first needs get it
         shares += added
         room -= int(added.sum())
     return shares

@@ -11,12 +11,12 @@ from dcpmla.config import MLAConfig
 
 
 def claim_context(num_tokens: int, config: MLAConfig, placement: Placement, num_heads: int, num_weights: int) -> None:
-    """Allocate and free what the largest context chunk takes in a step of num_tokens, and what its exchange keeps.
+    """Allocate and free the memory of the largest context chunk in a step of num_tokens, and allocate its exchange's.
     Collective.
 
     Args:
         num_heads: Number of heads of this rank.
-        num_weights: Number of elements of an up-projection in fp8, whose values are made anew; 0 for other dtypes.
+        num_weights: Number of elements of an up-projection in fp8, which is dequantized for each chunk; 0 for other dtypes.
     """
     dcp, cache_dtype, num_keys = placement.dcp, placement.cache_dtype, placement.dcp.context_workspace_tokens
 
@@ -38,4 +38,4 @@ def claim_context(num_tokens: int, config: MLAConfig, placement: Placement, num_
     ]
     width = row_width(cache_dtype, config.kv_lora_rank, config.qk_rope_head_dim)
     placement.exchange.reserve_context(num_keys, width, cache_dtype, torch.device(placement.device))
-    del buffers  # after what the exchange takes: the allocator's peak counts
+    del buffers  # after the exchange's memory, because the allocator's peak counts

@@ -32,7 +32,7 @@ def split_queries(q: Queries, kv_lora_rank: int) -> tuple[Tensor, Tensor | None]
 
 
 def check_cache(kv_cache: Tensor, kv_lora_rank: int, rope_dim: int) -> None:
-    """Raise ValueError for a cache whose shape does not go with the queries' widths; rope_dim is 0 for shared keys."""
+    """Raise ValueError for a cache whose shape does not match the queries' widths; rope_dim is 0 for shared keys."""
     if rope_dim == 0 and kv_cache.dtype == torch.uint8:
         _, *page = shared_format.rows_shape(0, kv_lora_rank, kv_cache.dtype)
         if kv_cache.ndim != 3 or [*kv_cache.shape[1:]] != page:
@@ -91,7 +91,7 @@ def check_requests(
 def check_dtypes(
     q: Tensor, kv_cache: Tensor, kv_scale: Tensor | None, q_scale: Tensor | None, dtype: torch.dtype | None
 ) -> None:
-    """Raise ValueError for dtypes and scales that do not belong together; dtype is the output's, or None for q's."""
+    """Raise ValueError for dtypes and scales that do not match; dtype is the output's, or None for q's."""
     formats.check_kv_scale(kv_cache.dtype, kv_scale)
     state = "missing" if q_scale is None else "given"
     found = f"q has dtype {q.dtype}, kv_cache {kv_cache.dtype}, q_scale is {state} and dtype is {dtype}"

@@ -17,12 +17,12 @@ from dcpmla.attention.calls import DecodeCall, PrefillCall, Segments, join_keys
 
 WIDTHS = (512, 64)  # latent and rope widths that its decode kernel supports
 HEAD_DIMS = ((192, 128), (128, 128))  # key and value widths that its prefill kernels support
-_WORKSPACE_BYTES = 128 << 20  # size that FlashInfer asks for
+_WORKSPACE_BYTES = 128 << 20  # size that FlashInfer recommends
 _UNKNOWN = count(-1, -1)
 
 
 def run_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
-    """Compute `dcpmla.mla_decode` for the calls that `backends` lets through."""
+    """Compute `dcpmla.mla_decode` for the calls that `backends` admits."""
     if len(call.q) == 0:
         return call.new_output()
     parts = call.q, call.q_pe, *call.kv_cache.tensor_split((call.kv_lora_rank,), -1)
@@ -37,7 +37,7 @@ class _Decoder:
     def __init__(self, device: torch.device) -> None:
         mla = importlib.import_module("flashinfer.mla")
         self._wrapper = mla.BatchMLAPagedAttentionWrapper(_workspace(device, "decode"), backend="fa3")
-        self._step: tuple[Tensor | None, ...] = ()  # held, so that no other tensor can get their addresses
+        self._step: tuple[Tensor | None, ...] = ()  # references keep other tensors from getting their addresses
         self._planned: tuple[Any, ...] = ()
 
     def plan(self, call: DecodeCall) -> Any:
@@ -84,7 +84,7 @@ def run_prefill(call: PrefillCall) -> tuple[Tensor, Tensor]:
 
 
 def _clear_empty(out: Tensor, lse: Tensor, queries: Segments, keys: Segments) -> tuple[Tensor, Tensor]:
-    """Set (0, -inf), in place, for requests without keys, where the library leaves other values."""
+    """Set (0, -inf), in place, for requests without keys, because the library leaves other values."""
     if 0 in keys.lens:
         query_lens, is_empty = queries.start_loc.diff(), keys.start_loc.diff() == 0
         row_is_empty = is_empty.repeat_interleave(query_lens, output_size=len(out))  # the size spares a host sync

@@ -1,7 +1,7 @@
 """The protocol of a kind of attention, which plans caches, builds steps and makes layers (`AttentionKind`).
 
 Dense MLA is `DenseKind` here; `attention/sparse/kind.py` and `attention/compressed/kind.py` have the others. Code
-outside a kind's folder uses the protocol and never asks which kind it has.
+outside a kind's folder uses the protocol alone and does not depend on the kind.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ class AttentionLayer(Protocol):
     """A layer of attention, an nn.Module.
 
     Attributes:
-        takes_quantized: Whether hidden states may come quantized.
+        takes_quantized: Whether the layer accepts quantized hidden states.
     """
 
     @property
@@ -86,7 +86,7 @@ class AttentionKind(Protocol):
             seq_lens: Tokens of each sequence, prompt and answer; each starts on a block of its own.
             dtype: Dtype of the model.
             num_states: Number of requests' states, in a cache with states.
-            num_drafts: Most drafts of a request in a step, over which a state can go back.
+            num_drafts: Maximum drafts of a request in a step, over which a state can be rolled back.
         Raises:
             ValueError: No sequences, a negative length, options or a format that the layers do not support.
         """
@@ -109,16 +109,16 @@ class AttentionKind(Protocol):
         """Return the layer of a number, its parameters uninitialized."""
 
     def claim_step(self, num_tokens: int, device: torch.device | str) -> Any:
-        """Return memory as large as what layers share in a step of num_tokens, for a profile."""
+        """Return memory of the size that layers share in a step of num_tokens, for a profile."""
 
     def reads(self, context: int) -> list[LayerReads]:
-        """Return what one new token reads over a context, those layers that read alike together."""
+        """Return the rows and keys that one new token reads over a context, grouped by layers with equal reads."""
 
     def row_bytes(self, kv_cache_dtype: str) -> int:
         """Return the bytes of a cached row in one layer.
 
         Raises:
-            ValueError: A format that the rows cannot have.
+            ValueError: The rows cannot have the format.
         """
 
     def costs(self, dcp: DCPConfig, rates: Rates) -> AttentionCosts:

@@ -32,7 +32,7 @@ from dcpmla.parallel.quantized import BlockFp8, unpack
 # Number of decode tokens from which dcp_project_before_merge pays: its rows are narrower, but it reads W_UV of all the
 # group's heads. Measured with `direct` on 4 H200s: slower at 32 tokens, faster at 128.
 PROJECT_FIRST_TOKENS = 64
-# Number of tokens whose queries set q_scale: more hardly raise the maximum, and these take 144 MiB with 128 heads.
+# Number of tokens whose queries set q_scale: more tokens hardly raise the maximum, and these take 144 MiB with 128 heads.
 _SCALED_TOKENS = 1024
 
 
@@ -113,15 +113,15 @@ class MLAAttention(AttentionWeights):
         step: StepMetadata | None,
         output_quant: OutputQuant | None = None,
     ) -> Tensor | QuantizedRows:
-        """Run `forward` without its last projection, for one that takes its input in 8 or 4 bits. Collective.
+        """Run `forward` without its last projection, for a projection with input in 8 or 4 bits. Collective.
 
         Args:
-            output_quant: Quantization of the output [T, h V]; None leaves it in the dtype of hidden_states.
+            output_quant: Quantization of the output [T, h V]; None keeps the dtype of hidden_states.
         Returns:
             [T, h V], or its values and scales, the same bytes as quantizing it. Rows of padding are zeros, and without
             a step all rows.
         Raises:
-            ValueError: The reasons of `forward`, or output_quant does not take the head's width or the dtype.
+            ValueError: Same cases as `forward`, or output_quant does not support the head's width or the dtype.
         """
         num_tokens, dtype = plain(hidden_states).shape[0], plain(hidden_states).dtype
         output = OutputRows(num_tokens, self.w_uv, dtype, output_quant)
@@ -131,11 +131,11 @@ class MLAAttention(AttentionWeights):
             return output.rows()
         cache = self._check(plain(hidden_states), cache, step)
         hidden_states = hidden_states[: step.num_tokens]
-        if self._lacks_scales and step.prefill is not None:  # decodes may have no tokens: while graphs are captured
+        if self._lacks_scales and step.prefill is not None:  # decodes may have no tokens while graphs are captured
             self._calculate_scales(hidden_states, cache.latents, step)
         q_c, latents = self._down_project(hidden_states, cache.latents, step.slot_mapping, step.cos_sin)
         keys = None
-        if step.cut is not None:  # whatever does not depend on the requests belongs to the graph
+        if step.cut is not None:  # the graph contains all work that does not depend on the requests
             output.reserve()
             tokens = Tokens(q_c, step.cos_sin, step.query_factor)
             keys = self._project_keys(tokens)
@@ -184,7 +184,7 @@ class MLAAttention(AttentionWeights):
             selector, element_size = self.indexer.selector, like.element_size()
             new(selector.workspace_bytes(num_tokens, element_size), dtype=torch.uint8)
         num_rows = min(num_tokens * self._num_group_heads, PART_ROWS)
-        # Absorbed queries, gathered ones, and the outputs before and in the exchange; freed at once, too.
+        # Absorbed queries, gathered queries, and the outputs before and in the exchange; also freed at once.
         new(2 * num_rows, config.latent_dim + config.kv_lora_rank)
         num_weights = self.kv_b_proj.weight.numel() if self.kv_b_proj.weight_scale is not None else 0
         claim_context(num_tokens, config, self._placement, self.num_heads, num_weights)
@@ -192,7 +192,7 @@ class MLAAttention(AttentionWeights):
     def _check(self, hidden_states: Tensor, cache: LayerCache | None, step: StepMetadata) -> LayerCache:
         check_step(self.config, hidden_states, step)
         cache = check_cache(cache, step, self.dcp, self.cache_dtype, self.cache_width)
-        if self.config.indexer is not None and step.cut is None:  # else the requests come with each replay
+        if self.config.indexer is not None and step.cut is None:  # else each replay has its own requests
             check_selection(self.config.indexer.topk, cache.latents, step)
         if self.indexer is not None:
             num_blocks, block_size = cache.latents.shape[:2]
@@ -237,8 +237,8 @@ class MLAAttention(AttentionWeights):
     def _select(
         self, hidden_states: PlainRows, q_c: PlainRows, index_keys: Tensor | None, step: StepMetadata
     ) -> SelectedTokens | None:
-        """Return the tokens that each token attends to; None for all before it, in a dense layer or where no token has
-        more than topk. Collective.
+        """Return the tokens that each token attends to; None for all before it, in a dense layer or if no token has more
+        than topk. Collective.
         """
         sparse = step.get(SparseMetadata)
         if self.config.indexer is None or sparse is None:
@@ -249,7 +249,7 @@ class MLAAttention(AttentionWeights):
         return sparse.selection if sparse.max_seq_len > self.config.indexer.topk else None
 
     def _project_query(self, tokens: Tokens, heads: slice) -> Tensor:
-        """Return the queries [T, n, P + R] of n of the heads that this rank holds, not rotated."""
+        """Return the queries [T, n, P + R] of n heads on this rank, not rotated."""
         width = self.config.qk_head_dim
         q = self.query_proj.product(tokens.q_c, slice(heads.start * width, heads.stop * width))
         q = q.unflatten(-1, (-1, width))
@@ -258,7 +258,7 @@ class MLAAttention(AttentionWeights):
     def _decode(self, tokens: Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
         """Append the output of decode tokens, bounded in memory. Collective."""
         max_tokens = max(1, PART_ROWS // self._num_group_heads)
-        if plain(tokens.q_c).shape[0] <= max_tokens:  # a compiler traces no loop
+        if plain(tokens.q_c).shape[0] <= max_tokens:  # a compiler cannot trace the loop
             self._attend_absorbed(tokens, kv_cache, decode, output)
             return
         for rows, part in decode.parts(max_tokens):

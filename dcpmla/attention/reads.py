@@ -8,11 +8,11 @@ class LayerReads:
     """The rows and keys that one new token reads in a layer's caches, on all ranks of a DCP group together.
 
     Attributes:
-        num_layers: Number of layers that read so much.
+        num_layers: Number of layers with these reads.
         num_rows: Rows that the token attends to: tokens, or entries and its window's tokens.
         query_dim, out_dim: Columns of queries and rows, and of partial outputs.
-        num_keys: Index keys that are scored, where there are more than are selected; else 0.
-        num_candidates: Most keys that a rank offers.
+        num_keys: Index keys that are scored, if more exist than are selected; else 0.
+        num_candidates: Maximum candidates of a rank.
     """
 
     num_layers: int

@@ -8,11 +8,11 @@ def apply_rope(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
     """Rotate the last dim by each token's angles, in float32.
 
     Args:
-        x: [T, R] or [T, h, R], any float dtype.
-        cos_sin: [T, R] float32, R / 2 cosines then R / 2 sines (YaRN's factor, if any, multiplied in).
+        x: Values [T, R] or [T, h, R], any float dtype.
+        cos_sin: Angles [T, R] float32, R / 2 cosines then R / 2 sines, times YaRN's factor, if any.
         interleaved: Whether pairs are (2i, 2i+1), GPT-J's layout; else (i, i + R/2), NeoX's.
     Returns:
-        Shape and dtype of x; pairs stay where they were.
+        A tensor of x's shape and dtype, pairs in their columns.
     Source: RoFormer; the two layouts as in GPT-J and GPT-NeoX.
     """
     cos, sin = cos_sin.view(x.shape[0], *(1,) * (x.ndim - 2), x.shape[-1]).chunk(2, -1)
@@ -31,8 +31,7 @@ def llama_4_factor(positions: Tensor, beta: float, original_max_position: int) -
 
 
 def query_factor(positions: Tensor, llama_4_scaling: tuple[float, int] | None, dtype: torch.dtype) -> Tensor | None:
-    """Return what the layers of a step multiply their queries by: `llama_4_factor` [T] in their dtype; None for a model
-    without it.
+    """Return the factor of a step's queries: `llama_4_factor` [T] in their dtype; None for a model without it.
 
     Source: transformers' Mistral 4 rounds the factor before the product.
     """

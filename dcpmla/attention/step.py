@@ -19,7 +19,7 @@ PART_ROWS = 1 << 16  # Query rows that attend at a time. With DeepSeek's widths 
 
 
 class StepRequests(NamedTuple):
-    """The requests of a step, as the host knows them.
+    """The requests of a step, on the host.
 
     Attributes:
         query_lens: New tokens of each request [num_reqs].
@@ -51,7 +51,7 @@ class DecodeMetadata:
         local_seq_lens: Number of its request's tokens on this rank that each new token sees, at its position and before
             [num_decode_tokens], int32. The causal bound is global, so a request's next token may see no more.
         queries: Rows of each request's new tokens; None when all requests have max_query_len new tokens.
-        max_query_len: Most new tokens of a request.
+        max_query_len: Maximum new tokens of a request.
         workspace: Memory of kernels that split a request over programs (`decode_workspace`); None where no kernel does.
         request_index: Row of block_table of each request [num_reqs], int32; None when no request is cut.
     """
@@ -86,7 +86,7 @@ class DecodeMetadata:
             first = last
 
     def _requests(self, first: int, last: int, tokens: slice) -> "DecodeMetadata":
-        """Return requests [first, last), which have these tokens."""
+        """Return the part of requests [first, last), which have these tokens."""
         table, index, queries = self.block_table, self.request_index, self.queries
         if queries is not None:
             start = tuple(at - tokens.start for at in queries.start[first : last + 1])
@@ -95,7 +95,7 @@ class DecodeMetadata:
             table = table[first:last]
         else:
             index = index[first:last].clone()
-        # Copies start at multiples of 16 bytes. Triton would compile another kernel for other addresses.
+        # Copies start at multiples of 16 bytes, because Triton would compile another kernel for other addresses.
         lens = self.local_seq_lens[tokens].clone()
         return DecodeMetadata(table, lens, queries, self.max_query_len, self.workspace, index)
 
@@ -141,7 +141,7 @@ class SharedMetadata(Protocol):
     """Numbers of a step that only one kind of attention reads."""
 
     def of_tokens(self, index: int, size: int) -> Self:
-        """Return the numbers of each request's token of this index, of requests with `size` tokens each."""
+        """Return the values for token number `index` of each request, where requests have `size` tokens each."""
 
 
 Shared = TypeVar("Shared", bound=SharedMetadata)
@@ -183,7 +183,7 @@ class StepMetadata:
     def vary(self, part: Callable[..., None], *arguments: Any) -> None:
         """Run the part of a layer that depends on the step's requests: part(*arguments, step).
 
-        While a graph is captured that many steps share, the part is kept; each replay runs it with its own step.
+        While a shared graph is captured, the part is stored; each replay runs it with its own step.
         """
         if self.cut is None:
             part(*arguments, self)
@@ -203,7 +203,7 @@ class StepMetadata:
         return replace(self, cos_sin=cos_sin, query_factor=query_factor)
 
     def of_tokens(self, index: int) -> "StepMetadata":
-        """Return the step of only each request's token of this index, for decodes of equal length."""
+        """Return the step of token number `index` of each request alone, for decodes of equal length."""
         decode = self.decode
         assert decode is not None
         assert decode.queries is None
@@ -230,6 +230,6 @@ class StepMetadata:
 
 
 def tokens_of(column: Tensor, index: int, size: int) -> Tensor:
-    """Return a column's value of each request's token of this index, of requests with `size` tokens each."""
+    """Return a column's value for token number `index` of each request, where requests have `size` tokens each."""
     # `contiguous` would return a single token unchanged, with its stride.
     return column[index::size].clone(memory_format=torch.contiguous_format)

@@ -47,8 +47,8 @@ def warm_up(
         decode: Attention from q [T, h, L + R] over a cache [1, block_size, L + R].
         prefill: Attention from q [T, h, P + R], kv_c [T, L] and k_pe [T, R] over such a cache.
         workspace: Memory of decode (`decode_workspace`).
-        max_num_seqs, max_query_len: Most requests of a step, and most new tokens of a decode.
-        piece_len, max_pieces: Most tokens of a piece, and most pieces of a call; 0 if no request is cut.
+        max_num_seqs, max_query_len: Maximum requests of a step, and new tokens of a decode.
+        piece_len, max_pieces: Maximum tokens of a piece, and pieces of a call; 0 if no request is cut.
     """
     rank, rope, device = layer.kv_lora_rank, layer.qk_rope_head_dim, steps.device
 

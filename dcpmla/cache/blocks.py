@@ -29,7 +29,7 @@ def block_key(previous: bytes, token_ids: Sequence[int]) -> bytes:
 def salt_key(cache_salt: str) -> bytes:
     """Return the key before a sequence's first block: sequences with different salts never have a key in common.
 
-    It is another hash than `block_key`, so that no choice of a salt makes it the key of a block.
+    It is a different hash from `block_key`, so that no salt produces the key of a block.
     """
     return blake2b(cache_salt.encode(errors="surrogatepass"), digest_size=32).digest() if cache_salt else b""
 
@@ -59,7 +59,7 @@ class BlockAllocator:
         return cls(plan.num_blocks, plan.block_tokens, plan.num_states)
 
     def reset(self) -> None:
-        """Forget all blocks and states, held ones included."""
+        """Reset all blocks and states, including those in use."""
         num_blocks = self.num_blocks
         self.states = StatePool(self._num_states)
         self._free = OrderedDict.fromkeys(range(num_blocks))  # in the order of allocation
@@ -119,7 +119,7 @@ class BlockAllocator:
                     self._free.move_to_end(block, last=False)
 
     def remember(self, block: int, key: bytes) -> None:
-        """Let a full block with a holder be found by its key. Of blocks with the same key the first one is found."""
+        """Register a full block with a holder under its key. If blocks share a key, `find` returns the first."""
         if self._by_key.setdefault(key, block) == block:
             self.num_remembered += 1
             self._keys[block] = key
@@ -134,7 +134,7 @@ class BlockAllocator:
         return blocks
 
     def remember_state(self, key: bytes) -> int | None:
-        """Return where to copy the state after a remembered block, or None if no copy is needed or possible."""
+        """Return a state for a copy of the state after a remembered block, or None if no copy is needed or possible."""
         block = self._by_key.get(key)
         return None if block is None else self.states.remember(block)
 

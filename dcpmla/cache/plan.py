@@ -58,7 +58,7 @@ class CachePlan(ABC):
 
     @property
     def tokens_total(self) -> int:
-        """Return how many tokens of context the group holds: W times what a rank holds."""
+        """Return how many tokens of context the group holds: W times a rank's tokens."""
         return self.num_blocks * self.block_tokens
 
     @property
@@ -77,11 +77,11 @@ class CachePlan(ABC):
         """Allocate the caches.
 
         Raises:
-            ValueError: The device does not have the bytes.
+            ValueError: The device has too little memory.
         """
 
     def check_fits(self, device: torch.device) -> None:
-        """Raise ValueError if a device does not have a rank's bytes."""
+        """Raise ValueError if a device has too little memory for a rank's bytes."""
         free = _free_bytes(device)
         if self.bytes_per_rank > free:
             raise ValueError(
@@ -112,7 +112,7 @@ class Cache(ABC):
         """Return all memory of the cache."""
 
     def copy_state(self, source: int, target: int) -> None:
-        """Copy a request's state: what a computation needs besides the blocks to continue from there."""
+        """Copy a request's state, which with the blocks is enough to continue a computation."""
         raise NotImplementedError("the cache has no states")
 
 

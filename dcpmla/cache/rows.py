@@ -8,19 +8,19 @@ from dcpmla.operators import operator
 
 
 def write_latents(kv_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slots: Tensor, kv_scale: Tensor | None = None) -> None:
-    """Store latents in a layer's cache. (On a GPU a layer's own latents get there as they are made: `finish_latents`.)
+    """Store latents in a layer's cache. (On a GPU `finish_latents` stores a layer's own latents.)
 
     Args:
-        kv_cache: [num_blocks, block_size, width] in one of the formats of `dcpmla.cache.formats`.
-        kv_c, k_pe: [N, L] after its norm, [N, R] after RoPE.
-        slots: [N] int64 slots of this rank, or -1 for a row to be left out.
-        kv_scale: Scale of an fp8 cache, and None for other formats.
+        kv_cache: Cache [num_blocks, block_size, width] in one of the formats of `dcpmla.cache.formats`.
+        kv_c, k_pe: Latents [N, L] after their norm, rope parts [N, R] after RoPE.
+        slots: Slots of this rank [N], int64; -1 skips a row.
+        kv_scale: Scale of an fp8 cache; None for other formats.
     Raises:
         ValueError: The format cannot hold the values, or takes no such scale.
     """
     mine = slots >= 0
     slots = slots[mine]
-    # By block and offset: a cache that is a slice of a larger one has no flat view.
+    # Indexed by block and offset, because a cache that is a slice of a larger one has no flat view.
     kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]] = quantize(
         kv_c[mine], k_pe[mine], kv_cache.dtype, kv_scale
     )
@@ -33,7 +33,7 @@ def write_latents(kv_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slots: Tensor, k
     runs=lambda kv_cache: kv_cache.is_cuda,
 )
 def read_latents(kv_cache: Tensor, slots: Tensor) -> Tensor:
-    """Return rows [N, width] of a layer's cache at slots [N] int64, as they are cached. A custom op."""
+    """Return rows [N, width] of a layer's cache at slots [N] int64, in the cache's format. A custom op."""
     return kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]]
 
 

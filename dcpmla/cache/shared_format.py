@@ -1,8 +1,8 @@
 """The formats of rows of shared keys (DeepSeek-V4), which are values, too, byte by byte.
 
-A cache is a tensor of rows numbered from 0, tokens of a window and compressed entries alike. Its dtype is its format:
+A cache is a tensor of rows numbered from 0, tokens of a window and compressed entries alike. Its dtype determines its format:
 
-- the model's own: rows [D] as they are; [num_rows, 1, D].
+- the model's own: rows [D] unchanged; [num_rows, 1, D].
 - torch.uint8 (`fp8_ds_mla`): pages of 64 rows. A page holds the data of all its rows, then their scales: D - 64 values
   as e4m3 and the last 64, which are rotated, in bfloat16; a scale for each 64 values of e4m3, 2^(byte - 127), padded to
   8 bytes. 584 bytes a row with D = 512; pages are padded to whole multiples of the data of a row (37,440 bytes).
@@ -16,9 +16,9 @@ import torch
 PAGE_ROWS = 64
 ROPE_DIM = 64  # columns that stay in bfloat16
 TILE = 64  # values that share a scale
-SCALE_BYTES = 8  # bytes of scales that a row takes
-SMALLEST_AMAX = 1e-4  # zeros have a scale, too
-EXPONENT_BIAS = 127  # a byte holds an exponent plus this
+SCALE_BYTES = 8  # bytes of a row's scales
+SMALLEST_AMAX = 1e-4  # gives zeros a scale, too
+EXPONENT_BIAS = 127  # added to an exponent to make a byte
 
 
 def rows_shape(num_rows: int, head_dim: int, storage: torch.dtype) -> tuple[int, int, int]:

@@ -14,10 +14,10 @@ from dcpmla.comm.kernels.landings import NUM_PROGRAMS
 from dcpmla.comm.nccl import AllToAll
 from dcpmla.comm.symmetric import Allocate, PeerMemory, allocate, wait_for_all
 
-MAX_SIZE = 8  # ranks of a group: what the NVLink of one host connects
+MAX_SIZE = 8  # maximum ranks of a group, the GPUs that the NVLink of one host connects
 _MAX_LANDING_BYTES = 1 << 29  # kernels count the bytes of all landings in 32 bits
 _FLAG_BYTES = 2 * MAX_SIZE * NUM_PROGRAMS * 4  # after the windows: flags of all ranks' programs, in two phases
-# Queries of all ranks of this size or more are stored where they belong. Measured on H200s: equal at 18 MB.
+# Queries of this total size or more are stored at their final position. Measured on H200s: equal at 18 MB.
 _WINDOW_BYTES = 16 << 20
 
 
@@ -30,11 +30,11 @@ class DirectExchange:
     either.
 
     Args:
-        group: 2 to 8 ranks, each with a GPU of its own on one host. Collective over the group.
+        group: Group of 2 to 8 ranks, each with a GPU of its own on one host. Collective over the group.
         landing_bytes: Maximum bytes of rows that a rank receives at a time; larger batches are exchanged in turns.
         timeout: Seconds to wait for a peer.
-        is_fp8: Whether queries and partial rows are sent as e4m3, with a float32 scale for each 64 to 256 columns; queries of
-            one byte as they are.
+        is_fp8: Whether queries and partial rows are sent as e4m3, with a float32 scale for each 64 to 256
+            columns; one-byte queries are sent unchanged.
         allocate: Function that allocates the memory.
     Raises:
         ValueError: The group has another size, or landings are too large or not a multiple of 128.
@@ -79,14 +79,14 @@ class DirectExchange:
     def _gather(self, q: Tensor, is_fp8: bool, operation: str) -> Tensor:
         num_tokens, num_heads, width = q.shape
         fits = _WINDOW_BYTES <= self.size * q.numel() * q.element_size() <= self._landing_bytes
-        # A compiler does not see what peers store in this rank's memory: for it, an operator has to take the rows out.
+        # A compiler does not see peers' stores to this rank's memory, so a custom op has to copy the rows from there.
         if fits and not is_fp8 and not torch.compiler.is_compiling():
             rows = self._heads.place(q.reshape(num_tokens, -1), None, operation)
             return rows[: self.size * num_tokens].view(num_tokens, self.size * num_heads, width)
         return gather(q, self._memory(), is_fp8, operation)
 
     def gather_candidates(self, candidates: Tensor) -> Tensor:
-        # As words of four bytes, which travel as they are; two candidates fill what a thread stores.
+        # Candidates are sent as words of four bytes, unchanged; two candidates fill a thread's store.
         num = candidates.shape[1]
         words = (F.pad(candidates, (0, 1)) if num % 2 else candidates).view(torch.float32)
         gathered = self._gather(words[:, None], False, "gather_candidates")
@@ -125,12 +125,12 @@ class DirectExchange:
     def reserve_context(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         num_bytes = num_tokens * width * dtype.itemsize
         if self._context is None or self._context.window_bytes < num_bytes:
-            wait_for_all(self.group, self.device)  # peers may be storing into the one before
+            wait_for_all(self.group, self.device)  # peers may still store into the previous window
             self._context = self._new_windows(2, -(-num_bytes // 256) * 256)
             wait_for_all(self.group, self.device)
 
     def check(self) -> None:
-        """Raise the fault that a kernel has found. To be called when results are on the host, before they are used.
+        """Raise the fault that a kernel has recorded. Call this when results are on the host, before they are used.
 
         Raises:
             PeerFault: A rank did not send its part in time.
@@ -150,7 +150,7 @@ class DirectExchange:
 
 
 class _Windows:
-    """Windows into which peers store rows where they belong, taken in turn; each keeps its rows until its next turn."""
+    """Windows to which peers store rows at their final position, used in turn; each keeps its rows until its next turn."""
 
     def __init__(
         self,

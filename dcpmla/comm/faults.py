@@ -1,4 +1,4 @@
-"""Faults of `direct`: the words that kernels write, and their sum over all ranks after a step."""
+"""Faults of `direct`: the words that kernels record, and their sum over all ranks after a step."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,7 +14,7 @@ OPERATIONS = ("gather_heads", "combine", "gather_context", "gather_candidates", 
 
 
 def peer_fault(word: int, timeout: float, rank: int, ranks: Sequence[int]) -> PeerFault:
-    """Return the error for what a kernel of a rank of the group `ranks` wrote (`kernels.landings.give_up`)."""
+    """Return the error for the fault word that a kernel on a rank of the group `ranks` wrote (`kernels.landings.give_up`)."""
     epoch, peer, operation = word >> 32, (word >> 8) & 0xFF, OPERATIONS[word & 0xFF]
     return PeerFault(
         f"{operation} failed on rank {rank} of the group {list(ranks)}: nothing came from rank {ranks[peer]} "
@@ -25,18 +25,18 @@ def peer_fault(word: int, timeout: float, rank: int, ranks: Sequence[int]) -> Pe
 class StepFaults:
     """A check of all ranks' exchanges after each step, for engines other than this package's own.
 
-    A rank whose wait ended without its peer computes on with wrong values. Sums over the TP group carry these values to
-    ranks with sound exchanges, and an engine may take its tokens from such a rank. So the fault words of all ranks are
+    A rank whose wait timed out continues with wrong values. Sums over the TP group spread these values to ranks without
+    a fault, and an engine may take its tokens from such a rank. So the fault words of all ranks are
     summed, too, in the order of the device's work: whichever kernel of the step failed, its word is on every rank's
     host before the step's tokens are used. This costs one small collective a step, or none if no rank has a fault word.
 
     Collective over the TP group.
 
     Args:
-        exchange: This rank's.
+        exchange: Exchange of this rank.
         dcp: Configuration of the exchange.
         tp_group: Ranks whose results depend on each other; DCP groups are blocks of neighbouring ranks of it.
-        device: This rank's.
+        device: Device of this rank.
     """
 
     def __init__(self, exchange: Exchange, dcp: DCPConfig, tp_group: ProcessGroup, device: torch.device) -> None:
@@ -52,7 +52,7 @@ class StepFaults:
         """Sum the fault words, after a step's last layer is launched and in the same stream. Collective.
 
         Returns:
-            A function to be called before the step's tokens are used. It waits for the words, and raises PeerFault if
+            A function to call before the step's tokens are used. It waits for the words, and raises PeerFault if
             an exchange of this step, or of an earlier one, failed on any rank.
         """
         if not self._has_words:

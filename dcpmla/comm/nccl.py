@@ -131,7 +131,7 @@ def weigh_rows(out: Tensor, lse: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """
     shares, merged_lse = weigh_partial(out, partial_weights(lse)[rank]), lse.logsumexp(0)
     shares, merged_lse = _by_owner(shares, len(lse)), _by_owner(merged_lse, len(lse))[rank]
-    return shares.contiguous(), merged_lse.clone(memory_format=torch.contiguous_format)  # a contiguous tensor with memory of its own
+    return shares.contiguous(), merged_lse.clone(memory_format=torch.contiguous_format)  # not a view
 
 
 @operator(

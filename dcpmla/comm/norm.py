@@ -51,13 +51,13 @@ def add_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalize x [T, N] in float32 at least, rounded at the same steps as transformers' models: after the norm, and again after
-    the weight [N].
+    """Normalize x [T, N] in float32 at least, rounded as in transformers' models: after the norm, and again after the
+    weight [N].
     """
     wide = x.to(wide_dtype(x.dtype))
     return ((wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight).to(x.dtype)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums: float32, or float64 of float64."""
+    """Return the dtype of sums: float64 for float64, else float32."""
     return torch.promote_types(dtype, torch.float32)

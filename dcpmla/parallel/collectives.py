@@ -1,4 +1,4 @@
-"""Collectives whose failures name the rank and the operation. Values travel as JSON: unpickling would run code."""
+"""Collectives whose failures name the rank and the operation. Values are sent as JSON, because unpickling could run code."""
 
 import json
 import re
@@ -19,7 +19,7 @@ _GLOO = re.compile(r"gloo|pair closure|connection (closed|reset)|broken pipe", r
 
 
 class PeerFault(RuntimeError):
-    """Another rank's fault: it failed and reports so itself, or it did not come: it is gone, stopped or stuck."""
+    """Another rank's fault: it failed and reports an error itself, or it is gone, stopped or stuck."""
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def gather_values(value: Any, group: ProcessGroup | None, operation: str) -> lis
 
 
 def broadcast_value(value: Any, group: ProcessGroup | None, operation: str) -> Any:
-    """Return the JSON value of the group's first rank; other ranks' is ignored. Collective as `gather_values`."""
+    """Return the JSON value of the group's first rank; other ranks' values are ignored. Collective as `gather_values`."""
     group = group or dist.group.WORLD
     assert group is not None
     packed = _pack(value if dist.get_rank(group) == 0 else None, group)
@@ -75,7 +75,7 @@ def broadcast_value(value: Any, group: ProcessGroup | None, operation: str) -> A
 
 
 def _pack(value: Any, group: ProcessGroup) -> Tensor:
-    """Return a value's JSON, uint8, where the group's collectives take it."""
+    """Return a value's JSON, uint8, on the device of the group's collectives."""
     device = "cpu" if dist.get_backend(group) == "gloo" else torch.device("cuda", torch.cuda.current_device())
     return torch.from_numpy(np.frombuffer(json.dumps(value).encode(), dtype=np.uint8).copy()).to(device)
 
@@ -85,7 +85,7 @@ def _unpack(packed: Tensor) -> Any:
 
 
 def is_failed_collective(error: BaseException) -> bool:
-    """Return whether ranks lost each other, which most often is the consequence of another rank's fault."""
+    """Return whether an error is a lost connection between ranks, mostly the consequence of another rank's fault."""
     return isinstance(error, dist.DistError | PeerFault) or (
         isinstance(error, RuntimeError) and bool(_GLOO.search(str(error)))
     )

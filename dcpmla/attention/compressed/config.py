@@ -55,9 +55,9 @@ class CompressedConfig:
     """Geometry and constants of the attention layers of a model, before any sharding.
 
     Attributes:
-        head_dim, rope_dim: width of queries, keys and values, and how many of their last columns are rotated, as pairs
-            (2i, 2i+1).
-        o_groups, o_lora_rank: Number of groups of neighbouring heads, and rank of the output projection that a group shares.
+        head_dim, rope_dim: Width of queries, keys and values, and number of their last columns that are rotated, as
+            pairs (2i, 2i+1).
+        o_groups, o_lora_rank: Groups of neighbouring heads, and rank of the output projection that each group shares.
         sliding_window: Number of last tokens that each token attends to, itself included.
         indexer: Sizes of the indexers.
         layer_kinds: Kind of each layer.
