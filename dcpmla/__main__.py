@@ -1,4 +1,4 @@
-"""`python -m dcpmla COMMAND`: a user's mistake prints one line and exits with code 2; see docs/faults.md for other faults."""
+"""`python -m dcpmla COMMAND`: a user's mistake prints one line and exits with 2; see docs/faults.md for others."""
 
 import argparse
 import os

@@ -205,5 +205,5 @@ def decode_workspace(device: torch.device | str) -> Tensor | None:
 
 
 def num_programs(workspace: Tensor, rows: int) -> int:
-    """Return the number of programs that may share a workspace if each writes up to two partial outputs."""
+    """Return the number of programs that can share a workspace if each writes two partial outputs of `rows` rows."""
     return min(COUNTER_WORDS, (workspace.numel() - COUNTER_WORDS) // (2 * rows * _WORDS_PER_ROW))

@@ -56,7 +56,7 @@ def check_cache(
 
 
 def check_selection(topk: int, kv_cache: Tensor, step: StepMetadata) -> None:
-    """Raise ValueError if a layer of sparse MLA lacks inputs to select tokens, or a selection to attend to."""
+    """Raise ValueError if the step or the cache does not fit a layer of sparse MLA."""
     sparse = step.get(SparseMetadata)
     if sparse is None:
         raise ValueError(

@@ -11,12 +11,12 @@ from dcpmla.config import MLAConfig
 
 
 def claim_context(num_tokens: int, config: MLAConfig, placement: Placement, num_heads: int, num_weights: int) -> None:
-    """Allocate and free the memory of the largest context chunk in a step of num_tokens, and allocate its exchange's.
-    Collective.
+    """Allocate and free the memory of the largest context chunk in a step of num_tokens, and the memory that its
+    exchange keeps. Collective.
 
     Args:
         num_heads: Number of heads of this rank.
-        num_weights: Number of elements of an up-projection in fp8, which is dequantized for each chunk; 0 for other dtypes.
+        num_weights: Number of elements of an up-projection in fp8, which is dequantized; 0 for other dtypes.
     """
     dcp, cache_dtype, num_keys = placement.dcp, placement.cache_dtype, placement.dcp.context_workspace_tokens
 

@@ -32,7 +32,7 @@ from dcpmla.parallel.quantized import BlockFp8, unpack
 # Number of decode tokens from which dcp_project_before_merge pays: its rows are narrower, but it reads W_UV of all the
 # group's heads. Measured with `direct` on 4 H200s: slower at 32 tokens, faster at 128.
 PROJECT_FIRST_TOKENS = 64
-# Number of tokens whose queries set q_scale: more tokens hardly raise the maximum, and these take 144 MiB with 128 heads.
+# Number of tokens whose queries set q_scale: more tokens hardly raise the maximum. With 128 heads they take 144 MiB.
 _SCALED_TOKENS = 1024
 
 
@@ -237,8 +237,8 @@ class MLAAttention(AttentionWeights):
     def _select(
         self, hidden_states: PlainRows, q_c: PlainRows, index_keys: Tensor | None, step: StepMetadata
     ) -> SelectedTokens | None:
-        """Return the tokens that each token attends to; None for all before it, in a dense layer or if no token has more
-        than topk. Collective.
+        """Return the tokens that each token attends to; None for all before it, in a dense layer or if no token has
+        more than topk. Collective.
         """
         sparse = step.get(SparseMetadata)
         if self.config.indexer is None or sparse is None:

@@ -1,6 +1,6 @@
 """The formats of rows of shared keys (DeepSeek-V4), which are values, too, byte by byte.
 
-A cache is a tensor of rows numbered from 0, tokens of a window and compressed entries alike. Its dtype determines its format:
+A cache is a tensor of rows numbered from 0, both tokens of a window and compressed entries. Its dtype sets its format:
 
 - the model's own: rows [D] unchanged; [num_rows, 1, D].
 - torch.uint8 (`fp8_ds_mla`): pages of 64 rows. A page holds the data of all its rows, then their scales: D - 64 values

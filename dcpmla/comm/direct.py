@@ -150,7 +150,7 @@ class DirectExchange:
 
 
 class _Windows:
-    """Windows to which peers store rows at their final position, used in turn; each keeps its rows until its next turn."""
+    """Windows to which peers store rows in final order, used in turn; a window keeps its rows until its next turn."""
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ OPERATIONS = ("gather_heads", "combine", "gather_context", "gather_candidates", 
 
 
 def peer_fault(word: int, timeout: float, rank: int, ranks: Sequence[int]) -> PeerFault:
-    """Return the error for the fault word that a kernel on a rank of the group `ranks` wrote (`kernels.landings.give_up`)."""
+    """Return the error for a fault word (`kernels.landings.give_up`) that a kernel on a rank of group `ranks` wrote."""
     epoch, peer, operation = word >> 32, (word >> 8) & 0xFF, OPERATIONS[word & 0xFF]
     return PeerFault(
         f"{operation} failed on rank {rank} of the group {list(ranks)}: nothing came from rank {ranks[peer]} "

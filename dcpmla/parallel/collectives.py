@@ -1,4 +1,4 @@
-"""Collectives whose failures name the rank and the operation. Values are sent as JSON, because unpickling could run code."""
+"""Collectives whose failures name the rank and the operation. Values are sent as JSON: unpickling could run code."""
 
 import json
 import re
@@ -62,7 +62,7 @@ def gather_values(value: Any, group: ProcessGroup | None, operation: str) -> lis
 
 
 def broadcast_value(value: Any, group: ProcessGroup | None, operation: str) -> Any:
-    """Return the JSON value of the group's first rank; other ranks' values are ignored. Collective as `gather_values`."""
+    """Return the JSON value of the group's first rank; other values are ignored. Collective as `gather_values`."""
     group = group or dist.group.WORLD
     assert group is not None
     packed = _pack(value if dist.get_rank(group) == 0 else None, group)

@@ -45,8 +45,8 @@ class CompressedStepBuilder(StepBuilder):
         return super().build(requests, max_decode_query_len, num_decodes, workspace)
 
     def decode_query_len(self, max_decode_query_len: int) -> int:
-        """Return the most new tokens of a decode. It reads its window after its tokens are written, so all but one
-        token need rows besides the window's.
+        """Return the maximum new tokens of a decode. It reads its window after its tokens are written, so all but one
+        token need rows in addition to the window's.
         """
         return min(max_decode_query_len, self.plan.ring_rows - self.plan.config.sliding_window + 1)
 
@@ -56,7 +56,7 @@ class CompressedStepBuilder(StepBuilder):
         return [host.request, np.array([np.subtract(seq_lens, query_lens), seq_lens, states], dtype=np.int32)]
 
     def share(self, step: StepMetadata, host: HostStep, block_table: Tensor, columns: Sequence[Tensor]) -> StepMetadata:
-        """Return the step with its requests as layers with entries see them."""
+        """Return the step with the numbers that layers with entries read."""
         request, (first_position, seq_lens, states) = columns
         compressed = CompressedMetadata(
             plan=self.plan,
@@ -72,7 +72,7 @@ class CompressedStepBuilder(StepBuilder):
         return step.share(replace(compressed, context=self._context(host, compressed)))
 
     def share_graph(self, step: StepMetadata, rows: GraphRows) -> StepMetadata:
-        """Return the step of a decode graph with its requests as layers with entries see them."""
+        """Return the step of a decode graph with the numbers that layers with entries read."""
         seen = rows.seq_lens.view(-1, rows.query_len)  # 0 for padding
         return step.share(
             CompressedMetadata(
@@ -96,7 +96,7 @@ class CompressedStepBuilder(StepBuilder):
         if not len(new):
             return None
         start, ring = end - new, self.plan.ring_rows
-        first = np.maximum(start - self.plan.config.sliding_window + 1, 0)  # first token that the first new one sees
+        first = np.maximum(start - self.plan.config.sliding_window + 1, 0)  # first token that the first new token sees
         slots = [
             np.arange(begin, stop) % ring + state * ring
             for begin, stop, state in zip(first, start, states[num_decodes:], strict=True)

@@ -18,8 +18,8 @@ _GATHER_PASSES = 4  # two kernels read and write all gathered rows
 
 
 class CompressedCosts:
-    """Attention of all layers of DeepSeek-V4: a window and entries, which each piece gathers from all ranks, or moves
-    its queries and outputs to where they are fewer rows.
+    """Attention of all layers of DeepSeek-V4: a window and entries. Each piece gathers entries from all ranks, or moves
+    its queries and outputs if they have fewer rows.
 
     Args:
         config: Geometry of the layers.
@@ -57,7 +57,7 @@ class CompressedCosts:
         end = context + new
         time = self._window_us * num_pairs(new, context, self._window)
         for limit, num_moved, gather_us, row_us, key_us in self._kinds:
-            # No less than before the selection starts, so that longer pieces never take less time.
+            # The time is no less than before the selection starts, so that longer pieces never take less time.
             time += gather_us * min(end, max(limit, num_moved * new)) + row_us * num_pairs(new, context, limit)
             if end > limit:
                 time += key_us * num_pairs(new, context, inf)
@@ -89,7 +89,7 @@ def row_bytes(config: CompressedConfig, kv_cache_dtype: str) -> int:
     """Return the bytes of a row of one layer's cache, its share of the page's padding included.
 
     Raises:
-        ValueError: A format that the rows cannot have.
+        ValueError: The rows cannot have the format.
     """
     storage = storage_dtype(kv_cache_dtype, torch.bfloat16)
     return prod(rows_shape(PAGE_ROWS, config.head_dim, storage)) * storage.itemsize // PAGE_ROWS

@@ -28,8 +28,8 @@ class CompressedAttention(CompressedWeights):
 
     Keys and values are the same rows [D], one head for all queries. Dims: T tokens, h heads of this rank.
 
-    Each rank has every request's window, and counts the tokens of it that it would own in MLA: so all read as much, and
-    a prefill has its window without an exchange. A layer of windows alone exchanges nothing.
+    Each rank has every request's window, and reads the window's tokens that it would own in MLA, so that all ranks read
+    equally much, and a prefill needs no exchange for its window. A layer of windows alone exchanges nothing.
 
     Args:
         config: Geometry of the model's attention, before it is sharded.
@@ -48,25 +48,25 @@ class CompressedAttention(CompressedWeights):
     ) -> None:
         super().__init__(config, kind, placement)
         self.cache_dtype = placement.cache_dtype
-        # Every rank has all windows: its own heads attend to them without the others.
+        # Every rank has all windows, so its own heads attend to them without an exchange.
         self.exchange = LocalExchange() if kind == WINDOW_ONLY else placement.exchange
         self.selector = TokenSelector(config.indexer, placement) if kind.has_indexer else None
 
     @property
     def takes_quantized(self) -> bool:
-        """Return False: one product of hidden states needs their values."""
+        """Return False, because one product of hidden states needs their values."""
         return False
 
     def forward(self, hidden_states: Tensor, cache: CompressedLayerCache | None, step: StepMetadata | None) -> Tensor:
         """Run one step of a batch: decodes first, then prefills, then padding. Collective.
 
         Args:
-            hidden_states: [T, hidden], the same on all TP ranks; rows from step.num_tokens on are padding.
+            hidden_states: Hidden states [T, hidden], the same on all TP ranks; rows past step.num_tokens are padding.
             cache: Cache of this layer on this rank; written and read.
             step: Step of a `CompressedStepBuilder`, after `with_angles`. None in a profile, which needs no cache:
                 memory is claimed (`claim_memory`), and attention's output is zeros.
         Returns:
-            [T, hidden], the same on all TP ranks; rows of padding carry no meaning.
+            [T, hidden], the same on all TP ranks; rows of padding are undefined.
         Raises:
             ValueError: Tensors or the step do not match each other or this layer.
         """
@@ -77,13 +77,13 @@ class CompressedAttention(CompressedWeights):
         return self.o_b_proj.partial(self.attend(hidden_states, cache, step))
 
     def attend(self, hidden_states: Tensor, cache: CompressedLayerCache | None, step: StepMetadata | None) -> Tensor:
-        """Run all of `forward` but its last projection. Collective.
+        """Run `forward` without its last projection. Collective.
 
         Returns:
             [T, groups x o_lora_rank] in the dtype of hidden_states. Rows of padding are zeros, and all rows without a
             step.
         Raises:
-            ValueError: The reasons of `forward`.
+            ValueError: Same cases as `forward`.
         """
         if step is None:
             self.claim_memory(len(hidden_states))
@@ -103,14 +103,14 @@ class CompressedAttention(CompressedWeights):
         cache, compressed, cos_sin = self._check(hidden_states, cache, step)
         decodes, prefills = slice(0, step.num_decode_tokens), slice(step.num_decode_tokens, step.num_tokens)
         context = compressed.context
-        # Before this step's tokens overwrite them.
+        # Windows are read before this step's tokens overwrite them.
         window = None if context is None else self._read(cache, context.window_slots)
         down = self.down_proj(hidden_states[: step.num_tokens]).split(self.down_widths, -1)
         norms, requests = (self.q_norm, self.kv_norm, self.config.rms_norm_eps), compressed.requests
         how = compressed.plan.ring_rows, self.q_b_proj.takes_quantized
         latents, rows, *codes = finish_rows(down[0], cache.rows, *norms, cos_sin, *requests, *how)
         q_c = NormedRows.join(latents, *codes)
-        # In decode, kernels too small for a GPU. The exchange is used on one stream at a time.
+        # In decode these kernels are too small to fill a GPU. The exchange is used on one stream at a time.
         with fork(rows.device, self.selector is not None and context is None) as join:
             self._compress_keys(down, cache, compressed)
             selection = self.select(q_c, down, cache, compressed)
@@ -132,8 +132,8 @@ class CompressedAttention(CompressedWeights):
         """Run the operations from attention to the last projection: the sink, RoPE's inverse, the groups' projections.
 
         Args:
-            out, lse: [T, h, D], [T, h] float32, of this rank's heads over all rows.
-            num_rows: Rows of the batch, its padding among them.
+            out, lse: Attention of this rank's heads over all rows, [T, h, D] and [T, h] float32.
+            num_rows: Rows of the batch, padding included.
         Returns:
             [num_rows, groups x o_lora_rank] in the dtype of out; zeros after the first T rows.
         """
@@ -148,8 +148,8 @@ class CompressedAttention(CompressedWeights):
         return torch.nn.functional.pad(low, (0, 0, 0, num_padding)) if num_padding else low
 
     def claim_memory(self, num_tokens: int) -> None:
-        """Claim, and free again, what attention takes of the allocator in the largest step of num_tokens, so that
-        memory profiling includes it: an indexer's workspace, then a prefill's. Collective.
+        """Allocate and free the memory of attention in the largest step of num_tokens, so that memory profiling
+        includes it: an indexer's workspace, then a prefill's. Collective.
         """
         dtype, device = self.down_proj.dtype, self.q_norm.device
         if self.selector is not None:  # free again before attention begins
@@ -173,11 +173,11 @@ class CompressedAttention(CompressedWeights):
     def select(
         self, q_c: PlainRows, down: tuple[Tensor, ...], cache: CompressedLayerCache, compressed: CompressedMetadata
     ) -> SelectedTokens | None:
-        """Write the entries that each token attends to into the step, and return them; None if it attends to all before
-        it. Collective.
+        """Write the entries that each token attends to into the step, and return them; return None if it attends to all
+        entries before it. Collective.
 
         Args:
-            q_c: [T, Lq] query latents after their norm.
+            q_c: Query latents [T, Lq] after their norm.
             down: Parts of `down_proj`'s output, [T, ..] each.
         """
         config = self.config.indexer
@@ -196,7 +196,7 @@ class CompressedAttention(CompressedWeights):
         return compressed.selection
 
     def _project_query(self, q_c: PlainRows, cos_sin: Tensor, heads: slice) -> Tensor:
-        """Return the queries [T, n, D] of n of the heads that this rank holds, normalized and rotated."""
+        """Return the queries [T, n, D] of n heads on this rank, normalized and rotated."""
         width = self.config.head_dim
         q = self.q_b_proj.product(q_c, slice(heads.start * width, heads.stop * width)).unflatten(-1, (-1, width))
         finish_query_(q, self.config.rms_norm_eps, cos_sin)

@@ -1,5 +1,5 @@
 """Prefill over windows and entries, bounded in memory. Each rank gathers entries chunk by chunk and attends with its
-own heads alone, or entries stay and queries of all heads come to their ranks.
+own heads alone, or entries stay and queries of all heads are sent to the entries' ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ def attend_prefill(
     Args:
         q: Queries of this rank's heads [T, h, D].
         new_rows: Rows of windows from earlier steps, then rows of the new tokens [C + T, D].
-        rows: Cache of this layer (`cache/shared_format.py`), this rank's entries of this step's tokens among them.
+        rows: Cache of this layer (`cache/shared_format.py`), including this rank's entries of this step's tokens.
         selection: Selected entries of each token; None where tokens attend to all entries before them.
     Returns:
         out [T, h, D], lse [T, h] float32, without the sink.
@@ -64,7 +64,7 @@ def claim_prefill(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Claim, and free again, the memory of `attend_prefill` for num_tokens with num_heads of this rank. Collective."""
+    """Allocate and free the memory of `attend_prefill` for num_tokens with num_heads on this rank. Collective."""
 
     def new(num_rows: int) -> Tensor:
         return torch.empty(num_rows, config.head_dim, dtype=dtype, device=device)
@@ -87,7 +87,7 @@ def claim_prefill(
     ]
     if kind.ratio:
         exchange.reserve_context(num_entries, config.head_dim, dtype, device)
-    del held  # after what the exchange takes: the allocator's peak counts
+    del held  # after the exchange's memory, because the allocator's peak counts
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class _Prefill:
     workspace: Tensor | None
 
     def tiles(self, num_entries: int, max_tokens: int) -> list[slice]:
-        """Return the tokens that attend at a time, at most max_tokens, each to num_entries at most."""
+        """Return the number of tokens that attend at a time, at most max_tokens, each to at most num_entries."""
         num_rows = self.step.plan.config.sliding_window + num_entries
         size = max(1, min(LISTED_ROWS // num_rows, max_tokens))
         return [slice(start, min(start + size, len(self.q))) for start in range(0, len(self.q), size)]
@@ -138,11 +138,11 @@ class _Prefill:
         )
 
     def num_listed(self, chunk: ContextChunk) -> int:
-        """Return the most entries of a chunk that are listed for a token."""
+        """Return the maximum entries of a chunk that are listed for a token."""
         return max(chunk.keys.lens) if self.selection is None else self.selection.positions.shape[1]
 
     def _windows(self, tokens: slice, request: Tensor) -> tuple[Tensor, Tensor]:
-        """List the rows of windows: [n, window] int32, and how many [n]."""
+        """List the rows of windows: return [n, window] int32, and their number [n]."""
         context, window = self.step.context, self.step.plan.config.sliding_window
         assert context is not None
         positions = self.step.positions[-len(self.q) :][tokens]
@@ -175,7 +175,7 @@ def _attend_gathered(
     """Attend to windows and to chunks of entries: return out and lse of each tile of tokens.
 
     Windows come with the first chunk, so that short contexts take one call of attention. Each later chunk is gathered
-    under the attention to the one before.
+    during the attention to the previous chunk.
     """
 
     def start_gather(chunk: ContextChunk) -> Callable[[], Tensor]:
@@ -198,12 +198,12 @@ def _attend_gathered(
             parts = [prefill.attend(tokens, keys, chunk, num_new) for tokens in tiles]
             del keys
         else:
-            # Rounded once, after the last chunk.
+            # Results are rounded once, after the last chunk.
             merged = dtype if chunk is chunks[-1] else torch.promote_types(dtype, torch.float32)
             for number, tokens in enumerate(tiles):
                 of_chunk = prefill.attend(tokens, gathered, chunk, 0)
                 parts[number] = merge_part(*parts[number], *of_chunk, merged)
-        del gathered  # The next gather needs this memory: there are two chunks at a time.
+        del gathered  # The next gather needs this memory: at most two chunks exist at a time.
     return parts
 
 
@@ -216,7 +216,7 @@ def _attend_in_place(
     parts, q = [], prefill.q
     for tokens in prefill.tiles(0, PART_ROWS // (q.shape[1] * dcp_size)):
         chosen = selection.rows(tokens)
-        # Copies start at multiples of 16 bytes. Triton would compile another kernel for other addresses.
+        # Copies start at multiples of 16 bytes, because Triton would compile another kernel for other addresses.
         decode = DecodeMetadata(chosen.slots.clone(), chosen.num_slots.clone(), None, 1, prefill.workspace)
         scale, width = prefill.step.plan.config.scale, q.shape[-1]
         of_entries = dcp_mla_decode(q[tokens], rows, decode, scale, exchange, width, backend=prefill.backend)

@@ -41,15 +41,15 @@ def visible_rows(
     dcp_size: int,
     interleave: int,
 ) -> tuple[Tensor, Tensor]:
-    """List the rows of each token's window that count on this rank, and of all entries that it sees there.
+    """List this rank's rows of each token's window, and of all entries that the token sees.
 
-    Each token's latent counts on the rank that would own it in MLA.
+    A window's token is read on the rank that would own it in MLA.
 
     Args:
-        positions, request: [n] of some tokens, contiguous.
-        states: [num_reqs] int32, -1 for padding, which sees nothing.
-        entry_table: [num_reqs, max_blocks] int32 in blocks of the layer's rows.
-        ratio: 0 for windows alone; the table is not read then.
+        positions, request: Positions and requests [n] of some tokens, contiguous.
+        states: State of each request [num_reqs], int32; -1 for padding, which sees nothing.
+        entry_table: Block table [num_reqs, max_blocks], int32, in blocks of the layer's rows.
+        ratio: Ratio of the layer; 0 for windows alone, which do not read the table.
     Returns:
         Rows [n, N] int32, of any value after the last; their number [n] int32. N is the largest number possible.
     """
@@ -77,8 +77,8 @@ def _window_rows(
 
 
 def append_rows(rows: Tensor, num: Tensor, more: Tensor, num_more: Tensor) -> tuple[Tensor, Tensor]:
-    """Join two lists of rows a token, [n, N] and [n, M] int32 with so many each [n]: return the same for both together,
-    [n, N + M].
+    """Join each token's two lists of rows, [n, N] and [n, M] int32, of num and num_more rows [n]: return one list
+    [n, N + M], and its number of rows.
     """
     index = torch.arange(rows.shape[1] + more.shape[1], device=rows.device) - num[:, None]
     after = more.gather(1, index.clamp(0, max(0, more.shape[1] - 1))) if more.shape[1] else rows
@@ -103,7 +103,7 @@ def append_entries(
         rows: Rows of each token so far [n, N], int32.
         num: Number of each token's rows [n], int32.
         entries: Entries of its request that each token attends to [n, k], int32; -1 for none.
-        first, end: Range of the entries of the token's request that count [n], int32, not negative.
+        first, end: Range of the chunk's entries of the token's request [n], int32, not negative.
         base: Row of the entry `first` [n], int32.
     Returns:
         Rows [n, N + k] int32, of any value after the last; their number [n] int32.

@@ -21,7 +21,7 @@ from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, dequantize
 
 
 class CompressorWeights(nn.Module):
-    """The weights that pool tokens into entries [D], less their projection: a part of the layer's down-projection."""
+    """The weights that pool tokens into entries [D], without their projection, which is part of the down-projection."""
 
     def __init__(self, ratio: int, num_halves: int, width: int, device: torch.device | str) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class CompressorWeights(nn.Module):
         self.norm = nn.Parameter(torch.empty(width, dtype=torch.float32, device=device))
 
     def load_weights(self, weights: Mapping[str, Weight], prefix: str, order: Tensor | None = None) -> None:
-        """Read both by their names in a checkpoint, columns of D in another order if one is given."""
+        """Read bias and norm by their names in a checkpoint, columns of D in another order if one is given."""
         (ratio, columns), width = self.bias.shape, len(self.norm)
         order = torch.arange(width) if order is None else order
         bias = read_weight(weights, f"{prefix}position_bias", (ratio, columns))
@@ -136,7 +136,7 @@ class CompressedWeights(nn.Module):
 
 
 def _reorder(weight: AnyWeight, order: Tensor) -> AnyWeight:
-    """Return a matrix with the rows of every head in another order; in fp8 where a block's rows remain in it."""
+    """Return a matrix with the rows of every head in another order; in fp8 if all rows stay in their block."""
     if isinstance(weight, BlockFp8) and BLOCK % len(order) == 0:
         return BlockFp8(_reorder_rows(weight.codes.view(torch.uint8), order).view(weight.codes.dtype), weight.scales)
     return _reorder_rows(weight if isinstance(weight, Tensor) else dequantize(weight, torch.float32), order)

@@ -18,7 +18,7 @@ QUERIES = gl.constexpr(128)  # queries per tile
 ROWS = gl.constexpr(64)  # queries of a consumer
 CONSUMERS = gl.constexpr(256)  # threads of both consumers
 KEYS = gl.constexpr(128)  # keys per tile
-NUM_STAGES = gl.constexpr(2)  # stages of keys and values: shared memory has room for no more
+NUM_STAGES = gl.constexpr(2)  # stages of keys and values, the maximum that fits into shared memory
 
 TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
@@ -102,7 +102,7 @@ def produce(descs, strides, buffers, barriers, work):
                 mbarrier.expect(ready, KEYS * (NOPE + ROPE) * 2)
                 tma_load(k_nope_desc, [row, work.head * k_stride_head], ready, buffers.k_nope.index(stage))
                 tma_load(k_pe_desc, [row, 0], ready, buffers.k_pe.index(stage))
-            if step > 0:  # the values of the tile before, as the consumers multiply them
+            if step > 0:  # values of the previous tile, in the order in which the consumers multiply them
                 stage, phase = (step - 1) % NUM_STAGES, ((step - 1) // NUM_STAGES) & 1
                 row = work.key_start + (work.num_tiles - step) * KEYS
                 mbarrier.wait(barriers.v_free.index(stage), phase ^ 1)

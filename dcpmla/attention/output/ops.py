@@ -1,8 +1,8 @@
-"""Custom ops (`torch.ops.dcpmla`) that write attention's output: quantized or as it is, alone or as W_UV's product.
+"""Custom ops (`torch.ops.dcpmla`) that write attention's output: quantized or not, alone or as W_UV's product.
 
 `attention/output/formats.py` specifies the bytes of quantized rows and runs on CPUs; GPUs run the kernels of
-`attention/output/kernels.py`. What W_UV gives is rounded to attention's dtype before it is quantized, so both ways have
-one result wherever sums in another order round alike. Quantized outputs come from bfloat16, float16 or float32, and are
+`attention/output/kernels.py`. W_UV's product is rounded to attention's dtype before it is quantized, so both ways give
+the same result if sums in another order round alike. Quantized outputs come from bfloat16, float16 or float32, and are
 finite. No gradients.
 """
 
@@ -63,7 +63,7 @@ def project_rows_(
     ue8m0: bool,
     w_scales: Tensor | None = None,
 ) -> None:
-    """Do what `write_rows_` does with `project_values(out, w_uv, w_scales)`."""
+    """Apply `write_rows_` to `project_values(out, w_uv, w_scales)`."""
     if values.dtype == out.dtype:
         project_into(out, w_uv, w_scales, values[first_row : first_row + len(out)])
     else:

@@ -9,7 +9,7 @@ for.
 import torch
 from torch import Tensor
 
-EMPTY = -(2**63)  # no candidate: less than any
+EMPTY = -(2**63)  # no candidate; less than all candidates
 LAST_POSITION = 2**31 - 1
 _ALL_BUT_SIGN = 0x7FFFFFFF
 _LOW_HALF = 0xFFFFFFFF
@@ -32,9 +32,10 @@ def unpack_positions(candidates: Tensor) -> Tensor:
 
 
 def candidate_width(topk: int, num_columns: int) -> int:
-    """Return how many candidates a rank sends for a token, which may have num_columns tokens there: topk at most.
+    """Return the number of candidates that a rank with num_columns tokens sends for a token, at most topk.
 
-    A multiple of an eighth of topk: kernels are compiled for each width, and num_columns grows with every context.
+    It is a multiple of an eighth of topk, because kernels are compiled for each width, and num_columns grows with
+    the context.
     """
     step = max(1, topk // 8)
     return min(topk, -(-num_columns // step) * step)

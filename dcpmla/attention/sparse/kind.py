@@ -23,8 +23,8 @@ class SparseKind(DenseKind):
     """Sparse MLA.
 
     Attributes:
-        index_layers: Numbers of the layers with an indexer, ascending; the others attend to the selection of the layer
-            before.
+        index_layers: Numbers of the layers with an indexer, ascending; other layers attend to the previous layer's
+            selection.
     """
 
     index_layers: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The choice of what each token attends to, tokens or entries, from an indexer's queries and cached keys."""
+"""The selection of the tokens or entries that each token attends to, by an indexer's queries and cached keys."""
 
 import torch
 from torch import Tensor
@@ -18,13 +18,13 @@ _WORKSPACE_BYTES = 128 << 20  # bound of scores, and of all ranks' candidates
 class TokenSelector:
     """Selector of the best keys before each token, by an indexer's scores.
 
-    Each rank scores its own keys; one exchange brings its best ones to all ranks, which make the same choice.
+    Each rank scores its own keys; one exchange sends its best keys to all ranks, which make the same choice.
 
     Args:
         config: Sizes of the indexer.
         placement: Placement of the layer.
     Raises:
-        ValueError: The Hadamard transform is asked for, and the width is not a power of two.
+        ValueError: The config asks for the Hadamard transform, but the width is not a power of two.
     """
 
     def __init__(self, config: IndexerConfig, placement: Placement) -> None:

@@ -35,7 +35,7 @@ class SparseMetadata:
         return SparseMetadata(self.block_table, *per_token, self.max_seq_len)
 
     def of_tokens(self, index: int, size: int) -> "SparseMetadata":
-        """Return the metadata of each request's token of this index, of requests with `size` tokens each."""
+        """Return the metadata of token number `index` of each request, where requests have `size` tokens each."""
         columns = self.request, self.seq_lens, self.local_seq_lens
         request, seq_lens, local_seq_lens = (tokens_of(column, index, size) for column in columns)
         return SparseMetadata(self.block_table, request, seq_lens, local_seq_lens, self.max_seq_len)
@@ -62,7 +62,7 @@ class SelectedTokens:
 
     @classmethod
     def empty(cls, num_tokens: int, topk: int, device: torch.device | str) -> "SelectedTokens":
-        """Return uninitialized memory for so many tokens."""
+        """Return uninitialized memory for num_tokens tokens."""
         positions, slots = (torch.empty(num_tokens, topk, dtype=torch.int32, device=device) for _ in range(2))
         return cls(positions, slots, torch.empty(num_tokens, dtype=torch.int32, device=device))
 

@@ -18,10 +18,10 @@ _LOG2E = 1.4426950408889634
 _BYTES_OF_64_ROWS = 114_688  # shared memory that they take with DeepSeek's widths
 LN2 = tl.constexpr(0.6931471805599453)
 TILE = tl.constexpr(formats.TILE)
-SHARED_TILE = tl.constexpr(shared_format.TILE)  # width of the part of a shared key that is not quantized, too
+SHARED_TILE = tl.constexpr(shared_format.TILE)  # also the width of a shared key's part that is not quantized
 PAGE_ROWS = tl.constexpr(shared_format.PAGE_ROWS)
 SCALE_BYTES = tl.constexpr(shared_format.SCALE_BYTES)
-# Smallest part: the last one to arrive merges them all, so many short ones would cost more than they save.
+# Smallest part: the last part to arrive merges all parts, so many short parts would cost more than they save.
 MIN_TILES = tl.constexpr(8)
 
 
@@ -284,7 +284,7 @@ def decode_kernel(
 
 
 def run(call: DecodeCall) -> tuple[Tensor, Tensor]:
-    """Compute `dcpmla.mla_decode` in one launch, for the calls that `backends` lets through."""
+    """Compute `dcpmla.mla_decode` in one launch, for the calls that `backends` admits."""
     q, q_pe, kv_cache, block_table = call.q, call.q_pe, call.kv_cache, call.block_table
     num_heads = q.shape[1]
     out, lse = call.new_output()

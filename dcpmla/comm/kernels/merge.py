@@ -8,7 +8,7 @@ from torch import Tensor
 
 @triton.jit
 def shares(lse):
-    """Return the shares [N] that a row's parts have in the merged row, from their LSEs [N], and its LSE."""
+    """Return the shares [N] of a row's parts in the merged row, from their LSEs [N], and the merged LSE."""
     peak = tl.max(lse, 0)
     # -inf - -inf is NaN: a row that is empty everywhere takes weight 0.
     peak = tl.where(peak == -float("inf"), 0.0, peak)
@@ -36,7 +36,7 @@ def merge_kernel(
     PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Merge the parts of one (token, head) a program: their shares, then the sum of their rows times these."""
+    """Merge the parts of one (token, head) per program: sum the parts' rows times their shares."""
     row = tl.program_id(0).to(tl.int64)
     token, head = row // num_heads, row % num_heads
     part = tl.arange(0, PARTS).to(tl.int64)
@@ -59,10 +59,10 @@ def merge_rows(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Compute `dcpmla.merge_partials` in one kernel on a GPU, for rows with any strides but contiguous columns.
 
     Args:
-        out: [N, T, H, D], float32, bfloat16 or float16, out.stride(-1) == 1.
-        lse: [N, T, H] float32.
+        out: Partial outputs [N, T, H, D], float32, bfloat16 or float16, out.stride(-1) == 1.
+        lse: Log-sum-exp [N, T, H], float32.
     Returns:
-        out [T, H, D] in the dtype given, lse [T, H] float32.
+        Merged out [T, H, D] in its dtype, lse [T, H] float32.
     """
     num_parts, num_tokens, num_heads, width = out.shape
     merged = torch.empty(num_tokens, num_heads, width, dtype=out.dtype, device=out.device)
@@ -99,9 +99,9 @@ def weigh_kernel(
     PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Multiply this rank's row of one (token, head of the group) a program by its share.
+    """Multiply this rank's row of one (token, head of the group) per program by its share.
 
-    It is stored from where the head's owner takes it.
+    It is stored in the order of the heads' owners.
     """
     row = tl.program_id(0).to(tl.int64)
     token, head = row // (SIZE * num_heads), row % (SIZE * num_heads)

@@ -227,7 +227,7 @@ def two_shot_kernel(
     PROGRAMS: tl.constexpr,
     SHARE: tl.constexpr,
 ):
-    """Store items at their owners, which sum and add them and store them at all ranks; norm everyone's.
+    """Store items at their owners, which sum them, add the residual and store the sums at all ranks; norm all items.
 
     A unit is SIZE items, one of each owner; a program does `items` / SIZE units.
     """

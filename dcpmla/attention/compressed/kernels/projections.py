@@ -208,13 +208,13 @@ def heads_kernel(
     PAIRS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Weigh with the sink, rotate back and, where there are scales, quantize a tile of (token, head) rows."""
+    """Weigh with the sink, rotate back and, if scales are given, quantize a tile of (token, head) rows."""
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     token, head, is_row = row // NUM_HEADS, row % NUM_HEADS, row < num_rows
     x, y = load_pairs(attended_ptr + token * stride_token + head * stride_head, is_row, WIDTH, PAIRS, True)
     lse = tl.load(lse_ptr + token * lse_stride_token + head * lse_stride_head, mask=is_row, other=0.0)
     share = 1 / (1 + tl.exp(tl.load(sinks_ptr + head, mask=is_row, other=0.0) - lse))
-    is_there = share > 0  # a share of NaN, too, is of nothing
+    is_there = share > 0  # a share of NaN also means no keys
     wide_x = tl.where(is_there, x.to(tl.float32) * share, 0.0)
     wide_y = tl.where(is_there, y.to(tl.float32) * share, 0.0)
     cos_sin_ptr += token * ROPE
@@ -250,7 +250,7 @@ def finish_heads_fp8(out: Tensor, lse: Tensor, sinks: Tensor, cos_sin: Tensor) -
 def _finish_heads(
     attended: Tensor, lse: Tensor, sinks: Tensor, cos_sin: Tensor, out: Tensor, scales: Tensor | None
 ) -> None:
-    """Launch the kernel of both."""
+    """Launch the kernel of both functions."""
     num_tokens, num_heads, width = attended.shape
     if num_tokens:
         rows = _num_rows(num_tokens * num_heads)
