@@ -1,7 +1,7 @@
 """The consumers of Hopper's decode kernel with products in 16 bits: two groups of four warps.
 
 `score_consumer` computes scores, probabilities and the left half of the output, `value_consumer` the right half, from
-the first one's probabilities. So each half of the output fits into its group's registers. `pipeline` documents
+the same probabilities. So each half of the output fits into its group's registers. `pipeline` documents
 segments, stages and mbarrier phases.
 """
 
@@ -77,7 +77,7 @@ def score_consumer(buffers, barriers, outputs, scale, value_scale, work):
 
     Both halves are multiplied by value_scale. Starting a tile's scores before the values of the previous tile would
     keep the tensor cores from waiting for its probabilities; but both tiles would stay longer in their stages, and the
-    wait for memory would grow by more than that.
+    wait for memory would grow by more time than that saves.
     """
     batch = work.batch
     probs_ready, probs_free = barriers.probs_ready.index(0), barriers.probs_free.index(0)

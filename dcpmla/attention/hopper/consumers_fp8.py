@@ -39,7 +39,7 @@ NUM_PROBS = gl.constexpr(2)  # stages of probabilities
 PAIRS = gl.constexpr(64)
 TILE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))  # 64 x 64 scores, or columns x rows
 VALUES = gl.constexpr(gl.DotOperandLayout(0, TILE.value, 4))
-# Keys x pairs of columns, as transposing loads (ldmatrix) distribute them: four keys of a pair to a thread.
+# Keys x pairs of columns, as transposing loads (ldmatrix) distribute them: a thread has four keys of a pair.
 LOADED = gl.constexpr(
     gl.DistributedLinearLayout(
         [[1, 0], [8, 0], [0, 8], [16, 0], [32, 0]],
@@ -91,7 +91,7 @@ def _load_pairs(pairs, index):
 def _load_values(pairs, stage):
     """Load a stage's values as an operand [HALF, KEYS].
 
-    In both quarters of the columns, the even ones come first, then the odd ones.
+    In both quarters, the even columns come first, then the odd columns.
     """
     even, odd = _load_pairs(pairs, stage * 2)
     more_even, more_odd = _load_pairs(pairs, stage * 2 + 1)
@@ -163,7 +163,7 @@ def score_consumer(buffers, barriers, scale, q_scale_ptr, kv_scale_ptr, work):
             total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, TILE))
             key = (start - begin) * KEYS
             mbarrier.wait(barriers.q_ready, num_segments & 1)
-            # Tiles go in pairs: the second one's scores are computed during the first one's softmax.
+            # Tiles go in pairs: the second tile's scores are computed during the first tile's softmax.
             for _pair in range(0, (stop - start) // 2):
                 scores = start_scores(buffers, barriers, num_done, TILE)
                 more = start_scores(buffers, barriers, num_done + 1, TILE)
@@ -209,7 +209,7 @@ def _store_partial(partials_ptr, partial, half, num_rows, acc):
 def value_consumer(half: gl.constexpr, buffers, barriers, outputs, work):
     """Compute half of the output's columns from the probabilities of `score_consumer`.
 
-    The left half's consumer also stores the LSE, the right half's also stores results of empty requests.
+    The left half's consumer also stores the LSE, the right half's the results of empty requests.
     """
     batch = work.batch
     values = buffers.k_right if half else buffers.k_left

@@ -2,7 +2,7 @@
 the queries' dtype.
 
 Four warps replace `producers.produce_tiles`; the consumers are the same. Registers hold three fifths of a tile: while
-one part of it is converted, the next ones are loaded from memory.
+one part of a tile is converted, the next parts are loaded from memory.
 """
 
 from triton.experimental import gluon
@@ -67,7 +67,7 @@ def _load_rope(keys_ptr, ROW_WORDS: gl.constexpr, IS_DS_MLA: gl.constexpr):
 
 @gluon.jit
 def _widen(codes):
-    """Convert words of four e4m3 to float32: four tensors, of the words' first values, their second ones and so on."""
+    """Convert words of four e4m3 to float32: four tensors, of the words' first, second, third and fourth values."""
     return gl.inline_asm_elementwise(
         """{
         .reg .b16 low, high;
@@ -121,7 +121,7 @@ def _store_quarter(buffer, quarter: gl.constexpr, codes, scales, paging):
 
 @gluon.jit
 def _halves(words):
-    """Split words of two bfloat16 into the first ones and the second ones."""
+    """Split words of two bfloat16 into the first and the second numbers."""
     first, second = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
     )
@@ -130,7 +130,7 @@ def _halves(words):
 
 @gluon.jit
 def _store_rope(buffer, words, IS_DS_MLA: gl.constexpr):
-    """Store rope parts that `_load_rope` has loaded into a buffer [KEYS, ROPE], in its dtype."""
+    """Store rope parts from `_load_rope` into a buffer [KEYS, ROPE], in its dtype."""
     if IS_DS_MLA:
         first, second = _halves(words)
         buffer.store(gl.join(first.to(buffer.dtype), second.to(buffer.dtype)).reshape(buffer.shape))
@@ -171,7 +171,7 @@ def _prefetch(found, rows_ptr, paging):
 def produce_converted(queries, rows_ptr, buffers, barriers, paging, counters_ptr, work):
     """Copy the queries of each segment by TMA, then load and convert its keys.
 
-    Scales of fp8_ds_mla are multiplied in; the one scale of an e4m3 cache is left to the consumers.
+    Scales of fp8_ds_mla are multiplied in; the consumers apply the one scale of an e4m3 cache.
     """
     num_stages: gl.constexpr = buffers.k_left.shape[0]
     is_planar: gl.constexpr = paging.page_stride is not None
@@ -211,7 +211,7 @@ def produce_converted(queries, rows_ptr, buffers, barriers, paging, counters_ptr
                 _store_quarter(buffers.k_right.index(stage), 0, c2, s2, paging)
                 c1, s1 = _load_quarter(keys_ptr, 1, found, paging)
                 _store_quarter(buffers.k_right.index(stage), 1, c3, s2 if is_planar else s3, paging)
-                fence_async_shared()  # waits for loads, too, but they started long ago
+                fence_async_shared()  # this also waits for loads, which started long before
                 mbarrier.arrive(barriers.left_ready.index(stage), count=1)
                 mbarrier.arrive(barriers.right_ready.index(stage), count=1)
                 if paging.is_sparse:

@@ -3,9 +3,9 @@
 A row that is sent is stored where `comm.kernels.landings.combine_kernel` would store it: this is that kernel's first
 half, done as soon as a row is computed.
 
-A part that has only some of a request's keys leaves a partial output. When all parts of the request have left one,
-their programs merge them inside the same launch, each program a share of the rows: a single one would read for longer
-than all programs attended. Each half of the columns belongs to another group of warps.
+A part with only some of a request's keys stores a partial output. When all parts of the request have stored theirs,
+their programs merge them inside the same launch, each program a share of the rows: one program alone would need more
+time to read them than all programs need to attend. Each half of the columns belongs to another group of warps.
 """
 
 from triton.experimental import gluon
@@ -44,7 +44,7 @@ class Mail:
     words_at: gl.tensor
     epoch: gl.tensor
     rank: gl.tensor
-    own_heads: gl.base_value  # heads of a rank; a constexpr where it is 1
+    own_heads: gl.base_value  # heads of a rank; a constexpr if it is 1
     num_rows: gl.tensor  # rows that each rank sends to an owner
     num_heads: gl.tensor  # heads of all ranks
 
@@ -53,8 +53,8 @@ class Mail:
 class Outputs:
     """The memory that the output goes to.
 
-    Rows whose program saw all their keys go to out and lse, or with `mail` to their owners; other rows become partial
-    outputs, which are counted as they arrive.
+    Rows whose program had all their keys go to out and lse, or with `mail` to their owners; other rows become partial
+    outputs, which are counted on arrival.
     """
 
     out_ptr: gl.tensor  # [T, H, LATENT]
@@ -96,9 +96,9 @@ def out_at(outputs, first_row, row, column):
 
 @gluon.jit
 def lse_of_row(outputs, lse):
-    """Return the LSE to store with a row that was computed: never -inf where rows are sent.
+    """Return the LSE to store with a computed row, never -inf if rows are sent.
 
-    The owner would take -inf for a row that is not sent. All scores of such a row are -inf; compared with any other,
+    The owner would read -inf as a row that is not sent. All scores of such a row are -inf; compared with any other,
     its share is 0.
     """
     if outputs.mail is not None:
@@ -158,7 +158,7 @@ def zero_empty(outputs, work):
 def find_partial(part, begins, line):
     """Return the number of a part's partial output.
 
-    A part may leave two partial outputs: one of a request that it continues, one of a request that it begins.
+    A part may store two partial outputs: one for a request that it continues, one for a request that it begins.
     """
     return (line * gl.num_programs(1) + part) * 2 + begins.to(gl.int32)
 
@@ -177,7 +177,7 @@ def partial_at(partial, half, row, index):
 def store_partial(partials_ptr, partial, half, num_rows, acc):
     """Store half a partial output from acc [ROWS, HALF] straight from the registers of wgmma.
 
-    A warp writes 512 contiguous bytes, which leaves the columns of a group out of order: `_in_order` restores it.
+    A warp writes 512 contiguous bytes, so the columns of a group are out of order; `_in_order` restores the order.
     """
     values = acc.reshape([ROWS, HALF // GROUP, 2, 4, 2]).permute((1, 0, 3, 2, 4)).reshape([HALF // GROUP, ROWS * 4, 4])
     group = gl.arange(0, HALF // GROUP, layout=gl.SliceLayout(1, gl.SliceLayout(2, QUARTERS)))
@@ -234,8 +234,8 @@ def await_parts(last, last_begin, work, counters_ptr, merge_ready):
 def merge_parts(half, last, last_begin, work, outputs, merge_ready):
     """Merge half the columns of the requests that this part shares with others: its first, its last, both or none.
 
-    A role calls this after the last tile of its part: waiting earlier would make each part wait for the whole previous
-    one.
+    A role calls this after the last tile of its part: waiting earlier would make each part wait for all of the previous
+    part.
     """
     request, begin, batch = work.request, work.begin, work.batch
     for merge in range(0, num_shared(work, last_begin)):
@@ -286,7 +286,7 @@ def _merge_rows(
         acc = gl.zeros([AT_ONCE, HALF], gl.float32, by_column)
         for other in range(0, num_parts, PARTS):
             part = gl.expand_dims(other + gl.arange(0, PARTS, layout=gl.SliceLayout(0, by_part)), 0)
-            known = gl.minimum(part, num_parts - 1)  # a part that is read twice takes weight 0 the second time
+            known = gl.minimum(part, num_parts - 1)  # a part that is read twice has weight 0 the second time
             partial = find_partial(first_part + known, known == 0, line)
             lse = gl.where(part < num_parts, gl.load(outputs.partial_lses_ptr + (partial * ROWS + row)), -float("inf"))
             at = partial_at(

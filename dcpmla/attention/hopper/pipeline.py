@@ -1,9 +1,9 @@
-"""The pipeline between the warps of a program: stages in shared memory, and the mbarriers that hand them over.
+"""The pipeline between the warps of a program: stages in shared memory, and the mbarriers that synchronize them.
 
-The unit of work is a segment: the tiles that a part has of one request. Each role, a producer or a consumer, walks the
-segments of its part by itself and meets the others at mbarriers: a `ready` one completes a phase when a stage has been
-filled, a `free` one when all its consumers have read it. Phases have a parity, so roles count how often they have used
-a stage. The counts are the same in all threads (`schedule.uniform`), and so are the addresses of stages: else the
+The unit of work is a segment: the tiles that a part has of one request. Each role, a producer or a consumer, iterates
+over the segments of its part and synchronizes with other roles at mbarriers: a `ready` mbarrier completes a phase when
+a stage is filled, a `free` mbarrier when all its consumers have read it. Phases have a parity, so roles count their
+uses of a stage. The counts are the same in all threads (`schedule.uniform`), and so are the addresses of stages: else the
 tensor cores would wait for them.
 """
 
@@ -32,8 +32,8 @@ class Buffers:
     k_right: gl.shared_memory_descriptor
     k_pe: gl.base_value  # [stages, KEYS, ROPE], or None
     probs: gl.shared_memory_descriptor  # [stages, ROWS, KEYS], numerators of the softmax; of one stage [ROWS, KEYS]
-    factors: gl.shared_memory_descriptor  # float32 [stages, ROWS] or [ROWS], what the sums so far are multiplied by
-    lses: gl.base_value  # float32 [ROWS] where all of the output is computed from the buffers, else None
+    factors: gl.shared_memory_descriptor  # float32 [stages, ROWS] or [ROWS], factors of the sums so far
+    lses: gl.base_value  # float32 [ROWS] if all of the output is computed from the buffers, else None
 
 
 @aggregate
@@ -94,7 +94,7 @@ def allocate_mbarriers(number: gl.constexpr, count: gl.constexpr):
 def new_barriers(
     NUM_STAGES: gl.constexpr, NUM_PROBS: gl.constexpr, Q_CONSUMERS: gl.constexpr, PROBS_CONSUMERS: gl.constexpr
 ):
-    """Allocate the mbarriers of a program, whose queries and probabilities are read by so many roles."""
+    """Allocate the mbarriers of a program, by the numbers of roles that read its queries and probabilities."""
     q_ready, q_free = allocate_mbarriers(1, 1).index(0), allocate_mbarriers(1, Q_CONSUMERS).index(0)
     left_ready, left_free = allocate_mbarriers(NUM_STAGES, 1), allocate_mbarriers(NUM_STAGES, 1)
     right_ready, right_free = allocate_mbarriers(NUM_STAGES, 1), allocate_mbarriers(NUM_STAGES, 1)
@@ -110,7 +110,7 @@ def new_barriers(
 def stage_of(buffer, index=0):
     """Return a stage of a buffer.
 
-    The index is hidden from the front half of the compiler, which would compute all addresses ahead and spill them.
+    The index is hidden from the front half of the compiler, which would compute all addresses early and spill them.
     """
     return buffer.index(
         gl.inline_asm_elementwise(
@@ -127,7 +127,7 @@ def _multiply(queries, keys, stage, scores):
 
 @gluon.jit
 def start_scores(buffers, barriers, tile, layout: gl.constexpr):
-    """Start the queries' products with the pieces of a tile of keys, asynchronous; return the scores in the making."""
+    """Start the queries' asynchronous products with the pieces of a tile of keys; return the pending scores."""
     num_stages: gl.constexpr = buffers.k_left.shape[0]
     stage, phase = tile % num_stages, (tile // num_stages) & 1
     scores = gl.zeros([ROWS, KEYS], gl.float32, layout)
@@ -141,5 +141,5 @@ def start_scores(buffers, barriers, tile, layout: gl.constexpr):
 
 @gluon.jit
 def exp2(x):
-    """Return 2^x from one instruction: gl.exp2 takes four more to keep denormals, which nothing here needs."""
+    """Return 2^x from one instruction: gl.exp2 takes four more to keep denormals, which are not needed here."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)

@@ -16,13 +16,13 @@ from dcpmla.attention.hopper.prefill_mask import load_words, open_mask, select_s
 from dcpmla.attention.hopper.prefill_pipeline import KEYS, NUM_STAGES, PRODUCT, ROW, ROWS, TILE, VALUE
 
 CLEARED = gl.constexpr(16)  # rows cleared at a time
-LOWEST = gl.constexpr(-3.4028234663852886e38)  # the least finite float32
+LOWEST = gl.constexpr(-3.4028234663852886e38)  # the lowest finite float32
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, PRODUCT.value, 2))
 
 
 @gluon.jit
 def _start_scores(group: gl.constexpr, buffers, barriers, step):
-    """Start the queries' products with a tile of keys, asynchronous; return the scores in the making."""
+    """Start the queries' asynchronous products with a tile of keys; return the pending scores."""
     stage = step % NUM_STAGES
     mbarrier.wait(barriers.k_ready.index(stage), (step // NUM_STAGES) & 1)
     scores = gl.zeros([ROWS, KEYS], gl.float32, PRODUCT)
@@ -33,7 +33,7 @@ def _start_scores(group: gl.constexpr, buffers, barriers, step):
 
 @gluon.jit
 def _start_values(probs, buffers, step, acc):
-    """Start adding a tile's probabilities times its values to acc, asynchronous; return acc in the making."""
+    """Start the asynchronous addition of a tile's probabilities times values to acc; return the pending acc."""
     return warpgroup_mma(probs, stage_of(buffers.v, step % NUM_STAGES), acc, is_async=True)
 
 
@@ -54,7 +54,7 @@ def _softmax(scores, peak, total, scale_log2, dtype: gl.constexpr):
 def _clear_past(values, num_keys):
     """Zero the rows of values [KEYS, VALUE] past the last key: they may hold NaN, and 0 x NaN is NaN.
 
-    Both consumers do so: a row that either rewrites keeps its values or becomes zero, so the other may read it.
+    Both consumers do so: rewriting a row keeps its values or makes them zero, so the other consumer may read it.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     num_parts: gl.constexpr = KEYS // CLEARED

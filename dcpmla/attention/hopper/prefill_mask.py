@@ -26,7 +26,7 @@ class Mask:
 
 @gluon.jit
 def open_mask(mask_ptr, num_words, first_row, num_rows):
-    """Return the `Mask` of scores [ROWS, KEYS]. Rows from num_rows on have the words of the row before them.
+    """Return the `Mask` of scores [ROWS, KEYS]. Rows from num_rows on have the words of the previous row.
 
     Args:
         mask_ptr: Words of all queries [T, num_words].
@@ -41,7 +41,7 @@ def open_mask(mask_ptr, num_words, first_row, num_rows):
 def load_words(mask, tile):
     """Load the words of a tile of keys as [ROWS, KEYS]: for each score, the word that holds its bit.
 
-    A negative tile counts as the first one: the consumer loads one tile more than it uses.
+    A negative tile counts as the first tile, because the consumer loads one tile more than it uses.
     """
     number = gl.expand_dims(gl.arange(0, KEYS, layout=COLUMN) // WORD, 0)
     words = gl.zeros([ROWS, KEYS], gl.int32, PRODUCT)
@@ -55,7 +55,7 @@ def load_words(mask, tile):
 def select_scores(scores, words, mask):
     """Replace the scores of keys that are not selected by -inf.
 
-    The test and the selection are one piece of assembly: LLVM would pack the results of tests into words.
+    The test and the selection are one piece of assembly, because LLVM would pack the results of tests into words.
     """
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 bit; and.b32 bit, $2, $3; setp.ne.b32 p, bit, 0; selp.f32 $0, $1, 0fFF800000, p; }",

@@ -1,4 +1,4 @@
-"""The producers of Hopper's decode kernel: they bring queries and keys into shared memory, stage after stage.
+"""The producers of Hopper's decode kernel: they copy queries and keys into shared memory, stage after stage.
 
 `produce_tiles` is one warp that copies tiles by TMA. `produce_rows` is four warps that gather single rows, as sparse
 attention selects them. (`convert.produce_converted` is for caches of 8 bits.) A producer ends by waiting for
@@ -60,7 +60,7 @@ def load_queries(queries, first_row, buffers, barriers, num_segments):
 
 @gluon.jit
 def find_table(request, paging):
-    """Return where a request's row of the block table begins."""
+    """Return a pointer to a request's row of the block table."""
     row = request
     if paging.index_ptr is not None:
         row = uniform(gl.load(paging.index_ptr + request))
@@ -78,7 +78,7 @@ def _find_row(tile, table, paging):
 def find_keys(tile, last_key, table, rows_ptr, paging, layout: gl.constexpr):
     """Return the keys' locations in a tile [KEYS] for `point_to`: pointers, or row numbers where the table has them.
 
-    Past the last key of a segment, where the table is undefined, that key is returned again, or the last tile.
+    Past the last key of a segment the table is undefined, so the last key or the last tile is returned again.
     """
     key = gl.arange(0, KEYS, layout=layout)
     if paging.is_sparse:
@@ -98,7 +98,7 @@ def split_row(found):
 
 @gluon.jit
 def point_to(found, rows_ptr, paging):
-    """Return pointers to keys that `find_keys` found.
+    """Return pointers to keys from `find_keys`.
 
     Pointers to single rows take two registers each, so they are computed when they are needed; other pointers differ
     by constants.

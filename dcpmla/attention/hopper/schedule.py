@@ -1,8 +1,8 @@
 """The schedule of Hopper's decode kernel, in the manner of stream-K: how programs share the key tiles of a batch.
 
-The key tiles of all requests form one line, which is cut into equal parts, one for each program. A request that is cut
-leaves a partial output from each of its parts (`outputs`). Where that costs few tiles, the line has gaps between
-requests, so that cuts fall between them, or so that no part holds more than one.
+The key tiles of all requests form one line, which is cut into equal parts, one for each program. Each part of a request
+that is cut stores a partial output (`outputs`). If that costs few tiles, the line has gaps between requests, so that
+cuts fall between requests, or so that no part holds more than one request.
 """
 
 from triton.experimental import gluon
@@ -13,7 +13,7 @@ from dcpmla.attention.hopper.compat import aggregate
 ROWS = gl.constexpr(64)  # query rows of a tile
 KEYS = gl.constexpr(64)  # keys of a tile
 LATENT = gl.constexpr(512)
-HALF = gl.constexpr(256)  # columns of a latent or an output that one group of warps takes
+HALF = gl.constexpr(256)  # columns of a latent or an output per group of warps
 ROPE = gl.constexpr(64)
 MIN_TILES = gl.constexpr(2)  # tiles of a part: with fewer, partial outputs cost more than a shorter part saves
 # Tiles by which a part may grow, at most by half, to save one partial output, or two: about their cost.
@@ -28,7 +28,7 @@ class Batch:
     A line has one tile of each request's query rows; there is a line for each tile of the longest request. The tile
     rotates from request to request, so that the only tiles of short requests are spread over the lines.
 
-    Programs of all lines that read the same keys at the same time share the loads. So where few requests are short,
+    Programs of all lines that read the same keys at the same time share the loads. So if few requests are short,
     lines keep gaps in place of missing tiles, and stay in step.
     """
 
@@ -42,14 +42,14 @@ class Batch:
 
 @aggregate
 class Work:
-    """The part of the line that is this program's: tiles [start, end), counted from the front of the line.
+    """This program's part of the line: tiles [start, end), counted from the front of the line.
 
     `size` and `granule` are the same for all parts: the number of tiles of a part, and the number to a multiple of
     which each request's tiles are padded in the line.
     """
 
     num_reqs: gl.tensor  # requests of the launch
-    request: gl.tensor  # the first one of this part
+    request: gl.tensor  # the first request of this part
     begin: gl.tensor  # position of its first tile
     start: gl.tensor
     end: gl.tensor
@@ -103,7 +103,7 @@ def find_request(index, batch):
 
 @gluon.jit
 def keep_gaps(lens_ptr, start_ptr, query_len, num_heads, line, num_reqs, REQS: gl.constexpr):
-    """Return the `Batch` of a launch, with gaps where they are no more than a fifth of its lines."""
+    """Return the `Batch` of a launch, with gaps if they are no more than a fifth of its lines."""
     batch = Batch(lens_ptr, start_ptr, query_len, num_heads, line, gl.to_tensor(True))
     if start_ptr is not None:  # else all requests have a tile in each line
         index = gl.arange(0, REQS, layout=gl.BlockedLayout([REQS // 32], [32], [4], [0]))
@@ -159,7 +159,7 @@ def cut(num_tiles, num_reqs, batch):
 
 @gluon.jit
 def next_begin(begin, num_keys, work):
-    """Return where the tiles of the next request begin."""
+    """Return the position of the next request's first tile."""
     return begin + gl.cdiv(gl.cdiv(num_keys, KEYS), work.granule) * work.granule
 
 
@@ -172,5 +172,5 @@ def sharing_parts(begin, num_keys, work):
 
 @gluon.jit
 def num_shared(work, last_begin):
-    """Count the requests that other parts may share: this part's first, and its last if it is another one."""
+    """Count the requests that other parts may share: this part's first request, and its last if different."""
     return (work.start < work.end).to(gl.int32) + (work.begin < last_begin).to(gl.int32)

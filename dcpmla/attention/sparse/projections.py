@@ -40,7 +40,7 @@ def finish_index_keys(
         slots: [T] int64, -1 where another rank owns the token.
         norm_weight, norm_bias: [D].
         cos_sin: [T, R] float32 as in `apply_rope`, for the first R of D columns; None leaves them as they are.
-        hadamard: transform keys, and queries alike, by a Hadamard matrix over sqrt(D): scores stay, but e4m3 rounds
+        hadamard: Whether to transform keys and queries by a Hadamard matrix over sqrt(D): scores stay, but e4m3 rounds
             more even values.
     Source: DeepSeek-V3.2's indexer; rounded to the dtype of keys where transformers' models round.
     """
