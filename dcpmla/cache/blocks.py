@@ -59,7 +59,7 @@ class BlockAllocator:
         return cls(plan.num_blocks, plan.block_tokens, plan.num_states)
 
     def reset(self) -> None:
-        """Reset all blocks and states, including those in use."""
+        """Reset all blocks and states, even if in use."""
         num_blocks = self.num_blocks
         self.states = StatePool(self._num_states)
         self._free = OrderedDict.fromkeys(range(num_blocks))  # in the order of allocation

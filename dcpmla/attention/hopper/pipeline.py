@@ -3,8 +3,8 @@
 The unit of work is a segment: the tiles that a part has of one request. Each role, a producer or a consumer, iterates
 over the segments of its part and synchronizes with other roles at mbarriers: a `ready` mbarrier completes a phase when
 a stage is filled, a `free` mbarrier when all its consumers have read it. Phases have a parity, so roles count their
-uses of a stage. The counts are the same in all threads (`schedule.uniform`), and so are the addresses of stages: else the
-tensor cores would wait for them.
+uses of a stage. The counts are the same in all threads (`schedule.uniform`), and so are the addresses of stages: else
+the tensor cores would wait for them.
 """
 
 from triton.experimental import gluon

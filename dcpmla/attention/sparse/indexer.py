@@ -53,7 +53,7 @@ class Indexer(nn.Module):
             q_c: Query latent [T, Lq] after its norm.
             index_keys: Index cache [num_blocks, block_size, width] of this layer (`dcpmla.cache.index_keys`); written
                 and read.
-            step: Metadata of these T tokens, with a sparse part.
+            step: Metadata of the T tokens, with a sparse part.
         """
         config, dcp, cos_sin, sparse = self.config, self.dcp, step.cos_sin, step.get(SparseMetadata)
         assert sparse is not None
