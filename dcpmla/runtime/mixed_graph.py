@@ -101,7 +101,7 @@ class MixedGraph:
         Returns:
             The hidden states [n, width] and the padded step's metadata, in static memory: valid until the next run.
         Raises:
-            ValueError: The requests are invalid, or have more tokens than the size.
+            ValueError: The requests are invalid, have more tokens than the size, or blocks that the cache lacks.
         """
         self._inputs.fill_absorbed(size, token_ids, requests)
         self._graphs.run(size)
@@ -118,6 +118,8 @@ class MixedGraph:
             requests: Requests that attend with absorbed queries, the first of the step.
         Returns:
             The hidden states [n, width] in static memory, valid until the next run.
+        Raises:
+            ValueError: The step has blocks that the cache lacks.
         """
         if self._inputs.fill(size, token_ids, step, requests):
             step = replace(step, decode=None)

@@ -100,7 +100,7 @@ class MixedInputs:
         Args:
             token_ids: Tokens of the step [n], int64, on the device or the CPU.
         Raises:
-            ValueError: The requests are invalid, or have more tokens than the size.
+            ValueError: The requests are invalid, have more tokens than the size, or blocks that the cache lacks.
         """
         limits = self._limits
         columns = piece_columns(self._steps, requests, limits.tokens_per_request, size.num_tokens, limits.num_pieces)
@@ -119,7 +119,10 @@ class MixedInputs:
             token_ids: Tokens of the step [n], int64 on the device.
             step: Metadata of the step.
             requests: Requests that attend with absorbed queries, the first of the step.
+        Raises:
+            ValueError: The step has blocks that the cache lacks.
         """
+        step.check_blocks(self._num_blocks)  # layers check only the step that is captured
         columns, num_tokens = self._columns, step.num_tokens
         columns.positions[:num_tokens].copy_(step.positions)
         columns.positions[num_tokens : size.num_tokens].zero_()

@@ -143,3 +143,13 @@ def test_columns_are_those_of_a_step(lens: list[tuple[int, int]], width: int, pa
     for start, request in zip(starts, columns.request_index.tolist(), strict=False):
         if start < num_tokens:
             assert request == columns.request[start]
+
+
+def test_blocks_that_the_cache_lacks_are_named() -> None:
+    graph, token_ids = new_graph(64), torch.zeros(3, dtype=torch.int64)
+    requests = StepRequests([3], [3], [[20]])
+    step = StepBuilder(DCPConfig(block_size=BLOCK), 0).build(requests, num_decodes=0)
+    with pytest.raises(ValueError, match="block_tables has block 20; the cache has 20 blocks"):
+        graph.run_absorbed(MixedSize(16, True), token_ids, requests)
+    with pytest.raises(ValueError, match="block_tables has block 20; the cache has 20 blocks"):
+        graph.run(MixedSize(64, False), token_ids, step, requests.first(0))
