@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 from dcpmla.attention.routes import Rates
 from dcpmla.planning.machine import H200X8, Machine
 from dcpmla.planning.predict import Setting, parameter_us
 from dcpmla.planning.weights import ModelSize
 
+_MAX_LOSS = 1 / 16
 _LARGE_STEP = 1 << 20  # tokens of a step in which every product takes longer than reading its weights
 
 
@@ -23,11 +25,13 @@ class PrefillCosts:
         setting: Cut and cache of the model.
         max_num_batched_tokens: Limit of a step's tokens.
         max_prefill_ms: Limit in milliseconds for the pieces of a step in which requests decode; None for the time of
-            max_num_batched_tokens tokens without a context.
+            max_num_batched_tokens tokens without a context, and more where reading contexts again
+            would take over a sixteenth of it.
 
     Attributes:
         tokens_per_request: Width of the pieces that absorbed attention cuts requests into.
         max_prefill_us: Limit for the pieces of a step in which requests decode, in microseconds.
+        max_loss: Share of a piece's time that reading its context again may take (`PieceCosts.max_loss`).
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class PrefillCosts:
         self.tokens_per_request = self._attention.tokens_per_request
         limit_us = self.piece_us(max_num_batched_tokens, 0) if max_prefill_ms is None else 1e3 * max_prefill_ms
         self.max_prefill_us = limit_us
+        self.max_loss = _MAX_LOSS if max_prefill_ms is None else inf
 
     def piece_us(self, new: int, context: int) -> float:
         """Return the microseconds that a piece of so many new tokens adds to a step, after so many tokens before it.

@@ -14,12 +14,17 @@ class PieceCosts(Protocol):
 
     Attributes:
         max_prefill_us: Most microseconds that pieces of prompts take in a step in which requests decode.
+        max_loss: Share of a piece's time that reading its context again may take. Where max_prefill_us leaves less time
+            than that, a step's first piece exceeds it; inf if it never may.
         tokens_per_request: Width of the pieces that absorbed attention cuts requests into
             (`RouteCosts.tokens_per_request`).
     """
 
     @property
     def max_prefill_us(self) -> float: ...
+
+    @property
+    def max_loss(self) -> float: ...
 
     @property
     def tokens_per_request(self) -> int: ...
@@ -37,7 +42,7 @@ class PieceCosts(Protocol):
 class TokenCosts:
     """Cost model of equal tokens: only their number bounds a step, and all pieces attend by MHA."""
 
-    max_prefill_us = float("inf")
+    max_prefill_us = max_loss = float("inf")
     tokens_per_request = 1
 
     def piece_us(self, new: int, context: int) -> float:
@@ -58,9 +63,16 @@ TOKEN_COSTS = TokenCosts()
 
 def piece_tokens(costs: PieceCosts, context: int, limit: int, room_us: float) -> int:
     """Return the size of the next piece after a context: the new tokens, at most `limit`, that fit into room_us, but at
-    least _LEAST_TOKENS.
+    least _LEAST_TOKENS. A step's first piece gets more room where `PieceCosts.max_loss` asks for it.
     """
-    if costs.piece_us(limit, context) <= room_us:
+
+    def piece_us(new: int) -> float:
+        return costs.piece_us(new, context)
+
+    if room_us >= costs.max_prefill_us:
+        half = limit // 2
+        cut_us = piece_us(half) + costs.piece_us(limit - half, context + half) - piece_us(limit)
+        room_us = max(room_us, cut_us / costs.max_loss)
+    if piece_us(limit) <= room_us:
         return limit
-    affordable = bisect_right(range(1, limit + 1), room_us, key=lambda new: costs.piece_us(new, context))
-    return max(affordable, min(limit, _LEAST_TOKENS))
+    return max(bisect_right(range(1, limit + 1), room_us, key=piece_us), min(limit, _LEAST_TOKENS))

@@ -21,7 +21,7 @@ from tests.support.hash_model import BLOCK, EOS, MESH, HashDrafter, HashModel, a
 class RandomCosts:
     """Costs that let pieces attend either way, by their numbers."""
 
-    max_prefill_us = float("inf")
+    max_prefill_us = max_loss = float("inf")
 
     def __init__(self, seed: int) -> None:
         self.seed, self.tokens_per_request = seed, 1 + seed % 3

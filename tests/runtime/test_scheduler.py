@@ -12,6 +12,7 @@ import dcpmla.runtime.batch as batch_module
 import dcpmla.runtime.request as request_module
 from dcpmla.cache.blocks import BlockAllocator, block_key
 from dcpmla.runtime.batch import Batch
+from dcpmla.runtime.costs import piece_tokens
 from dcpmla.runtime.prefixes import ComingBlocks
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
@@ -247,3 +248,25 @@ def test_a_long_prompt_comes_forward_beside_decodes() -> None:
     steps = serve(scheduler, [[decoding], [], [], [Request([2] * 1000, SamplingParams(max_new_tokens=1))]])
     pieces = [piece.num_tokens for step in steps for piece in step.pieces if len(step.pieces) > 1]
     assert [num for num in pieces if num > 1] == [64] * 15 + [40]
+
+
+class ReadingCosts(DrawnCosts):
+    """Costs of which half of a piece's time is the reading of its context, where the limit alone cuts it."""
+
+    def __init__(self, max_loss: float) -> None:
+        super().__init__(0)
+        self.max_prefill_us, self.max_loss = 200.0, max_loss
+
+    def piece_us(self, new: int, context: int) -> float:
+        return new + context / 10
+
+
+@pytest.mark.parametrize(("max_loss", "pieces"), [(math.inf, [100, 90, 81, 29]), (0.25, [300])])
+def test_a_piece_exceeds_the_limit_rather_than_read_its_context_too_often(max_loss: float, pieces: list[int]) -> None:
+    """After 1,000 cached tokens each piece loses 100 us, a quarter of 400."""
+    costs, done, sizes = ReadingCosts(max_loss), 1000, []
+    while done < 1300:
+        sizes.append(piece_tokens(costs, done, 1300 - done, costs.max_prefill_us))
+        done += sizes[-1]
+    assert sizes == pieces
+    assert piece_tokens(costs, 1000, 300, 150.0) == 64  # not a step's first piece: no more room

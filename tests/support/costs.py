@@ -14,6 +14,7 @@ class DrawnCosts:
     def __init__(self, seed: int, absorbs: bool = True) -> None:
         self._seed, self._absorbs = seed, absorbs
         self.max_prefill_us = (float("inf"), 150.0, 1.0)[seed % 3]
+        self.max_loss = float("inf")
         self.tokens_per_request = 1 + seed % 4
         self.num_absorbed = 0  # pieces so far
 
