@@ -79,7 +79,10 @@ class Generate(Benchmark[Batch, None]):
         # A block more for each request: the scheduler keeps one free for each that runs.
         block_tokens = dcp.virtual_block_size * attention_kind(files.config).config.row_tokens
         seq_len = args.input_len + args.output_len - 1 + block_tokens
-        self.engine, chosen = build_engine(args, job, dcp, files, [seq_len] * max(args.batch))
+        num_reqs = max(args.batch)
+        if args.step_tokens:  # all of a step are within the limits of graphs
+            num_reqs = max(num_reqs, min(_NUM_DECODES + 1, args.max_num_seqs))
+        self.engine, chosen = build_engine(args, job, dcp, files, [seq_len] * num_reqs)
         self.graph, self.mixed_graph, self.exchange = self.engine.graph, self.engine.mixed_graph, chosen.exchange.name
         self.speculation = self.engine.speculation
         self.size = _model_size(files.config, self.engine.model.dtype, args.expert_dtype)

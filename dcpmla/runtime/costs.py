@@ -69,10 +69,10 @@ def piece_tokens(costs: PieceCosts, context: int, limit: int, room_us: float) ->
     def piece_us(new: int) -> float:
         return costs.piece_us(new, context)
 
+    if limit <= _LEAST_TOKENS or piece_us(limit) <= room_us:
+        return limit
     if room_us >= costs.max_prefill_us:
         half = limit // 2
         cut_us = piece_us(half) + costs.piece_us(limit - half, context + half) - piece_us(limit)
         room_us = max(room_us, cut_us / costs.max_loss)
-    if piece_us(limit) <= room_us:
-        return limit
-    return max(bisect_right(range(1, limit + 1), room_us, key=piece_us), min(limit, _LEAST_TOKENS))
+    return max(bisect_right(range(1, limit + 1), room_us, key=piece_us), _LEAST_TOKENS)
