@@ -14,13 +14,12 @@ from dcpmla.attention.output.quant import OutputQuant, quant_for
 from dcpmla.attention.output.rows import OutputRows
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.prefill import dcp_mla_prefill
-from dcpmla.attention.projections import absorb_query, finish_latents, rotate_query_
+from dcpmla.attention.projections import Keys, Tokens, absorb_query, finish_latents, rotate_query_, rows_of
 from dcpmla.attention.scales import calculate_scale_
 from dcpmla.attention.sparse.indexer import Indexer
 from dcpmla.attention.sparse.selector import selected_rows
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
 from dcpmla.attention.step import PART_ROWS, DecodeMetadata, PrefillMetadata, StepMetadata
-from dcpmla.attention.tokens import Keys, Tokens, rows_of
 from dcpmla.attention.weights import AttentionWeights
 from dcpmla.cache.formats import row_width
 from dcpmla.cache.latent import LayerCache

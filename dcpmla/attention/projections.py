@@ -1,20 +1,97 @@
 """The operations between projections, cache and attention: norms, RoPE, the cache write, W_UK and W_UV absorbed.
 
-Custom ops (`torch.ops.dcpmla`). The torch code here specifies them and runs on CPUs and in float64; GPUs run the
-kernels of `attention/triton/projections.py` and `attention/triton/rope.py`. No gradients.
+Most are custom ops (`torch.ops.dcpmla`). The torch code here specifies them and runs on CPUs and in float64; GPUs run
+the kernels of `attention/triton/projections.py` and `attention/triton/rope.py`. No gradients.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dcpmla.attention.rope import apply_rope
+from dcpmla.attention.sparse.step import SelectedTokens
 from dcpmla.cache.formats import FP8, to_fp8
 from dcpmla.cache.rows import write_latents
 from dcpmla.comm.norm import rms_norm
 from dcpmla.operators import nothing, operator
-from dcpmla.parallel.fp8 import dequantize_blocks, empty_codes, quantize_rows, runs_fp8
+from dcpmla.parallel.fp8 import PlainRows, dequantize_blocks, empty_codes, quantize_rows, runs_fp8
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Tokens(NamedTuple):
+    """A slice of a step's tokens: the input of their query projection, and the tokens that they attend to.
+
+    Attributes:
+        q_c: Query latents [T, Lq] after their norm, or hidden states [T, hidden] where queries are not compressed.
+        cos_sin, query_factor: Rows of `StepMetadata`'s for this slice.
+        selection: Selected tokens; None for all tokens before each.
+    """
+
+    q_c: PlainRows
+    cos_sin: Tensor | None
+    query_factor: Tensor | None
+    selection: SelectedTokens | None = None
+
+    def rows(self, rows: slice) -> "Tokens":
+        selection = None if self.selection is None else self.selection.rows(rows)
+        return Tokens(self.q_c[rows], rows_of(self.cos_sin, rows), rows_of(self.query_factor, rows), selection)
+
+
+class Keys(NamedTuple):
+    """The inputs of MHA among a slice of a step's tokens.
+
+    Attributes:
+        q: Queries of this rank's heads [T, h, P + R], rotated.
+        kv: Keys' nope part and values [T, h (P + V)]; None if they are not projected yet.
+        w_kv_b: Up-projection [h, P + V, L].
+    """
+
+    q: Tensor
+    kv: Tensor | None
+    w_kv_b: Tensor
+
+    def rows(self, rows: slice) -> "Keys":
+        return Keys(self.q[rows], None if self.kv is None else self.kv[rows], self.w_kv_b)
+
+
+def rows_of(tensor: Tensor | None, tokens: slice) -> Tensor | None:
+    """Return some rows of a tensor, None for none."""
+    return None if tensor is None else tensor[tokens]
+
+
+def apply_rope(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotate the last dim by each token's angles, in float32.
+
+    Args:
+        x: Values [T, R] or [T, h, R], any float dtype.
+        cos_sin: Angles [T, R] float32, R / 2 cosines then R / 2 sines, times YaRN's factor, if any.
+        interleaved: Whether pairs are (2i, 2i+1), GPT-J's layout; else (i, i + R/2), NeoX's.
+    Returns:
+        A tensor of x's shape and dtype, pairs in their columns.
+    Source: RoFormer; the two layouts as in GPT-J and GPT-NeoX.
+    """
+    cos, sin = cos_sin.view(x.shape[0], *(1,) * (x.ndim - 2), x.shape[-1]).chunk(2, -1)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    first, second = (wide[..., 0::2], wide[..., 1::2]) if interleaved else wide.chunk(2, -1)
+    rotated = first * cos - second * sin, second * cos + first * sin
+    return (torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)).to(x.dtype)
+
+
+def llama_4_factor(positions: Tensor, beta: float, original_max_position: int) -> Tensor:
+    """Return the query's factor [T] float32 at positions [T]: 1 + beta ln(1 + floor(position / original_max_position)).
+
+    Source: Llama 4's attention temperature, as Mistral 4 uses it.
+    """
+    return 1 + beta * torch.log1p(torch.floor(positions / original_max_position))
+
+
+def query_factor(positions: Tensor, llama_4_scaling: tuple[float, int] | None, dtype: torch.dtype) -> Tensor | None:
+    """Return the factor of a step's queries: `llama_4_factor` [T] in their dtype; None for a model without it.
+
+    Source: transformers' Mistral 4 rounds the factor before the product.
+    """
+    return None if llama_4_scaling is None else llama_4_factor(positions, *llama_4_scaling).to(dtype)
 
 
 def _empty_latents(down: Tensor, q_weight: Tensor | None, quantizes: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:

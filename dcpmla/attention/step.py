@@ -162,8 +162,8 @@ class StepMetadata:
         decode: Metadata of decodes; None without any.
         prefill: Metadata of prefills with a latent cache; None without any.
         cos_sin: Angles of RoPE (`apply_rope`) [num_tokens, R], float32; None for a model without positions (NoPE).
-        query_factor: Factor of queries [num_tokens] in the model's dtype (`dcpmla.attention.rope.query_factor`); None
-            without llama_4_scaling.
+        query_factor: Factor of queries [num_tokens] in the model's dtype (`projections.query_factor`); None without
+            llama_4_scaling.
         shared: Numbers for layers of one kind of attention, by their class (`get`).
         cut: Function that interrupts the capture of a graph for a part of a layer (`vary`); None outside of captures.
     """

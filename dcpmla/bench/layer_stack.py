@@ -10,8 +10,7 @@ from dcpmla.attention.decode import mla_decode
 from dcpmla.attention.kind import DenseKind
 from dcpmla.attention.layer import PROJECT_FIRST_TOKENS, MLAAttention
 from dcpmla.attention.placement import Placement
-from dcpmla.attention.projections import project_values
-from dcpmla.attention.rope import query_factor
+from dcpmla.attention.projections import project_values, query_factor
 from dcpmla.attention.step import StepRequests
 from dcpmla.bench.cache_formats import KV_SCALE, fill_randomly
 from dcpmla.bench.stack import PARTS as ALL_PARTS

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dcpmla import DCPConfig, MLAAttention, MLAConfig, Placement, init_mesh
 from dcpmla.attention.build import StepBuilder
-from dcpmla.attention.rope import query_factor
+from dcpmla.attention.projections import query_factor
 from dcpmla.attention.sparse.build import SparseStepBuilder
 from dcpmla.attention.sparse.step import with_selection
 from dcpmla.attention.step import StepRequests

@@ -148,18 +148,14 @@ def test_longer_pieces_take_no_less(costs: PrefillCosts, piece: tuple[int, int],
 
 @given(costs=settings_of_models, limit=st.integers(1, 9000), context=st.integers(0, 1_000_000), share=st.floats(0, 1))
 @settings(deadline=None)
-def test_pieces_fit_or_spend_little_on_their_context(
-    costs: PrefillCosts, limit: int, context: int, share: float
-) -> None:
-    """A step's first piece exceeds the limit where reading its context takes a sixteenth of it; others never do."""
+def test_pieces_fit_into_a_step(costs: PrefillCosts, limit: int, context: int, share: float) -> None:
+    """A step's first piece may exceed the limit; others never do."""
     room_us = share * costs.max_prefill_us
     new = piece_tokens(costs, context, limit, room_us)
     assert 1 <= new <= limit
     assert new <= 64 or share == 1 or costs.piece_us(new, context) <= room_us
     first = piece_tokens(costs, context, limit, costs.max_prefill_us)
     assert new <= first <= limit
-    time = costs.piece_us(first, context)
-    assert first <= 64 or time <= max(costs.max_prefill_us, 16 * costs.piece_us(64, context))
 
 
 @given(costs=settings_of_models, context=st.integers(0, 1_000_000))

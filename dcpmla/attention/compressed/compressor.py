@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dcpmla import ownership
 from dcpmla.attention.compressed.step import CompressedMetadata, EntryLayout, Part
-from dcpmla.attention.rope import apply_rope
+from dcpmla.attention.projections import apply_rope
 from dcpmla.attention.sparse.projections import hadamard_matrix
 from dcpmla.cache.index_keys import write_index_keys
 from dcpmla.cache.shared_rows import write_rows

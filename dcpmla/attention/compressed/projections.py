@@ -8,7 +8,7 @@ kernels of `attention/compressed/kernels/projections.py`. Columns that are rotat
 import torch
 from torch import Tensor
 
-from dcpmla.attention.rope import apply_rope
+from dcpmla.attention.projections import apply_rope
 from dcpmla.cache.formats import FP8
 from dcpmla.cache.index_keys import index_to_fp8
 from dcpmla.cache.shared_rows import read_rows, write_rows

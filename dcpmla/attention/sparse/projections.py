@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dcpmla.attention.rope import apply_rope
+from dcpmla.attention.projections import apply_rope
 from dcpmla.cache.formats import FP8
 from dcpmla.cache.index_keys import NORM_EPS, index_to_fp8, write_index_keys
 from dcpmla.operators import nothing, operator

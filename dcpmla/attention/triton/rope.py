@@ -1,4 +1,4 @@
-"""Triton kernels of RoPE with their launcher; `attention/rope.py` specifies them."""
+"""Triton kernels of RoPE with their launcher; `attention/projections.py` specifies them."""
 
 import triton
 import triton.language as tl
