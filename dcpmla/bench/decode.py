@@ -16,7 +16,7 @@ import torch
 from dcpmla.attention.backends import DECODE_BACKENDS
 from dcpmla.bench.cache_formats import add_cache_arguments, quantized_name, query_dtypes
 from dcpmla.bench.decode_inputs import Answer, Caches, DecodeCase, DecodeInputs, MakeKernel, Ours, measure_ceilings
-from dcpmla.bench.peers import PEERS, Peer, check_peers
+from dcpmla.bench.peers import PEERS, Formats, check_peers, load_adapters
 from dcpmla.bench.plots import new_figure, save_figure, select
 from dcpmla.bench.results import Row, dtype_name, finite
 from dcpmla.bench.runner import Benchmark, Kept, leave_out
@@ -78,12 +78,13 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
 
     @staticmethod
     def check(args: argparse.Namespace, ranks: Ranks) -> None:
-        wanted = [name for name in args.kernels or () if name in PEERS]
-        if wanted and args.peers is None:
-            raise ValueError(f"--kernels has {wanted[0]}, which is loaded from --peers; give --peers DIR")
-        for peer, name in ((PEERS[name], name) for name in wanted if not _is_read(PEERS[name], args)):
-            formats = f"--kv-cache-dtype {peer.kv_cache_dtype} and --decode-query-dtype {peer.decode_query_dtype}"
-            raise ValueError(f"--kernels has {name}, which reads what {formats} gives; add them, or leave it out")
+        peers = [name for name in args.kernels or () if name in PEERS]
+        if peers and args.peers is None:
+            raise ValueError(f"--kernels has {peers[0]}, which is loaded from --peers; give --peers DIR")
+        for name in peers:
+            if not _measures(args, PEERS[name]):
+                options = "--kv-cache-dtype {} and --decode-query-dtype {}".format(*PEERS[name])
+                raise ValueError(f"--kernels has {name}, which reads what {options} gives; add them, or leave it out")
         check_peers(args.peers)
         if max(args.query_len) > min(args.context):
             sizes = f"--query-len has {max(args.query_len)} and --context {min(args.context)}"
@@ -107,7 +108,7 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
         calls = num_sets * -(-_FEWEST_CALLS // num_sets)
         answer, rows = Answer(inputs, calls - 1), {}
         for name, make in [*self.kernels.items()] * _ROUNDS[self.device.type]:
-            if name in PEERS and not PEERS[name].reads(case):
+            if name in PEERS and not PEERS[name].match(case):
                 continue
             try:
                 kernel = make(inputs)
@@ -218,10 +219,10 @@ def _names(text: str, choices: Sequence[str]) -> list[str]:
     return name_list(text, choices, "a kernel")
 
 
-def _is_read(peer: Peer, args: argparse.Namespace) -> bool:
-    """Return whether some case has the formats that a peer reads."""
-    asked = query_dtypes(peer.kv_cache_dtype, args.decode_query_dtype)
-    return peer.kv_cache_dtype in args.kv_cache_dtype and peer.decode_query_dtype in asked
+def _measures(args: argparse.Namespace, formats: Formats) -> bool:
+    """Return whether any case has a peer's formats."""
+    queries = query_dtypes(formats.kv_cache_dtype, args.decode_query_dtype)
+    return formats.kv_cache_dtype in args.kv_cache_dtype and formats.decode_query_dtype in queries
 
 
 def _load(args: argparse.Namespace) -> Iterator[tuple[str, MakeKernel]]:
@@ -229,9 +230,9 @@ def _load(args: argparse.Namespace) -> Iterator[tuple[str, MakeKernel]]:
     for name in args.kernels or ["dcpmla", *(PEERS if args.peers else ())]:
         if name in OURS:
             yield name, partial(Ours, backend=OURS[name])
-        elif _is_read(PEERS[name], args):
+        elif _measures(args, PEERS[name]):
             try:
-                yield name, PEERS[name].load(args.peers)
+                yield name, load_adapters("attention").load_kernel(name, args.peers)
             except Exception as error:  # others' code: whatever it raises, we measure without it
                 leave_out(name, error)
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch.distributed import ProcessGroup
@@ -19,7 +18,7 @@ from dcpmla.bench.exchange_inputs import (
     find_errors,
     with_direct,
 )
-from dcpmla.bench.peers import VllmDirect, load_vllm_direct
+from dcpmla.bench.peers import load_adapters
 from dcpmla.bench.plots import LINE_STYLES, MARKERS, legend_beside, new_figure, save_figure, select
 from dcpmla.bench.results import Row, dtype_name, finite
 from dcpmla.bench.runner import Benchmark, Kept
@@ -32,6 +31,7 @@ from dcpmla.job.join import Job
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.planning.machine import H200X8
 
+_PEER = "vllm_direct"  # combines alone
 _ROPE_DIM = 64  # part of queries and cached rows on top of the row width: DeepSeek V2 and V3, Kimi-K2
 # "pbm", project before merge: rows as wide as a head's values. "fp8": rows quantized in transit.
 _VARIANTS: dict[str, tuple[str, ...]] = {
@@ -82,7 +82,7 @@ class ExchangeBenchmark(Benchmark[Exchanged, ExchangeInputs]):
         self.group: ProcessGroup
         self.exchanges: dict[tuple[str, str], Exchange] = {}
         with agree():
-            self._make_peer = load_vllm_direct(args.peers) if args.peers else None
+            self._make_peer = load_adapters("exchange").load_vllm_direct(args.peers) if args.peers else None
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +98,7 @@ class ExchangeBenchmark(Benchmark[Exchanged, ExchangeInputs]):
         add("--row-width", type=positive, default=512, metavar="D", help=width)
         value_width = "of partial rows that are projected before they are merged"
         add("--value-width", type=positive, default=128, metavar="V", help=value_width)
-        peers = f"also measure {VllmDirect.name}, from DIR/direct/peer_direct.py and vllm_direct.so.xz"
+        peers = f"also measure {_PEER}, from DIR/direct/peer_direct.py and vllm_direct.so.xz"
         add("--peers", type=Path, metavar="DIR", help=peers)
 
     @staticmethod
@@ -114,7 +114,7 @@ class ExchangeBenchmark(Benchmark[Exchanged, ExchangeInputs]):
             self.exchanges = self._find_exchanges()
             loads = product(dict.fromkeys(args.tokens), operations, widths, self.exchanges)
             for tokens, (operation, heads), width, (backend, variant) in loads:
-                is_done = operation == "combine" or backend != VllmDirect.name
+                is_done = operation == "combine" or backend != _PEER
                 is_width = width == (args.value_width if variant == "pbm" else args.row_width)
                 if variant in _VARIANTS[operation] and is_done and is_width:
                     yield Exchanged(size, operation, backend, variant, tokens, heads, width)
@@ -127,7 +127,7 @@ class ExchangeBenchmark(Benchmark[Exchanged, ExchangeInputs]):
             if backend == "direct":
                 found[backend, "fp8"] = exchange_of(group, device, dcp_comm_backend=backend, dcp_exchange_dtype="fp8")
         if self._make_peer is not None:
-            found[VllmDirect.name, ""] = cast(Exchange, self._make_peer(group, device))  # it only combines
+            found[_PEER, ""] = self._make_peer(group, device)
         return found
 
     def inputs(self, case: Exchanged) -> ExchangeInputs:

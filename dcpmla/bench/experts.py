@@ -1,19 +1,19 @@
 """Measure the experts of a layer and their router on one device: ours, torch's grouped products and, over block fp8,
-other libraries' (`expert_peers`), over weights in each format.
+other libraries' (--peers), over weights in each format.
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from dcpmla.bench.decode_inputs import measure_ceilings
+from dcpmla.bench.peers import load_adapters
 from dcpmla.bench.results import Row, dtype_name, finite
 from dcpmla.bench.runner import Benchmark, Kept, leave_out
 from dcpmla.bench.timing import time_operation, time_with_result
@@ -25,9 +25,7 @@ from dcpmla.model.experts import ExpertWeights, compute_experts
 from dcpmla.model.router import Router, route, router_logits
 from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize
 
-if TYPE_CHECKING:
-    from dcpmla.bench.expert_peers import Experts as PeerExperts
-    from dcpmla.bench.expert_peers import MakeExperts
+PeerExperts = Callable[[Tensor, Tensor, Tensor], Tensor]  # takes x, expert_ids, expert_weights, as `compute_experts`
 
 _CACHE_BYTES = 1 << 27  # calls rotate: so many bytes separate two uses of the same weights, and no L2 is larger
 _MOST_SETS = 16
@@ -148,11 +146,9 @@ class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
         super().__init__(args, job)
         self.ceilings = measure_ceilings(self.device, self.dtype)
         self.kept: Kept[ExpertWeights] = Kept()
-        self.peers: dict[str, MakeExperts] = {}
+        self.peers: dict[str, Callable[[ExpertWeights], PeerExperts]] = {}
         if args.peers is not None:
-            from dcpmla.bench.expert_peers import load_peers  # triton exists on Linux only
-
-            self.peers = load_peers(args.peers)
+            self.peers = load_adapters("experts").load_peers(args.peers)
         self.kept_peers: dict[str, Kept[PeerExperts]] = {name: Kept() for name in self.peers}
 
     def cases(self) -> Iterator[ExpertsCase]:

@@ -12,7 +12,7 @@ from statistics import median
 
 from dcpmla.bench.decode_inputs import Answer, Kernel, MakeKernel, Ours
 from dcpmla.bench.exchange_inputs import exchange_of, with_direct
-from dcpmla.bench.peers import PEERS, check_peers
+from dcpmla.bench.peers import PEERS, check_peers, load_adapters
 from dcpmla.bench.results import Row, dtype_name, finite
 from dcpmla.bench.runner import Benchmark, leave_out
 from dcpmla.bench.sparse_inputs import AttentionInputs, SelectedRows, SelectionInputs, SparseCase
@@ -71,7 +71,7 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
         self.make_peer: MakeKernel | None = None
         if args.peers:
             try:
-                self.make_peer = PEERS[_PEER].load(args.peers)
+                self.make_peer = load_adapters("attention").load_kernel(_PEER, args.peers)
             except Exception as error:  # others' code: whatever it raises, we measure without it
                 leave_out("flashmla", error)
         self.exchanges = {dcp: self._find_exchanges(dcp) for dcp in sorted(set(args.decode_context_parallel_size))}
@@ -207,7 +207,7 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
             "flashmla_us": None,
             "speedup_over_flashmla": None,
         }
-        if self.make_peer is not None and PEERS[_PEER].reads(inputs.case):
+        if self.make_peer is not None and PEERS[_PEER].match(inputs.case):
             try:
                 peer_timing, peer_errors = self._attend(self.make_peer(inputs), inputs)
             except Exception as error:  # others' code: whatever it raises, ours was measured

@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import re
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +16,7 @@ import transformers
 
 from dcpmla.bench import runner
 from dcpmla.bench.layer_stack import LayerStack
+from dcpmla.bench.peers import load_adapters
 from dcpmla.bench.results import FIELDS, unknown_fields, write_results
 from dcpmla.bench.runner import Benchmark, Kept
 from dcpmla.bench.timing import time_operation
@@ -188,8 +191,9 @@ def test_rows_have_one_vocabulary(tmp_path: Path) -> None:
 
 
 def test_the_vocabulary_is_documented() -> None:
-    table = "".join(f"| `{name}` | {meaning} |\n" for name, meaning in FIELDS.items())
-    assert f"| field | what |\n|---|---|\n{table}\n" in (ROOT / "docs" / "benchmarks.md").read_text()
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    _, table = page.split("| field | what |\n|---|---|\n")
+    assert re.findall(r"^\| `(.+?)` \| \S", table.partition("\n\n")[0], re.MULTILINE) == FIELDS
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: f"{path.parent.name}/{path.name}")
@@ -209,3 +213,11 @@ def test_committed_results_name_commits_that_exist() -> None:
     assert RESULTS
     commits = {path: json.loads(path.read_text())["commit"] for path in RESULTS}
     assert [path for path, commit in commits.items() if git("cat-file", "-e", f"{commit}^{{commit}}").returncode] == []
+
+
+def test_peers_need_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "benchmarks.peers.attention", raising=False)
+    monkeypatch.delitem(sys.modules, "benchmarks.peers", raising=False)
+    monkeypatch.setitem(sys.modules, "benchmarks", None)
+    with pytest.raises(ValueError, match=r"^--peers needs the folder benchmarks/ of a checkout"):
+        load_adapters("attention")
