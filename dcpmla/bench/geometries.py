@@ -18,7 +18,6 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3Config",
         {
             "vocab_size": 163840,
-            "moe_intermediate_size": 2048,
             "num_attention_heads": 64,
             "num_key_value_heads": 64,
             "n_routed_experts": 384,
@@ -31,29 +30,20 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "v2-lite": (
         "DeepseekV2Config",
         {
-            "vocab_size": 102400,
             "hidden_size": 2048,
             "intermediate_size": 10944,
             "moe_intermediate_size": 1408,
             "num_hidden_layers": 27,
             "num_attention_heads": 16,
-            "num_key_value_heads": 16,
             "q_lora_rank": None,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "head_dim": 64,
-            "v_head_dim": 128,
-            "n_routed_experts": 64,
             "num_experts_per_tok": 6,
-            "n_shared_experts": 2,
             "first_k_dense_replace": 1,
             "max_position_embeddings": 163840,
         },
     ),
     "deepseek-v4-flash": (
         "DeepseekV4Config",
-        {**_V4, "num_hidden_layers": 43, "compress_ratios": [0, 0, *[4, 128] * 20, 4]},
+        {**_V4, "compress_ratios": [0, 0, *[4, 128] * 20, 4]},
     ),
     "deepseek-v4-pro": (
         "DeepseekV4Config",

@@ -15,7 +15,7 @@ from torch import Tensor
 from dcpmla.attention.backends import PREFILL_BACKENDS, Backend
 from dcpmla.attention.calls import PrefillCall, Segments, join_keys
 from dcpmla.attention.sparse.mask import selection_mask, unpack_mask
-from dcpmla.bench.plots import new_figure, save_figure, select
+from dcpmla.bench.plots import new_figure, plot_lines, save_figure, select
 from dcpmla.bench.results import Row, dtype_name, finite
 from dcpmla.bench.runner import Benchmark, leave_out
 from dcpmla.bench.timing import time_operation
@@ -116,8 +116,8 @@ class PrefillInputs:
         if self.mask is not None:
             is_selected = unpack_mask(self.mask[rows], self.case.num_keys)
             scores = scores.masked_fill(~is_selected[:, None], -torch.inf)
-        wanted = torch.einsum("ths,shd->thd", scores.softmax(-1), values)
-        error = (out[rows][:, heads] - wanted).norm() / wanted.norm()
+        answer = torch.einsum("ths,shd->thd", scores.softmax(-1), values)
+        error = (out[rows][:, heads] - answer).norm() / answer.norm()
         lse_error = (lse[rows][:, heads] - scores.logsumexp(-1)).abs().max()
         return float(error), float(lse_error)
 
@@ -212,14 +212,11 @@ def _line(row: Row) -> str:
 
 
 def _plot_lines(axes: Any, rows: Sequence[Row], over: str, label: str) -> None:
-    for kernel, topk in dict.fromkeys((row["kernel"], row["topk"]) for row in rows):
-        points = select(rows, kernel=kernel, topk=topk)
-        name = kernel if topk is None else f"{kernel}, top {topk:,}"
-        axes.plot([row[over] for row in points], [row["tflops"] for row in points], "o-", label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel(label)
-    axes.set_ylabel("TFLOP/s")
-    axes.set_ylim(bottom=0)
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        name = row["kernel"] if row["topk"] is None else f"{row['kernel']}, top {row['topk']:,}"
+        lines.setdefault(name, []).append((row[over], row["tflops"]))
+    plot_lines(axes, lines, label, "TFLOP/s")
 
 
 BENCHMARK = PrefillBenchmark

@@ -80,6 +80,23 @@ def time_graph(graph: torch.cuda.CUDAGraph, device: torch.device) -> float:
     return _median(sample, _NUM_SAMPLES["cuda"], device)
 
 
+def time_calls(operation: Operation, device: torch.device, calls: int, num_samples: int) -> float:
+    """Return microseconds of one of several calls by the host's clock: the median over samples, the slowest rank's.
+    Collective.
+    """
+    sample = _sampler(operation, calls, device)
+    sample()
+    return _median(sample, num_samples, device) / calls
+
+
+def profile_kernels(operation: Callable[[], object]) -> torch.profiler.profile:
+    """Run an operation on the GPU once, with a profile of its kernels."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        operation()
+        torch.cuda.synchronize()
+    return profile
+
+
 def _median(sample: Callable[[], float], num_samples: int, device: torch.device) -> float:
     times = []
     for _ in range(num_samples):

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> None:
     if args.plot:
         _plot(args.plot, plans, f"{args.model.name} on {machine.name}: {args.batch:,} x {args.context:,} tokens")
     print("\n".join(_report(args, machine, model, plans, best, reason)))
-    print("\n".join(["", *prompts.report(str(best.setting), args.input_len)]))
+    print("\n".join(["", *prompts.report(str(best), args.input_len)]))
     if args.measured:
         print("\n".join(_measured_report(args.measured, predicted)))
 
@@ -180,8 +180,8 @@ def _as_json(
         "context": args.context,
         "num_gpus": args.num_gpus,
         "expert_dtype": args.expert_dtype,
-        "settings": [asdict(plan) for plan in plans],
-        "recommended": {**asdict(best), "reason": reason},
+        "settings": [plan.as_json() for plan in plans],
+        "recommended": {**best.as_json(), "reason": reason},
         "measured": [{**row, "predicted_us": round(time, 2)} for row, time in predicted if time is not None],
     }
 
@@ -200,14 +200,14 @@ def _report(
     if args.num_gpus:
         shares = "each replica of the TP group takes its share of the requests"
         lines.append(f"{args.num_gpus:,} GPUs in {best.num_nodes:,} nodes; {shares}")
-    lines += ["", *_table(plans), "", *_capacity(machine, model, plans), "", f"recommended: {best.setting}. {reason}"]
+    lines += ["", *_table(plans), "", *_capacity(machine, model, plans), "", f"recommended: {best}. {reason}"]
     return [*lines, *(f"note: {note}" for note in _notes(args, machine, model, plans))]
 
 
 def _notes(args: argparse.Namespace, machine: Machine, model: ModelSize, plans: Sequence[Plan]) -> list[str]:
     """Return assumptions of the numbers that a reader may not expect."""
     notes = []
-    if any(machine.num_nodes(plan.tp, plan.num_gpus) > 1 for plan in plans):
+    if any(machine.num_nodes(plan.tp, plan.num_ranks) > 1 for plan in plans):
         network = f"{machine.network_gb_per_s:g} GB/s a GPU, {machine.network_us:g} us a step"
         notes.append(f"collectives over several nodes are not measured: they assume a network of {network}")
     widened = ", ".join(dict.fromkeys(str(plan.tp) for plan in plans if plan.weights_widened))
