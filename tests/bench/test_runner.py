@@ -19,6 +19,7 @@ from dcpmla.bench.layer_stack import LayerStack
 from dcpmla.bench.peers import load_adapters
 from dcpmla.bench.results import FIELDS, unknown_fields, write_results
 from dcpmla.bench.runner import Benchmark, Kept
+from dcpmla.bench.stack import StackSizes
 from dcpmla.bench.timing import time_operation
 from dcpmla.integrations.families.table import attention_kind
 from dcpmla.job.watchdog import Reported
@@ -140,7 +141,8 @@ def stacks_of(cuts: list[tuple[int, int]]) -> list[StackOfRank]:
     with torch.inference_mode():
         for tp, dcp in cuts:
             torch.manual_seed(0)  # the same hidden states on all ranks, as in a model
-            stack = LayerStack(config, init_mesh(tp, dcp), 2, 3, 70, torch.device("cpu"), torch.float32)
+            sizes = StackSizes(init_mesh(tp, dcp), 2, 3, 70, torch.device("cpu"), torch.float32)
+            stack = LayerStack(config, sizes)
             before = [rows.clone() for rows in stack.cache.layers]
             out = stack.step()
             written = sum(
