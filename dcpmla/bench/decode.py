@@ -147,15 +147,15 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
         peers = {row["kernel"]: row["median_us"] for row in rows if row["kernel"] in PEERS and is_right(row)}
         plain_case = replace(case, kv_cache_dtype="bf16", decode_query_dtype="auto")
         for row in (row for row in rows if row["kernel"] in OURS and is_right(row)):
-            others = dict(peers)
+            baselines = dict(peers)
             if case == plain_case:
                 self.plain_us[row["kernel"], case] = row["median_us"]
             elif (row["kernel"], plain_case) in self.plain_us:
-                others["bf16"] = self.plain_us[row["kernel"], plain_case]
-            row.update({f"speedup_over_{name}": round(us / row["median_us"], 3) for name, us in others.items()})
+                baselines["bf16"] = self.plain_us[row["kernel"], plain_case]
+            row.update({f"speedup_over_{name}": round(us / row["median_us"], 3) for name, us in baselines.items()})
         return rows
 
-    def line(self, rows: Sequence[Row]) -> str:
+    def text(self, rows: Sequence[Row]) -> str:
         if not rows:
             return "no kernel took this case"
         first = rows[0]
@@ -175,17 +175,18 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
     def summary(self, rows: Sequence[Row]) -> Iterator[str]:
         """Yield for each kernel and format its share of the floor and its wrong results; for ours also the ratios."""
         for name in dict.fromkeys(map(kernel_name, rows)):
-            mine = [row for row in rows if kernel_name(row) == name]
-            share, num_wrong = median(row["floor_share"] for row in mine), sum(not is_right(row) for row in mine)
-            found = f"in the median of {len(mine)} cases, {num_wrong} of them wrong"
-            yield f"{name}: {share:.0%} of the floor's speed {found}"
+            of_kernel = [row for row in rows if kernel_name(row) == name]
+            share = median(row["floor_share"] for row in of_kernel)
+            num_wrong = sum(not is_right(row) for row in of_kernel)
+            cases = f"in the median of {len(of_kernel)} cases, {num_wrong} of them wrong"
+            yield f"{name}: {share:.0%} of the floor's speed {cases}"
             for other in (*PEERS, "bf16"):
-                ratios = [row[f"speedup_over_{other}"] for row in mine if f"speedup_over_{other}" in row]
+                ratios = [row[f"speedup_over_{other}"] for row in of_kernel if f"speedup_over_{other}" in row]
                 if ratios:
-                    least, most = min(ratios), max(ratios)
-                    yield f"{name} against {other}: {median(ratios):.2f} x in the median, {least:.2f} x to {most:.2f} x"
+                    span = f"{min(ratios):.2f} x to {max(ratios):.2f} x"
+                    yield f"{name} against {other}: {median(ratios):.2f} x in the median, {span}"
 
-    def more(self, rows: Sequence[Row]) -> dict[str, Any]:
+    def findings(self, rows: Sequence[Row]) -> dict[str, Any]:
         return {"ceilings": asdict(self.ceilings)}
 
     def plot(self, path: Path, rows: Sequence[Row]) -> None:
@@ -199,15 +200,15 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
         figure, axes = new_figure(title, num_axes=len(heads) + 1, width=max(4.8, 0.4 * len(loads)))
         for axis, num_heads in zip(axes, heads, strict=False):
             for name in names:
-                mine = select(rows, name=name, heads=num_heads, query_len=query_lens[0])
-                _plot_over_loads(axis, loads, {_load_of(row): row["floor_share"] for row in mine}, name)
+                lines = select(rows, name=name, heads=num_heads, query_len=query_lens[0])
+                _plot_over_loads(axis, loads, {_load_of(row): row["floor_share"] for row in lines}, name)
             axis.set_title(f"{num_heads} heads, {query_lens[0]} new")
             axis.set_ylim(bottom=0)
         axes[0].set_ylabel("share of the floor's speed")
         kernel = rows[0]["kernel"]
         for name, num_heads, query_len in product(names, heads, query_lens):
-            mine = select(rows, name=name, kernel=kernel, heads=num_heads, query_len=query_len)
-            ratios = {_load_of(row): ratio for row in mine if (ratio := best_peer_ratio(row)) is not None}
+            lines = select(rows, name=name, kernel=kernel, heads=num_heads, query_len=query_len)
+            ratios = {_load_of(row): ratio for row in lines if (ratio := best_peer_ratio(row)) is not None}
             if ratios:
                 _plot_over_loads(axes[-1], loads, ratios, f"{name}, {num_heads} heads, {query_len} new")
         axes[-1].axhline(1.0, color="black", linewidth=0.8)

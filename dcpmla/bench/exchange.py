@@ -121,14 +121,16 @@ class ExchangeBenchmark(Benchmark[Exchanged, ExchangeInputs]):
 
     def _find_exchanges(self) -> dict[tuple[str, str], Exchange]:
         """Return the exchanges of a group by backend and variant. Collective over the job."""
-        group, device, found = self.group, self.device, dict[tuple[str, str], Exchange]()
+        group, device, exchanges = self.group, self.device, dict[tuple[str, str], Exchange]()
         for backend in self.args.dcp_comm_backend or with_direct(("ag_rs", "a2a"), group, device):
-            found[backend, ""] = found[backend, "pbm"] = exchange_of(group, device, dcp_comm_backend=backend)
+            exchanges[backend, ""] = exchanges[backend, "pbm"] = exchange_of(group, device, dcp_comm_backend=backend)
             if backend == "direct":
-                found[backend, "fp8"] = exchange_of(group, device, dcp_comm_backend=backend, dcp_exchange_dtype="fp8")
+                exchanges[backend, "fp8"] = exchange_of(
+                    group, device, dcp_comm_backend=backend, dcp_exchange_dtype="fp8"
+                )
         if self._make_peer is not None:
-            found[_PEER, ""] = self._make_peer(group, device)
-        return found
+            exchanges[_PEER, ""] = self._make_peer(group, device)
+        return exchanges
 
     def inputs(self, case: Exchanged) -> ExchangeInputs:
         sizes = case.tokens, case.heads, self.args.row_width + _ROPE_DIM, case.latent_dim
@@ -153,8 +155,7 @@ class ExchangeBenchmark(Benchmark[Exchanged, ExchangeInputs]):
         exchange, link = self.exchanges[case.exchange, case.variant], _link_gb_per_s(ranks, case.dcp)
         return [setting | measured(inputs, exchange, self.device, link)]
 
-    def line(self, rows: Sequence[Row]) -> str:
-        (row,) = rows
+    def line(self, row: Row) -> str:
         load = f"{row['dcp']} ranks, {row['tokens']:,} tokens" + (f", {row['heads']} heads" if row["heads"] else "")
         wire = "" if row["wire_us"] is None else f"  wire {row['wire_us']:>8,.1f} us"
         error = "not finite" if row["error"] is None else f"{row['error']:.1g}"
@@ -164,8 +165,8 @@ class ExchangeBenchmark(Benchmark[Exchanged, ExchangeInputs]):
 
     def summary(self, rows: Sequence[Row]) -> Iterator[str]:
         for backend in dict.fromkeys(row["exchange"] for row in rows):
-            mine = select(rows, exchange=backend)
-            yield f"{backend}: {sum(not is_right(row) for row in mine)} of {len(mine)} results wrong"
+            results = select(rows, exchange=backend)
+            yield f"{backend}: {sum(not is_right(row) for row in results)} of {len(results)} results wrong"
 
     def plot(self, path: Path, rows: Sequence[Row]) -> None:
         """Draw for each number of heads times over tokens: a color for each backend, a marker for each operation, a
@@ -180,9 +181,9 @@ class ExchangeBenchmark(Benchmark[Exchanged, ExchangeInputs]):
         figure, axes = new_figure(title, num_axes=len(heads) or 1)
         lines = list(product(enumerate(operations), enumerate(backends), enumerate(sizes)))
         for axis, num_heads in zip(axes, heads or [None], strict=True):
-            mine = [row for row in rows if row["heads"] in (num_heads, None)]  # a context has no heads
+            of_heads = [row for row in rows if row["heads"] in (num_heads, None)]  # a context has no heads
             for (marker, (operation, variant)), (color, backend), (style, size) in lines:
-                line = select(mine, operation=operation, variant=variant, exchange=backend, dcp=size)
+                line = select(of_heads, operation=operation, variant=variant, exchange=backend, dcp=size)
                 points = sorted((row["tokens"], row["median_us"]) for row in line)
                 if points:
                     look = {"color": f"C{color}", "marker": MARKERS[marker], "linestyle": LINE_STYLES[style % 4]}
@@ -210,8 +211,8 @@ def group_sizes(args: argparse.Namespace, num_ranks: int) -> list[int]:
     sizes = list(dict.fromkeys(args.decode_context_parallel_size or [num_ranks]))
     for size in sizes:
         if size == 1 or num_ranks % size:
-            given = f"decode_context_parallel_size (-dcp) has {size}"
-            raise ValueError(f"{given}; it must be 2 or more, and divide the {num_ranks} ranks that were started")
+            option = f"decode_context_parallel_size (-dcp) has {size}"
+            raise ValueError(f"{option}; it must be 2 or more, and divide the {num_ranks} ranks that were started")
         for heads in args.heads:
             if heads % size:
                 raise ValueError(f"--heads has {heads}; a group of {size} ranks must divide it")

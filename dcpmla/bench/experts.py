@@ -110,13 +110,13 @@ class ExpertsInputs:
     def error(self, out: Tensor, index: int) -> float:
         """Return the relative error (norms) of some tokens' rows against float64."""
         ids, expert_weights = (part[:_CHECKED_TOKENS] for part in self.routes[index % len(self.routes)])
-        wanted = torch.zeros(len(ids), self.shape.hidden_size, dtype=torch.float64, device=out.device)
+        answer = torch.zeros(len(ids), self.shape.hidden_size, dtype=torch.float64, device=out.device)
         for token, row in enumerate(ids.tolist()):
             for i, expert in enumerate(row):
                 gate_up, down = (dequantize(_one(weight, expert), torch.float32).double() for weight in self.weights)
                 gate, up = (gate_up @ self.x[token].double()).chunk(2)
-                wanted[token] += expert_weights[token, i] * (down @ (functional.silu(gate) * up))
-        return float((out[: len(ids)] - wanted).norm() / wanted.norm())
+                answer[token] += expert_weights[token, i] * (down @ (functional.silu(gate) * up))
+        return float((out[: len(ids)] - answer).norm() / answer.norm())
 
 
 class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
@@ -126,9 +126,9 @@ class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        def add(option: str, choices: Sequence[str], what: str) -> None:
-            kind, every = partial(name_list, choices=choices, kind=f"a {what}"), ",".join(choices)
-            parser.add_argument(option, type=kind, default=every, metavar="NAME,...", help=f"{what}s of {every}")
+        def add(option: str, choices: Sequence[str], noun: str) -> None:
+            kind, every = partial(name_list, choices=choices, kind=f"a {noun}"), ",".join(choices)
+            parser.add_argument(option, type=kind, default=every, metavar="NAME,...", help=f"{noun}s of {every}")
 
         add("--shape", tuple(SHAPES), "shape")
         add("--weights", tuple(_WEIGHT_BYTES), "format")
@@ -209,8 +209,12 @@ class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
         experts = self.kept_peers[name].get((case.geometry, case.weights), make)
         return experts(inputs.x, *(part.contiguous() for part in inputs.routes[index % len(inputs.routes)]))
 
-    def line(self, rows: Sequence[Row]) -> str:
-        return "\n".join(map(_line, rows))
+    def line(self, row: Row) -> str:
+        case = ExpertsCase(row["geometry"], row["weights"], row["tokens"])
+        is_right = row["error"] is not None and row["error"] <= _LARGEST_ERROR[row["weights"]]
+        time = f"{row['median_us']:>10,.1f} us {row['floor_share']:>4.0%} of the floor {row['tflops']:>7,.1f} TFLOP/s"
+        wrong = "" if is_right else f"   WRONG: error {row['error']}"
+        return f"{case!s:<32} {row['kernel']:<10} {time}   router {row['router_us']:,.1f} us{wrong}"
 
 
 def _random_experts(kind: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> ExpertWeights:
@@ -237,14 +241,6 @@ def _random_experts(kind: str, shape: Shape, dtype: torch.dtype, device: torch.d
 
 def _one(weight: AnyWeight, expert: int) -> AnyWeight:
     return weight[expert] if isinstance(weight, Tensor) else type(weight)(*(part[expert] for part in weight))
-
-
-def _line(row: Row) -> str:
-    case = ExpertsCase(row["geometry"], row["weights"], row["tokens"])
-    is_right = row["error"] is not None and row["error"] <= _LARGEST_ERROR[row["weights"]]
-    time = f"{row['median_us']:>10,.1f} us {row['floor_share']:>4.0%} of the floor {row['tflops']:>7,.1f} TFLOP/s"
-    wrong = "" if is_right else f"   WRONG: error {row['error']}"
-    return f"{case!s:<32} {row['kernel']:<10} {time}   router {row['router_us']:,.1f} us{wrong}"
 
 
 BENCHMARK = Experts

@@ -257,8 +257,7 @@ class Generate(Benchmark[Batch, None]):
             raise ValueError(f"--output-len is {args.output_len}: {reason}; raise it, or --max-num-batched-tokens")
         return steps
 
-    def line(self, rows: Sequence[Row]) -> str:
-        (row,) = rows
+    def line(self, row: Row) -> str:
         if "batch" not in row:
             alone = f"  kernels {row['device_us'] / 1e3:>8.3f} ms" if "device_us" in row else ""
             step = f"step of {row['tokens']:>5} tokens, {row['decodes']:>2} decodes"

@@ -185,7 +185,7 @@ class Layer(Benchmark[LayerCase, Stack]):
             compare_with_plain(rows, self.plain[setting])
         return rows
 
-    def line(self, rows: Sequence[Row]) -> str:
+    def text(self, rows: Sequence[Row]) -> str:
         total = rows[0]
         load = f"{total['batch']} x {total['context']:,}"
         parts = "  ".join(f"{row['part']} {row['median_us']:>8,.1f}" for row in rows)
@@ -200,7 +200,7 @@ class Layer(Benchmark[LayerCase, Stack]):
             loads = f"from {tokens:,} cached tokens on" if tokens else "at no load measured"
             yield f"{layout_of(crossover)} is faster than tp {self.args.tensor_parallel_size}: {loads}"
 
-    def more(self, rows: Sequence[Row]) -> dict[str, Any]:
+    def findings(self, rows: Sequence[Row]) -> dict[str, Any]:
         return {"crossover": crossovers(rows)}
 
     def plot(self, path: Path, rows: Sequence[Row]) -> None:

@@ -3,7 +3,7 @@ both as one kernel.
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -113,8 +113,11 @@ class Output(Benchmark[OutputCase, OutputInputs]):
             )
         return rows
 
-    def line(self, rows: Sequence[Row]) -> str:
-        return "\n".join(map(_line, rows))
+    def line(self, row: Row) -> str:
+        fused, apart, project = (f"{row[key]:>9,.1f} us" for key in ("median_us", "apart_us", "project_us"))
+        wrong = "" if row["different"] <= _MOST_DIFFERENT else "   WRONG"
+        times = f"fused {fused}   apart {apart}   W_UV alone {project}   x {row['median_us'] / row['project_us']:.2f}"
+        return f"{OutputCase(row['heads'], row['tokens'])!s:<26} {row['quantization']:<16} {times}{wrong}"
 
 
 def _quantizations(device: torch.device) -> dict[str, OutputQuant]:
@@ -126,13 +129,6 @@ def _quantizations(device: torch.device) -> dict[str, OutputQuant]:
         "fp8 / 64": OutputQuant(kind="fp8_groups", group_size=64),
         "nvfp4": OutputQuant(kind="nvfp4", scale=6 / scale),
     }
-
-
-def _line(row: Row) -> str:
-    fused, apart, project = (f"{row[key]:>9,.1f} us" for key in ("median_us", "apart_us", "project_us"))
-    wrong = "" if row["different"] <= _MOST_DIFFERENT else "   WRONG"
-    times = f"fused {fused}   apart {apart}   W_UV alone {project}   x {row['median_us'] / row['project_us']:.2f}"
-    return f"{OutputCase(row['heads'], row['tokens'])!s:<26} {row['quantization']:<16} {times}{wrong}"
 
 
 BENCHMARK = Output

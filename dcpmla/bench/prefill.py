@@ -188,8 +188,13 @@ class PrefillBenchmark(Benchmark[PrefillCase, PrefillInputs]):
             "lse_error": finite(lse_error),
         }
 
-    def line(self, rows: Sequence[Row]) -> str:
-        return "\n".join(map(_line, rows)) or "no backend took this case"
+    def line(self, row: Row) -> str:
+        case = PrefillCase(row["heads"], row["tokens"], row["context"], row["topk"])
+        is_right = all(row[key] is not None and row[key] <= _LARGEST_ERROR for key in ("error", "lse_error"))
+        time = f"{row['median_us']:>12,.1f} us {row['tflops']:>8,.1f} TFLOP/s"
+        first_call = f"first call {row['first_call_ms']:>8,.1f} ms"
+        errors = f"error {row['error']} of lse {row['lse_error']}{'' if is_right else '   WRONG'}"
+        return f"{case!s:<49} {row['kernel']:<10} {time}   {first_call}   {errors}"
 
     def plot(self, path: Path, rows: Sequence[Row]) -> None:
         """Draw TFLOP/s by backend: over new tokens that attend to themselves, over contexts of the longest chunk."""
@@ -201,14 +206,6 @@ class PrefillBenchmark(Benchmark[PrefillCase, PrefillInputs]):
         _plot_lines(context, select(rows, causal=False, tokens=longest), "context", label)
         causal.legend()
         save_figure(path, figure)
-
-
-def _line(row: Row) -> str:
-    case = PrefillCase(row["heads"], row["tokens"], row["context"], row["topk"])
-    is_right = all(row[key] is not None and row[key] <= _LARGEST_ERROR for key in ("error", "lse_error"))
-    time = f"{row['median_us']:>12,.1f} us {row['tflops']:>8,.1f} TFLOP/s   first call {row['first_call_ms']:>8,.1f} ms"
-    errors = f"error {row['error']} of lse {row['lse_error']}{'' if is_right else '   WRONG'}"
-    return f"{case!s:<49} {row['kernel']:<10} {time}   {errors}"
 
 
 def _plot_lines(axes: Any, rows: Sequence[Row], over: str, label: str) -> None:

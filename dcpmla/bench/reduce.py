@@ -1,7 +1,7 @@
 """Measure the sum that ends half a decoder block, with residual and RMSNorm, per backend and tokens, and check it."""
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -62,8 +62,8 @@ class ReduceInputs:
         answer = self.residuals[-1].double()
         for rank in range(dist.get_world_size()):
             answer += self.partials_of(rank)[-1]
-        wanted = rms_norm(answer, self.weight.double(), _EPS)
-        return max(row_error(plain(normed), wanted), row_error(residual, answer))
+        answer_normed = rms_norm(answer, self.weight.double(), _EPS)
+        return max(row_error(plain(normed), answer_normed), row_error(residual, answer))
 
 
 class SymmMemReduce:
@@ -103,8 +103,8 @@ class ReduceBenchmark(Benchmark[Reduced, ReduceInputs]):
             memory = symmetric_memory.empty(max(args.tokens) * args.row_width, dtype=self.dtype, device=device)
             self._handle = symmetric_memory.rendezvous(memory, group.group_name)
             for name in ("one_shot", "two_shot"):
-                theirs = SymmMemReduce(memory, group, is_two_shot=name == "two_shot")
-                self.backends[f"symm_mem_{name}"] = theirs.add_norm
+                reduce = SymmMemReduce(memory, group, is_two_shot=name == "two_shot")
+                self.backends[f"symm_mem_{name}"] = reduce.add_norm
         self.backends["collective"] = CollectiveReduce(group).add_norm  # last: it adds to the rows
 
     @staticmethod
@@ -140,8 +140,7 @@ class ReduceBenchmark(Benchmark[Reduced, ReduceInputs]):
             }
         ]
 
-    def line(self, rows: Sequence[Row]) -> str:
-        (row,) = rows
+    def line(self, row: Row) -> str:
         is_right = row["error"] is not None and row["error"] <= _LARGEST_ERRORS[row["dtype"]]
         load = f"{row['tp']} ranks, {row['tokens']:>6,} tokens of {row['row_width']}"
         return f"{row['exchange']:<18} {load} {row['median_us']:>10,.1f} us{'' if is_right else '  WRONG'}"

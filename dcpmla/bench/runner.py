@@ -65,15 +65,19 @@ class Benchmark(Generic[Case, Inputs]):
         """Return the rows of a case. Collective over the job."""
         raise NotImplementedError
 
-    def line(self, rows: Sequence[Row]) -> str:
+    def text(self, rows: Sequence[Row]) -> str:
         """Return the text to print for a case's rows."""
+        return "\n".join(map(self.line, rows)) or "no kernel took this case"
+
+    def line(self, row: Row) -> str:
+        """Return the text to print for a row."""
         raise NotImplementedError
 
     def summary(self, rows: Sequence[Row]) -> Iterable[str]:
         """Yield the lines to print after the last case."""
         return ()
 
-    def more(self, rows: Sequence[Row]) -> dict[str, Any]:
+    def findings(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Return the file's fields besides its rows."""
         return {}
 
@@ -133,14 +137,14 @@ def run(kind: type[Benchmark[Any, Any]], args: argparse.Namespace) -> None:
             for case_rows in _measure(benchmark):
                 rows += case_rows
                 if is_first:
-                    print(benchmark.line(case_rows), flush=True)
+                    print(benchmark.text(case_rows), flush=True)
             job.watchdog.enter("writing the results", LOAD_TIMEOUT)
             if is_first:
                 for line in benchmark.summary(rows):
                     print(line, flush=True)
                 if args.json:
-                    more = benchmark.more(rows)
-                    write_results(args.json, rows, job.ranks.num_ranks, job.ranks.device, args.commit, more)
+                    findings = benchmark.findings(rows)
+                    write_results(args.json, rows, job.ranks.num_ranks, job.ranks.device, args.commit, findings)
                 if plot_path and rows:
                     benchmark.plot(plot_path, rows)
 

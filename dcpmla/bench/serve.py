@@ -154,11 +154,11 @@ class Serve(Benchmark[DCPConfig, None]):
         for dcp in _dcp_configs(self.args):
             if num_blocks(longest, dcp) > sizes.num_blocks:
                 room = sizes.num_blocks * dcp.virtual_block_size
-                where = (
+                room_text = (
                     f"{sizes.bytes_per_rank:,} bytes a rank hold {room:,} with -dcp {dcp.decode_context_parallel_size}"
                 )
                 hint = "raise --kv-cache-memory-bytes, or shorten --input-lens or --output-lens"
-                raise ValueError(f"cache: the longest request has {longest:,} tokens, but {where}; {hint}")
+                raise ValueError(f"cache: the longest request has {longest:,} tokens, but {room_text}; {hint}")
 
     def _warm_up(self) -> Load:
         """Return a few requests at once, of other tokens than the load's, so that compilation, connections and first
@@ -177,8 +177,7 @@ class Serve(Benchmark[DCPConfig, None]):
         running = [(engine.now, len(engine.scheduler.running)) for _ in steps]
         return Served.of(engine, requests, running)
 
-    def line(self, rows: Sequence[Row]) -> str:
-        (row,) = rows
+    def line(self, row: Row) -> str:
         if self.args.url:
             return (
                 f"served: {row['requests_per_second']:,.2f} requests/s, {row['num_lost']} of {row['num_requests']} lost"

@@ -106,20 +106,20 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
     @staticmethod
     def check(args: argparse.Namespace, ranks: Ranks) -> None:
         shortest, sizes = min(args.context), args.decode_context_parallel_size
-        most = max(args.shared_keys or [args.topk])
+        option, topk = ("--shared-keys", max(args.shared_keys)) if args.shared_keys else ("--topk", args.topk)
         if ranks.num_ranks > 1:
             for dcp in sizes:
                 DCPConfig(tensor_parallel_size=ranks.num_ranks, decode_context_parallel_size=dcp)
-        if shortest <= most:
-            given = f"--context has {shortest} and {'--shared-keys' if args.shared_keys else '--topk'} is {most}"
-            raise ValueError(f"{given}; there must be more tokens than are selected")
+        if shortest <= topk:
+            options = f"--context has {shortest} and {option} is {topk}"
+            raise ValueError(f"{options}; there must be more tokens than are selected")
         if args.shared_keys and "fp8" in args.kv_cache_dtype:
             raise ValueError("--kv-cache-dtype has fp8, which shared keys do not have; choose from bf16, fp8_ds_mla")
         if shortest < max(sizes):
             raise ValueError(f"--context has {shortest} and -dcp {max(sizes)}; each rank must have a token")
         if args.peers is not None and ranks.num_ranks > 1:
-            given = f"--peers measures one device, but {ranks.num_ranks} ranks were started"
-            raise ValueError(f"{given}; start one, or leave it out")
+            options = f"--peers measures one device, but {ranks.num_ranks} ranks were started"
+            raise ValueError(f"{options}; start one, or leave it out")
         check_peers(args.peers)
 
     def _find_exchanges(self, dcp: int) -> dict[str, Exchange | None]:
@@ -234,21 +234,26 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
             "dtype": dtype_name(self.dtype),
         }
 
-    def line(self, rows: Sequence[Row]) -> str:
-        return "\n".join(map(_line, rows))
+    def line(self, row: Row) -> str:
+        times = [f"{key.removesuffix('_us')} {row[key]:>8,.1f}" for key in row if key.endswith("_us") and row[key]]
+        rate = [f"{row['index_gb_per_s']:>7,.1f} GB/s"] if row["operation"] == "selection" else []
+        ratio = row[_RATIOS[row["operation"]]]
+        ratios = [] if ratio is None else [f"{ratio:.2f} x"]
+        load = f"{row['batch']} x {row['context']:,}"
+        cells = [f"{_name(row):<46} {load:>14}", "us:", *times, *rate, *ratios, *([] if is_right(row) else ["WRONG"])]
+        return "  ".join(cells)
 
     def summary(self, rows: Sequence[Row]) -> Iterator[str]:
         """Yield wrong results, the speed of selections relative to dcp 1, and of attention relative to the peer."""
         for name in dict.fromkeys(map(_name, rows)):
-            mine = [row for row in rows if _name(row) == name]
-            key = _RATIOS[mine[0]["operation"]]
-            ratios = [row[key] for row in mine if row[key] is not None]
-            found = ""
-            if ratios:
-                other = key.removeprefix("speedup_over_").replace("_", " ")
-                least, most = min(ratios), max(ratios)
-                found = f"; {median(ratios):.2f} x {other}'s speed in the median, {least:.2f} x to {most:.2f} x"
-            yield f"{name}: {sum(not is_right(row) for row in mine)} of {len(mine)} wrong{found}"
+            results = [row for row in rows if _name(row) == name]
+            key = _RATIOS[results[0]["operation"]]
+            line = f"{name}: {sum(not is_right(row) for row in results)} of {len(results)} wrong"
+            if ratios := [row[key] for row in results if row[key] is not None]:
+                baseline = key.removeprefix("speedup_over_").replace("_", " ")
+                line += f"; {median(ratios):.2f} x {baseline}'s speed in the median"
+                line += f", {min(ratios):.2f} x to {max(ratios):.2f} x"
+            yield line
 
 
 def is_right(row: Row) -> bool:
@@ -270,16 +275,6 @@ def _name(row: Row) -> str:
     if row["operation"] == "attention":
         return f"attention, dcp {row['dcp']}, {row['heads']} heads, {row['kv_cache_dtype']} cache"
     return f"selection, dcp {row['dcp']}, {row['exchange']}, {row['index_cache_dtype']} index cache"
-
-
-def _line(row: Row) -> str:
-    times = [f"{key.removesuffix('_us')} {row[key]:>8,.1f}" for key in row if key.endswith("_us") and row[key]]
-    rate = [f"{row['index_gb_per_s']:>7,.1f} GB/s"] if row["operation"] == "selection" else []
-    ratio = row[_RATIOS[row["operation"]]]
-    ratios = [] if ratio is None else [f"{ratio:.2f} x"]
-    load = f"{row['batch']} x {row['context']:,}"
-    cells = [f"{_name(row):<46} {load:>14}", "us:", *times, *rate, *ratios, *([] if is_right(row) else ["WRONG"])]
-    return "  ".join(cells)
 
 
 BENCHMARK = SparseBenchmark

@@ -142,7 +142,7 @@ class TurnBenchmark(Benchmark[TurnCase, LayerStack]):
         hidden = torch.randn(sum(lens), config.hidden_size, device=self.device, dtype=self.dtype)
         return step.with_positions(cos_sin), hidden
 
-    def line(self, rows: Sequence[Row]) -> str:
+    def text(self, rows: Sequence[Row]) -> str:
         times = ", ".join(f"{row['route']} {row['median_us']:,.1f} us" for row in rows)
         chosen = next(row for row in rows if row["is_chosen"])
         slower = chosen["median_us"] / min(row["median_us"] for row in rows)

@@ -101,8 +101,8 @@ class _Examination:
         """Report every rank's device, and the connections between the GPUs of a host."""
         self._say(f"ranks: {self._job.ranks.origin}")
         self._job.watchdog.enter("looking at the machine", self._limit)
-        own = asdict(find_facts(self._job.ranks, CONFIG, self._dtype))
-        self._facts = [RankFacts(**fields) for fields in gather_values(own, None, "comparing machines")]
+        facts_here = asdict(find_facts(self._job.ranks, CONFIG, self._dtype))
+        self._facts = [RankFacts(**fields) for fields in gather_values(facts_here, None, "comparing machines")]
         first = self._facts[0]
         self._say(f"versions: {_join(first.versions)}")
         for extra in ("engine", "serve"):
@@ -110,9 +110,9 @@ class _Examination:
                 self._say(f"not installed: {', '.join(packages)}; with the extra {extra}: {install(extra)}")
         for facts in self._facts:
             self._say(facts.describe())
-            differing = {name: found for name, found in facts.versions.items() if found != first.versions.get(name)}
-            if differing:
-                self._say(f"rank {facts.rank} has other versions than rank 0: {_join(differing)}")
+            own = {name: version for name, version in facts.versions.items() if version != first.versions.get(name)}
+            if own:
+                self._say(f"rank {facts.rank} has other versions than rank 0: {_join(own)}")
         for phase, obstacles in first.passed_over.items():
             self._say("\n".join(f"{phase} passes over {name}: {why}" for name, why in obstacles.items()))
         for facts in self._facts:
@@ -163,9 +163,9 @@ class _Examination:
             "latencies": self._latencies,
         }
 
-    def _record(self, mine: list[SelfTest]) -> None:
+    def _record(self, outcomes_here: list[SelfTest]) -> None:
         """Bring the ranks' outcomes of the same tests together."""
-        everyone = gather_values([asdict(outcome) for outcome in mine], None, "comparing self-tests")
+        everyone = gather_values([asdict(outcome) for outcome in outcomes_here], None, "comparing self-tests")
         for outcomes in zip(*([SelfTest(**fields) for fields in own] for own in everyone), strict=True):
             failures = [f"rank {rank}: {outcome.failure}" for rank, outcome in enumerate(outcomes) if outcome.failure]
             errors = [outcome.largest_error for outcome in outcomes if outcome.largest_error is not None]
@@ -270,11 +270,11 @@ def find_facts(ranks: Ranks, config: MLAConfig, dtype: torch.dtype) -> RankFacts
 
 
 def _find_versions(on_gpu: bool) -> dict[str, str | None]:
-    found = {"dcpmla": installed("dcpmla"), "python": platform.python_version(), **versions()}
+    packages = {"dcpmla": installed("dcpmla"), "python": platform.python_version(), **versions()}
     if on_gpu:
-        found |= {"cuda": torch.version.cuda, "cuda driver": _cuda_driver()}
+        packages |= {"cuda": torch.version.cuda, "cuda driver": _cuda_driver()}
     flashinfer = installed("flashinfer-python")
-    return {**found, "flashinfer": flashinfer} if flashinfer else found
+    return {**packages, "flashinfer": flashinfer} if flashinfer else packages
 
 
 def _cuda_driver() -> str | None:

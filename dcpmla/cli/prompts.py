@@ -106,11 +106,11 @@ def _prompt(
 ) -> Prompt:
     """Tokenize and check a prompt; messages use its name, and the option that asked for a text."""
     if files.tokenizer is None and (isinstance(prompt, str) or params.stop):
-        wanted, instead = (
+        feature, instead = (
             (option, "token ids") if isinstance(prompt, str) else ("stop (--stop)", "stop_token_ids (--stop-token-ids)")
         )
         raise ValueError(
-            f"{wanted} needs a tokenizer, and the model's does not load: {files.no_tokenizer}; give {instead}"
+            f"{feature} needs a tokenizer, and the model's does not load: {files.no_tokenizer}; give {instead}"
         )
     for text in (prompt, *params.stop):
         _check_text(name, text)
