@@ -230,8 +230,7 @@ def measured(inputs: ExchangeInputs, exchange: Exchange, device: torch.device, l
     errors = [*find_errors(last, inputs.answer(calls - 1))]
     errors += find_errors(inputs.run(exchange, calls), inputs.answer(calls))
     return {
-        "in_graph": timing.in_graph,
-        "median_us": round(timing.median_us, 2),
+        **timing.fields(2),
         "wire_us": None if link_gb_per_s is None else round(inputs.received_bytes / link_gb_per_s / 1e3, 3),
         "gb_per_s": round(inputs.received_bytes / timing.median_us / 1e3, 3),
         "error": finite(largest(max(errors), device)),

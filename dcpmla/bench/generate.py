@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from dcpmla.bench.forced import ForcedDrafter
-from dcpmla.bench.load import add_load, make_load
+from dcpmla.bench.load import add_load, engine_fields, make_load
 from dcpmla.bench.mixed_steps import mixed_times
 from dcpmla.bench.plots import new_figure, plot_lines, save_figure, select
-from dcpmla.bench.results import Row, dtype_name
+from dcpmla.bench.results import Row
 from dcpmla.bench.runner import Benchmark
 from dcpmla.bench.step_times import is_quantized, step_times
 from dcpmla.bench.timing import is_h200, largest
@@ -140,9 +140,6 @@ class Generate(Benchmark[Batch, None]):
             for size in (0, _NUM_DECODES) if has_decodes else (0,):
                 yield from (Batch(size, mode, tokens=tokens) for mode in (["graph"] if self.graph else []) + ["eager"])
 
-    def inputs(self, case: Batch) -> None:
-        """Do nothing: a case needs the engine alone."""
-
     def measure(self, case: Batch, inputs: None) -> list[Row]:
         if case.tokens:
             return [self._mixed_row(case)]
@@ -169,17 +166,11 @@ class Generate(Benchmark[Batch, None]):
 
     def _labels(self, case: Batch) -> Row:
         """Return the fields of all rows."""
-        args, engine = self.args, self.engine
+        engine = self.engine
         return {
             "weights": "fp8" if is_quantized(self._model) else format_name(engine.model.dtype),
-            "model": Path(args.model).name,  # a path of this machine is left out
             "num_parameters": self.size.num_parameters,
-            "tp": engine.mesh.tp_size,
-            "dcp": engine.mesh.dcp_size,
-            "exchange": self.exchange,
-            "dtype": dtype_name(engine.model.dtype),
-            "kv_cache_dtype": format_name(engine.cache.sizes.dtype),
-            **{name: getattr(args, name) for name in _OPTIONS},
+            **engine_fields(self.args, engine, self.exchange, _OPTIONS),
             "mode": case.mode,
         }
 

@@ -166,10 +166,7 @@ class Layer(Benchmark[LayerCase, Stack]):
             "query_dim": reads.query_dim,
             "latent_dim": reads.out_dim,
         }
-        rows = [
-            {"part": part, **common, "in_graph": timing.in_graph, "median_us": round(timing.median_us, 1)}
-            for part, timing in timings.items()
-        ]
+        rows = [{"part": part, **common, **timing.fields(1)} for part, timing in timings.items()]
         for row in rows:
             if row["part"] in num_bytes:
                 floor_us = num_bytes[row["part"]] / self.bytes_per_second * 1e6

@@ -3,11 +3,13 @@
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 import numpy as np
 
-from dcpmla.bench.results import Row
+from dcpmla.bench.results import Row, dtype_name
+from dcpmla.cache.formats import format_name
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
@@ -72,6 +74,19 @@ def add_load(engine: Engine, load: Load) -> list[Request]:
         requests.append(engine.add(prompt, params, request_id=index, arrival_time=time))
     engine.restart_clock()  # queueing a large load takes its time
     return requests
+
+
+def engine_fields(args: argparse.Namespace, engine: Engine, exchange: str, options: Sequence[str]) -> Row:
+    """Return the fields of a row on an engine: its model, its layout, and options by their names."""
+    return {
+        "model": Path(args.model).name,  # a path of this machine is left out
+        "tp": engine.mesh.tp_size,
+        "dcp": engine.mesh.dcp_size,
+        "exchange": exchange,
+        **{name: getattr(args, name) for name in options},
+        "dtype": dtype_name(engine.model.dtype),
+        "kv_cache_dtype": format_name(engine.cache.sizes.dtype),
+    }
 
 
 def request_rate(text: str) -> float:

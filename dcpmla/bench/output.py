@@ -4,7 +4,7 @@ both as one kernel.
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import cast
 
@@ -100,12 +100,10 @@ class Output(Benchmark[OutputCase, OutputInputs]):
             rows.append(
                 {
                     "quantization": name,
-                    "heads": case.heads,
-                    "tokens": case.tokens,
+                    **asdict(case),
                     "dtype": dtype_name(self.dtype),
                     "num_sets": len(inputs.sets),
-                    "in_graph": fused.in_graph,
-                    "median_us": round(fused.median_us, 2),
+                    **fused.fields(2),
                     "apart_us": round(apart.median_us, 2),
                     "project_us": round(project.median_us, 2),
                     "different": float(different.float().mean()),

@@ -5,7 +5,7 @@ every backend, over all keys and under masks of selected ones.
 import argparse
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -173,16 +173,12 @@ class PrefillBenchmark(Benchmark[PrefillCase, PrefillInputs]):
         timing = time_operation(lambda index: backend.run(inputs.call(index)), self.device, calls, _SAMPLE_SECONDS)
         return {
             "kernel": backend.name,
-            "heads": case.heads,
-            "tokens": case.tokens,
-            "context": case.context,
-            "topk": case.topk,
+            **asdict(case),
             "causal": case.causal,
             "dtype": dtype_name(self.dtype),
             "num_sets": len(inputs.sets),
-            "in_graph": timing.in_graph,
             "first_call_ms": round(first_call * 1e3, 1),
-            "median_us": round(timing.median_us, 1),
+            **timing.fields(1),
             "tflops": round(case.flops / timing.median_us / 1e6, 3),
             "error": finite(error),
             "lse_error": finite(lse_error),

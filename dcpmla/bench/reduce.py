@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
@@ -128,14 +128,12 @@ class ReduceBenchmark(Benchmark[Reduced, ReduceInputs]):
         return [
             {
                 "operation": "add_norm",
-                "exchange": case.exchange,
-                "tokens": case.tokens,
+                **asdict(case),
                 "row_width": self.args.row_width,
                 "tp": self.job.ranks.num_ranks,
                 "gpus_per_node": self.job.ranks.num_local_ranks,
                 "dtype": dtype_name(self.dtype),
-                "in_graph": timing.in_graph,
-                "median_us": round(timing.median_us, 2),
+                **timing.fields(2),
                 "error": finite(largest(error, self.device)),
             }
         ]

@@ -58,7 +58,9 @@ class Benchmark(Generic[Case, Inputs]):
         raise NotImplementedError
 
     def inputs(self, case: Case) -> Inputs:
-        """Allocate and return a case's inputs; all ranks skip the case after a ValueError or without memory."""
+        """Allocate and return a case's inputs, which are None with an engine; all ranks skip the case after a
+        ValueError or without memory.
+        """
         raise NotImplementedError
 
     def measure(self, case: Case, inputs: Inputs) -> list[Row]:
@@ -194,7 +196,7 @@ def _measure(benchmark: Benchmark[Any, Any]) -> Iterator[list[Row]]:
 def _rows(benchmark: Benchmark[Case, Any], case: Case) -> list[Row]:
     """Return the rows of a case, and free its inputs."""
     if benchmark.has_engine:  # an engine reports its faults without another collective
-        return benchmark.measure(case, benchmark.inputs(case))
+        return benchmark.measure(case, None)
     with memory_on_all():
         inputs = benchmark.inputs(case)
     with memory_on_all():

@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,10 @@ class Timing:
 
     median_us: float
     in_graph: bool
+
+    def fields(self, digits: int) -> dict[str, Any]:
+        """Return the fields of a row, the time rounded."""
+        return {"in_graph": self.in_graph, "median_us": round(self.median_us, digits)}
 
 
 class TimeLimit:

@@ -117,8 +117,7 @@ class TurnBenchmark(Benchmark[TurnCase, LayerStack]):
             "dtype": dtype_name(self.dtype),
             "route": route,
             "is_chosen": (route == "absorbed") == is_absorbed,
-            "in_graph": timing.in_graph,
-            "median_us": round(timing.median_us, 1),
+            **timing.fields(1),
         }
 
     def _step(

@@ -21,14 +21,7 @@ from dcpmla.attention.decode_checks import split_queries
 from dcpmla.bench.results import dtype_name, installed, versions
 from dcpmla.cli.options import add_job_arguments, join
 from dcpmla.cli.output import check_writable, write_json
-from dcpmla.cli.self_tests import (
-    SelfTest,
-    attention_self_tests,
-    exchange_errors,
-    exchange_heads,
-    exchange_timing,
-    judge,
-)
+from dcpmla.cli.self_tests import ExchangeTest, SelfTest, attention_self_tests, exchange_heads, judge
 from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.reach import Nvml, find_peers, gpu_uuid
 from dcpmla.comm.select import select_exchange
@@ -141,9 +134,9 @@ class _Examination:
                 self._say(f"exchange: {chosen.exchange.name} ({chosen.reason})")
         for name, exchange in exchanges.items() if num_ranks > 1 else ():
             self._job.watchdog.enter(f"self-test of the exchange {name}", self._limit)
-            errors = exchange_errors(exchange, self._group, CONFIG, self._device, self._dtype)
-            self._record([judge(f"exchange {name}", errors, self._dtype)])
-            self._time(name, exchange)
+            test = ExchangeTest(exchange, self._group, CONFIG, self._device, self._dtype)
+            self._record([judge(f"exchange {name}", test.errors(), self._dtype)])
+            self._time(name, test)
 
     def conclude(self) -> int:
         """Print the last line; return the exit code."""
@@ -174,13 +167,13 @@ class _Examination:
             result = "FAILED: " + "; ".join(failures) if failures else f"ok, largest error {largest:.1e}"
             self._say(f"self-test of {outcomes[0].name}: {result}")
 
-    def _time(self, name: str, exchange: Exchange) -> None:
+    def _time(self, name: str, test: ExchangeTest) -> None:
         heads, words = exchange_heads(CONFIG, self._job.ranks.num_ranks, self._device), []
         for tokens in _NUM_TOKENS:
             self._job.watchdog.enter(f"timing the exchange {name}, {tokens} tokens", self._limit)
-            timing = exchange_timing(exchange, self._group, CONFIG, tokens, self._device, self._dtype)
+            timing = test.timing(tokens)
             row = {"exchange": name, "tokens": tokens, "heads": heads}
-            self._latencies.append({**row, "in_graph": timing.in_graph, "median_us": round(timing.median_us, 1)})
+            self._latencies.append({**row, **timing.fields(1)})
             words.append(f"{tokens} {'token' if tokens == 1 else 'tokens'} {timing.median_us:,.0f} us")
         self._say(f"latency of {name}, gather_heads and combine of {heads} heads: {', '.join(words)}")
 

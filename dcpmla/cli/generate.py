@@ -31,26 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     # One list for both, so that prompts keep the order in which they were given.
     add("--prompt", dest="prompts", action="append", default=[], metavar="TEXT", help="a prompt; repeatable")
-    add(
-        "--prompt-ids",
-        dest="prompts",
-        action="append",
-        type=token_ids,
-        metavar="5,6,7",
-        help="a prompt as token ids; repeatable",
-    )
-    add(
-        "--prompt-file",
-        type=Path,
-        metavar="IN.jsonl",
-        help='a JSON object a line: {"id", "prompt" or "prompt_token_ids", ...}',
-    )
-    add(
-        "--output-file",
-        type=Path,
-        metavar="OUT.jsonl",
-        help="a line for each prompt of --prompt-file; a rerun adds what is missing",
-    )
+    ids = "a prompt as token ids; repeatable"
+    add("--prompt-ids", dest="prompts", action="append", type=token_ids, metavar="5,6,7", help=ids)
+    prompts = 'a JSON object a line: {"id", "prompt" or "prompt_token_ids", ...}'
+    add("--prompt-file", type=Path, metavar="IN.jsonl", help=prompts)
+    outputs = "a line for each prompt of --prompt-file; a rerun adds the missing ones"
+    add("--output-file", type=Path, metavar="OUT.jsonl", help=outputs)
     add("--max-new-tokens", type=positive, default=16, metavar="K", help="most new tokens, 16 where not given")
     add("--temperature", type=float, default=0.0, help="0: greedy")
     add("--top-p", type=float, default=1.0, help="draw from the best tokens that have this probability together")
