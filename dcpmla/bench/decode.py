@@ -16,9 +16,10 @@ import torch
 from dcpmla.attention.backends import DECODE_BACKENDS
 from dcpmla.bench.cache_formats import add_cache_arguments, quantized_name, query_dtypes
 from dcpmla.bench.decode_inputs import Answer, Caches, DecodeCase, DecodeInputs, MakeKernel, Ours, measure_ceilings
+from dcpmla.bench.layouts import Load, load_of
 from dcpmla.bench.peers import PEERS, Formats, check_peers, load_adapters
 from dcpmla.bench.plots import new_figure, save_figure, select
-from dcpmla.bench.results import Row, dtype_name, finite
+from dcpmla.bench.results import Row, dtype_name, finite, is_within
 from dcpmla.bench.runner import Benchmark, Kept, leave_out
 from dcpmla.bench.timing import Timing, time_with_result
 from dcpmla.cli.options import name_list, positive, positive_list
@@ -35,7 +36,6 @@ _LARGEST_ERROR = {"auto": 0.02, "fp8": 0.04}
 _SAMPLE_SECONDS = 0.1  # limit for the samples of one kernel
 _FEWEST_CALLS = 4  # calls of a sample
 _ROUNDS = {"cuda": 2, "cpu": 1}  # the last round counts: each kernel then finds the clock that the others leave
-Load = tuple[int, int]  # requests, cached tokens of each
 
 
 class Decode(Benchmark[DecodeCase, DecodeInputs]):
@@ -194,20 +194,20 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
         """
         heads, query_lens = sorted({row["heads"] for row in rows}), sorted({row["query_len"] for row in rows})
         rows = [{**row, "name": kernel_name(row)} for row in rows]
-        names, loads = list(dict.fromkeys(row["name"] for row in rows)), sorted({_load_of(row) for row in rows})
+        names, loads = list(dict.fromkeys(row["name"] for row in rows)), sorted({load_of(row) for row in rows})
         title = f"decode kernels, {dtype_name(self.dtype)}, blocks of {self.args.block_size}"
         figure, axes = new_figure(title, num_axes=len(heads) + 1, width=max(4.8, 0.4 * len(loads)))
         for axis, num_heads in zip(axes, heads, strict=False):
             for name in names:
                 lines = select(rows, name=name, heads=num_heads, query_len=query_lens[0])
-                _plot_over_loads(axis, loads, {_load_of(row): row["floor_share"] for row in lines}, name)
+                _plot_over_loads(axis, loads, {load_of(row): row["floor_share"] for row in lines}, name)
             axis.set_title(f"{num_heads} heads, {query_lens[0]} new")
             axis.set_ylim(bottom=0)
         axes[0].set_ylabel("share of the floor's speed")
         kernel = rows[0]["kernel"]
         for name, num_heads, query_len in product(names, heads, query_lens):
             lines = select(rows, name=name, kernel=kernel, heads=num_heads, query_len=query_len)
-            ratios = {_load_of(row): ratio for row in lines if (ratio := best_peer_ratio(row)) is not None}
+            ratios = {load_of(row): ratio for row in lines if (ratio := best_peer_ratio(row)) is not None}
             if ratios:
                 _plot_over_loads(axes[-1], loads, ratios, f"{name}, {num_heads} heads, {query_len} new")
         axes[-1].axhline(1.0, color="black", linewidth=0.8)
@@ -239,8 +239,7 @@ def _load(args: argparse.Namespace) -> Iterator[tuple[str, MakeKernel]]:
 
 def is_right(row: Row) -> bool:
     """Return whether a kernel's result is right."""
-    limit = _LARGEST_ERROR[row["decode_query_dtype"]]
-    return all(row[key] is not None and row[key] <= limit for key in ("error", "lse_error"))
+    return is_within(row, _LARGEST_ERROR[row["decode_query_dtype"]], "error", "lse_error")
 
 
 def best_peer_ratio(row: Row) -> float | None:
@@ -253,10 +252,6 @@ def best_peer_ratio(row: Row) -> float | None:
 def kernel_name(row: Row) -> str:
     """Return the kernel of a row, and its inputs if they are quantized."""
     return ", ".join(filter(None, [row["kernel"], quantized_name(row["kv_cache_dtype"], row["decode_query_dtype"])]))
-
-
-def _load_of(row: Row) -> Load:
-    return row["batch"], row["context"]
 
 
 def _plot_over_loads(axis: Any, loads: Sequence[Load], values: Mapping[Load, float], label: str) -> None:

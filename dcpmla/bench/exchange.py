@@ -20,7 +20,7 @@ from dcpmla.bench.exchange_inputs import (
 )
 from dcpmla.bench.peers import load_adapters
 from dcpmla.bench.plots import LINE_STYLES, MARKERS, legend_beside, new_figure, save_figure, select
-from dcpmla.bench.results import Row, dtype_name, finite
+from dcpmla.bench.results import Row, dtype_name, finite, is_within
 from dcpmla.bench.runner import Benchmark, Kept
 from dcpmla.bench.timing import calls_per_sample, is_h200, largest, time_with_result
 from dcpmla.cli.options import exchange_list, positive, positive_list
@@ -247,7 +247,7 @@ def is_right(row: Row) -> bool:
     """Return whether a backend's result is right."""
     exact_or_rounded = _LARGEST_ERRORS[row["dtype"]] if row["operation"] == "combine" else 0.0
     allowed = _LARGEST_FP8_ERROR if row["variant"] == "fp8" else exact_or_rounded
-    return row["error"] is not None and row["error"] <= allowed
+    return is_within(row, allowed)
 
 
 BENCHMARK = ExchangeBenchmark

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from dcpmla.bench.decode_inputs import measure_ceilings
 from dcpmla.bench.peers import load_adapters
-from dcpmla.bench.results import Row, dtype_name, finite
+from dcpmla.bench.results import Row, dtype_name, finite, is_within
 from dcpmla.bench.runner import Benchmark, Kept, leave_out
 from dcpmla.bench.timing import time_operation, time_with_result
 from dcpmla.cache.formats import FP8
@@ -210,7 +210,7 @@ class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
 
     def line(self, row: Row) -> str:
         case = ExpertsCase(row["geometry"], row["weights"], row["tokens"])
-        is_right = row["error"] is not None and row["error"] <= _LARGEST_ERROR[row["weights"]]
+        is_right = is_within(row, _LARGEST_ERROR[row["weights"]])
         time = f"{row['median_us']:>10,.1f} us {row['floor_share']:>4.0%} of the floor {row['tflops']:>7,.1f} TFLOP/s"
         wrong = "" if is_right else f"   WRONG: error {row['error']}"
         return f"{case!s:<32} {row['kernel']:<10} {time}   router {row['router_us']:,.1f} us{wrong}"

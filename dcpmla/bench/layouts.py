@@ -7,9 +7,9 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from dcpmla.bench.cache_formats import quantized_name
+from dcpmla.bench.results import Row
 from dcpmla.bench.stack import CANDIDATES
 
-Row = dict[str, Any]
 Load = tuple[int, int]  # requests, cached tokens of each
 MLA = "mla"  # a kind of layers; the others are `LayerKind.label`s
 

@@ -16,7 +16,7 @@ from dcpmla.attention.backends import PREFILL_BACKENDS, Backend
 from dcpmla.attention.calls import PrefillCall, Segments, join_keys
 from dcpmla.attention.sparse.mask import selection_mask, unpack_mask
 from dcpmla.bench.plots import new_figure, plot_lines, save_figure, select
-from dcpmla.bench.results import Row, dtype_name, finite
+from dcpmla.bench.results import Row, dtype_name, finite, is_within
 from dcpmla.bench.runner import Benchmark, leave_out
 from dcpmla.bench.timing import time_operation
 from dcpmla.cli.options import positive, positive_list
@@ -186,7 +186,7 @@ class PrefillBenchmark(Benchmark[PrefillCase, PrefillInputs]):
 
     def line(self, row: Row) -> str:
         case = PrefillCase(row["heads"], row["tokens"], row["context"], row["topk"])
-        is_right = all(row[key] is not None and row[key] <= _LARGEST_ERROR for key in ("error", "lse_error"))
+        is_right = is_within(row, _LARGEST_ERROR, "error", "lse_error")
         time = f"{row['median_us']:>12,.1f} us {row['tflops']:>8,.1f} TFLOP/s"
         first_call = f"first call {row['first_call_ms']:>8,.1f} ms"
         errors = f"error {row['error']} of lse {row['lse_error']}{'' if is_right else '   WRONG'}"

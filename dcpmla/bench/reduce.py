@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dcpmla.bench.exchange_inputs import row_error
-from dcpmla.bench.results import Row, dtype_name, finite
+from dcpmla.bench.results import Row, dtype_name, finite, is_within
 from dcpmla.bench.runner import Benchmark, Kept
 from dcpmla.bench.timing import calls_per_sample, largest, time_operation
 from dcpmla.cli.options import positive, positive_list
@@ -139,7 +139,7 @@ class ReduceBenchmark(Benchmark[Reduced, ReduceInputs]):
         ]
 
     def line(self, row: Row) -> str:
-        is_right = row["error"] is not None and row["error"] <= _LARGEST_ERRORS[row["dtype"]]
+        is_right = is_within(row, _LARGEST_ERRORS[row["dtype"]])
         load = f"{row['tp']} ranks, {row['tokens']:>6,} tokens of {row['row_width']}"
         return f"{row['exchange']:<18} {load} {row['median_us']:>10,.1f} us{'' if is_right else '  WRONG'}"
 

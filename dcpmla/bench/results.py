@@ -52,6 +52,11 @@ def finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
+def is_within(row: Row, limit: float, *errors: str) -> bool:
+    """Return whether fields of a row, or "error", are finite and at most a limit."""
+    return all(row[name] is not None and row[name] <= limit for name in errors or ("error",))
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return "bfloat16" for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")

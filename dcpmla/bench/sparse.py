@@ -13,7 +13,7 @@ from statistics import median
 from dcpmla.bench.decode_inputs import Answer, Kernel, MakeKernel, Ours
 from dcpmla.bench.exchange_inputs import exchange_of, with_direct
 from dcpmla.bench.peers import PEERS, check_peers, load_adapters
-from dcpmla.bench.results import Row, dtype_name, finite
+from dcpmla.bench.results import Row, dtype_name, finite, is_within
 from dcpmla.bench.runner import Benchmark, leave_out
 from dcpmla.bench.sparse_inputs import AttentionInputs, SelectedRows, SelectionInputs, SparseCase
 from dcpmla.bench.timing import Timing, largest, time_operation, time_with_result
@@ -200,8 +200,7 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
             "num_sets": len(rows),
             "num_selected": round(float(rows.num_slots.double().mean()), 1),
             **timing.fields(2),
-            "error": errors[0],
-            "lse_error": errors[1],
+            **errors,
             "flashmla_us": None,
             "speedup_over_flashmla": None,
         }
@@ -212,16 +211,17 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
                 leave_out(f"flashmla of {load}, {heads} heads", error)
                 return row
             row["flashmla_us"] = round(peer_timing.median_us, 2)
-            if is_right(row) and _are_small(peer_errors):
+            if all(is_within(each, _LARGEST_ERROR, "error", "lse_error") for each in (errors, peer_errors)):
                 row["speedup_over_flashmla"] = round(peer_timing.median_us / timing.median_us, 3)
         return row
 
-    def _attend(self, kernel: Kernel, inputs: AttentionInputs) -> tuple[Timing, tuple[float | None, ...]]:
+    def _attend(self, kernel: Kernel, inputs: AttentionInputs) -> tuple[Timing, Row]:
         """Return a kernel's time, and the largest errors of its last timed call on any rank. Collective."""
         calls = len(inputs.caches) * -(-_FEWEST_CALLS // len(inputs.caches))
         timing, last = time_with_result(kernel.launch, self.device, calls, _SAMPLE_SECONDS)
         errors = Answer(inputs, calls - 1).errors(*kernel.result(*last))
-        return timing, tuple(finite(largest(error, self.device)) for error in errors)
+        names = ("error", "lse_error")
+        return timing, {name: finite(largest(error, self.device)) for name, error in zip(names, errors, strict=True)}
 
     def _sizes(self, load: SparseCase) -> Row:
         return {
@@ -258,11 +258,7 @@ def is_right(row: Row) -> bool:
     """Return whether our operators' results are right."""
     if row["operation"] == "selection":
         return bool(row["different"] <= _MOST_DIFFERENT)
-    return _are_small((row["error"], row["lse_error"]))
-
-
-def _are_small(errors: tuple[float | None, ...]) -> bool:
-    return all(error is not None and error <= _LARGEST_ERROR for error in errors)
+    return is_within(row, _LARGEST_ERROR, "error", "lse_error")
 
 
 def _name(row: Row) -> str:
