@@ -21,7 +21,7 @@ from dcpmla.bench.peers import PEERS, Formats, check_peers, load_adapters
 from dcpmla.bench.plots import new_figure, save_figure, select
 from dcpmla.bench.results import Row, dtype_name, finite, is_within
 from dcpmla.bench.runner import Benchmark, Kept, leave_out
-from dcpmla.bench.timing import Timing, time_with_result
+from dcpmla.bench.timing import Timing, calls_over, time_with_result
 from dcpmla.cli.options import name_list, positive, positive_list
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.faults import is_out_of_memory
@@ -34,7 +34,6 @@ OURS = {"dcpmla": "auto", **{f"dcpmla-{backend.name}": backend.name for backend 
 # outputs, 2.2 % where small ones are denormals.
 _LARGEST_ERROR = {"auto": 0.02, "fp8": 0.04}
 _SAMPLE_SECONDS = 0.1  # limit for the samples of one kernel
-_FEWEST_CALLS = 4  # calls of a sample
 _ROUNDS = {"cuda": 2, "cpu": 1}  # the last round counts: each kernel then finds the clock that the others leave
 
 
@@ -104,8 +103,7 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
 
     def measure(self, case: DecodeCase, inputs: DecodeInputs) -> list[Row]:
         """Return a row for each kernel that takes the case; ours with their ratios to the peers'."""
-        num_sets = len(inputs.caches)
-        calls = num_sets * -(-_FEWEST_CALLS // num_sets)
+        calls = calls_over(len(inputs.caches), self.device)
         answer, rows = Answer(inputs, calls - 1), {}
         for name, make in [*self.kernels.items()] * _ROUNDS[self.device.type]:
             if name in PEERS and not PEERS[name].match(case):

@@ -16,7 +16,7 @@ from dcpmla.bench.decode_inputs import measure_ceilings
 from dcpmla.bench.peers import load_adapters
 from dcpmla.bench.results import Row, dtype_name, finite, is_within
 from dcpmla.bench.runner import Benchmark, Kept, leave_out
-from dcpmla.bench.timing import time_operation, time_with_result
+from dcpmla.bench.timing import calls_over, num_rotated, time_operation, time_with_result
 from dcpmla.cache.formats import FP8
 from dcpmla.cli.options import name_list, positive_list
 from dcpmla.job.bootstrap import Ranks
@@ -27,7 +27,6 @@ from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, GroupFp
 
 PeerExperts = Callable[[Tensor, Tensor, Tensor], Tensor]  # takes x, expert_ids, expert_weights, as `compute_experts`
 
-_CACHE_BYTES = 1 << 27  # calls rotate: so many bytes separate two uses of the same weights, and no L2 is larger
 _MOST_SETS = 16
 _SAMPLE_SECONDS = 0.5  # limit for the samples of one kernel
 _CHECKED_TOKENS = 4  # compared with float64
@@ -77,21 +76,20 @@ class ExpertsInputs:
         self.shape, self.weights = shape, weights
         self.x = torch.randn(case.tokens, shape.hidden_size, dtype=dtype, device=device)
         self.gate = torch.randn(1, shape.num_experts, shape.hidden_size, dtype=dtype, device=device)
-        self.how = Router(scoring="sigmoid", top_k=shape.top_k, renormalize=True, num_shared=shape.num_shared)
+        self.router_config = Router(scoring="sigmoid", top_k=shape.top_k, renormalize=True, num_shared=shape.num_shared)
         logits = torch.randn(_MOST_SETS, case.tokens, shape.num_experts, device=device)
-        routes = [route(rows, None, self.how) for rows in logits]
+        routes = [route(rows, None, self.router_config) for rows in logits]
         num_values = 3 * shape.hidden_size * shape.width
         num_hit = sum(len(ids.unique()) for ids, _ in routes) / len(routes)
         self.bytes_read = int(num_hit * num_values * _WEIGHT_BYTES[case.weights])
         self.flops = 2 * num_values * routes[0][0].numel()
-        num_sets = min(_MOST_SETS, -(-_CACHE_BYTES // self.bytes_read)) if device.type == "cuda" else 1
-        self.routes = routes[: max(num_sets, 4 if device.type == "cuda" else 1)]
+        self.routes = routes[: calls_over(num_rotated(self.bytes_read, device), device)]
 
     def ours(self, index: int) -> Tensor:
         return compute_experts(self.x, *self.routes[index % len(self.routes)], self.weights)
 
     def router(self, _: int) -> object:
-        return route(router_logits(self.x, self.gate), None, self.how)
+        return route(router_logits(self.x, self.gate), None, self.router_config)
 
     def grouped_mm(self, index: int) -> Tensor:
         """Run torch's grouped products over the routes in the order of their experts."""

@@ -18,14 +18,12 @@ from dcpmla.attention.sparse.mask import selection_mask, unpack_mask
 from dcpmla.bench.plots import new_figure, plot_lines, save_figure, select
 from dcpmla.bench.results import Row, dtype_name, finite, is_within
 from dcpmla.bench.runner import Benchmark, leave_out
-from dcpmla.bench.timing import time_operation
+from dcpmla.bench.timing import calls_over, num_rotated, time_operation
 from dcpmla.cli.options import positive, positive_list
 
 _DIMS = (128, 64, 128)  # nope, rope and value widths of a head: DeepSeek V2 and V3, Kimi-K2
 _SCALE = (_DIMS[0] + _DIMS[1]) ** -0.5
-_CACHE_BYTES = 1 << 27  # bytes between two uses of the same inputs, which rotate: no GPU's L2 is larger
 _SAMPLE_SECONDS = 1.0  # time for the samples of one kernel
-_FEWEST_CALLS = 4  # calls of a sample on a GPU
 _CHECKED_ROWS = 32  # queries of two heads, compared with float64
 _LARGEST_ERROR = 0.02  # out or lse: bfloat16 stays below 0.005; a larger error means that something else was computed
 
@@ -77,8 +75,7 @@ class PrefillInputs:
             return q, k_nope, torch.randn(case.num_keys, rope, **new), v
 
         num_values = case.heads * (case.tokens * (nope + rope) + case.num_keys * (nope + value))
-        num_sets = -(-_CACHE_BYTES // (num_values * dtype.itemsize)) if device.type == "cuda" else 1
-        self.sets = [new_set() for _ in range(num_sets)]
+        self.sets = [new_set() for _ in range(num_rotated(num_values * dtype.itemsize, device))]
         self.mask = None if case.topk is None else self._select(case.topk, device)
 
     def _select(self, topk: int, device: torch.device) -> Tensor:
@@ -169,7 +166,7 @@ class PrefillBenchmark(Benchmark[PrefillCase, PrefillInputs]):
         start = time.perf_counter()
         error, lse_error = inputs.errors(*backend.run(inputs.call(0)))  # reading them waits for the device
         first_call = time.perf_counter() - start
-        calls = max(_FEWEST_CALLS, len(inputs.sets)) if self.device.type == "cuda" else 1
+        calls = calls_over(len(inputs.sets), self.device)
         timing = time_operation(lambda index: backend.run(inputs.call(index)), self.device, calls, _SAMPLE_SECONDS)
         return {
             "kernel": backend.name,

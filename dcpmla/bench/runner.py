@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -125,7 +126,8 @@ def add_arguments(kind: type[Benchmark[Any, Any]], parser: argparse.ArgumentPars
 def run(kind: type[Benchmark[Any, Any]], args: argparse.Namespace) -> None:
     """Measure every case, print and write the rows. Every rank calls it; the first one reports."""
     plot_path: Path | None = getattr(args, "plot", None)
-    with _joined(kind, args) as job, nullcontext() if kind.has_engine else torch.inference_mode():
+    joined = start(args) if kind.ranks_of == "tp" else join(args, partial(_check_ranks, kind, args.benchmark))
+    with joined as job, nullcontext() if kind.has_engine else torch.inference_mode():
         job.watchdog.enter("checking the options", LOAD_TIMEOUT)
         is_first = job.ranks.is_first
         with agree():
@@ -160,16 +162,9 @@ def _inputs(kind: type[Benchmark[Any, Any]], args: argparse.Namespace) -> list[P
     return [Path(args.geometry)] if "geometry" in args else []
 
 
-@contextmanager
-def _joined(kind: type[Benchmark[Any, Any]], args: argparse.Namespace) -> Iterator[Job]:
-    def check_alone(info: LaunchInfo) -> None:
-        if kind.ranks_of == "one" and info.num_ranks != 1:
-            raise ValueError(
-                f"bench {args.benchmark} measures one device, but {info.num_ranks} ranks were started; start one"
-            )
-
-    with start(args) if kind.ranks_of == "tp" else join(args, check_alone) as job:
-        yield job
+def _check_ranks(kind: type[Benchmark[Any, Any]], name: str, info: LaunchInfo) -> None:
+    if kind.ranks_of == "one" and info.num_ranks != 1:
+        raise ValueError(f"bench {name} measures one device, but {info.num_ranks} ranks were started; start one")
 
 
 def _measure(benchmark: Benchmark[Any, Any]) -> Iterator[list[Row]]:

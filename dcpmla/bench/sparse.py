@@ -16,7 +16,7 @@ from dcpmla.bench.peers import PEERS, check_peers, load_adapters
 from dcpmla.bench.results import Row, dtype_name, finite, is_within
 from dcpmla.bench.runner import Benchmark, leave_out
 from dcpmla.bench.sparse_inputs import AttentionInputs, SelectedRows, SelectionInputs, SparseCase
-from dcpmla.bench.timing import Timing, largest, time_operation, time_with_result
+from dcpmla.bench.timing import Timing, calls_over, largest, time_operation, time_with_result
 from dcpmla.cli.options import exchange_list, format_list, name_list, positive, positive_list
 from dcpmla.comm.exchange import Exchange, LocalExchange
 from dcpmla.config import DCP_COMM_BACKENDS, INDEX_CACHE_DTYPES, DCPConfig
@@ -36,7 +36,6 @@ _RATIOS = {
 _OPERATIONS = ("index_scores", "local_candidates", "gather_candidates", "choose_tokens")
 _MOST_DIFFERENT = 0.02  # share of the tokens: a sum in another order may exchange the last ones of topk
 _LARGEST_ERROR = 0.02  # limit for out and lse, as in `bench decode`
-_FEWEST_CALLS = 4  # calls of a sample
 _SAMPLE_SECONDS = 0.1  # limit for the samples of one operation
 
 
@@ -163,7 +162,7 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
         """Time every operation alone, and all together."""
         load, device = case.load, self.device
         difference = largest(inputs.difference(), device)
-        calls = inputs.num_sets * -(-_FEWEST_CALLS // inputs.num_sets)
+        calls = calls_over(inputs.num_sets, device)
         times = {
             name: time_operation(operation, device, calls, _SAMPLE_SECONDS)
             for name, operation in inputs.operations.items()
@@ -217,7 +216,7 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
 
     def _attend(self, kernel: Kernel, inputs: AttentionInputs) -> tuple[Timing, Row]:
         """Return a kernel's time, and the largest errors of its last timed call on any rank. Collective."""
-        calls = len(inputs.caches) * -(-_FEWEST_CALLS // len(inputs.caches))
+        calls = calls_over(len(inputs.caches), self.device)
         timing, last = time_with_result(kernel.launch, self.device, calls, _SAMPLE_SECONDS)
         errors = Answer(inputs, calls - 1).errors(*kernel.result(*last))
         names = ("error", "lse_error")

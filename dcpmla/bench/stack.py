@@ -10,7 +10,7 @@ from torch import Tensor
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.reads import LayerReads
 from dcpmla.attention.step import StepMetadata
-from dcpmla.bench.timing import Timing, time_operation
+from dcpmla.bench.timing import Timing, calls_over, time_operation
 from dcpmla.cache.plan import Cache
 from dcpmla.comm.exchange import LocalExchange
 from dcpmla.comm.select import select_exchange
@@ -22,7 +22,6 @@ CANDIDATES = "candidates"  # exchange of the selection, also timed alone
 _WEIGHT_STD = 0.02
 ROTATED_BYTES = {"cuda": 256 << 20, "cpu": 0}  # target for all layers' caches: several times the L2 of an H200, 60 MB
 _MOST_STEPS = 32  # over different blocks: nodes of a graph that small caches may cost
-_FEWEST_CALLS = {"cuda": 4, "cpu": 1}  # calls of a sample
 _SAMPLE_SECONDS = 0.2  # limit for the samples of one part
 
 
@@ -135,7 +134,7 @@ class Stack:
         timed = {"total", *self.parts}
         if {"selection", "combine"} <= timed:
             timed.add(CANDIDATES)
-        calls = max(_FEWEST_CALLS[self.device.type], len(self.metadata))
+        calls = calls_over(len(self.metadata), self.device)
         timings = {
             part: time_operation(run, self.device, calls, _SAMPLE_SECONDS)
             for part, run in runs.items()

@@ -16,6 +16,8 @@ Operation = Callable[[int], object]  # called with 0, 1, 2 ... so that it can ro
 Result = TypeVar("Result")
 _CALLS_PER_SAMPLE = {"cuda": 16, "cpu": 1}
 _NUM_SAMPLES = {"cuda": 30, "cpu": 7}
+_ROTATED_BYTES = 1 << 27  # bytes between two calls over the same inputs: no GPU's L2 is larger
+_FEWEST_CALLS = {"cuda": 4, "cpu": 1}  # calls of a sample
 _NUM_WARM_UPS = 3
 _FEWEST_SAMPLES = 5
 
@@ -51,6 +53,16 @@ def is_h200(device: torch.device) -> bool:
 def calls_per_sample(device: torch.device) -> int:
     """Return how many calls of a short operation make up a sample."""
     return _CALLS_PER_SAMPLE[device.type]
+
+
+def num_rotated(set_bytes: int, device: torch.device) -> int:
+    """Return the number of sets of inputs that calls take in turn, so that no L2 keeps one until its next call."""
+    return -(-_ROTATED_BYTES // set_bytes) if device.type == "cuda" else 1
+
+
+def calls_over(num_sets: int, device: torch.device) -> int:
+    """Return how many calls make up a sample; each set is used equally often."""
+    return num_sets * -(-_FEWEST_CALLS[device.type] // num_sets)
 
 
 def time_operation(

@@ -4,11 +4,9 @@ one.
 
 import argparse
 import os
-from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from dcpmla.attention.kind import check_no_index
 from dcpmla.bench.plots import check_outputs
@@ -22,9 +20,9 @@ from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.planning.capacity import FORMATS
 from dcpmla.planning.machine import H200X8, PRESETS, Machine, change_machine, read_json
-from dcpmla.planning.measured import Row, calibrate, predict_row, read_rows
+from dcpmla.planning.measured import calibrate, predict_row, read_rows
 from dcpmla.planning.predict import Setting
-from dcpmla.planning.recommend import Plan, make_plan, recommend
+from dcpmla.planning.recommend import make_plan, recommend
 from dcpmla.planning.weights import ModelSize
 
 _LIMITS = dict.fromkeys(("input_len", "max_num_batched_tokens"), whole(1, 1 << 24))
@@ -81,8 +79,16 @@ def run(args: argparse.Namespace) -> None:
     best, reason = recommend(machine, plans, args.batch, args.context)
     prompts = PromptPlan(machine, model, best, args.batch, args.context, args.max_num_batched_tokens)
     if args.json:
-        content = _as_json(args, machine, plans, best, reason, predicted)
-        write_json(args.json, content | {"prompts": prompts.as_json(args.input_len)})
+        content = {
+            "model": str(args.model),
+            "machine": asdict(machine),
+            **{name: getattr(args, name) for name in ("batch", "context", "num_gpus", "expert_dtype")},
+            "settings": [plan.as_json() for plan in plans],
+            "recommended": {**best.as_json(), "reason": reason},
+            "measured": [{**row, "predicted_us": round(time, 2)} for row, time in predicted if time is not None],
+            "prompts": prompts.as_json(args.input_len),
+        }
+        write_json(args.json, content)
     if args.plot:
         plot(args.plot, plans, f"{args.model.name} on {machine.name}: {args.batch:,} x {args.context:,} tokens")
     print("\n".join(report(args, machine, model, plans, best, reason)))
@@ -159,24 +165,3 @@ def _settings(args: argparse.Namespace, model: ModelSize) -> list[Setting]:
         for dcp in dict.fromkeys(dcp_sizes or divisors(tp))
         if tp % dcp == 0
     ]
-
-
-def _as_json(
-    args: argparse.Namespace,
-    machine: Machine,
-    plans: Sequence[Plan],
-    best: Plan,
-    reason: str,
-    predicted: Sequence[tuple[Row, float | None]],
-) -> dict[str, Any]:
-    return {
-        "model": str(args.model),
-        "machine": asdict(machine),
-        "batch": args.batch,
-        "context": args.context,
-        "num_gpus": args.num_gpus,
-        "expert_dtype": args.expert_dtype,
-        "settings": [plan.as_json() for plan in plans],
-        "recommended": {**best.as_json(), "reason": reason},
-        "measured": [{**row, "predicted_us": round(time, 2)} for row, time in predicted if time is not None],
-    }
