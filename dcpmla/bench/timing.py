@@ -66,18 +66,13 @@ def calls_over(num_sets: int, device: torch.device) -> int:
 
 
 def time_operation(
-    operation: Operation,
-    device: torch.device,
-    calls: int | None = None,
-    seconds: float = math.inf,
-    num_samples: int | None = None,
+    operation: Operation, device: torch.device, calls: int | None = None, seconds: float = math.inf
 ) -> Timing:
     """Time an operation of all ranks. Collective over the job.
 
     Args:
         calls: Calls of one sample, operation(0) ... operation(calls - 1); default: `calls_per_sample`.
-        seconds: Limit for all samples: fewer are taken where they would take longer, but at least 5.
-        num_samples: Number of samples; default: 30 on GPUs, 7 on CPUs.
+        seconds: Limit for all samples, 30 on GPUs and 7 on CPUs: fewer where they would take longer, but at least 5.
     """
     calls = calls or calls_per_sample(device)
     for index in range(_NUM_WARM_UPS):
@@ -85,7 +80,7 @@ def time_operation(
     graph = _capture(operation, calls) if device.type == "cuda" else None
     sample = _sampler(operation, calls, device) if graph is None else _graph_sampler(graph)
     first = largest(sample(), device)  # a graph's first replay is slower: it only shows the number that fits the time
-    num_samples = int(min(num_samples or _NUM_SAMPLES[device.type], max(_FEWEST_SAMPLES, seconds * 1e6 / first)))
+    num_samples = int(min(_NUM_SAMPLES[device.type], max(_FEWEST_SAMPLES, seconds * 1e6 / first)))
     return Timing(_median(sample, num_samples, device) / calls, graph is not None)
 
 

@@ -124,7 +124,7 @@ def test_a_time_is_the_slowest_ranks() -> None:
 
 
 def time_slow_rank() -> float:
-    return time_operation(slow_on_rank_1, torch.device("cpu"), calls=5, num_samples=3).median_us
+    return time_operation(slow_on_rank_1, torch.device("cpu"), calls=5).median_us
 
 
 # ---- a stack of layers
