@@ -39,7 +39,7 @@ def load_adapters(name: str) -> Any:
         if error.name not in ("benchmarks", "benchmarks.peers"):
             raise
         reason = "--peers needs the folder benchmarks/ of a checkout, which Python does not find"
-        raise ValueError(f"{reason}; run the command in the checkout, or put it on PYTHONPATH") from error
+        raise ValueError(f"{reason}; run python -m dcpmla in the checkout, or put it on PYTHONPATH") from error
 
 
 def check_peers(directory: Path | None) -> None:
