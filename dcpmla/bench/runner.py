@@ -126,7 +126,7 @@ def add_arguments(kind: type[Benchmark[Any, Any]], parser: argparse.ArgumentPars
 def run(kind: type[Benchmark[Any, Any]], args: argparse.Namespace) -> None:
     """Measure every case, print and write the rows. Every rank calls it; the first one reports."""
     plot_path: Path | None = getattr(args, "plot", None)
-    joined = start(args) if kind.ranks_of == "tp" else join(args, partial(_check_ranks, kind, args.benchmark))
+    joined = start(args) if kind.ranks_of == "tp" else join(args, partial(_check_ranks, kind, args))
     with joined as job, nullcontext() if kind.has_engine else torch.inference_mode():
         job.watchdog.enter("checking the options", LOAD_TIMEOUT)
         is_first = job.ranks.is_first
@@ -162,9 +162,10 @@ def _inputs(kind: type[Benchmark[Any, Any]], args: argparse.Namespace) -> list[P
     return [Path(args.geometry)] if "geometry" in args else []
 
 
-def _check_ranks(kind: type[Benchmark[Any, Any]], name: str, info: LaunchInfo) -> None:
+def _check_ranks(kind: type[Benchmark[Any, Any]], args: argparse.Namespace, info: LaunchInfo) -> None:
     if kind.ranks_of == "one" and info.num_ranks != 1:
-        raise ValueError(f"bench {name} measures one device, but {info.num_ranks} ranks were started; start one")
+        started = f"{info.num_ranks} ranks were started"
+        raise ValueError(f"bench {args.benchmark} measures one device, but {started}; start one")
 
 
 def _measure(benchmark: Benchmark[Any, Any]) -> Iterator[list[Row]]:

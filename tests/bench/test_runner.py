@@ -50,8 +50,8 @@ class Counting(Benchmark[int, list[int]]):
     def measure(self, case: int, inputs: list[int]) -> list[dict[str, Any]]:
         return [{"tokens": case, "median_us": float(len(inputs))}]
 
-    def line(self, rows: Sequence[dict[str, Any]]) -> str:
-        return f"measured {rows[0]['tokens']}"
+    def line(self, row: dict[str, Any]) -> str:
+        return f"measured {row['tokens']}"
 
     def summary(self, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield f"{len(rows)} rows"
@@ -84,6 +84,7 @@ def test_an_engine_that_does_not_fit_is_a_mistake(
     args = parse()
     args.cases, args.model, args.revision = [1, 2], str(tmp_path), None
     monkeypatch.setattr(Counting, "has_engine", True)
+    monkeypatch.setattr(Counting, "measure", lambda counting, case, _: [{"tokens": len(counting.inputs(case))}])
     with pytest.raises(Reported):
         args.run(args)
     assert "error: 2 is too large" in capfd.readouterr().err
