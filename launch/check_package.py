@@ -54,9 +54,10 @@ def build(directory: Path) -> Path:
 
 
 def check_content(wheel: Path) -> None:
-    """Check that every module is in the wheel, with the marker of types and the licence."""
+    """Check that every module is in the wheel, with the benchmarks' configs, the marker of types and the licence."""
     names = set(zipfile.ZipFile(wheel).namelist())
-    wanted = {str(path.relative_to(ROOT)) for path in (ROOT / "dcpmla").rglob("*.py")} | {"dcpmla/py.typed"}
+    files = [path for kind in ("*.py", "*.json") for path in (ROOT / "dcpmla").rglob(kind)]
+    wanted = {str(path.relative_to(ROOT)) for path in files} | {"dcpmla/py.typed"}
     assert wanted <= names, sorted(wanted - names)
     assert any(name.endswith("licenses/LICENSE") for name in names), sorted(names)
 

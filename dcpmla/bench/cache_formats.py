@@ -4,7 +4,7 @@
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -82,17 +82,19 @@ def fill_randomly(kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> No
 
 def fill_shared_rows(rows: Tensor, head_dim: int, dtype: torch.dtype) -> None:
     """Fill a cache of shared keys (`dcpmla.cache.shared_format`) with normal rows of `dtype`, in its format."""
-    if rows.dtype == dtype:
-        rows.normal_()
-        return
-    for slots in torch.arange(rows.shape[0] * rows.shape[1], device=rows.device).split(_CHUNK):
-        write_rows(rows, torch.randn(len(slots), head_dim, dtype=dtype, device=rows.device), slots)
+    _fill_slots(rows, head_dim, dtype, write_rows)
 
 
 def fill_index_keys(index_keys: Tensor, head_dim: int, dtype: torch.dtype) -> None:
     """Fill an index cache (`dcpmla.cache.index_keys`) with normal keys of `dtype`, in its format."""
-    if index_keys.dtype == dtype:
-        index_keys.normal_()
+    _fill_slots(index_keys, head_dim, dtype, write_index_keys)
+
+
+def _fill_slots(
+    cache: Tensor, head_dim: int, dtype: torch.dtype, write: Callable[[Tensor, Tensor, Tensor], object]
+) -> None:
+    if cache.dtype == dtype:
+        cache.normal_()
         return
-    for slots in torch.arange(index_keys.shape[0] * index_keys.shape[1], device=index_keys.device).split(_CHUNK):
-        write_index_keys(index_keys, torch.randn(len(slots), head_dim, dtype=dtype, device=index_keys.device), slots)
+    for slots in torch.arange(cache.shape[0] * cache.shape[1], device=cache.device).split(_CHUNK):
+        write(cache, torch.randn(len(slots), head_dim, dtype=dtype, device=cache.device), slots)

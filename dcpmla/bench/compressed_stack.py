@@ -15,13 +15,10 @@ from dcpmla.attention.compressed.costs import layer_reads
 from dcpmla.attention.compressed.layer import CompressedAttention
 from dcpmla.attention.compressed.step import CompressedMetadata, selects, with_angles
 from dcpmla.attention.decode import mla_decode
-from dcpmla.attention.placement import Placement
 from dcpmla.attention.sparse.candidates import candidate_width
 from dcpmla.attention.step import StepMetadata, StepRequests
 from dcpmla.bench.cache_formats import fill_index_keys, fill_shared_rows
-from dcpmla.bench.stack import Stack, StackMaker, draw_weights, num_rotated
-from dcpmla.config import DCPConfig
-from dcpmla.parallel.mesh import DCPMesh
+from dcpmla.bench.stack import Stack, StackMaker, StackSizes, num_rotated
 
 
 def compressed_makers(config: CompressedConfig) -> dict[str, StackMaker]:
@@ -36,37 +33,27 @@ class CompressedStack(Stack):
     Args:
         config: Geometry of the model.
         kind: Kind of every layer here.
-        num_layers: Number of layers, each with its own weights and cache, random.
+        sizes: Number of layers and their load.
         options: Fields of DCPConfig for the caches' formats and the exchange of decode.
     Raises:
         ValueError: Groups of heads that do not divide, options that the layers do not have, a cache that does not fit.
     """
 
-    def __init__(
-        self,
-        config: CompressedConfig,
-        kind: LayerKind,
-        mesh: DCPMesh,
-        num_layers: int,
-        batch: int,
-        context: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        **options: Any,
-    ) -> None:
+    def __init__(self, config: CompressedConfig, kind: LayerKind, sizes: StackSizes, **options: Any) -> None:
+        mesh, num_layers, batch, context = sizes.mesh, sizes.num_layers, sizes.batch, sizes.context
         alike = replace(config, layer_kinds=(kind,) * num_layers)
-        dcp = DCPConfig(tensor_parallel_size=mesh.tp_size, decode_context_parallel_size=mesh.dcp_size, **options)
+        dcp = sizes.dcp_config(**options)
         config.check_layout(dcp)
         # A block covers as many tokens as in the model, where the least ratio is another one.
         dcp = replace(dcp, block_size=dcp.block_size * config.row_tokens // alike.row_tokens)
         (reads,) = layer_reads(alike, context)
-        super().__init__(mesh, dcp, reads, device)
+        super().__init__(sizes, dcp, reads)
         self.config, self.kind = alike, kind
+        device, dtype = self.device, self.dtype
         if not kind.ratio:  # each rank has all windows
             self.parts = tuple(part for part in self.parts if part not in ("gather", "combine"))
-        placement = Placement(dcp, mesh, self.exchange, dtype, device)
-        self.layers = [CompressedAttention(alike, kind, placement) for _ in range(num_layers)]
-        draw_weights(self.layers)
+        self.layers = [CompressedAttention(alike, kind, self.placement) for _ in range(num_layers)]
+        self.draw_weights()
         one = plan_compressed(alike, dcp, [context] * batch, dtype)
         # Selections take different rows of the same blocks, so that many need no more memory than few.
         row_bytes = one.rows_shape(kind.ratio)[-1] * one.dtype.itemsize
@@ -89,21 +76,20 @@ class CompressedStack(Stack):
             for index in range(num_steps)
         ]
         self.metadata = [with_angles(steps.build(each, workspace=workspace), self._draw_angles) for each in requests]
-        self._draw_inputs(mesh, batch, dtype)
+        self._draw_inputs(mesh.dcp_size, batch)
 
     def _draw_angles(self, positions: Tensor, _: bool) -> Tensor:
         return torch.randn(len(positions), self.config.rope_dim, device=self.device)
 
-    def _draw_inputs(self, mesh: DCPMesh, batch: int, dtype: torch.dtype) -> None:
+    def _draw_inputs(self, dcp_size: int, batch: int) -> None:
         config, layer = self.config, self.layers[0]
-        heads, group_heads = layer.num_heads, layer.num_heads * mesh.dcp_size
-        new: dict[str, Any] = {"device": self.device, "dtype": dtype}
-        self.hidden = torch.randn(len(self.metadata), batch, config.hidden_size, **new)
-        self.q, self.rows = (torch.randn(batch, heads, config.head_dim, **new) for _ in range(2))
-        self.group_q, self.group_rows = (torch.randn(batch, group_heads, config.head_dim, **new) for _ in range(2))
+        heads, group_heads = layer.num_heads, layer.num_heads * dcp_size
+        self.hidden = self.randn(len(self.metadata), batch, config.hidden_size)
+        self.q, self.rows = (self.randn(batch, heads, config.head_dim) for _ in range(2))
+        self.group_q, self.group_rows = (self.randn(batch, group_heads, config.head_dim) for _ in range(2))
         self.lse, self.group_lse = (torch.randn(batch, number, device=self.device) for number in (heads, group_heads))
-        self.q_c = torch.randn(len(self.metadata), batch, config.q_lora_rank, **new)
-        self.down = torch.randn(batch, sum(layer.down_widths), **new).split(layer.down_widths, -1)
+        self.q_c = self.randn(len(self.metadata), batch, config.q_lora_rank)
+        self.down = self.randn(batch, sum(layer.down_widths)).split(layer.down_widths, -1)
         compressed = self._compressed(self.metadata[0])
         if selects(compressed, self.kind):
             num_columns = compressed.block_table.shape[1] * compressed.plan.entries_per_block(self.kind.ratio)
@@ -149,14 +135,8 @@ class CompressedStack(Stack):
         assert metadata.decode is not None
         listed, q = self._listed(metadata), self.group_q if self.kind.ratio else self.q
         for cache in self.cache:
-            mla_decode(
-                q,
-                cache.rows,
-                *listed,
-                self.config.scale,
-                self.config.head_dim,
-                workspace=metadata.decode.workspace,
-            )
+            scale, width = self.config.scale, self.config.head_dim
+            mla_decode(q, cache.rows, *listed, scale, width, workspace=metadata.decode.workspace)
 
     def finish(self, index: int = 0) -> None:
         """Run the sink, RoPE's inverse, the groups' projections, o_b_proj and its all-reduce."""

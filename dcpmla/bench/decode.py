@@ -16,11 +16,12 @@ import torch
 from dcpmla.attention.backends import DECODE_BACKENDS
 from dcpmla.bench.cache_formats import add_cache_arguments, quantized_name, query_dtypes
 from dcpmla.bench.decode_inputs import Answer, Caches, DecodeCase, DecodeInputs, MakeKernel, Ours, measure_ceilings
-from dcpmla.bench.peers import PEERS, Peer, check_peers
+from dcpmla.bench.layouts import Load, load_of
+from dcpmla.bench.peers import PEERS, Formats, check_peers, load_adapters
 from dcpmla.bench.plots import new_figure, save_figure, select
-from dcpmla.bench.results import Row, dtype_name, finite
+from dcpmla.bench.results import Row, dtype_name, finite, is_within
 from dcpmla.bench.runner import Benchmark, Kept, leave_out
-from dcpmla.bench.timing import Timing, time_with_result
+from dcpmla.bench.timing import Timing, calls_over, time_with_result
 from dcpmla.cli.options import name_list, positive, positive_list
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.faults import is_out_of_memory
@@ -33,9 +34,7 @@ OURS = {"dcpmla": "auto", **{f"dcpmla-{backend.name}": backend.name for backend 
 # outputs, 2.2 % where small ones are denormals.
 _LARGEST_ERROR = {"auto": 0.02, "fp8": 0.04}
 _SAMPLE_SECONDS = 0.1  # limit for the samples of one kernel
-_FEWEST_CALLS = 4  # calls of a sample
 _ROUNDS = {"cuda": 2, "cpu": 1}  # the last round counts: each kernel then finds the clock that the others leave
-Load = tuple[int, int]  # requests, cached tokens of each
 
 
 class Decode(Benchmark[DecodeCase, DecodeInputs]):
@@ -78,12 +77,13 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
 
     @staticmethod
     def check(args: argparse.Namespace, ranks: Ranks) -> None:
-        wanted = [name for name in args.kernels or () if name in PEERS]
-        if wanted and args.peers is None:
-            raise ValueError(f"--kernels has {wanted[0]}, which is loaded from --peers; give --peers DIR")
-        for peer, name in ((PEERS[name], name) for name in wanted if not _is_read(PEERS[name], args)):
-            formats = f"--kv-cache-dtype {peer.kv_cache_dtype} and --decode-query-dtype {peer.decode_query_dtype}"
-            raise ValueError(f"--kernels has {name}, which reads what {formats} gives; add them, or leave it out")
+        peers = [name for name in args.kernels or () if name in PEERS]
+        if peers and args.peers is None:
+            raise ValueError(f"--kernels has {peers[0]}, which is loaded from --peers; give --peers DIR")
+        for name in peers:
+            if not _measures(args, PEERS[name]):
+                options = "--kv-cache-dtype {} and --decode-query-dtype {}".format(*PEERS[name])
+                raise ValueError(f"--kernels has {name}, which reads what {options} gives; add them, or leave it out")
         check_peers(args.peers)
         if max(args.query_len) > min(args.context):
             sizes = f"--query-len has {max(args.query_len)} and --context {min(args.context)}"
@@ -103,11 +103,10 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
 
     def measure(self, case: DecodeCase, inputs: DecodeInputs) -> list[Row]:
         """Return a row for each kernel that takes the case; ours with their ratios to the peers'."""
-        num_sets = len(inputs.caches)
-        calls = num_sets * -(-_FEWEST_CALLS // num_sets)
+        calls = calls_over(len(inputs.caches), self.device)
         answer, rows = Answer(inputs, calls - 1), {}
         for name, make in [*self.kernels.items()] * _ROUNDS[self.device.type]:
-            if name in PEERS and not PEERS[name].reads(case):
+            if name in PEERS and not PEERS[name].match(case):
                 continue
             try:
                 kernel = make(inputs)
@@ -131,8 +130,7 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
             "block_size": self.args.block_size,
             "dtype": dtype_name(self.dtype),
             "num_sets": len(inputs.caches),
-            "in_graph": timing.in_graph,
-            "median_us": round(us, 2),
+            **timing.fields(2),
             "tflops": round(case.flops / us / 1e6, 2),
             "gb_per_s": round(case.num_bytes(itemsize) / us / 1e3, 1),
             "floor_us": round(floor_us, 2),
@@ -146,15 +144,15 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
         peers = {row["kernel"]: row["median_us"] for row in rows if row["kernel"] in PEERS and is_right(row)}
         plain_case = replace(case, kv_cache_dtype="bf16", decode_query_dtype="auto")
         for row in (row for row in rows if row["kernel"] in OURS and is_right(row)):
-            others = dict(peers)
+            baselines = dict(peers)
             if case == plain_case:
                 self.plain_us[row["kernel"], case] = row["median_us"]
             elif (row["kernel"], plain_case) in self.plain_us:
-                others["bf16"] = self.plain_us[row["kernel"], plain_case]
-            row.update({f"speedup_over_{name}": round(us / row["median_us"], 3) for name, us in others.items()})
+                baselines["bf16"] = self.plain_us[row["kernel"], plain_case]
+            row.update({f"speedup_over_{name}": round(us / row["median_us"], 3) for name, us in baselines.items()})
         return rows
 
-    def line(self, rows: Sequence[Row]) -> str:
+    def text(self, rows: Sequence[Row]) -> str:
         if not rows:
             return "no kernel took this case"
         first = rows[0]
@@ -174,17 +172,18 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
     def summary(self, rows: Sequence[Row]) -> Iterator[str]:
         """Yield for each kernel and format its share of the floor and its wrong results; for ours also the ratios."""
         for name in dict.fromkeys(map(kernel_name, rows)):
-            mine = [row for row in rows if kernel_name(row) == name]
-            share, num_wrong = median(row["floor_share"] for row in mine), sum(not is_right(row) for row in mine)
-            found = f"in the median of {len(mine)} cases, {num_wrong} of them wrong"
-            yield f"{name}: {share:.0%} of the floor's speed {found}"
+            of_kernel = [row for row in rows if kernel_name(row) == name]
+            share = median(row["floor_share"] for row in of_kernel)
+            num_wrong = sum(not is_right(row) for row in of_kernel)
+            cases = f"in the median of {len(of_kernel)} cases, {num_wrong} of them wrong"
+            yield f"{name}: {share:.0%} of the floor's speed {cases}"
             for other in (*PEERS, "bf16"):
-                ratios = [row[f"speedup_over_{other}"] for row in mine if f"speedup_over_{other}" in row]
+                ratios = [row[f"speedup_over_{other}"] for row in of_kernel if f"speedup_over_{other}" in row]
                 if ratios:
-                    least, most = min(ratios), max(ratios)
-                    yield f"{name} against {other}: {median(ratios):.2f} x in the median, {least:.2f} x to {most:.2f} x"
+                    span = f"{min(ratios):.2f} x to {max(ratios):.2f} x"
+                    yield f"{name} against {other}: {median(ratios):.2f} x in the median, {span}"
 
-    def more(self, rows: Sequence[Row]) -> dict[str, Any]:
+    def findings(self, rows: Sequence[Row]) -> dict[str, Any]:
         return {"ceilings": asdict(self.ceilings)}
 
     def plot(self, path: Path, rows: Sequence[Row]) -> None:
@@ -193,20 +192,20 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
         """
         heads, query_lens = sorted({row["heads"] for row in rows}), sorted({row["query_len"] for row in rows})
         rows = [{**row, "name": kernel_name(row)} for row in rows]
-        names, loads = list(dict.fromkeys(row["name"] for row in rows)), sorted({_load_of(row) for row in rows})
+        names, loads = list(dict.fromkeys(row["name"] for row in rows)), sorted({load_of(row) for row in rows})
         title = f"decode kernels, {dtype_name(self.dtype)}, blocks of {self.args.block_size}"
         figure, axes = new_figure(title, num_axes=len(heads) + 1, width=max(4.8, 0.4 * len(loads)))
         for axis, num_heads in zip(axes, heads, strict=False):
             for name in names:
-                mine = select(rows, name=name, heads=num_heads, query_len=query_lens[0])
-                _plot_over_loads(axis, loads, {_load_of(row): row["floor_share"] for row in mine}, name)
+                lines = select(rows, name=name, heads=num_heads, query_len=query_lens[0])
+                _plot_over_loads(axis, loads, {load_of(row): row["floor_share"] for row in lines}, name)
             axis.set_title(f"{num_heads} heads, {query_lens[0]} new")
             axis.set_ylim(bottom=0)
         axes[0].set_ylabel("share of the floor's speed")
         kernel = rows[0]["kernel"]
         for name, num_heads, query_len in product(names, heads, query_lens):
-            mine = select(rows, name=name, kernel=kernel, heads=num_heads, query_len=query_len)
-            ratios = {_load_of(row): ratio for row in mine if (ratio := best_peer_ratio(row)) is not None}
+            lines = select(rows, name=name, kernel=kernel, heads=num_heads, query_len=query_len)
+            ratios = {load_of(row): ratio for row in lines if (ratio := best_peer_ratio(row)) is not None}
             if ratios:
                 _plot_over_loads(axes[-1], loads, ratios, f"{name}, {num_heads} heads, {query_len} new")
         axes[-1].axhline(1.0, color="black", linewidth=0.8)
@@ -218,10 +217,10 @@ def _names(text: str, choices: Sequence[str]) -> list[str]:
     return name_list(text, choices, "a kernel")
 
 
-def _is_read(peer: Peer, args: argparse.Namespace) -> bool:
-    """Return whether some case has the formats that a peer reads."""
-    asked = query_dtypes(peer.kv_cache_dtype, args.decode_query_dtype)
-    return peer.kv_cache_dtype in args.kv_cache_dtype and peer.decode_query_dtype in asked
+def _measures(args: argparse.Namespace, formats: Formats) -> bool:
+    """Return whether any case has a peer's formats."""
+    queries = query_dtypes(formats.kv_cache_dtype, args.decode_query_dtype)
+    return formats.kv_cache_dtype in args.kv_cache_dtype and formats.decode_query_dtype in queries
 
 
 def _load(args: argparse.Namespace) -> Iterator[tuple[str, MakeKernel]]:
@@ -229,17 +228,16 @@ def _load(args: argparse.Namespace) -> Iterator[tuple[str, MakeKernel]]:
     for name in args.kernels or ["dcpmla", *(PEERS if args.peers else ())]:
         if name in OURS:
             yield name, partial(Ours, backend=OURS[name])
-        elif _is_read(PEERS[name], args):
+        elif _measures(args, PEERS[name]):
             try:
-                yield name, PEERS[name].load(args.peers)
+                yield name, load_adapters("attention").load_kernel(name, args.peers)
             except Exception as error:  # others' code: whatever it raises, we measure without it
                 leave_out(name, error)
 
 
 def is_right(row: Row) -> bool:
     """Return whether a kernel's result is right."""
-    limit = _LARGEST_ERROR[row["decode_query_dtype"]]
-    return all(row[key] is not None and row[key] <= limit for key in ("error", "lse_error"))
+    return is_within(row, _LARGEST_ERROR[row["decode_query_dtype"]], "error", "lse_error")
 
 
 def best_peer_ratio(row: Row) -> float | None:
@@ -252,10 +250,6 @@ def best_peer_ratio(row: Row) -> float | None:
 def kernel_name(row: Row) -> str:
     """Return the kernel of a row, and its inputs if they are quantized."""
     return ", ".join(filter(None, [row["kernel"], quantized_name(row["kv_cache_dtype"], row["decode_query_dtype"])]))
-
-
-def _load_of(row: Row) -> Load:
-    return row["batch"], row["context"]
 
 
 def _plot_over_loads(axis: Any, loads: Sequence[Load], values: Mapping[Load, float], label: str) -> None:

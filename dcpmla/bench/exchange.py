@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch.distributed import ProcessGroup
@@ -19,9 +18,9 @@ from dcpmla.bench.exchange_inputs import (
     find_errors,
     with_direct,
 )
-from dcpmla.bench.peers import VllmDirect, load_vllm_direct
+from dcpmla.bench.peers import load_adapters
 from dcpmla.bench.plots import LINE_STYLES, MARKERS, legend_beside, new_figure, save_figure, select
-from dcpmla.bench.results import Row, dtype_name, finite
+from dcpmla.bench.results import Row, dtype_name, finite, is_within
 from dcpmla.bench.runner import Benchmark, Kept
 from dcpmla.bench.timing import calls_per_sample, is_h200, largest, time_with_result
 from dcpmla.cli.options import exchange_list, positive, positive_list
@@ -32,6 +31,7 @@ from dcpmla.job.join import Job
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.planning.machine import H200X8
 
+_PEER = "vllm_direct"  # combines alone
 _ROPE_DIM = 64  # part of queries and cached rows on top of the row width: DeepSeek V2 and V3, Kimi-K2
 # "pbm", project before merge: rows as wide as a head's values. "fp8": rows quantized in transit.
 _VARIANTS: dict[str, tuple[str, ...]] = {
@@ -82,7 +82,7 @@ class ExchangeBenchmark(Benchmark[Exchanged, ExchangeInputs]):
         self.group: ProcessGroup
         self.exchanges: dict[tuple[str, str], Exchange] = {}
         with agree():
-            self._make_peer = load_vllm_direct(args.peers) if args.peers else None
+            self._make_peer = load_adapters("exchange").load_vllm_direct(args.peers) if args.peers else None
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +98,7 @@ class ExchangeBenchmark(Benchmark[Exchanged, ExchangeInputs]):
         add("--row-width", type=positive, default=512, metavar="D", help=width)
         value_width = "of partial rows that are projected before they are merged"
         add("--value-width", type=positive, default=128, metavar="V", help=value_width)
-        peers = f"also measure {VllmDirect.name}, from DIR/direct/peer_direct.py and vllm_direct.so.xz"
+        peers = f"also measure {_PEER}, from DIR/direct/peer_direct.py and vllm_direct.so.xz"
         add("--peers", type=Path, metavar="DIR", help=peers)
 
     @staticmethod
@@ -114,21 +114,23 @@ class ExchangeBenchmark(Benchmark[Exchanged, ExchangeInputs]):
             self.exchanges = self._find_exchanges()
             loads = product(dict.fromkeys(args.tokens), operations, widths, self.exchanges)
             for tokens, (operation, heads), width, (backend, variant) in loads:
-                is_done = operation == "combine" or backend != VllmDirect.name
+                is_done = operation == "combine" or backend != _PEER
                 is_width = width == (args.value_width if variant == "pbm" else args.row_width)
                 if variant in _VARIANTS[operation] and is_done and is_width:
                     yield Exchanged(size, operation, backend, variant, tokens, heads, width)
 
     def _find_exchanges(self) -> dict[tuple[str, str], Exchange]:
         """Return the exchanges of a group by backend and variant. Collective over the job."""
-        group, device, found = self.group, self.device, dict[tuple[str, str], Exchange]()
+        group, device, exchanges = self.group, self.device, dict[tuple[str, str], Exchange]()
         for backend in self.args.dcp_comm_backend or with_direct(("ag_rs", "a2a"), group, device):
-            found[backend, ""] = found[backend, "pbm"] = exchange_of(group, device, dcp_comm_backend=backend)
+            exchanges[backend, ""] = exchanges[backend, "pbm"] = exchange_of(group, device, dcp_comm_backend=backend)
             if backend == "direct":
-                found[backend, "fp8"] = exchange_of(group, device, dcp_comm_backend=backend, dcp_exchange_dtype="fp8")
+                exchanges[backend, "fp8"] = exchange_of(
+                    group, device, dcp_comm_backend=backend, dcp_exchange_dtype="fp8"
+                )
         if self._make_peer is not None:
-            found[VllmDirect.name, ""] = cast(Exchange, self._make_peer(group, device))  # it only combines
-        return found
+            exchanges[_PEER, ""] = self._make_peer(group, device)
+        return exchanges
 
     def inputs(self, case: Exchanged) -> ExchangeInputs:
         sizes = case.tokens, case.heads, self.args.row_width + _ROPE_DIM, case.latent_dim
@@ -153,8 +155,7 @@ class ExchangeBenchmark(Benchmark[Exchanged, ExchangeInputs]):
         exchange, link = self.exchanges[case.exchange, case.variant], _link_gb_per_s(ranks, case.dcp)
         return [setting | measured(inputs, exchange, self.device, link)]
 
-    def line(self, rows: Sequence[Row]) -> str:
-        (row,) = rows
+    def line(self, row: Row) -> str:
         load = f"{row['dcp']} ranks, {row['tokens']:,} tokens" + (f", {row['heads']} heads" if row["heads"] else "")
         wire = "" if row["wire_us"] is None else f"  wire {row['wire_us']:>8,.1f} us"
         error = "not finite" if row["error"] is None else f"{row['error']:.1g}"
@@ -164,8 +165,8 @@ class ExchangeBenchmark(Benchmark[Exchanged, ExchangeInputs]):
 
     def summary(self, rows: Sequence[Row]) -> Iterator[str]:
         for backend in dict.fromkeys(row["exchange"] for row in rows):
-            mine = select(rows, exchange=backend)
-            yield f"{backend}: {sum(not is_right(row) for row in mine)} of {len(mine)} results wrong"
+            results = select(rows, exchange=backend)
+            yield f"{backend}: {sum(not is_right(row) for row in results)} of {len(results)} results wrong"
 
     def plot(self, path: Path, rows: Sequence[Row]) -> None:
         """Draw for each number of heads times over tokens: a color for each backend, a marker for each operation, a
@@ -180,9 +181,9 @@ class ExchangeBenchmark(Benchmark[Exchanged, ExchangeInputs]):
         figure, axes = new_figure(title, num_axes=len(heads) or 1)
         lines = list(product(enumerate(operations), enumerate(backends), enumerate(sizes)))
         for axis, num_heads in zip(axes, heads or [None], strict=True):
-            mine = [row for row in rows if row["heads"] in (num_heads, None)]  # a context has no heads
+            of_heads = [row for row in rows if row["heads"] in (num_heads, None)]  # a context has no heads
             for (marker, (operation, variant)), (color, backend), (style, size) in lines:
-                line = select(mine, operation=operation, variant=variant, exchange=backend, dcp=size)
+                line = select(of_heads, operation=operation, variant=variant, exchange=backend, dcp=size)
                 points = sorted((row["tokens"], row["median_us"]) for row in line)
                 if points:
                     look = {"color": f"C{color}", "marker": MARKERS[marker], "linestyle": LINE_STYLES[style % 4]}
@@ -210,8 +211,8 @@ def group_sizes(args: argparse.Namespace, num_ranks: int) -> list[int]:
     sizes = list(dict.fromkeys(args.decode_context_parallel_size or [num_ranks]))
     for size in sizes:
         if size == 1 or num_ranks % size:
-            given = f"decode_context_parallel_size (-dcp) has {size}"
-            raise ValueError(f"{given}; it must be 2 or more, and divide the {num_ranks} ranks that were started")
+            option = f"decode_context_parallel_size (-dcp) has {size}"
+            raise ValueError(f"{option}; it must be 2 or more, and divide the {num_ranks} ranks that were started")
         for heads in args.heads:
             if heads % size:
                 raise ValueError(f"--heads has {heads}; a group of {size} ranks must divide it")
@@ -229,8 +230,7 @@ def measured(inputs: ExchangeInputs, exchange: Exchange, device: torch.device, l
     errors = [*find_errors(last, inputs.answer(calls - 1))]
     errors += find_errors(inputs.run(exchange, calls), inputs.answer(calls))
     return {
-        "in_graph": timing.in_graph,
-        "median_us": round(timing.median_us, 2),
+        **timing.fields(2),
         "wire_us": None if link_gb_per_s is None else round(inputs.received_bytes / link_gb_per_s / 1e3, 3),
         "gb_per_s": round(inputs.received_bytes / timing.median_us / 1e3, 3),
         "error": finite(largest(max(errors), device)),
@@ -247,7 +247,7 @@ def is_right(row: Row) -> bool:
     """Return whether a backend's result is right."""
     exact_or_rounded = _LARGEST_ERRORS[row["dtype"]] if row["operation"] == "combine" else 0.0
     allowed = _LARGEST_FP8_ERROR if row["variant"] == "fp8" else exact_or_rounded
-    return row["error"] is not None and row["error"] <= allowed
+    return is_within(row, allowed)
 
 
 BENCHMARK = ExchangeBenchmark

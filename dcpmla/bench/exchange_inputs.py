@@ -125,8 +125,8 @@ class Combine:
         self.case, self.out = case, torch.empty(*shape, case.latent_dim, device=case.device, dtype=case.dtype)
         self.lse = torch.empty(shape, device=case.device)
         for index, parts in enumerate(zip(self.out, self.lse, strict=True)):
-            for mine, drawn in zip(parts, self._shard(case.rank, index), strict=True):
-                mine.copy_(drawn)
+            for row, drawn in zip(parts, self._shard(case.rank, index), strict=True):
+                row.copy_(drawn)
         self.received_bytes = (case.size - 1) * (self.out[0].nbytes + self.lse[0].nbytes) // case.size
 
     def run(self, exchange: Exchange, index: int) -> tuple[Tensor, ...]:

@@ -1,22 +1,22 @@
 """Measure the experts of a layer and their router on one device: ours, torch's grouped products and, over block fp8,
-other libraries' (`expert_peers`), over weights in each format.
+other libraries' (--peers), over weights in each format.
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from dcpmla.bench.decode_inputs import measure_ceilings
-from dcpmla.bench.results import Row, dtype_name, finite
+from dcpmla.bench.peers import load_adapters
+from dcpmla.bench.results import Row, dtype_name, finite, is_within
 from dcpmla.bench.runner import Benchmark, Kept, leave_out
-from dcpmla.bench.timing import time_operation, time_with_result
+from dcpmla.bench.timing import calls_over, num_rotated, time_operation, time_with_result
 from dcpmla.cache.formats import FP8
 from dcpmla.cli.options import name_list, positive_list
 from dcpmla.job.bootstrap import Ranks
@@ -25,11 +25,8 @@ from dcpmla.model.experts import ExpertWeights, compute_experts
 from dcpmla.model.router import Router, route, router_logits
 from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize
 
-if TYPE_CHECKING:
-    from dcpmla.bench.expert_peers import Experts as PeerExperts
-    from dcpmla.bench.expert_peers import MakeExperts
+PeerExperts = Callable[[Tensor, Tensor, Tensor], Tensor]  # takes x, expert_ids, expert_weights, as `compute_experts`
 
-_CACHE_BYTES = 1 << 27  # calls rotate: so many bytes separate two uses of the same weights, and no L2 is larger
 _MOST_SETS = 16
 _SAMPLE_SECONDS = 0.5  # limit for the samples of one kernel
 _CHECKED_TOKENS = 4  # compared with float64
@@ -79,21 +76,20 @@ class ExpertsInputs:
         self.shape, self.weights = shape, weights
         self.x = torch.randn(case.tokens, shape.hidden_size, dtype=dtype, device=device)
         self.gate = torch.randn(1, shape.num_experts, shape.hidden_size, dtype=dtype, device=device)
-        self.how = Router(scoring="sigmoid", top_k=shape.top_k, renormalize=True, num_shared=shape.num_shared)
+        self.router_config = Router(scoring="sigmoid", top_k=shape.top_k, renormalize=True, num_shared=shape.num_shared)
         logits = torch.randn(_MOST_SETS, case.tokens, shape.num_experts, device=device)
-        routes = [route(rows, None, self.how) for rows in logits]
+        routes = [route(rows, None, self.router_config) for rows in logits]
         num_values = 3 * shape.hidden_size * shape.width
         num_hit = sum(len(ids.unique()) for ids, _ in routes) / len(routes)
         self.bytes_read = int(num_hit * num_values * _WEIGHT_BYTES[case.weights])
         self.flops = 2 * num_values * routes[0][0].numel()
-        num_sets = min(_MOST_SETS, -(-_CACHE_BYTES // self.bytes_read)) if device.type == "cuda" else 1
-        self.routes = routes[: max(num_sets, 4 if device.type == "cuda" else 1)]
+        self.routes = routes[: calls_over(num_rotated(self.bytes_read, device), device)]
 
     def ours(self, index: int) -> Tensor:
         return compute_experts(self.x, *self.routes[index % len(self.routes)], self.weights)
 
     def router(self, _: int) -> object:
-        return route(router_logits(self.x, self.gate), None, self.how)
+        return route(router_logits(self.x, self.gate), None, self.router_config)
 
     def grouped_mm(self, index: int) -> Tensor:
         """Run torch's grouped products over the routes in the order of their experts."""
@@ -112,13 +108,13 @@ class ExpertsInputs:
     def error(self, out: Tensor, index: int) -> float:
         """Return the relative error (norms) of some tokens' rows against float64."""
         ids, expert_weights = (part[:_CHECKED_TOKENS] for part in self.routes[index % len(self.routes)])
-        wanted = torch.zeros(len(ids), self.shape.hidden_size, dtype=torch.float64, device=out.device)
+        answer = torch.zeros(len(ids), self.shape.hidden_size, dtype=torch.float64, device=out.device)
         for token, row in enumerate(ids.tolist()):
             for i, expert in enumerate(row):
                 gate_up, down = (dequantize(_one(weight, expert), torch.float32).double() for weight in self.weights)
                 gate, up = (gate_up @ self.x[token].double()).chunk(2)
-                wanted[token] += expert_weights[token, i] * (down @ (functional.silu(gate) * up))
-        return float((out[: len(ids)] - wanted).norm() / wanted.norm())
+                answer[token] += expert_weights[token, i] * (down @ (functional.silu(gate) * up))
+        return float((out[: len(ids)] - answer).norm() / answer.norm())
 
 
 class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
@@ -128,9 +124,9 @@ class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        def add(option: str, choices: Sequence[str], what: str) -> None:
-            kind, every = partial(name_list, choices=choices, kind=f"a {what}"), ",".join(choices)
-            parser.add_argument(option, type=kind, default=every, metavar="NAME,...", help=f"{what}s of {every}")
+        def add(option: str, choices: Sequence[str], noun: str) -> None:
+            kind, every = partial(name_list, choices=choices, kind=f"a {noun}"), ",".join(choices)
+            parser.add_argument(option, type=kind, default=every, metavar="NAME,...", help=f"{noun}s of {every}")
 
         add("--shape", tuple(SHAPES), "shape")
         add("--weights", tuple(_WEIGHT_BYTES), "format")
@@ -148,11 +144,9 @@ class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
         super().__init__(args, job)
         self.ceilings = measure_ceilings(self.device, self.dtype)
         self.kept: Kept[ExpertWeights] = Kept()
-        self.peers: dict[str, MakeExperts] = {}
+        self.peers: dict[str, Callable[[ExpertWeights], PeerExperts]] = {}
         if args.peers is not None:
-            from dcpmla.bench.expert_peers import load_peers  # triton exists on Linux only
-
-            self.peers = load_peers(args.peers)
+            self.peers = load_adapters("experts").load_peers(args.peers)
         self.kept_peers: dict[str, Kept[PeerExperts]] = {name: Kept() for name in self.peers}
 
     def cases(self) -> Iterator[ExpertsCase]:
@@ -195,8 +189,7 @@ class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
                     **asdict(inputs.shape),
                     "dtype": dtype_name(self.dtype),
                     "num_sets": calls,
-                    "in_graph": timing.in_graph,
-                    "median_us": round(timing.median_us, 2),
+                    **timing.fields(2),
                     "router_us": round(router.median_us, 2),
                     "bytes_read": inputs.bytes_read,
                     "floor_us": round(floor_us, 2),
@@ -213,8 +206,12 @@ class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
         experts = self.kept_peers[name].get((case.geometry, case.weights), make)
         return experts(inputs.x, *(part.contiguous() for part in inputs.routes[index % len(inputs.routes)]))
 
-    def line(self, rows: Sequence[Row]) -> str:
-        return "\n".join(map(_line, rows))
+    def line(self, row: Row) -> str:
+        case = ExpertsCase(row["geometry"], row["weights"], row["tokens"])
+        is_right = is_within(row, _LARGEST_ERROR[row["weights"]])
+        time = f"{row['median_us']:>10,.1f} us {row['floor_share']:>4.0%} of the floor {row['tflops']:>7,.1f} TFLOP/s"
+        wrong = "" if is_right else f"   WRONG: error {row['error']}"
+        return f"{case!s:<32} {row['kernel']:<10} {time}   router {row['router_us']:,.1f} us{wrong}"
 
 
 def _random_experts(kind: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> ExpertWeights:
@@ -241,14 +238,6 @@ def _random_experts(kind: str, shape: Shape, dtype: torch.dtype, device: torch.d
 
 def _one(weight: AnyWeight, expert: int) -> AnyWeight:
     return weight[expert] if isinstance(weight, Tensor) else type(weight)(*(part[expert] for part in weight))
-
-
-def _line(row: Row) -> str:
-    case = ExpertsCase(row["geometry"], row["weights"], row["tokens"])
-    is_right = row["error"] is not None and row["error"] <= _LARGEST_ERROR[row["weights"]]
-    time = f"{row['median_us']:>10,.1f} us {row['floor_share']:>4.0%} of the floor {row['tflops']:>7,.1f} TFLOP/s"
-    wrong = "" if is_right else f"   WRONG: error {row['error']}"
-    return f"{case!s:<32} {row['kernel']:<10} {time}   router {row['router_us']:,.1f} us{wrong}"
 
 
 BENCHMARK = Experts

@@ -39,15 +39,15 @@ class ForcedDrafter(Drafter):
     def draft(self, wanted: Sequence[tuple[Request, int]], previous: InFlightStep | None) -> Drafts:
         """Return the other's drafts, or random tokens."""
         drafts, nums = self._drafter.draft(wanted, previous), [num for _, num in wanted]
-        others = self._some(self._random, sum(nums))
+        random_ids = self._draw(self._random, sum(nums))
         if drafts.nums != nums or not any(nums):
-            return Drafts(nums, others)
-        return Drafts(nums, others.where(drafts.token_ids == NO_DRAFT, drafts.token_ids))
+            return Drafts(nums, random_ids)
+        return Drafts(nums, random_ids.where(drafts.token_ids == NO_DRAFT, drafts.token_ids))
 
     def compared(self, drafts: Tensor, sampled: Tensor, nums: Sequence[int]) -> Compared:
         """Draw which drafts count as right: return ones, and ones for these."""
-        return Compared(self._ones[: len(drafts)], self._some(self._marks, len(sampled)))
+        return Compared(self._ones[: len(drafts)], self._draw(self._marks, len(sampled)))
 
-    def _some(self, numbers: Tensor, count: int) -> Tensor:
+    def _draw(self, numbers: Tensor, count: int) -> Tensor:
         start = self._rng.randrange(_NUM_RANDOM // 2)
         return numbers[start : start + count]

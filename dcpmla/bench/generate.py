@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from dcpmla.bench.forced import ForcedDrafter
-from dcpmla.bench.load import add_load, make_load
+from dcpmla.bench.load import add_load, engine_fields, make_load
 from dcpmla.bench.mixed_steps import mixed_times
-from dcpmla.bench.plots import new_figure, save_figure, select
-from dcpmla.bench.results import Row, dtype_name
+from dcpmla.bench.plots import new_figure, plot_lines, save_figure, select
+from dcpmla.bench.results import Row
 from dcpmla.bench.runner import Benchmark
 from dcpmla.bench.step_times import is_quantized, step_times
 from dcpmla.bench.timing import is_h200, largest
@@ -90,8 +90,8 @@ class Generate(Benchmark[Batch, None]):
         if needed > room:  # requests that wait for blocks would make a smaller batch of it
             self.close()
             hint = "lower --batch, --input-len or --output-len, or raise --kv-cache-memory-bytes"
-            given = f"cache: {max(args.batch)} requests need {needed:,} blocks, but there is room for {room:,}"
-            raise ValueError(f"{given}; {hint}")
+            sizes = f"cache: {max(args.batch)} requests need {needed:,} blocks, but there is room for {room:,}"
+            raise ValueError(f"{sizes}; {hint}")
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,10 +115,10 @@ class Generate(Benchmark[Batch, None]):
             reason = "the first token comes with the prompt"
             raise ValueError(f"--output-len is {output_len}; it must be at least 2: {reason}")
         if input_len + output_len > files.max_model_len:
-            given = (
+            sizes = (
                 f"--input-len is {input_len} and --output-len {output_len}, together {input_len + output_len} tokens"
             )
-            raise ValueError(f"{given}; with --max-model-len {files.max_model_len} at most that many are served")
+            raise ValueError(f"{sizes}; with --max-model-len {files.max_model_len} at most that many are served")
         limit = min(args.max_num_seqs, args.max_num_batched_tokens)
         if max(args.batch) > limit:
             options = "--max-num-seqs and --max-num-batched-tokens"
@@ -142,9 +142,6 @@ class Generate(Benchmark[Batch, None]):
             has_decodes = tokens > _NUM_DECODES < self.args.max_num_seqs
             for size in (0, _NUM_DECODES) if has_decodes else (0,):
                 yield from (Batch(size, mode, tokens=tokens) for mode in (["graph"] if self.graph else []) + ["eager"])
-
-    def inputs(self, case: Batch) -> None:
-        """Do nothing: a case needs the engine alone."""
 
     def measure(self, case: Batch, inputs: None) -> list[Row]:
         if case.tokens:
@@ -172,17 +169,11 @@ class Generate(Benchmark[Batch, None]):
 
     def _labels(self, case: Batch) -> Row:
         """Return the fields of all rows."""
-        args, engine = self.args, self.engine
+        engine = self.engine
         return {
             "weights": "fp8" if is_quantized(self._model) else format_name(engine.model.dtype),
-            "model": Path(args.model).name,  # a path of this machine is left out
             "num_parameters": self.size.num_parameters,
-            "tp": engine.mesh.tp_size,
-            "dcp": engine.mesh.dcp_size,
-            "exchange": self.exchange,
-            "dtype": dtype_name(engine.model.dtype),
-            "kv_cache_dtype": format_name(engine.cache.sizes.dtype),
-            **{name: getattr(args, name) for name in _OPTIONS},
+            **engine_fields(self.args, engine, self.exchange, _OPTIONS),
             "mode": case.mode,
         }
 
@@ -202,12 +193,13 @@ class Generate(Benchmark[Batch, None]):
         """Return the times of a step, and of the prefill of one prompt, on the device alone."""
         args, engine = self.args, self.engine
         self.job.watchdog.enter("timing steps on the device")
-        where = self._model, engine.cache, engine.dcp, engine.mesh
-        decode, num_tokens = step_times(*where, batch, args.input_len), min(args.input_len, args.max_num_batched_tokens)
+        layout = self._model, engine.cache, engine.dcp, engine.mesh
+        decode = step_times(*layout, batch, args.input_len)
         row = {name: round(value, 1) for name, value in decode._asdict().items()}
         row |= self._floor(batch, decode.device_us)
         if batch == max(args.batch):
-            prefill = step_times(*where, 1, num_tokens, num_tokens)
+            num_tokens = min(args.input_len, args.max_num_batched_tokens)
+            prefill = step_times(*layout, 1, num_tokens, num_tokens)
             row |= {f"prefill_{name}": round(value, 1) for name, value in prefill._asdict().items()}
         return row
 
@@ -259,8 +251,7 @@ class Generate(Benchmark[Batch, None]):
             raise ValueError(f"--output-len is {args.output_len}: {reason}; raise it, or --max-num-batched-tokens")
         return steps
 
-    def line(self, rows: Sequence[Row]) -> str:
-        (row,) = rows
+    def line(self, row: Row) -> str:
         if "batch" not in row:
             alone = f"  kernels {row['device_us'] / 1e3:>8.3f} ms" if "device_us" in row else ""
             step = f"step of {row['tokens']:>5} tokens, {row['decodes']:>2} decodes"
@@ -307,16 +298,15 @@ def plot_batches(path: Path, rows: Sequence[Row]) -> None:
     row = rows[0]
     title = f"{row['model']}, tp {row['tp']}, dcp {row['dcp']}, {row['dtype']}: decode after {row['input_len']} tokens"
     figure, (times, rates) = new_figure(title, num_axes=2)
-    for label in dict.fromkeys(map(_label, rows)):
-        points = sorted((row for row in rows if _label(row) == label), key=lambda row: row["batch"])
-        batches = [row["batch"] for row in points]
-        times.plot(batches, [row["step_us"] / 1e3 for row in points], "o-", label=label)
-        rates.plot(batches, [row["tokens_per_second"] for row in points], "o-", label=label)
-    for axes, label in ((times, "time per token, ms"), (rates, "tokens/s")):
-        axes.set_xlabel("batch")
-        axes.set_ylabel(label)
-        axes.set_xscale("log", base=2)
-        axes.set_ylim(bottom=0)
+    labels = dict.fromkeys(map(_label, rows))
+    for axes, field, unit, y_label in (
+        (times, "step_us", 1e3, "time per token, ms"),
+        (rates, "tokens_per_second", 1, "tokens/s"),
+    ):
+        lines = {
+            label: sorted((row["batch"], row[field] / unit) for row in rows if _label(row) == label) for label in labels
+        }
+        plot_lines(axes, lines, "batch", y_label)
         axes.legend()
     save_figure(path, figure)
 

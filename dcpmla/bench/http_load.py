@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import h11
 
-from dcpmla.bench.load import Load, rates, summarize
+from dcpmla.bench.load import Load, rates, summarize_all
 from dcpmla.bench.results import Row
 
 _READ_BYTES = 1 << 16
@@ -56,11 +56,12 @@ def summary_row(load: Load, answers: Sequence[Answer]) -> Row:
         ],
         "end_to_end_seconds": [answer.finish_time - answer.arrival_time for answer in whole],
     }
-    row: Row = {"num_lost": len(answers) - len(whole)}
-    row |= rates(len(whole), num_input, sum(answer.num_tokens for answer in whole), seconds)
-    for kind, values in latencies.items():
-        row |= {f"{kind}_{name}": value for name, value in summarize(values).items()}
-    return row
+    num_output = sum(answer.num_tokens for answer in whole)
+    return {
+        "num_lost": len(answers) - len(whole),
+        **rates(len(whole), num_input, num_output, seconds),
+        **summarize_all(latencies),
+    }
 
 
 def describe_lost(answers: Sequence[Answer]) -> str:
@@ -117,7 +118,7 @@ async def _lines(url: str, api_key: str | None, content: bytes) -> AsyncIterator
     opening = asyncio.open_connection(address.hostname, address.port or 80)
     reader, writer = await asyncio.wait_for(opening, _CONNECT_SECONDS)
     try:
-        connection, rest, status = h11.Connection(h11.CLIENT), b"", 200
+        connection, line_start, status = h11.Connection(h11.CLIENT), b"", 200
         headers = [("Host", address.netloc), ("Content-Length", str(len(content)))]
         headers += [] if api_key is None else [("Authorization", f"Bearer {api_key}")]
         target = f"{address.path.rstrip('/')}/v1/completions"
@@ -132,12 +133,12 @@ async def _lines(url: str, api_key: str | None, content: bytes) -> AsyncIterator
                 case h11.Response():
                     status = event.status_code
                 case h11.Data():
-                    *lines, rest = (rest + event.data).split(b"\n")
+                    *lines, line_start = (line_start + event.data).split(b"\n")
                     for line in lines if status == 200 else ():
                         yield line
                 case _:
                     connection.receive_data(await reader.read(_READ_BYTES))
         if status != 200:
-            raise ValueError(f"status {status}: {rest.decode(errors='replace')[:200]}")
+            raise ValueError(f"status {status}: {line_start.decode(errors='replace')[:200]}")
     finally:
         writer.close()

@@ -33,7 +33,7 @@ from dcpmla.bench.layouts import (
 from dcpmla.bench.plots import MARKERS, legend_beside, new_figure, save_figure, select
 from dcpmla.bench.results import Row, dtype_name
 from dcpmla.bench.runner import Benchmark
-from dcpmla.bench.stack import CANDIDATES, PARTS, Stack, StackMaker
+from dcpmla.bench.stack import CANDIDATES, PARTS, Stack, StackMaker, StackSizes
 from dcpmla.cli.options import exchange_list, name_list, positive, positive_list
 from dcpmla.config import DCP_COMM_BACKENDS, INDEX_CACHE_DTYPES, DCPConfig
 from dcpmla.extras import needed_by
@@ -116,8 +116,8 @@ class Layer(Benchmark[LayerCase, Stack]):
         for dcp in args.decode_context_parallel_size:
             DCPConfig(tensor_parallel_size=args.tensor_parallel_size, decode_context_parallel_size=dcp)
         if "fp8" in args.variants and "direct" not in (args.dcp_comm_backend or ["direct"]):
-            given = f"--variants has 'fp8', but --dcp-comm-backend is {','.join(args.dcp_comm_backend)}"
-            raise ValueError(f"{given}; direct alone carries rows in fp8, add it")
+            options = f"--variants has 'fp8', but --dcp-comm-backend is {','.join(args.dcp_comm_backend)}"
+            raise ValueError(f"{options}; direct alone carries rows in fp8, add it")
 
     def _layouts(self, dcp: int) -> Iterator[Layout]:
         """Yield the layouts of a DCP size. Collective over the job."""
@@ -146,8 +146,9 @@ class Layer(Benchmark[LayerCase, Stack]):
         if layout.dcp > 1:
             options |= {"dcp_comm_backend": layout.exchange, **_VARIANTS[layout.variant]}
         options |= {"kv_cache_dtype": config_name(layout.kv_cache_dtype), "index_cache_dtype": layout.index_cache_dtype}
-        sizes = self.meshes[layout.dcp], self.args.num_layers, case.batch, case.context, self.device, self.dtype
-        return self.makers[layout.layer_kind].new(*sizes, **options)
+        mesh, num_layers = self.meshes[layout.dcp], self.args.num_layers
+        sizes = StackSizes(mesh, num_layers, case.batch, case.context, self.device, self.dtype)
+        return self.makers[layout.layer_kind].new(sizes, **options)
 
     def measure(self, case: LayerCase, inputs: Stack) -> list[Row]:
         """Return a row for each part, the total first, with the sum of its parts, each timed alone."""
@@ -165,10 +166,7 @@ class Layer(Benchmark[LayerCase, Stack]):
             "query_dim": reads.query_dim,
             "latent_dim": reads.out_dim,
         }
-        rows = [
-            {"part": part, **common, "in_graph": timing.in_graph, "median_us": round(timing.median_us, 1)}
-            for part, timing in timings.items()
-        ]
+        rows = [{"part": part, **common, **timing.fields(1)} for part, timing in timings.items()]
         for row in rows:
             if row["part"] in num_bytes:
                 floor_us = num_bytes[row["part"]] / self.bytes_per_second * 1e6
@@ -184,7 +182,7 @@ class Layer(Benchmark[LayerCase, Stack]):
             compare_with_plain(rows, self.plain[setting])
         return rows
 
-    def line(self, rows: Sequence[Row]) -> str:
+    def text(self, rows: Sequence[Row]) -> str:
         total = rows[0]
         load = f"{total['batch']} x {total['context']:,}"
         parts = "  ".join(f"{row['part']} {row['median_us']:>8,.1f}" for row in rows)
@@ -194,11 +192,12 @@ class Layer(Benchmark[LayerCase, Stack]):
 
     def summary(self, rows: Sequence[Row]) -> Iterator[str]:
         yield from efficiencies(rows)
-        for found in crossovers(rows):
-            where = f"from {found['tokens']:,} cached tokens on" if found["tokens"] else "at no load measured"
-            yield f"{layout_of(found)} is faster than tp {self.args.tensor_parallel_size}: {where}"
+        for crossover in crossovers(rows):
+            tokens = crossover["tokens"]
+            loads = f"from {tokens:,} cached tokens on" if tokens else "at no load measured"
+            yield f"{layout_of(crossover)} is faster than tp {self.args.tensor_parallel_size}: {loads}"
 
-    def more(self, rows: Sequence[Row]) -> dict[str, Any]:
+    def findings(self, rows: Sequence[Row]) -> dict[str, Any]:
         return {"crossover": crossovers(rows)}
 
     def plot(self, path: Path, rows: Sequence[Row]) -> None:
@@ -211,9 +210,9 @@ class Layer(Benchmark[LayerCase, Stack]):
         sizes = f"{self.args.num_layers} attention layers, tp {self.args.tensor_parallel_size}"
         figure, axes = new_figure(f"{self.args.geometry}: a decode step of {sizes}", len(shown) + 1, width)
         for axis, batch in zip(axes, shown, strict=False):
-            mine = select(rows, batch=batch)
-            bars = [layout for layout in layouts if layout in map(layout_of, mine)]  # a variant may want more requests
-            _plot_parts(axis, mine, bars)
+            of_batch = select(rows, batch=batch)
+            bars = [layout for layout in layouts if layout in map(layout_of, of_batch)]  # variants may need more
+            _plot_parts(axis, of_batch, bars)
             names = f"{batch} requests; bars: {', '.join(map(str, bars))}"
             axis.set_title(fill(names, int(_CHARACTERS_PER_INCH * width)), fontsize="small")
         axes[0].set_ylabel("time of the parts / of the slowest layout's")

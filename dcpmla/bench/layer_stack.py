@@ -1,5 +1,6 @@
 """A stack of MLA layers (`dcpmla.bench.stack`)."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,16 +10,14 @@ from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.decode import mla_decode
 from dcpmla.attention.kind import DenseKind
 from dcpmla.attention.layer import PROJECT_FIRST_TOKENS, MLAAttention
-from dcpmla.attention.placement import Placement
 from dcpmla.attention.projections import project_values, query_factor
 from dcpmla.attention.step import StepRequests
 from dcpmla.bench.cache_formats import KV_SCALE, fill_randomly
 from dcpmla.bench.stack import PARTS as ALL_PARTS
-from dcpmla.bench.stack import Stack, draw_weights, num_rotated
+from dcpmla.bench.stack import Stack, StackSizes, num_rotated
 from dcpmla.cache.formats import to_fp8
 from dcpmla.cache.latent import LatentCache, num_blocks
-from dcpmla.config import DCPConfig, MLAConfig
-from dcpmla.parallel.mesh import DCPMesh
+from dcpmla.config import MLAConfig
 from dcpmla.parallel.quantized import unpack
 
 PARTS = tuple(part for part in ALL_PARTS if part != "selection")
@@ -28,8 +27,7 @@ class LayerStack(Stack):
     """MLA layers, dense.
 
     Args:
-        mesh: Mesh of this job; the cache is sharded over its DCP group.
-        num_layers: Number of layers, each with its own weights and cache, random.
+        sizes: Number of layers and their load.
         options: Fields of DCPConfig, for the format of the cache and the exchange of decode.
     Attributes:
         projects_first: Whether a step projects before it merges, which needs PROJECT_FIRST_TOKENS.
@@ -37,35 +35,21 @@ class LayerStack(Stack):
         ValueError: Heads do not divide, or the cache does not fit.
     """
 
-    def __init__(
-        self,
-        config: MLAConfig,
-        mesh: DCPMesh,
-        num_layers: int,
-        batch: int,
-        context: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        **options: Any,
-    ) -> None:
+    def __init__(self, config: MLAConfig, sizes: StackSizes, **options: Any) -> None:
+        mesh, num_layers, batch, context = sizes.mesh, sizes.num_layers, sizes.batch, sizes.context
         kv_scale = KV_SCALE if options.get("kv_cache_dtype") == "fp8" else None
-        options = {"kv_cache_scale": kv_scale, **options}
-        dcp = DCPConfig(tensor_parallel_size=mesh.tp_size, decode_context_parallel_size=mesh.dcp_size, **options)
+        dcp = sizes.dcp_config(**{"kv_cache_scale": kv_scale, **options})
         (reads,) = DenseKind(config, num_layers).reads(context)
-        super().__init__(mesh, dcp, reads, device)
+        super().__init__(sizes, dcp, reads)
         self.config = config
         self.projects_first = dcp.dcp_project_before_merge and batch >= PROJECT_FIRST_TOKENS
-        placement = Placement(dcp, mesh, self.exchange, dtype, device)
-        self.layers = [MLAAttention(config, placement) for _ in range(num_layers)]
-        draw_weights(self.layers)
-        num_steps = num_rotated(
-            LatentCache.plan(config, dcp, num_layers, [context] * batch, dtype).bytes_per_rank, device
-        )
-        self.cache: LatentCache = LatentCache(
-            LatentCache.plan(config, dcp, num_layers, [context] * batch * num_steps, dtype), device
-        )
+        self.layers = [MLAAttention(config, self.placement) for _ in range(num_layers)]
+        self.draw_weights()
+        plan, device = partial(LatentCache.plan, config, dcp, num_layers, dtype=self.dtype), self.device
+        num_steps = num_rotated(plan([context] * batch).bytes_per_rank, device)
+        self.cache: LatentCache = LatentCache(plan([context] * batch * num_steps), device)
         for rows in self.cache.layers:
-            fill_randomly(rows, config.kv_lora_rank, dtype)
+            fill_randomly(rows, config.kv_lora_rank, self.dtype)
         ids = torch.randperm(self.cache.sizes.num_blocks).view(num_steps, batch, num_blocks(context, dcp))
         workspace, steps = decode_workspace(device), StepBuilder(dcp, mesh.dcp_rank, device)
         self.metadata = [
@@ -73,18 +57,17 @@ class LayerStack(Stack):
             for table in ids.tolist()
         ]
         heads, group_heads = config.num_heads // mesh.tp_size, config.num_heads // mesh.tp_size * mesh.dcp_size
-        new: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.hidden = torch.randn(num_steps, batch, config.hidden_size, **new)
-        q, group_q = (torch.randn(batch, num_heads, config.latent_dim, **new) for num_heads in (heads, group_heads))
+        self.hidden = self.randn(num_steps, batch, config.hidden_size)
+        q, group_q = (self.randn(batch, num_heads, config.latent_dim) for num_heads in (heads, group_heads))
         q_scale = self.layers[0].q_scale
         self.q, self.group_q = (q, group_q) if q_scale is None else (to_fp8(q, q_scale), to_fp8(group_q, q_scale))
-        self.group_out = torch.randn(batch, group_heads, config.kv_lora_rank, **new)
+        self.group_out = self.randn(batch, group_heads, config.kv_lora_rank)
         row_dim = config.v_head_dim if self.projects_first else config.kv_lora_rank
-        self.group_rows = torch.randn(batch, group_heads, row_dim, **new)
+        self.group_rows = self.randn(batch, group_heads, row_dim)
         self.group_lse = torch.randn(batch, group_heads, device=device)
-        self.rows = torch.randn(batch, heads, row_dim, **new)
+        self.rows = self.randn(batch, heads, row_dim)
         cos_sin = torch.randn(batch, config.qk_rope_head_dim, device=device)
-        factor = query_factor(self.metadata[0].positions, config.llama_4_scaling, dtype)  # the same in all steps
+        factor = query_factor(self.metadata[0].positions, config.llama_4_scaling, self.dtype)  # the same in all steps
         self.metadata = [step.with_positions(cos_sin, factor) for step in self.metadata]
 
     def attend(self, index: int = 0) -> None:

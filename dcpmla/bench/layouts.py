@@ -7,9 +7,9 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from dcpmla.bench.cache_formats import quantized_name
+from dcpmla.bench.results import Row
 from dcpmla.bench.stack import CANDIDATES
 
-Row = dict[str, Any]
 Load = tuple[int, int]  # requests, cached tokens of each
 MLA = "mla"  # a kind of layers; the others are `LayerKind.label`s
 
@@ -76,7 +76,7 @@ def _apart(times: Mapping[str, float]) -> float:
 def efficiencies(rows: Sequence[Row]) -> Iterator[str]:
     """Yield a line on the scaling efficiency of each layout, over the loads that plain TP held as well."""
     for layout in dict.fromkeys(map(layout_of, rows)):
-        found = {
+        shares = {
             name: sorted(
                 row["scaling_efficiency"]
                 for row in rows
@@ -84,9 +84,9 @@ def efficiencies(rows: Sequence[Row]) -> Iterator[str]:
             )
             for part, name in (("attention", "attention"), ("total", "layer"))
         }
-        if found["layer"]:
-            words = [f"{name} {median(each):.0%} ({each[0]:.0%} to {each[-1]:.0%})" for name, each in found.items()]
-            yield f"{layout}: scaling efficiency over {len(found['layer'])} loads: {', '.join(words)}"
+        if shares["layer"]:
+            words = [f"{name} {median(each):.0%} ({each[0]:.0%} to {each[-1]:.0%})" for name, each in shares.items()]
+            yield f"{layout}: scaling efficiency over {len(shares['layer'])} loads: {', '.join(words)}"
 
 
 def totals_of(rows: Sequence[Row]) -> dict[Layout, dict[Load, float]]:
@@ -110,7 +110,7 @@ def crossovers(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """
     totals = totals_of(rows)
     plain = {layout.compared: times for layout, times in totals.items() if layout.dcp == 1}
-    found = []
+    results = []
     for layout, times in totals.items():
         unsharded = plain.get(layout.compared, {})
         is_faster = {load: times[load] < unsharded[load] for load in times if load in unsharded}
@@ -122,8 +122,8 @@ def crossovers(rows: Sequence[Row]) -> list[dict[str, Any]]:
                 for batch in sorted({load[0] for load in is_faster})
             }
             tokens = _first_of_the_faster([(batch * context, faster) for (batch, context), faster in is_faster.items()])
-            found.append({**layout._asdict(), "tokens": tokens, "context_at_batch": at_batch})
-    return found
+            results.append({**layout._asdict(), "tokens": tokens, "context_at_batch": at_batch})
+    return results
 
 
 def _first_of_the_faster(sizes: Sequence[tuple[int, bool]]) -> int | None:

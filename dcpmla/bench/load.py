@@ -1,13 +1,15 @@
 """A synthetic load for the engine, and what came of it."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 import numpy as np
 
-from dcpmla.bench.results import Row
+from dcpmla.bench.results import Row, dtype_name
+from dcpmla.cache.formats import format_name
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
@@ -74,6 +76,19 @@ def add_load(engine: Engine, load: Load) -> list[Request]:
     return requests
 
 
+def engine_fields(args: argparse.Namespace, engine: Engine, exchange: str, options: Sequence[str]) -> Row:
+    """Return the fields of a row on an engine: its model, its layout, and options by their names."""
+    return {
+        "model": Path(args.model).name,  # a path of this machine is left out
+        "tp": engine.mesh.tp_size,
+        "dcp": engine.mesh.dcp_size,
+        "exchange": exchange,
+        **{name: getattr(args, name) for name in options},
+        "dtype": dtype_name(engine.model.dtype),
+        "kv_cache_dtype": format_name(engine.cache.sizes.dtype),
+    }
+
+
 def request_rate(text: str) -> float:
     """Read a positive number, or inf, for argparse."""
     try:
@@ -107,16 +122,16 @@ class Served:
         latencies = _latencies(requests)
         end_to_end = zip(requests, latencies["end_to_end_seconds"], strict=True)
         seconds = max(request.arrival_time + delay for request, delay in end_to_end)
+        num_input = sum(len(request.prompt_token_ids) for request in requests)
+        num_output = sum(len(request.token_ids) for request in requests)
         row = {
             **_capacity(engine, requests),
             "max_num_running": engine.stats.max_num_running,
             "num_preemptions": engine.stats.num_preemptions,
             "num_cached_tokens": engine.stats.num_cached_tokens,
-            **_throughput(requests, seconds),
+            **rates(len(requests), num_input, num_output, seconds),
         }
-        for kind, values in latencies.items():
-            row |= {f"{kind}_{name}": value for name, value in summarize(values).items()}
-        return cls(row, latencies, list(running))
+        return cls(row | summarize_all(latencies), latencies, list(running))
 
 
 def summarize(values: Sequence[float]) -> dict[str, float | None]:
@@ -126,6 +141,11 @@ def summarize(values: Sequence[float]) -> dict[str, float | None]:
         return dict.fromkeys(names)
     numbers = [np.mean(values), *np.percentile(values, _PERCENTILES)]
     return {name: round(float(number), 6) for name, number in zip(names, numbers, strict=True)}
+
+
+def summarize_all(latencies: Mapping[str, Sequence[float]]) -> Row:
+    """Return mean and percentiles of each kind of latency."""
+    return {f"{kind}_{name}": value for kind, values in latencies.items() for name, value in summarize(values).items()}
 
 
 def _latencies(requests: Sequence[Request]) -> dict[str, list[float]]:
@@ -156,13 +176,6 @@ def _capacity(engine: Engine, requests: Sequence[Request]) -> Row:
         "num_fit_mean": sizes.num_blocks * len(blocks) // sum(blocks),
         "num_fit_largest": sizes.num_blocks // max(blocks),
     }
-
-
-def _throughput(requests: Sequence[Request], seconds: float) -> Row:
-    """Return rates over the seconds from the load's beginning to the end of its last request."""
-    num_input = sum(len(request.prompt_token_ids) for request in requests)
-    num_output = sum(len(request.token_ids) for request in requests)
-    return rates(len(requests), num_input, num_output, seconds)
 
 
 def rates(num_requests: int, num_input: int, num_output: int, seconds: float) -> Row:

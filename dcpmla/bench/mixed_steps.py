@@ -1,14 +1,11 @@
 """The time of a step with a piece of a prompt and decodes, as an engine runs it, and of its kernels alone."""
 
-import statistics
-import time
 from array import array
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from dcpmla.bench.timing import largest
+from dcpmla.bench.timing import largest, profile_kernels, time_calls
 from dcpmla.runtime.batch import Batch, Piece
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.logprobs import PromptRows
@@ -16,7 +13,6 @@ from dcpmla.runtime.request import Request
 from dcpmla.runtime.runner import StepRunner
 from dcpmla.runtime.sampling import SamplingParams
 
-_NUM_WARM_UPS = 3
 _NUM_SAMPLES = 5
 _STEPS = {"cuda": 8, "cpu": 1}  # steps of a sample, launched one after the other
 
@@ -48,16 +44,15 @@ def mixed_times(engine: Engine, num_tokens: int, num_decodes: int, context: int,
     batch.arrange(costs, 0 if mixed is None else mixed.max_absorbed_tokens)
     graph, prompts = runner.graph_of(batch, None, mixed), PromptRows.of(batch)
 
-    def step() -> None:
+    def step(_: int = 0) -> None:
         runner.run(batch, None, None, graph, prompts)
 
     with torch.inference_mode():
-        for _ in range(_NUM_WARM_UPS):
-            step()
-        samples = [_sample(step, device) for _ in range(_NUM_SAMPLES)]
-        device_us = _kernels_us(step) if device.type == "cuda" else None
-    step_us = largest(statistics.median(samples), device)
-    return MixedTimes(step_us, None if device_us is None else largest(device_us, device))
+        step_us = time_calls(step, device, _STEPS[device.type], _NUM_SAMPLES)
+        if device.type != "cuda":
+            return MixedTimes(step_us, None)
+        device_us = sum(event.self_device_time_total for event in profile_kernels(step).key_averages())
+        return MixedTimes(step_us, largest(device_us, device))
 
 
 def _pieces(engine: Engine, num_tokens: int, num_decodes: int, context: int) -> list[Piece]:
@@ -73,26 +68,3 @@ def _pieces(engine: Engine, num_tokens: int, num_decodes: int, context: int) -> 
 
     decodes = [piece(index, context, 1) for index in range(num_decodes)]
     return [*decodes, piece(num_decodes, 0, num_tokens - num_decodes)]
-
-
-def _sample(step: Callable[[], None], device: torch.device) -> float:
-    """Return the microseconds of a step among several."""
-    _wait(device)
-    started = time.perf_counter()
-    for _ in range(_STEPS[device.type]):
-        step()
-    _wait(device)
-    return (time.perf_counter() - started) * 1e6 / _STEPS[device.type]
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _kernels_us(step: Callable[[], None]) -> float:
-    """Return the microseconds of a step's kernels, one after the other."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        step()
-        torch.cuda.synchronize()
-    return sum(event.self_device_time_total for event in profile.key_averages())

@@ -3,8 +3,8 @@ both as one kernel.
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import cast
 
@@ -16,14 +16,12 @@ from dcpmla.attention.output.rows import OutputRows
 from dcpmla.attention.projections import project_values
 from dcpmla.bench.results import Row, dtype_name
 from dcpmla.bench.runner import Benchmark
-from dcpmla.bench.timing import Operation, Timing, time_operation
+from dcpmla.bench.timing import Operation, Timing, calls_over, num_rotated, time_operation
 from dcpmla.cli.options import positive_list
 from dcpmla.parallel.fp8 import QuantizedRows
 
 _RANK, _NOPE, _VALUE = 512, 128, 128  # latent, nope and value widths: DeepSeek V2 and V3, Kimi-K2
-_CACHE_BYTES = 1 << 27  # inputs rotate: so many bytes separate two uses of the same inputs, and no L2 is larger
 _SAMPLE_SECONDS = 1.0  # limit for the samples of one operation
-_FEWEST_CALLS = 4  # calls of a sample on a GPU
 _MOST_DIFFERENT = 5e-4  # share of the bytes: sums in another order sometimes round to another bfloat16
 
 
@@ -48,7 +46,7 @@ class OutputInputs:
 
         self.device = device
         set_bytes = case.heads * (case.tokens + _VALUE) * _RANK * dtype.itemsize
-        self.sets = [new_set() for _ in range(-(-_CACHE_BYTES // set_bytes) if device.type == "cuda" else 1)]
+        self.sets = [new_set() for _ in range(num_rotated(set_bytes, device))]
 
     def project(self, index: int) -> Tensor:
         """Run W_UV alone."""
@@ -69,8 +67,7 @@ class OutputInputs:
         return cast(QuantizedRows, rows.rows()).values
 
     def time(self, operation: Operation) -> Timing:
-        calls = max(_FEWEST_CALLS, len(self.sets)) if self.device.type == "cuda" else 1
-        return time_operation(operation, self.device, calls, _SAMPLE_SECONDS)
+        return time_operation(operation, self.device, calls_over(len(self.sets), self.device), _SAMPLE_SECONDS)
 
 
 class Output(Benchmark[OutputCase, OutputInputs]):
@@ -100,12 +97,10 @@ class Output(Benchmark[OutputCase, OutputInputs]):
             rows.append(
                 {
                     "quantization": name,
-                    "heads": case.heads,
-                    "tokens": case.tokens,
+                    **asdict(case),
                     "dtype": dtype_name(self.dtype),
                     "num_sets": len(inputs.sets),
-                    "in_graph": fused.in_graph,
-                    "median_us": round(fused.median_us, 2),
+                    **fused.fields(2),
                     "apart_us": round(apart.median_us, 2),
                     "project_us": round(project.median_us, 2),
                     "different": float(different.float().mean()),
@@ -113,8 +108,11 @@ class Output(Benchmark[OutputCase, OutputInputs]):
             )
         return rows
 
-    def line(self, rows: Sequence[Row]) -> str:
-        return "\n".join(map(_line, rows))
+    def line(self, row: Row) -> str:
+        fused, apart, project = (f"{row[key]:>9,.1f} us" for key in ("median_us", "apart_us", "project_us"))
+        wrong = "" if row["different"] <= _MOST_DIFFERENT else "   WRONG"
+        times = f"fused {fused}   apart {apart}   W_UV alone {project}   x {row['median_us'] / row['project_us']:.2f}"
+        return f"{OutputCase(row['heads'], row['tokens'])!s:<26} {row['quantization']:<16} {times}{wrong}"
 
 
 def _quantizations(device: torch.device) -> dict[str, OutputQuant]:
@@ -126,13 +124,6 @@ def _quantizations(device: torch.device) -> dict[str, OutputQuant]:
         "fp8 / 64": OutputQuant(kind="fp8_groups", group_size=64),
         "nvfp4": OutputQuant(kind="nvfp4", scale=6 / scale),
     }
-
-
-def _line(row: Row) -> str:
-    fused, apart, project = (f"{row[key]:>9,.1f} us" for key in ("median_us", "apart_us", "project_us"))
-    wrong = "" if row["different"] <= _MOST_DIFFERENT else "   WRONG"
-    times = f"fused {fused}   apart {apart}   W_UV alone {project}   x {row['median_us'] / row['project_us']:.2f}"
-    return f"{OutputCase(row['heads'], row['tokens'])!s:<26} {row['quantization']:<16} {times}{wrong}"
 
 
 BENCHMARK = Output

@@ -1,7 +1,7 @@
 """Figures, and whether they and other files can be written. matplotlib (the extra `plot`) is imported on demand."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,16 @@ def save_figure(path: Path, figure: Any) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format=_kind(path))
     write_bytes(path, buffer.getvalue())
+
+
+def plot_lines(axes: Any, lines: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_label: str) -> None:
+    """Draw points (x, y) by the labels of their lines, x on a logarithmic scale."""
+    for label, points in lines.items():
+        axes.plot(*zip(*points, strict=True), "o-", label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.set_ylim(bottom=0)
 
 
 def legend_beside(axis: Any) -> None:

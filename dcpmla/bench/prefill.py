@@ -5,7 +5,7 @@ every backend, over all keys and under masks of selected ones.
 import argparse
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,15 @@ from torch import Tensor
 from dcpmla.attention.backends import PREFILL_BACKENDS, Backend
 from dcpmla.attention.calls import PrefillCall, Segments, join_keys
 from dcpmla.attention.sparse.mask import selection_mask, unpack_mask
-from dcpmla.bench.plots import new_figure, save_figure, select
-from dcpmla.bench.results import Row, dtype_name, finite
+from dcpmla.bench.plots import new_figure, plot_lines, save_figure, select
+from dcpmla.bench.results import Row, dtype_name, finite, is_within
 from dcpmla.bench.runner import Benchmark, leave_out
-from dcpmla.bench.timing import time_operation
+from dcpmla.bench.timing import calls_over, num_rotated, time_operation
 from dcpmla.cli.options import positive, positive_list
 
 _DIMS = (128, 64, 128)  # nope, rope and value widths of a head: DeepSeek V2 and V3, Kimi-K2
 _SCALE = (_DIMS[0] + _DIMS[1]) ** -0.5
-_CACHE_BYTES = 1 << 27  # bytes between two uses of the same inputs, which rotate: no GPU's L2 is larger
 _SAMPLE_SECONDS = 1.0  # time for the samples of one kernel
-_FEWEST_CALLS = 4  # calls of a sample on a GPU
 _CHECKED_ROWS = 32  # queries of two heads, compared with float64
 _LARGEST_ERROR = 0.02  # out or lse: bfloat16 stays below 0.005; a larger error means that something else was computed
 
@@ -77,8 +75,7 @@ class PrefillInputs:
             return q, k_nope, torch.randn(case.num_keys, rope, **new), v
 
         num_values = case.heads * (case.tokens * (nope + rope) + case.num_keys * (nope + value))
-        num_sets = -(-_CACHE_BYTES // (num_values * dtype.itemsize)) if device.type == "cuda" else 1
-        self.sets = [new_set() for _ in range(num_sets)]
+        self.sets = [new_set() for _ in range(num_rotated(num_values * dtype.itemsize, device))]
         self.mask = None if case.topk is None else self._select(case.topk, device)
 
     def _select(self, topk: int, device: torch.device) -> Tensor:
@@ -116,8 +113,8 @@ class PrefillInputs:
         if self.mask is not None:
             is_selected = unpack_mask(self.mask[rows], self.case.num_keys)
             scores = scores.masked_fill(~is_selected[:, None], -torch.inf)
-        wanted = torch.einsum("ths,shd->thd", scores.softmax(-1), values)
-        error = (out[rows][:, heads] - wanted).norm() / wanted.norm()
+        answer = torch.einsum("ths,shd->thd", scores.softmax(-1), values)
+        error = (out[rows][:, heads] - answer).norm() / answer.norm()
         lse_error = (lse[rows][:, heads] - scores.logsumexp(-1)).abs().max()
         return float(error), float(lse_error)
 
@@ -169,27 +166,28 @@ class PrefillBenchmark(Benchmark[PrefillCase, PrefillInputs]):
         start = time.perf_counter()
         error, lse_error = inputs.errors(*backend.run(inputs.call(0)))  # reading them waits for the device
         first_call = time.perf_counter() - start
-        calls = max(_FEWEST_CALLS, len(inputs.sets)) if self.device.type == "cuda" else 1
+        calls = calls_over(len(inputs.sets), self.device)
         timing = time_operation(lambda index: backend.run(inputs.call(index)), self.device, calls, _SAMPLE_SECONDS)
         return {
             "kernel": backend.name,
-            "heads": case.heads,
-            "tokens": case.tokens,
-            "context": case.context,
-            "topk": case.topk,
+            **asdict(case),
             "causal": case.causal,
             "dtype": dtype_name(self.dtype),
             "num_sets": len(inputs.sets),
-            "in_graph": timing.in_graph,
             "first_call_ms": round(first_call * 1e3, 1),
-            "median_us": round(timing.median_us, 1),
+            **timing.fields(1),
             "tflops": round(case.flops / timing.median_us / 1e6, 3),
             "error": finite(error),
             "lse_error": finite(lse_error),
         }
 
-    def line(self, rows: Sequence[Row]) -> str:
-        return "\n".join(map(_line, rows)) or "no backend took this case"
+    def line(self, row: Row) -> str:
+        case = PrefillCase(row["heads"], row["tokens"], row["context"], row["topk"])
+        is_right = is_within(row, _LARGEST_ERROR, "error", "lse_error")
+        time = f"{row['median_us']:>12,.1f} us {row['tflops']:>8,.1f} TFLOP/s"
+        first_call = f"first call {row['first_call_ms']:>8,.1f} ms"
+        errors = f"error {row['error']} of lse {row['lse_error']}{'' if is_right else '   WRONG'}"
+        return f"{case!s:<49} {row['kernel']:<10} {time}   {first_call}   {errors}"
 
     def plot(self, path: Path, rows: Sequence[Row]) -> None:
         """Draw TFLOP/s by backend: over new tokens that attend to themselves, over contexts of the longest chunk."""
@@ -203,23 +201,12 @@ class PrefillBenchmark(Benchmark[PrefillCase, PrefillInputs]):
         save_figure(path, figure)
 
 
-def _line(row: Row) -> str:
-    case = PrefillCase(row["heads"], row["tokens"], row["context"], row["topk"])
-    is_right = all(row[key] is not None and row[key] <= _LARGEST_ERROR for key in ("error", "lse_error"))
-    time = f"{row['median_us']:>12,.1f} us {row['tflops']:>8,.1f} TFLOP/s   first call {row['first_call_ms']:>8,.1f} ms"
-    errors = f"error {row['error']} of lse {row['lse_error']}{'' if is_right else '   WRONG'}"
-    return f"{case!s:<49} {row['kernel']:<10} {time}   {errors}"
-
-
 def _plot_lines(axes: Any, rows: Sequence[Row], over: str, label: str) -> None:
-    for kernel, topk in dict.fromkeys((row["kernel"], row["topk"]) for row in rows):
-        points = select(rows, kernel=kernel, topk=topk)
-        name = kernel if topk is None else f"{kernel}, top {topk:,}"
-        axes.plot([row[over] for row in points], [row["tflops"] for row in points], "o-", label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel(label)
-    axes.set_ylabel("TFLOP/s")
-    axes.set_ylim(bottom=0)
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        name = row["kernel"] if row["topk"] is None else f"{row['kernel']}, top {row['topk']:,}"
+        lines.setdefault(name, []).append((row[over], row["tflops"]))
+    plot_lines(axes, lines, label, "TFLOP/s")
 
 
 BENCHMARK = PrefillBenchmark

@@ -1,8 +1,8 @@
 """Measure the sum that ends half a decoder block, with residual and RMSNorm, per backend and tokens, and check it."""
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dcpmla.bench.exchange_inputs import row_error
-from dcpmla.bench.results import Row, dtype_name, finite
+from dcpmla.bench.results import Row, dtype_name, finite, is_within
 from dcpmla.bench.runner import Benchmark, Kept
 from dcpmla.bench.timing import calls_per_sample, largest, time_operation
 from dcpmla.cli.options import positive, positive_list
@@ -62,8 +62,8 @@ class ReduceInputs:
         answer = self.residuals[-1].double()
         for rank in range(dist.get_world_size()):
             answer += self.partials_of(rank)[-1]
-        wanted = rms_norm(answer, self.weight.double(), _EPS)
-        return max(row_error(plain(normed), wanted), row_error(residual, answer))
+        answer_normed = rms_norm(answer, self.weight.double(), _EPS)
+        return max(row_error(plain(normed), answer_normed), row_error(residual, answer))
 
 
 class SymmMemReduce:
@@ -103,8 +103,8 @@ class ReduceBenchmark(Benchmark[Reduced, ReduceInputs]):
             memory = symmetric_memory.empty(max(args.tokens) * args.row_width, dtype=self.dtype, device=device)
             self._handle = symmetric_memory.rendezvous(memory, group.group_name)
             for name in ("one_shot", "two_shot"):
-                theirs = SymmMemReduce(memory, group, is_two_shot=name == "two_shot")
-                self.backends[f"symm_mem_{name}"] = theirs.add_norm
+                reduce = SymmMemReduce(memory, group, is_two_shot=name == "two_shot")
+                self.backends[f"symm_mem_{name}"] = reduce.add_norm
         self.backends["collective"] = CollectiveReduce(group).add_norm  # last: it adds to the rows
 
     @staticmethod
@@ -128,21 +128,18 @@ class ReduceBenchmark(Benchmark[Reduced, ReduceInputs]):
         return [
             {
                 "operation": "add_norm",
-                "exchange": case.exchange,
-                "tokens": case.tokens,
+                **asdict(case),
                 "row_width": self.args.row_width,
                 "tp": self.job.ranks.num_ranks,
                 "gpus_per_node": self.job.ranks.num_local_ranks,
                 "dtype": dtype_name(self.dtype),
-                "in_graph": timing.in_graph,
-                "median_us": round(timing.median_us, 2),
+                **timing.fields(2),
                 "error": finite(largest(error, self.device)),
             }
         ]
 
-    def line(self, rows: Sequence[Row]) -> str:
-        (row,) = rows
-        is_right = row["error"] is not None and row["error"] <= _LARGEST_ERRORS[row["dtype"]]
+    def line(self, row: Row) -> str:
+        is_right = is_within(row, _LARGEST_ERRORS[row["dtype"]])
         load = f"{row['tp']} ranks, {row['tokens']:>6,} tokens of {row['row_width']}"
         return f"{row['exchange']:<18} {load} {row['median_us']:>10,.1f} us{'' if is_right else '  WRONG'}"
 

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -58,22 +59,28 @@ class Benchmark(Generic[Case, Inputs]):
         raise NotImplementedError
 
     def inputs(self, case: Case) -> Inputs:
-        """Allocate and return a case's inputs; all ranks skip the case after a ValueError or without memory."""
+        """Allocate and return a case's inputs, which are None with an engine; all ranks skip the case after a
+        ValueError or without memory.
+        """
         raise NotImplementedError
 
     def measure(self, case: Case, inputs: Inputs) -> list[Row]:
         """Return the rows of a case. Collective over the job."""
         raise NotImplementedError
 
-    def line(self, rows: Sequence[Row]) -> str:
+    def text(self, rows: Sequence[Row]) -> str:
         """Return the text to print for a case's rows."""
+        return "\n".join(map(self.line, rows)) or "no kernel took this case"
+
+    def line(self, row: Row) -> str:
+        """Return the text to print for a row."""
         raise NotImplementedError
 
     def summary(self, rows: Sequence[Row]) -> Iterable[str]:
         """Yield the lines to print after the last case."""
         return ()
 
-    def more(self, rows: Sequence[Row]) -> dict[str, Any]:
+    def findings(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Return the file's fields besides its rows."""
         return {}
 
@@ -119,7 +126,8 @@ def add_arguments(kind: type[Benchmark[Any, Any]], parser: argparse.ArgumentPars
 def run(kind: type[Benchmark[Any, Any]], args: argparse.Namespace) -> None:
     """Measure every case, print and write the rows. Every rank calls it; the first one reports."""
     plot_path: Path | None = getattr(args, "plot", None)
-    with _joined(kind, args) as job, nullcontext() if kind.has_engine else torch.inference_mode():
+    joined = start(args) if kind.ranks_of == "tp" else join(args, partial(_check_ranks, kind, args))
+    with joined as job, nullcontext() if kind.has_engine else torch.inference_mode():
         job.watchdog.enter("checking the options", LOAD_TIMEOUT)
         is_first = job.ranks.is_first
         with agree():
@@ -133,14 +141,14 @@ def run(kind: type[Benchmark[Any, Any]], args: argparse.Namespace) -> None:
             for case_rows in _measure(benchmark):
                 rows += case_rows
                 if is_first:
-                    print(benchmark.line(case_rows), flush=True)
+                    print(benchmark.text(case_rows), flush=True)
             job.watchdog.enter("writing the results", LOAD_TIMEOUT)
             if is_first:
                 for line in benchmark.summary(rows):
                     print(line, flush=True)
                 if args.json:
-                    more = benchmark.more(rows)
-                    write_results(args.json, rows, job.ranks.num_ranks, job.ranks.device, args.commit, more)
+                    findings = benchmark.findings(rows)
+                    write_results(args.json, rows, job.ranks.num_ranks, job.ranks.device, args.commit, findings)
                 if plot_path and rows:
                     benchmark.plot(plot_path, rows)
 
@@ -154,16 +162,10 @@ def _inputs(kind: type[Benchmark[Any, Any]], args: argparse.Namespace) -> list[P
     return [Path(args.geometry)] if "geometry" in args else []
 
 
-@contextmanager
-def _joined(kind: type[Benchmark[Any, Any]], args: argparse.Namespace) -> Iterator[Job]:
-    def check_alone(info: LaunchInfo) -> None:
-        if kind.ranks_of == "one" and info.num_ranks != 1:
-            raise ValueError(
-                f"bench {args.benchmark} measures one device, but {info.num_ranks} ranks were started; start one"
-            )
-
-    with start(args) if kind.ranks_of == "tp" else join(args, check_alone) as job:
-        yield job
+def _check_ranks(kind: type[Benchmark[Any, Any]], args: argparse.Namespace, info: LaunchInfo) -> None:
+    if kind.ranks_of == "one" and info.num_ranks != 1:
+        started = f"{info.num_ranks} ranks were started"
+        raise ValueError(f"bench {args.benchmark} measures one device, but {started}; start one")
 
 
 def _measure(benchmark: Benchmark[Any, Any]) -> Iterator[list[Row]]:
@@ -190,7 +192,7 @@ def _measure(benchmark: Benchmark[Any, Any]) -> Iterator[list[Row]]:
 def _rows(benchmark: Benchmark[Case, Any], case: Case) -> list[Row]:
     """Return the rows of a case, and free its inputs."""
     if benchmark.has_engine:  # an engine reports its faults without another collective
-        return benchmark.measure(case, benchmark.inputs(case))
+        return benchmark.measure(case, None)
     with memory_on_all():
         inputs = benchmark.inputs(case)
     with memory_on_all():

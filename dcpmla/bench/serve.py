@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from dcpmla.bench.load import Load, Served, add_load, make_load, request_rate
+from dcpmla.bench.load import Load, Served, add_load, engine_fields, make_load, request_rate
 from dcpmla.bench.plots import new_figure, save_figure
-from dcpmla.bench.results import Row, dtype_name
+from dcpmla.bench.results import Row
 from dcpmla.bench.runner import Benchmark
-from dcpmla.cache.formats import format_name
 from dcpmla.cache.latent import num_blocks
 from dcpmla.cli.engine_arguments import add_engine_arguments
 from dcpmla.cli.options import build_engine, dcp_config, positive, positive_list, seed
@@ -95,9 +94,6 @@ class Serve(Benchmark[DCPConfig, None]):
     def cases(self) -> Iterator[DCPConfig]:
         yield from _dcp_configs(self.args)[: 1 if self.args.url else None]
 
-    def inputs(self, case: DCPConfig) -> None:
-        """Nothing: an engine is made and closed while its load is measured."""
-
     def measure(self, case: DCPConfig, inputs: None) -> list[Row]:
         return [self._measure_server() if self.args.url else self._measure_engine(case)]
 
@@ -118,7 +114,7 @@ class Serve(Benchmark[DCPConfig, None]):
         return {
             "model": Path(args.model).name,
             "url": args.url,
-            "request_rate": args.request_rate if math.isfinite(args.request_rate) else "inf",
+            "request_rate": _rate(args),
             **{name: getattr(args, name) for name in ("num_requests", "input_lens", "output_lens", "seed")},
             **summary_row(self.load, answers),
         }
@@ -135,14 +131,8 @@ class Serve(Benchmark[DCPConfig, None]):
             engine.stats = Stats()
             served = self._serve(engine, "load", self.load)
         row = {
-            "model": Path(args.model).name,  # without its path, which is private
-            "tp": case.tensor_parallel_size,
-            "dcp": case.decode_context_parallel_size,
-            "exchange": chosen.exchange.name,
-            **{name: getattr(args, name) for name in _OPTIONS},
-            "request_rate": args.request_rate if math.isfinite(args.request_rate) else "inf",  # JSON has no infinity
-            "dtype": dtype_name(engine.model.dtype),
-            "kv_cache_dtype": format_name(engine.cache.sizes.dtype),
+            **engine_fields(args, engine, chosen.exchange.name, _OPTIONS),
+            "request_rate": _rate(args),
             **served.row,
         }
         self.served.append(served)
@@ -154,11 +144,11 @@ class Serve(Benchmark[DCPConfig, None]):
         for dcp in _dcp_configs(self.args):
             if num_blocks(longest, dcp) > sizes.num_blocks:
                 room = sizes.num_blocks * dcp.virtual_block_size
-                where = (
+                room_text = (
                     f"{sizes.bytes_per_rank:,} bytes a rank hold {room:,} with -dcp {dcp.decode_context_parallel_size}"
                 )
                 hint = "raise --kv-cache-memory-bytes, or shorten --input-lens or --output-lens"
-                raise ValueError(f"cache: the longest request has {longest:,} tokens, but {where}; {hint}")
+                raise ValueError(f"cache: the longest request has {longest:,} tokens, but {room_text}; {hint}")
 
     def _warm_up(self) -> Load:
         """Return a few requests at once, of other tokens than the load's, so that compilation, connections and first
@@ -177,8 +167,7 @@ class Serve(Benchmark[DCPConfig, None]):
         running = [(engine.now, len(engine.scheduler.running)) for _ in steps]
         return Served.of(engine, requests, running)
 
-    def line(self, rows: Sequence[Row]) -> str:
-        (row,) = rows
+    def line(self, row: Row) -> str:
         if self.args.url:
             return (
                 f"served: {row['requests_per_second']:,.2f} requests/s, {row['num_lost']} of {row['num_requests']} lost"
@@ -222,6 +211,11 @@ class Serve(Benchmark[DCPConfig, None]):
 
 def _dcp_configs(args: argparse.Namespace) -> list[DCPConfig]:
     return [dcp_config(args, size) for size in dict.fromkeys(args.decode_context_parallel_size)]
+
+
+def _rate(args: argparse.Namespace) -> float | str:
+    """Return the rate as JSON can hold it."""
+    return args.request_rate if math.isfinite(args.request_rate) else "inf"
 
 
 def _cell(value: Any) -> str:

@@ -12,11 +12,11 @@ from statistics import median
 
 from dcpmla.bench.decode_inputs import Answer, Kernel, MakeKernel, Ours
 from dcpmla.bench.exchange_inputs import exchange_of, with_direct
-from dcpmla.bench.peers import PEERS, check_peers
-from dcpmla.bench.results import Row, dtype_name, finite
+from dcpmla.bench.peers import PEERS, check_peers, load_adapters
+from dcpmla.bench.results import Row, dtype_name, finite, is_within
 from dcpmla.bench.runner import Benchmark, leave_out
 from dcpmla.bench.sparse_inputs import AttentionInputs, SelectedRows, SelectionInputs, SparseCase
-from dcpmla.bench.timing import Timing, largest, time_operation, time_with_result
+from dcpmla.bench.timing import Timing, calls_over, largest, time_operation, time_with_result
 from dcpmla.cli.options import exchange_list, format_list, name_list, positive, positive_list
 from dcpmla.comm.exchange import Exchange, LocalExchange
 from dcpmla.config import DCP_COMM_BACKENDS, INDEX_CACHE_DTYPES, DCPConfig
@@ -36,7 +36,6 @@ _RATIOS = {
 _OPERATIONS = ("index_scores", "local_candidates", "gather_candidates", "choose_tokens")
 _MOST_DIFFERENT = 0.02  # share of the tokens: a sum in another order may exchange the last ones of topk
 _LARGEST_ERROR = 0.02  # limit for out and lse, as in `bench decode`
-_FEWEST_CALLS = 4  # calls of a sample
 _SAMPLE_SECONDS = 0.1  # limit for the samples of one operation
 
 
@@ -71,7 +70,7 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
         self.make_peer: MakeKernel | None = None
         if args.peers:
             try:
-                self.make_peer = PEERS[_PEER].load(args.peers)
+                self.make_peer = load_adapters("attention").load_kernel(_PEER, args.peers)
             except Exception as error:  # others' code: whatever it raises, we measure without it
                 leave_out("flashmla", error)
         self.exchanges = {dcp: self._find_exchanges(dcp) for dcp in sorted(set(args.decode_context_parallel_size))}
@@ -106,20 +105,20 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
     @staticmethod
     def check(args: argparse.Namespace, ranks: Ranks) -> None:
         shortest, sizes = min(args.context), args.decode_context_parallel_size
-        most = max(args.shared_keys or [args.topk])
+        option, topk = ("--shared-keys", max(args.shared_keys)) if args.shared_keys else ("--topk", args.topk)
         if ranks.num_ranks > 1:
             for dcp in sizes:
                 DCPConfig(tensor_parallel_size=ranks.num_ranks, decode_context_parallel_size=dcp)
-        if shortest <= most:
-            given = f"--context has {shortest} and {'--shared-keys' if args.shared_keys else '--topk'} is {most}"
-            raise ValueError(f"{given}; there must be more tokens than are selected")
+        if shortest <= topk:
+            options = f"--context has {shortest} and {option} is {topk}"
+            raise ValueError(f"{options}; there must be more tokens than are selected")
         if args.shared_keys and "fp8" in args.kv_cache_dtype:
             raise ValueError("--kv-cache-dtype has fp8, which shared keys do not have; choose from bf16, fp8_ds_mla")
         if shortest < max(sizes):
             raise ValueError(f"--context has {shortest} and -dcp {max(sizes)}; each rank must have a token")
         if args.peers is not None and ranks.num_ranks > 1:
-            given = f"--peers measures one device, but {ranks.num_ranks} ranks were started"
-            raise ValueError(f"{given}; start one, or leave it out")
+            options = f"--peers measures one device, but {ranks.num_ranks} ranks were started"
+            raise ValueError(f"{options}; start one, or leave it out")
         check_peers(args.peers)
 
     def _find_exchanges(self, dcp: int) -> dict[str, Exchange | None]:
@@ -163,7 +162,7 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
         """Time every operation alone, and all together."""
         load, device = case.load, self.device
         difference = largest(inputs.difference(), device)
-        calls = inputs.num_sets * -(-_FEWEST_CALLS // inputs.num_sets)
+        calls = calls_over(inputs.num_sets, device)
         times = {
             name: time_operation(operation, device, calls, _SAMPLE_SECONDS)
             for name, operation in inputs.operations.items()
@@ -180,8 +179,7 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
             "heads": inputs.q.shape[2],
             "index_cache_dtype": inputs.index_cache_dtype,
             "num_sets": inputs.num_sets,
-            "in_graph": total.in_graph,
-            "median_us": round(total.median_us, 2),
+            **total.fields(2),
             **{f"{name}_us": round(times[name].median_us, 2) if name in times else None for name in _OPERATIONS},
             "index_bytes": inputs.index_bytes,
             "index_gb_per_s": round(inputs.index_bytes / times["index_scores"].median_us / 1e3, 1),
@@ -199,31 +197,30 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
             "heads": heads,
             "kv_cache_dtype": rows.kv_cache_dtype,
             "num_sets": len(rows),
-            "in_graph": timing.in_graph,
             "num_selected": round(float(rows.num_slots.double().mean()), 1),
-            "median_us": round(timing.median_us, 2),
-            "error": errors[0],
-            "lse_error": errors[1],
+            **timing.fields(2),
+            **errors,
             "flashmla_us": None,
             "speedup_over_flashmla": None,
         }
-        if self.make_peer is not None and PEERS[_PEER].reads(inputs.case):
+        if self.make_peer is not None and PEERS[_PEER].match(inputs.case):
             try:
                 peer_timing, peer_errors = self._attend(self.make_peer(inputs), inputs)
             except Exception as error:  # others' code: whatever it raises, ours was measured
                 leave_out(f"flashmla of {load}, {heads} heads", error)
                 return row
             row["flashmla_us"] = round(peer_timing.median_us, 2)
-            if is_right(row) and _are_small(peer_errors):
+            if all(is_within(each, _LARGEST_ERROR, "error", "lse_error") for each in (errors, peer_errors)):
                 row["speedup_over_flashmla"] = round(peer_timing.median_us / timing.median_us, 3)
         return row
 
-    def _attend(self, kernel: Kernel, inputs: AttentionInputs) -> tuple[Timing, tuple[float | None, ...]]:
+    def _attend(self, kernel: Kernel, inputs: AttentionInputs) -> tuple[Timing, Row]:
         """Return a kernel's time, and the largest errors of its last timed call on any rank. Collective."""
-        calls = len(inputs.caches) * -(-_FEWEST_CALLS // len(inputs.caches))
+        calls = calls_over(len(inputs.caches), self.device)
         timing, last = time_with_result(kernel.launch, self.device, calls, _SAMPLE_SECONDS)
         errors = Answer(inputs, calls - 1).errors(*kernel.result(*last))
-        return timing, tuple(finite(largest(error, self.device)) for error in errors)
+        names = ("error", "lse_error")
+        return timing, {name: finite(largest(error, self.device)) for name, error in zip(names, errors, strict=True)}
 
     def _sizes(self, load: SparseCase) -> Row:
         return {
@@ -234,32 +231,33 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
             "dtype": dtype_name(self.dtype),
         }
 
-    def line(self, rows: Sequence[Row]) -> str:
-        return "\n".join(map(_line, rows))
+    def line(self, row: Row) -> str:
+        times = [f"{key.removesuffix('_us')} {row[key]:>8,.1f}" for key in row if key.endswith("_us") and row[key]]
+        rate = [f"{row['index_gb_per_s']:>7,.1f} GB/s"] if row["operation"] == "selection" else []
+        ratio = row[_RATIOS[row["operation"]]]
+        ratios = [] if ratio is None else [f"{ratio:.2f} x"]
+        load = f"{row['batch']} x {row['context']:,}"
+        cells = [f"{_name(row):<46} {load:>14}", "us:", *times, *rate, *ratios, *([] if is_right(row) else ["WRONG"])]
+        return "  ".join(cells)
 
     def summary(self, rows: Sequence[Row]) -> Iterator[str]:
         """Yield wrong results, the speed of selections relative to dcp 1, and of attention relative to the peer."""
         for name in dict.fromkeys(map(_name, rows)):
-            mine = [row for row in rows if _name(row) == name]
-            key = _RATIOS[mine[0]["operation"]]
-            ratios = [row[key] for row in mine if row[key] is not None]
-            found = ""
-            if ratios:
-                other = key.removeprefix("speedup_over_").replace("_", " ")
-                least, most = min(ratios), max(ratios)
-                found = f"; {median(ratios):.2f} x {other}'s speed in the median, {least:.2f} x to {most:.2f} x"
-            yield f"{name}: {sum(not is_right(row) for row in mine)} of {len(mine)} wrong{found}"
+            results = [row for row in rows if _name(row) == name]
+            key = _RATIOS[results[0]["operation"]]
+            line = f"{name}: {sum(not is_right(row) for row in results)} of {len(results)} wrong"
+            if ratios := [row[key] for row in results if row[key] is not None]:
+                baseline = key.removeprefix("speedup_over_").replace("_", " ")
+                line += f"; {median(ratios):.2f} x {baseline}'s speed in the median"
+                line += f", {min(ratios):.2f} x to {max(ratios):.2f} x"
+            yield line
 
 
 def is_right(row: Row) -> bool:
     """Return whether our operators' results are right."""
     if row["operation"] == "selection":
         return bool(row["different"] <= _MOST_DIFFERENT)
-    return _are_small((row["error"], row["lse_error"]))
-
-
-def _are_small(errors: tuple[float | None, ...]) -> bool:
-    return all(error is not None and error <= _LARGEST_ERROR for error in errors)
+    return is_within(row, _LARGEST_ERROR, "error", "lse_error")
 
 
 def _name(row: Row) -> str:
@@ -270,16 +268,6 @@ def _name(row: Row) -> str:
     if row["operation"] == "attention":
         return f"attention, dcp {row['dcp']}, {row['heads']} heads, {row['kv_cache_dtype']} cache"
     return f"selection, dcp {row['dcp']}, {row['exchange']}, {row['index_cache_dtype']} index cache"
-
-
-def _line(row: Row) -> str:
-    times = [f"{key.removesuffix('_us')} {row[key]:>8,.1f}" for key in row if key.endswith("_us") and row[key]]
-    rate = [f"{row['index_gb_per_s']:>7,.1f} GB/s"] if row["operation"] == "selection" else []
-    ratio = row[_RATIOS[row["operation"]]]
-    ratios = [] if ratio is None else [f"{ratio:.2f} x"]
-    load = f"{row['batch']} x {row['context']:,}"
-    cells = [f"{_name(row):<46} {load:>14}", "us:", *times, *rate, *ratios, *([] if is_right(row) else ["WRONG"])]
-    return "  ".join(cells)
 
 
 BENCHMARK = SparseBenchmark

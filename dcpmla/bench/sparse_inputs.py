@@ -117,8 +117,8 @@ class SelectionInputs:
         self._scores = [self.score(index) for index in range(self.num_sets)]
         self._candidates = [self.nominate(scores) for scores in self._scores]
         self._of_ranks = [
-            self._made_up(mine) if exchange is None else exchange.gather_candidates(mine).clone()
-            for mine in self._candidates
+            self._made_up(candidates) if exchange is None else exchange.gather_candidates(candidates).clone()
+            for candidates in self._candidates
         ]
 
     @property
@@ -140,8 +140,8 @@ class SelectionInputs:
     def score(self, index: int) -> Tensor:
         """Score this rank's keys."""
         number = index % self.num_sets
-        where = self.index_cache, self.block_tables[number], self.request, *self.lens
-        return index_scores(self.q[number], self.weights[number], *where, self.case.topk)
+        keys = self.index_cache, self.block_tables[number], self.request, *self.lens
+        return index_scores(self.q[number], self.weights[number], *keys, self.case.topk)
 
     def nominate(self, scores: Tensor) -> Tensor:
         """Return this rank's candidates [T, k]."""
@@ -150,17 +150,18 @@ class SelectionInputs:
 
     def choose(self, index: int, candidates: Tensor) -> None:
         """Choose tokens among all ranks' candidates [T, W, k]."""
-        case, selection = self.case, self.selection
-        where = self.block_tables[index % self.num_sets], self.request, BLOCK_SIZE, case.dcp_rank, case.dcp_size, 1
-        choose_tokens(candidates.flatten(1), *where, None, selection.positions, selection.slots, selection.num_slots)
+        self._choose(candidates, self.block_tables[index % self.num_sets], self.request, self.selection)
+
+    def _choose(self, candidates: Tensor, table: Tensor, request: Tensor, selection: SelectedTokens) -> None:
+        case = self.case
+        layout = table, request, BLOCK_SIZE, case.dcp_rank, case.dcp_size, 1
+        choose_tokens(candidates.flatten(1), *layout, None, selection.positions, selection.slots, selection.num_slots)
 
     def select(self, index: int) -> None:
         """Run all operations."""
-        mine = self.nominate(self.score(index))
-        self.choose(
-            index,
-            self._of_ranks[index % self.num_sets] if self.exchange is None else self.exchange.gather_candidates(mine),
-        )
+        candidates = self.nominate(self.score(index))
+        exchange, made_up = self.exchange, self._of_ranks[index % self.num_sets]
+        self.choose(index, made_up if exchange is None else exchange.gather_candidates(candidates))
 
     def difference(self) -> float:
         """Return the share of the tokens selected for the last request of the first set that the operators' torch code
@@ -170,38 +171,26 @@ class SelectionInputs:
         self.select(0)
         lens = [numbers[last] for numbers in self.lens]
         # Float32 queries are scored by torch code on a GPU too; the other operations have it on CPUs alone.
-        where = self.index_cache, self.block_tables[0], self.request[last], *lens
-        scores = index_scores(self.q[0, last].float(), self.weights[0, last], *where, case.topk).cpu()
-        layout = case.dcp_rank, case.dcp_size, 1
+        keys = self.index_cache, self.block_tables[0], self.request[last], *lens
+        scores = index_scores(self.q[0, last].float(), self.weights[0, last], *keys, case.topk).cpu()
         candidates = self._of_ranks[0][last].cpu().clone()
         candidates[:, case.dcp_rank] = local_candidates(
-            scores, *(numbers.cpu() for numbers in lens), case.topk, *layout
+            scores, *(numbers.cpu() for numbers in lens), case.topk, case.dcp_rank, case.dcp_size, 1
         )
-        expected = SelectedTokens.empty(1, case.topk, "cpu")
-        table, request = self.block_tables[0].cpu(), self.request[last].cpu()
-        choose_tokens(
-            candidates.flatten(1),
-            table,
-            request,
-            BLOCK_SIZE,
-            *layout,
-            None,
-            expected.positions,
-            expected.slots,
-            expected.num_slots,
-        )
-        pairs = zip(_tokens(self.selection.rows(last)), _tokens(expected), strict=True)
-        return max(len(found ^ wanted) for found, wanted in pairs) / (2 * case.topk)
+        answer = SelectedTokens.empty(1, case.topk, "cpu")
+        self._choose(candidates, self.block_tables[0].cpu(), self.request[last].cpu(), answer)
+        pairs = zip(_tokens(self.selection.rows(last)), _tokens(answer), strict=True)
+        return max(len(selected ^ expected) for selected, expected in pairs) / (2 * case.topk)
 
-    def _made_up(self, mine: Tensor) -> Tensor:
+    def _made_up(self, candidates: Tensor) -> Tensor:
         """Return [T, W, k] from rank 0's candidates [T, k]: the other ranks' have the same local indices, and scores a
         little higher.
         """
-        num_ranks = self.case.dcp_size
-        more = torch.randint(1 << 16, (len(mine), num_ranks, mine.shape[1]), device=mine.device)  # under 1 %
-        more[:, 0] = 0
-        rank = torch.arange(num_ranks, device=mine.device)[:, None]
-        return (mine[:, None] + (more << 32) - rank).masked_fill(mine[:, None] == EMPTY, EMPTY)
+        num_ranks, device, own = self.case.dcp_size, candidates.device, candidates[:, None]
+        increments = torch.randint(1 << 16, (len(candidates), num_ranks, candidates.shape[1]), device=device)
+        increments[:, 0] = 0  # the others are under 1 % of a score
+        rank = torch.arange(num_ranks, device=device)[:, None]
+        return (own + (increments << 32) - rank).masked_fill(own == EMPTY, EMPTY)
 
 
 def _tokens(selection: SelectedTokens) -> tuple[set[int], set[int]]:

@@ -1,14 +1,16 @@
 """A stack of attention layers with random weights: a decode step without MLPs, timed as a whole and part by part."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dcpmla.attention.placement import Placement
 from dcpmla.attention.reads import LayerReads
 from dcpmla.attention.step import StepMetadata
-from dcpmla.bench.timing import Timing, time_operation
+from dcpmla.bench.timing import Timing, calls_over, time_operation
 from dcpmla.cache.plan import Cache
 from dcpmla.comm.exchange import LocalExchange
 from dcpmla.comm.select import select_exchange
@@ -20,7 +22,6 @@ CANDIDATES = "candidates"  # exchange of the selection, also timed alone
 _WEIGHT_STD = 0.02
 ROTATED_BYTES = {"cuda": 256 << 20, "cpu": 0}  # target for all layers' caches: several times the L2 of an H200, 60 MB
 _MOST_STEPS = 32  # over different blocks: nodes of a graph that small caches may cost
-_FEWEST_CALLS = {"cuda": 4, "cpu": 1}  # calls of a sample
 _SAMPLE_SECONDS = 0.2  # limit for the samples of one part
 
 
@@ -29,11 +30,34 @@ class StackMaker(NamedTuple):
 
     Attributes:
         has_indexer: Whether the layers have an indexer, whose cache may have a format of its own.
-        new: Function that takes the rest of a stack's arguments, from the mesh on.
+        new: Function that takes a stack's sizes and fields of DCPConfig.
     """
 
     has_indexer: bool
     new: Callable[..., "Stack"]
+
+
+@dataclass(frozen=True)
+class StackSizes:
+    """Number of layers and their load.
+
+    Attributes:
+        mesh: Mesh of this job; the cache is sharded over its DCP group.
+        num_layers: Number of layers, each with its own weights and cache, random.
+        context: Number of cached tokens of each of `batch` requests.
+    """
+
+    mesh: DCPMesh
+    num_layers: int
+    batch: int
+    context: int
+    device: torch.device
+    dtype: torch.dtype
+
+    def dcp_config(self, **options: Any) -> DCPConfig:
+        """Return the layout on the mesh, with other fields of DCPConfig as options."""
+        mesh = self.mesh
+        return DCPConfig(tensor_parallel_size=mesh.tp_size, decode_context_parallel_size=mesh.dcp_size, **options)
 
 
 class Stack:
@@ -43,8 +67,8 @@ class Stack:
     subclass makes layers, caches and steps.
 
     Args:
-        mesh: Mesh of this job; the cache is sharded over its DCP group.
-        dcp: Layout and formats of the caches, what decode exchanges.
+        sizes: Number of layers and their load.
+        dcp: Layout and formats of the caches, exchange of decode.
         reads: Rows and keys that a request's token reads in each layer.
     Attributes:
         parts: Parts of a step, from PARTS: no exchange where the cache is not sharded, no gather where queries are
@@ -64,13 +88,25 @@ class Stack:
     group_rows: Tensor
     group_lse: Tensor
 
-    def __init__(self, mesh: DCPMesh, dcp: DCPConfig, reads: LayerReads, device: torch.device) -> None:
-        self.dcp, self.reads, self.device = dcp, reads, device
+    def __init__(self, sizes: StackSizes, dcp: DCPConfig, reads: LayerReads) -> None:
+        mesh = sizes.mesh
+        self.dcp, self.reads, self.device, self.dtype = dcp, reads, sizes.device, sizes.dtype
         missing = ("gather", "combine") if mesh.dcp_size == 1 else ("gather",) if dcp.dcp_q_replicate else ()
         if not reads.num_keys:
             missing = (*missing, "selection")
         self.parts = tuple(part for part in PARTS if part not in missing)
-        self.exchange = select_exchange(dcp, mesh.dcp_group, device).exchange
+        self.exchange = select_exchange(dcp, mesh.dcp_group, self.device).exchange
+        self.placement = Placement(dcp, mesh, self.exchange, self.dtype, self.device)
+
+    def draw_weights(self) -> None:
+        """Draw the parameters of the layers at random."""
+        for layer in self.layers:
+            for parameter in layer.parameters():
+                parameter.normal_(std=_WEIGHT_STD)
+
+    def randn(self, *shape: int) -> Tensor:
+        """Return random numbers in the model's dtype."""
+        return torch.randn(shape, device=self.device, dtype=self.dtype)
 
     def timings(self) -> dict[str, Timing]:
         """Time the whole stack ("total") and the parts that a step has. Collective over the job.
@@ -98,7 +134,7 @@ class Stack:
         timed = {"total", *self.parts}
         if {"selection", "combine"} <= timed:
             timed.add(CANDIDATES)
-        calls = max(_FEWEST_CALLS[self.device.type], len(self.metadata))
+        calls = calls_over(len(self.metadata), self.device)
         timings = {
             part: time_operation(run, self.device, calls, _SAMPLE_SECONDS)
             for part, run in runs.items()
@@ -113,11 +149,11 @@ class Stack:
         """
         cache, reads, dcp_size = self.cache[0], self.reads, self.dcp.decode_context_parallel_size
         of_rows = len(self.layers) * self.hidden.shape[1] * cache[0].shape[-1] * cache[0].element_size()
-        found = {"attention": -(-reads.num_rows // dcp_size) * of_rows}
+        parts = {"attention": -(-reads.num_rows // dcp_size) * of_rows}
         if reads.num_keys:
-            found["selection"] = -(-reads.num_keys // dcp_size) * self.key_bytes()
+            parts["selection"] = -(-reads.num_keys // dcp_size) * self.key_bytes()
         weights = [parameter for layer in self.layers for parameter in layer.parameters()]
-        return {"total": sum(found.values()) + sum(weight.nbytes for weight in weights), **found}
+        return {"total": sum(parts.values()) + sum(weight.nbytes for weight in weights), **parts}
 
     def key_bytes(self) -> int:
         """Return the bytes of an index key of each request in all layers."""
@@ -144,7 +180,7 @@ class Stack:
                 continue
             finally:
                 layer.exchange = exchange
-            raise RuntimeError("a layer attends without its exchange: nothing tells where its projections end")
+            raise RuntimeError("a layer attends without its exchange: the end of its projections is unknown")
 
     def select(self, index: int = 0) -> None:
         """Select rows by the indexer."""
@@ -175,13 +211,6 @@ class Stack:
     def _inputs(self, index: int) -> tuple[Tensor, StepMetadata]:
         index %= len(self.metadata)
         return self.hidden[index], self.metadata[index]
-
-
-def draw_weights(layers: Sequence[torch.nn.Module]) -> None:
-    """Draw the parameters of layers at random."""
-    for layer in layers:
-        for parameter in layer.parameters():
-            parameter.normal_(std=_WEIGHT_STD)
 
 
 def num_rotated(num_bytes: int, device: torch.device) -> int:

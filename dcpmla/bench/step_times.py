@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.step import StepRequests
-from dcpmla.bench.timing import time_operation
+from dcpmla.bench.timing import profile_kernels, time_operation
 from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.sharded_model import ShardedModel
@@ -58,7 +58,8 @@ def step_times(
         calls = _CALLS if query_len == 1 else 1
         device_us = time_operation(step, device, calls, _SECONDS).median_us
         of_blocks = _moe_layer_us(model, lambda: model.hidden_states(token_ids, prepared, cache), calls)
-        return StepTimes(device_us, of_blocks, _num_kernels(step, device))
+        events = profile_kernels(step).events() if device.type == "cuda" else []
+        return StepTimes(device_us, of_blocks, sum(event.device_type.name == "CUDA" for event in events))
 
 
 def _moe_layer_us(model: ShardedModel, run: Callable[[], Tensor], calls: int) -> float:
@@ -72,16 +73,6 @@ def _moe_layer_us(model: ShardedModel, run: Callable[[], Tensor], calls: int) ->
         return time_operation(lambda _: run(), model.device, calls, _SECONDS).median_us / len(blocks)
     finally:
         decoder.blocks = every
-
-
-def _num_kernels(step: Callable[[], Tensor], device: torch.device) -> int:
-    """Count the kernels that a step launches."""
-    if device.type != "cuda":
-        return 0
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        step()
-        torch.cuda.synchronize()
-    return sum(event.device_type.name == "CUDA" for event in profile.events())
 
 
 def is_quantized(model: ShardedModel) -> bool:

@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ Operation = Callable[[int], object]  # called with 0, 1, 2 ... so that it can ro
 Result = TypeVar("Result")
 _CALLS_PER_SAMPLE = {"cuda": 16, "cpu": 1}
 _NUM_SAMPLES = {"cuda": 30, "cpu": 7}
+_ROTATED_BYTES = 1 << 27  # bytes between two calls over the same inputs: no GPU's L2 is larger
+_FEWEST_CALLS = {"cuda": 4, "cpu": 1}  # calls of a sample
 _NUM_WARM_UPS = 3
 _FEWEST_SAMPLES = 5
 
@@ -26,6 +28,10 @@ class Timing:
 
     median_us: float
     in_graph: bool
+
+    def fields(self, digits: int) -> dict[str, Any]:
+        """Return the fields of a row, the time rounded."""
+        return {"in_graph": self.in_graph, "median_us": round(self.median_us, digits)}
 
 
 class TimeLimit:
@@ -49,19 +55,24 @@ def calls_per_sample(device: torch.device) -> int:
     return _CALLS_PER_SAMPLE[device.type]
 
 
+def num_rotated(set_bytes: int, device: torch.device) -> int:
+    """Return the number of sets of inputs that calls take in turn, so that no L2 keeps one until its next call."""
+    return -(-_ROTATED_BYTES // set_bytes) if device.type == "cuda" else 1
+
+
+def calls_over(num_sets: int, device: torch.device) -> int:
+    """Return how many calls make up a sample; each set is used equally often."""
+    return num_sets * -(-_FEWEST_CALLS[device.type] // num_sets)
+
+
 def time_operation(
-    operation: Operation,
-    device: torch.device,
-    calls: int | None = None,
-    seconds: float = math.inf,
-    num_samples: int | None = None,
+    operation: Operation, device: torch.device, calls: int | None = None, seconds: float = math.inf
 ) -> Timing:
     """Time an operation of all ranks. Collective over the job.
 
     Args:
         calls: Calls of one sample, operation(0) ... operation(calls - 1); default: `calls_per_sample`.
-        seconds: Limit for all samples: fewer are taken where they would take longer, but at least 5.
-        num_samples: Number of samples; default: 30 on GPUs, 7 on CPUs.
+        seconds: Limit for all samples, 30 on GPUs and 7 on CPUs: fewer where they would take longer, but at least 5.
     """
     calls = calls or calls_per_sample(device)
     for index in range(_NUM_WARM_UPS):
@@ -69,7 +80,7 @@ def time_operation(
     graph = _capture(operation, calls) if device.type == "cuda" else None
     sample = _sampler(operation, calls, device) if graph is None else _graph_sampler(graph)
     first = largest(sample(), device)  # a graph's first replay is slower: it only shows the number that fits the time
-    num_samples = int(min(num_samples or _NUM_SAMPLES[device.type], max(_FEWEST_SAMPLES, seconds * 1e6 / first)))
+    num_samples = int(min(_NUM_SAMPLES[device.type], max(_FEWEST_SAMPLES, seconds * 1e6 / first)))
     return Timing(_median(sample, num_samples, device) / calls, graph is not None)
 
 
@@ -78,6 +89,23 @@ def time_graph(graph: torch.cuda.CUDAGraph, device: torch.device) -> float:
     sample = _graph_sampler(graph)
     sample()
     return _median(sample, _NUM_SAMPLES["cuda"], device)
+
+
+def time_calls(operation: Operation, device: torch.device, calls: int, num_samples: int) -> float:
+    """Return microseconds of one of several calls by the host's clock: the median over samples, the slowest rank's.
+    Collective.
+    """
+    sample = _sampler(operation, calls, device)
+    sample()
+    return _median(sample, num_samples, device) / calls
+
+
+def profile_kernels(operation: Callable[[], object]) -> torch.profiler.profile:
+    """Run an operation on the GPU once, with a profile of its kernels."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        operation()
+        torch.cuda.synchronize()
+    return profile
 
 
 def _median(sample: Callable[[], float], num_samples: int, device: torch.device) -> float:

@@ -18,6 +18,7 @@ from dcpmla.bench.geometries import GEOMETRIES, config_of
 from dcpmla.bench.layer_stack import LayerStack
 from dcpmla.bench.results import Row, dtype_name
 from dcpmla.bench.runner import Benchmark, Kept
+from dcpmla.bench.stack import StackSizes
 from dcpmla.bench.timing import time_operation
 from dcpmla.cache.latent import num_blocks
 from dcpmla.cli.options import positive, positive_list
@@ -88,11 +89,9 @@ class TurnBenchmark(Benchmark[TurnCase, LayerStack]):
         args, size = self.args, self.job.ranks.num_ranks
         config = attention_kind(config_of(args.geometry)).config
         config = replace(config, num_heads=case.heads * size)
-        mesh, most = init_mesh(size, args.decode_context_parallel_size), max(args.batch) + 1
-        sizes = most, case.context + max(args.tokens)
-        return LayerStack(
-            config, mesh, 1, *sizes, self.device, self.dtype, kv_cache_dtype=config_name(case.kv_cache_dtype)
-        )
+        mesh, num_reqs = init_mesh(size, args.decode_context_parallel_size), max(args.batch) + 1
+        sizes = StackSizes(mesh, 1, num_reqs, case.context + max(args.tokens), self.device, self.dtype)
+        return LayerStack(config, sizes, kv_cache_dtype=config_name(case.kv_cache_dtype))
 
     def measure(self, case: TurnCase, inputs: LayerStack) -> list[Row]:
         return [self._row(case, inputs, route) for route in _ROUTES]
@@ -118,8 +117,7 @@ class TurnBenchmark(Benchmark[TurnCase, LayerStack]):
             "dtype": dtype_name(self.dtype),
             "route": route,
             "is_chosen": (route == "absorbed") == is_absorbed,
-            "in_graph": timing.in_graph,
-            "median_us": round(timing.median_us, 1),
+            **timing.fields(1),
         }
 
     def _step(
@@ -143,7 +141,7 @@ class TurnBenchmark(Benchmark[TurnCase, LayerStack]):
         hidden = torch.randn(sum(lens), config.hidden_size, device=self.device, dtype=self.dtype)
         return step.with_positions(cos_sin), hidden
 
-    def line(self, rows: Sequence[Row]) -> str:
+    def text(self, rows: Sequence[Row]) -> str:
         times = ", ".join(f"{row['route']} {row['median_us']:,.1f} us" for row in rows)
         chosen = next(row for row in rows if row["is_chosen"])
         slower = chosen["median_us"] / min(row["median_us"] for row in rows)

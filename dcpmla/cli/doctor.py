@@ -3,38 +3,23 @@ exchange, the exchange's latency.
 """
 
 import argparse
-import ctypes
-import os
-import platform
-import socket
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed._symmetric_memory as symmetric_memory
 
-from dcpmla.attention.backends import DECODE_BACKENDS, PREFILL_BACKENDS, passed_over, select_backend
-from dcpmla.attention.calls import DecodeCall, PrefillCall, Segments
-from dcpmla.attention.decode_checks import split_queries
-from dcpmla.bench.results import dtype_name, installed, versions
+from dcpmla.bench.results import dtype_name
 from dcpmla.cli.options import add_job_arguments, join
 from dcpmla.cli.output import check_writable, write_json
-from dcpmla.cli.self_tests import (
-    SelfTest,
-    attention_self_tests,
-    exchange_errors,
-    exchange_heads,
-    exchange_timing,
-    judge,
-)
+from dcpmla.cli.rank_facts import RankFacts, find_facts
+from dcpmla.cli.self_tests import ExchangeTest, SelfTest, attention_self_tests, exchange_heads, judge
 from dcpmla.comm.exchange import Exchange
-from dcpmla.comm.reach import Nvml, find_peers, gpu_uuid
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCP_COMM_BACKENDS, DCPConfig, MLAConfig
 from dcpmla.extras import install, missing
-from dcpmla.job.bootstrap import Ranks, agree
+from dcpmla.job.bootstrap import agree
 from dcpmla.job.join import LOAD_TIMEOUT, Job
 from dcpmla.parallel.collectives import gather_values
 from dcpmla.parallel.mesh import init_mesh
@@ -101,8 +86,8 @@ class _Examination:
         """Report every rank's device, and the connections between the GPUs of a host."""
         self._say(f"ranks: {self._job.ranks.origin}")
         self._job.watchdog.enter("looking at the machine", self._limit)
-        own = asdict(find_facts(self._job.ranks, CONFIG, self._dtype))
-        self._facts = [RankFacts(**fields) for fields in gather_values(own, None, "comparing machines")]
+        facts_here = asdict(find_facts(self._job.ranks, CONFIG, self._dtype))
+        self._facts = [RankFacts(**fields) for fields in gather_values(facts_here, None, "comparing machines")]
         first = self._facts[0]
         self._say(f"versions: {_join(first.versions)}")
         for extra in ("engine", "serve"):
@@ -110,9 +95,9 @@ class _Examination:
                 self._say(f"not installed: {', '.join(packages)}; with the extra {extra}: {install(extra)}")
         for facts in self._facts:
             self._say(facts.describe())
-            differing = {name: found for name, found in facts.versions.items() if found != first.versions.get(name)}
-            if differing:
-                self._say(f"rank {facts.rank} has other versions than rank 0: {_join(differing)}")
+            own = {name: version for name, version in facts.versions.items() if version != first.versions.get(name)}
+            if own:
+                self._say(f"rank {facts.rank} has other versions than rank 0: {_join(own)}")
         for phase, obstacles in first.passed_over.items():
             self._say("\n".join(f"{phase} passes over {name}: {why}" for name, why in obstacles.items()))
         for facts in self._facts:
@@ -141,9 +126,9 @@ class _Examination:
                 self._say(f"exchange: {chosen.exchange.name} ({chosen.reason})")
         for name, exchange in exchanges.items() if num_ranks > 1 else ():
             self._job.watchdog.enter(f"self-test of the exchange {name}", self._limit)
-            errors = exchange_errors(exchange, self._group, CONFIG, self._device, self._dtype)
-            self._record([judge(f"exchange {name}", errors, self._dtype)])
-            self._time(name, exchange)
+            test = ExchangeTest(exchange, self._group, CONFIG, self._device, self._dtype)
+            self._record([judge(f"exchange {name}", test.errors(), self._dtype)])
+            self._time(name, test)
 
     def conclude(self) -> int:
         """Print the last line; return the exit code."""
@@ -163,9 +148,9 @@ class _Examination:
             "latencies": self._latencies,
         }
 
-    def _record(self, mine: list[SelfTest]) -> None:
+    def _record(self, outcomes_here: list[SelfTest]) -> None:
         """Bring the ranks' outcomes of the same tests together."""
-        everyone = gather_values([asdict(outcome) for outcome in mine], None, "comparing self-tests")
+        everyone = gather_values([asdict(outcome) for outcome in outcomes_here], None, "comparing self-tests")
         for outcomes in zip(*([SelfTest(**fields) for fields in own] for own in everyone), strict=True):
             failures = [f"rank {rank}: {outcome.failure}" for rank, outcome in enumerate(outcomes) if outcome.failure]
             errors = [outcome.largest_error for outcome in outcomes if outcome.largest_error is not None]
@@ -174,13 +159,13 @@ class _Examination:
             result = "FAILED: " + "; ".join(failures) if failures else f"ok, largest error {largest:.1e}"
             self._say(f"self-test of {outcomes[0].name}: {result}")
 
-    def _time(self, name: str, exchange: Exchange) -> None:
+    def _time(self, name: str, test: ExchangeTest) -> None:
         heads, words = exchange_heads(CONFIG, self._job.ranks.num_ranks, self._device), []
         for tokens in _NUM_TOKENS:
             self._job.watchdog.enter(f"timing the exchange {name}, {tokens} tokens", self._limit)
-            timing = exchange_timing(exchange, self._group, CONFIG, tokens, self._device, self._dtype)
+            timing = test.timing(tokens)
             row = {"exchange": name, "tokens": tokens, "heads": heads}
-            self._latencies.append({**row, "in_graph": timing.in_graph, "median_us": round(timing.median_us, 1)})
+            self._latencies.append({**row, **timing.fields(1)})
             words.append(f"{tokens} {'token' if tokens == 1 else 'tokens'} {timing.median_us:,.0f} us")
         self._say(f"latency of {name}, gather_heads and combine of {heads} heads: {', '.join(words)}")
 
@@ -197,108 +182,3 @@ def _table(peers: Sequence[Sequence[str]]) -> list[str]:
     lines = [["", *map(str, range(len(peers)))], *([str(index), *row] for index, row in enumerate(peers))]
     width = max(len(cell) for line in lines for cell in line)
     return ["  " + "  ".join(cell.rjust(width) for cell in line) for line in lines]
-
-
-# ---- a rank's facts
-
-
-@dataclass(frozen=True)
-class RankFacts:
-    """Versions, device and kernels of one rank.
-
-    Attributes:
-        name: Name of the GPU, or of the CPU's architecture.
-        memory_bytes: Memory of the GPU, or of the host.
-        num_nvlinks: Number of the GPU's active NVLinks; None without NVML (pynvml).
-        decode, prefill: Backends that run attention of DeepSeek's sizes there, in bfloat16 (float32 on CPUs).
-        passed_over: Reasons against each backend before these, by phase and name.
-        symmetric_memory: Backend that torch uses for it on the device, None without one.
-        peers: Connections of the host's GPUs (`find_peers`), on each host's first rank; None on others.
-    """
-
-    rank: int
-    host: str
-    device: str
-    name: str
-    memory_bytes: int
-    compute_capability: str | None
-    multiprocessors: int | None
-    num_nvlinks: int | None
-    decode: str
-    prefill: str
-    passed_over: dict[str, dict[str, str]]
-    symmetric_memory: str | None
-    peers: list[list[str]] | None
-    versions: dict[str, str | None]
-
-    def describe(self) -> str:
-        """Return a line for people."""
-        words = [f"{self.device} of {self.host}, {self.name}, {self.memory_bytes / 2**30:.0f} GiB"]
-        if self.compute_capability:
-            words.append(f"compute capability {self.compute_capability}, {self.multiprocessors} multiprocessors")
-        if self.num_nvlinks is not None:
-            words.append(f"{self.num_nvlinks} NVLinks")
-        memory = f"symmetric memory {self.symmetric_memory}" if self.symmetric_memory else "no symmetric memory"
-        return f"rank {self.rank}: {', '.join(words)}; kernels: decode {self.decode}, prefill {self.prefill}; {memory}"
-
-
-def find_facts(ranks: Ranks, config: MLAConfig, dtype: torch.dtype) -> RankFacts:
-    """Return the facts of this rank; attention is the model's of config."""
-    device, on_gpu = ranks.device, ranks.device.type == "cuda"
-    gpu = torch.cuda.get_device_properties(device) if on_gpu else None
-    nvml = Nvml() if on_gpu else None
-    decode, prefill = _new_calls(config, device, dtype)
-    return RankFacts(
-        rank=ranks.rank,
-        host=socket.gethostname(),
-        device=str(device),
-        name=gpu.name if gpu else f"CPU {platform.machine()}",
-        memory_bytes=gpu.total_memory if gpu else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        compute_capability=f"{gpu.major}.{gpu.minor}" if gpu else None,
-        multiprocessors=gpu.multi_processor_count if gpu else None,
-        num_nvlinks=nvml.num_nvlinks(gpu_uuid(device)) if nvml else None,
-        decode=select_backend(DECODE_BACKENDS, decode).name,
-        prefill=select_backend(PREFILL_BACKENDS, prefill).name,
-        passed_over={
-            "decode": passed_over(DECODE_BACKENDS, decode),
-            "prefill": passed_over(PREFILL_BACKENDS, prefill),
-        },
-        symmetric_memory=symmetric_memory.get_backend(device),
-        peers=find_peers(nvml) if nvml and ranks.local_rank == 0 else None,
-        versions=_find_versions(on_gpu),
-    )
-
-
-def _find_versions(on_gpu: bool) -> dict[str, str | None]:
-    found = {"dcpmla": installed("dcpmla"), "python": platform.python_version(), **versions()}
-    if on_gpu:
-        found |= {"cuda": torch.version.cuda, "cuda driver": _cuda_driver()}
-    flashinfer = installed("flashinfer-python")
-    return {**found, "flashinfer": flashinfer} if flashinfer else found
-
-
-def _cuda_driver() -> str | None:
-    """Return the newest CUDA that the driver takes, which torch does not report."""
-    number = ctypes.c_int()
-    try:
-        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
-    except OSError:
-        return None
-    return f"{number.value // 1000}.{number.value % 1000 // 10}"
-
-
-def _new_calls(config: MLAConfig, device: torch.device, dtype: torch.dtype) -> tuple[DecodeCall, PrefillCall]:
-    """Return a call of decode and one of prefill, to ask the tables of backends about."""
-
-    def new(*shape: int) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype, device=device)
-
-    heads, rope = config.num_heads, config.qk_rope_head_dim
-    numbers = torch.zeros(1, dtype=torch.int32, device=device)
-    sizes = numbers[None], numbers, config.scale, config.kv_lora_rank
-    q, q_pe = split_queries(new(1, heads, config.latent_dim), config.kv_lora_rank)
-    decode = DecodeCall(q, q_pe, new(1, 64, config.latent_dim), *sizes)
-    keys = new(1, heads, config.qk_nope_head_dim), new(1, rope), new(1, heads, config.v_head_dim)
-    rows = Segments((0, 1), numbers)
-    prefill = PrefillCall(new(1, heads, config.qk_head_dim), *keys, *rows, *rows, config.scale, causal=True)
-    return decode, prefill

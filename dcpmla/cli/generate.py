@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from dcpmla.bench.results import dtype_name
 from dcpmla.cache.formats import format_name
 from dcpmla.cli.engine_arguments import add_engine_arguments
 from dcpmla.cli.options import build_engine, dcp_config, positive, seed, start, token_ids
@@ -31,26 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     # One list for both, so that prompts keep the order in which they were given.
     add("--prompt", dest="prompts", action="append", default=[], metavar="TEXT", help="a prompt; repeatable")
-    add(
-        "--prompt-ids",
-        dest="prompts",
-        action="append",
-        type=token_ids,
-        metavar="5,6,7",
-        help="a prompt as token ids; repeatable",
-    )
-    add(
-        "--prompt-file",
-        type=Path,
-        metavar="IN.jsonl",
-        help='a JSON object a line: {"id", "prompt" or "prompt_token_ids", ...}',
-    )
-    add(
-        "--output-file",
-        type=Path,
-        metavar="OUT.jsonl",
-        help="a line for each prompt of --prompt-file; a rerun adds what is missing",
-    )
+    ids = "a prompt as token ids; repeatable"
+    add("--prompt-ids", dest="prompts", action="append", type=token_ids, metavar="5,6,7", help=ids)
+    prompts = 'a JSON object a line: {"id", "prompt" or "prompt_token_ids", ...}'
+    add("--prompt-file", type=Path, metavar="IN.jsonl", help=prompts)
+    outputs = "a line for each prompt of --prompt-file; a rerun adds the missing ones"
+    add("--output-file", type=Path, metavar="OUT.jsonl", help=outputs)
     add("--max-new-tokens", type=positive, default=16, metavar="K", help="most new tokens, 16 where not given")
     add("--temperature", type=float, default=0.0, help="0: greedy")
     add("--top-p", type=float, default=1.0, help="draw from the best tokens that have this probability together")
@@ -146,19 +133,12 @@ def _missing(prompts: list[Prompt], lines: OutputLines) -> list[Prompt]:
 
 
 def _output_line(request: Request) -> dict[str, object]:
-    return {
-        "id": request.request_id,
-        "token_ids": request.token_ids,
-        "text": request.text,
-        "finish_reason": request.finish_reason,
-        **_error(request),
-        **_logprobs(request),
-        **request.metrics(),
-    }
+    return {"id": request.request_id, **_answer(request), **_logprobs(request), **request.metrics()}
 
 
-def _error(request: Request) -> dict[str, object]:
-    return {} if request.error is None else {"error": str(request.error)}
+def _answer(request: Request) -> dict[str, object]:
+    error = {} if request.error is None else {"error": str(request.error)}
+    return {"token_ids": request.token_ids, "text": request.text, "finish_reason": request.finish_reason, **error}
 
 
 def _logprobs(request: Request) -> dict[str, object]:
@@ -173,20 +153,10 @@ def _report(
     """Write the files of --json and --logits; print the measurements, and the answers unless they are in a file."""
     kv_tokens_per_rank = _kv_tokens_per_rank(engine, requests)
     if args.json:
-        outputs = [
-            {
-                "prompt_token_ids": request.prompt_token_ids,
-                "token_ids": request.token_ids,
-                "text": request.text,
-                "finish_reason": request.finish_reason,
-                **_error(request),
-            }
-            for request in requests
-        ]
         write_json(
             args.json,
             {
-                "outputs": outputs,
+                "outputs": [{"prompt_token_ids": each.prompt_token_ids, **_answer(each)} for each in requests],
                 "metrics": [request.metrics() for request in requests],
                 "kv_tokens_per_rank": kv_tokens_per_rank,
                 **({} if files.commit is None else {"model_commit": files.commit}),
@@ -194,7 +164,7 @@ def _report(
                 "dcp_comm_backend_reason": chosen.reason,
                 "tensor_parallel_size": engine.mesh.tp_size,
                 "decode_context_parallel_size": engine.mesh.dcp_size,
-                "dtype": str(engine.model.dtype).removeprefix("torch."),
+                "dtype": dtype_name(engine.model.dtype),
                 "kv_cache_dtype": format_name(engine.cache.sizes.dtype),
                 "decode_query_dtype": args.decode_query_dtype,
                 "index_cache_dtype": args.index_cache_dtype,

@@ -27,13 +27,8 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of any job of ranks."""
     add = parser.add_argument
     add("--device", choices=DEVICES, default="auto", help="auto: GPUs where any is seen")
-    add(
-        "--timeout",
-        type=seconds,
-        default=TIMEOUT,
-        metavar="S",
-        help="seconds in a step after which a rank counts as lost",
-    )
+    timeout = "seconds in a step after which a rank counts as lost"
+    add("--timeout", type=seconds, default=TIMEOUT, metavar="S", help=timeout)
 
 
 @contextmanager

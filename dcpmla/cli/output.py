@@ -190,32 +190,32 @@ def _lock(path: Path, descriptor: int) -> None:
 
 
 def _read_outputs(path: Path, content: bytes) -> tuple[frozenset[str | int], int]:
-    """Return the ids of all whole outputs, and their bytes. The rest is a line of this program that was cut off.
+    """Return the ids of all whole outputs, and their bytes. A last line of this program may be cut off.
 
     Raises:
         ValueError: A line that this program did not write.
     """
-    *lines, rest = content.split(b"\n")
-    if rest and _read_id(rest) is not None:  # only the line's end is missing
-        lines, rest = [*lines, rest], b""
+    *lines, last = content.split(b"\n")
+    if last and _read_id(last) is not None:  # only the line's end is missing
+        lines, last = [*lines, last], b""
     ids = [_read_id(line) for line in lines]
-    wrong = f"line {ids.index(None) + 1}" if None in ids else "last line" if rest and not _is_cut(rest, lines) else ""
+    wrong = f"line {ids.index(None) + 1}" if None in ids else "last line" if last and not _is_cut(last, lines) else ""
     if wrong:
         raise ValueError(
             f"--output-file is {path}, whose {wrong} is no output of generate; give a new file, or one that generate "
             "wrote"
         )
-    return frozenset(request_id for request_id in ids if request_id is not None), len(content) - len(rest)
+    return frozenset(request_id for request_id in ids if request_id is not None), len(content) - len(last)
 
 
-def _is_cut(rest: bytes, lines: Sequence[bytes]) -> bool:
+def _is_cut(line: bytes, lines: Sequence[bytes]) -> bool:
     """Return whether this is the beginning of a line of this program: after other lines any beginning, else one long
     enough that no other program writes it.
     """
-    if _parse(rest) is not None:
+    if _parse(line) is not None:
         return False
-    is_beginning = rest.startswith(_BEGINNING) or _BEGINNING.startswith(rest)
-    return _BEGUN_LINE.match(rest) is not None or (bool(lines) and is_beginning)
+    is_beginning = line.startswith(_BEGINNING) or _BEGINNING.startswith(line)
+    return _BEGUN_LINE.match(line) is not None or (bool(lines) and is_beginning)
 
 
 def _read_id(line: bytes) -> str | int | None:

@@ -4,33 +4,27 @@ one.
 
 import argparse
 import os
-from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 from dcpmla.attention.kind import check_no_index
-from dcpmla.bench.plots import check_outputs, new_figure, save_figure
-from dcpmla.cache.formats import format_name
-from dcpmla.cache.index_keys import index_format_name
+from dcpmla.bench.plots import check_outputs
 from dcpmla.cli.options import format_list, positive, positive_list
-from dcpmla.cli.output import align, write_json
+from dcpmla.cli.output import write_json
 from dcpmla.cli.plan_prompts import PromptPlan
+from dcpmla.cli.plan_report import measured_report, plot, report
 from dcpmla.config import INDEX_CACHE_DTYPES, DCPConfig, divisors
 from dcpmla.fields import check_fields, option_label, whole
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
-from dcpmla.planning.capacity import FORMATS, capacity_table
+from dcpmla.planning.capacity import FORMATS
 from dcpmla.planning.machine import H200X8, PRESETS, Machine, change_machine, read_json
-from dcpmla.planning.measured import Row, calibrate, measured_us, predict_row, read_rows
+from dcpmla.planning.measured import calibrate, predict_row, read_rows
 from dcpmla.planning.predict import Setting
-from dcpmla.planning.recommend import Plan, cache_bytes, make_plan, recommend
+from dcpmla.planning.recommend import make_plan, recommend
 from dcpmla.planning.weights import ModelSize
 
-# Fields that are printed with a measured row.
-_SIZES = ("tp", "dcp", "heads", "tokens", "num_layers", "batch", "context", "input_len", "kv_cache_dtype")
 _LIMITS = dict.fromkeys(("input_len", "max_num_batched_tokens"), whole(1, 1 << 24))
 
 
@@ -85,14 +79,22 @@ def run(args: argparse.Namespace) -> None:
     best, reason = recommend(machine, plans, args.batch, args.context)
     prompts = PromptPlan(machine, model, best, args.batch, args.context, args.max_num_batched_tokens)
     if args.json:
-        content = _as_json(args, machine, plans, best, reason, predicted)
-        write_json(args.json, content | {"prompts": prompts.as_json(args.input_len)})
+        content = {
+            "model": str(args.model),
+            "machine": asdict(machine),
+            **{name: getattr(args, name) for name in ("batch", "context", "num_gpus", "expert_dtype")},
+            "settings": [plan.as_json() for plan in plans],
+            "recommended": {**best.as_json(), "reason": reason},
+            "measured": [{**row, "predicted_us": round(time, 2)} for row, time in predicted if time is not None],
+            "prompts": prompts.as_json(args.input_len),
+        }
+        write_json(args.json, content)
     if args.plot:
-        _plot(args.plot, plans, f"{args.model.name} on {machine.name}: {args.batch:,} x {args.context:,} tokens")
-    print("\n".join(_report(args, machine, model, plans, best, reason)))
-    print("\n".join(["", *prompts.report(str(best.setting), args.input_len)]))
+        plot(args.plot, plans, f"{args.model.name} on {machine.name}: {args.batch:,} x {args.context:,} tokens")
+    print("\n".join(report(args, machine, model, plans, best, reason)))
+    print("\n".join(["", *prompts.report(str(best), args.input_len)]))
     if args.measured:
-        print("\n".join(_measured_report(args.measured, predicted)))
+        print("\n".join(measured_report(args.measured, predicted)))
 
 
 def load_model_size(path: Path) -> ModelSize:
@@ -163,147 +165,3 @@ def _settings(args: argparse.Namespace, model: ModelSize) -> list[Setting]:
         for dcp in dict.fromkeys(dcp_sizes or divisors(tp))
         if tp % dcp == 0
     ]
-
-
-def _as_json(
-    args: argparse.Namespace,
-    machine: Machine,
-    plans: Sequence[Plan],
-    best: Plan,
-    reason: str,
-    predicted: Sequence[tuple[Row, float | None]],
-) -> dict[str, Any]:
-    return {
-        "model": str(args.model),
-        "machine": asdict(machine),
-        "batch": args.batch,
-        "context": args.context,
-        "num_gpus": args.num_gpus,
-        "expert_dtype": args.expert_dtype,
-        "settings": [asdict(plan) for plan in plans],
-        "recommended": {**asdict(best), "reason": reason},
-        "measured": [{**row, "predicted_us": round(time, 2)} for row, time in predicted if time is not None],
-    }
-
-
-def _report(
-    args: argparse.Namespace, machine: Machine, model: ModelSize, plans: Sequence[Plan], best: Plan, reason: str
-) -> list[str]:
-    """Return the lines to print."""
-    formats = ", ".join({f"{plan.kv_cache_dtype} {plan.kv_bytes_per_token:,}": None for plan in plans})
-    gpus = f"nodes of {machine.gpus_per_node} GPUs with {machine.memory_bytes / 2**30:.0f} GiB"
-    left = f"{machine.workspace_share:.0%} of it left to activations and workspaces"
-    lines = [
-        f"{args.model} on {machine.name}, {gpus}, {left}",
-        f"{args.batch:,} requests of {args.context:,} tokens; cache bytes of a token: {formats}",
-    ]
-    if args.num_gpus:
-        shares = "each replica of the TP group takes its share of the requests"
-        lines.append(f"{args.num_gpus:,} GPUs in {best.num_nodes:,} nodes; {shares}")
-    lines += ["", *_table(plans), "", *_capacity(machine, model, plans), "", f"recommended: {best.setting}. {reason}"]
-    return [*lines, *(f"note: {note}" for note in _notes(args, machine, model, plans))]
-
-
-def _notes(args: argparse.Namespace, machine: Machine, model: ModelSize, plans: Sequence[Plan]) -> list[str]:
-    """Return assumptions of the numbers that a reader may not expect."""
-    notes = []
-    if any(machine.num_nodes(plan.tp, plan.num_gpus) > 1 for plan in plans):
-        network = f"{machine.network_gb_per_s:g} GB/s a GPU, {machine.network_us:g} us a step"
-        notes.append(f"collectives over several nodes are not measured: they assume a network of {network}")
-    widened = ", ".join(dict.fromkeys(str(plan.tp) for plan in plans if plan.weights_widened))
-    if widened:
-        notes.append(f"tp {widened} cuts through blocks of quantized weights: ranks hold those dequantized")
-    if args.context > model.max_position_embeddings:
-        notes.append(f"the model's positions end at {model.max_position_embeddings:,}")
-    return notes
-
-
-def _table(plans: Sequence[Plan]) -> list[str]:
-    """Return aligned columns: contents of a rank, capacity, the step and its parts in milliseconds, and the context at
-    which DCP starts to win.
-    """
-    rows = [_cells(plan) for plan in plans]
-    if all(plan.num_replicas == 1 for plan in plans):
-        rows = [{name: cell for name, cell in row.items() if name != "replicas"} for row in rows]
-    return align(rows)
-
-
-def _cells(plan: Plan) -> dict[str, str]:
-    return {
-        "tp": str(plan.tp),
-        "dcp": str(plan.dcp),
-        "exchange": plan.exchange,
-        "cache": plan.kv_cache_dtype,
-        "replicas": f"{plan.num_replicas:,}",
-        "weights": f"{plan.weight_bytes_per_rank / 2**30:.1f} GiB",
-        "KV tokens": f"{plan.kv_tokens_total:,}",
-        "fits": "yes" if plan.fits else "no",
-        "longest": f"{plan.longest_context:,}",
-        "tokens/s": f"{plan.tokens_per_second:,.0f}",
-        "step ms": f"{plan.step_us['total'] / 1e3:.2f}",
-        **{part: f"{time / 1e3:.2f}" for part, time in plan.step_us.items() if part != "total"},
-        "beats tp from": _crossover(plan),
-    }
-
-
-def _crossover(plan: Plan) -> str:
-    if not plan.crossover:
-        return "-"
-    context = plan.crossover["context_at_batch"]
-    return "never" if context is None else f"{context:,} tokens"
-
-
-def _capacity(machine: Machine, model: ModelSize, plans: Sequence[Plan]) -> list[str]:
-    """Return a table of each format's capacity under the largest TP size."""
-    tp = max(plan.tp for plan in plans)
-    widest = next(plan for plan in plans if plan.tp == tp)
-    gpu_bytes = cache_bytes(machine, widest.weight_bytes_per_rank)
-    dcp_sizes = list(dict.fromkeys(plan.dcp for plan in plans if plan.tp == tp))
-    rows = [
-        {
-            "cache": format_name(plan.dtype),
-            **({"index cache": index_format_name(plan.index_dtype)} if model.attention.num_index_layers else {}),
-            "dcp": str(plan.dcp_size),
-            "bytes a token": f"{plan.bytes_per_token:,}",
-            **({"bytes a request": f"{plan.bytes_per_state:,}"} if plan.num_states else {}),
-            "tokens a GB": f"{plan.tokens_per_gb:,}",
-            f"tokens on {tp} GPUs": f"{plan.tokens_total:,}",
-        }
-        for plan in capacity_table(
-            model.attention, gpu_bytes, dcp_sizes, widest.num_states, widest.num_speculative_tokens
-        )
-    ]
-    caches = f"what caches of {gpu_bytes / 1e9:.1f} GB on each GPU hold, with tp {tp}; a GB is one of each GPU"
-    states = f", besides the states of {widest.num_states:,} requests" if widest.num_states else ""
-    return [caches + states, *align(rows)]
-
-
-def _measured_report(path: Path, predicted: Sequence[tuple[Row, float | None]]) -> list[str]:
-    """Return a line on each row that has a prediction, and one on them all."""
-    lines, ratios = ["", f"{path}: measured and predicted us, predicted / measured"], []
-    for row, time in predicted:
-        if time is not None:
-            ratios.append(time / measured_us(row))
-            names = (row.get(key) for key in ("operation", "part", "mode", "exchange", "variant"))
-            sizes = ", ".join(f"{key} {row[key]}" for key in _SIZES if row.get(key) is not None)
-            times = f"{measured_us(row):>10,.1f} {time:>10,.1f} {ratios[-1]:>6.2f}"
-            lines.append(f"{' '.join(filter(None, names)):<26} {times}  {sizes}")
-    skipped = len(predicted) - len(ratios)
-    span = f"{min(ratios):.2f} to {max(ratios):.2f}, median {median(ratios):.2f}" if ratios else "nothing"
-    return [*lines, f"predicted / measured is {span} ({len(ratios)} rows; {skipped} have no prediction)"]
-
-
-def _plot(path: Path, plans: Sequence[Plan], title: str) -> None:
-    """Draw step times, stacked by part, and the tokens that fit, a bar for each plan."""
-    figure, (steps, tokens) = new_figure(title, num_axes=2, width=max(6.4, 0.9 * len(plans)))
-    names = [f"tp {plan.tp}\ndcp {plan.dcp}\n{plan.kv_cache_dtype}" for plan in plans]
-    bottom = [0.0] * len(plans)
-    for part in [part for part in plans[0].step_us if part != "total"]:
-        heights = [plan.step_us[part] / 1e3 for plan in plans]
-        steps.bar(names, heights, bottom=bottom, label=part)
-        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    steps.set_ylabel("decode step, ms")
-    steps.legend()
-    tokens.bar(names, [plan.kv_tokens_total / 1e6 for plan in plans])
-    tokens.set_ylabel("tokens that fit, millions")
-    save_figure(path, figure)

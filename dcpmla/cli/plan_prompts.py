@@ -74,13 +74,13 @@ class PromptPlan:
     def __init__(
         self, machine: Machine, model: ModelSize, plan: Plan, batch: int, context: int, max_num_batched_tokens: int
     ) -> None:
-        setting, self._limit, self._context = plan.setting, max_num_batched_tokens, context
-        share = -(-batch // setting.num_replicas)
-        self.loads = (0, share) if share * setting.query_len < max_num_batched_tokens else (0,)
-        self._query_len, self._decode_us = setting.query_len, plan.step_us["total"]
-        self.costs = PrefillCosts(machine, model, setting, max_num_batched_tokens)
+        self._limit, self._context = max_num_batched_tokens, context
+        share = -(-batch // plan.num_replicas)
+        self.loads = (0, share) if share * plan.query_len < max_num_batched_tokens else (0,)
+        self._query_len, self._decode_us = plan.query_len, plan.step_us["total"]
+        self.costs = PrefillCosts(machine, model, plan, max_num_batched_tokens)
         self._steps = {
-            load: MixedSteps(machine, model, setting, self.costs, load, context if load else 0) for load in self.loads
+            load: MixedSteps(machine, model, plan, self.costs, load, context if load else 0) for load in self.loads
         }
         self._graphs = token_sizes(max_num_batched_tokens, self.costs.tokens_per_request)
 

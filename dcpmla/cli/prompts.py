@@ -13,6 +13,9 @@ from dcpmla.runtime.sampling import SamplingParams
 if TYPE_CHECKING:
     from dcpmla.integrations.open_model import ModelFiles
 
+# Fields of SamplingParams that have an option.
+_OPTIONS = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids")
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -106,22 +109,18 @@ def _prompt(
 ) -> Prompt:
     """Tokenize and check a prompt; messages use its name, and the option that asked for a text."""
     if files.tokenizer is None and (isinstance(prompt, str) or params.stop):
-        wanted, instead = (
+        feature, instead = (
             (option, "token ids") if isinstance(prompt, str) else ("stop (--stop)", "stop_token_ids (--stop-token-ids)")
         )
         raise ValueError(
-            f"{wanted} needs a tokenizer, and the model's does not load: {files.no_tokenizer}; give {instead}"
+            f"{feature} needs a tokenizer, and the model's does not load: {files.no_tokenizer}; give {instead}"
         )
     for text in (prompt, *params.stop):
         _check_text(name, text)
     token_ids = _tokenize(prompt, files) if isinstance(prompt, str) else prompt
     check_prompt(name, token_ids, files.config.vocab_size, files.max_model_len)
     params.check_vocabulary(files.config.vocab_size)
-    return Prompt(
-        request_id,
-        token_ids,
-        params.at_most(files.max_model_len - len(token_ids)),
-    )
+    return Prompt(request_id, token_ids, params.at_most(files.max_model_len - len(token_ids)))
 
 
 def _check_text(name: str, text: object) -> None:
@@ -143,13 +142,4 @@ def _tokenize(prompt: str, files: "ModelFiles") -> list[int]:
 
 def _defaults(args: argparse.Namespace, index: int) -> SamplingParams:
     """Make the params that the options ask of the prompt with an index."""
-    params = SamplingParams(
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        seed=args.seed,
-        stop=args.stop,
-        stop_token_ids=args.stop_token_ids,
-    )
-    return params.for_prompt(index)
+    return SamplingParams(**{name: getattr(args, name) for name in _OPTIONS}).for_prompt(index)

@@ -45,7 +45,7 @@ class SelfTest:
 def judge(name: str, errors: Mapping[str, float], dtype: torch.dtype) -> SelfTest:
     """Return a test's outcome from the errors of results in a dtype; NaN fails."""
     limit = _LIMITS[dtype]
-    wrong = [f"{what} differs by {error:.3g}" for what, error in errors.items() if not error <= limit]
+    wrong = [f"{result} differs by {error:.3g}" for result, error in errors.items() if not error <= limit]
     largest = max(errors.values()) if all(map(math.isfinite, errors.values())) else None
     return SelfTest(name, largest, f"{', '.join(wrong)}; allowed is {limit:g}" if wrong else "")
 
@@ -92,7 +92,7 @@ def prefill_errors(config: MLAConfig, device: torch.device, dtype: torch.dtype) 
     nope, rope, heads = config.qk_nope_head_dim, config.qk_rope_head_dim, _PREFILL_HEADS
     generator = torch.Generator().manual_seed(0)
     new, contexts = _segments((0, 3, 133), device), _segments((0, 0, 200), device)
-    found: Errors = {}
+    errors: Errors = {}
     for name, keys in (("causal", new), ("context", contexts)):
         q = torch.randn(new.start[-1], heads, nope + rope, generator=generator).to(device, dtype)
         kv = torch.randn(keys.start[-1], heads, nope + config.v_head_dim, generator=generator).to(device, dtype)
@@ -101,18 +101,18 @@ def prefill_errors(config: MLAConfig, device: torch.device, dtype: torch.dtype) 
         is_causal = name == "causal"
         got = mha_prefill(PrefillCall(q, k_nope, k_pe, v, *new, *keys, config.scale, is_causal))
         joined = join_keys(k_nope, k_pe).double()
-        wanted = reference.mha_prefill(q.double(), joined, v.double(), new.start, keys.start, config.scale, is_causal)
-        found |= {f"{name} {what}": error for what, error in _errors(got, wanted).items()}
-    return found
+        answer = reference.mha_prefill(q.double(), joined, v.double(), new.start, keys.start, config.scale, is_causal)
+        errors |= {f"{name} {result}": error for result, error in _errors(got, answer).items()}
+    return errors
 
 
 def _segments(start: tuple[int, ...], device: torch.device) -> Segments:
     return Segments(start, torch.tensor(start, dtype=torch.int32, device=device))
 
 
-def _errors(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> Errors:
+def _errors(got: tuple[Tensor, Tensor], answer: tuple[Tensor, Tensor]) -> Errors:
     """Return the errors of out and lse."""
-    return dict(zip(("out", "lse"), find_errors(got, wanted), strict=True))
+    return dict(zip(("out", "lse"), find_errors(got, answer), strict=True))
 
 
 # ---- exchange
@@ -124,45 +124,41 @@ def exchange_heads(config: MLAConfig, size: int, device: torch.device) -> int:
     return max(1, num_heads // size) * size
 
 
-def exchange_errors(
-    exchange: Exchange, group: dist.ProcessGroup, config: MLAConfig, device: torch.device, dtype: torch.dtype
-) -> Errors:
-    """Return the errors of all three operations over a group; shards of some tokens are empty (hold NaN) on the first,
-    on the last or on all ranks. Collective.
-    """
-    case = _exchange_case(group, config, 0, _EXCHANGE_TOKENS, device, dtype)
-    found: Errors = {}
-    for operation, make in OPERATIONS.items():
-        inputs = make(case)
-        found |= zip(
-            (operation, f"{operation}'s lse"), find_errors(inputs.run(exchange, 0), inputs.answer(0)), strict=False
-        )
-    return found
+@dataclass(frozen=True)
+class ExchangeTest:
+    """An exchange of a group, for rows of a model's sizes."""
 
+    exchange: Exchange
+    group: dist.ProcessGroup
+    config: MLAConfig
+    device: torch.device
+    dtype: torch.dtype
 
-def exchange_timing(
-    exchange: Exchange,
-    group: dist.ProcessGroup,
-    config: MLAConfig,
-    num_tokens: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Timing:
-    """Time `gather_heads` and then `combine` for all heads of a group. Collective over the job."""
-    case = _exchange_case(group, config, calls_per_sample(device), num_tokens, device, dtype)
-    gather, combine = GatherHeads(case), Combine(case)
+    def errors(self) -> Errors:
+        """Return the errors of all three operations; shards of some tokens are empty (hold NaN) on the first, on the
+        last or on all ranks. Collective.
+        """
+        case, errors = self._case(0, _EXCHANGE_TOKENS), Errors()
+        for operation, make in OPERATIONS.items():
+            inputs = make(case)
+            results = find_errors(inputs.run(self.exchange, 0), inputs.answer(0))
+            errors |= zip((operation, f"{operation}'s lse"), results, strict=False)
+        return errors
 
-    def exchange_once(index: int) -> None:
-        gather.run(exchange, index)
-        combine.run(exchange, index)
+    def timing(self, num_tokens: int) -> Timing:
+        """Time `gather_heads` and then `combine` for all heads of the group. Collective over the job."""
+        case = self._case(calls_per_sample(self.device), num_tokens)
+        gather, combine = GatherHeads(case), Combine(case)
 
-    timing = time_operation(exchange_once, device, case.num_calls, seconds=_SECONDS)
-    exchange.check()
-    return timing
+        def exchange_once(index: int) -> None:
+            gather.run(self.exchange, index)
+            combine.run(self.exchange, index)
 
+        timing = time_operation(exchange_once, self.device, case.num_calls, seconds=_SECONDS)
+        self.exchange.check()
+        return timing
 
-def _exchange_case(
-    group: dist.ProcessGroup, config: MLAConfig, calls: int, num_tokens: int, device: torch.device, dtype: torch.dtype
-) -> ExchangeCase:
-    num_heads = exchange_heads(config, dist.get_world_size(group), device)
-    return ExchangeCase(group, calls, num_tokens, num_heads, config.latent_dim, config.kv_lora_rank, device, dtype)
+    def _case(self, num_calls: int, num_tokens: int) -> ExchangeCase:
+        config, num_heads = self.config, exchange_heads(self.config, self.group.size(), self.device)
+        sizes = num_tokens, num_heads, config.latent_dim, config.kv_lora_rank
+        return ExchangeCase(self.group, num_calls, *sizes, self.device, self.dtype)

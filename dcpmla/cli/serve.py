@@ -28,14 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--port", type=_port, default=8000, metavar="P", help="0: any that is free")
     add("--served-model-name", metavar="NAME", help="the model's name for clients; default: --model as it is given")
     add("--api-key", metavar="KEY", help=f"that clients must give; default: the variable {_KEY}, else none")
-    add(
-        "--allowed-origins",
-        nargs="+",
-        type=_origin,
-        default=["*"],
-        metavar="ORIGIN",
-        help="origins whose web pages may use the server, such as https://chat.example; *: any",
-    )
+    origins = "origins whose web pages may use the server, such as https://chat.example; *: any"
+    add("--allowed-origins", nargs="+", type=_origin, default=["*"], metavar="ORIGIN", help=origins)
     add("--max-waiting", type=positive, default=1024, metavar="N", help="most requests beyond those that run; then 429")
     add("--request-timeout", type=seconds, default=3600, metavar="S", help="seconds that one request may take")
     add("--drain-seconds", type=seconds, default=25, metavar="S", help="seconds for running requests after a SIGTERM")

@@ -1,7 +1,5 @@
 """Time of a layer's exchange: collectives and kernels of `dcpmla.comm.nccl`, counted; `direct` as it was measured."""
 
-from dataclasses import dataclass
-
 from dcpmla.planning.machine import Machine
 
 BACKENDS = ("a2a", "ag_rs", "direct")
@@ -54,12 +52,30 @@ def exchange_us(
         return 0.0
     if backend == "auto":
         backend = auto_backend(machine, num_ranks, num_nodes)
-    exchange = _Exchange(machine, num_tokens, num_heads, width, num_ranks, num_nodes)
-    if backend == "direct":
-        return exchange.direct(operation)
-    if operation == "gather_heads":
-        return exchange.gather_heads()
-    return exchange.combine_ag_rs() if backend == "ag_rs" else exchange.combine_a2a()
+    num_rows = num_tokens * num_heads
+    rows, lse = num_rows * width * _ROW_BYTES, num_rows * _LSE_BYTES
+    if backend == "direct":  # measured; a rank gets all but its own one of W equal parts of the rows
+        assert machine.direct is not None
+        return machine.direct.operation_us(operation, rows * (1 - 1 / num_ranks))
+
+    def collective(kind: str, num_bytes: float) -> float:
+        """Return the time of a collective with num_bytes in all ranks' chunks together."""
+        return machine.collective_us(kind, num_bytes / num_ranks, num_ranks, num_nodes)
+
+    def kernel(num_bytes: float) -> float:
+        """Return the time of a kernel that reads and writes num_bytes together."""
+        return machine.kernel_us + num_bytes / machine.copy_gb_per_s / 1e3
+
+    if operation == "gather_heads":  # then a copy into heads' order, which a single token does not need
+        return collective("all_gather", rows) + (kernel(2 * rows) if num_tokens > 1 else 0.0)
+    if backend == "ag_rs":  # LSEs gathered, rows weighed and laid out by owner, float32 sums scattered and narrowed
+        shares = num_rows * width * _SHARE_BYTES
+        weigh = kernel(rows + num_ranks * lse + shares + lse / num_ranks)
+        collectives = collective("all_gather", num_ranks * lse) + collective("reduce_scatter", shares)
+        return weigh + collectives + kernel((shares + rows) / num_ranks)
+    # a2a: rows laid out by owner, then their LSEs; one merge of the own heads' rows
+    pack, merge = kernel(2 * rows) + kernel(2 * lse), kernel((rows + lse) * (1 + 1 / num_ranks))
+    return pack + collective("all_to_all", rows + num_rows * _SENT_LSE_BYTES) + merge
 
 
 def candidates_us(
@@ -70,57 +86,3 @@ def candidates_us(
     """
     width = num * _CANDIDATE_BYTES // _ROW_BYTES
     return exchange_us(machine, "gather_heads", num_tokens, num_ranks, width, num_ranks, num_nodes, backend)
-
-
-@dataclass(frozen=True)
-class _Exchange:
-    """One exchange. Its operations return microseconds; the bytes of a kernel count its reads and its writes."""
-
-    machine: Machine
-    num_tokens: int
-    num_heads: int
-    width: int
-    num_ranks: int
-    num_nodes: int
-
-    def gather_heads(self) -> float:
-        """Count an all-gather, then a copy into heads' order; a single token needs no copy."""
-        copy = self._kernel(2 * self._rows(_ROW_BYTES)) if self.num_tokens > 1 else 0.0
-        return self._collective("all_gather", self._rows(_ROW_BYTES)) + copy
-
-    def combine_a2a(self) -> float:
-        """Count rows laid out by owner, their LSEs after them, an all-to-all, one merge of the own heads' rows."""
-        rows, lse = self._rows(_ROW_BYTES), self._lse(_LSE_BYTES)
-        pack = self._kernel(2 * rows) + self._kernel(2 * lse)
-        merge = self._kernel((rows + lse) * (1 + 1 / self.num_ranks))
-        return pack + self._collective("all_to_all", rows + self._lse(_SENT_LSE_BYTES)) + merge
-
-    def combine_ag_rs(self) -> float:
-        """Count LSEs all-gathered, rows weighed and laid out by owner, a reduce-scatter in float32, sums narrowed."""
-        rows, shares, lse = self._rows(_ROW_BYTES), self._rows(_SHARE_BYTES), self._lse(_LSE_BYTES)
-        weigh = self._kernel(rows + self.num_ranks * lse + shares + lse / self.num_ranks)
-        narrow = self._kernel((shares + rows) / self.num_ranks)
-        return (
-            self._collective("all_gather", self.num_ranks * lse)
-            + weigh
-            + self._collective("reduce_scatter", shares)
-            + narrow
-        )
-
-    def direct(self, operation: str) -> float:
-        """Return the measured time: a rank gets all but its own one of W equal parts of the group's rows."""
-        assert self.machine.direct is not None
-        return self.machine.direct.operation_us(operation, self._rows(_ROW_BYTES) * (1 - 1 / self.num_ranks))
-
-    def _rows(self, element_bytes: int) -> int:
-        return self.num_tokens * self.num_heads * self.width * element_bytes
-
-    def _lse(self, element_bytes: int) -> int:
-        return self.num_tokens * self.num_heads * element_bytes
-
-    def _collective(self, kind: str, num_bytes: float) -> float:
-        """Return the time of a collective with num_bytes in all ranks' chunks together."""
-        return self.machine.collective_us(kind, num_bytes / self.num_ranks, self.num_ranks, self.num_nodes)
-
-    def _kernel(self, num_bytes: float) -> float:
-        return self.machine.kernel_us + num_bytes / self.machine.copy_gb_per_s / 1e3

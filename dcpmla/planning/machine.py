@@ -110,14 +110,14 @@ class Machine:
                 raise ValueError(
                     f"machine (--machine): {name} is {number!r}; it must be a number in [{smallest:g}, {_LARGEST:g}]"
                 )
-        for name, is_right, wanted in (
+        for name, is_right, requirement in (
             ("name", isinstance(self.name, str), "text"),
             ("gpus_per_node", isinstance(self.gpus_per_node, int), "a whole number"),
             ("workspace_share", self.workspace_share < 1, "below 1"),
             *((name, getattr(self, name) <= 1, "at most 1") for name in _READ_SHARES),
         ):
             if not is_right:
-                raise ValueError(f"machine (--machine): {name} is {getattr(self, name)!r}; it must be {wanted}")
+                raise ValueError(f"machine (--machine): {name} is {getattr(self, name)!r}; it must be {requirement}")
 
     def num_nodes(self, group_size: int, num_ranks: int) -> int:
         """Return how many nodes a group of neighboring ranks touches at most, in a job of num_ranks that fills a node

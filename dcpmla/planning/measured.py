@@ -52,8 +52,8 @@ def predict_row(machine: Machine, model: ModelSize, row: Row) -> float | None:
 
 def measured_us(row: Row) -> float:
     """Return the microseconds that a row with a prediction was measured at; for a model's step, on the device."""
-    found: float = row["median_us"] if "median_us" in row else row["device_us"]
-    return found
+    time_us: float = row["median_us"] if "median_us" in row else row["device_us"]
+    return time_us
 
 
 def _predict_step(machine: Machine, model: ModelSize, row: Row) -> float | None:

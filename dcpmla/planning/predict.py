@@ -3,15 +3,17 @@
 from dataclasses import dataclass
 from math import prod
 
+import torch
+
 from dcpmla.attention.kind import AttentionKind
 from dcpmla.attention.reads import LayerReads
+from dcpmla.cache.index_keys import index_row_width, index_storage_dtype
 from dcpmla.config import DCPConfig, IndexerConfig
 from dcpmla.fields import check_fields, number, option_label, whole
 from dcpmla.planning.capacity import FORMATS
 from dcpmla.planning.exchange import auto_backend, candidates_us, exchange_us
 from dcpmla.planning.machine import Machine
 from dcpmla.planning.parameter import Parameter
-from dcpmla.planning.reads import index_row_bytes
 from dcpmla.planning.weights import ModelSize
 
 PARTS = ("projections", "gather", "attention", "combine", "rest")
@@ -182,7 +184,8 @@ def _selection_us(
     """Return the times of one layer's selection: this rank's keys scored, all ranks' candidates gathered."""
     local_keys = -(-reads.num_keys // setting.dcp)
     num_keys = batch * local_keys
-    num_bytes = num_keys * index_row_bytes(indexer, setting.index_cache_dtype)
+    storage = index_storage_dtype(setting.index_cache_dtype, torch.bfloat16)
+    num_bytes = num_keys * index_row_width(storage, indexer.head_dim) * storage.itemsize
     flops = 2 * setting.query_len * num_keys * indexer.num_heads * indexer.head_dim
     num_nodes = machine.num_nodes(setting.dcp, setting.num_ranks)
     num_candidates = min(reads.num_candidates, local_keys)

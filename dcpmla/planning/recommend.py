@@ -2,7 +2,8 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from dcpmla.cache.plan import CachePlan
 from dcpmla.cache.states import num_states
@@ -18,19 +19,17 @@ _CLOSE = 0.02  # steps within this share of each other count as equal
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(Setting):
     """One setting under one load.
 
     Attributes:
-        enable_expert_parallel: True if a rank has its share of the experts whole.
-        num_speculative_tokens, acceptance_rate: Drafts of each request in a step, and how likely one is accepted.
         weights_widened: True if the cut runs through blocks of quantized weights, which ranks then hold dequantized.
         kv_bytes_per_token: Growth of the cache per token of context: all layers, one copy, index caches included.
         bytes_per_state, num_states: Size of a request's state on each rank, whatever its context, and the number of
             states; 0 in a model without.
         kv_tokens_per_rank, kv_tokens_total: Tokens that fit besides the weights, on one rank and on a DCP group; whole
             blocks.
-        num_gpus, num_nodes: Size of the job; num_replicas TP groups share its requests.
+        num_nodes: Nodes of the job, of which num_replicas TP groups share the requests.
         dcp_num_nodes: Nodes that a DCP group spans.
         exchange: Backend assumed for its exchange, "none" without DCP (`auto_backend`).
         fits: True if batch x context tokens and the weights fit.
@@ -42,13 +41,6 @@ class Plan:
             shorter than plain TP's (None: never up to 16 Mi); empty for plain TP itself.
     """
 
-    tp: int
-    dcp: int
-    kv_cache_dtype: str
-    index_cache_dtype: str
-    enable_expert_parallel: bool
-    num_speculative_tokens: int
-    acceptance_rate: float
     weight_bytes_per_rank: int
     weights_widened: bool
     kv_bytes_per_token: int
@@ -56,8 +48,6 @@ class Plan:
     num_states: int
     kv_tokens_per_rank: int
     kv_tokens_total: int
-    num_gpus: int
-    num_replicas: int
     num_nodes: int
     dcp_num_nodes: int
     exchange: str
@@ -68,18 +58,9 @@ class Plan:
     tokens_per_second: float
     crossover: dict[str, int | None]
 
-    @property
-    def setting(self) -> Setting:
-        return Setting(
-            tp=self.tp,
-            dcp=self.dcp,
-            kv_cache_dtype=self.kv_cache_dtype,
-            num_gpus=self.num_gpus,
-            index_cache_dtype=self.index_cache_dtype,
-            enable_expert_parallel=self.enable_expert_parallel,
-            num_speculative_tokens=self.num_speculative_tokens,
-            acceptance_rate=self.acceptance_rate,
-        )
+    def as_json(self) -> dict[str, Any]:
+        """Return all fields, and the number of replicas."""
+        return {**asdict(self), "num_replicas": self.num_replicas}
 
 
 def make_plan(machine: Machine, model: ModelSize, setting: Setting, batch: int, context: int) -> Plan:
@@ -105,13 +86,7 @@ def make_plan(machine: Machine, model: ModelSize, setting: Setting, batch: int, 
     dcp_num_nodes = machine.num_nodes(setting.dcp, setting.num_ranks)
     step = _step(machine, model, setting, batch, context)
     return Plan(
-        tp=setting.tp,
-        dcp=setting.dcp,
-        kv_cache_dtype=setting.kv_cache_dtype,
-        index_cache_dtype=setting.index_cache_dtype,
-        enable_expert_parallel=setting.enable_expert_parallel,
-        num_speculative_tokens=setting.num_speculative_tokens,
-        acceptance_rate=setting.acceptance_rate,
+        **(asdict(setting) | {"num_gpus": setting.num_ranks}),
         weight_bytes_per_rank=weight_bytes,
         weights_widened=model.cuts_blocks(*layout),
         kv_bytes_per_token=cache.bytes_per_token,
@@ -119,8 +94,6 @@ def make_plan(machine: Machine, model: ModelSize, setting: Setting, batch: int, 
         num_states=cache.num_states,
         kv_tokens_per_rank=cache.tokens_per_rank,
         kv_tokens_total=cache.tokens_total,
-        num_gpus=setting.num_ranks,
-        num_replicas=setting.num_replicas,
         num_nodes=machine.num_nodes(setting.num_ranks, setting.num_ranks),
         dcp_num_nodes=dcp_num_nodes,
         exchange=auto_backend(machine, setting.dcp, dcp_num_nodes),
@@ -177,7 +150,7 @@ def recommend(machine: Machine, plans: Sequence[Plan], batch: int, context: int)
             weights = f"No setting holds even the weights ({_gib(best.weight_bytes_per_rank)} a rank)"
             return best, f"{weights}; use more ranks (-tp) or larger GPUs."
         return best, (
-            f"No setting holds {load}; {best.setting} holds most: {best.kv_tokens_total * best.num_replicas:,} tokens, "
+            f"No setting holds {load}; {best} holds most: {best.kv_tokens_total * best.num_replicas:,} tokens, "
             f"{best.max_num_seqs:,} such requests, or {batch:,} requests of {best.longest_context:,}."
         )
     shortest = min(plan.step_us["total"] for plan in fitting)
@@ -190,7 +163,7 @@ def recommend(machine: Machine, plans: Sequence[Plan], batch: int, context: int)
         if best.step_us["total"] == shortest
         else f"a step within {_CLOSE:.0%} of the shortest at the smallest DCP"
     )
-    reason = f"{len(fitting)} of {len(plans)} settings hold {load}; of these {best.setting} has {rank}, {_ms(best)}"
+    reason = f"{len(fitting)} of {len(plans)} settings hold {load}; of these {best} has {rank}, {_ms(best)}"
     return best, f"{reason}{_against_plain(best, plans)}.{_crossing(machine, best, fitting)}"
 
 
@@ -223,8 +196,8 @@ def _crossing(machine: Machine, best: Plan, fitting: Sequence[Plan]) -> str:
     if best.dcp == 1:
         return ""
     peers = [plan for plan in fitting if (plan.num_gpus, plan.kv_cache_dtype) == (best.num_gpus, best.kv_cache_dtype)]
-    others = [plan for plan in peers if (plan.dcp_num_nodes == 1) != (best.dcp_num_nodes == 1)]
-    other = min(others, key=lambda plan: plan.step_us["total"], default=None)
+    across = [plan for plan in peers if (plan.dcp_num_nodes == 1) != (best.dcp_num_nodes == 1)]
+    other = min(across, key=lambda plan: plan.step_us["total"], default=None)
     if best.dcp_num_nodes == 1:
         if other is None:
             return ""
@@ -240,8 +213,8 @@ def _crossover(machine: Machine, model: ModelSize, setting: Setting, batch: int,
     plain = replace(setting, dcp=1)
 
     def is_faster(batch: int, context: int) -> bool:
-        ours, theirs = (_step(machine, model, s, batch, context)["total"] for s in (setting, plain))
-        return ours < theirs
+        sharded_us, plain_us = (_step(machine, model, s, batch, context)["total"] for s in (setting, plain))
+        return sharded_us < plain_us
 
     return {
         "context_at_batch": _smallest(lambda size: is_faster(batch, size)),

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla.attention.routes import Rates, RouteCosts
-from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
+from dcpmla.cli.doctor import CONFIG
+from dcpmla.config import DCPConfig, IndexerConfig
 
 # One layer on one H100 in bfloat16, by number of heads: requests x new tokens @ context, us of MHA / absorbed.
 MEASURED = {
@@ -28,16 +29,7 @@ CASES = [
     for heads, table in MEASURED.items()
     for numbers in re.findall(r"(\d+)x(\d+)@(\d+) (\d+)/(\d+)", table)
 ]
-DENSE = MLAConfig(
-    hidden_size=7168,
-    num_heads=128,
-    q_lora_rank=1536,
-    kv_lora_rank=512,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    scale=0.1,
-)
+DENSE = replace(CONFIG, scale=0.1)
 INDEXER = IndexerConfig(num_heads=64, head_dim=128, topk=2048, rope_interleaved=False)
 SPARSE = replace(DENSE, indexer=INDEXER)
 FREE = Rates(matmul_tflops=1e18, mha_tflops=1e18, absorbed_tflops=1e18, call_us=0)  # products in no time

@@ -14,6 +14,7 @@ from dcpmla.bench import stack as stacks
 from dcpmla.bench.compressed_stack import CompressedStack
 from dcpmla.bench.geometries import config_of
 from dcpmla.bench.results import unknown_fields
+from dcpmla.bench.stack import StackSizes
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.families.table import attention_kind
 from dcpmla.integrations.model_files import load_config
@@ -41,7 +42,7 @@ def tiny() -> CompressedConfig:
 
 
 def new_stack(kind: LayerKind, tp: int = 1, dcp: int = 1, **options: Any) -> CompressedStack:
-    return CompressedStack(tiny(), kind, init_mesh(tp, dcp), 2, 2, CONTEXT, CPU, torch.float32, **options)
+    return CompressedStack(tiny(), kind, StackSizes(init_mesh(tp, dcp), 2, 2, CONTEXT, CPU, torch.float32), **options)
 
 
 @pytest.mark.parametrize("name", ["flash", "pro"])

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.peers.attention import FlashMLA, load_kernel
 from dcpmla.__main__ import main
 from dcpmla.bench.decode import OURS
 from dcpmla.bench.decode_inputs import SCALE, Answer, Caches, Ceilings, DecodeCase, DecodeInputs, Ours
-from dcpmla.bench.peers import PEERS, FlashMLA
 from dcpmla.cache.formats import dequantize
 from tests.support.fake_peers import write_peers
 from tests.support.launchers import run_together
@@ -236,10 +236,10 @@ def test_flashmla_sparse_takes_all_tokens(peers: Path, query_len: int) -> None:
     inputs = DecodeInputs(
         DecodeCase(2, 70, 64, query_len, "fp8_ds_mla"), Caches(2, 70, 32, torch.bfloat16, CPU, "fp8_ds_mla")
     )
-    kernel = PEERS["flashmla-sparse"].load(peers)(inputs)
+    kernel = load_kernel("flashmla-sparse", peers)(inputs)
     assert max(Answer(inputs, 1).errors(*kernel.result(*kernel.launch(1)))) < 0.005
     with pytest.raises(ValueError, match="takes 64 or 128 heads, not 16"):
-        PEERS["flashmla-sparse"].load(peers)(DecodeInputs(DecodeCase(2, 70, 16, 1, "fp8_ds_mla"), inputs.caches))
+        load_kernel("flashmla-sparse", peers)(DecodeInputs(DecodeCase(2, 70, 16, 1, "fp8_ds_mla"), inputs.caches))
 
 
 def test_flashmla_says_empty_by_infinity() -> None:

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.peers.exchange import load_vllm_direct
 from dcpmla.__main__ import build_parser, main
 from dcpmla.bench.exchange import group_sizes, is_right, measured
 from dcpmla.bench.exchange_inputs import OPERATIONS, ExchangeCase
-from dcpmla.bench.peers import load_vllm_direct
 from dcpmla.comm.nccl import AllToAll
 from tests.support.fake_peers import write_exchange_peer
 from tests.support.launchers import run_forked, run_together, torchrun, unattended

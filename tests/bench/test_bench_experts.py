@@ -54,7 +54,7 @@ def test_peers_get_rows_or_a_line(
 ) -> None:
     """Those that cannot be loaded or run are left out; the others are measured over fp8."""
     pytest.importorskip("triton")
-    from dcpmla.bench import expert_peers
+    from benchmarks.peers import experts as expert_peers
 
     def fail(_: Path, weights: ExpertWeights) -> expert_peers.Experts:
         raise AssertionError("no nvcc\nhere")

@@ -19,7 +19,7 @@ from dcpmla.bench.geometries import config_of
 from dcpmla.bench.layer_stack import PARTS, LayerStack
 from dcpmla.bench.layouts import crossovers
 from dcpmla.bench.stack import PARTS as ALL_PARTS
-from dcpmla.bench.stack import Stack
+from dcpmla.bench.stack import Stack, StackSizes
 from dcpmla.bench.timing import TimeLimit, time_operation
 from dcpmla.integrations.families.table import attention_kind
 from dcpmla.integrations.model_size import read_model
@@ -136,7 +136,8 @@ def parts_of_steps(cuts: list[Cut]) -> list[tuple[Counter[str], Counter[str]]]:
     found = []
     with torch.inference_mode():
         for tp, dcp, options in cuts:
-            stack = LayerStack(config, init_mesh(tp, dcp), 2, PROJECT_FIRST_TOKENS, 70, CPU, torch.float32, **options)
+            sizes = StackSizes(init_mesh(tp, dcp), 2, PROJECT_FIRST_TOKENS, 70, CPU, torch.float32)
+            stack = LayerStack(config, sizes, **options)
             found.append(operators_of(stack))
     return found
 
@@ -288,7 +289,7 @@ def test_crossovers_are_between_caches_of_the_same_format() -> None:
 def limits_of_ranks() -> tuple[bool, bool, int]:
     """Return whether time is over where it is on rank 1 alone, and nowhere; the samples that little time leaves."""
     rank, calls = torch.distributed.get_rank(), []
-    time_operation(calls.append, CPU, calls=1, num_samples=100, seconds=0.0)
+    time_operation(calls.append, CPU, calls=1, seconds=0.0)
     return TimeLimit(1000 * (1 - rank), CPU).is_over(), TimeLimit(1000, CPU).is_over(), len(calls)
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.peers.attention import load_kernel
 from dcpmla.__main__ import main
 from dcpmla.attention.sparse.candidates import EMPTY, unpack_positions
 from dcpmla.bench.decode_inputs import Answer, Ours
-from dcpmla.bench.peers import PEERS
 from dcpmla.bench.sparse import is_right
 from dcpmla.bench.sparse_inputs import AttentionInputs, SelectedRows, SelectionInputs, SparseCase
 from dcpmla.comm.exchange import LocalExchange
@@ -283,6 +283,6 @@ def test_selected_rows(context: int, topk: int, dcp_size: int, tmp_path: Path) -
     blocks = [(slots[0, request][is_slot[request]] // 64).unique() for request in range(3)]
     assert torch.cat(blocks).unique().numel() == sum(map(len, blocks))  # no two requests' are the same
     inputs = AttentionInputs(case, 64, rows)
-    for kernel in (Ours(inputs), PEERS["flashmla-sparse"].load(write_peers(tmp_path))(inputs)):
+    for kernel in (Ours(inputs), load_kernel("flashmla-sparse", write_peers(tmp_path))(inputs)):
         assert max(Answer(inputs, 1).errors(*kernel.result(*kernel.launch(1)))) < 1e-4
         assert min(Answer(inputs, 0).errors(*kernel.result(*kernel.launch(1)))) > 0.05  # the set of another call

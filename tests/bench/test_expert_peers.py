@@ -115,7 +115,7 @@ def fake_humming() -> Any:
 
 def check_peers() -> None:
     """Compare with ours, whose rows are not quantized here; the last expert gets no route of few tokens."""
-    from dcpmla.bench.expert_peers import DeepGemm, Experts, Humming, Vllm
+    from benchmarks.peers.experts import DeepGemm, Experts, Humming, Vllm
 
     convert_as_torch()
     generator = torch.Generator().manual_seed(0)
@@ -152,7 +152,7 @@ def test_peers_compute_as_ours() -> None:
 
 def test_a_file_without_the_rest_of_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from dcpmla.bench.expert_libraries import load_vllm
+    from benchmarks.peers.libraries import load_vllm
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "fused_moe.py").write_text(
@@ -173,7 +173,7 @@ def test_a_file_without_the_rest_of_vllm(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_folder_that_others_can_write_is_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder has a predictable name in a directory that all users share, and its code is imported."""
     pytest.importorskip("triton")
-    from dcpmla.bench.expert_libraries import load_vllm
+    from benchmarks.peers.libraries import load_vllm
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     owner = os.geteuid()
@@ -213,7 +213,7 @@ def test_kernels_compile(name: str, pointers: dict[str, str], constants: dict[st
     pytest.importorskip("triton")
     from triton.compiler import ASTSource
 
-    from dcpmla.bench import kernels
+    from benchmarks.peers import kernels
 
     kernel = getattr(kernels, f"{name}_kernel")
     types = {argument: "*i32" for argument in kernel.arg_names if argument.endswith("_ptr")} | POINTERS | pointers

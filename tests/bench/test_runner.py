@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import re
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,8 +16,10 @@ import transformers
 
 from dcpmla.bench import runner
 from dcpmla.bench.layer_stack import LayerStack
+from dcpmla.bench.peers import load_adapters
 from dcpmla.bench.results import FIELDS, unknown_fields, write_results
 from dcpmla.bench.runner import Benchmark, Kept
+from dcpmla.bench.stack import StackSizes
 from dcpmla.bench.timing import time_operation
 from dcpmla.integrations.families.table import attention_kind
 from dcpmla.job.watchdog import Reported
@@ -46,8 +50,8 @@ class Counting(Benchmark[int, list[int]]):
     def measure(self, case: int, inputs: list[int]) -> list[dict[str, Any]]:
         return [{"tokens": case, "median_us": float(len(inputs))}]
 
-    def line(self, rows: Sequence[dict[str, Any]]) -> str:
-        return f"measured {rows[0]['tokens']}"
+    def line(self, row: dict[str, Any]) -> str:
+        return f"measured {row['tokens']}"
 
     def summary(self, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield f"{len(rows)} rows"
@@ -80,6 +84,7 @@ def test_an_engine_that_does_not_fit_is_a_mistake(
     args = parse()
     args.cases, args.model, args.revision = [1, 2], str(tmp_path), None
     monkeypatch.setattr(Counting, "has_engine", True)
+    monkeypatch.setattr(Counting, "measure", lambda counting, case, _: [{"tokens": len(counting.inputs(case))}])
     with pytest.raises(Reported):
         args.run(args)
     assert "error: 2 is too large" in capfd.readouterr().err
@@ -120,7 +125,7 @@ def test_a_time_is_the_slowest_ranks() -> None:
 
 
 def time_slow_rank() -> float:
-    return time_operation(slow_on_rank_1, torch.device("cpu"), calls=5, num_samples=3).median_us
+    return time_operation(slow_on_rank_1, torch.device("cpu"), calls=5).median_us
 
 
 # ---- a stack of layers
@@ -137,7 +142,8 @@ def stacks_of(cuts: list[tuple[int, int]]) -> list[StackOfRank]:
     with torch.inference_mode():
         for tp, dcp in cuts:
             torch.manual_seed(0)  # the same hidden states on all ranks, as in a model
-            stack = LayerStack(config, init_mesh(tp, dcp), 2, 3, 70, torch.device("cpu"), torch.float32)
+            sizes = StackSizes(init_mesh(tp, dcp), 2, 3, 70, torch.device("cpu"), torch.float32)
+            stack = LayerStack(config, sizes)
             before = [rows.clone() for rows in stack.cache.layers]
             out = stack.step()
             written = sum(
@@ -188,8 +194,9 @@ def test_rows_have_one_vocabulary(tmp_path: Path) -> None:
 
 
 def test_the_vocabulary_is_documented() -> None:
-    table = "".join(f"| `{name}` | {meaning} |\n" for name, meaning in FIELDS.items())
-    assert f"| field | what |\n|---|---|\n{table}\n" in (ROOT / "docs" / "benchmarks.md").read_text()
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    _, table = page.split("| field | what |\n|---|---|\n")
+    assert re.findall(r"^\| `(.+?)` \| \S", table.partition("\n\n")[0], re.MULTILINE) == FIELDS
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: f"{path.parent.name}/{path.name}")
@@ -209,3 +216,11 @@ def test_committed_results_name_commits_that_exist() -> None:
     assert RESULTS
     commits = {path: json.loads(path.read_text())["commit"] for path in RESULTS}
     assert [path for path, commit in commits.items() if git("cat-file", "-e", f"{commit}^{{commit}}").returncode] == []
+
+
+def test_peers_need_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "benchmarks.peers.attention", raising=False)
+    monkeypatch.delitem(sys.modules, "benchmarks.peers", raising=False)
+    monkeypatch.setitem(sys.modules, "benchmarks", None)
+    with pytest.raises(ValueError, match=r"^--peers needs the folder benchmarks/ of a checkout"):
+        load_adapters("attention")

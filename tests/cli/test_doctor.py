@@ -112,7 +112,7 @@ class _Swapped(AllGatherReduceScatter):
 def judged(exchange: Exchange, dtype: torch.dtype) -> SelfTest:
     config, group = CONFIG, dist.group.WORLD
     assert group is not None
-    return self_tests.judge("it", self_tests.exchange_errors(exchange, group, config, CPU, dtype), dtype)
+    return self_tests.judge("it", self_tests.ExchangeTest(exchange, group, config, CPU, dtype).errors(), dtype)
 
 
 def check_exchanges() -> list[list[SelfTest]]:

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import transformers
@@ -46,7 +46,7 @@ def test_drafts_by_hand(v3: ModelSize) -> None:
     assert long["attention"] <= wide["attention"] < four_times["attention"]
     plans = [make_plan(H200X8, v3, setting, 4, 131072) for setting in (plain, drafted)]
     assert plans[1].tokens_per_second == pytest.approx(4 * 1.875 / wide["total"] * 1e6, rel=1e-3)
-    assert plans[1].setting == replace(drafted, num_gpus=8)
+    assert asdict(replace(drafted, num_gpus=8)).items() <= asdict(plans[1]).items()
     with pytest.raises(ValueError, match=r"acceptance_rate \(--acceptance-rate\) is 2"):
         replace(plain, acceptance_rate=2)
 

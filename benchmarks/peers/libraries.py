@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language
 
-from dcpmla.bench.peers import import_file
+from benchmarks.peers import import_file
 
 _TOOLKIT = "/usr/local/cuda"
 

@@ -1,4 +1,4 @@
-"""Triton kernels around the grouped products of others (`expert_peers`): the sort of routes, copies of rows in its
+"""Triton kernels around the grouped products of others (`experts`): the sort of routes, copies of rows in its
 order, the gate, and the sum over a token's routes.
 """
 

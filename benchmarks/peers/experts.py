@@ -14,8 +14,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.bench.expert_libraries import load_deep_gemm, load_humming, load_vllm
-from dcpmla.bench.kernels import gate_rows, gather_rows, sort_routes, sum_rows
+from benchmarks.peers.kernels import gate_rows, gather_rows, sort_routes, sum_rows
+from benchmarks.peers.libraries import load_deep_gemm, load_humming, load_vllm
 from dcpmla.bench.runner import leave_out
 from dcpmla.model.experts import ExpertWeights
 from dcpmla.model.kernels.blocks import sum_routes
@@ -51,10 +51,10 @@ class DeepGemm:
         (num_experts, hidden, width), top_k = down.codes.shape, expert_ids.shape[1]
         tile = _FEW_ROWS if expert_ids.numel() <= _FEW_ROWS // 2 * num_experts else _MANY_ROWS
         routes, _, ends = sort_routes(expert_ids, num_experts, tile)
-        given, rows = gather_rows(quantize_rows(x), routes, top_k)
+        quantized, rows = gather_rows(quantize_rows(x), routes, top_k)
         self._library.set_mk_alignment_for_contiguous_layout(tile)
         gated = x.new_empty(len(routes), 2 * width)
-        self._multiply(given, gate_up, gated, ends)
+        self._multiply(quantized, gate_up, gated, ends)
         h = gate_rows(gated, routes, expert_weights, QuantizedRows.empty_like(gated[:, :width]))
         out = x.new_empty(len(routes), hidden)
         self._multiply(h, down, out, ends)
@@ -97,9 +97,9 @@ class Humming:
         (num_tokens, top_k), hidden, num_routes = expert_ids.shape, x.shape[1], expert_ids.numel()
         tiles = self._tiles_of(num_routes)
         order = sort_routes(expert_ids, self._num_experts, tiles[0]["block_shape"][0])
-        given = _empty_rows(num_tokens, hidden, x.device)
-        quantize.quantize_into(x, *given)
-        gated = self._multiply(0, given, tiles[0], order, num_routes, top_k)
+        quantized = _empty_rows(num_tokens, hidden, x.device)
+        quantize.quantize_into(x, *quantized)
+        gated = self._multiply(0, quantized, tiles[0], order, num_routes, top_k)
         h = gate_rows(gated, None, expert_weights, _empty_rows(num_routes, gated.shape[1] // 2, x.device))
         if tiles[1]["block_shape"][0] != tiles[0]["block_shape"][0]:
             order = sort_routes(expert_ids, self._num_experts, tiles[1]["block_shape"][0])
@@ -169,10 +169,10 @@ class Vllm:
         else:
             routes, experts, ends = sort_routes(expert_ids, num_experts, tile["BLOCK_SIZE_M"])
             order = routes, experts, ends[-1:]
-        given = _empty_rows(num_tokens, hidden, x.device)
-        quantize.quantize_into(x, *given)
+        quantized = _empty_rows(num_tokens, hidden, x.device)
+        quantize.quantize_into(x, *quantized)
         gated = x.new_empty(1, num_routes, 2 * width)
-        self._multiply(given, gate_up, gated, order, top_k, tile)
+        self._multiply(quantized, gate_up, gated, order, top_k, tile)
         h = gate_rows(gated[0], None, expert_weights, _empty_rows(num_routes, width, x.device))
         out = x.new_empty(1, num_routes, hidden)
         self._multiply(h, down, out, order, 1, tile)
@@ -195,7 +195,7 @@ class Vllm:
         tile: dict[str, int],
     ) -> None:
         """Write a product's rows in the order of routes."""
-        others = dict.fromkeys(("use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16", "per_channel_quant"), False)
+        switches = dict.fromkeys(("use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16", "per_channel_quant"), False)
         self._library.invoke_fused_moe_triton_kernel(
             x.values,
             weight.codes,
@@ -210,7 +210,7 @@ class Vllm:
             compute_type=tl.float32 if out.dtype == torch.float32 else tl.bfloat16,
             use_fp8_w8a8=True,
             block_shape=_BLOCKS,
-            **others,
+            **switches,
         )
 
 

@@ -1,0 +1,1 @@
+"""Scripts and adapters for benchmarks that need a checkout."""
