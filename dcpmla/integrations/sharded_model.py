@@ -199,9 +199,9 @@ class ShardedModel:
         Args:
             layer_type: Type of rotary embedding, in a model with several.
         """
-        like = torch.empty(0, dtype=torch.float32, device=self.device)
+        x = torch.empty(0, dtype=torch.float32, device=self.device)
         types = {"layer_type": layer_type} if hasattr(self._rotary, "layer_types") else {}
-        rotary: Any = self._rotary(like, positions[None], **types)
+        rotary: Any = self._rotary(x, positions[None], **types)
         if isinstance(rotary, Tensor):  # DeepSeek-V2 rotates complex numbers
             return torch.cat([rotary[0].real, rotary[0].imag], -1)
         # Each angle once: most models repeat them for the second half.

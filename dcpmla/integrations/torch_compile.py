@@ -141,15 +141,15 @@ def _convert(x: PatternExpr, dtype: torch.dtype) -> PatternExpr:
 def _will_fuse(quantize: Any, args: tuple[Any, ...]) -> bool:
     """Return whether a call of a quantization would be fused, were it in the graph."""
     names = (argument.name for argument in quantize._schema.arguments)
-    how = dict(zip(names, args, strict=True))
-    how["values"] = values = how.pop("x")
+    parameters = dict(zip(names, args, strict=True))
+    parameters["values"] = values = parameters.pop("x")
     if quantize is _ours.quantize_fp8.default and values.target in (_aten.reshape.default, _aten.view.default):
-        how["values"] = values.args[0]
+        parameters["values"] = values.args[0]
     try:
         _value(quantize, *args)
     except ValueError:  # values may have three dims, for example
         return False
-    return len(values.users) == 1 and _can_fuse(_FUSED[quantize], how)
+    return len(values.users) == 1 and _can_fuse(_FUSED[quantize], parameters)
 
 
 def _fits(fused: Any, match: Any) -> bool:
@@ -166,17 +166,17 @@ def _fits(fused: Any, match: Any) -> bool:
     return _can_fuse(fused, match.kwargs)
 
 
-def _can_fuse(fused: Any, how: dict[str, Any]) -> bool:
-    values = how["values"]
+def _can_fuse(fused: Any, parameters: dict[str, Any]) -> bool:
+    values = parameters["values"]
     if len(values.users) != 1:
         return False
     try:
         if values.target is _ours.project_values.default:
-            _value(fused, *_arguments(fused, how))
+            _value(fused, *_arguments(fused, parameters))
             return True
         writes = _writes(values)
         for write in writes:
-            _check_write(write, how)
+            _check_write(write, parameters)
     except ValueError:  # groups may cross heads, for example
         return False
     return bool(writes)
@@ -201,10 +201,10 @@ def _fuse(fused: Any, match: Any, **_: object) -> None:
         graph.erase_node(leftover)
 
 
-def _arguments(fused: Any, how: dict[str, Any]) -> list[Any]:
+def _arguments(fused: Any, parameters: dict[str, Any]) -> list[Any]:
     """Return the fused op's arguments, from `project_values` and from the quantization after it."""
     names = (argument.name for argument in _ours.project_values.default._schema.arguments)
-    found = {**how, **dict(zip(names, how["values"].args, strict=False))}
+    found = {**parameters, **dict(zip(names, parameters["values"].args, strict=False))}
     return [found.get(argument.name) for argument in fused._schema.arguments]
 
 
@@ -232,25 +232,25 @@ def _writes(values: Any) -> list[Any]:
     return _chain(values)[-2::-2]
 
 
-def _quantization(how: dict[str, Any]) -> tuple[int, str, Any, bool]:
+def _quantization(parameters: dict[str, Any]) -> tuple[int, str, Any, bool]:
     """Return the group, the layout of scales, the scale given and whether scales are powers of two."""
-    if "group_size" in how:
-        return how["group_size"], how["scale_layout"], None, how["ue8m0"]
-    if "global_scale" in how:
-        return NVFP4_GROUP, "", how["global_scale"], False
-    return 1, "", how["scale"], False
+    if "group_size" in parameters:
+        return parameters["group_size"], parameters["scale_layout"], None, parameters["ue8m0"]
+    if "global_scale" in parameters:
+        return NVFP4_GROUP, "", parameters["global_scale"], False
+    return 1, "", parameters["scale"], False
 
 
-def _check_write(write: Any, how: dict[str, Any]) -> None:
+def _check_write(write: Any, parameters: dict[str, Any]) -> None:
     """Raise ValueError for a write that cannot be one of quantized rows."""
-    group, _, scale, _ = _quantization(how)
+    group, _, scale, _ = _quantization(parameters)
     fakes = {name: arg.meta["val"] if isinstance(arg, Node) else arg for name, arg in write.kwargs.items()}
     if write.args[0] is _ours.project_rows_.default:
         ops.check_projection(fakes["out"], fakes["w_uv"], fakes["w_scales"], group)
     else:
         ops.check_rows(fakes["x"], group)
     if scale is not None:
-        ops.check_scale("scale", scale.meta["val"], how["values"].meta["val"].device)
+        ops.check_scale("scale", scale.meta["val"], parameters["values"].meta["val"].device)
 
 
 def _write_quantized(match: Any) -> tuple[Any, Any]:
@@ -262,8 +262,8 @@ def _write_quantized(match: Any) -> tuple[Any, Any]:
     results = _insert(graph, operator.getitem, rows, 0), _insert(graph, operator.getitem, rows, 1)
     for write in _writes(values):
         bases = list(results[:1] if group == 1 else results)
-        how = {"scale": scale, "ue8m0": ue8m0, "_scales_base_index": None if group == 1 else 1, "_all_bases": bases}
-        new = graph.call_function(write.target, write.args, {**write.kwargs, **how})
+        added = {"scale": scale, "ue8m0": ue8m0, "_scales_base_index": None if group == 1 else 1, "_all_bases": bases}
+        new = graph.call_function(write.target, write.args, {**write.kwargs, **added})
         new.meta["val"] = None, *(base.meta["val"] for base in bases)
         written = tuple(_insert(graph, operator.getitem, new, index + 1) for index in range(len(bases)))
         results = written[0], written[-1]

@@ -105,7 +105,7 @@ class Watchdog:
     def __init__(self, store: dist.Store, rank: int, num_ranks: int, timeout: float) -> None:
         if not timeout > 0:
             raise ValueError(f"timeout (--timeout) is {timeout}; it must be a number of seconds above 0")
-        self._given, self._rank, self._num_ranks, self._timeout = store, rank, num_ranks, timeout
+        self._job_store, self._rank, self._num_ranks, self._timeout = store, rank, num_ranks, timeout
         self._operation = _Operation(0, "start-up", time.monotonic(), timeout)
         self._ending: _Ending | None = None
         self._num_beats, self._answered, self._store_lost = 0, time.monotonic(), False
@@ -127,7 +127,7 @@ class Watchdog:
 
     def __enter__(self) -> Self:
         self._main_thread = threading.get_ident()
-        self._store = dist.PrefixStore("watchdog", self._given.clone())  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore("watchdog", self._job_store.clone())  # type: ignore[attr-defined]
         self._signals, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
         self._signals.settimeout(_BEAT)
@@ -189,9 +189,9 @@ class Watchdog:
         # It is a thread: with no memory left for one, this rank is about to report that anyway.
         with suppress(RuntimeError):
             faulthandler.dump_traceback_later(limit + 2 * _GRACE, exit=True, file=2)
-        where, waits = _current_line(self._main_thread)
+        line, waits = _current_line(self._main_thread)
         left, failed = self._left.is_set(), self._ending is not None
-        post = Post(self._num_beats, count, operation, now - since, limit, where, waits, left, failed)
+        post = Post(self._num_beats, count, operation, now - since, limit, line, waits, left, failed)
         self._ask(lambda: self._store.set(f"post/{self._rank}", json.dumps(asdict(post))), None)
 
     def _follow(self) -> None:
@@ -210,8 +210,8 @@ class Watchdog:
         own = _Claim(self._rank, code, self._num_ranks - num_missing)
         claim = self._ask(partial(self._claim, own), own)
         # A rank that was stopped for so long that the others gave it up, and said so, has nothing to add.
-        given_up = time.monotonic() - self._resumed < self._timeout and (self._store_lost or num_missing)
-        if claim == own and not given_up and not self._spoken:
+        was_abandoned = time.monotonic() - self._resumed < self._timeout and (self._store_lost or num_missing)
+        if claim == own and not was_abandoned and not self._spoken:
             # One write, so that no other rank's text gets in between; the line may hold a progress bar.
             os.write(2, f"\n{details}dcpmla: error: {words}\n".encode(errors="replace"))
         self._spoken = True

@@ -68,17 +68,17 @@ class Engine:
     def check_room(self, num_requests: int, num_tokens: int = 0) -> None:
         """Raise ApiError unless the queue has room for so many requests more, with prompts of so many tokens."""
         model = self.ready()
-        most, most_tokens = model.max_num_seqs + self.max_waiting, model.num_cache_tokens + WAITING_TOKENS
-        if num_requests > most:
-            raise ApiError(400, f"{num_requests} answers are asked for at once; at most {most} are served", param="n")
-        if num_tokens > most_tokens:
-            words = f"the prompts have {num_tokens:,} tokens; at most {most_tokens:,} are served at once"
+        limit, token_limit = model.max_num_seqs + self.max_waiting, model.num_cache_tokens + WAITING_TOKENS
+        if num_requests > limit:
+            raise ApiError(400, f"{num_requests} answers are asked for at once; at most {limit} are served", param="n")
+        if num_tokens > token_limit:
+            words = f"the prompts have {num_tokens:,} tokens; at most {token_limit:,} are served at once"
             raise ApiError(400, words, param="prompt")
-        if num_requests > most - len(self._open):
-            words = f"{len(self._open)} requests are open, and {most} is the most there may be; try again later"
+        if num_requests > limit - len(self._open):
+            words = f"{len(self._open)} requests are open, and {limit} is the most there may be; try again later"
             raise ApiError(429, words, code="queue_full", headers=_RETRY_AFTER)
-        if num_tokens > most_tokens - self._num_tokens:
-            words = f"open prompts have {self._num_tokens:,} tokens, of {most_tokens:,} at most; try again later"
+        if num_tokens > token_limit - self._num_tokens:
+            words = f"open prompts have {self._num_tokens:,} tokens, of {token_limit:,} at most; try again later"
             raise ApiError(429, words, code="queue_full", headers=_RETRY_AFTER)
 
     def submit(
