@@ -11,7 +11,8 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from dcpmla.comm.exchange import Mailbox
 from dcpmla.comm.faults import OPERATIONS, peer_fault
-from dcpmla.comm.kernels.landings import NUM_PROGRAMS, combine_kernel, gather_kernel
+from dcpmla.comm.kernels.exchange import combine_kernel, gather_kernel
+from dcpmla.comm.kernels.landings import NUM_PROGRAMS
 from dcpmla.comm.kernels.window import place_kernel
 from dcpmla.operators import nothing, operator
 
