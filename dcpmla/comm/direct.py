@@ -8,10 +8,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from dcpmla.comm.direct_ops import combine, combine_room, gather, new_state, place, raise_fault
+from dcpmla.comm.direct_ops import combine, combine_room, gather, new_state, raise_fault
 from dcpmla.comm.exchange import Mailbox, pairs
 from dcpmla.comm.kernels.landings import NUM_PROGRAMS
 from dcpmla.comm.nccl import AllToAll
+from dcpmla.comm.place import place
 from dcpmla.comm.symmetric import Allocate, PeerMemory, allocate, wait_for_all
 
 MAX_SIZE = 8  # maximum ranks of a group, the GPUs that the NVLink of one host connects
@@ -167,7 +168,7 @@ class _Windows:
         self._state, self._rest = (state, fault), (timeout, group_name)
 
     def place(self, rows: Tensor, targets: Tensor | None, operation: str) -> Tensor:
-        """Send rows [N, D] to their target rows (`direct_ops.place`).
+        """Send rows [N, D] to their target rows (`comm.place.place`).
 
         Returns the window [.., D], in stream order with all ranks' rows.
         """

@@ -17,7 +17,7 @@ from tests.support.shared_memory import allocate, delay_kernels, run_interpreted
 
 pytest.importorskip("triton")
 
-from dcpmla.comm import direct, direct_ops  # noqa: E402
+from dcpmla.comm import direct, direct_ops, place  # noqa: E402
 from tests.support.direct_checks import (  # noqa: E402
     DTYPES,
     check_memory,
@@ -57,7 +57,7 @@ def check_exchanges(num_steps: int) -> None:
     common, own = random.Random(size), random.Random(rank)
     delay_kernels(own)
     direct._WINDOW_BYTES = 4096
-    direct_ops.NUM_PROGRAMS, direct_ops._PLACE_PROGRAMS = 8, 4  # each with several items
+    direct_ops.NUM_PROGRAMS, place.NUM_PROGRAMS, place._PROGRAMS = 8, 8, 4  # each with several items
     direct_ops._SHAPES = tuple((columns, num_items // 256) for columns, num_items in direct_ops._SHAPES)
     exchanges = [new_exchange(), new_exchange(landing_bytes=1024 * size), new_exchange(is_fp8=True)]
     if size > 3:
