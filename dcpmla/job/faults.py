@@ -78,6 +78,7 @@ class Fault:
     advice: str
     is_consequence: bool = False  # most likely of another rank's fault
     details: str = ""
+    code: int = 1  # the process's exit code
 
 
 def find_missing(before: Sequence[Post | None], after: Sequence[Post | None]) -> list[int]:
