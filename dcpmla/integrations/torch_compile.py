@@ -9,29 +9,20 @@ few operators. A separate backend would have to repeat inductor's work before it
 
 import logging
 import operator
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch._inductor.pattern_matcher import (
-    MULTIPLE,
-    CallFunction,
-    KeywordArg,
-    PatternExpr,
-    PatternMatcherPass,
-    register_graph_pattern,
-)
+from torch._inductor.pattern_matcher import PatternMatcherPass, register_graph_pattern
 from torch.fx import Graph, Node, map_arg
 
 from dcpmla.attention.output import ops
 from dcpmla.attention.output.formats import NVFP4_GROUP
-from dcpmla.cache.formats import FP8, FP8_MAX
-from dcpmla.integrations import quantizers
+from dcpmla.integrations import quantization_patterns, quantizers
 
 _logger = logging.getLogger(__name__)
-_aten, _prims, _ours = torch.ops.aten, torch.ops.prims, torch.ops.dcpmla
+_aten, _ours = torch.ops.aten, torch.ops.dcpmla
 _FUSED = {  # a quantization -> W_UV with it
     _ours.quantize_fp8.default: _ours.project_values_fp8.default,
     _ours.quantize_fp8_groups.default: _ours.project_values_fp8_groups.default,
@@ -89,53 +80,15 @@ class OutputQuantFusion(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """Return a key for inductor's cache of compiled graphs, which changes with the source of these files."""
-        return get_hash_for_files((__file__, quantizers.__file__))
+        return get_hash_for_files((__file__, quantization_patterns.__file__, quantizers.__file__))
 
 
 def _make_patterns() -> PatternMatcherPass:
-    """Return patterns of quantizations; `values` is their input, `shape` the shape of a reshape in between."""
     patterns = PatternMatcherPass(pass_name="dcpmla_output_quant")
-    values, scale = KeywordArg("values"), KeywordArg("scale")
-    shaped = _reshape(values)
-    groups = map(KeywordArg, ("group_size", "scale_layout", "ue8m0"))
-    fp8, fp8_groups, nvfp4 = _FUSED
-    for quantize, pattern in [
-        (fp8, CallFunction(fp8, values, scale)),
-        (fp8, CallFunction(fp8, shaped, scale)),
-        (fp8_groups, CallFunction(fp8_groups, values, *groups)),
-        (nvfp4, CallFunction(nvfp4, values, KeywordArg("global_scale"))),
-        *((fp8, pattern) for pattern in _plain_fp8(values, shaped, scale)),
-    ]:
+    for quantize, pattern in quantization_patterns.all_patterns():
         fused = _FUSED[quantize]
         register_graph_pattern(pattern, extra_check=partial(_fits, fused), pass_dict=patterns)(partial(_fuse, fused))
     return patterns
-
-
-def _plain_fp8(values: PatternExpr, shaped: PatternExpr, scale: PatternExpr) -> Iterator[PatternExpr]:
-    """Yield all spellings of `(values.float() * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn)`, decomposed."""
-    inverse = CallFunction(_aten.reciprocal.default, scale, _users=MULTIPLE)
-    for one in (inverse, CallFunction(_aten.mul.Tensor, inverse, 1, _users=MULTIPLE)):  # scale.reciprocal(), 1 / scale
-        for x in (
-            values,
-            shaped,
-            _convert(values, torch.float32),
-            _convert(shaped, torch.float32),
-            _reshape(_convert(values, torch.float32)),
-        ):
-            for factors in ((x, one), (one, x)):
-                product = CallFunction(_aten.mul.Tensor, *factors)
-                below = CallFunction(_aten.clamp_max.default, product, FP8_MAX)
-                above = CallFunction(_aten.clamp_min.default, product, -FP8_MAX)
-                yield _convert(CallFunction(_aten.clamp_min.default, below, -FP8_MAX), FP8)
-                yield _convert(CallFunction(_aten.clamp_max.default, above, FP8_MAX), FP8)
-
-
-def _reshape(x: PatternExpr) -> PatternExpr:
-    return CallFunction([_aten.reshape.default, _aten.view.default], x, KeywordArg("shape"))
-
-
-def _convert(x: PatternExpr, dtype: torch.dtype) -> PatternExpr:
-    return CallFunction(_prims.convert_element_type.default, x, dtype)
 
 
 def _will_fuse(quantize: Any, args: tuple[Any, ...]) -> bool:

@@ -5,13 +5,13 @@ import time
 from asyncio import StreamReader
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, count, islice
+from itertools import count, islice
 from types import TracebackType
 from typing import Any, Self
 
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.errors import ApiError
-from dcpmla.serving.messages import LENGTH, Drain, Output, Report, Started, Stopped, Submit, unpack
+from dcpmla.serving.messages import LENGTH, Drain, Output, Report, Started, Stopped, Submit, joined, merged, unpack
 from dcpmla.serving.metrics import Metrics, Timings
 from dcpmla.serving.outbox import Outbox
 
@@ -203,7 +203,7 @@ class Generation:
             self._scores.setdefault(output.request_id, []).append(output)
             return
         if pieces := self._scores.pop(output.request_id, None):
-            output = _joined([*pieces, output])
+            output = joined([*pieces, output])
         self._engine.metrics.observe(output, self._timings, time.monotonic())
         self.queue.put_nowait(output)
 
@@ -230,24 +230,6 @@ class Generation:
         while not self.queue.empty():
             outputs.append(self.queue.get_nowait())
         return outputs
-
-
-def merged(outputs: Sequence[Output]) -> list[Output]:
-    """Return outputs, joining the outputs of each request."""
-    by_id: dict[int, list[Output]] = {}
-    for output in outputs:
-        by_id.setdefault(output.request_id, []).append(output)
-    return [parts[0] if len(parts) == 1 else _joined(parts) for parts in by_id.values()]
-
-
-def _joined(parts: Sequence[Output]) -> Output:
-    """Return the outputs of a request as one, in time proportional to their length."""
-    return parts[-1]._replace(
-        text="".join(part.text for part in parts),
-        token_ids=tuple(chain.from_iterable(part.token_ids for part in parts)),
-        logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
-        prompt_logprobs=tuple(chain.from_iterable(part.prompt_logprobs for part in parts)),
-    )
 
 
 def _check(output: Output) -> None:
