@@ -88,7 +88,7 @@ TEXT = Rule("text that is not empty", lambda value: isinstance(value, str) and v
 
 @cache
 def rules_of(config: type) -> Mapping[str, Rule]:
-    """Return the rules of a dataclass by field, from annotations such as `block_size: Annotated[int, whole(1)]`."""
+    """Return a dataclass's rules by field, from annotations like `block_size: Annotated[int, whole(1)]`."""
     hints = get_type_hints(config, include_extras=True)
     return {name: hint.__metadata__[0] for name, hint in hints.items() if get_origin(hint) is Annotated}
 

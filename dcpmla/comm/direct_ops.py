@@ -7,20 +7,44 @@ import torch
 import torch.distributed as dist
 import triton
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from dcpmla.comm.exchange import Mailbox
 from dcpmla.comm.faults import OPERATIONS, peer_fault
 from dcpmla.comm.kernels.exchange import combine_kernel, gather_kernel
 from dcpmla.comm.kernels.landings import NUM_PROGRAMS
+from dcpmla.comm.symmetric import Allocate, PeerMemory
 from dcpmla.operators import operator
 
+MAX_SIZE = 8  # maximum ranks of a group, the GPUs that the NVLink of one host connects
 CARRIERS = {2: torch.int16, 4: torch.int32}  # kernels move rows as integers
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16  # bytes that a thread stores
 # Columns of an item, and how many items there may be; measured on H200s.
 _SHAPES = ((64, 512), (128, NUM_PROGRAMS), (256, NUM_PROGRAMS), (512, NUM_PROGRAMS))
 _NARROWEST = _SHAPES[0][0]
+
+
+def open_mailbox(
+    group: ProcessGroup, device: torch.device, landing_bytes: int, word_bytes: int, timeout: float, allocate: Allocate
+) -> tuple[Mailbox, PeerMemory]:
+    """Allocate two landings of landing_bytes, then words; return them as a mailbox. Collective over the group.
+
+    Returns:
+        The mailbox, and its memory, which must stay alive.
+    Raises:
+        ValueError: The group has another size than 2 to MAX_SIZE.
+    """
+    size = dist.get_world_size(group)
+    if not 2 <= size <= MAX_SIZE:
+        raise ValueError(f"group has {size} ranks; direct takes 2 to {MAX_SIZE}")
+    memory = allocate(2 * landing_bytes + word_bytes, group, device)
+    memory.mine[: 2 * landing_bytes].fill_(0xFF)
+    memory.mine[2 * landing_bytes :].zero_()
+    fault = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+    mailbox = Mailbox(memory.addresses, new_state(device), fault, landing_bytes, timeout, group.group_name)
+    return mailbox, memory
 
 
 def new_state(device: torch.device) -> Tensor:

@@ -14,7 +14,7 @@ from dcpmla.comm.reduce import Reduce
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.model.block import VocabHead
 from dcpmla.model.mlp import MLP
-from dcpmla.model.moe import ExpertPart, Gate, HashGate, MoE, TopKGate, load_experts, unstack_experts
+from dcpmla.model.moe import ExpertPart, Gate, MoE, load_experts, unstack_experts
 from dcpmla.model.router import split_weight
 from dcpmla.parallel.linear import Linear, Weight, check_experts, cut, read_linear, read_weight
 
@@ -137,9 +137,9 @@ class Parts:
         weight = self._router_weight(f"{name}.{self.routing.weight}")
         if f"{name}.gate.tid2eid" in self.weights:
             table = self.weights[f"{name}.gate.tid2eid"][:].to(self.placement.device, torch.int64)
-            return HashGate(weight, table, router)
+            return Gate(weight, router, table=table)
         values = None
         if bias in self.weights:
             values = read_weight(self.weights, bias, tuple(self.model.get_buffer(bias).shape))
             values = values.to(self.placement.device, torch.float32)
-        return TopKGate(weight, values, router)
+        return Gate(weight, router, values)

@@ -30,11 +30,10 @@ class DecoderModule(Protocol):
 class MtpModule(Protocol):
     """An MTP module (`dcpmla.model.mtp.MtpLayer`)."""
 
+    embedding: Any
     width: int
 
     def __call__(self, rows: Tensor, cache: Any, step: StepMetadata | None) -> Tensor: ...
-
-    def join(self, token_ids: Tensor, hidden_states: Tensor) -> Tensor: ...
 
     def collapse(self, hidden_states: Tensor) -> Tensor: ...
 
@@ -127,9 +126,11 @@ class ShardedModel:
         self.hidden_rows = torch.zeros(num_tokens, self._mtp.width, dtype=self.dtype, device=self.device)
 
     def join(self, token_ids: Tensor, hidden_states: Tensor) -> Tensor:
-        """Return rows for `predict`: tokens [T], and hidden states [T, width] of the positions before them."""
+        """Return rows for `predict`: embeddings of tokens [T], then hidden states [T, width] of the positions before
+        them.
+        """
         assert self._mtp is not None
-        return self._mtp.join(token_ids, hidden_states)
+        return torch.cat([nn.functional.embedding(token_ids, self._mtp.embedding), hidden_states], -1)
 
     @torch.inference_mode()
     def predict(self, rows: Tensor, metadata: StepMetadata, cache: Cache) -> Tensor:

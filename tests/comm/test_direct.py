@@ -63,7 +63,7 @@ def check_exchanges(num_steps: int) -> None:
     if size > 3:
         groups = [dist.new_group(list(range(first, size, 2))) for first in range(2)]
         exchanges.append(new_exchange(group=groups[rank % 2]))
-    exchanges[0]._state[:-1] = 2**31 - 6
+    exchanges[0]._mailbox.state[:-1] = 2**31 - 6
     for step in range(num_steps):
         shape = common.choice((1, 2, 3, 6)), common.randint(1, 3), common.choice((8, 40, 72))
         exchange_once(exchanges[step % len(exchanges)], shape, common.choice(DTYPES), step, own)
@@ -106,7 +106,7 @@ def check_missing_rank() -> None:
     for operation, landing_bytes, number, call in calls:
         exchange = new_exchange(landing_bytes=landing_bytes, timeout=2.0)
         exchange.reserve_context(36, 8, q.dtype, q.device)
-        exchange._state[:-1] = 6
+        exchange._mailbox.state[:-1] = 6
         if rank == 1:
             continue
         assert 2.0 <= seconds(call, exchange) < 6.0

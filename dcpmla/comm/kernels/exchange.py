@@ -69,25 +69,25 @@ def gather_kernel(
         is_column = (column < WIDTH)[None, :]
         x = tl.load(q_ptr + token * token_stride + column[None, :], mask=is_column, other=0)
         x, scale = quantize(x, type, IS_FP8)
-        mine = row_in_landing(rank, num_tokens, token)
-        at = peer_rows[:, None] + (mine * WIDTH + column)[None, :]
+        own = row_in_landing(rank, num_tokens, token)
+        at = peer_rows[:, None] + (own * WIDTH + column)[None, :]
         tl.store(at, tl.broadcast_to(x, [PEERS, COLUMNS]), mask=is_peer[:, None] & is_column)
         if IS_FP8:
-            tl.store(peer_scales + mine * tiles + tile, tl.broadcast_to(as_word(scale, epoch), [PEERS]), mask=is_peer)
+            tl.store(peer_scales + own * tiles + tile, tl.broadcast_to(as_word(scale, epoch), [PEERS]), mask=is_peer)
 
     deadline = count_exchange(epoch, state_ptr, limit, PROGRAMS, SHARE)
     for item in range(first, last):
         token, tile = tl.cast(item // tiles, tl.int64), item % tiles
         column = tile * COLUMNS + tl.arange(0, COLUMNS)
         mask = is_peer[:, None] & (column < WIDTH)[None, :]
-        theirs = row_in_landing(peer, num_tokens, token)
-        at = my_rows + (theirs[:, None] * WIDTH + column[None, :])
+        landed = row_in_landing(peer, num_tokens, token)
+        at = my_rows + (landed[:, None] * WIDTH + column[None, :])
         x = tl.full([PEERS, COLUMNS], -1, carrier)
         scale = tl.zeros([PEERS], tl.int64)
         num_missing, is_early = 1, True
         while (num_missing != 0) & is_early:
             if IS_FP8:
-                scale = read_words(my_scales + theirs * tiles + tile, is_peer, 1.0, epoch, REPEAT)
+                scale = read_words(my_scales + landed * tiles + tile, is_peer, 1.0, epoch, REPEAT)
             x = tl.load(at, mask=mask, other=0, volatile=True)
             num_missing = tl.max(((scale == -1)[:, None] | (x == -1)).to(tl.int32), None)
             is_early = now() < deadline
@@ -158,27 +158,27 @@ def combine_kernel(
         mask = (lse != -float("inf"))[:, None] & (column < WIDTH)[None, :]
         out_at = (token * out_stride_token + head * out_stride_head)[:, None] + column[None, :]
         x, scale = quantize(tl.load(out_ptr + out_at, mask=mask, other=0), type, IS_FP8)
-        mine = row_in_landing(rank, num_rows, row)
-        tl.store(peer_rows[:, None] + (mine * WIDTH + column)[None, :], x, mask=mask)
+        own = row_in_landing(rank, num_rows, row)
+        tl.store(peer_rows[:, None] + (own * WIDTH + column)[None, :], x, mask=mask)
         if tile == 0:
-            tl.store(peer_lses + mine, as_word(lse, epoch), mask=is_peer)
+            tl.store(peer_lses + own, as_word(lse, epoch), mask=is_peer)
         if IS_FP8:
-            tl.store(peer_scales + mine * tiles + tile, as_word(scale, epoch), mask=is_peer)
+            tl.store(peer_scales + own * tiles + tile, as_word(scale, epoch), mask=is_peer)
 
     deadline = count_exchange(epoch, state_ptr, limit, PROGRAMS, SHARE)
     for item in range(first, last):
         row, tile = tl.cast(item // tiles, tl.int64), item % tiles
         column = tile * COLUMNS + tl.arange(0, COLUMNS)
         mask = is_peer[:, None] & (column < WIDTH)[None, :]
-        theirs = row_in_landing(peer, num_rows, row)
-        at = my_rows + (theirs[:, None] * WIDTH + column[None, :])
+        landed = row_in_landing(peer, num_rows, row)
+        at = my_rows + (landed[:, None] * WIDTH + column[None, :])
         x = tl.full([PEERS, COLUMNS], -1, carrier)
         lse, scale = tl.zeros([PEERS], tl.int64), tl.zeros([PEERS], tl.int64)
         num_missing, is_early = 1, True
         while (num_missing != 0) & is_early:
-            lse = read_words(my_lses + theirs, is_peer, -float("inf"), epoch, REPEAT)
+            lse = read_words(my_lses + landed, is_peer, -float("inf"), epoch, REPEAT)
             if IS_FP8:
-                scale = read_words(my_scales + theirs * tiles + tile, is_peer, 1.0, epoch, REPEAT)
+                scale = read_words(my_scales + landed * tiles + tile, is_peer, 1.0, epoch, REPEAT)
             x = tl.load(at, mask=mask, other=0, volatile=True)
             is_missing = (lse == -1) | (scale == -1)
             has_row = as_float(lse) != -float("inf")
