@@ -2,8 +2,22 @@
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
-from dcpmla.fields import FLAG, TEXT, Rule, check_fields, even, number, one_of, option_label, optional, whole
+from dcpmla.fields import (
+    FLAG,
+    TEXT,
+    Rule,
+    check_fields,
+    even,
+    instance_of,
+    number,
+    one_of,
+    option_label,
+    optional,
+    rules_of,
+    whole,
+)
 from dcpmla.ownership import check_block_size
 
 DCP_COMM_BACKENDS = ("auto", "ag_rs", "a2a", "direct")
@@ -15,32 +29,18 @@ MODEL_DTYPES = ("auto", "float32", "bfloat16", "float16")  # to compute in
 
 LARGEST_SIZE = 1 << 24  # bound on any dim, vocabulary or block; more is a mistake that would run out of memory
 _MOST_RANKS = 1 << 16
-_SIZE = whole(1, LARGEST_SIZE)
-_INDEXER_RULES = {"num_heads": _SIZE, "head_dim": _SIZE, "topk": _SIZE, "rope_interleaved": FLAG}
-_MLA_RULES = {
-    "hidden_size": _SIZE,
-    "num_heads": _SIZE,
-    "q_lora_rank": optional(_SIZE),
-    "kv_lora_rank": _SIZE,
-    "qk_nope_head_dim": _SIZE,
-    "qk_rope_head_dim": even(LARGEST_SIZE),
-    "v_head_dim": _SIZE,
-    "scale": number(0, above=True),
-    "rms_norm_eps": number(0),
-    "rope_interleaved": FLAG,
-    "use_rope": FLAG,
-    "attention_bias": FLAG,
-    "kv_lora_scale": number(0, above=True),
-    "llama_4_scaling": optional(
-        Rule(
-            "a pair of a finite number of at least 0 and a whole number of at least 1",
-            lambda value: (
-                isinstance(value, tuple) and len(value) == 2 and number(0).holds(value[0]) and whole(1).holds(value[1])
-            ),
-        )
+_Size = Annotated[int, whole(1, LARGEST_SIZE)]
+_OptionalSize = Annotated[int | None, optional(whole(1, LARGEST_SIZE))]
+_Ranks = Annotated[int, whole(1, _MOST_RANKS)]
+_Flag = Annotated[bool, FLAG]
+_Text = Annotated[str, TEXT]
+_Factor = Annotated[float, number(0, above=True)]
+_SCALING = Rule(
+    "a pair of a finite number of at least 0 and a whole number of at least 1",
+    lambda value: (
+        isinstance(value, tuple) and len(value) == 2 and number(0).holds(value[0]) and whole(1).holds(value[1])
     ),
-    "indexer": optional(Rule("an IndexerConfig", lambda value: isinstance(value, IndexerConfig))),
-}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +54,13 @@ class IndexerConfig:
             qk_rope_head_dim dims.
     """
 
-    num_heads: int
-    head_dim: int
-    topk: int
-    rope_interleaved: bool
+    num_heads: _Size
+    head_dim: _Size
+    topk: _Size
+    rope_interleaved: _Flag
 
     def __post_init__(self) -> None:
-        check_fields(_INDEXER_RULES, vars(self), "indexer.{}".format)
+        check_fields(rules_of(IndexerConfig), vars(self), "indexer.{}".format)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,24 +78,24 @@ class MLAConfig:
         indexer: Indexer of sparse MLA; None for dense MLA.
     """
 
-    hidden_size: int
-    num_heads: int
-    q_lora_rank: int | None
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    scale: float
-    rms_norm_eps: float = 1e-6
-    rope_interleaved: bool = True
-    use_rope: bool = True
-    attention_bias: bool = False
-    kv_lora_scale: float = 1.0
-    llama_4_scaling: tuple[float, int] | None = None
-    indexer: IndexerConfig | None = None
+    hidden_size: _Size
+    num_heads: _Size
+    q_lora_rank: _OptionalSize
+    kv_lora_rank: _Size
+    qk_nope_head_dim: _Size
+    qk_rope_head_dim: Annotated[int, even(LARGEST_SIZE)]
+    v_head_dim: _Size
+    scale: _Factor
+    rms_norm_eps: Annotated[float, number(0)] = 1e-6
+    rope_interleaved: _Flag = True
+    use_rope: _Flag = True
+    attention_bias: _Flag = False
+    kv_lora_scale: _Factor = 1.0
+    llama_4_scaling: Annotated[tuple[float, int] | None, optional(_SCALING)] = None
+    indexer: Annotated[IndexerConfig | None, optional(instance_of(IndexerConfig))] = None
 
     def __post_init__(self) -> None:
-        check_fields(_MLA_RULES, vars(self))
+        check_fields(rules_of(MLAConfig), vars(self))
         if self.indexer is not None and self.indexer.head_dim < self.qk_rope_head_dim:
             raise ValueError(
                 f"indexer.head_dim is {self.indexer.head_dim}; it must be at least qk_rope_head_dim "
@@ -135,27 +135,6 @@ class MLAConfig:
         return self.num_heads // tensor_parallel_size
 
 
-_DCP_RULES = {
-    "tensor_parallel_size": whole(1, _MOST_RANKS),
-    "decode_context_parallel_size": whole(1, _MOST_RANKS),
-    "cp_kv_cache_interleave_size": whole(1, LARGEST_SIZE),
-    "dcp_comm_backend": one_of(DCP_COMM_BACKENDS),
-    "exchange_timeout": Rule("a finite number above 0, in seconds", number(0, above=True).holds),
-    "check_exchange": FLAG,
-    "dcp_exchange_dtype": one_of(DCP_EXCHANGE_DTYPES),
-    "block_size": whole(1, LARGEST_SIZE),
-    "kv_cache_dtype": one_of(KV_CACHE_DTYPES),
-    "kv_cache_scale": optional(Rule("a normal float32 above 0", number(1e-37, 1e38).holds)),
-    "calculate_kv_scales": FLAG,
-    "decode_query_dtype": one_of(DECODE_QUERY_DTYPES),
-    "index_cache_dtype": one_of(INDEX_CACHE_DTYPES),
-    "index_hadamard": FLAG,
-    "attention_backend": TEXT,
-    "prefill_backend": TEXT,
-    "context_workspace_tokens": whole(1),
-    "dcp_q_replicate": FLAG,
-    "dcp_project_before_merge": FLAG,
-}
 _OPTIONS = {
     "tensor_parallel_size": "-tp",
     "decode_context_parallel_size": "-dcp",
@@ -206,30 +185,32 @@ class DCPConfig:
             or the workspace is smaller than one aligned chunk.
     """
 
-    tensor_parallel_size: int = 1
-    decode_context_parallel_size: int = 1
-    cp_kv_cache_interleave_size: int = 1
-    dcp_comm_backend: str = "auto"
-    exchange_timeout: float = 60.0
-    check_exchange: bool = False
-    dcp_exchange_dtype: str = "auto"
-    block_size: int = 64
-    kv_cache_dtype: str = "auto"
-    kv_cache_scale: float | None = None
-    calculate_kv_scales: bool = False
-    decode_query_dtype: str = "auto"
-    index_cache_dtype: str = "auto"
-    index_hadamard: bool = False
-    attention_backend: str = "auto"
-    prefill_backend: str = "auto"
-    context_workspace_tokens: int = 65536
-    dcp_q_replicate: bool = False
-    dcp_project_before_merge: bool = False
+    tensor_parallel_size: _Ranks = 1
+    decode_context_parallel_size: _Ranks = 1
+    cp_kv_cache_interleave_size: _Size = 1
+    dcp_comm_backend: Annotated[str, one_of(DCP_COMM_BACKENDS)] = "auto"
+    exchange_timeout: Annotated[float, Rule("a finite number above 0, in seconds", number(0, above=True).holds)] = 60.0
+    check_exchange: _Flag = False
+    dcp_exchange_dtype: Annotated[str, one_of(DCP_EXCHANGE_DTYPES)] = "auto"
+    block_size: _Size = 64
+    kv_cache_dtype: Annotated[str, one_of(KV_CACHE_DTYPES)] = "auto"
+    kv_cache_scale: Annotated[float | None, optional(Rule("a normal float32 above 0", number(1e-37, 1e38).holds))] = (
+        None
+    )
+    calculate_kv_scales: _Flag = False
+    decode_query_dtype: Annotated[str, one_of(DECODE_QUERY_DTYPES)] = "auto"
+    index_cache_dtype: Annotated[str, one_of(INDEX_CACHE_DTYPES)] = "auto"
+    index_hadamard: _Flag = False
+    attention_backend: _Text = "auto"
+    prefill_backend: _Text = "auto"
+    context_workspace_tokens: Annotated[int, whole(1)] = 65536
+    dcp_q_replicate: _Flag = False
+    dcp_project_before_merge: _Flag = False
 
     def __post_init__(self) -> None:
         if self.kv_cache_dtype == "fp8_e4m3":
             object.__setattr__(self, "kv_cache_dtype", "fp8")
-        check_fields(_DCP_RULES, vars(self), _dcp_label)
+        check_fields(rules_of(DCPConfig), vars(self), _dcp_label)
         tp, dcp = self.tensor_parallel_size, self.decode_context_parallel_size
         if tp % dcp:
             raise ValueError(

@@ -1,9 +1,12 @@
-"""Rules for the fields of configurations, and one function that names the field that breaks its rule."""
+"""Rules for the fields of configurations, in their annotations, and one function that names the field that breaks its
+rule.
+"""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from functools import cache
+from typing import Annotated, TypeGuard, get_origin, get_type_hints
 
 _SHOWN = 80  # characters of a value in a message
 
@@ -64,6 +67,11 @@ def list_of(rule: Rule, length: int | None = None) -> Rule:
     )
 
 
+def instance_of(kind: type) -> Rule:
+    """Return the rule of a class's objects."""
+    return Rule(f"an {kind.__name__}", lambda value: isinstance(value, kind))
+
+
 def tuple_of(rule: Rule) -> Rule:
     """Return the rule of tuples whose items all keep to a rule."""
     return Rule(f"a tuple, each {rule.words}", lambda value: isinstance(value, tuple) and all(map(rule.holds, value)))
@@ -76,6 +84,13 @@ def either(first: Rule, second: Rule) -> Rule:
 
 FLAG = Rule("true or false", lambda value: isinstance(value, bool))
 TEXT = Rule("text that is not empty", lambda value: isinstance(value, str) and value != "")
+
+
+@cache
+def rules_of(config: type) -> Mapping[str, Rule]:
+    """Return a dataclass's rules by field, from annotations like `block_size: Annotated[int, whole(1)]`."""
+    hints = get_type_hints(config, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items() if get_origin(hint) is Annotated}
 
 
 def check_fields(

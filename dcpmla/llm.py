@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import fields
-from difflib import get_close_matches
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -16,7 +14,8 @@ from tqdm import tqdm
 from dcpmla.comm.select import ChosenExchange, select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.fields import check_fields, number, option_label
-from dcpmla.integrations.engine_options import ENGINE_OPTIONS, EngineOptions
+from dcpmla.integrations.arguments import DCP_OPTIONS, Prompt, check_names, pair
+from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.loading import load_engine
 from dcpmla.integrations.open_model import ModelFiles, check_layout, open_model
 from dcpmla.job.bootstrap import agree, check_equal_arguments
@@ -26,10 +25,7 @@ from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 
-DCP_OPTIONS = tuple(field.name for field in fields(DCPConfig) if field.name != "context_workspace_tokens")
 _BETWEEN_CALLS = 7 * 86400.0  # seconds that a caller may take between two calls; no rank waits during them
-
-Prompt = str | Sequence[int]
 
 
 class LLM:
@@ -70,7 +66,7 @@ class LLM:
         timeout: float = TIMEOUT,
         **options: Any,
     ) -> None:
-        _check_names(options)
+        check_names(options)
         check_fields({"timeout": number(0, above=True)}, {"timeout": timeout}, option_label)
         dcp_size = 1 if decode_context_parallel_size is None else decode_context_parallel_size
         if dist.is_initialized():
@@ -177,7 +173,7 @@ class LLM:
         if not dist.is_initialized():
             raise ValueError("this LLM is closed; make another one")
         self._job.watchdog.enter("queueing requests")
-        pairs = _pair(prompts, sampling_params)
+        pairs = pair(prompts, sampling_params)
         digest = sha256(repr((pairs, cache_salt)).encode(errors="backslashreplace")).hexdigest()[:12]
         check_equal_arguments({"prompts and sampling_params (a hash of them)": digest})
         requests: list[Request] = []
@@ -247,29 +243,3 @@ def _status(engine: Engine, seconds: float) -> str:
     scheduler, rate = engine.scheduler, engine.stats.num_new_tokens / max(seconds, 1e-9)
     num_waiting = len(scheduler.waiting)
     return f"{rate:,.0f} tok/s, {len(scheduler.running)} running, {num_waiting} waiting, cache {engine.cache_use():.0%}"
-
-
-def _check_names(options: dict[str, Any]) -> None:
-    allowed = [*DCP_OPTIONS, "max_model_len", *ENGINE_OPTIONS, "device", "timeout"]
-    for name in options:
-        if name not in allowed:
-            near = get_close_matches(name, allowed, 1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise ValueError(f"{name} is no option of LLM; {hint}allowed are {', '.join(allowed)}")
-
-
-def _pair(
-    prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
-) -> list[tuple[Prompt, SamplingParams]]:
-    """Pair each prompt with its params."""
-    is_one = isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], Sequence))
-    each: list[Any] = [prompts] if is_one else list(prompts)
-    if sampling_params is None or isinstance(sampling_params, SamplingParams):
-        shared = sampling_params or SamplingParams()
-        return [(prompt, shared.for_prompt(index)) for index, prompt in enumerate(each)]
-    if len(sampling_params) != len(each):
-        raise ValueError(
-            f"sampling_params has {len(sampling_params)} elements, prompts {len(each)}; "
-            f"give one, or one for each prompt"
-        )
-    return list(zip(each, sampling_params, strict=True))

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from dcpmla import LLM, SamplingParams
 from dcpmla.__main__ import main
+from dcpmla.integrations.arguments import DCP_OPTIONS
 from dcpmla.integrations.engine_options import ENGINE_OPTIONS
-from dcpmla.llm import DCP_OPTIONS
 from tests.support.launchers import Command, Ended, run_forked, srun, unattended
 from tests.support.models import VOCAB_SIZE
 

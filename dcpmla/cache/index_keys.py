@@ -11,11 +11,12 @@ The dtype of an index cache determines its format, as for latents (`cache/format
 import torch
 from torch import Tensor
 
-from dcpmla.cache.formats import FP8, FP8_MAX, format_name
+from dcpmla.cache.formats import FP8, format_name
+from dcpmla.parallel import quantized
 
 SCALE_BYTES = 4
 NORM_EPS = 1e-6  # eps of the keys' LayerNorm
-SMALLEST_AMAX = 1e-10  # gives a key of zeros a scale, too
+SMALLEST_AMAX = quantized.SMALLEST_AMAX  # gives a key of zeros a scale, too
 
 
 def index_storage_dtype(index_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
@@ -49,10 +50,8 @@ def index_to_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
 
     Source: the ue8m0 scales of DeepSeek-V3.2's indexer, 2^ceil(log2(amax / 448)).
     """
-    wide = values.float()
-    mantissa, exponent = torch.frexp(wide.abs().amax(-1).clamp(min=SMALLEST_AMAX) / FP8_MAX)
-    scales = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).to(exponent.dtype))
-    return (wide / scales[..., None]).to(FP8), scales
+    codes, scales = quantized.quantize_groups(values.reshape(-1, values.shape[-1]), values.shape[-1], ue8m0=True)
+    return codes.view(values.shape), scales.view(values.shape[:-1])
 
 
 def write_index_keys(index_cache: Tensor, keys: Tensor, slots: Tensor) -> None:

@@ -33,14 +33,10 @@ class LatentPlan(CachePlan):
     index_row_width: int = 0
 
     @property
-    def num_index_layers(self) -> int:
-        return len(self.index_layers)
-
-    @property
     def bytes_per_token(self) -> int:
         """Bytes in all layers, on the rank that owns the token."""
         latents = self.num_layers * self.row_width * self.dtype.itemsize
-        return latents + self.num_index_layers * self.index_row_width * self.index_dtype.itemsize
+        return latents + len(self.index_layers) * self.index_row_width * self.index_dtype.itemsize
 
     @property
     def tokens_per_gb(self) -> int:
@@ -50,10 +46,6 @@ class LatentPlan(CachePlan):
     def block_tokens(self) -> int:
         """Positions that a block id covers, over all ranks."""
         return self.block_size * self.dcp_size
-
-    @property
-    def bytes_per_state(self) -> int:
-        return 0
 
     @property
     def bytes_per_block(self) -> int:
@@ -69,7 +61,7 @@ class LatentPlan(CachePlan):
         return LatentCache(self, device)
 
     def __str__(self) -> str:
-        index = f", index cache {index_format_name(self.index_dtype)}" if self.num_index_layers else ""
+        index = f", index cache {index_format_name(self.index_dtype)}" if self.index_layers else ""
         return (
             f"{self.tokens_total:,} tokens in {self.num_blocks:,} blocks of {self.block_size} on each of "
             f"{self.dcp_size} DCP ranks: "
@@ -115,7 +107,7 @@ class LatentCache(Cache):
             torch.empty(*blocks, plan.row_width, dtype=plan.dtype, device=device) for _ in range(plan.num_layers)
         ]
         index: dict[str, Any] = {"dtype": plan.index_dtype, "device": device}
-        self.index_layers = [torch.empty(*blocks, plan.index_row_width, **index) for _ in range(plan.num_index_layers)]
+        self.index_layers = [torch.empty(*blocks, plan.index_row_width, **index) for _ in plan.index_layers]
 
     def __getitem__(self, layer: int) -> LayerCache:
         index_layers = self._plan.index_layers

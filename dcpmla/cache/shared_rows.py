@@ -25,7 +25,7 @@ def write_rows(cache: Tensor, rows: Tensor, slots: Tensor) -> None:
 
 @operator(
     "read_shared_rows",
-    kernel="dcpmla.cache.kernels:read_shared_rows",
+    kernel="dcpmla.cache.shared_kernels:read_shared_rows",
     fake=lambda cache, slots, head_dim, dtype: cache.new_empty(*slots.shape, head_dim, dtype=dtype),
     runs=lambda cache, dtype: cache.is_cuda and dtype != torch.float64,
 )

@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from dcpmla.comm.direct_ops import combine, combine_room, gather, new_state, place, raise_fault
+from dcpmla.comm.direct_ops import MAX_SIZE, combine, combine_room, gather, new_state, open_mailbox, raise_fault
 from dcpmla.comm.exchange import Mailbox, pairs
 from dcpmla.comm.kernels.landings import NUM_PROGRAMS
 from dcpmla.comm.nccl import AllToAll
+from dcpmla.comm.place import place
 from dcpmla.comm.symmetric import Allocate, PeerMemory, allocate, wait_for_all
 
-MAX_SIZE = 8  # maximum ranks of a group, the GPUs that the NVLink of one host connects
 _MAX_LANDING_BYTES = 1 << 29  # kernels count the bytes of all landings in 32 bits
 _FLAG_BYTES = 2 * MAX_SIZE * NUM_PROGRAMS * 4  # after the windows: flags of all ranks' programs, in two phases
 # Queries of this total size or more are stored at their final position. Measured on H200s: equal at 18 MB.
@@ -52,20 +52,15 @@ class DirectExchange:
         is_fp8: bool = False,
         allocate: Allocate = allocate,
     ) -> None:
-        self.size = dist.get_world_size(group)
-        if not 2 <= self.size <= MAX_SIZE:
-            raise ValueError(f"group has {self.size} ranks; direct takes 2 to {MAX_SIZE}")
         if landing_bytes % 128 or not 0 < landing_bytes <= _MAX_LANDING_BYTES:
             raise ValueError(
                 f"landing_bytes is {landing_bytes}; it must be a multiple of 128, {_MAX_LANDING_BYTES} at most"
             )
-        self.group, self.device, self.timeout, self.is_fp8, self._allocate = group, device, timeout, is_fp8, allocate
-        self.fault = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._landing_bytes = landing_bytes
-        self._landings = allocate(2 * landing_bytes + landing_bytes // 4, group, device)
-        self._landings.mine[: 2 * landing_bytes].fill_(0xFF)
-        self._landings.mine[2 * landing_bytes :].zero_()
-        self._state = new_state(device)
+        self.size, self.group, self.device, self.is_fp8 = dist.get_world_size(group), group, device, is_fp8
+        self._mailbox, self._landings = open_mailbox(
+            group, device, landing_bytes, landing_bytes // 4, timeout, allocate
+        )
+        self.fault, self.timeout, self._allocate = self._mailbox.fault, timeout, allocate
         self._heads = self._new_windows(1, landing_bytes)
         self._context: _Windows | None = None
         self._collective = AllToAll(group)
@@ -78,12 +73,12 @@ class DirectExchange:
 
     def _gather(self, q: Tensor, is_fp8: bool, operation: str) -> Tensor:
         num_tokens, num_heads, width = q.shape
-        fits = _WINDOW_BYTES <= self.size * q.numel() * q.element_size() <= self._landing_bytes
+        fits = _WINDOW_BYTES <= self.size * q.numel() * q.element_size() <= self._mailbox.landing_bytes
         # A compiler does not see peers' stores to this rank's memory, so a custom op has to copy the rows from there.
         if fits and not is_fp8 and not torch.compiler.is_compiling():
             rows = self._heads.place(q.reshape(num_tokens, -1), None, operation)
             return rows[: self.size * num_tokens].view(num_tokens, self.size * num_heads, width)
-        return gather(q, self._memory(), is_fp8, operation)
+        return gather(q, self._mailbox, is_fp8, operation)
 
     def gather_candidates(self, candidates: Tensor) -> Tensor:
         # Candidates are sent as words of four bytes, unchanged; two candidates fill a thread's store.
@@ -93,12 +88,15 @@ class DirectExchange:
         return gathered.view(torch.int64)[..., :num]
 
     def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        return combine(out, lse, self._memory(), self.is_fp8)
+        return combine(out, lse, self._mailbox, self.is_fp8)
 
     def mailbox(self, num_tokens: int, num_heads: int, width: int, dtype: torch.dtype) -> Mailbox | None:
         token_bytes, token_words = combine_room(num_heads, width, dtype.itemsize)
-        fits = num_heads % self.size == 0 and num_tokens * max(token_bytes, 64 * token_words) <= self._landing_bytes
-        return self._memory() if fits and not self.is_fp8 else None
+        fits = (
+            num_heads % self.size == 0
+            and num_tokens * max(token_bytes, 64 * token_words) <= self._mailbox.landing_bytes
+        )
+        return self._mailbox if fits and not self.is_fp8 else None
 
     def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
         if torch.compiler.is_compiling():  # see gather_heads
@@ -137,10 +135,6 @@ class DirectExchange:
         """
         raise_fault(self.fault, self.timeout, self.group.group_name)
 
-    def _memory(self) -> Mailbox:
-        memory = self._landings.addresses, self._state, self.fault, self._landing_bytes
-        return Mailbox(*memory, self.timeout, self.group.group_name)
-
     def _new_windows(self, num_windows: int, window_bytes: int) -> "_Windows":
         memory = self._allocate(num_windows * window_bytes + _FLAG_BYTES, self.group, self.device)
         memory.mine[num_windows * window_bytes :].zero_()
@@ -167,7 +161,7 @@ class _Windows:
         self._state, self._rest = (state, fault), (timeout, group_name)
 
     def place(self, rows: Tensor, targets: Tensor | None, operation: str) -> Tensor:
-        """Send rows [N, D] to their target rows (`direct_ops.place`).
+        """Send rows [N, D] to their target rows (`comm.place.place`).
 
         Returns the window [.., D], in stream order with all ranks' rows.
         """

@@ -7,23 +7,44 @@ import torch
 import torch.distributed as dist
 import triton
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from dcpmla.comm.exchange import Mailbox
 from dcpmla.comm.faults import OPERATIONS, peer_fault
-from dcpmla.comm.kernels.landings import NUM_PROGRAMS, combine_kernel, gather_kernel
-from dcpmla.comm.kernels.window import place_kernel
-from dcpmla.operators import nothing, operator
+from dcpmla.comm.kernels.exchange import combine_kernel, gather_kernel
+from dcpmla.comm.kernels.landings import NUM_PROGRAMS
+from dcpmla.comm.symmetric import Allocate, PeerMemory
+from dcpmla.operators import operator
 
+MAX_SIZE = 8  # maximum ranks of a group, the GPUs that the NVLink of one host connects
 CARRIERS = {2: torch.int16, 4: torch.int32}  # kernels move rows as integers
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16  # bytes that a thread stores
 # Columns of an item, and how many items there may be; measured on H200s.
 _SHAPES = ((64, 512), (128, NUM_PROGRAMS), (256, NUM_PROGRAMS), (512, NUM_PROGRAMS))
 _NARROWEST = _SHAPES[0][0]
-_PLACE_THREADS = 128
-_PLACED = 8 * _PLACE_THREADS  # elements of an item of place_kernel: 16 bytes of bfloat16 a thread
-_PLACE_PROGRAMS = 528  # place_kernel has four a multiprocessor of an H200
+
+
+def open_mailbox(
+    group: ProcessGroup, device: torch.device, landing_bytes: int, word_bytes: int, timeout: float, allocate: Allocate
+) -> tuple[Mailbox, PeerMemory]:
+    """Allocate two landings of landing_bytes, then words; return them as a mailbox. Collective over the group.
+
+    Returns:
+        The mailbox, and its memory, which must stay alive.
+    Raises:
+        ValueError: The group has another size than 2 to MAX_SIZE.
+    """
+    size = dist.get_world_size(group)
+    if not 2 <= size <= MAX_SIZE:
+        raise ValueError(f"group has {size} ranks; direct takes 2 to {MAX_SIZE}")
+    memory = allocate(2 * landing_bytes + word_bytes, group, device)
+    memory.mine[: 2 * landing_bytes].fill_(0xFF)
+    memory.mine[2 * landing_bytes :].zero_()
+    fault = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+    mailbox = Mailbox(memory.addresses, new_state(device), fault, landing_bytes, timeout, group.group_name)
+    return mailbox, memory
 
 
 def new_state(device: torch.device) -> Tensor:
@@ -170,54 +191,6 @@ def _launch_combine(
     )
 
 
-@operator("direct_place", fake=nothing, mutates_args=("state",))
-def place(
-    rows: Tensor,
-    targets: Tensor | None,
-    addresses: Tensor,
-    state: Tensor,
-    fault: Tensor,
-    window_at: int,
-    flags_at: int,
-    timeout: float,
-    group: str,
-    operation: str,
-) -> None:
-    """Store rows [N, D] in each rank's memory from window_at on: row n becomes row targets[n], or is skipped if that is
-    -1; without targets, rank r's row n becomes row n W + r.
-
-    Finishes, in stream order, when the rows of all ranks have arrived. D may be any size: rows of fp8_ds_mla are not a
-    multiple of 16 bytes for every latent.
-    """
-    rank = _check_carried("rows", rows, fault, timeout, group)
-    num_rows, width = rows.shape
-    columns = min(_PLACED, width & -width)  # the largest power of two that divides the width
-    num_items = -(-num_rows * columns // _PLACED) * (width // columns)
-    num_programs = min(max(1, num_items), _PLACE_PROGRAMS)
-    place_kernel[(num_programs,)](
-        rows.contiguous().view(CARRIERS[rows.element_size()]),
-        targets,
-        addresses,
-        state,
-        fault,
-        num_rows,
-        rank,
-        window_at,
-        flags_at,
-        milliseconds(timeout),
-        OPERATION=OPERATIONS.index(operation),
-        WIDTH=width,
-        SIZE=len(addresses),
-        PEERS=triton.next_power_of_2(len(addresses)),
-        ROWS=_PLACED // columns,
-        COLUMNS=columns,
-        THREADS=_PLACE_THREADS,
-        PROGRAMS=NUM_PROGRAMS,
-        SHARE=share(num_programs),
-        num_warps=_PLACE_THREADS // 32,
-    )
-
-
 def enter(name: str, rows: Tensor, mailbox: Mailbox) -> int:
     """Return this rank in its group, after checking that exchanges work and support the rows.
 
@@ -225,7 +198,7 @@ def enter(name: str, rows: Tensor, mailbox: Mailbox) -> int:
         PeerFault: An earlier exchange has failed.
         ValueError: Direct does not support the dtype or the width.
     """
-    rank = _check_carried(name, rows, mailbox.fault, mailbox.timeout, mailbox.group_name)
+    rank = check_carried(name, rows, mailbox.fault, mailbox.timeout, mailbox.group_name)
     if rows.shape[-1] * rows.element_size() % _ALIGNMENT:
         raise ValueError(
             f"{name} has rows of {rows.shape[-1]} {rows.dtype}; direct carries multiples of {_ALIGNMENT} bytes"
@@ -233,7 +206,7 @@ def enter(name: str, rows: Tensor, mailbox: Mailbox) -> int:
     return rank
 
 
-def _check_carried(name: str, rows: Tensor, fault: Tensor, timeout: float, group_name: str) -> int:
+def check_carried(name: str, rows: Tensor, fault: Tensor, timeout: float, group_name: str) -> int:
     """Make the checks of `enter` for rows of any width, and return this rank in its group."""
     raise_fault(fault, timeout, group_name)
     if rows.dtype not in _DTYPES:

@@ -1,17 +1,15 @@
 """Sums over a TP group whose GPUs reach each other over NVLink: all-reduce, residual and RMSNorm in one kernel."""
 
 import torch
-import torch.distributed as dist
 import triton
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dcpmla.comm.direct import MAX_SIZE
 from dcpmla.comm.direct_ops import (
     CARRIERS,
     enter,
     milliseconds,
-    new_state,
+    open_mailbox,
     raise_fault,
     share,
 )
@@ -58,16 +56,10 @@ class DirectReduce:
         landing_bytes: int = _LANDING_BYTES,
         allocate: Allocate = allocate,
     ) -> None:
-        size = dist.get_world_size(group)
-        if not 2 <= size <= MAX_SIZE:
-            raise ValueError(f"group has {size} ranks; direct takes 2 to {MAX_SIZE}")
-        self.timeout, self._group_name = timeout, group.group_name
-        self.fault = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._landings = allocate(2 * landing_bytes, group, device)
-        self._landings.mine.fill_(0xFF)
+        mailbox, self._landings = open_mailbox(group, device, landing_bytes, 0, timeout, allocate)
+        self.fault, self.timeout, self._group_name = mailbox.fault, timeout, group.group_name
         squares = torch.zeros(landing_bytes // _FEWEST_ITEM_BYTES, dtype=torch.int64, device=device)
-        memory = self._landings.addresses, new_state(device), self.fault, landing_bytes
-        self._memory = squares, Mailbox(*memory, timeout, group.group_name)
+        self._memory = squares, mailbox
         wait_for_all(group, device)
 
     def all_reduce(self, partial: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Residual and RMSNorm after a sum over ranks in a decoder block.
 
 A custom op (`torch.ops.dcpmla`). The torch code here specifies it and runs on CPUs and in float64; GPUs run the kernel
-of `comm/kernels/reduce.py`.
+of `comm/kernels/norm.py`.
 """
 
 import torch
@@ -35,7 +35,7 @@ def empty_results(residual: Tensor, quantizes: bool) -> tuple[Tensor, Tensor, Te
     return normed, new_residual, *empty_codes(normed, quantizes)
 
 
-@operator("add_norm", kernel="dcpmla.comm.kernels.reduce:add_norm", fake=empty_results)
+@operator("add_norm", kernel="dcpmla.comm.kernels.norm:add_norm", fake=empty_results)
 def add_norm(
     partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dcpmla.comm.norm import add_norm, check_rows, wide_dtype
-from dcpmla.comm.select import direct_where_reached
+from dcpmla.comm.select import direct_if_reached
 from dcpmla.parallel.collectives import named
 from dcpmla.parallel.fp8 import NormedRows, PlainRows
 
@@ -102,5 +102,5 @@ def select_reduce(tp_group: ProcessGroup, device: torch.device, timeout: float =
 
     if dist.get_world_size(tp_group) == 1:
         return CollectiveReduce(tp_group)
-    direct, _ = direct_where_reached(tp_group, device, new_direct)
+    direct, _ = direct_if_reached(tp_group, device, new_direct)
     return direct or CollectiveReduce(tp_group)

@@ -59,7 +59,7 @@ def _select(dcp: DCPConfig, dcp_group: ProcessGroup, device: torch.device) -> Ch
             )
         return DirectExchange(dcp_group, device, timeout=dcp.exchange_timeout, is_fp8=is_fp8)
 
-    direct, obstacle = direct_where_reached(dcp_group, device, new_direct)
+    direct, obstacle = direct_if_reached(dcp_group, device, new_direct)
     if direct is not None:
         return ChosenExchange(
             direct, "asked for" if backend == "direct" else "auto: all ranks reach each other over NVLink"
@@ -76,7 +76,7 @@ def _select(dcp: DCPConfig, dcp_group: ProcessGroup, device: torch.device) -> Ch
     return ChosenExchange(AllToAll(dcp_group), f"auto: {obstacle}; one collective a combine where ag_rs needs two")
 
 
-def direct_where_reached(
+def direct_if_reached(
     group: ProcessGroup, device: torch.device, new_direct: Callable[[], Direct]
 ) -> tuple[Direct | None, str]:
     """Call new_direct if all ranks of a group can store into each other's GPU memory. Collective over the group.

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from tqdm import tqdm
@@ -13,20 +13,13 @@ from dcpmla.config import DCPConfig
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.capture import CannotCapture, Track
+from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.mixed_graph import MixedGraph
 
 _logger = logging.getLogger(__name__)
 
 
-class StepGraph(Protocol):
-    """Graphs of steps in several sizes (`DecodeGraph`, `MixedGraph`)."""
-
-    @property
-    def num_full_sizes(self) -> int: ...
-
-    def capture(self, num_sizes: int | None = None, track: Track = iter) -> None: ...
-
-
-Graph = TypeVar("Graph", bound=StepGraph)
+Graph = TypeVar("Graph", bound=DecodeGraph | MixedGraph)
 # Function of a cache, of the builder of steps over it, and of the longest sequence.
 NewGraph = Callable[[Cache, StepBuilder, int], Graph]
 

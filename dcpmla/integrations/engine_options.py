@@ -2,30 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import torch
 
 from dcpmla.config import MODEL_DTYPES
-from dcpmla.fields import FLAG, Rule, check_fields, number, one_of, option_label, optional, whole
+from dcpmla.fields import FLAG, check_fields, number, one_of, option_label, optional, rules_of, whole
 
 SPECULATIVE_METHODS = ("none", "ngram", "mtp")
 MAX_SPECULATIVE_TOKENS = 15  # a batch of several requests fits into `MAX_DRAFT_ROWS`
-_RULES: dict[str, Rule] = {
-    "dtype": one_of(MODEL_DTYPES),
-    "max_num_batched_tokens": whole(1),
-    "max_num_seqs": whole(1),
-    "max_prefill_ms": optional(number(0, above=True)),
-    "kv_cache_memory_bytes": optional(whole(1)),
-    "gpu_memory_utilization": number(0, 1, above=True),
-    "enable_prefix_caching": FLAG,
-    "enable_expert_parallel": FLAG,
-    "enforce_eager": FLAG,
-    "load_format": one_of(("auto", "dummy")),
-    "expert_dtype": one_of(("auto", "fp8")),
-    "speculative_method": one_of(SPECULATIVE_METHODS),
-    "num_speculative_tokens": whole(1, MAX_SPECULATIVE_TOKENS),
-}
+_Count = Annotated[int, whole(1)]
+_Flag = Annotated[bool, FLAG]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,22 +45,23 @@ class EngineOptions:
         ValueError: A value is not allowed.
     """
 
-    dtype: torch.dtype | str = "auto"
-    max_num_batched_tokens: int = 8192
-    max_num_seqs: int = 256
-    max_prefill_ms: float | None = None
-    kv_cache_memory_bytes: int | None = None
-    gpu_memory_utilization: float = 0.9
-    enable_prefix_caching: bool = True
-    enable_expert_parallel: bool = False
-    enforce_eager: bool = False
-    load_format: str = "auto"
-    expert_dtype: str = "auto"
-    speculative_method: str = "none"
-    num_speculative_tokens: int = 3
+    dtype: Annotated[torch.dtype | str, one_of(MODEL_DTYPES)] = "auto"
+    max_num_batched_tokens: _Count = 8192
+    max_num_seqs: _Count = 256
+    max_prefill_ms: Annotated[float | None, optional(number(0, above=True))] = None
+    kv_cache_memory_bytes: Annotated[int | None, optional(whole(1))] = None
+    gpu_memory_utilization: Annotated[float, number(0, 1, above=True)] = 0.9
+    enable_prefix_caching: _Flag = True
+    enable_expert_parallel: _Flag = False
+    enforce_eager: _Flag = False
+    load_format: Annotated[str, one_of(("auto", "dummy"))] = "auto"
+    expert_dtype: Annotated[str, one_of(("auto", "fp8"))] = "auto"
+    speculative_method: Annotated[str, one_of(SPECULATIVE_METHODS)] = "none"
+    num_speculative_tokens: Annotated[int, whole(1, MAX_SPECULATIVE_TOKENS)] = 3
 
     def __post_init__(self) -> None:
-        check_fields(_RULES, vars(self) | {"dtype": str(self.dtype).removeprefix("torch.")}, option_label)
+        values = vars(self) | {"dtype": str(self.dtype).removeprefix("torch.")}
+        check_fields(rules_of(EngineOptions), values, option_label)
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:

@@ -14,7 +14,7 @@ from dcpmla.comm.reduce import Reduce
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.model.block import VocabHead
 from dcpmla.model.mlp import MLP
-from dcpmla.model.moe import ExpertPart, Gate, HashGate, MoE, TopKGate, load_experts, unstack_experts
+from dcpmla.model.moe import ExpertPart, Gate, MoE, load_experts, unstack_experts
 from dcpmla.model.router import split_weight
 from dcpmla.parallel.linear import Linear, Weight, check_experts, cut, read_linear, read_weight
 
@@ -97,7 +97,7 @@ class Parts:
             columns = slice(0, size)
         parts = [ExpertPart(f"{name}.experts.{number}.", size, columns) for number in own]
         shared = self._shared_parts(name, module, weights, parts[0])
-        gate = self._gate(name, module, len(shared))
+        gate = self._gate(name, len(shared))
         experts = load_experts(weights, parts + shared, hidden_size, self.expert_dtype, **self.placement.factory_kwargs)
         has_mlp = hasattr(module, "shared_experts") and not shared
         adds_identity = getattr(module.experts, "zero_expert_num", 0) > 0 and tp_rank == 0
@@ -132,14 +132,14 @@ class Parts:
         shape = tuple(self.model.get_parameter(name).shape)
         return split_weight(read_weight(self.weights, name, shape).to(self.placement.device), self.placement.dtype)
 
-    def _gate(self, name: str, module: Any, num_shared: int) -> Gate:
+    def _gate(self, name: str, num_shared: int) -> Gate:
         bias, router = f"{name}.{self.routing.bias}", self.routing.router(self.model.config, num_shared)
         weight = self._router_weight(f"{name}.{self.routing.weight}")
         if f"{name}.gate.tid2eid" in self.weights:
             table = self.weights[f"{name}.gate.tid2eid"][:].to(self.placement.device, torch.int64)
-            return HashGate(weight, table, router)
+            return Gate(weight, router, table=table)
         values = None
         if bias in self.weights:
             values = read_weight(self.weights, bias, tuple(self.model.get_buffer(bias).shape))
             values = values.to(self.placement.device, torch.float32)
-        return TopKGate(weight, values, router)
+        return Gate(weight, router, values)

@@ -30,11 +30,10 @@ class DecoderModule(Protocol):
 class MtpModule(Protocol):
     """An MTP module (`dcpmla.model.mtp.MtpLayer`)."""
 
+    embedding: Any
     width: int
 
     def __call__(self, rows: Tensor, cache: Any, step: StepMetadata | None) -> Tensor: ...
-
-    def join(self, token_ids: Tensor, hidden_states: Tensor) -> Tensor: ...
 
     def collapse(self, hidden_states: Tensor) -> Tensor: ...
 
@@ -127,9 +126,11 @@ class ShardedModel:
         self.hidden_rows = torch.zeros(num_tokens, self._mtp.width, dtype=self.dtype, device=self.device)
 
     def join(self, token_ids: Tensor, hidden_states: Tensor) -> Tensor:
-        """Return rows for `predict`: tokens [T], and hidden states [T, width] of the positions before them."""
+        """Return rows for `predict`: embeddings of tokens [T], then hidden states [T, width] of the positions before
+        them.
+        """
         assert self._mtp is not None
-        return self._mtp.join(token_ids, hidden_states)
+        return torch.cat([nn.functional.embedding(token_ids, self._mtp.embedding), hidden_states], -1)
 
     @torch.inference_mode()
     def predict(self, rows: Tensor, metadata: StepMetadata, cache: Cache) -> Tensor:
@@ -199,9 +200,9 @@ class ShardedModel:
         Args:
             layer_type: Type of rotary embedding, in a model with several.
         """
-        like = torch.empty(0, dtype=torch.float32, device=self.device)
+        x = torch.empty(0, dtype=torch.float32, device=self.device)
         types = {"layer_type": layer_type} if hasattr(self._rotary, "layer_types") else {}
-        rotary: Any = self._rotary(like, positions[None], **types)
+        rotary: Any = self._rotary(x, positions[None], **types)
         if isinstance(rotary, Tensor):  # DeepSeek-V2 rotates complex numbers
             return torch.cat([rotary[0].real, rotary[0].imag], -1)
         # Each angle once: most models repeat them for the second half.

@@ -9,29 +9,20 @@ few operators. A separate backend would have to repeat inductor's work before it
 
 import logging
 import operator
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch._inductor.pattern_matcher import (
-    MULTIPLE,
-    CallFunction,
-    KeywordArg,
-    PatternExpr,
-    PatternMatcherPass,
-    register_graph_pattern,
-)
+from torch._inductor.pattern_matcher import PatternMatcherPass, register_graph_pattern
 from torch.fx import Graph, Node, map_arg
 
 from dcpmla.attention.output import ops
 from dcpmla.attention.output.formats import NVFP4_GROUP
-from dcpmla.cache.formats import FP8, FP8_MAX
-from dcpmla.integrations import quantizers
+from dcpmla.integrations import quantization_patterns, quantizers
 
 _logger = logging.getLogger(__name__)
-_aten, _prims, _ours = torch.ops.aten, torch.ops.prims, torch.ops.dcpmla
+_aten, _ours = torch.ops.aten, torch.ops.dcpmla
 _FUSED = {  # a quantization -> W_UV with it
     _ours.quantize_fp8.default: _ours.project_values_fp8.default,
     _ours.quantize_fp8_groups.default: _ours.project_values_fp8_groups.default,
@@ -89,67 +80,29 @@ class OutputQuantFusion(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """Return a key for inductor's cache of compiled graphs, which changes with the source of these files."""
-        return get_hash_for_files((__file__, quantizers.__file__))
+        return get_hash_for_files((__file__, quantization_patterns.__file__, quantizers.__file__))
 
 
 def _make_patterns() -> PatternMatcherPass:
-    """Return patterns of quantizations; `values` is their input, `shape` the shape of a reshape in between."""
     patterns = PatternMatcherPass(pass_name="dcpmla_output_quant")
-    values, scale = KeywordArg("values"), KeywordArg("scale")
-    shaped = _reshape(values)
-    groups = map(KeywordArg, ("group_size", "scale_layout", "ue8m0"))
-    fp8, fp8_groups, nvfp4 = _FUSED
-    for quantize, pattern in [
-        (fp8, CallFunction(fp8, values, scale)),
-        (fp8, CallFunction(fp8, shaped, scale)),
-        (fp8_groups, CallFunction(fp8_groups, values, *groups)),
-        (nvfp4, CallFunction(nvfp4, values, KeywordArg("global_scale"))),
-        *((fp8, pattern) for pattern in _plain_fp8(values, shaped, scale)),
-    ]:
+    for quantize, pattern in quantization_patterns.all_patterns():
         fused = _FUSED[quantize]
         register_graph_pattern(pattern, extra_check=partial(_fits, fused), pass_dict=patterns)(partial(_fuse, fused))
     return patterns
 
 
-def _plain_fp8(values: PatternExpr, shaped: PatternExpr, scale: PatternExpr) -> Iterator[PatternExpr]:
-    """Yield all spellings of `(values.float() * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn)`, decomposed."""
-    inverse = CallFunction(_aten.reciprocal.default, scale, _users=MULTIPLE)
-    for one in (inverse, CallFunction(_aten.mul.Tensor, inverse, 1, _users=MULTIPLE)):  # scale.reciprocal(), 1 / scale
-        for x in (
-            values,
-            shaped,
-            _convert(values, torch.float32),
-            _convert(shaped, torch.float32),
-            _reshape(_convert(values, torch.float32)),
-        ):
-            for factors in ((x, one), (one, x)):
-                product = CallFunction(_aten.mul.Tensor, *factors)
-                below = CallFunction(_aten.clamp_max.default, product, FP8_MAX)
-                above = CallFunction(_aten.clamp_min.default, product, -FP8_MAX)
-                yield _convert(CallFunction(_aten.clamp_min.default, below, -FP8_MAX), FP8)
-                yield _convert(CallFunction(_aten.clamp_max.default, above, FP8_MAX), FP8)
-
-
-def _reshape(x: PatternExpr) -> PatternExpr:
-    return CallFunction([_aten.reshape.default, _aten.view.default], x, KeywordArg("shape"))
-
-
-def _convert(x: PatternExpr, dtype: torch.dtype) -> PatternExpr:
-    return CallFunction(_prims.convert_element_type.default, x, dtype)
-
-
 def _will_fuse(quantize: Any, args: tuple[Any, ...]) -> bool:
     """Return whether a call of a quantization would be fused, were it in the graph."""
     names = (argument.name for argument in quantize._schema.arguments)
-    how = dict(zip(names, args, strict=True))
-    how["values"] = values = how.pop("x")
+    parameters = dict(zip(names, args, strict=True))
+    parameters["values"] = values = parameters.pop("x")
     if quantize is _ours.quantize_fp8.default and values.target in (_aten.reshape.default, _aten.view.default):
-        how["values"] = values.args[0]
+        parameters["values"] = values.args[0]
     try:
         _value(quantize, *args)
     except ValueError:  # values may have three dims, for example
         return False
-    return len(values.users) == 1 and _can_fuse(_FUSED[quantize], how)
+    return len(values.users) == 1 and _can_fuse(_FUSED[quantize], parameters)
 
 
 def _fits(fused: Any, match: Any) -> bool:
@@ -166,17 +119,17 @@ def _fits(fused: Any, match: Any) -> bool:
     return _can_fuse(fused, match.kwargs)
 
 
-def _can_fuse(fused: Any, how: dict[str, Any]) -> bool:
-    values = how["values"]
+def _can_fuse(fused: Any, parameters: dict[str, Any]) -> bool:
+    values = parameters["values"]
     if len(values.users) != 1:
         return False
     try:
         if values.target is _ours.project_values.default:
-            _value(fused, *_arguments(fused, how))
+            _value(fused, *_arguments(fused, parameters))
             return True
         writes = _writes(values)
         for write in writes:
-            _check_write(write, how)
+            _check_write(write, parameters)
     except ValueError:  # groups may cross heads, for example
         return False
     return bool(writes)
@@ -201,10 +154,10 @@ def _fuse(fused: Any, match: Any, **_: object) -> None:
         graph.erase_node(leftover)
 
 
-def _arguments(fused: Any, how: dict[str, Any]) -> list[Any]:
+def _arguments(fused: Any, parameters: dict[str, Any]) -> list[Any]:
     """Return the fused op's arguments, from `project_values` and from the quantization after it."""
     names = (argument.name for argument in _ours.project_values.default._schema.arguments)
-    found = {**how, **dict(zip(names, how["values"].args, strict=False))}
+    found = {**parameters, **dict(zip(names, parameters["values"].args, strict=False))}
     return [found.get(argument.name) for argument in fused._schema.arguments]
 
 
@@ -232,25 +185,25 @@ def _writes(values: Any) -> list[Any]:
     return _chain(values)[-2::-2]
 
 
-def _quantization(how: dict[str, Any]) -> tuple[int, str, Any, bool]:
+def _quantization(parameters: dict[str, Any]) -> tuple[int, str, Any, bool]:
     """Return the group, the layout of scales, the scale given and whether scales are powers of two."""
-    if "group_size" in how:
-        return how["group_size"], how["scale_layout"], None, how["ue8m0"]
-    if "global_scale" in how:
-        return NVFP4_GROUP, "", how["global_scale"], False
-    return 1, "", how["scale"], False
+    if "group_size" in parameters:
+        return parameters["group_size"], parameters["scale_layout"], None, parameters["ue8m0"]
+    if "global_scale" in parameters:
+        return NVFP4_GROUP, "", parameters["global_scale"], False
+    return 1, "", parameters["scale"], False
 
 
-def _check_write(write: Any, how: dict[str, Any]) -> None:
+def _check_write(write: Any, parameters: dict[str, Any]) -> None:
     """Raise ValueError for a write that cannot be one of quantized rows."""
-    group, _, scale, _ = _quantization(how)
+    group, _, scale, _ = _quantization(parameters)
     fakes = {name: arg.meta["val"] if isinstance(arg, Node) else arg for name, arg in write.kwargs.items()}
     if write.args[0] is _ours.project_rows_.default:
         ops.check_projection(fakes["out"], fakes["w_uv"], fakes["w_scales"], group)
     else:
         ops.check_rows(fakes["x"], group)
     if scale is not None:
-        ops.check_scale("scale", scale.meta["val"], how["values"].meta["val"].device)
+        ops.check_scale("scale", scale.meta["val"], parameters["values"].meta["val"].device)
 
 
 def _write_quantized(match: Any) -> tuple[Any, Any]:
@@ -262,8 +215,8 @@ def _write_quantized(match: Any) -> tuple[Any, Any]:
     results = _insert(graph, operator.getitem, rows, 0), _insert(graph, operator.getitem, rows, 1)
     for write in _writes(values):
         bases = list(results[:1] if group == 1 else results)
-        how = {"scale": scale, "ue8m0": ue8m0, "_scales_base_index": None if group == 1 else 1, "_all_bases": bases}
-        new = graph.call_function(write.target, write.args, {**write.kwargs, **how})
+        added = {"scale": scale, "ue8m0": ue8m0, "_scales_base_index": None if group == 1 else 1, "_all_bases": bases}
+        new = graph.call_function(write.target, write.args, {**write.kwargs, **added})
         new.meta["val"] = None, *(base.meta["val"] for base in bases)
         written = tuple(_insert(graph, operator.getitem, new, index + 1) for index in range(len(bases)))
         results = written[0], written[-1]

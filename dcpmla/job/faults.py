@@ -35,7 +35,7 @@ class Post:
         operation: The rank's current work.
         seconds: Time in the operation so far.
         limit: Seconds that the operation may take.
-        where: Line of code that the main thread is at.
+        line: Line of code that the main thread is at.
         waits: Whether that line is in a collective.
         left: Whether the rank has ended in order.
         failed: Whether the rank has found a fault and is about to end.
@@ -46,7 +46,7 @@ class Post:
     operation: str
     seconds: float
     limit: float
-    where: str
+    line: str
     waits: bool
     left: bool
     failed: bool
@@ -78,6 +78,7 @@ class Fault:
     advice: str
     is_consequence: bool = False  # most likely of another rank's fault
     details: str = ""
+    code: int = 1  # the process's exit code
 
 
 def find_missing(before: Sequence[Post | None], after: Sequence[Post | None]) -> list[int]:
@@ -116,7 +117,7 @@ class Ages:
 def describe_missing(missing: Sequence[int], posts: Sequence[Post | None], ages: Sequence[float]) -> str:
     """Describe the missing ranks, when and where the first was last seen, and what to do."""
     last = posts[missing[0]]
-    seen = f"last seen {ages[missing[0]]:.0f} s ago in {last.operation}, at {last.where}" if last else "it never came"
+    seen = f"last seen {ages[missing[0]]:.0f} s ago in {last.operation}, at {last.line}" if last else "it never came"
     return (
         f"{name_ranks(missing)} is missing, {seen}; its process or host is gone or stopped: see its log, then {RESTART}"
     )
@@ -148,13 +149,13 @@ def blame(
     late = lagging or busy
     if rank in late and (len(late) < len(here) or len(posts) == 1):
         return Verdict(
-            f"rank {rank} has not come back from {mine.operation} for {mine.seconds:.0f} s, at {mine.where}; {_LOOK}"
+            f"rank {rank} has not come back from {mine.operation} for {mine.seconds:.0f} s, at {mine.line}; {_LOOK}"
         )
     if rank in late or not late:  # all ranks are late, or none is
         return Verdict(waited + describe_posts(posts) + f"; {_LOOK}")
     first = here[late[0]]
     words = (
-        f"{waited}{name_ranks(late)} has been in {first.operation} for {first.seconds:.0f} s, at {first.where}; {_LOOK}"
+        f"{waited}{name_ranks(late)} has been in {first.operation} for {first.seconds:.0f} s, at {first.line}; {_LOOK}"
     )
     return Verdict(words, excused=any(here[other].seconds < here[other].limit for other in late))
 
@@ -170,9 +171,9 @@ def explain(error: BaseException) -> Fault:
             advice = "lower --max-num-batched-tokens or --gpu-memory-utilization, or raise -dcp; then " + RESTART
             return Fault(f"ran out of memory ({text})", advice)
         if isinstance(cause, OSError) and cause.errno in _NO_ROOM:
-            where = f" {cause.filename}" if cause.filename else ""
+            path = f" {cause.filename}" if cause.filename else ""
             return Fault(
-                f"could not write{where} ({cause.strerror})",
+                f"could not write{path} ({cause.strerror})",
                 f"make room, or raise the limit (ulimit -f); then {RESTART}",
             )
         if is_failed_collective(cause):
@@ -218,6 +219,6 @@ def describe_posts(posts: Sequence[Post | None]) -> str:
     groups: dict[str, list[int]] = defaultdict(list)
     for rank, post in enumerate(posts):
         if post:
-            groups["left the job" if post.left else f"in {post.operation} at {post.where}"].append(rank)
+            groups["left the job" if post.left else f"in {post.operation} at {post.line}"].append(rank)
     smallest = sorted(groups.items(), key=lambda group: len(group[1]))
-    return "; ".join(f"{name_ranks(ranks)} {where}" for where, ranks in smallest[:4])
+    return "; ".join(f"{name_ranks(ranks)} {state}" for state, ranks in smallest[:4])

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
 
@@ -71,18 +70,3 @@ def unpack(message: bytes) -> JobIdentity:
     if match is None or identity is None or identity.digest.encode() != match[1]:
         raise StrangerError(f"its identity is not a dcpmla job's: {message[:40]!r}")
     return identity
-
-
-def torchrun_identity(env: Mapping[str, str], num_ranks: int) -> JobIdentity:
-    """Return the identity of a job of torchrun, or of ranks that have torchrun's variables without its run id."""
-    return JobIdentity("torchrun", env.get("TORCHELASTIC_RUN_ID", ""), "", num_ranks)
-
-
-def srun_identity(env: Mapping[str, str], num_ranks: int) -> JobIdentity:
-    """Return the identity of a step of Slurm."""
-    return JobIdentity("srun", env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", ""), num_ranks)
-
-
-def mpirun_identity(env: Mapping[str, str], num_ranks: int, nonce: str) -> JobIdentity:
-    """Return the identity of a job of mpirun, whose rank 0 handed out the nonce over MPI."""
-    return JobIdentity("mpirun", env.get("PMIX_NAMESPACE", ""), "", num_ranks, nonce)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dcpmla.job.identity import JobIdentity, mpirun_identity, srun_identity, torchrun_identity
+from dcpmla.job.identity import JobIdentity
 from dcpmla.job.mpi import meet_over_mpi
 from dcpmla.job.rounds import open_round
 
@@ -94,7 +94,8 @@ def _torchrun(env: Environment) -> LaunchInfo:
             f"MASTER_ADDR is not set, but WORLD_SIZE is {num_ranks}; set it to the host of rank 0, as torchrun does"
         )
     address = env["MASTER_ADDR"], _number(env, "MASTER_PORT", 1, 65535)
-    open_store = partial(_open_torchrun_store, torchrun_identity(env, num_ranks), rank)
+    identity = JobIdentity("torchrun", env.get("TORCHELASTIC_RUN_ID", ""), "", num_ranks)
+    open_store = partial(_open_torchrun_store, identity, rank)
     return LaunchInfo("torchrun", rank, num_ranks, local_rank, num_local, open_store, address)
 
 
@@ -139,7 +140,8 @@ def _mpirun(env: Environment, timeout: timedelta) -> LaunchInfo:
     if num_ranks == 1:
         return LaunchInfo("mpirun", 0, 1, 0, 1, _open_own_store)
     listener, address = meeting.listener.detach() if meeting.listener else None, (meeting.host, meeting.port)
-    open_store = partial(_open_store, address, mpirun_identity(env, num_ranks, meeting.nonce), rank, listener)
+    identity = JobIdentity("mpirun", env.get("PMIX_NAMESPACE", ""), "", num_ranks, meeting.nonce)
+    open_store = partial(_open_store, address, identity, rank, listener)
     return LaunchInfo("mpirun", rank, num_ranks, meeting.local_rank, meeting.num_local_ranks, open_store, address)
 
 
@@ -162,7 +164,8 @@ def _srun(env: Environment) -> LaunchInfo:
     if num_ranks == 1:
         return LaunchInfo("srun", 0, 1, 0, 1, _open_own_store)
     address = _srun_address(env)
-    open_store = partial(_open_store, address, srun_identity(env, num_ranks), rank, None)
+    identity = JobIdentity("srun", env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", ""), num_ranks)
+    open_store = partial(_open_store, address, identity, rank, None)
     return LaunchInfo("srun", rank, num_ranks, local_rank, num_local, open_store, address)
 
 

@@ -32,25 +32,21 @@ def meet(launch: LaunchInfo, timeout: timedelta) -> dist.Store:
         return outcome.result(timeout.total_seconds() + _GRACE)
     except TimeoutError:
         error: Exception = ConnectionError(
-            f"what listens at {_where(launch)} is not rank 0, or is stopped: set another MASTER_PORT"
+            f"what listens at {_address(launch)} is not rank 0, or is stopped: set another MASTER_PORT"
         )
     except StrangerError as stranger:
-        raise StrangerError(
-            f"rank {launch.rank} of {launch.num_ranks} (started by {launch.launcher}), at {_where(launch)}: {stranger}"
-        ) from stranger
+        raise StrangerError(f"{_name(launch)}, at {_address(launch)}: {stranger}") from stranger
     except (dist.DistError, OSError) as caught:
         if (reason := _cannot_listen(caught)) and launch.address:
             raise ConnectionError(
-                f"rank {launch.rank} of {launch.num_ranks} (started by {launch.launcher}) cannot listen at port "
-                f"{launch.address[1]} of its host: {reason}; set MASTER_PORT (torchrun: --master-port) to a free port, "
-                "the same for all ranks"
+                f"{_name(launch)} cannot listen at port {launch.address[1]} of its host: {reason}; set MASTER_PORT "
+                "(torchrun: --master-port) to a free port, the same for all ranks"
             ) from caught
         error = caught
     reason = (str(error).splitlines() or [repr(error)])[0]
     raise ConnectionError(
-        f"rank {launch.rank} of {launch.num_ranks} (started by {launch.launcher}) did not meet the others within "
-        f"{timeout.total_seconds():.0f} s: {reason}; see that all ranks were started and reach rank 0's host "
-        "(MASTER_ADDR, MASTER_PORT)"
+        f"{_name(launch)} did not meet the others within {timeout.total_seconds():.0f} s: {reason}; see that all ranks "
+        "were started and reach rank 0's host (MASTER_ADDR, MASTER_PORT)"
     ) from error
 
 
@@ -83,7 +79,11 @@ def _cannot_listen(error: Exception) -> str | None:
     return f"{match[2]} ({match[1]})" if match else None
 
 
-def _where(launch: LaunchInfo) -> str:
+def _name(launch: LaunchInfo) -> str:
+    return f"rank {launch.rank} of {launch.num_ranks} (started by {launch.launcher})"
+
+
+def _address(launch: LaunchInfo) -> str:
     return ":".join(map(str, launch.address or ()))
 
 

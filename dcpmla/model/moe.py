@@ -4,7 +4,7 @@ Experts are cut like an MLP's columns, or with expert parallelism spread whole o
 sees all tokens, routes them identically, and returns a share of a sum over the ranks.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,44 +17,30 @@ from dcpmla.parallel.fp8 import PlainRows, plain
 from dcpmla.parallel.linear import Weight, fill, read_linear
 from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize, to_block_fp8
 
-Gate = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
-
-class TopKGate(nn.Module):
-    """The choice of each token's experts by a linear layer's scores.
+class Gate(nn.Module):
+    """The choice of each token's experts, and their weights by a linear layer's scores.
 
     Args:
         weight: [S, E, hidden], terms of it (`split_weight`).
-        bias: float32 [E], added to the scores for the choice alone; None for none.
         router: Rule of the experts' choice and weights.
+        bias: float32 [E], added to the scores for the choice alone; None for none.
+        table: int64 [vocab, top_k], experts of each token by its id (DeepSeek-V4's first layers); None to choose by
+            scores.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, router: Router) -> None:
+    def __init__(self, weight: Tensor, router: Router, bias: Tensor | None = None, table: Tensor | None = None) -> None:
         super().__init__()
-        self.weight, self.bias, self.router = nn.Parameter(weight, requires_grad=False), bias, router
-
-    def forward(self, x: Tensor, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return expert ids [T, k] int32 and weights [T, k] float32 for x [T, hidden]."""
-        return route(router_logits(x, self.weight), self.bias, self.router)
-
-
-class HashGate(nn.Module):
-    """The choice of each token's experts by its id, weighed by a linear layer's scores (DeepSeek-V4's first layers).
-
-    Args:
-        weight: [S, E, hidden], terms of it (`split_weight`).
-        table: int64 [vocab, top_k], experts of each token.
-        router: Rule of the experts' weights.
-    """
-
-    def __init__(self, weight: Tensor, table: Tensor, router: Router) -> None:
-        super().__init__()
-        self.weight, self.table, self.router = nn.Parameter(weight, requires_grad=False), table, router
+        self.weight, self.router = nn.Parameter(weight, requires_grad=False), router
+        self.bias, self.table = bias, table
 
     def forward(self, x: Tensor, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return expert ids [T, k] int32 and weights [T, k] float32 for x [T, hidden] of tokens [T]."""
+        logits = router_logits(x, self.weight)
+        if self.table is None:
+            return route(logits, self.bias, self.router)
         assert token_ids is not None
-        return weigh(router_logits(x, self.weight), self.table[token_ids], self.router)
+        return weigh(logits, self.table[token_ids], self.router)
 
 
 class MoE(nn.Module):

@@ -46,14 +46,8 @@ class MtpLayer(nn.Module):
         )
         self.projection, self.block, self.eps = projection, block, eps
 
-    def join(self, token_ids: Tensor, hidden_states: Tensor) -> Tensor:
-        """Return the rows [T, 2 hidden] that `forward` takes: embeddings of tokens [T], then hidden states [T, hidden]
-        of the positions before them.
-        """
-        return torch.cat([nn.functional.embedding(token_ids, self.embedding), hidden_states], -1)
-
     def forward(self, rows: Tensor, cache: Cache | None, step: StepMetadata | None) -> Tensor:
-        """Return the normalized hidden states [T, hidden] of rows [T, 2 hidden]. Collective over the TP group."""
+        """Return the normalized hidden states [T, hidden] of rows [T, 2 hidden] (`ShardedModel.join`). Collective."""
         embedding_norm, hidden_norm, input_norm = self.norms
         embedded, hidden_states = (part.contiguous() for part in rows.chunk(2, -1))
         normalized = rms_norm(embedded, embedding_norm, self.eps), rms_norm(hidden_states, hidden_norm, self.eps)

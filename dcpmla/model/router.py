@@ -73,14 +73,14 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     if not x.is_cuda or x.dtype == torch.float32:
         return x.float() @ weight.float().sum(0).T
     if len(x) <= _FEW_TOKENS:
-        from dcpmla.model.kernels import router  # triton exists on Linux only
+        from dcpmla.model.kernels import router as kernels  # triton exists on Linux only
 
-        return router.router_logits(x, weight)
+        return kernels.router_logits(x, weight)
     logits = torch.mm(x, weight.flatten(0, 1).T, out_dtype=torch.float32)
     return logits if len(weight) == 1 else logits.unflatten(1, weight.shape[:2]).sum(1)
 
 
-def route(logits: Tensor, bias: Tensor | None, how: Router) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, bias: Tensor | None, router: Router) -> tuple[Tensor, Tensor]:
     """Choose each token's experts.
 
     Experts are chosen by score + bias and weighted by score. Among equal ones the lower id is first; groups likewise.
@@ -96,32 +96,32 @@ def route(logits: Tensor, bias: Tensor | None, how: Router) -> tuple[Tensor, Ten
         ValueError: Shapes or dtypes do not match, or top_k exceeds the number of experts.
     Source: transformers' routers of these families.
     """
-    _check(logits, bias, how)
+    _check(logits, bias, router)
     if logits.is_cuda:
-        from dcpmla.model.kernels import router
+        from dcpmla.model.kernels import router as kernels
 
-        return router.route(logits, bias, how)
-    scores = _score(logits, how.scoring)
+        return kernels.route(logits, bias, router)
+    scores = _score(logits, router.scoring)
     choice = scores if bias is None else scores + bias
     choice = choice.masked_fill(choice.isnan(), -torch.inf)
-    if how.topk_groups < how.num_groups:
-        groups = choice.unflatten(1, (how.num_groups, -1))
-        group_scores = groups.amax(-1) if how.group_score == "max" else groups.topk(2).values.sum(-1)
+    if router.topk_groups < router.num_groups:
+        groups = choice.unflatten(1, (router.num_groups, -1))
+        group_scores = groups.amax(-1) if router.group_score == "max" else groups.topk(2).values.sum(-1)
         is_chosen = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(
-            1, _best(group_scores, how.topk_groups), True
+            1, _best(group_scores, router.topk_groups), True
         )
         choice = groups.masked_fill(~is_chosen[..., None], -torch.inf).flatten(1)
-    return weigh(logits, _best(choice, how.top_k), how)
+    return weigh(logits, _best(choice, router.top_k), router)
 
 
-def weigh(logits: Tensor, ids: Tensor, how: Router) -> tuple[Tensor, Tensor]:
+def weigh(logits: Tensor, ids: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     """Complete `route` for chosen experts [T, top_k] int64."""
-    num_experts = _check(logits, None, how)
-    weights = _score(logits, how.scoring).gather(1, ids)
-    if how.renormalize:
+    num_experts = _check(logits, None, router)
+    weights = _score(logits, router.scoring).gather(1, ids)
+    if router.renormalize:
         weights = weights / (weights.sum(1, keepdim=True) + _EPSILON)
-    shared = torch.arange(num_experts, num_experts + how.num_shared, device=ids.device).expand(len(logits), -1)
-    weights = torch.cat([weights * how.routed_scaling_factor, weights.new_ones(shared.shape)], 1)
+    shared = torch.arange(num_experts, num_experts + router.num_shared, device=ids.device).expand(len(logits), -1)
+    weights = torch.cat([weights * router.routed_scaling_factor, weights.new_ones(shared.shape)], 1)
     return torch.cat([ids, shared], 1).int(), weights
 
 
@@ -135,17 +135,17 @@ def _best(scores: Tensor, count: int) -> Tensor:
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
-def _check(logits: Tensor, bias: Tensor | None, how: Router) -> int:
+def _check(logits: Tensor, bias: Tensor | None, router: Router) -> int:
     if logits.dtype != torch.float32 or logits.ndim != 2:
         raise ValueError(f"logits is {logits.dtype} {tuple(logits.shape)}; expected float32 [T, E]")
     num_experts = logits.shape[1]
     if bias is not None and (bias.dtype != torch.float32 or bias.shape != (num_experts,)):
         raise ValueError(f"bias is {bias.dtype} {tuple(bias.shape)}; expected float32 [{num_experts}]")
-    per_group, rest = divmod(num_experts, how.num_groups)
-    if rest or (how.group_score == "top2_sum" and how.topk_groups < how.num_groups and per_group < 2):
+    per_group, rest = divmod(num_experts, router.num_groups)
+    if rest or (router.group_score == "top2_sum" and router.topk_groups < router.num_groups and per_group < 2):
         raise ValueError(
-            f"num_groups is {how.num_groups}; it must divide {num_experts} experts, into groups of 2 for top2_sum"
+            f"num_groups is {router.num_groups}; it must divide {num_experts} experts, into groups of 2 for top2_sum"
         )
-    if how.top_k > num_experts:
-        raise ValueError(f"top_k is {how.top_k}, of {num_experts} experts")
+    if router.top_k > num_experts:
+        raise ValueError(f"top_k is {router.top_k}, of {num_experts} experts")
     return num_experts

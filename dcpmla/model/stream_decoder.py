@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from dcpmla.attention.kind import AttentionLayer
@@ -113,14 +112,8 @@ class StreamMtpLayer(nn.Module):
         self.block, self.to_head, self.num_streams, self.eps = block, to_head, num_streams, eps
         self.width = num_streams * embedding.shape[1]
 
-    def join(self, token_ids: Tensor, hidden_states: Tensor) -> Tensor:
-        """Return the rows [T, hidden + width] that `forward` takes: embeddings of tokens [T], then hidden states
-        [T, width] of the positions before them.
-        """
-        return torch.cat([nn.functional.embedding(token_ids, self.embedding), hidden_states], -1)
-
     def forward(self, rows: Tensor, cache: Cache | None, step: StepMetadata | None) -> Tensor:
-        """Return the hidden states [T, width] of rows [T, hidden + width]. Collective over the TP group."""
+        """Return the hidden states [T, width] of rows [T, hidden + width] (`ShardedModel.join`). Collective."""
         embedded, streams = rows.split([rows.shape[1] - self.width, self.width], -1)
         embedded = self.of_embedding(rms_norm(embedded.contiguous(), self.embedding_norm, self.eps))
         streams = streams.reshape(-1, embedded.shape[1])

@@ -46,11 +46,14 @@ class Linear(nn.Module):
     Attributes:
         weight: Weight [out, in] in dtype, or e4m3 codes; not initialized before `load`.
         weight_scale: Scale per block of codes, float32 [ceil(out / 128), in / 128]; None for a weight in dtype.
+        input_scale: Static scale of rows that are quantized for this layer, float32 [1], from the checkpoint's
+            calibration; None for scales that follow from the rows.
         takes_quantized: Whether `QuantizedRows` save work, alone or in `NormedRows`: the weight is fp8, and the device
             would quantize other rows.
     """
 
     weight_scale: Tensor | None
+    input_scale: Tensor | None
 
     def __init__(
         self,
@@ -66,6 +69,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.dtype, self.takes_quantized = self.weight.dtype, False
         self.register_buffer("weight_scale", None)
+        self.register_buffer("input_scale", None, persistent=False)
         self.register_buffer("_arrivals", None, persistent=False)
 
     def load(self, *parts: AnyWeight) -> None:
@@ -80,6 +84,17 @@ class Linear(nn.Module):
         else:
             assert self.weight_scale is None  # weights are loaded only once
             fill(self.weight, *(values_like(part, self.weight) for part in parts))
+
+    def load_input_scale(self, name: str, scale: Weight) -> None:
+        """Read the static scale of a checkpoint's tensor.
+
+        Raises:
+            ValueError: It has several elements, or its number is not finite and above 0.
+        """
+        value = scale[()].float().flatten()
+        if not (value.numel() == 1 and 0 < value < torch.inf):
+            raise ValueError(f"checkpoint: tensor {name} is {value.tolist()}; it must be one finite number above 0")
+        self.input_scale = value.to(self.weight.device)
 
     def forward(self, x: AnyRows) -> Tensor:
         if self.weight_scale is None:
@@ -96,6 +111,8 @@ class Linear(nn.Module):
             return self.product(x)[..., rows]
         x = x.quantized if isinstance(x, NormedRows) else x
         values, scales = x if isinstance(x, QuantizedRows) else (x.flatten(0, -2), None)
+        if scales is not None and scales.ndim == 1:  # one for all rows
+            scales = scales.expand(len(values), values.shape[1] // BLOCK)
         blocks = self.weight_scale[start // BLOCK : -(-stop // BLOCK)]
         out = fp8_linear(values, scales, self.weight[rows], blocks, self._arrivals, self.dtype)
         return out if isinstance(x, QuantizedRows) else out.unflatten(0, x.shape[:-1])
@@ -261,10 +278,10 @@ def fill(parameter: nn.Parameter | Tensor | None, *parts: Tensor) -> None:
             target.copy_(part)
 
 
-def values_like(weight: AnyWeight, like: Tensor) -> Tensor:
-    """Return a weight's values in the dtype of `like`, dequantized on its device: codes are transferred, not values."""
+def values_like(weight: AnyWeight, target: Tensor) -> Tensor:
+    """Return a weight's values in the dtype of `target`, dequantized on its device: only codes are transferred."""
     if isinstance(weight, BlockFp8):
-        return dequantize_blocks(weight.codes.to(like.device), weight.scales.to(like.device), like.dtype)
+        return dequantize_blocks(weight.codes.to(target.device), weight.scales.to(target.device), target.dtype)
     if isinstance(weight, Tensor):
         return weight
-    return dequantize(type(weight)(*(part.to(like.device) for part in weight)), like.dtype)
+    return dequantize(type(weight)(*(part.to(target.device) for part in weight)), target.dtype)

@@ -131,7 +131,7 @@ def empty_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device), scales
 
 
-def _spread(scales: Tensor, num_rows: int, num_cols: int, like: Tensor) -> Tensor:
+def _spread(scales: Tensor, num_rows: int, num_cols: int, target: Tensor) -> Tensor:
     """Repeat each scale over its rows and columns, cut to the shape of another matrix."""
-    rows = scales.repeat_interleave(num_rows, -2)[..., : like.shape[-2], :]
-    return rows.repeat_interleave(num_cols, -1)[..., : like.shape[-1]]
+    rows = scales.repeat_interleave(num_rows, -2)[..., : target.shape[-2], :]
+    return rows.repeat_interleave(num_cols, -1)[..., : target.shape[-1]]

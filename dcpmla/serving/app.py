@@ -103,7 +103,7 @@ class Api:
         async with self._body(request, CompletionBody, CompletionBody.check) as body:
             texts = self._texts(body.model)
             self._engine.check_room(len(body.prompts) * body.num_choices)
-            max_tokens = _NUM_NEW if body.most_new_tokens is None else body.most_new_tokens
+            max_tokens = _NUM_NEW if body.token_limit is None else body.token_limit
             num_new, echo, adds_special = max(1, max_tokens), bool(body.echo), body.add_special_tokens is not False
             num_kept = body.num_kept_tokens(self._engine.ready().max_model_len, num_new)
             prompts = [await texts.prompt(prompt, echo, adds_special, num_kept) for prompt in body.prompts]
@@ -124,12 +124,12 @@ class Api:
                 body.chat_template_kwargs,
                 body.template(),
             )
-            num_kept = body.num_kept_tokens(longest, body.most_new_tokens or 1)
+            num_kept = body.num_kept_tokens(longest, body.token_limit or 1)
             prompts = [
                 await texts.chat(body.messages, variables, arguments, bool(body.add_special_tokens), num_kept),
             ]
             body.messages.clear()  # The answer may take minutes.
-        max_tokens = body.most_new_tokens or longest - len(prompts[0].token_ids)
+        max_tokens = body.token_limit or longest - len(prompts[0].token_ids)
         shown = body.shown(echo=False, num_logprobs=body.num_logprobs, drops_new=False)
         answers = ChatAnswers(texts, self._settings.name, prompts, body.num_choices, shown)
         params = body.params(max_tokens, body.num_logprobs, body.prompt_logprobs)

@@ -5,13 +5,13 @@ import time
 from asyncio import StreamReader
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, count, islice
+from itertools import count, islice
 from types import TracebackType
 from typing import Any, Self
 
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.errors import ApiError
-from dcpmla.serving.messages import LENGTH, Drain, Output, Report, Started, Stopped, Submit, unpack
+from dcpmla.serving.messages import LENGTH, Drain, Output, Report, Started, Stopped, Submit, joined, merged, unpack
 from dcpmla.serving.metrics import Metrics, Timings
 from dcpmla.serving.outbox import Outbox
 
@@ -68,17 +68,17 @@ class Engine:
     def check_room(self, num_requests: int, num_tokens: int = 0) -> None:
         """Raise ApiError unless the queue has room for so many requests more, with prompts of so many tokens."""
         model = self.ready()
-        most, most_tokens = model.max_num_seqs + self.max_waiting, model.num_cache_tokens + WAITING_TOKENS
-        if num_requests > most:
-            raise ApiError(400, f"{num_requests} answers are asked for at once; at most {most} are served", param="n")
-        if num_tokens > most_tokens:
-            words = f"the prompts have {num_tokens:,} tokens; at most {most_tokens:,} are served at once"
+        limit, token_limit = model.max_num_seqs + self.max_waiting, model.num_cache_tokens + WAITING_TOKENS
+        if num_requests > limit:
+            raise ApiError(400, f"{num_requests} answers are asked for at once; at most {limit} are served", param="n")
+        if num_tokens > token_limit:
+            words = f"the prompts have {num_tokens:,} tokens; at most {token_limit:,} are served at once"
             raise ApiError(400, words, param="prompt")
-        if num_requests > most - len(self._open):
-            words = f"{len(self._open)} requests are open, and {most} is the most there may be; try again later"
+        if num_requests > limit - len(self._open):
+            words = f"{len(self._open)} requests are open, and {limit} is the most there may be; try again later"
             raise ApiError(429, words, code="queue_full", headers=_RETRY_AFTER)
-        if num_tokens > most_tokens - self._num_tokens:
-            words = f"open prompts have {self._num_tokens:,} tokens, of {most_tokens:,} at most; try again later"
+        if num_tokens > token_limit - self._num_tokens:
+            words = f"open prompts have {self._num_tokens:,} tokens, of {token_limit:,} at most; try again later"
             raise ApiError(429, words, code="queue_full", headers=_RETRY_AFTER)
 
     def submit(
@@ -203,7 +203,7 @@ class Generation:
             self._scores.setdefault(output.request_id, []).append(output)
             return
         if pieces := self._scores.pop(output.request_id, None):
-            output = _joined([*pieces, output])
+            output = joined([*pieces, output])
         self._engine.metrics.observe(output, self._timings, time.monotonic())
         self.queue.put_nowait(output)
 
@@ -230,24 +230,6 @@ class Generation:
         while not self.queue.empty():
             outputs.append(self.queue.get_nowait())
         return outputs
-
-
-def merged(outputs: Sequence[Output]) -> list[Output]:
-    """Return outputs, joining the outputs of each request."""
-    by_id: dict[int, list[Output]] = {}
-    for output in outputs:
-        by_id.setdefault(output.request_id, []).append(output)
-    return [parts[0] if len(parts) == 1 else _joined(parts) for parts in by_id.values()]
-
-
-def _joined(parts: Sequence[Output]) -> Output:
-    """Return the outputs of a request as one, in time proportional to their length."""
-    return parts[-1]._replace(
-        text="".join(part.text for part in parts),
-        token_ids=tuple(chain.from_iterable(part.token_ids for part in parts)),
-        logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
-        prompt_logprobs=tuple(chain.from_iterable(part.prompt_logprobs for part in parts)),
-    )
 
 
 def _check(output: Output) -> None:

@@ -8,8 +8,9 @@ that rank has forked, unpickles them; no other process holds an end of their soc
 import json
 import pickle
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,6 +103,24 @@ class Output(NamedTuple):
     def num_tokens(self) -> int:
         """Return the number of new tokens."""
         return len(self.token_ids)
+
+
+def merged(outputs: Sequence[Output]) -> list[Output]:
+    """Return outputs, joining the outputs of each request."""
+    by_id: dict[int, list[Output]] = {}
+    for output in outputs:
+        by_id.setdefault(output.request_id, []).append(output)
+    return [parts[0] if len(parts) == 1 else joined(parts) for parts in by_id.values()]
+
+
+def joined(parts: Sequence[Output]) -> Output:
+    """Return the outputs of a request as one, in time proportional to their length."""
+    return parts[-1]._replace(
+        text="".join(part.text for part in parts),
+        token_ids=tuple(chain.from_iterable(part.token_ids for part in parts)),
+        logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
+        prompt_logprobs=tuple(chain.from_iterable(part.prompt_logprobs for part in parts)),
+    )
 
 
 @dataclass(frozen=True)

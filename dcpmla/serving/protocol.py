@@ -98,7 +98,7 @@ class CompletionBody(_Generation):
     def check(self) -> None:
         """Raise ApiError as well if neither a new token nor the prompt is wanted."""
         super().check()
-        if self.most_new_tokens == 0 and not self.echo:
+        if self.token_limit == 0 and not self.echo:
             raise ApiError(400, "max_tokens is 0; it must be at least 1, except with echo", param="max_tokens")
 
 
@@ -138,7 +138,7 @@ class ChatBody(_Generation, TemplateFields):
         self.template()
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-        if self.most_new_tokens == 0:
+        if self.token_limit == 0:
             raise ApiError(400, "max_tokens is 0; it must be at least 1", param="max_tokens")
 
     @property

@@ -8,9 +8,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dcpmla.serving.answers import DONE, Answers, event
-from dcpmla.serving.client import Generation, merged
+from dcpmla.serving.client import Generation
 from dcpmla.serving.errors import ApiError
-from dcpmla.serving.messages import Output
+from dcpmla.serving.messages import Output, merged
 from dcpmla.serving.shown import Json
 
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]

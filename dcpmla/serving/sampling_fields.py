@@ -68,7 +68,7 @@ class SamplingFields(BaseModel):
         return self.n or 1
 
     @property
-    def most_new_tokens(self) -> int | None:
+    def token_limit(self) -> int | None:
         """Limit of new tokens that the client names, if it does."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 

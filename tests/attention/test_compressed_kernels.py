@@ -140,7 +140,7 @@ def check_heads(device: str, *shapes: tuple[int, int, int, int]) -> None:
 
 
 def check_reading(device: str) -> None:
-    from dcpmla.cache.kernels import read_shared_rows
+    from dcpmla.cache.shared_kernels import read_shared_rows
 
     slots = torch.tensor([[3, 3, 0], [127, 64, 130]])
     for width, dtype in itertools.product((128, 192, 512), DTYPES):
@@ -295,7 +295,7 @@ def test_kernels_compile_for_hopper(dtype: str, cache: str) -> None:
     pytest.importorskip("triton")
     from dcpmla.attention.compressed.kernels.projections import heads_kernel, query_kernel, rows_kernel
     from dcpmla.attention.compressed.kernels.visible import append_kernel, visible_kernel
-    from dcpmla.cache.kernels import read_pages_kernel
+    from dcpmla.cache.shared_kernels import read_pages_kernel
 
     types = {**TYPES, "cache_ptr": "*u8" if cache == "u8" else f"*{dtype}", "codes_ptr": "*fp8e4nv"}
     codes = {} if cache == "u8" else {"codes_ptr": None, "scales_ptr": None}

@@ -203,6 +203,40 @@ def test_quantized_output() -> None:
     run_ranks(1, check_quantized_output)
 
 
+def check_static_output(headroom: float) -> None:
+    """Compare o_proj of rows in fp8 with a static scale with a product of their values in float64."""
+    layer, plain = layers(CONFIG, 1)
+    batches = MIXED, DECODES[0], PREFILL
+    scale = headroom * max(float(run_layer(layer, batch, layer.attend)[0].abs().max()) for batch in batches) / 448
+    layer.o_proj.load_input_scale("input_scale", torch.tensor(scale))
+    layer.o_proj.takes_quantized = True
+    taken: list[Any] = []
+    layer.o_proj.register_forward_pre_hook(lambda _, inputs: taken.append(inputs[0]))
+    for batch in batches:
+        out, _ = run_layer(layer, batch)
+        attended, _ = run_layer(layer, batch, layer.attend)
+        assert taken[-1].scales is layer.o_proj.input_scale
+        scale = layer.o_proj.input_scale.double()
+        rounded = (attended.double() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).double() * scale
+        weight, bias = plain.o_proj.weight.double(), plain.o_proj.bias.double()
+        reference = torch.nn.functional.linear(rounded, weight, bias)
+        # `fp8` multiplies by the rounded inverse of the scale, which may give the other neighbour of a tie.
+        assert (out.double() - reference).norm() < 1e-3 * reference.norm()
+        exact = torch.nn.functional.linear(attended.double(), weight, bias)
+        assert (out.double() - exact).norm() < TOLERANCE * exact.norm()
+
+
+@pytest.mark.parametrize("headroom", [1.0, 1.7])
+def test_output_with_a_static_scale(headroom: float) -> None:
+    run_ranks(1, check_static_output, headroom)
+
+
+@pytest.mark.parametrize("scale", [torch.ones(2), torch.tensor(0.0), torch.tensor(torch.inf), torch.tensor(torch.nan)])
+def test_static_scales_that_are_none(scale: Tensor) -> None:
+    with pytest.raises(ValueError, match="tensor o_proj.input_scale is .*; it must be one finite number above 0"):
+        Linear(128, 128).load_input_scale("o_proj.input_scale", scale)
+
+
 def check_compressed() -> None:
     """Compare the weights of DeepSeek-V4's layers, and what an output in groups gives after them."""
     sizes = {"num_attention_heads": 4, "o_groups": 2, "index_n_heads": 4, "index_head_dim": 64, "hidden_size": 128}

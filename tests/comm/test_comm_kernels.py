@@ -117,7 +117,7 @@ def test_landings_compile_for_hopper(dtype: str, carrier: str, is_fp8: bool, siz
 
     A word is loaded once for all its uses: it may come in between two loads.
     """
-    from dcpmla.comm.kernels.landings import combine_kernel, gather_kernel
+    from dcpmla.comm.kernels.exchange import combine_kernel, gather_kernel
 
     peers = triton.next_power_of_2(size)
     common = {

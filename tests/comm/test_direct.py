@@ -17,7 +17,7 @@ from tests.support.shared_memory import allocate, delay_kernels, run_interpreted
 
 pytest.importorskip("triton")
 
-from dcpmla.comm import direct, direct_ops  # noqa: E402
+from dcpmla.comm import direct, direct_ops, place  # noqa: E402
 from tests.support.direct_checks import (  # noqa: E402
     DTYPES,
     check_memory,
@@ -57,13 +57,13 @@ def check_exchanges(num_steps: int) -> None:
     common, own = random.Random(size), random.Random(rank)
     delay_kernels(own)
     direct._WINDOW_BYTES = 4096
-    direct_ops.NUM_PROGRAMS, direct_ops._PLACE_PROGRAMS = 8, 4  # each with several items
+    direct_ops.NUM_PROGRAMS, place.NUM_PROGRAMS, place._PROGRAMS = 8, 8, 4  # each with several items
     direct_ops._SHAPES = tuple((columns, num_items // 256) for columns, num_items in direct_ops._SHAPES)
     exchanges = [new_exchange(), new_exchange(landing_bytes=1024 * size), new_exchange(is_fp8=True)]
     if size > 3:
         groups = [dist.new_group(list(range(first, size, 2))) for first in range(2)]
         exchanges.append(new_exchange(group=groups[rank % 2]))
-    exchanges[0]._state[:-1] = 2**31 - 6
+    exchanges[0]._mailbox.state[:-1] = 2**31 - 6
     for step in range(num_steps):
         shape = common.choice((1, 2, 3, 6)), common.randint(1, 3), common.choice((8, 40, 72))
         exchange_once(exchanges[step % len(exchanges)], shape, common.choice(DTYPES), step, own)
@@ -106,7 +106,7 @@ def check_missing_rank() -> None:
     for operation, landing_bytes, number, call in calls:
         exchange = new_exchange(landing_bytes=landing_bytes, timeout=2.0)
         exchange.reserve_context(36, 8, q.dtype, q.device)
-        exchange._state[:-1] = 6
+        exchange._mailbox.state[:-1] = 6
         if rank == 1:
             continue
         assert 2.0 <= seconds(call, exchange) < 6.0

@@ -12,15 +12,21 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dcpmla import DCPConfig, MLAAttention, init_mesh
+from dcpmla.attention.output.quant import quant_for
+from dcpmla.comm.select import select_exchange
 from dcpmla.hf_quantization import check_quantization, scale_block
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.checkpoint_names import TEXT_RULES, rename
 from dcpmla.integrations.families.table import find_family
+from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.quantization import StoredTensor
+from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.linear import Weight, read_linear, read_weight
 from dcpmla.parallel.quantized import BlockFp8, GroupFp4, GroupInt4, dequantize
 from tests.integrations.test_transformers import check, make_cases
 from tests.support.quantized_models import SCHEMES, pack_int4, quantize, save_wide, write_dequantized, write_quantized
+from tests.support.ranks import run_ranks
 
 WHOLE, CUT = slice(None), slice(3, 101)
 MLA_SCHEMES = [scheme for scheme in SCHEMES if scheme != "published"]
@@ -134,6 +140,32 @@ def test_generates_as_its_dequantized_model(family: str, scheme: str, tmp_path: 
         tmp_path / "twin", dtype=torch.float32, attn_implementation="eager"
     )
     check(reference.eval(), tmp_path, 2, make_cases(2, [2], (1,), ("a2a",), family == "deepseek_v4"))
+
+
+def check_input_scales(directory: Path) -> None:
+    dcp, mesh, device = DCPConfig(), init_mesh(1, 1), torch.device("cpu")
+    chosen = select_exchange(dcp, mesh.dcp_group, device)
+    model = load_model(directory, load_config(directory), dcp, mesh, chosen, torch.bfloat16, device)
+    layers = [module for module in model.hidden_states.modules() if isinstance(module, MLAAttention)]
+    for number, layer in enumerate(layers):
+        assert quant_for(layer.o_proj, 128) is None  # a CPU multiplies rows as they are
+        layer.o_proj.takes_quantized = True
+        quant = quant_for(layer.o_proj, 128)
+        assert quant is not None
+        assert (quant.kind, quant.scale) == ("fp8", layer.o_proj.input_scale)
+        assert torch.equal(layer.o_proj.input_scale, torch.tensor([0.5 + number]))
+
+
+def test_static_scales_of_the_output_projection(tmp_path: Path) -> None:
+    """Each layer's, of checkpoints that were calibrated."""
+    save_wide("deepseek_v3", tmp_path / "wide")
+    write_quantized(tmp_path / "wide", tmp_path, "modelopt")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for number in range(sum(name.endswith("self_attn.o_proj.input_scale") for name in tensors)):
+        tensors[f"model.layers.{number}.self_attn.o_proj.input_scale"] = torch.tensor(0.5 + number)
+    save_file(tensors, file)
+    run_ranks(1, check_input_scales, tmp_path)
 
 
 E4M3 = torch.zeros(40, 256, dtype=torch.float8_e4m3fn)

@@ -27,13 +27,13 @@ def post(**changes: Any) -> Post:
             "rank 0 waited 61 s in decode step 5: rank 1 has been in prefill step 4 for 61 s",
         ),
         (
-            [post(waits=False, where="app.py:3 (callback)"), post()],
+            [post(waits=False, line="app.py:3 (callback)"), post()],
             "rank 0 waited 61 s .*: rank 1 has been in .* at app.py:3 \\(callback\\)",
         ),
         ([post(count=6), post(left=True)], "rank 0 waited 61 s in decode step 5: .*rank 2 left the job"),
         ([post(count=4), post(count=4), post()], "rank 0 waited 61 s in decode step 5: each of ranks 1, 2 has been in"),
         (
-            [post(where="b.py:1 (f)"), post(), post()],
+            [post(line="b.py:1 (f)"), post(), post()],
             r"rank 0 waited .*: rank 1 in decode step 5 at b.py:1 \(f\); each of ranks 0, 2, 3 in",
         ),
     ],
@@ -54,7 +54,7 @@ def test_values_that_are_no_posts() -> None:
 
 
 def test_blame_of_oneself() -> None:
-    here = post(waits=False, where="app.py:3 (callback)")
+    here = post(waits=False, line="app.py:3 (callback)")
     for posts in ([here], [here, post()], [here, post(count=6)]):
         assert blame(0, posts, [], 60, [0.0] * 2).words.startswith(
             "rank 0 has not come back from decode step 5 for 61 s, at app.py:3 (callback)"

@@ -207,7 +207,7 @@ def kill_after_broken_values(rank: int, watchdog: Watchdog) -> None:
     """Kill rank 1, after it has written values into the watchdog's store that no rank of the job writes."""
 
     def write(pids: list[int]) -> None:
-        store = dist.PrefixStore("watchdog", watchdog._given.clone())  # type: ignore[attr-defined]
+        store = dist.PrefixStore("watchdog", watchdog._job_store.clone())  # type: ignore[attr-defined]
         until = time.monotonic() + 2.0  # several beats, and a read of all posts
         while time.monotonic() < until:
             for value in BROKEN:

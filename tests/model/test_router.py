@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dcpmla.integrations.families.table import find_family
-from dcpmla.model.moe import HashGate
+from dcpmla.model.moe import Gate
 from dcpmla.model.router import Router, route, router_logits, split_weight
 from tests.attention.test_small_kernels import compile_for_hopper
 from tests.support.models import tiny_config
@@ -95,7 +95,7 @@ def test_experts_by_token_ids_as_transformers() -> None:
         routed_scaling_factor=module.routed_scaling_factor,
         num_shared=1,
     )
-    ids, weights = HashGate(module.weight[None], module.tid2eid, how)(x, token_ids)
+    ids, weights = Gate(module.weight[None], how, table=module.tid2eid)(x, token_ids)
     _, expected_weights, expected_ids = module(x, token_ids)
     assert torch.equal(ids[:, :4].long(), expected_ids)
     torch.testing.assert_close(weights[:, :4], expected_weights)

@@ -72,6 +72,8 @@ def check_kernel(device: str, dtype: torch.dtype, num_tokens: int, num_rows: int
     assert (out.dtype, out.shape) == (dtype, (num_tokens, num_rows))
     assert_near(out, exact(wanted, weight, groups))
     assert torch.equal(linear.multiply(*quantized(x), *weight, arrivals, dtype), out)
+    static = QuantizedRows(got.values, torch.tensor([0.3], device=device).expand(got.scales.shape))
+    assert_near(linear.multiply(*static, *weight, arrivals, dtype), exact(static, weight, groups))
     assert not arrivals.any()
 
 
@@ -119,6 +121,10 @@ def test_the_operator_on_a_gpu() -> None:
             assert_near(fp8_linear(x, None, *arguments), wanted)
             for layout in ("row", "tma"):
                 assert_near(fp8_linear(*quantized(x, layout), *arguments), wanted)
+            static = QuantizedRows(
+                quantized(x).values, torch.tensor([0.3], device="cuda").expand(num_tokens, width // 128)
+            )
+            assert_near(fp8_linear(*static, *arguments), exact(static, weight))
     graph, x = torch.cuda.CUDAGraph(), rows(8, 7168, torch.bfloat16, "cuda")
     weight = blocks(2112, 7168, device="cuda")
     wanted = fp8_linear(x, None, *weight, arrivals, torch.bfloat16)

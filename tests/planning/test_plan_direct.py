@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dcpmla.cli.plan import load_machine
-from dcpmla.comm.direct import MAX_SIZE
+from dcpmla.comm.direct_ops import MAX_SIZE
 from dcpmla.planning.exchange import exchange_us
 from dcpmla.planning.machine import H200X8, Direct
 from dcpmla.planning.measured import calibrate, predict_row

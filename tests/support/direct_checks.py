@@ -111,7 +111,9 @@ def exchange_once(
     time.sleep(own.choice((0, 0.02)))
     mailbox = exchange.mailbox(*out.shape[1:], dtype)
     if mailbox and exchange.device.type == "cpu" and own.random() < 0.3:  # the others cannot tell
-        send_rows(out[rank], lse[rank], exchange._landings, exchange._state, exchange._landing_bytes, rank)
+        send_rows(
+            out[rank], lse[rank], exchange._landings, exchange._mailbox.state, exchange._mailbox.landing_bytes, rank
+        )
         merged, merged_lse = torch.empty_like(out[rank, :, heads]), torch.empty_like(lse[rank, :, heads])
         direct_ops.enter("out", merged, mailbox)
         direct_ops.collect(merged, merged_lse, mailbox)
@@ -185,11 +187,11 @@ def exchange_candidates(exchange: DirectExchange) -> None:
 def check_memory(exchange: DirectExchange) -> None:
     """Check, after all ranks, that landings are empty, words are their exchanges', and programs have counted alike."""
     dist.barrier(exchange.group)
-    landings = exchange._landings.mine[: 2 * exchange._landing_bytes]
-    numbers = exchange._landings.mine[2 * exchange._landing_bytes :].view(torch.int64).view(2, -1) >> 32
+    landings = exchange._landings.mine[: 2 * exchange._mailbox.landing_bytes]
+    numbers = exchange._landings.mine[2 * exchange._mailbox.landing_bytes :].view(torch.int64).view(2, -1) >> 32
     assert (landings == 0xFF).all()
     assert ((numbers == 0) | (numbers % 2 == torch.tensor([[0], [1]], device=numbers.device))).all()
-    counters, has_failed = exchange._state[:-1], exchange._state[-1]
+    counters, has_failed = exchange._mailbox.state[:-1], exchange._mailbox.state[-1]
     assert (counters == counters[0]).all()
     assert has_failed == 0
     exchange.check()

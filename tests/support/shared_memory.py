@@ -55,13 +55,13 @@ def delay_kernels(delays: random.Random, chance: float = 0.03) -> None:
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
 
-    from dcpmla.comm.kernels import landings, reduce, window
+    from dcpmla.comm.kernels import exchange, items, landings, window
 
     def now() -> Any:
         time.sleep(0.02 * delays.random() if delays.random() < chance else 0.0005)  # the others need the core
         return tl.core.tensor(TensorHandle(np.array([time.monotonic_ns()]), tl.int64), tl.int64)
 
-    landings.now = window.now = reduce.now = now
+    landings.now = window.now = exchange.now = items.now = now
     np.seterr(all="ignore")  # shards without tokens hold anything
 
 

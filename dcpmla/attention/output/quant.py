@@ -64,8 +64,12 @@ class OutputQuant:
 
 
 def quant_for(linear: Linear, head_dim: int) -> OutputQuant | None:
-    """Return how to quantize heads' outputs for a linear layer that takes them in fp8; None for one that does not, or
-    whose groups would cross heads.
+    """Return how to quantize heads' outputs for a linear layer that takes them in fp8: by its static scale if it has
+    one; None for a layer that does not take them, or whose groups would cross heads.
     """
-    fits = linear.takes_quantized and head_dim % BLOCK == 0
+    if not linear.takes_quantized:
+        return None
+    if linear.input_scale is not None:
+        return OutputQuant(kind="fp8", scale=linear.input_scale)
+    fits = head_dim % BLOCK == 0
     return OutputQuant(kind="fp8_groups", group_size=BLOCK, scale_layout="tma") if fits else None

@@ -23,27 +23,6 @@ from vllm.v1.attention.ops.dcp import MLADCPManager
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
-__all__ = [
-    "AsyncModelRunnerOutput",
-    "AttentionCGSupport",
-    "AttentionMetadataBuilder",
-    "MLACommonBackend",
-    "MLACommonDecodeMetadata",
-    "MLACommonImpl",
-    "MLACommonMetadata",
-    "MLACommonMetadataBuilder",
-    "MLADCPManager",
-    "MultipleOf",
-    "QueryLenSupport",
-    "Worker",
-    "get_current_vllm_config",
-    "get_dcp_group",
-    "get_pp_group",
-    "get_tp_group",
-    "max_decode_query_len",
-    "split_kv_b_proj",
-]
-
 # Methods that are replaced or overridden, and the arguments that must be among theirs.
 METHODS = {
     AsyncModelRunnerOutput: {"get_output": ()},

@@ -35,9 +35,9 @@ class Tile(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """Tiles of both products, for experts that get up to `most_rows` rows on average."""
+    """Tiles of both products, for experts that get up to `max_rows` rows on average."""
 
-    most_rows: float
+    max_rows: float
     gate_up: Tile
     down: Tile
 
@@ -109,13 +109,13 @@ def compute_experts(
     if is_few:
         tiling, experts, routes = _FEW[kind], ids, None
     else:
-        tiling = next(tiling for tiling in _TILINGS[kind] if num_routes <= tiling.most_rows * num_experts)
+        tiling = next(tiling for tiling in _TILINGS[kind] if num_routes <= tiling.max_rows * num_experts)
         experts, routes, _ = assign_blocks(ids, num_own, max(tiling.gate_up.rows, tiling.down.rows))
 
     h = x.new_empty(num_routes, width)
     codes = gate_up.unflatten(1, (2, width))
-    given = _by_halves(x) if kind == torch.uint8 else x if quantized is None else quantized
-    _multiply(given, codes, gate_up_scales, h, tiling.gate_up, experts, routes, top_k, expert_weights, swiglu_limit)
+    source = _by_halves(x) if kind == torch.uint8 else x if quantized is None else quantized
+    _multiply(source, codes, gate_up_scales, h, tiling.gate_up, experts, routes, top_k, expert_weights, swiglu_limit)
     rows = x.new_empty(num_tokens if is_few else num_routes, hidden)
     _multiply(h, down.unsqueeze(1), down_scales, rows, tiling.down, experts, routes, top_k)
     return rows if is_few else sum_routes(rows, ids, num_own)
@@ -147,8 +147,11 @@ def _multiply(
     if codes.dtype == torch.uint8:
         assert scales is not None
         tile_bytes = tile_bytes // 2 + tile_bytes // GROUP * scales.itemsize
-    most_stages = (shared_memory(x.device) - _RESERVED_BYTES) // (tile.rows * depth * x.itemsize + tile_bytes)
-    grid, where = (num_tiles * triton.cdiv(width, tile.columns),), (experts, routes, expert_weights, out, swiglu_limit)
+    max_stages = (shared_memory(x.device) - _RESERVED_BYTES) // (tile.rows * depth * x.itemsize + tile_bytes)
+    grid, routing = (
+        (num_tiles * triton.cdiv(width, tile.columns),),
+        (experts, routes, expert_weights, out, swiglu_limit),
+    )
     options: dict[str, Any] = {
         "TOP_K": top_k if is_gated else 1,
         "NUM_SUMMED": num_summed,
@@ -158,15 +161,17 @@ def _multiply(
         "WIDTH": width,
         "K": k,
         # A sum takes two loop stages for one of memory because ids of experts are loaded before their weights.
-        "STAGES": max(1, min(tile.num_stages, most_stages * 2 if num_summed > 1 else most_stages)),
+        "STAGES": max(1, min(tile.num_stages, max_stages * 2 if num_summed > 1 else max_stages)),
         "num_warps": tile.num_warps,
     }
     if codes.dtype == torch.uint8:
-        packed_product_kernel[grid](x, describe(codes, [1, parts, tile.columns, depth // 2]), scales, *where, **options)
+        packed_product_kernel[grid](
+            x, describe(codes, [1, parts, tile.columns, depth // 2]), scales, *routing, **options
+        )
     else:
         weights = describe(codes, [1, 1 + tile.is_stacked, tile.columns, depth])
         strides = (0, 0) if x_scales is None else x_scales.stride()
-        grouped_product_kernel[grid](x, x_scales, *strides, weights, scales, *where, GATED=is_gated, **options)
+        grouped_product_kernel[grid](x, x_scales, *strides, weights, scales, *routing, GATED=is_gated, **options)
 
 
 def _by_halves(x: Tensor) -> Tensor:

@@ -127,10 +127,10 @@ def route_kernel(
     tl.store(weights_ptr + at, weights, mask=column < TOP_K + NUM_SHARED)
 
 
-def route(logits: Tensor, bias: Tensor | None, how: Router) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, bias: Tensor | None, router: Router) -> tuple[Tensor, Tensor]:
     """Compute `model.router.route` in one kernel."""
     num_tokens, num_experts = logits.shape
-    width = how.top_k + how.num_shared
+    width = router.top_k + router.num_shared
     ids = torch.empty(num_tokens, width, dtype=torch.int32, device=logits.device)
     weights = torch.empty(num_tokens, width, dtype=torch.float32, device=logits.device)
     if num_tokens:
@@ -139,17 +139,17 @@ def route(logits: Tensor, bias: Tensor | None, how: Router) -> tuple[Tensor, Ten
             None if bias is None else bias.contiguous(),
             ids,
             weights,
-            how.routed_scaling_factor,
+            router.routed_scaling_factor,
             NUM_EXPERTS=num_experts,
-            NUM_GROUPS=how.num_groups,
-            TOPK_GROUPS=how.topk_groups,
-            TOP_K=how.top_k,
-            NUM_SHARED=how.num_shared,
-            SCORING=how.scoring,
-            TOP2=how.group_score == "top2_sum",
-            RENORMALIZE=how.renormalize,
-            GROUPS=triton.next_power_of_2(how.num_groups),
-            GROUP=triton.next_power_of_2(num_experts // how.num_groups),
+            NUM_GROUPS=router.num_groups,
+            TOPK_GROUPS=router.topk_groups,
+            TOP_K=router.top_k,
+            NUM_SHARED=router.num_shared,
+            SCORING=router.scoring,
+            TOP2=router.group_score == "top2_sum",
+            RENORMALIZE=router.renormalize,
+            GROUPS=triton.next_power_of_2(router.num_groups),
+            GROUP=triton.next_power_of_2(num_experts // router.num_groups),
             OUT=triton.next_power_of_2(width),
             num_warps=1,
         )

@@ -101,12 +101,12 @@ def choose_tiling(num_tokens: int, num_rows: int, width: int) -> Tiling:
     if num_tokens > BLOCK:
         return Tiling(BLOCK, 1)
     if num_tokens > 64:
-        tokens, most_programs = BLOCK, 256
+        tokens, max_programs = BLOCK, 256
     else:
-        tokens, most_programs = (16 if num_tokens <= 32 else 32), 640
+        tokens, max_programs = (16 if num_tokens <= 32 else 32), 640
     num_tiles = triton.cdiv(num_rows, _ROWS) * triton.cdiv(num_tokens, tokens)
     splits = 1
-    while 2 * splits * _PART <= width // BLOCK and 2 * splits * num_tiles <= most_programs:
+    while 2 * splits * _PART <= width // BLOCK and 2 * splits * num_tiles <= max_programs:
         splits *= 2
     return Tiling(tokens, splits)
 

@@ -1,0 +1,72 @@
+"""Triton kernel of the residual addition and the RMSNorm after a sum, with its launcher; `comm.norm` specifies it."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dcpmla.parallel.fp8 import empty_codes
+from dcpmla.parallel.kernels.quantize import store_codes
+
+
+@triton.jit
+def normalize(x, squares, weight, eps, WIDTH: tl.constexpr):
+    """Return the norm of items by the sum of squares of their row, rounded as in `comm.norm.rms_norm`."""
+    normed = (x.to(tl.float32) * tl.rsqrt(squares / WIDTH + eps)).to(x.dtype)
+    return (normed.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit(do_not_specialize=["scales_stride"])
+def add_norm_kernel(
+    partial_ptr,
+    residual_ptr,
+    weight_ptr,
+    normed_ptr,
+    codes_ptr,
+    scales_ptr,
+    scales_stride,
+    sums_ptr,
+    eps,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Add a row of partial and residual [T, WIDTH], rounded once, and norm it: one program a row."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
+    at, mask = row * WIDTH + column, column < WIDTH
+    total = tl.load(partial_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    total += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    sums = total.to(sums_ptr.dtype.element_ty)
+    tl.store(sums_ptr + at, sums, mask=mask)
+    wide = sums.to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
+    normed = normalize(sums, tl.sum(wide * wide, 0), weight, eps, WIDTH)
+    tl.store(normed_ptr + at, normed, mask=mask)
+    if codes_ptr is not None:
+        store_codes(normed, row, 0, codes_ptr, scales_ptr, scales_stride, WIDTH)
+
+
+def add_norm(
+    partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute `comm.norm.add_norm` in one kernel."""
+    partial, residual = partial.contiguous(), residual.contiguous()
+    normed, sums = torch.empty_like(residual), torch.empty_like(residual)
+    codes, scales = empty_codes(normed, quantizes)
+    num_tokens, width = residual.shape
+    columns = triton.next_power_of_2(width)
+    if num_tokens:
+        add_norm_kernel[(num_tokens,)](
+            partial,
+            residual,
+            weight,
+            normed,
+            codes if quantizes else None,
+            scales if quantizes else None,
+            scales.stride(1),
+            sums,
+            eps,
+            WIDTH=width,
+            COLUMNS=columns,
+            num_warps=min(max(1, columns // 512), 16),
+        )
+    return normed, sums, codes, scales

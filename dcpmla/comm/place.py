@@ -1,0 +1,62 @@
+"""The operation of `direct` that stores rows at their final position in each rank's memory, as a custom op."""
+
+import triton
+from torch import Tensor
+
+from dcpmla.comm.direct_ops import CARRIERS, check_carried, milliseconds, share
+from dcpmla.comm.faults import OPERATIONS
+from dcpmla.comm.kernels.landings import NUM_PROGRAMS
+from dcpmla.comm.kernels.window import place_kernel
+from dcpmla.operators import nothing, operator
+
+_THREADS = 128
+_PLACED = 8 * _THREADS  # elements of an item of place_kernel: 16 bytes of bfloat16 a thread
+_PROGRAMS = 528  # place_kernel has four a multiprocessor of an H200
+
+
+@operator("direct_place", fake=nothing, mutates_args=("state",))
+def place(
+    rows: Tensor,
+    targets: Tensor | None,
+    addresses: Tensor,
+    state: Tensor,
+    fault: Tensor,
+    window_at: int,
+    flags_at: int,
+    timeout: float,
+    group: str,
+    operation: str,
+) -> None:
+    """Store rows [N, D] in each rank's memory from window_at on: row n becomes row targets[n], or is skipped if that is
+    -1; without targets, rank r's row n becomes row n W + r.
+
+    Finishes, in stream order, when the rows of all ranks have arrived. D may be any size: rows of fp8_ds_mla are not a
+    multiple of 16 bytes for every latent.
+    """
+    rank = check_carried("rows", rows, fault, timeout, group)
+    num_rows, width = rows.shape
+    columns = min(_PLACED, width & -width)  # the largest power of two that divides the width
+    num_items = -(-num_rows * columns // _PLACED) * (width // columns)
+    num_programs = min(max(1, num_items), _PROGRAMS)
+    place_kernel[(num_programs,)](
+        rows.contiguous().view(CARRIERS[rows.element_size()]),
+        targets,
+        addresses,
+        state,
+        fault,
+        num_rows,
+        rank,
+        window_at,
+        flags_at,
+        milliseconds(timeout),
+        OPERATION=OPERATIONS.index(operation),
+        WIDTH=width,
+        SIZE=len(addresses),
+        PEERS=triton.next_power_of_2(len(addresses)),
+        ROWS=_PLACED // columns,
+        COLUMNS=columns,
+        THREADS=_THREADS,
+        PROGRAMS=NUM_PROGRAMS,
+        SHARE=share(num_programs),
+        num_warps=_THREADS // 32,
+    )
