@@ -204,6 +204,11 @@ def decode_workspace(device: torch.device | str) -> Tensor | None:
     return workspace
 
 
+def request_bound(num_reqs: int) -> int:
+    """Return a power of two that is at least num_reqs and that many numbers share: kernels are compiled for each."""
+    return 32 if num_reqs <= 32 else max(256, 1 << (num_reqs - 1).bit_length())
+
+
 def num_programs(workspace: Tensor, rows: int) -> int:
     """Return the number of programs that can share a workspace if each writes two partial outputs of `rows` rows."""
     return min(COUNTER_WORDS, (workspace.numel() - COUNTER_WORDS) // (2 * rows * _WORDS_PER_ROW))

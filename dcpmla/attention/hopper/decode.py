@@ -21,7 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from dcpmla.attention.calls import COUNTER_WORDS, DecodeCall, num_programs
+from dcpmla.attention.calls import COUNTER_WORDS, DecodeCall, num_programs, request_bound
 from dcpmla.attention.hopper import consumers, consumers_fp8
 from dcpmla.attention.hopper.convert import produce_converted
 from dcpmla.attention.hopper.outputs import Outputs, open_mail
@@ -101,7 +101,7 @@ def decode_kernel(
         addresses_ptr, .., landing_bytes: Destination of rows that are sent to their owners instead of out and lse,
             else None.
         PAGE_STRIDE: Words from one page of fp8_ds_mla's shared keys to the next; else None.
-        REQS: Power of two, at least num_reqs and 32.
+        REQS: Power of two, at least num_reqs (`request_bound`).
         IS_SPARSE: Whether the table holds numbers of rows.
         IS_CONVERTED: Whether rows of 8 bits are converted to q's dtype.
     """
@@ -233,7 +233,7 @@ def _launch(call: DecodeCall, out: Tensor, lse: Tensor, mail: tuple[Tensor | int
         *mail,
         ROW_STRIDE=None if rows is None else row_stride,
         PAGE_STRIDE=page_stride,
-        REQS=max(32, triton.next_power_of_2(num_reqs)),
+        REQS=request_bound(num_reqs),
         IS_SPARSE=is_sparse,
         IS_CONVERTED=is_converted,
         num_warps=4,

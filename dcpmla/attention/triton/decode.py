@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.attention.calls import COUNTER_WORDS, DecodeCall, num_programs
+from dcpmla.attention.calls import COUNTER_WORDS, DecodeCall, num_programs, request_bound
 from dcpmla.attention.triton.device import shared_memory
 from dcpmla.cache import formats, shared_format
 
@@ -328,7 +328,7 @@ def run(call: DecodeCall) -> tuple[Tensor, Tensor]:
         KEYS=32,
         LATENT=call.kv_lora_rank,
         ROPE=call.rope_dim,
-        REQS=triton.next_power_of_2(call.num_reqs),
+        REQS=request_bound(call.num_reqs),
         IS_RAGGED=call.query_start_loc is not None,
         num_warps=4 if rows == 16 and q.dtype == kv_cache.dtype else 8,  # conversions take registers
         num_stages=2,

@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_CHUNK = 4096  # routes that a program reads at a time
-_SPAN = 4 * _CHUNK  # routes of a program
+# Numbers of routes that a program reads at a time: each size of step that has another is compiled again.
+_CHUNKS = (256, 1024, 4096)
+_SPAN = 4 * _CHUNKS[-1]  # routes of a program
 _COLUMNS = 1024  # columns per program of the sum
 
 
@@ -98,8 +99,8 @@ def assign_blocks(expert_ids: Tensor, num_experts: int, rows: int) -> Blocks:
         torch.empty(shape, dtype=torch.int32, device=expert_ids.device)
         for shape in ((num_experts, num_spans), max_blocks, (max_blocks, rows), 1)
     )
-    chunk = min(_CHUNK, triton.next_power_of_2(num_routes))
-    sizes = {"SPAN": _SPAN, "CHUNK": chunk, "num_warps": 8 if chunk == _CHUNK else 4}
+    chunk = next((chunk for chunk in _CHUNKS if num_routes <= chunk), _CHUNKS[-1])
+    sizes = {"SPAN": _SPAN, "CHUNK": chunk, "num_warps": 8 if chunk == _CHUNKS[-1] else 4}
     count_kernel[(num_experts, num_spans)](expert_ids, counts, num_routes, **sizes)
     assign_kernel[(num_experts + 1, num_spans)](
         expert_ids,

@@ -9,7 +9,7 @@ from dcpmla.runtime.numbers import Numbers, Rows
 _ROWS = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # else Triton compiles variants for 1 and multiples of 16
 def layout_kernel(
     positions_ptr,
     slots_ptr,
