@@ -138,27 +138,22 @@ class DirectExchange:
     def _new_windows(self, num_windows: int, window_bytes: int) -> "_Windows":
         memory = self._allocate(num_windows * window_bytes + _FLAG_BYTES, self.group, self.device)
         memory.mine[num_windows * window_bytes :].zero_()
-        return _Windows(
-            num_windows, window_bytes, memory, new_state(self.device), self.fault, self.timeout, self.group.group_name
+        mailbox = self._mailbox._replace(
+            addresses=memory.addresses, state=new_state(self.device), landing_bytes=window_bytes
         )
+        return _Windows(num_windows, memory, mailbox)
 
 
 class _Windows:
-    """Windows to which peers store rows in final order, used in turn; a window keeps its rows until its next turn."""
+    """Windows to which peers store rows in final order, used in turn; a window keeps its rows until its next turn.
 
-    def __init__(
-        self,
-        num_windows: int,
-        window_bytes: int,
-        memory: PeerMemory,
-        state: Tensor,
-        fault: Tensor,
-        timeout: float,
-        group_name: str,
-    ) -> None:
-        self.window_bytes = window_bytes
-        self._num_windows, self._memory, self._next = num_windows, memory, 0
-        self._state, self._rest = (state, fault), (timeout, group_name)
+    Args:
+        mailbox: Addresses of the memory, its counters, and the bytes of a window.
+    """
+
+    def __init__(self, num_windows: int, memory: PeerMemory, mailbox: Mailbox) -> None:
+        self.window_bytes = mailbox.landing_bytes
+        self._num_windows, self._memory, self._mailbox, self._next = num_windows, memory, mailbox, 0
 
     def place(self, rows: Tensor, targets: Tensor | None, operation: str) -> Tensor:
         """Send rows [N, D] to their target rows (`comm.place.place`).
@@ -167,15 +162,6 @@ class _Windows:
         """
         window_at = self._next * self.window_bytes
         self._next = (self._next + 1) % self._num_windows
-        place(
-            rows,
-            targets,
-            self._memory.addresses,
-            *self._state,
-            window_at,
-            self._num_windows * self.window_bytes,
-            *self._rest,
-            operation,
-        )
+        place(rows, targets, self._mailbox, window_at, self._num_windows * self.window_bytes, operation)
         window = self._memory.mine[window_at : window_at + self.window_bytes].view(rows.dtype)
         return window[: window.numel() // rows.shape[1] * rows.shape[1]].view(-1, rows.shape[1])

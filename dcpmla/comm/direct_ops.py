@@ -198,7 +198,7 @@ def enter(name: str, rows: Tensor, mailbox: Mailbox) -> int:
         PeerFault: An earlier exchange has failed.
         ValueError: Direct does not support the dtype or the width.
     """
-    rank = check_carried(name, rows, mailbox.fault, mailbox.timeout, mailbox.group_name)
+    rank = check_carried(name, rows, mailbox)
     if rows.shape[-1] * rows.element_size() % _ALIGNMENT:
         raise ValueError(
             f"{name} has rows of {rows.shape[-1]} {rows.dtype}; direct carries multiples of {_ALIGNMENT} bytes"
@@ -206,12 +206,12 @@ def enter(name: str, rows: Tensor, mailbox: Mailbox) -> int:
     return rank
 
 
-def check_carried(name: str, rows: Tensor, fault: Tensor, timeout: float, group_name: str) -> int:
+def check_carried(name: str, rows: Tensor, mailbox: Mailbox) -> int:
     """Make the checks of `enter` for rows of any width, and return this rank in its group."""
-    raise_fault(fault, timeout, group_name)
+    raise_fault(mailbox.fault, mailbox.timeout, mailbox.group_name)
     if rows.dtype not in _DTYPES:
         raise ValueError(f"{name} has dtype {rows.dtype}; direct carries {', '.join(map(str, _DTYPES))}")
-    return dist.get_rank(_group(group_name))
+    return dist.get_rank(_group(mailbox.group_name))
 
 
 def _group(group_name: str) -> dist.ProcessGroup:

@@ -4,6 +4,7 @@ import triton
 from torch import Tensor
 
 from dcpmla.comm.direct_ops import CARRIERS, check_carried, milliseconds, share
+from dcpmla.comm.exchange import Mailbox
 from dcpmla.comm.faults import OPERATIONS
 from dcpmla.comm.kernels.landings import NUM_PROGRAMS
 from dcpmla.comm.kernels.window import place_kernel
@@ -18,13 +19,9 @@ _PROGRAMS = 528  # place_kernel has four a multiprocessor of an H200
 def place(
     rows: Tensor,
     targets: Tensor | None,
-    addresses: Tensor,
-    state: Tensor,
-    fault: Tensor,
+    mailbox: Mailbox,
     window_at: int,
     flags_at: int,
-    timeout: float,
-    group: str,
     operation: str,
 ) -> None:
     """Store rows [N, D] in each rank's memory from window_at on: row n becomes row targets[n], or is skipped if that is
@@ -33,7 +30,7 @@ def place(
     Finishes, in stream order, when the rows of all ranks have arrived. D may be any size: rows of fp8_ds_mla are not a
     multiple of 16 bytes for every latent.
     """
-    rank = check_carried("rows", rows, fault, timeout, group)
+    rank = check_carried("rows", rows, mailbox)
     num_rows, width = rows.shape
     columns = min(_PLACED, width & -width)  # the largest power of two that divides the width
     num_items = -(-num_rows * columns // _PLACED) * (width // columns)
@@ -41,18 +38,18 @@ def place(
     place_kernel[(num_programs,)](
         rows.contiguous().view(CARRIERS[rows.element_size()]),
         targets,
-        addresses,
-        state,
-        fault,
+        mailbox.addresses,
+        mailbox.state,
+        mailbox.fault,
         num_rows,
         rank,
         window_at,
         flags_at,
-        milliseconds(timeout),
+        milliseconds(mailbox.timeout),
         OPERATION=OPERATIONS.index(operation),
         WIDTH=width,
-        SIZE=len(addresses),
-        PEERS=triton.next_power_of_2(len(addresses)),
+        SIZE=len(mailbox.addresses),
+        PEERS=triton.next_power_of_2(len(mailbox.addresses)),
         ROWS=_PLACED // columns,
         COLUMNS=columns,
         THREADS=_THREADS,
