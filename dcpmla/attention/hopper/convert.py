@@ -11,7 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from dcpmla.attention.hopper.outputs import await_parts
 from dcpmla.attention.hopper.producers import PAGE_ROWS, find_keys, find_table, load_queries, point_to, split_row
-from dcpmla.attention.hopper.schedule import HALF, KEYS, ROPE, find_request, next_begin
+from dcpmla.attention.hopper.ring import await_free, ready_at
+from dcpmla.attention.hopper.schedule import HALF, KEYS, ROPE, find_segment, finish_segment, next_request, start_walk
 from dcpmla.cache import shared_format
 
 # Words of a quarter of a latent, which share a scale in fp8_ds_mla. In shared keys each half of a quarter has its own
@@ -173,28 +174,25 @@ def produce_converted(queries, rows_ptr, buffers, barriers, paging, counters_ptr
 
     Scales of fp8_ds_mla are multiplied in; the consumers apply the one scale of an e4m3 cache.
     """
-    num_stages: gl.constexpr = buffers.k_left.shape[0]
     is_planar: gl.constexpr = paging.page_stride is not None
-    batch = work.batch
-    request, begin, start = work.request, work.begin, work.start
-    num_segments, num_loaded, last, last_begin = 0, 0, 0, 0
-    while start < work.end:
-        first_row, num_rows, num_keys = find_request(request, batch)
-        stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), work.end)
-        if (start < stop) & (num_rows > 0):
-            table = find_table(request, paging)
-            tile, last_key = start - begin, gl.minimum(num_keys, (stop - begin) * KEYS) - 1
+    walk = start_walk(work)
+    num_segments, num_loaded = 0, 0
+    while walk.start < work.end:
+        segment = find_segment(walk, work)
+        if segment.is_any:
+            table = find_table(walk.request, paging)
+            tile = walk.start - walk.begin
+            last_key = gl.minimum(segment.num_keys, (segment.stop - walk.begin) * KEYS) - 1
             found = find_keys(tile, last_key, table, rows_ptr, paging, BY_KEY)
             keys_ptr = point_to(found, rows_ptr, paging)
             c0, s0 = _load_quarter(keys_ptr, 0, found, paging)
             c1, s1 = _load_quarter(keys_ptr, 1, found, paging)
             rope = _load_rope(keys_ptr, paging.row_stride, paging.is_ds_mla)
-            load_queries(queries, first_row, buffers, barriers, num_segments)
+            load_queries(queries, segment.first_row, buffers, barriers, num_segments)
             num_segments += 1
             while tile * KEYS <= last_key:
-                stage, phase = num_loaded % num_stages, (num_loaded // num_stages) & 1
-                mbarrier.wait(barriers.left_free.index(stage), phase ^ 1)
-                mbarrier.wait(barriers.right_free.index(stage), phase ^ 1)
+                stage = await_free(barriers.left, num_loaded)
+                await_free(barriers.right, num_loaded)
                 next_found = find_keys(tile + 1, last_key, table, rows_ptr, paging, BY_KEY)
                 if paging.is_sparse:
                     ahead = find_keys(tile + 2, last_key, table, rows_ptr, paging, gl.SliceLayout(1, PREFETCHED))
@@ -212,15 +210,12 @@ def produce_converted(queries, rows_ptr, buffers, barriers, paging, counters_ptr
                 c1, s1 = _load_quarter(keys_ptr, 1, found, paging)
                 _store_quarter(buffers.k_right.index(stage), 1, c3, s2 if is_planar else s3, paging)
                 fence_async_shared()  # this also waits for loads, which started long before
-                mbarrier.arrive(barriers.left_ready.index(stage), count=1)
-                mbarrier.arrive(barriers.right_ready.index(stage), count=1)
+                mbarrier.arrive(ready_at(barriers.left, num_loaded), count=1)
+                mbarrier.arrive(ready_at(barriers.right, num_loaded), count=1)
                 if paging.is_sparse:
                     _prefetch(ahead, rows_ptr, paging)
                 num_loaded += 1
                 tile += 1
-            last, last_begin = request, begin
-            start = stop
-        begin = next_begin(begin, num_keys, work)
-        start = gl.maximum(start, begin)
-        request += 1
-    await_parts(last, last_begin, work, counters_ptr, barriers.merge_ready)
+            walk = finish_segment(walk, segment)
+        walk = next_request(walk, segment, work)
+    await_parts(walk, work, counters_ptr, barriers.merge_ready)

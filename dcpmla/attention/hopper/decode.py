@@ -19,7 +19,6 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dcpmla.attention.calls import COUNTER_WORDS, DecodeCall, num_programs
 from dcpmla.attention.hopper import consumers, consumers_fp8
@@ -27,12 +26,12 @@ from dcpmla.attention.hopper.convert import produce_converted
 from dcpmla.attention.hopper.outputs import Outputs, open_mail
 from dcpmla.attention.hopper.pipeline import LOG2E, new_barriers, new_buffers
 from dcpmla.attention.hopper.producers import Paging, Tiles, produce_rows, produce_tiles
+from dcpmla.attention.hopper.ring import describe
 from dcpmla.attention.hopper.schedule import HALF, KEYS, LATENT, ROPE, ROWS, count_tiles, cut, keep_gaps
 from dcpmla.cache.shared_format import data_bytes
 from dcpmla.comm import direct_ops
 from dcpmla.comm.exchange import Mailbox
 
-_SWIZZLE_BYTES = 128  # largest swizzle
 _NO_MAIL = (None,) * 6
 
 
@@ -203,10 +202,10 @@ def _launch(call: DecodeCall, out: Tensor, lse: Tensor, mail: tuple[Tensor | int
     else:
         num_rows = (kv_cache.shape[0] - 1) * rows_per_block + kv_cache.shape[1]
         matrix = kv_cache.as_strided((num_rows, kv_cache.shape[2]), (row_stride, 1))
-        kv_desc = _tiles(matrix[:, : LATENT.value], HALF.value, KEYS.value)
-        k_pe_desc = _tiles(matrix[:, LATENT.value :], ROPE.value, KEYS.value)
-    q_desc = _tiles(q.flatten(0, 1), HALF.value, ROWS.value)
-    q_pe_desc = None if q_pe is None else _tiles(q_pe.flatten(0, 1), ROPE.value, ROWS.value)
+        kv_desc = describe(matrix[:, : LATENT.value], KEYS.value, HALF.value)
+        k_pe_desc = describe(matrix[:, LATENT.value :], KEYS.value, ROPE.value)
+    q_desc = describe(q.flatten(0, 1), ROWS.value, HALF.value)
+    q_pe_desc = None if q_pe is None else describe(q_pe.flatten(0, 1), ROWS.value, ROPE.value)
     decode_kernel[(num_row_tiles, num_parts)](
         q_desc,
         q_pe_desc,
@@ -239,11 +238,3 @@ def _launch(call: DecodeCall, out: Tensor, lse: Tensor, mail: tuple[Tensor | int
         num_warps=4,
         launch_cooperative_grid=num_parts > 1,
     )
-
-
-def _tiles(matrix: Tensor, num_columns: int, num_rows: int) -> TensorDescriptor:
-    """Describe a matrix for TMA, in tiles [num_rows, num_columns]."""
-    size = matrix.element_size()
-    swizzle = min(_SWIZZLE_BYTES, num_columns * size)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * size, rank=2)
-    return TensorDescriptor(matrix, matrix.shape, matrix.stride(), [num_rows, num_columns], layout)

@@ -157,10 +157,59 @@ def cut(num_tiles, num_reqs, batch):
     )
 
 
+@aggregate
+class Walk:
+    """Position of a role on its way over the segments of its part."""
+
+    request: gl.tensor
+    begin: gl.tensor  # position of the request's first tile
+    start: gl.tensor  # first tile that is left
+    last: gl.tensor  # request of the previous segment, and the position of its first tile
+    last_begin: gl.tensor
+
+
+@aggregate
+class Segment:
+    """The tiles that a part has of one request: [`Walk.start`, stop) of the line."""
+
+    first_row: gl.tensor  # of `find_request`
+    num_rows: gl.tensor
+    num_keys: gl.tensor
+    stop: gl.tensor
+    is_any: gl.tensor  # False: the part has no tiles of the request, or a gap
+
+
 @gluon.jit
-def next_begin(begin, num_keys, work):
-    """Return the position of the next request's first tile."""
-    return begin + gl.cdiv(gl.cdiv(num_keys, KEYS), work.granule) * work.granule
+def start_walk(work):
+    """Return the position before a part's first request."""
+    return Walk(work.request, work.begin, work.start, gl.to_tensor(0), gl.to_tensor(0))
+
+
+@gluon.jit
+def find_segment(walk, work):
+    """Return the part's segment of the present request."""
+    first_row, num_rows, num_keys = find_request(walk.request, work.batch)
+    stop = gl.minimum(walk.begin + gl.cdiv(num_keys, KEYS), work.end)
+    return Segment(first_row, num_rows, num_keys, stop, (walk.start < stop) & (num_rows > 0))
+
+
+@gluon.jit
+def is_whole(walk, segment):
+    """Return whether the part has all tiles of the request; else other parts have the rest."""
+    return segment.stop - walk.start == gl.cdiv(segment.num_keys, KEYS)
+
+
+@gluon.jit
+def finish_segment(walk, segment):
+    """Return the position after the tiles of a segment."""
+    return Walk(walk.request, walk.begin, segment.stop, walk.request, walk.begin)
+
+
+@gluon.jit
+def next_request(walk, segment, work):
+    """Return the position at the next request."""
+    begin = walk.begin + gl.cdiv(gl.cdiv(segment.num_keys, KEYS), work.granule) * work.granule
+    return Walk(walk.request + 1, begin, gl.maximum(walk.start, begin), walk.last, walk.last_begin)
 
 
 @gluon.jit
