@@ -1,8 +1,8 @@
-"""The producers of Hopper's decode kernel: they copy queries and keys into shared memory, stage after stage.
+"""The copies of Hopper's decode kernel: a segment's queries and keys into shared memory, stage after stage.
 
-`produce_tiles` is one warp that copies tiles by TMA. `produce_rows` is four warps that gather single rows, as sparse
-attention selects them. (`convert.produce_converted` is for caches of 8 bits.) A producer ends by waiting for
-the other parts of the requests that its part shares.
+`copy_tiles` runs in one warp, which copies tiles by TMA, `copy_rows` in four warps, which gather single rows, as sparse
+attention selects them. (`convert.convert_rows` is for caches of 8 bits.) `decode.produce` calls one of them for each
+segment.
 """
 
 from triton.experimental import gluon
@@ -11,20 +11,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from dcpmla.attention.hopper.compat import aggregate, barrier, copy_async, tma_load
-from dcpmla.attention.hopper.outputs import await_parts
 from dcpmla.attention.hopper.ring import await_free, ready_at
-from dcpmla.attention.hopper.schedule import (
-    HALF,
-    KEYS,
-    LATENT,
-    ROPE,
-    ROWS,
-    find_segment,
-    finish_segment,
-    next_request,
-    start_walk,
-    uniform,
-)
+from dcpmla.attention.hopper.schedule import HALF, KEYS, LATENT, ROPE, ROWS, uniform
 from dcpmla.cache import shared_format
 
 PAGE_ROWS = gl.constexpr(shared_format.PAGE_ROWS)
@@ -132,67 +120,51 @@ def _copy_columns(buffer, keys_ptr, first: gl.constexpr):
 
 
 @gluon.jit
-def produce_tiles(queries, keys, buffers, barriers, paging, counters_ptr, work):
-    """Copy the queries of each segment, then its tiles of keys, by TMA."""
+def copy_tiles(queries, keys, walk, segment, buffers, barriers, paging, num_segments, num_loaded):
+    """Copy the queries of a segment, then its tiles of keys, by TMA; return the number of tiles loaded so far."""
     size: gl.constexpr = keys.half_desc.dtype.primitive_bitwidth // 8
-    walk = start_walk(work)
-    num_segments, num_loaded = 0, 0
-    while walk.start < work.end:
-        segment = find_segment(walk, work)
-        if segment.is_any:
-            table = find_table(walk.request, paging)
-            first_tile, num_tiles = walk.start - walk.begin, segment.stop - walk.start
-            load_queries(queries, segment.first_row, buffers, barriers, num_segments)
-            num_segments += 1
-            for tile in range(0, num_tiles):
-                row = _find_row(first_tile + tile, table, paging)
-                stage = await_free(barriers.left, num_loaded)
-                left_ready = ready_at(barriers.left, num_loaded)
-                mbarrier.expect(left_ready, KEYS * (HALF + ROPE) * size)
-                tma_load(keys.half_desc, [row, 0], left_ready, buffers.k_left.index(stage))
-                tma_load(keys.rope_desc, [row, 0], left_ready, buffers.k_pe.index(stage))
-                await_free(barriers.right, num_loaded)
-                right_ready = ready_at(barriers.right, num_loaded)
-                mbarrier.expect(right_ready, KEYS * HALF * size)
-                tma_load(keys.half_desc, [row, HALF], right_ready, buffers.k_right.index(stage))
-                num_loaded += 1
-            walk = finish_segment(walk, segment)
-        walk = next_request(walk, segment, work)
-    await_parts(walk, work, counters_ptr, barriers.merge_ready)
+    table = find_table(walk.request, paging)
+    first_tile, num_tiles = walk.start - walk.begin, segment.stop - walk.start
+    load_queries(queries, segment.first_row, buffers, barriers, num_segments)
+    for tile in range(0, num_tiles):
+        row = _find_row(first_tile + tile, table, paging)
+        stage = await_free(barriers.left, num_loaded)
+        left_ready = ready_at(barriers.left, num_loaded)
+        mbarrier.expect(left_ready, KEYS * (HALF + ROPE) * size)
+        tma_load(keys.half_desc, [row, 0], left_ready, buffers.k_left.index(stage))
+        tma_load(keys.rope_desc, [row, 0], left_ready, buffers.k_pe.index(stage))
+        await_free(barriers.right, num_loaded)
+        right_ready = ready_at(barriers.right, num_loaded)
+        mbarrier.expect(right_ready, KEYS * HALF * size)
+        tma_load(keys.half_desc, [row, HALF], right_ready, buffers.k_right.index(stage))
+        num_loaded += 1
+    return num_loaded
 
 
 @gluon.jit
-def produce_rows(queries, rows_ptr, buffers, barriers, paging, counters_ptr, work):
-    """Copy the queries of each segment by TMA, then its keys row by row, by cp.async."""
+def copy_rows(queries, rows_ptr, walk, segment, buffers, barriers, paging, num_segments, num_loaded):
+    """Copy the queries of a segment by TMA, then its keys row by row, by cp.async; return the tiles loaded so far."""
     by_key: gl.constexpr = gl.SliceLayout(1, COLUMNS)
-    walk = start_walk(work)
-    num_segments, num_loaded = 0, 0
-    while walk.start < work.end:
-        segment = find_segment(walk, work)
-        if segment.is_any:
-            table = find_table(walk.request, paging)
-            tile = walk.start - walk.begin
-            last_key = gl.minimum(segment.num_keys, (segment.stop - walk.begin) * KEYS) - 1
-            found = find_keys(tile, last_key, table, rows_ptr, paging, by_key)
-            load_queries(queries, segment.first_row, buffers, barriers, num_segments)
-            num_segments += 1
-            while tile * KEYS <= last_key:
-                keys_ptr = point_to(found, rows_ptr, paging)
-                found = find_keys(tile + 1, last_key, table, rows_ptr, paging, by_key)
-                stage = await_free(barriers.left, num_loaded)
-                _copy_columns(buffers.k_left.index(stage), keys_ptr, 0)
-                if buffers.k_pe is not None:
-                    _copy_columns(buffers.k_pe.index(stage), keys_ptr, LATENT)
-                await_free(barriers.right, num_loaded)
-                _copy_columns(buffers.k_right.index(stage), keys_ptr, HALF)
-                async_copy.commit_group()
-                async_copy.wait_group(0)
-                fence_async_shared()
-                barrier()  # all threads fence before one thread signals the arrival
-                mbarrier.arrive(ready_at(barriers.left, num_loaded), count=1)
-                mbarrier.arrive(ready_at(barriers.right, num_loaded), count=1)
-                num_loaded += 1
-                tile += 1
-            walk = finish_segment(walk, segment)
-        walk = next_request(walk, segment, work)
-    await_parts(walk, work, counters_ptr, barriers.merge_ready)
+    table = find_table(walk.request, paging)
+    tile = walk.start - walk.begin
+    last_key = gl.minimum(segment.num_keys, (segment.stop - walk.begin) * KEYS) - 1
+    found = find_keys(tile, last_key, table, rows_ptr, paging, by_key)
+    load_queries(queries, segment.first_row, buffers, barriers, num_segments)
+    while tile * KEYS <= last_key:
+        keys_ptr = point_to(found, rows_ptr, paging)
+        found = find_keys(tile + 1, last_key, table, rows_ptr, paging, by_key)
+        stage = await_free(barriers.left, num_loaded)
+        _copy_columns(buffers.k_left.index(stage), keys_ptr, 0)
+        if buffers.k_pe is not None:
+            _copy_columns(buffers.k_pe.index(stage), keys_ptr, LATENT)
+        await_free(barriers.right, num_loaded)
+        _copy_columns(buffers.k_right.index(stage), keys_ptr, HALF)
+        async_copy.commit_group()
+        async_copy.wait_group(0)
+        fence_async_shared()
+        barrier()  # all threads fence before one thread signals the arrival
+        mbarrier.arrive(ready_at(barriers.left, num_loaded), count=1)
+        mbarrier.arrive(ready_at(barriers.right, num_loaded), count=1)
+        num_loaded += 1
+        tile += 1
+    return num_loaded

@@ -66,7 +66,7 @@ def _skip(buffers, num_read, routes):
     """Release a tile's stages without use, and return the steps read so far."""
     depth: gl.constexpr = buffers.x.shape[2]
     for _ in range((routes.depth + depth - 1) // depth):
-        stage = _await(buffers, num_read)
+        _await(buffers, num_read)
         mbarrier.arrive(free_at(buffers.ring, num_read), count=1)
         num_read += 1
     return num_read
