@@ -61,7 +61,7 @@ def score_consumer(buffers, barriers, outputs, scale, value_scale, work):
     wait for memory would grow by more time than that saves.
     """
     walk = start_walk(work)
-    num_segments, num_done, num_handed = 0, 0, 0
+    num_done, num_handed = 0, 0
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     while walk.start < work.end:
         segment = find_segment(walk, work)
@@ -71,7 +71,7 @@ def score_consumer(buffers, barriers, outputs, scale, value_scale, work):
             total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
             acc = gl.zeros([ROWS, HALF], gl.float32, OUTPUT)
             key = (walk.start - walk.begin) * KEYS
-            await_ready(barriers.queries, num_segments)
+            await_ready(barriers.queries, walk.num_segments)
             for _tile in range(walk.start, segment.stop):
                 scores = warpgroup_mma_wait(0, deps=[start_scores(buffers, barriers, num_done, SCORES)])
                 prob, factor, peak = softmax_step(scores, key, seen, scale, peak, 0.0)
@@ -96,8 +96,7 @@ def score_consumer(buffers, barriers, outputs, scale, value_scale, work):
             acc = acc * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT)), 1)
             lse = gl.where(is_any, (peak * scale + gl.log2(total)) * LN2, -float("inf"))
             store_output(0, acc, row, lse, buffers.q_left, walk, segment, work, outputs)
-            mbarrier.arrive(free_at(barriers.queries, num_segments), count=1)
-            num_segments += 1
+            mbarrier.arrive(free_at(barriers.queries, walk.num_segments), count=1)
             walk = finish_segment(walk, segment)
         walk = next_request(walk, segment, work)
     merge_parts(0, walk, work, outputs, barriers.merge_ready)
@@ -107,7 +106,7 @@ def score_consumer(buffers, barriers, outputs, scale, value_scale, work):
 def value_consumer(buffers, barriers, outputs, work):
     """Compute the right half of the output, from the probabilities of `score_consumer`."""
     walk = start_walk(work)
-    num_segments, num_done, num_handed = 0, 0, 0
+    num_done, num_handed = 0, 0
     while walk.start < work.end:
         segment = find_segment(walk, work)
         if segment.is_any:
@@ -130,8 +129,7 @@ def value_consumer(buffers, barriers, outputs, work):
             mbarrier.arrive(free_at(barriers.probs, num_handed), count=1)
             num_handed += 1
             store_output(1, acc, None, None, buffers.q_right, walk, segment, work, outputs)
-            mbarrier.arrive(free_at(barriers.queries, num_segments), count=1)
-            num_segments += 1
+            mbarrier.arrive(free_at(barriers.queries, walk.num_segments), count=1)
             walk = finish_segment(walk, segment)
         walk = next_request(walk, segment, work)
     zero_empty(outputs, work)  # while the other parts of the last request finish

@@ -151,7 +151,7 @@ def score_consumer(buffers, barriers, scale, q_scale_ptr, kv_scale_ptr, work):
     kv_scale = gl.load(kv_scale_ptr)
     scale = scale * gl.load(q_scale_ptr) * kv_scale
     walk = start_walk(work)
-    num_segments, num_done, num_handed = 0, 0, 0
+    num_done, num_handed = 0, 0
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, TILE))
     while walk.start < work.end:
         segment = find_segment(walk, work)
@@ -160,7 +160,7 @@ def score_consumer(buffers, barriers, scale, q_scale_ptr, kv_scale_ptr, work):
             peak = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, TILE))
             total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, TILE))
             key = (walk.start - walk.begin) * KEYS
-            await_ready(barriers.queries, num_segments)
+            await_ready(barriers.queries, walk.num_segments)
             # Tiles go in pairs: the second tile's scores are computed during the first tile's softmax.
             for _pair in range(0, (segment.stop - walk.start) // 2):
                 scores = start_scores(buffers, barriers, num_done, TILE)
@@ -177,7 +177,7 @@ def score_consumer(buffers, barriers, scale, q_scale_ptr, kv_scale_ptr, work):
                 peak, total = _hand_over(scores, key, seen, scale, peak, total, buffers, barriers, num_handed)
                 num_done += 1
                 num_handed += 1
-            mbarrier.arrive(free_at(barriers.queries, num_segments), count=1)
+            mbarrier.arrive(free_at(barriers.queries, walk.num_segments), count=1)
             is_any = total != 0
             total = gl.where(is_any, total, 1.0)
             stage = await_free(barriers.probs, num_handed)
@@ -185,7 +185,6 @@ def score_consumer(buffers, barriers, scale, q_scale_ptr, kv_scale_ptr, work):
             buffers.lses.store(gl.where(is_any, (peak * scale + gl.log2(total) - _SHIFT) * LN2, -float("inf")))
             mbarrier.arrive(ready_at(barriers.probs, num_handed), count=1)
             num_handed += 1
-            num_segments += 1
             walk = finish_segment(walk, segment)
         walk = next_request(walk, segment, work)
 
@@ -213,7 +212,7 @@ def value_consumer(half: gl.constexpr, buffers, barriers, outputs, work):
     pairs = reinterpret(values, gl.int16, [NUM_STAGES * 2, KEYS, PAIRS], PAIRS_SHARED)
     staging = reinterpret(staging, dtype, [1, ROWS, 2 * PAIRS], PAIRS_SHARED)
     walk = start_walk(work)
-    num_segments, num_done, num_handed = 0, 0, 0
+    num_done, num_handed = 0, 0
     row = gl.arange(0, ROWS, layout=gl.BlockedLayout([1], [32], [4], [0]))
     while walk.start < work.end:
         segment = find_segment(walk, work)
@@ -262,8 +261,7 @@ def value_consumer(half: gl.constexpr, buffers, barriers, outputs, work):
                     gl.store(outputs.partial_lses_ptr + partial * ROWS + row, lse)
                 _store_partial(outputs.partials_ptr, partial, half, segment.num_rows, columns)
                 arrive(outputs.counters_ptr, walk.begin, work)
-            mbarrier.arrive(free_at(barriers.queries, num_segments), count=1)
-            num_segments += 1
+            mbarrier.arrive(free_at(barriers.queries, walk.num_segments), count=1)
             walk = finish_segment(walk, segment)
         walk = next_request(walk, segment, work)
     if half == 1:

@@ -168,7 +168,7 @@ def _prefetch(found, rows_ptr, paging):
 
 
 @gluon.jit
-def convert_rows(queries, rows_ptr, walk, segment, buffers, barriers, paging, num_segments, num_loaded):
+def convert_rows(queries, rows_ptr, walk, segment, buffers, barriers, paging, num_loaded):
     """Copy the queries of a segment by TMA, then load and convert its keys; return the tiles loaded so far.
 
     Scales of fp8_ds_mla are multiplied in; the consumers apply the one scale of an e4m3 cache.
@@ -182,7 +182,7 @@ def convert_rows(queries, rows_ptr, walk, segment, buffers, barriers, paging, nu
     c0, s0 = _load_quarter(keys_ptr, 0, found, paging)
     c1, s1 = _load_quarter(keys_ptr, 1, found, paging)
     rope = _load_rope(keys_ptr, paging.row_stride, paging.is_ds_mla)
-    load_queries(queries, segment.first_row, buffers, barriers, num_segments)
+    load_queries(queries, segment.first_row, buffers, barriers, walk.num_segments)
     while tile * KEYS <= last_key:
         stage = await_free(barriers.left, num_loaded)
         await_free(barriers.right, num_loaded)

@@ -52,18 +52,17 @@ _NO_MAIL = (None,) * 6
 def produce(queries, keys, buffers, barriers, paging, counters_ptr, work, IS_CONVERTED: gl.constexpr):
     """Fill the stages with queries and keys, then wait for other parts of the requests that this part shares."""
     walk = start_walk(work)
-    num_segments, num_loaded = 0, 0
+    num_loaded = 0
     while walk.start < work.end:
         segment = find_segment(walk, work)
         if segment.is_any:
-            place = (walk, segment, buffers, barriers, paging, num_segments, num_loaded)
+            place = (walk, segment, buffers, barriers, paging, num_loaded)
             if paging.row_stride is None:
                 num_loaded = copy_tiles(queries, keys, *place)
             elif IS_CONVERTED:
                 num_loaded = convert_rows(queries, keys, *place)
             else:
                 num_loaded = copy_rows(queries, keys, *place)
-            num_segments += 1
             walk = finish_segment(walk, segment)
         walk = next_request(walk, segment, work)
     await_parts(walk, work, counters_ptr, barriers.merge_ready)

@@ -120,12 +120,12 @@ def _copy_columns(buffer, keys_ptr, first: gl.constexpr):
 
 
 @gluon.jit
-def copy_tiles(queries, keys, walk, segment, buffers, barriers, paging, num_segments, num_loaded):
+def copy_tiles(queries, keys, walk, segment, buffers, barriers, paging, num_loaded):
     """Copy the queries of a segment, then its tiles of keys, by TMA; return the number of tiles loaded so far."""
     size: gl.constexpr = keys.half_desc.dtype.primitive_bitwidth // 8
     table = find_table(walk.request, paging)
     first_tile, num_tiles = walk.start - walk.begin, segment.stop - walk.start
-    load_queries(queries, segment.first_row, buffers, barriers, num_segments)
+    load_queries(queries, segment.first_row, buffers, barriers, walk.num_segments)
     for tile in range(0, num_tiles):
         row = _find_row(first_tile + tile, table, paging)
         stage = await_free(barriers.left, num_loaded)
@@ -142,14 +142,14 @@ def copy_tiles(queries, keys, walk, segment, buffers, barriers, paging, num_segm
 
 
 @gluon.jit
-def copy_rows(queries, rows_ptr, walk, segment, buffers, barriers, paging, num_segments, num_loaded):
+def copy_rows(queries, rows_ptr, walk, segment, buffers, barriers, paging, num_loaded):
     """Copy the queries of a segment by TMA, then its keys row by row, by cp.async; return the tiles loaded so far."""
     by_key: gl.constexpr = gl.SliceLayout(1, COLUMNS)
     table = find_table(walk.request, paging)
     tile = walk.start - walk.begin
     last_key = gl.minimum(segment.num_keys, (segment.stop - walk.begin) * KEYS) - 1
     found = find_keys(tile, last_key, table, rows_ptr, paging, by_key)
-    load_queries(queries, segment.first_row, buffers, barriers, num_segments)
+    load_queries(queries, segment.first_row, buffers, barriers, walk.num_segments)
     while tile * KEYS <= last_key:
         keys_ptr = point_to(found, rows_ptr, paging)
         found = find_keys(tile + 1, last_key, table, rows_ptr, paging, by_key)

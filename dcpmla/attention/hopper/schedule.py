@@ -166,6 +166,7 @@ class Walk:
     start: gl.tensor  # first tile that is left
     last: gl.tensor  # request of the previous segment, and the position of its first tile
     last_begin: gl.tensor
+    num_segments: gl.tensor  # so far
 
 
 @aggregate
@@ -182,7 +183,8 @@ class Segment:
 @gluon.jit
 def start_walk(work):
     """Return the position before a part's first request."""
-    return Walk(work.request, work.begin, work.start, gl.to_tensor(0), gl.to_tensor(0))
+    none = gl.to_tensor(0)
+    return Walk(work.request, work.begin, work.start, none, none, none)
 
 
 @gluon.jit
@@ -202,14 +204,15 @@ def is_whole(walk, segment):
 @gluon.jit
 def finish_segment(walk, segment):
     """Return the position after the tiles of a segment."""
-    return Walk(walk.request, walk.begin, segment.stop, walk.request, walk.begin)
+    return Walk(walk.request, walk.begin, segment.stop, walk.request, walk.begin, walk.num_segments + 1)
 
 
 @gluon.jit
 def next_request(walk, segment, work):
     """Return the position at the next request."""
     begin = walk.begin + gl.cdiv(gl.cdiv(segment.num_keys, KEYS), work.granule) * work.granule
-    return Walk(walk.request + 1, begin, gl.maximum(walk.start, begin), walk.last, walk.last_begin)
+    start = gl.maximum(walk.start, begin)
+    return Walk(walk.request + 1, begin, start, walk.last, walk.last_begin, walk.num_segments)
 
 
 @gluon.jit
