@@ -2,7 +2,7 @@
 
 `score_consumer` computes scores, probabilities and the left half of the output, `value_consumer` the right half, from
 the same probabilities. So each half of the output fits into its group's registers. `pipeline` documents
-segments, stages and mbarrier phases.
+segments, `ring` stages and phases.
 """
 
 from triton.experimental import gluon

@@ -1,7 +1,7 @@
 """The consumers of Hopper's decode kernel with products in fp8: three groups of four warps.
 
 `score_consumer` computes scores and probabilities; two of `value_consumer` compute half of the output's columns each,
-while the first computes the next tile. `pipeline` documents segments, stages and mbarrier phases.
+while the first computes the next tile. `pipeline` documents segments, `ring` stages and phases.
 
 The tensor cores multiply e4m3 only if both operands are contiguous along the sum in shared memory. Keys are for scores,
 but values would have to be transposed. So the output is computed transposed, values times probabilities: its left

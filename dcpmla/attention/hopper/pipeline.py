@@ -1,7 +1,7 @@
 """The pipeline between the warps of a decode program: tiles in shared memory, and the rings that synchronize them.
 
-The unit of work is a segment: the tiles that a part has of one request. Each role, a producer or a consumer, iterates
-over the segments of its part (`schedule.Walk`) and synchronizes with other roles by rings.
+The unit of work is a segment: the tiles of one request in a part. Each role, a producer or a consumer, iterates over
+the segments of its part (`schedule.Walk`) and synchronizes with other roles by rings.
 """
 
 from triton.experimental import gluon
@@ -114,7 +114,7 @@ def exp2(x):
 
 @gluon.jit
 def seen_by_rows(row, segment, batch):
-    """Return the numbers of keys that rows of a segment's tile see, and the number that all of them see."""
+    """Return each row's number of visible keys, and the number of keys that are visible to all rows of the tile."""
     token = (segment.first_row + row) // batch.num_heads
     num_seen = gl.load(batch.lens_ptr + token, mask=row < segment.num_rows, other=0)
     return num_seen, gl.load(batch.lens_ptr + segment.first_row // batch.num_heads)

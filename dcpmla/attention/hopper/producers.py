@@ -1,7 +1,7 @@
 """The copies of Hopper's decode kernel: a segment's queries and keys into shared memory, stage after stage.
 
-`copy_tiles` runs in one warp, which copies tiles by TMA, `copy_rows` in four warps, which gather single rows, as sparse
-attention selects them. (`convert.convert_rows` is for caches of 8 bits.) `decode.produce` calls one of them for each
+`copy_tiles` is for one warp, and copies tiles by TMA. `copy_rows` is for four warps, and gathers single rows, as sparse
+attention selects them. `convert.convert_rows` is for caches of 8 bits. `decode.produce` calls one of the three for each
 segment.
 """
 

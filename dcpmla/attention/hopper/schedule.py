@@ -163,17 +163,17 @@ class Walk:
 
     request: gl.tensor
     begin: gl.tensor  # position of the request's first tile
-    start: gl.tensor  # first tile that is left
+    start: gl.tensor  # first tile of the part that is left
     last: gl.tensor  # request of the previous segment, and the position of its first tile
     last_begin: gl.tensor
-    num_segments: gl.tensor  # so far
+    num_segments: gl.tensor  # number of segments that are finished
 
 
 @aggregate
 class Segment:
-    """The tiles that a part has of one request: [`Walk.start`, stop) of the line."""
+    """One request's tiles in a part: [`Walk.start`, stop) of the line."""
 
-    first_row: gl.tensor  # of `find_request`
+    first_row: gl.tensor  # results of `find_request`
     num_rows: gl.tensor
     num_keys: gl.tensor
     stop: gl.tensor

@@ -26,7 +26,7 @@ class Buffers:
     x_scales: gl.base_value  # float32 [stages, 2 ROWS]; None for rows of 16 bits
     w: gl.shared_memory_descriptor  # [stages, 2 COLUMNS, depth], a part after the other
     out: gl.shared_memory_descriptor  # [2, ROWS, COLUMNS]
-    ring: Ring  # of x, x_scales and w
+    ring: Ring  # stages of x, x_scales and w
 
 
 @aggregate
