@@ -2,6 +2,8 @@
 
 import contextlib
 import io
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,3 +134,15 @@ def test_the_portable_kernel_compiles(rows: int, q: str, cache: str, rope: int) 
     constants |= {name: None for name in ("q_pe_ptr", "q_scale_ptr", "kv_scale_ptr") if name not in types}
     ptx, _ = compile_for_hopper(decode_kernel, ASTSource, types, constants, num_warps=4 if rows == 16 else 8)
     assert "sm_90a" in ptx
+
+
+def test_the_walk_through_quotes_the_code() -> None:
+    root = Path(__file__).parents[2]
+    document = (root / "docs/kernels.md").read_text()
+    section = document[document.index("## The dense decode kernel") : document.index("## Prefill")]
+    files = (path.read_text().splitlines() for path in (root / "dcpmla/attention/hopper").glob("*.py"))
+    code = "\n".join(line.strip() for lines in files for line in lines)
+    excerpts = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    assert len(excerpts) > 10
+    for excerpt in excerpts:
+        assert "\n".join(line.strip() for line in excerpt.splitlines()) in code

@@ -61,6 +61,10 @@ def _pair(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], 
     return lambda left, right: function(torch.as_tensor(left), torch.as_tensor(right))
 
 
+def _struct(kind: type) -> Callable[..., SimpleNamespace]:
+    return lambda *values: SimpleNamespace(**dict(zip(kind.__annotations__, values, strict=True)))
+
+
 def schedule_in_torch(grid: tuple[int, int]) -> SimpleNamespace:
     """Return the functions of the kernel's schedule, outputs and merge over torch tensors, as in a grid of programs.
 
@@ -107,7 +111,7 @@ def schedule_in_torch(grid: tuple[int, int]) -> SimpleNamespace:
         "HALF": HALF,
         "GROUP": 1,
         "Work": SimpleNamespace,
-        "Batch": lambda *values: SimpleNamespace(**dict(zip(schedule.Batch.__annotations__, values, strict=True))),
+        **{name: _struct(getattr(schedule, name)) for name in ("Batch", "Walk", "Segment")},
     }
     for name, value in functions.items():
         if hasattr(value, "fn"):
@@ -210,34 +214,31 @@ def run(batch: Batch, num_parts: int, is_ragged: bool) -> tuple[Tensor, Tensor, 
         hopper.program[:] = line, part
         present = hopper.keep_gaps(*requests, line, num_reqs, max(32, num_reqs))
         work = hopper.cut(hopper.count_tiles(present, num_reqs, max(32, num_reqs)), num_reqs, present)
-        request, begin, start = work.request, work.begin, work.start
-        last, last_begin, mine = 0, 0, 0
-        while start < work.end:
-            first_row, num_rows, num_keys = hopper.find_request(request, present)
-            stop = min(begin + num_keys, work.end)
-            if start < stop and num_rows > 0:
-                first_row = int(first_row)
-                count = min(int(num_rows), ROWS)
-                piece, piece_lse = batch.attend(
-                    int(request), first_row, count, slice(int(start - begin), int(stop - begin))
-                )
-                if stop - start == num_keys:
+        walk, mine = hopper.start_walk(work), 0
+        while walk.start < work.end:
+            segment = hopper.find_segment(walk, work)
+            if segment.is_any:
+                first_row = int(segment.first_row)
+                count = min(int(segment.num_rows), ROWS)
+                keys = slice(int(walk.start - walk.begin), int(segment.stop - walk.begin))
+                piece, piece_lse = batch.attend(int(walk.request), first_row, count, keys)
+                if hopper.is_whole(walk, segment):
                     rows = slice(first_row, first_row + count)
                     out.view(-1, LATENT)[rows], lse[rows] = piece, piece_lse
                 else:
-                    at = int(hopper.find_partial(start // work.size, start == begin, line)) * ROWS
+                    begins = walk.start == walk.begin
+                    at = int(hopper.find_partial(walk.start // work.size, begins, line)) * ROWS
                     assert partial_lses[at].isnan(), "a partial output is stored over another one"
                     partial_lses[at : at + count] = piece_lse
                     for half in range(2):
                         index = hopper.partial_at(at // ROWS, half, torch.arange(count)[:, None], torch.arange(HALF))
                         partials[index] = piece[:, half * HALF :][:, :HALF]
                     for _ in range(2):
-                        hopper.arrive(outputs.counters_ptr, begin, work)
-                mine += int(stop - start)
-                last, last_begin, start = request, begin, stop
-            begin, request = hopper.next_begin(begin, num_keys, work), request + 1
-            start = max(start, begin)
-        works[line, part] = last, last_begin, work
+                        hopper.arrive(outputs.counters_ptr, walk.begin, work)
+                mine += int(segment.stop - walk.start)
+                walk = hopper.finish_segment(walk, segment)
+            walk = hopper.next_request(walk, segment, work)
+        works[line, part] = walk, work
         tiles.append(mine)
     doors = {program: Doors() for program in works}
     for program in programs(grid):

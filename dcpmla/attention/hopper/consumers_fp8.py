@@ -1,7 +1,7 @@
 """The consumers of Hopper's decode kernel with products in fp8: three groups of four warps.
 
 `score_consumer` computes scores and probabilities; two of `value_consumer` compute half of the output's columns each,
-while the first computes the next tile. `pipeline` documents segments, stages and mbarrier phases.
+while the first computes the next tile. `pipeline` documents segments, `ring` stages and phases.
 
 The tensor cores multiply e4m3 only if both operands are contiguous along the sum in shared memory. Keys are for scores,
 but values would have to be transposed. So the output is computed transposed, values times probabilities: its left
@@ -30,8 +30,18 @@ from dcpmla.attention.hopper.outputs import (
     store_lse,
     zero_empty,
 )
-from dcpmla.attention.hopper.pipeline import LN2, exp2, stage_of, start_scores
-from dcpmla.attention.hopper.schedule import HALF, KEYS, ROWS, find_request, next_begin
+from dcpmla.attention.hopper.pipeline import LN2, seen_by_rows, softmax_step, start_scores
+from dcpmla.attention.hopper.ring import await_free, await_ready, free_at, ready_at, stage_of
+from dcpmla.attention.hopper.schedule import (
+    HALF,
+    KEYS,
+    ROWS,
+    find_segment,
+    finish_segment,
+    is_whole,
+    next_request,
+    start_walk,
+)
 
 NUM_STAGES = gl.constexpr(4)  # stages of keys
 NUM_PROBS = gl.constexpr(2)  # stages of probabilities
@@ -125,46 +135,34 @@ def _hand_over(scores, first_key, seen, scale, peak, total, buffers, barriers, n
 
     Returns the new peak and total.
     """
-    num_seen, num_seen_by_all = seen
-    if first_key + KEYS > num_seen_by_all:
-        key = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(0, TILE))
-        scores = gl.where(gl.expand_dims(num_seen, 1) > gl.expand_dims(key, 0), scores, -float("inf"))
-    new_peak = gl.maximum(peak, gl.max(scores, 1))
-    shift = gl.where(new_peak == -float("inf"), 0.0, new_peak) * scale  # -inf - -inf is NaN
-    factor = exp2(peak * scale - shift)
-    prob = exp2(scores * scale - gl.expand_dims(shift - _SHIFT, 1))
+    prob, factor, new_peak = softmax_step(scores, first_key, seen, scale, peak, _SHIFT)
     weights = _as_loaded(prob.to(gl.float8e4nv))
-    stage, phase = num_handed % NUM_PROBS, (num_handed // NUM_PROBS) & 1
-    mbarrier.wait(barriers.probs_free.index(stage), phase ^ 1)
+    stage = await_free(barriers.probs, num_handed)
     buffers.probs.index(stage).store(weights)
     buffers.factors.index(stage).store(factor)
     fence_async_shared()
-    mbarrier.arrive(barriers.probs_ready.index(stage), count=1)
+    mbarrier.arrive(ready_at(barriers.probs, num_handed), count=1)
     return new_peak, total * factor + gl.sum(prob, 1)
 
 
 @gluon.jit
 def score_consumer(buffers, barriers, scale, q_scale_ptr, kv_scale_ptr, work):
     """Compute scores, probabilities and the LSE for the consumers of values."""
-    batch = work.batch
     kv_scale = gl.load(kv_scale_ptr)
     scale = scale * gl.load(q_scale_ptr) * kv_scale
-    request, begin, start = work.request, work.begin, work.start
-    num_segments, num_done, num_handed = 0, 0, 0
+    walk = start_walk(work)
+    num_done, num_handed = 0, 0
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, TILE))
-    while start < work.end:
-        first_row, num_rows, num_keys = find_request(request, batch)
-        stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), work.end)
-        if (start < stop) & (num_rows > 0):
-            token = (first_row + row) // batch.num_heads
-            num_seen = gl.load(batch.lens_ptr + token, mask=row < num_rows, other=0)
-            seen = num_seen, gl.load(batch.lens_ptr + first_row // batch.num_heads)
+    while walk.start < work.end:
+        segment = find_segment(walk, work)
+        if segment.is_any:
+            seen = seen_by_rows(row, segment, work.batch)
             peak = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, TILE))
             total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, TILE))
-            key = (start - begin) * KEYS
-            mbarrier.wait(barriers.q_ready, num_segments & 1)
+            key = (walk.start - walk.begin) * KEYS
+            await_ready(barriers.queries, walk.num_segments)
             # Tiles go in pairs: the second tile's scores are computed during the first tile's softmax.
-            for _pair in range(0, (stop - start) // 2):
+            for _pair in range(0, (segment.stop - walk.start) // 2):
                 scores = start_scores(buffers, barriers, num_done, TILE)
                 more = start_scores(buffers, barriers, num_done + 1, TILE)
                 scores = warpgroup_mma_wait(1, deps=[scores])
@@ -174,25 +172,21 @@ def score_consumer(buffers, barriers, scale, q_scale_ptr, kv_scale_ptr, work):
                 key += 2 * KEYS
                 num_done += 2
                 num_handed += 2
-            if (stop - start) % 2 == 1:
+            if (segment.stop - walk.start) % 2 == 1:
                 scores = warpgroup_mma_wait(0, deps=[start_scores(buffers, barriers, num_done, TILE)])
                 peak, total = _hand_over(scores, key, seen, scale, peak, total, buffers, barriers, num_handed)
                 num_done += 1
                 num_handed += 1
-            mbarrier.arrive(barriers.q_free, count=1)
+            mbarrier.arrive(free_at(barriers.queries, walk.num_segments), count=1)
             is_any = total != 0
             total = gl.where(is_any, total, 1.0)
-            stage, phase = num_handed % NUM_PROBS, (num_handed // NUM_PROBS) & 1
-            mbarrier.wait(barriers.probs_free.index(stage), phase ^ 1)
+            stage = await_free(barriers.probs, num_handed)
             buffers.factors.index(stage).store(kv_scale / total)
             buffers.lses.store(gl.where(is_any, (peak * scale + gl.log2(total) - _SHIFT) * LN2, -float("inf")))
-            mbarrier.arrive(barriers.probs_ready.index(stage), count=1)
+            mbarrier.arrive(ready_at(barriers.probs, num_handed), count=1)
             num_handed += 1
-            num_segments += 1
-            start = stop
-        begin = next_begin(begin, num_keys, work)
-        start = gl.maximum(start, begin)
-        request += 1
+            walk = finish_segment(walk, segment)
+        walk = next_request(walk, segment, work)
 
 
 @gluon.jit
@@ -211,65 +205,65 @@ def value_consumer(half: gl.constexpr, buffers, barriers, outputs, work):
 
     The left half's consumer also stores the LSE, the right half's the results of empty requests.
     """
-    batch = work.batch
     values = buffers.k_right if half else buffers.k_left
-    values_ready = barriers.right_ready if half else barriers.left_ready
-    values_free = barriers.right_free if half else barriers.left_free
+    ring = barriers.right if half else barriers.left
     staging = buffers.q_right if half else buffers.q_left
     dtype: gl.constexpr = outputs.out_ptr.dtype.element_ty
     pairs = reinterpret(values, gl.int16, [NUM_STAGES * 2, KEYS, PAIRS], PAIRS_SHARED)
     staging = reinterpret(staging, dtype, [1, ROWS, 2 * PAIRS], PAIRS_SHARED)
-    request, begin, start = work.request, work.begin, work.start
-    num_done, num_handed, last, last_begin = 0, 0, 0, 0
+    walk = start_walk(work)
+    num_done, num_handed = 0, 0
     row = gl.arange(0, ROWS, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    while start < work.end:
-        first_row, num_rows, num_keys = find_request(request, batch)
-        stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), work.end)
-        if (start < stop) & (num_rows > 0):
+    while walk.start < work.end:
+        segment = find_segment(walk, work)
+        if segment.is_any:
             acc = gl.zeros([HALF, ROWS], gl.float32, TILE)
-            for tile in range(start - begin, stop - begin):
-                stage, phase = num_done % NUM_STAGES, (num_done // NUM_STAGES) & 1
-                probs_stage = num_handed % NUM_PROBS
-                mbarrier.wait(values_ready.index(stage), phase)
-                if (tile + 1) * KEYS > num_keys:
-                    _clear_past(pairs, stage, num_keys - tile * KEYS)
+            for tile in range(walk.start - walk.begin, segment.stop - walk.begin):
+                stage = await_ready(ring, num_done)
+                if (tile + 1) * KEYS > segment.num_keys:
+                    _clear_past(pairs, stage, segment.num_keys - tile * KEYS)
                 operand = _load_values(pairs, stage)
-                mbarrier.wait(barriers.probs_ready.index(probs_stage), (num_handed // NUM_PROBS) & 1)
+                probs_stage = await_ready(barriers.probs, num_handed)
                 weights = stage_of(buffers.probs, probs_stage).permute((1, 0))
                 factor = gl.expand_dims(buffers.factors.index(probs_stage).load(gl.SliceLayout(0, TILE)), 0)
                 acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(operand, weights, acc * factor, is_async=True)])
-                mbarrier.arrive(values_free.index(stage), count=1)
-                mbarrier.arrive(barriers.probs_free.index(probs_stage), count=1)
+                mbarrier.arrive(free_at(ring, num_done), count=1)
+                mbarrier.arrive(free_at(barriers.probs, num_handed), count=1)
                 num_done += 1
                 num_handed += 1
-            probs_stage = num_handed % NUM_PROBS
-            mbarrier.wait(barriers.probs_ready.index(probs_stage), (num_handed // NUM_PROBS) & 1)
+            probs_stage = await_ready(barriers.probs, num_handed)
             factor = gl.expand_dims(buffers.factors.index(probs_stage).load(gl.SliceLayout(0, TILE)), 0)
             lse = buffers.lses.load(row.type.layout)
-            mbarrier.arrive(barriers.probs_free.index(probs_stage), count=1)
+            mbarrier.arrive(free_at(barriers.probs, num_handed), count=1)
             num_handed += 1
             columns = _in_columns(acc * factor)
-            if stop - start == gl.cdiv(num_keys, KEYS):
+            if is_whole(walk, segment):
                 rows = columns.permute((1, 0)).reshape([ROWS, 2, 2 * PAIRS]).permute((0, 2, 1))
                 first_columns, last_columns = rows.split()
                 first_column = half * HALF
-                store_columns(outputs, first_row, num_rows, first_column, first_columns, staging.index(0))
+                store_columns(
+                    outputs, segment.first_row, segment.num_rows, first_column, first_columns, staging.index(0)
+                )
                 barrier()  # all have read the first columns
-                store_columns(outputs, first_row, num_rows, first_column + 2 * PAIRS, last_columns, staging.index(0))
+                store_columns(
+                    outputs,
+                    segment.first_row,
+                    segment.num_rows,
+                    first_column + 2 * PAIRS,
+                    last_columns,
+                    staging.index(0),
+                )
                 if half == 0:
-                    store_lse(outputs, first_row, row, lse_of_row(outputs, lse), row < num_rows)
+                    store_lse(outputs, segment.first_row, row, lse_of_row(outputs, lse), row < segment.num_rows)
             else:
-                partial = find_partial(gl.program_id(1), start == begin, batch.line)
+                partial = find_partial(gl.program_id(1), walk.start == walk.begin, work.batch.line)
                 if half == 0:
                     gl.store(outputs.partial_lses_ptr + partial * ROWS + row, lse)
-                _store_partial(outputs.partials_ptr, partial, half, num_rows, columns)
-                arrive(outputs.counters_ptr, begin, work)
-            mbarrier.arrive(barriers.q_free, count=1)
-            last, last_begin = request, begin
-            start = stop
-        begin = next_begin(begin, num_keys, work)
-        start = gl.maximum(start, begin)
-        request += 1
+                _store_partial(outputs.partials_ptr, partial, half, segment.num_rows, columns)
+                arrive(outputs.counters_ptr, walk.begin, work)
+            mbarrier.arrive(free_at(barriers.queries, walk.num_segments), count=1)
+            walk = finish_segment(walk, segment)
+        walk = next_request(walk, segment, work)
     if half == 1:
         zero_empty(outputs, work)  # while the other parts of the last request finish
-    merge_parts(half, last, last_begin, work, outputs, barriers.merge_ready)
+    merge_parts(half, walk, work, outputs, barriers.merge_ready)

@@ -1,7 +1,7 @@
 """The converting producer of Hopper's decode kernel: 8-bit keys from memory, through registers, into shared memory in
 the queries' dtype.
 
-Four warps replace `producers.produce_tiles`; the consumers are the same. Registers hold three fifths of a tile: while
+Four warps replace `producers.copy_tiles`; the consumers are the same. Registers hold three fifths of a tile: while
 one part of a tile is converted, the next parts are loaded from memory.
 """
 
@@ -9,9 +9,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from dcpmla.attention.hopper.outputs import await_parts
 from dcpmla.attention.hopper.producers import PAGE_ROWS, find_keys, find_table, load_queries, point_to, split_row
-from dcpmla.attention.hopper.schedule import HALF, KEYS, ROPE, find_request, next_begin
+from dcpmla.attention.hopper.ring import await_free, ready_at
+from dcpmla.attention.hopper.schedule import HALF, KEYS, ROPE
 from dcpmla.cache import shared_format
 
 # Words of a quarter of a latent, which share a scale in fp8_ds_mla. In shared keys each half of a quarter has its own
@@ -168,59 +168,45 @@ def _prefetch(found, rows_ptr, paging):
 
 
 @gluon.jit
-def produce_converted(queries, rows_ptr, buffers, barriers, paging, counters_ptr, work):
-    """Copy the queries of each segment by TMA, then load and convert its keys.
+def convert_rows(queries, rows_ptr, walk, segment, buffers, barriers, paging, num_loaded):
+    """Copy the queries of a segment by TMA, then load and convert its keys; return the tiles loaded so far.
 
     Scales of fp8_ds_mla are multiplied in; the consumers apply the one scale of an e4m3 cache.
     """
-    num_stages: gl.constexpr = buffers.k_left.shape[0]
     is_planar: gl.constexpr = paging.page_stride is not None
-    batch = work.batch
-    request, begin, start = work.request, work.begin, work.start
-    num_segments, num_loaded, last, last_begin = 0, 0, 0, 0
-    while start < work.end:
-        first_row, num_rows, num_keys = find_request(request, batch)
-        stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), work.end)
-        if (start < stop) & (num_rows > 0):
-            table = find_table(request, paging)
-            tile, last_key = start - begin, gl.minimum(num_keys, (stop - begin) * KEYS) - 1
-            found = find_keys(tile, last_key, table, rows_ptr, paging, BY_KEY)
-            keys_ptr = point_to(found, rows_ptr, paging)
-            c0, s0 = _load_quarter(keys_ptr, 0, found, paging)
-            c1, s1 = _load_quarter(keys_ptr, 1, found, paging)
-            rope = _load_rope(keys_ptr, paging.row_stride, paging.is_ds_mla)
-            load_queries(queries, first_row, buffers, barriers, num_segments)
-            num_segments += 1
-            while tile * KEYS <= last_key:
-                stage, phase = num_loaded % num_stages, (num_loaded // num_stages) & 1
-                mbarrier.wait(barriers.left_free.index(stage), phase ^ 1)
-                mbarrier.wait(barriers.right_free.index(stage), phase ^ 1)
-                next_found = find_keys(tile + 1, last_key, table, rows_ptr, paging, BY_KEY)
-                if paging.is_sparse:
-                    ahead = find_keys(tile + 2, last_key, table, rows_ptr, paging, gl.SliceLayout(1, PREFETCHED))
-                keys_ptr = point_to(found, rows_ptr, paging)
-                c2, s2 = _load_quarter(keys_ptr, 2, found, paging)
-                _store_quarter(buffers.k_left.index(stage), 0, c0, s0, paging)
-                c3, s3 = _load_quarter(keys_ptr, 3, found, paging)
-                _store_quarter(buffers.k_left.index(stage), 1, c1, s0 if is_planar else s1, paging)
-                found = next_found
-                keys_ptr = point_to(found, rows_ptr, paging)
-                c0, s0 = _load_quarter(keys_ptr, 0, found, paging)
-                _store_rope(_rope_of(buffers, stage), rope, paging.is_ds_mla)
-                rope = _load_rope(keys_ptr, paging.row_stride, paging.is_ds_mla)
-                _store_quarter(buffers.k_right.index(stage), 0, c2, s2, paging)
-                c1, s1 = _load_quarter(keys_ptr, 1, found, paging)
-                _store_quarter(buffers.k_right.index(stage), 1, c3, s2 if is_planar else s3, paging)
-                fence_async_shared()  # this also waits for loads, which started long before
-                mbarrier.arrive(barriers.left_ready.index(stage), count=1)
-                mbarrier.arrive(barriers.right_ready.index(stage), count=1)
-                if paging.is_sparse:
-                    _prefetch(ahead, rows_ptr, paging)
-                num_loaded += 1
-                tile += 1
-            last, last_begin = request, begin
-            start = stop
-        begin = next_begin(begin, num_keys, work)
-        start = gl.maximum(start, begin)
-        request += 1
-    await_parts(last, last_begin, work, counters_ptr, barriers.merge_ready)
+    table = find_table(walk.request, paging)
+    tile = walk.start - walk.begin
+    last_key = gl.minimum(segment.num_keys, (segment.stop - walk.begin) * KEYS) - 1
+    found = find_keys(tile, last_key, table, rows_ptr, paging, BY_KEY)
+    keys_ptr = point_to(found, rows_ptr, paging)
+    c0, s0 = _load_quarter(keys_ptr, 0, found, paging)
+    c1, s1 = _load_quarter(keys_ptr, 1, found, paging)
+    rope = _load_rope(keys_ptr, paging.row_stride, paging.is_ds_mla)
+    load_queries(queries, segment.first_row, buffers, barriers, walk.num_segments)
+    while tile * KEYS <= last_key:
+        stage = await_free(barriers.left, num_loaded)
+        await_free(barriers.right, num_loaded)
+        next_found = find_keys(tile + 1, last_key, table, rows_ptr, paging, BY_KEY)
+        if paging.is_sparse:
+            ahead = find_keys(tile + 2, last_key, table, rows_ptr, paging, gl.SliceLayout(1, PREFETCHED))
+        keys_ptr = point_to(found, rows_ptr, paging)
+        c2, s2 = _load_quarter(keys_ptr, 2, found, paging)
+        _store_quarter(buffers.k_left.index(stage), 0, c0, s0, paging)
+        c3, s3 = _load_quarter(keys_ptr, 3, found, paging)
+        _store_quarter(buffers.k_left.index(stage), 1, c1, s0 if is_planar else s1, paging)
+        found = next_found
+        keys_ptr = point_to(found, rows_ptr, paging)
+        c0, s0 = _load_quarter(keys_ptr, 0, found, paging)
+        _store_rope(_rope_of(buffers, stage), rope, paging.is_ds_mla)
+        rope = _load_rope(keys_ptr, paging.row_stride, paging.is_ds_mla)
+        _store_quarter(buffers.k_right.index(stage), 0, c2, s2, paging)
+        c1, s1 = _load_quarter(keys_ptr, 1, found, paging)
+        _store_quarter(buffers.k_right.index(stage), 1, c3, s2 if is_planar else s3, paging)
+        fence_async_shared()  # this also waits for loads, which started long before
+        mbarrier.arrive(ready_at(barriers.left, num_loaded), count=1)
+        mbarrier.arrive(ready_at(barriers.right, num_loaded), count=1)
+        if paging.is_sparse:
+            _prefetch(ahead, rows_ptr, paging)
+        num_loaded += 1
+        tile += 1
+    return num_loaded

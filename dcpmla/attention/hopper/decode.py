@@ -8,10 +8,10 @@ cooperative.
 There is one kernel, whose variants follow from the call:
 
     queries, cache             producer                         consumers
-    16 bits, blocks of 64 n    producers.produce_tiles (TMA)    consumers
-    16 bits, single rows       producers.produce_rows           consumers
-    16 bits over 8             convert.produce_converted        consumers
-    e4m3                       producers.produce_tiles (TMA)    consumers_fp8
+    16 bits, blocks of 64 n    producers.copy_tiles (TMA)       consumers
+    16 bits, single rows       producers.copy_rows              consumers
+    16 bits over 8             convert.convert_rows             consumers
+    e4m3                       producers.copy_tiles (TMA)       consumers_fp8
 """
 
 import torch
@@ -19,21 +19,53 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dcpmla.attention.calls import COUNTER_WORDS, DecodeCall, num_programs, request_bound
 from dcpmla.attention.hopper import consumers, consumers_fp8
-from dcpmla.attention.hopper.convert import produce_converted
-from dcpmla.attention.hopper.outputs import Outputs, open_mail
+from dcpmla.attention.hopper.convert import convert_rows
+from dcpmla.attention.hopper.outputs import Outputs, await_parts, open_mail
 from dcpmla.attention.hopper.pipeline import LOG2E, new_barriers, new_buffers
-from dcpmla.attention.hopper.producers import Paging, Tiles, produce_rows, produce_tiles
-from dcpmla.attention.hopper.schedule import HALF, KEYS, LATENT, ROPE, ROWS, count_tiles, cut, keep_gaps
+from dcpmla.attention.hopper.producers import Paging, Tiles, copy_rows, copy_tiles
+from dcpmla.attention.hopper.ring import describe
+from dcpmla.attention.hopper.schedule import (
+    HALF,
+    KEYS,
+    LATENT,
+    ROPE,
+    ROWS,
+    count_tiles,
+    cut,
+    find_segment,
+    finish_segment,
+    keep_gaps,
+    next_request,
+    start_walk,
+)
 from dcpmla.cache.shared_format import data_bytes
 from dcpmla.comm import direct_ops
 from dcpmla.comm.exchange import Mailbox
 
-_SWIZZLE_BYTES = 128  # largest swizzle
 _NO_MAIL = (None,) * 6
+
+
+@gluon.jit
+def produce(queries, keys, buffers, barriers, paging, counters_ptr, work, IS_CONVERTED: gl.constexpr):
+    """Fill the stages with queries and keys, then wait for other parts of the requests that this part shares."""
+    walk = start_walk(work)
+    num_loaded = 0
+    while walk.start < work.end:
+        segment = find_segment(walk, work)
+        if segment.is_any:
+            place = (walk, segment, buffers, barriers, paging, num_loaded)
+            if paging.row_stride is None:
+                num_loaded = copy_tiles(queries, keys, *place)
+            elif IS_CONVERTED:
+                num_loaded = convert_rows(queries, keys, *place)
+            else:
+                num_loaded = copy_rows(queries, keys, *place)
+            walk = finish_segment(walk, segment)
+        walk = next_request(walk, segment, work)
+    await_parts(walk, work, counters_ptr, barriers.merge_ready)
 
 
 # Sizes of a step change: if specialized on them, Triton would compile variants while requests wait. (For the same
@@ -123,14 +155,14 @@ def decode_kernel(
     keys = rows_ptr if kv_desc is None else Tiles(kv_desc, k_pe_desc)
     table = table_ptr, table_stride, index_ptr, rows_per_block, block_size
     paging = Paging(*table, ROW_STRIDE, PAGE_STRIDE, IS_SPARSE, is_ds_mla)
-    source = (queries, keys, buffers, barriers, paging, counters_ptr, work)
+    source = (queries, keys, buffers, barriers, paging, counters_ptr, work, IS_CONVERTED)
     if is_fp8:
         gl.warp_specialize(
             [
                 (consumers_fp8.score_consumer, (buffers, barriers, scale, q_scale_ptr, kv_scale_ptr, work)),
                 (consumers_fp8.value_consumer, (0, buffers, barriers, outputs, work)),
                 (consumers_fp8.value_consumer, (1, buffers, barriers, outputs, work)),
-                (produce_tiles, source),
+                (produce, source),
             ],
             [4, 4, 1],
             [192, 192, 24],
@@ -147,7 +179,7 @@ def decode_kernel(
             [
                 (consumers.score_consumer, (buffers, barriers, outputs, scale, value_scale, work)),
                 (consumers.value_consumer, (buffers, barriers, outputs, work)),
-                (produce_converted if IS_CONVERTED else produce_rows if IS_SPARSE else produce_tiles, source),
+                (produce, source),
             ],
             [4, producer_warps],
             [consumer_registers, producer_registers],
@@ -203,10 +235,10 @@ def _launch(call: DecodeCall, out: Tensor, lse: Tensor, mail: tuple[Tensor | int
     else:
         num_rows = (kv_cache.shape[0] - 1) * rows_per_block + kv_cache.shape[1]
         matrix = kv_cache.as_strided((num_rows, kv_cache.shape[2]), (row_stride, 1))
-        kv_desc = _tiles(matrix[:, : LATENT.value], HALF.value, KEYS.value)
-        k_pe_desc = _tiles(matrix[:, LATENT.value :], ROPE.value, KEYS.value)
-    q_desc = _tiles(q.flatten(0, 1), HALF.value, ROWS.value)
-    q_pe_desc = None if q_pe is None else _tiles(q_pe.flatten(0, 1), ROPE.value, ROWS.value)
+        kv_desc = describe(matrix[:, : LATENT.value], KEYS.value, HALF.value)
+        k_pe_desc = describe(matrix[:, LATENT.value :], KEYS.value, ROPE.value)
+    q_desc = describe(q.flatten(0, 1), ROWS.value, HALF.value)
+    q_pe_desc = None if q_pe is None else describe(q_pe.flatten(0, 1), ROWS.value, ROPE.value)
     decode_kernel[(num_row_tiles, num_parts)](
         q_desc,
         q_pe_desc,
@@ -239,11 +271,3 @@ def _launch(call: DecodeCall, out: Tensor, lse: Tensor, mail: tuple[Tensor | int
         num_warps=4,
         launch_cooperative_grid=num_parts > 1,
     )
-
-
-def _tiles(matrix: Tensor, num_columns: int, num_rows: int) -> TensorDescriptor:
-    """Describe a matrix for TMA, in tiles [num_rows, num_columns]."""
-    size = matrix.element_size()
-    swizzle = min(_SWIZZLE_BYTES, num_columns * size)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * size, rank=2)
-    return TensorDescriptor(matrix, matrix.shape, matrix.stride(), [num_rows, num_columns], layout)

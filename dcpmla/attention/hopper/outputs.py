@@ -14,7 +14,16 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from dcpmla.attention.hopper.compat import aggregate, barrier
 from dcpmla.attention.hopper.pipeline import LN2, LOG2E, exp2
-from dcpmla.attention.hopper.schedule import HALF, LATENT, ROWS, find_request, num_shared, sharing_parts, uniform
+from dcpmla.attention.hopper.schedule import (
+    HALF,
+    LATENT,
+    ROWS,
+    find_request,
+    is_whole,
+    num_shared,
+    sharing_parts,
+    uniform,
+)
 from dcpmla.comm.kernels import landings
 
 find_landing = gluon.jit(landings.find_landing.fn)
@@ -211,13 +220,32 @@ def _read(counter):
 
 
 @gluon.jit
-def await_parts(last, last_begin, work, counters_ptr, merge_ready):
+def store_output(half: gl.constexpr, acc, row, lse, buffer, walk, segment, work, outputs):
+    """Store half the output of a segment from acc [ROWS, HALF], and the LSE of its rows unless None.
+
+    If other parts have the rest of the request's keys, it is a partial output.
+    """
+    first_row, num_rows = segment.first_row, segment.num_rows
+    if is_whole(walk, segment):
+        store_columns(outputs, first_row, num_rows, half * HALF, acc, buffer.index(0))
+        if lse is not None:
+            store_lse(outputs, first_row, row, lse_of_row(outputs, lse), row < num_rows)
+    else:
+        partial = find_partial(gl.program_id(1), walk.start == walk.begin, work.batch.line)
+        if lse is not None:
+            gl.store(outputs.partial_lses_ptr + partial * ROWS + row, lse)
+        store_partial(outputs.partials_ptr, partial, half, num_rows, acc)
+        arrive(outputs.counters_ptr, walk.begin, work)
+
+
+@gluon.jit
+def await_parts(walk, work, counters_ptr, merge_ready):
     """Open `merge_ready` for each request that this part shares, its first and its last, once all its parts arrived.
 
     The last program to see that resets the counter for the next launch.
     """
     request, begin = work.request, work.begin
-    for merge in range(0, num_shared(work, last_begin)):
+    for merge in range(0, num_shared(work, walk.last_begin)):
         _, num_rows, num_keys = find_request(request, work.batch)
         first_part, num_parts = sharing_parts(begin, num_keys, work)
         if (num_parts > 1) & (num_rows > 0):
@@ -227,18 +255,18 @@ def await_parts(last, last_begin, work, counters_ptr, merge_ready):
             mbarrier.arrive(merge_ready.index(merge), count=1)
             if gl.atomic_add(counter, 1, sem="relaxed", scope="gpu") == 3 * num_parts - 1:
                 gl.store(counter, 0)
-        request, begin = last, last_begin
+        request, begin = walk.last, walk.last_begin
 
 
 @gluon.jit
-def merge_parts(half, last, last_begin, work, outputs, merge_ready):
+def merge_parts(half, walk, work, outputs, merge_ready):
     """Merge half the columns of the requests that this part shares with others: its first, its last, both or none.
 
     A role calls this after the last tile of its part: waiting earlier would make each part wait for all of the previous
     part.
     """
     request, begin, batch = work.request, work.begin, work.batch
-    for merge in range(0, num_shared(work, last_begin)):
+    for merge in range(0, num_shared(work, walk.last_begin)):
         first_row, num_rows, num_keys = find_request(request, batch)
         first_part, num_parts = sharing_parts(begin, num_keys, work)
         if (num_parts > 1) & (num_rows > 0):
@@ -251,7 +279,7 @@ def merge_parts(half, last, last_begin, work, outputs, merge_ready):
                 _merge_rows(half, first_part, num_parts, first_row, start, stop, outputs, batch.line, 8, 4)
             else:
                 _merge_rows(half, first_part, num_parts, first_row, start, stop, outputs, batch.line, 1, 32)
-        request, begin = last, last_begin
+        request, begin = walk.last, walk.last_begin
 
 
 @gluon.jit

@@ -1,17 +1,15 @@
-"""The pipeline between the warps of a program: stages in shared memory, and the mbarriers that synchronize them.
+"""The pipeline between the warps of a decode program: tiles in shared memory, and the rings that synchronize them.
 
-The unit of work is a segment: the tiles that a part has of one request. Each role, a producer or a consumer, iterates
-over the segments of its part and synchronizes with other roles at mbarriers: a `ready` mbarrier completes a phase when
-a stage is filled, a `free` mbarrier when all its consumers have read it. Phases have a parity, so roles count their
-uses of a stage. The counts are the same in all threads (`schedule.uniform`), and so are the addresses of stages: else
-the tensor cores would wait for them.
+The unit of work is a segment: the tiles of one request in a part. Each role, a producer or a consumer, iterates over
+the segments of its part (`schedule.Walk`) and synchronizes with other roles by rings.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
 from dcpmla.attention.hopper.compat import aggregate
+from dcpmla.attention.hopper.ring import Ring, allocate_mbarriers, await_ready, new_ring, stage_of
 from dcpmla.attention.hopper.schedule import HALF, KEYS, ROPE, ROWS
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -38,20 +36,16 @@ class Buffers:
 
 @aggregate
 class Barriers:
-    """mbarriers for the tiles of `Buffers`: filled, and free again.
+    """Rings of the tiles of `Buffers`; the queries' has one stage, refilled for each segment.
 
     The two of `merge_ready` open when a part's first request, and its last, can be merged.
     """
 
-    q_ready: gl.shared_memory_descriptor
-    left_ready: gl.shared_memory_descriptor  # [stages]
-    right_ready: gl.shared_memory_descriptor
-    probs_ready: gl.shared_memory_descriptor
+    queries: Ring
+    left: Ring
+    right: Ring
+    probs: Ring
     merge_ready: gl.shared_memory_descriptor
-    q_free: gl.shared_memory_descriptor
-    left_free: gl.shared_memory_descriptor
-    right_free: gl.shared_memory_descriptor
-    probs_free: gl.shared_memory_descriptor
 
 
 @gluon.jit
@@ -82,41 +76,16 @@ def new_buffers(q_desc, q_pe_desc, NUM_STAGES: gl.constexpr, NUM_PROBS: gl.const
 
 
 @gluon.jit
-def allocate_mbarriers(number: gl.constexpr, count: gl.constexpr):
-    """Allocate mbarriers of `count` arrivals a phase."""
-    barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
-    for index in gl.static_range(number):
-        mbarrier.init(barriers.index(index), count=count)
-    return barriers
-
-
-@gluon.jit
 def new_barriers(
     NUM_STAGES: gl.constexpr, NUM_PROBS: gl.constexpr, Q_CONSUMERS: gl.constexpr, PROBS_CONSUMERS: gl.constexpr
 ):
     """Allocate the mbarriers of a program, by the numbers of roles that read its queries and probabilities."""
-    q_ready, q_free = allocate_mbarriers(1, 1).index(0), allocate_mbarriers(1, Q_CONSUMERS).index(0)
-    left_ready, left_free = allocate_mbarriers(NUM_STAGES, 1), allocate_mbarriers(NUM_STAGES, 1)
-    right_ready, right_free = allocate_mbarriers(NUM_STAGES, 1), allocate_mbarriers(NUM_STAGES, 1)
-    probs_ready, probs_free = allocate_mbarriers(NUM_PROBS, 1), allocate_mbarriers(NUM_PROBS, PROBS_CONSUMERS)
+    queries = new_ring(1, 1, Q_CONSUMERS)
+    left, right = new_ring(NUM_STAGES, 1, 1), new_ring(NUM_STAGES, 1, 1)
+    probs = new_ring(NUM_PROBS, 1, PROBS_CONSUMERS)
     merge_ready = allocate_mbarriers(2, 1)
     fence_async_shared()
-    return Barriers(
-        q_ready, left_ready, right_ready, probs_ready, merge_ready, q_free, left_free, right_free, probs_free
-    )
-
-
-@gluon.jit
-def stage_of(buffer, index=0):
-    """Return a stage of a buffer.
-
-    The index is hidden from the front half of the compiler, which would compute all addresses early and spill them.
-    """
-    return buffer.index(
-        gl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(index)], dtype=gl.int32, is_pure=False, pack=1
-        )
-    )
+    return Barriers(queries, left, right, probs, merge_ready)
 
 
 @gluon.jit
@@ -128,14 +97,12 @@ def _multiply(queries, keys, stage, scores):
 @gluon.jit
 def start_scores(buffers, barriers, tile, layout: gl.constexpr):
     """Start the queries' asynchronous products with the pieces of a tile of keys; return the pending scores."""
-    num_stages: gl.constexpr = buffers.k_left.shape[0]
-    stage, phase = tile % num_stages, (tile // num_stages) & 1
     scores = gl.zeros([ROWS, KEYS], gl.float32, layout)
-    mbarrier.wait(barriers.left_ready.index(stage), phase)
+    stage = await_ready(barriers.left, tile)
     scores = _multiply(buffers.q_left, buffers.k_left, stage, scores)
     if buffers.k_pe is not None:
         scores = _multiply(buffers.q_pe, buffers.k_pe, stage, scores)
-    mbarrier.wait(barriers.right_ready.index(stage), phase)
+    await_ready(barriers.right, tile)
     return _multiply(buffers.q_right, buffers.k_right, stage, scores)
 
 
@@ -143,3 +110,29 @@ def start_scores(buffers, barriers, tile, layout: gl.constexpr):
 def exp2(x):
     """Return 2^x from one instruction: gl.exp2 takes four more to keep denormals, which are not needed here."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def seen_by_rows(row, segment, batch):
+    """Return each row's number of visible keys, and the number of keys that are visible to all rows of the tile."""
+    token = (segment.first_row + row) // batch.num_heads
+    num_seen = gl.load(batch.lens_ptr + token, mask=row < segment.num_rows, other=0)
+    return num_seen, gl.load(batch.lens_ptr + segment.first_row // batch.num_heads)
+
+
+@gluon.jit
+def softmax_step(scores, first_key, seen, scale, peak, SHIFT: gl.constexpr):
+    """Take a tile's step of the online softmax.
+
+    Returns the probabilities times 2^SHIFT, the factor of earlier sums, and the new peak.
+    """
+    num_seen, num_seen_by_all = seen
+    if first_key + KEYS > num_seen_by_all:
+        key = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(0, scores.type.layout))
+        scores = gl.where(gl.expand_dims(num_seen, 1) > gl.expand_dims(key, 0), scores, -float("inf"))
+    new_peak = gl.maximum(peak, gl.max(scores, 1))
+    shift = gl.where(new_peak == -float("inf"), 0.0, new_peak) * scale  # -inf - -inf is NaN
+    factor = exp2(peak * scale - shift)
+    if SHIFT != 0.0:
+        shift = shift - SHIFT
+    return exp2(scores * scale - gl.expand_dims(shift, 1)), factor, new_peak

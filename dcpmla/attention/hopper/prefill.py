@@ -14,10 +14,9 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dcpmla.attention.calls import PrefillCall
-from dcpmla.attention.hopper.pipeline import LOG2E, allocate_mbarriers
+from dcpmla.attention.hopper.pipeline import LOG2E
 from dcpmla.attention.hopper.prefill_consumers import consume
 from dcpmla.attention.hopper.prefill_pipeline import (
     CONSUMERS,
@@ -34,6 +33,7 @@ from dcpmla.attention.hopper.prefill_pipeline import (
     find_work,
     produce,
 )
+from dcpmla.attention.hopper.ring import allocate_mbarriers, describe, new_ring
 
 
 @gluon.jit(do_not_specialize=["num_reqs", "num_heads", "num_words"])
@@ -75,10 +75,8 @@ def prefill_kernel(
     )
     barriers = Barriers(
         allocate_mbarriers(1, 1).index(0),
-        allocate_mbarriers(NUM_STAGES, 1),
-        allocate_mbarriers(NUM_STAGES, CONSUMERS),
-        allocate_mbarriers(NUM_STAGES, 1),
-        allocate_mbarriers(NUM_STAGES, CONSUMERS),
+        new_ring(NUM_STAGES, 1, CONSUMERS),
+        new_ring(NUM_STAGES, 1, CONSUMERS),
     )
     fence_async_shared()
     work = find_work(query_start_loc_ptr, key_start_loc_ptr, num_reqs, num_heads, IS_CAUSAL)
@@ -111,12 +109,13 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor]:
     # a causal bound programs of the last head alone would leave multiprocessors idle.
     side_by_side = 2 if call.causal else 1
     grid = side_by_side, num_tokens // QUERIES.value + num_reqs, triton.cdiv(num_heads, side_by_side)
+    heads = _heads_side_by_side(q)
     prefill_kernel[grid](
-        _describe(q, ROWS.value, NOPE.value),
-        _describe(q, ROWS.value, ROPE.value),
-        _describe(call.k_nope, KEYS.value, NOPE.value),
-        _describe(call.k_pe[:, None], KEYS.value, ROPE.value),
-        _describe(call.v, KEYS.value, VALUE.value),
+        describe(heads, ROWS.value, NOPE.value),
+        describe(heads, ROWS.value, ROPE.value),
+        describe(_heads_side_by_side(call.k_nope), KEYS.value, NOPE.value),
+        describe(call.k_pe, KEYS.value, ROPE.value),
+        describe(_heads_side_by_side(call.v), KEYS.value, VALUE.value),
         out,
         lse,
         call.mask,
@@ -135,8 +134,7 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _describe(rows: Tensor, num_rows: int, num_columns: int) -> TensorDescriptor:
-    """Describe rows [N, h, D] for TMA as a matrix of the columns of all heads, in tiles [num_rows, num_columns]."""
+def _heads_side_by_side(rows: Tensor) -> Tensor:
+    """Return rows [N, h, D] as a matrix of the columns of all heads, with the columns between them."""
     num_heads, width = rows.shape[1:]
-    shape = [len(rows), (num_heads - 1) * rows.stride(1) + width]
-    return TensorDescriptor(rows, shape, [rows.stride(0), 1], [num_rows, num_columns], TILE.value)
+    return rows.as_strided((len(rows), (num_heads - 1) * rows.stride(1) + width), (rows.stride(0), 1))

@@ -11,9 +11,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dcpmla.attention.hopper.compat import barrier, reinterpret
-from dcpmla.attention.hopper.pipeline import LN2, exp2, stage_of
+from dcpmla.attention.hopper.pipeline import LN2, exp2
 from dcpmla.attention.hopper.prefill_mask import load_words, open_mask, select_scores
 from dcpmla.attention.hopper.prefill_pipeline import KEYS, NUM_STAGES, PRODUCT, ROW, ROWS, TILE, VALUE
+from dcpmla.attention.hopper.ring import await_ready, free_at, stage_of
 
 CLEARED = gl.constexpr(16)  # rows cleared at a time
 LOWEST = gl.constexpr(-3.4028234663852886e38)  # the lowest finite float32
@@ -23,8 +24,7 @@ WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, PRODUCT.value, 2))
 @gluon.jit
 def _start_scores(group: gl.constexpr, buffers, barriers, step):
     """Start the queries' asynchronous products with a tile of keys; return the pending scores."""
-    stage = step % NUM_STAGES
-    mbarrier.wait(barriers.k_ready.index(stage), (step // NUM_STAGES) & 1)
+    stage = await_ready(barriers.keys, step)
     scores = gl.zeros([ROWS, KEYS], gl.float32, PRODUCT)
     nope, rope = stage_of(buffers.k_nope, stage).permute((1, 0)), stage_of(buffers.k_pe, stage).permute((1, 0))
     scores = warpgroup_mma(stage_of(buffers.q_nope, group), nope, scores, is_async=True)
@@ -103,7 +103,7 @@ def consume(group: gl.constexpr, buffers, barriers, out_ptr, lse_ptr, mask_ptr, 
             words = load_words(mask, work.num_tiles - 1)
         mbarrier.wait(barriers.q_ready, 0)
         scores = warpgroup_mma_wait(0, deps=[_start_scores(group, buffers, barriers, 0)])
-        async_copy.mbarrier_arrive(barriers.k_free.index(0), increment_count=False)
+        async_copy.mbarrier_arrive(free_at(barriers.keys, 0), increment_count=False)
         first_key = (work.num_tiles - 1) * KEYS
         num_seen = gl.full([ROWS], work.num_keys, gl.int32, ROW)
         if work.is_causal:
@@ -115,22 +115,22 @@ def consume(group: gl.constexpr, buffers, barriers, out_ptr, lse_ptr, mask_ptr, 
             scores = select_scores(scores, words, mask)
             words = load_words(mask, work.num_tiles - 2)
         probs, factor, peak, total = _softmax(scores, peak, total, scale_log2, dtype)
-        mbarrier.wait(barriers.v_ready.index(0), 0)
+        await_ready(barriers.values, 0)
         if first_key + KEYS > work.num_keys:
             _clear_past(buffers.v.index(0), work.num_keys - first_key)
         for step in range(1, work.num_tiles):
             scores = _start_scores(group, buffers, barriers, step)
             acc = _start_values(probs, buffers, step - 1, acc)
             scores = warpgroup_mma_wait(1, deps=[scores])
-            async_copy.mbarrier_arrive(barriers.k_free.index(step % NUM_STAGES), increment_count=False)
+            async_copy.mbarrier_arrive(free_at(barriers.keys, step), increment_count=False)
             if mask_ptr is not None:
                 scores = select_scores(scores, words, mask)
                 words = load_words(mask, work.num_tiles - 2 - step)
             next_probs, factor, peak, total = _softmax(scores, peak, total, scale_log2, dtype)
             # For the next step's product. The assembler moves no wait for products up past this one, above the softmax.
-            mbarrier.wait(barriers.v_ready.index(step % NUM_STAGES), (step // NUM_STAGES) & 1)
+            await_ready(barriers.values, step)
             acc, probs = warpgroup_mma_wait(0, deps=[acc, probs])
-            async_copy.mbarrier_arrive(barriers.v_free.index((step - 1) % NUM_STAGES), increment_count=False)
+            async_copy.mbarrier_arrive(free_at(barriers.values, step - 1), increment_count=False)
             acc = acc * gl.expand_dims(factor, 1)
             probs = next_probs
         acc = warpgroup_mma_wait(0, deps=[_start_values(probs, buffers, work.num_tiles - 1, acc)])

@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from dcpmla.attention.hopper.compat import aggregate, tma_load
+from dcpmla.attention.hopper.ring import Ring, await_free, ready_at
 from dcpmla.attention.triton import prefill as portable
 
 find_tile = gluon.jit(portable.find_tile.fn)
@@ -38,17 +39,15 @@ class Buffers:
 
 @aggregate
 class Barriers:
-    """mbarriers for the tiles of `Buffers`: filled, and free again.
+    """Rings of keys and of values, and an mbarrier of the queries, which are loaded once.
 
     Each thread of the consumers frees a stage by itself. One thread for all would have to wait for a barrier of its
     warps first, which takes up to 3 % of the kernel's time.
     """
 
     q_ready: gl.shared_memory_descriptor
-    k_ready: gl.shared_memory_descriptor  # [stages]
-    k_free: gl.shared_memory_descriptor
-    v_ready: gl.shared_memory_descriptor
-    v_free: gl.shared_memory_descriptor
+    keys: Ring
+    values: Ring
 
 
 @aggregate
@@ -95,17 +94,13 @@ def produce(descs, strides, buffers, barriers, work):
             tma_load(q_pe_desc, [row, column + NOPE], barriers.q_ready, buffers.q_pe.index(group))
         for step in range(0, work.num_tiles + 1):
             if step < work.num_tiles:
-                stage, phase = step % NUM_STAGES, (step // NUM_STAGES) & 1
                 row = work.key_start + (work.num_tiles - 1 - step) * KEYS
-                mbarrier.wait(barriers.k_free.index(stage), phase ^ 1)
-                ready = barriers.k_ready.index(stage)
+                stage, ready = await_free(barriers.keys, step), ready_at(barriers.keys, step)
                 mbarrier.expect(ready, KEYS * (NOPE + ROPE) * 2)
                 tma_load(k_nope_desc, [row, work.head * k_stride_head], ready, buffers.k_nope.index(stage))
                 tma_load(k_pe_desc, [row, 0], ready, buffers.k_pe.index(stage))
             if step > 0:  # values of the previous tile, in the order in which the consumers multiply them
-                stage, phase = (step - 1) % NUM_STAGES, ((step - 1) // NUM_STAGES) & 1
                 row = work.key_start + (work.num_tiles - step) * KEYS
-                mbarrier.wait(barriers.v_free.index(stage), phase ^ 1)
-                ready = barriers.v_ready.index(stage)
+                stage, ready = await_free(barriers.values, step - 1), ready_at(barriers.values, step - 1)
                 mbarrier.expect(ready, KEYS * VALUE * 2)
                 tma_load(v_desc, [row, work.head * v_stride_head], ready, buffers.v.index(stage))

@@ -1,8 +1,8 @@
-"""The producers of Hopper's decode kernel: they copy queries and keys into shared memory, stage after stage.
+"""The copies of Hopper's decode kernel: a segment's queries and keys into shared memory, stage after stage.
 
-`produce_tiles` is one warp that copies tiles by TMA. `produce_rows` is four warps that gather single rows, as sparse
-attention selects them. (`convert.produce_converted` is for caches of 8 bits.) A producer ends by waiting for
-the other parts of the requests that its part shares.
+`copy_tiles` is for one warp, and copies tiles by TMA. `copy_rows` is for four warps, and gathers single rows, as sparse
+attention selects them. `convert.convert_rows` is for caches of 8 bits. `decode.produce` calls one of the three for each
+segment.
 """
 
 from triton.experimental import gluon
@@ -11,8 +11,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from dcpmla.attention.hopper.compat import aggregate, barrier, copy_async, tma_load
-from dcpmla.attention.hopper.outputs import await_parts
-from dcpmla.attention.hopper.schedule import HALF, KEYS, LATENT, ROPE, ROWS, find_request, next_begin, uniform
+from dcpmla.attention.hopper.ring import await_free, ready_at
+from dcpmla.attention.hopper.schedule import HALF, KEYS, LATENT, ROPE, ROWS, uniform
 from dcpmla.cache import shared_format
 
 PAGE_ROWS = gl.constexpr(shared_format.PAGE_ROWS)
@@ -49,13 +49,14 @@ class Paging:
 def load_queries(queries, first_row, buffers, barriers, num_segments):
     """Start the copies of a segment's queries, once the consumers have released the previous ones."""
     size: gl.constexpr = queries.half_desc.dtype.primitive_bitwidth // 8
-    mbarrier.wait(barriers.q_free, (num_segments & 1) ^ 1)
+    await_free(barriers.queries, num_segments)
+    ready = ready_at(barriers.queries, num_segments)
     width: gl.constexpr = LATENT if queries.rope_desc is None else LATENT + ROPE
-    mbarrier.expect(barriers.q_ready, ROWS * width * size)
-    tma_load(queries.half_desc, [first_row, 0], barriers.q_ready, buffers.q_left.index(0))
-    tma_load(queries.half_desc, [first_row, HALF], barriers.q_ready, buffers.q_right.index(0))
+    mbarrier.expect(ready, ROWS * width * size)
+    tma_load(queries.half_desc, [first_row, 0], ready, buffers.q_left.index(0))
+    tma_load(queries.half_desc, [first_row, HALF], ready, buffers.q_right.index(0))
     if queries.rope_desc is not None:
-        tma_load(queries.rope_desc, [first_row, 0], barriers.q_ready, buffers.q_pe.index(0))
+        tma_load(queries.rope_desc, [first_row, 0], ready, buffers.q_pe.index(0))
 
 
 @gluon.jit
@@ -119,80 +120,51 @@ def _copy_columns(buffer, keys_ptr, first: gl.constexpr):
 
 
 @gluon.jit
-def produce_tiles(queries, keys, buffers, barriers, paging, counters_ptr, work):
-    """Copy the queries of each segment, then its tiles of keys, by TMA."""
-    num_stages: gl.constexpr = buffers.k_left.shape[0]
+def copy_tiles(queries, keys, walk, segment, buffers, barriers, paging, num_loaded):
+    """Copy the queries of a segment, then its tiles of keys, by TMA; return the number of tiles loaded so far."""
     size: gl.constexpr = keys.half_desc.dtype.primitive_bitwidth // 8
-    batch = work.batch
-    request, begin, start = work.request, work.begin, work.start
-    num_segments, num_loaded, last, last_begin = 0, 0, 0, 0
-    while start < work.end:
-        first_row, num_rows, num_keys = find_request(request, batch)
-        stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), work.end)
-        if (start < stop) & (num_rows > 0):
-            table = find_table(request, paging)
-            first_tile, num_tiles = start - begin, stop - start
-            load_queries(queries, first_row, buffers, barriers, num_segments)
-            num_segments += 1
-            for tile in range(0, num_tiles):
-                stage, phase = num_loaded % num_stages, (num_loaded // num_stages) & 1
-                row = _find_row(first_tile + tile, table, paging)
-                mbarrier.wait(barriers.left_free.index(stage), phase ^ 1)
-                left_ready = barriers.left_ready.index(stage)
-                mbarrier.expect(left_ready, KEYS * (HALF + ROPE) * size)
-                tma_load(keys.half_desc, [row, 0], left_ready, buffers.k_left.index(stage))
-                tma_load(keys.rope_desc, [row, 0], left_ready, buffers.k_pe.index(stage))
-                mbarrier.wait(barriers.right_free.index(stage), phase ^ 1)
-                right_ready = barriers.right_ready.index(stage)
-                mbarrier.expect(right_ready, KEYS * HALF * size)
-                tma_load(keys.half_desc, [row, HALF], right_ready, buffers.k_right.index(stage))
-                num_loaded += 1
-            last, last_begin = request, begin
-            start = stop
-        begin = next_begin(begin, num_keys, work)
-        start = gl.maximum(start, begin)
-        request += 1
-    await_parts(last, last_begin, work, counters_ptr, barriers.merge_ready)
+    table = find_table(walk.request, paging)
+    first_tile, num_tiles = walk.start - walk.begin, segment.stop - walk.start
+    load_queries(queries, segment.first_row, buffers, barriers, walk.num_segments)
+    for tile in range(0, num_tiles):
+        row = _find_row(first_tile + tile, table, paging)
+        stage = await_free(barriers.left, num_loaded)
+        left_ready = ready_at(barriers.left, num_loaded)
+        mbarrier.expect(left_ready, KEYS * (HALF + ROPE) * size)
+        tma_load(keys.half_desc, [row, 0], left_ready, buffers.k_left.index(stage))
+        tma_load(keys.rope_desc, [row, 0], left_ready, buffers.k_pe.index(stage))
+        await_free(barriers.right, num_loaded)
+        right_ready = ready_at(barriers.right, num_loaded)
+        mbarrier.expect(right_ready, KEYS * HALF * size)
+        tma_load(keys.half_desc, [row, HALF], right_ready, buffers.k_right.index(stage))
+        num_loaded += 1
+    return num_loaded
 
 
 @gluon.jit
-def produce_rows(queries, rows_ptr, buffers, barriers, paging, counters_ptr, work):
-    """Copy the queries of each segment by TMA, then its keys row by row, by cp.async."""
-    num_stages: gl.constexpr = buffers.k_left.shape[0]
+def copy_rows(queries, rows_ptr, walk, segment, buffers, barriers, paging, num_loaded):
+    """Copy the queries of a segment by TMA, then its keys row by row, by cp.async; return the tiles loaded so far."""
     by_key: gl.constexpr = gl.SliceLayout(1, COLUMNS)
-    batch = work.batch
-    request, begin, start = work.request, work.begin, work.start
-    num_segments, num_loaded, last, last_begin = 0, 0, 0, 0
-    while start < work.end:
-        first_row, num_rows, num_keys = find_request(request, batch)
-        stop = gl.minimum(begin + gl.cdiv(num_keys, KEYS), work.end)
-        if (start < stop) & (num_rows > 0):
-            table = find_table(request, paging)
-            tile, last_key = start - begin, gl.minimum(num_keys, (stop - begin) * KEYS) - 1
-            found = find_keys(tile, last_key, table, rows_ptr, paging, by_key)
-            load_queries(queries, first_row, buffers, barriers, num_segments)
-            num_segments += 1
-            while tile * KEYS <= last_key:
-                stage, phase = num_loaded % num_stages, (num_loaded // num_stages) & 1
-                keys_ptr = point_to(found, rows_ptr, paging)
-                found = find_keys(tile + 1, last_key, table, rows_ptr, paging, by_key)
-                mbarrier.wait(barriers.left_free.index(stage), phase ^ 1)
-                _copy_columns(buffers.k_left.index(stage), keys_ptr, 0)
-                if buffers.k_pe is not None:
-                    _copy_columns(buffers.k_pe.index(stage), keys_ptr, LATENT)
-                mbarrier.wait(barriers.right_free.index(stage), phase ^ 1)
-                _copy_columns(buffers.k_right.index(stage), keys_ptr, HALF)
-                async_copy.commit_group()
-                async_copy.wait_group(0)
-                fence_async_shared()
-                barrier()  # all threads fence before one thread signals the arrival
-                mbarrier.arrive(barriers.left_ready.index(stage), count=1)
-                mbarrier.arrive(barriers.right_ready.index(stage), count=1)
-                num_loaded += 1
-                tile += 1
-            last, last_begin = request, begin
-            start = stop
-        begin = next_begin(begin, num_keys, work)
-        start = gl.maximum(start, begin)
-        request += 1
-    await_parts(last, last_begin, work, counters_ptr, barriers.merge_ready)
+    table = find_table(walk.request, paging)
+    tile = walk.start - walk.begin
+    last_key = gl.minimum(segment.num_keys, (segment.stop - walk.begin) * KEYS) - 1
+    found = find_keys(tile, last_key, table, rows_ptr, paging, by_key)
+    load_queries(queries, segment.first_row, buffers, barriers, walk.num_segments)
+    while tile * KEYS <= last_key:
+        keys_ptr = point_to(found, rows_ptr, paging)
+        found = find_keys(tile + 1, last_key, table, rows_ptr, paging, by_key)
+        stage = await_free(barriers.left, num_loaded)
+        _copy_columns(buffers.k_left.index(stage), keys_ptr, 0)
+        if buffers.k_pe is not None:
+            _copy_columns(buffers.k_pe.index(stage), keys_ptr, LATENT)
+        await_free(barriers.right, num_loaded)
+        _copy_columns(buffers.k_right.index(stage), keys_ptr, HALF)
+        async_copy.commit_group()
+        async_copy.wait_group(0)
+        fence_async_shared()
+        barrier()  # all threads fence before one thread signals the arrival
+        mbarrier.arrive(ready_at(barriers.left, num_loaded), count=1)
+        mbarrier.arrive(ready_at(barriers.right, num_loaded), count=1)
+        num_loaded += 1
+        tile += 1
+    return num_loaded

@@ -157,10 +157,62 @@ def cut(num_tiles, num_reqs, batch):
     )
 
 
+@aggregate
+class Walk:
+    """Position of a role on its way over the segments of its part."""
+
+    request: gl.tensor
+    begin: gl.tensor  # position of the request's first tile
+    start: gl.tensor  # first tile of the part that is left
+    last: gl.tensor  # request of the previous segment, and the position of its first tile
+    last_begin: gl.tensor
+    num_segments: gl.tensor  # number of segments that are finished
+
+
+@aggregate
+class Segment:
+    """One request's tiles in a part: [`Walk.start`, stop) of the line."""
+
+    first_row: gl.tensor  # results of `find_request`
+    num_rows: gl.tensor
+    num_keys: gl.tensor
+    stop: gl.tensor
+    is_any: gl.tensor  # False: the part has no tiles of the request, or a gap
+
+
 @gluon.jit
-def next_begin(begin, num_keys, work):
-    """Return the position of the next request's first tile."""
-    return begin + gl.cdiv(gl.cdiv(num_keys, KEYS), work.granule) * work.granule
+def start_walk(work):
+    """Return the position before a part's first request."""
+    none = gl.to_tensor(0)
+    return Walk(work.request, work.begin, work.start, none, none, none)
+
+
+@gluon.jit
+def find_segment(walk, work):
+    """Return the part's segment of the present request."""
+    first_row, num_rows, num_keys = find_request(walk.request, work.batch)
+    stop = gl.minimum(walk.begin + gl.cdiv(num_keys, KEYS), work.end)
+    return Segment(first_row, num_rows, num_keys, stop, (walk.start < stop) & (num_rows > 0))
+
+
+@gluon.jit
+def is_whole(walk, segment):
+    """Return whether the part has all tiles of the request; else other parts have the rest."""
+    return segment.stop - walk.start == gl.cdiv(segment.num_keys, KEYS)
+
+
+@gluon.jit
+def finish_segment(walk, segment):
+    """Return the position after the tiles of a segment."""
+    return Walk(walk.request, walk.begin, segment.stop, walk.request, walk.begin, walk.num_segments + 1)
+
+
+@gluon.jit
+def next_request(walk, segment, work):
+    """Return the position at the next request."""
+    begin = walk.begin + gl.cdiv(gl.cdiv(segment.num_keys, KEYS), work.granule) * work.granule
+    start = gl.maximum(walk.start, begin)
+    return Walk(walk.request + 1, begin, start, walk.last, walk.last_begin, walk.num_segments)
 
 
 @gluon.jit

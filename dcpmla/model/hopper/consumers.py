@@ -14,8 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dcpmla.attention.hopper.compat import barrier
-from dcpmla.attention.hopper.pipeline import stage_of
-from dcpmla.model.hopper.pipeline import COLUMNS, NUM_STAGES, ROWS, find_tile, find_weights, num_tiles, num_weight_rows
+from dcpmla.attention.hopper.ring import await_ready, free_at, stage_of
+from dcpmla.model.hopper.pipeline import COLUMNS, ROWS, find_tile, find_weights, num_tiles, num_weight_rows
 from dcpmla.model.kernels import grouped
 from dcpmla.parallel.kernels import quantize
 
@@ -31,8 +31,7 @@ _PRODUCT_FP8 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 
 @gluon.jit
 def _await(buffers, num_read):
     """Wait for a stage, and return it."""
-    stage = num_read % NUM_STAGES
-    mbarrier.wait(buffers.ready.index(stage), (num_read // NUM_STAGES) & 1)
+    stage = await_ready(buffers.ring, num_read)
     fence_async_shared()  # rows were copied by threads and must be visible to the tensor cores
     return stage
 
@@ -55,10 +54,10 @@ def _multiply(group: gl.constexpr, buffers, num_read, routes):
         second = warpgroup_mma(x, _weights(buffers, stage, 1), second, is_async=True)
         first, second = warpgroup_mma_wait(2, deps=[first, second])  # the previous step's products
         if step > 0:
-            mbarrier.arrive(buffers.free.index((num_read - 1) % NUM_STAGES), count=1)
+            mbarrier.arrive(free_at(buffers.ring, num_read - 1), count=1)
         num_read += 1
     first, second = warpgroup_mma_wait(0, deps=[first, second])
-    mbarrier.arrive(buffers.free.index((num_read - 1) % NUM_STAGES), count=1)
+    mbarrier.arrive(free_at(buffers.ring, num_read - 1), count=1)
     return first, second, num_read
 
 
@@ -67,8 +66,8 @@ def _skip(buffers, num_read, routes):
     """Release a tile's stages without use, and return the steps read so far."""
     depth: gl.constexpr = buffers.x.shape[2]
     for _ in range((routes.depth + depth - 1) // depth):
-        stage = _await(buffers, num_read)
-        mbarrier.arrive(buffers.free.index(stage), count=1)
+        _await(buffers, num_read)
+        mbarrier.arrive(free_at(buffers.ring, num_read), count=1)
         num_read += 1
     return num_read
 
@@ -98,7 +97,7 @@ def _multiply_fp8(group: gl.constexpr, w_scales_ptr, buffers, tile, num_read, ro
                 first += product * gl.expand_dims(x_scales * first_scale, 1)
                 first_scale = gl.load(first_at + following)
             else:
-                mbarrier.arrive(buffers.free.index(stage), count=1)
+                mbarrier.arrive(free_at(buffers.ring, num_read), count=1)
                 second += product * gl.expand_dims(x_scales * second_scale, 1)
                 second_scale = gl.load(second_at + following)
         num_read += 1

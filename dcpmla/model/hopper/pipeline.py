@@ -1,15 +1,14 @@
 """The pipeline between the warps of a program: tiles of the result, stages in shared memory, and their mbarriers.
 
-Every role walks the program's tiles by itself, and the steps of a tile, each a piece of the depth. The roles
-synchronize by mbarriers: a stage's `ready` completes a phase when rows and weights have arrived, its `free` when both
-consumers have read them.
+Every role iterates over the program's tiles by itself, and over the steps of a tile, each a piece of the depth. The
+roles synchronize by one ring (`attention.hopper.ring`): its stages hold rows and weights of a step.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dcpmla.attention.hopper.compat import aggregate
-from dcpmla.attention.hopper.pipeline import allocate_mbarriers
+from dcpmla.attention.hopper.ring import Ring, new_ring
 
 BLOCK_ROWS = 128  # routes of a block
 ROWS = gl.constexpr(BLOCK_ROWS // 2)  # routes per consumer
@@ -21,14 +20,13 @@ WARPGROUP = gl.constexpr(128)  # threads
 
 @aggregate
 class Buffers:
-    """Stages of rows and weights, results on their way out, and mbarriers."""
+    """Stages of rows and weights, their ring, and results on their way out."""
 
     x: gl.shared_memory_descriptor  # [2 stages, ROWS, depth], a consumer's rows after the other's
     x_scales: gl.base_value  # float32 [stages, 2 ROWS]; None for rows of 16 bits
     w: gl.shared_memory_descriptor  # [stages, 2 COLUMNS, depth], a part after the other
     out: gl.shared_memory_descriptor  # [2, ROWS, COLUMNS]
-    ready: gl.shared_memory_descriptor  # [stages]
-    free: gl.shared_memory_descriptor
+    ring: Ring  # stages of x, x_scales and w
 
 
 @aggregate
@@ -105,6 +103,5 @@ def new_buffers(dtype: gl.constexpr, out_dtype: gl.constexpr, HAS_SCALES: gl.con
         x_scales,
         gl.allocate_shared_memory(dtype, [NUM_STAGES, 2 * COLUMNS, depth], layout),
         gl.allocate_shared_memory(out_dtype, [2, ROWS, COLUMNS], out_layout),
-        allocate_mbarriers(NUM_STAGES, WARPGROUP + NUM_ARRIVALS),
-        allocate_mbarriers(NUM_STAGES, 2),
+        new_ring(NUM_STAGES, WARPGROUP + NUM_ARRIVALS, 2),
     )

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from dcpmla.attention.hopper.compat import barrier, copy_async, reinterpret, tma_load
-from dcpmla.attention.hopper.pipeline import allocate_mbarriers
+from dcpmla.attention.hopper.ring import allocate_mbarriers, await_free, ready_at
 from dcpmla.model.hopper.pipeline import (
     COLUMNS,
     NUM_STAGES,
@@ -47,8 +47,7 @@ def gather_rows(x_ptr, x_scales_ptr, x_scales_stride_row, x_scales_stride_block,
             both = gl.load(routes_ptr + gl.arange(0, 2 * ROWS, layout=flat))
             scales_at = x_scales_ptr + both // routes.top_k * x_scales_stride_row
         for step in range(num_steps):
-            stage = num_filled % NUM_STAGES
-            mbarrier.wait(buffers.free.index(stage), (num_filled // NUM_STAGES) & 1 ^ 1)
+            stage = await_free(buffers.ring, num_filled)
             at = step * depth + column
             for group in gl.static_range(2):
                 route = upper if group == 0 else lower
@@ -58,7 +57,8 @@ def gather_rows(x_ptr, x_scales_ptr, x_scales_stride_row, x_scales_stride_block,
             if x_scales_ptr is not None:
                 scales = buffers.x_scales.index(stage)
                 copy_async(scales, scales_at + step * x_scales_stride_block, mask=both >= 0)
-            async_copy.mbarrier_arrive(buffers.ready.index(stage), increment_count=False)  # once the copies have landed
+            # Arrives once the copies have landed.
+            async_copy.mbarrier_arrive(ready_at(buffers.ring, num_filled), increment_count=False)
             num_filled += 1
 
 
@@ -71,9 +71,7 @@ def load_weights(w_desc, buffers, routes):
     for number in range(gl.program_id(0), num_tiles(routes), gl.num_programs(0)):
         tile = find_tile(number, routes)
         for step in range(num_steps):
-            stage = num_filled % NUM_STAGES
-            ready = buffers.ready.index(stage)
-            mbarrier.wait(buffers.free.index(stage), (num_filled // NUM_STAGES) & 1 ^ 1)
+            stage, ready = await_free(buffers.ring, num_filled), ready_at(buffers.ring, num_filled)
             mbarrier.expect(ready, 2 * COLUMNS * ROW_BYTES)
             for part in gl.static_range(2):
                 at = [find_weights(tile, part, routes), step * depth]
@@ -169,9 +167,9 @@ def dequantize_weights(part: gl.constexpr, w_desc, scales_ptr, codes, codes_read
                 _load_codes(w_desc, first_row, step, codes, codes_ready, num_filled + step)
         scales, next_scales = gl.load(scales_at), gl.load(scales_at + gl.minimum(1, num_steps - 1))
         for step in range(num_steps):
-            stage, slot = num_filled % NUM_STAGES, num_filled % NUM_SLOTS
+            slot = num_filled % NUM_SLOTS
             mbarrier.wait(codes_ready.index(slot), (num_filled // NUM_SLOTS) & 1)
-            mbarrier.wait(buffers.free.index(stage), (num_filled // NUM_STAGES) & 1 ^ 1)
+            stage = await_free(buffers.ring, num_filled)
             packed, w = codes.index(slot), words.index(2 * stage + part)
             for group in gl.static_range(2):
                 group_words = packed.slice(group * num_words, num_words, dim=1).load(by_row)
@@ -179,7 +177,7 @@ def dequantize_weights(part: gl.constexpr, w_desc, scales_ptr, codes, codes_read
                 w.slice(group * (GROUP // 2), GROUP // 2, dim=1).store(values)
             fence_async_shared()
             barrier()
-            mbarrier.arrive(buffers.ready.index(stage), count=1)
+            mbarrier.arrive(ready_at(buffers.ring, num_filled), count=1)
             # The slot has been read, and a fence has just passed, which would wait for loads.
             if step + NUM_SLOTS < num_steps:
                 _load_codes(w_desc, first_row, step + NUM_SLOTS, codes, codes_ready, num_filled + NUM_SLOTS)

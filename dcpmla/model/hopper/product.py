@@ -10,8 +10,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from dcpmla.attention.hopper.ring import describe
 from dcpmla.cache.formats import FP8
 from dcpmla.model.hopper.consumers import consume
 from dcpmla.model.hopper.pipeline import COLUMNS, ROW_BYTES, Routes, new_buffers
@@ -179,7 +179,7 @@ def _launch(
         values.contiguous(),
         x_scales,
         *((0, 0) if x_scales is None else x_scales.stride()),
-        _describe(weights.reshape(-1, weights.shape[-1]), row_bytes),
+        describe(weights.reshape(-1, weights.shape[-1]), COLUMNS.value, row_bytes // weights.itemsize),
         scales,
         *blocks,
         expert_weights,
@@ -195,10 +195,3 @@ def _launch(
         DTYPE=_GLUON[dtype],
         num_warps=4,
     )
-
-
-def _describe(rows: Tensor, row_bytes: int) -> TensorDescriptor:
-    """Describe rows [N, K] for TMA in tiles of COLUMNS rows and `row_bytes` bytes of each."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=row_bytes, element_bitwidth=8 * rows.itemsize, rank=2)
-    tile = [COLUMNS.value, row_bytes // rows.itemsize]
-    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), tile, layout)
