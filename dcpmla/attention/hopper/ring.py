@@ -1,4 +1,4 @@
-"""What all kernels for Hopper share: rings of stages between warps, and the descriptors of the tiles that TMA copies.
+"""Rings of stages between the warps of a program, and descriptors of tiles for TMA; all Hopper kernels use both.
 
 A ring is a buffer in shared memory with several stages, which producers fill and consumers read in turn. Two mbarriers
 per stage synchronize them: `ready` completes a phase when the stage is filled, `free` when all its consumers have read
