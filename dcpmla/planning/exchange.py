@@ -3,7 +3,7 @@
 from dcpmla.planning.machine import Machine
 
 BACKENDS = ("a2a", "ag_rs", "direct")
-_MOST_DIRECT_RANKS = 8  # `comm.direct.MAX_SIZE`, in a module that needs triton: a plan needs none
+_MOST_DIRECT_RANKS = 8  # `comm.direct_ops.MAX_SIZE`, in a module that needs triton: a plan needs none
 _ROW_BYTES = 2  # bfloat16 in transit
 _LSE_BYTES = 4
 _SHARE_BYTES = 4  # ag_rs adds the ranks' rows up in float32

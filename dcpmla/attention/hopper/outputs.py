@@ -1,6 +1,6 @@
 """Outputs of Hopper's decode kernel: rows into tensors or to the ranks that own their heads; partial outputs, merged.
 
-A row that is sent is stored where `comm.kernels.landings.combine_kernel` would store it: this is that kernel's first
+A row that is sent is stored where `comm.kernels.exchange.combine_kernel` would store it: this is that kernel's first
 half, done as soon as a row is computed.
 
 A part with only some of a request's keys stores a partial output. When all parts of the request have stored theirs,
