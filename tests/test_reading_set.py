@@ -1,10 +1,12 @@
-"""The code that a decode step runs on CPUs, in files and lines: what a reader of a step has to open.
+"""The code that a step runs on CPUs, in files and lines: what a reader of a step has to open, and the documents list.
 
 `python -m pytest tests/test_reading_set.py -s` prints the measured numbers.
 """
 
 import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,17 +16,27 @@ from tests.support.launchers import run_together
 from tests.support.trace import Trace, trace
 
 # Limits of files, of their lines, and of lines in functions that run. Lower them when a step gets shorter.
-BOUNDS = {"layer": (26, 4050, 1230), "engine": (57, 9050, 2550)}
+BOUNDS = {"layer": (24, 4050, 1230), "chunk": (27, 4350, 1570), "engine": (57, 9050, 2550)}
 PARTS = {
     "layer": {"attention/layer.py", "attention/build.py", "attention/decode.py", "comm/exchange.py"},
+    "chunk": {"attention/layer.py", "attention/prefill.py", "attention/chunks.py", "merge.py"},
     "engine": {"attention/layer.py", "runtime/engine.py", "runtime/scheduler.py", "model/block.py"},
 }
 
 
-@pytest.mark.parametrize("name", BOUNDS)
-def test_a_decode_step_is_short(name: str) -> None:
+# Files beside the reading set: a kernel in plain torch, and linear layers in 8 and 4 bits.
+APART = {"attention/reference.py", "parallel/fp8.py", "parallel/quantized.py"}
+STRUCTURE = Path(__file__).parents[1] / "docs" / "structure.md"
+
+
+def traced(name: str) -> Trace:
     (result,) = run_together([([sys.executable, "-m", "tests.support.trace", name], {})])
-    step = Trace(**json.loads(result.stdout.splitlines()[-1]))
+    return Trace(**json.loads(result.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_step_is_short(name: str) -> None:
+    step = traced(name)
     print(f"\n{name}: {len(step.files)} files, {sum(step.files.values())} lines")
     print(f"{step.num_functions} functions, {step.function_lines} lines")
     print("\n".join(f"{lines:6} {path}" for path, lines in step.files.items()))
@@ -40,3 +52,15 @@ def test_a_trace_sees_functions_that_functions_call() -> None:
     assert step.num_functions == 2
     assert 4 <= step.function_lines <= 12
     assert trace(lambda: None).files == {}
+
+
+def test_the_documents_list_the_files_of_a_step() -> None:
+    """In one table, with the number of files and of lines above it."""
+    section = STRUCTURE.read_text().partition("## The reading set")[2].partition("\n## ")[0]
+    step = traced("chunk")
+    files = {path: lines for path, lines in step.files.items() if path not in APART}
+    listed = re.findall(r"^\| \d+ \| `(\S+\.py)` \|", section, re.MULTILINE)
+    assert sorted(listed) == sorted(files)
+    num_files, num_lines = map(int, re.findall(r"(\d+) files of ([\d,]+) lines", section.replace(",", ""))[0])
+    assert num_files == len(files)
+    assert sum(files.values()) <= num_lines

@@ -1,5 +1,5 @@
-"""The package's files and functions that a call runs. `python -m tests.support.trace layer` (or `engine`) prints those
-of a decode step.
+"""The package's files and functions that a call runs. `python -m tests.support.trace layer` (or `chunk`, `engine`)
+prints those of a step.
 """
 
 import inspect
@@ -67,6 +67,15 @@ def trace_layer() -> Trace:
         return trace(lambda: layer.step(10, 11))
 
 
+def trace_chunk() -> Trace:
+    """Trace a decode step of a dense layer, and a chunk of a prompt after a context."""
+    with one_rank():
+        layer = DenseLayer()
+        layer.step(0, 9)
+        layer.step(9, 10)  # a first step imports and caches more
+        return trace(lambda: (layer.step(10, 11), layer.step(6, 12)))
+
+
 def trace_engine() -> Trace:
     """Trace a decode step of a whole engine."""
     with dcpmla.LLM(NEEDLE, device="cpu") as llm:
@@ -79,4 +88,4 @@ def trace_engine() -> Trace:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict({"layer": trace_layer, "engine": trace_engine}[sys.argv[1]]())))
+    print(json.dumps(asdict({"layer": trace_layer, "chunk": trace_chunk, "engine": trace_engine}[sys.argv[1]]())))
