@@ -19,8 +19,8 @@ def check_step(config: MLAConfig, hidden_states: Tensor, step: StepMetadata) -> 
         raise ValueError(f"hidden_states has shape {shape}; expected [at least {num_tokens}, {config.hidden_size}]")
     expected = torch.float32, (num_tokens, config.qk_rope_head_dim), device
     if _described(step.cos_sin) != (expected if config.use_rope else None):
-        how = f"{expected}, see with_positions" if config.use_rope else "None, for the model has no positions"
-        raise ValueError(f"step.cos_sin is {_described(step.cos_sin)}; expected {how}")
+        needed = f"{expected}, see with_positions" if config.use_rope else "None, for the model has no positions"
+        raise ValueError(f"step.cos_sin is {_described(step.cos_sin)}; expected {needed}")
     scaled = None if config.llama_4_scaling is None else (hidden_states.dtype, (num_tokens,), device)
     if _described(step.query_factor) != scaled:
         raise ValueError(

@@ -177,10 +177,10 @@ class MLAAttention(AttentionWeights):
         includes it: an indexer's workspace, then absorbed attention's, then the largest context chunks'. Nothing is
         computed. Collective.
         """
-        config, like = self.config, self.kv_a_layernorm.weight
-        new = like.new_empty
+        config, norm = self.config, self.kv_a_layernorm.weight
+        new = norm.new_empty
         if self.indexer is not None:  # free again before attention begins
-            selector, element_size = self.indexer.selector, like.element_size()
+            selector, element_size = self.indexer.selector, norm.element_size()
             new(selector.workspace_bytes(num_tokens, element_size), dtype=torch.uint8)
         num_rows = min(num_tokens * self._num_group_heads, PART_ROWS)
         # Absorbed queries, gathered queries, and the outputs before and in the exchange; also freed at once.

@@ -202,9 +202,9 @@ class DecodeGraph:
         self._padded.lay_out(batch)
         out, num_rows = self._step(*self._padded.rows(batch), self._cache), batch.num_rows
         if self._out is None:
-            most = self._batches[-1].num_rows
+            max_rows = self._batches[-1].num_rows
             with torch.inference_mode(False):  # the caller may use it outside of inference mode
-                self._out = torch.empty(most, *out.shape[1:], dtype=out.dtype, device=out.device)
+                self._out = torch.empty(max_rows, *out.shape[1:], dtype=out.dtype, device=out.device)
         if tuple(out.shape) != (num_rows, *self._out.shape[1:]):
             raise ValueError(
                 f"step returned shape {tuple(out.shape)}; expected {(num_rows, *self._out.shape[1:])}, a row a token"

@@ -100,8 +100,8 @@ class MtpDrafter(Drafter):
         if previous.is_prefill:
             (following,) = upload([np.array(_following(previous), dtype=np.int64)], self._model.device)
             rows = previous.computed.rows
-            where = slice(len(following)) if rows is None else rows  # in a decode graph's padded step
-            token_ids[where] = following
+            targets = slice(len(following)) if rows is None else rows  # in a decode graph's padded step
+            token_ids[targets] = following
         token_ids = token_ids.index_copy(0, at, previous.message.tokens)
         inputs = self._model.join(token_ids, self._model.hidden_rows[: metadata.num_tokens])
         hidden_states = self._graph.follow(inputs, by) if isinstance(by, DecodeGraph) else None

@@ -180,17 +180,17 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[
     for start in range(0, len(drawn), _MAX_ROWS):
         rows = drawn[start : start + _MAX_ROWS]
         is_there = isinstance(uniforms, Tensor)
-        numbers = [[params[row].temperature, params[row].top_p, 0 if is_there else uniforms[row]] for row in rows]
+        values = [[params[row].temperature, params[row].top_p, 0 if is_there else uniforms[row]] for row in rows]
         top_k = [min(params[row].top_k, logits.shape[-1]) for row in rows]
-        at, how, most = upload([np.array(rows), np.array(numbers), np.array(top_k)], logits.device)
+        at, numbers, limits = upload([np.array(rows), np.array(values), np.array(top_k)], logits.device)
         if isinstance(uniforms, Tensor):
-            how[:, 2] = uniforms.index_select(0, at)
+            numbers[:, 2] = uniforms.index_select(0, at)
         if logits.is_cuda:
             from dcpmla.runtime.kernels import sampling  # triton exists on Linux only
 
-            sampling.draw(logits, tokens, at, how, most)
+            sampling.draw(logits, tokens, at, numbers, limits)
         else:
-            tokens[at] = _draw(logits[at], how, most)
+            tokens[at] = _draw(logits[at], numbers, limits)
     return tokens.where(best - best == 0, NOT_FINITE)
 
 
@@ -214,8 +214,8 @@ def _draw(logits: Tensor, numbers: Tensor, top_k: Tensor) -> Tensor:
     scores -= scores.amax(-1, keepdim=True)  # before the division: a tiny temperature may overflow, to -inf only
     scores /= temperature
     masses = (scores.exp().nan_to_num(0.0) * _ONE).long()
-    if most := int(top_k.max()):
-        best = logits.topk(most).values.gather(-1, (top_k[:, None] - 1).clamp(min=0))
+    if largest := int(top_k.max()):
+        best = logits.topk(largest).values.gather(-1, (top_k[:, None] - 1).clamp(min=0))
         masses = masses.where((logits >= best) | (top_k[:, None] == 0), 0)  # ties with the last one stay
     if (top_p < 1).any():
         masses = masses.where(_nucleus(logits, masses, top_p), 0)

@@ -107,8 +107,8 @@ class CompressedAttention(CompressedWeights):
         window = None if context is None else self._read(cache, context.window_slots)
         down = self.down_proj(hidden_states[: step.num_tokens]).split(self.down_widths, -1)
         norms, requests = (self.q_norm, self.kv_norm, self.config.rms_norm_eps), compressed.requests
-        how = compressed.plan.ring_rows, self.q_b_proj.takes_quantized
-        latents, rows, *codes = finish_rows(down[0], cache.rows, *norms, cos_sin, *requests, *how)
+        options = compressed.plan.ring_rows, self.q_b_proj.takes_quantized
+        latents, rows, *codes = finish_rows(down[0], cache.rows, *norms, cos_sin, *requests, *options)
         q_c = NormedRows.join(latents, *codes)
         # In decode these kernels are too small to fill a GPU. The exchange is used on one stream at a time.
         with fork(rows.device, self.selector is not None and context is None) as join:
@@ -160,15 +160,15 @@ class CompressedAttention(CompressedWeights):
         """Write the entries that the step's tokens complete."""
         if cache.sums is not None:
             weights = self.compressor
-            how = weights.bias, weights.norm, self.config.rms_norm_eps, self.kind.ratio
-            compress(down[1], *how, step, cache.sums, cache.rows, is_index=False)
+            options = weights.bias, weights.norm, self.config.rms_norm_eps, self.kind.ratio
+            compress(down[1], *options, step, cache.sums, cache.rows, is_index=False)
 
     def _compress_keys(self, down: tuple[Tensor, ...], cache: CompressedLayerCache, step: CompressedMetadata) -> None:
         """Write the index keys that the step's tokens complete."""
         if cache.index_sums is not None and cache.index_keys is not None:
             weights, caches = self.index_compressor, (cache.index_sums, cache.index_keys)
-            how = weights.bias, weights.norm, self.config.rms_norm_eps, self.kind.ratio
-            compress(down[2], *how, step, *caches, is_index=True, hadamard=self.dcp.index_hadamard)
+            options = weights.bias, weights.norm, self.config.rms_norm_eps, self.kind.ratio
+            compress(down[2], *options, step, *caches, is_index=True, hadamard=self.dcp.index_hadamard)
 
     def select(
         self, q_c: PlainRows, down: tuple[Tensor, ...], cache: CompressedLayerCache, compressed: CompressedMetadata
@@ -188,8 +188,8 @@ class CompressedAttention(CompressedWeights):
         assert compressed.angles is not None
         q = self.index_q_proj(q_c).unflatten(-1, (config.num_heads, config.head_dim))
         is_fp8 = self.dcp.index_cache_dtype == "fp8"
-        how = compressed.angles.compressed, True, self.dcp.index_hadamard, is_fp8
-        q, weights = finish_index_queries(q, down[3], *how)
+        options = compressed.angles.compressed, True, self.dcp.index_hadamard, is_fp8
+        q, weights = finish_index_queries(q, down[3], *options)
         entries = compressed.entries[self.kind.ratio]
         assert entries.visible is not None
         self.selector.select(q, weights, cache.index_keys, entries.visible, entries.block_table, compressed.selection)
