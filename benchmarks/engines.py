@@ -4,20 +4,22 @@ Usage: `python benchmarks/engines.py ROWS.jsonl [ROWS.jsonl ...] --json benchmar
 
 Each file has the rows of one call: one JSON object for each load, engine and repeat, all measured on the same GPUs
 shortly after each other. The fastest repeat counts. The script writes the project's result format and prints ratios of
-engines; it compares rows of the same call alone, because GPUs of one type differ. It needs no GPU.
+engines; it compares rows of the same call alone, because GPUs of one type differ. `--plot` draws the ratios, of each
+load the last call's. It needs no GPU.
 """
 
 import argparse
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from dcpmla.bench.plots import new_figure, save_figure  # noqa: E402
 from dcpmla.bench.results import Row, add_commit_argument, write_rows  # noqa: E402
 
 # A result's field -> the name in a measured row. Times are seconds in both.
@@ -52,6 +54,11 @@ CONVERSATIONS = re.compile(
 # Two rows had the same work if these fields have equal values.
 CASE = ("call", "model", "tp", "dcp", "load", "max_num_batched_tokens", "max_num_seqs", "enable_prefix_caching")
 CASE += ("mode", "num_requests", "input_len", "output_len", "request_rate", "num_turns", "turn_len")
+LOADS = {
+    **{"1": "1 prompt of 1,024 tokens", "2": "32 prompts of 1,024", "3": "128 prompts of 1,024"},
+    **{"4": "8 prompts of 32,768", "5": "16 prompts of 65,536", "c": "16 conversations from 8,192 on"},
+    **{"6": "16 turns over 32,768 cached", "7": "1 turn over 65,536 cached", "8": "64 turns over 8,192 cached"},
+}
 RATIOS = {  # field -> column of the table, factor and format of a number
     "output_tokens_per_second": ("tokens/s", 1, ",.0f"),
     "time_to_first_token_mean": ("TTFT ms", 1e3, ",.1f"),
@@ -64,6 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("calls", metavar="ROWS.jsonl", type=Path, nargs="+", help="rows of a call")
     parser.add_argument("--json", type=Path, required=True, help="result file to write")
+    parser.add_argument("--plot", metavar="OUT.png", type=Path, help="draw the ratios; needs the extra plot")
     add_commit_argument(parser)
     args = parser.parse_args()
     try:
@@ -75,6 +83,8 @@ def main() -> None:
     args.json.parent.mkdir(parents=True, exist_ok=True)
     write_rows(args.json, rows, machine, versions, args.commit)
     print(*ratio_table(rows), sep="\n")
+    if args.plot is not None:
+        plot(args.plot, rows, machine, versions)
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -164,17 +174,52 @@ def number(text: str) -> int:
     return int(text.replace(",", ""))
 
 
+def pairs(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
+    """Yield rows of other engines with vLLM's rows of the same work."""
+    for vllm in (row for row in rows if row["engine"] == "vllm"):
+        for row in (row for row in rows if row["engine"] != "vllm"):
+            if all(row.get(field) == vllm.get(field) for field in CASE):
+                yield row, vllm
+
+
+def plot(path: Path, rows: Sequence[Row], machine: str, versions: dict[str, str | None]) -> None:
+    """Draw this package's tokens/s / vLLM's and vLLM's times to the first token / this package's: a bar for each load.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    last = {  # a load's last call
+        f"{LOADS.get(row['load'], row['load'])}, steps of {row['max_num_batched_tokens']:,}": (row, vllm)
+        for row, vllm in pairs(rows)
+        if row["engine"] == "dcpmla"
+    }
+    models = ", ".join(dict.fromkeys(row["model"] for row, _ in last.values()))
+    title = f"{models} on {machine}: vLLM {versions.get('vllm')} = 1, more is better"
+    figure, axes = new_figure(title, 2, width=5.6)
+    measures = {"output_tokens_per_second": "tokens/s", "time_to_first_token_mean": "mean time to first token"}
+    for axis, (field, label) in zip(axes, measures.items(), strict=True):
+        ratios = [row[field] / vllm[field] for row, vllm in last.values()]
+        if field.startswith("time"):
+            ratios = [1 / value for value in ratios]
+        bars = axis.barh([*last], ratios)
+        axis.bar_label(bars, fmt="%.2f", padding=3)
+        axis.axvline(1, color="black", linewidth=1)
+        axis.set_xlabel(label)
+        axis.margins(x=0.12)
+        axis.invert_yaxis()
+    axes[1].set_yticklabels([])
+    save_figure(path, figure)
+
+
 def ratio_table(rows: Sequence[Row]) -> list[str]:
     """Return a table of other engines' numbers / vLLM's numbers, one line for each pair that had the same work."""
     columns = (column for column, *_ in RATIOS.values())
     header = ["call", "model", "tp x dcp", "load", "step's tokens", "engines", *columns]
     table = [header, ["---"] * len(header)]
-    for vllm in (row for row in rows if row["engine"] == "vllm"):
-        for row in (row for row in rows if row["engine"] != "vllm"):
-            if all(row.get(field) == vllm.get(field) for field in CASE):
-                case = [row["call"], row["model"], f"{row['tp']} x {row['dcp']}", row["load"]]
-                case += [f"{row['max_num_batched_tokens']:,}", f"{engine_name(row)} / {engine_name(vllm)}"]
-                table.append([*map(str, case), *(ratio(row, vllm, field) for field in RATIOS)])
+    for row, vllm in pairs(rows):
+        case = [row["call"], row["model"], f"{row['tp']} x {row['dcp']}", row["load"]]
+        case += [f"{row['max_num_batched_tokens']:,}", f"{engine_name(row)} / {engine_name(vllm)}"]
+        table.append([*map(str, case), *(ratio(row, vllm, field) for field in RATIOS)])
     if len(table) == 2:
         return ["no load has rows of both engines from one call"]
     return [f"| {' | '.join(cells)} |" for cells in table]

@@ -38,6 +38,7 @@ def convert(directory: Path, *calls: list[dict[str, Any]]) -> subprocess.Complet
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     output = directory / "machine" / "engines.json"
     command = [sys.executable, str(SCRIPT), *map(str, paths), "--json", str(output), "--commit", "abc"]
+    command += ["--plot", str(directory / "machine" / "engines.png")]
     return subprocess.run(command, capture_output=True, text=True)
 
 
@@ -54,6 +55,7 @@ def test_results_and_ratios(tmp_path: Path) -> None:
     assert f"{start} 2 | 8,192 | dcpmla / vllm | 4.00 (8,192 / 2,048) | 0.25 (125.0 / 500.0)" in end.stdout
     assert f"{start} c | 512 | dcpmla / vllm | 1.00 (910 / 910)" in end.stdout
     assert "| 0.50 (20.00 / 40.00) |" in end.stdout
+    assert (tmp_path / "machine" / "engines.png").read_bytes().startswith(b"\x89PNG")
     result = json.loads((tmp_path / "machine" / "engines.json").read_text())
     assert (result["commit"], result["machine"]) == ("abc", "2 x GPU")
     assert result["versions"] == {"torch": "2.11.0", "vllm": "0.33.0"}
