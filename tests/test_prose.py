@@ -49,7 +49,7 @@ def find_faults(text: str) -> list[str]:
 
 
 SOURCES = [path for path in sorted((ROOT / "dcpmla").rglob("*.py"))]
-PAGES = [path for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_no_banned_phrase() -> None:
