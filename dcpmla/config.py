@@ -104,10 +104,12 @@ class MLAConfig:
 
     @property
     def qk_head_dim(self) -> int:
+        """Return the width P + R of a query or key."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def rope_dim(self) -> int:
+        """Return the width R of the part that RoPE rotates."""
         return self.qk_rope_head_dim
 
     @property

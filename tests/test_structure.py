@@ -313,7 +313,7 @@ def test_public_names_are_documented(name: str) -> None:
         [member for key, member in vars(thing).items() if not key.startswith("_")] if inspect.isclass(thing) else []
     )
     for member in public:
-        function = getattr(member, "__func__", member)
+        function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
         if inspect.isfunction(function):
             assert function.__doc__, f"{function.__qualname__} has no docstring"
 

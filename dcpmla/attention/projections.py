@@ -34,6 +34,7 @@ class Tokens(NamedTuple):
     selection: SelectedTokens | None = None
 
     def rows(self, rows: slice) -> "Tokens":
+        """Return some of the tokens."""
         selection = None if self.selection is None else self.selection.rows(rows)
         return Tokens(self.q_c[rows], rows_of(self.cos_sin, rows), rows_of(self.query_factor, rows), selection)
 
@@ -52,6 +53,7 @@ class Keys(NamedTuple):
     w_kv_b: Tensor
 
     def rows(self, rows: slice) -> "Keys":
+        """Return the inputs of some of the tokens."""
         return Keys(self.q[rows], None if self.kv is None else self.kv[rows], self.w_kv_b)
 
 

@@ -27,6 +27,7 @@ from dcpmla.runtime.request import Request
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `generate`."""
     parser.set_defaults(run=run)
     add_engine_arguments(parser)
     add = parser.add_argument

@@ -21,6 +21,7 @@ _KEY = "DCPMLA_API_KEY"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `serve`."""
     parser.set_defaults(run=run)
     add_engine_arguments(parser)
     add = parser.add_argument

@@ -239,4 +239,5 @@ def share(num_programs: int) -> int:
 
 
 def milliseconds(seconds: float) -> int:
+    """Return whole milliseconds, in the range of int32."""
     return min(int(seconds * 1e3), 2**31 - 1)  # 24 days

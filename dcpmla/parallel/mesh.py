@@ -34,18 +34,22 @@ class DCPMesh:
 
     @property
     def tp_size(self) -> int:
+        """Return the number of ranks of the TP group."""
         return dist.get_world_size(self.tp_group)
 
     @property
     def tp_rank(self) -> int:
+        """Return the number of this rank in its TP group."""
         return dist.get_rank(self.tp_group)
 
     @property
     def dcp_size(self) -> int:
+        """Return the number of ranks that share a cache."""
         return dist.get_world_size(self.dcp_group)
 
     @property
     def dcp_rank(self) -> int:
+        """Return the number of this rank in its DCP group, tp_rank % dcp_size."""
         return dist.get_rank(self.dcp_group)
 
 

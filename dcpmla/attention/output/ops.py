@@ -223,6 +223,7 @@ def _width(w_uv: Tensor) -> int:
 
 
 def check_rows(x: Tensor, group: int) -> None:
+    """Raise ValueError unless rows [T, N] can be quantized in groups of so many columns."""
     if x.ndim != 2 or x.dtype not in _DTYPES:
         raise ValueError(f"x is {x.dtype} {tuple(x.shape)}; expected [T, N] of bfloat16, float16 or float32")
     if x.shape[1] % group:
@@ -230,6 +231,7 @@ def check_rows(x: Tensor, group: int) -> None:
 
 
 def check_projection(out: Tensor, w_uv: Tensor, w_scales: Tensor | None, group: int) -> None:
+    """Raise ValueError unless w_uv [h, V, L] can be applied to out [T, h, L], and the result quantized in groups."""
     if out.dtype not in _DTYPES or w_uv.dtype != (out.dtype if w_scales is None else FP8):
         raise ValueError(
             f"out is {out.dtype}, w_uv {w_uv.dtype}; expected both in one of bfloat16, float16 and float32, or w_uv in "
@@ -253,6 +255,7 @@ def check_heads(w_uv: Tensor, dtype: torch.dtype, group: int) -> None:
 
 
 def check_scale(name: str, scale: Tensor, device: torch.device) -> None:
+    """Raise ValueError unless a scale is float32 of one element on the device."""
     if scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != device:
         raise ValueError(
             f"{name} is {scale.dtype} {tuple(scale.shape)} on {scale.device}; expected torch.float32 of one element on "
@@ -261,6 +264,7 @@ def check_scale(name: str, scale: Tensor, device: torch.device) -> None:
 
 
 def check_groups(group_size: int, scale_layout: str) -> None:
+    """Raise ValueError for a size of groups or a layout of scales that no kernel writes."""
     if group_size not in formats.GROUP_SIZES:
         raise ValueError(f"group_size is {group_size}; choose one of {', '.join(map(str, formats.GROUP_SIZES))}")
     if scale_layout not in formats.SCALE_LAYOUTS:
