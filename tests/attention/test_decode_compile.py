@@ -142,7 +142,7 @@ def test_the_walk_through_quotes_the_code() -> None:
     section = document[document.index("## The dense decode kernel") : document.index("## Prefill")]
     files = (path.read_text().splitlines() for path in (root / "dcpmla/attention/hopper").glob("*.py"))
     code = "\n".join(line.strip() for lines in files for line in lines)
-    excerpts = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    excerpts = re.findall(r"```py\n(.*?)```", section, re.DOTALL)  # `python` is for snippets that run
     assert len(excerpts) > 10
     for excerpt in excerpts:
         assert "\n".join(line.strip() for line in excerpt.splitlines()) in code
