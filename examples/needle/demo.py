@@ -53,6 +53,8 @@ def generate(prompts: list[str], dcp_size: int, device: str) -> dict[str, Any]:
         command += [
             "--max-new-tokens",
             str(NUM_NEW_TOKENS),
+            "--timeout",
+            "300",  # the largest step takes most of a minute on two busy cores
             "--dtype",
             "float32",
             "--device",
