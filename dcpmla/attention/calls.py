@@ -205,7 +205,7 @@ def decode_workspace(device: torch.device | str) -> Tensor | None:
 
 
 def request_bound(num_reqs: int) -> int:
-    """Return a power of two that is at least num_reqs and that many numbers share: kernels are compiled for each."""
+    """Return a power of two of at least num_reqs, one of few, because kernels are compiled for each."""
     return 32 if num_reqs <= 32 else max(256, 1 << (num_reqs - 1).bit_length())
 
 

@@ -99,8 +99,8 @@ _OPTIONS = (  # in the order of the help
         "--max-prefill-ms MS",
         float,
         "most milliseconds, by the planner's model, that pieces of prompts take in a step in which requests "
-        "decode; default: what a step of --max-num-batched-tokens tokens without context takes, and more where so "
-        "short pieces would read a long context too often",
+        "decode; default: what a step of --max-num-batched-tokens tokens without context takes, or longer "
+        "where pieces would spend over a sixteenth of it on reading a long context again",
     ),
     _Option("--max-model-len L", int, "longest sequence, prompt and answer; default: the model's"),
     _Option(
