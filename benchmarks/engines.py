@@ -188,12 +188,12 @@ def plot(path: Path, rows: Sequence[Row], machine: str, versions: dict[str, str 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    last = {  # a load's last call
-        f"{LOADS.get(row['load'], row['load'])}, steps of {row['max_num_batched_tokens']:,}": (row, vllm)
-        for row, vllm in pairs(rows)
-        if row["engine"] == "dcpmla"
-    }
-    models = ", ".join(dict.fromkeys(row["model"] for row, _ in last.values()))
+    measured = [(row, vllm) for row, vllm in pairs(rows) if row["engine"] == "dcpmla"]
+    models = ", ".join(dict.fromkeys(row["model"] for row, _ in measured))
+    last = {}  # a load's last call
+    for row, vllm in measured:
+        load = f"{LOADS.get(row['load'], row['load'])}, steps of {row['max_num_batched_tokens']:,}"
+        last[f"{row['model']}: {load}" if "," in models else load] = row, vllm
     title = f"{models} on {machine}: vLLM {versions.get('vllm')} = 1, more is better"
     figure, axes = new_figure(title, 2, width=5.6)
     measures = {"output_tokens_per_second": "tokens/s", "time_to_first_token_mean": "mean time to first token"}

@@ -325,4 +325,4 @@ def check_on_a_gpu() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
-    run_ranks(1, check_on_a_gpu, device="cuda", timeout=300)
+    run_ranks(1, check_on_a_gpu, device="cuda")

@@ -364,4 +364,4 @@ def check_on_a_gpu(config: MLAConfig, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("variant", ON_A_GPU)
 def test_on_a_gpu(variant: str, dtype: torch.dtype) -> None:
     """The kernels of a GPU together, against the plain torch of a CPU in float64."""
-    run_ranks(1, check_on_a_gpu, ON_A_GPU[variant], dtype, device="cuda", timeout=300)
+    run_ranks(1, check_on_a_gpu, ON_A_GPU[variant], dtype, device="cuda")

@@ -224,7 +224,7 @@ def check_layers_on_gpus(size: int) -> None:
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpu_2)])
 def test_layers_on_gpus(size: int) -> None:
-    run_ranks(size, check_layers_on_gpus, size, device="cuda", timeout=300)
+    run_ranks(size, check_layers_on_gpus, size, device="cuda")
 
 
 @pytest.mark.parametrize("size", [2, 4])

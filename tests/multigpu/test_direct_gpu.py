@@ -50,7 +50,7 @@ def check_sizes(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("num_gpus", NUM_GPUS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_sizes(num_gpus: int, dtype: torch.dtype) -> None:
-    run_ranks(num_gpus, check_sizes, dtype, device="cuda", timeout=500)
+    run_ranks(num_gpus, check_sizes, dtype, device="cuda")
 
 
 def check_layouts() -> None:
@@ -70,7 +70,7 @@ def check_layouts() -> None:
 
 @pytest.mark.parametrize("num_gpus", NUM_GPUS)
 def test_layouts(num_gpus: int) -> None:
-    run_ranks(num_gpus, check_layouts, device="cuda", timeout=300)
+    run_ranks(num_gpus, check_layouts, device="cuda")
 
 
 def check_fp8() -> None:
@@ -102,7 +102,7 @@ def assert_near(got: Tensor, wanted: Tensor, largest: Tensor) -> None:
 
 @pytest.mark.parametrize("num_gpus", NUM_GPUS)
 def test_fp8(num_gpus: int) -> None:
-    run_ranks(num_gpus, check_fp8, device="cuda", timeout=300)
+    run_ranks(num_gpus, check_fp8, device="cuda")
 
 
 def check_graphs() -> None:
@@ -151,7 +151,7 @@ def check_compiled() -> None:
 
 @pytest.mark.parametrize("num_gpus", NUM_GPUS)
 def test_compiled(num_gpus: int) -> None:
-    run_ranks(num_gpus, check_compiled, device="cuda", timeout=300)
+    run_ranks(num_gpus, check_compiled, device="cuda")
 
 
 def check_missing_rank() -> None:

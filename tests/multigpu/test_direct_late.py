@@ -118,7 +118,7 @@ def check_soak(num_exchanges: int) -> None:
 
 @pytest.mark.parametrize("num_gpus", NUM_GPUS)
 def test_soak(num_gpus: int) -> None:
-    run_ranks(num_gpus, check_soak, 100_000, device="cuda", timeout=300)
+    run_ranks(num_gpus, check_soak, 100_000, device="cuda")
 
 
 def check_two_groups() -> None:

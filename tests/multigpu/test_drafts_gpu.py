@@ -67,7 +67,7 @@ def serve(
 def test_drafts_change_no_token(num_gpus: int, family: str, tmp_path: Path) -> None:
     directory = plain_module(family).save(tmp_path / family)
     dcp = DCPConfig(tensor_parallel_size=num_gpus, decode_context_parallel_size=num_gpus, block_size=16)
-    for results in run_ranks(num_gpus, serve, directory, dcp, "float32", METHODS, device="cuda", timeout=240):
+    for results in run_ranks(num_gpus, serve, directory, dcp, "float32", METHODS, device="cuda"):
         assert [is_captured for *_, is_captured in results] == [not enforce_eager for _, enforce_eager in METHODS]
         for method, tokens, num_drafts, _ in results[1:]:
             assert tokens == results[0][1], method

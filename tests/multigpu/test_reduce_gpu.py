@@ -71,7 +71,7 @@ def check_sizes() -> None:
 
 @pytest.mark.parametrize("num_gpus", NUM_GPUS)
 def test_sizes(num_gpus: int) -> None:
-    run_ranks(num_gpus, check_sizes, device="cuda", timeout=300)
+    run_ranks(num_gpus, check_sizes, device="cuda")
 
 
 def check_graphs() -> None:

@@ -38,5 +38,5 @@ def _exact_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_regimes_agree(family: str, num_gpus: int, tmp_path: Path) -> None:
     save_models(family, SIZES.config, tmp_path)
     dcp = DCPConfig(tensor_parallel_size=num_gpus, decode_context_parallel_size=num_gpus)
-    for regimes in run_ranks(num_gpus, compare, tmp_path, dcp, SIZES, "cuda", device="cuda", timeout=300):
+    for regimes in run_ranks(num_gpus, compare, tmp_path, dcp, SIZES, "cuda", device="cuda"):
         check(regimes)

@@ -159,11 +159,11 @@ FORMATS = pytest.mark.parametrize(
 @pytest.mark.gpu
 @FORMATS
 def test_on_a_gpu(kv_cache_dtype: str, index_cache_dtype: str, hadamard: bool) -> None:
-    run_ranks(1, check_formats, [], kv_cache_dtype, index_cache_dtype, hadamard, device="cuda", timeout=300)
+    run_ranks(1, check_formats, [], kv_cache_dtype, index_cache_dtype, hadamard, device="cuda")
 
 
 @pytest.mark.gpu_2
 @FORMATS
 def test_on_two_gpus(kv_cache_dtype: str, index_cache_dtype: str, hadamard: bool) -> None:
     backends = ["direct", "ag_rs", "direct"]
-    run_ranks(2, check_formats, backends, kv_cache_dtype, index_cache_dtype, hadamard, device="cuda", timeout=300)
+    run_ranks(2, check_formats, backends, kv_cache_dtype, index_cache_dtype, hadamard, device="cuda")

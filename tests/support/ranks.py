@@ -45,15 +45,18 @@ def start_process(target: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def run_ranks(
-    num_ranks: int, function: Callable[..., Any], *args: Any, device: str = "cpu", timeout: float = 120
+    num_ranks: int, function: Callable[..., Any], *args: Any, device: str = "cpu", timeout: float | None = None
 ) -> list[Any]:
     """Call function(*args) on every rank of a fresh job, torch.distributed initialized; return the ranks'
     (picklable) results in order.
+
+    The default of `timeout` is 120 seconds on CPUs and 500 on GPUs, because ranks compile their kernels first.
 
     Raises:
         AssertionError: a rank failed, with the traceback of the first that did; a signal ended one, with its name; or
             time ran out, with the ranks that were not done.
     """
+    timeout = timeout or (120 if device == "cpu" else 500)
     with tempfile.TemporaryDirectory() as directory:
         pipes, processes = [], []
         for rank in range(num_ranks):
