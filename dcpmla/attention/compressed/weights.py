@@ -48,12 +48,7 @@ class CompressedWeights(nn.Module):
         o_a_proj: Projection of each group of heads, from heads of a group x D to o_lora_rank.
     """
 
-    def __init__(
-        self,
-        config: CompressedConfig,
-        kind: LayerKind,
-        placement: Placement,
-    ) -> None:
+    def __init__(self, config: CompressedConfig, kind: LayerKind, placement: Placement) -> None:
         super().__init__()
         dcp, mesh, device, new = placement.dcp, placement.mesh, placement.device, placement.factory_kwargs
         config.check_layout(dcp)
