@@ -23,7 +23,8 @@ from triton.experimental.gluon import language as gl
 from dcpmla.attention.calls import COUNTER_WORDS, DecodeCall, num_programs, request_bound
 from dcpmla.attention.hopper import consumers, consumers_fp8
 from dcpmla.attention.hopper.convert import convert_rows
-from dcpmla.attention.hopper.outputs import Outputs, await_parts, open_mail
+from dcpmla.attention.hopper.outputs import Outputs, open_mail
+from dcpmla.attention.hopper.partials import await_parts
 from dcpmla.attention.hopper.pipeline import LOG2E, new_barriers, new_buffers
 from dcpmla.attention.hopper.producers import Paging, Tiles, copy_rows, copy_tiles
 from dcpmla.attention.hopper.ring import describe
