@@ -8,15 +8,7 @@ from torch import Tensor, nn
 from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.weights import HeldHeads
-from dcpmla.parallel.linear import (
-    GroupedLinear,
-    Linear,
-    RowParallelLinear,
-    Weight,
-    fill,
-    read_linear,
-    read_weight,
-)
+from dcpmla.parallel.linear import GroupedLinear, Linear, RowParallelLinear, Weight, fill, read_linear, read_weight
 from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, dequantize
 
 

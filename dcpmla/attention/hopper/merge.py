@@ -40,16 +40,7 @@ def merge_parts(half, walk, work, outputs, merge_ready):
 
 @gluon.jit
 def _merge_rows(
-    half,
-    first_part,
-    num_parts,
-    first_row,
-    start,
-    stop,
-    outputs,
-    line,
-    AT_ONCE: gl.constexpr,
-    PARTS: gl.constexpr,
+    half, first_part, num_parts, first_row, start, stop, outputs, line, AT_ONCE: gl.constexpr, PARTS: gl.constexpr
 ):
     """Merge rows [start, stop) of the tile, AT_ONCE at a time, online over PARTS partial outputs at a time."""
     # Two lanes have the same columns: one for each of two rows, or both for the parts of one row.

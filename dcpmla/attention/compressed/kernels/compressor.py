@@ -113,10 +113,7 @@ def compress_kernel(
         following = load_sums(sums_ptr, column, False, WIDTH)
         if HALVES == 2:
             num_before = tl.where(order > 0, tl.minimum(begin - start, RATIO), 0)
-            before = (
-                pairs_ptr + (row - num_before) * pairs_stride,
-                bias_ptr + (RATIO - num_before) * (HALVES * WIDTH),
-            )
+            before = (pairs_ptr + (row - num_before) * pairs_stride, bias_ptr + (RATIO - num_before) * (HALVES * WIDTH))
             sums = add_tokens(sums, before, num_before, pairs_stride, column, WIDTH, HALVES, TOKENS)
             # The span before was in progress when the step began: its part from then on is in the next entry's sums.
             is_unfinished = (order == 1) & (start % RATIO > 0)
