@@ -61,14 +61,13 @@ def store_partial(partials_ptr, partial, half, num_rows, acc):
     A warp writes 512 contiguous bytes, so the columns of a group are out of order; `merge` restores the order.
     """
     groups: gl.constexpr = HALF // GROUP
+    layout: gl.constexpr = PAIRS_OF_COLUMNS if acc.shape[0] == HALF else QUARTERS
     if acc.shape[0] == HALF:
         values = acc.reshape([groups, 2, 4, 2, ROWS]).permute((0, 4, 2, 1, 3)).reshape([HALF * ROWS])
-        layout: gl.constexpr = PAIRS_OF_COLUMNS
         at = gl.arange(0, HALF * ROWS, layout=layout)
         is_row = at // GROUP % ROWS < num_rows
     else:
         values = acc.reshape([ROWS, groups, 2, 4, 2]).permute((1, 0, 3, 2, 4)).reshape([groups, ROWS * 4, 4])
-        layout: gl.constexpr = QUARTERS
         group = gl.arange(0, groups, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
         quarter = gl.arange(0, ROWS * 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
         column = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
