@@ -76,30 +76,30 @@ def find_keys(tile, last_key, table, rows_ptr, paging, layout: gl.constexpr):
     """
     key = gl.arange(0, KEYS, layout=layout)
     if paging.is_sparse:
-        found = gl.load(table + gl.minimum(tile * KEYS + key, last_key))
+        location = gl.load(table + gl.minimum(tile * KEYS + key, last_key))
     else:
         row = find_row(gl.minimum(tile, last_key // KEYS), table, paging)
-        found = rows_ptr + row.to(gl.int64) * paging.row_stride + key * paging.row_stride
-    return found
+        location = rows_ptr + row.to(gl.int64) * paging.row_stride + key * paging.row_stride
+    return location
 
 
 @gluon.jit
-def split_row(found):
+def split_row(location):
     """Split numbers of rows into numbers of pages and of rows in a page."""
-    found = found.to(gl.uint32)  # unsigned quotients are shifts
-    return found // PAGE_ROWS, found % PAGE_ROWS
+    location = location.to(gl.uint32)  # unsigned quotients are shifts
+    return location // PAGE_ROWS, location % PAGE_ROWS
 
 
 @gluon.jit
-def point_to(found, rows_ptr, paging):
+def point_to(location, rows_ptr, paging):
     """Return pointers to keys from `find_keys`.
 
     Pointers to single rows take two registers each, so they are computed when they are needed; other pointers differ
     by constants.
     """
     if paging.page_stride is not None:
-        page, row = split_row(found)
-        found = rows_ptr + page.to(gl.int64) * paging.page_stride + row * paging.row_stride
+        page, row = split_row(location)
+        location = rows_ptr + page.to(gl.int64) * paging.page_stride + row * paging.row_stride
     elif paging.is_sparse:
-        found = rows_ptr + found.to(gl.int64) * paging.row_stride
-    return found
+        location = rows_ptr + location.to(gl.int64) * paging.row_stride
+    return location

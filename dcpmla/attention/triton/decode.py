@@ -18,6 +18,7 @@ from dcpmla.attention.triton.partials import finish_part
 _LOG2E = 1.4426950408889634
 _BYTES_OF_64_ROWS = 114_688  # shared memory that they take with DeepSeek's widths
 LN2 = tl.constexpr(0.6931471805599453)
+_KEYS = tl.constexpr(32)  # keys of a tile
 # Smallest part: the last part to arrive merges all parts, so many short parts would cost more than they save.
 MIN_TILES = tl.constexpr(8)
 
@@ -43,7 +44,7 @@ def _find_request(index, batch, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _attend(q, q_pe, cache, table_ptr, tiles, num_keys, num_seen, scale, KEYS: tl.constexpr, ROPE: tl.constexpr):
+def _attend(q, q_pe, cache, table_ptr, tiles, num_keys, num_seen, scale, ROPE: tl.constexpr):
     """Attend to some tiles of a request's keys; return out [ROWS, LATENT] and lse [ROWS], float32.
 
     Args:
@@ -60,14 +61,14 @@ def _attend(q, q_pe, cache, table_ptr, tiles, num_keys, num_seen, scale, KEYS: t
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, LATENT], tl.float32)
     for tile in range(tiles[0], tiles[1]):
-        position = tile * KEYS + tl.arange(0, KEYS)
+        position = tile * _KEYS + tl.arange(0, _KEYS)
         is_key = position < num_keys
         block = tl.load(table_ptr + position // block_size, mask=is_key, other=0)
         if ROPE == 0 and cache_ptr.dtype.element_ty == tl.uint8:
             kv_c = load_planar(cache_ptr, stride_block, block.to(tl.int64), is_key, q.dtype, LATENT)
         else:
             at = cache_ptr + block.to(tl.int64) * stride_block + (position % block_size).to(tl.int64) * stride_row
-            kv_c, k_pe = load_keys(at, is_key, q.dtype, KEYS, LATENT, ROPE)
+            kv_c, k_pe = load_keys(at, is_key, q.dtype, _KEYS, LATENT, ROPE)
         scores = tl.dot(q, tl.trans(kv_c))
         if ROPE:
             scores = tl.dot(q_pe, tl.trans(k_pe), scores)
@@ -128,7 +129,6 @@ def decode_kernel(
     num_heads,
     scale,
     ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
     REQS: tl.constexpr,
@@ -154,7 +154,7 @@ def decode_kernel(
     # This program's part of the sequence of tiles.
     index = tl.arange(0, REQS)
     _, _, all_keys = _find_request(tl.minimum(index, num_reqs - 1), batch, ROWS)
-    ends = tl.cumsum(tl.where(index < num_reqs, tl.cdiv(all_keys, KEYS), 0), 0)
+    ends = tl.cumsum(tl.where(index < num_reqs, tl.cdiv(all_keys, _KEYS), 0), 0)
     num_tiles = tl.max(ends, 0)
     size = tl.maximum(tl.cdiv(num_tiles, num_programs), MIN_TILES)
     start = this_part * size
@@ -170,7 +170,7 @@ def decode_kernel(
 
     while start < end:
         first_row, num_rows, num_keys = _find_request(request, batch, ROWS)
-        stop = tl.minimum(begin + tl.cdiv(num_keys, KEYS), end)
+        stop = tl.minimum(begin + tl.cdiv(num_keys, _KEYS), end)
         if start < stop:
             is_row = row < num_rows
             token, head = (first_row + row) // num_heads, (first_row + row) % num_heads
@@ -186,17 +186,17 @@ def decode_kernel(
                 table = tl.load(index_ptr + request)
             tiles = (start - begin, stop - begin)
             row_ptr = table_ptr + table.to(tl.int64) * table_stride
-            out, lse = _attend(q, q_pe, cache, row_ptr, tiles, num_keys, num_seen, scale, KEYS, ROPE)
+            out, lse = _attend(q, q_pe, cache, row_ptr, tiles, num_keys, num_seen, scale, ROPE)
             if kv_scale_ptr is not None:
                 out *= tl.load(kv_scale_ptr)
 
             first_part = begin // size
-            num_parts = (begin + tl.cdiv(num_keys, KEYS) - 1) // size - first_part + 1
+            num_parts = (begin + tl.cdiv(num_keys, _KEYS) - 1) // size - first_part + 1
             is_last, out, lse = finish_part(out, lse, counters_ptr, partials_ptr, first_part, num_parts, start == begin)
             if is_last:
                 _store(out_ptr, lse_ptr, first_row, num_rows, out, lse)
             start = stop
-        begin += tl.cdiv(num_keys, KEYS)
+        begin += tl.cdiv(num_keys, _KEYS)
         request += 1
 
 
@@ -240,7 +240,6 @@ def run(call: DecodeCall) -> tuple[Tensor, Tensor]:
         num_heads,
         call.scale * _LOG2E,
         ROWS=rows,
-        KEYS=32,
         LATENT=call.kv_lora_rank,
         ROPE=call.rope_dim,
         REQS=request_bound(call.num_reqs),

@@ -6,9 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def load_sums(sums_ptr, column, is_there, WIDTH: tl.constexpr):
-    """Load the sums of an entry in progress, [COLUMNS] each: the gates' peak, their exponentials, exponentials times
-    values; empty sums unless is_there.
-    """
+    """Load the sums of an entry; empty sums unless is_there."""
     mask = column < tl.where(is_there, WIDTH, 0)
     peak = tl.load(sums_ptr + column, mask=mask, other=float("-inf"))
     total = tl.load(sums_ptr + WIDTH + column, mask=mask, other=0.0)
@@ -29,10 +27,10 @@ def _shift(peak):
 
 
 @triton.jit
-def merge(sums, others):
+def merge(sums, second):
     """Add two sums of the same entry."""
     peak, total, values = sums
-    other_peak, other_total, other_values = others
+    other_peak, other_total, other_values = second
     new_peak = tl.maximum(peak, other_peak)
     shift = _shift(new_peak)
     factor, other_factor = tl.exp(peak - shift), tl.exp(other_peak - shift)
@@ -59,10 +57,10 @@ def add_tokens(sums, first, num, stride, column, WIDTH: tl.constexpr, HALVES: tl
 
 
 @triton.jit
-def choose(condition, sums, others):
-    """Return sums where the condition holds, else the others."""
+def choose(condition, sums, second):
+    """Return sums where the condition holds, else second."""
     return (
-        tl.where(condition, sums[0], others[0]),
-        tl.where(condition, sums[1], others[1]),
-        tl.where(condition, sums[2], others[2]),
+        tl.where(condition, sums[0], second[0]),
+        tl.where(condition, sums[1], second[1]),
+        tl.where(condition, sums[2], second[2]),
     )
