@@ -140,9 +140,7 @@ class CompressedStack(Stack):
 
     def finish(self, index: int = 0) -> None:
         """Run the sink, RoPE's inverse, the groups' projections, o_b_proj and its all-reduce."""
-        compressed = self._compressed(self._inputs(index)[1])
-        assert compressed.angles is not None
-        cos_sin = compressed.angles.compressed if self.kind.ratio else compressed.angles.window
+        cos_sin = self._compressed(self._inputs(index)[1]).angles[self.kind.ratio > 0]
         for layer in self.layers:
             layer.o_b_proj(layer.finish(self.rows, self.lse, cos_sin, len(self.rows)))
 

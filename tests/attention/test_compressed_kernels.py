@@ -123,11 +123,11 @@ def check_heads(device: str, *shapes: tuple[int, int, int, int]) -> None:
     for shape, dtype in itertools.product(shapes, DTYPES):
         arguments = heads_case(*shape, dtype)
         moved = on(device, arguments)
-        got = kernels.finish_heads(*moved)
-        assert_near(got, projections.finish_heads(*arguments))
+        got, _ = kernels.finish_heads(*moved)
+        assert_near(got, projections.finish_heads(*arguments)[0])
         assert got.is_contiguous()
         if shape[2] % projections.GROUP == 0:
-            codes, scales = kernels.finish_heads_fp8(*moved)
+            codes, scales = kernels.finish_heads(*moved, True)
             wanted = projections.index_to_fp8(got.cpu().unflatten(-1, (-1, projections.GROUP)))
             assert torch.equal(bytes_of(codes), bytes_of(wanted[0].flatten(-2)))
             assert torch.equal(scales.cpu(), wanted[1])
@@ -240,8 +240,8 @@ def test_operators_run_the_kernels() -> None:
         tolerance = TOLERANCE.get(dtype, 1e-6)
         rows, heads = rows_case(V4, dtype, dtype), heads_case(5, 8, 512, 64, dtype)
         on_gpu = on("cuda", rows)
-        wanted = [*projections.finish_rows(*rows)[:2], rows[1], projections.finish_heads(*heads)]
-        got = [*projections.finish_rows(*on_gpu)[:2], on_gpu[1], projections.finish_heads(*on("cuda", heads))]
+        wanted = [*projections.finish_rows(*rows)[:2], rows[1], projections.finish_heads(*heads)[0]]
+        got = [*projections.finish_rows(*on_gpu)[:2], on_gpu[1], projections.finish_heads(*on("cuda", heads))[0]]
         for mine, theirs in zip(got, wanted, strict=True):
             torch.testing.assert_close(mine.cpu(), theirs, atol=tolerance, rtol=tolerance, equal_nan=True)
 
@@ -257,7 +257,7 @@ def check_operators(device: str) -> None:
         )
         torch.library.opcheck(projections.finish_query_.op, [heads[0].nan_to_num(0.0), 1e-6, heads[3]])
         torch.library.opcheck(projections.finish_heads.op, heads)
-        torch.library.opcheck(projections.finish_heads_fp8.op, heads)
+        torch.library.opcheck(projections.finish_heads.op, [*heads, True])
         torch.library.opcheck(read_rows.op, on(device, [rows[1].zero_(), torch.tensor([[1, 2]]), 128, dtype]))
 
 
@@ -276,7 +276,7 @@ def test_operators_on_a_gpu() -> None:
 
 def test_groups_of_a_quantized_output() -> None:
     with pytest.raises(ValueError, match="multiple of 128"):
-        projections.finish_heads_fp8(*heads_case(2, 3, 192, 64, torch.float32))
+        projections.finish_heads(*heads_case(2, 3, 192, 64, torch.float32), True)
 
 
 TYPES = {
@@ -300,9 +300,9 @@ def test_kernels_compile_for_hopper(dtype: str, cache: str) -> None:
     types = {**TYPES, "cache_ptr": "*u8" if cache == "u8" else f"*{dtype}", "codes_ptr": "*fp8e4nv"}
     codes = {} if cache == "u8" else {"codes_ptr": None, "scales_ptr": None}
     compile_for_hopper(rows_kernel, dtype, {**ROW, "Q_RANK": 1536, "Q_RANK_P": 2048, **codes}, **types)
-    rows = {"HAS_ENTRIES": cache == "u8", "COLUMNS": 1024}
+    rows = {"HAS_ENTRIES": cache == "u8"}
     compile_for_hopper(visible_kernel, "i32", rows, positions_ptr="*i64")
-    compile_for_hopper(append_kernel, "i32", {"COLUMNS": 1024})
+    compile_for_hopper(append_kernel, "i32", {})
     if cache == "u8":
         compile_for_hopper(
             read_pages_kernel, dtype, {"WIDTH": 512, "ROWS": 8, "COLUMNS": 512}, **types, out_ptr=f"*{dtype}"

@@ -19,6 +19,7 @@ from dcpmla import DCPConfig
 from dcpmla.attention.compressed import prefill
 from dcpmla.attention.compressed.config import CompressedConfig
 from dcpmla.attention.compressed.step import CompressedMetadata
+from dcpmla.cache.shared_rows import read_rows
 from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.select import select_exchange
 from tests.attention import test_compressed_layer
@@ -184,7 +185,7 @@ def check_peak(layers: Layers, requests: list[tuple[int, int]]) -> None:
             layer.claim_memory(sum(new))
         with Allocations() as taken:
             q, rows = (torch.randn(sum(new), *shape) for shape in ((layer.num_heads, width), (width,)))
-            window = layer._read(cache, compressed.context.window_slots)
+            window = read_rows(cache.rows, compressed.context.window_slots, width, layer.down_proj.dtype)
             arguments = torch.cat([window, rows]), cache.rows, compressed, layer.kind, selection
             prefill.attend_prefill(q, *arguments, layer.exchange, layers.dcp)
         assert taken.peak <= claimed.peak, (layer.kind, requests)

@@ -129,7 +129,7 @@ def test_the_portable_kernel_compiles(rows: int, q: str, cache: str, rope: int) 
         "scale": "fp32",
     }
     types |= {f"{name}_scale_ptr": "*fp32" for name, dtype in (("q", q), ("kv", cache)) if dtype == "fp8e4nv"}
-    constants = {"ROWS": rows, "KEYS": 32, "LATENT": 512, "ROPE": rope, "REQS": 32, "IS_RAGGED": True}
+    constants = {"ROWS": rows, "LATENT": 512, "ROPE": rope, "REQS": 32}
     types |= {"q_pe_ptr": f"*{q}"} if rope else {}
     constants |= {name: None for name in ("q_pe_ptr", "q_scale_ptr", "kv_scale_ptr") if name not in types}
     ptx, _ = compile_for_hopper(decode_kernel, ASTSource, types, constants, num_warps=4 if rows == 16 else 8)

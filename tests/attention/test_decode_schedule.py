@@ -70,7 +70,7 @@ def schedule_in_torch(grid: tuple[int, int]) -> SimpleNamespace:
 
     `program` is the present one.
     """
-    from dcpmla.attention.hopper import outputs, pipeline, schedule
+    from dcpmla.attention.hopper import merge, outputs, partials, pipeline, schedule
 
     program = [0, 0]
     language = SimpleNamespace(
@@ -100,7 +100,9 @@ def schedule_in_torch(grid: tuple[int, int]) -> SimpleNamespace:
         program_id=lambda axis: program[axis],
         num_programs=lambda axis: grid[axis],
     )
-    functions = {**vars(pipeline), **vars(schedule), **vars(outputs)}
+    functions = {
+        name: value for module in (pipeline, schedule, partials, outputs, merge) for name, value in vars(module).items()
+    }
     values = {name: getattr(value, "value", value) for name, value in functions.items()}
     names: dict[str, Any] = {
         **values,

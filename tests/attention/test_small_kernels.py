@@ -233,7 +233,7 @@ def compile_for_hopper(kernel: Any, dtype: str, constants: dict[str, Any], **typ
 
 ROPE = {"ROPE": 64, "PAIRS": 32, "INTERLEAVED": True}
 LATENTS = {"KV_RANK": 512, "KV_COLUMNS": 512, "Q_RANK": 1536, "Q_COLUMNS": 2048, **ROPE}
-QUERY = {"NOPE": 128, "RANK": 512, "TOKENS": 64, "ROWS": 64, "COLUMNS": 64, **ROPE}
+QUERY = {"NOPE": 128, "RANK": 512, "TOKENS": 64, **ROPE}
 TYPES = {
     **{"cos_sin_ptr": "*fp32", "slots_ptr": "*i64", "eps": "fp32", "kv_lora_scale": "fp32"},
     **dict.fromkeys(("kv_scale_ptr", "q_scale_ptr", "scale_ptr", "scales_ptr"), "*fp32"),
@@ -254,7 +254,7 @@ def test_kernels_compile_for_hopper(dtype: str) -> None:
         compile_for_hopper(latents_kernel, dtype, {**LATENTS, "kv_scale_ptr": None, **nothing}, **TYPES)
     for kernel, constants in (
         (absorb_kernel, {"q_scale_ptr": None, "w_scales_ptr": None, **QUERY}),
-        (rotate_kernel, {"TOKENS": 16, **ROPE}),
+        (rotate_kernel, ROPE),
         (read_kernel, {"WIDTH": 576, "ROWS": 4, "COLUMNS": 1024}),
     ):
         ptx = compile_for_hopper(kernel, dtype, constants, **TYPES)

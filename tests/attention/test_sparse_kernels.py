@@ -217,9 +217,8 @@ def test_scores_compile_for_hopper(dtype: str, tokens: int) -> None:
         "TILES": 32,
         "TOKENS": tokens,
         "HEADS": 64,
-        "KEYS": 64,
     }
-    ptx = compile_for_hopper(scores_kernel, dtype, {**sizes, "STAGES": 4, "HAS_SCALES": is_fp8}, **POINTERS)
+    ptx = compile_for_hopper(scores_kernel, dtype, sizes, **POINTERS)
     assert f"wgmma.mma_async.sync.aligned.m64n{64 * tokens}k{32 if is_fp8 else 16}" in ptx
     assert "cp.async.cg.shared.global" in ptx
     assert ("cp.async.ca.shared.global" in ptx) == is_fp8  # scales of keys

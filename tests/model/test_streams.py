@@ -131,12 +131,11 @@ def test_the_first_kernel_compiles(has_out: bool, num: int, is_few: bool) -> Non
     pytest.importorskip("triton")
     from triton.compiler import ASTSource
 
-    from dcpmla.model.kernels.mix import _COLUMNS, _ROWS, PART, mix_few_kernel, mix_kernel
+    from dcpmla.model.kernels.mix import mix_few_kernel, mix_kernel
 
     floats = ("post_ptr", "comb_ptr", "fn_ptr", "products_ptr", "squares_ptr")
     types = dict.fromkeys(floats, "*fp32") | dict.fromkeys(("values_ptr", "out_ptr", "mixed_ptr"), "*bf16")
     constants: dict[str, Any] = {"WIDTH": 4096, "STREAMS": 4, "NUM": num, "NUM_P": 32 if num > 16 else 16}
-    constants |= {"COLUMNS": PART} if is_few else {"ROWS": _ROWS, "COLUMNS": _COLUMNS}
     constants |= {} if has_out else dict.fromkeys(("out_ptr", "post_ptr", "comb_ptr"))
     constants |= {} if num else {"fn_ptr": None}
     kernel = mix_few_kernel if is_few else mix_kernel

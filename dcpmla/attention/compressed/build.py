@@ -58,35 +58,16 @@ class CompressedStepBuilder(StepBuilder):
     def share(self, step: StepMetadata, host: HostStep, block_table: Tensor, columns: Sequence[Tensor]) -> StepMetadata:
         """Return the step with the numbers that layers with entries read."""
         request, (first_position, seq_lens, states) = columns
-        compressed = CompressedMetadata(
-            plan=self.plan,
-            dcp_rank=self.dcp_rank,
-            positions=step.positions,
-            request=request,
-            first_position=first_position,
-            seq_lens=seq_lens,
-            states=states,
-            block_table=block_table,
-            max_seq_len=max(host.requests.seq_lens),
-        )
+        numbers = step.positions, request, first_position, seq_lens, states, block_table
+        compressed = CompressedMetadata(self.plan, self.dcp_rank, *numbers, max(host.requests.seq_lens))
         return step.share(replace(compressed, context=self._context(host, compressed)))
 
     def share_graph(self, step: StepMetadata, rows: GraphRows) -> StepMetadata:
         """Return the step of a decode graph with the numbers that layers with entries read."""
         seen = rows.seq_lens.view(-1, rows.query_len)  # 0 for padding
-        return step.share(
-            CompressedMetadata(
-                plan=self.plan,
-                dcp_rank=self.dcp_rank,
-                positions=rows.positions,
-                request=rows.request,
-                first_position=seen[:, 0] - 1,
-                seq_lens=seen[:, -1].contiguous(),
-                states=rows.states,
-                block_table=rows.block_table,
-                max_seq_len=rows.max_seq_len,
-            )
-        )
+        first, seq_lens = seen[:, 0] - 1, seen[:, -1].contiguous()
+        numbers = rows.positions, rows.request, first, seq_lens, rows.states, rows.block_table
+        return step.share(CompressedMetadata(self.plan, self.dcp_rank, *numbers, rows.max_seq_len))
 
     def _context(self, host: HostStep, step: CompressedMetadata) -> ContextRows | None:
         """Return the context of prefills; None without prefills."""

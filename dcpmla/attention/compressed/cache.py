@@ -76,6 +76,16 @@ class CompressedPlan(CachePlan):
         """
         return self.num_states * (1 + self.num_drafts), 2 if kind.has_indexer else 1, NUM_SUMS, width
 
+    def layer_tensors(self, kind: LayerKind) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return the shape and dtype of each tensor of a layer's `CompressedLayerCache`, by its field."""
+        tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"rows": (self.rows_shape(kind.ratio), self.dtype)}
+        if kind.ratio:
+            tensors["sums"] = self.sums_shape(kind, self.config.head_dim), torch.float32
+        if kind.has_indexer:
+            tensors["index_keys"] = self.index_shape(kind.ratio), self.index_dtype
+            tensors["index_sums"] = self.sums_shape(kind, self.config.indexer.head_dim), torch.float32
+        return tensors
+
     @property
     def bytes_per_block(self) -> int:
         """Bytes of a block in all layers, on one rank."""
@@ -90,15 +100,8 @@ class CompressedPlan(CachePlan):
 
     @property
     def bytes_per_rank(self) -> int:
-        total = 0
-        for kind in self.config.layer_kinds:
-            total += math.prod(self.rows_shape(kind.ratio)) * self.dtype.itemsize
-            if kind.ratio:
-                total += math.prod(self.sums_shape(kind, self.config.head_dim)) * 4
-            if kind.has_indexer:
-                total += math.prod(self.sums_shape(kind, self.config.indexer.head_dim)) * 4
-                total += math.prod(self.index_shape(kind.ratio)) * self.index_dtype.itemsize
-        return total
+        tensors = (tensor for kind in self.config.layer_kinds for tensor in self.layer_tensors(kind).values())
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors)
 
     def allocate(self, device: torch.device) -> "CompressedCache":
         """Allocate the caches (`CachePlan.allocate`)."""
@@ -126,9 +129,9 @@ class CompressedLayerCache(NamedTuple):
     """
 
     rows: Tensor
-    sums: Tensor | None
-    index_keys: Tensor | None
-    index_sums: Tensor | None
+    sums: Tensor | None = None
+    index_keys: Tensor | None = None
+    index_sums: Tensor | None = None
 
 
 class CompressedCache(Cache):
@@ -146,7 +149,13 @@ class CompressedCache(Cache):
         """
         plan.check_fits(device)
         self.sizes, self._plan = plan, plan
-        self._layers = [_allocate(plan, kind, device) for kind in plan.config.layer_kinds]
+        layers = map(plan.layer_tensors, plan.config.layer_kinds)
+        self._layers = [
+            CompressedLayerCache(
+                **{field: torch.empty(shape, dtype=dtype, device=device) for field, (shape, dtype) in tensors.items()}
+            )
+            for tensors in layers
+        ]
 
     def __getitem__(self, layer: int) -> CompressedLayerCache:
         return self._layers[layer]
@@ -210,15 +219,3 @@ def plan_compressed(
     )
     num_blocks = max(1, sum(-(-seq_len // plan.block_tokens) for seq_len in seq_lens))
     return replace(plan, num_blocks=num_blocks)
-
-
-def _allocate(plan: CompressedPlan, kind: LayerKind, device: torch.device) -> CompressedLayerCache:
-    sums = index_keys = index_sums = None
-    if kind.ratio:
-        sums = torch.empty(plan.sums_shape(kind, plan.config.head_dim), device=device)
-    if kind.has_indexer:
-        index_keys = torch.empty(plan.index_shape(kind.ratio), dtype=plan.index_dtype, device=device)
-        index_sums = torch.empty(plan.sums_shape(kind, plan.config.indexer.head_dim), device=device)
-    return CompressedLayerCache(
-        torch.empty(plan.rows_shape(kind.ratio), dtype=plan.dtype, device=device), sums, index_keys, index_sums
-    )

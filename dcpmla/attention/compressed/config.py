@@ -2,10 +2,10 @@
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from dcpmla.config import LARGEST_SIZE, DCPConfig, IndexerConfig, choices, divisors
-from dcpmla.fields import Rule, check_fields, number, whole
+from dcpmla.fields import Rule, check_fields, instance_of, number, rules_of, whole
 
 
 class LayerKind(NamedTuple):
@@ -26,8 +26,8 @@ class LayerKind(NamedTuple):
 
 
 WINDOW_ONLY = LayerKind(0, False)
-_SIZE = whole(1, LARGEST_SIZE)
-_KIND = Rule(
+_Size = Annotated[int, whole(1, LARGEST_SIZE)]
+_KINDS = Rule(
     "LayerKinds of a ratio of at least 2, or of 0 without an indexer",
     lambda value: (
         isinstance(value, tuple)
@@ -35,19 +35,6 @@ _KIND = Rule(
         and all(isinstance(kind, LayerKind) and (kind.ratio >= 2 or kind == WINDOW_ONLY) for kind in value)
     ),
 )
-_RULES = {
-    "hidden_size": _SIZE,
-    "num_heads": _SIZE,
-    "head_dim": _SIZE,
-    "rope_dim": _SIZE,
-    "q_lora_rank": _SIZE,
-    "o_groups": _SIZE,
-    "o_lora_rank": _SIZE,
-    "sliding_window": _SIZE,
-    "rms_norm_eps": number(0),
-    "indexer": Rule("an IndexerConfig", lambda value: isinstance(value, IndexerConfig)),
-    "layer_kinds": _KIND,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,20 +53,20 @@ class CompressedConfig:
     Source: DeepSeek-V4's report, section 2.3.
     """
 
-    hidden_size: int
-    num_heads: int
-    head_dim: int
-    rope_dim: int
-    q_lora_rank: int
-    o_groups: int
-    o_lora_rank: int
-    sliding_window: int
-    rms_norm_eps: float
-    indexer: IndexerConfig
-    layer_kinds: tuple[LayerKind, ...]
+    hidden_size: _Size
+    num_heads: _Size
+    head_dim: _Size
+    rope_dim: _Size
+    q_lora_rank: _Size
+    o_groups: _Size
+    o_lora_rank: _Size
+    sliding_window: _Size
+    rms_norm_eps: Annotated[float, number(0)]
+    indexer: Annotated[IndexerConfig, instance_of(IndexerConfig)]
+    layer_kinds: Annotated[tuple[LayerKind, ...], _KINDS]
 
     def __post_init__(self) -> None:
-        check_fields(_RULES, vars(self))
+        check_fields(rules_of(CompressedConfig), vars(self))
         if self.head_dim % 2 or self.indexer.head_dim % 2:
             raise ValueError(
                 f"head_dim is {self.head_dim} and the indexer's {self.indexer.head_dim}; both must be even, as "

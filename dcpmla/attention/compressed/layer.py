@@ -8,9 +8,9 @@ from dcpmla.attention.compressed.compressor import compress
 from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.attention.compressed.fork import fork
 from dcpmla.attention.compressed.prefill import attend_prefill, claim_prefill
-from dcpmla.attention.compressed.projections import GROUP, finish_heads, finish_heads_fp8, finish_query_, finish_rows
+from dcpmla.attention.compressed.projections import GROUP, finish_heads, finish_query_, finish_rows
 from dcpmla.attention.compressed.step import CompressedMetadata, selects
-from dcpmla.attention.compressed.weights import CompressedWeights
+from dcpmla.attention.compressed.weights import CompressedWeights, CompressorWeights
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.sparse.projections import finish_index_queries
@@ -40,12 +40,7 @@ class CompressedAttention(CompressedWeights):
     Source: DeepSeek-V4's report, section 2.3; names of weights as in transformers.
     """
 
-    def __init__(
-        self,
-        config: CompressedConfig,
-        kind: LayerKind,
-        placement: Placement,
-    ) -> None:
+    def __init__(self, config: CompressedConfig, kind: LayerKind, placement: Placement) -> None:
         super().__init__(config, kind, placement)
         self.cache_dtype = placement.cache_dtype
         # Every rank has all windows, so its own heads attend to them without an exchange.
@@ -104,17 +99,22 @@ class CompressedAttention(CompressedWeights):
         decodes, prefills = slice(0, step.num_decode_tokens), slice(step.num_decode_tokens, step.num_tokens)
         context = compressed.context
         # Windows are read before this step's tokens overwrite them.
-        window = None if context is None else self._read(cache, context.window_slots)
+        window = None
+        if context is not None:
+            window = read_rows(cache.rows, context.window_slots, self.config.head_dim, self.down_proj.dtype)
         down = self.down_proj(hidden_states[: step.num_tokens]).split(self.down_widths, -1)
-        norms, requests = (self.q_norm, self.kv_norm, self.config.rms_norm_eps), compressed.requests
+        norms = self.q_norm, self.kv_norm, self.config.rms_norm_eps
+        requests = compressed.positions, compressed.request, compressed.seq_lens, compressed.states
         options = compressed.plan.ring_rows, self.q_b_proj.takes_quantized
         latents, rows, *codes = finish_rows(down[0], cache.rows, *norms, cos_sin, *requests, *options)
         q_c = NormedRows.join(latents, *codes)
         # In decode these kernels are too small to fill a GPU. The exchange is used on one stream at a time.
         with fork(rows.device, self.selector is not None and context is None) as join:
-            self._compress_keys(down, cache, compressed)
+            if cache.index_sums is not None and cache.index_keys is not None:
+                self._compress(down[2], self.index_compressor, compressed, cache.index_sums, cache.index_keys)
             selection = self.select(q_c, down, cache, compressed)
-        self._compress_rows(down, cache, compressed)
+        if cache.sums is not None:
+            self._compress(down[1], self.compressor, compressed, cache.sums, cache.rows)
         parts = []
         if step.decode is not None:
             q = self._project_query(q_c[decodes], cos_sin[decodes], slice(0, self.q_heads.count))
@@ -137,13 +137,9 @@ class CompressedAttention(CompressedWeights):
         Returns:
             [num_rows, groups x o_lora_rank] in the dtype of out; zeros after the first T rows.
         """
-        heads: Tensor | QuantizedRows
-        if self.o_a_proj.takes_quantized and self.config.head_dim % GROUP == 0:
-            codes, scales = finish_heads_fp8(out, lse, self.sinks, cos_sin)
-            heads = QuantizedRows(codes.flatten(1), scales.flatten(1))
-        else:
-            heads = finish_heads(out, lse, self.sinks, cos_sin).flatten(1)
-        low = self.o_a_proj(heads)
+        quantizes = self.o_a_proj.takes_quantized and self.config.head_dim % GROUP == 0
+        heads, scales = (part.flatten(1) for part in finish_heads(out, lse, self.sinks, cos_sin, quantizes))
+        low = self.o_a_proj(QuantizedRows(heads, scales) if quantizes else heads)
         num_padding = num_rows - len(low)
         return torch.nn.functional.pad(low, (0, 0, 0, num_padding)) if num_padding else low
 
@@ -156,19 +152,14 @@ class CompressedAttention(CompressedWeights):
             torch.empty(self.selector.workspace_bytes(num_tokens, dtype.itemsize), dtype=torch.uint8, device=device)
         claim_prefill(num_tokens, self.num_heads, self.config, self.kind, self.exchange, self.dcp, dtype, device)
 
-    def _compress_rows(self, down: tuple[Tensor, ...], cache: CompressedLayerCache, step: CompressedMetadata) -> None:
-        """Write the entries that the step's tokens complete."""
-        if cache.sums is not None:
-            weights = self.compressor
-            options = weights.bias, weights.norm, self.config.rms_norm_eps, self.kind.ratio
-            compress(down[1], *options, step, cache.sums, cache.rows, is_index=False)
-
-    def _compress_keys(self, down: tuple[Tensor, ...], cache: CompressedLayerCache, step: CompressedMetadata) -> None:
-        """Write the index keys that the step's tokens complete."""
-        if cache.index_sums is not None and cache.index_keys is not None:
-            weights, caches = self.index_compressor, (cache.index_sums, cache.index_keys)
-            options = weights.bias, weights.norm, self.config.rms_norm_eps, self.kind.ratio
-            compress(down[2], *options, step, *caches, is_index=True, hadamard=self.dcp.index_hadamard)
+    def _compress(
+        self, pairs: Tensor, weights: CompressorWeights, step: CompressedMetadata, sums: Tensor, cache: Tensor
+    ) -> None:
+        """Write the entries, or with an indexer's weights the index keys, that the step's tokens complete."""
+        options = weights.bias, weights.norm, self.config.rms_norm_eps, self.kind.ratio
+        is_index = weights is not self.compressor
+        hadamard = is_index and self.dcp.index_hadamard
+        compress(pairs, *options, step, sums, cache, is_index=is_index, hadamard=hadamard)
 
     def select(
         self, q_c: PlainRows, down: tuple[Tensor, ...], cache: CompressedLayerCache, compressed: CompressedMetadata
@@ -185,10 +176,9 @@ class CompressedAttention(CompressedWeights):
             return None
         assert compressed.selection is not None
         assert cache.index_keys is not None
-        assert compressed.angles is not None
         q = self.index_q_proj(q_c).unflatten(-1, (config.num_heads, config.head_dim))
         is_fp8 = self.dcp.index_cache_dtype == "fp8"
-        options = compressed.angles.compressed, True, self.dcp.index_hadamard, is_fp8
+        options = compressed.angles[True], True, self.dcp.index_hadamard, is_fp8
         q, weights = finish_index_queries(q, down[3], *options)
         entries = compressed.entries[self.kind.ratio]
         assert entries.visible is not None
@@ -226,16 +216,12 @@ class CompressedAttention(CompressedWeights):
             backend=self.dcp.attention_backend,
         )
 
-    def _read(self, cache: CompressedLayerCache, slots: Tensor) -> Tensor:
-        """Return rows [N, D] of the cache in the layer's dtype."""
-        return read_rows(cache.rows, slots, self.config.head_dim, self.down_proj.dtype)
-
     def _check(
         self, hidden_states: Tensor, cache: CompressedLayerCache | None, step: StepMetadata
     ) -> tuple[CompressedLayerCache, CompressedMetadata, Tensor]:
         """Return the cache, the step's part for this attention, and its angles for this layer."""
         compressed, width = step.get(CompressedMetadata), self.config.hidden_size
-        if compressed is None or compressed.angles is None:
+        if compressed is None or not compressed.angles:
             raise ValueError(
                 "step has no compressed part, or no angles; build it with a CompressedStepBuilder, and call with_angles"
             )
@@ -256,8 +242,6 @@ class CompressedAttention(CompressedWeights):
             )
         if self.selector is not None:
             per_block = plan.entries_per_block(self.kind.ratio)
-            dtype = self.down_proj.dtype
-            self.selector.check_cache(cache.index_keys, plan.num_blocks, per_block, dtype)
+            self.selector.check_cache(cache.index_keys, plan.num_blocks, per_block, self.down_proj.dtype)
         step.check_blocks(plan.num_blocks)
-        angles = compressed.angles.compressed if self.kind.ratio else compressed.angles.window
-        return cache, compressed, angles
+        return cache, compressed, compressed.angles[self.kind.ratio > 0]

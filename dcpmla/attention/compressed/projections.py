@@ -86,9 +86,14 @@ def finish_query_(q: Tensor, eps: float, cos_sin: Tensor) -> None:
 @operator(
     "finish_heads",
     kernel="dcpmla.attention.compressed.kernels.projections:finish_heads",
-    fake=lambda out: out.new_empty(out.shape),
+    fake=lambda out, quantizes: (
+        out.new_empty(out.shape, dtype=FP8 if quantizes else out.dtype),
+        out.new_empty(*out.shape[:2], out.shape[2] // GROUP if quantizes else 0, dtype=torch.float32),
+    ),
 )
-def finish_heads(out: Tensor, lse: Tensor, sinks: Tensor, cos_sin: Tensor) -> Tensor:
+def finish_heads(
+    out: Tensor, lse: Tensor, sinks: Tensor, cos_sin: Tensor, quantizes: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return attention's output with the sink in its denominator, rotated back at the positions of its queries.
 
     Args:
@@ -96,34 +101,23 @@ def finish_heads(out: Tensor, lse: Tensor, sinks: Tensor, cos_sin: Tensor) -> Te
         lse: [T, h] float32, natural log.
         sinks: [h] float32, logits that take probability and give no value.
         cos_sin: [T, R] float32 as in `apply_rope`.
+        quantizes: Whether the output is quantized to e4m3, for an output projection in fp8.
+    Returns:
+        [T, h, D] in the dtype of out, or e4m3; scales [T, h, D / 128] float32 of groups of 128 columns, each the
+        smallest power of two without saturation, without columns unless quantizes.
+    Raises:
+        ValueError: D is not whole groups, and quantizes.
     Source: DeepSeek-V4's report, section 2.3.3.
     """
+    if quantizes and out.shape[2] % GROUP:
+        raise ValueError(f"out has rows of {out.shape[2]} columns; expected a multiple of {GROUP}")
     wide = out.to(torch.promote_types(out.dtype, torch.float32))
     share = torch.exp(lse - torch.logaddexp(lse, sinks))[..., None]
     cos, sin = cos_sin.chunk(2, -1)
-    return rotate((wide * share).where(share > 0, 0.0), torch.cat([cos, -sin], -1)).to(out.dtype)
-
-
-@operator(
-    "finish_heads_fp8",
-    kernel="dcpmla.attention.compressed.kernels.projections:finish_heads_fp8",
-    fake=lambda out: (
-        out.new_empty(out.shape, dtype=FP8),
-        out.new_empty(*out.shape[:2], out.shape[2] // GROUP, dtype=torch.float32),
-    ),
-)
-def finish_heads_fp8(out: Tensor, lse: Tensor, sinks: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize what `finish_heads` returns to e4m3, for an output projection in fp8.
-
-    Returns:
-        Codes [T, h, D] e4m3; scales [T, h, D / 128] float32 of groups of 128 columns, each the smallest power of two
-        without saturation.
-    Raises:
-        ValueError: D is not whole groups.
-    """
-    if out.shape[2] % GROUP:
-        raise ValueError(f"out has rows of {out.shape[2]} columns; expected a multiple of {GROUP}")
-    codes, scales = index_to_fp8(finish_heads(out, lse, sinks, cos_sin).unflatten(-1, (-1, GROUP)))
+    heads = rotate((wide * share).where(share > 0, 0.0), torch.cat([cos, -sin], -1)).to(out.dtype)
+    if not quantizes:
+        return heads, lse.new_empty(*lse.shape, 0, dtype=torch.float32)
+    codes, scales = index_to_fp8(heads.unflatten(-1, (-1, GROUP)))
     return codes.flatten(-2), scales
 
 

@@ -15,18 +15,6 @@ from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
 from dcpmla.attention.step import ContextChunk, DecodeMetadata, StepMetadata, tokens_of
 
 
-class Angles(NamedTuple):
-    """The angles of RoPE (`apply_rope`), [T, R] float32 each.
-
-    Attributes:
-        window: Angles in layers that have a window alone.
-        compressed: Angles in all other layers.
-    """
-
-    window: Tensor
-    compressed: Tensor
-
-
 class Entries(NamedTuple):
     """The entries of a step in all layers of one ratio.
 
@@ -110,7 +98,8 @@ class CompressedMetadata:
         block_table: Block table, [num_reqs, max_blocks] int32.
         max_seq_len: Upper bound of seq_lens, the same on all ranks.
         context: Rows for the prefill tokens; None without prefills.
-        angles: Angles of the tokens; None before `with_angles`.
+        angles: Angles of the tokens (`apply_rope`) [T, R] float32, by whether a layer has entries; empty before
+            `with_angles`.
         entries: Entries by ratio; empty before `with_angles`.
         parts: Parts that the compressors pool, in order; empty before `with_angles`.
         decode_rows: Results of `visible_rows` for decodes in layers without selection, by ratio; empty before
@@ -128,16 +117,11 @@ class CompressedMetadata:
     block_table: Tensor
     max_seq_len: int
     context: ContextRows | None = None
-    angles: Angles | None = None
+    angles: dict[bool, Tensor] = field(default_factory=dict)
     entries: dict[int, Entries] = field(default_factory=dict)
     parts: tuple[Part, ...] = ()
     decode_rows: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     selection: SelectedTokens | None = None
-
-    @property
-    def requests(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """positions, request, seq_lens and states, in the order of `finish_rows`."""
-        return self.positions, self.request, self.seq_lens, self.states
 
     @property
     def layout(self) -> tuple[int, int, int]:
@@ -151,7 +135,7 @@ class CompressedMetadata:
         first = positions.to(torch.int32)
         seen = (first + 1).where(self.seq_lens > 0, 0)
         step = replace(self, positions=positions, request=request, first_position=first, seq_lens=seen)
-        return replace(step, angles=None, entries={}, parts=(), decode_rows={}, selection=None)
+        return replace(step, angles={}, entries={}, parts=(), decode_rows={}, selection=None)
 
     def parts_of(self, decode: DecodeMetadata | None) -> tuple[Part, ...]:
         """Return the parts of a step: one, or if tokens may be rejected one per decode token, because each token's sums
@@ -186,18 +170,16 @@ class CompressedMetadata:
         """Return the block table in blocks of a layer's rows (`Entries.block_table`)."""
         return self.block_table + self.plan.window_rows // self.plan.entries_per_block(ratio)
 
-    def visible_rows(self, tokens: slice, ratio: int) -> tuple[Tensor, Tensor]:
-        """Return the rows that some tokens attend to without selection: this rank's rows of their windows and of all
+    def visible_rows(self, tokens: slice, ratio: int, layout: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+        """Return the rows that some tokens attend to without selection: a rank's rows of their windows and of all
         entries that they see.
 
         Args:
-            ratio: Ratio of the layer; 0 for windows alone, which every rank reads in full, without an exchange.
+            ratio: Ratio of the layer; 0 for windows alone.
+            layout: Rank, ranks that share the rows, and interleave.
         Returns:
             Rows [n, N] int32, arbitrary after the last; the number of rows, [n] int32.
         """
-        return self._list_rows(tokens, ratio, self.layout if ratio else (0, 1, 1))
-
-    def _list_rows(self, tokens: slice, ratio: int, layout: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
         per_block = self.plan.entries_per_block(ratio) if ratio else 1
         table = self.entry_table(ratio) if ratio else self.block_table
         sizes = ratio, per_block, self.plan.config.sliding_window, self.plan.ring_rows
@@ -206,7 +188,7 @@ class CompressedMetadata:
     def new_selection(self, num_decode_tokens: int) -> SelectedTokens:
         """Return memory for the entries that layers with an indexer select; slots begin with the decodes' windows."""
         topk = self.plan.config.indexer.topk
-        windows, num_windows = self._list_rows(slice(0, num_decode_tokens), 0, self.layout)
+        windows, num_windows = self.visible_rows(slice(0, num_decode_tokens), 0, self.layout)
         num_tokens, width = len(self.positions), windows.shape[1]
         slots = windows.new_empty(num_tokens, width + topk)
         slots[:num_decode_tokens, :width] = windows
@@ -233,12 +215,10 @@ def with_angles(
     selecting = {kind.ratio for kind in kinds if selects(compressed, kind)}
     seen = {kind.ratio for kind in kinds if step.num_decode_tokens and not selects(compressed, kind)}
     ratios = {kind.ratio: None for kind in kinds if kind.ratio}
-    window = rotary(positions, False)
-    angles, entries = Angles(window, window), {}
+    angles, entries = {False: rotary(positions, False)}, {}
     if ratios:
         firsts = torch.cat([positions, *(positions // ratio * ratio for ratio in ratios)])
-        compressed_angles, *of_entries = rotary(firsts, True).split(len(positions))
-        angles = Angles(window, compressed_angles)
+        angles[True], *of_entries = rotary(firsts, True).split(len(positions))
         for ratio, cos_sin in zip(ratios, of_entries, strict=True):
             is_asked = ratio in selecting or compressed.context is not None
             visible = compressed.visible_entries(ratio) if is_asked else None
@@ -249,7 +229,11 @@ def with_angles(
             angles=angles,
             entries=entries,
             parts=compressed.parts_of(step.decode) if entries else (),
-            decode_rows={ratio: compressed.visible_rows(decodes, ratio) for ratio in seen},
+            # Every rank reads all of a window without entries, so such layers exchange nothing.
+            decode_rows={
+                ratio: compressed.visible_rows(decodes, ratio, compressed.layout if ratio else (0, 1, 1))
+                for ratio in seen
+            },
             selection=compressed.new_selection(step.num_decode_tokens) if selecting else None,
         )
     )

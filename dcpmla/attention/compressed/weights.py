@@ -8,15 +8,7 @@ from torch import Tensor, nn
 from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.weights import HeldHeads
-from dcpmla.parallel.linear import (
-    GroupedLinear,
-    Linear,
-    RowParallelLinear,
-    Weight,
-    fill,
-    read_linear,
-    read_weight,
-)
+from dcpmla.parallel.linear import GroupedLinear, Linear, RowParallelLinear, Weight, fill, read_linear, read_weight
 from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, dequantize
 
 
@@ -48,12 +40,7 @@ class CompressedWeights(nn.Module):
         o_a_proj: Projection of each group of heads, from heads of a group x D to o_lora_rank.
     """
 
-    def __init__(
-        self,
-        config: CompressedConfig,
-        kind: LayerKind,
-        placement: Placement,
-    ) -> None:
+    def __init__(self, config: CompressedConfig, kind: LayerKind, placement: Placement) -> None:
         super().__init__()
         dcp, mesh, device, new = placement.dcp, placement.mesh, placement.device, placement.factory_kwargs
         config.check_layout(dcp)

@@ -15,7 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dcpmla.attention.hopper.compat import barrier, reinterpret
-from dcpmla.attention.hopper.outputs import merge_parts, store_output, zero_empty
+from dcpmla.attention.hopper.merge import merge_parts
+from dcpmla.attention.hopper.outputs import store_output, zero_empty
 from dcpmla.attention.hopper.pipeline import LN2, seen_by_rows, softmax_step, start_scores
 from dcpmla.attention.hopper.ring import await_free, await_ready, free_at, ready_at, stage_of
 from dcpmla.attention.hopper.schedule import HALF, KEYS, ROWS, find_segment, finish_segment, next_request, start_walk

@@ -19,29 +19,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dcpmla.attention.hopper.compat import barrier, reinterpret
-from dcpmla.attention.hopper.outputs import (
-    GROUP,
-    arrive,
-    find_partial,
-    lse_of_row,
-    merge_parts,
-    partial_at,
-    store_columns,
-    store_lse,
-    zero_empty,
-)
+from dcpmla.attention.hopper.merge import merge_parts
+from dcpmla.attention.hopper.outputs import store_output, zero_empty
 from dcpmla.attention.hopper.pipeline import LN2, seen_by_rows, softmax_step, start_scores
 from dcpmla.attention.hopper.ring import await_free, await_ready, free_at, ready_at, stage_of
-from dcpmla.attention.hopper.schedule import (
-    HALF,
-    KEYS,
-    ROWS,
-    find_segment,
-    finish_segment,
-    is_whole,
-    next_request,
-    start_walk,
-)
+from dcpmla.attention.hopper.schedule import HALF, KEYS, ROWS, find_segment, finish_segment, next_request, start_walk
 
 NUM_STAGES = gl.constexpr(4)  # stages of keys
 NUM_PROBS = gl.constexpr(2)  # stages of probabilities
@@ -57,16 +39,6 @@ LOADED = gl.constexpr(
         [[0, 16], [0, 32]],
         [],
         [64, 64],
-    )
-)
-# Layout of half a partial output, [groups of columns, rows, 16], in registers: a thread has two adjacent columns.
-PARTIAL = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[1], [16], [1024], [128], [256], [512], [8192]],
-        [[32], [64], [4], [8], [2]],
-        [[2048], [4096]],
-        [],
-        [HALF.value * ROWS.value],
     )
 )
 PAIRS_SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
@@ -190,16 +162,6 @@ def score_consumer(buffers, barriers, scale, q_scale_ptr, kv_scale_ptr, work):
 
 
 @gluon.jit
-def _store_partial(partials_ptr, partial, half, num_rows, acc):
-    """Store half a partial output from acc [HALF, ROWS], in the order of `outputs.store_partial`."""
-    groups: gl.constexpr = HALF // GROUP
-    values = acc.reshape([groups, 2, 4, 2, ROWS]).permute((0, 4, 2, 1, 3)).reshape([HALF * ROWS])
-    at = gl.arange(0, HALF * ROWS, layout=PARTIAL)
-    is_row = at // GROUP % ROWS < num_rows
-    gl.store(partials_ptr + partial_at(partial, half, 0, 0) + at, gl.convert_layout(values, PARTIAL), mask=is_row)
-
-
-@gluon.jit
 def value_consumer(half: gl.constexpr, buffers, barriers, outputs, work):
     """Compute half of the output's columns from the probabilities of `score_consumer`.
 
@@ -233,34 +195,10 @@ def value_consumer(half: gl.constexpr, buffers, barriers, outputs, work):
                 num_handed += 1
             probs_stage = await_ready(barriers.probs, num_handed)
             factor = gl.expand_dims(buffers.factors.index(probs_stage).load(gl.SliceLayout(0, TILE)), 0)
-            lse = buffers.lses.load(row.type.layout)
+            lse = None if half else buffers.lses.load(row.type.layout)
             mbarrier.arrive(free_at(barriers.probs, num_handed), count=1)
             num_handed += 1
-            columns = _in_columns(acc * factor)
-            if is_whole(walk, segment):
-                rows = columns.permute((1, 0)).reshape([ROWS, 2, 2 * PAIRS]).permute((0, 2, 1))
-                first_columns, last_columns = rows.split()
-                first_column = half * HALF
-                store_columns(
-                    outputs, segment.first_row, segment.num_rows, first_column, first_columns, staging.index(0)
-                )
-                barrier()  # all have read the first columns
-                store_columns(
-                    outputs,
-                    segment.first_row,
-                    segment.num_rows,
-                    first_column + 2 * PAIRS,
-                    last_columns,
-                    staging.index(0),
-                )
-                if half == 0:
-                    store_lse(outputs, segment.first_row, row, lse_of_row(outputs, lse), row < segment.num_rows)
-            else:
-                partial = find_partial(gl.program_id(1), walk.start == walk.begin, work.batch.line)
-                if half == 0:
-                    gl.store(outputs.partial_lses_ptr + partial * ROWS + row, lse)
-                _store_partial(outputs.partials_ptr, partial, half, segment.num_rows, columns)
-                arrive(outputs.counters_ptr, walk.begin, work)
+            store_output(half, _in_columns(acc * factor), row, lse, staging, walk, segment, work, outputs)
             mbarrier.arrive(free_at(barriers.queries, walk.num_segments), count=1)
             walk = finish_segment(walk, segment)
         walk = next_request(walk, segment, work)

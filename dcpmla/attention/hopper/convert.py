@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from dcpmla.attention.hopper.producers import PAGE_ROWS, find_keys, find_table, load_queries, point_to, split_row
+from dcpmla.attention.hopper.paging import PAGE_ROWS, find_keys, find_table, load_queries, point_to, split_row
 from dcpmla.attention.hopper.ring import await_free, ready_at
 from dcpmla.attention.hopper.schedule import HALF, KEYS, ROPE
 from dcpmla.cache import shared_format

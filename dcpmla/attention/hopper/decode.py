@@ -22,50 +22,15 @@ from triton.experimental.gluon import language as gl
 
 from dcpmla.attention.calls import COUNTER_WORDS, DecodeCall, num_programs, request_bound
 from dcpmla.attention.hopper import consumers, consumers_fp8
-from dcpmla.attention.hopper.convert import convert_rows
-from dcpmla.attention.hopper.outputs import Outputs, await_parts, open_mail
+from dcpmla.attention.hopper.outputs import Outputs, open_mail
+from dcpmla.attention.hopper.paging import Paging, Tiles
 from dcpmla.attention.hopper.pipeline import LOG2E, new_barriers, new_buffers
-from dcpmla.attention.hopper.producers import Paging, Tiles, copy_rows, copy_tiles
+from dcpmla.attention.hopper.producers import produce
 from dcpmla.attention.hopper.ring import describe
-from dcpmla.attention.hopper.schedule import (
-    HALF,
-    KEYS,
-    LATENT,
-    ROPE,
-    ROWS,
-    count_tiles,
-    cut,
-    find_segment,
-    finish_segment,
-    keep_gaps,
-    next_request,
-    start_walk,
-)
+from dcpmla.attention.hopper.schedule import HALF, KEYS, LATENT, ROPE, ROWS, count_tiles, cut, keep_gaps
 from dcpmla.cache.shared_format import data_bytes
 from dcpmla.comm import direct_ops
 from dcpmla.comm.exchange import Mailbox
-
-_NO_MAIL = (None,) * 6
-
-
-@gluon.jit
-def produce(queries, keys, buffers, barriers, paging, counters_ptr, work, IS_CONVERTED: gl.constexpr):
-    """Fill the stages with queries and keys, then wait for other parts of the requests that this part shares."""
-    walk = start_walk(work)
-    num_loaded = 0
-    while walk.start < work.end:
-        segment = find_segment(walk, work)
-        if segment.is_any:
-            place = (walk, segment, buffers, barriers, paging, num_loaded)
-            if paging.row_stride is None:
-                num_loaded = copy_tiles(queries, keys, *place)
-            elif IS_CONVERTED:
-                num_loaded = convert_rows(queries, keys, *place)
-            else:
-                num_loaded = copy_rows(queries, keys, *place)
-            walk = finish_segment(walk, segment)
-        walk = next_request(walk, segment, work)
-    await_parts(walk, work, counters_ptr, barriers.merge_ready)
 
 
 # Sizes of a step change: if specialized on them, Triton would compile variants while requests wait. (For the same
@@ -191,28 +156,24 @@ def run(call: DecodeCall, mailbox: Mailbox | None = None) -> tuple[Tensor, Tenso
 
     With a mailbox, rows are sent to the ranks that own their heads, and the result is merged from all ranks' rows.
     """
-    if mailbox is None:
-        out, lse = call.new_output()
-        if len(out):
-            _launch(call, out, lse)
-        return out, lse
-    size = len(mailbox.addresses)
-    out, lse = call.new_output(size)
-    rank = direct_ops.enter("out", out, mailbox)
-    if len(out):
-        own_heads = out.shape[1]
+    out, lse = call.new_output(1 if mailbox is None else len(mailbox.addresses))
+    mail: tuple[Tensor | int | None, ...] = (None,) * 6
+    if mailbox is not None:
+        rank, own_heads = direct_ops.enter("out", out, mailbox), out.shape[1]
         mail = mailbox.addresses, mailbox.state, rank, own_heads, len(out) * own_heads, mailbox.landing_bytes
+    if len(out):
         _launch(call, out, lse, mail)
-        direct_ops.collect(out, lse, mailbox)
+        if mailbox is not None:
+            direct_ops.collect(out, lse, mailbox)
     return out, lse
 
 
-def _launch(call: DecodeCall, out: Tensor, lse: Tensor, mail: tuple[Tensor | int | None, ...] = _NO_MAIL) -> None:
+def _launch(call: DecodeCall, out: Tensor, lse: Tensor, mail: tuple[Tensor | int | None, ...]) -> None:
     """Launch the kernel over a call.
 
     Args:
         out, lse: Outputs of the kernel; where rows are sent, only their dtypes count.
-        mail: Arguments of the kernel from addresses_ptr to landing_bytes.
+        mail: Arguments of the kernel from addresses_ptr to landing_bytes, None without a mailbox.
     """
     q, q_pe, kv_cache = call.q, call.q_pe, call.kv_cache
     num_heads = q.shape[1]

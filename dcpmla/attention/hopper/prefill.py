@@ -74,9 +74,7 @@ def prefill_kernel(
         gl.allocate_shared_memory(dtype, [NUM_STAGES, KEYS, VALUE], TILE),
     )
     barriers = Barriers(
-        allocate_mbarriers(1, 1).index(0),
-        new_ring(NUM_STAGES, 1, CONSUMERS),
-        new_ring(NUM_STAGES, 1, CONSUMERS),
+        allocate_mbarriers(1, 1).index(0), new_ring(NUM_STAGES, 1, CONSUMERS), new_ring(NUM_STAGES, 1, CONSUMERS)
     )
     fence_async_shared()
     work = find_work(query_start_loc_ptr, key_start_loc_ptr, num_reqs, num_heads, IS_CAUSAL)

@@ -10,9 +10,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from dcpmla.attention.hopper.compat import aggregate, tma_load
 from dcpmla.attention.hopper.ring import Ring, await_free, ready_at
-from dcpmla.attention.triton import prefill as portable
+from dcpmla.attention.triton import ragged
 
-find_tile = gluon.jit(portable.find_tile.fn)
+find_tile = gluon.jit(ragged.find_tile.fn)
 
 NOPE, ROPE, VALUE = gl.constexpr(128), gl.constexpr(64), gl.constexpr(128)
 QUERIES = gl.constexpr(128)  # queries per tile

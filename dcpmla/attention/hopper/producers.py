@@ -1,7 +1,7 @@
-"""The copies of Hopper's decode kernel: a segment's queries and keys into shared memory, stage after stage.
+"""The producer of Hopper's decode kernel: it copies queries and keys into shared memory, stage after stage.
 
 `copy_tiles` is for one warp, and copies tiles by TMA. `copy_rows` is for four warps, and gathers single rows, as sparse
-attention selects them. `convert.convert_rows` is for caches of 8 bits. `decode.produce` calls one of the three for each
+attention selects them. `convert.convert_rows` is for caches of 8 bits. `produce` calls one of the three for each
 segment.
 """
 
@@ -10,106 +10,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from dcpmla.attention.hopper.compat import aggregate, barrier, copy_async, tma_load
+from dcpmla.attention.hopper.compat import barrier, copy_async, tma_load
+from dcpmla.attention.hopper.convert import convert_rows
+from dcpmla.attention.hopper.paging import find_keys, find_row, find_table, load_queries, point_to
+from dcpmla.attention.hopper.partials import await_parts
 from dcpmla.attention.hopper.ring import await_free, ready_at
-from dcpmla.attention.hopper.schedule import HALF, KEYS, LATENT, ROPE, ROWS, uniform
-from dcpmla.cache import shared_format
+from dcpmla.attention.hopper.schedule import (
+    HALF,
+    KEYS,
+    LATENT,
+    ROPE,
+    find_segment,
+    finish_segment,
+    next_request,
+    start_walk,
+)
 
-PAGE_ROWS = gl.constexpr(shared_format.PAGE_ROWS)
 COLUMNS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 bytes a thread
-
-
-@aggregate
-class Tiles:
-    """TMA descriptors of queries or keys; each part of a row is a matrix of its own.
-
-    The rope part of shared keys is None.
-    """
-
-    half_desc: gl.base_value  # tiles of half a latent
-    rope_desc: gl.base_value
-
-
-@aggregate
-class Paging:
-    """Layout of a request's keys in the rows of the cache."""
-
-    table_ptr: gl.tensor  # int32 [num_tables, max_blocks]
-    table_stride: gl.tensor
-    index_ptr: gl.base_value  # int32 [num_reqs], row of the table of each request; None: its own number
-    rows_per_block: gl.tensor  # stride of blocks, in rows
-    block_size: gl.tensor
-    row_stride: gl.constexpr  # elements of the pointer to the rows
-    page_stride: gl.constexpr  # stride of fp8_ds_mla's pages of shared keys; None for other rows
-    is_sparse: gl.constexpr  # the table holds numbers of rows
-    is_ds_mla: gl.constexpr  # rows of fp8_ds_mla
-
-
-@gluon.jit
-def load_queries(queries, first_row, buffers, barriers, num_segments):
-    """Start the copies of a segment's queries, once the consumers have released the previous ones."""
-    size: gl.constexpr = queries.half_desc.dtype.primitive_bitwidth // 8
-    await_free(barriers.queries, num_segments)
-    ready = ready_at(barriers.queries, num_segments)
-    width: gl.constexpr = LATENT if queries.rope_desc is None else LATENT + ROPE
-    mbarrier.expect(ready, ROWS * width * size)
-    tma_load(queries.half_desc, [first_row, 0], ready, buffers.q_left.index(0))
-    tma_load(queries.half_desc, [first_row, HALF], ready, buffers.q_right.index(0))
-    if queries.rope_desc is not None:
-        tma_load(queries.rope_desc, [first_row, 0], ready, buffers.q_pe.index(0))
-
-
-@gluon.jit
-def find_table(request, paging):
-    """Return a pointer to a request's row of the block table."""
-    row = request
-    if paging.index_ptr is not None:
-        row = uniform(gl.load(paging.index_ptr + request))
-    return paging.table_ptr + row.to(gl.int64) * paging.table_stride
-
-
-@gluon.jit
-def _find_row(tile, table, paging):
-    """Return the row of the cache at which a tile of keys begins."""
-    key = tile * KEYS
-    return gl.load(table + key // paging.block_size) * paging.rows_per_block + key % paging.block_size
-
-
-@gluon.jit
-def find_keys(tile, last_key, table, rows_ptr, paging, layout: gl.constexpr):
-    """Return the keys' locations in a tile [KEYS] for `point_to`: pointers, or row numbers where the table has them.
-
-    Past the last key of a segment the table is undefined, so the last key or the last tile is returned again.
-    """
-    key = gl.arange(0, KEYS, layout=layout)
-    if paging.is_sparse:
-        found = gl.load(table + gl.minimum(tile * KEYS + key, last_key))
-    else:
-        row = _find_row(gl.minimum(tile, last_key // KEYS), table, paging)
-        found = rows_ptr + row.to(gl.int64) * paging.row_stride + key * paging.row_stride
-    return found
-
-
-@gluon.jit
-def split_row(found):
-    """Split numbers of rows into numbers of pages and of rows in a page."""
-    found = found.to(gl.uint32)  # unsigned quotients are shifts
-    return found // PAGE_ROWS, found % PAGE_ROWS
-
-
-@gluon.jit
-def point_to(found, rows_ptr, paging):
-    """Return pointers to keys from `find_keys`.
-
-    Pointers to single rows take two registers each, so they are computed when they are needed; other pointers differ
-    by constants.
-    """
-    if paging.page_stride is not None:
-        page, row = split_row(found)
-        found = rows_ptr + page.to(gl.int64) * paging.page_stride + row * paging.row_stride
-    elif paging.is_sparse:
-        found = rows_ptr + found.to(gl.int64) * paging.row_stride
-    return found
 
 
 @gluon.jit
@@ -127,7 +44,7 @@ def copy_tiles(queries, keys, walk, segment, buffers, barriers, paging, num_load
     first_tile, num_tiles = walk.start - walk.begin, segment.stop - walk.start
     load_queries(queries, segment.first_row, buffers, barriers, walk.num_segments)
     for tile in range(0, num_tiles):
-        row = _find_row(first_tile + tile, table, paging)
+        row = find_row(first_tile + tile, table, paging)
         stage = await_free(barriers.left, num_loaded)
         left_ready = ready_at(barriers.left, num_loaded)
         mbarrier.expect(left_ready, KEYS * (HALF + ROPE) * size)
@@ -168,3 +85,23 @@ def copy_rows(queries, rows_ptr, walk, segment, buffers, barriers, paging, num_l
         num_loaded += 1
         tile += 1
     return num_loaded
+
+
+@gluon.jit
+def produce(queries, keys, buffers, barriers, paging, counters_ptr, work, IS_CONVERTED: gl.constexpr):
+    """Fill the stages with queries and keys, then wait for other parts of the requests that this part shares."""
+    walk = start_walk(work)
+    num_loaded = 0
+    while walk.start < work.end:
+        segment = find_segment(walk, work)
+        if segment.is_any:
+            place = (walk, segment, buffers, barriers, paging, num_loaded)
+            if paging.row_stride is None:
+                num_loaded = copy_tiles(queries, keys, *place)
+            elif IS_CONVERTED:
+                num_loaded = convert_rows(queries, keys, *place)
+            else:
+                num_loaded = copy_rows(queries, keys, *place)
+            walk = finish_segment(walk, segment)
+        walk = next_request(walk, segment, work)
+    await_parts(walk, work, counters_ptr, barriers.merge_ready)

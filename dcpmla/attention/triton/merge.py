@@ -49,15 +49,6 @@ def merge_part(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, dtype: 
     columns = triton.next_power_of_2(width)
     rows = max(1, _ELEMENTS // columns)
     merge_part_kernel[(triton.cdiv(num_rows, rows),)](
-        merged,
-        merged_lse,
-        out,
-        lse,
-        part,
-        part_lse,
-        num_rows,
-        WIDTH=width,
-        COLUMNS=columns,
-        ROWS=rows,
+        merged, merged_lse, out, lse, part, part_lse, num_rows, WIDTH=width, COLUMNS=columns, ROWS=rows
     )
     return merged, merged_lse

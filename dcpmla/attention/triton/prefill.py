@@ -17,28 +17,11 @@ from torch import Tensor
 
 from dcpmla.attention.calls import PrefillCall
 from dcpmla.attention.triton.device import describe, shared_memory
+from dcpmla.attention.triton.ragged import find_tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # lowest float32
 SIGN_BIT, MINUS_INF = tl.constexpr(-(1 << 31)), tl.constexpr(-(1 << 23))  # bits of float32
-
-
-@triton.jit
-def find_tile(start_loc_ptr, num_reqs, program, BLOCK_M: tl.constexpr):
-    """Find a program's request, and the request's tile that the program computes.
-
-    Request r has the programs from start[r] // BLOCK_M + r on, one per tile and at most one more, so no table and no
-    host sync is needed.
-    """
-    low = 0
-    high = num_reqs
-    while low < high - 1:
-        middle = (low + high) // 2
-        if tl.load(start_loc_ptr + middle) // BLOCK_M + middle <= program:
-            low = middle
-        else:
-            high = middle
-    return low, program - (tl.load(start_loc_ptr + low) // BLOCK_M + low)
 
 
 @triton.jit
@@ -62,34 +45,24 @@ def _limit(mask_at, num_words, begin, BLOCK_M: tl.constexpr, BLOCK_N: tl.constex
 
 @triton.jit
 def _attend(
-    acc,
-    peak,
-    total,
-    q_nope,
-    q_pe,
-    k_nope_desc,
-    k_pe_desc,
-    v_desc,
-    mask_at,
-    num_words,
-    head,
-    query,
-    scale_log2,
-    key_start,
-    first,
-    last,
-    num_keys,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    sums, queries, keys, mask_at, num_words, span, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Run online softmax, base 2, over the keys [first, last).
+    """Run online softmax, base 2, over some of a request's keys; return the new sums.
 
-    MASKED: Whether some keys are past the request's end, or past a query's causal bound.
+    Args:
+        sums: Output, peak and total so far.
+        queries: q_nope, q_pe, their positions, and the scale of scores times log2(e).
+        keys: Descriptors of k_nope, k_pe and v, the head, and the request's first row and number of keys.
+        mask_at, num_words: Each query's first word, and the number of words; the first is None without a mask.
+        span: First key, and the end.
+        MASKED: Whether some keys are past the request's end, or past a query's causal bound.
     """
+    acc, peak, total = sums
+    q_nope, q_pe, query, scale_log2 = queries
+    k_nope_desc, k_pe_desc, v_desc, head, key_start, num_keys = keys
     P_TILE: tl.constexpr = k_nope_desc.block_shape[2]
     V_TILE: tl.constexpr = v_desc.block_shape[2]
-    for begin in range(first, last, BLOCK_N):
+    for begin in range(span[0], span[1], BLOCK_N):
         at = key_start + begin
         key = begin + tl.arange(0, BLOCK_N)
         k_nope = k_nope_desc.load([head, at, 0]).reshape(BLOCK_N, P_TILE)
@@ -178,27 +151,20 @@ def mha_prefill_kernel(
         mask_at = mask_ptr + (query_start + tl.minimum(query, num_queries - 1)) * num_words
         peak = tl.full([BLOCK_M], LOWEST, tl.float32)  # a query may see none of the first keys, and -inf - -inf is NaN
     total = tl.zeros([BLOCK_M], tl.float32)
-    # fmt: off
-    acc, peak, total = _attend(
-        acc, peak, total, q_nope, q_pe, k_nope_desc, k_pe_desc, v_desc, mask_at, num_words, head, query,
-        scale_log2, key_start, 0, num_unmasked, num_keys, BLOCK_N, False, CAUSAL,
-    )
-    acc, peak, total = _attend(
-        acc, peak, total, q_nope, q_pe, k_nope_desc, k_pe_desc, v_desc, mask_at, num_words, head, query,
-        scale_log2, key_start, num_unmasked, end, num_keys, BLOCK_N, True, CAUSAL,
-    )
-    # fmt: on
+    sums, queries = (acc, peak, total), (q_nope, q_pe, query, scale_log2)
+    keys = (k_nope_desc, k_pe_desc, v_desc, head, key_start, num_keys)
+    for part in tl.static_range(2):
+        span = (num_unmasked, end) if part else (0, num_unmasked)
+        sums = _attend(sums, queries, keys, mask_at, num_words, span, BLOCK_N, CAUSAL, part == 1)
+    acc, peak, total = sums
     if mask_ptr is not None:
         peak = tl.where(total == 0.0, -float("inf"), peak)
     # Without keys: acc 0, total 0, peak -inf.
-    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    lse = (peak + tl.log2(tl.where(total == 0.0, 1.0, total))) / LOG2_E
+    divisor = tl.where(total == 0.0, 1.0, total)
+    out = (acc / divisor[:, None]).to(out_ptr.dtype.element_ty)
+    lse = (peak + tl.log2(divisor)) / LOG2_E
     at = (query_start + query) * num_heads + head
-    tl.store(
-        out_ptr + at[:, None] * V + d[None, :],
-        out.to(out_ptr.dtype.element_ty),
-        mask=is_query[:, None] & (d < V)[None, :],
-    )
+    tl.store(out_ptr + at[:, None] * V + d[None, :], out, mask=is_query[:, None] & (d < V)[None, :])
     tl.store(lse_ptr + at, lse, mask=is_query)
 
 
@@ -242,7 +208,7 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor]:
     queries, keys = call.queries, call.keys
     (num_tokens, num_heads, _), num_reqs = q.shape, len(queries.start_loc) - 1
     dims = k_nope.shape[-1], k_pe.shape[-1], v.shape[-1]
-    p_tile, r_tile, v_tile = (max(16, triton.next_power_of_2(dim)) for dim in dims)
+    tiles = p_tile, r_tile, v_tile = tuple(max(16, triton.next_power_of_2(dim)) for dim in dims)
     tiling = select_tiling(p_tile + r_tile, v_tile, shared_memory(q.device))
     out = q.new_empty(num_tokens, num_heads, dims[2])
     lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q.device)
@@ -261,12 +227,8 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor]:
         None if mask is None else mask.shape[1],
         call.scale * LOG2_E.value,
         *q.stride()[:2],
-        P=dims[0],
-        R=dims[1],
-        V=dims[2],
-        P_TILE=p_tile,
-        R_TILE=r_tile,
-        V_TILE=v_tile,
+        *dims,
+        *tiles,
         CAUSAL=call.causal,
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,

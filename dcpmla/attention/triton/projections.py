@@ -12,9 +12,9 @@ from dcpmla.parallel.fp8 import empty_codes
 from dcpmla.parallel.kernels.quantize import store_codes
 from dcpmla.parallel.quantized import BLOCK
 
-_LATENT_COLUMNS = 64  # columns of W_UK per program
+_COLUMNS = tl.constexpr(64)  # columns of W_UK per program
 # Rows of W_UK at a time: an unrolled float32 product over all rows would need too many registers.
-_NOPE_ROWS = 64
+_ROWS = tl.constexpr(64)
 _BLOCK = tl.constexpr(BLOCK)
 _MAX_TOKENS = 64  # maximum tokens per program
 
@@ -161,8 +161,6 @@ def absorb_kernel(
     ROPE: tl.constexpr,
     PAIRS: tl.constexpr,
     TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
     """Multiply q_nope by W_UK and rotate q_pe.
@@ -177,16 +175,16 @@ def absorb_kernel(
         w_scales_ptr += head * w_scales_stride_head
     out_ptr += (token * num_heads + head) * (RANK + ROPE)
     is_token = token < num_tokens
-    if tile * COLUMNS < RANK:
-        column = tile * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        ql_nope = tl.zeros([TOKENS, COLUMNS], tl.float32)
-        for first in range(0, NOPE, ROWS):
-            row = first + tl.arange(0, ROWS)
+    if tile * _COLUMNS < RANK:
+        column = tile * _COLUMNS + tl.arange(0, _COLUMNS)[None, :]
+        ql_nope = tl.zeros([TOKENS, _COLUMNS], tl.float32)
+        for first in range(0, NOPE, _ROWS):
+            row = first + tl.arange(0, _ROWS)
             q_nope = tl.load(q_ptr + row[None, :], mask=is_token & (row[None, :] < NOPE), other=0.0)
             w_uk_mask = (row[:, None] < NOPE) & (column < RANK)
             w_uk = tl.load(w_uk_ptr + row[:, None] * w_stride_row + column, mask=w_uk_mask, other=0.0)
             if w_scales_ptr is not None:  # rows and columns of a tile share a scale
-                block = first // _BLOCK * w_scales_stride_block + tile * COLUMNS // _BLOCK
+                block = first // _BLOCK * w_scales_stride_block + tile * _COLUMNS // _BLOCK
                 w_uk = (w_uk.to(tl.float32) * tl.load(w_scales_ptr + block)).to(q_ptr.dtype.element_ty)
             ql_nope = tl.dot(q_nope, w_uk, ql_nope, input_precision="ieee")
         ql_nope = quantize(ql_nope.to(q_ptr.dtype.element_ty), q_scale_ptr)
@@ -212,7 +210,7 @@ def absorb_query(
     rope = head_dim - nope
     out = q.new_empty(num_tokens, num_heads, rank + rope, dtype=q.dtype if q_scale is None else FP8)
     tokens = min(_MAX_TOKENS, max(16, triton.next_power_of_2(num_tokens)))  # 16: the least that tl.dot takes
-    absorb_kernel[(triton.cdiv(num_tokens, tokens), num_heads, triton.cdiv(rank, _LATENT_COLUMNS) + 1)](
+    absorb_kernel[(triton.cdiv(num_tokens, tokens), num_heads, triton.cdiv(rank, _COLUMNS.value) + 1)](
         q,
         w_uk,
         w_scales,
@@ -229,8 +227,6 @@ def absorb_query(
         ROPE=rope,
         PAIRS=triton.next_power_of_2(rope // 2),
         TOKENS=tokens,
-        ROWS=_NOPE_ROWS,
-        COLUMNS=_LATENT_COLUMNS,
         INTERLEAVED=rope_interleaved,
     )
     return out

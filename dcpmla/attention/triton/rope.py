@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_TOKENS = tl.constexpr(16)  # tokens per program
+
 
 @triton.jit
 def load_pairs(x_ptr, mask, ROPE: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
@@ -62,11 +64,10 @@ def rotate_kernel(
     stride_head,
     ROPE: tl.constexpr,
     PAIRS: tl.constexpr,
-    TOKENS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
     """Rotate in place; one program per (tile of tokens, head)."""
-    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+    token = (tl.program_id(0) * _TOKENS + tl.arange(0, _TOKENS)).to(tl.int64)[:, None]
     x_ptr += token * stride_token + tl.program_id(1).to(tl.int64) * stride_head
     x, y = rotate(x_ptr, cos_sin_ptr, token, token < num_tokens, ROPE, PAIRS, INTERLEAVED)
     store_pairs(x_ptr, x, y, token < num_tokens, ROPE, PAIRS, INTERLEAVED)
@@ -76,14 +77,13 @@ def rotate_query_(q: Tensor, cos_sin: Tensor, rope_interleaved: bool) -> None:
     """Compute `projections.rotate_query_` in one kernel."""
     num_tokens, num_heads, width = q.shape
     rope = cos_sin.shape[1]
-    rotate_kernel[(triton.cdiv(num_tokens, 16), num_heads)](
+    rotate_kernel[(triton.cdiv(num_tokens, _TOKENS.value), num_heads)](
         q[..., width - rope :],
         cos_sin.contiguous(),
         num_tokens,
         *q.stride()[:2],
         ROPE=rope,
         PAIRS=triton.next_power_of_2(rope // 2),
-        TOKENS=16,
         INTERLEAVED=rope_interleaved,
         num_warps=1,  # in place: a row must be loaded whole before it is stored
     )

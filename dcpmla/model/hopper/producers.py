@@ -122,12 +122,7 @@ def _dequantize(words, scales, second: gl.constexpr):
     asm: gl.constexpr = _FP4 if scales.dtype == gl.uint16 else _INT4
     factors = gl.expand_dims(factors, 1).broadcast_to(words.shape)
     a, b, c, d = gl.inline_asm_elementwise(
-        asm,
-        "=&r,=&r,=&r,=&r,r,r",
-        [words, factors],
-        (gl.int32, gl.int32, gl.int32, gl.int32),
-        is_pure=True,
-        pack=1,
+        asm, "=&r,=&r,=&r,=&r,r,r", [words, factors], (gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1
     )
     return gl.join(gl.join(a, c), gl.join(b, d)).reshape([COLUMNS, GROUP // 2])
 

@@ -114,62 +114,38 @@ def interleave(x: Tensor) -> Tensor:
     return x.unflatten(1, (-1, 2, 4)).transpose(2, 3).flatten(1)
 
 
-def multiply_gated(
+def multiply(
     x: Tensor | QuantizedRows,
     weights: Tensor,
     scales: Tensor | None,
     blocks: Blocks,
-    expert_weights: Tensor,
-    limit: float | None,
     dtype: torch.dtype,
+    expert_weights: Tensor | None = None,
+    limit: float | None = None,
 ) -> Tensor | QuantizedRows:
-    """Return silu(gate) * up of each route, times the route's weight, [routes, I] in dtype, or quantized as x is.
+    """Return each route's row of x times its expert's weight; the gated product silu(gate) * up, times the route's
+    weight, if expert_weights are given.
 
     Args:
-        x: [T, H]; quantized for fp8 weights; interleaved for 4-bit weights, and the result likewise.
-        weights: [E, 2 I, H], or codes [E, 2 I, H / 2].
+        x: A row of each route; of each token [T, H] in a gated product. Quantized for fp8 weights; interleaved for
+            4-bit weights, and a gated result likewise.
+        weights: [E, N, K], or codes [E, N, K / 2]; in a gated product gate's and up's rows.
         blocks: Blocks of BLOCK_ROWS routes.
         expert_weights: float32 [T, k].
         limit: `model.experts.compute_experts`'s swiglu_limit.
+    Returns:
+        [routes, N], or of a gated product [routes, N / 2], in dtype, or quantized as x is.
     """
-    num_routes, width = expert_weights.numel(), weights.shape[1] // 2
+    values, x_scales = x if isinstance(x, QuantizedRows) else (x, None)
+    num_routes, width = len(values), weights.shape[1]
+    if expert_weights is not None:
+        num_routes, width = expert_weights.numel(), width // 2
     result: Tensor | QuantizedRows
-    if isinstance(x, QuantizedRows):
-        result = QuantizedRows.empty_like(x.values[:1, :1].expand(num_routes, width))
+    if x_scales is not None and expert_weights is not None:
+        result = QuantizedRows.empty_like(values[:1, :1].expand(num_routes, width))
     else:
         result = torch.empty(num_routes, width, dtype=dtype, device=weights.device)
-    _launch(x, weights.unflatten(1, (2, width)), scales, blocks, result, expert_weights, limit, dtype)
-    return result
-
-
-def multiply(
-    h: Tensor | QuantizedRows, weights: Tensor, scales: Tensor | None, blocks: Blocks, dtype: torch.dtype
-) -> Tensor:
-    """Return each route's row of h, which `multiply_gated` gave, times its expert's weight: [routes, H] in dtype.
-
-    Args:
-        weights: [E, H, I], or codes [E, H, I / 2].
-    """
-    num_routes = len(h.values if isinstance(h, QuantizedRows) else h)
-    out = torch.empty(num_routes, weights.shape[1], dtype=dtype, device=weights.device)
-    _launch(h, weights.unsqueeze(1), scales, blocks, out, None, None, dtype)
-    return out
-
-
-def _launch(
-    x: Tensor | QuantizedRows,
-    weights: Tensor,
-    scales: Tensor | None,
-    blocks: Blocks,
-    out: Tensor | QuantizedRows,
-    expert_weights: Tensor | None,
-    limit: float | None,
-    dtype: torch.dtype,
-) -> None:
-    """Launch one product; with expert_weights it is the gated one. weights: [E, parts, width, ..]."""
-    num_experts, _, width = weights.shape[:3]
-    values, x_scales = x if isinstance(x, QuantizedRows) else (x, None)
-    results, out_scales = out if isinstance(out, QuantizedRows) else (out, None)
+    out, out_scales = result if isinstance(result, QuantizedRows) else (result, None)
     row_bytes = ROW_BYTES.value
     if weights.dtype == torch.uint8 and scales is not None:
         weights, row_bytes = weights.view(torch.int32), GROUP
@@ -183,11 +159,11 @@ def _launch(
         scales,
         *blocks,
         expert_weights,
-        results,
+        out,
         out_scales,
         0 if out_scales is None else out_scales.stride(1),
         limit,
-        num_experts,
+        len(weights),
         TOP_K=1 if expert_weights is None else expert_weights.shape[1],
         WIDTH=width,
         K=values.shape[1],
@@ -195,3 +171,4 @@ def _launch(
         DTYPE=_GLUON[dtype],
         num_warps=4,
     )
+    return result

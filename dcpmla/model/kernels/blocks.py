@@ -11,16 +11,16 @@ from torch import Tensor
 
 # Numbers of routes that a program reads at a time: each size of step that has another is compiled again.
 _CHUNKS = (256, 1024, 4096)
-_SPAN = 4 * _CHUNKS[-1]  # routes of a program
-_COLUMNS = 1024  # columns per program of the sum
+_SPAN = tl.constexpr(4 * _CHUNKS[-1])  # routes of a program
+_COLUMNS = tl.constexpr(1024)  # columns per program of the sum
 
 
 @triton.jit(do_not_specialize=["num_routes"])
-def count_kernel(ids_ptr, counts_ptr, num_routes, SPAN: tl.constexpr, CHUNK: tl.constexpr):
+def count_kernel(ids_ptr, counts_ptr, num_routes, CHUNK: tl.constexpr):
     """Count the routes of a span to an expert, one program per (expert, span)."""
     expert, span = tl.program_id(0), tl.program_id(1)
     count = tl.zeros([CHUNK], tl.int32)
-    for first in range(span * SPAN, tl.minimum((span + 1) * SPAN, num_routes), CHUNK):
+    for first in range(span * _SPAN, tl.minimum((span + 1) * _SPAN, num_routes), CHUNK):
         route = first + tl.arange(0, CHUNK)
         count += (tl.load(ids_ptr + route, mask=route < num_routes, other=-1) == expert).to(tl.int32)
     tl.store(counts_ptr + expert * tl.num_programs(1) + span, tl.sum(count))
@@ -39,7 +39,6 @@ def assign_kernel(
     ROWS: tl.constexpr,
     BINS: tl.constexpr,
     SPANS: tl.constexpr,
-    SPAN: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Write a span's routes to an expert, one program per (expert, span). Programs of the id num_experts mark the
@@ -63,7 +62,7 @@ def assign_kernel(
         tl.store(num_blocks_ptr, start)
         return
     next_row = start * ROWS + num_before
-    for first in range(span * SPAN, tl.minimum((span + 1) * SPAN, num_routes), CHUNK):
+    for first in range(span * _SPAN, tl.minimum((span + 1) * _SPAN, num_routes), CHUNK):
         route = first + tl.arange(0, CHUNK)
         is_own = (tl.load(ids_ptr + route, mask=route < num_routes, other=-1) == expert).to(tl.int32)
         tl.store(routes_ptr + next_row + tl.cumsum(is_own, 0) - 1, route, mask=is_own == 1)
@@ -94,13 +93,13 @@ def assign_blocks(expert_ids: Tensor, num_experts: int, rows: int) -> Blocks:
     """
     num_routes = expert_ids.numel()
     max_blocks = num_routes // rows + min(num_experts, num_routes)
-    num_spans = triton.cdiv(num_routes, _SPAN)
+    num_spans = triton.cdiv(num_routes, _SPAN.value)
     counts, experts, routes, number = (
         torch.empty(shape, dtype=torch.int32, device=expert_ids.device)
         for shape in ((num_experts, num_spans), max_blocks, (max_blocks, rows), 1)
     )
     chunk = next((chunk for chunk in _CHUNKS if num_routes <= chunk), _CHUNKS[-1])
-    sizes = {"SPAN": _SPAN, "CHUNK": chunk, "num_warps": 8 if chunk == _CHUNKS[-1] else 4}
+    sizes = {"CHUNK": chunk, "num_warps": 8 if chunk == _CHUNKS[-1] else 4}
     count_kernel[(num_experts, num_spans)](expert_ids, counts, num_routes, **sizes)
     assign_kernel[(num_experts + 1, num_spans)](
         expert_ids,
@@ -120,11 +119,11 @@ def assign_blocks(expert_ids: Tensor, num_experts: int, rows: int) -> Blocks:
 
 
 @triton.jit
-def sum_kernel(rows_ptr, ids_ptr, out_ptr, num_experts, width, TOP_K: tl.constexpr, COLUMNS: tl.constexpr):
+def sum_kernel(rows_ptr, ids_ptr, out_ptr, num_experts, width, TOP_K: tl.constexpr):
     """Add the rows of a token's routes in float32; one program per (token, tile of columns)."""
     route = tl.program_id(0).to(tl.int64) * TOP_K
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    acc = tl.zeros([COLUMNS], tl.float32)
+    column = tl.program_id(1) * _COLUMNS + tl.arange(0, _COLUMNS)
+    acc = tl.zeros([_COLUMNS], tl.float32)
     for i in tl.static_range(TOP_K):
         expert = tl.load(ids_ptr + route + i)
         # Rows of ids outside [0, num_experts) were never written.
@@ -139,7 +138,5 @@ def sum_routes(rows: Tensor, expert_ids: Tensor, num_experts: int) -> Tensor:
     """Return [T, H], the sums of each token's rows [T k, H]; rows of ids outside [0, num_experts) are not read."""
     (num_tokens, top_k), width = expert_ids.shape, rows.shape[1]
     out = rows.new_empty(num_tokens, width)
-    sum_kernel[(num_tokens, triton.cdiv(width, _COLUMNS))](
-        rows, expert_ids, out, num_experts, width, TOP_K=top_k, COLUMNS=_COLUMNS
-    )
+    sum_kernel[(num_tokens, triton.cdiv(width, _COLUMNS.value))](rows, expert_ids, out, num_experts, width, TOP_K=top_k)
     return out

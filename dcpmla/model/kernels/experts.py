@@ -101,8 +101,10 @@ def compute_experts(
             rows = quantize_rows(x) if quantized is None else quantized
         elif gate_up.dtype == torch.uint8:
             rows = product.interleave(x)
-        h = product.multiply_gated(rows, gate_up, gate_up_scales, blocks, expert_weights, swiglu_limit, x.dtype)
-        return sum_routes(product.multiply(h, down, down_scales, blocks, x.dtype), ids, num_own)
+        h = product.multiply(rows, gate_up, gate_up_scales, blocks, x.dtype, expert_weights, swiglu_limit)
+        out = product.multiply(h, down, down_scales, blocks, x.dtype)
+        assert isinstance(out, Tensor)
+        return sum_routes(out, ids, num_own)
     kind = gate_up.dtype if gate_up.dtype in _FEW else torch.bfloat16
     is_sparse = num_tokens <= _MORE_TOKENS and num_routes * _EXPERTS_PER_ROUTE <= num_experts
     is_few = num_tokens <= _FEW_TOKENS or is_sparse

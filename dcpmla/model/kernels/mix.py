@@ -12,9 +12,9 @@ from torch import Tensor
 from dcpmla.model.mixing import Streams
 
 # Measured on H200s.
-PART = 64  # columns of a program at least
+PART = tl.constexpr(64)  # columns of a program at least
 _FEW_TOKENS = 16  # up to this many, each token has a program for every part
-_ROWS, _COLUMNS = 32, 32  # tile size for more tokens
+_ROWS, _COLUMNS = tl.constexpr(32), tl.constexpr(32)  # tile size for more tokens
 _PROGRAMS = 512  # approximate number of programs for more tokens; each takes several tiles
 
 
@@ -32,11 +32,10 @@ def mix_few_kernel(
     STREAMS: tl.constexpr,
     NUM: tl.constexpr,
     NUM_P: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
     """Mix some columns of a token's streams, and multiply them by weights; arguments as `mix_kernel`'s."""
     part, num_parts, token = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
-    column, number = part * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, NUM_P)
+    column, number = part * PART + tl.arange(0, PART), tl.arange(0, NUM_P)
     is_column = column < WIDTH
     # All loads precede the first store because they would otherwise wait for it.
     values, weights = (), ()
@@ -53,8 +52,8 @@ def mix_few_kernel(
             post += (tl.load(post_ptr + token * STREAMS + stream),)
             for j in tl.static_range(STREAMS):
                 comb += (tl.load(comb_ptr + (token * STREAMS + j) * STREAMS + stream),)
-    products = tl.zeros([NUM_P, COLUMNS], tl.float32)
-    squares = tl.zeros([COLUMNS], tl.float32)
+    products = tl.zeros([NUM_P, PART], tl.float32)
+    squares = tl.zeros([PART], tl.float32)
     for stream in tl.static_range(STREAMS):
         y = values[stream]
         if out_ptr is not None:
@@ -89,8 +88,6 @@ def mix_kernel(
     STREAMS: tl.constexpr,
     NUM: tl.constexpr,
     NUM_P: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
     """Mix some columns of some tokens' streams, and multiply them by weights; a program takes num_steps tiles.
 
@@ -99,12 +96,12 @@ def mix_kernel(
     products_ptr: [T, parts, NUM_P] float32, products over a part's columns; squares_ptr: [T, parts], sums of squares.
     """
     part, num_parts = tl.program_id(0), tl.num_programs(0)
-    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    row = (tl.program_id(1) * _ROWS + tl.arange(0, _ROWS)).to(tl.int64)
     number, is_row = tl.arange(0, NUM_P), row < num_tokens
-    products = tl.zeros([ROWS, NUM_P], tl.float32)
-    squares = tl.zeros([ROWS, COLUMNS], tl.float32)
+    products = tl.zeros([_ROWS, NUM_P], tl.float32)
+    squares = tl.zeros([_ROWS, _COLUMNS], tl.float32)
     for step in range(num_steps):
-        column = (part * num_steps + step) * COLUMNS + tl.arange(0, COLUMNS)
+        column = (part * num_steps + step) * _COLUMNS + tl.arange(0, _COLUMNS)
         is_column = column < WIDTH
         mask = is_row[:, None] & is_column[None, :]
         values = ()
@@ -148,9 +145,9 @@ def mix_and_multiply(streams: Streams, fn: Tensor | None) -> tuple[Tensor, Tenso
     num = 0 if fn is None else len(fn)
     num_padded = max(16, triton.next_power_of_2(num))
     is_few = num_tokens <= _FEW_TOKENS
-    num_parts, num_rows = triton.cdiv(width, PART), triton.cdiv(num_tokens, 1 if is_few else _ROWS)
-    num_steps = 1 if is_few else PART // _COLUMNS * max(1, num_parts * num_rows // _PROGRAMS)
-    num_parts = num_parts if is_few else triton.cdiv(width, num_steps * _COLUMNS)
+    num_parts, num_rows = triton.cdiv(width, PART.value), triton.cdiv(num_tokens, 1 if is_few else _ROWS.value)
+    num_steps = 1 if is_few else PART.value // _COLUMNS.value * max(1, num_parts * num_rows // _PROGRAMS)
+    num_parts = num_parts if is_few else triton.cdiv(width, num_steps * _COLUMNS.value)
     products = values.new_empty(0 if fn is None else num_tokens, num_parts, num_padded, dtype=torch.float32)
     squares = products.new_empty(products.shape[:2])
     tensors = values, out if out is None else out.contiguous(), *(mixing or (None, None)), mixed, fn, products, squares
@@ -158,9 +155,8 @@ def mix_and_multiply(streams: Streams, fn: Tensor | None) -> tuple[Tensor, Tenso
     if num_tokens == 0 or (fn is None and mixing is None):
         pass
     elif is_few:
-        mix_few_kernel[(num_parts, num_rows)](*tensors, **sizes, COLUMNS=PART, num_warps=4)
+        mix_few_kernel[(num_parts, num_rows)](*tensors, **sizes, num_warps=4)
     else:
-        sizes |= {"ROWS": _ROWS, "COLUMNS": _COLUMNS}
         stages = 2 if num_streams <= 4 else 1  # more of more streams do not fit
         mix_kernel[(num_parts, num_rows)](*tensors, num_tokens, num_steps, **sizes, num_warps=4, num_stages=stages)
     return mixed, products, squares

@@ -143,7 +143,7 @@ def enter(
             STREAMS=num_streams,
             STREAMS_P=triton.next_power_of_2(num_streams),
             NUM_P=products.shape[2],
-            PARTS_P=triton.next_power_of_2(triton.cdiv(width, PART)),
+            PARTS_P=triton.next_power_of_2(triton.cdiv(width, PART.value)),
             NUM_ITERS=constants.num_iters,
             num_warps=8 if width <= 4096 else 16,
         )

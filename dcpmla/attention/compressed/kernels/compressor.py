@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dcpmla.attention.compressed.kernels.projections import norm_factor, rotate_pairs
+from dcpmla.attention.compressed.kernels.sums import add_tokens, choose, load_sums, merge, store_sums
 from dcpmla.attention.compressed.step import EntryLayout, Part
 from dcpmla.attention.triton.rope import load_pairs, store_pairs
 from dcpmla.cache import index_keys
@@ -12,71 +13,6 @@ from dcpmla.cache.kernels import quantize_pairs, store_shared
 
 _TOKENS = 8  # tokens of a span that are pooled at a time
 _SMALLEST_AMAX = tl.constexpr(index_keys.SMALLEST_AMAX)
-
-
-@triton.jit
-def _load_sums(sums_ptr, column, is_there, WIDTH: tl.constexpr):
-    """Load the sums of an entry in progress, [COLUMNS] each: the gates' peak, their exponentials, exponentials times
-    values; empty sums unless is_there.
-    """
-    mask = column < tl.where(is_there, WIDTH, 0)
-    peak = tl.load(sums_ptr + column, mask=mask, other=float("-inf"))
-    total = tl.load(sums_ptr + WIDTH + column, mask=mask, other=0.0)
-    return peak, total, tl.load(sums_ptr + 2 * WIDTH + column, mask=mask, other=0.0)
-
-
-@triton.jit
-def _store_sums(sums_ptr, column, peak, total, values, WIDTH: tl.constexpr):
-    """Store sums in the layout of `_load_sums`."""
-    mask = column < WIDTH
-    tl.store(sums_ptr + column, peak, mask=mask)
-    tl.store(sums_ptr + WIDTH + column, total, mask=mask)
-    tl.store(sums_ptr + 2 * WIDTH + column, values, mask=mask)
-
-
-@triton.jit
-def _shift(peak):
-    """Return the shift of exponents: the peak, or 0 without tokens, since -inf - -inf is NaN."""
-    return tl.where(peak > float("-inf"), peak, 0.0)
-
-
-@triton.jit
-def _merge(peak, total, values, other_peak, other_total, other_values):
-    """Add two sums of the same entry."""
-    new_peak = tl.maximum(peak, other_peak)
-    shift = _shift(new_peak)
-    factor, other_factor = tl.exp(peak - shift), tl.exp(other_peak - shift)
-    return new_peak, total * factor + other_total * other_factor, values * factor + other_values * other_factor
-
-
-@triton.jit
-def _add_tokens(
-    peak,
-    total,
-    values,
-    pairs_ptr,
-    bias_ptr,
-    num,
-    stride,
-    column,
-    WIDTH: tl.constexpr,
-    HALVES: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    """Add num tokens to an entry's sums; pairs_ptr and bias_ptr are to the first one's values and bias."""
-    for first in range(0, num, TOKENS):
-        token = (first + tl.arange(0, TOKENS))[:, None]
-        mask = (token < num) & (column < WIDTH)[None, :]
-        token_ptr = pairs_ptr + token * stride + column[None, :]
-        value = tl.load(token_ptr, mask=mask, other=0.0).to(tl.float32)
-        bias = tl.load(bias_ptr + token * (HALVES * WIDTH) + column[None, :], mask=mask, other=0.0)
-        gate = tl.load(token_ptr + HALVES * WIDTH, mask=mask, other=0.0).to(tl.float32) + bias
-        gate = tl.where(token < num, gate, float("-inf"))
-        some_peak = tl.max(gate, 0)
-        weights = tl.exp(gate - _shift(some_peak)[None, :])
-        some_values = tl.sum(weights * value, 0)
-        peak, total, values = _merge(peak, total, values, some_peak, tl.sum(weights, 0), some_values)
-    return peak, total, values
 
 
 @triton.jit
@@ -171,71 +107,31 @@ def compress_kernel(
         row = token + (begin - position)
         own_ptr, own_bias_ptr = pairs_ptr + row * pairs_stride, bias_ptr + at * (HALVES * WIDTH)
         is_carried = (order == 0) & (start > 0)
-        peak, total, values = _load_sums(sums_ptr, column, is_carried, WIDTH)
-        peak, total, values = _add_tokens(
-            peak,
-            total,
-            values,
-            own_ptr + (HALVES - 1) * WIDTH,
-            own_bias_ptr + (HALVES - 1) * WIDTH,
-            num,
-            pairs_stride,
-            column,
-            WIDTH,
-            HALVES,
-            TOKENS,
-        )
-        next_peak, next_total, next_values = _load_sums(sums_ptr, column, False, WIDTH)
+        own_half = (own_ptr + (HALVES - 1) * WIDTH, own_bias_ptr + (HALVES - 1) * WIDTH)
+        sums = load_sums(sums_ptr, column, is_carried, WIDTH)
+        sums = add_tokens(sums, own_half, num, pairs_stride, column, WIDTH, HALVES, TOKENS)
+        following = load_sums(sums_ptr, column, False, WIDTH)
         if HALVES == 2:
             num_before = tl.where(order > 0, tl.minimum(begin - start, RATIO), 0)
-            before_ptr = pairs_ptr + (row - num_before) * pairs_stride
-            before_bias_ptr = bias_ptr + (RATIO - num_before) * (HALVES * WIDTH)
-            peak, total, values = _add_tokens(
-                peak,
-                total,
-                values,
-                before_ptr,
-                before_bias_ptr,
-                num_before,
-                pairs_stride,
-                column,
-                WIDTH,
-                HALVES,
-                TOKENS,
-            )
+            before = (pairs_ptr + (row - num_before) * pairs_stride, bias_ptr + (RATIO - num_before) * (HALVES * WIDTH))
+            sums = add_tokens(sums, before, num_before, pairs_stride, column, WIDTH, HALVES, TOKENS)
             # The span before was in progress when the step began: its part from then on is in the next entry's sums.
             is_unfinished = (order == 1) & (start % RATIO > 0)
-            other_peak, other_total, other_values = _load_sums(sums_ptr + 3 * WIDTH, column, is_unfinished, WIDTH)
-            peak, total, values = _merge(peak, total, values, other_peak, other_total, other_values)
-            next_peak, next_total, next_values = _load_sums(sums_ptr + 3 * WIDTH, column, is_carried, WIDTH)
-            next_peak, next_total, next_values = _add_tokens(
-                next_peak,
-                next_total,
-                next_values,
-                own_ptr,
-                own_bias_ptr,
-                num,
-                pairs_stride,
-                column,
-                WIDTH,
-                HALVES,
-                TOKENS,
-            )
+            sums = merge(sums, load_sums(sums_ptr + 3 * WIDTH, column, is_unfinished, WIDTH))
+            following = load_sums(sums_ptr + 3 * WIDTH, column, is_carried, WIDTH)
+            own_token = (own_ptr, own_bias_ptr)
+            following = add_tokens(following, own_token, num, pairs_stride, column, WIDTH, HALVES, TOKENS)
         is_complete = begin - at + RATIO <= end
         if order == last:
             tl.debug_barrier()  # other threads may still read the old values
-            left_peak, left_total = tl.where(is_complete, next_peak, peak), tl.where(is_complete, next_total, total)
-            left_values = tl.where(is_complete, next_values, values)
-            _store_sums(target_sums_ptr, column, left_peak, left_total, left_values, WIDTH)
+            store_sums(target_sums_ptr, column, choose(is_complete, following, sums), WIDTH)
             if HALVES == 2:
-                next_peak = tl.where(is_complete, float("-inf"), next_peak)
-                next_total = tl.where(is_complete, 0.0, next_total)
-                next_values = tl.where(is_complete, 0.0, next_values)
-                _store_sums(target_sums_ptr + 3 * WIDTH, column, next_peak, next_total, next_values, WIDTH)
+                left = choose(is_complete, (float("-inf"), 0.0, 0.0), following)
+                store_sums(target_sums_ptr + 3 * WIDTH, column, left, WIDTH)
         entry = (first_span + order).to(tl.int64)
         if is_complete & (entry // interleave % dcp_size == dcp_rank):
             one = tl.zeros([1, 1], tl.int64)
-            x, y = tl.split(tl.reshape(values / tl.where(column < WIDTH, total, 1.0), [1, COLUMNS // 2, 2]))
+            x, y = tl.split(tl.reshape(sums[2] / tl.where(column < WIDTH, sums[1], 1.0), [1, COLUMNS // 2, 2]))
             factor = norm_factor(x, y, WIDTH, eps)
             weight_x, weight_y = load_pairs(weight_ptr + one, one == 0, WIDTH, COLUMNS // 2, True)
             dtype: tl.constexpr = pairs_ptr.dtype.element_ty
@@ -284,10 +180,7 @@ def compress_(
         cache.stride(0),
         layout.block_table.stride(0),
         eps,
-        layout.entries_per_block,
-        layout.dcp_rank,
-        layout.dcp_size,
-        layout.interleave,
+        *layout[2:],
         RATIO=len(bias),
         HALVES=num_halves,
         WIDTH=width,

@@ -171,22 +171,10 @@ def query_kernel(
 
 def finish_query_(q: Tensor, eps: float, cos_sin: Tensor) -> None:
     """Compute `projections.finish_query_` in one kernel."""
-    num_tokens, num_heads, width = q.shape
-    if num_tokens:
-        rows = _num_rows(num_tokens * num_heads)
-        query_kernel[(triton.cdiv(num_tokens * num_heads, rows),)](
-            q,
-            cos_sin.contiguous(),
-            num_tokens * num_heads,
-            *q.stride()[:2],
-            eps,
-            NUM_HEADS=num_heads,
-            WIDTH=width,
-            ROPE=cos_sin.shape[1],
-            PAIRS=_num_pairs(width),
-            ROWS=rows,
-            num_warps=1,  # in place: a row must be loaded whole before it is stored
-        )
+    if len(q):
+        # One warp works in place: a row must be loaded whole before it is stored.
+        grid, num_rows, sizes = _tiles(q, cos_sin)
+        query_kernel[grid](q, cos_sin.contiguous(), num_rows, *q.stride()[:2], eps, **sizes)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -230,52 +218,29 @@ def heads_kernel(
     store_pairs(out_ptr + row * WIDTH, x, y, is_row, WIDTH, PAIRS, True)
 
 
-def finish_heads(out: Tensor, lse: Tensor, sinks: Tensor, cos_sin: Tensor) -> Tensor:
+def finish_heads(
+    out: Tensor, lse: Tensor, sinks: Tensor, cos_sin: Tensor, quantizes: bool = False
+) -> tuple[Tensor, Tensor]:
     """Compute `projections.finish_heads` in one kernel."""
-    heads = torch.empty_like(out, memory_format=torch.contiguous_format)
-    _finish_heads(out, lse, sinks, cos_sin, heads, None)
-    return heads
-
-
-def finish_heads_fp8(out: Tensor, lse: Tensor, sinks: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `projections.finish_heads_fp8` in one kernel."""
-    if out.shape[2] % BLOCK:
+    if quantizes and out.shape[2] % BLOCK:
         raise ValueError(f"out has rows of {out.shape[2]} columns; expected a multiple of {BLOCK}")
-    codes = torch.empty(out.shape, dtype=FP8, device=out.device)
-    scales = torch.empty(*out.shape[:2], out.shape[2] // BLOCK, dtype=torch.float32, device=out.device)
-    _finish_heads(out, lse, sinks, cos_sin, codes, scales)
-    return codes, scales
+    heads = out.new_empty(out.shape, dtype=FP8 if quantizes else out.dtype)
+    scales = out.new_empty(*out.shape[:2], out.shape[2] // BLOCK if quantizes else 0, dtype=torch.float32)
+    if len(out):
+        grid, num_rows, sizes = _tiles(out, cos_sin)
+        written = heads, scales if quantizes else None
+        strides = *out.stride()[:2], *lse.stride()
+        heads_kernel[grid](out, lse, sinks, cos_sin.contiguous(), *written, num_rows, *strides, **sizes)
+    return heads, scales
 
 
-def _finish_heads(
-    attended: Tensor, lse: Tensor, sinks: Tensor, cos_sin: Tensor, out: Tensor, scales: Tensor | None
-) -> None:
-    """Launch the kernel of both functions."""
-    num_tokens, num_heads, width = attended.shape
-    if num_tokens:
-        rows = _num_rows(num_tokens * num_heads)
-        heads_kernel[(triton.cdiv(num_tokens * num_heads, rows),)](
-            attended,
-            lse,
-            sinks,
-            cos_sin.contiguous(),
-            out,
-            scales,
-            num_tokens * num_heads,
-            *attended.stride()[:2],
-            *lse.stride(),
-            NUM_HEADS=num_heads,
-            WIDTH=width,
-            ROPE=cos_sin.shape[1],
-            PAIRS=_num_pairs(width),
-            ROWS=rows,
-            num_warps=1,
-        )
+def _tiles(x: Tensor, cos_sin: Tensor) -> tuple[tuple[int], int, dict[str, int]]:
+    """Return the grid, the number of rows and the sizes for a kernel over the (token, head) rows of x [T, h, D]."""
+    num_rows, width = x.shape[0] * x.shape[1], x.shape[2]
+    rows = 1 if num_rows < _MANY_ROWS else 4
+    sizes = {"NUM_HEADS": x.shape[1], "WIDTH": width, "ROPE": cos_sin.shape[1], "PAIRS": _num_pairs(width)}
+    return (triton.cdiv(num_rows, rows),), num_rows, {**sizes, "ROWS": rows, "num_warps": 1}
 
 
 def _num_pairs(width: int) -> int:
     return triton.next_power_of_2(width) // 2
-
-
-def _num_rows(num_rows: int) -> int:
-    return 1 if num_rows < _MANY_ROWS else 4

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dcpmla.ownership import window_bound
 
-_COLUMNS = 1024  # Columns of a program or of its step.
+_COLUMNS = tl.constexpr(1024)  # Columns of a program or of its step.
 
 
 @triton.jit
@@ -34,9 +34,8 @@ def visible_kernel(
     size,
     interleave,
     HAS_ENTRIES: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
-    """List COLUMNS rows of a token; one program per (token, tile of columns)."""
+    """List a tile of a token's rows; one program per (token, tile of columns)."""
     token = tl.program_id(0).to(tl.int64)
     request = tl.load(request_ptr + token).to(tl.int64)
     state = tl.load(states_ptr + request)
@@ -49,7 +48,7 @@ def visible_kernel(
     num = tl.where(state >= 0, num, 0)
     if tl.program_id(1) == 0:
         tl.store(num_ptr + token, num)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    column = tl.program_id(1) * _COLUMNS + tl.arange(0, _COLUMNS)
     local = first + column
     position = local // interleave * (size * interleave) + rank * interleave + local % interleave
     rows = state * ring_rows + position % ring_rows
@@ -79,7 +78,7 @@ def visible_rows(
     width = window_bound(window, dcp_size, interleave) + num_entries
     rows, num = request.new_empty(num_tokens, width), request.new_empty(num_tokens)
     if num_tokens:
-        visible_kernel[(num_tokens, triton.cdiv(width, _COLUMNS))](
+        visible_kernel[(num_tokens, triton.cdiv(width, _COLUMNS.value))](
             positions,
             request,
             states,
@@ -96,37 +95,26 @@ def visible_rows(
             dcp_size,
             interleave,
             HAS_ENTRIES=ratio > 0,
-            COLUMNS=_COLUMNS,
         )
     return rows, num
 
 
 @triton.jit(do_not_specialize=["num_columns", "num_entries"])
 def append_kernel(
-    rows_ptr,
-    num_ptr,
-    entries_ptr,
-    first_ptr,
-    end_ptr,
-    base_ptr,
-    listed_ptr,
-    num_listed_ptr,
-    num_columns,
-    num_entries,
-    COLUMNS: tl.constexpr,
+    rows_ptr, num_ptr, entries_ptr, first_ptr, end_ptr, base_ptr, listed_ptr, num_listed_ptr, num_columns, num_entries
 ):
-    """Copy a token's rows and append its entries in the chunk, COLUMNS at a time; one program a token."""
+    """Copy a token's rows and append its entries in the chunk, tile by tile; one program a token."""
     token = tl.program_id(0).to(tl.int64)
     num = tl.load(num_ptr + token)
     first, end = tl.load(first_ptr + token), tl.load(end_ptr + token)
     shift = tl.load(base_ptr + token) - first
     listed_ptr += token * (num_columns + num_entries)
-    for start in range(0, num, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
+    for start in range(0, num, _COLUMNS):
+        column = start + tl.arange(0, _COLUMNS)
         row = tl.load(rows_ptr + token * num_columns + column, mask=column < num, other=0)
         tl.store(listed_ptr + column, row, mask=column < num)
-    for start in range(0, num_entries, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
+    for start in range(0, num_entries, _COLUMNS):
+        column = start + tl.arange(0, _COLUMNS)
         entry = tl.load(entries_ptr + token * num_entries + column, mask=column < num_entries, other=-1)
         is_here = (entry >= first) & (entry < end)
         rank = tl.cumsum(is_here.to(tl.int32), 0) - 1
@@ -144,16 +132,6 @@ def append_entries(
     listed, num_listed = rows.new_empty(num_tokens, num_columns + num_entries), num.new_empty(num_tokens)
     if num_tokens:
         append_kernel[(num_tokens,)](
-            rows.contiguous(),
-            num,
-            entries.contiguous(),
-            first,
-            end,
-            base,
-            listed,
-            num_listed,
-            num_columns,
-            num_entries,
-            COLUMNS=_COLUMNS,
+            rows.contiguous(), num, entries.contiguous(), first, end, base, listed, num_listed, num_columns, num_entries
         )
     return listed, num_listed

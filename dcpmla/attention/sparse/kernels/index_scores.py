@@ -17,7 +17,8 @@ from torch import Tensor
 from dcpmla.cache.formats import FP8
 from dcpmla.cache.index_keys import check_index_cache
 
-_KEYS = 64  # keys of a step: the rows of one product of a warpgroup
+_KEYS = tl.constexpr(64)  # keys of a step: the rows of one product of a warpgroup
+_STAGES = tl.constexpr(4)  # steps whose keys are on their way
 _MAX_HEADS = 256  # heads of a step's tokens: the maximum width of one product
 _QUERY_BYTES = 32_768  # bytes of a step's queries; leaves room for keys in the shared memory of any GPU
 _PROGRAMS = 4  # per multiprocessor at a time
@@ -32,53 +33,40 @@ def _lengths(token, seq_lens_ptr, local_seq_lens_ptr, num_tokens, topk):
 
 
 @triton.jit
-def _find_blocks(table_ptr, step, num_keys, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
+def _find_blocks(table_ptr, step, num_keys, BLOCK_SIZE: tl.constexpr):
     """Look up the block of each of a step's keys; one block if a block holds all keys."""
-    index = step * KEYS if BLOCK_SIZE % KEYS == 0 else step * KEYS + tl.arange(0, KEYS)
+    index = step * _KEYS
+    if BLOCK_SIZE // _KEYS * _KEYS != BLOCK_SIZE:
+        index += tl.arange(0, _KEYS)
     return tl.load(table_ptr + index // BLOCK_SIZE, mask=index < num_keys, other=0)
 
 
 @triton.jit
-def _score_keys(
-    q,
-    weights,
-    out_ptr,
-    cache_ptr,
-    table_ptr,
-    lengths,
-    begin,
-    end,
-    stride_block,
-    HEAD_DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEYS: tl.constexpr,
-    STAGES: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
-):
+def _score_keys(q, weights, out_ptr, cache, lengths, begin, end, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Compute steps [begin, end) over one request's keys.
 
-    q is [TOKENS HEADS, COLUMNS]; lengths [TOKENS] are 0 for tokens of other requests.
+    q is [TOKENS HEADS, COLUMNS]; cache is a pointer to the keys, the stride of blocks and a pointer to the request's
+    block table; lengths [TOKENS] are 0 for tokens of other requests.
     """
-    key, column = tl.arange(0, KEYS), tl.arange(0, COLUMNS)[None, :]
+    TOKENS: tl.constexpr = lengths.shape[0]
+    cache_ptr, stride_block, table_ptr = cache
+    key, column = tl.arange(0, _KEYS), tl.arange(0, q.shape[1])[None, :]
     longest = tl.max(lengths, 0)
     # Blocks are looked up one step ahead, so that all loads of keys and scales are pipelined.
-    end = tl.minimum(end, tl.cdiv(longest, KEYS))
-    block = _find_blocks(table_ptr, begin, longest, BLOCK_SIZE, KEYS)
-    for step in tl.range(begin, end, num_stages=STAGES):
-        index = step * KEYS + key
+    end = tl.minimum(end, tl.cdiv(longest, _KEYS))
+    block = _find_blocks(table_ptr, begin, longest, BLOCK_SIZE)
+    for step in tl.range(begin, end, num_stages=_STAGES):
+        index = step * _KEYS + key
         offset = index % BLOCK_SIZE
         block_ptr = cache_ptr + block.to(tl.int64) * stride_block
         key_ptr = (block_ptr + offset * HEAD_DIM)[:, None] + column
-        keys = tl.load(key_ptr) if COLUMNS == HEAD_DIM else tl.load(key_ptr, mask=column < HEAD_DIM, other=0.0)
+        keys = tl.load(key_ptr) if q.shape[1] == HEAD_DIM else tl.load(key_ptr, mask=column < HEAD_DIM, other=0.0)
         products = tl.maximum(tl.dot(keys, tl.trans(q)), 0.0, propagate_nan=tl.PropagateNan.ALL) * weights[None, :]
-        scores = tl.sum(tl.reshape(products, [KEYS, TOKENS, HEADS]), 2)
-        if HAS_SCALES:
+        scores = tl.sum(tl.reshape(products, [_KEYS, TOKENS, q.shape[0] // TOKENS]), 2)
+        if keys.dtype == tl.float8e4nv:
             scales = tl.load((block_ptr + BLOCK_SIZE * HEAD_DIM).to(tl.pointer_type(tl.float32), bitcast=True) + offset)
             scores *= scales[:, None]
-        block = _find_blocks(table_ptr, step + 1, longest, BLOCK_SIZE, KEYS)
+        block = _find_blocks(table_ptr, step + 1, longest, BLOCK_SIZE)
         tl.store(out_ptr[None, :] + index[:, None], scores, mask=index[:, None] < lengths[None, :])
 
 
@@ -104,13 +92,10 @@ def scores_kernel(
     TILES: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
-    KEYS: tl.constexpr,
-    STAGES: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
 ):
     """Compute one program's part of the sequence of steps."""
     all_lengths = _lengths(tl.arange(0, TILES * TOKENS), seq_lens_ptr, local_seq_lens_ptr, num_tokens, topk)
-    ends = tl.cumsum(tl.cdiv(tl.max(tl.reshape(all_lengths, [TILES, TOKENS]), 1), KEYS), 0)
+    ends = tl.cumsum(tl.cdiv(tl.max(tl.reshape(all_lengths, [TILES, TOKENS]), 1), _KEYS), 0)
     num_steps = tl.max(ends, 0)
     size = tl.cdiv(num_steps, tl.num_programs(0))
     start = tl.program_id(0) * size
@@ -133,28 +118,11 @@ def scores_kernel(
         lengths = _lengths(token, seq_lens_ptr, local_seq_lens_ptr, num_tokens, topk)
         request = tl.load(request_ptr + token, mask=lengths > 0, other=-1)
         last = tl.max(request, 0)
-        for each in range(
-            tl.min(tl.where(lengths > 0, request, last), 0), last + 1
-        ):  # several where requests meet in a tile
-            _score_keys(
-                q,
-                weights,
-                rows_ptr,
-                cache_ptr,
-                table_ptr + each * stride_table,
-                tl.where(request == each, lengths, 0),
-                start - first,
-                stop - first,
-                stride_block,
-                HEAD_DIM,
-                COLUMNS,
-                BLOCK_SIZE,
-                TOKENS,
-                HEADS,
-                KEYS,
-                STAGES,
-                HAS_SCALES,
-            )
+        first_request = tl.min(tl.where(lengths > 0, request, last), 0)
+        for each in range(first_request, last + 1):  # several where requests meet in a tile
+            cache = (cache_ptr, stride_block, table_ptr + each * stride_table)
+            own_lengths = tl.where(request == each, lengths, 0)
+            _score_keys(q, weights, rows_ptr, cache, own_lengths, start - first, stop - first, HEAD_DIM, BLOCK_SIZE)
         start = stop
 
 
@@ -187,7 +155,7 @@ def index_scores(
     tokens_of_request = max(1, num_tokens // len(block_table))  # about as many neighbours share their keys
     tokens = max(1, min(most_heads // heads, triton.next_power_of_2(tokens_of_request)))
     num_tiles = triton.cdiv(num_tokens, tokens)
-    most_programs = num_tiles * triton.cdiv(num_columns, _KEYS)
+    most_programs = num_tiles * triton.cdiv(num_columns, _KEYS.value)
     scores_kernel[(min(most_programs, _PROGRAMS * _num_multiprocessors(q.device)),)](
         q.contiguous(),
         weights.contiguous(),
@@ -209,9 +177,6 @@ def index_scores(
         TILES=triton.next_power_of_2(num_tiles),
         TOKENS=tokens,
         HEADS=heads,
-        KEYS=_KEYS,
-        STAGES=4,
-        HAS_SCALES=is_fp8,
         num_warps=4,
         enable_fp_fusion=False,
     )

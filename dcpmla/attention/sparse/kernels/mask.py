@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dcpmla.attention.triton.ragged import find_tile
+
 
 @triton.jit(do_not_specialize=["num_reqs", "num_keys", "num_words"])
 def selection_mask_kernel(
@@ -21,15 +23,8 @@ def selection_mask_kernel(
 ):
     """Set the bits of a token's selected positions in words that hold zeros; one program per token."""
     token = tl.program_id(0)
-    low = 0
-    high = num_reqs
-    while low < high - 1:
-        middle = (low + high) // 2
-        if tl.load(query_start_loc_ptr + middle) <= token:
-            low = middle
-        else:
-            high = middle
-    first = tl.load(first_position_ptr + low)
+    request, _ = find_tile(query_start_loc_ptr, num_reqs, token, 1)
+    first = tl.load(first_position_ptr + request)
     column = tl.arange(0, BLOCK)
     position = tl.load(positions_ptr + token.to(tl.int64) * stride + column, mask=column < TOPK, other=-1)
     key = position - first

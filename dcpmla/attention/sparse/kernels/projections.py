@@ -125,7 +125,7 @@ def finish_index_keys(
     index_keys.check_index_cache(index_cache, keys.dtype if index_cache.dtype != torch.uint8 else torch.uint8, width)
     if num_tokens == 0:
         return
-    rows = _num_rows(num_tokens)
+    rows, sizes = _tile(num_tokens, width, cos_sin)
     keys_kernel[(triton.cdiv(num_tokens, rows),)](
         keys,
         index_cache,
@@ -137,13 +137,10 @@ def finish_index_keys(
         keys.stride(0),
         index_cache.stride(0),
         index_keys.NORM_EPS,
-        WIDTH=width,
-        COLUMNS=_num_columns(width),
-        ROPE=0 if cos_sin is None else cos_sin.shape[1],
         BLOCK_SIZE=index_cache.shape[1],
-        ROWS=rows,
         INTERLEAVED=rope_interleaved,
         HADAMARD=hadamard,
+        **sizes,
     )
 
 
@@ -195,7 +192,7 @@ def finish_index_queries(
     factors = weights.new_empty(weights.shape, dtype=torch.float32)
     if num_tokens == 0:
         return out, factors
-    rows = _num_rows(num_tokens)
+    rows, sizes = _tile(num_tokens, width, cos_sin)
     queries_kernel[(triton.cdiv(num_tokens * num_heads, rows),)](
         q,
         weights,
@@ -207,19 +204,15 @@ def finish_index_queries(
         weights.stride(0),
         num_heads**-0.5 * width**-0.5,
         NUM_HEADS=num_heads,
-        WIDTH=width,
-        COLUMNS=_num_columns(width),
-        ROPE=0 if cos_sin is None else cos_sin.shape[1],
-        ROWS=rows,
         INTERLEAVED=rope_interleaved,
         HADAMARD=hadamard,
+        **sizes,
     )
     return out, factors
 
 
-def _num_rows(num_tokens: int) -> int:
-    return min(_MAX_ROWS, max(16, triton.next_power_of_2(num_tokens)))  # 16: the least that tl.dot takes
-
-
-def _num_columns(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
+def _tile(num_tokens: int, width: int, cos_sin: Tensor | None) -> tuple[int, dict[str, int]]:
+    """Return a program's number of rows, and the sizes of both kernels; tl.dot takes 16 rows and columns at least."""
+    rows = min(_MAX_ROWS, max(16, triton.next_power_of_2(num_tokens)))
+    columns, rope = max(16, triton.next_power_of_2(width)), 0 if cos_sin is None else cos_sin.shape[1]
+    return rows, {"WIDTH": width, "COLUMNS": columns, "ROPE": rope, "ROWS": rows}

@@ -12,9 +12,8 @@ import triton.language as tl
 SAMPLES = tl.constexpr(128)
 LOWEST = tl.constexpr(-0x7F800001)  # order of -inf
 BEYOND = tl.constexpr(0x7F800001)  # order of a NaN, above all keys
-_DEVIATIONS = tl.constexpr(
-    1.5
-)  # distance of the guesses from the estimate; more leaves more keys between guesses, fewer misses the threshold
+# Distance of the guesses from the estimate: more leaves more keys between guesses, fewer misses the threshold.
+_DEVIATIONS = tl.constexpr(1.5)
 _INTERPOLATED = tl.constexpr(8)  # rounds, before guesses cut the remaining range into thirds
 
 
@@ -92,7 +91,7 @@ def _between(low, high, part, by_value):
 
 
 @triton.jit
-def _search(keys, num_keys, want, low_guess, high_guess, BY_VALUE: tl.constexpr):
+def _search(keys, num_keys, want, guesses, BY_VALUE: tl.constexpr):
     """Separate the `want` best of more keys from the rest.
 
     BY_VALUE: keys are spread evenly as numbers rather than as orders.
@@ -104,18 +103,14 @@ def _search(keys, num_keys, want, low_guess, high_guess, BY_VALUE: tl.constexpr)
     """
     low, from_low = tl.cast(LOWEST, tl.int32), num_keys
     high, from_high = tl.cast(BEYOND, tl.int32), tl.cast(0, tl.int32)
+    low_guess, high_guess = guesses
     step = 0
     while (from_low != want) & (high - low != 1):
         from_low_guess, from_high_guess = _count_both(keys, low_guess, high_guess)
         is_above, is_below = from_high_guess >= want, from_low_guess < want
-        new_low, new_from_low = (
-            tl.where(is_above, high_guess, low_guess),
-            tl.where(is_above, from_high_guess, from_low_guess),
-        )
-        new_high, new_from_high = (
-            tl.where(is_below, low_guess, high_guess),
-            tl.where(is_below, from_low_guess, from_high_guess),
-        )
+        new_low, new_high = tl.where(is_above, high_guess, low_guess), tl.where(is_below, low_guess, high_guess)
+        new_from_low = tl.where(is_above, from_high_guess, from_low_guess)
+        new_from_high = tl.where(is_below, from_low_guess, from_high_guess)
         low, from_low = tl.where(is_below, low, new_low), tl.where(is_below, from_low, new_from_low)
         high, from_high = tl.where(is_above, high, new_high), tl.where(is_above, from_high, new_from_high)
         left = (from_low - from_high).to(tl.float32)
@@ -131,18 +126,18 @@ def _search(keys, num_keys, want, low_guess, high_guess, BY_VALUE: tl.constexpr)
 
 
 @triton.jit
-def best_of(keys, low_words, num_keys, want, low_guess, high_guess):
+def best_of(keys, low_words, num_keys, want, guesses):
     """Separate the `want` best of more keys from the rest; among equal keys, greater low words come first.
 
     Args:
         keys, low_words: Keys and low words, [loads, warps, lanes, width]; low words in [0, 2^31).
         num_keys: Number of keys that are not NaN.
-        low_guess, high_guess: Orders, see `sample_guesses`.
+        guesses: Two orders, see `sample_guesses`.
     Returns:
         (keys, bound): the best keys are at least bound; equal keys that lost the tie have become NaN. Keys that are
         equal in both words count as one, so fewer than `want` keys may remain.
     """
-    low, _, from_low, from_high = _search(keys, num_keys, want, low_guess, high_guess, True)
+    low, _, from_low, from_high = _search(keys, num_keys, want, guesses, True)
     bound = number_of(low)
     if from_low != want:
         is_tied = keys == bound
@@ -152,7 +147,7 @@ def best_of(keys, low_words, num_keys, want, low_guess, high_guess):
         least = order_of(tl.min(tl.ravel(tl.where(is_tied, tied, float("inf")))))
         greatest = order_of(tl.max(tl.ravel(tl.where(is_tied, tied, float("-inf")))))
         want -= from_high
-        at, above, from_at, _ = _search(tied, from_low - from_high, want, least, greatest, False)
+        at, above, from_at, _ = _search(tied, from_low - from_high, want, (least, greatest), False)
         last = number_of(tl.where(from_at == want, at, above))
         keys = tl.where(is_tied, tl.where(tied >= last, keys, float("nan")), keys)
     return keys, bound

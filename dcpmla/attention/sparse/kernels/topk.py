@@ -13,45 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from dcpmla.attention.sparse import candidates as packing
+from dcpmla.attention.sparse.kernels.candidates import EMPTY, by_thread, load_best, load_sample, pack
 from dcpmla.attention.sparse.kernels.compaction import compact, fill
-from dcpmla.attention.sparse.kernels.threshold import (
-    BEYOND,
-    LOWEST,
-    SAMPLES,
-    best_of,
-    count,
-    number_of,
-    order_of,
-    sample_guesses,
-)
+from dcpmla.attention.sparse.kernels.threshold import best_of, sample_guesses
 
 TILE = 16384  # keys of a program
 WARPS = 8  # warps per program; each repeats the scalar work between counts, so more would take longer
-_LANES = tl.constexpr(32)
-_EMPTY = tl.constexpr(packing.EMPTY)
 _LAST_POSITION = tl.constexpr(packing.LAST_POSITION)  # all ones: xor with it flips a position's bits
-
-
-@triton.jit
-def _load_sample(keys_ptr, num_keys, width):
-    """Load [SAMPLES] evenly spread keys of more than `width`.
-
-    Four threads load each key, because with fewer loads than threads the compiler would repeat the load at every use.
-    """
-    index = tl.broadcast_to(((2 * tl.arange(0, SAMPLES) + 1) * num_keys // (2 * SAMPLES))[:, None], [SAMPLES, 4])
-    return tl.max(tl.load(keys_ptr + index, mask=index < tl.where(num_keys > width, num_keys, 0), other=0), 1)
-
-
-@triton.jit
-def _by_thread(values, WARPS: tl.constexpr, WIDTH: tl.constexpr):
-    """Reshape a tile as it was loaded, WIDTH elements a thread, to [loads, warps, lanes, width]; no element moves."""
-    return tl.reshape(values, [values.shape[0] // (WARPS * _LANES * WIDTH), WARPS, _LANES, WIDTH])
-
-
-@triton.jit
-def _pack(keys, low_words):
-    """Pack keys and low words into candidates."""
-    return (order_of(keys).to(tl.int64) << 32) | low_words
 
 
 @triton.jit(do_not_specialize=["num_columns"])
@@ -84,40 +52,20 @@ def local_kernel(
     if num_keys > 0:
         is_scored = tl.load(seq_lens_ptr + row) > topk
         num_read = tl.where(is_scored, tl.cdiv(num_keys, VECTOR), 0) * VECTOR  # whole vectors, so that loads are
-        sample = _load_sample(scores_ptr, num_keys, width)
+        sample = load_sample(scores_ptr, num_keys, width)
         index = tl.arange(0, TILE)
         scores = tl.load(scores_ptr + index, mask=index < num_read, other=0.0)
         scores = tl.where(scores == scores, scores, float("-inf"))
-        keys = _by_thread(tl.where(index < num_keys, scores, float("nan")), WARPS, 4)
-        index = _by_thread(index, WARPS, 4)
+        keys = by_thread(tl.where(index < num_keys, scores, float("nan")), WARPS, 4)
+        index = by_thread(index, WARPS, 4)
         bound = tl.cast(float("-inf"), tl.float32)
         if num_keys > width:
-            guesses = sample_guesses(sample, num_kept, num_keys)
-            keys, bound = best_of(
-                keys, TILE - 1 - index, num_keys, num_kept, guesses[0], guesses[1]
-            )  # later columns have later positions
+            later = TILE - 1 - index  # later columns have later positions
+            keys, bound = best_of(keys, later, num_keys, num_kept, sample_guesses(sample, num_kept, num_keys))
         at = first + index
         position = at // INTERLEAVE * (DCP_SIZE * INTERLEAVE) + DCP_RANK * INTERLEAVE + at % INTERLEAVE
-        compact(out_ptr, _pack(keys, position ^ _LAST_POSITION), keys, bound)
-    fill(out_ptr, _EMPTY, num_kept, width)
-
-
-@triton.jit
-def _load_best(candidates_ptr, num_candidates, width, TILE: tl.constexpr, WARPS: tl.constexpr):
-    """Load a tile of candidates; return its keys, their low words and the bound that its best `width` keys reach."""
-    sample = _load_sample(candidates_ptr, num_candidates, width)
-    index = tl.arange(0, TILE)
-    candidates = _by_thread(tl.load(candidates_ptr + index, mask=index < num_candidates, other=_EMPTY), WARPS, 2)
-    low_guess, high_guess = tl.cast(LOWEST, tl.int32), tl.cast(BEYOND, tl.int32)
-    if num_candidates > width:
-        want = tl.cast(width, tl.int32)
-        low_guess, high_guess = sample_guesses(number_of((sample >> 32).to(tl.int32)), want, num_candidates)
-    keys, low_words = number_of((candidates >> 32).to(tl.int32)), candidates.to(tl.int32) & 0x7FFFFFFF
-    bound = tl.cast(float("-inf"), tl.float32)
-    num_keys = count(keys, bound)  # EMPTY is a NaN
-    if num_keys > width:
-        keys, bound = best_of(keys, low_words, num_keys, tl.cast(width, tl.int32), low_guess, high_guess)
-    return keys, low_words, bound
+        compact(out_ptr, pack(keys, position ^ _LAST_POSITION), keys, bound)
+    fill(out_ptr, EMPTY, num_kept, width)
 
 
 @triton.jit
@@ -128,9 +76,9 @@ def cut_kernel(
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE
     candidates_ptr += row * stride + first
     out_ptr += (row * tl.num_programs(1) + tl.program_id(1)) * width
-    keys, low_words, bound = _load_best(candidates_ptr, tl.minimum(num_candidates - first, TILE), width, TILE, WARPS)
-    num_kept = compact(out_ptr, _pack(keys, low_words), keys, bound)
-    fill(out_ptr, _EMPTY, num_kept, width)
+    keys, low_words, bound = load_best(candidates_ptr, tl.minimum(num_candidates - first, TILE), width, TILE, WARPS)
+    num_kept = compact(out_ptr, pack(keys, low_words), keys, bound)
+    fill(out_ptr, EMPTY, num_kept, width)
 
 
 @triton.jit
@@ -162,7 +110,7 @@ def choose_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     positions_ptr += row * topk
-    keys, low_words, bound = _load_best(candidates_ptr + row * candidates_stride, num_candidates, topk, TILE, WARPS)
+    keys, low_words, bound = load_best(candidates_ptr + row * candidates_stride, num_candidates, topk, TILE, WARPS)
     num_kept = compact(positions_ptr, low_words ^ _LAST_POSITION, keys, bound)
     fill(positions_ptr, -1, num_kept, topk)
     tl.debug_barrier()  # makes the positions visible to all threads
