@@ -21,7 +21,8 @@ MLA_FAMILIES = (
     "axk1",
     *SPARSE_FAMILIES,
 )
-FAMILIES = (*MLA_FAMILIES, "deepseek_v4")
+STATE_FAMILIES = ("deepseek_v4", "kimi_linear")  # whose requests have a state of fixed size
+FAMILIES = (*MLA_FAMILIES, *STATE_FAMILIES)
 VOCAB_SIZE = 192  # also the eos id's home: 191 is left out of what prompts use
 
 _YARN = {
@@ -130,6 +131,13 @@ def tiny_config(family: str) -> Any:
         case "glm_moe_dsa":
             layers = {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]}
             return transformers.GlmMoeDsaConfig(**common, **{**_MOE, **layers}, **_INDEXER, first_k_dense_replace=1)
+        case "kimi_linear":
+            names = {"n_routed_experts": "num_local_experts"}
+            moe = {names.get(name, name): value for name, value in _MOE.items()} | {"num_hidden_layers": 4}
+            linear = {"linear_num_heads": 24, "linear_head_dim": 8, "linear_conv_kernel_dim": 4}
+            types = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
+            common = {**_COMMON, "q_lora_rank": None}
+            return transformers.KimiLinearConfig(**common, **moe, **linear, layer_types=types)
         case "deepseek_v4":
             return transformers.DeepseekV4Config(**_V4, rope_parameters=dict(_YARN), attn_implementation="eager")
     raise ValueError(family)
@@ -145,6 +153,8 @@ def random_model(config: Any, seed: int = 0) -> Any:
             tensor.data.uniform_(0.5, 1.5)
         elif name.endswith(("bias", "sinks", "_hc.base", "hc_head.hc_base")):
             tensor.data.normal_(0, 0.2)
+        elif name.endswith("A_log"):  # states that remember tokens for a while
+            tensor.data.uniform_(-4, 0)
         elif name.endswith("tid2eid"):  # routes by token ids, each to other experts
             tensor.data.copy_(torch.rand(len(tensor), config.n_routed_experts).argsort(1)[:, : tensor.shape[1]])
     return model

@@ -111,7 +111,7 @@ def _mla_config(config: Any) -> MLAConfig:
         ValueError: A field that no attention can have.
     Source: the attention classes of transformers; YaRN's mscale from the DeepSeek-V2 paper.
     """
-    rope = config.rope_parameters or {}
+    rope = getattr(config, "rope_parameters", None) or {}
     scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
     if rope.get("rope_type", "default") != "default" and rope.get("mscale_all_dim"):
         scale *= yarn_mscale(rope["factor"], rope["mscale_all_dim"]) ** 2
