@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dcpmla.attention.linear.chunked import attend_in_chunks
 from dcpmla.attention.linear.config import DeltaConfig
-from dcpmla.attention.linear.delta import DeltaState, DeltaTokens, DeltaWeights, delta_attention
+from dcpmla.attention.linear.delta import DeltaRequests, DeltaState, DeltaTokens, DeltaWeights, delta_attention
 from dcpmla.attention.linear.step import DeltaMetadata
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.step import StepMetadata
@@ -107,7 +108,13 @@ class DeltaAttention(nn.Module):
         metadata = step.get(DeltaMetadata)
         assert metadata is not None
         weights = DeltaWeights(self.conv, self.log_rate, self.decay_bias, self.norm)
-        eps, floor = self.config.rms_norm_eps, self.config.decay_floor
-        tokens = DeltaTokens(*(rows[: step.num_tokens] for rows in tokens))
-        delta_attention(out[: step.num_tokens], tokens, weights, state, metadata.requests, eps, floor)
-
+        constants = self.config.rms_norm_eps, self.config.decay_floor
+        requests, num_rows, pieces = metadata.requests, step.num_tokens, metadata.pieces
+        if pieces is not None:
+            rows = slice(pieces.first_row, num_rows)
+            tokens_there = DeltaTokens(*(column[rows] for column in tokens))
+            attend_in_chunks(out[rows], tokens_there, weights, state, pieces, *constants)
+            requests, num_rows = DeltaRequests(*(x[: pieces.num_requests] for x in requests)), pieces.first_row
+        if num_rows:
+            tokens = DeltaTokens(*(column[:num_rows] for column in tokens))
+            delta_attention(out[:num_rows], tokens, weights, state, requests, *constants)
