@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from dcpmla.config import LARGEST_SIZE, choices, divisors
-from dcpmla.fields import check_fields, number, optional, rules_of, whole
+from dcpmla.fields import FLAG, check_fields, number, optional, rules_of, whole
 
 _Size = Annotated[int, whole(1, LARGEST_SIZE)]
 
@@ -17,7 +17,9 @@ class DeltaConfig:
         num_heads, head_dim: Heads, and width of each head's queries, keys and values.
         conv_size: Tokens that the short convolution before attention covers, the token itself included.
         rms_norm_eps: Epsilon of the norm of the output.
-        decay_floor: Lower bound of the decay's logarithm (GLM-5-Next); None for a decay without a bound (Kimi Linear).
+        has_low_ranks: Whether decays and gates of the output are projected through head_dim columns (Kimi Linear,
+            GLM-5-Next), not at once (Ling).
+        decay_floor: Lower bound of the decay's logarithm (GLM-5-Next, Ling); None for no bound (Kimi Linear).
     Raises:
         ValueError: A field has another type or is outside its range.
     Source: Kimi Linear's report, section 3.
@@ -28,6 +30,7 @@ class DeltaConfig:
     head_dim: _Size
     conv_size: Annotated[int, whole(2, 64)]
     rms_norm_eps: Annotated[float, number(0)]
+    has_low_ranks: Annotated[bool, FLAG] = True
     decay_floor: Annotated[float | None, optional(number(-100))] = None
 
     def __post_init__(self) -> None:

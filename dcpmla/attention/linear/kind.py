@@ -7,7 +7,9 @@ import torch
 
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.costs import AttentionCosts, LatentCosts
+from dcpmla.attention.gated import GatedAttention
 from dcpmla.attention.kind import AttentionKind, AttentionLayer, DenseKind, Rotary
+from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.linear.cache import HybridPlan
 from dcpmla.attention.linear.chunked import has_library
 from dcpmla.attention.linear.config import DeltaConfig
@@ -29,10 +31,12 @@ class HybridKind(DenseKind):
     Attributes:
         delta: Geometry of the layers of linear attention.
         is_linear: Whether each layer has linear attention.
+        has_output_gate: Whether MLA has gates of its output.
     """
 
     delta: DeltaConfig
     is_linear: tuple[bool, ...]
+    has_output_gate: bool = False
 
     @property
     def num_latent_layers(self) -> int:
@@ -72,7 +76,9 @@ class HybridKind(DenseKind):
 
     def new_layer(self, layer: int, placement: Placement) -> AttentionLayer:
         """Return the layer of a number, of the attention that it has."""
-        return DeltaAttention(self.delta, placement) if self.is_linear[layer] else super().new_layer(layer, placement)
+        if self.is_linear[layer]:
+            return DeltaAttention(self.delta, placement)
+        return GatedAttention(self.config, placement) if self.has_output_gate else MLAAttention(self.config, placement)
 
     def reads(self, context: int) -> list[LayerReads]:
         """Return that layers of MLA read all tokens."""

@@ -25,7 +25,7 @@ class DeltaAttention(nn.Module):
         config: Geometry of the whole layer, before it is sharded.
         placement: Ranks of the layer, and dtype and device of its parameters, uninitialized until `load_weights`.
     Attributes:
-        in_proj: Projections to queries, keys, values, the two low ranks of decays and gates, and beta.
+        in_proj: Projections to queries, keys, values, decays and gates or their low ranks, and beta.
     Raises:
         ValueError: Heads do not divide by the TP size.
     Source: Kimi Linear's report, section 3; projections are named as in Kimi's checkpoints.
@@ -38,9 +38,12 @@ class DeltaAttention(nn.Module):
         self.config, self._group = config, group
         self.num_heads = config.heads_per_rank(placement.mesh.tp_size)
         width = self.num_heads * dim
-        self._widths = [3 * width, dim, dim, self.num_heads]
+        gate_width = dim if config.has_low_ranks else width
+        self._widths = [3 * width, gate_width, gate_width, self.num_heads]
         self.in_proj = Linear(hidden, sum(self._widths), **new)
-        self.decay_proj, self.gate_proj = Linear(dim, width, **new), Linear(dim, width, **new)
+        self.decay_proj = self.gate_proj = nn.Identity()
+        if config.has_low_ranks:
+            self.decay_proj, self.gate_proj = Linear(dim, width, **new), Linear(dim, width, **new)
         self.o_proj = RowParallelLinear(config.num_heads * dim, hidden, False, group, **new)
         self.register_buffer("conv", torch.empty(3 * width, config.conv_size, **new))
         for name, size in (("log_rate", self.num_heads), ("decay_bias", width), ("norm", dim)):
@@ -63,13 +66,14 @@ class DeltaAttention(nn.Module):
         config = self.config
         hidden, dim, width = config.hidden_size, config.head_dim, config.num_heads * config.head_dim
         columns, heads = shard(width, self._group), shard(config.num_heads, self._group)
+        names, low_ranks = ("qkv", "fg") if config.has_low_ranks else ("qkvfg", "")
         self.in_proj.load(
-            *(read_linear(weights, f"{name}_proj.weight", (width, hidden), columns) for name in "qkv"),
-            *(read_linear(weights, f"{name}_a_proj.weight", (dim, hidden)) for name in "fg"),
+            *(read_linear(weights, f"{name}_proj.weight", (width, hidden), columns) for name in names),
+            *(read_linear(weights, f"{name}_a_proj.weight", (dim, hidden)) for name in low_ranks),
             read_linear(weights, "b_proj.weight", (config.num_heads, hidden), heads),
         )
-        for linear, name in ((self.decay_proj, "f_b_proj"), (self.gate_proj, "g_b_proj")):
-            linear.load(read_linear(weights, f"{name}.weight", (width, dim), columns))
+        for linear, name in zip((self.decay_proj, self.gate_proj), low_ranks, strict=False):
+            linear.load(read_linear(weights, f"{name}_b_proj.weight", (width, dim), columns))
         self.o_proj.load(read_linear(weights, "o_proj.weight", (hidden, width), slice(None), columns))
         self._load_convolution(weights, width, columns)
         is_kimi = "A_log" in weights and len(weights["A_log"].shape) == 4

@@ -9,7 +9,7 @@ from dcpmla.attention.kind import AttentionKind, DenseKind
 from dcpmla.config import choices
 from dcpmla.integrations.families.deepseek_v4 import DEEPSEEK_V4
 from dcpmla.integrations.families.family import Family
-from dcpmla.integrations.families.kimi_linear import KIMI_LINEAR
+from dcpmla.integrations.families.hybrid import KIMI_LINEAR, LING
 from dcpmla.integrations.families.longcat import LONGCAT
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.sparse import SparseFamily
@@ -48,6 +48,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe_lite": Family("Glm4MoeLite"),
     "longcat_flash": LONGCAT,
     "kimi_linear": KIMI_LINEAR,
+    "bailing_hybrid": LING,
     "mistral4": _Mistral4("Mistral4", Routing(scoring="softmax")),
     "youtu": Family("Youtu"),
     "axk1": Family("AXK1", Routing(needs_bias=False)),
