@@ -29,12 +29,12 @@ class DeltaTokens(NamedTuple):
 
 
 class DeltaWeights(NamedTuple):
-    """The parameters of h heads, float32 but for the convolution's.
+    """The parameters of h heads.
 
     Attributes:
-        conv: Weights of the convolution [3 h D, conv_size] in the model's dtype, the last column for the token itself.
-        log_rate: Logarithm of each head's rate of decay [h].
-        decay_bias: Bias of the decays [h D].
+        conv: Weights of the convolution [3 h D, conv_size], the last column for the token itself.
+        log_rate: Logarithm of each head's rate of decay [h], float32.
+        decay_bias: Bias of the decays [h D], float32.
         norm: Weight of the norm of the output [D].
     """
 
@@ -124,7 +124,7 @@ def delta_attention(
             attended[row] = torch.einsum("hkv,hk->hv", memory, q[row])
             copies[(first + row) % len(copies)] = memory
         gate = tokens.gate[rows].float().unflatten(-1, (num_heads, -1)).sigmoid()
-        attended = F.rms_norm(attended, attended.shape[-1:], weights.norm, eps) * gate
+        attended = F.rms_norm(attended, attended.shape[-1:], weights.norm.float(), eps) * gate
         out[rows] = attended.flatten(1).to(out.dtype)
 
 

@@ -46,7 +46,8 @@ class DeltaAttention(nn.Module):
             self.decay_proj, self.gate_proj = Linear(dim, width, **new), Linear(dim, width, **new)
         self.o_proj = RowParallelLinear(config.num_heads * dim, hidden, False, group, **new)
         self.register_buffer("conv", torch.empty(3 * width, config.conv_size, **new))
-        for name, size in (("log_rate", self.num_heads), ("decay_bias", width), ("norm", dim)):
+        self.register_buffer("norm", torch.empty(dim, **new))
+        for name, size in (("log_rate", self.num_heads), ("decay_bias", width)):
             self.register_buffer(name, torch.empty(size, device=placement.device))
 
     @property
