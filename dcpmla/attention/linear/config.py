@@ -36,6 +36,11 @@ class DeltaConfig:
     def __post_init__(self) -> None:
         check_fields(rules_of(DeltaConfig), vars(self), "delta.{}".format)
 
+    @property
+    def state_bytes(self) -> int:
+        """Return the bytes of a request's memory in a layer, on all TP ranks together."""
+        return self.num_heads * self.head_dim**2 * 4
+
     def heads_per_rank(self, tensor_parallel_size: int) -> int:
         """Return the number of heads of one TP rank.
 

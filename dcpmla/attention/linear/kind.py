@@ -81,8 +81,11 @@ class HybridKind(DenseKind):
         return GatedAttention(self.config, placement) if self.has_output_gate else MLAAttention(self.config, placement)
 
     def reads(self, context: int) -> list[LayerReads]:
-        """Return that layers of MLA read all tokens."""
-        return [LayerReads(self.num_latent_layers, context, self.config.latent_dim, self.config.kv_lora_rank)]
+        """Return that layers of MLA read all tokens, and those of linear attention a state, which they write, too."""
+        return [
+            LayerReads(self.num_latent_layers, context, self.config.latent_dim, self.config.kv_lora_rank),
+            LayerReads(sum(self.is_linear), 0, 0, 0, state_bytes=2 * self.delta.state_bytes),
+        ]
 
     def costs(self, dcp: DCPConfig, rates: Rates) -> AttentionCosts:
         """Return the modelled time of pieces of prompts in layers of MLA; linear attention adds the same per token."""
