@@ -12,10 +12,11 @@ from collections import deque
 from collections.abc import Iterator
 
 from dcpmla.cache.blocks import BlockAllocator
+from dcpmla.cache.states import Worth
 from dcpmla.fields import check_fields, option_label, whole
 from dcpmla.runtime.batch import Batch
 from dcpmla.runtime.costs import TOKEN_COSTS, PieceCosts, piece_tokens
-from dcpmla.runtime.prefixes import ComingBlocks
+from dcpmla.runtime.prefixes import ComingBlocks, Forks
 from dcpmla.runtime.request import Request
 
 NOW = -math.inf  # arrival time of a request that arrives at the next step
@@ -103,6 +104,8 @@ class Scheduler:
         self.max_absorbed_tokens = 0
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
+        # Borders at which states are remembered; None for caches without states, and without prefix caching.
+        self._forks = Forks(allocator.block_tokens) if num_states and enable_prefix_caching else None
         # The request that did not fit, and the numbers of free and remembered blocks at that time.
         self._refused: tuple[Request | None, int, int] = (None, 0, 0)
 
@@ -125,6 +128,8 @@ class Scheduler:
         if self.enable_prefix_caching and not request.is_scored:
             block_tokens = self.allocator.block_tokens
             request.block_keys(0, (len(request.prompt_token_ids) - 1) // block_tokens, block_tokens)
+            if self._forks is not None:
+                self._forks.add(request)
 
     def schedule(self, now: float, num_drafts: int = 0) -> Batch:
         """Return the next step, without pieces if there are no requests.
@@ -165,15 +170,34 @@ class Scheduler:
         for block, key in zip(blocks[start:end], request.block_keys(start, end, block_tokens), strict=True):
             self.allocator.remember(block, key)
         request.num_remembered_blocks = end
-        if request.state is None or num_known % block_tokens or num_known < request.num_computed_tokens:
+        if self._forks is None or num_known % block_tokens or num_known < request.num_computed_tokens:
             return None  # the state is the one after all tokens computed
-        target = self.allocator.remember_state(*request.block_keys(end - 1, end, block_tokens))
+        return self._remember_state(request, start, end)
+
+    def _remember_state(self, request: Request, start: int, end: int) -> tuple[int, int] | None:
+        """Return the copy of a request's state after `end` blocks (`remember`), if the state is worth one: where
+        sequences part, after all full blocks, and in a long prompt where the number of blocks has doubled.
+        """
+        assert self._forks is not None
+        assert request.state is not None
+        (key,) = request.block_keys(end - 1, end, self.allocator.block_tokens)
+        is_latest = end >= (len(request.prompt_token_ids) - 1) // self.allocator.block_tokens
+        if is_latest and request.latest_key is not None:
+            self.allocator.supersede_state(request.latest_key)
+        if is_latest:
+            request.latest_key = key
+        elif key not in self._forks and end.bit_length() == start.bit_length():
+            return None
+        worth = Worth.SHARED if key in self._forks else Worth.LATEST if is_latest else Worth.PASSED
+        target = self.allocator.remember_state(key, worth)
         return None if target is None else (request.state, target)
 
     def remove(self, request: Request) -> None:
         """Remove a request, running or waiting, and free its blocks."""
         (self.running if request.block_ids else self.waiting).remove(request)
         self._free(request)
+        if self._forks is not None:
+            self._forks.remove(request)
 
     def _schedule_decodes(self, batch: Batch) -> None:
         index = 0
@@ -189,11 +213,11 @@ class Scheduler:
                 self._add_piece(batch, request)
 
     def _admit(self, batch: Batch, now: float) -> None:
-        coming = ComingBlocks(self.allocator.block_tokens, self.allocator.states.num_states > 0)
+        coming = ComingBlocks(self.allocator.block_tokens)
         if self.enable_prefix_caching:
             for request in self.running:
                 if request.num_pending_tokens > 1:
-                    coming.add(request)
+                    coming.add(request, self._borders(request))
         passed: list[Request] = []
         num_held = 0
         while self.waiting and batch.budget and batch.room_us > 0 and len(self.running) < self.max_num_seqs > num_held:
@@ -202,7 +226,7 @@ class Scheduler:
             # A preempted request waits until its token in flight is known, because it would get that token twice.
             if has_room and (request.num_in_flight or self._was_refused(request)):
                 break
-            is_held = has_room and coming.include(request)
+            is_held = has_room and coming.find(request) > self._num_found(request)
             if is_held or not has_room:
                 num_held += is_held
                 passed.append(self.waiting.popleft())
@@ -211,7 +235,7 @@ class Scheduler:
                 break
             self.running.append(self.waiting.popleft())
             if self.enable_prefix_caching:
-                coming.add(request)
+                coming.add(request, self._borders(request))
             self._add_piece(batch, request)
             if request.scheduled_time is None:
                 request.scheduled_time, request.num_cached_tokens = now, request.num_computed_tokens
@@ -221,17 +245,41 @@ class Scheduler:
         """Add a piece of a prompt to a step, up to its room for tokens and time (`piece_tokens`)."""
         context, limit = request.num_computed_tokens, min(self._piece(request), batch.room(request))
         num_tokens = piece_tokens(self.costs, context, limit, batch.room_us)
+        if self._forks is not None:  # a state after full blocks may be remembered
+            aligned = (context + num_tokens) // self.allocator.block_tokens * self.allocator.block_tokens - context
+            num_tokens = aligned if 2 * aligned > num_tokens else num_tokens
         batch.add(request, num_tokens)
         batch.room_us -= self.costs.piece_us(num_tokens, context)
 
     def _piece(self, request: Request) -> int:
-        """Return the number of a request's tokens to compute next: all, or up to the end of its last full block if its
-        state must be remembered.
+        """Return the number of a request's tokens to compute next: all, or up to the next border where its state is to
+        be remembered.
         """
-        full = (request.num_tokens - 1) // self.allocator.block_tokens * self.allocator.block_tokens
-        if request.state is None or not self.enable_prefix_caching or full <= request.num_computed_tokens:
+        borders = self._borders(request)
+        if not borders:
             return request.num_pending_tokens
-        return full - request.num_computed_tokens
+        return borders[0] * self.allocator.block_tokens - request.num_computed_tokens
+
+    def _borders(self, request: Request) -> list[int] | None:
+        """Return the numbers of blocks after which a running request will remember its state; None without states."""
+        if self._forks is None:
+            return None
+        block_tokens = self.allocator.block_tokens
+        # A preempted request's tokens are a prompt's again.
+        return self._forks.borders(
+            request, request.num_computed_tokens // block_tokens, (request.num_known_tokens - 1) // block_tokens
+        )
+
+    def _num_found(self, request: Request) -> int:
+        """Return how many blocks a waiting request would find now, in caches with states; 0 in others, where a block
+        that is still to come is always one more.
+        """
+        if self._forks is None:
+            return 0
+        keys = request.block_keys(
+            0, (request.num_tokens - 1) // self.allocator.block_tokens, self.allocator.block_tokens
+        )
+        return next((end for end in range(len(keys), 0, -1) if self.allocator.has_state(keys[end - 1])), 0)
 
     def _was_refused(self, request: Request) -> bool:
         """Return whether nothing has changed since a request was refused, so that a search for its blocks is futile."""
@@ -246,7 +294,12 @@ class Scheduler:
         num_full = (request.num_tokens - 1) // self.allocator.block_tokens if reuses else 0
         keys = request.block_keys(0, num_full, self.allocator.block_tokens)
         has_states = self.allocator.states.num_states > 0
-        known, remembered = self.allocator.find_with_state(keys) if has_states else (self.allocator.find(keys), None)
+        known, remembered = self.allocator.find(keys), None
+        if has_states:
+            num_blocks = len(known)
+            known, remembered = self.allocator.with_state(known)
+            if self._forks is not None and len(known) < num_blocks:
+                self._forks.mark(keys[num_blocks - 1])
         self.allocator.share(known)
         num_new = self._num_blocks(request.num_tokens) - len(known)
         # Each running request may need a block soon. Without one left for it, the new request would be preempted.
@@ -259,6 +312,7 @@ class Scheduler:
             assert request.state is not None
             if remembered is not None:
                 batch.copies.append((remembered, request.state))
+                request.latest_key = keys[len(known) - 1]
         request.block_ids = array("q", known + self.allocator.allocate(num_new))
         request.num_remembered_blocks = len(known)
         request.num_computed_tokens = len(known) * self.allocator.block_tokens
