@@ -55,7 +55,7 @@ class Forks:
         """Return the numbers of blocks in (first, last] after which a request's state is to be remembered: those where
         it parts from others, and `last`.
         """
-        keys = request.block_keys(first, last, self._block_tokens)
+        keys = request.block_keys(first, last, self._block_tokens) if self._forks else []
         borders = [first + index for index, key in enumerate(keys, 1) if key in self._forks]
         return borders if last in borders or last <= first else [*borders, last]
 
@@ -82,8 +82,7 @@ class ComingBlocks:
         """
         if borders is None:
             num_blocks = len(request.prompt_token_ids) // self._block_tokens
-            borders = range(request.num_remembered_blocks, num_blocks)[:1]
-            borders = [index + 1 for index in borders]
+            borders = range(request.num_remembered_blocks + 1, num_blocks + 1)[:1]
         for border in borders:
             self._keys.setdefault(border - 1, set()).add(self._key(request, border - 1))
 

@@ -80,7 +80,7 @@ def test_salts_part_states() -> None:
         for _ in range(2):
             for piece in scheduler.schedule(0.0).pieces:
                 piece.request.num_computed_tokens += piece.num_tokens
-                scheduler.remember(piece.request)
+                scheduler.reuse.remember(piece.request)
         scheduler.remove(request)
     for own in ("", "a", "b", "c"):
         request = Request([*BEGINNING, 1], SamplingParams(max_new_tokens=1), cache_salt=own)

@@ -28,7 +28,7 @@ def compute(scheduler: Scheduler, step: Batch) -> list[Request]:
         request.num_computed_tokens += num_tokens
         num_scored = min(request.num_computed_tokens, len(request.prompt_token_ids) - 1)
         request.num_scored_tokens = max(request.num_scored_tokens, num_scored)
-        scheduler.remember(request)
+        scheduler.reuse.remember(request)
     ready = [piece.request for piece in step.pieces if not piece.request.num_pending_tokens]
     for request in ready:
         request.num_in_flight += 1
@@ -41,7 +41,7 @@ def collect(scheduler: Scheduler, ready: Sequence[Request]) -> None:
         request.num_in_flight -= 1
         if not request.finish_reason:
             request.append(len(request.token_ids) % 2, frozenset())
-            scheduler.remember(request)
+            scheduler.reuse.remember(request)
             if request.finish_reason:
                 scheduler.remove(request)
 

@@ -17,7 +17,7 @@ prompts = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=30), min_siz
 def serve(scheduler: Scheduler, requests: list[Request], memory: dict[int, list[int]]) -> None:
     """Run requests to their ends over states that hold the tokens they come from; every step checks them."""
     for request in requests:
-        scheduler.hash_prompt(request)
+        scheduler.reuse.add(request)
     scheduler.waiting.extend(requests)
     for _ in range(2000):
         step = scheduler.schedule(0.0)
@@ -34,7 +34,7 @@ def serve(scheduler: Scheduler, requests: list[Request], memory: dict[int, list[
             memory[request.state] = request.tokens(0, end)
             request.num_computed_tokens = end
         for request, *_ in step.pieces:
-            if (copy := scheduler.remember(request)) is not None:
+            if (copy := scheduler.reuse.remember(request)) is not None:
                 memory[copy[1]] = list(memory[copy[0]])
         for request, *_ in step.pieces:
             if not request.num_pending_tokens:
@@ -96,6 +96,27 @@ def test_prompts_that_part_inside_one(budget: int) -> None:
     before = server.cached(first[:20] + [70] * 9)[0]
     assert before in (0, 8, 16)  # the steps of a long prompt end anywhere
     assert server.cached(first[:20] + [80] * 9) == [20]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    parents=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30)), min_size=2, max_size=7),
+    budget=st.sampled_from([5, 9, 16, 200]),
+)
+def test_prompts_that_come_at_once_share_all_full_blocks(parents: list[tuple[int, int]], budget: int) -> None:
+    """Each prompt continues the beginning of the one before it: at most its last shared block is computed again."""
+    server, prompts = Server(1000, 60, budget), [list[int]()]
+    for number, (kept, more) in enumerate(parents):
+        prompts.append(prompts[-1][:kept] + [100 + number] * more)
+    prompts = prompts[1:]
+    cached = server.cached(*prompts)
+    for index, prompt in enumerate(prompts):
+        shared = [
+            next((i for i, (one, two) in enumerate(zip(prompt, other, strict=False)) if one != two), len(other))
+            for other in prompts[:index]
+        ]
+        num_blocks = min(max(shared, default=0), len(prompt) - 1) // BLOCK
+        assert cached[index] >= (num_blocks - 1) * BLOCK
 
 
 def test_a_long_prompt_evicts_no_state_of_more_worth() -> None:
