@@ -48,5 +48,6 @@ class GatedAttention(MLAAttention):
     def _gated(self, hidden_states: PlainRows, cache: LayerCache | None, step: StepMetadata | None) -> Tensor:
         """Return the heads' outputs [T, h V] times their gates."""
         out = self.attend(hidden_states, cache, step)
+        assert isinstance(out, Tensor)  # it is quantized only if asked
         gates = self.output_gate(hidden_states).float().sigmoid().to(plain(hidden_states).dtype)
         return (out.unflatten(-1, (self.num_heads, -1)) * gates[..., None]).flatten(1)

@@ -26,6 +26,7 @@ from dcpmla.attention.linear.delta import (
 )
 from dcpmla.attention.linear.step import HybridStepBuilder
 from dcpmla.attention.step import StepRequests
+from dcpmla.cache.latent import LatentPlan
 from dcpmla.config import DCPConfig
 from tests.support.shared_memory import run_interpreted
 
@@ -61,9 +62,7 @@ class Model:
             dcp_size=1,
             dtype=dtype,
             num_states=NUM_STATES,
-            num_layers=1,
-            block_size=1024,
-            row_width=1,
+            latents=LatentPlan(num_blocks=1, dcp_size=1, dtype=dtype, num_layers=1, block_size=1024, row_width=1),
             delta=DeltaConfig(hidden_size=8, num_heads=num_heads, head_dim=dim, conv_size=conv_size, rms_norm_eps=EPS),
             num_heads=num_heads,
             is_linear=(False, True),

@@ -6,7 +6,7 @@ Latents are sharded over the DCP ranks. A state has the heads of its TP rank, so
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,15 +14,15 @@ from torch import Tensor
 from dcpmla.attention.linear.config import DeltaConfig
 from dcpmla.attention.linear.delta import DeltaState
 from dcpmla.cache.latent import LatentCache, LatentPlan, LayerCache
-from dcpmla.cache.plan import Cache
+from dcpmla.cache.plan import Cache, CachePlan
 
 
 @dataclass(frozen=True, kw_only=True)
-class HybridPlan(LatentPlan):
+class HybridPlan(CachePlan):
     """Sizes of caches that are not allocated yet.
 
     Attributes:
-        num_layers: Number of layers of MLA.
+        latents: Sizes of the cache of a block in the layers of MLA.
         delta: Geometry of the layers of linear attention.
         num_heads: Heads of linear attention on a TP rank.
         is_linear: Whether each layer of the model has linear attention.
@@ -30,6 +30,7 @@ class HybridPlan(LatentPlan):
         num_drafts: Maximum tokens of a request in a step that may be rejected, over which a state can be rolled back.
     """
 
+    latents: LatentPlan
     delta: DeltaConfig
     num_heads: int
     is_linear: tuple[bool, ...]
@@ -53,6 +54,16 @@ class HybridPlan(LatentPlan):
         return self.num_states, self.num_copies, self.num_heads, self.delta.head_dim, self.delta.head_dim
 
     @property
+    def block_tokens(self) -> int:
+        """Positions that a block id covers, over all ranks."""
+        return self.latents.block_tokens
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of a block in all layers, on one rank."""
+        return self.latents.bytes_per_block
+
+    @property
     def bytes_per_state(self) -> int:
         """Bytes of one request's state in all layers, on each rank."""
         recent = math.prod(self.recent_shape[1:]) * self.state_dtype.itemsize
@@ -60,7 +71,7 @@ class HybridPlan(LatentPlan):
 
     @property
     def bytes_per_rank(self) -> int:
-        return super().bytes_per_rank + self.num_states * self.bytes_per_state
+        return self.num_blocks * self.bytes_per_block + self.num_states * self.bytes_per_state
 
     def allocate(self, device: torch.device) -> "HybridCache":
         """Allocate the caches (`CachePlan.allocate`)."""
@@ -68,7 +79,7 @@ class HybridPlan(LatentPlan):
 
     def __str__(self) -> str:
         states = f"{self.num_states} states of {self.bytes_per_state / 2**20:,.1f} MiB a rank"
-        return f"{super().__str__()}, and {states}"
+        return f"{replace(self.latents, num_blocks=self.num_blocks)}, and {states}"
 
 
 class HybridCache(Cache):
@@ -84,8 +95,9 @@ class HybridCache(Cache):
         Raises:
             ValueError: The device has too little memory.
         """
-        self._latents = LatentCache(plan, device)
+        plan.check_fits(device)
         self.sizes = plan
+        self._latents = LatentCache(replace(plan.latents, num_blocks=plan.num_blocks), device)
         self._states = [
             DeltaState(
                 torch.empty(plan.recent_shape, dtype=plan.state_dtype, device=device),
@@ -94,7 +106,9 @@ class HybridCache(Cache):
             for _ in range(sum(plan.is_linear))
         ]
         latents, states = iter(self._latents), iter(self._states)
-        self._layers = [next(states if is_linear else latents) for is_linear in plan.is_linear]
+        self._layers: list[LayerCache | DeltaState] = [
+            next(states) if is_linear else next(latents) for is_linear in plan.is_linear
+        ]
 
     def __getitem__(self, layer: int) -> LayerCache | DeltaState:
         return self._layers[layer]

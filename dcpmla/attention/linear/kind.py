@@ -1,7 +1,7 @@
 """Layers of dense MLA and of linear attention in one model, as a kind of attention."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -54,7 +54,11 @@ class HybridKind(DenseKind):
         """Return the sizes of a cache of latents and states."""
         latents = LatentCache.plan(self.config, dcp, self.num_latent_layers, seq_lens, dtype, ())
         return HybridPlan(
-            **{**vars(latents), "num_states": num_states},
+            num_blocks=latents.num_blocks,
+            dcp_size=latents.dcp_size,
+            dtype=latents.dtype,
+            num_states=num_states,
+            latents=replace(latents, num_blocks=1),
             delta=self.delta,
             num_heads=self.delta.heads_per_rank(dcp.tensor_parallel_size),
             is_linear=self.is_linear,

@@ -31,6 +31,13 @@ class DeltaAttention(nn.Module):
     Source: Kimi Linear's report, section 3; projections are named as in Kimi's checkpoints.
     """
 
+    conv: Tensor
+    log_rate: Tensor
+    decay_bias: Tensor
+    norm: Tensor
+    decay_proj: nn.Module
+    gate_proj: nn.Module
+
     def __init__(self, config: DeltaConfig, placement: Placement) -> None:
         super().__init__()
         new: dict[str, Any] = placement.factory_kwargs
@@ -74,6 +81,7 @@ class DeltaAttention(nn.Module):
             read_linear(weights, "b_proj.weight", (config.num_heads, hidden), heads),
         )
         for linear, name in zip((self.decay_proj, self.gate_proj), low_ranks, strict=False):
+            assert isinstance(linear, Linear)
             linear.load(read_linear(weights, f"{name}_b_proj.weight", (width, dim), columns))
         self.o_proj.load(read_linear(weights, "o_proj.weight", (hidden, width), slice(None), columns))
         self._load_convolution(weights, width, columns)
