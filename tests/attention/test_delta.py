@@ -14,16 +14,10 @@ from torch.nn import functional as F
 from transformers.models.kimi_linear import modeling_kimi_linear as theirs
 
 from dcpmla.attention.linear.cache import HybridPlan
+from dcpmla.attention.linear.calls import DeltaRequests, DeltaState, DeltaTokens, DeltaWeights
 from dcpmla.attention.linear.chunked import attend_in_chunks, has_library
 from dcpmla.attention.linear.config import DeltaConfig
-from dcpmla.attention.linear.delta import (
-    DeltaRequests,
-    DeltaState,
-    DeltaTokens,
-    DeltaWeights,
-    delta_attention,
-    log_decay,
-)
+from dcpmla.attention.linear.delta import delta_attention, log_decay
 from dcpmla.attention.linear.step import HybridStepBuilder
 from dcpmla.attention.step import StepRequests
 from dcpmla.cache.latent import LatentPlan

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dcpmla.attention.linear.calls import DeltaState
 from dcpmla.attention.linear.config import DeltaConfig
-from dcpmla.attention.linear.delta import DeltaState
 from dcpmla.cache.latent import LatentCache, LatentPlan, LayerCache
 from dcpmla.cache.plan import Cache, CachePlan
 

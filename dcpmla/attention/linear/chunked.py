@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dcpmla.attention.linear.delta import DeltaState, DeltaTokens, DeltaWeights
+from dcpmla.attention.linear.calls import DeltaState, DeltaTokens, DeltaWeights
 from dcpmla.attention.linear.step import DeltaPieces
 
 

@@ -1,76 +1,18 @@
 """Kimi Delta Attention over the states of requests: the recurrence, token after token."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dcpmla.attention.linear.calls import (
+    LINEAR_FROM,
+    NORM_EPS,
+    DeltaRequests,
+    DeltaState,
+    DeltaTokens,
+    DeltaWeights,
+)
 from dcpmla.operators import operator
-
-_NORM_EPS = 1e-6  # of the norms of queries and keys
-_LINEAR_FROM = 20.0  # softplus(x) is x from here on
-
-
-class DeltaTokens(NamedTuple):
-    """The projections of a step's tokens for h heads of width D.
-
-    Attributes:
-        qkv: Queries, keys and values before the convolution [T, 3 h D].
-        decay: Logits of the decays [T, h D].
-        beta: Logits of the rates at which the state learns [T, h].
-        gate: Logits of the output's gates [T, h D].
-    """
-
-    qkv: Tensor
-    decay: Tensor
-    beta: Tensor
-    gate: Tensor
-
-
-class DeltaWeights(NamedTuple):
-    """The parameters of h heads.
-
-    Attributes:
-        conv: Weights of the convolution [3 h D, conv_size], the last column for the token itself.
-        log_rate: Logarithm of each head's rate of decay [h], float32.
-        decay_bias: Bias of the decays [h D], float32.
-        norm: Weight of the norm of the output [D].
-    """
-
-    conv: Tensor
-    log_rate: Tensor
-    decay_bias: Tensor
-    norm: Tensor
-
-
-class DeltaState(NamedTuple):
-    """The states of all requests in one layer on one rank.
-
-    Attributes:
-        recent: Latest inputs of the convolution [num_states, num_recent, 3 h D]: the token at position p has row
-            p % num_recent.
-        memory: Keys to values [num_states, num_copies, h, D, D], float32: copy p % num_copies is the one after the
-            token at position p, so that a request whose drafts were rejected continues from an earlier copy.
-    """
-
-    recent: Tensor
-    memory: Tensor
-
-
-class DeltaRequests(NamedTuple):
-    """The requests of a step, int32.
-
-    Attributes:
-        start: First row of each request's tokens [num_reqs].
-        first_position, end: Position of its first token, and of the token after its last [num_reqs].
-        state: Number of its state [num_reqs]; negative for padding.
-    """
-
-    start: Tensor
-    first_position: Tensor
-    end: Tensor
-    state: Tensor
 
 
 @operator(
@@ -134,7 +76,7 @@ def log_decay(logits: Tensor, weights: DeltaWeights, decay_floor: float | None) 
     rate = weights.log_rate.exp()[:, None]
     if decay_floor is not None:
         return decay_floor * torch.sigmoid(rate * biased)
-    return -rate * F.softplus(biased, threshold=_LINEAR_FROM)
+    return -rate * F.softplus(biased, threshold=LINEAR_FROM)
 
 
 def _convolve(qkv: Tensor, weight: Tensor, recent: Tensor, first: int) -> Tensor:
@@ -148,4 +90,4 @@ def _convolve(qkv: Tensor, weight: Tensor, recent: Tensor, first: int) -> Tensor
 
 
 def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _NORM_EPS)
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS)

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.attention.linear.delta import _LINEAR_FROM, _NORM_EPS, DeltaRequests, DeltaState, DeltaTokens, DeltaWeights
+from dcpmla.attention.linear import calls
+from dcpmla.attention.linear.calls import DeltaRequests, DeltaState, DeltaTokens, DeltaWeights
 
 
 def delta_attention(
@@ -42,8 +43,8 @@ def delta_attention(
         CONV=weights.conv.shape[1],
         NUM_RECENT=state.recent.shape[1],
         NUM_COPIES=state.memory.shape[1],
-        NORM_EPS=_NORM_EPS,
-        LINEAR_FROM=_LINEAR_FROM,
+        NORM_EPS=calls.NORM_EPS,
+        LINEAR_FROM=calls.LINEAR_FROM,
         num_warps=8 if dim > 64 else 4,
     )
 

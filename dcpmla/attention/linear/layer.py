@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dcpmla.attention.linear.calls import DeltaRequests, DeltaState, DeltaTokens, DeltaWeights
 from dcpmla.attention.linear.chunked import attend_in_chunks
 from dcpmla.attention.linear.config import DeltaConfig
-from dcpmla.attention.linear.delta import DeltaRequests, DeltaState, DeltaTokens, DeltaWeights, delta_attention
+from dcpmla.attention.linear.delta import delta_attention
 from dcpmla.attention.linear.step import DeltaMetadata
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.step import StepMetadata
@@ -59,7 +60,7 @@ class DeltaAttention(nn.Module):
 
     @property
     def takes_quantized(self) -> bool:
-        """Whether the layer accepts quantized hidden states."""
+        """Return whether the layer accepts quantized hidden states."""
         return self.in_proj.takes_quantized
 
     def load_weights(self, weights: Mapping[str, Weight]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dcpmla.attention.build import GraphRows, HostStep, StepBuilder, leading_decodes
 from dcpmla.attention.linear.cache import HybridPlan
-from dcpmla.attention.linear.delta import DeltaRequests
+from dcpmla.attention.linear.calls import DeltaRequests
 from dcpmla.attention.step import StepMetadata, StepRequests
 from dcpmla.config import DCPConfig
 from dcpmla.upload import upload
