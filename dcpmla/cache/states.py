@@ -9,9 +9,9 @@ _REMEMBERED_STATES = 8  # minimum, for requests that share a prefix with earlier
 class Worth(IntEnum):
     """The worth of a remembered state: states of less worth are evicted first."""
 
-    PASSED = 0  # within a sequence that has a later state
-    LATEST = 1  # the last one of its sequence
-    SHARED = 2  # where sequences part
+    PASSED = 0  # its sequence has a later state
+    LATEST = 1  # its sequence has no later state
+    SHARED = 2  # sequences part there
 
 
 def num_states(num_running: int) -> int:
@@ -23,7 +23,7 @@ class StatePool:
     """A pool of state numbers in [0, num_states), for requests in a cache with states.
 
     A remembered state is the state after a block: a request that begins with the same tokens continues from a copy of
-    it. Running requests evict remembered states, those of the least worth first, of these the least recently used.
+    it. Running requests evict remembered states of the least worth, the least recently used first.
     """
 
     def __init__(self, num_states: int) -> None:
@@ -88,9 +88,9 @@ class StatePool:
         self._remembered[worth][content] = state
         return state
 
-    def _evict(self, most: Worth) -> None:
-        """Free the oldest of the remembered states of the least worth, which is at most `most`."""
+    def _evict(self, highest: Worth) -> None:
+        """Free the oldest of the remembered states of the least worth, which is at most `highest`."""
         for worth, states in self._remembered.items():
-            if states and worth <= most:
+            if states and worth <= highest:
                 self._free.append(states.popitem(last=False)[1])
                 return

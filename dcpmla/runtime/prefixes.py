@@ -12,8 +12,8 @@ _MOST_FORKS = 4096  # borders that are known at a time
 class Forks:
     """The block borders at which prompts part, where the state of a request is worth a copy (caches with states).
 
-    A prefix is reused only up to a remembered state. Prompts that wait or run at the same time are compared as they
-    come; of earlier prompts, the blocks that a request finds without a state tell where it parts from them.
+    A prefix is reused only up to a remembered state. Prompts that wait or run at the same time are compared on arrival.
+    A prompt parts from an earlier one after the last block that it finds without a state.
 
     Args:
         block_tokens: Tokens of a block.
@@ -26,7 +26,7 @@ class Forks:
         self._forks: OrderedDict[bytes, None] = OrderedDict()
 
     def add(self, request: Request) -> None:
-        """Compare a new request's prompt with those of all others, and add it to them."""
+        """Compare a new request's prompt with all prompts that wait or run, and add it."""
         keys = request.block_keys(0, (len(request.prompt_token_ids) - 1) // self._block_tokens, self._block_tokens)
         num_shared = bisect_left(keys, True, key=lambda key: not self._live[key])
         if num_shared:
@@ -93,8 +93,8 @@ class ComingBlocks:
         num_blocks = (len(request.prompt_token_ids) - 1) // self._block_tokens  # the last token is always computed
         if request.is_scored:
             return 0
-        found = (i + 1 for i, keys in self._keys.items() if i < num_blocks and self._key(request, i) in keys)
-        return max(found, default=0)
+        ends = (i + 1 for i, keys in self._keys.items() if i < num_blocks and self._key(request, i) in keys)
+        return max(ends, default=0)
 
     def _key(self, request: Request, index: int) -> bytes:
         return request.block_keys(index, index + 1, self._block_tokens)[0]

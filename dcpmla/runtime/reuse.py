@@ -60,7 +60,7 @@ class PrefixReuse:
         return coming
 
     def add_coming(self, request: Request, coming: ComingBlocks) -> None:
-        """Add the blocks that a running request will remember to those of others."""
+        """Add the blocks that a running request will remember."""
         if self.is_enabled:
             coming.add(request, None if self._forks is None else self._borders(self._forks, request))
 
@@ -87,8 +87,8 @@ class PrefixReuse:
         """
         if self._forks is None:
             return num_tokens
-        rest = (request.num_computed_tokens + num_tokens) % self._block_tokens
-        return num_tokens - rest if 2 * rest < num_tokens else num_tokens
+        num_over = (request.num_computed_tokens + num_tokens) % self._block_tokens
+        return num_tokens - num_over if 2 * num_over < num_tokens else num_tokens
 
     def remember(self, request: Request) -> tuple[int, int] | None:
         """Let requests that start with the same tokens find this one's full, computed blocks of known tokens.

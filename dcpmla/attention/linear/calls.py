@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-NORM_EPS = 1e-6  # of the norms of queries and keys
+NORM_EPS = 1e-6  # norms of queries and keys divide by sqrt(x^2 + this)
 LINEAR_FROM = 20.0  # softplus(x) is x from here on
 
 
@@ -14,7 +14,7 @@ class DeltaTokens(NamedTuple):
     Attributes:
         qkv: Queries, keys and values before the convolution [T, 3 h D].
         decay: Logits of the decays [T, h D].
-        beta: Logits of the rates at which the state learns [T, h].
+        beta: Logits of the rates of replacement [T, h].
         gate: Logits of the output's gates [T, h D].
     """
 

@@ -48,14 +48,14 @@ def attend_in_chunks(
     qkv, _ = causal_conv1d(tokens.qkv[None], weights.conv, initial_state=before, activation="silu", **lens)
     recent.index_copy_(0, pieces.kept_slots, tokens.qkv.index_select(0, pieces.kept_rows))
     q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).unbind(2)
-    held = torch.where(pieces.has_memory[:, None, None, None], memory[pieces.memory_before], 0)
-    attended, held = chunk_kda(
+    memory_before = torch.where(pieces.has_memory[:, None, None, None], memory[pieces.memory_before], 0)
+    attended, memory_after = chunk_kda(
         q,
         k,
         v,
         tokens.decay.unflatten(-1, (num_heads, -1))[None],
         tokens.beta[None],
-        initial_state=held,
+        initial_state=memory_before,
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
         use_gate_in_kernel=True,
@@ -66,7 +66,7 @@ def attend_in_chunks(
         dt_bias=weights.decay_bias,
         **lens,
     )
-    memory.index_copy_(0, pieces.memory_after, held)
+    memory.index_copy_(0, pieces.memory_after, memory_after)
     gate = tokens.gate.float().unflatten(-1, (num_heads, -1)).sigmoid()
     normed = F.rms_norm(attended[0].float(), attended.shape[-1:], weights.norm.float(), eps)
     out.copy_((normed * gate).flatten(1))

@@ -102,8 +102,8 @@ def _attend(
     square = columns[:, None] * DIM + columns[None, :]
     in_square = in_head[:, None] & in_head[None, :]
     before = (first + NUM_COPIES - 1) % NUM_COPIES
-    held = tl.load(memory + before * HEADS * DIM * DIM + square, in_square, 0.0)
-    held = tl.where(first > 0, held, 0.0)  # a fresh request's memory is of another one
+    memory_now = tl.load(memory + before * HEADS * DIM * DIM + square, in_square, 0.0)
+    memory_now = tl.where(first > 0, memory_now, 0.0)  # a fresh request's memory is of another one
     rate = tl.exp(tl.load(log_rate + head))
     bias = tl.load(decay_bias + own, in_head, 0.0)
     norm_weight = tl.load(norm + columns, in_head, 0.0)
@@ -119,16 +119,16 @@ def _attend(
         else:
             log = -rate * tl.where(biased > LINEAR_FROM, biased, tl.log(1 + tl.exp(biased)))
         learned = tl.sigmoid(tl.load(beta + (row + index) * beta_stride + head).to(tl.float32))
-        held *= tl.exp(log)[:, None]
-        error = v - tl.sum(held * k[:, None], 0)
-        held += k[:, None] * (learned * error)[None, :]
-        attended = tl.sum(held * q[:, None], 0)
+        memory_now *= tl.exp(log)[:, None]
+        error = v - tl.sum(memory_now * k[:, None], 0)
+        memory_now += k[:, None] * (learned * error)[None, :]
+        attended = tl.sum(memory_now * q[:, None], 0)
         attended *= tl.rsqrt(tl.sum(attended * attended) / DIM + eps) * norm_weight
         attended *= tl.sigmoid(tl.load(gate + (row + index) * gate_stride + own, in_head, 0.0).to(tl.float32))
         tl.store(out + (row + index) * HEADS * DIM + own, attended, in_head)
         if index + NUM_COPIES >= num_tokens:
             copy = (first + index) % NUM_COPIES
-            tl.store(memory + copy * HEADS * DIM * DIM + square, held, in_square)
+            tl.store(memory + copy * HEADS * DIM * DIM + square, memory_now, in_square)
     for index in range(max(num_tokens - NUM_RECENT, 0), num_tokens):
         for part in tl.static_range(3):
             at = part * HEADS * DIM + own

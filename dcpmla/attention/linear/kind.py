@@ -85,7 +85,7 @@ class HybridKind(DenseKind):
         return GatedAttention(self.config, placement) if self.has_output_gate else MLAAttention(self.config, placement)
 
     def reads(self, context: int) -> list[LayerReads]:
-        """Return that layers of MLA read all tokens, and those of linear attention a state, which they write, too."""
+        """Return that layers of MLA read all tokens, and layers of linear attention read and write a state."""
         return [
             LayerReads(self.num_latent_layers, context, self.config.latent_dim, self.config.kv_lora_rank),
             LayerReads(sum(self.is_linear), 0, 0, 0, state_bytes=2 * self.delta.state_bytes),

@@ -21,13 +21,13 @@ LONG_PIECE = 64  # tokens from which chunks are faster than the recurrence
 class DeltaPieces(NamedTuple):
     """Long pieces of prompts, the last requests of a step, in chunks.
 
-    Rows count from the pieces' first. Slots count rows of `DeltaState.recent` of all states, and copies those of
-    `DeltaState.memory`.
+    A row is a token's among the pieces' tokens. A slot is a row of `DeltaState.recent`, counted over all states, and a
+    copy is one of `DeltaState.memory`, counted likewise.
 
     Attributes:
         num_requests, first_row: Number of requests before the pieces, and of their tokens.
         start_loc, host_start_loc: First row of each piece [n + 1], int64, on the device and on the host.
-        before: Slots of the tokens before each piece, as many as a convolution covers [n, conv_size], int64.
+        before: Slots of the conv_size tokens before each piece [n, conv_size], int64.
         has_before: Whether there is such a token [n, conv_size].
         kept_rows, kept_slots: Rows that the state keeps, and their slots [m], int64.
         memory_before, memory_after: Copies before and after each piece [n], int64.

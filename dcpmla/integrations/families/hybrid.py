@@ -77,7 +77,7 @@ class _Ling(_Hybrid):
 
 
 def _check(config: Any) -> None:
-    """Raise ValueError for layers that are not MLA or linear attention, or only one of them."""
+    """Raise ValueError unless each layer is MLA or linear attention, and both exist."""
     check_fields(_RULES, {name: getattr(config, name) for name in _RULES})
     if len(config.layer_types) != config.num_hidden_layers or {*config.layer_types} != {*_TYPES}:
         raise ValueError(
