@@ -54,7 +54,12 @@ class Family:
         check_raw_config(raw)
         if not has_quantized_weights(raw.get("quantization_config") or {}):
             del raw["quantization_config"]
-        config = getattr(transformers, f"{self.class_prefix}Config").from_dict(raw)
+        config_class = getattr(transformers, f"{self.class_prefix}Config", None)
+        if config_class is None:
+            raise ValueError(
+                f"model: transformers {transformers.__version__} has no {self.class_prefix}Config; install a later one"
+            )
+        config = config_class.from_dict(raw)
         check_model(config, self.routing)
         self.check_attention(config)
         return config
