@@ -22,6 +22,7 @@ from dcpmla.attention.linear.step import HybridStepBuilder
 from dcpmla.attention.step import StepRequests
 from dcpmla.cache.latent import LatentPlan
 from dcpmla.config import DCPConfig
+from tests.attention.test_decode_compile import compile_for_hopper
 from tests.support.shared_memory import run_interpreted
 
 NUM_STATES, NUM_DRAFTS, EPS = 5, 2, 1e-5
@@ -255,3 +256,20 @@ def test_pieces_are_the_last_requests() -> None:
     assert pieces.has_memory.tolist() == [False, True]
     assert pieces.has_before.sum(1).tolist() == [0, 4]
     assert np.diff(pieces.kept_rows.numpy())[:4].tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("has_floor", [False, True])
+def test_the_kernel_compiles(has_floor: bool) -> None:
+    """A head's memory stays in registers."""
+    pytest.importorskip("triton")
+    from triton.compiler import ASTSource
+
+    from dcpmla.attention.linear.kernels import _attend
+
+    halves = ("out", "qkv", "decay", "beta", "gate", "conv", "norm", "recent")
+    types = dict.fromkeys(halves, "*bf16") | dict.fromkeys(("log_rate", "decay_bias", "memory"), "*fp32")
+    types |= dict.fromkeys(("start", "first_position", "end", "state"), "*i32") | {"eps": "fp32", "floor": "fp32"}
+    constants = {"HAS_FLOOR": has_floor, "HEADS": 32, "DIM": 128, "WIDTH": 128, "CONV": 4, "NUM_RECENT": 3}
+    constants |= {"NUM_COPIES": 1, "NORM_EPS": 1e-6, "LINEAR_FROM": 20.0}
+    _, log = compile_for_hopper(_attend, ASTSource, types, constants, num_warps=4)
+    assert "0 bytes spill stores" in log

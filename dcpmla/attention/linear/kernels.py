@@ -45,7 +45,7 @@ def delta_attention(
         NUM_COPIES=state.memory.shape[1],
         NORM_EPS=calls.NORM_EPS,
         LINEAR_FROM=calls.LINEAR_FROM,
-        num_warps=8 if dim > 64 else 4,
+        num_warps=4,
     )
 
 
