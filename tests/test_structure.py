@@ -173,7 +173,11 @@ def test_the_core_uses_no_ring(module: str) -> None:
 def test_the_core_needs_torch_triton_and_numpy_alone(module: str) -> None:
     names = imported_names(module, ast.walk(ast.parse(FILES[module].read_text())))
     found = {name.split(".")[0] for name in names} - {"dcpmla"} - sys.stdlib_module_names
-    optional = {"dcpmla.attention.flashinfer": {"flashinfer"}, "dcpmla.comm.reach": {"pynvml"}}  # used if installed
+    optional = {  # used if installed
+        "dcpmla.attention.flashinfer": {"flashinfer"},
+        "dcpmla.attention.linear.chunked": {"fla"},
+        "dcpmla.comm.reach": {"pynvml"},
+    }
     assert found <= {"torch", "triton", "numpy"} | optional.get(module, set())
 
 
@@ -457,6 +461,7 @@ def third_party() -> set[str]:
 def test_what_is_imported_is_declared() -> None:
     distributions = {
         "huggingface_hub": "huggingface-hub",
+        "fla": "fla-core",
         "pynvml": "nvidia-ml-py",
         "prometheus_client": "prometheus-client",
     }

@@ -166,7 +166,7 @@ class DenseKind:
         factor = query_factor(step.positions, self.config.llama_4_scaling, dtype)
         return step.with_positions(rotary(step.positions, MAIN_ROTARY), factor)
 
-    def new_layer(self, layer: int, placement: Placement) -> MLAAttention:
+    def new_layer(self, layer: int, placement: Placement) -> AttentionLayer:
         """Return a layer of dense MLA."""
         return MLAAttention(self.config, placement)
 

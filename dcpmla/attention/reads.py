@@ -13,6 +13,8 @@ class LayerReads:
         query_dim, out_dim: Columns of queries and rows, and of partial outputs.
         num_keys: Index keys that are scored, if more exist than are selected; else 0.
         num_candidates: Maximum candidates of a rank.
+        state_bytes: Bytes of a request's state that the token reads and writes on all TP ranks together, in a layer of
+            linear attention, which reads no rows.
     """
 
     num_layers: int
@@ -21,3 +23,4 @@ class LayerReads:
     out_dim: int
     num_keys: int = 0
     num_candidates: int = 0
+    state_bytes: int = 0

@@ -10,7 +10,7 @@ from hashlib import blake2b, sha256
 from typing import Self
 
 from dcpmla.cache.plan import CachePlan
-from dcpmla.cache.states import StatePool
+from dcpmla.cache.states import StatePool, Worth
 
 
 def block_key(previous: bytes, token_ids: Sequence[int]) -> bytes:
@@ -133,19 +133,26 @@ class BlockAllocator:
             blocks.append(block)
         return blocks
 
-    def remember_state(self, key: bytes) -> int | None:
+    def remember_state(self, key: bytes, worth: Worth) -> int | None:
         """Return a state for a copy of the state after a remembered block, or None if no copy is needed or possible."""
         block = self._by_key.get(key)
-        return None if block is None else self.states.remember(block)
+        return None if block is None else self.states.remember(block, worth)
 
-    def find_with_state(self, keys: Iterable[bytes]) -> tuple[list[int], int | None]:
+    def supersede_state(self, key: bytes) -> None:
+        """Lower the worth of the state after a block, if one is remembered (`StatePool.supersede`)."""
+        block = self._by_key.get(key)
+        if block is not None:
+            self.states.supersede(block)
+
+    def has_state(self, key: bytes) -> bool:
+        """Return whether a state after a block is remembered."""
+        return self._by_key.get(key, -1) in self.states
+
+    def with_state(self, blocks: Sequence[int]) -> tuple[list[int], int | None]:
         """Return the blocks of `find` up to the last one with a remembered state, and that state."""
-        blocks = self.find(keys)
-        while blocks:
-            state = self.states.find(blocks[-1])
-            if state is not None:
-                return blocks, state
-            blocks.pop()
+        for end in range(len(blocks), 0, -1):
+            if (state := self.states.find(blocks[end - 1])) is not None:
+                return list(blocks[:end]), state
         return [], None
 
     def _forget(self, block: int) -> None:

@@ -100,7 +100,7 @@ def _capacity(machine: Machine, model: ModelSize, plans: Sequence[Plan]) -> list
             f"tokens on {tp} GPUs": f"{plan.tokens_total:,}",
         }
         for plan in capacity_table(
-            model.attention, gpu_bytes, dcp_sizes, widest.num_states, widest.num_speculative_tokens
+            model.attention, gpu_bytes, tp, dcp_sizes, widest.num_states, widest.num_speculative_tokens
         )
     ]
     caches = f"what caches of {gpu_bytes / 1e9:.1f} GB on each GPU hold, with tp {tp}; a GB is one of each GPU"

@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from dcpmla.config import LARGEST_SIZE
 from dcpmla.fields import FLAG, TEXT, Rule, check_fields, either, even, list_of, number, one_of, optional, whole
 from dcpmla.hf_quantization import check_quantization
-from dcpmla.integrations.families.routing import Routing
+from dcpmla.integrations.families.routing import Routing, num_routed_experts
 
 _SIZE = whole(1, LARGEST_SIZE)
 _NUM_LAYERS = whole(1, 1024)
@@ -128,7 +128,7 @@ def check_model(config: Any, routing: Routing) -> None:
     pad = config.pad_token_id
     if pad is not None and not -config.vocab_size <= pad < config.vocab_size:
         raise ValueError(f"pad_token_id is {pad}; it must be less than vocab_size {config.vocab_size}")
-    if hasattr(config, "n_routed_experts"):
+    if num_routed_experts(config):
         routing.check(config)
 
 

@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor, nn
 
 from dcpmla.hf_quantization import has_fp4_experts, is_int4, scale_block
+from dcpmla.integrations.families.routing import num_routed_experts
 from dcpmla.integrations.families.table import attention_kind
 from dcpmla.parallel.quantized import BLOCK, GROUP
 from dcpmla.planning.parameter import Parameter
@@ -20,11 +21,14 @@ from dcpmla.planning.weights import ModelSize
 _STYLES = {  # the last word of a module's name -> the features that ranks divide
     **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "sinks", "o_a_proj", "lm_head"), "column"),
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "column"),
+    **dict.fromkeys(("k_proj", "v_proj", "f_proj", "g_proj", "f_b_proj", "g_b_proj", "b_proj"), "column"),
+    **dict.fromkeys(("conv1d", "A_log", "dt_bias"), "column"),
     **dict.fromkeys(("o_proj", "o_b_proj", "down_proj"), "row"),
 }
 # Weights of one product, stacked in this order; the product stays quantized if every weight can.
 _PRODUCTS = (
     ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("q_proj", "k_proj", "v_proj", "f_proj", "g_proj", "f_a_proj", "g_a_proj", "b_proj"),
     ("indexer.wk", "indexer.weights_proj"),
     (
         *("q_a_proj", "kv_proj", "compressor.kv_proj", "compressor.gate_proj", "compressor.indexer.kv_proj"),
@@ -57,7 +61,7 @@ def read_model(config: Any) -> ModelSize:
 
 def _routing(config: Any) -> tuple[int, int]:
     """Return the number of a router's choices, with LongCat's zero experts, and of experts per token; 0 without any."""
-    num_choices = (getattr(config, "n_routed_experts", 0) or 0) + (getattr(config, "zero_expert_num", 0) or 0)
+    num_choices = num_routed_experts(config) + (getattr(config, "zero_expert_num", 0) or 0)
     return num_choices, getattr(config, "num_experts_per_tok", 0) or 0
 
 
@@ -71,8 +75,10 @@ def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
         if name not in stored:
             continue
         shape = tuple(tensor.shape)
-        if len(shape) == 3:  # transformers makes room for LongCat's zero experts, which no checkpoint holds
-            shape = (config.n_routed_experts, *shape[1:])
+        if ".experts." in name:  # transformers makes room for LongCat's zero experts, which no checkpoint holds
+            shape = (num_routed_experts(config), *shape[1:])
+        elif len(shape) > 2:  # convolutions and rates of linear attention
+            shape = tuple(size for size in shape if size > 1)
         parameter = Parameter(
             _wildcard(name),
             shape,
@@ -95,6 +101,8 @@ def _held_itemsize(name: str, tensor: Tensor, model: Any, itemsize: int) -> int:
     if name.endswith((".gate.weight", ".classifier.weight")):  # a router's; transformers may widen it
         is_float32 = getattr(model.config, "rounter_params_dtype", "") == "float32"  # the key that LongCat publishes
         return 3 * itemsize if is_float32 and itemsize < 4 else itemsize  # `model.router.split_weight`
+    if name.endswith((".A_log", ".dt_bias", ".conv1d.weight")):
+        return itemsize if name.endswith("weight") else 4
     is_wide = not isinstance(tensor, nn.Parameter) or _is_among(name, model._keep_in_fp32_modules_strict)
     return tensor.dtype.itemsize if is_wide else itemsize  # routers' corrections are float32 in every checkpoint
 
@@ -114,7 +122,7 @@ def _codes(model: Any, config: Any, quantization: dict[str, Any]) -> dict[str, s
     shapes = {
         f"{name}.weight": module.weight.shape for name, module in model.named_modules() if isinstance(module, nn.Linear)
     }
-    shapes |= {name: parameter.shape for name, parameter in model.named_parameters() if parameter.ndim == 3}
+    shapes |= {name: parameter.shape for name, parameter in model.named_parameters() if ".experts." in name}
     block = scale_block(quantization)
     codes = {}
     for name, shape in shapes.items():

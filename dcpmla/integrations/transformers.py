@@ -99,7 +99,7 @@ def load_model(
     return ShardedModel(
         decoder,
         parts.head(),
-        model.model.rotary_emb.to(device),
+        rotary.to(device) if (rotary := getattr(model.model, "rotary_emb", None)) is not None else None,
         attention,
         placement,
         reduce,

@@ -43,12 +43,18 @@ def largest_cache(block: CachePlan, gpu_bytes: int) -> CachePlan:
 
 
 def capacity_table(
-    kind: AttentionKind, gpu_bytes: int, dcp_sizes: Sequence[int], num_states: int = 1, num_drafts: int = 0
+    kind: AttentionKind,
+    gpu_bytes: int,
+    tp_size: int,
+    dcp_sizes: Sequence[int],
+    num_states: int = 1,
+    num_drafts: int = 0,
 ) -> list[CachePlan]:
     """Return the largest cache of a model for each format of rows and of index keys, and each DCP size.
 
     Args:
         gpu_bytes: Bytes for the cache on each GPU.
+        tp_size, dcp_sizes: Ranks of the TP group, and sizes of DCP groups, which divide it.
         num_states, num_drafts: Numbers of requests and drafts, in caches with states.
     """
     formats = [name for name in FORMATS if has_format(kind, name)]
@@ -56,7 +62,7 @@ def capacity_table(
 
     def largest(kv_cache_dtype: str, index_cache_dtype: str, dcp_size: int) -> CachePlan:
         dcp = DCPConfig(
-            tensor_parallel_size=dcp_size,
+            tensor_parallel_size=tp_size,
             decode_context_parallel_size=dcp_size,
             kv_cache_dtype=kv_cache_dtype,
             index_cache_dtype=index_cache_dtype,

@@ -53,12 +53,12 @@ class Parameter:
 
     @property
     def is_expert(self) -> bool:
-        return len(self.shape) == 3
+        return ".experts." in self.name
 
     @property
     def is_matrix(self) -> bool:
         """True if hidden states or tokens are multiplied by it, or look it up."""
-        return len(self.shape) > 1 and not self.name.endswith((".position_bias", ".tid2eid"))
+        return len(self.shape) > 1 and not self.name.endswith((".position_bias", ".tid2eid", ".conv1d.weight"))
 
     @property
     def is_shared_expert(self) -> bool:

@@ -118,7 +118,11 @@ def decode_attention_us(
     """Return the microseconds of all layers' decode attention, by part: selections and the exchange included."""
     parts: dict[str, float] = {}
     for reads in attention.reads(context):
-        times = [_exchange_and_attention_us(machine, attention, reads, setting, batch, backend)]
+        times = [
+            _state_us(machine, reads, setting, batch)
+            if reads.state_bytes
+            else _exchange_and_attention_us(machine, attention, reads, setting, batch, backend)
+        ]
         if reads.num_keys:
             times.append(_selection_us(machine, attention.config.indexer, reads, setting, batch, backend))
         for part, time in (item for of_layer in times for item in of_layer.items()):
@@ -176,6 +180,12 @@ def _exchange_and_attention_us(
         "attention": attention_us(machine, reads, row_bytes, num_heads, batch, setting.dcp, setting.query_len),
         "combine": exchange_us(machine, "combine", num_tokens, num_heads, reads.out_dim, *layout),
     }
+
+
+def _state_us(machine: Machine, reads: LayerReads, setting: Setting, batch: int) -> dict[str, float]:
+    """Return the time of one layer of linear attention, which needs no exchange."""
+    num_bytes = batch * setting.query_len * reads.state_bytes // setting.tp
+    return {"attention": machine.attention_overhead_us + num_bytes / machine.hbm_gb_per_s / 1e3}
 
 
 def _selection_us(

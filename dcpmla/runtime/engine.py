@@ -10,6 +10,7 @@ from dcpmla.config import DCPConfig
 from dcpmla.fields import Rule, check_fields, option_label, whole
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.agreement import Agreement, News
+from dcpmla.runtime.arrivals import NOW, Arrivals
 from dcpmla.runtime.drafts import Drafter, NoDrafter
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.in_flight import InFlightStep
@@ -19,7 +20,7 @@ from dcpmla.runtime.penalties import Penalties
 from dcpmla.runtime.request import Prompt, Request, check_arguments, check_prompt, whole_numbers
 from dcpmla.runtime.runner import Model, StepRunner, choose_tokens
 from dcpmla.runtime.sampling import NOT_FINITE, SamplingParams
-from dcpmla.runtime.scheduler import NOW, Arrivals, Scheduler
+from dcpmla.runtime.scheduler import Scheduler
 from dcpmla.runtime.speculation import Speculation
 from dcpmla.runtime.stats import Stats
 from dcpmla.runtime.text import TextStream, Tokenizer
@@ -157,7 +158,7 @@ class Engine:
             text_stream=text_stream,
         )
         self.scheduler.check_fits(request)
-        self.scheduler.hash_prompt(request)
+        self.scheduler.reuse.add(request)
         self._arrivals.add(request)
         return request
 
@@ -319,7 +320,7 @@ class Engine:
         return self._latest
 
     def _remember(self, request: Request) -> None:
-        copied = self.scheduler.remember(request)
+        copied = self.scheduler.reuse.remember(request)
         if copied is not None:
             self.cache.copy_state(*copied)
 

@@ -1,38 +1,100 @@
 """Shared prefixes: if prompts begin with the same blocks, one request computes them and the others find them."""
 
+from bisect import bisect_left
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+
 from dcpmla.runtime.request import Request
+
+_MOST_FORKS = 4096  # borders that are known at a time
+
+
+class Forks:
+    """The block borders at which prompts part, where the state of a request is worth a copy (caches with states).
+
+    A prefix is reused only up to a remembered state. Prompts that wait or run at the same time are compared on arrival.
+    A prompt parts from an earlier one after the last block that it finds without a state.
+
+    Args:
+        block_tokens: Tokens of a block.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._live: Counter[bytes] = Counter()  # keys of the full blocks of prompts that wait or run
+        self._prompts: dict[Request, list[bytes]] = {}
+        self._forks: OrderedDict[bytes, None] = OrderedDict()
+
+    def add(self, request: Request) -> None:
+        """Compare a new request's prompt with all prompts that wait or run, and add it."""
+        keys = request.block_keys(0, (len(request.prompt_token_ids) - 1) // self._block_tokens, self._block_tokens)
+        num_shared = bisect_left(keys, True, key=lambda key: not self._live[key])
+        if num_shared:
+            self.mark(keys[num_shared - 1])
+        self._live.update(keys)
+        self._prompts[request] = keys
+
+    def remove(self, request: Request) -> None:
+        """Remove a request that has ended, if it was added."""
+        for key in self._prompts.pop(request, ()):
+            self._live[key] -= 1
+            if not self._live[key]:
+                del self._live[key]
+
+    def mark(self, key: bytes) -> None:
+        """Note that sequences part after the block of a key. The border that was noted first is forgotten first."""
+        self._forks[key] = None
+        self._forks.move_to_end(key)
+        if len(self._forks) > _MOST_FORKS:
+            self._forks.popitem(last=False)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._forks
+
+    def borders(self, request: Request, first: int, last: int) -> list[int]:
+        """Return the numbers of blocks in (first, last] after which a request's state is to be remembered: those where
+        it parts from others, and `last`.
+        """
+        keys = request.block_keys(first, last, self._block_tokens) if self._forks else []
+        borders = [first + index for index, key in enumerate(keys, 1) if key in self._forks]
+        return borders if last in borders or last <= first else [*borders, last]
 
 
 class ComingBlocks:
     """The blocks that running requests will remember next, against which waiting requests are checked.
 
     A request shares a block exactly if it has the same key at the same index. So one key per running request decides
-    whether there is anything to wait for, however long the prompts are.
+    whether there is anything to wait for, however long the prompts are; with states, a key for each border.
 
     Args:
         block_tokens: Tokens of a block.
-        has_states: Whether a prefix is reused only up to a remembered state, at the end of a prompt (DeepSeek-V4).
     """
 
-    def __init__(self, block_tokens: int, has_states: bool) -> None:
-        self._block_tokens, self._has_states = block_tokens, has_states
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
         self._keys: dict[int, set[bytes]] = {}  # block's index in its sequence -> keys
 
-    def add(self, request: Request) -> None:
-        """Add a running request whose prompt is not computed yet."""
-        num_blocks, index = len(request.prompt_token_ids) // self._block_tokens, request.num_remembered_blocks
-        if self._has_states:
-            num_blocks = (len(request.prompt_token_ids) - 1) // self._block_tokens
-            index = max(index, num_blocks - 1)
-        if index < num_blocks:
-            self._keys.setdefault(index, set()).add(self._key(request, index))
+    def add(self, request: Request, borders: Iterable[int] | None = None) -> None:
+        """Add a running request whose prompt is not computed yet.
 
-    def include(self, request: Request) -> bool:
-        """Return whether a waiting request will find another block if it waits. Scored prompts do not reuse any."""
+        Args:
+            borders: Numbers of blocks after which it will remember its state; None without states.
+        """
+        if borders is None:
+            num_blocks = len(request.prompt_token_ids) // self._block_tokens
+            borders = range(request.num_remembered_blocks + 1, num_blocks + 1)[:1]
+        for border in borders:
+            self._keys.setdefault(border - 1, set()).add(self._key(request, border - 1))
+
+    def find(self, request: Request) -> int:
+        """Return how many blocks a waiting request will find if it waits, 0 for none that are coming. Scored prompts do
+        not reuse any.
+        """
         num_blocks = (len(request.prompt_token_ids) - 1) // self._block_tokens  # the last token is always computed
-        return not request.is_scored and any(
-            index < num_blocks and self._key(request, index) in keys for index, keys in self._keys.items()
-        )
+        if request.is_scored:
+            return 0
+        ends = (i + 1 for i, keys in self._keys.items() if i < num_blocks and self._key(request, i) in keys)
+        return max(ends, default=0)
 
     def _key(self, request: Request, index: int) -> bytes:
         return request.block_keys(index, index + 1, self._block_tokens)[0]

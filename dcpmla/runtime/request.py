@@ -60,6 +60,7 @@ class Request:
         num_tried: Drafts that the step in flight verifies; each may become a token.
         num_computed_tokens: Tokens whose latents are in the cache, or are written by the step in flight.
         num_cached_tokens: Tokens of the prompt that an earlier request had computed.
+        latest_key: Key of the block after which its latest state was remembered; None in caches without states.
         has_finite_scores: Whether the logits of its prompt were finite so far, bool on the device; None if it is not
             scored, and after its first token.
         num_scored_tokens: Tokens of the prompt whose successors' log probabilities are known, or being computed.
@@ -94,6 +95,7 @@ class Request:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_remembered_blocks: int = 0
+    latest_key: bytes | None = None
     has_finite_scores: Tensor | None = None
     num_scored_tokens: int = 0
     num_preemptions: int = 0

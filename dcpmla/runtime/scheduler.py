@@ -5,58 +5,15 @@ the engine's clock, which are the same on all ranks. A token that is being sampl
 the search for remembered blocks reads ids.
 """
 
-import heapq
-import math
 from array import array
 from collections import deque
-from collections.abc import Iterator
 
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.fields import check_fields, option_label, whole
 from dcpmla.runtime.batch import Batch
 from dcpmla.runtime.costs import TOKEN_COSTS, PieceCosts, piece_tokens
-from dcpmla.runtime.prefixes import ComingBlocks
 from dcpmla.runtime.request import Request
-
-NOW = -math.inf  # arrival time of a request that arrives at the next step
-
-
-class Arrivals:
-    """Requests that are not yet due, by arrival time, then in the order in which they were added."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Request]] = []
-        self._num_added = 0
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    @property
-    def next_time(self) -> float:
-        """Return the arrival time of the first request."""
-        return self._heap[0][0]
-
-    def add(self, request: Request) -> None:
-        """Add a request that arrives at its arrival_time."""
-        heapq.heappush(self._heap, (request.arrival_time, self._num_added, request))
-        self._num_added += 1
-
-    def remove(self, request: Request) -> bool:
-        """Remove a request, and return whether it was here."""
-        others = [entry for entry in self._heap if entry[2] is not request]
-        is_here = len(others) < len(self._heap)
-        if is_here:
-            self._heap = others
-            heapq.heapify(self._heap)
-        return is_here
-
-    def take(self, now: float) -> Iterator[Request]:
-        """Yield and remove the requests that are due, in order."""
-        while self._heap and self.next_time <= now:
-            _, _, request = heapq.heappop(self._heap)
-            if request.arrival_time == NOW:
-                request.arrival_time = now
-            yield request
+from dcpmla.runtime.reuse import PrefixReuse
 
 
 class Scheduler:
@@ -98,7 +55,7 @@ class Scheduler:
                 f"max_num_seqs (--max-num-seqs) is {max_num_seqs}, but the cache has {num_states} states, one for each "
                 f"request that runs"
             )
-        self.allocator, self.enable_prefix_caching, self.costs = allocator, enable_prefix_caching, costs
+        self.allocator, self.reuse, self.costs = allocator, PrefixReuse(allocator, enable_prefix_caching), costs
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self.max_absorbed_tokens = 0
         self.waiting: deque[Request] = deque()
@@ -119,12 +76,6 @@ class Scheduler:
                 f"of {self.allocator.block_tokens} tokens, but the cache has {self.allocator.num_blocks}; "
                 f"raise --kv-cache-memory-bytes, or shard over more ranks (-dcp)"
             )
-
-    def hash_prompt(self, request: Request) -> None:
-        """Hash the blocks of a prompt on arrival, so that no step waits for the hashes of many long prompts."""
-        if self.enable_prefix_caching and not request.is_scored:
-            block_tokens = self.allocator.block_tokens
-            request.block_keys(0, (len(request.prompt_token_ids) - 1) // block_tokens, block_tokens)
 
     def schedule(self, now: float, num_drafts: int = 0) -> Batch:
         """Return the next step, without pieces if there are no requests.
@@ -148,32 +99,11 @@ class Scheduler:
         batch.arrange(self.costs, self.max_absorbed_tokens)
         return batch
 
-    def remember(self, request: Request) -> tuple[int, int] | None:
-        """Let requests that start with the same tokens find this one's full, computed blocks of known tokens.
-
-        Returns:
-            The copy of its state to make before the next step, (source, target); None without one.
-        """
-        block_tokens, blocks = self.allocator.block_tokens, request.block_ids
-        if (
-            not self.enable_prefix_caching
-            or request.num_computed_tokens // block_tokens == request.num_remembered_blocks
-        ):
-            return None
-        num_known = min(request.num_computed_tokens, request.num_known_tokens)
-        start, end = request.num_remembered_blocks, num_known // block_tokens
-        for block, key in zip(blocks[start:end], request.block_keys(start, end, block_tokens), strict=True):
-            self.allocator.remember(block, key)
-        request.num_remembered_blocks = end
-        if request.state is None or num_known % block_tokens or num_known < request.num_computed_tokens:
-            return None  # the state is the one after all tokens computed
-        target = self.allocator.remember_state(*request.block_keys(end - 1, end, block_tokens))
-        return None if target is None else (request.state, target)
-
     def remove(self, request: Request) -> None:
         """Remove a request, running or waiting, and free its blocks."""
         (self.running if request.block_ids else self.waiting).remove(request)
         self._free(request)
+        self.reuse.remove(request)
 
     def _schedule_decodes(self, batch: Batch) -> None:
         index = 0
@@ -189,11 +119,7 @@ class Scheduler:
                 self._add_piece(batch, request)
 
     def _admit(self, batch: Batch, now: float) -> None:
-        coming = ComingBlocks(self.allocator.block_tokens, self.allocator.states.num_states > 0)
-        if self.enable_prefix_caching:
-            for request in self.running:
-                if request.num_pending_tokens > 1:
-                    coming.add(request)
+        coming = self.reuse.coming_blocks(self.running)
         passed: list[Request] = []
         num_held = 0
         while self.waiting and batch.budget and batch.room_us > 0 and len(self.running) < self.max_num_seqs > num_held:
@@ -202,7 +128,7 @@ class Scheduler:
             # A preempted request waits until its token in flight is known, because it would get that token twice.
             if has_room and (request.num_in_flight or self._was_refused(request)):
                 break
-            is_held = has_room and coming.include(request)
+            is_held = has_room and self.reuse.is_held(request, coming)
             if is_held or not has_room:
                 num_held += is_held
                 passed.append(self.waiting.popleft())
@@ -210,8 +136,7 @@ class Scheduler:
             if not self._take_blocks(request, batch):
                 break
             self.running.append(self.waiting.popleft())
-            if self.enable_prefix_caching:
-                coming.add(request)
+            self.reuse.add_coming(request, coming)
             self._add_piece(batch, request)
             if request.scheduled_time is None:
                 request.scheduled_time, request.num_cached_tokens = now, request.num_computed_tokens
@@ -219,19 +144,10 @@ class Scheduler:
 
     def _add_piece(self, batch: Batch, request: Request) -> None:
         """Add a piece of a prompt to a step, up to its room for tokens and time (`piece_tokens`)."""
-        context, limit = request.num_computed_tokens, min(self._piece(request), batch.room(request))
-        num_tokens = piece_tokens(self.costs, context, limit, batch.room_us)
+        context, limit = request.num_computed_tokens, min(self.reuse.longest_piece(request), batch.room(request))
+        num_tokens = self.reuse.cut_piece(request, piece_tokens(self.costs, context, limit, batch.room_us))
         batch.add(request, num_tokens)
         batch.room_us -= self.costs.piece_us(num_tokens, context)
-
-    def _piece(self, request: Request) -> int:
-        """Return the number of a request's tokens to compute next: all, or up to the end of its last full block if its
-        state must be remembered.
-        """
-        full = (request.num_tokens - 1) // self.allocator.block_tokens * self.allocator.block_tokens
-        if request.state is None or not self.enable_prefix_caching or full <= request.num_computed_tokens:
-            return request.num_pending_tokens
-        return full - request.num_computed_tokens
 
     def _was_refused(self, request: Request) -> bool:
         """Return whether nothing has changed since a request was refused, so that a search for its blocks is futile."""
@@ -241,12 +157,7 @@ class Scheduler:
 
     def _take_blocks(self, request: Request, batch: Batch) -> bool:
         """Take blocks for all known tokens, remembered and new ones, and a state if the cache has any; or nothing."""
-        # The last token is always computed, because its logits are needed, and so is a scored prompt.
-        reuses = self.enable_prefix_caching and not request.is_scored
-        num_full = (request.num_tokens - 1) // self.allocator.block_tokens if reuses else 0
-        keys = request.block_keys(0, num_full, self.allocator.block_tokens)
-        has_states = self.allocator.states.num_states > 0
-        known, remembered = self.allocator.find_with_state(keys) if has_states else (self.allocator.find(keys), None)
+        known, remembered = self.reuse.find(request)
         self.allocator.share(known)
         num_new = self._num_blocks(request.num_tokens) - len(known)
         # Each running request may need a block soon. Without one left for it, the new request would be preempted.
@@ -254,7 +165,7 @@ class Scheduler:
             self.allocator.free(known)
             self._refused = request, self.allocator.num_free, self.allocator.num_remembered
             return False
-        if has_states:
+        if self.allocator.states.num_states:
             request.state = self.allocator.states.take()  # there is one for each running request
             assert request.state is not None
             if remembered is not None:

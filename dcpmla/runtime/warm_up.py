@@ -66,7 +66,7 @@ def _rounds(engine: Engine, longest: int) -> list[tuple[list[list[int]], Samplin
     size = min(longest, budget + budget // 2)
     prompts = [rng.choices(vocabulary, k=size) for _ in range(budget // size + 2)]
     rounds += [(prompts, _GREEDY), ([prompt[:64] for prompt in prompts], _DRAWN)]
-    if engine.scheduler.enable_prefix_caching:
+    if engine.scheduler.reuse.is_enabled:
         turns = [min(length, longest // 2) for length in (_TURN_TOKENS, _FEW_TOKENS)]
         document = rng.choices(vocabulary, k=min(_DOCUMENT_TOKENS, longest - turns[0]))
         for turn in turns:

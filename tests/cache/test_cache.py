@@ -161,7 +161,7 @@ def test_plan_is_what_is_allocated(
 
 def test_capacities_are_those_of_caches(config: MLAConfig) -> None:
     """The table's numbers, next to the bytes of tensors that are there."""
-    plans = capacity_table(DenseKind(replace(config, kv_lora_rank=128), 2), 10**6, (1, 4))
+    plans = capacity_table(DenseKind(replace(config, kv_lora_rank=128), 2), 10**6, 4, (1, 4))
     assert [(plan.dtype, plan.dcp_size) for plan in plans] == [
         (storage, size) for storage in (torch.bfloat16, torch.float8_e4m3fn, torch.uint8) for size in (1, 4)
     ]
@@ -176,7 +176,7 @@ def test_capacities_are_those_of_caches(config: MLAConfig) -> None:
             < (plan.tokens_total + plan.dcp_size * plan.block_size) * 1000
         )
     assert (
-        len(capacity_table(DenseKind(config, 2), 10**6, (1, 4))) == 4
+        len(capacity_table(DenseKind(config, 2), 10**6, 4, (1, 4))) == 4
     )  # a latent of 16 does not split into fp8_ds_mla's groups
 
 

@@ -95,7 +95,7 @@ def serve_families(directories: list[Path], tp: int, dcp_size: int, interleave: 
         (2, 2, 1, ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "mistral4")),
         (2, 2, 2, ("deepseek_v32", "glm_moe_dsa")),
         (4, 4, 1, ("deepseek_v32",)),
-        (2, 2, 1, ("deepseek_v4",)),
+        (2, 2, 1, ("deepseek_v4", "kimi_linear", "bailing_hybrid")),
     ],
 )
 def test_drafts_change_no_token(

@@ -117,7 +117,7 @@ def check(reference: Any, directory: Path, tp: int, cases: list[Case], device_ty
 
 
 # The families left out cut heads and cache as DeepSeek-V3.
-ON_FOUR = ("deepseek_v3", "longcat_flash", "deepseek_v32", "glm_moe_dsa", "deepseek_v4")
+ON_FOUR = ("deepseek_v3", "longcat_flash", "deepseek_v32", "glm_moe_dsa", "deepseek_v4", "kimi_linear")
 # A size that is no power of two cuts each kind of cache once.
 ON_THREE = ("deepseek_v3", "glm_moe_dsa", "longcat_flash", "deepseek_v4")
 SIZES = [(tp, family) for tp, some in ((1, FAMILIES), (2, FAMILIES), (3, ON_THREE), (4, ON_FOUR)) for family in some]

@@ -104,7 +104,7 @@ def test_sharding_keeps_its_gain(name: str) -> None:
     8, and the 21 x 132 / 4 = 693 of its keys by 1: 8 x 3,856 / (3,163 + 8 x 693) = 3.5 times as much.
     """
     model, room = read(name), 40 * 10**9
-    table = capacity_table(model.attention, room, (1, 8), num_states=1)
+    table = capacity_table(model.attention, room, 8, (1, 8), num_states=1)
     assert len(table) == 2 * len(FORMATS)
     for (kv, index), whole, shard in zip(FORMATS, table[::2], table[1::2], strict=True):
         assert shard.tokens_total >= 7.5 * whole.tokens_total > 0

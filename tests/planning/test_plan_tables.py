@@ -255,7 +255,7 @@ def test_sharding_keeps_its_gain_with_index_caches(read: Callable[[], ModelSize]
     model, room, machine = read(), 40 * 10**9, replace(H200X8, memory_bytes=1 << 40)
     (num_indexers,) = (p.count for p in model.parameters if p.name.endswith("indexer.wk.weight"))
     assert model.attention.num_index_layers == num_indexers == {61: 61, 78: 21}[model.attention.num_layers]
-    table = capacity_table(model.attention, room, (1, 8))
+    table = capacity_table(model.attention, room, 8, (1, 8))
     formats = [(kv, index) for kv in ("bf16", "fp8", "fp8_ds_mla") for index in ("auto", "fp8")]
     for (kv, index), whole, shard in zip(formats, table[::2], table[1::2], strict=True):
         assert shard.tokens_total >= 7.8 * whole.tokens_total

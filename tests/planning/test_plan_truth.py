@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
+from dcpmla.integrations.families.routing import num_routed_experts
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.integrations.sharded_model import ShardedModel
@@ -18,7 +19,7 @@ from dcpmla.parallel.mesh import init_mesh
 from dcpmla.parallel.quantized import BLOCK
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.predict import Setting, expected_experts, predict_step
-from tests.support.models import MLA_FAMILIES, random_model, save_tiny, tiny_config
+from tests.support.models import MLA_FAMILIES, STATE_FAMILIES, random_model, save_tiny, tiny_config
 from tests.support.quantized_models import save_wide, write_quantized
 from tests.support.ranks import run_ranks
 
@@ -47,7 +48,7 @@ def load_and_weigh(directories: list[Path], tp_size: int, expert_dtype: str) -> 
             held_bytes(
                 load_model(directory, config, dcp, mesh, exchange, None, cpu, is_spread, expert_dtype=expert_dtype)
             )
-            for is_spread in (False, hasattr(config, "n_routed_experts"))
+            for is_spread in (False, num_routed_experts(config) > 0)
         )
         found.append((cut, spread))
     return found
@@ -62,7 +63,7 @@ def check(directories: list[Path], tp_size: int, expert_dtype: str = "auto") -> 
 
 
 def test_every_family(tmp_path: Path) -> None:
-    directories = [tmp_path / family for family in (*MLA_FAMILIES, "deepseek_v4")]
+    directories = [tmp_path / family for family in (*MLA_FAMILIES, *STATE_FAMILIES)]
     for directory in directories:
         save_tiny(directory.name, directory)
     check(directories, 2)

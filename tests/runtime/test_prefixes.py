@@ -80,11 +80,11 @@ def test_salts_part_states() -> None:
         for _ in range(2):
             for piece in scheduler.schedule(0.0).pieces:
                 piece.request.num_computed_tokens += piece.num_tokens
-                scheduler.remember(piece.request)
+                scheduler.reuse.remember(piece.request)
         scheduler.remove(request)
     for own in ("", "a", "b", "c"):
         request = Request([*BEGINNING, 1], SamplingParams(max_new_tokens=1), cache_salt=own)
-        found.append(scheduler.allocator.find_with_state(request.block_keys(0, 5, BLOCK)))
+        found.append(scheduler.allocator.with_state(scheduler.allocator.find(request.block_keys(0, 5, BLOCK))))
     assert [len(blocks) for blocks, _ in found] == [5, 5, 5, 0]
     assert len({state for _, state in found}) == 4
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla.cache.blocks import BlockAllocator
-from dcpmla.cache.states import StatePool, num_states
+from dcpmla.cache.states import StatePool, Worth, num_states
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.scheduler import Scheduler
@@ -16,6 +16,8 @@ prompts = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=30), min_siz
 
 def serve(scheduler: Scheduler, requests: list[Request], memory: dict[int, list[int]]) -> None:
     """Run requests to their ends over states that hold the tokens they come from; every step checks them."""
+    for request in requests:
+        scheduler.reuse.add(request)
     scheduler.waiting.extend(requests)
     for _ in range(2000):
         step = scheduler.schedule(0.0)
@@ -32,7 +34,7 @@ def serve(scheduler: Scheduler, requests: list[Request], memory: dict[int, list[
             memory[request.state] = request.tokens(0, end)
             request.num_computed_tokens = end
         for request, *_ in step.pieces:
-            if (copy := scheduler.remember(request)) is not None:
+            if (copy := scheduler.reuse.remember(request)) is not None:
                 memory[copy[1]] = list(memory[copy[0]])
         for request, *_ in step.pieces:
             if not request.num_pending_tokens:
@@ -65,6 +67,89 @@ def test_a_prompt_is_found_again_with_its_state() -> None:
         request = Request(list(prompt), SamplingParams(max_new_tokens=2))
         serve(scheduler, [request], memory)
         assert request.num_cached_tokens == found
+
+
+class Server:
+    """A scheduler and the tokens in its states."""
+
+    def __init__(self, num_blocks: int, num_states: int, budget: int) -> None:
+        self.scheduler = Scheduler(BlockAllocator(num_blocks, BLOCK, num_states), budget, 2)
+        self.memory: dict[int, list[int]] = {}
+
+    def serve(self, *prompts: list[int], num_new: int = 3) -> list[Request]:
+        """Serve prompts that come at once."""
+        requests = [Request(list(prompt), SamplingParams(max_new_tokens=num_new)) for prompt in prompts]
+        serve(self.scheduler, requests, self.memory)
+        return requests
+
+    def cached(self, *prompts: list[int]) -> list[int]:
+        """Return how many tokens of each prompt are reused, of prompts that come at once."""
+        return [request.num_cached_tokens for request in self.serve(*prompts)]
+
+
+@pytest.mark.parametrize("budget", [7, 8, 33, 100])
+def test_prompts_that_part_inside_one(budget: int) -> None:
+    server, first = Server(100, 20, budget), [*range(1, 33)]
+    assert server.cached(first + [40] * 33, first + [50] * 5) == [0, 32]
+    # A border after 32 tokens is known by now; the second request that parts elsewhere makes that border known.
+    assert server.cached(first + [60] * 9) == [32]
+    before = server.cached(first[:20] + [70] * 9)[0]
+    assert before in (0, 8, 16)  # the steps of a long prompt end anywhere
+    assert server.cached(first[:20] + [80] * 9) == [20]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    parents=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30)), min_size=2, max_size=7),
+    budget=st.sampled_from([5, 9, 16, 200]),
+)
+def test_prompts_that_come_at_once_share_all_full_blocks(parents: list[tuple[int, int]], budget: int) -> None:
+    """Each prompt continues the beginning of the one before it: at most its last shared block is computed again."""
+    server, prompts = Server(1000, 60, budget), [list[int]()]
+    for number, (kept, more) in enumerate(parents):
+        prompts.append(prompts[-1][:kept] + [100 + number] * more)
+    prompts = prompts[1:]
+    cached = server.cached(*prompts)
+    for index, prompt in enumerate(prompts):
+        shared = [
+            next((i for i, (one, two) in enumerate(zip(prompt, other, strict=False)) if one != two), len(other))
+            for other in prompts[:index]
+        ]
+        num_blocks = min(max(shared, default=0), len(prompt) - 1) // BLOCK
+        assert cached[index] >= (num_blocks - 1) * BLOCK
+
+
+def test_a_long_prompt_evicts_no_state_of_more_worth() -> None:
+    server, system = Server(500, 8, 16), [7] * 20
+    assert server.cached([*system, 1, 1], [*system, 2, 2]) == [0, 20]
+    assert server.cached([9] * 700) == [0]
+    assert server.cached([*system, 3, 3]) == [20]
+    assert server.cached([9] * 699) == [696]
+
+
+def test_conversations_keep_their_latest_states() -> None:
+    """Each answer ends in a later state, which makes the states before it worth less; long prompts pass by."""
+    server, turns = Server(1000, 7, 100), [[1] * 9, [2] * 30]
+    found = [0, 0]
+    for number in range(5):
+        for index, prompt in enumerate(turns):
+            (request,) = server.serve(prompt, num_new=9)
+            assert request.num_cached_tokens == found[index]
+            found[index] = (len(prompt) + 8) // BLOCK * BLOCK  # all tokens but the last new one are computed
+            prompt += [*request.token_ids, 1, 2, 3]
+        server.cached([10 + number] * 400)
+
+
+def test_states_of_less_worth_give_way() -> None:
+    pool = StatePool(3)
+    assert [pool.remember(content, worth) for content, worth in ((1, 0), (2, 1), (3, 2))] == [0, 1, 2]  # type: ignore[arg-type]
+    assert pool.remember(4, Worth.PASSED) == 0  # for the one of equal worth
+    assert pool.remember(5, Worth.LATEST) == 0  # for that of less worth
+    assert pool.remember(6, Worth.PASSED) is None
+    pool.supersede(2)
+    assert pool.remember(7, Worth.PASSED) == 1
+    assert 3 in pool
+    assert pool.find(3) == 2
 
 
 def test_the_oldest_remembered_state_gives_way() -> None:

@@ -21,7 +21,8 @@ MLA_FAMILIES = (
     "axk1",
     *SPARSE_FAMILIES,
 )
-FAMILIES = (*MLA_FAMILIES, "deepseek_v4")
+STATE_FAMILIES = ("deepseek_v4", "kimi_linear", "bailing_hybrid")  # whose requests have a state of fixed size
+FAMILIES = (*MLA_FAMILIES, *STATE_FAMILIES)
 VOCAB_SIZE = 192  # also the eos id's home: 191 is left out of what prompts use
 
 _YARN = {
@@ -90,6 +91,14 @@ _V4 = {
 }
 
 
+_HYBRID = {
+    **{"num_local_experts" if name == "n_routed_experts" else name: value for name, value in _MOE.items()},
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+}
+
+
 def tiny_config(family: str) -> Any:
     common = {**_COMMON, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.8}}
     match family:
@@ -130,6 +139,14 @@ def tiny_config(family: str) -> Any:
         case "glm_moe_dsa":
             layers = {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]}
             return transformers.GlmMoeDsaConfig(**common, **{**_MOE, **layers}, **_INDEXER, first_k_dense_replace=1)
+        case "kimi_linear":
+            return transformers.KimiLinearConfig(
+                **{**_COMMON, "q_lora_rank": None}, **_HYBRID, linear_num_heads=24, linear_head_dim=8
+            )
+        case "bailing_hybrid":
+            return transformers.BailingHybridConfig(
+                **common, **_HYBRID, head_dim=8, layer_group_size=2, kda_lower_bound=-2.0
+            )
         case "deepseek_v4":
             return transformers.DeepseekV4Config(**_V4, rope_parameters=dict(_YARN), attn_implementation="eager")
     raise ValueError(family)
@@ -145,6 +162,8 @@ def random_model(config: Any, seed: int = 0) -> Any:
             tensor.data.uniform_(0.5, 1.5)
         elif name.endswith(("bias", "sinks", "_hc.base", "hc_head.hc_base")):
             tensor.data.normal_(0, 0.2)
+        elif name.endswith("A_log"):  # states that remember tokens for a while
+            tensor.data.uniform_(-4, 0)
         elif name.endswith("tid2eid"):  # routes by token ids, each to other experts
             tensor.data.copy_(torch.rand(len(tensor), config.n_routed_experts).argsort(1)[:, : tensor.shape[1]])
     return model

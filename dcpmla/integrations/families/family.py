@@ -54,7 +54,12 @@ class Family:
         check_raw_config(raw)
         if not has_quantized_weights(raw.get("quantization_config") or {}):
             del raw["quantization_config"]
-        config = getattr(transformers, f"{self.class_prefix}Config").from_dict(raw)
+        config_class = getattr(transformers, f"{self.class_prefix}Config", None)
+        if config_class is None:
+            raise ValueError(
+                f"model: transformers {transformers.__version__} has no {self.class_prefix}Config; install a later one"
+            )
+        config = config_class.from_dict(raw)
         check_model(config, self.routing)
         self.check_attention(config)
         return config
@@ -111,7 +116,7 @@ def _mla_config(config: Any) -> MLAConfig:
         ValueError: A field that no attention can have.
     Source: the attention classes of transformers; YaRN's mscale from the DeepSeek-V2 paper.
     """
-    rope = config.rope_parameters or {}
+    rope = getattr(config, "rope_parameters", None) or {}
     scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
     if rope.get("rope_type", "default") != "default" and rope.get("mscale_all_dim"):
         scale *= yarn_mscale(rope["factor"], rope["mscale_all_dim"]) ** 2

@@ -53,7 +53,7 @@ class Routing:
 
     def check(self, config: Any) -> None:
         """Raise ValueError for experts that the router cannot choose."""
-        chosen, num_experts = config.num_experts_per_tok, config.n_routed_experts
+        chosen, num_experts = config.num_experts_per_tok, num_routed_experts(config)
         num_choices = num_experts + (getattr(config, "zero_expert_num", None) or 0)
         if self.has_groups(config):
             groups, least = config.n_group, 2 if self.group_score == "top2_sum" else 1
@@ -71,3 +71,9 @@ class Routing:
                 f"{name} is {chosen}; it must be in [{self.least_chosen}, {num_choices}], what n_routed_experts "
                 f"{num_experts} and groups of them leave to choose from"
             )
+
+
+def num_routed_experts(config: Any) -> int:
+    """Return the number of experts that a router of a transformers config chooses from; 0 for a model without any."""
+    names = "n_routed_experts", "num_local_experts"  # DeepSeek's, and hybrids'
+    return next((number for name in names if (number := getattr(config, name, None))), 0)

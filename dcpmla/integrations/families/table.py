@@ -9,6 +9,7 @@ from dcpmla.attention.kind import AttentionKind, DenseKind
 from dcpmla.config import choices
 from dcpmla.integrations.families.deepseek_v4 import DEEPSEEK_V4
 from dcpmla.integrations.families.family import Family
+from dcpmla.integrations.families.hybrid import KIMI_LINEAR, LING
 from dcpmla.integrations.families.longcat import LONGCAT
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.sparse import SparseFamily
@@ -46,6 +47,8 @@ FAMILIES: dict[str, Family] = {
     "sarvam_mla": _Sarvam("SarvamMLA"),
     "glm4_moe_lite": Family("Glm4MoeLite"),
     "longcat_flash": LONGCAT,
+    "kimi_linear": KIMI_LINEAR,
+    "bailing_hybrid": LING,
     "mistral4": _Mistral4("Mistral4", Routing(scoring="softmax")),
     "youtu": Family("Youtu"),
     "axk1": Family("AXK1", Routing(needs_bias=False)),
@@ -55,16 +58,32 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+# Families that transformers has, with the parts that this package does not compute.
+REFUSED = {
+    "axk2": "norms with gates before its layers, and gates of attention's output",
+    "dots3_note": "windows in layers of MLA",
+    "glm5_next": "hyper-connections around MLA, and an indexer over pools of keys",
+    "hy_v4": "hyper-connections, gates and sinks around sparse MLA",
+    "minicpm3": "scaled residual branches",
+    "mistral_large4": "layers that share another layer's latents",
+}
+
+
 def find_family(model_type: str) -> Family:
     """Return the family of a model type.
 
     Raises:
         ValueError: The architecture is not in the table.
     """
-    if str(model_type) not in FAMILIES:  # a file may have a value of any type
-        known = choices(tuple(FAMILIES))
-        raise ValueError(f"model: architecture {model_type!r} is not an MLA model this runtime knows; {known}")
-    return FAMILIES[model_type]
+    name = str(model_type)  # a file may have a value of any type
+    if name in FAMILIES:
+        return FAMILIES[name]
+    for refused, reason in REFUSED.items():
+        if name.startswith(refused):  # the text model of a multimodal one, too
+            raise ValueError(f"model: architecture {model_type!r} has {reason}, which this runtime does not compute")
+    raise ValueError(
+        f"model: architecture {model_type!r} is not an MLA model this runtime knows; {choices(tuple(FAMILIES))}"
+    )
 
 
 def family_of(config: Any) -> Family:

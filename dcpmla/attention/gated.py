@@ -1,0 +1,53 @@
+"""MLA with a gate of each head's output (Ling)."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from dcpmla.attention.layer import MLAAttention
+from dcpmla.attention.placement import Placement
+from dcpmla.attention.step import StepMetadata
+from dcpmla.cache.latent import LayerCache
+from dcpmla.config import MLAConfig
+from dcpmla.parallel.fp8 import PlainRows, plain
+from dcpmla.parallel.linear import Linear, Weight, read_linear, shard
+
+
+class GatedAttention(MLAAttention):
+    """MLA whose heads' outputs are multiplied by gates before the output projection.
+
+    Args:
+        config: Geometry of the whole layer, before it is sharded.
+        placement: Ranks of the layer, and dtype and device of its parameters, uninitialized until `load_weights`.
+    Attributes:
+        output_gate: Projection of hidden states to the logits of this rank's gates, one per head.
+    Source: transformers' bailing_hybrid.
+    """
+
+    def __init__(self, config: MLAConfig, placement: Placement) -> None:
+        super().__init__(config, placement)
+        self.output_gate = Linear(config.hidden_size, self.num_heads, **placement.factory_kwargs)
+
+    def load_weights(self, weights: Mapping[str, Weight]) -> None:
+        """Load weights as `MLAAttention.load_weights` documents, and the gates' "g_proj.weight"."""
+        super().load_weights(weights)
+        heads, shape = (
+            shard(self.config.num_heads, self.mesh.tp_group),
+            (self.config.num_heads, self.config.hidden_size),
+        )
+        self.output_gate.load(read_linear(weights, "g_proj.weight", shape, heads))
+
+    def forward(self, hidden_states: PlainRows, cache: LayerCache | None, step: StepMetadata | None) -> Tensor:
+        """Run one step of a batch (`MLAAttention.forward`). Collective."""
+        return self.o_proj(self._gated(hidden_states, cache, step))
+
+    def partial(self, hidden_states: PlainRows, cache: LayerCache | None, step: StepMetadata | None) -> Tensor:
+        """Run `forward` up to the sum over the TP ranks, and return this rank's part of it. Collective."""
+        return self.o_proj.partial(self._gated(hidden_states, cache, step))
+
+    def _gated(self, hidden_states: PlainRows, cache: LayerCache | None, step: StepMetadata | None) -> Tensor:
+        """Return the heads' outputs [T, h V] times their gates."""
+        out = self.attend(hidden_states, cache, step)
+        assert isinstance(out, Tensor)  # it is quantized only if asked
+        gates = self.output_gate(hidden_states).float().sigmoid().to(plain(hidden_states).dtype)
+        return (out.unflatten(-1, (self.num_heads, -1)) * gates[..., None]).flatten(1)

@@ -1,0 +1,69 @@
+"""The arguments of one call of Kimi Delta Attention."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+NORM_EPS = 1e-6  # norms of queries and keys divide by sqrt(x^2 + this)
+LINEAR_FROM = 20.0  # softplus(x) is x from here on
+
+
+class DeltaTokens(NamedTuple):
+    """The projections of a step's tokens for h heads of width D.
+
+    Attributes:
+        qkv: Queries, keys and values before the convolution [T, 3 h D].
+        decay: Logits of the decays [T, h D].
+        beta: Logits of the rates of replacement [T, h].
+        gate: Logits of the output's gates [T, h D].
+    """
+
+    qkv: Tensor
+    decay: Tensor
+    beta: Tensor
+    gate: Tensor
+
+
+class DeltaWeights(NamedTuple):
+    """The parameters of h heads.
+
+    Attributes:
+        conv: Weights of the convolution [3 h D, conv_size], the last column for the token itself.
+        log_rate: Logarithm of each head's rate of decay [h], float32.
+        decay_bias: Bias of the decays [h D], float32.
+        norm: Weight of the norm of the output [D].
+    """
+
+    conv: Tensor
+    log_rate: Tensor
+    decay_bias: Tensor
+    norm: Tensor
+
+
+class DeltaState(NamedTuple):
+    """The states of all requests in one layer on one rank.
+
+    Attributes:
+        recent: Latest inputs of the convolution [num_states, num_recent, 3 h D]: the token at position p has row
+            p % num_recent.
+        memory: Keys to values [num_states, num_copies, h, D, D], float32: copy p % num_copies is the one after the
+            token at position p, so that a request whose drafts were rejected continues from an earlier copy.
+    """
+
+    recent: Tensor
+    memory: Tensor
+
+
+class DeltaRequests(NamedTuple):
+    """The requests of a step, int32.
+
+    Attributes:
+        start: First row of each request's tokens [num_reqs].
+        first_position, end: Position of its first token, and of the token after its last [num_reqs].
+        state: Number of its state [num_reqs]; negative for padding.
+    """
+
+    start: Tensor
+    first_position: Tensor
+    end: Tensor
+    state: Tensor

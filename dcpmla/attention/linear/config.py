@@ -1,0 +1,55 @@
+"""The geometry of a layer of Kimi Delta Attention, linear attention with a decay for each column of its keys."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from dcpmla.config import LARGEST_SIZE, choices, divisors
+from dcpmla.fields import FLAG, check_fields, number, optional, rules_of, whole
+
+_Size = Annotated[int, whole(1, LARGEST_SIZE)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaConfig:
+    """Geometry and constants of one layer of Kimi Delta Attention (KDA), before it is sharded.
+
+    Attributes:
+        num_heads, head_dim: Heads, and width of each head's queries, keys and values.
+        conv_size: Tokens that the short convolution before attention covers, the token itself included.
+        rms_norm_eps: Epsilon of the norm of the output.
+        has_low_ranks: Whether decays and gates of the output are projected through head_dim columns (Kimi Linear,
+            GLM-5-Next), not at once (Ling).
+        decay_floor: Lower bound of the decay's logarithm (GLM-5-Next, Ling); None for no bound (Kimi Linear).
+    Raises:
+        ValueError: A field has another type or is outside its range.
+    Source: Kimi Linear's report, section 3.
+    """
+
+    hidden_size: _Size
+    num_heads: _Size
+    head_dim: _Size
+    conv_size: Annotated[int, whole(2, 64)]
+    rms_norm_eps: Annotated[float, number(0)]
+    has_low_ranks: Annotated[bool, FLAG] = True
+    decay_floor: Annotated[float | None, optional(number(-100))] = None
+
+    def __post_init__(self) -> None:
+        check_fields(rules_of(DeltaConfig), vars(self), "delta.{}".format)
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the bytes of a request's memory in a layer, on all TP ranks together."""
+        return self.num_heads * self.head_dim**2 * 4
+
+    def heads_per_rank(self, tensor_parallel_size: int) -> int:
+        """Return the number of heads of one TP rank.
+
+        Raises:
+            ValueError: The heads do not divide; the message lists sizes that do.
+        """
+        if tensor_parallel_size < 1 or self.num_heads % tensor_parallel_size:
+            raise ValueError(
+                f"tensor_parallel_size (-tp) is {tensor_parallel_size}; it must divide the {self.num_heads} heads of "
+                f"the model's linear attention: {choices(divisors(self.num_heads))}"
+            )
+        return self.num_heads // tensor_parallel_size

@@ -1,0 +1,134 @@
+"""A layer of Kimi Delta Attention, its heads sharded over the TP group."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dcpmla.attention.linear.calls import DeltaRequests, DeltaState, DeltaTokens, DeltaWeights
+from dcpmla.attention.linear.chunked import attend_in_chunks
+from dcpmla.attention.linear.config import DeltaConfig
+from dcpmla.attention.linear.delta import delta_attention
+from dcpmla.attention.linear.step import DeltaMetadata
+from dcpmla.attention.placement import Placement
+from dcpmla.attention.step import StepMetadata
+from dcpmla.parallel.fp8 import PlainRows, plain
+from dcpmla.parallel.linear import Linear, RowParallelLinear, Weight, fill, read_linear, read_weight, shard
+
+
+class DeltaAttention(nn.Module):
+    """Kimi Delta Attention: projections, a short convolution, the recurrence over a state, a gated norm.
+
+    Dims: T tokens, h heads of this rank, D their width.
+
+    Args:
+        config: Geometry of the whole layer, before it is sharded.
+        placement: Ranks of the layer, and dtype and device of its parameters, uninitialized until `load_weights`.
+    Attributes:
+        in_proj: Projections to queries, keys, values, decays and gates or their low ranks, and beta.
+    Raises:
+        ValueError: Heads do not divide by the TP size.
+    Source: Kimi Linear's report, section 3; projections are named as in Kimi's checkpoints.
+    """
+
+    conv: Tensor
+    log_rate: Tensor
+    decay_bias: Tensor
+    norm: Tensor
+    decay_proj: nn.Module
+    gate_proj: nn.Module
+
+    def __init__(self, config: DeltaConfig, placement: Placement) -> None:
+        super().__init__()
+        new: dict[str, Any] = placement.factory_kwargs
+        hidden, dim, group = config.hidden_size, config.head_dim, placement.mesh.tp_group
+        self.config, self._group = config, group
+        self.num_heads = config.heads_per_rank(placement.mesh.tp_size)
+        width = self.num_heads * dim
+        gate_width = dim if config.has_low_ranks else width
+        self._widths = [3 * width, gate_width, gate_width, self.num_heads]
+        self.in_proj = Linear(hidden, sum(self._widths), **new)
+        self.decay_proj = self.gate_proj = nn.Identity()
+        if config.has_low_ranks:
+            self.decay_proj, self.gate_proj = Linear(dim, width, **new), Linear(dim, width, **new)
+        self.o_proj = RowParallelLinear(config.num_heads * dim, hidden, False, group, **new)
+        self.register_buffer("conv", torch.empty(3 * width, config.conv_size, **new))
+        self.register_buffer("norm", torch.empty(dim, **new))
+        for name, size in (("log_rate", self.num_heads), ("decay_bias", width)):
+            self.register_buffer(name, torch.empty(size, device=placement.device))
+
+    @property
+    def takes_quantized(self) -> bool:
+        """Return whether the layer accepts quantized hidden states."""
+        return self.in_proj.takes_quantized
+
+    def load_weights(self, weights: Mapping[str, Weight]) -> None:
+        """Read this rank's part of every parameter.
+
+        Args:
+            weights: Whole weights by their names in a checkpoint, or in transformers' module.
+        Raises:
+            ValueError: A weight is missing, or its shape does not match the config.
+        """
+        weights = {name.removeprefix("forget_gate."): weight for name, weight in weights.items()}
+        config = self.config
+        hidden, dim, width = config.hidden_size, config.head_dim, config.num_heads * config.head_dim
+        columns, heads = shard(width, self._group), shard(config.num_heads, self._group)
+        names, low_ranks = ("qkv", "fg") if config.has_low_ranks else ("qkvfg", "")
+        self.in_proj.load(
+            *(read_linear(weights, f"{name}_proj.weight", (width, hidden), columns) for name in names),
+            *(read_linear(weights, f"{name}_a_proj.weight", (dim, hidden)) for name in low_ranks),
+            read_linear(weights, "b_proj.weight", (config.num_heads, hidden), heads),
+        )
+        for linear, name in zip((self.decay_proj, self.gate_proj), low_ranks, strict=False):
+            assert isinstance(linear, Linear)
+            linear.load(read_linear(weights, f"{name}_b_proj.weight", (width, dim), columns))
+        self.o_proj.load(read_linear(weights, "o_proj.weight", (hidden, width), slice(None), columns))
+        self._load_convolution(weights, width, columns)
+        is_kimi = "A_log" in weights and len(weights["A_log"].shape) == 4
+        rates = (1, 1, config.num_heads, 1) if is_kimi else (config.num_heads,)
+        fill(self.log_rate, read_weight(weights, "A_log", rates).flatten()[heads])
+        fill(self.decay_bias, read_weight(weights, "dt_bias", (width,), columns))
+        fill(self.norm, read_weight(weights, "o_norm.weight", (dim,)))
+
+    def _load_convolution(self, weights: Mapping[str, Weight], width: int, columns: slice) -> None:
+        """Read the convolution: a tensor for each of queries, keys and values, or transformers' one of all."""
+        size = self.config.conv_size
+        if "conv1d.weight" in weights:
+            whole = read_weight(weights, "conv1d.weight", (3 * width, 1, size))
+            parts = [part[columns] for part in whole.chunk(3)]
+        else:
+            parts = [read_weight(weights, f"{name}_conv1d.weight", (width, 1, size), columns) for name in "qkv"]
+        fill(self.conv, *(part.flatten(1) for part in parts))
+
+    def partial(self, hidden_states: PlainRows, cache: DeltaState | None, step: StepMetadata | None) -> Tensor:
+        """Return this rank's part of the layer's output [T, hidden], before the sum over the TP ranks.
+
+        Args:
+            hidden_states: Hidden states [T, hidden], optionally quantized where `takes_quantized`; rows from
+                step.num_tokens on are padding.
+            cache: States of this layer, read and written; None, like step, in a profile.
+        """
+        qkv, decay, gate, beta = self.in_proj(hidden_states).split(self._widths, -1)
+        tokens = DeltaTokens(qkv, self.decay_proj(decay), beta, self.gate_proj(gate))
+        out = plain(hidden_states).new_zeros(len(qkv), self.num_heads * self.config.head_dim)
+        if step is not None:
+            step.vary(self._attend, out, tokens, cache)
+        return self.o_proj.partial(out)
+
+    def _attend(self, out: Tensor, tokens: DeltaTokens, state: DeltaState, step: StepMetadata) -> None:
+        """Write the output of a step's tokens, the first rows."""
+        metadata = step.get(DeltaMetadata)
+        assert metadata is not None
+        weights = DeltaWeights(self.conv, self.log_rate, self.decay_bias, self.norm)
+        constants = self.config.rms_norm_eps, self.config.decay_floor
+        requests, num_rows, pieces = metadata.requests, step.num_tokens, metadata.pieces
+        if pieces is not None:
+            rows = slice(pieces.first_row, num_rows)
+            tokens_there = DeltaTokens(*(column[rows] for column in tokens))
+            attend_in_chunks(out[rows], tokens_there, weights, state, pieces, *constants)
+            requests, num_rows = DeltaRequests(*(x[: pieces.num_requests] for x in requests)), pieces.first_row
+        if num_rows:
+            tokens = DeltaTokens(*(column[:num_rows] for column in tokens))
+            delta_attention(out[:num_rows], tokens, weights, state, requests, *constants)

@@ -1,0 +1,90 @@
+"""Families of layers of MLA and of Kimi Delta Attention: Kimi Linear and Ling."""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dcpmla.attention.linear.config import DeltaConfig
+from dcpmla.attention.linear.kind import HybridKind
+from dcpmla.config import LARGEST_SIZE
+from dcpmla.fields import check_fields, list_of, one_of, whole
+from dcpmla.integrations.checkpoint_names import rename
+from dcpmla.integrations.families.family import Family
+
+_NAMES = [
+    (re.compile(pattern), name)
+    for pattern, name in (
+        (r"\.block_sparse_moe\.", ".mlp."),  # Kimi's
+        (r"(\.experts\.\d+)\.w1\.", r"\1.gate_proj."),
+        (r"(\.experts\.\d+)\.w2\.", r"\1.down_proj."),
+        (r"(\.experts\.\d+)\.w3\.", r"\1.up_proj."),
+        (r"^model\.word_embeddings\.", "model.embed_tokens."),  # Ling's
+        (r"\.attention\.", ".self_attn."),
+        (r"\.self_attn\.dense\.", ".self_attn.o_proj."),
+        (r"\.mlp\.gate\.expert_bias$", ".mlp.gate.e_score_correction_bias"),
+    )
+]
+_TYPES = ("full_attention", "linear_attention")
+_RULES = {
+    "layer_types": list_of(one_of(_TYPES)),
+    **dict.fromkeys(("linear_num_heads", "linear_head_dim"), whole(1, LARGEST_SIZE)),
+    "linear_conv_kernel_dim": whole(2, 64),
+}
+
+
+@dataclass(frozen=True)
+class _Hybrid(Family):
+    """A family whose blocks are DeepSeek-V3's but for their attention."""
+
+    def attention(self, config: Any, has_mtp: bool = False) -> HybridKind:
+        """Return layers of MLA and of linear attention."""
+        mla = super().attention(config).config
+        delta = DeltaConfig(
+            hidden_size=config.hidden_size,
+            num_heads=config.linear_num_heads,
+            head_dim=config.linear_head_dim,
+            conv_size=config.linear_conv_kernel_dim,
+            rms_norm_eps=config.rms_norm_eps,
+        )
+        is_linear = tuple(kind == "linear_attention" for kind in config.layer_types)
+        return HybridKind(mla, config.num_hidden_layers, delta, is_linear)
+
+    def module_name(self, name: str, num_layers: int) -> str:
+        """Return the name of transformers' module, by the names of the experts, too."""
+        return rename(super().module_name(name, num_layers), _NAMES)
+
+
+@dataclass(frozen=True)
+class _KimiLinear(_Hybrid):
+    """Kimi Linear, whose MLA has no positions."""
+
+    def attention(self, config: Any, has_mtp: bool = False) -> HybridKind:
+        """Return layers of MLA and of linear attention."""
+        kind = super().attention(config)
+        return replace(kind, config=replace(kind.config, use_rope=False))
+
+
+@dataclass(frozen=True)
+class _Ling(_Hybrid):
+    """Ling, whose MLA has gates of its output, and whose linear attention has a floor of its decays."""
+
+    def attention(self, config: Any, has_mtp: bool = False) -> HybridKind:
+        """Return layers of MLA and of linear attention."""
+        kind = super().attention(config)
+        floor = config.kda_lower_bound if config.kda_safe_gate else None
+        delta = replace(kind.delta, has_low_ranks=False, decay_floor=floor)
+        return replace(kind, has_output_gate=True, delta=delta)
+
+
+def _check(config: Any) -> None:
+    """Raise ValueError unless each layer is MLA or linear attention, and both exist."""
+    check_fields(_RULES, {name: getattr(config, name) for name in _RULES})
+    if len(config.layer_types) != config.num_hidden_layers or {*config.layer_types} != {*_TYPES}:
+        raise ValueError(
+            f"layer_types has {config.layer_types}; each of {config.num_hidden_layers} layers has one, and both "
+            f"{' and '.join(_TYPES)} must be there"
+        )
+
+
+KIMI_LINEAR = _KimiLinear("KimiLinear", check_attention=_check)
+LING = _Ling("BailingHybrid", check_attention=_check)

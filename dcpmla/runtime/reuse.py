@@ -1,0 +1,132 @@
+"""Reuse of computed blocks, and of states, among requests that begin with the same tokens."""
+
+from collections.abc import Iterable
+
+from dcpmla.cache.blocks import BlockAllocator
+from dcpmla.cache.states import Worth
+from dcpmla.runtime.prefixes import ComingBlocks, Forks
+from dcpmla.runtime.request import Request
+
+
+class PrefixReuse:
+    """The part of a scheduler that remembers blocks and finds them again.
+
+    In a cache with states a prefix is reused only up to a remembered state. So pieces of prompts end on block borders
+    where a state is worth a copy.
+
+    Args:
+        allocator: Blocks of the cache.
+        is_enabled: Whether full blocks are remembered at all.
+    """
+
+    def __init__(self, allocator: BlockAllocator, is_enabled: bool) -> None:
+        self._allocator, self._block_tokens, self.is_enabled = allocator, allocator.block_tokens, is_enabled
+        # None without states, and where nothing is reused.
+        self._forks = Forks(allocator.block_tokens) if allocator.states.num_states and is_enabled else None
+
+    def add(self, request: Request) -> None:
+        """Hash the blocks of a prompt on arrival, so that no step waits for the hashes of many long prompts."""
+        if self.is_enabled and not request.is_scored:
+            request.block_keys(0, (len(request.prompt_token_ids) - 1) // self._block_tokens, self._block_tokens)
+            if self._forks is not None:
+                self._forks.add(request)
+
+    def remove(self, request: Request) -> None:
+        """Remove a request that has ended."""
+        if self._forks is not None:
+            self._forks.remove(request)
+
+    def find(self, request: Request) -> tuple[list[int], int | None]:
+        """Return the blocks that a request can reuse, and in a cache with states the state after them, or None."""
+        # The last token is always computed, because its logits are needed, and so is a scored prompt.
+        if not self.is_enabled or request.is_scored:
+            return [], None
+        keys = request.block_keys(0, (request.num_tokens - 1) // self._block_tokens, self._block_tokens)
+        blocks = self._allocator.find(keys)
+        if self._forks is None:
+            return blocks, None
+        known, state = self._allocator.with_state(blocks)
+        if len(known) < len(blocks):
+            self._forks.mark(keys[len(blocks) - 1])
+        request.latest_key = keys[len(known) - 1] if known else None
+        return known, state
+
+    def coming_blocks(self, running: Iterable[Request]) -> ComingBlocks:
+        """Return the blocks that running requests will remember."""
+        coming = ComingBlocks(self._block_tokens)
+        for request in running:
+            if request.num_pending_tokens > 1:
+                self.add_coming(request, coming)
+        return coming
+
+    def add_coming(self, request: Request, coming: ComingBlocks) -> None:
+        """Add the blocks that a running request will remember."""
+        if self.is_enabled:
+            coming.add(request, None if self._forks is None else self._borders(self._forks, request))
+
+    def is_held(self, request: Request, coming: ComingBlocks) -> bool:
+        """Return whether a waiting request finds more blocks if it waits for running ones."""
+        num_coming = coming.find(request)
+        if self._forks is None or not num_coming:
+            return num_coming > 0  # without states, a block that is still to come is always one more
+        keys = request.block_keys(num_coming - 1, (request.num_tokens - 1) // self._block_tokens, self._block_tokens)
+        return not any(map(self._allocator.has_state, keys))
+
+    def longest_piece(self, request: Request) -> int:
+        """Return the number of a request's tokens to compute next: all, or up to the next border where its state is to
+        be remembered.
+        """
+        borders = None if self._forks is None else self._borders(self._forks, request)
+        if not borders:
+            return request.num_pending_tokens
+        return borders[0] * self._block_tokens - request.num_computed_tokens
+
+    def cut_piece(self, request: Request, num_tokens: int) -> int:
+        """Return num_tokens of a piece, or up to half fewer so that it ends with a block, after which a state can be
+        remembered.
+        """
+        if self._forks is None:
+            return num_tokens
+        num_over = (request.num_computed_tokens + num_tokens) % self._block_tokens
+        return num_tokens - num_over if 2 * num_over < num_tokens else num_tokens
+
+    def remember(self, request: Request) -> tuple[int, int] | None:
+        """Let requests that start with the same tokens find this one's full, computed blocks of known tokens.
+
+        Returns:
+            The copy of its state to make before the next step, (source, target); None without one.
+        """
+        block_tokens, blocks = self._block_tokens, request.block_ids
+        if not self.is_enabled or request.num_computed_tokens // block_tokens == request.num_remembered_blocks:
+            return None
+        num_known = min(request.num_computed_tokens, request.num_known_tokens)
+        start, end = request.num_remembered_blocks, num_known // block_tokens
+        for block, key in zip(blocks[start:end], request.block_keys(start, end, block_tokens), strict=True):
+            self._allocator.remember(block, key)
+        request.num_remembered_blocks = end
+        if self._forks is None or num_known % block_tokens or num_known < request.num_computed_tokens:
+            return None  # the state is the one after all tokens computed
+        return self._remember_state(self._forks, request, start, end)
+
+    def _remember_state(self, forks: Forks, request: Request, start: int, end: int) -> tuple[int, int] | None:
+        """Return the copy of a request's state after `end` blocks (`remember`), if the state is worth one: where
+        sequences part, after all full blocks, and in a long prompt where the number of blocks has doubled.
+        """
+        assert request.state is not None
+        (key,) = request.block_keys(end - 1, end, self._block_tokens)
+        is_latest = end >= (len(request.prompt_token_ids) - 1) // self._block_tokens
+        if is_latest and request.latest_key is not None:
+            self._allocator.supersede_state(request.latest_key)
+        if is_latest:
+            request.latest_key = key
+        elif key not in forks and end.bit_length() == start.bit_length():
+            return None
+        worth = Worth.SHARED if key in forks else Worth.LATEST if is_latest else Worth.PASSED
+        target = self._allocator.remember_state(key, worth)
+        return None if target is None else (request.state, target)
+
+    def _borders(self, forks: Forks, request: Request) -> list[int]:
+        """Return the numbers of blocks after which a running request will remember its state."""
+        # A preempted request's tokens are a prompt's again.
+        last = (request.num_known_tokens - 1) // self._block_tokens
+        return forks.borders(request, request.num_computed_tokens // self._block_tokens, last)
