@@ -3,7 +3,7 @@ floor, ratios, errors.
 """
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
@@ -16,9 +16,8 @@ import torch
 from dcpmla.attention.backends import DECODE_BACKENDS
 from dcpmla.bench.cache_formats import add_cache_arguments, quantized_name, query_dtypes
 from dcpmla.bench.decode_inputs import Answer, Caches, DecodeCase, DecodeInputs, MakeKernel, Ours, measure_ceilings
-from dcpmla.bench.layouts import Load, load_of
 from dcpmla.bench.peers import PEERS, Formats, check_peers, load_adapters
-from dcpmla.bench.plots import new_figure, save_figure, select
+from dcpmla.bench.plots import draw_lines, new_figure, save_figure, select
 from dcpmla.bench.results import Row, dtype_name, finite, is_within
 from dcpmla.bench.runner import Benchmark, Kept, leave_out
 from dcpmla.bench.timing import Timing, calls_over, time_with_result
@@ -46,7 +45,7 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
     """
 
     ranks_of = "one"
-    plot_help = "shares of the floor and ratios"
+    plot_help = "shares of the floor's speed"
 
     def __init__(self, args: argparse.Namespace, job: Job) -> None:
         super().__init__(args, job)
@@ -186,30 +185,26 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
     def findings(self, rows: Sequence[Row]) -> dict[str, Any]:
         return {"ceilings": asdict(self.ceilings)}
 
-    def plot(self, path: Path, rows: Sequence[Row]) -> None:
-        """Draw for each number of heads every kernel's share of the floor's speed; and the first kernel's ratio to its
-        best peer. A kernel measured over several formats is drawn once for each.
+    @staticmethod
+    def plot(path: Path, rows: Sequence[Row]) -> None:
+        """Draw every kernel's share of the floor's speed over the cached tokens of all requests, for each number of
+        heads and the fewest new tokens. A kernel measured over several formats is drawn once for each.
         """
-        heads, query_lens = sorted({row["heads"] for row in rows}), sorted({row["query_len"] for row in rows})
-        rows = [{**row, "name": kernel_name(row)} for row in rows]
-        names, loads = list(dict.fromkeys(row["name"] for row in rows)), sorted({load_of(row) for row in rows})
-        title = f"decode kernels, {dtype_name(self.dtype)}, blocks of {self.args.block_size}"
-        figure, axes = new_figure(title, num_axes=len(heads) + 1, width=max(4.8, 0.4 * len(loads)))
-        for axis, num_heads in zip(axes, heads, strict=False):
-            for name in names:
-                lines = select(rows, name=name, heads=num_heads, query_len=query_lens[0])
-                _plot_over_loads(axis, loads, {load_of(row): row["floor_share"] for row in lines}, name)
-            axis.set_title(f"{num_heads} heads, {query_lens[0]} new")
-            axis.set_ylim(bottom=0)
-        axes[0].set_ylabel("share of the floor's speed")
+        heads, query_len = sorted({row["heads"] for row in rows}), min(row["query_len"] for row in rows)
         kernel = rows[0]["kernel"]
-        for name, num_heads, query_len in product(names, heads, query_lens):
-            lines = select(rows, name=name, kernel=kernel, heads=num_heads, query_len=query_len)
-            ratios = {load_of(row): ratio for row in lines if (ratio := best_peer_ratio(row)) is not None}
-            if ratios:
-                _plot_over_loads(axes[-1], loads, ratios, f"{name}, {num_heads} heads, {query_len} new")
-        axes[-1].axhline(1.0, color="black", linewidth=0.8)
-        axes[-1].set_title(f"the best peer's time over {kernel}'s")
+        ours = select(rows, kernel=kernel)
+        title = f"{kernel}: {median(row['floor_share'] for row in ours):.0%} of the floor's speed in the median"
+        if ratios := [ratio for row in ours if (ratio := best_peer_ratio(row)) is not None]:
+            title += f", {median(ratios):.2f} x the best other kernel's"
+        figure, axes = new_figure(title, num_axes=len(heads), width=4.8)
+        for axis, num_heads in zip(axes, heads, strict=True):
+            shares: dict[str, dict[int, list[float]]] = {}
+            for row in select(rows, heads=num_heads, query_len=query_len):
+                of_loads = shares.setdefault(kernel_name(row), {}).setdefault(row["batch"] * row["context"], [])
+                of_loads.append(row["floor_share"])
+            axis.set_title(f"{num_heads} heads, new tokens: {query_len}")
+            lines = {name: [(x, median(y)) for x, y in points.items()] for name, points in shares.items()}
+            draw_lines(axis, lines, "cached tokens of all requests", "share of the floor's speed")
         save_figure(path, figure)
 
 
@@ -250,12 +245,6 @@ def best_peer_ratio(row: Row) -> float | None:
 def kernel_name(row: Row) -> str:
     """Return the kernel of a row, and its inputs if they are quantized."""
     return ", ".join(filter(None, [row["kernel"], quantized_name(row["kv_cache_dtype"], row["decode_query_dtype"])]))
-
-
-def _plot_over_loads(axis: Any, loads: Sequence[Load], values: Mapping[Load, float], label: str) -> None:
-    axis.plot([loads.index(load) for load in values], list(values.values()), ".-", label=label)
-    axis.set_xticks(range(len(loads)), [f"{batch} x {context:,}" for batch, context in loads], rotation=90)
-    axis.legend(fontsize="small")
 
 
 BENCHMARK = Decode

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from dcpmla.bench.exchange_inputs import (
     with_direct,
 )
 from dcpmla.bench.peers import load_adapters
-from dcpmla.bench.plots import LINE_STYLES, MARKERS, legend_beside, new_figure, save_figure, select
+from dcpmla.bench.plots import draw_lines, new_figure, save_figure, select
 from dcpmla.bench.results import Row, dtype_name, finite, is_within
 from dcpmla.bench.runner import Benchmark, Kept
 from dcpmla.bench.timing import calls_per_sample, is_h200, largest, time_with_result
@@ -168,33 +169,29 @@ class ExchangeBenchmark(Benchmark[Exchanged, ExchangeInputs]):
             results = select(rows, exchange=backend)
             yield f"{backend}: {sum(not is_right(row) for row in results)} of {len(results)} results wrong"
 
-    def plot(self, path: Path, rows: Sequence[Row]) -> None:
-        """Draw for each number of heads times over tokens: a color for each backend, a marker for each operation, a
-        style for each size.
+    @staticmethod
+    def plot(path: Path, rows: Sequence[Row]) -> None:
+        """Draw times over tokens in the largest group with the most heads: each operation by itself, a line for each
+        backend and variant.
         """
-        width = self.args.row_width
-        title = f"exchange of rows of {width} and {width + _ROPE_DIM}, {rows[0]['dtype']}"
-        backends = list(dict.fromkeys(row["exchange"] for row in rows))
-        operations = list(dict.fromkeys((row["operation"], row["variant"]) for row in rows))
-        sizes = sorted({row["dcp"] for row in rows})
-        heads = sorted({row["heads"] for row in rows if row["heads"] is not None})
-        figure, axes = new_figure(title, num_axes=len(heads) or 1)
-        lines = list(product(enumerate(operations), enumerate(backends), enumerate(sizes)))
-        for axis, num_heads in zip(axes, heads or [None], strict=True):
-            of_heads = [row for row in rows if row["heads"] in (num_heads, None)]  # a context has no heads
-            for (marker, (operation, variant)), (color, backend), (style, size) in lines:
-                line = select(of_heads, operation=operation, variant=variant, exchange=backend, dcp=size)
-                points = sorted((row["tokens"], row["median_us"]) for row in line)
-                if points:
-                    look = {"color": f"C{color}", "marker": MARKERS[marker], "linestyle": LINE_STYLES[style % 4]}
-                    label = " ".join(filter(None, (operation, backend, variant))) + f", {size} ranks"
-                    axis.plot(*zip(*points, strict=True), label=label, **look)
-            axis.set_title(f"{num_heads} heads" if num_heads else "")
-            axis.set_xscale("log", base=2)
-            axis.set_yscale("log")
-            axis.set_xlabel("tokens")
-        axes[0].set_ylabel("us")
-        legend_beside(axes[-1])
+        size, heads = max(row["dcp"] for row in rows), max(row["heads"] or 0 for row in rows)
+        shown = [row for row in rows if row["dcp"] == size and row["heads"] in (heads, None)]
+        operations = list(dict.fromkeys(row["operation"] for row in shown))
+        merges = select(shown, operation="combine", variant="", tokens=min(row["tokens"] for row in shown))
+        best, worst = (pick(merges, key=itemgetter("median_us")) for pick in (min, max))
+        others = "" if worst is best else f", {worst['exchange']} in {worst['median_us']:,.1f} us"
+        size_words = f"{heads} heads of {best['tokens']:,} tokens over {size} ranks"
+        title = f"{best['exchange']} merges {size_words} in {best['median_us']:,.1f} us{others}"
+        figure, axes = new_figure(title, num_axes=len(operations), width=4.8)
+        for axis, operation in zip(axes, operations, strict=True):
+            lines: dict[str, list[tuple[float, float]]] = {}
+            for row in select(shown, operation=operation):
+                name = f"{row['exchange']} {row['variant']}".rstrip()
+                lines.setdefault(name, []).append((row["tokens"], row["median_us"]))
+            axis.set_title(operation)
+            axis.set_yscale("log", base=2)
+            axis.yaxis.set_major_formatter("{x:g}")
+            draw_lines(axis, lines, "tokens", "us")
         save_figure(path, figure)
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import torch
 from dcpmla.bench.forced import ForcedDrafter
 from dcpmla.bench.load import add_load, engine_fields, make_load
 from dcpmla.bench.mixed_steps import mixed_times
-from dcpmla.bench.plots import new_figure, plot_lines, save_figure, select
+from dcpmla.bench.plots import draw_lines, new_figure, save_figure, select
 from dcpmla.bench.results import Row
 from dcpmla.bench.runner import Benchmark
 from dcpmla.bench.step_times import is_quantized, step_times
@@ -277,8 +278,22 @@ class Generate(Benchmark[Batch, None]):
             if (batch, "eager") in times:
                 yield f"batch {batch:>5}  graphs {times[batch, 'eager'] / times[batch, 'graph']:.2f} x as fast"
 
-    def plot(self, path: Path, rows: Sequence[Row]) -> None:
-        plot_batches(path, [row for row in rows if "batch" in row])
+    @staticmethod
+    def plot(path: Path, rows: Sequence[Row]) -> None:
+        """Draw time per token and tokens/s over batches, a line for each mode."""
+        rows = [row for row in rows if "batch" in row]
+        fastest, row = max(rows, key=itemgetter("tokens_per_second")), rows[0]
+        title = f"{row['model']}, tp {row['tp']}, dcp {row['dcp']}, {row['dtype']}, after {row['input_len']} tokens"
+        title += f": {fastest['tokens_per_second']:,.0f} tokens/s at batch {fastest['batch']}"
+        figure, axes = new_figure(title, num_axes=2)
+        measures = ("step_us", 1e-3, "time per token, ms"), ("tokens_per_second", 1, "tokens/s")
+        for axis, (field, factor, label) in zip(axes, measures, strict=True):
+            lines: dict[str, list[tuple[float, float]]] = {}
+            for row in rows:
+                mode = f"{row['mode']}, {_words(row)}" if "acceptance" in row else row["mode"]
+                lines.setdefault(mode, []).append((row["batch"], row[field] * factor))
+            draw_lines(axis, lines, "batch", label)
+        save_figure(path, figure)
 
     def close(self) -> None:
         engine = self.engine
@@ -293,31 +308,8 @@ def _model_size(config: Any, dtype: torch.dtype, expert_dtype: str) -> ModelSize
     return read_model(config).with_expert_dtype(expert_dtype)
 
 
-def plot_batches(path: Path, rows: Sequence[Row]) -> None:
-    """Draw time per token and tokens/s over batches, a line for each mode."""
-    row = rows[0]
-    title = f"{row['model']}, tp {row['tp']}, dcp {row['dcp']}, {row['dtype']}: decode after {row['input_len']} tokens"
-    figure, (times, rates) = new_figure(title, num_axes=2)
-    labels = dict.fromkeys(map(_label, rows))
-    for axes, field, unit, y_label in (
-        (times, "step_us", 1e3, "time per token, ms"),
-        (rates, "tokens_per_second", 1, "tokens/s"),
-    ):
-        lines = {
-            label: sorted((row["batch"], row[field] / unit) for row in rows if _label(row) == label) for label in labels
-        }
-        plot_lines(axes, lines, "batch", y_label)
-        axes.legend()
-    save_figure(path, figure)
-
-
 def _words(row: Row) -> str:
     return f"{row['acceptance']:.0%} of drafts accepted{', where they pay' if row['is_adaptive'] else ''}"
-
-
-def _label(row: Row) -> str:
-    mode: str = row["mode"]
-    return f"{mode}, {_words(row)}" if "acceptance" in row else mode
 
 
 BENCHMARK = Generate

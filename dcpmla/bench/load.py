@@ -4,7 +4,6 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 
@@ -100,38 +99,23 @@ def request_rate(text: str) -> float:
     return rate
 
 
-@dataclass(frozen=True)
-class Served:
-    """One load under one DCP size.
-
-    Attributes:
-        row: Results by name.
-        latencies: Seconds of each request, by kind; one with a single new token has no time per token.
-        running: Pairs (seconds after the load's beginning, running requests), one after each step.
+def served_row(engine: Engine, requests: Sequence[Request]) -> Row:
+    """Return the results of finished requests, by name, from an engine that served no others since its `stats` and its
+    clock were new.
     """
-
-    row: Row
-    latencies: dict[str, list[float]]
-    running: list[tuple[float, int]]
-
-    @classmethod
-    def of(cls, engine: Engine, requests: Sequence[Request], running: Sequence[tuple[float, int]]) -> Self:
-        """Return the results of finished requests, from an engine that served no others since its `stats` and its clock
-        were new.
-        """
-        latencies = _latencies(requests)
-        end_to_end = zip(requests, latencies["end_to_end_seconds"], strict=True)
-        seconds = max(request.arrival_time + delay for request, delay in end_to_end)
-        num_input = sum(len(request.prompt_token_ids) for request in requests)
-        num_output = sum(len(request.token_ids) for request in requests)
-        row = {
-            **_capacity(engine, requests),
-            "max_num_running": engine.stats.max_num_running,
-            "num_preemptions": engine.stats.num_preemptions,
-            "num_cached_tokens": engine.stats.num_cached_tokens,
-            **rates(len(requests), num_input, num_output, seconds),
-        }
-        return cls(row | summarize_all(latencies), latencies, list(running))
+    latencies = _latencies(requests)
+    end_to_end = zip(requests, latencies["end_to_end_seconds"], strict=True)
+    seconds = max(request.arrival_time + delay for request, delay in end_to_end)
+    num_input = sum(len(request.prompt_token_ids) for request in requests)
+    num_output = sum(len(request.token_ids) for request in requests)
+    return {
+        **_capacity(engine, requests),
+        "max_num_running": engine.stats.max_num_running,
+        "num_preemptions": engine.stats.num_preemptions,
+        "num_cached_tokens": engine.stats.num_cached_tokens,
+        **rates(len(requests), num_input, num_output, seconds),
+        **summarize_all(latencies),
+    }
 
 
 def summarize(values: Sequence[float]) -> dict[str, float | None]:

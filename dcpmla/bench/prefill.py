@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from dcpmla.attention.backends import PREFILL_BACKENDS, Backend
 from dcpmla.attention.calls import PrefillCall, Segments, join_keys
 from dcpmla.attention.sparse.mask import selection_mask, unpack_mask
-from dcpmla.bench.plots import new_figure, plot_lines, save_figure, select
+from dcpmla.bench.plots import draw_lines, new_figure, save_figure, select
 from dcpmla.bench.results import Row, dtype_name, finite, is_within
 from dcpmla.bench.runner import Benchmark, leave_out
 from dcpmla.bench.timing import calls_over, num_rotated, time_operation
@@ -189,24 +190,22 @@ class PrefillBenchmark(Benchmark[PrefillCase, PrefillInputs]):
         errors = f"error {row['error']} of lse {row['lse_error']}{'' if is_right else '   WRONG'}"
         return f"{case!s:<49} {row['kernel']:<10} {time}   {first_call}   {errors}"
 
-    def plot(self, path: Path, rows: Sequence[Row]) -> None:
+    @staticmethod
+    def plot(path: Path, rows: Sequence[Row]) -> None:
         """Draw TFLOP/s by backend: over new tokens that attend to themselves, over contexts of the longest chunk."""
-        longest = max(row["tokens"] for row in rows)
-        title = f"prefill kernels, {self.args.heads} heads of {_DIMS[0]} + {_DIMS[1]} and {_DIMS[2]}"
-        figure, (causal, context) = new_figure(title, num_axes=2)
-        _plot_lines(causal, select(rows, causal=True), "tokens", "new tokens, causal")
-        label = f"context of {longest:,} new tokens"
-        _plot_lines(context, select(rows, causal=False, tokens=longest), "context", label)
-        causal.legend()
+        longest, best = max(row["tokens"] for row in rows), max(rows, key=itemgetter("tflops"))
+        title = f"prefill of {best['heads']} heads: {best['kernel']} reaches {best['tflops']:,.0f} TFLOP/s"
+        figure, axes = new_figure(title, num_axes=2)
+        for axis, over, shown, label in (
+            (axes[0], "tokens", select(rows, causal=True), "new tokens, causal"),
+            (axes[1], "context", select(rows, causal=False, tokens=longest), f"context of {longest:,} new tokens"),
+        ):
+            lines: dict[str, list[tuple[float, float]]] = {}
+            for row in shown:
+                name = f"{row['kernel']}, top {row['topk']:,}" if row.get("topk") else row["kernel"]
+                lines.setdefault(name, []).append((row[over], row["tflops"]))
+            draw_lines(axis, lines, label, "TFLOP/s")
         save_figure(path, figure)
-
-
-def _plot_lines(axes: Any, rows: Sequence[Row], over: str, label: str) -> None:
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        name = row["kernel"] if row["topk"] is None else f"{row['kernel']}, top {row['topk']:,}"
-        lines.setdefault(name, []).append((row[over], row["tflops"]))
-    plot_lines(axes, lines, label, "TFLOP/s")
 
 
 BENCHMARK = PrefillBenchmark

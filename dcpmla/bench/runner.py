@@ -84,8 +84,9 @@ class Benchmark(Generic[Case, Inputs]):
         """Return the file's fields besides its rows."""
         return {}
 
-    def plot(self, path: Path, rows: Sequence[Row]) -> None:
-        """Draw one or more rows."""
+    @staticmethod
+    def plot(path: Path, rows: Sequence[Row]) -> None:
+        """Draw one or more rows, which may come from a result file."""
         raise NotImplementedError
 
     def close(self) -> None:

@@ -90,7 +90,8 @@ def run(args: argparse.Namespace) -> None:
         }
         write_json(args.json, content)
     if args.plot:
-        plot(args.plot, plans, f"{args.model.name} on {machine.name}: {args.batch:,} x {args.context:,} tokens")
+        load = f"{args.model.name} on {machine.name}, {args.batch:,} x {args.context:,} tokens"
+        plot(args.plot, plans, f"{load}: {best} is recommended")
     print("\n".join(report(args, machine, model, plans, best, reason)))
     print("\n".join(["", *prompts.report(str(best), args.input_len)]))
     if args.measured:

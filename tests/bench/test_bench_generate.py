@@ -11,7 +11,6 @@ import torch
 from dcpmla.__main__ import main
 from dcpmla.bench import generate as bench_generate
 from dcpmla.bench import step_times
-from dcpmla.bench.generate import plot_batches
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.mixed_graph import MixedGraph
@@ -155,7 +154,7 @@ def test_plot_of_both_modes(tmp_path: Path) -> None:
     base = {"model": "m", "tp": 8, "dcp": 8, "dtype": "bfloat16", "input_len": 512}
     modes = [(mode, batch) for mode in ("graph", "eager") for batch in (1, 2, 4)]
     rows = [base | {"mode": mode, "batch": batch, "step_us": 9.0, "tokens_per_second": 3.0} for mode, batch in modes]
-    plot_batches(tmp_path / "out.svg", rows)
+    bench_generate.Generate.plot(tmp_path / "out.svg", rows)
     assert all(label in (tmp_path / "out.svg").read_text() for label in ("graph", "eager", "m, tp 8, dcp 8"))
 
 
