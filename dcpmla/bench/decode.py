@@ -14,20 +14,23 @@ from typing import Any
 import torch
 
 from dcpmla.attention.backends import DECODE_BACKENDS
-from dcpmla.bench.cache_formats import add_cache_arguments, quantized_name, query_dtypes
+from dcpmla.bench.cache_formats import quantized_name, query_dtypes
 from dcpmla.bench.decode_inputs import Answer, Caches, DecodeCase, DecodeInputs, MakeKernel, Ours, measure_ceilings
+from dcpmla.bench.options import add_measured, names_of
 from dcpmla.bench.peers import PEERS, Formats, check_peers, load_adapters
 from dcpmla.bench.plots import draw_lines, new_figure, save_figure, select
 from dcpmla.bench.results import Row, dtype_name, finite, is_within
 from dcpmla.bench.runner import Benchmark, Kept, leave_out
 from dcpmla.bench.timing import Timing, calls_over, time_with_result
-from dcpmla.cli.options import name_list, positive, positive_list
+from dcpmla.cli.options import positive
+from dcpmla.config import DECODE_QUERY_DTYPES
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.faults import is_out_of_memory
 from dcpmla.job.join import LOAD_TIMEOUT, Job
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 OURS = {"dcpmla": "auto", **{f"dcpmla-{backend.name}": backend.name for backend in DECODE_BACKENDS}}
+_KERNELS = [*OURS, *PEERS]
 # Errors of out or lse, by the queries' dtype; a larger one means that something else was computed. Products in bfloat16
 # stay below 0.005 over every cache. Products in e4m3 round probabilities too, by up to 1/16 each: 1.7 % of the
 # outputs, 2.2 % where small ones are denormals.
@@ -62,17 +65,13 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
         add = parser.add_argument
         peers = "directory with peers.py and the libraries of FlashMLA and FlashAttention-3"
         add("--peers", type=Path, metavar="DIR", help=peers)
-        names = f"of {', '.join([*OURS, *PEERS])}; default: dcpmla, and with --peers all of theirs"
-        add("--kernels", type=partial(_names, choices=[*OURS, *PEERS]), metavar="NAME,...", help=names)
-        add("--heads", type=positive_list, default="16,64,128", metavar="H,...", help="query heads")
-        add("--batch", type=positive_list, default="1,8,32,128", metavar="B,...", help="requests")
-        contexts = "1024,4096,16384,65536"
-        add("--context", type=positive_list, default=contexts, metavar="S,...", help="cached tokens of each request")
-        add("--query-len", type=positive_list, default="1,2,4", metavar="Q,...", help="new tokens of each, causal")
+        names = f"of {', '.join(_KERNELS)}; default: dcpmla, and with --peers all of theirs"
+        add("--kernels", type=names_of(_KERNELS, "a kernel"), metavar="NAME,...", help=names)
+        add_measured(parser, heads="16,64,128", batch="1,8,32,128", context="1024,4096,16384,65536", query_len="1,2,4")
         add("--block-size", type=positive, default=64, metavar="P", help="tokens of a cache block")
         dtype = "of what is not quantized; default: bfloat16 on GPUs, float32 on CPUs"
         add("--dtype", choices=tuple(_DTYPES), help=dtype)
-        add_cache_arguments(parser)
+        add_measured(parser, kv_cache_dtype="bf16", decode_query_dtype=",".join(DECODE_QUERY_DTYPES))
 
     @staticmethod
     def check(args: argparse.Namespace, ranks: Ranks) -> None:
@@ -206,10 +205,6 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
             lines = {name: [(x, median(y)) for x, y in points.items()] for name, points in shares.items()}
             draw_lines(axis, lines, "cached tokens of all requests", "share of the floor's speed")
         save_figure(path, figure)
-
-
-def _names(text: str, choices: Sequence[str]) -> list[str]:
-    return name_list(text, choices, "a kernel")
 
 
 def _measures(args: argparse.Namespace, formats: Formats) -> bool:

@@ -19,14 +19,14 @@ from dcpmla.bench.exchange_inputs import (
     find_errors,
     with_direct,
 )
+from dcpmla.bench.options import add_measured
 from dcpmla.bench.peers import load_adapters
 from dcpmla.bench.plots import draw_lines, new_figure, save_figure, select
 from dcpmla.bench.results import Row, dtype_name, finite, is_within
 from dcpmla.bench.runner import Benchmark, Kept
 from dcpmla.bench.timing import calls_per_sample, is_h200, largest, time_with_result
-from dcpmla.cli.options import exchange_list, positive, positive_list
+from dcpmla.cli.options import positive
 from dcpmla.comm.exchange import Exchange
-from dcpmla.config import DCP_COMM_BACKENDS
 from dcpmla.job.bootstrap import Ranks, agree
 from dcpmla.job.join import Job
 from dcpmla.parallel.mesh import init_mesh
@@ -88,13 +88,8 @@ class ExchangeBenchmark(Benchmark[Exchanged, ExchangeInputs]):
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
-        groups = "ranks of a group; groups of neighbors run at the same time; default: all ranks"
-        add("-dcp", "--decode-context-parallel-size", type=positive_list, metavar="D,...", help=groups)
-        backends = f"of {', '.join(DCP_COMM_BACKENDS)}; default: ag_rs, a2a, and direct where ranks have NVLink"
-        add("--dcp-comm-backend", type=exchange_list, metavar="NAME,...", help=backends)
-        tokens = "1,2,4,8,16,32,64,128,256,1024,4096"
-        add("--tokens", type=positive_list, default=tokens, metavar="T,...", help="of a batch, or of a context")
-        add("--heads", type=positive_list, default="64,128", metavar="H,...", help="of the whole group")
+        add_measured(parser, decode_context_parallel_size=None, dcp_comm_backend=None)
+        add_measured(parser, tokens="1,2,4,8,16,32,64,128,256,1024,4096", heads="64,128")
         width = f"of partial rows; queries and cached rows have {_ROPE_DIM} more"
         add("--row-width", type=positive, default=512, metavar="D", help=width)
         value_width = "of partial rows that are projected before they are merged"

@@ -3,7 +3,7 @@ other libraries' (--peers), over weights in each format.
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from dcpmla.bench.decode_inputs import measure_ceilings
+from dcpmla.bench.options import add_measured, names_of
 from dcpmla.bench.peers import load_adapters
 from dcpmla.bench.results import Row, dtype_name, finite, is_within
 from dcpmla.bench.runner import Benchmark, Kept, leave_out
 from dcpmla.bench.timing import calls_over, num_rotated, time_operation, time_with_result
 from dcpmla.cache.formats import FP8
-from dcpmla.cli.options import name_list, positive_list
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import Job
 from dcpmla.model.experts import ExpertWeights, compute_experts
@@ -124,14 +124,12 @@ class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        def add(option: str, choices: Sequence[str], noun: str) -> None:
-            kind, every = partial(name_list, choices=choices, kind=f"a {noun}"), ",".join(choices)
-            parser.add_argument(option, type=kind, default=every, metavar="NAME,...", help=f"{noun}s of {every}")
-
-        add("--shape", tuple(SHAPES), "shape")
-        add("--weights", tuple(_WEIGHT_BYTES), "format")
-        tokens = "1,8,32,128,512,8192"
-        parser.add_argument("--tokens", type=positive_list, default=tokens, metavar="T,...", help="of a step")
+        for option, choices, noun in (("--shape", SHAPES, "a shape"), ("--weights", _WEIGHT_BYTES, "a format")):
+            every = ",".join(choices)
+            parser.add_argument(
+                option, type=names_of(tuple(choices), noun), default=every, metavar="NAME,...", help=every
+            )
+        add_measured(parser, tokens="1,8,32,128,512,8192")
         peers = "directory with deep_gemm.tar.xz, humming.tar.xz and vllm_moe.tar.xz, others' kernels for fp8"
         parser.add_argument("--peers", type=Path, metavar="DIR", help=peers)
 

@@ -18,6 +18,7 @@ import torch
 from dcpmla.bench.forced import ForcedDrafter
 from dcpmla.bench.load import add_load, engine_fields, make_load
 from dcpmla.bench.mixed_steps import mixed_times
+from dcpmla.bench.options import add_measured
 from dcpmla.bench.plots import draw_lines, new_figure, save_figure, select
 from dcpmla.bench.results import Row
 from dcpmla.bench.runner import Benchmark
@@ -97,8 +98,8 @@ class Generate(Benchmark[Batch, None]):
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_engine_arguments(parser)
-        add, sizes = parser.add_argument, "1,2,4,8,16,32,64,128"
-        add("--batch", type=positive_list, default=sizes, metavar="A,B", help="requests that decode together")
+        add = parser.add_argument
+        add_measured(parser, batch="1,2,4,8,16,32,64,128")
         add("--input-len", type=positive, default=512, metavar="N", help="tokens of a prompt")
         add("--output-len", type=positive, default=64, metavar="N", help="new tokens of a request")
         add("--seed", type=seed, default=0, help="of the prompts' tokens")

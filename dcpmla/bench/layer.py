@@ -14,7 +14,7 @@ import torch
 
 from dcpmla.attention.kind import AttentionKind
 from dcpmla.attention.layer import PROJECT_FIRST_TOKENS
-from dcpmla.bench.cache_formats import add_cache_arguments, config_name, query_dtypes
+from dcpmla.bench.cache_formats import config_name, query_dtypes
 from dcpmla.bench.compressed_stack import compressed_makers
 from dcpmla.bench.decode_inputs import measure_ceilings
 from dcpmla.bench.exchange_inputs import with_direct
@@ -30,12 +30,13 @@ from dcpmla.bench.layouts import (
     load_of,
     speedups_of,
 )
+from dcpmla.bench.options import add_measured
 from dcpmla.bench.plots import draw_bars, draw_lines, new_figure, save_figure
 from dcpmla.bench.results import Row, dtype_name
 from dcpmla.bench.runner import Benchmark
 from dcpmla.bench.stack import CANDIDATES, PARTS, Stack, StackMaker, StackSizes
-from dcpmla.cli.options import exchange_list, name_list, positive, positive_list
-from dcpmla.config import DCP_COMM_BACKENDS, INDEX_CACHE_DTYPES, DCPConfig
+from dcpmla.cli.options import positive
+from dcpmla.config import DCPConfig
 from dcpmla.extras import needed_by
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import LOAD_TIMEOUT, Job
@@ -93,21 +94,12 @@ class Layer(Benchmark[LayerCase, Stack]):
         add("--geometry", default="deepseek-v3", metavar="NAME_OR_DIR", help=geometry)
         tp = "ranks that cut the heads; all ranks of the job"
         add("-tp", "--tensor-parallel-size", type=positive, default=1, metavar="N", help=tp)
-        dcp = "sizes to measure; 1 is plain TP, which others are compared with"
-        add("-dcp", "--decode-context-parallel-size", type=positive_list, default="1", metavar="D,...", help=dcp)
-        backends = f"of {', '.join(DCP_COMM_BACKENDS)}; default: a2a, and direct where ranks have NVLink"
-        add("--dcp-comm-backend", type=exchange_list, metavar="NAME,...", help=backends)
+        add_measured(parser, decode_context_parallel_size="1", dcp_comm_backend=None)
         variants = f"of {_NAMES} (direct alone); an empty name is the plain step, as in ,pbm; default: that alone"
         add("--variants", type=_variant_list, default="", metavar="NAME,...", help=variants)
-        add_cache_arguments(parser)
-        index_names = partial(name_list, choices=INDEX_CACHE_DTYPES, kind="an index cache's format")
-        names = f"of DeepSeek-V4's indexers: of {', '.join(INDEX_CACHE_DTYPES)}; auto: rows as they are"
-        add("--index-cache-dtype", type=index_names, default="auto", metavar="NAME,...", help=names)
+        add_measured(parser, kv_cache_dtype="bf16", decode_query_dtype="auto,fp8", index_cache_dtype="auto")
         add("--num-layers", type=positive, default=8, metavar="L", help="layers of the stack")
-        batch = "requests of a step, one new token each"
-        add("--batch", type=positive_list, default="1,4,16,64,128", metavar="B,...", help=batch)
-        contexts = "8192,32768,131072,524288"
-        add("--context", type=positive_list, default=contexts, metavar="S,...", help="cached tokens of each request")
+        add_measured(parser, batch="1,4,16,64,128", context="8192,32768,131072,524288")
 
     @staticmethod
     def check(args: argparse.Namespace, ranks: Ranks) -> None:

@@ -16,11 +16,12 @@ from torch import Tensor
 from dcpmla.attention.backends import PREFILL_BACKENDS, Backend
 from dcpmla.attention.calls import PrefillCall, Segments, join_keys
 from dcpmla.attention.sparse.mask import selection_mask, unpack_mask
+from dcpmla.bench.options import add_measured
 from dcpmla.bench.plots import draw_lines, new_figure, save_figure, select
 from dcpmla.bench.results import Row, dtype_name, finite, is_within
 from dcpmla.bench.runner import Benchmark, leave_out
 from dcpmla.bench.timing import calls_over, num_rotated, time_operation
-from dcpmla.cli.options import positive, positive_list
+from dcpmla.cli.options import positive
 
 _DIMS = (128, 64, 128)  # nope, rope and value widths of a head: DeepSeek V2 and V3, Kimi-K2
 _SCALE = (_DIMS[0] + _DIMS[1]) ** -0.5
@@ -135,9 +136,7 @@ class PrefillBenchmark(Benchmark[PrefillCase, PrefillInputs]):
         add = parser.add_argument
         heads = "heads of one rank: 16 are DeepSeek-V3's with -tp 8"
         add("--heads", type=positive, default=16, metavar="H", help=heads)
-        tokens = "2048,4096,8192,16384"
-        add("--tokens", type=positive_list, default=tokens, metavar="T,...", help="new tokens of the request")
-        add("--context", type=positive_list, default="8192,32768,131072", metavar="S,...", help="its cached tokens")
+        add_measured(parser, tokens="2048,4096,8192,16384", context="8192,32768,131072")
         topk = "keys that each new token selects: more keys than that are measured under a mask as well"
         add("--topk", type=positive, metavar="K", help=topk)
 

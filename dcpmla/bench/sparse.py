@@ -5,25 +5,24 @@ tokens.
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
 
 from dcpmla.bench.decode_inputs import Answer, Kernel, MakeKernel, Ours
 from dcpmla.bench.exchange_inputs import exchange_of, with_direct
+from dcpmla.bench.options import add_measured
 from dcpmla.bench.peers import PEERS, check_peers, load_adapters
 from dcpmla.bench.results import Row, dtype_name, finite, is_within
 from dcpmla.bench.runner import Benchmark, leave_out
 from dcpmla.bench.sparse_inputs import AttentionInputs, SelectedRows, SelectionInputs, SparseCase
 from dcpmla.bench.timing import Timing, calls_over, largest, time_operation, time_with_result
-from dcpmla.cli.options import exchange_list, format_list, name_list, positive, positive_list
+from dcpmla.cli.options import positive, positive_list
 from dcpmla.comm.exchange import Exchange, LocalExchange
-from dcpmla.config import DCP_COMM_BACKENDS, INDEX_CACHE_DTYPES, DCPConfig
+from dcpmla.config import DCPConfig
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import LOAD_TIMEOUT, Job
 from dcpmla.parallel.mesh import init_mesh
-from dcpmla.planning.capacity import FORMATS
 
 _MADE_UP = "made up"  # the other ranks' candidates, where one process measures one rank of several
 _PEER = "flashmla-sparse"
@@ -81,22 +80,11 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
         add = parser.add_argument
         tp = "ranks of the job; 1 measures one rank of each -dcp"
         add("-tp", "--tensor-parallel-size", type=positive, default=1, metavar="N", help=tp)
-        dcp = "ranks that share a cache"
-        add("-dcp", "--decode-context-parallel-size", type=positive_list, default="1,2,4,8", metavar="D,...", help=dcp)
-        backends = f"of {', '.join(DCP_COMM_BACKENDS)}; default: a2a, and direct where ranks have NVLink"
-        add("--dcp-comm-backend", type=exchange_list, metavar="NAME,...", help=backends)
-        batch, contexts = "1,8,32,64,128", "8192,32768,131072,524288"
-        add("--batch", type=positive_list, default=batch, metavar="B,...", help="requests, one new token each")
-        add("--context", type=positive_list, default=contexts, metavar="S,...", help="cached tokens of each request")
-        heads = "of attention, all of the DCP group's"
-        add("--heads", type=positive_list, default="128", metavar="H,...", help=heads)
+        add_measured(parser, decode_context_parallel_size="1,2,4,8", dcp_comm_backend=None, heads="128")
+        add_measured(parser, batch="1,8,32,64,128", context="8192,32768,131072,524288")
         add("--topk", type=positive, default=2048, metavar="K", help="tokens that each new token selects")
         add("--index-heads", type=positive, default=64, metavar="H", help="of the indexer")
-        index_names = partial(name_list, choices=INDEX_CACHE_DTYPES, kind="an index cache's format")
-        names = f"of {', '.join(INDEX_CACHE_DTYPES)}; auto: the model's dtype"
-        add("--index-cache-dtype", type=index_names, default="auto,fp8", metavar="NAME,...", help=names)
-        names = f"of {', '.join(FORMATS)}; bf16: rows that are not quantized"
-        add("--kv-cache-dtype", type=format_list, default="bf16,fp8_ds_mla", metavar="NAME,...", help=names)
+        add_measured(parser, index_cache_dtype="auto,fp8", kv_cache_dtype="bf16,fp8_ds_mla")
         shared = "rows of shared keys (DeepSeek-V4), of --context, that each new token attends to; instead of the rest"
         add("--shared-keys", type=positive_list, metavar="N,...", help=shared)
         peers = "directory with peers.py and FlashMLA's library, for a job of one rank"
