@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dcpmla.bench.load import Load, add_load, engine_fields, make_load, request_rate, served_row
+from dcpmla.bench.load import Load, add_load, check_lengths, engine_fields, make_load, request_rate, served_row
 from dcpmla.bench.plots import draw_bars, new_figure, save_figure
 from dcpmla.bench.results import Row
 from dcpmla.bench.runner import Benchmark
@@ -82,10 +82,7 @@ class Serve(Benchmark[DCPConfig, None]):
         files = open_model(args.model, args.max_model_len, args.revision)
         for dcp in _dcp_configs(args):
             check_layout(files, dcp)
-        longest = max(args.input_lens), max(args.output_lens)
-        if sum(longest) > files.max_model_len:
-            sizes = f"--input-lens has {longest[0]} and --output-lens {longest[1]}, together {sum(longest)} tokens"
-            raise ValueError(f"{sizes}; with --max-model-len {files.max_model_len} at most that many are served")
+        check_lengths(files, {"--input-lens": max(args.input_lens), "--output-lens": max(args.output_lens)})
         if args.url is not None:
             with needed_by("url (--url)"):
                 import_module("dcpmla.bench.http_load")

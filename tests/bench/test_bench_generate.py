@@ -101,7 +101,7 @@ def test_both_modes_in_one_run(
         return engine, selection
 
     monkeypatch.setattr(bench_generate, "build_engine", build)
-    monkeypatch.setattr(bench_generate, "is_h200", lambda device: True)
+    monkeypatch.setattr(step_times, "is_h200", lambda device: True)
     out = tmp_path / "out.json"
     assert bench(model, json=out, dtype="bfloat16") == 0
     rows = json.loads(out.read_text())["rows"]
@@ -139,7 +139,7 @@ def test_steps_with_prompts(
     monkeypatch.setattr(bench_generate, "build_engine", build)
     monkeypatch.setattr(bench_generate.Generate, "close", lambda self: None)
     out = tmp_path / "out.json"
-    monkeypatch.setattr(bench_generate.Generate, "_decode_steps", lambda self, batch: [(1.0, batch)])
+    monkeypatch.setattr(bench_generate, "decode_steps", lambda engine, batch, *_: [(1.0, batch)])
     monkeypatch.setattr(bench_generate.Generate, "_device_times", lambda self, batch: {})
     assert bench(model, json=out, batch="1", step_tokens="20,50", max_num_batched_tokens=64) == 0
     rows = [row for row in json.loads(out.read_text())["rows"] if "tokens" in row]
@@ -165,7 +165,7 @@ def test_plot_of_both_modes(tmp_path: Path) -> None:
         ({"output_len": 1}, "--output-len is 1; it must be at least 2"),
         (
             {"input_len": 251},
-            "--input-len is 251 and --output-len 6, together 257 tokens; with --max-model-len 256 at most",
+            "--input-len 251 and --output-len 6, together 257 tokens; with --max-model-len 256 at most",
         ),
         ({"max_num_seqs": 2}, "--batch has 3; raise --max-num-seqs and --max-num-batched-tokens, which allow 2"),
         (

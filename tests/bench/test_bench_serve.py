@@ -312,7 +312,7 @@ def test_no_size_is_served_in_vain(model: Path, tmp_path: Path) -> None:
         ),
         (
             {"max_model_len": 79},
-            "--input-lens has 60 and --output-lens 20, together 80 tokens; with --max-model-len 79",
+            "--input-lens 60 and --output-lens 20, together 80 tokens; with --max-model-len 79",
         ),
         (
             {"kv_cache_memory_bytes": 9 * 8 * 192},
