@@ -22,13 +22,11 @@ from dcpmla.bench.cache_formats import (
     scale_tensor,
     storage_dtype,
 )
-from dcpmla.bench.timing import time_operation
+from dcpmla.bench.timing import num_rotated, time_operation
 from dcpmla.cache import formats
 
 LATENT_DIM, ROPE_DIM = 512, 64  # widths that every kernel here is built for
 SCALE = (128 + ROPE_DIM) ** -0.5  # heads before absorption have 128 columns without positions, 64 with
-_ROTATED_BYTES = {"cuda": 512 << 20, "cpu": 1 << 20}  # many times the L2 of an H200, 60 MB
-_MOST_SETS = 256  # nodes of a graph that small caches may cost
 _NUM_NEWEST = 4  # keys of a request that every query finds by its last column
 _QUERY_MARK = 8.0
 
@@ -141,7 +139,7 @@ class Caches:
         self.kv_scale = kv_scale_of(storage, device)
         max_blocks = -(-context // block_size)
         shape = (batch * max_blocks, block_size, formats.row_width(storage, LATENT_DIM, ROPE_DIM))
-        num_sets = min(_MOST_SETS, max(2, -(-_ROTATED_BYTES[device.type] // (math.prod(shape) * storage.itemsize))))
+        num_sets = max(2, num_rotated(math.prod(shape) * storage.itemsize, device))
         self.rows = torch.empty(num_sets, *shape, dtype=storage, device=device)
         fill_randomly(self.rows, LATENT_DIM, dtype)
         tables = [torch.randperm(batch * max_blocks, device=device).view(batch, max_blocks) for _ in range(num_sets)]

@@ -21,15 +21,13 @@ from dcpmla.bench.cache_formats import (
     storage_dtype,
 )
 from dcpmla.bench.decode_inputs import LATENT_DIM, ROPE_DIM, Caches, DecodeCase, DecodeInputs
-from dcpmla.bench.timing import Operation
+from dcpmla.bench.timing import Operation, num_rotated
 from dcpmla.cache import formats, shared_format
 from dcpmla.cache.index_keys import index_row_width, index_storage_dtype, index_to_fp8
 from dcpmla.comm.exchange import Exchange, LocalExchange
 
 BLOCK_SIZE = 64
 _INDEX_DIM = 128  # DeepSeek-V3.2 and GLM-5
-_ROTATED_BYTES = {"cuda": 256 << 20, "cpu": 1 << 18}  # several times the L2 of an H200, 60 MB
-_MOST_SETS = 512  # nodes of a graph that small sets may cost
 
 
 @dataclass(frozen=True)
@@ -69,11 +67,6 @@ class SparseCase:
         return f"{self.batch} x {rows}{self.context:,}, dcp {self.dcp_size}"
 
 
-def _num_sets(set_bytes: int, device: torch.device) -> int:
-    """Return so many that none is found in the L2 when its turn comes again."""
-    return max(1, min(_MOST_SETS, -(-_ROTATED_BYTES[device.type] // set_bytes)))
-
-
 class SelectionInputs:
     """Queries of an indexer and its cache, and each operation of a selection over them: call i takes set i % num_sets.
 
@@ -100,7 +93,7 @@ class SelectionInputs:
         storage = index_storage_dtype(index_cache_dtype, dtype)
         width, num_blocks = index_row_width(storage, _INDEX_DIM), case.batch * case.max_blocks
         self.index_bytes = case.batch * case.num_local * width * storage.itemsize
-        self.num_sets = _num_sets(num_blocks * BLOCK_SIZE * width * storage.itemsize, device)
+        self.num_sets = num_rotated(num_blocks * BLOCK_SIZE * width * storage.itemsize, device)
         self.index_cache = torch.empty(self.num_sets * num_blocks, BLOCK_SIZE, width, dtype=storage, device=device)
         fill_index_keys(self.index_cache, _INDEX_DIM, dtype)
         self.block_tables = case.block_tables(self.num_sets, device)
@@ -221,8 +214,8 @@ class SelectedRows(Caches):
             self.head_dim = LATENT_DIM
             page = shared_format.rows_shape(BLOCK_SIZE, LATENT_DIM, storage)
         row_bytes = math.prod(page) // BLOCK_SIZE * storage.itemsize
-        num_caches = _num_sets(num_blocks * BLOCK_SIZE * row_bytes, device)
-        num_sets = _num_sets(-(-case.batch * case.topk // case.dcp_size) * row_bytes, device)
+        num_caches = num_rotated(num_blocks * BLOCK_SIZE * row_bytes, device)
+        num_sets = num_rotated(-(-case.batch * case.topk // case.dcp_size) * row_bytes, device)
         if case.is_shared:
             shape = shared_format.rows_shape(num_caches * num_blocks * BLOCK_SIZE, LATENT_DIM, storage)
             self.blocks = torch.empty(shape, dtype=storage, device=device)

@@ -15,6 +15,7 @@ from benchmarks.peers.attention import FlashMLA, load_kernel
 from dcpmla.__main__ import main
 from dcpmla.bench.decode import OURS
 from dcpmla.bench.decode_inputs import SCALE, Answer, Caches, Ceilings, DecodeCase, DecodeInputs, Ours
+from dcpmla.bench.timing import ROTATED_BYTES
 from dcpmla.cache.formats import dequantize
 from tests.support.fake_peers import write_peers
 from tests.support.launchers import run_together
@@ -187,7 +188,7 @@ def test_floors_of_an_h200(batch: int, context: int, heads: int, dtypes: tuple[s
 def test_inputs_rotate(dtypes: tuple[str, str], width: int) -> None:
     inputs = DecodeInputs(DecodeCase(2, 70, 3, 2, *dtypes), Caches(2, 70, 32, torch.float32, CPU, dtypes[0]))
     num_sets = len(inputs.caches)
-    assert inputs.caches.rows.nbytes >= 1 << 20  # more than _ROTATED_BYTES of a CPU
+    assert inputs.caches.rows.nbytes >= ROTATED_BYTES["cpu"]
     assert inputs.seq_lens.tolist() == [69, 70, 69, 70]
     assert (inputs.context_lens.tolist(), inputs.query_start_loc.tolist()) == ([70, 70], [0, 2, 4])
     calls = [inputs.at(index) for index in range(num_sets + 1)]
