@@ -15,7 +15,8 @@ import torch
 
 from dcpmla.attention.backends import DECODE_BACKENDS
 from dcpmla.bench.cache_formats import quantized_name, query_dtypes
-from dcpmla.bench.decode_inputs import Answer, Caches, DecodeCase, DecodeInputs, MakeKernel, Ours, measure_ceilings
+from dcpmla.bench.ceilings import floor_fields, measure_ceilings
+from dcpmla.bench.decode_inputs import Answer, Caches, DecodeCase, DecodeInputs, MakeKernel, Ours
 from dcpmla.bench.options import add_measured, names_of
 from dcpmla.bench.peers import PEERS, Formats, check_peers, load_adapters
 from dcpmla.bench.plots import draw_lines, new_figure, save_figure, select
@@ -121,7 +122,6 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
 
     def _row(self, name: str, inputs: DecodeInputs, timing: Timing, errors: tuple[float, float]) -> Row:
         case, us, itemsize = inputs.case, timing.median_us, self.dtype.itemsize
-        floor_us = self.ceilings.floor_us(case, itemsize)
         return {
             "kernel": name,
             **asdict(case),
@@ -131,8 +131,7 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
             **timing.fields(2),
             "tflops": round(case.flops / us / 1e6, 2),
             "gb_per_s": round(case.num_bytes(itemsize) / us / 1e3, 1),
-            "floor_us": round(floor_us, 2),
-            "floor_share": round(floor_us / us, 4),
+            **floor_fields(case.floor_us(self.ceilings, itemsize), us),
             "error": finite(errors[0]),
             "lse_error": finite(errors[1]),
         }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dcpmla.bench.decode_inputs import measure_ceilings
+from dcpmla.bench.ceilings import floor_fields, measure_ceilings
 from dcpmla.bench.options import add_measured, names_of
 from dcpmla.bench.peers import load_adapters
 from dcpmla.bench.results import Row, dtype_name, finite, is_within
@@ -167,10 +167,7 @@ class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
             kernels |= {name: partial(self._run_peer, name, case, inputs) for name in self.peers}
         calls = len(inputs.routes)
         router = time_operation(inputs.router, self.device, calls, _SAMPLE_SECONDS)
-        flops_per_second = (
-            self.ceilings.fp8_flops_per_second if case.weights == "fp8" else self.ceilings.flops_per_second
-        )
-        floor_us = max(inputs.bytes_read / self.ceilings.bytes_per_second, inputs.flops / flops_per_second) * 1e6
+        floor_us = self.ceilings.floor_us(inputs.bytes_read, inputs.flops, in_fp8=case.weights == "fp8")
         rows = []
         for name, kernel in kernels.items():
             try:
@@ -190,8 +187,7 @@ class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
                     **timing.fields(2),
                     "router_us": round(router.median_us, 2),
                     "bytes_read": inputs.bytes_read,
-                    "floor_us": round(floor_us, 2),
-                    "floor_share": round(floor_us / timing.median_us, 4),
+                    **floor_fields(floor_us, timing.median_us),
                     "tflops": round(inputs.flops / timing.median_us / 1e6, 3),
                     "error": finite(inputs.error(out, calls - 1)),
                 }

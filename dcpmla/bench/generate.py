@@ -10,6 +10,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
+from dcpmla.bench.ceilings import floor_fields
 from dcpmla.bench.engine_steps import decode_steps, mixed_times
 from dcpmla.bench.forced import ForcedDrafter
 from dcpmla.bench.load import check_lengths, engine_fields
@@ -180,7 +181,7 @@ class Generate(Benchmark[Batch, None]):
         row = {name: round(value, 1) for name, value in decode._asdict().items()}
         floor_us = least_us(args, engine, self.size, batch)
         if floor_us is not None:
-            row |= {"floor_us": round(floor_us, 2), "floor_share": round(floor_us / decode.device_us, 4)}
+            row |= floor_fields(floor_us, decode.device_us)
         if batch == max(args.batch):
             num_tokens = min(args.input_len, args.max_num_batched_tokens)
             prefill = step_times(*layout, 1, num_tokens, num_tokens)

@@ -15,8 +15,8 @@ import torch
 from dcpmla.attention.kind import AttentionKind
 from dcpmla.attention.layer import PROJECT_FIRST_TOKENS
 from dcpmla.bench.cache_formats import config_name, query_dtypes
+from dcpmla.bench.ceilings import floor_fields, measure_ceilings
 from dcpmla.bench.compressed_stack import compressed_makers
-from dcpmla.bench.decode_inputs import measure_ceilings
 from dcpmla.bench.exchange_inputs import with_direct
 from dcpmla.bench.geometries import GEOMETRIES, config_of
 from dcpmla.bench.layer_stack import LayerStack
@@ -79,7 +79,7 @@ class Layer(Benchmark[LayerCase, Stack]):
         self.config = self.attention.config
         self.makers = _stack_makers(self.attention)
         job.watchdog.enter("measuring the memory's rate", LOAD_TIMEOUT)
-        self.bytes_per_second = measure_ceilings(self.device, self.dtype).bytes_per_second
+        self.ceilings = measure_ceilings(self.device, self.dtype)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # caches are planned by the device's free memory
         sizes = sorted(set(args.decode_context_parallel_size))
@@ -159,10 +159,8 @@ class Layer(Benchmark[LayerCase, Stack]):
         }
         rows = [{"part": part, **common, **timing.fields(1)} for part, timing in timings.items()]
         for row in rows:
-            if row["part"] in num_bytes:
-                floor_us = num_bytes[row["part"]] / self.bytes_per_second * 1e6
-                row["bytes_read"], row["floor_us"] = num_bytes[row["part"]], round(floor_us, 2)
-                row["floor_share"] = round(floor_us / timings[row["part"]].median_us, 3)
+            if (read := num_bytes.get(row["part"])) is not None:
+                row |= {"bytes_read": read, **floor_fields(self.ceilings.floor_us(read), row["median_us"])}
         sums = {"sum_of_parts_us": PARTS, "exchange_us": ("gather", CANDIDATES, "combine")}
         for name, parts in sums.items():
             rows[0][name] = round(sum(timings[part].median_us for part in parts if part in timings), 1)
