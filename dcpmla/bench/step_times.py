@@ -23,7 +23,8 @@ from dcpmla.parallel.linear import Linear
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.planning.capacity import FORMATS
 from dcpmla.planning.machine import H200X8
-from dcpmla.planning.predict import Setting, floor_us
+from dcpmla.planning.predict import floor_us
+from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
 from dcpmla.runtime.engine import Engine
 

@@ -21,8 +21,8 @@ from dcpmla.integrations.model_size import read_model
 from dcpmla.planning.capacity import FORMATS
 from dcpmla.planning.machine import H200X8, PRESETS, Machine, change_machine, read_json
 from dcpmla.planning.measured import calibrate, predict_row, read_rows
-from dcpmla.planning.predict import Setting
 from dcpmla.planning.recommend import make_plan, recommend
+from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
 
 _LIMITS = dict.fromkeys(("input_len", "max_num_batched_tokens"), whole(1, 1 << 24))
