@@ -18,10 +18,10 @@ from dcpmla.bench.cache_formats import quantized_name, query_dtypes
 from dcpmla.bench.ceilings import floor_fields, measure_ceilings
 from dcpmla.bench.decode_inputs import Answer, Caches, DecodeCase, DecodeInputs, MakeKernel, Ours
 from dcpmla.bench.options import add_measured, names_of
-from dcpmla.bench.peers import PEERS, Formats, check_peers, load_adapters
+from dcpmla.bench.peers import PEERS, Formats, check_peers, load_peer
 from dcpmla.bench.plots import draw_lines, new_figure, save_figure, select
-from dcpmla.bench.results import Row, dtype_name, finite, is_within
-from dcpmla.bench.runner import Benchmark, Kept, leave_out
+from dcpmla.bench.results import Row, dtype_name, error_fields, is_within, leave_out
+from dcpmla.bench.runner import Benchmark, Kept
 from dcpmla.bench.timing import Timing, calls_over, time_with_result
 from dcpmla.cli.options import positive
 from dcpmla.config import DECODE_QUERY_DTYPES
@@ -132,8 +132,7 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
             "tflops": round(case.flops / us / 1e6, 2),
             "gb_per_s": round(case.num_bytes(itemsize) / us / 1e3, 1),
             **floor_fields(case.floor_us(self.ceilings, itemsize), us),
-            "error": finite(errors[0]),
-            "lse_error": finite(errors[1]),
+            **error_fields(*errors),
         }
 
     def _with_ratios(self, rows: list[Row], case: DecodeCase) -> list[Row]:
@@ -217,11 +216,8 @@ def _load(args: argparse.Namespace) -> Iterator[tuple[str, MakeKernel]]:
     for name in args.kernels or ["dcpmla", *(PEERS if args.peers else ())]:
         if name in OURS:
             yield name, partial(Ours, backend=OURS[name])
-        elif _measures(args, PEERS[name]):
-            try:
-                yield name, load_adapters("attention").load_kernel(name, args.peers)
-            except Exception as error:  # others' code: whatever it raises, we measure without it
-                leave_out(name, error)
+        elif _measures(args, PEERS[name]) and (make := load_peer(name, args.peers)) is not None:
+            yield name, make
 
 
 def is_right(row: Row) -> bool:

@@ -166,10 +166,7 @@ class DecodeInputs:
         self.context_lens = torch.full((case.batch,), case.context, **new)
         self.query_start_loc = torch.arange(case.batch + 1, **new) * case.query_len
         self.workspace = decode_workspace(device)
-
-    @property
-    def block_size(self) -> int:
-        return self.caches.rows.shape[2]
+        self.block_size = caches.rows.shape[2]
 
     def at(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return a call's q [T, H, head_dim], kv_cache [num_blocks, block_size, row_width] and block_table [batch,

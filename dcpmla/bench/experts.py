@@ -15,8 +15,8 @@ from torch.nn import functional
 from dcpmla.bench.ceilings import floor_fields, measure_ceilings
 from dcpmla.bench.options import add_measured, names_of
 from dcpmla.bench.peers import load_adapters
-from dcpmla.bench.results import Row, dtype_name, finite, is_within
-from dcpmla.bench.runner import Benchmark, Kept, leave_out
+from dcpmla.bench.results import Row, dtype_name, finite, is_within, leave_out
+from dcpmla.bench.runner import Benchmark, Kept
 from dcpmla.bench.timing import calls_over, num_rotated, time_operation, time_with_result
 from dcpmla.cache.formats import FP8
 from dcpmla.job.bootstrap import Ranks

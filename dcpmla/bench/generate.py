@@ -75,8 +75,10 @@ class Generate(Benchmark[Batch, None]):
             num_reqs = max(num_reqs, min(_NUM_DECODES + 1, args.max_num_seqs))
         self.engine, chosen = build_engine(args, job, dcp, files, [seq_len] * num_reqs)
         self.graph, self.mixed_graph, self.exchange = self.engine.graph, self.engine.mixed_graph, chosen.exchange.name
-        self.speculation = self.engine.speculation
-        self.size = size_of(files.config, self.engine.model.dtype, args.expert_dtype)
+        self.speculation, model = self.engine.speculation, self.engine.model
+        assert isinstance(model, ShardedModel)
+        self.model = model
+        self.size = size_of(files.config, self.model.dtype, args.expert_dtype)
         needed, room = max(args.batch) * -(-seq_len // block_tokens), self.engine.cache.sizes.num_blocks
         if needed > room:  # requests that wait for blocks would make a smaller batch of it
             self.close()
@@ -135,7 +137,7 @@ class Generate(Benchmark[Batch, None]):
         steps = decode_steps(engine, case.size, args.input_len, args.output_len, args.seed)
         # Steps of a kind are alike; where some have drafts and others none, the mean counts all.
         average = statistics.mean if case.is_adaptive else statistics.median
-        seconds = largest(average([seconds for seconds, _ in steps]), engine.model.device)
+        seconds = largest(average([seconds for seconds, _ in steps]), self.model.device)
         tokens_a_step = statistics.mean(num_tokens for _, num_tokens in steps)
         row = self._labels(case) | {
             "batch": case.size,
@@ -154,7 +156,7 @@ class Generate(Benchmark[Batch, None]):
         """Return the fields of all rows."""
         engine = self.engine
         return {
-            "weights": "fp8" if is_quantized(self._model) else format_name(engine.model.dtype),
+            "weights": "fp8" if is_quantized(self.model) else format_name(engine.model.dtype),
             "num_parameters": self.size.num_parameters,
             **engine_fields(self.args, engine, self.exchange, _OPTIONS),
             "mode": case.mode,
@@ -167,16 +169,11 @@ class Generate(Benchmark[Batch, None]):
         row = self._labels(case) | {"tokens": case.tokens, "decodes": case.size, "step_us": round(times.step_us, 1)}
         return row if times.device_us is None else row | {"device_us": round(times.device_us, 1)}
 
-    @property
-    def _model(self) -> ShardedModel:
-        assert isinstance(self.engine.model, ShardedModel)
-        return self.engine.model
-
     def _device_times(self, batch: int) -> Row:
         """Return the times of a step, and of the prefill of one prompt, on the device alone."""
         args, engine = self.args, self.engine
         self.job.watchdog.enter("timing steps on the device")
-        layout = self._model, engine.cache, engine.dcp, engine.mesh
+        layout = self.model, engine.cache, engine.dcp, engine.mesh
         decode = step_times(*layout, batch, args.input_len)
         row = {name: round(value, 1) for name, value in decode._asdict().items()}
         floor_us = least_us(args, engine, self.size, batch)

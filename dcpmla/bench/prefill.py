@@ -18,8 +18,8 @@ from dcpmla.attention.calls import PrefillCall, Segments, join_keys
 from dcpmla.attention.sparse.mask import selection_mask, unpack_mask
 from dcpmla.bench.options import add_measured
 from dcpmla.bench.plots import draw_lines, new_figure, save_figure, select
-from dcpmla.bench.results import Row, dtype_name, finite, is_within
-from dcpmla.bench.runner import Benchmark, leave_out
+from dcpmla.bench.results import Row, dtype_name, error_fields, is_within, leave_out
+from dcpmla.bench.runner import Benchmark
 from dcpmla.bench.timing import calls_over, num_rotated, time_operation
 from dcpmla.cli.options import positive
 
@@ -164,7 +164,7 @@ class PrefillBenchmark(Benchmark[PrefillCase, PrefillInputs]):
     def _row(self, backend: Backend[PrefillCall], inputs: PrefillInputs) -> Row:
         case = inputs.case
         start = time.perf_counter()
-        error, lse_error = inputs.errors(*backend.run(inputs.call(0)))  # reading them waits for the device
+        errors = inputs.errors(*backend.run(inputs.call(0)))  # reading them waits for the device
         first_call = time.perf_counter() - start
         calls = calls_over(len(inputs.sets), self.device)
         timing = time_operation(lambda index: backend.run(inputs.call(index)), self.device, calls, _SAMPLE_SECONDS)
@@ -177,8 +177,7 @@ class PrefillBenchmark(Benchmark[PrefillCase, PrefillInputs]):
             "first_call_ms": round(first_call * 1e3, 1),
             **timing.fields(1),
             "tflops": round(case.flops / timing.median_us / 1e6, 3),
-            "error": finite(error),
-            "lse_error": finite(lse_error),
+            **error_fields(*errors),
         }
 
     def line(self, row: Row) -> str:

@@ -200,11 +200,6 @@ def _rows(benchmark: Benchmark[Case, Any], case: Case) -> list[Row]:
         return benchmark.measure(case, inputs)
 
 
-def leave_out(name: str, error: Exception) -> None:
-    """Print that something is not measured, and why."""
-    print(f"left out: {name}: {str(error).strip().partition(chr(10))[0] or type(error).__name__}", flush=True)
-
-
 @contextmanager
 def memory_on_all() -> Iterator[None]:
     """Raise ValueError on every rank if some rank finds no memory for the block. Collective."""

@@ -209,22 +209,22 @@ class SelectedRows(Caches):
         storage = storage_dtype(kv_cache_dtype, dtype)
         self.kv_scale = kv_scale_of(storage, device)
         num_blocks = case.batch * case.max_blocks
-        page: tuple[int, ...] = BLOCK_SIZE, formats.row_width(storage, LATENT_DIM, ROPE_DIM)
+        width, fill = formats.row_width(storage, LATENT_DIM, ROPE_DIM), fill_randomly
         if case.is_shared:
-            self.head_dim = LATENT_DIM
-            page = shared_format.rows_shape(BLOCK_SIZE, LATENT_DIM, storage)
-        row_bytes = math.prod(page) // BLOCK_SIZE * storage.itemsize
+            self.head_dim, fill = LATENT_DIM, fill_shared_rows
+
+        def shape_of(num_rows: int) -> tuple[int, ...]:
+            if case.is_shared:
+                return shared_format.rows_shape(num_rows, LATENT_DIM, storage)
+            return num_rows // BLOCK_SIZE, BLOCK_SIZE, width
+
+        row_bytes = math.prod(shape_of(BLOCK_SIZE)) // BLOCK_SIZE * storage.itemsize
         num_caches = num_rotated(num_blocks * BLOCK_SIZE * row_bytes, device)
         num_sets = num_rotated(-(-case.batch * case.topk // case.dcp_size) * row_bytes, device)
-        if case.is_shared:
-            shape = shared_format.rows_shape(num_caches * num_blocks * BLOCK_SIZE, LATENT_DIM, storage)
-            self.blocks = torch.empty(shape, dtype=storage, device=device)
-            fill_shared_rows(self.blocks, LATENT_DIM, dtype)
-            self.rows = self.blocks.expand(num_sets, -1, -1, -1)
-        else:
-            self.blocks = torch.empty(num_caches * num_blocks, *page, dtype=storage, device=device)
-            fill_randomly(self.blocks, LATENT_DIM, dtype)
-            self.rows = self.blocks.view(1, -1, 1, page[-1]).expand(num_sets, -1, -1, -1)
+        self.blocks = torch.empty(shape_of(num_caches * num_blocks * BLOCK_SIZE), dtype=storage, device=device)
+        fill(self.blocks, LATENT_DIM, dtype)
+        rows = self.blocks if case.is_shared else self.blocks.view(-1, 1, width)
+        self.rows = rows.expand(num_sets, *rows.shape)
         is_mine = torch.rand(case.batch, case.topk, device=device) * case.dcp_size < 1
         self.num_slots = is_mine.sum(1).clamp(1, case.num_local).to(torch.int32)
         self.block_tables = self._select(case, num_sets, case.block_tables(num_caches, device).long())
@@ -247,8 +247,4 @@ class AttentionInputs(DecodeInputs):
 
     def __init__(self, case: SparseCase, num_heads: int, rows: SelectedRows) -> None:
         super().__init__(DecodeCase(case.batch, case.topk, num_heads, 1, rows.kv_cache_dtype), rows)
-        self.selected_blocks, self.seq_lens = rows.blocks, rows.num_slots
-
-    @property
-    def block_size(self) -> int:
-        return 1
+        self.selected_blocks, self.seq_lens, self.block_size = rows.blocks, rows.num_slots, 1

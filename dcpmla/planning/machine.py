@@ -19,7 +19,8 @@ class _Checked:
     """A dataclass whose numbers keep to the rules of their fields."""
 
     def __post_init__(self) -> None:
-        check_fields(rules_of(type(self)), vars(self), lambda name: f"machine (--machine): {name}")
+        kind: type = type(self)
+        check_fields(rules_of(kind), vars(self), lambda name: f"machine (--machine): {name}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,12 +144,11 @@ class Machine(_Checked):
     def without_overheads(self) -> "Machine":
         """Return a machine that reads memory and multiplies at the same rates, and does all else in no time."""
         free = {"overhead_us": 0.0, "per_rank_us": 0.0, "gb_per_s": _LARGEST}
-        numbers = {name: 0.0 for name in vars(self) if name.endswith("_us")}
-        numbers |= dict.fromkeys(("product_read_share", "packed_read_share", "attention_read_share"), 1.0)
-        numbers |= dict.fromkeys(("copy_gb_per_s", "network_gb_per_s"), _LARGEST)
-        collectives = {name: Collective(**free) for name in COLLECTIVES}
-        direct = Direct(gather_us=0.0, combine_us=0.0, gb_per_s=_LARGEST)
-        return replace(self, **numbers, **collectives, direct=direct)
+        changes: dict[str, Any] = {name: 0.0 for name in vars(self) if name.endswith("_us")}
+        changes |= dict.fromkeys(("product_read_share", "packed_read_share", "attention_read_share"), 1.0)
+        changes |= dict.fromkeys(("copy_gb_per_s", "network_gb_per_s"), _LARGEST)
+        changes |= {name: Collective(**free) for name in COLLECTIVES}
+        return replace(self, **changes, direct=Direct(gather_us=0.0, combine_us=0.0, gb_per_s=_LARGEST))
 
     def all_reduce_us(self, num_bytes: float, num_ranks: int, num_nodes: int = 1) -> float:
         """Return the microseconds of an all-reduce: a reduce-scatter and an all-gather under one launch, as rings and
