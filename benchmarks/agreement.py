@@ -79,8 +79,8 @@ def compare(ours: list[Any], tokens: list[list[int]], bf16: list[Any], fp32: lis
     def distance(left: list[Any], right: list[Any]) -> float:
         return float((torch.cat(left) - torch.cat(right)).norm() / torch.cat(fp32).norm())
 
-    def agreement(logits: list[Any], others: Any) -> float:
-        return float((torch.cat(logits).argmax(-1) == others).float().mean())
+    def agreement(logits: list[Any], expected: Any) -> float:
+        return float((torch.cat(logits).argmax(-1) == expected).float().mean())
 
     new = torch.tensor([token for each in tokens for token in each])
     return {

@@ -104,8 +104,8 @@ class Recorder:
             return self.metadata
 
         def matched(scheduler: Any, request: Any, num_computed: int) -> tuple[int, bool]:
-            found, is_async = match(scheduler, request, num_computed)
-            return max(0, found - (self.num_new - 1)), is_async
+            num_matched, is_async = match(scheduler, request, num_computed)
+            return max(0, num_matched - (self.num_new - 1)), is_async
 
         DecodeBenchConnectorScheduler.get_num_new_matched_tokens = matched
         torch.cuda.CUDAGraph.replay = recorded_replay
@@ -117,7 +117,7 @@ def start_engine(num_ranks: int, backend: str, exchange: str) -> Any:
     from vllm import LLM
 
     longest = max(*(context for _, context in LOADS), *(num_new + context for num_new, context in PREFILLS))
-    most = max(batch * context for batch, context in LOADS)
+    num_cached = max(batch * context for batch, context in LOADS)
     config = config_of(
         GEOMETRY,
         architectures=["DeepseekV3ForCausalLM"],
@@ -147,8 +147,8 @@ def start_engine(num_ranks: int, backend: str, exchange: str) -> Any:
             max_model_len=longest + 4 * BLOCK_SIZE,
             max_num_seqs=max(batches),
             max_num_batched_tokens=max(num_new for num_new, _ in PREFILLS),
-            kv_cache_memory_bytes=(most // num_ranks + 2 * BLOCK_SIZE * max(batches)) * bytes_per_token,
-            gpu_memory_utilization=0.1,  # of no meaning, but so much must be free
+            kv_cache_memory_bytes=(num_cached // num_ranks + 2 * BLOCK_SIZE * max(batches)) * bytes_per_token,
+            gpu_memory_utilization=0.1,  # has no effect, but this much must be free
             enable_prefix_caching=False,
             disable_custom_all_reduce=True,
             compilation_config={

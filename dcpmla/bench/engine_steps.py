@@ -1,4 +1,4 @@
-"""Times of an engine's steps: with decodes alone, and with a piece of a prompt beside decodes."""
+"""Times of an engine's steps: with decodes alone, and with a piece of a prompt as well."""
 
 import math
 import time

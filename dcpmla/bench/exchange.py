@@ -174,9 +174,9 @@ class ExchangeBenchmark(Benchmark[Exchanged, ExchangeInputs]):
         operations = list(dict.fromkeys(row["operation"] for row in shown))
         merges = select(shown, operation="combine", variant="", tokens=min(row["tokens"] for row in shown))
         best, worst = (pick(merges, key=itemgetter("median_us")) for pick in (min, max))
-        others = "" if worst is best else f", {worst['exchange']} in {worst['median_us']:,.1f} us"
+        slower = "" if worst is best else f", {worst['exchange']} in {worst['median_us']:,.1f} us"
         size_words = f"{heads} heads of {best['tokens']:,} tokens over {size} ranks"
-        title = f"{best['exchange']} merges {size_words} in {best['median_us']:,.1f} us{others}"
+        title = f"{best['exchange']} merges {size_words} in {best['median_us']:,.1f} us{slower}"
         figure, axes = new_figure(title, num_axes=len(operations), width=4.8)
         for axis, operation in zip(axes, operations, strict=True):
             lines: dict[str, list[tuple[float, float]]] = {}

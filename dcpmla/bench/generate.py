@@ -111,9 +111,9 @@ class Generate(Benchmark[Batch, None]):
         if max(args.batch) > limit:
             options = "--max-num-seqs and --max-num-batched-tokens"
             raise ValueError(f"--batch has {max(args.batch)}; raise {options}, which allow {limit}")
-        if (most := max(args.step_tokens, default=0)) > args.max_num_batched_tokens:
+        if (num_tokens := max(args.step_tokens, default=0)) > args.max_num_batched_tokens:
             limits = f"--max-num-batched-tokens, which allows {args.max_num_batched_tokens}"
-            raise ValueError(f"--step-tokens has {most}; raise {limits}")
+            raise ValueError(f"--step-tokens has {num_tokens}; raise {limits}")
 
     def cases(self) -> Iterator[Batch]:
         args, drafter = self.args, self.speculation.drafter

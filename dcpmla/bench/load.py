@@ -138,7 +138,7 @@ def summarize(values: Sequence[float]) -> dict[str, float | None]:
 
 def summarize_all(metrics: Sequence[Mapping[str, float | None]]) -> Row:
     """Return mean and percentiles of each kind of latency, over the requests that have one."""
-    values = {kind: [each[kind] for each in metrics if each[kind] is not None] for kind in metrics[0]}
+    values = {kind: [value for each in metrics if (value := each[kind]) is not None] for kind in metrics[0]}
     return {f"{kind}_{name}": value for kind, each in values.items() for name, value in summarize(each).items()}
 
 

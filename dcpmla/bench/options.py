@@ -1,4 +1,4 @@
-"""Options that several benchmarks have, each with a list of what is measured."""
+"""Options of several benchmarks. Each takes a list, and all its items are measured."""
 
 import argparse
 from collections.abc import Callable, Sequence

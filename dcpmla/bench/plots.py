@@ -9,7 +9,7 @@ from typing import Any
 from dcpmla.cli.output import check_writable, is_same_path, write_bytes
 from dcpmla.extras import needed_by
 
-_LABEL_HEIGHT = 0.045  # height of a label beside a line, in heights of the axes
+_LABEL_HEIGHT = 0.045  # heights are in heights of the axes
 
 
 def check_outputs(json: Path | None, plot: Path | None, inputs: Sequence[Path] = ()) -> None:
@@ -55,7 +55,7 @@ def save_figure(path: Path, figure: Any) -> None:
 
 
 def draw_lines(axis: Any, lines: Mapping[str, Iterable[tuple[float, float]]], x_label: str, y_label: str = "") -> None:
-    """Draw points (x, y) of lines by their labels, which are beside the lines' ends; x on a logarithmic scale."""
+    """Draw points (x, y) of lines by their labels, right of the lines' ends, x on a logarithmic scale."""
     for label, points in lines.items():
         axis.plot(*zip(*sorted(points), strict=True), "o-", markersize=4, label=label)
     axis.set_xscale("log", base=2)

@@ -209,9 +209,9 @@ class SelectedRows(Caches):
         storage = storage_dtype(kv_cache_dtype, dtype)
         self.kv_scale = kv_scale_of(storage, device)
         num_blocks = case.batch * case.max_blocks
-        width, fill = formats.row_width(storage, LATENT_DIM, ROPE_DIM), fill_randomly
+        width = formats.row_width(storage, LATENT_DIM, ROPE_DIM)
         if case.is_shared:
-            self.head_dim, fill = LATENT_DIM, fill_shared_rows
+            self.head_dim = LATENT_DIM
 
         def shape_of(num_rows: int) -> tuple[int, ...]:
             if case.is_shared:
@@ -222,7 +222,7 @@ class SelectedRows(Caches):
         num_caches = num_rotated(num_blocks * BLOCK_SIZE * row_bytes, device)
         num_sets = num_rotated(-(-case.batch * case.topk // case.dcp_size) * row_bytes, device)
         self.blocks = torch.empty(shape_of(num_caches * num_blocks * BLOCK_SIZE), dtype=storage, device=device)
-        fill(self.blocks, LATENT_DIM, dtype)
+        (fill_shared_rows if case.is_shared else fill_randomly)(self.blocks, LATENT_DIM, dtype)
         rows = self.blocks if case.is_shared else self.blocks.view(-1, 1, width)
         self.rows = rows.expand(num_sets, *rows.shape)
         is_mine = torch.rand(case.batch, case.topk, device=device) * case.dcp_size < 1
