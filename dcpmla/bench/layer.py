@@ -30,7 +30,7 @@ from dcpmla.bench.layouts import (
     load_of,
     speedups_of,
 )
-from dcpmla.bench.options import add_measured
+from dcpmla.bench.options import add_measured, names_of
 from dcpmla.bench.plots import draw_bars, draw_lines, new_figure, save_figure
 from dcpmla.bench.results import Row, dtype_name
 from dcpmla.bench.runner import Benchmark
@@ -96,7 +96,7 @@ class Layer(Benchmark[LayerCase, Stack]):
         add("-tp", "--tensor-parallel-size", type=positive, default=1, metavar="N", help=tp)
         add_measured(parser, decode_context_parallel_size="1", dcp_comm_backend=None)
         variants = f"of {_NAMES} (direct alone); an empty name is the plain step, as in ,pbm; default: that alone"
-        add("--variants", type=_variant_list, default="", metavar="NAME,...", help=variants)
+        add("--variants", type=names_of([*_VARIANTS], "a variant"), default="", metavar="NAME,...", help=variants)
         add_measured(parser, kv_cache_dtype="bf16", decode_query_dtype="auto,fp8", index_cache_dtype="auto")
         add("--num-layers", type=positive, default=8, metavar="L", help="layers of the stack")
         add_measured(parser, batch="1,4,16,64,128", context="8192,32768,131072,524288")
@@ -232,15 +232,6 @@ def _stack_makers(attention: AttentionKind) -> dict[str, StackMaker]:
     if attention.dense_stack() is None:
         return compressed_makers(attention.config)
     return {MLA: StackMaker(False, partial(LayerStack, attention.config))}
-
-
-def _variant_list(text: str) -> list[str]:
-    """Read different names of variants, separated by commas; an empty one is the plain step."""
-    names = list(dict.fromkeys(text.split(",")))
-    for name in names:
-        if name not in _VARIANTS:
-            raise argparse.ArgumentTypeError(f"{name!r} is not a variant; choose from {_NAMES}, or an empty name")
-    return names
 
 
 BENCHMARK = Layer

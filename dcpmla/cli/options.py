@@ -130,7 +130,8 @@ def name_list(text: str, choices: Sequence[str], kind: str) -> list[str]:
     names = list(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in choices:
-            raise argparse.ArgumentTypeError(f"{name!r} is not {kind}; choose from {', '.join(choices)}")
+            allowed = ", ".join(choice or "an empty name" for choice in choices)
+            raise argparse.ArgumentTypeError(f"{name!r} is not {kind}; choose from {allowed}")
     return names
 
 
