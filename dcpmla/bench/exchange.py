@@ -173,10 +173,8 @@ class ExchangeBenchmark(Benchmark[Exchanged, ExchangeInputs]):
         shown = [row for row in rows if row["dcp"] == size and row["heads"] in (heads, None)]
         operations = list(dict.fromkeys(row["operation"] for row in shown))
         merges = select(shown, operation="combine", variant="", tokens=min(row["tokens"] for row in shown))
-        best, worst = (pick(merges, key=itemgetter("median_us")) for pick in (min, max))
-        slower = "" if worst is best else f", {worst['exchange']} in {worst['median_us']:,.1f} us"
-        size_words = f"{heads} heads of {best['tokens']:,} tokens over {size} ranks"
-        title = f"{best['exchange']} merges {size_words} in {best['median_us']:,.1f} us{slower}"
+        times = [f"{row['exchange']} {row['median_us']:,.1f} us" for row in sorted(merges, key=itemgetter("median_us"))]
+        title = f"{merges[0]['tokens']:,} x {heads} heads merged over {size} ranks: {', '.join(times)}"
         figure, axes = new_figure(title, num_axes=len(operations), width=4.8)
         for axis, operation in zip(axes, operations, strict=True):
             lines: dict[str, list[tuple[float, float]]] = {}

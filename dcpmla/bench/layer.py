@@ -198,7 +198,8 @@ class Layer(Benchmark[LayerCase, Stack]):
         speedups = speedups_of(rows)
         title = f"{first['geometry']}, {first['num_layers']} attention layers, tp {first['tp']}"
         if best := max(((ratio, name) for name, points in speedups.items() for _, ratio in points), default=None):
-            title += f": {best[1]} is up to {best[0]:.2f} x as fast as dcp 1"
+            slowest = min(ratio for _, ratio in speedups[best[1]])
+            title += f": {best[1]} is {slowest:.2f} to {best[0]:.2f} x as fast as dcp 1"
         figure, axes = new_figure(title, num_axes=2)
         times = {(layout_of(row), row["part"]): row["median_us"] for row in rows if load_of(row) == load}
         layouts, parts = (dict.fromkeys(column) for column in zip(*times, strict=True))
