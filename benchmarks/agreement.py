@@ -49,39 +49,10 @@ def generate(
     """Return the new tokens and their logits [num_new, vocab] of each prompt, by the command line in bfloat16."""
     with tempfile.TemporaryDirectory() as directory:
         out, logits = Path(directory) / "out.json", Path(directory) / "out.npz"
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(num_ranks),
-            "-m",
-            "dcpmla",
-        ]
-        command += [
-            "generate",
-            "--model",
-            str(model),
-            "-tp",
-            str(num_ranks),
-            "-dcp",
-            str(dcp),
-            "--dcp-comm-backend",
-            backend,
-        ]
-        command += [
-            "--dtype",
-            "bfloat16",
-            "--device",
-            "cuda",
-            "--max-new-tokens",
-            str(num_new),
-            "--json",
-            str(out),
-            "--logits",
-            str(logits),
-        ]
+        launch = f"-m torch.distributed.run --standalone --nproc-per-node {num_ranks} -m dcpmla generate"
+        layout = f"-tp {num_ranks} -dcp {dcp} --dcp-comm-backend {backend} --dtype bfloat16 --device cuda"
+        command = [sys.executable, *launch.split(), *layout.split(), "--model", str(model)]
+        command += ["--max-new-tokens", str(num_new), "--json", str(out), "--logits", str(logits)]
         command += [option for prompt in prompts for option in ("--prompt-ids", ",".join(map(str, prompt)))]
         subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
         arrays = np.load(logits)
@@ -108,17 +79,14 @@ def compare(ours: list[Any], tokens: list[list[int]], bf16: list[Any], fp32: lis
     def distance(left: list[Any], right: list[Any]) -> float:
         return float((torch.cat(left) - torch.cat(right)).norm() / torch.cat(fp32).norm())
 
-    def agreement(logits: list[Any]) -> float:
-        return float(
-            (torch.cat(logits).argmax(-1) == torch.tensor([token for new in tokens for token in new])).float().mean()
-        )
+    def agreement(logits: list[Any], expected: Any) -> float:
+        return float((torch.cat(logits).argmax(-1) == expected).float().mean())
 
+    new = torch.tensor([token for each in tokens for token in each])
     return {
-        "tokens_as_unsharded_bf16": agreement(bf16),
-        "tokens_as_unsharded_fp32": agreement(fp32),
-        "unsharded_bf16_tokens_as_fp32": float(
-            (torch.cat(bf16).argmax(-1) == torch.cat(fp32).argmax(-1)).float().mean()
-        ),
+        "tokens_as_unsharded_bf16": agreement(bf16, new),
+        "tokens_as_unsharded_fp32": agreement(fp32, new),
+        "unsharded_bf16_tokens_as_fp32": agreement(bf16, torch.cat(fp32).argmax(-1)),
         "logits_from_fp32": distance(ours, fp32),
         "unsharded_bf16_logits_from_fp32": distance(bf16, fp32),
         "logits_from_unsharded_bf16": distance(ours, bf16),
@@ -131,14 +99,8 @@ def measure(
     rows = []
     for dcp, backend in [(1, "auto"), *((num_gpus, backend) for backend in ("ag_rs", "a2a"))]:
         tokens, logits = generate(model, prompts, num_new, num_gpus, dcp, backend)
-        row: dict[str, Any] = {
-            "model": name,
-            "tp": num_gpus,
-            "dcp": dcp,
-            "exchange": backend,
-            "num_prompts": len(prompts),
-        }
-        row["tokens"] = sum(map(len, tokens))
+        row: dict[str, Any] = {"model": name, "tp": num_gpus, "dcp": dcp, "exchange": backend}
+        row |= {"num_prompts": len(prompts), "tokens": sum(map(len, tokens))}
         if answers is not None:
             row["accuracy"] = sum(new[0] == answer for new, answer in zip(tokens, answers, strict=True)) / len(answers)
         bf16, fp32 = (unsharded(model, prompts, tokens, dtype) for dtype in (torch.bfloat16, torch.float32))

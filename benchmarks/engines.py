@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from dcpmla.bench.plots import new_figure, save_figure  # noqa: E402
+from dcpmla.bench.plots import draw_bars, new_figure, save_figure  # noqa: E402
 from dcpmla.bench.results import Row, add_commit_argument, write_rows  # noqa: E402
 
 # A result's field -> the name in a measured row. Times are seconds in both.
@@ -194,19 +194,16 @@ def plot(path: Path, rows: Sequence[Row], machine: str, versions: dict[str, str 
     for row, vllm in measured:
         load = f"{LOADS.get(row['load'], row['load'])}, steps of {row['max_num_batched_tokens']:,}"
         last[f"{row['model']}: {load}" if "," in models else load] = row, vllm
-    title = f"{models} on {machine}: vLLM {versions.get('vllm')} = 1, more is better"
+    rate, delay = "output_tokens_per_second", "time_to_first_token_mean"
+    speedups = {name: ours[rate] / vllm[rate] for name, (ours, vllm) in last.items()}
+    delays = {name: vllm[delay] / ours[delay] for name, (ours, vllm) in last.items()}
+    span = f"{min(speedups.values()):.2f} to {max(speedups.values()):.2f} x the tokens/s"
+    title = f"{models} on {machine}: {span} of vLLM {versions.get('vllm')}"
     figure, axes = new_figure(title, 2, width=5.6)
-    measures = {"output_tokens_per_second": "tokens/s", "time_to_first_token_mean": "mean time to first token"}
-    for axis, (field, label) in zip(axes, measures.items(), strict=True):
-        ratios = [row[field] / vllm[field] for row, vllm in last.values()]
-        if field.startswith("time"):
-            ratios = [1 / value for value in ratios]
-        bars = axis.barh([*last], ratios)
-        axis.bar_label(bars, fmt="%.2f", padding=3)
+    draw_bars(axes[0], speedups, "tokens/s, times vLLM's", "{:.2f}")
+    draw_bars(axes[1], delays, "mean time to first token, vLLM's over dcpmla's", "{:.2f}")
+    for axis in axes:
         axis.axvline(1, color="black", linewidth=1)
-        axis.set_xlabel(label)
-        axis.margins(x=0.12)
-        axis.invert_yaxis()
     axes[1].set_yticklabels([])
     save_figure(path, figure)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.peers.kernels import gate_rows, gather_rows, sort_routes, sum_rows
 from benchmarks.peers.libraries import load_deep_gemm, load_humming, load_vllm
-from dcpmla.bench.runner import leave_out
+from dcpmla.bench.results import leave_out
 from dcpmla.model.experts import ExpertWeights
 from dcpmla.model.kernels.blocks import sum_routes
 from dcpmla.parallel.fp8 import QuantizedRows, quantize_rows

@@ -1,9 +1,8 @@
-"""Cache formats as benchmarks measure them: their options and names, and caches full of random latents.
+"""Cache formats as benchmarks measure them: their names, and caches full of random latents.
 
 "bf16" means rows that are not quantized, in the run's dtype: bfloat16 on GPUs, float32 on CPUs.
 """
 
-import argparse
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,30 +11,10 @@ from torch import Tensor
 from dcpmla.cache import formats
 from dcpmla.cache.index_keys import write_index_keys
 from dcpmla.cache.shared_rows import write_rows
-from dcpmla.cli.options import format_list, name_list
-from dcpmla.config import DECODE_QUERY_DTYPES
-from dcpmla.planning.capacity import FORMATS
 
 # Largest values are 448 times these, well above normal ones. They differ, so that a kernel that mixes them up is found.
 KV_SCALE, Q_SCALE = 0.04, 0.02
 _CHUNK = 1 << 15  # rows quantized at a time: their wide copies stay below 1 GB
-
-
-def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the formats to measure, which come out with plain rows first: others are compared with them."""
-
-    def caches(text: str) -> list[str]:
-        return sorted(format_list(text), key=FORMATS.index)
-
-    def queries(text: str) -> list[str]:
-        return name_list(text, DECODE_QUERY_DTYPES, "a dtype of queries")
-
-    names = f"of {', '.join(FORMATS)}; bf16: rows that are not quantized"
-    parser.add_argument("--kv-cache-dtype", type=caches, default="bf16", metavar="NAME,...", help=names)
-    dtypes = f"of queries over an fp8 cache: of {', '.join(DECODE_QUERY_DTYPES)}; default: both"
-    parser.add_argument(
-        "--decode-query-dtype", type=queries, default=",".join(DECODE_QUERY_DTYPES), metavar="NAME,...", help=dtypes
-    )
 
 
 def config_name(cache_format: str) -> str:

@@ -18,7 +18,8 @@ from dcpmla.attention.decode import mla_decode
 from dcpmla.attention.sparse.candidates import candidate_width
 from dcpmla.attention.step import StepMetadata, StepRequests
 from dcpmla.bench.cache_formats import fill_index_keys, fill_shared_rows
-from dcpmla.bench.stack import Stack, StackMaker, StackSizes, num_rotated
+from dcpmla.bench.stack import MOST_STEPS, Stack, StackMaker, StackSizes
+from dcpmla.bench.timing import num_rotated
 
 
 def compressed_makers(config: CompressedConfig) -> dict[str, StackMaker]:
@@ -57,7 +58,8 @@ class CompressedStack(Stack):
         one = plan_compressed(alike, dcp, [context] * batch, dtype)
         # Selections take different rows of the same blocks, so that many need no more memory than few.
         row_bytes = one.rows_shape(kind.ratio)[-1] * one.dtype.itemsize
-        num_steps = num_rotated(num_layers * batch * -(-reads.num_rows // mesh.dcp_size) * row_bytes, device)
+        bytes_read = num_layers * batch * -(-reads.num_rows // mesh.dcp_size) * row_bytes
+        num_steps = num_rotated(bytes_read, device, MOST_STEPS)
         num_sets = min(num_steps, num_rotated(one.bytes_per_rank, device))
         plan = plan_compressed(alike, dcp, [context] * batch * num_sets, dtype, batch * num_steps)
         self.cache: CompressedCache = CompressedCache(plan, device)

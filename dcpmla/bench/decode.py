@@ -3,7 +3,7 @@ floor, ratios, errors.
 """
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
@@ -14,21 +14,24 @@ from typing import Any
 import torch
 
 from dcpmla.attention.backends import DECODE_BACKENDS
-from dcpmla.bench.cache_formats import add_cache_arguments, quantized_name, query_dtypes
-from dcpmla.bench.decode_inputs import Answer, Caches, DecodeCase, DecodeInputs, MakeKernel, Ours, measure_ceilings
-from dcpmla.bench.layouts import Load, load_of
-from dcpmla.bench.peers import PEERS, Formats, check_peers, load_adapters
-from dcpmla.bench.plots import new_figure, save_figure, select
-from dcpmla.bench.results import Row, dtype_name, finite, is_within
-from dcpmla.bench.runner import Benchmark, Kept, leave_out
+from dcpmla.bench.cache_formats import quantized_name, query_dtypes
+from dcpmla.bench.ceilings import floor_fields, measure_ceilings
+from dcpmla.bench.decode_inputs import Answer, Caches, DecodeCase, DecodeInputs, MakeKernel, Ours
+from dcpmla.bench.options import add_measured, names_of
+from dcpmla.bench.peers import PEERS, Formats, check_peers, load_peer
+from dcpmla.bench.plots import draw_lines, new_figure, save_figure, select
+from dcpmla.bench.results import Row, dtype_name, error_fields, is_within, leave_out
+from dcpmla.bench.runner import Benchmark, Kept
 from dcpmla.bench.timing import Timing, calls_over, time_with_result
-from dcpmla.cli.options import name_list, positive, positive_list
+from dcpmla.cli.options import positive
+from dcpmla.config import DECODE_QUERY_DTYPES
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.faults import is_out_of_memory
 from dcpmla.job.join import LOAD_TIMEOUT, Job
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 OURS = {"dcpmla": "auto", **{f"dcpmla-{backend.name}": backend.name for backend in DECODE_BACKENDS}}
+_KERNELS = [*OURS, *PEERS]
 # Errors of out or lse, by the queries' dtype; a larger one means that something else was computed. Products in bfloat16
 # stay below 0.005 over every cache. Products in e4m3 round probabilities too, by up to 1/16 each: 1.7 % of the
 # outputs, 2.2 % where small ones are denormals.
@@ -46,7 +49,7 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
     """
 
     ranks_of = "one"
-    plot_help = "shares of the floor and ratios"
+    plot_help = "shares of the floor's speed"
 
     def __init__(self, args: argparse.Namespace, job: Job) -> None:
         super().__init__(args, job)
@@ -63,17 +66,13 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
         add = parser.add_argument
         peers = "directory with peers.py and the libraries of FlashMLA and FlashAttention-3"
         add("--peers", type=Path, metavar="DIR", help=peers)
-        names = f"of {', '.join([*OURS, *PEERS])}; default: dcpmla, and with --peers all of theirs"
-        add("--kernels", type=partial(_names, choices=[*OURS, *PEERS]), metavar="NAME,...", help=names)
-        add("--heads", type=positive_list, default="16,64,128", metavar="H,...", help="query heads")
-        add("--batch", type=positive_list, default="1,8,32,128", metavar="B,...", help="requests")
-        contexts = "1024,4096,16384,65536"
-        add("--context", type=positive_list, default=contexts, metavar="S,...", help="cached tokens of each request")
-        add("--query-len", type=positive_list, default="1,2,4", metavar="Q,...", help="new tokens of each, causal")
+        names = f"of {', '.join(_KERNELS)}; default: dcpmla, and with --peers all of theirs"
+        add("--kernels", type=names_of(_KERNELS, "a kernel"), metavar="NAME,...", help=names)
+        add_measured(parser, heads="16,64,128", batch="1,8,32,128", context="1024,4096,16384,65536", query_len="1,2,4")
         add("--block-size", type=positive, default=64, metavar="P", help="tokens of a cache block")
         dtype = "of what is not quantized; default: bfloat16 on GPUs, float32 on CPUs"
         add("--dtype", choices=tuple(_DTYPES), help=dtype)
-        add_cache_arguments(parser)
+        add_measured(parser, kv_cache_dtype="bf16", decode_query_dtype=",".join(DECODE_QUERY_DTYPES))
 
     @staticmethod
     def check(args: argparse.Namespace, ranks: Ranks) -> None:
@@ -123,7 +122,6 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
 
     def _row(self, name: str, inputs: DecodeInputs, timing: Timing, errors: tuple[float, float]) -> Row:
         case, us, itemsize = inputs.case, timing.median_us, self.dtype.itemsize
-        floor_us = self.ceilings.floor_us(case, itemsize)
         return {
             "kernel": name,
             **asdict(case),
@@ -133,10 +131,8 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
             **timing.fields(2),
             "tflops": round(case.flops / us / 1e6, 2),
             "gb_per_s": round(case.num_bytes(itemsize) / us / 1e3, 1),
-            "floor_us": round(floor_us, 2),
-            "floor_share": round(floor_us / us, 4),
-            "error": finite(errors[0]),
-            "lse_error": finite(errors[1]),
+            **floor_fields(case.floor_us(self.ceilings, itemsize), us),
+            **error_fields(*errors),
         }
 
     def _with_ratios(self, rows: list[Row], case: DecodeCase) -> list[Row]:
@@ -186,35 +182,27 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
     def findings(self, rows: Sequence[Row]) -> dict[str, Any]:
         return {"ceilings": asdict(self.ceilings)}
 
-    def plot(self, path: Path, rows: Sequence[Row]) -> None:
-        """Draw for each number of heads every kernel's share of the floor's speed; and the first kernel's ratio to its
-        best peer. A kernel measured over several formats is drawn once for each.
+    @staticmethod
+    def plot(path: Path, rows: Sequence[Row]) -> None:
+        """Draw every kernel's share of the floor's speed over the cached tokens of all requests, for each number of
+        heads and the fewest new tokens. A kernel measured over several formats is drawn once for each.
         """
-        heads, query_lens = sorted({row["heads"] for row in rows}), sorted({row["query_len"] for row in rows})
-        rows = [{**row, "name": kernel_name(row)} for row in rows]
-        names, loads = list(dict.fromkeys(row["name"] for row in rows)), sorted({load_of(row) for row in rows})
-        title = f"decode kernels, {dtype_name(self.dtype)}, blocks of {self.args.block_size}"
-        figure, axes = new_figure(title, num_axes=len(heads) + 1, width=max(4.8, 0.4 * len(loads)))
-        for axis, num_heads in zip(axes, heads, strict=False):
-            for name in names:
-                lines = select(rows, name=name, heads=num_heads, query_len=query_lens[0])
-                _plot_over_loads(axis, loads, {load_of(row): row["floor_share"] for row in lines}, name)
-            axis.set_title(f"{num_heads} heads, {query_lens[0]} new")
-            axis.set_ylim(bottom=0)
-        axes[0].set_ylabel("share of the floor's speed")
+        heads, query_len = sorted({row["heads"] for row in rows}), min(row["query_len"] for row in rows)
         kernel = rows[0]["kernel"]
-        for name, num_heads, query_len in product(names, heads, query_lens):
-            lines = select(rows, name=name, kernel=kernel, heads=num_heads, query_len=query_len)
-            ratios = {load_of(row): ratio for row in lines if (ratio := best_peer_ratio(row)) is not None}
-            if ratios:
-                _plot_over_loads(axes[-1], loads, ratios, f"{name}, {num_heads} heads, {query_len} new")
-        axes[-1].axhline(1.0, color="black", linewidth=0.8)
-        axes[-1].set_title(f"the best peer's time over {kernel}'s")
+        ours = select(rows, kernel=kernel)
+        title = f"{kernel}: {median(row['floor_share'] for row in ours):.0%} of the floor's speed in the median"
+        if ratios := [ratio for row in ours if (ratio := best_peer_ratio(row)) is not None]:
+            title += f", {median(ratios):.2f} x the best other kernel's"
+        figure, axes = new_figure(title, num_axes=len(heads), width=4.8)
+        for axis, num_heads in zip(axes, heads, strict=True):
+            shares: dict[str, dict[int, list[float]]] = {}
+            for row in select(rows, heads=num_heads, query_len=query_len):
+                of_loads = shares.setdefault(kernel_name(row), {}).setdefault(row["batch"] * row["context"], [])
+                of_loads.append(row["floor_share"])
+            axis.set_title(f"{num_heads} heads, new tokens: {query_len}")
+            lines = {name: [(x, median(y)) for x, y in points.items()] for name, points in shares.items()}
+            draw_lines(axis, lines, "cached tokens of all requests", "share of the floor's speed")
         save_figure(path, figure)
-
-
-def _names(text: str, choices: Sequence[str]) -> list[str]:
-    return name_list(text, choices, "a kernel")
 
 
 def _measures(args: argparse.Namespace, formats: Formats) -> bool:
@@ -228,11 +216,8 @@ def _load(args: argparse.Namespace) -> Iterator[tuple[str, MakeKernel]]:
     for name in args.kernels or ["dcpmla", *(PEERS if args.peers else ())]:
         if name in OURS:
             yield name, partial(Ours, backend=OURS[name])
-        elif _measures(args, PEERS[name]):
-            try:
-                yield name, load_adapters("attention").load_kernel(name, args.peers)
-            except Exception as error:  # others' code: whatever it raises, we measure without it
-                leave_out(name, error)
+        elif _measures(args, PEERS[name]) and (make := load_peer(name, args.peers)) is not None:
+            yield name, make
 
 
 def is_right(row: Row) -> bool:
@@ -250,12 +235,6 @@ def best_peer_ratio(row: Row) -> float | None:
 def kernel_name(row: Row) -> str:
     """Return the kernel of a row, and its inputs if they are quantized."""
     return ", ".join(filter(None, [row["kernel"], quantized_name(row["kv_cache_dtype"], row["decode_query_dtype"])]))
-
-
-def _plot_over_loads(axis: Any, loads: Sequence[Load], values: Mapping[Load, float], label: str) -> None:
-    axis.plot([loads.index(load) for load in values], list(values.values()), ".-", label=label)
-    axis.set_xticks(range(len(loads)), [f"{batch} x {context:,}" for batch, context in loads], rotation=90)
-    axis.legend(fontsize="small")
 
 
 BENCHMARK = Decode

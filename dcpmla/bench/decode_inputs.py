@@ -1,5 +1,5 @@
-"""Inputs of decode kernels: a case's sizes, its rotated inputs, the float64 answer, and the hardware's floor; and our
-kernels with the interface of peers.
+"""Inputs of decode kernels: a case's sizes, its rotated inputs and the float64 answer; and our kernels with the
+interface of peers.
 """
 
 import math
@@ -22,13 +22,12 @@ from dcpmla.bench.cache_formats import (
     scale_tensor,
     storage_dtype,
 )
-from dcpmla.bench.timing import time_operation
+from dcpmla.bench.ceilings import Ceilings
+from dcpmla.bench.timing import num_rotated
 from dcpmla.cache import formats
 
 LATENT_DIM, ROPE_DIM = 512, 64  # widths that every kernel here is built for
 SCALE = (128 + ROPE_DIM) ** -0.5  # heads before absorption have 128 columns without positions, 64 with
-_ROTATED_BYTES = {"cuda": 512 << 20, "cpu": 1 << 20}  # many times the L2 of an H200, 60 MB
-_MOST_SETS = 256  # nodes of a graph that small caches may cost
 _NUM_NEWEST = 4  # keys of a request that every query finds by its last column
 _QUERY_MARK = 8.0
 
@@ -73,41 +72,13 @@ class DecodeCase:
         head_bytes = query_bytes + LATENT_DIM * itemsize
         return self.batch * self.context * row_bytes + self.num_tokens * self.heads * head_bytes
 
+    def floor_us(self, ceilings: Ceilings, itemsize: int) -> float:
+        """Return a lower bound of a kernel's microseconds."""
+        return ceilings.floor_us(self.num_bytes(itemsize), self.flops, in_fp8=self.decode_query_dtype == "fp8")
+
     def __str__(self) -> str:
         sizes = f"{self.batch} x {self.context:,}, {self.heads} heads, {self.query_len} new"
         return ", ".join(filter(None, [sizes, quantized_name(self.kv_cache_dtype, self.decode_query_dtype)]))
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """Peak rates of the device: FLOP/s of a matrix product alone (and of one in e4m3), bytes/s of a read alone."""
-
-    flops_per_second: float
-    bytes_per_second: float
-    fp8_flops_per_second: float
-
-    def floor_us(self, case: DecodeCase, itemsize: int) -> float:
-        """Return a lower bound of a kernel's microseconds."""
-        flops_per_second = self.fp8_flops_per_second if case.decode_query_dtype == "fp8" else self.flops_per_second
-        return max(case.flops / flops_per_second, case.num_bytes(itemsize) / self.bytes_per_second) * 1e6
-
-
-def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Time products of 8192 x 8192 matrices and the maximum over 2 GiB (on CPUs: 256 and 1 MiB).
-
-    A device without e4m3 products gets the rate of `dtype` for e4m3.
-    """
-    size, num_bytes = (8192, 2 << 30) if device.type == "cuda" else (256, 1 << 20)
-    left, right = torch.randn(2, size, size, device=device).to(dtype)
-    product = fp8_product = time_operation(lambda _: left @ right, device, 2)
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
-        left, right, one = left.to(formats.FP8), right.to(formats.FP8).T, scale_tensor(1.0, device)
-        scaled: dict[str, Any] = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": True}
-        fp8_product = time_operation(lambda _: torch._scaled_mm(left, right, **scaled), device, 2)
-    words = torch.randint(1 << 30, (num_bytes // 4,), device=device, dtype=torch.int32)
-    read = time_operation(lambda _: words.max(), device, 2)
-    flops, fp8_flops = (2 * size**3 / timing.median_us * 1e6 for timing in (product, fp8_product))
-    return Ceilings(flops, num_bytes / read.median_us * 1e6, fp8_flops)
 
 
 class Caches:
@@ -141,7 +112,7 @@ class Caches:
         self.kv_scale = kv_scale_of(storage, device)
         max_blocks = -(-context // block_size)
         shape = (batch * max_blocks, block_size, formats.row_width(storage, LATENT_DIM, ROPE_DIM))
-        num_sets = min(_MOST_SETS, max(2, -(-_ROTATED_BYTES[device.type] // (math.prod(shape) * storage.itemsize))))
+        num_sets = max(2, num_rotated(math.prod(shape) * storage.itemsize, device))
         self.rows = torch.empty(num_sets, *shape, dtype=storage, device=device)
         fill_randomly(self.rows, LATENT_DIM, dtype)
         tables = [torch.randperm(batch * max_blocks, device=device).view(batch, max_blocks) for _ in range(num_sets)]
@@ -195,10 +166,7 @@ class DecodeInputs:
         self.context_lens = torch.full((case.batch,), case.context, **new)
         self.query_start_loc = torch.arange(case.batch + 1, **new) * case.query_len
         self.workspace = decode_workspace(device)
-
-    @property
-    def block_size(self) -> int:
-        return self.caches.rows.shape[2]
+        self.block_size = caches.rows.shape[2]
 
     def at(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return a call's q [T, H, head_dim], kv_cache [num_blocks, block_size, row_width] and block_table [batch,

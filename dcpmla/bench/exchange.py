@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -18,14 +19,14 @@ from dcpmla.bench.exchange_inputs import (
     find_errors,
     with_direct,
 )
+from dcpmla.bench.options import add_measured
 from dcpmla.bench.peers import load_adapters
-from dcpmla.bench.plots import LINE_STYLES, MARKERS, legend_beside, new_figure, save_figure, select
+from dcpmla.bench.plots import draw_lines, new_figure, save_figure, select
 from dcpmla.bench.results import Row, dtype_name, finite, is_within
 from dcpmla.bench.runner import Benchmark, Kept
 from dcpmla.bench.timing import calls_per_sample, is_h200, largest, time_with_result
-from dcpmla.cli.options import exchange_list, positive, positive_list
+from dcpmla.cli.options import positive
 from dcpmla.comm.exchange import Exchange
-from dcpmla.config import DCP_COMM_BACKENDS
 from dcpmla.job.bootstrap import Ranks, agree
 from dcpmla.job.join import Job
 from dcpmla.parallel.mesh import init_mesh
@@ -87,13 +88,8 @@ class ExchangeBenchmark(Benchmark[Exchanged, ExchangeInputs]):
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
-        groups = "ranks of a group; groups of neighbors run at the same time; default: all ranks"
-        add("-dcp", "--decode-context-parallel-size", type=positive_list, metavar="D,...", help=groups)
-        backends = f"of {', '.join(DCP_COMM_BACKENDS)}; default: ag_rs, a2a, and direct where ranks have NVLink"
-        add("--dcp-comm-backend", type=exchange_list, metavar="NAME,...", help=backends)
-        tokens = "1,2,4,8,16,32,64,128,256,1024,4096"
-        add("--tokens", type=positive_list, default=tokens, metavar="T,...", help="of a batch, or of a context")
-        add("--heads", type=positive_list, default="64,128", metavar="H,...", help="of the whole group")
+        add_measured(parser, decode_context_parallel_size=None, dcp_comm_backend=None)
+        add_measured(parser, tokens="1,2,4,8,16,32,64,128,256,1024,4096", heads="64,128")
         width = f"of partial rows; queries and cached rows have {_ROPE_DIM} more"
         add("--row-width", type=positive, default=512, metavar="D", help=width)
         value_width = "of partial rows that are projected before they are merged"
@@ -168,33 +164,27 @@ class ExchangeBenchmark(Benchmark[Exchanged, ExchangeInputs]):
             results = select(rows, exchange=backend)
             yield f"{backend}: {sum(not is_right(row) for row in results)} of {len(results)} results wrong"
 
-    def plot(self, path: Path, rows: Sequence[Row]) -> None:
-        """Draw for each number of heads times over tokens: a color for each backend, a marker for each operation, a
-        style for each size.
+    @staticmethod
+    def plot(path: Path, rows: Sequence[Row]) -> None:
+        """Draw times over tokens in the largest group with the most heads: each operation by itself, a line for each
+        backend and variant.
         """
-        width = self.args.row_width
-        title = f"exchange of rows of {width} and {width + _ROPE_DIM}, {rows[0]['dtype']}"
-        backends = list(dict.fromkeys(row["exchange"] for row in rows))
-        operations = list(dict.fromkeys((row["operation"], row["variant"]) for row in rows))
-        sizes = sorted({row["dcp"] for row in rows})
-        heads = sorted({row["heads"] for row in rows if row["heads"] is not None})
-        figure, axes = new_figure(title, num_axes=len(heads) or 1)
-        lines = list(product(enumerate(operations), enumerate(backends), enumerate(sizes)))
-        for axis, num_heads in zip(axes, heads or [None], strict=True):
-            of_heads = [row for row in rows if row["heads"] in (num_heads, None)]  # a context has no heads
-            for (marker, (operation, variant)), (color, backend), (style, size) in lines:
-                line = select(of_heads, operation=operation, variant=variant, exchange=backend, dcp=size)
-                points = sorted((row["tokens"], row["median_us"]) for row in line)
-                if points:
-                    look = {"color": f"C{color}", "marker": MARKERS[marker], "linestyle": LINE_STYLES[style % 4]}
-                    label = " ".join(filter(None, (operation, backend, variant))) + f", {size} ranks"
-                    axis.plot(*zip(*points, strict=True), label=label, **look)
-            axis.set_title(f"{num_heads} heads" if num_heads else "")
-            axis.set_xscale("log", base=2)
-            axis.set_yscale("log")
-            axis.set_xlabel("tokens")
-        axes[0].set_ylabel("us")
-        legend_beside(axes[-1])
+        size, heads = max(row["dcp"] for row in rows), max(row["heads"] or 0 for row in rows)
+        shown = [row for row in rows if row["dcp"] == size and row["heads"] in (heads, None)]
+        operations = list(dict.fromkeys(row["operation"] for row in shown))
+        merges = select(shown, operation="combine", variant="", tokens=min(row["tokens"] for row in shown))
+        times = [f"{row['exchange']} {row['median_us']:,.1f} us" for row in sorted(merges, key=itemgetter("median_us"))]
+        title = f"{merges[0]['tokens']:,} x {heads} heads merged over {size} ranks: {', '.join(times)}"
+        figure, axes = new_figure(title, num_axes=len(operations), width=4.8)
+        for axis, operation in zip(axes, operations, strict=True):
+            lines: dict[str, list[tuple[float, float]]] = {}
+            for row in select(shown, operation=operation):
+                name = f"{row['exchange']} {row['variant']}".rstrip()
+                lines.setdefault(name, []).append((row["tokens"], row["median_us"]))
+            axis.set_title(operation)
+            axis.set_yscale("log", base=2)
+            axis.yaxis.set_major_formatter("{x:g}")
+            draw_lines(axis, lines, "tokens", "us")
         save_figure(path, figure)
 
 

@@ -3,7 +3,7 @@ other libraries' (--peers), over weights in each format.
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dcpmla.bench.decode_inputs import measure_ceilings
+from dcpmla.bench.ceilings import floor_fields, measure_ceilings
+from dcpmla.bench.options import add_measured, names_of
 from dcpmla.bench.peers import load_adapters
-from dcpmla.bench.results import Row, dtype_name, finite, is_within
-from dcpmla.bench.runner import Benchmark, Kept, leave_out
+from dcpmla.bench.results import Row, dtype_name, finite, is_within, leave_out
+from dcpmla.bench.runner import Benchmark, Kept
 from dcpmla.bench.timing import calls_over, num_rotated, time_operation, time_with_result
 from dcpmla.cache.formats import FP8
-from dcpmla.cli.options import name_list, positive_list
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import Job
 from dcpmla.model.experts import ExpertWeights, compute_experts
@@ -124,14 +124,12 @@ class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        def add(option: str, choices: Sequence[str], noun: str) -> None:
-            kind, every = partial(name_list, choices=choices, kind=f"a {noun}"), ",".join(choices)
-            parser.add_argument(option, type=kind, default=every, metavar="NAME,...", help=f"{noun}s of {every}")
-
-        add("--shape", tuple(SHAPES), "shape")
-        add("--weights", tuple(_WEIGHT_BYTES), "format")
-        tokens = "1,8,32,128,512,8192"
-        parser.add_argument("--tokens", type=positive_list, default=tokens, metavar="T,...", help="of a step")
+        for option, choices, noun in (("--shape", SHAPES, "a shape"), ("--weights", _WEIGHT_BYTES, "a format")):
+            every = ",".join(choices)
+            parser.add_argument(
+                option, type=names_of(tuple(choices), noun), default=every, metavar="NAME,...", help=every
+            )
+        add_measured(parser, tokens="1,8,32,128,512,8192")
         peers = "directory with deep_gemm.tar.xz, humming.tar.xz and vllm_moe.tar.xz, others' kernels for fp8"
         parser.add_argument("--peers", type=Path, metavar="DIR", help=peers)
 
@@ -169,10 +167,7 @@ class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
             kernels |= {name: partial(self._run_peer, name, case, inputs) for name in self.peers}
         calls = len(inputs.routes)
         router = time_operation(inputs.router, self.device, calls, _SAMPLE_SECONDS)
-        flops_per_second = (
-            self.ceilings.fp8_flops_per_second if case.weights == "fp8" else self.ceilings.flops_per_second
-        )
-        floor_us = max(inputs.bytes_read / self.ceilings.bytes_per_second, inputs.flops / flops_per_second) * 1e6
+        floor_us = self.ceilings.floor_us(inputs.bytes_read, inputs.flops, in_fp8=case.weights == "fp8")
         rows = []
         for name, kernel in kernels.items():
             try:
@@ -192,8 +187,7 @@ class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
                     **timing.fields(2),
                     "router_us": round(router.median_us, 2),
                     "bytes_read": inputs.bytes_read,
-                    "floor_us": round(floor_us, 2),
-                    "floor_share": round(floor_us / timing.median_us, 4),
+                    **floor_fields(floor_us, timing.median_us),
                     "tflops": round(inputs.flops / timing.median_us / 1e6, 3),
                     "error": finite(inputs.error(out, calls - 1)),
                 }

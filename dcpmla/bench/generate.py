@@ -3,38 +3,31 @@ batch.
 """
 
 import argparse
-import math
 import statistics
-import time
 from collections.abc import Iterator, Sequence
-from copy import copy
-from dataclasses import replace
+from itertools import product
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-
+from dcpmla.bench.ceilings import floor_fields
+from dcpmla.bench.engine_steps import decode_steps, mixed_times
 from dcpmla.bench.forced import ForcedDrafter
-from dcpmla.bench.load import add_load, engine_fields, make_load
-from dcpmla.bench.mixed_steps import mixed_times
-from dcpmla.bench.plots import new_figure, plot_lines, save_figure, select
+from dcpmla.bench.load import check_lengths, engine_fields
+from dcpmla.bench.options import add_measured
+from dcpmla.bench.plots import draw_lines, new_figure, save_figure, select
 from dcpmla.bench.results import Row
 from dcpmla.bench.runner import Benchmark
-from dcpmla.bench.step_times import is_quantized, step_times
-from dcpmla.bench.timing import is_h200, largest
+from dcpmla.bench.step_times import is_quantized, least_us, size_of, step_times
+from dcpmla.bench.timing import largest
 from dcpmla.cache.formats import format_name
 from dcpmla.cli.engine_arguments import add_engine_arguments
 from dcpmla.cli.options import build_engine, dcp_config, positive, positive_list, seed, share_list
 from dcpmla.integrations.families.table import attention_kind
-from dcpmla.integrations.model_size import read_model
 from dcpmla.integrations.open_model import check_layout, open_model
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import Job
-from dcpmla.planning.capacity import FORMATS
-from dcpmla.planning.machine import H200X8
-from dcpmla.planning.predict import Setting, floor_us
-from dcpmla.planning.weights import ModelSize
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
 from dcpmla.runtime.drafts import Drafter, NoDrafter
 from dcpmla.runtime.speculation import Speculation
@@ -72,10 +65,8 @@ class Generate(Benchmark[Batch, None]):
 
     def __init__(self, args: argparse.Namespace, job: Job) -> None:
         super().__init__(args, job)
-        dcp, files = (
-            dcp_config(args, args.decode_context_parallel_size),
-            open_model(args.model, args.max_model_len, args.revision),
-        )
+        files = open_model(args.model, args.max_model_len, args.revision)
+        dcp = dcp_config(args, args.decode_context_parallel_size)
         # A block more for each request: the scheduler keeps one free for each that runs.
         block_tokens = dcp.virtual_block_size * attention_kind(files.config).config.row_tokens
         seq_len = args.input_len + args.output_len - 1 + block_tokens
@@ -84,8 +75,10 @@ class Generate(Benchmark[Batch, None]):
             num_reqs = max(num_reqs, min(_NUM_DECODES + 1, args.max_num_seqs))
         self.engine, chosen = build_engine(args, job, dcp, files, [seq_len] * num_reqs)
         self.graph, self.mixed_graph, self.exchange = self.engine.graph, self.engine.mixed_graph, chosen.exchange.name
-        self.speculation = self.engine.speculation
-        self.size = _model_size(files.config, self.engine.model.dtype, args.expert_dtype)
+        self.speculation, model = self.engine.speculation, self.engine.model
+        assert isinstance(model, ShardedModel)
+        self.model = model
+        self.size = size_of(files.config, self.model.dtype, args.expert_dtype)
         needed, room = max(args.batch) * -(-seq_len // block_tokens), self.engine.cache.sizes.num_blocks
         if needed > room:  # requests that wait for blocks would make a smaller batch of it
             self.close()
@@ -96,8 +89,8 @@ class Generate(Benchmark[Batch, None]):
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_engine_arguments(parser)
-        add, sizes = parser.add_argument, "1,2,4,8,16,32,64,128"
-        add("--batch", type=positive_list, default=sizes, metavar="A,B", help="requests that decode together")
+        add = parser.add_argument
+        add_measured(parser, batch="1,2,4,8,16,32,64,128")
         add("--input-len", type=positive, default=512, metavar="N", help="tokens of a prompt")
         add("--output-len", type=positive, default=64, metavar="N", help="new tokens of a request")
         add("--seed", type=seed, default=0, help="of the prompts' tokens")
@@ -110,38 +103,29 @@ class Generate(Benchmark[Batch, None]):
     def check(args: argparse.Namespace, ranks: Ranks) -> None:
         files = open_model(args.model, args.max_model_len, args.revision)
         check_layout(files, dcp_config(args, args.decode_context_parallel_size))
-        input_len, output_len = args.input_len, args.output_len
-        if output_len < 2:
+        if args.output_len < 2:
             reason = "the first token comes with the prompt"
-            raise ValueError(f"--output-len is {output_len}; it must be at least 2: {reason}")
-        if input_len + output_len > files.max_model_len:
-            sizes = (
-                f"--input-len is {input_len} and --output-len {output_len}, together {input_len + output_len} tokens"
-            )
-            raise ValueError(f"{sizes}; with --max-model-len {files.max_model_len} at most that many are served")
+            raise ValueError(f"--output-len is {args.output_len}; it must be at least 2: {reason}")
+        check_lengths(files, {"--input-len": args.input_len, "--output-len": args.output_len})
         limit = min(args.max_num_seqs, args.max_num_batched_tokens)
         if max(args.batch) > limit:
             options = "--max-num-seqs and --max-num-batched-tokens"
             raise ValueError(f"--batch has {max(args.batch)}; raise {options}, which allow {limit}")
-        if max(args.step_tokens, default=0) > args.max_num_batched_tokens:
-            raise ValueError(
-                f"--step-tokens has {max(args.step_tokens)}; raise --max-num-batched-tokens, which allows "
-                f"{args.max_num_batched_tokens}"
-            )
+        if (num_tokens := max(args.step_tokens, default=0)) > args.max_num_batched_tokens:
+            limits = f"--max-num-batched-tokens, which allows {args.max_num_batched_tokens}"
+            raise ValueError(f"--step-tokens has {num_tokens}; raise {limits}")
 
     def cases(self) -> Iterator[Batch]:
-        for size in dict.fromkeys(self.args.batch):
-            yield from (Batch(size, mode) for mode in (["graph"] if self.graph else []) + ["eager"])
-            drafter = self.speculation.drafter
+        args, drafter = self.args, self.speculation.drafter
+        modes = ("graph", "eager") if self.graph else ("eager",)
+        for size in dict.fromkeys(args.batch):
+            yield from (Batch(size, mode) for mode in modes)
             if drafter.num_speculative_tokens and size * (1 + drafter.num_speculative_tokens) <= MAX_DRAFT_ROWS:
-                mode = "graph" if self.graph else "eager"
-                for acceptance in self.args.acceptance:
-                    yield from (Batch(size, mode, acceptance, is_adaptive) for is_adaptive in (False, True))
-
-        for tokens in dict.fromkeys(self.args.step_tokens):
-            has_decodes = tokens > _NUM_DECODES < self.args.max_num_seqs
-            for size in (0, _NUM_DECODES) if has_decodes else (0,):
-                yield from (Batch(size, mode, tokens=tokens) for mode in (["graph"] if self.graph else []) + ["eager"])
+                for acceptance, is_adaptive in product(args.acceptance, (False, True)):
+                    yield Batch(size, modes[0], acceptance, is_adaptive)
+        for tokens in dict.fromkeys(args.step_tokens):
+            sizes = (0, _NUM_DECODES) if tokens > _NUM_DECODES < args.max_num_seqs else (0,)
+            yield from (Batch(size, mode, tokens=tokens) for size, mode in product(sizes, modes))
 
     def measure(self, case: Batch, inputs: None) -> list[Row]:
         if case.tokens:
@@ -149,10 +133,11 @@ class Generate(Benchmark[Batch, None]):
         args, engine = self.args, self.engine
         engine.graph, engine.mixed_graph = (self.graph, self.mixed_graph) if case.mode == "graph" else (None, None)
         engine.speculation = Speculation(self._drafter(case))
-        steps = self._decode_steps(case.size)
+        self.job.watchdog.enter("queueing requests")
+        steps = decode_steps(engine, case.size, args.input_len, args.output_len, args.seed)
         # Steps of a kind are alike; where some have drafts and others none, the mean counts all.
         average = statistics.mean if case.is_adaptive else statistics.median
-        seconds = largest(average([seconds for seconds, _ in steps]), engine.model.device)
+        seconds = largest(average([seconds for seconds, _ in steps]), self.model.device)
         tokens_a_step = statistics.mean(num_tokens for _, num_tokens in steps)
         row = self._labels(case) | {
             "batch": case.size,
@@ -171,7 +156,7 @@ class Generate(Benchmark[Batch, None]):
         """Return the fields of all rows."""
         engine = self.engine
         return {
-            "weights": "fp8" if is_quantized(self._model) else format_name(engine.model.dtype),
+            "weights": "fp8" if is_quantized(self.model) else format_name(engine.model.dtype),
             "num_parameters": self.size.num_parameters,
             **engine_fields(self.args, engine, self.exchange, _OPTIONS),
             "mode": case.mode,
@@ -184,41 +169,21 @@ class Generate(Benchmark[Batch, None]):
         row = self._labels(case) | {"tokens": case.tokens, "decodes": case.size, "step_us": round(times.step_us, 1)}
         return row if times.device_us is None else row | {"device_us": round(times.device_us, 1)}
 
-    @property
-    def _model(self) -> ShardedModel:
-        assert isinstance(self.engine.model, ShardedModel)
-        return self.engine.model
-
     def _device_times(self, batch: int) -> Row:
         """Return the times of a step, and of the prefill of one prompt, on the device alone."""
         args, engine = self.args, self.engine
         self.job.watchdog.enter("timing steps on the device")
-        layout = self._model, engine.cache, engine.dcp, engine.mesh
+        layout = self.model, engine.cache, engine.dcp, engine.mesh
         decode = step_times(*layout, batch, args.input_len)
         row = {name: round(value, 1) for name, value in decode._asdict().items()}
-        row |= self._floor(batch, decode.device_us)
+        floor_us = least_us(args, engine, self.size, batch)
+        if floor_us is not None:
+            row |= floor_fields(floor_us, decode.device_us)
         if batch == max(args.batch):
             num_tokens = min(args.input_len, args.max_num_batched_tokens)
             prefill = step_times(*layout, 1, num_tokens, num_tokens)
             row |= {f"prefill_{name}": round(value, 1) for name, value in prefill._asdict().items()}
         return row
-
-    def _floor(self, batch: int, device_us: float) -> Row:
-        """Return the least time of a step, and its share of the time taken; nothing on GPUs or for caches that the
-        planner has no numbers for.
-        """
-        args, mesh, kv_cache_dtype = self.args, self.engine.mesh, format_name(self.engine.cache.sizes.dtype)
-        if not is_h200(self.engine.model.device) or kv_cache_dtype not in FORMATS:
-            return {}
-        setting = Setting(
-            tp=mesh.tp_size,
-            dcp=mesh.dcp_size,
-            kv_cache_dtype=kv_cache_dtype,
-            index_cache_dtype=args.index_cache_dtype,
-            enable_expert_parallel=args.enable_expert_parallel,
-        )
-        us = floor_us(H200X8, self.size, setting, batch, args.input_len)
-        return {"floor_us": round(us, 2), "floor_share": round(us / device_us, 4)}
 
     def _drafter(self, case: Batch) -> Drafter:
         """Return the drafter of a case, with its forced acceptance."""
@@ -227,29 +192,6 @@ class Generate(Benchmark[Batch, None]):
             return NoDrafter()
         model = engine.model
         return ForcedDrafter(drafter, case.acceptance, model.vocab_size, model.device, not case.is_adaptive)
-
-    def _decode_steps(self, batch: int) -> list[tuple[float, int]]:
-        """Return the seconds of each decode step of the whole batch, until its tokens are on the host, and how many
-        tokens it gave.
-        """
-        args, engine = self.args, self.engine
-        self.job.watchdog.enter("queueing requests")
-        vocab_size = engine.model.vocab_size
-        add_load(engine, make_load(batch, math.inf, [args.input_len], [args.output_len], vocab_size, args.seed))
-        steps, drafter = [], engine.speculation.drafter
-        num_drafts = drafter.num_speculative_tokens if drafter.drafts_always else 0
-        while engine.has_requests:
-            before, started = replace(engine.stats), time.perf_counter()
-            num_running = len(engine.scheduler.running)
-            engine.step()
-            num_tokens = engine.stats.num_decode_tokens - before.num_decode_tokens
-            has_all = engine.stats.num_draft_tokens - before.num_draft_tokens >= batch * num_drafts
-            if num_tokens >= batch == num_running and has_all:  # near their ends requests try fewer drafts
-                steps.append((time.perf_counter() - started, num_tokens))
-        if not steps:
-            reason = f"with a batch of {batch} the first requests end before the last prompts are computed"
-            raise ValueError(f"--output-len is {args.output_len}: {reason}; raise it, or --max-num-batched-tokens")
-        return steps
 
     def line(self, row: Row) -> str:
         if "batch" not in row:
@@ -277,8 +219,22 @@ class Generate(Benchmark[Batch, None]):
             if (batch, "eager") in times:
                 yield f"batch {batch:>5}  graphs {times[batch, 'eager'] / times[batch, 'graph']:.2f} x as fast"
 
-    def plot(self, path: Path, rows: Sequence[Row]) -> None:
-        plot_batches(path, [row for row in rows if "batch" in row])
+    @staticmethod
+    def plot(path: Path, rows: Sequence[Row]) -> None:
+        """Draw time per token and tokens/s over batches, a line for each mode."""
+        rows = [row for row in rows if "batch" in row]
+        fastest, row = max(rows, key=itemgetter("tokens_per_second")), rows[0]
+        title = f"{row['model']}, tp {row['tp']}, dcp {row['dcp']}, {row['dtype']}, after {row['input_len']} tokens"
+        title += f": {fastest['tokens_per_second']:,.0f} tokens/s at batch {fastest['batch']}"
+        figure, axes = new_figure(title, num_axes=2)
+        measures = ("step_us", 1e-3, "time per token, ms"), ("tokens_per_second", 1, "tokens/s")
+        for axis, (field, factor, label) in zip(axes, measures, strict=True):
+            lines: dict[str, list[tuple[float, float]]] = {}
+            for row in rows:
+                mode = f"{row['mode']}, {_words(row)}" if "acceptance" in row else row["mode"]
+                lines.setdefault(mode, []).append((row["batch"], row[field] * factor))
+            draw_lines(axis, lines, "batch", label)
+        save_figure(path, figure)
 
     def close(self) -> None:
         engine = self.engine
@@ -286,38 +242,8 @@ class Generate(Benchmark[Batch, None]):
         engine.close()
 
 
-def _model_size(config: Any, dtype: torch.dtype, expert_dtype: str) -> ModelSize:
-    """Return the planner's size of a model that computes in a dtype."""
-    config = copy(config)
-    config.dtype = dtype
-    return read_model(config).with_expert_dtype(expert_dtype)
-
-
-def plot_batches(path: Path, rows: Sequence[Row]) -> None:
-    """Draw time per token and tokens/s over batches, a line for each mode."""
-    row = rows[0]
-    title = f"{row['model']}, tp {row['tp']}, dcp {row['dcp']}, {row['dtype']}: decode after {row['input_len']} tokens"
-    figure, (times, rates) = new_figure(title, num_axes=2)
-    labels = dict.fromkeys(map(_label, rows))
-    for axes, field, unit, y_label in (
-        (times, "step_us", 1e3, "time per token, ms"),
-        (rates, "tokens_per_second", 1, "tokens/s"),
-    ):
-        lines = {
-            label: sorted((row["batch"], row[field] / unit) for row in rows if _label(row) == label) for label in labels
-        }
-        plot_lines(axes, lines, "batch", y_label)
-        axes.legend()
-    save_figure(path, figure)
-
-
 def _words(row: Row) -> str:
     return f"{row['acceptance']:.0%} of drafts accepted{', where they pay' if row['is_adaptive'] else ''}"
-
-
-def _label(row: Row) -> str:
-    mode: str = row["mode"]
-    return f"{mode}, {_words(row)}" if "acceptance" in row else mode
 
 
 BENCHMARK = Generate

@@ -34,6 +34,15 @@ class Answer:
     num_tokens: int = 0
     error: str = ""
 
+    def metrics(self) -> dict[str, float | None]:
+        """Return the latencies of a whole answer."""
+        first, num_more = self.first_token_time, self.num_tokens - 1
+        return {
+            "time_to_first_token": first and first - self.arrival_time,
+            "time_per_token": (self.finish_time - first) / num_more if first and num_more > 0 else None,
+            "end_to_end_seconds": self.finish_time - self.arrival_time,
+        }
+
 
 def drive(url: str, load: Load, api_key: str | None) -> list[Answer]:
     """Send each request of a load at its time, greedy and of exact length, and read its stream to the end."""
@@ -45,22 +54,11 @@ def summary_row(load: Load, answers: Sequence[Answer]) -> Row:
     whole = [answer for answer in answers if not answer.error]
     seconds = max((answer.finish_time for answer in answers), default=0.0)
     num_input = sum(len(prompt) for prompt, answer in zip(load.prompts, answers, strict=True) if not answer.error)
-    latencies = {
-        "time_to_first_token": [
-            answer.first_token_time - answer.arrival_time for answer in whole if answer.first_token_time
-        ],
-        "time_per_token": [
-            (answer.finish_time - answer.first_token_time) / (answer.num_tokens - 1)
-            for answer in whole
-            if answer.first_token_time and answer.num_tokens > 1
-        ],
-        "end_to_end_seconds": [answer.finish_time - answer.arrival_time for answer in whole],
-    }
     num_output = sum(answer.num_tokens for answer in whole)
     return {
         "num_lost": len(answers) - len(whole),
         **rates(len(whole), num_input, num_output, seconds),
-        **summarize_all(latencies),
+        **summarize_all([answer.metrics() for answer in whole]),
     }
 
 

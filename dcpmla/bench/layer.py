@@ -8,16 +8,15 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
-from textwrap import fill
 from typing import Any, NamedTuple
 
 import torch
 
 from dcpmla.attention.kind import AttentionKind
 from dcpmla.attention.layer import PROJECT_FIRST_TOKENS
-from dcpmla.bench.cache_formats import add_cache_arguments, config_name, query_dtypes
+from dcpmla.bench.cache_formats import config_name, query_dtypes
+from dcpmla.bench.ceilings import floor_fields, measure_ceilings
 from dcpmla.bench.compressed_stack import compressed_makers
-from dcpmla.bench.decode_inputs import measure_ceilings
 from dcpmla.bench.exchange_inputs import with_direct
 from dcpmla.bench.geometries import GEOMETRIES, config_of
 from dcpmla.bench.layer_stack import LayerStack
@@ -28,14 +27,16 @@ from dcpmla.bench.layouts import (
     crossovers,
     efficiencies,
     layout_of,
-    totals_of,
+    load_of,
+    speedups_of,
 )
-from dcpmla.bench.plots import MARKERS, legend_beside, new_figure, save_figure, select
+from dcpmla.bench.options import add_measured, names_of
+from dcpmla.bench.plots import draw_bars, draw_lines, new_figure, save_figure
 from dcpmla.bench.results import Row, dtype_name
 from dcpmla.bench.runner import Benchmark
 from dcpmla.bench.stack import CANDIDATES, PARTS, Stack, StackMaker, StackSizes
-from dcpmla.cli.options import exchange_list, name_list, positive, positive_list
-from dcpmla.config import DCP_COMM_BACKENDS, INDEX_CACHE_DTYPES, DCPConfig
+from dcpmla.cli.options import positive
+from dcpmla.config import DCPConfig
 from dcpmla.extras import needed_by
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import LOAD_TIMEOUT, Job
@@ -48,7 +49,6 @@ _VARIANTS: dict[str, dict[str, Any]] = {  # fields of DCPConfig, by the names of
     "fp8": {"dcp_exchange_dtype": "fp8"},
 }
 _NAMES = ", ".join(filter(None, _VARIANTS))
-_CHARACTERS_PER_INCH = 12  # a small title has this many
 
 
 class LayerCase(NamedTuple):
@@ -71,7 +71,7 @@ class Layer(Benchmark[LayerCase, Stack]):
     """
 
     ranks_of = "tp"
-    plot_help = "the parts over contexts, and the speedup over TP"
+    plot_help = "the parts of a step, and the speedup over TP"
 
     def __init__(self, args: argparse.Namespace, job: Job) -> None:
         super().__init__(args, job)
@@ -79,7 +79,7 @@ class Layer(Benchmark[LayerCase, Stack]):
         self.config = self.attention.config
         self.makers = _stack_makers(self.attention)
         job.watchdog.enter("measuring the memory's rate", LOAD_TIMEOUT)
-        self.bytes_per_second = measure_ceilings(self.device, self.dtype).bytes_per_second
+        self.ceilings = measure_ceilings(self.device, self.dtype)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # caches are planned by the device's free memory
         sizes = sorted(set(args.decode_context_parallel_size))
@@ -94,21 +94,12 @@ class Layer(Benchmark[LayerCase, Stack]):
         add("--geometry", default="deepseek-v3", metavar="NAME_OR_DIR", help=geometry)
         tp = "ranks that cut the heads; all ranks of the job"
         add("-tp", "--tensor-parallel-size", type=positive, default=1, metavar="N", help=tp)
-        dcp = "sizes to measure; 1 is plain TP, which others are compared with"
-        add("-dcp", "--decode-context-parallel-size", type=positive_list, default="1", metavar="D,...", help=dcp)
-        backends = f"of {', '.join(DCP_COMM_BACKENDS)}; default: a2a, and direct where ranks have NVLink"
-        add("--dcp-comm-backend", type=exchange_list, metavar="NAME,...", help=backends)
+        add_measured(parser, decode_context_parallel_size="1", dcp_comm_backend=None)
         variants = f"of {_NAMES} (direct alone); an empty name is the plain step, as in ,pbm; default: that alone"
-        add("--variants", type=_variant_list, default="", metavar="NAME,...", help=variants)
-        add_cache_arguments(parser)
-        index_names = partial(name_list, choices=INDEX_CACHE_DTYPES, kind="an index cache's format")
-        names = f"of DeepSeek-V4's indexers: of {', '.join(INDEX_CACHE_DTYPES)}; auto: rows as they are"
-        add("--index-cache-dtype", type=index_names, default="auto", metavar="NAME,...", help=names)
+        add("--variants", type=names_of([*_VARIANTS], "a variant"), default="", metavar="NAME,...", help=variants)
+        add_measured(parser, kv_cache_dtype="bf16", decode_query_dtype="auto,fp8", index_cache_dtype="auto")
         add("--num-layers", type=positive, default=8, metavar="L", help="layers of the stack")
-        batch = "requests of a step, one new token each"
-        add("--batch", type=positive_list, default="1,4,16,64,128", metavar="B,...", help=batch)
-        contexts = "8192,32768,131072,524288"
-        add("--context", type=positive_list, default=contexts, metavar="S,...", help="cached tokens of each request")
+        add_measured(parser, batch="1,4,16,64,128", context="8192,32768,131072,524288")
 
     @staticmethod
     def check(args: argparse.Namespace, ranks: Ranks) -> None:
@@ -168,10 +159,8 @@ class Layer(Benchmark[LayerCase, Stack]):
         }
         rows = [{"part": part, **common, **timing.fields(1)} for part, timing in timings.items()]
         for row in rows:
-            if row["part"] in num_bytes:
-                floor_us = num_bytes[row["part"]] / self.bytes_per_second * 1e6
-                row["bytes_read"], row["floor_us"] = num_bytes[row["part"]], round(floor_us, 2)
-                row["floor_share"] = round(floor_us / timings[row["part"]].median_us, 3)
+            if (read := num_bytes.get(row["part"])) is not None:
+                row |= {"bytes_read": read, **floor_fields(self.ceilings.floor_us(read), row["median_us"])}
         sums = {"sum_of_parts_us": PARTS, "exchange_us": ("gather", CANDIDATES, "combine")}
         for name, parts in sums.items():
             rows[0][name] = round(sum(timings[part].median_us for part in parts if part in timings), 1)
@@ -200,23 +189,26 @@ class Layer(Benchmark[LayerCase, Stack]):
     def findings(self, rows: Sequence[Row]) -> dict[str, Any]:
         return {"crossover": crossovers(rows)}
 
-    def plot(self, path: Path, rows: Sequence[Row]) -> None:
-        """Draw the parts of a step over contexts, stacked, a bar for each layout, at the smallest and largest batch;
-        and all speedups over dcp 1 with the same cache and queries.
+    @staticmethod
+    def plot(path: Path, rows: Sequence[Row]) -> None:
+        """Draw the parts of a step of the most requests with the longest contexts, a bar for each layout; and the
+        speedups over dcp 1 with the same caches and queries.
         """
-        batches, layouts = sorted({row["batch"] for row in rows}), sorted({*map(layout_of, rows)})
-        shown = list(dict.fromkeys([batches[0], batches[-1]]))
-        width = max(6.4, 0.5 * len(layouts))
-        sizes = f"{self.args.num_layers} attention layers, tp {self.args.tensor_parallel_size}"
-        figure, axes = new_figure(f"{self.args.geometry}: a decode step of {sizes}", len(shown) + 1, width)
-        for axis, batch in zip(axes, shown, strict=False):
-            of_batch = select(rows, batch=batch)
-            bars = [layout for layout in layouts if layout in map(layout_of, of_batch)]  # variants may need more
-            _plot_parts(axis, of_batch, bars)
-            names = f"{batch} requests; bars: {', '.join(map(str, bars))}"
-            axis.set_title(fill(names, int(_CHARACTERS_PER_INCH * width)), fontsize="small")
-        axes[0].set_ylabel("time of the parts / of the slowest layout's")
-        _plot_speedups(axes[-1], rows)
+        load, (first, *_) = max(map(load_of, rows)), rows
+        speedups = speedups_of(rows)
+        title = f"{first['geometry']}, {first['num_layers']} attention layers, tp {first['tp']}"
+        if best := max(((ratio, name) for name, points in speedups.items() for _, ratio in points), default=None):
+            slowest = min(ratio for _, ratio in speedups[best[1]])
+            title += f": {best[1]} is {slowest:.2f} to {best[0]:.2f} x as fast as dcp 1"
+        figure, axes = new_figure(title, num_axes=2)
+        times = {(layout_of(row), row["part"]): row["median_us"] for row in rows if load_of(row) == load}
+        layouts, parts = (dict.fromkeys(column) for column in zip(*times, strict=True))
+        names = [part for part in PARTS if part in parts]
+        bars = {str(each): {part: times.get((each, part), 0.0) for part in names} for each in layouts}
+        draw_bars(axes[0], bars, f"us of the parts of a step, {load[0]} x {load[1]:,} cached tokens")
+        lines = {str(layout): points for layout, points in speedups.items()}
+        draw_lines(axes[1], lines, "cached tokens of all requests", "speed / dcp 1's")
+        axes[1].axhline(1, color="black", linewidth=0.8)
         save_figure(path, figure)
 
 
@@ -241,57 +233,6 @@ def _stack_makers(attention: AttentionKind) -> dict[str, StackMaker]:
     if attention.dense_stack() is None:
         return compressed_makers(attention.config)
     return {MLA: StackMaker(False, partial(LayerStack, attention.config))}
-
-
-def _variant_list(text: str) -> list[str]:
-    """Read different names of variants, separated by commas; an empty one is the plain step."""
-    names = list(dict.fromkeys(text.split(",")))
-    for name in names:
-        if name not in _VARIANTS:
-            raise argparse.ArgumentTypeError(f"{name!r} is not a variant; choose from {_NAMES}, or an empty name")
-    return names
-
-
-def _plot_parts(axis: Any, rows: Sequence[Row], layouts: Sequence[Layout]) -> None:
-    contexts, width = sorted({row["context"] for row in rows}), 0.8 / len(layouts)
-    sums = {(row["context"], layout_of(row)): row["sum_of_parts_us"] for row in rows if row["part"] == "total"}
-    slowest = {context: max(time for (other, _), time in sums.items() if other == context) for context in contexts}
-    left = {key: contexts.index(key[0]) + width * layouts.index(key[1]) for key in sums}
-    bottoms = dict.fromkeys(sums, 0.0)
-    for part in PARTS:
-        heights = {
-            (row["context"], layout_of(row)): row["median_us"] / slowest[row["context"]]
-            for row in select(rows, part=part)
-        }
-        starts = [bottoms[key] for key in heights]
-        axis.bar([left[key] for key in heights], heights.values(), width * 0.9, starts, label=part)
-        bottoms = {key: bottom + heights.get(key, 0.0) for key, bottom in bottoms.items()}
-    middle = width * (len(layouts) - 1) / 2
-    axis.set_xticks([number + middle for number in range(len(contexts))], [f"{context:,}" for context in contexts])
-    axis.set_xlabel("cached tokens of each request")
-    axis.set_ylim(0, 1.2)
-    axis.legend(fontsize="small", loc="upper center", ncols=len(PARTS))
-
-
-def _plot_speedups(axis: Any, rows: Sequence[Row]) -> None:
-    """Draw a dot for each load: a color for each DCP size and exchange, a marker for each variant, dtypes and kind."""
-    totals = totals_of(rows)
-    plain = {layout.compared: times for layout, times in totals.items() if layout.dcp == 1}
-    exchanges = list(dict.fromkeys((layout.dcp, layout.exchange) for layout in totals))
-    variants = list(dict.fromkeys(layout[2:] for layout in totals))
-    for layout, times in totals.items():
-        unsharded = plain.get(layout.compared, {})
-        loads = times.keys() & unsharded.keys()
-        points = sorted(
-            (batch * context, unsharded[batch, context] / times[batch, context]) for batch, context in loads
-        )
-        marker = MARKERS[variants.index(layout[2:]) % len(MARKERS)]
-        look = {"color": f"C{exchanges.index((layout.dcp, layout.exchange))}", "marker": marker, "linestyle": ""}
-        axis.plot([tokens for tokens, _ in points], [ratio for _, ratio in points], label=str(layout), **look)
-    axis.set_xscale("log", base=2)
-    axis.set_xlabel("cached tokens of all requests")
-    axis.set_ylabel("time under dcp 1 / time")
-    legend_beside(axis)
 
 
 BENCHMARK = Layer

@@ -13,8 +13,9 @@ from dcpmla.attention.layer import PROJECT_FIRST_TOKENS, MLAAttention
 from dcpmla.attention.projections import project_values, query_factor
 from dcpmla.attention.step import StepRequests
 from dcpmla.bench.cache_formats import KV_SCALE, fill_randomly
+from dcpmla.bench.stack import MOST_STEPS, Stack, StackSizes
 from dcpmla.bench.stack import PARTS as ALL_PARTS
-from dcpmla.bench.stack import Stack, StackSizes, num_rotated
+from dcpmla.bench.timing import num_rotated
 from dcpmla.cache.formats import to_fp8
 from dcpmla.cache.latent import LatentCache, num_blocks
 from dcpmla.config import MLAConfig
@@ -46,7 +47,7 @@ class LayerStack(Stack):
         self.layers = [MLAAttention(config, self.placement) for _ in range(num_layers)]
         self.draw_weights()
         plan, device = partial(LatentCache.plan, config, dcp, num_layers, dtype=self.dtype), self.device
-        num_steps = num_rotated(plan([context] * batch).bytes_per_rank, device)
+        num_steps = num_rotated(plan([context] * batch).bytes_per_rank, device, MOST_STEPS)
         self.cache: LatentCache = LatentCache(plan([context] * batch * num_steps), device)
         for rows in self.cache.layers:
             fill_randomly(rows, config.kv_lora_rank, self.dtype)

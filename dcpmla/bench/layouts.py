@@ -23,7 +23,7 @@ class Layout(NamedTuple):
     exchange: str
     variant: str
     kv_cache_dtype: str
-    decode_query_dtype: str
+    decode_query_dtype: str = "auto"
     layer_kind: str = MLA
     index_cache_dtype: str = "auto"
 
@@ -89,40 +89,53 @@ def efficiencies(rows: Sequence[Row]) -> Iterator[str]:
             yield f"{layout}: scaling efficiency over {len(shares['layer'])} loads: {', '.join(words)}"
 
 
-def totals_of(rows: Sequence[Row]) -> dict[Layout, dict[Load, float]]:
-    """Return the times of whole steps by layout and load."""
-    totals: dict[Layout, dict[Load, float]] = {}
+def speedups_of(rows: Sequence[Row]) -> dict[Layout, list[tuple[int, float]]]:
+    """Return for each layout with a DCP size above 1 the cached tokens of all requests, and how many times as fast as
+    under dcp 1 a step is: the median over the loads with as many tokens.
+    """
+    speedups = {}
+    for layout, ratios in _ratios(rows).items():
+        of_tokens: dict[int, list[float]] = {}
+        for (batch, context), ratio in ratios.items():
+            of_tokens.setdefault(batch * context, []).append(ratio)
+        speedups[layout] = sorted((tokens, median(each)) for tokens, each in of_tokens.items())
+    return speedups
+
+
+def _ratios(rows: Sequence[Row]) -> dict[Layout, dict[Load, float]]:
+    """Return for each layout with a DCP size above 1 the time under dcp 1, with the same kind of layers and the same
+    dtypes, over its own, by load. A load that only fits when sharded does not count.
+    """
+    times: dict[Layout, dict[Load, float]] = {}
     for row in rows:
         if row["part"] == "total":
-            totals.setdefault(layout_of(row), {})[load_of(row)] = row["median_us"]
-    return totals
+            times.setdefault(layout_of(row), {})[load_of(row)] = row["median_us"]
+    plain = {layout.compared: of_loads for layout, of_loads in times.items() if layout.dcp == 1}
+    ratios = {}
+    for layout, of_loads in times.items():
+        unsharded = plain.get(layout.compared, {})
+        ratios[layout] = {load: unsharded[load] / time for load, time in of_loads.items() if load in unsharded}
+    return {layout: of_loads for layout, of_loads in ratios.items() if layout.dcp > 1 and of_loads}
 
 
 def crossovers(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Compare every layout with a DCP size above 1 with dcp 1, the same kind of layers and the same dtypes.
-
-    Loads count that were measured under both; a load that only fits when sharded does not.
 
     Returns:
         For each layout its fields; `tokens`, the smallest total of cached tokens (batch x context) from which on every
         load is faster than under dcp 1, None where the largest is not; `context_at_batch`, for each batch the smallest
         context from which on it is, or None.
     """
-    totals = totals_of(rows)
-    plain = {layout.compared: times for layout, times in totals.items() if layout.dcp == 1}
     results = []
-    for layout, times in totals.items():
-        unsharded = plain.get(layout.compared, {})
-        is_faster = {load: times[load] < unsharded[load] for load in times if load in unsharded}
-        if layout.dcp > 1 and is_faster:
-            at_batch = {
-                str(batch): _first_of_the_faster(
-                    [(context, is_faster[b, context]) for b, context in is_faster if b == batch]
-                )
-                for batch in sorted({load[0] for load in is_faster})
-            }
-            tokens = _first_of_the_faster([(batch * context, faster) for (batch, context), faster in is_faster.items()])
-            results.append({**layout._asdict(), "tokens": tokens, "context_at_batch": at_batch})
+    for layout, ratios in _ratios(rows).items():
+        at_batch = {
+            str(batch): _first_of_the_faster(
+                [(context, ratio > 1) for (b, context), ratio in ratios.items() if b == batch]
+            )
+            for batch in sorted({batch for batch, _ in ratios})
+        }
+        tokens = _first_of_the_faster([(batch * context, ratio > 1) for (batch, context), ratio in ratios.items()])
+        results.append({**layout._asdict(), "tokens": tokens, "context_at_batch": at_batch})
     return results
 
 

@@ -4,12 +4,12 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 
 from dcpmla.bench.results import Row, dtype_name
 from dcpmla.cache.formats import format_name
+from dcpmla.integrations.open_model import ModelFiles
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
@@ -89,6 +89,14 @@ def engine_fields(args: argparse.Namespace, engine: Engine, exchange: str, optio
     }
 
 
+def check_lengths(files: ModelFiles, lengths: Mapping[str, int]) -> None:
+    """Raise ValueError for lengths of a prompt and an answer, by their options, that are too long for a model."""
+    total, (first, second) = sum(lengths.values()), (f"{option} {length}" for option, length in lengths.items())
+    if total > files.max_model_len:
+        served = f"with --max-model-len {files.max_model_len} at most that many are served"
+        raise ValueError(f"{first} and {second}, together {total} tokens; {served}")
+
+
 def request_rate(text: str) -> float:
     """Read a positive number, or inf, for argparse."""
     try:
@@ -100,38 +108,23 @@ def request_rate(text: str) -> float:
     return rate
 
 
-@dataclass(frozen=True)
-class Served:
-    """One load under one DCP size.
-
-    Attributes:
-        row: Results by name.
-        latencies: Seconds of each request, by kind; one with a single new token has no time per token.
-        running: Pairs (seconds after the load's beginning, running requests), one after each step.
+def served_row(engine: Engine, requests: Sequence[Request]) -> Row:
+    """Return the results of finished requests, by name, from an engine that served no others since its `stats` and its
+    clock were new.
     """
-
-    row: Row
-    latencies: dict[str, list[float]]
-    running: list[tuple[float, int]]
-
-    @classmethod
-    def of(cls, engine: Engine, requests: Sequence[Request], running: Sequence[tuple[float, int]]) -> Self:
-        """Return the results of finished requests, from an engine that served no others since its `stats` and its clock
-        were new.
-        """
-        latencies = _latencies(requests)
-        end_to_end = zip(requests, latencies["end_to_end_seconds"], strict=True)
-        seconds = max(request.arrival_time + delay for request, delay in end_to_end)
-        num_input = sum(len(request.prompt_token_ids) for request in requests)
-        num_output = sum(len(request.token_ids) for request in requests)
-        row = {
-            **_capacity(engine, requests),
-            "max_num_running": engine.stats.max_num_running,
-            "num_preemptions": engine.stats.num_preemptions,
-            "num_cached_tokens": engine.stats.num_cached_tokens,
-            **rates(len(requests), num_input, num_output, seconds),
-        }
-        return cls(row | summarize_all(latencies), latencies, list(running))
+    metrics = [_metrics(request) for request in requests]
+    ends = zip(requests, metrics, strict=True)
+    seconds = max(request.arrival_time + (each["end_to_end_seconds"] or 0.0) for request, each in ends)
+    num_input = sum(len(request.prompt_token_ids) for request in requests)
+    num_output = sum(len(request.token_ids) for request in requests)
+    return {
+        **_capacity(engine, requests),
+        "max_num_running": engine.stats.max_num_running,
+        "num_preemptions": engine.stats.num_preemptions,
+        "num_cached_tokens": engine.stats.num_cached_tokens,
+        **rates(len(requests), num_input, num_output, seconds),
+        **summarize_all(metrics),
+    }
 
 
 def summarize(values: Sequence[float]) -> dict[str, float | None]:
@@ -143,27 +136,19 @@ def summarize(values: Sequence[float]) -> dict[str, float | None]:
     return {name: round(float(number), 6) for name, number in zip(names, numbers, strict=True)}
 
 
-def summarize_all(latencies: Mapping[str, Sequence[float]]) -> Row:
-    """Return mean and percentiles of each kind of latency."""
-    return {f"{kind}_{name}": value for kind, values in latencies.items() for name, value in summarize(values).items()}
+def summarize_all(metrics: Sequence[Mapping[str, float | None]]) -> Row:
+    """Return mean and percentiles of each kind of latency, over the requests that have one."""
+    values = {kind: [value for each in metrics if (value := each[kind]) is not None] for kind in metrics[0]}
+    return {f"{kind}_{name}": value for kind, each in values.items() for name, value in summarize(each).items()}
 
 
-def _latencies(requests: Sequence[Request]) -> dict[str, list[float]]:
-    return {
-        "queue_seconds": _metric("queue_seconds", requests),
-        "time_to_first_token": _metric("time_to_first_token", requests),
-        "time_per_token": _metric("time_per_token", [request for request in requests if len(request.token_ids) > 1]),
-        "end_to_end_seconds": [_end_to_end(request) for request in requests],
-    }
-
-
-def _metric(name: str, requests: Sequence[Request]) -> list[float]:
-    return [seconds for request in requests if (seconds := request.metrics()[name]) is not None]
-
-
-def _end_to_end(request: Request) -> float:
+def _metrics(request: Request) -> dict[str, float | None]:
+    """Return the latencies of a finished request; a single new token has no time per token."""
     assert request.finish_time is not None
-    return request.finish_time - request.arrival_time
+    metrics = {name: request.metrics()[name] for name in ("queue_seconds", "time_to_first_token", "time_per_token")}
+    if len(request.token_ids) == 1:
+        metrics["time_per_token"] = None
+    return {**metrics, "end_to_end_seconds": request.finish_time - request.arrival_time}
 
 
 def _capacity(engine: Engine, requests: Sequence[Request]) -> Row:

@@ -14,10 +14,10 @@ from torch import Tensor
 from dcpmla.attention.output.quant import OutputQuant
 from dcpmla.attention.output.rows import OutputRows
 from dcpmla.attention.projections import project_values
+from dcpmla.bench.options import add_measured
 from dcpmla.bench.results import Row, dtype_name
 from dcpmla.bench.runner import Benchmark
 from dcpmla.bench.timing import Operation, Timing, calls_over, num_rotated, time_operation
-from dcpmla.cli.options import positive_list
 from dcpmla.parallel.fp8 import QuantizedRows
 
 _RANK, _NOPE, _VALUE = 512, 128, 128  # latent, nope and value widths: DeepSeek V2 and V3, Kimi-K2
@@ -77,10 +77,7 @@ class Output(Benchmark[OutputCase, OutputInputs]):
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        add, tokens = parser.add_argument, "1,16,32,64,128,256,1024,4096"
-        heads = "of one rank: 16 are DeepSeek-V3's with -tp 8"
-        add("--heads", type=positive_list, default="16,128", metavar="H,...", help=heads)
-        add("--tokens", type=positive_list, default=tokens, metavar="T,...", help="of a step")
+        add_measured(parser, heads="16,128", tokens="1,16,32,64,128,256,1024,4096")
 
     def cases(self) -> Iterator[OutputCase]:
         for heads in self.args.heads:

@@ -4,7 +4,8 @@ import importlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dcpmla.bench.decode_inputs import DecodeCase
+from dcpmla.bench.decode_inputs import DecodeCase, MakeKernel
+from dcpmla.bench.results import leave_out
 
 
 class Formats(NamedTuple):
@@ -40,6 +41,16 @@ def load_adapters(name: str) -> Any:
             raise
         reason = "--peers needs the folder benchmarks/ of a checkout, which Python does not find"
         raise ValueError(f"{reason}; run python -m dcpmla in the checkout, or put it on PYTHONPATH") from error
+
+
+def load_peer(name: str, directory: Path) -> MakeKernel | None:
+    """Return the maker of a decode kernel, None where it cannot be loaded; print the reason."""
+    try:
+        make: MakeKernel = load_adapters("attention").load_kernel(name, directory)
+    except Exception as error:  # others' code: whatever it raises, we measure without it
+        leave_out(name, error)
+        return None
+    return make
 
 
 def check_peers(directory: Path | None) -> None:

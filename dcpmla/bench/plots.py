@@ -1,16 +1,15 @@
 """Figures, and whether they and other files can be written. matplotlib (the extra `plot`) is imported on demand."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from dcpmla.cli.output import check_writable, is_same_path, write_bytes
 from dcpmla.extras import needed_by
 
-MARKERS = "o^sdvxP*<>"
-LINE_STYLES = ("-", "--", "-.", ":")
-_LEGEND_ROWS = 18  # rows of small text that fit next to the axes
+_LABEL_HEIGHT = 0.045  # heights are in heights of the axes
 
 
 def check_outputs(json: Path | None, plot: Path | None, inputs: Sequence[Path] = ()) -> None:
@@ -39,11 +38,11 @@ def _check_plotting(path: Path) -> None:
         raise ValueError(f"--plot is {path}; its ending must be one of {', '.join(sorted(allowed))}")
 
 
-def new_figure(title: str, num_axes: int, width: float = 6.4) -> tuple[Any, Any]:
+def new_figure(title: str, num_axes: int, width: float = 6.4, height: float = 4.8) -> tuple[Any, Any]:
     """Return a figure of its own, without window or global state, and its axes, each so many inches wide."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width * num_axes, 4.8), layout="constrained")
+    figure = Figure(figsize=(width * num_axes, height), layout="constrained")
     figure.suptitle(title)
     return figure, figure.subplots(1, num_axes, squeeze=False)[0]
 
@@ -55,19 +54,53 @@ def save_figure(path: Path, figure: Any) -> None:
     write_bytes(path, buffer.getvalue())
 
 
-def plot_lines(axes: Any, lines: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_label: str) -> None:
-    """Draw points (x, y) by the labels of their lines, x on a logarithmic scale."""
+def draw_lines(axis: Any, lines: Mapping[str, Iterable[tuple[float, float]]], x_label: str, y_label: str = "") -> None:
+    """Draw points (x, y) of lines by their labels, right of the lines' ends, x on a logarithmic scale."""
     for label, points in lines.items():
-        axes.plot(*zip(*points, strict=True), "o-", label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
-    axes.set_ylim(bottom=0)
+        axis.plot(*zip(*sorted(points), strict=True), "o-", markersize=4, label=label)
+    axis.set_xscale("log", base=2)
+    axis.set_xlabel(x_label)
+    axis.set_ylabel(y_label)
+    if axis.get_yscale() == "linear":
+        axis.set_ylim(bottom=0)
+    axis.margins(x=0.02)
+    to_axes = axis.transScale + axis.transLimits
+    ends = sorted(((to_axes.transform(line.get_xydata()[-1])[1], line) for line in axis.lines), key=itemgetter(0))
+    heights, top = [height for height, _ in ends], 1.0
+    for index in range(1, len(heights)):
+        heights[index] = max(heights[index], heights[index - 1] + _LABEL_HEIGHT)
+    for index in reversed(range(len(heights))):
+        heights[index] = top = min(heights[index], top)
+        top -= _LABEL_HEIGHT
+    for height, (_, line) in zip(heights, ends, strict=True):
+        look = {"color": line.get_color(), "fontsize": "small", "verticalalignment": "center"}
+        axis.text(1.01, height, line.get_label(), transform=axis.transAxes, **look)
 
 
-def legend_beside(axis: Any) -> None:
-    """Add a legend to the right of axes with many lines."""
-    axis.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.02, 1), ncols=-(-len(axis.lines) // _LEGEND_ROWS))
+def draw_bars(
+    axis: Any, bars: Mapping[str, float | Mapping[str, float]], x_label: str, number: str = "{:,.0f}"
+) -> None:
+    """Draw horizontal bars by their labels, the first one at the top, with their lengths as numbers; parts of bars are
+    stacked, and their names are below the figure.
+    """
+    stacks = {label: parts if isinstance(parts, Mapping) else {"": parts} for label, parts in bars.items()}
+    ends = dict.fromkeys(stacks, 0.0)
+    for name in dict.fromkeys(name for parts in stacks.values() for name in parts):
+        lengths = [parts.get(name, 0.0) for parts in stacks.values()]
+        drawn = axis.barh([*stacks], lengths, left=[*ends.values()], label=name)
+        ends = {label: end + length for (label, end), length in zip(ends.items(), lengths, strict=True)}
+    axis.bar_label(drawn, [number.format(end) for end in ends.values()], padding=3)
+    axis.set_xlabel(x_label)
+    axis.set_xlim(0, 1.15 * max(ends.values()) or 1)
+    axis.invert_yaxis()
+    if any(name for parts in stacks.values() for name in parts):
+        legend_below(axis)
+
+
+def legend_below(axis: Any) -> None:
+    """Add the names of an axis' lines or bars below the figure."""
+    handles, labels = axis.get_legend_handles_labels()
+    axis.figure.legend(handles, labels, loc="outside lower left", ncols=len(labels), frameon=False)
 
 
 def select(rows: Sequence[dict[str, Any]], **setting: Any) -> list[dict[str, Any]]:

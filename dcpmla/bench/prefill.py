@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from torch import Tensor
 from dcpmla.attention.backends import PREFILL_BACKENDS, Backend
 from dcpmla.attention.calls import PrefillCall, Segments, join_keys
 from dcpmla.attention.sparse.mask import selection_mask, unpack_mask
-from dcpmla.bench.plots import new_figure, plot_lines, save_figure, select
-from dcpmla.bench.results import Row, dtype_name, finite, is_within
-from dcpmla.bench.runner import Benchmark, leave_out
+from dcpmla.bench.options import add_measured
+from dcpmla.bench.plots import draw_lines, new_figure, save_figure, select
+from dcpmla.bench.results import Row, dtype_name, error_fields, is_within, leave_out
+from dcpmla.bench.runner import Benchmark
 from dcpmla.bench.timing import calls_over, num_rotated, time_operation
-from dcpmla.cli.options import positive, positive_list
+from dcpmla.cli.options import positive
 
 _DIMS = (128, 64, 128)  # nope, rope and value widths of a head: DeepSeek V2 and V3, Kimi-K2
 _SCALE = (_DIMS[0] + _DIMS[1]) ** -0.5
@@ -134,9 +136,7 @@ class PrefillBenchmark(Benchmark[PrefillCase, PrefillInputs]):
         add = parser.add_argument
         heads = "heads of one rank: 16 are DeepSeek-V3's with -tp 8"
         add("--heads", type=positive, default=16, metavar="H", help=heads)
-        tokens = "2048,4096,8192,16384"
-        add("--tokens", type=positive_list, default=tokens, metavar="T,...", help="new tokens of the request")
-        add("--context", type=positive_list, default="8192,32768,131072", metavar="S,...", help="its cached tokens")
+        add_measured(parser, tokens="2048,4096,8192,16384", context="8192,32768,131072")
         topk = "keys that each new token selects: more keys than that are measured under a mask as well"
         add("--topk", type=positive, metavar="K", help=topk)
 
@@ -164,7 +164,7 @@ class PrefillBenchmark(Benchmark[PrefillCase, PrefillInputs]):
     def _row(self, backend: Backend[PrefillCall], inputs: PrefillInputs) -> Row:
         case = inputs.case
         start = time.perf_counter()
-        error, lse_error = inputs.errors(*backend.run(inputs.call(0)))  # reading them waits for the device
+        errors = inputs.errors(*backend.run(inputs.call(0)))  # reading them waits for the device
         first_call = time.perf_counter() - start
         calls = calls_over(len(inputs.sets), self.device)
         timing = time_operation(lambda index: backend.run(inputs.call(index)), self.device, calls, _SAMPLE_SECONDS)
@@ -177,8 +177,7 @@ class PrefillBenchmark(Benchmark[PrefillCase, PrefillInputs]):
             "first_call_ms": round(first_call * 1e3, 1),
             **timing.fields(1),
             "tflops": round(case.flops / timing.median_us / 1e6, 3),
-            "error": finite(error),
-            "lse_error": finite(lse_error),
+            **error_fields(*errors),
         }
 
     def line(self, row: Row) -> str:
@@ -189,24 +188,22 @@ class PrefillBenchmark(Benchmark[PrefillCase, PrefillInputs]):
         errors = f"error {row['error']} of lse {row['lse_error']}{'' if is_right else '   WRONG'}"
         return f"{case!s:<49} {row['kernel']:<10} {time}   {first_call}   {errors}"
 
-    def plot(self, path: Path, rows: Sequence[Row]) -> None:
+    @staticmethod
+    def plot(path: Path, rows: Sequence[Row]) -> None:
         """Draw TFLOP/s by backend: over new tokens that attend to themselves, over contexts of the longest chunk."""
-        longest = max(row["tokens"] for row in rows)
-        title = f"prefill kernels, {self.args.heads} heads of {_DIMS[0]} + {_DIMS[1]} and {_DIMS[2]}"
-        figure, (causal, context) = new_figure(title, num_axes=2)
-        _plot_lines(causal, select(rows, causal=True), "tokens", "new tokens, causal")
-        label = f"context of {longest:,} new tokens"
-        _plot_lines(context, select(rows, causal=False, tokens=longest), "context", label)
-        causal.legend()
+        longest, best = max(row["tokens"] for row in rows), max(rows, key=itemgetter("tflops"))
+        title = f"prefill of {best['heads']} heads: {best['kernel']} reaches {best['tflops']:,.0f} TFLOP/s"
+        figure, axes = new_figure(title, num_axes=2)
+        for axis, over, shown, label in (
+            (axes[0], "tokens", select(rows, causal=True), "new tokens, causal"),
+            (axes[1], "context", select(rows, causal=False, tokens=longest), f"context of {longest:,} new tokens"),
+        ):
+            lines: dict[str, list[tuple[float, float]]] = {}
+            for row in shown:
+                name = f"{row['kernel']}, top {row['topk']:,}" if row.get("topk") else row["kernel"]
+                lines.setdefault(name, []).append((row[over], row["tflops"]))
+            draw_lines(axis, lines, label, "TFLOP/s")
         save_figure(path, figure)
-
-
-def _plot_lines(axes: Any, rows: Sequence[Row], over: str, label: str) -> None:
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        name = row["kernel"] if row["topk"] is None else f"{row['kernel']}, top {row['topk']:,}"
-        lines.setdefault(name, []).append((row[over], row["tflops"]))
-    plot_lines(axes, lines, label, "TFLOP/s")
 
 
 BENCHMARK = PrefillBenchmark

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dcpmla.bench.exchange_inputs import row_error
+from dcpmla.bench.options import add_measured
 from dcpmla.bench.results import Row, dtype_name, finite, is_within
 from dcpmla.bench.runner import Benchmark, Kept
 from dcpmla.bench.timing import calls_per_sample, largest, time_operation
-from dcpmla.cli.options import positive, positive_list
+from dcpmla.cli.options import positive
 from dcpmla.comm.norm import add_norm, rms_norm
 from dcpmla.comm.reduce import CollectiveReduce, select_reduce
 from dcpmla.job.join import Job
@@ -109,10 +110,8 @@ class ReduceBenchmark(Benchmark[Reduced, ReduceInputs]):
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        add = parser.add_argument
-        tokens = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192"
-        add("--tokens", type=positive_list, default=tokens, metavar="T,...", help="of a step")
-        add("--row-width", type=positive, default=7168, metavar="N", help="the model's hidden size")
+        add_measured(parser, tokens="1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192")
+        parser.add_argument("--row-width", type=positive, default=7168, metavar="N", help="the model's hidden size")
 
     def cases(self) -> Iterator[Reduced]:
         yield from (Reduced(name, tokens) for tokens in self.args.tokens for name in self.backends)

@@ -52,6 +52,16 @@ def finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
+def error_fields(error: float, lse_error: float) -> Row:
+    """Return the fields of a row on the errors of rows and of their LSE."""
+    return {"error": finite(error), "lse_error": finite(lse_error)}
+
+
+def leave_out(name: str, error: Exception) -> None:
+    """Print that something is not measured, and why."""
+    print(f"left out: {name}: {str(error).strip().partition(chr(10))[0] or type(error).__name__}", flush=True)
+
+
 def is_within(row: Row, limit: float, *errors: str) -> bool:
     """Return whether fields of a row, or "error", are finite and at most a limit."""
     return all(row[name] is not None and row[name] <= limit for name in errors or ("error",))

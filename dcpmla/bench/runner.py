@@ -84,8 +84,9 @@ class Benchmark(Generic[Case, Inputs]):
         """Return the file's fields besides its rows."""
         return {}
 
-    def plot(self, path: Path, rows: Sequence[Row]) -> None:
-        """Draw one or more rows."""
+    @staticmethod
+    def plot(path: Path, rows: Sequence[Row]) -> None:
+        """Draw one or more rows, which may come from a result file."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -197,11 +198,6 @@ def _rows(benchmark: Benchmark[Case, Any], case: Case) -> list[Row]:
         inputs = benchmark.inputs(case)
     with memory_on_all():
         return benchmark.measure(case, inputs)
-
-
-def leave_out(name: str, error: Exception) -> None:
-    """Print that something is not measured, and why."""
-    print(f"left out: {name}: {str(error).strip().partition(chr(10))[0] or type(error).__name__}", flush=True)
 
 
 @contextmanager

@@ -9,13 +9,14 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from importlib import import_module
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dcpmla.bench.load import Load, Served, add_load, engine_fields, make_load, request_rate
-from dcpmla.bench.plots import new_figure, save_figure
+from dcpmla.bench.load import Load, add_load, check_lengths, engine_fields, make_load, request_rate, served_row
+from dcpmla.bench.plots import draw_bars, new_figure, save_figure
 from dcpmla.bench.results import Row
 from dcpmla.bench.runner import Benchmark
 from dcpmla.cache.latent import num_blocks
@@ -37,30 +38,30 @@ _OPTIONS = (
     *("index_cache_dtype", "index_hadamard", "enable_expert_parallel", "max_num_batched_tokens", "max_num_seqs"),
     *("enforce_eager", "num_requests", "input_lens", "output_lens", "seed"),
 )
-_DISTRIBUTIONS = {
-    "time_to_first_token": "time to first token, s",
-    "time_per_token": "time per token, s",
-    "end_to_end_seconds": "end to end, s",
-}
+_PLOTTED = (  # fields of rows, their labels and formats
+    ("requests_per_second", "requests/s", "{:,.2f}"),
+    ("max_num_running", "requests running at once", "{:,.0f}"),
+    ("time_to_first_token_mean", "mean time to first token, s", "{:,.3f}"),
+    ("time_per_token_mean", "mean time per token, s", "{:,.4f}"),
+    ("end_to_end_seconds_mean", "mean time of a request, s", "{:,.2f}"),
+)
 
 
 class Serve(Benchmark[DCPConfig, None]):
     """The same load under each DCP size.
 
     Attributes:
-        served: Results so far, with latencies and running requests for the plot.
         lost: Message about requests that a server lost; empty if it lost none.
     """
 
     ranks_of = "tp"
     has_engine = True
-    plot_help = "latencies and running requests"
+    plot_help = "rates and mean latencies"
 
     def __init__(self, args: argparse.Namespace, job: Job) -> None:
         super().__init__(args, job)
         self.files = open_model(args.model, args.max_model_len, args.revision)
         self.load = self._make_load(args.num_requests, args.request_rate, args.output_lens, args.seed)
-        self.served: list[Served] = []
         self.lost = ""
 
     @staticmethod
@@ -81,10 +82,7 @@ class Serve(Benchmark[DCPConfig, None]):
         files = open_model(args.model, args.max_model_len, args.revision)
         for dcp in _dcp_configs(args):
             check_layout(files, dcp)
-        longest = max(args.input_lens), max(args.output_lens)
-        if sum(longest) > files.max_model_len:
-            sizes = f"--input-lens has {longest[0]} and --output-lens {longest[1]}, together {sum(longest)} tokens"
-            raise ValueError(f"{sizes}; with --max-model-len {files.max_model_len} at most that many are served")
+        check_lengths(files, {"--input-lens": max(args.input_lens), "--output-lens": max(args.output_lens)})
         if args.url is not None:
             with needed_by("url (--url)"):
                 import_module("dcpmla.bench.http_load")
@@ -130,13 +128,11 @@ class Serve(Benchmark[DCPConfig, None]):
             self._serve(engine, "warm-up", self._warm_up())
             engine.stats = Stats()
             served = self._serve(engine, "load", self.load)
-        row = {
+        return {
             **engine_fields(args, engine, chosen.exchange.name, _OPTIONS),
             "request_rate": _rate(args),
-            **served.row,
+            **served,
         }
-        self.served.append(served)
-        return row
 
     def _check_room(self, engine: Engine) -> None:
         """Raise ValueError unless the longest request fits under all sizes, before any is served."""
@@ -160,12 +156,13 @@ class Serve(Benchmark[DCPConfig, None]):
     def _make_load(self, num_requests: int, rate: float, output_lens: Sequence[int], seed: int) -> Load:
         return make_load(num_requests, rate, self.args.input_lens, output_lens, self.files.config.vocab_size, seed)
 
-    def _serve(self, engine: Engine, name: str, load: Load) -> Served:
+    def _serve(self, engine: Engine, name: str, load: Load) -> Row:
         self.job.watchdog.enter("queueing the load")
         requests = add_load(engine, load)
         steps = run_with_bar(engine, f"dcp {engine.mesh.dcp_size}, {name}", len(requests), self.job.ranks.is_first)
-        running = [(engine.now, len(engine.scheduler.running)) for _ in steps]
-        return Served.of(engine, requests, running)
+        for _ in steps:
+            pass
+        return served_row(engine, requests)
 
     def line(self, row: Row) -> str:
         if self.args.url:
@@ -188,24 +185,17 @@ class Serve(Benchmark[DCPConfig, None]):
         if self.lost:
             raise ValueError(self.lost)
 
-    def plot(self, path: Path, rows: Sequence[Row]) -> None:
-        """Draw running requests over time, and the share of requests within each latency, a line for each size."""
-        row = rows[0]
-        load = f"{row['num_requests']} requests, {row['request_rate']} a second"
-        title = f"{load}, tp {row['tp']}, {row['kv_cache_bytes_per_rank']:,} bytes of cache a rank"
-        figure, (running, *distributions) = new_figure(title, num_axes=1 + len(_DISTRIBUTIONS), width=4.8)
-        for row, served in zip(rows, self.served, strict=True):
-            name = f"dcp {row['dcp']}" if row["dcp"] > 1 else "dcp 1 (tp only)"
-            running.step(*zip(*served.running, strict=True), where="post", label=name)
-            for axes, kind in zip(distributions, _DISTRIBUTIONS, strict=True):
-                if served.latencies[kind]:
-                    axes.ecdf(served.latencies[kind], label=name)
-        running.set_ylabel("running requests")
-        running.set_xlabel("seconds")
-        running.legend()
-        distributions[0].set_ylabel("share of requests")
-        for axes, label in zip(distributions, _DISTRIBUTIONS.values(), strict=True):
-            axes.set_xlabel(label)
+    @staticmethod
+    def plot(path: Path, rows: Sequence[Row]) -> None:
+        """Draw rates, running requests and mean latencies, a bar for each DCP size."""
+        best, row = max(rows, key=itemgetter("requests_per_second")), rows[0]
+        load = f"{row['num_requests']} requests, {row['request_rate']} a second, tp {row['tp']}"
+        fast = f"dcp {best['dcp']} serves {best['requests_per_second']:,.2f} requests/s"
+        title = f"{load}, {row['kv_cache_bytes_per_rank'] / 2**30:,.1f} GiB of cache a rank: {fast}"
+        figure, axes = new_figure(title, num_axes=len(_PLOTTED), width=3.2)
+        for axis, (field, label, number) in zip(axes, _PLOTTED, strict=True):
+            names = (f"dcp {row['dcp']}" if row["dcp"] > 1 else "dcp 1 (tp only)" for row in rows)
+            draw_bars(axis, {name: row[field] or 0.0 for name, row in zip(names, rows, strict=True)}, label, number)
         save_figure(path, figure)
 
 

@@ -5,34 +5,28 @@ tokens.
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
 
-from dcpmla.bench.decode_inputs import Answer, Kernel, MakeKernel, Ours
+from dcpmla.bench.decode_inputs import Answer, Kernel, Ours
 from dcpmla.bench.exchange_inputs import exchange_of, with_direct
-from dcpmla.bench.peers import PEERS, check_peers, load_adapters
-from dcpmla.bench.results import Row, dtype_name, finite, is_within
-from dcpmla.bench.runner import Benchmark, leave_out
+from dcpmla.bench.options import add_measured
+from dcpmla.bench.peers import PEERS, check_peers, load_peer
+from dcpmla.bench.results import Row, dtype_name, error_fields, is_within, leave_out
+from dcpmla.bench.runner import Benchmark
 from dcpmla.bench.sparse_inputs import AttentionInputs, SelectedRows, SelectionInputs, SparseCase
 from dcpmla.bench.timing import Timing, calls_over, largest, time_operation, time_with_result
-from dcpmla.cli.options import exchange_list, format_list, name_list, positive, positive_list
+from dcpmla.cli.options import positive, positive_list
 from dcpmla.comm.exchange import Exchange, LocalExchange
-from dcpmla.config import DCP_COMM_BACKENDS, INDEX_CACHE_DTYPES, DCPConfig
+from dcpmla.config import DCPConfig
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import LOAD_TIMEOUT, Job
 from dcpmla.parallel.mesh import init_mesh
-from dcpmla.planning.capacity import FORMATS
 
 _MADE_UP = "made up"  # the other ranks' candidates, where one process measures one rank of several
 _PEER = "flashmla-sparse"
 _SHARED = "shared_attention"
-_RATIOS = {
-    "selection": "speedup_over_dcp_1",
-    "attention": "speedup_over_flashmla",
-    _SHARED: "speedup_over_flashmla",
-}
 _OPERATIONS = ("index_scores", "local_candidates", "gather_candidates", "choose_tokens")
 _MOST_DIFFERENT = 0.02  # share of the tokens: a sum in another order may exchange the last ones of topk
 _LARGEST_ERROR = 0.02  # limit for out and lse, as in `bench decode`
@@ -67,12 +61,7 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
     def __init__(self, args: argparse.Namespace, job: Job) -> None:
         super().__init__(args, job)
         job.watchdog.enter("loading the peer", LOAD_TIMEOUT)
-        self.make_peer: MakeKernel | None = None
-        if args.peers:
-            try:
-                self.make_peer = load_adapters("attention").load_kernel(_PEER, args.peers)
-            except Exception as error:  # others' code: whatever it raises, we measure without it
-                leave_out("flashmla", error)
+        self.make_peer = load_peer(_PEER, args.peers) if args.peers else None
         self.exchanges = {dcp: self._find_exchanges(dcp) for dcp in sorted(set(args.decode_context_parallel_size))}
         self.unsharded_us: dict[tuple[int, int, str], float] = {}
 
@@ -81,22 +70,11 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
         add = parser.add_argument
         tp = "ranks of the job; 1 measures one rank of each -dcp"
         add("-tp", "--tensor-parallel-size", type=positive, default=1, metavar="N", help=tp)
-        dcp = "ranks that share a cache"
-        add("-dcp", "--decode-context-parallel-size", type=positive_list, default="1,2,4,8", metavar="D,...", help=dcp)
-        backends = f"of {', '.join(DCP_COMM_BACKENDS)}; default: a2a, and direct where ranks have NVLink"
-        add("--dcp-comm-backend", type=exchange_list, metavar="NAME,...", help=backends)
-        batch, contexts = "1,8,32,64,128", "8192,32768,131072,524288"
-        add("--batch", type=positive_list, default=batch, metavar="B,...", help="requests, one new token each")
-        add("--context", type=positive_list, default=contexts, metavar="S,...", help="cached tokens of each request")
-        heads = "of attention, all of the DCP group's"
-        add("--heads", type=positive_list, default="128", metavar="H,...", help=heads)
+        add_measured(parser, decode_context_parallel_size="1,2,4,8", dcp_comm_backend=None, heads="128")
+        add_measured(parser, batch="1,8,32,64,128", context="8192,32768,131072,524288")
         add("--topk", type=positive, default=2048, metavar="K", help="tokens that each new token selects")
         add("--index-heads", type=positive, default=64, metavar="H", help="of the indexer")
-        index_names = partial(name_list, choices=INDEX_CACHE_DTYPES, kind="an index cache's format")
-        names = f"of {', '.join(INDEX_CACHE_DTYPES)}; auto: the model's dtype"
-        add("--index-cache-dtype", type=index_names, default="auto,fp8", metavar="NAME,...", help=names)
-        names = f"of {', '.join(FORMATS)}; bf16: rows that are not quantized"
-        add("--kv-cache-dtype", type=format_list, default="bf16,fp8_ds_mla", metavar="NAME,...", help=names)
+        add_measured(parser, index_cache_dtype="auto,fp8", kv_cache_dtype="bf16,fp8_ds_mla")
         shared = "rows of shared keys (DeepSeek-V4), of --context, that each new token attends to; instead of the rest"
         add("--shared-keys", type=positive_list, metavar="N,...", help=shared)
         peers = "directory with peers.py and FlashMLA's library, for a job of one rank"
@@ -219,22 +197,16 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
         calls = calls_over(len(inputs.caches), self.device)
         timing, last = time_with_result(kernel.launch, self.device, calls, _SAMPLE_SECONDS)
         errors = Answer(inputs, calls - 1).errors(*kernel.result(*last))
-        names = ("error", "lse_error")
-        return timing, {name: finite(largest(error, self.device)) for name, error in zip(names, errors, strict=True)}
+        return timing, error_fields(*(largest(error, self.device) for error in errors))
 
     def _sizes(self, load: SparseCase) -> Row:
-        return {
-            "batch": load.batch,
-            "context": load.context,
-            "topk": load.topk,
-            "dcp": load.dcp_size,
-            "dtype": dtype_name(self.dtype),
-        }
+        sizes = {"batch": load.batch, "context": load.context, "topk": load.topk, "dcp": load.dcp_size}
+        return {**sizes, "dtype": dtype_name(self.dtype)}
 
     def line(self, row: Row) -> str:
         times = [f"{key.removesuffix('_us')} {row[key]:>8,.1f}" for key in row if key.endswith("_us") and row[key]]
         rate = [f"{row['index_gb_per_s']:>7,.1f} GB/s"] if row["operation"] == "selection" else []
-        ratio = row[_RATIOS[row["operation"]]]
+        ratio = row[_ratio_key(row)]
         ratios = [] if ratio is None else [f"{ratio:.2f} x"]
         load = f"{row['batch']} x {row['context']:,}"
         cells = [f"{_name(row):<46} {load:>14}", "us:", *times, *rate, *ratios, *([] if is_right(row) else ["WRONG"])]
@@ -244,7 +216,7 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
         """Yield wrong results, the speed of selections relative to dcp 1, and of attention relative to the peer."""
         for name in dict.fromkeys(map(_name, rows)):
             results = [row for row in rows if _name(row) == name]
-            key = _RATIOS[results[0]["operation"]]
+            key = _ratio_key(results[0])
             line = f"{name}: {sum(not is_right(row) for row in results)} of {len(results)} wrong"
             if ratios := [row[key] for row in results if row[key] is not None]:
                 baseline = key.removeprefix("speedup_over_").replace("_", " ")
@@ -258,6 +230,10 @@ def is_right(row: Row) -> bool:
     if row["operation"] == "selection":
         return bool(row["different"] <= _MOST_DIFFERENT)
     return is_within(row, _LARGEST_ERROR, "error", "lse_error")
+
+
+def _ratio_key(row: Row) -> str:
+    return "speedup_over_dcp_1" if row["operation"] == "selection" else "speedup_over_flashmla"
 
 
 def _name(row: Row) -> str:

@@ -21,15 +21,13 @@ from dcpmla.bench.cache_formats import (
     storage_dtype,
 )
 from dcpmla.bench.decode_inputs import LATENT_DIM, ROPE_DIM, Caches, DecodeCase, DecodeInputs
-from dcpmla.bench.timing import Operation
+from dcpmla.bench.timing import Operation, num_rotated
 from dcpmla.cache import formats, shared_format
 from dcpmla.cache.index_keys import index_row_width, index_storage_dtype, index_to_fp8
 from dcpmla.comm.exchange import Exchange, LocalExchange
 
 BLOCK_SIZE = 64
 _INDEX_DIM = 128  # DeepSeek-V3.2 and GLM-5
-_ROTATED_BYTES = {"cuda": 256 << 20, "cpu": 1 << 18}  # several times the L2 of an H200, 60 MB
-_MOST_SETS = 512  # nodes of a graph that small sets may cost
 
 
 @dataclass(frozen=True)
@@ -69,11 +67,6 @@ class SparseCase:
         return f"{self.batch} x {rows}{self.context:,}, dcp {self.dcp_size}"
 
 
-def _num_sets(set_bytes: int, device: torch.device) -> int:
-    """Return so many that none is found in the L2 when its turn comes again."""
-    return max(1, min(_MOST_SETS, -(-_ROTATED_BYTES[device.type] // set_bytes)))
-
-
 class SelectionInputs:
     """Queries of an indexer and its cache, and each operation of a selection over them: call i takes set i % num_sets.
 
@@ -100,7 +93,7 @@ class SelectionInputs:
         storage = index_storage_dtype(index_cache_dtype, dtype)
         width, num_blocks = index_row_width(storage, _INDEX_DIM), case.batch * case.max_blocks
         self.index_bytes = case.batch * case.num_local * width * storage.itemsize
-        self.num_sets = _num_sets(num_blocks * BLOCK_SIZE * width * storage.itemsize, device)
+        self.num_sets = num_rotated(num_blocks * BLOCK_SIZE * width * storage.itemsize, device)
         self.index_cache = torch.empty(self.num_sets * num_blocks, BLOCK_SIZE, width, dtype=storage, device=device)
         fill_index_keys(self.index_cache, _INDEX_DIM, dtype)
         self.block_tables = case.block_tables(self.num_sets, device)
@@ -216,22 +209,22 @@ class SelectedRows(Caches):
         storage = storage_dtype(kv_cache_dtype, dtype)
         self.kv_scale = kv_scale_of(storage, device)
         num_blocks = case.batch * case.max_blocks
-        page: tuple[int, ...] = BLOCK_SIZE, formats.row_width(storage, LATENT_DIM, ROPE_DIM)
+        width = formats.row_width(storage, LATENT_DIM, ROPE_DIM)
         if case.is_shared:
             self.head_dim = LATENT_DIM
-            page = shared_format.rows_shape(BLOCK_SIZE, LATENT_DIM, storage)
-        row_bytes = math.prod(page) // BLOCK_SIZE * storage.itemsize
-        num_caches = _num_sets(num_blocks * BLOCK_SIZE * row_bytes, device)
-        num_sets = _num_sets(-(-case.batch * case.topk // case.dcp_size) * row_bytes, device)
-        if case.is_shared:
-            shape = shared_format.rows_shape(num_caches * num_blocks * BLOCK_SIZE, LATENT_DIM, storage)
-            self.blocks = torch.empty(shape, dtype=storage, device=device)
-            fill_shared_rows(self.blocks, LATENT_DIM, dtype)
-            self.rows = self.blocks.expand(num_sets, -1, -1, -1)
-        else:
-            self.blocks = torch.empty(num_caches * num_blocks, *page, dtype=storage, device=device)
-            fill_randomly(self.blocks, LATENT_DIM, dtype)
-            self.rows = self.blocks.view(1, -1, 1, page[-1]).expand(num_sets, -1, -1, -1)
+
+        def shape_of(num_rows: int) -> tuple[int, ...]:
+            if case.is_shared:
+                return shared_format.rows_shape(num_rows, LATENT_DIM, storage)
+            return num_rows // BLOCK_SIZE, BLOCK_SIZE, width
+
+        row_bytes = math.prod(shape_of(BLOCK_SIZE)) // BLOCK_SIZE * storage.itemsize
+        num_caches = num_rotated(num_blocks * BLOCK_SIZE * row_bytes, device)
+        num_sets = num_rotated(-(-case.batch * case.topk // case.dcp_size) * row_bytes, device)
+        self.blocks = torch.empty(shape_of(num_caches * num_blocks * BLOCK_SIZE), dtype=storage, device=device)
+        (fill_shared_rows if case.is_shared else fill_randomly)(self.blocks, LATENT_DIM, dtype)
+        rows = self.blocks if case.is_shared else self.blocks.view(-1, 1, width)
+        self.rows = rows.expand(num_sets, *rows.shape)
         is_mine = torch.rand(case.batch, case.topk, device=device) * case.dcp_size < 1
         self.num_slots = is_mine.sum(1).clamp(1, case.num_local).to(torch.int32)
         self.block_tables = self._select(case, num_sets, case.block_tables(num_caches, device).long())
@@ -254,8 +247,4 @@ class AttentionInputs(DecodeInputs):
 
     def __init__(self, case: SparseCase, num_heads: int, rows: SelectedRows) -> None:
         super().__init__(DecodeCase(case.batch, case.topk, num_heads, 1, rows.kv_cache_dtype), rows)
-        self.selected_blocks, self.seq_lens = rows.blocks, rows.num_slots
-
-    @property
-    def block_size(self) -> int:
-        return 1
+        self.selected_blocks, self.seq_lens, self.block_size = rows.blocks, rows.num_slots, 1

@@ -20,8 +20,7 @@ from dcpmla.parallel.mesh import DCPMesh
 PARTS = ("projections", "selection", "gather", "attention", "combine", "output")
 CANDIDATES = "candidates"  # exchange of the selection, also timed alone
 _WEIGHT_STD = 0.02
-ROTATED_BYTES = {"cuda": 256 << 20, "cpu": 0}  # target for all layers' caches: several times the L2 of an H200, 60 MB
-_MOST_STEPS = 32  # over different blocks: nodes of a graph that small caches may cost
+MOST_STEPS = 32  # over different blocks: nodes of a graph that small caches may cost
 _SAMPLE_SECONDS = 0.2  # limit for the samples of one part
 
 
@@ -211,11 +210,6 @@ class Stack:
     def _inputs(self, index: int) -> tuple[Tensor, StepMetadata]:
         index %= len(self.metadata)
         return self.hidden[index], self.metadata[index]
-
-
-def num_rotated(num_bytes: int, device: torch.device) -> int:
-    """Return how many sets of so many bytes calls take in turn."""
-    return min(_MOST_STEPS, max(1, -(-ROTATED_BYTES[device.type] // num_bytes)))
 
 
 class _Stopped(Exception):

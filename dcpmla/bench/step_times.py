@@ -1,20 +1,32 @@
-"""Device times of a model's steps without an engine around them: all of a step, and its layers of experts alone."""
+"""Device times of a model's steps without an engine around them: all of a step, its layers of experts alone, and the
+least time of a step.
+"""
 
+import argparse
 from collections.abc import Callable
-from typing import NamedTuple
+from copy import copy
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.step import StepRequests
-from dcpmla.bench.timing import profile_kernels, time_operation
+from dcpmla.bench.timing import is_h200, profile_kernels, time_operation
+from dcpmla.cache.formats import format_name
 from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
+from dcpmla.integrations.model_size import read_model
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.model.moe import MoE
 from dcpmla.parallel.linear import Linear
 from dcpmla.parallel.mesh import DCPMesh
+from dcpmla.planning.capacity import FORMATS
+from dcpmla.planning.machine import H200X8
+from dcpmla.planning.predict import floor_us
+from dcpmla.planning.setting import Setting
+from dcpmla.planning.weights import ModelSize
+from dcpmla.runtime.engine import Engine
 
 _CALLS = 4  # steps of one sample: the start of a graph counts a quarter each
 _SECONDS = 1.0  # limit for the samples of one measurement
@@ -79,3 +91,22 @@ def is_quantized(model: ShardedModel) -> bool:
     """Return whether linear layers keep codes in 8 bits."""
     linears = (module for module in model.hidden_states.modules() if isinstance(module, Linear))
     return any(linear.weight_scale is not None for linear in linears)
+
+
+def size_of(config: Any, dtype: torch.dtype, expert_dtype: str) -> ModelSize:
+    """Return the planner's size of a model that computes in a dtype."""
+    config = copy(config)
+    config.dtype = dtype
+    return read_model(config).with_expert_dtype(expert_dtype)
+
+
+def least_us(args: argparse.Namespace, engine: Engine, size: ModelSize, batch: int) -> float | None:
+    """Return the least time of a step after prompts of --input-len; None on GPUs and for caches that the planner has no
+    numbers for.
+    """
+    mesh, kv_cache_dtype = engine.mesh, format_name(engine.cache.sizes.dtype)
+    if not is_h200(engine.model.device) or kv_cache_dtype not in FORMATS:
+        return None
+    options = {name: getattr(args, name) for name in ("index_cache_dtype", "enable_expert_parallel")}
+    setting = Setting(tp=mesh.tp_size, dcp=mesh.dcp_size, kv_cache_dtype=kv_cache_dtype, **options)
+    return floor_us(H200X8, size, setting, batch, args.input_len)

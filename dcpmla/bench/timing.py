@@ -16,7 +16,8 @@ Operation = Callable[[int], object]  # called with 0, 1, 2 ... so that it can ro
 Result = TypeVar("Result")
 _CALLS_PER_SAMPLE = {"cuda": 16, "cpu": 1}
 _NUM_SAMPLES = {"cuda": 30, "cpu": 7}
-_ROTATED_BYTES = 1 << 27  # bytes between two calls over the same inputs: no GPU's L2 is larger
+ROTATED_BYTES = {"cuda": 256 << 20, "cpu": 1 << 18}  # bytes between two calls over the same inputs: no L2 is larger
+_MAX_SETS = 512  # nodes of a graph that small sets may cost
 _FEWEST_CALLS = {"cuda": 4, "cpu": 1}  # calls of a sample
 _NUM_WARM_UPS = 3
 _FEWEST_SAMPLES = 5
@@ -55,9 +56,9 @@ def calls_per_sample(device: torch.device) -> int:
     return _CALLS_PER_SAMPLE[device.type]
 
 
-def num_rotated(set_bytes: int, device: torch.device) -> int:
+def num_rotated(set_bytes: int, device: torch.device, limit: int = _MAX_SETS) -> int:
     """Return the number of sets of inputs that calls take in turn, so that no L2 keeps one until its next call."""
-    return -(-_ROTATED_BYTES // set_bytes) if device.type == "cuda" else 1
+    return min(limit, max(1, -(-ROTATED_BYTES[device.type] // set_bytes)))
 
 
 def calls_over(num_sets: int, device: torch.device) -> int:

@@ -13,15 +13,16 @@ import torch
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.routes import RouteCosts
 from dcpmla.attention.step import StepMetadata, StepRequests
-from dcpmla.bench.cache_formats import add_cache_arguments, config_name
+from dcpmla.bench.cache_formats import config_name
 from dcpmla.bench.geometries import GEOMETRIES, config_of
 from dcpmla.bench.layer_stack import LayerStack
+from dcpmla.bench.options import add_measured
 from dcpmla.bench.results import Row, dtype_name
 from dcpmla.bench.runner import Benchmark, Kept
 from dcpmla.bench.stack import StackSizes
 from dcpmla.bench.timing import time_operation
 from dcpmla.cache.latent import num_blocks
-from dcpmla.cli.options import positive, positive_list
+from dcpmla.cli.options import positive
 from dcpmla.integrations.families.table import attention_kind
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import Job
@@ -59,12 +60,9 @@ class TurnBenchmark(Benchmark[TurnCase, LayerStack]):
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
         add("--geometry", choices=GEOMETRIES, default="deepseek-v3", help="model whose layer is measured")
-        add("--heads", type=positive_list, default="16,128", metavar="H,...", help="query heads of one rank")
         add("-dcp", "--decode-context-parallel-size", type=positive, default=1, metavar="D", help="ranks of a cache")
-        add("--batch", type=positive_list, default="1,16", metavar="N,...", help="requests with new tokens")
-        add("--tokens", type=positive_list, default="8,64,128,256", metavar="T,...", help="new tokens of each")
-        add("--context", type=positive_list, default="8192,65536", metavar="S,...", help="cached tokens of each")
-        add_cache_arguments(parser)
+        add_measured(parser, heads="16,128", batch="1,16", tokens="8,64,128,256", context="8192,65536")
+        add_measured(parser, kv_cache_dtype="bf16")
 
     @staticmethod
     def check(args: argparse.Namespace, ranks: Ranks) -> None:

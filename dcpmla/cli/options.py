@@ -7,7 +7,7 @@ from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dcpmla.config import DCP_COMM_BACKENDS, DCPConfig
+from dcpmla.config import DCPConfig
 from dcpmla.job.bootstrap import DEVICES
 from dcpmla.job.join import TIMEOUT, Job, check_num_ranks, join_ranks
 from dcpmla.job.launcher import LaunchInfo
@@ -130,7 +130,8 @@ def name_list(text: str, choices: Sequence[str], kind: str) -> list[str]:
     names = list(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in choices:
-            raise argparse.ArgumentTypeError(f"{name!r} is not {kind}; choose from {', '.join(choices)}")
+            allowed = ", ".join(choice or "an empty name" for choice in choices)
+            raise argparse.ArgumentTypeError(f"{name!r} is not {kind}; choose from {allowed}")
     return names
 
 
@@ -138,11 +139,6 @@ def format_list(text: str) -> list[str]:
     """Read cache formats separated by commas, each once; fp8_e4m3 is another name of fp8."""
     names = ("fp8" if name == "fp8_e4m3" else name for name in text.split(","))
     return name_list(",".join(names), FORMATS, "a cache format")
-
-
-def exchange_list(text: str) -> list[str]:
-    """Read names of exchanges separated by commas, each once."""
-    return name_list(text, DCP_COMM_BACKENDS, "an exchange")
 
 
 def token_ids(text: str) -> list[int]:

@@ -21,8 +21,8 @@ from dcpmla.integrations.model_size import read_model
 from dcpmla.planning.capacity import FORMATS
 from dcpmla.planning.machine import H200X8, PRESETS, Machine, change_machine, read_json
 from dcpmla.planning.measured import calibrate, predict_row, read_rows
-from dcpmla.planning.predict import Setting
 from dcpmla.planning.recommend import make_plan, recommend
+from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
 
 _LIMITS = dict.fromkeys(("input_len", "max_num_batched_tokens"), whole(1, 1 << 24))
@@ -90,7 +90,8 @@ def run(args: argparse.Namespace) -> None:
         }
         write_json(args.json, content)
     if args.plot:
-        plot(args.plot, plans, f"{args.model.name} on {machine.name}: {args.batch:,} x {args.context:,} tokens")
+        load = f"{args.model.name} on {machine.name}, {args.batch:,} x {args.context:,} tokens"
+        plot(args.plot, plans, f"{load}: {best} is recommended")
     print("\n".join(report(args, machine, model, plans, best, reason)))
     print("\n".join(["", *prompts.report(str(best), args.input_len)]))
     if args.measured:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from dcpmla.bench.plots import new_figure, save_figure
+from dcpmla.bench.plots import draw_bars, new_figure, save_figure
 from dcpmla.cache.formats import format_name
 from dcpmla.cache.index_keys import index_format_name
 from dcpmla.cli.output import align
@@ -125,15 +125,10 @@ def measured_report(path: Path, predicted: Sequence[tuple[Row, float | None]]) -
 
 def plot(path: Path, plans: Sequence[Plan], title: str) -> None:
     """Draw step times, stacked by part, and the tokens that fit, a bar for each plan."""
-    figure, (steps, tokens) = new_figure(title, num_axes=2, width=max(6.4, 0.9 * len(plans)))
-    names = [f"tp {plan.tp}\ndcp {plan.dcp}\n{plan.kv_cache_dtype}" for plan in plans]
-    bottom = [0.0] * len(plans)
-    for part in [part for part in plans[0].step_us if part != "total"]:
-        heights = [plan.step_us[part] / 1e3 for plan in plans]
-        steps.bar(names, heights, bottom=bottom, label=part)
-        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    steps.set_ylabel("decode step, ms")
-    steps.legend()
-    tokens.bar(names, [plan.kv_tokens_total / 1e6 for plan in plans])
-    tokens.set_ylabel("tokens that fit, millions")
+    figure, (steps, tokens) = new_figure(title, num_axes=2, height=1.8 + 0.4 * len(plans))
+    parts = [part for part in plans[0].step_us if part != "total"]
+    times = {str(plan): {part: plan.step_us[part] / 1e3 for part in parts} for plan in plans}
+    draw_bars(steps, times, "decode step, ms", "{:,.2f}")
+    totals = {str(plan): plan.kv_tokens_total / 1e6 for plan in plans}
+    draw_bars(tokens, totals, "tokens that fit, millions", "{:,.2f}")
     save_figure(path, figure)

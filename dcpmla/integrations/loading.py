@@ -25,8 +25,8 @@ from dcpmla.integrations.transformers import load_model
 from dcpmla.job.bootstrap import agree, check_equal_arguments
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.planning.machine import H200X8
-from dcpmla.planning.predict import Setting
 from dcpmla.planning.prefill import PrefillCosts
+from dcpmla.planning.setting import Setting
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import DecodeGraph

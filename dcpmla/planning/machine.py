@@ -1,26 +1,38 @@
 """A machine type as the few numbers a prediction needs: memory, speeds, and costs of collectives."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-_READ_SHARES = ("attention_read_share", "product_read_share", "packed_read_share")
+from dcpmla.fields import TEXT, check_fields, number, rules_of, whole
+
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all")
-_SMALLEST, _LARGEST = 1e-9, 1e18  # bounds of a machine's numbers: their products and quotients stay finite
+# Bounds of a machine's numbers: their products and quotients stay finite.
+_SMALLEST, _LARGEST = 1e-9, 1e18
+_Time = Annotated[float, number(0, _LARGEST)]
+_Rate = Annotated[float, number(_SMALLEST, _LARGEST)]
+_Share = Annotated[float, number(_SMALLEST, 1)]
+
+
+class _Checked:
+    """A dataclass whose numbers keep to the rules of their fields."""
+
+    def __post_init__(self) -> None:
+        kind: type = type(self)
+        check_fields(rules_of(kind), vars(self), lambda name: f"machine (--machine): {name}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collective:
+class Collective(_Checked):
     """Inside a node, W ranks pay overhead_us + per_rank_us (W - 1) + (bytes of all W chunks) / gb_per_s.
 
     A chunk is the data from one rank to one other; a rank's own chunk counts, because NCCL copies it as well.
     """
 
-    overhead_us: float
-    per_rank_us: float
-    gb_per_s: float
+    overhead_us: _Time
+    per_rank_us: _Time
+    gb_per_s: _Rate
 
     def latency_us(self, num_ranks: int) -> float:
         return self.overhead_us + self.per_rank_us * (num_ranks - 1)
@@ -30,31 +42,22 @@ class Collective:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Direct:
+class Direct(_Checked):
     """The exchange `direct`, one kernel an operation: a fixed time, then (bytes of rows that the others store at one
     rank) / gb_per_s.
     """
 
-    gather_us: float
-    combine_us: float
-    gb_per_s: float
+    gather_us: _Time
+    combine_us: _Time
+    gb_per_s: _Rate
 
     def operation_us(self, operation: str, num_bytes: float) -> float:
         latency = self.gather_us if operation == "gather_heads" else self.combine_us
         return latency + num_bytes / self.gb_per_s / 1e3
 
 
-def _numbers(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield names and values, including the fields of collectives and of `direct`."""
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _numbers(value)
-        elif name != "name" and (name, value) != ("direct", None):
-            yield name, value
-
-
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class Machine(_Checked):
     """Nodes of GPUs joined by NVLink, nodes joined by a network.
 
     Attributes:
@@ -79,45 +82,28 @@ class Machine:
         network_us: Time added by each step of a collective that crosses nodes.
     """
 
-    name: str
-    gpus_per_node: int
-    memory_bytes: int
-    workspace_share: float
-    hbm_gb_per_s: float
-    copy_gb_per_s: float
-    matmul_tflops: float
-    kernel_us: float
-    product_us: float
-    product_read_share: float
-    packed_read_share: float
-    layer_us: float
-    attention_overhead_us: float
-    attention_read_share: float
-    attention_tflops: float
+    name: Annotated[str, TEXT]
+    gpus_per_node: Annotated[int, whole(1)]
+    memory_bytes: Annotated[int, number(1, _LARGEST)]
+    workspace_share: Annotated[float, number(0, 0.99)]
+    hbm_gb_per_s: _Rate
+    copy_gb_per_s: _Rate
+    matmul_tflops: _Rate
+    kernel_us: _Time
+    product_us: _Time
+    product_read_share: _Share
+    packed_read_share: _Share
+    layer_us: _Time
+    attention_overhead_us: _Time
+    attention_read_share: _Share
+    attention_tflops: _Rate
     all_gather: Collective
     reduce_scatter: Collective
     all_to_all: Collective
     direct: Direct | None
-    nvlink_gb_per_s: float
-    network_gb_per_s: float
-    network_us: float
-
-    def __post_init__(self) -> None:
-        for name, number in _numbers(asdict(self)):
-            smallest = 0 if name.endswith("_us") or name == "workspace_share" else _SMALLEST
-            is_number = isinstance(number, int | float) and not isinstance(number, bool)
-            if not is_number or not smallest <= number <= _LARGEST:  # NaN is in no range
-                raise ValueError(
-                    f"machine (--machine): {name} is {number!r}; it must be a number in [{smallest:g}, {_LARGEST:g}]"
-                )
-        for name, is_right, requirement in (
-            ("name", isinstance(self.name, str), "text"),
-            ("gpus_per_node", isinstance(self.gpus_per_node, int), "a whole number"),
-            ("workspace_share", self.workspace_share < 1, "below 1"),
-            *((name, getattr(self, name) <= 1, "at most 1") for name in _READ_SHARES),
-        ):
-            if not is_right:
-                raise ValueError(f"machine (--machine): {name} is {getattr(self, name)!r}; it must be {requirement}")
+    nvlink_gb_per_s: _Rate
+    network_gb_per_s: _Rate
+    network_us: _Time
 
     def num_nodes(self, group_size: int, num_ranks: int) -> int:
         """Return how many nodes a group of neighboring ranks touches at most, in a job of num_ranks that fills a node
@@ -157,24 +143,12 @@ class Machine:
 
     def without_overheads(self) -> "Machine":
         """Return a machine that reads memory and multiplies at the same rates, and does all else in no time."""
-        free = Collective(overhead_us=0.0, per_rank_us=0.0, gb_per_s=_LARGEST)
-        return replace(
-            self,
-            copy_gb_per_s=_LARGEST,
-            kernel_us=0.0,
-            product_us=0.0,
-            product_read_share=1.0,
-            packed_read_share=1.0,
-            layer_us=0.0,
-            attention_overhead_us=0.0,
-            attention_read_share=1.0,
-            all_gather=free,
-            reduce_scatter=free,
-            all_to_all=free,
-            direct=Direct(gather_us=0.0, combine_us=0.0, gb_per_s=_LARGEST),
-            network_gb_per_s=_LARGEST,
-            network_us=0.0,
-        )
+        free = {"overhead_us": 0.0, "per_rank_us": 0.0, "gb_per_s": _LARGEST}
+        changes: dict[str, Any] = {name: 0.0 for name in vars(self) if name.endswith("_us")}
+        changes |= dict.fromkeys(("product_read_share", "packed_read_share", "attention_read_share"), 1.0)
+        changes |= dict.fromkeys(("copy_gb_per_s", "network_gb_per_s"), _LARGEST)
+        changes |= {name: Collective(**free) for name in COLLECTIVES}
+        return replace(self, **changes, direct=Direct(gather_us=0.0, combine_us=0.0, gb_per_s=_LARGEST))
 
     def all_reduce_us(self, num_bytes: float, num_ranks: int, num_nodes: int = 1) -> float:
         """Return the microseconds of an all-reduce: a reduce-scatter and an all-gather under one launch, as rings and

@@ -9,7 +9,8 @@ import numpy as np
 
 from dcpmla.planning.exchange import exchange_us, has_numbers
 from dcpmla.planning.machine import COLLECTIVES, H200X8, Machine, change_machine, read_json
-from dcpmla.planning.predict import Setting, predict_step
+from dcpmla.planning.predict import predict_step
+from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
 
 Row = dict[str, Any]

@@ -5,8 +5,9 @@ from functools import lru_cache
 from dcpmla.attention.costs import CUT_US
 from dcpmla.planning.machine import Machine
 from dcpmla.planning.parameter import Parameter
-from dcpmla.planning.predict import Setting, decode_attention_us, parameter_us
+from dcpmla.planning.predict import decode_attention_us, parameter_us
 from dcpmla.planning.prefill import PrefillCosts
+from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
 
 

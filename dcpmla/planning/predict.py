@@ -1,6 +1,5 @@
 """Time of a decode step: parameters, cache and exchange of the model, moved or multiplied at the machine's speed."""
 
-from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -8,12 +7,11 @@ import torch
 from dcpmla.attention.kind import AttentionKind
 from dcpmla.attention.reads import LayerReads
 from dcpmla.cache.index_keys import index_row_width, index_storage_dtype
-from dcpmla.config import DCPConfig, IndexerConfig
-from dcpmla.fields import check_fields, number, option_label, whole
-from dcpmla.planning.capacity import FORMATS
+from dcpmla.config import IndexerConfig
 from dcpmla.planning.exchange import auto_backend, candidates_us, exchange_us
 from dcpmla.planning.machine import Machine
 from dcpmla.planning.parameter import Parameter
+from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
 
 PARTS = ("projections", "gather", "attention", "combine", "rest")
@@ -23,68 +21,6 @@ _MLP_KERNELS = 1  # activation
 _EXPERT_KERNELS = 4  # besides a layer's two products: the gate's choice, routes in order, the sum over routes
 _STREAM_PASSES = 3  # a hyper-connection reads all streams, writes them mixed, and reads them again
 _SELECTION_KERNELS = 4  # queries prepared, keys scored, this rank's candidates, the choice among all ranks'
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """Layout and cache of a model, and the GPUs of the job (None: one TP group), with a replica in each TP group.
-
-    With enable_expert_parallel a rank has its share of the experts whole, instead of a slice of every one. A step
-    verifies num_speculative_tokens drafts of each request, each accepted with probability acceptance_rate if all drafts
-    before it are; the time of drafting is not counted.
-    """
-
-    tp: int
-    dcp: int
-    kv_cache_dtype: str
-    num_gpus: int | None = None
-    index_cache_dtype: str = "auto"
-    enable_expert_parallel: bool = False
-    num_speculative_tokens: int = 0
-    acceptance_rate: float = 0.8
-
-    def __post_init__(self) -> None:
-        limits = {"num_speculative_tokens": whole(0, 15), "acceptance_rate": number(0, 1)}
-        check_fields(limits, {name: getattr(self, name) for name in limits}, option_label)
-        if self.kv_cache_dtype not in FORMATS:
-            raise ValueError(
-                f"kv_cache_dtype (--kv-cache-dtype) is {self.kv_cache_dtype!r}; choose from {', '.join(FORMATS)}"
-            )
-        self.dcp_config  # noqa: B018 (raises for sizes that do not divide)
-        if self.num_ranks % self.tp:
-            multiple = f"a multiple of tensor_parallel_size (-tp) {self.tp}"
-            raise ValueError(f"num_gpus (--num-gpus) is {self.num_gpus}; it must be {multiple}")
-
-    @property
-    def dcp_config(self) -> DCPConfig:
-        """Return the layout and the formats of its caches."""
-        return DCPConfig(
-            tensor_parallel_size=self.tp,
-            decode_context_parallel_size=self.dcp,
-            kv_cache_dtype=self.kv_cache_dtype,
-            index_cache_dtype=self.index_cache_dtype,
-        )
-
-    @property
-    def query_len(self) -> int:
-        """Return the tokens that a step computes for each request."""
-        return 1 + self.num_speculative_tokens
-
-    @property
-    def tokens_a_step(self) -> float:
-        """Return a request's new tokens in a step on average: the accepted drafts, and one past them."""
-        return sum(self.acceptance_rate**num for num in range(self.query_len))
-
-    @property
-    def num_ranks(self) -> int:
-        return self.num_gpus or self.tp
-
-    @property
-    def num_replicas(self) -> int:
-        return self.num_ranks // self.tp
-
-    def __str__(self) -> str:
-        return f"tp {self.tp}, dcp {self.dcp}, {self.kv_cache_dtype}"
 
 
 def predict_step(

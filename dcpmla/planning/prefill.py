@@ -6,7 +6,8 @@ from math import inf
 
 from dcpmla.attention.routes import Rates
 from dcpmla.planning.machine import H200X8, Machine
-from dcpmla.planning.predict import Setting, parameter_us
+from dcpmla.planning.predict import parameter_us
+from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
 
 _MAX_LOSS = 1 / 16

@@ -7,14 +7,16 @@ from typing import Any
 
 from dcpmla.cache.plan import CachePlan
 from dcpmla.cache.states import num_states
+from dcpmla.fields import check_fields, option_label, whole
 from dcpmla.planning.capacity import block_of, largest_cache
 from dcpmla.planning.exchange import auto_backend
 from dcpmla.planning.machine import Machine
-from dcpmla.planning.predict import Setting, predict_step
+from dcpmla.planning.predict import predict_step
+from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
 
 _LONGEST = 1 << 24  # limit of the search for a crossover: tokens of a context, or requests
-_LARGEST_LOAD = 1 << 40  # requests, and tokens of one
+_LOAD = dict.fromkeys(("batch", "context"), whole(1, 1 << 40))
 _CLOSE = 0.02  # steps within this share of each other count as equal
 
 
@@ -72,7 +74,7 @@ def make_plan(machine: Machine, model: ModelSize, setting: Setting, batch: int, 
     Raises:
         ValueError: Heads, experts or a cache format that the model cannot have, or a load out of range.
     """
-    _check_load(batch, context)
+    check_fields(_LOAD, {"batch": batch, "context": context}, option_label)
     layout = setting.tp, setting.enable_expert_parallel
     weight_bytes = model.weight_bytes(*layout)["total"]
     room, share = cache_bytes(machine, weight_bytes), _share(setting, batch)
@@ -109,13 +111,6 @@ def make_plan(machine: Machine, model: ModelSize, setting: Setting, batch: int, 
 def cache_bytes(machine: Machine, weight_bytes: int) -> int:
     """Return the bytes that weights and workspaces leave of a GPU's memory to the cache."""
     return max(0, int(machine.memory_bytes * (1 - machine.workspace_share)) - weight_bytes)
-
-
-def _check_load(batch: int, context: int) -> None:
-    for name, size in (("batch (--batch)", batch), ("context (--context)", context)):
-        if not 1 <= size <= _LARGEST_LOAD:
-            shown = f"{size:,}" if abs(size) <= _LARGEST_LOAD**2 else "far more"
-            raise ValueError(f"{name} is {shown}; it must be in [1, {_LARGEST_LOAD:,}]")
 
 
 def _cache(model: ModelSize, setting: Setting, num_bytes: int, num_seqs: int) -> CachePlan:

@@ -10,7 +10,7 @@ import torch
 
 from dcpmla.__main__ import main
 from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
-from dcpmla.bench import stack as stacks
+from dcpmla.bench import timing
 from dcpmla.bench.compressed_stack import CompressedStack
 from dcpmla.bench.geometries import config_of
 from dcpmla.bench.results import unknown_fields
@@ -141,7 +141,7 @@ def rotated_rows() -> tuple[int, int, list[list[int]]]:
     request.
     """
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
-        patch.setitem(stacks.ROTATED_BYTES, "cpu", 3 * new_stack(CSA).bytes_read()["attention"])
+        patch.setitem(timing.ROTATED_BYTES, "cpu", 3 * new_stack(CSA).bytes_read()["attention"])
         stack = new_stack(CSA)
         for index in range(3):
             stack.step(index)

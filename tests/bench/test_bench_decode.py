@@ -13,8 +13,10 @@ import torch
 
 from benchmarks.peers.attention import FlashMLA, load_kernel
 from dcpmla.__main__ import main
+from dcpmla.bench.ceilings import Ceilings
 from dcpmla.bench.decode import OURS
-from dcpmla.bench.decode_inputs import SCALE, Answer, Caches, Ceilings, DecodeCase, DecodeInputs, Ours
+from dcpmla.bench.decode_inputs import SCALE, Answer, Caches, DecodeCase, DecodeInputs, Ours
+from dcpmla.bench.timing import ROTATED_BYTES
 from dcpmla.cache.formats import dequantize
 from tests.support.fake_peers import write_peers
 from tests.support.launchers import run_together
@@ -62,7 +64,7 @@ def test_all_kernels_in_one_run(peers: Path, tmp_path: Path, capsys: pytest.Capt
         case = DecodeCase(batch, context, 3, query_len, *dtypes)
         assert (row["heads"], row["block_size"], row["dtype"], row["in_graph"]) == (3, 64, "bfloat16", False)
         assert row["median_us"] > 0
-        assert row["floor_us"] == pytest.approx(ceilings.floor_us(case, 2), abs=0.006)
+        assert row["floor_us"] == pytest.approx(case.floor_us(ceilings, 2), abs=0.006)
         assert row["tflops"] * row["median_us"] == pytest.approx(case.flops / 1e6, abs=0.01 * row["median_us"])
         is_wrong = kernel == "fa3" and query_len == 2  # it is deaf to the causal bound
         assert (row["error"] > 0.02) == is_wrong
@@ -180,14 +182,14 @@ def test_flops_and_bytes_are_counted_key_by_key(batch: int, context: int, query_
 )
 def test_floors_of_an_h200(batch: int, context: int, heads: int, dtypes: tuple[str, str], floor_us: float) -> None:
     """Memory bounds those of 16 heads, compute the others: e4m3 products where queries are in e4m3."""
-    assert H200.floor_us(DecodeCase(batch, context, heads, 1, *dtypes), 2) == pytest.approx(floor_us, rel=0.01)
+    assert DecodeCase(batch, context, heads, 1, *dtypes).floor_us(H200, 2) == pytest.approx(floor_us, rel=0.01)
 
 
 @pytest.mark.parametrize(("dtypes", "width"), [*zip(FORMATS, (576, 576, 576, 656), strict=True)])
 def test_inputs_rotate(dtypes: tuple[str, str], width: int) -> None:
     inputs = DecodeInputs(DecodeCase(2, 70, 3, 2, *dtypes), Caches(2, 70, 32, torch.float32, CPU, dtypes[0]))
     num_sets = len(inputs.caches)
-    assert inputs.caches.rows.nbytes >= 1 << 20  # more than _ROTATED_BYTES of a CPU
+    assert inputs.caches.rows.nbytes >= ROTATED_BYTES["cpu"]
     assert inputs.seq_lens.tolist() == [69, 70, 69, 70]
     assert (inputs.context_lens.tolist(), inputs.query_start_loc.tolist()) == ([70, 70], [0, 2, 4])
     calls = [inputs.at(index) for index in range(num_sets + 1)]

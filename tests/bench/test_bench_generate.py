@@ -11,7 +11,6 @@ import torch
 from dcpmla.__main__ import main
 from dcpmla.bench import generate as bench_generate
 from dcpmla.bench import step_times
-from dcpmla.bench.generate import plot_batches
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.mixed_graph import MixedGraph
@@ -102,7 +101,7 @@ def test_both_modes_in_one_run(
         return engine, selection
 
     monkeypatch.setattr(bench_generate, "build_engine", build)
-    monkeypatch.setattr(bench_generate, "is_h200", lambda device: True)
+    monkeypatch.setattr(step_times, "is_h200", lambda device: True)
     out = tmp_path / "out.json"
     assert bench(model, json=out, dtype="bfloat16") == 0
     rows = json.loads(out.read_text())["rows"]
@@ -140,7 +139,7 @@ def test_steps_with_prompts(
     monkeypatch.setattr(bench_generate, "build_engine", build)
     monkeypatch.setattr(bench_generate.Generate, "close", lambda self: None)
     out = tmp_path / "out.json"
-    monkeypatch.setattr(bench_generate.Generate, "_decode_steps", lambda self, batch: [(1.0, batch)])
+    monkeypatch.setattr(bench_generate, "decode_steps", lambda engine, batch, *_: [(1.0, batch)])
     monkeypatch.setattr(bench_generate.Generate, "_device_times", lambda self, batch: {})
     assert bench(model, json=out, batch="1", step_tokens="20,50", max_num_batched_tokens=64) == 0
     rows = [row for row in json.loads(out.read_text())["rows"] if "tokens" in row]
@@ -155,7 +154,7 @@ def test_plot_of_both_modes(tmp_path: Path) -> None:
     base = {"model": "m", "tp": 8, "dcp": 8, "dtype": "bfloat16", "input_len": 512}
     modes = [(mode, batch) for mode in ("graph", "eager") for batch in (1, 2, 4)]
     rows = [base | {"mode": mode, "batch": batch, "step_us": 9.0, "tokens_per_second": 3.0} for mode, batch in modes]
-    plot_batches(tmp_path / "out.svg", rows)
+    bench_generate.Generate.plot(tmp_path / "out.svg", rows)
     assert all(label in (tmp_path / "out.svg").read_text() for label in ("graph", "eager", "m, tp 8, dcp 8"))
 
 
@@ -166,7 +165,7 @@ def test_plot_of_both_modes(tmp_path: Path) -> None:
         ({"output_len": 1}, "--output-len is 1; it must be at least 2"),
         (
             {"input_len": 251},
-            "--input-len is 251 and --output-len 6, together 257 tokens; with --max-model-len 256 at most",
+            "--input-len 251 and --output-len 6, together 257 tokens; with --max-model-len 256 at most",
         ),
         ({"max_num_seqs": 2}, "--batch has 3; raise --max-num-seqs and --max-num-batched-tokens, which allow 2"),
         (

@@ -197,7 +197,7 @@ def test_the_parts_are_the_step() -> None:
         (["-dcp", "3"], "decode_context_parallel_size (-dcp) is 3; it must divide tensor_parallel_size (-tp) 1"),
         (["-tp", "2"], "tensor_parallel_size (-tp) is 2, but 1 ranks were started"),
         (["--dcp-comm-backend", "a2a,mpi"], "'mpi' is not an exchange; choose from auto, ag_rs, a2a"),
-        (["--variants", ",bf8"], "'bf8' is not a variant; choose from pbm, q_replicate, fp8, or an empty name"),
+        (["--variants", ",bf8"], "'bf8' is not a variant; choose from an empty name, pbm, q_replicate, fp8"),
         (
             ["--dcp-comm-backend", "a2a", "--variants", "fp8"],
             "--variants has 'fp8', but --dcp-comm-backend is a2a; direct alone",

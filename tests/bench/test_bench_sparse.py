@@ -218,7 +218,7 @@ def test_what_cannot_be_measured_is_said(
     monkeypatch.setattr("dcpmla.bench.runner.TimeLimit.is_over", lambda _: True)
     assert main([*TINY, *sizes, "--peers", str(tmp_path)]) == 0
     report = capsys.readouterr().out
-    assert "left out: flashmla: [Errno 2] No such file or directory: '/gone.so'" in report
+    assert "left out: flashmla-sparse: [Errno 2] No such file or directory: '/gone.so'" in report
     assert (
         "time is over (--time-limit): attention of 1 x 70, dcp 1, fp8_ds_mla cache and what follows is left out"
         in report

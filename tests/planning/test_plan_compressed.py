@@ -23,8 +23,9 @@ from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.planning.capacity import block_of, capacity_table, largest_cache
 from dcpmla.planning.machine import H200X8
-from dcpmla.planning.predict import Setting, predict_step
+from dcpmla.planning.predict import predict_step
 from dcpmla.planning.recommend import cache_bytes, make_plan
+from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
 from tests.support.models import random_model
 

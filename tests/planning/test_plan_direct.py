@@ -12,8 +12,8 @@ from dcpmla.comm.direct_ops import MAX_SIZE
 from dcpmla.planning.exchange import exchange_us
 from dcpmla.planning.machine import H200X8, Direct
 from dcpmla.planning.measured import calibrate, predict_row
-from dcpmla.planning.predict import Setting
 from dcpmla.planning.recommend import make_plan
+from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
 from tests.support.plan_cases import DIRECT, NUM_TOKENS, exchange_row, layer_row, within, write
 

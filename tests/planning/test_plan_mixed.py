@@ -13,9 +13,10 @@ from dcpmla.cli.plan_prompts import PromptPlan
 from dcpmla.integrations.model_size import read_model
 from dcpmla.planning.machine import H200X8, Machine, change_machine
 from dcpmla.planning.mixed import MixedSteps
-from dcpmla.planning.predict import Setting, predict_step
+from dcpmla.planning.predict import predict_step
 from dcpmla.planning.prefill import PrefillCosts, kernel_rates, token_us
 from dcpmla.planning.recommend import make_plan
+from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams

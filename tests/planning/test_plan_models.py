@@ -10,7 +10,8 @@ from dcpmla.bench.geometries import config_of
 from dcpmla.integrations.model_size import read_model
 from dcpmla.planning.machine import H200X8, Machine
 from dcpmla.planning.measured import calibrate, predict_row
-from dcpmla.planning.predict import Setting, predict_step
+from dcpmla.planning.predict import predict_step
+from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
 from tests.support.plan_cases import RESULTS, within
 

@@ -20,8 +20,8 @@ from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.llm import LLM
 from dcpmla.planning.machine import H200X8
-from dcpmla.planning.predict import Setting
 from dcpmla.planning.prefill import PrefillCosts, kernel_rates, token_us
+from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
 from dcpmla.runtime.costs import piece_tokens
 from tests.support.models import FAMILIES, tiny_config

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from dcpmla.integrations.model_size import read_model
 from dcpmla.planning.exchange import candidates_us
 from dcpmla.planning.machine import H200X8, Machine
-from dcpmla.planning.predict import Setting, expected_experts, floor_us, predict_step
+from dcpmla.planning.predict import expected_experts, floor_us, predict_step
 from dcpmla.planning.recommend import Plan, make_plan, recommend
+from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
 from tests.support.plan_cases import ALL_REDUCE, make_plans, read_glm5, read_v3, read_v32, within
 

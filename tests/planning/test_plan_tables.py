@@ -28,8 +28,9 @@ from dcpmla.planning.exchange import candidates_us, exchange_us
 from dcpmla.planning.machine import COLLECTIVES, H200X8, Collective, Machine
 from dcpmla.planning.measured import predict_row, read_rows
 from dcpmla.planning.parameter import Parameter
-from dcpmla.planning.predict import Setting, attention_us
+from dcpmla.planning.predict import attention_us
 from dcpmla.planning.recommend import make_plan
+from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
 from tests.support.models import save_tiny, tiny_config
 from tests.support.plan_cases import (

@@ -18,7 +18,8 @@ from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.parallel.quantized import BLOCK
 from dcpmla.planning.machine import H200X8
-from dcpmla.planning.predict import Setting, expected_experts, predict_step
+from dcpmla.planning.predict import expected_experts, predict_step
+from dcpmla.planning.setting import Setting
 from tests.support.models import MLA_FAMILIES, STATE_FAMILIES, random_model, save_tiny, tiny_config
 from tests.support.quantized_models import save_wide, write_quantized
 from tests.support.ranks import run_ranks

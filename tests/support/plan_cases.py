@@ -11,8 +11,8 @@ import transformers
 from dcpmla.integrations.model_size import read_model
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.measured import Row
-from dcpmla.planning.predict import Setting
 from dcpmla.planning.recommend import Plan, make_plan
+from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -24,8 +24,8 @@ from dcpmla.integrations.model_size import read_model
 from dcpmla.integrations.open_model import open_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.planning.machine import H200X8
-from dcpmla.planning.predict import Setting
 from dcpmla.planning.prefill import PrefillCosts
+from dcpmla.planning.setting import Setting
 from dcpmla.runtime.costs import PieceCosts
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import DecodeGraph

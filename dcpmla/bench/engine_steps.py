@@ -1,10 +1,14 @@
-"""The time of a step with a piece of a prompt and decodes, as an engine runs it, and of its kernels alone."""
+"""Times of an engine's steps: with decodes alone, and with a piece of a prompt as well."""
 
+import math
+import time
 from array import array
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
+from dcpmla.bench.load import add_load, make_load
 from dcpmla.bench.timing import largest, profile_kernels, time_calls
 from dcpmla.runtime.batch import Batch, Piece
 from dcpmla.runtime.engine import Engine
@@ -15,6 +19,28 @@ from dcpmla.runtime.sampling import SamplingParams
 
 _NUM_SAMPLES = 5
 _STEPS = {"cuda": 8, "cpu": 1}  # steps of a sample, launched one after the other
+
+
+def decode_steps(engine: Engine, batch: int, input_len: int, output_len: int, seed: int) -> list[tuple[float, int]]:
+    """Return the seconds of each decode step of a whole batch, until its tokens are on the host, and the number of its
+    tokens.
+    """
+    vocab_size = engine.model.vocab_size
+    add_load(engine, make_load(batch, math.inf, [input_len], [output_len], vocab_size, seed))
+    steps, drafter = [], engine.speculation.drafter
+    num_drafts = drafter.num_speculative_tokens if drafter.drafts_always else 0
+    while engine.has_requests:
+        before, started = replace(engine.stats), time.perf_counter()
+        num_running = len(engine.scheduler.running)
+        engine.step()
+        num_tokens = engine.stats.num_decode_tokens - before.num_decode_tokens
+        has_all = engine.stats.num_draft_tokens - before.num_draft_tokens >= batch * num_drafts
+        if num_tokens >= batch == num_running and has_all:  # near their ends requests try fewer drafts
+            steps.append((time.perf_counter() - started, num_tokens))
+    if not steps:
+        reason = f"with a batch of {batch} the first requests end before the last prompts are computed"
+        raise ValueError(f"--output-len is {output_len}: {reason}; raise it, or --max-num-batched-tokens")
+    return steps
 
 
 class MixedTimes(NamedTuple):
