@@ -21,6 +21,7 @@ from dcpmla.attention.compressed.step import CompressedMetadata, with_angles
 from dcpmla.attention.step import StepRequests
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.families.table import attention_kind
+from tests.support.layouts import dcp_config
 from tests.support.ranks import run_ranks
 
 HIDDEN, WINDOW, RATIOS, PADDING = 48, 8, (4, 16), 2
@@ -190,10 +191,10 @@ def check(
 
 
 def layout(tp: int, dcp: int, interleave: int, **options: Any) -> DCPConfig:
-    return DCPConfig(
-        tensor_parallel_size=tp,
-        decode_context_parallel_size=dcp,
-        cp_kv_cache_interleave_size=interleave,
+    return dcp_config(
+        tp,
+        dcp,
+        interleave,
         **{"block_size": RATIOS[1] // RATIOS[0] * interleave, "dcp_comm_backend": "ag_rs", **options},
     )
 

@@ -23,6 +23,7 @@ from dcpmla.cache.latent import LayerCache, num_blocks
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.families.table import attention_kind
 from tests.attention.test_compile import DEEPSEEK, Batch, make_layer, run_layer
+from tests.support.layouts import dcp_config
 from tests.support.models import random_model, tiny_config
 from tests.support.ranks import run_ranks
 
@@ -162,14 +163,7 @@ def check_padding(hf_config: Any, dcp: DCPConfig) -> None:
 
 
 def layout(tp: int, dcp: int, interleave: int = 1, backend: str = "auto") -> DCPConfig:
-    config = DCPConfig(
-        tensor_parallel_size=tp,
-        decode_context_parallel_size=dcp,
-        cp_kv_cache_interleave_size=interleave,
-        dcp_comm_backend=backend,
-        block_size=4,
-        context_workspace_tokens=1 << 16,
-    )
+    config = dcp_config(tp, dcp, interleave, dcp_comm_backend=backend, block_size=4, context_workspace_tokens=1 << 16)
     return dataclasses.replace(config, context_workspace_tokens=4 * config.chunk_alignment)
 
 

@@ -15,6 +15,7 @@ from dcpmla import DCPConfig, StepMetadata
 from dcpmla.attention.build import StepBuilder, pad_table
 from dcpmla.attention.chunks import context_workspace_tokens
 from dcpmla.attention.step import ContextChunk, PrefillMetadata, StepRequests
+from tests.support.layouts import dcp_config
 from tests.test_ownership import deal, deal_slots
 
 Mark = tuple[int, int]  # (request, position)
@@ -76,12 +77,7 @@ def make_batch(
     """Check requests (new tokens, cached tokens), blocks drawn at random; a workspace of one aligned chunk a request
     unless given.
     """
-    dcp = DCPConfig(
-        tensor_parallel_size=size,
-        decode_context_parallel_size=size,
-        cp_kv_cache_interleave_size=interleave,
-        block_size=block_size,
-    )
+    dcp = dcp_config(size, size, interleave, block_size=block_size)
     dcp = DCPConfig(
         **{**vars(dcp), "context_workspace_tokens": workspace or dcp.chunk_alignment * max(1, len(requests))}
     )
