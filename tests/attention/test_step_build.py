@@ -15,8 +15,8 @@ from dcpmla.attention.chunks import context_workspace_tokens
 from dcpmla.attention.sparse.build import SparseStepBuilder
 from dcpmla.attention.sparse.step import SparseMetadata
 from dcpmla.attention.step import StepRequests
-from tests.attention.test_step import make_batch
 from tests.support.layouts import dcp_config
+from tests.support.step_batches import make_batch
 from tests.support.steps import part
 
 
