@@ -21,7 +21,7 @@ from tests.support.ranks import run_ranks
 
 
 class Allocations(TorchDispatchMode):
-    """Memory that is held at a time, of what is allocated under it."""
+    """The peak of memory that is allocated in its context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,13 +32,13 @@ class Allocations(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor):
             self.storages.append(weakref.ref(result.untyped_storage()))
-        held = {storage.data_ptr(): storage.nbytes() for ref in self.storages if (storage := ref()) is not None}
-        self.peak = max(self.peak, sum(held.values()))
+        live = {storage.data_ptr(): storage.nbytes() for ref in self.storages if (storage := ref()) is not None}
+        self.peak = max(self.peak, sum(live.values()))
         return result
 
 
 def claimed(layer: MLAAttention, num_tokens: int) -> int:
-    """Bytes at a time, beside the exchange's."""
+    """Return the peak of bytes, without the exchange's."""
     with Allocations() as allocations:
         layer.claim_memory(num_tokens)
     return allocations.peak

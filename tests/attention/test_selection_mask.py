@@ -58,12 +58,12 @@ def test_selection_mask(segment: list[tuple[int, int]], num_keys: int, topk: int
     )
     assert (words.dtype, words.shape) == (torch.int32, (sum(query_lens), -(-num_keys // 32)))
     first_of_token = [begin for length, begin in segment for _ in range(length)]
-    wanted = [
+    expected = [
         [begin + key in row and key < num_keys for key in range(32 * words.shape[1])]
         for row, begin in zip(positions.tolist(), first_of_token, strict=True)
     ]
-    assert [[bool(word >> bit & 1) for word in row for bit in range(32)] for row in words.tolist()] == wanted
-    assert unpack_mask(words, num_keys).tolist() == [row[:num_keys] for row in wanted]
+    assert [[bool(word >> bit & 1) for word in row for bit in range(32)] for row in words.tolist()] == expected
+    assert unpack_mask(words, num_keys).tolist() == [row[:num_keys] for row in expected]
 
 
 def check_mask_kernel(device: str) -> None:
@@ -79,10 +79,10 @@ def check_mask_kernel(device: str) -> None:
         positions[0] = -1
         wide = torch.cat([positions, torch.arange(len(positions) * 3, dtype=torch.int32).view(-1, 3)], 1)
         start_loc, first_position = segments(query_lens, "cpu").start_loc, torch.tensor(first, dtype=torch.int32)
-        wanted = selection_mask(positions, start_loc, first_position, num_keys)
+        expected = selection_mask(positions, start_loc, first_position, num_keys)
         got = kernel(wide.to(device)[:, :topk], start_loc.to(device), first_position.to(device), num_keys)
-        assert torch.equal(got.cpu(), wanted)
-        assert wanted.count_nonzero()
+        assert torch.equal(got.cpu(), expected)
+        assert expected.count_nonzero()
 
 
 # ---- kernels under a mask

@@ -1,4 +1,4 @@
-"""Jobs of `generate` on two ranks, with a fault in one of them, without a launcher or under torchrun."""
+"""Jobs of `generate` on two ranks, with a fault in one, without a launcher or under torchrun."""
 
 import json
 import os
@@ -72,7 +72,7 @@ class Job:
         return {int(rank): int(pid) for rank, pid in (file.name.split()[1:] for file in files)}
 
     def wait(self, codes: Callable[[], list[int | None]], on_reached: Callable[[], object]) -> Ended:
-        """Wait until all processes have an exit code; resume ranks that stopped themselves once nobody else is left."""
+        """Wait until all processes have an exit code; resume a stopped rank once the other ranks ended."""
         since, reached = time.monotonic(), False
         while None in codes():
             time.sleep(0.1)
@@ -121,8 +121,8 @@ def direct(
         processes = []
         for rank in range(2):
             environment = {name: str(value) for name, value in {**variables, "RANK": rank, "LOCAL_RANK": rank}.items()}
-            mine = [*arguments, *(more if rank == 1 else [])]
-            processes.append(start_process(_rank, (job.directory, environment, fault or {}, mine)))
+            own = [*arguments, *(more if rank == 1 else [])]
+            processes.append(start_process(_rank, (job.directory, environment, fault or {}, own)))
         try:
             return job.wait(
                 lambda: [process.exitcode for process in processes],
@@ -145,7 +145,7 @@ def torchrun(model: Path, fault: dict[str, Any], number: int | None = None, max_
     """Start two ranks under torchrun, which is sent a signal when the fault begins."""
     with new_job() as job:
         options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", str(max_restarts)]
-        # Fresh interpreters may be ready seconds apart; none of these faults is found by a timeout.
+        # Fresh interpreters may be ready seconds apart; a timeout finds no fault here.
         program = [
             str(Path(faulty.__file__)),
             str(job.directory),

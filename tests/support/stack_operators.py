@@ -27,7 +27,7 @@ def operators_of(stack: Stack) -> tuple[Counter[str], Counter[str]]:
 
 
 class _Operators(TorchDispatchMode):
-    """Counts what is computed or moved; views are neither."""
+    """A counter of operators that compute or move; views are neither."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -39,7 +39,7 @@ class Batch:
 
     @property
     def num_decodes(self) -> int:
-        """Return how many decodes come first: of few new tokens each, up to the first request with more."""
+        """Count the decodes: requests before the first one with too many new tokens."""
         if self.num_absorbed is not None:
             return self.num_absorbed
         count = 0
@@ -139,7 +139,7 @@ def check_chunks(batch: Batch, steps: list[StepMetadata]) -> None:
 
 
 def check_ranks_agree(batch: Batch, prefills: list[PrefillMetadata]) -> None:
-    """Every rank takes part in the same exchanges with the same shapes, and none of them exceeds the workspace."""
+    """Check that every rank takes part in the same exchanges with the same shapes, within the workspace."""
     num_slots = (max(max(table) for table in batch.block_tables) + 1) * batch.dcp.block_size
     assert len({len(prefill.context_chunks) for prefill in prefills}) == 1
     for pieces in zip(*(prefill.context_chunks for prefill in prefills), strict=True):

@@ -1,4 +1,4 @@
-"""Jobs of ranks under a watchdog, without a launcher, and what goes wrong on a rank."""
+"""Jobs of ranks under a watchdog, without a launcher, and faults of one rank."""
 
 import ctypes
 import os
@@ -233,6 +233,6 @@ class SilentModel(HashModel):
 def serve_with_one_silent(rank: int, watchdog: Watchdog) -> None:
     mesh = SimpleNamespace(tp_size=3, tp_rank=rank, dcp_size=1, dcp_rank=0, tp_group=dist.group.WORLD)
     engine = make_engine(num_blocks=5, model=SilentModel(), mesh=mesh)
-    engine.on_step = lambda line: watchdog.enter(line, 30)  # so that the exchange gives up first
+    engine.on_step = lambda line: watchdog.enter(line, 30)  # the exchange gives up first
     engine.add([1, 2, 3], SamplingParams(ignore_eos=True))
     list(engine.run())
