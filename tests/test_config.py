@@ -13,9 +13,8 @@ import transformers
 from torch import Tensor
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
 
-from dcpmla import DCPConfig
 from dcpmla.attention.sparse.kind import SparseKind
-from dcpmla.config import IndexerConfig, divisors
+from dcpmla.config import divisors
 from dcpmla.integrations.families.family import yarn_mscale
 from dcpmla.integrations.families.table import FAMILIES, attention_kind
 from tests.support.models import MLA_FAMILIES, SPARSE_FAMILIES, tiny_config
@@ -178,114 +177,6 @@ def test_geometry_is_that_of_the_weights(family: str) -> None:
     )
     assert module.o_proj.weight.shape == (config.hidden_size, config.num_heads * config.v_head_dim)
     assert (module.o_proj.bias is not None) == (module.kv_a_proj_with_mqa.bias is not None) == config.attention_bias
-
-
-@pytest.mark.parametrize("family", SPARSE_FAMILIES)
-def test_indexer_is_that_of_the_module(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    hf_config = make_config(family)
-    module = make_module(hf_config)
-    indexer = module.indexer
-    _, _, rotary = call(module, torch.randn(len(POSITIONS), hf_config.hidden_size), monkeypatch)
-    config = attention_kind(hf_config).config
-    assert config.indexer == IndexerConfig(
-        num_heads=indexer.weights_proj.out_features,
-        head_dim=indexer.wk.out_features,
-        topk=indexer.index_topk,
-        rope_interleaved={"apply_rotary_pos_emb": False, "apply_rotary_pos_emb_interleave": True}[rotary[0]],
-    )
-    assert len(rotary) == 1
-    assert indexer.wq_b.weight.shape == (config.indexer.num_heads * config.indexer.head_dim, config.q_lora_rank)
-    with torch.device("meta"):
-        model = getattr(transformers, type(hf_config).__name__.replace("Config", "ForCausalLM"))(hf_config)
-    has_indexer = [layer.self_attn.indexer is not None for layer in model.model.layers]
-    assert selecting_layers(hf_config) == tuple(layer for layer, has in enumerate(has_indexer) if has)
-    assert (attention_kind(hf_config).num_index_layers, all(has_indexer)) == (2, family != "glm_moe_dsa")
-
-
-@pytest.mark.parametrize("types", [["shared", "full", "full"], ["full", "shared"], []])
-def test_layers_that_reuse_what_none_selects(types: list[str]) -> None:
-    hf_config = tiny_config("glm_moe_dsa")
-    hf_config.indexer_types = types
-    message = (
-        f"model: the config's indexer_types give {types}; each of 3 layers has one, full or shared, and the first is "
-        "full"
-    )
-    with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
-        attention_kind(hf_config)
-
-
-@pytest.mark.parametrize("family", SPARSE_FAMILIES)
-@pytest.mark.parametrize(
-    ("fields", "types"),
-    [
-        ({}, "FFFFFF"),
-        ({"index_topk_freq": 1}, "FFFFFF"),
-        ({"index_topk_freq": 2}, "FFSFSF"),
-        ({"index_topk_freq": 4}, "FFSSSF"),
-        ({"index_topk_freq": 2, "index_skip_topk_offset": 1}, "FSFSFS"),
-        ({"index_topk_freq": 3, "index_skip_topk_offset": 4}, "FFFFSS"),
-        ({"index_topk_freq": 2, "index_topk_pattern": "FSSFFS"}, "FSSFFS"),
-        ({"index_topk_pattern": ["full", "shared", "full", "full", "shared", "full"]}, "FSFFSF"),
-        ({"index_topk_pattern": "FSSFFS", "indexer_types": ["full"] * 6}, "FFFFFF"),
-    ],
-    ids=str,
-)
-def test_which_layers_select(family: str, fields: dict[str, Any], types: str) -> None:
-    """DeepSeek-V3.2's as transformers' GLM-5 reads the same fields."""
-    glm, own = transformers.GlmMoeDsaConfig, type(tiny_config(family))
-    expected = glm(num_hidden_layers=6, **fields).indexer_types
-    assert expected == [{"F": "full", "S": "shared"}[letter] for letter in types]
-    config = own(num_hidden_layers=6, **fields)
-    assert selecting_layers(config) == tuple(layer for layer, letter in enumerate(types) if letter == "F")
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (
-            {"index_topk_pattern": "FSX"},
-            "the config's index_topk_pattern give ['full', 'shared', 'X']; each of 3 layers",
-        ),
-        (
-            {"index_topk_pattern": "SFF"},
-            "the config's index_topk_pattern give ['shared', 'full', 'full']; each of 3 layers",
-        ),
-        ({"index_topk_pattern": "FS"}, "the config's index_topk_pattern give ['full', 'shared']; each of 3 layers"),
-        ({"indexer_types": ["full", "half", "full"]}, "the config's indexer_types give ['full', 'half', 'full']; each"),
-    ],
-)
-def test_layers_that_neither_select_nor_share(fields: dict[str, Any], message: str) -> None:
-    config = transformers.DeepseekV32Config(num_hidden_layers=3, **fields)
-    with pytest.raises(ValueError, match="^model: " + re.escape(message)):
-        attention_kind(config)
-
-
-@pytest.mark.parametrize("interleaved", [True, False, None])
-def test_rope_of_the_indexer_is_the_configs_or_its_familys(interleaved: bool | None) -> None:
-    for family in SPARSE_FAMILIES:
-        config = tiny_config(family)
-        if interleaved is not None:
-            config.indexer_rope_interleave = interleaved
-        indexer = attention_kind(config).config.indexer
-        assert indexer is not None
-        assert indexer.rope_interleaved == (family == "glm_moe_dsa" if interleaved is None else interleaved)
-
-
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"index_cache_dtype": "fp8"}, "index_cache_dtype (--index-cache-dtype) fp8"),
-        ({"index_hadamard": True}, "index_hadamard (--index-hadamard)"),
-    ],
-)
-def test_a_dense_model_has_no_index_cache(options: dict[str, Any], name: str) -> None:
-    dense, sparse = (attention_kind(make_config(family)) for family in ("deepseek_v3", "deepseek_v32"))
-    assert (dense.config.indexer, dense.num_index_layers) == (None, 0)
-    message = f"{name} goes with sparse MLA, whose layers have indexers; this attention is dense"
-    with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
-        dense.check_layout(DCPConfig(**options))
-    dense.check_layout(DCPConfig())
-    sparse.check_layout(DCPConfig(**options))
 
 
 def test_scale_of_deepseek_v3_as_published() -> None:

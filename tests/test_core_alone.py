@@ -10,7 +10,7 @@ import pytest
 
 from dcpmla.extras import EXTRAS, MissingExtraError, needed_by
 from tests.support.launchers import ROOT, run_together
-from tests.test_structure import CORE, CORE_MODULES, ROOMS, room
+from tests.support.sources import CORE, CORE_MODULES, ROOMS, room
 
 REFUSED = [*(package for packages in EXTRAS.values() for package in packages), "mpi4py", "flashinfer"]
 # None in place of a module: its import raises ModuleNotFoundError.

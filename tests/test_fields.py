@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
 from dcpmla.fields import FLAG, TEXT, Rule, check_fields, either, list_of, number, one_of, optional, tuple_of, whole
+from tests.support.layouts import dcp_config
 
 INDEXER = IndexerConfig(num_heads=4, head_dim=32, topk=64, rope_interleaved=False)
 MLA = MLAConfig(
@@ -201,12 +202,7 @@ def test_block_size_below_one(block_size: int) -> None:
     ],
 )
 def test_sizes_of_blocks_and_chunks(size: int, interleave: int, block_size: int, virtual: int, alignment: int) -> None:
-    dcp = DCPConfig(
-        tensor_parallel_size=size,
-        decode_context_parallel_size=size,
-        cp_kv_cache_interleave_size=interleave,
-        block_size=block_size,
-    )
+    dcp = dcp_config(size, size, interleave, block_size=block_size)
     assert dcp.virtual_block_size == virtual
     multiples = [
         tokens for tokens in range(1, virtual + 1) if tokens % block_size == 0 and tokens % (size * interleave) == 0

@@ -11,7 +11,7 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
-from dcpmla import DCPConfig, MLAAttention, MLAConfig, Placement, init_mesh
+from dcpmla import MLAAttention, MLAConfig, Placement, init_mesh
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.projections import query_factor
 from dcpmla.attention.sparse.build import SparseStepBuilder
@@ -21,6 +21,7 @@ from dcpmla.cache.formats import is_quantized, quantize
 from dcpmla.cache.latent import LayerCache, num_blocks
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import IndexerConfig
+from tests.support.layouts import dcp_config
 from tests.support.ranks import run_ranks
 
 Batch = Sequence[tuple[int, int]]  # (tokens cached before the step, new tokens) of each request
@@ -64,13 +65,7 @@ def make_layer(
     config: MLAConfig, size: int, backend: str, dtype: torch.dtype, device: str, **formats: str
 ) -> MLAAttention:
     """Make a layer of random weights, cut as its ranks are."""
-    dcp = DCPConfig(
-        tensor_parallel_size=size,
-        decode_context_parallel_size=size,
-        dcp_comm_backend=backend,
-        block_size=64 if device == "cuda" else 4,
-        **formats,
-    )
+    dcp = dcp_config(size, size, dcp_comm_backend=backend, block_size=64 if device == "cuda" else 4, **formats)
     mesh = init_mesh(size, size)
     exchange = select_exchange(dcp, mesh.dcp_group, device).exchange
     layer = MLAAttention(config, Placement(dcp, mesh, exchange, dtype, device)).eval()

@@ -23,8 +23,8 @@ from dcpmla.cache.shared_rows import read_rows
 from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.select import select_exchange
 from tests.attention import test_compressed_layer
+from tests.attention.test_claims import Allocations
 from tests.attention.test_compressed_layer import Layers, check, hidden_states, layout, tiny
-from tests.attention.test_layer import Allocations
 from tests.support.ranks import run_ranks
 
 # The first step has prompts of several lengths. Turns and decodes follow over contexts of several lengths. Queries of

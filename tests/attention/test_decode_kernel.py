@@ -1,150 +1,20 @@
 """Decode kernels against the reference in float64 on a GPU; without one, the portable in the interpreter."""
 
-import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dcpmla.attention import reference
 from dcpmla.attention.backends import DECODE_BACKENDS, find_backend, select_backend
-from dcpmla.attention.calls import COUNTER_WORDS
 from dcpmla.cache import formats
-from tests.support.backends import as_kernel, checked_call, decode_call, in_parts, unchecked_call
+from tests.support.backends import as_kernel, checked_call, decode_call, in_parts
+from tests.support.decode_cases import QUANTIZED, SMALL, Case, check, long_case
 from tests.support.shared_memory import run_interpreted
 
 triton = pytest.importorskip("triton")
 
-NOWHERE = 2**31 - 1  # a block that no cache has
-KV_SCALE, Q_SCALE = 0.05, 0.03
-
-
-@dataclass
-class Case:
-    """Requests as (query tokens, keys that the last of them sees); each token before sees one less, or fewer where
-    is_sharded.
-    """
-
-    requests: Sequence[tuple[int, int]]
-    num_heads: int = 128
-    block_size: int = 64
-    dtype: torch.dtype = torch.bfloat16
-    kv_lora_rank: int = 512
-    rope: int = 64
-    format: str = "auto"  # of the cache, as in `DCPConfig.kv_cache_dtype`
-    has_fp8_queries: bool = False
-    is_sharded: bool = False
-    max_query_len: int | None = None  # of the pieces that requests are cut into, which share a row of the table
-    num_programs: int | None = (
-        None  # with room in the workspace, of 64 rows; None: one for each multiprocessor, on a CPU the kernel's own
-    )
-
-    def inputs(self, device: str, seed: int = 0) -> dict[str, Any]:
-        """Of `mla_decode`: random blocks in a cache of bytes 0xFF, NaN in every format's every part, wherever no key
-        is.
-        """
-        generator, draw = torch.Generator().manual_seed(seed), random.Random(seed)
-        width = self.kv_lora_rank + self.rope
-        counts = [-(-num_keys // self.block_size) for _, num_keys in self.requests]
-        blocks = draw.sample(range(sum(counts) + 2), sum(counts))
-        storage = formats.storage_dtype(self.format, self.dtype)
-        kv_scale = torch.tensor([KV_SCALE]) if storage == formats.FP8 else None
-        row_bytes = formats.row_width(storage, self.kv_lora_rank, self.rope) * storage.itemsize
-        cache = torch.full((sum(counts) + 2, self.block_size, row_bytes), 0xFF, dtype=torch.uint8).view(storage)
-        table = torch.full((len(counts), max([*counts, 1]) + 1), NOWHERE, dtype=torch.int32)
-        seq_lens: list[int] = []
-        for row, count, (num_queries, num_keys) in zip(table, counts, self.requests, strict=True):
-            mine = [blocks.pop() for _ in range(count)]
-            row[:count] = torch.tensor(mine, dtype=torch.int32)
-            keys = torch.randn(num_keys, width, generator=generator)
-            rows = formats.quantize(*keys.split([self.kv_lora_rank, self.rope], -1), storage, kv_scale)
-            for index, block in enumerate(mine):
-                part = rows[index * self.block_size : (index + 1) * self.block_size]
-                cache[block, : len(part)] = part
-            steps = [draw.randint(0, 1) if self.is_sharded else 1 for _ in range(num_queries - 1)]
-            seq_lens += [max(0, num_keys - sum(steps[token:])) for token in range(num_queries)]
-        most = self.max_query_len or max(num_queries for num_queries, _ in self.requests)
-        pieces = [
-            (index, min(most, num_queries - first))
-            for index, (num_queries, _) in enumerate(self.requests)
-            for first in range(0, num_queries, most)
-        ]
-        request_index, queries = (list(numbers) for numbers in zip(*pieces, strict=True))
-        start = None if len(set(queries)) == 1 else torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
-        q = torch.randn(len(seq_lens), self.num_heads, width, generator=generator)
-        q_scale = torch.tensor([Q_SCALE]) if self.has_fp8_queries else None
-        tensors = {
-            "q": q.to(self.dtype) if q_scale is None else formats.to_fp8(q, q_scale),
-            "kv_cache": cache,
-            "block_table": table,
-            "seq_lens": torch.tensor(seq_lens, dtype=torch.int32),
-            "request_index": torch.tensor(request_index, dtype=torch.int32) if self.max_query_len else None,
-            "query_start_loc": start,
-            "workspace": self.new_workspace(device),
-            "kv_scale": kv_scale,
-            "q_scale": q_scale,
-        }
-        on_device = {name: tensor if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
-        numbers = {"scale": width**-0.5, "kv_lora_rank": self.kv_lora_rank, "max_query_len": max(queries)}
-        return {**on_device, **numbers, "dtype": self.dtype}
-
-    def new_workspace(self, device: str) -> Tensor | None:
-        num_programs = self.num_programs
-        if device == "cuda" and num_programs is None:
-            num_programs = torch.cuda.get_device_properties(device).multi_processor_count
-        if num_programs is None:
-            return None
-        workspace = torch.full((COUNTER_WORDS + num_programs * 128 * 513,), torch.nan)
-        workspace[:COUNTER_WORDS] = 0
-        return workspace
-
-    def answer(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Compute the reference in float64 on the same bytes.
-
-        fp8_ds_mla's products with scales count as rounded to the model's dtype.
-        """
-        exact = {**inputs, "q": inputs["q"].double(), "dtype": torch.float64}
-        if self.format == "fp8_ds_mla":
-            exact["kv_cache"] = formats.dequantize(inputs["kv_cache"], self.kv_lora_rank, None, self.dtype)
-        return reference.mla_decode(unchecked_call(**exact))
-
-
-def check(kernel: Any, case: Case, device: str, tolerance: float = 1e-2, lse_tolerance: float = 1e-4) -> None:
-    """Twice with one workspace: its counters must be as they were."""
-    for seed in range(2):
-        inputs = case.inputs(device, seed)
-        wanted = case.answer(inputs)
-        for _ in range(2 if inputs["workspace"] is not None else 1):
-            compare(kernel(**inputs), wanted, case, tolerance, lse_tolerance)
-            assert inputs["workspace"] is None or not inputs["workspace"][:COUNTER_WORDS].any()
-
-
-def compare(
-    got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], case: Case, tolerance: float, lse_tolerance: float = 1e-4
-) -> None:
-    (out, lse), (exact, exact_lse) = got, wanted
-    assert (out.dtype, lse.dtype) == (case.dtype, torch.float32)
-    is_empty = exact_lse == -torch.inf
-    assert not out[is_empty].any(), case
-    assert torch.equal(lse == -torch.inf, is_empty), case
-    torch.testing.assert_close(lse[~is_empty].double(), exact_lse[~is_empty].double(), atol=lse_tolerance, rtol=1e-4)
-    for rows, wrong in zip(
-        exact.split(256, -1), (out.double() - exact).split(256, -1), strict=True
-    ):  # halves: other warps write each
-        error = (wrong.norm(dim=-1) / rows.norm(dim=-1).clamp(min=1e-30)).max()
-        assert error < tolerance, f"{case}: error {error:.1e} of a row"
-
-
-SMALL = {
-    "kv_lora_rank": 32,
-    "rope": 16,
-    "block_size": 16,
-    "dtype": torch.float16,
-}  # the interpreter multiplies bfloat16 as integers
 FP8 = {**SMALL, "format": "fp8"}
 DS_MLA = {**SMALL, "format": "fp8_ds_mla", "kv_lora_rank": 256}
 INTERPRETED = [
@@ -180,11 +50,6 @@ def test_the_portable_kernel_in_the_interpreter() -> None:
     run_interpreted(1, check_in_the_interpreter)
 
 
-def long_case(num_reqs: int, num_keys: int, **more: Any) -> Case:
-    draw = random.Random(num_keys)
-    return Case([(1, draw.randint(num_keys // 2, num_keys)) for _ in range(num_reqs)], **more)
-
-
 # One class of shapes a line: what broke other kernels, and what tiles and splits make special.
 ON_GPU = [
     Case([(1, 1)]),
@@ -218,8 +83,6 @@ ON_GPU = [
     Case([(1, 4097), (4, 700), (61, 3000), (1, 0), (2, 65)], num_heads=128, is_sharded=True, max_query_len=1),
     Case([(17, 200)] * 3, num_heads=64, block_size=16, is_sharded=True, max_query_len=2),
 ]
-FP8_QUERIES: dict[str, Any] = {"format": "fp8", "has_fp8_queries": True}
-QUANTIZED: list[dict[str, Any]] = [{"format": "fp8"}, FP8_QUERIES, {"format": "fp8_ds_mla"}]
 ON_GPU += [replace(case, **kind) for kind in QUANTIZED for case in ON_GPU]
 
 

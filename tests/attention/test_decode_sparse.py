@@ -10,8 +10,8 @@ import torch
 
 from dcpmla.attention import backends
 from dcpmla.cache import formats
-from tests.attention.test_decode_kernel import FP8_QUERIES, QUANTIZED, Case
 from tests.support.backends import checked_call
+from tests.support.decode_cases import FP8_QUERIES, QUANTIZED, Case
 
 
 @pytest.mark.gpu

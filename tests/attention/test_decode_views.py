@@ -8,8 +8,8 @@ import torch
 from dcpmla import mla_decode
 from dcpmla.attention import reference
 from dcpmla.attention.backends import DECODE_BACKENDS, find_backend
-from tests.attention.test_decode_kernel import QUANTIZED, Case, compare, long_case
 from tests.support.backends import checked_call, in_parts
+from tests.support.decode_cases import QUANTIZED, Case, compare, long_case
 
 pytestmark = pytest.mark.gpu
 

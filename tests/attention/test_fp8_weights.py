@@ -23,6 +23,7 @@ from tests.attention.test_compile import DECODES, MIXED, PREFILL, Batch, run_lay
 from tests.attention.test_compressed_layer import modules_of, tiny
 from tests.attention.test_output_formats import codes
 from tests.parallel.test_fp8_linear import blocks, quantized
+from tests.support.layouts import dcp_config
 from tests.support.ranks import run_ranks
 
 CONFIG = MLAConfig(
@@ -114,9 +115,9 @@ def layers(
     config: MLAConfig, size: int, device: str = "cpu", dtype: torch.dtype = torch.float32, **options: Any
 ) -> tuple[MLAAttention, MLAAttention]:
     """Return a layer in fp8, and one of the dequantized weights."""
-    dcp = DCPConfig(
-        tensor_parallel_size=size,
-        decode_context_parallel_size=size,
+    dcp = dcp_config(
+        size,
+        size,
         dcp_comm_backend="ag_rs" if dtype == torch.float64 else "auto",
         block_size=64 if device == "cuda" else 4,
         **options,

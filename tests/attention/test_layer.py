@@ -3,26 +3,23 @@ dummy run.
 """
 
 import dataclasses
-import weakref
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from dcpmla import DCPConfig, DCPMesh, LatentCache, MLAAttention, MLAConfig, Placement, init_mesh
-from dcpmla.attention import claim as claim_module
 from dcpmla.attention import layer as layer_module
-from dcpmla.attention.backends import Backend
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.step import StepRequests
-from dcpmla.cache.latent import LayerCache, num_blocks
+from dcpmla.cache.latent import num_blocks
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.families.table import attention_kind
 from tests.attention.test_compile import DEEPSEEK, Batch, make_layer, run_layer
+from tests.support.layouts import dcp_config
 from tests.support.models import random_model, tiny_config
 from tests.support.ranks import run_ranks
 
@@ -162,14 +159,7 @@ def check_padding(hf_config: Any, dcp: DCPConfig) -> None:
 
 
 def layout(tp: int, dcp: int, interleave: int = 1, backend: str = "auto") -> DCPConfig:
-    config = DCPConfig(
-        tensor_parallel_size=tp,
-        decode_context_parallel_size=dcp,
-        cp_kv_cache_interleave_size=interleave,
-        dcp_comm_backend=backend,
-        block_size=4,
-        context_workspace_tokens=1 << 16,
-    )
+    config = dcp_config(tp, dcp, interleave, dcp_comm_backend=backend, block_size=4, context_workspace_tokens=1 << 16)
     return dataclasses.replace(config, context_workspace_tokens=4 * config.chunk_alignment)
 
 
@@ -195,147 +185,6 @@ def test_absorbed_pieces(dcp: DCPConfig) -> None:
 
 def test_padding_and_no_positions() -> None:
     run_ranks(2, check_padding, tiny_config("deepseek_v3"), layout(2, 2))
-
-
-class Allocations(TorchDispatchMode):
-    """Memory that is held at a time, of what is allocated under it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: list[weakref.ref[torch.UntypedStorage]] = []
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self.storages.append(weakref.ref(result.untyped_storage()))
-        held = {storage.data_ptr(): storage.nbytes() for ref in self.storages if (storage := ref()) is not None}
-        self.peak = max(self.peak, sum(held.values()))
-        return result
-
-
-def claimed(layer: MLAAttention, num_tokens: int) -> int:
-    """Bytes at a time, beside the exchange's."""
-    with Allocations() as allocations:
-        layer.claim_memory(num_tokens)
-    return allocations.peak
-
-
-def check_claims(hf_config: Any) -> None:
-    dcp, mesh = layout(2, 2), init_mesh(2, 2)
-    exchange = Mock(wraps=select_exchange(dcp, mesh.dcp_group, "cpu").exchange)
-    config, num_keys = attention_kind(hf_config).config, dcp.context_workspace_tokens
-
-    def new_layer(config: MLAConfig, **formats: str) -> MLAAttention:
-        placement = Placement(dataclasses.replace(dcp, **formats), mesh, exchange, torch.float32, "cpu")
-        return MLAAttention(config, placement)
-
-    # A key and a value of each of 12 heads, 8 + 8 and 4 wide; what the backend joins of keys, 16 wide.
-    of_heads = num_keys * 12 * (8 + 4 + 16) * 4
-    exchange.reserve_context.side_effect = lambda *_: None
-    assert claimed(new_layer(config), 1) == of_heads
-    exchange.reserve_context.assert_called_once_with(num_keys, 24, torch.float32, torch.device("cpu"))
-    assert claimed(new_layer(config, kv_cache_dtype="fp8"), 1) == of_heads + num_keys * 24 * 4  # dequantized latents
-    exchange.reserve_context.assert_called_with(num_keys, 24, torch.float8_e4m3fn, torch.device("cpu"))
-    # Of each token's absorbed rows, of both ranks' heads, 24 columns of queries and 16 of outputs, each twice.
-    assert claimed(new_layer(config), 100) == 100 * 24 * 2 * (24 + 16) * 4
-    assert claimed(new_layer(config), 10**6) == layer_module.PART_ROWS * 2 * (24 + 16) * 4
-    with patch.object(claim_module, "select_backend", return_value=Backend("one", Mock(), Mock())):
-        assert claimed(new_layer(config), 1) == num_keys * 12 * (8 + 4) * 4
-    sparse = new_layer(attention_kind(tiny_config("deepseek_v32")).config)
-    assert sparse.indexer is not None
-    few, many = (sparse.indexer.selector.workspace_bytes(num_tokens, 4) for num_tokens in (1, 1001))
-    assert many - few == 2 * 1000 * 32 * 16 * 4  # queries of 32 heads, 16 wide, before and after what finishes them
-    assert claimed(sparse, 1001) == many
-    nothing_else = patch.object(layer_module, "PART_ROWS", 0)
-    with nothing_else, patch.object(sparse.indexer.selector, "workspace_bytes", return_value=0):
-        assert claimed(sparse, 800) == of_heads + 800 * num_keys // 8  # a bit for each pair: a mask
-
-
-def test_claims_memory() -> None:
-    run_ranks(2, check_claims, tiny_config("deepseek_v3"))
-
-
-def check_mistakes(hf_config: Any) -> None:
-    dcp, mesh = layout(1, 1), init_mesh(1, 1)
-    config = attention_kind(hf_config).config
-    placement = Placement(dcp, mesh, select_exchange(dcp, mesh.dcp_group, "cpu").exchange, torch.float32, "cpu")
-    layer = MLAAttention(config, placement)
-    hidden, cache = torch.zeros(3, 48), LayerCache(torch.zeros(2, 4, 24))
-    bare = StepBuilder(dcp, 0).build(StepRequests([3], [3], [[1]]))
-    step = bare.with_positions(torch.zeros(3, 8))
-
-    def refused(message: str, *arguments: Any) -> None:
-        with pytest.raises(ValueError, match=message):
-            layer(*arguments)
-
-    refused(r"hidden_states has shape \(2, 48\); expected \[at least 3, 48\]", hidden[:2], cache, step)
-    refused("step is str; expected what a StepBuilder gives", hidden, cache, "decode")
-    refused("cache is Tensor; expected a LayerCache, such as", hidden, cache.latents, step)
-    refused("cache is NoneType; expected a LayerCache, such as", hidden, None, step)
-    for latents, message in (
-        (cache.latents[..., :23], r"kv_cache has shape \(2, 4, 23\); expected \[num_blocks, 4, 24\]"),
-        (
-            cache.latents.half(),
-            r"kv_cache has dtype torch.float16; expected torch.float32 for .*\(--kv-cache-dtype\) 'auto'",
-        ),
-        (
-            cache.latents.transpose(1, 2).contiguous().transpose(1, 2),
-            r"kv_cache has strides \(96, 1, 4\); the values of a row must be contiguous",
-        ),
-        (cache.latents[:1], "block_tables has block 1; the cache has 1 blocks, numbered from 0"),
-    ):
-        refused(message, hidden, LayerCache(latents), step)
-    wanted = r"expected \(torch.float32, \(3, 8\), device\(type='cpu'\)\), see with_positions"
-    for cos_sin, found in (
-        (None, "None"),
-        (torch.zeros(2, 8), r"\(torch.float32, \(2, 8\), .*\)"),
-        (torch.zeros(3, 8, dtype=torch.bfloat16), r"\(torch.bfloat16, \(3, 8\), .*\)"),
-        (torch.zeros(3, 8, device="meta"), r"\(torch.float32, \(3, 8\), device\(type='meta'\)\)"),
-    ):
-        refused(rf"step.cos_sin is {found}; {wanted}", hidden, cache, bare.with_positions(cos_sin))
-    layer.config = dataclasses.replace(config, use_rope=False)
-    refused(r"step.cos_sin is \(.*\); expected None, for the model has no positions", hidden, cache, step)
-    layer.config = config
-    refused(
-        r"step.query_factor is \(torch.float32, \(3,\), .*\); expected None, for config.llama_4_scaling is None",
-        hidden,
-        cache,
-        step.with_positions(step.cos_sin, torch.ones(3)),
-    )
-    layer.config = dataclasses.replace(config, llama_4_scaling=(0.3, 16))
-    wanted = r"expected \(torch.float32, \(3,\), device\(type='cpu'\)\), for .* is \(0.3, 16\)"
-    for factor, found in (
-        (None, "None"),
-        (torch.ones(2), r"\(torch.float32, \(2,\), .*\)"),
-        (torch.ones(3, dtype=torch.float16), r"\(torch.float16, \(3,\), .*\)"),
-        (torch.ones(3, device="meta"), r"\(torch.float32, \(3,\), device\(type='meta'\)\)"),
-    ):
-        refused(rf"step.query_factor is {found}; {wanted}", hidden, cache, step.with_positions(step.cos_sin, factor))
-    weights = oracle(hf_config).state_dict()
-    with pytest.raises(ValueError, match="checkpoint: tensor q_b_proj.weight is missing"):
-        layer.load_weights({name: weight for name, weight in weights.items() if name != "q_b_proj.weight"})
-    with pytest.raises(
-        ValueError, match=r"tensor o_proj.weight has shape \(47, 96\); the model's config asks for \(48, 96\)"
-    ):
-        layer.load_weights({**weights, "o_proj.weight": weights["o_proj.weight"][:47]})
-    with pytest.raises(
-        ValueError, match="dcp is for tensor_parallel_size 2 and decode_context_parallel_size 2; the mesh has 1 and 1"
-    ):
-        dataclasses.replace(placement, dcp=layout(2, 2))
-    with pytest.raises(
-        ValueError, match=r"\(--kv-cache-dtype\) is 'bf16', but the model computes in torch.float32; choose auto"
-    ):
-        dataclasses.replace(placement, dcp=dataclasses.replace(dcp, kv_cache_dtype="bf16"))
-    with pytest.raises(
-        ValueError,
-        match=r"tensor_parallel_size \(-tp\) is 5; it must divide the model's 24 attention heads: choose 1, 2, 3, ",
-    ):
-        config.heads_per_rank(5)
-
-
-def test_mistakes_are_named() -> None:
-    run_ranks(1, check_mistakes, tiny_config("deepseek_v3"))
 
 
 # Widths and variants of the models that are supported, as one rank of several has them.

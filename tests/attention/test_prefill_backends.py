@@ -14,16 +14,13 @@ from dcpmla.attention.calls import PrefillCall
 from dcpmla.attention.step import StepRequests
 from tests.attention.test_prefill_kernel import (
     CASES,
-    SCALE,
-    Case,
     check_merge_part,
     check_neighbours,
     check_operators,
-    check_prefill,
     check_unaligned,
-    segments,
 )
 from tests.support.backends import as_kernel, prefill_call
+from tests.support.prefill_checks import SCALE, Case, check_prefill, segments
 
 DEEPSEEK = (128, 64, 128)  # P, R, V
 LARGER_CASES: dict[str, Case] = {  # for GPUs: lengths around tiles of 64 and 128, more heads than run side by side

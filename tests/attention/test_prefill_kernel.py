@@ -1,28 +1,19 @@
-"""The Triton kernels of prefill: in Triton's interpreter against float64, compiled for Hopper, with tiles that fit."""
-
-from collections.abc import Callable, Sequence
-from typing import Any
+"""The Triton kernels of prefill in Triton's interpreter, against float64."""
 
 import pytest
 import torch
-from torch import Tensor
 
 from dcpmla.attention import prefill as operators
 from dcpmla.attention import reference
 from dcpmla.attention.backends import PREFILL_BACKENDS, find_backend
-from dcpmla.attention.calls import PrefillCall, Segments, join_keys
+from dcpmla.attention.calls import PrefillCall, join_keys
 from dcpmla.merge import merge_partials
-from tests.attention import test_decode_compile
 from tests.support.backends import as_kernel
+from tests.support.prefill_checks import SCALE, Case, check_prefill, segments
 from tests.support.shared_memory import run_interpreted
 
 triton = pytest.importorskip("triton")
 
-SCALE = 0.17
-HOPPER_SHARED_MEMORY = 232448  # bytes that a program may use
-Case = tuple[
-    list[int], list[int] | None, int, tuple[int, int, int]
-]  # query_lens, key_lens (None: causal), heads, (P, R, V)
 CASES: dict[str, Case] = {  # tails, single rows, requests without keys, dims that are no powers of 2
     "causal": ([37, 1, 130, 64], None, 2, (32, 16, 32)),
     "causal, several tiles": ([300], None, 1, (16, 16, 16)),
@@ -36,51 +27,6 @@ CASES: dict[str, Case] = {  # tails, single rows, requests without keys, dims th
     "DeepSeek-V3, requests without keys": ([30, 5, 9], [0, 140, 0], 2, (128, 64, 128)),
     "GLM-5": ([9, 70], None, 1, (192, 64, 256)),
 }
-
-
-def segments(lens: Sequence[int], device: str) -> Segments:
-    start = tuple(sum(lens[:count]) for count in range(len(lens) + 1))
-    return Segments(start, torch.tensor(start, dtype=torch.int32, device=device))
-
-
-def poisoned(rows: Tensor, dtype: torch.dtype, device: str) -> Tensor:
-    """Return the same rows as a view with NaN before, after and beside them."""
-    whole = torch.full(
-        (rows.shape[0] + 200, *rows.shape[1:-1], rows.shape[-1] + 16), torch.nan, dtype=dtype, device=device
-    )
-    view = whole[8 : 8 + rows.shape[0], ..., 8 : 8 + rows.shape[-1]]
-    return view.copy_(rows)
-
-
-def check_prefill(
-    prefill: Callable[[PrefillCall], tuple[Tensor, Tensor]], case: Case, dtype: torch.dtype, device: str
-) -> None:
-    """Compare a backend's (out, lse) with float64."""
-    query_lens, key_lens, num_heads, (nope, rope, v_head_dim) = case
-    queries, keys = segments(query_lens, device), segments(query_lens if key_lens is None else key_lens, device)
-    generator = torch.Generator().manual_seed(0)
-    num_tokens, num_keys = queries.start[-1], keys.start[-1]
-    shapes = [
-        (num_tokens, num_heads, nope + rope),
-        (num_keys, num_heads, nope),
-        (num_keys, rope),
-        (num_keys, num_heads, v_head_dim),
-    ]
-    q, k_nope, k_pe, v = (poisoned(torch.randn(shape, generator=generator), dtype, device) for shape in shapes)
-    out, lse = prefill(PrefillCall(q, k_nope, k_pe, v, *queries, *keys, SCALE, key_lens is None))
-    wanted, wanted_lse = reference.mha_prefill(
-        *(rows.double().cpu() for rows in (q, join_keys(k_nope, k_pe), v)),
-        queries.start,
-        keys.start,
-        SCALE,
-        key_lens is None,
-    )
-    assert (out.dtype, lse.dtype, out.shape, lse.shape) == (dtype, torch.float32, wanted.shape, wanted_lse.shape)
-    assert out.is_contiguous()
-    assert lse.is_contiguous()
-    tolerance = {torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
-    torch.testing.assert_close(out.double().cpu(), wanted, atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(lse.cpu(), wanted_lse, atol=2e-4, rtol=1e-4)
 
 
 def check_unaligned(device: str) -> None:
@@ -182,120 +128,3 @@ def check_in_the_interpreter() -> None:
 
 def test_in_the_interpreter() -> None:
     run_interpreted(1, check_in_the_interpreter)
-
-
-@pytest.mark.parametrize(
-    ("dims", "causal", "has_mask"),
-    [
-        ((128, 64, 128), True, False),
-        ((128, 64, 128), False, False),
-        ((128, 64, 128), False, True),
-        ((192, 64, 256), True, True),
-        ((48, 16, 32), False, False),
-    ],
-)
-def test_mha_prefill_compiles_for_hopper(dims: tuple[int, int, int], causal: bool, has_mask: bool) -> None:
-    """With the tiles that such heads get, within a program's shared memory."""
-    from dcpmla.attention.triton.prefill import mha_prefill_kernel, select_tiling
-
-    tile_dims = [max(16, triton.next_power_of_2(dim)) for dim in dims]
-    tiling = select_tiling(tile_dims[0] + tile_dims[1], tile_dims[2], HOPPER_SHARED_MEMORY)
-    constants: dict[str, int | None] = dict(
-        zip(("P", "R", "V", "P_TILE", "R_TILE", "V_TILE"), (*dims, *tile_dims), strict=True)
-    )
-    constants |= {"CAUSAL": causal, "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n}
-    if not has_mask:
-        constants |= {"mask_ptr": None, "num_words": None}
-    types = {
-        "scale_log2": "fp32",
-        "lse_ptr": "*fp32",
-        "query_start_loc_ptr": "*i32",
-        "key_start_loc_ptr": "*i32",
-        "mask_ptr": "*i32",
-    }
-    types |= {"q_ptr": "*bf16", "out_ptr": "*bf16", "k_pe_desc": f"tensordesc<bf16[{tiling.block_n}, {tile_dims[1]}]>"}
-    types |= {
-        name: f"tensordesc<bf16[1, {tiling.block_n}, {dim}]>"
-        for name, dim in (("k_nope_desc", tile_dims[0]), ("v_desc", tile_dims[2]))
-    }
-    options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
-    compiled = compile_for_hopper(mha_prefill_kernel, types, constants, options)
-    assert "wgmma" in compiled.asm["ptx"]
-    assert compiled.metadata.shared <= HOPPER_SHARED_MEMORY
-
-
-@pytest.mark.parametrize(
-    ("dtype", "causal", "has_mask"),
-    [("bf16", True, False), ("bf16", False, True), ("fp16", False, False), ("fp16", True, True)],
-)
-def test_the_hopper_kernel_compiles(dtype: str, causal: bool, has_mask: bool) -> None:
-    """The softmax of a tile precedes the wait for the product of the values of the tile before. Before the softmax each
-    score is tested by itself, and each thread loads the words of its two rows for the next tile.
-    """
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    from dcpmla.attention.hopper.prefill import prefill_kernel
-    from dcpmla.attention.hopper.prefill_pipeline import KEYS, NOPE, ROPE, ROWS, TILE, VALUE
-
-    def tiles(num_rows: Any, num_columns: Any) -> str:
-        return f"tensordesc<{dtype}[{num_rows.value}, {num_columns.value}],{TILE.value}>"
-
-    types = {"q_nope_desc": tiles(ROWS, NOPE), "q_pe_desc": tiles(ROWS, ROPE), "v_desc": tiles(KEYS, VALUE)}
-    types |= {"k_nope_desc": tiles(KEYS, NOPE), "k_pe_desc": tiles(KEYS, ROPE), "out_ptr": f"*{dtype}"}
-    types |= {"lse_ptr": "*fp32", "query_start_loc_ptr": "*i32", "key_start_loc_ptr": "*i32", "scale_log2": "fp32"}
-    constants: dict[str, Any] = {"IS_CAUSAL": causal}
-    if has_mask:
-        types["mask_ptr"] = "*i32"
-    else:
-        constants |= {"mask_ptr": None, "num_words": None}
-    ptx, said = test_decode_compile.compile_for_hopper(prefill_kernel, GluonASTSource, types, constants, num_warps=4)
-    assert "wgmma.mma_async.sync.aligned.m64n128k16" in ptx
-    assert "cp.async.bulk.tensor" in ptx
-    assert "0 bytes spill stores" in said
-    assert "wgmma.mma_async instructions are serialized" not in said
-    loop = ptx[ptx.index("wgmma.wait_group.sync.aligned 1") :]
-    softmax = loop[: loop.index("wgmma.wait_group.sync.aligned 0")]
-    assert softmax.count("ex2.approx") >= 64
-    assert softmax.count("selp.f32") == (64 if has_mask else 0)
-    assert softmax.count("ld.global") == (8 if has_mask else 0)
-    assert "mbarrier.try_wait" in softmax[softmax.rindex("ex2.approx") :]  # past which the assembler moves no wait
-
-
-def test_merge_part_compiles_for_hopper() -> None:
-    from dcpmla.attention.triton.merge import merge_part_kernel
-
-    types = {"merged_ptr": "*bf16", "out_ptr": "*fp32", "part_ptr": "*bf16"}
-    types |= dict.fromkeys(("merged_lse_ptr", "lse_ptr", "part_lse_ptr"), "*fp32")
-    compiled = compile_for_hopper(merge_part_kernel, types, {"WIDTH": 128, "COLUMNS": 128, "ROWS": 32}, {})
-    assert "sm_90a" in compiled.asm["ptx"]
-
-
-def compile_for_hopper(
-    kernel: Any, types: dict[str, str], constants: dict[str, int | None], options: dict[str, int]
-) -> Any:
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
-    aligned = {
-        (at,): [["tt.divisibility", 16]]
-        for at, name in enumerate(kernel.arg_names)
-        if name not in constants and ("_ptr" in name or "_stride" in name)
-    }
-    return triton.compile(
-        ASTSource(kernel, signature, constexprs=constants, attrs=aligned),
-        target=GPUTarget("cuda", 90, 32),
-        options=options,
-    )
-
-
-def test_tilings_fit() -> None:
-    """Each takes less than the one before; heads of up to 256 find one in the 99 KiB of small GPUs, DeepSeek's the best
-    one on Hopper.
-    """
-    from dcpmla.attention.triton.prefill import TILINGS, select_tiling
-
-    sizes = [tiling.shared_memory(192, 128) for tiling in TILINGS]
-    assert sizes == sorted(sizes, reverse=True)
-    assert select_tiling(192, 128, HOPPER_SHARED_MEMORY) == TILINGS[0]
-    assert select_tiling(320, 256, 101376).shared_memory(320, 256) <= 101376

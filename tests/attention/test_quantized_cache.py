@@ -27,6 +27,7 @@ from dcpmla.comm.exchange import LocalExchange
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.families.table import attention_kind
+from tests.support.layouts import dcp_config
 from tests.support.models import random_model, tiny_config
 from tests.support.ranks import run_ranks
 from tests.test_ownership import deal_slots
@@ -51,10 +52,10 @@ def layout(tp: int, dcp: int, interleave: int, kv_format: tuple[str, str], **cha
     kv_cache_dtype, decode_query_dtype = kv_format
     if kv_cache_dtype == "fp8" and "calculate_kv_scales" not in changes:
         changes = {"kv_cache_scale": KV_SCALE, **changes}
-    config = DCPConfig(
-        tensor_parallel_size=tp,
-        decode_context_parallel_size=dcp,
-        cp_kv_cache_interleave_size=interleave,
+    config = dcp_config(
+        tp,
+        dcp,
+        interleave,
         kv_cache_dtype=kv_cache_dtype,
         decode_query_dtype=decode_query_dtype,
         **{"block_size": max(4, interleave), **changes},

@@ -4,7 +4,7 @@ simulated ranks.
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,17 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dcpmla import DCPConfig, StepMetadata, dcp_mla_prefill
+from dcpmla import DCPConfig, dcp_mla_prefill
 from dcpmla.attention import prefill, reference
 from dcpmla.attention.backends import PREFILL_BACKENDS, select_backend
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.calls import PrefillCall, Segments
 from dcpmla.attention.step import StepRequests
-from dcpmla.cache.rows import read_latents, write_latents
 from dcpmla.comm.exchange import LocalExchange
 from tests.attention.test_reference import SCALE, L, P, R, V, attend_heads, check_close
 from tests.support.backends import prefill_call
-from tests.test_ownership import deal_slots
+from tests.support.layouts import dcp_config
+from tests.support.sharded_context import ShardedContext
 
 
 def starts(lens: Sequence[int]) -> list[int]:
@@ -131,33 +131,6 @@ def test_a_later_key_changes_no_earlier_query() -> None:
     assert (after[5:] - before[5:]).abs().amin() > 1e-3
 
 
-class AllRanks:
-    """The exchange of a group whose ranks are all here: it gathers context from everybody's cache, chunk by chunk."""
-
-    name = "all ranks"
-
-    def __init__(self, caches: Sequence[Tensor], steps: Sequence[StepMetadata]) -> None:
-        chunks = [step.prefill.context_chunks for step in steps if step.prefill is not None]
-        self.chunks: Iterator[list[Tensor]] = (
-            [read_latents(cache, piece.local_slots) for cache, piece in zip(caches, pieces, strict=True)]
-            for pieces in zip(*chunks, strict=True)
-        )
-
-    def gather_heads(self, q: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
-
-    def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
-        everybody = next(self.chunks)
-        assert any(torch.equal(rows.nan_to_num(7.0), theirs.nan_to_num(7.0)) for theirs in everybody)
-        return lambda: torch.cat(everybody)[order]
-
-    def reserve_context(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        raise NotImplementedError
-
-
 @pytest.mark.parametrize(
     ("size", "interleave", "block_size"), [(1, 1, 4), (2, 1, 4), (3, 2, 4), (4, 16, 16), (8, 1, 4)]
 )
@@ -166,51 +139,9 @@ def test_prefill_over_a_sharded_context(size: int, interleave: int, block_size: 
     """Cached context on all ranks, chunk by chunk, then the new tokens: attention over the whole sequence, causal where
     it is new.
     """
-    query_lens, context_lens, num_heads = [4, 3, 6], [37, 0, 2], 2
-    seq_lens = [query + context for query, context in zip(query_lens, context_lens, strict=True)]
-    dcp = DCPConfig(
-        tensor_parallel_size=size,
-        decode_context_parallel_size=size,
-        cp_kv_cache_interleave_size=interleave,
-        block_size=block_size,
-    )
+    dcp = dcp_config(size, size, interleave, block_size=block_size)
     dcp = replace(dcp, context_workspace_tokens=2 * num_chunks_worth * dcp.chunk_alignment)
-    counts = [len(range(0, seq_len, block_size * size)) for seq_len in seq_lens]
-    tables = [list(range(sum(counts[:i]), sum(counts[: i + 1])))[::-1] for i in range(3)]
-    generator = torch.Generator().manual_seed(0)
-    latents = [torch.randn(seq_len, L + R, generator=generator) for seq_len in seq_lens]
-    caches = [torch.full((sum(counts), block_size, L + R), torch.nan) for _ in range(size)]
-    for sequence, context_len, table in zip(latents, context_lens, tables, strict=True):
-        for token, (rank, slot) in enumerate(deal_slots(context_len, table, block_size, size, interleave)):
-            write_latents(
-                caches[rank], sequence[token : token + 1, :L], sequence[token : token + 1, L:], torch.tensor([slot])
-            )
-    q = torch.randn(sum(query_lens), num_heads, P + R, generator=generator)
-    w_kv_b = torch.randn(num_heads, P + V, L, generator=generator)
-    wanted = naive_context_prefill(q, latents, w_kv_b, query_lens)
-    steps = [StepBuilder(dcp, rank).build(StepRequests(query_lens, seq_lens, tables)) for rank in range(size)]
-    new = torch.cat([sequence[len(sequence) - query :] for sequence, query in zip(latents, query_lens, strict=True)])
-    for cache, step in zip(caches, steps, strict=True):
-        assert step.prefill is not None
-        got = dcp_mla_prefill(q, new[:, :L], new[:, L:], cache, w_kv_b, step.prefill, SCALE, AllRanks(caches, steps))
-        check_close(got, wanted, atol=1e-4)
-
-
-def naive_context_prefill(
-    q: Tensor, latents: Sequence[Tensor], w_kv_b: Tensor, query_lens: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """Each new token over its whole sequence up to itself, keys and values up-projected head by head in float64."""
-    outs, lses = [], []
-    for queries, sequence in zip(q.split(list(query_lens)), latents, strict=True):
-        kv_c, k_pe = sequence.double().split([L, R], -1)
-        keys = torch.stack([torch.cat([kv_c @ head[:P].T, k_pe], -1) for head in w_kv_b.double()], 1)
-        values = torch.stack([kv_c @ head[P:].T for head in w_kv_b.double()], 1)
-        for index, query in enumerate(queries):
-            visible = len(sequence) - len(queries) + index + 1
-            out, lse = attend_heads(query, keys[:visible], values[:visible], SCALE)
-            outs.append(out)
-            lses.append(lse)
-    return torch.stack(outs), torch.stack(lses)
+    ShardedContext(dcp, [4, 3, 6], [37, 0, 2]).check()
 
 
 def test_many_context_chunks_round_once() -> None:

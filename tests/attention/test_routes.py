@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from dcpmla.attention.routes import Rates, RouteCosts
 from dcpmla.cli.doctor import CONFIG
 from dcpmla.config import DCPConfig, IndexerConfig
+from tests.support.layouts import dcp_config
 
 # One layer on one H100 in bfloat16, by number of heads: requests x new tokens @ context, us of MHA / absorbed.
 MEASURED = {
@@ -41,9 +42,9 @@ lengths = st.tuples(st.integers(1, 9000), st.integers(0, 200_000))
 @st.composite
 def route_costs(draw: st.DrawFn) -> RouteCosts:
     tp = draw(st.sampled_from([1, 2, 8]))
-    dcp = DCPConfig(
-        tensor_parallel_size=tp,
-        decode_context_parallel_size=draw(st.sampled_from([size for size in (1, 2, 8) if size <= tp])),
+    dcp = dcp_config(
+        tp,
+        draw(st.sampled_from([size for size in (1, 2, 8) if size <= tp])),
         kv_cache_dtype=draw(st.sampled_from(sorted(ROW_BYTES))),
     )
     return RouteCosts(replace(draw(st.sampled_from([DENSE, SPARSE])), num_heads=draw(st.sampled_from([16, 128]))), dcp)

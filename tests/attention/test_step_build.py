@@ -15,7 +15,8 @@ from dcpmla.attention.chunks import context_workspace_tokens
 from dcpmla.attention.sparse.build import SparseStepBuilder
 from dcpmla.attention.sparse.step import SparseMetadata
 from dcpmla.attention.step import StepRequests
-from tests.attention.test_step import make_batch
+from tests.support.layouts import dcp_config
+from tests.support.step_batches import make_batch
 from tests.support.steps import part
 
 
@@ -85,13 +86,7 @@ def test_sparse_steps_upload_tables_and_lengths_once() -> None:
     ],
 )
 def test_mistakes_are_named(arguments: tuple[Any, Any, Any], message: str) -> None:
-    dcp = DCPConfig(
-        tensor_parallel_size=2,
-        decode_context_parallel_size=2,
-        cp_kv_cache_interleave_size=4,
-        block_size=4,
-        context_workspace_tokens=20,
-    )
+    dcp = dcp_config(2, 2, 4, block_size=4, context_workspace_tokens=20)
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         StepBuilder(dcp, 0).build(StepRequests(*arguments))
 
@@ -117,12 +112,7 @@ def test_rank_outside_the_group() -> None:
 )
 def test_workspace_size(max_model_len: int, max_num_seqs: int, layout: tuple[int, int, int], expected: int) -> None:
     size, interleave, block_size = layout
-    dcp = DCPConfig(
-        tensor_parallel_size=size,
-        decode_context_parallel_size=size,
-        cp_kv_cache_interleave_size=interleave,
-        block_size=block_size,
-    )
+    dcp = dcp_config(size, size, interleave, block_size=block_size)
     assert context_workspace_tokens(max_model_len, max_num_seqs, dcp.chunk_alignment) == expected
 
 

@@ -19,9 +19,10 @@ from dcpmla.config import DCPConfig
 from dcpmla.integrations.families.table import attention_kind
 from dcpmla.integrations.model_files import load_config
 from dcpmla.parallel.mesh import init_mesh
-from tests.bench.test_bench_layer import CPU, operators_of
+from tests.bench.test_bench_layer import CPU
 from tests.support.launchers import run_forked, unattended
 from tests.support.ranks import run_ranks
+from tests.support.stack_operators import operators_of
 
 CONFIGS = Path(__file__).parents[1] / "planning" / "configs"
 CSA, HCA = LayerKind(4, True), LayerKind(128, False)

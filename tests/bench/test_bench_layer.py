@@ -9,17 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcpmla.__main__ import main
 from dcpmla.attention.layer import PROJECT_FIRST_TOKENS
 from dcpmla.bench.geometries import config_of
 from dcpmla.bench.layer_stack import PARTS, LayerStack
 from dcpmla.bench.layouts import crossovers
-from dcpmla.bench.stack import PARTS as ALL_PARTS
-from dcpmla.bench.stack import Stack, StackSizes
+from dcpmla.bench.stack import StackSizes
 from dcpmla.bench.timing import TimeLimit, time_operation
 from dcpmla.integrations.families.table import attention_kind
 from dcpmla.integrations.model_size import read_model
@@ -29,6 +25,7 @@ from dcpmla.planning.measured import predict_row
 from tests.support.launchers import run_forked, run_together, srun, torchrun, unattended
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks
+from tests.support.stack_operators import operators_of
 
 CPU = torch.device("cpu")
 UNSHARDED = ("total", "projections", "attention", "output")
@@ -142,39 +139,6 @@ def parts_of_steps(cuts: list[Cut]) -> list[tuple[Counter[str], Counter[str]]]:
     return found
 
 
-def operators_of(stack: Stack) -> tuple[Counter[str], Counter[str]]:
-    """Operators of a whole step of two layers, and of its parts together, without what the residual adds."""
-    runs = dict(
-        zip(
-            ALL_PARTS,
-            (stack.project, stack.select, stack.gather, stack.attend, stack.combine, stack.finish),
-            strict=True,
-        )
-    )
-    with _Operators() as whole:
-        stack.step()
-    with _Operators() as parts:
-        for part in stack.parts:
-            runs[part]()
-    return whole.names - Counter({"aten.add.Tensor": 2}), parts.names
-
-
-class _Operators(TorchDispatchMode):
-    """Counts what is computed or moved; views are neither."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_view = any(
-            result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns
-        )
-        if not is_view:
-            self.names[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def test_the_parts_are_the_step() -> None:
     """Same operators, same number of times: nothing is left out, nothing measured twice."""
     options: list[dict[str, Any]] = [
@@ -233,59 +197,6 @@ def test_geometries_are_the_published_ones(name: str, billions: float) -> None:
     ) / 1e9 == pytest.approx(billions, rel=0.005)
 
 
-# ---- its parts
-
-TIMES = st.dictionaries(st.tuples(st.integers(1, 3), st.sampled_from([8, 16, 24])), st.integers(1, 3), min_size=1)
-
-
-def rows_of(times: dict[int, dict[tuple[int, int], int]], kv_cache_dtype: str = "bf16") -> list[dict[str, Any]]:
-    """Total times by DCP size, batch and context, in rows as they were before they named a kind of layers."""
-    names = {"exchange": "a2a", "variant": "", "kv_cache_dtype": kv_cache_dtype, "decode_query_dtype": "auto"}
-    return [
-        {"part": part, "dcp": dcp, **names, "batch": batch, "context": context, "median_us": time * factor}
-        for dcp, loads in times.items()
-        for (batch, context), time in loads.items()
-        for part, factor in (("total", 1), ("attention", -1))
-    ]
-
-
-@given(TIMES, TIMES)
-def test_from_the_crossover_on_every_load_is_faster(
-    plain: dict[tuple[int, int], int], sharded: dict[tuple[int, int], int]
-) -> None:
-    both = plain.keys() & sharded.keys()
-    found = crossovers(rows_of({1: plain, 4: sharded}))
-    if not both:
-        assert not found
-        return
-    ((entry),) = found
-
-    def expected(totals: dict[tuple[int, int], int]) -> int | None:
-        """By trying every total."""
-        fits = [
-            total
-            for total in totals.values()
-            if all(sharded[load] < plain[load] for load in totals if totals[load] >= total)
-        ]
-        return min(fits, default=None)
-
-    assert entry["tokens"] == expected({load: load[0] * load[1] for load in both})
-    batches = sorted({batch for batch, _ in both})
-    assert entry["context_at_batch"] == {
-        str(batch): expected({load: load[1] for load in both if load[0] == batch}) for batch in batches
-    }
-
-
-def test_without_plain_tp_there_is_no_crossover() -> None:
-    assert crossovers(rows_of({2: {(1, 8): 1}})) == []
-
-
-def test_crossovers_are_between_caches_of_the_same_format() -> None:
-    rows = rows_of({1: {(1, 8): 3}, 2: {(1, 8): 2}}) + rows_of({1: {(1, 8): 1}, 2: {(1, 8): 2}}, "fp8")
-    assert [(entry["kv_cache_dtype"], entry["tokens"]) for entry in crossovers(rows)] == [("bf16", 8), ("fp8", None)]
-    assert crossovers(rows_of({1: {(1, 8): 3}}) + rows_of({2: {(1, 8): 2}}, "fp8")) == []
-
-
 def limits_of_ranks() -> tuple[bool, bool, int]:
     """Return whether time is over where it is on rank 1 alone, and nowhere; the samples that little time leaves."""
     rank, calls = torch.distributed.get_rank(), []
@@ -316,20 +227,8 @@ def test_one_gpu_in_graphs(tmp_path: Path) -> None:
 def test_two_gpus_in_graphs(tmp_path: Path) -> None:
     out = tmp_path / "layer.json"
     loads = ["--batch", f"1,{PROJECT_FIRST_TOKENS}", "--context", "1024"]
-    options = [
-        "--geometry",
-        "v2-lite",
-        "--num-layers",
-        "2",
-        "-tp",
-        "2",
-        "-dcp",
-        "1,2",
-        "--variants",
-        ",pbm,q_replicate,fp8",
-        *loads,
-    ]
-    options += ["--kv-cache-dtype", "bf16,fp8", "--decode-query-dtype", "fp8"]
+    variants = ["--variants", ",pbm,q_replicate,fp8", "--kv-cache-dtype", "bf16,fp8", "--decode-query-dtype", "fp8"]
+    options = ["--geometry", "v2-lite", "--num-layers", "2", "-tp", "2", "-dcp", "1,2", *variants, *loads]
     (_,) = run_together([(torchrun(["-m", "dcpmla", "bench", "layer", *options, "--json", out], 2), {})])
     content = json.loads(out.read_text())
     assert all(row["in_graph"] for row in content["rows"])

@@ -17,6 +17,7 @@ from dcpmla.cache.latent import num_blocks
 from dcpmla.cache.rows import read_latents, write_latents
 from dcpmla.integrations.families.table import attention_kind
 from dcpmla.planning.capacity import capacity_table
+from tests.support.layouts import dcp_config
 from tests.support.models import tiny_config
 from tests.test_ownership import deal_slots, shuffled_blocks
 
@@ -103,12 +104,7 @@ def test_allocator_without_blocks(size: int) -> None:
 
 
 def make_dcp(size: int = 1, interleave: int = 1, block_size: int = 4) -> DCPConfig:
-    return DCPConfig(
-        tensor_parallel_size=size,
-        decode_context_parallel_size=size,
-        cp_kv_cache_interleave_size=interleave,
-        block_size=block_size,
-    )
+    return dcp_config(size, size, interleave, block_size=block_size)
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.step import DecodeMetadata
 from dcpmla.comm.exchange import LocalExchange
-from dcpmla.config import DCPConfig
 from dcpmla.integrations.vllm import layout
 from dcpmla.integrations.vllm.layout import DecodeLayout, Part
+from tests.support.layouts import dcp_config
 
 Requests = list[tuple[int, int]]  # new tokens of each request, and its cached ones
 REQUESTS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), min_size=1, max_size=6)
@@ -23,12 +23,7 @@ LAYOUTS = st.tuples(st.integers(1, 4), st.sampled_from([1, 4, 16]), st.sampled_f
 
 
 def layout_of(dcp_size: int, interleave: int, num_heads: int, rank: int = 0, max_query_len: int = 1) -> DecodeLayout:
-    dcp = DCPConfig(
-        tensor_parallel_size=dcp_size,
-        decode_context_parallel_size=dcp_size,
-        cp_kv_cache_interleave_size=interleave,
-        block_size=16,
-    )
+    dcp = dcp_config(dcp_size, dcp_size, interleave, block_size=16)
     token_lens = torch.zeros(8 * max_query_len, dtype=torch.int32)
     return DecodeLayout(StepBuilder(dcp, rank, "cpu"), num_heads, max_query_len, None, token_lens)
 

@@ -23,6 +23,7 @@ from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.sampling import SamplingParams
 from tests.integrations.test_transformers import Case, check, make_cases, prompts
 from tests.support.engines import new_engine
+from tests.support.layouts import dcp_config
 from tests.support.models import random_model, save_tiny, tiny_config
 from tests.support.quantized_models import published_name
 from tests.support.ranks import run_ranks
@@ -139,14 +140,7 @@ def test_caches_of_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         rope["partial_rotary_factor"] = 0.5
     reference = random_model(config)
     reference.save_pretrained(tmp_path)
-    dcp = DCPConfig(
-        tensor_parallel_size=2,
-        decode_context_parallel_size=2,
-        block_size=4,
-        dcp_comm_backend="a2a",
-        kv_cache_dtype="fp8_ds_mla",
-        index_cache_dtype="fp8",
-    )
+    dcp = dcp_config(2, 2, block_size=4, dcp_comm_backend="a2a", kv_cache_dtype="fp8_ds_mla", index_cache_dtype="fp8")
     results = run_ranks(2, generate, tmp_path, [dcp, dataclasses.replace(dcp, decode_context_parallel_size=1)])[0]
     rotate = modeling_deepseek_v4.apply_rotary_pos_emb
 

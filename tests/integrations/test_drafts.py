@@ -15,6 +15,7 @@ from dcpmla.runtime.drafts import Drafter
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.engines import new_engine
+from tests.support.layouts import dcp_config
 from tests.support.models import VOCAB_SIZE, save_tiny
 from tests.support.ranks import run_ranks
 from tests.support.recorded import RecordedDrafter
@@ -66,13 +67,7 @@ def serve(
 
 def serve_families(directories: list[Path], tp: int, dcp_size: int, interleave: int) -> list[Outcome]:
     """On one rank: each model's outcomes with drafts of which most are right, as they are and padded as graphs are."""
-    dcp = DCPConfig(
-        tensor_parallel_size=tp,
-        decode_context_parallel_size=dcp_size,
-        cp_kv_cache_interleave_size=interleave,
-        block_size=4,
-        context_workspace_tokens=4 * 4 * dcp_size * interleave,
-    )
+    dcp = dcp_config(tp, dcp_size, interleave, block_size=4, context_workspace_tokens=4 * 4 * dcp_size * interleave)
     mesh = init_mesh(tp, dcp_size)
     exchange = select_exchange(dcp, mesh.dcp_group, CPU)
     outcomes = []

@@ -29,6 +29,7 @@ from dcpmla.runtime.sampling import SamplingParams
 from tests.support.costs import DrawnCosts
 from tests.support.engines import new_engine
 from tests.support.hash_model import HashModel, alone, alone_ignoring_eos, make_engine
+from tests.support.layouts import dcp_config
 from tests.support.models import VOCAB_SIZE, save_tiny
 from tests.support.ranks import run_ranks
 from tests.support.recorded import RecordedDrafter
@@ -142,13 +143,7 @@ def check_loads(
     with_drafts: bool = False,
 ) -> None:
     reference = save_tiny(family, directory)
-    dcp = DCPConfig(
-        tensor_parallel_size=tp,
-        decode_context_parallel_size=dcp_size,
-        cp_kv_cache_interleave_size=interleave,
-        block_size=4,
-        context_workspace_tokens=5 * 4 * dcp_size * interleave,
-    )
+    dcp = dcp_config(tp, dcp_size, interleave, block_size=4, context_workspace_tokens=5 * 4 * dcp_size * interleave)
     seeds = list(range(6 if tp < 3 and family == "deepseek_v3" else 2 if family == "deepseek_v4" else 4))
     arguments = directory, dcp, seeds, device_type, with_drafts
     ranks = run_ranks(tp, serve, *arguments, device=device_type, timeout=300)

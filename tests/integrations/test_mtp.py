@@ -23,6 +23,7 @@ from dcpmla.runtime.mtp import MtpDrafter
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.costs import DrawnCosts
 from tests.support.engines import new_engine
+from tests.support.layouts import dcp_config
 from tests.support.models import random_model, tiny_config
 from tests.support.ranks import run_ranks
 
@@ -203,12 +204,7 @@ def serve_families(
     directories: list[Path], tp: int, dcp_size: int, num_drafts: int = NUM_DRAFTS
 ) -> list[tuple[list[list[int]], Record]]:
     """On one rank: each model's tokens and drafts, eagerly and padded as graphs are."""
-    dcp = DCPConfig(
-        tensor_parallel_size=tp,
-        decode_context_parallel_size=dcp_size,
-        block_size=4,
-        context_workspace_tokens=4 * 4 * dcp_size,
-    )
+    dcp = dcp_config(tp, dcp_size, block_size=4, context_workspace_tokens=4 * 4 * dcp_size)
     mesh = init_mesh(tp, dcp_size)
     exchange = select_exchange(dcp, mesh.dcp_group, CPU)
     outcomes = []

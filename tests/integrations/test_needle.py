@@ -12,13 +12,13 @@ import transformers
 
 from dcpmla.cache.latent import LatentCache
 from dcpmla.comm.select import select_exchange
-from dcpmla.config import DCPConfig
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.transformers import load_model
 from dcpmla.ownership import owner_rank
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.engines import new_engine
+from tests.support.layouts import dcp_config
 from tests.support.ranks import run_ranks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "needle"
@@ -33,12 +33,7 @@ def tokenizer() -> Any:
 
 def answer(prompts: list[list[int]], tp: int, dcp_size: int, interleave: int, max_num_batched_tokens: int) -> list[int]:
     """First new token of each prompt, one request at a time, so that a question of one token is a decode step."""
-    dcp = DCPConfig(
-        tensor_parallel_size=tp,
-        decode_context_parallel_size=dcp_size,
-        cp_kv_cache_interleave_size=interleave,
-        context_workspace_tokens=2048,
-    )
+    dcp = dcp_config(tp, dcp_size, interleave, context_workspace_tokens=2048)
     mesh, device = init_mesh(tp, dcp_size), torch.device("cpu")
     selection = select_exchange(dcp, mesh.dcp_group, device)
     model = load_model(MODEL, load_config(MODEL), dcp, mesh, selection, torch.float32, device)

@@ -21,6 +21,7 @@ from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.engines import new_engine
+from tests.support.layouts import dcp_config
 from tests.support.models import FAMILIES, SPARSE_FAMILIES, VOCAB_SIZE, random_model, save_tiny, tiny_config
 from tests.support.ranks import run_ranks
 
@@ -88,10 +89,10 @@ def make_cases(
     cases = []
     for number, (dcp, interleave, backend) in enumerate(itertools.product(dcp_sizes, interleaves, backends)):
         q_replicate, project_before_merge = VARIANTS[number % len(VARIANTS)]
-        layout = DCPConfig(
-            tensor_parallel_size=tp,
-            decode_context_parallel_size=dcp,
-            cp_kv_cache_interleave_size=interleave,
+        layout = dcp_config(
+            tp,
+            dcp,
+            interleave,
             dcp_comm_backend=backend,
             block_size=32 if is_compressed else 16,
             context_workspace_tokens=65536,

@@ -17,6 +17,7 @@ from dcpmla.runtime.graph import DecodeGraph
 from tests.runtime.test_graph_caches import compare
 from tests.support.graph_checks import BATCHES, check_model, check_stack, new_cache, open_model_on, serve_loaded
 from tests.support.launchers import GENERATE, run_together, torchrun
+from tests.support.layouts import dcp_config
 from tests.support.models import MLA_FAMILIES, save_tiny
 from tests.support.ranks import run_ranks
 
@@ -34,9 +35,7 @@ def _exact_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def layout(tp: int, dcp: int, **changes: Any) -> DCPConfig:
-    return DCPConfig(
-        tensor_parallel_size=tp, decode_context_parallel_size=dcp, block_size=4, context_workspace_tokens=512, **changes
-    )
+    return dcp_config(tp, dcp, block_size=4, context_workspace_tokens=512, **changes)
 
 
 @pytest.mark.gpu
@@ -86,12 +85,8 @@ def test_an_exchange_whose_calls_are_compared_is_captured(tmp_path: Path) -> Non
 def test_stack_of_layers(
     num_gpus: int, num_heads: int, topk: int | None, kv_cache_dtype: str, decode_query_dtype: str
 ) -> None:
-    dcp = DCPConfig(
-        tensor_parallel_size=num_gpus,
-        decode_context_parallel_size=num_gpus,
-        block_size=64,
-        kv_cache_dtype=kv_cache_dtype,
-        decode_query_dtype=decode_query_dtype,
+    dcp = dcp_config(
+        num_gpus, num_gpus, block_size=64, kv_cache_dtype=kv_cache_dtype, decode_query_dtype=decode_query_dtype
     )
     assert run_ranks(num_gpus, check_stack, dcp, 3, num_heads, "cuda", topk, device="cuda") == [len(BATCHES)] * num_gpus
 

@@ -17,7 +17,6 @@ from dcpmla.attention.compressed.cache import CompressedCache, CompressedPlan
 from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.attention.compressed.kind import CompressedKind
 from dcpmla.cache.states import num_states
-from dcpmla.config import DCPConfig
 from dcpmla.integrations.families.table import attention_kind
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
@@ -27,6 +26,7 @@ from dcpmla.planning.predict import predict_step
 from dcpmla.planning.recommend import cache_bytes, make_plan
 from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
+from tests.support.layouts import dcp_config
 from tests.support.models import random_model
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -130,12 +130,7 @@ def test_bytes_of_a_token_and_of_a_state_by_hand() -> None:
 @pytest.mark.parametrize(("kv_cache_dtype", "index_cache_dtype"), FORMATS)
 @pytest.mark.parametrize("dcp", [1, 4])
 def test_bytes_are_what_the_cache_allocates(kv_cache_dtype: str, index_cache_dtype: str, dcp: int) -> None:
-    layout = DCPConfig(
-        tensor_parallel_size=4,
-        decode_context_parallel_size=dcp,
-        kv_cache_dtype=kv_cache_dtype,
-        index_cache_dtype=index_cache_dtype,
-    )
+    layout = dcp_config(4, dcp, kv_cache_dtype=kv_cache_dtype, index_cache_dtype=index_cache_dtype)
     block = block_of(CompressedKind(attention_kind(tiny_v4()).config), layout, 5)
     plan = largest_cache(block, 10**6)
     assert isinstance(plan, CompressedPlan)

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from dcpmla.attention.build import StepBuilder
-from dcpmla.config import DCPConfig
 from dcpmla.runtime.drafts import NO_DRAFT
 from dcpmla.runtime.layout import lay_out
 from dcpmla.runtime.ngram import Texts, lookup
 from dcpmla.runtime.numbers import Numbers, Rows, num_words
 from dcpmla.runtime.verification import Compared, verify
 from tests.attention.test_small_kernels import compile_for_hopper
+from tests.support.layouts import dcp_config
 from tests.support.shared_memory import run_interpreted
 
 
@@ -53,12 +53,7 @@ def check_layout(device: str) -> None:
 
     num_reqs, max_blocks = 50, 30
     for query_len, dcp_size, interleave in ((1, 1, 1), (4, 2, 1), (4, 4, 4), (3, 2, 8)):
-        dcp = DCPConfig(
-            tensor_parallel_size=dcp_size,
-            decode_context_parallel_size=dcp_size,
-            cp_kv_cache_interleave_size=interleave,
-            block_size=8,
-        )
+        dcp = dcp_config(dcp_size, dcp_size, interleave, block_size=8)
         num_rows = num_reqs * query_len
         memory = torch.zeros(num_words(num_rows, num_reqs, max_blocks), dtype=torch.int32)
         numbers = Numbers.of(memory, torch.int64, num_rows, num_reqs, max_blocks)

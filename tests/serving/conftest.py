@@ -1,13 +1,14 @@
-"""A server that the tests of the API share: two ranks, one cache."""
+"""What the tests share: a server of two ranks and one cache, and an HTTP process over a fake engine."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
 import pytest
 
-from tests.support.servers import RunningServer, needle_with_template, serve
-
-KEY = "sesame"
+from tests.support.fake_engine import AT_ONCE, AUTHORIZED, LATE, MEMORY, FakeEngine, wait_until
+from tests.support.servers import KEY, RunningServer, needle_with_template, serve
 
 
 @pytest.fixture(scope="package")
@@ -31,3 +32,26 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
     ]
     with serve(tmp_path_factory.mktemp("server"), model, 2, *options) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[FakeEngine]:
+    engine = FakeEngine()
+    until = time.monotonic() + LATE
+    while time.monotonic() < until and not engine.is_healthy():
+        time.sleep(0.1)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def within_limits(engine: FakeEngine) -> Iterator[None]:
+    """Check that memory stays bounded, that no connection and no request is left, and that the server answers."""
+    memory = engine.memory()
+    yield
+    assert engine.is_healthy()
+    wait_until(lambda: engine.num_connections() == 0, "connections are left")
+    wait_until(lambda: not engine.open, "requests are left")
+    assert engine.memory() < memory + MEMORY
+    answer = httpx2.post(f"{engine.url}/v1/completions", json={"prompt": [AT_ONCE]}, headers=AUTHORIZED)
+    assert answer.json()["choices"][0]["text"] == "a"

@@ -10,8 +10,7 @@ import pytest
 import torch
 import transformers
 
-from tests.serving.conftest import KEY
-from tests.support.servers import QUESTION, RunningServer
+from tests.support.servers import KEY, QUESTION, RunningServer
 
 GREEDY = {"model": "needle", "temperature": 0}
 

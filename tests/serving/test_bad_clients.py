@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.protocol import ChatBody, CompletionBody, parse
-from tests.serving.conftest import KEY
-from tests.support.servers import QUESTION, RunningServer
+from tests.support.servers import KEY, QUESTION, RunningServer
 
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
 GOOD = {"prompt": QUESTION, "max_tokens": 1, "temperature": 0}

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from dcpmla.__main__ import main
-from tests.serving.conftest import KEY
-from tests.support.servers import RunningServer
+from tests.support.servers import KEY, RunningServer
 
 pytestmark = pytest.mark.usefixtures("one_process_on_cpu")
 

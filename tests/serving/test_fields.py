@@ -9,8 +9,7 @@ import pytest
 import transformers
 
 import dcpmla
-from tests.serving.conftest import KEY
-from tests.support.servers import QUESTION, RunningServer, read_events
+from tests.support.servers import KEY, QUESTION, RunningServer, read_events
 
 GREEDY = {"prompt": QUESTION, "max_tokens": 3, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 2, "temperature": 0}

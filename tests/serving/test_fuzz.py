@@ -17,9 +17,8 @@ import httpx2
 import psutil
 import pytest
 
-from tests.serving.conftest import KEY
 from tests.support.fuzz import GOOD, LATE, ROUTES, Connection, framed, garbage, random_body
-from tests.support.servers import RunningServer
+from tests.support.servers import KEY, RunningServer
 
 SEED = int(os.environ.get("DCPMLA_FUZZ_SEED", "0"))
 NUM_CLIENTS, NUM_ACTIONS, FUZZ_SECONDS = 8, 25, 15  # Clients stop at either of the last two.

@@ -10,9 +10,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.serving.conftest import KEY
 from tests.support.launchers import run_forked, unattended
-from tests.support.servers import RunningServer, read_events
+from tests.support.servers import KEY, RunningServer, read_events
 
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
 NUM_STREAMS = 200

@@ -17,6 +17,7 @@ from tests.support.launchers import ROOT, environment, free_port, run_program, u
 from tests.support.ranks import start_process
 
 NEEDLE = ROOT / "examples" / "needle" / "model"
+KEY = "sesame"
 QUESTION = "amber-ant 123; amber-apple 456; amber-ant?"  # the model answers 123 123 123 ...
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ['user', 'assistant', 'system'] %}"

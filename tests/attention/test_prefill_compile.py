@@ -1,0 +1,128 @@
+"""The kernels of prefill compiled for Hopper, and tiles that fit in shared memory."""
+
+from typing import Any
+
+import pytest
+
+from tests.attention import test_decode_compile
+
+triton = pytest.importorskip("triton")
+
+HOPPER_SHARED_MEMORY = 232448  # bytes that a program may use
+
+
+@pytest.mark.parametrize(
+    ("dims", "causal", "has_mask"),
+    [
+        ((128, 64, 128), True, False),
+        ((128, 64, 128), False, False),
+        ((128, 64, 128), False, True),
+        ((192, 64, 256), True, True),
+        ((48, 16, 32), False, False),
+    ],
+)
+def test_mha_prefill_compiles_for_hopper(dims: tuple[int, int, int], causal: bool, has_mask: bool) -> None:
+    """With the tiles that such heads get, within a program's shared memory."""
+    from dcpmla.attention.triton.prefill import mha_prefill_kernel, select_tiling
+
+    tile_dims = [max(16, triton.next_power_of_2(dim)) for dim in dims]
+    tiling = select_tiling(tile_dims[0] + tile_dims[1], tile_dims[2], HOPPER_SHARED_MEMORY)
+    constants: dict[str, int | None] = dict(
+        zip(("P", "R", "V", "P_TILE", "R_TILE", "V_TILE"), (*dims, *tile_dims), strict=True)
+    )
+    constants |= {"CAUSAL": causal, "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n}
+    if not has_mask:
+        constants |= {"mask_ptr": None, "num_words": None}
+    types = {
+        "scale_log2": "fp32",
+        "lse_ptr": "*fp32",
+        "query_start_loc_ptr": "*i32",
+        "key_start_loc_ptr": "*i32",
+        "mask_ptr": "*i32",
+    }
+    types |= {"q_ptr": "*bf16", "out_ptr": "*bf16", "k_pe_desc": f"tensordesc<bf16[{tiling.block_n}, {tile_dims[1]}]>"}
+    types |= {
+        name: f"tensordesc<bf16[1, {tiling.block_n}, {dim}]>"
+        for name, dim in (("k_nope_desc", tile_dims[0]), ("v_desc", tile_dims[2]))
+    }
+    options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+    compiled = compile_for_hopper(mha_prefill_kernel, types, constants, options)
+    assert "wgmma" in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= HOPPER_SHARED_MEMORY
+
+
+@pytest.mark.parametrize(
+    ("dtype", "causal", "has_mask"),
+    [("bf16", True, False), ("bf16", False, True), ("fp16", False, False), ("fp16", True, True)],
+)
+def test_the_hopper_kernel_compiles(dtype: str, causal: bool, has_mask: bool) -> None:
+    """The softmax of a tile precedes the wait for the product of the values of the tile before. Before the softmax each
+    score is tested by itself, and each thread loads the words of its two rows for the next tile.
+    """
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from dcpmla.attention.hopper.prefill import prefill_kernel
+    from dcpmla.attention.hopper.prefill_pipeline import KEYS, NOPE, ROPE, ROWS, TILE, VALUE
+
+    def tiles(num_rows: Any, num_columns: Any) -> str:
+        return f"tensordesc<{dtype}[{num_rows.value}, {num_columns.value}],{TILE.value}>"
+
+    types = {"q_nope_desc": tiles(ROWS, NOPE), "q_pe_desc": tiles(ROWS, ROPE), "v_desc": tiles(KEYS, VALUE)}
+    types |= {"k_nope_desc": tiles(KEYS, NOPE), "k_pe_desc": tiles(KEYS, ROPE), "out_ptr": f"*{dtype}"}
+    types |= {"lse_ptr": "*fp32", "query_start_loc_ptr": "*i32", "key_start_loc_ptr": "*i32", "scale_log2": "fp32"}
+    constants: dict[str, Any] = {"IS_CAUSAL": causal}
+    if has_mask:
+        types["mask_ptr"] = "*i32"
+    else:
+        constants |= {"mask_ptr": None, "num_words": None}
+    ptx, said = test_decode_compile.compile_for_hopper(prefill_kernel, GluonASTSource, types, constants, num_warps=4)
+    assert "wgmma.mma_async.sync.aligned.m64n128k16" in ptx
+    assert "cp.async.bulk.tensor" in ptx
+    assert "0 bytes spill stores" in said
+    assert "wgmma.mma_async instructions are serialized" not in said
+    loop = ptx[ptx.index("wgmma.wait_group.sync.aligned 1") :]
+    softmax = loop[: loop.index("wgmma.wait_group.sync.aligned 0")]
+    assert softmax.count("ex2.approx") >= 64
+    assert softmax.count("selp.f32") == (64 if has_mask else 0)
+    assert softmax.count("ld.global") == (8 if has_mask else 0)
+    assert "mbarrier.try_wait" in softmax[softmax.rindex("ex2.approx") :]  # past which the assembler moves no wait
+
+
+def test_merge_part_compiles_for_hopper() -> None:
+    from dcpmla.attention.triton.merge import merge_part_kernel
+
+    types = {"merged_ptr": "*bf16", "out_ptr": "*fp32", "part_ptr": "*bf16"}
+    types |= dict.fromkeys(("merged_lse_ptr", "lse_ptr", "part_lse_ptr"), "*fp32")
+    compiled = compile_for_hopper(merge_part_kernel, types, {"WIDTH": 128, "COLUMNS": 128, "ROWS": 32}, {})
+    assert "sm_90a" in compiled.asm["ptx"]
+
+
+def compile_for_hopper(
+    kernel: Any, types: dict[str, str], constants: dict[str, int | None], options: dict[str, int]
+) -> Any:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    aligned = {
+        (at,): [["tt.divisibility", 16]]
+        for at, name in enumerate(kernel.arg_names)
+        if name not in constants and ("_ptr" in name or "_stride" in name)
+    }
+    return triton.compile(
+        ASTSource(kernel, signature, constexprs=constants, attrs=aligned),
+        target=GPUTarget("cuda", 90, 32),
+        options=options,
+    )
+
+
+def test_tilings_fit() -> None:
+    """Each takes less than the one before; heads of up to 256 find one in the 99 KiB of small GPUs, DeepSeek's the best
+    one on Hopper.
+    """
+    from dcpmla.attention.triton.prefill import TILINGS, select_tiling
+
+    sizes = [tiling.shared_memory(192, 128) for tiling in TILINGS]
+    assert sizes == sorted(sizes, reverse=True)
+    assert select_tiling(192, 128, HOPPER_SHARED_MEMORY) == TILINGS[0]
+    assert select_tiling(320, 256, 101376).shared_memory(320, 256) <= 101376

@@ -1,0 +1,107 @@
+"""Answers that a client does not read, reads slowly, or gets before it has sent the body."""
+
+import json
+import time
+
+import httpx2
+import pytest
+
+from tests.support.fake_engine import (
+    AT_ONCE,
+    AUTHORIZED,
+    ENDLESS,
+    LATE,
+    LONG,
+    LONG_TEXT,
+    NEVER,
+    SLOW,
+    FakeEngine,
+    head,
+    is_closed,
+    request,
+    wait_until,
+)
+from tests.support.servers import KEY
+
+pytestmark = pytest.mark.usefixtures("within_limits")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        request(LONG),
+        request(LONG).replace(b"\r\n", b"\r\nConnection: close\r\n", 1),
+        request(LONG, stream=True),
+        request(ENDLESS, stream=True),
+    ],
+)
+def test_an_answer_that_is_not_read(engine: FakeEngine, data: bytes) -> None:
+    num_before = engine.num_submitted
+    connections = [engine.connect(data, buffer=4096) for _ in range(4)]
+    wait_until(lambda: engine.num_submitted == num_before + 4, "the requests do not come")
+    assert engine.is_healthy()
+    wait_until(lambda: engine.num_connections() == 0, "answers are held")
+    for connection in connections:
+        connection.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_slow_reader_gets_the_whole_answer(engine: FakeEngine, stream: bool) -> None:
+    connection = engine.connect(request(LONG, stream=stream), buffer=1 << 18)
+    num_read = 0
+    while num_read < len(LONG_TEXT):
+        part = connection.recv(1 << 20)
+        assert part, f"the answer ends after {num_read} bytes"
+        num_read += len(part)
+        time.sleep(len(part) / (1 << 20))  # 8 s, several times `send_seconds`
+    connection.close()
+
+
+def test_a_slow_stream_and_kept_connections(engine: FakeEngine) -> None:
+    """They take longer than any limit but --request-timeout."""
+    with httpx2.Client(base_url=engine.url, headers=AUTHORIZED, timeout=LATE) as client:
+        body = {"prompt": [SLOW]}
+        with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+            lines = [line for line in response.iter_lines() if line]
+        assert lines[-1] == "data: [DONE]"
+        assert sum(len(json.loads(line.removeprefix("data: "))["choices"][0]["text"]) for line in lines[:-1]) == 16
+        assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == "a" * 16
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (head(16 << 20, key="wrong"), 401),
+        (head(None, key="wrong"), 401),
+        (head((16 << 20) + 1), 413),
+        (head(100), 408),
+    ],
+)
+def test_an_answer_before_the_body(engine: FakeEngine, data: bytes, status: int) -> None:
+    connection = engine.connect(data)
+    assert connection.recv(1000).startswith(f"HTTP/1.1 {status}".encode())
+    connection.close()
+
+
+def test_a_full_queue_reads_no_body(engine: FakeEngine) -> None:
+    running = [engine.connect(request(NEVER)) for _ in range(8)]
+    wait_until(lambda: len(engine.open) == 8, "the requests do not come")
+    connection = engine.connect(head(16 << 20))
+    assert connection.recv(1000).startswith(b"HTTP/1.1 429")
+    for each in [connection, *running]:
+        each.close()
+
+
+@pytest.mark.parametrize(("key", "status"), [("wrong", b"401"), (KEY, b"200")])
+def test_a_request_that_expects_100_is_the_last_one(engine: FakeEngine, key: str, status: bytes) -> None:
+    """Refused early, its client may still send the body: no byte of it may be taken for another request."""
+    body = json.dumps({"prompt": [AT_ONCE]}).encode()
+    connection = engine.connect(head(len(body), key=key)[:-2] + b"Expect: 100-continue\r\n\r\n")
+    answer = connection.recv(1 << 16)
+    if key == KEY:
+        assert answer == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(body)
+        answer = connection.recv(1 << 16)
+    assert answer.startswith(b"HTTP/1.1 " + status)
+    assert b"connection: close" in answer
+    assert is_closed(connection)

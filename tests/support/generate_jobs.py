@@ -1,0 +1,180 @@
+"""Jobs of `generate` on two ranks, with a fault in one, without a launcher or under torchrun."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.support import faulty
+from tests.support.launchers import free_port
+from tests.support.ranks import start_process
+from tests.support.watched_jobs import is_stopped, process_status
+
+TIMEOUT = 5
+MARGIN = 30  # seconds: the ranks' start, reads of the posts, the store's grace, and other load on the machine
+IDS = [f"prompt {index}" for index in range(6)]
+Signal = tuple[int, int]  # number, rank
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of a job: exit codes (-n by signal n), stderr, seconds since the fault or the start, outputs, flight
+    records.
+    """
+
+    codes: list[int]
+    text: str
+    seconds: float
+    outputs: bytes
+    flights: dict[int, bytes]
+
+    @property
+    def lines(self) -> list[str]:
+        return [line for line in re.split("[\r\n]", self.text) if "dcpmla: error: " in line]
+
+    @property
+    def ids(self) -> list[str]:
+        assert not self.outputs or self.outputs.endswith(b"\n")
+        return [json.loads(line)["id"] for line in self.outputs.splitlines()]
+
+
+class Job:
+    """A job's directory: prompts, outputs, and the files of `faulty`."""
+
+    def __init__(self, directory: Path, ids: Sequence[str], last_line: str = "") -> None:
+        self.directory = directory
+        prompts = [
+            {"id": request_id, "prompt_token_ids": [5, 6, 7 + index], "max_new_tokens": 2 if index < 2 else 16}
+            for index, request_id in enumerate(ids)
+        ]
+        (directory / "in.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts) + last_line)
+        self.errors = (directory / "errors").open("ab")
+
+    def arguments(self, model: Path, device: str = "cpu", timeout: int = TIMEOUT) -> list[str]:
+        files = ["--prompt-file", self.directory / "in.jsonl", "--output-file", self.directory / "out.jsonl"]
+        sizes = ["-tp", 2, "-dcp", 2, "--max-num-seqs", 2, "--timeout", timeout]
+        return [str(argument) for argument in ["generate", "--model", model, "--device", device, *files, *sizes]]
+
+    def pids(self) -> dict[int, int]:
+        """Return the newest process of each rank."""
+        files = sorted(self.directory.glob("pid *"), key=lambda file: file.stat().st_mtime)
+        return {int(rank): int(pid) for rank, pid in (file.name.split()[1:] for file in files)}
+
+    def wait(self, codes: Callable[[], list[int | None]], on_reached: Callable[[], object]) -> Ended:
+        """Wait until all processes have an exit code; resume a stopped rank once the other ranks ended."""
+        since, reached = time.monotonic(), False
+        while None in codes():
+            time.sleep(0.1)
+            if not reached and (self.directory / "reached").exists():
+                since, reached = time.monotonic(), True
+                on_reached()
+            assert time.monotonic() - since < 100, (self.directory / "errors").read_text()
+            for pid in self.pids().values():
+                if sum(code is None for code in codes()) == 1 and is_stopped(pid):
+                    os.kill(pid, signal.SIGCONT)
+        seconds, out = time.monotonic() - since, self.directory / "out.jsonl"
+        assert not [pid for pid in self.pids().values() if process_status(pid) not in (None, psutil.STATUS_ZOMBIE)]
+        text = (self.directory / "errors").read_text()
+        flights = {int(file.name.split()[1]): file.read_bytes() for file in self.directory.glob("flight *")}
+        return Ended(
+            [int(str(code)) for code in codes()], text, seconds, out.read_bytes() if out.exists() else b"", flights
+        )
+
+
+@contextmanager
+def new_job(ids: Sequence[str] = IDS, last_line: str = "") -> Iterator[Job]:
+    with tempfile.TemporaryDirectory() as directory:
+        yield Job(Path(directory), ids, last_line)
+
+
+def direct(
+    model: Path,
+    fault: dict[str, Any] | None = None,
+    send: Signal | None = None,
+    more: Sequence[str] = (),
+    ids: Sequence[str] = IDS,
+    last_line: str = "",
+    device: str = "cpu",
+    timeout: int = TIMEOUT,
+) -> Ended:
+    """Start two ranks without a launcher; rank 1 gets more arguments."""
+    with new_job(ids, last_line) as job:
+        variables = {
+            "WORLD_SIZE": 2,
+            "LOCAL_WORLD_SIZE": 2,
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": free_port(),
+            "OMP_NUM_THREADS": 1,
+        }
+        arguments = job.arguments(model, device, timeout)
+        processes = []
+        for rank in range(2):
+            environment = {name: str(value) for name, value in {**variables, "RANK": rank, "LOCAL_RANK": rank}.items()}
+            own = [*arguments, *(more if rank == 1 else [])]
+            processes.append(start_process(_rank, (job.directory, environment, fault or {}, own)))
+        try:
+            return job.wait(
+                lambda: [process.exitcode for process in processes],
+                lambda: send and os.kill(job.pids()[send[1]], send[0]),
+            )
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _rank(directory: Path, environment: dict[str, str], fault: dict[str, Any], arguments: list[str]) -> None:
+    os.environ.update(environment, TORCH_FR_DUMP_TEMP_FILE=str(directory / "flight "))
+    os.dup2(os.open(directory / "errors", os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.exit(faulty.run(directory, fault, arguments))
+
+
+def torchrun(model: Path, fault: dict[str, Any], number: int | None = None, max_restarts: int = 0) -> Ended:
+    """Start two ranks under torchrun, which is sent a signal when the fault begins."""
+    with new_job() as job:
+        options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", str(max_restarts)]
+        # Fresh interpreters may be ready seconds apart; a timeout finds no fault here.
+        program = [
+            str(Path(faulty.__file__)),
+            str(job.directory),
+            json.dumps(fault),
+            *job.arguments(model, timeout=4 * TIMEOUT),
+        ]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *options, *program],
+            stdout=subprocess.DEVNULL,
+            stderr=job.errors,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_FR_DUMP_TEMP_FILE": str(job.directory / "flight ")},
+        )
+        try:
+            return job.wait(lambda: [process.poll()], lambda: number and process.send_signal(number))
+        finally:
+            process.kill()
+            process.wait()
+
+
+def with_broken_weights(model: Path) -> Ended:
+    """Give the job a checkpoint with a truncated file."""
+    with tempfile.TemporaryDirectory() as directory:
+        for file in model.iterdir():
+            content = file.read_bytes()
+            (Path(directory) / file.name).write_bytes(
+                content[: len(content) // 2] if file.suffix == ".safetensors" else content
+            )
+        return direct(Path(directory))
+
+
+def at(when: str, what: str, rank: int = 1) -> dict[str, Any]:
+    return {"rank": rank, "when": when, "what": what}

@@ -1,0 +1,65 @@
+"""Backends of prefill against float64: cases, and rows among NaN."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from dcpmla.attention import reference
+from dcpmla.attention.calls import PrefillCall, Segments, join_keys
+
+SCALE = 0.17
+Case = tuple[
+    list[int], list[int] | None, int, tuple[int, int, int]
+]  # query_lens, key_lens (None: causal), heads, (P, R, V)
+
+
+def segments(lens: Sequence[int], device: str) -> Segments:
+    start = tuple(sum(lens[:count]) for count in range(len(lens) + 1))
+    return Segments(start, torch.tensor(start, dtype=torch.int32, device=device))
+
+
+def poisoned(rows: Tensor, dtype: torch.dtype, device: str) -> Tensor:
+    """Return the same rows in a view with NaN on all sides."""
+    whole = torch.full(
+        (rows.shape[0] + 200, *rows.shape[1:-1], rows.shape[-1] + 16), torch.nan, dtype=dtype, device=device
+    )
+    view = whole[8 : 8 + rows.shape[0], ..., 8 : 8 + rows.shape[-1]]
+    return view.copy_(rows)
+
+
+def check_prefill(
+    prefill: Callable[[PrefillCall], tuple[Tensor, Tensor]],
+    case: Case,
+    dtype: torch.dtype,
+    device: str,
+    draw_mask: Callable[[int, int], Tensor] | None = None,
+) -> None:
+    """Compare a backend's (out, lse) with float64, among rows of NaN.
+
+    Args:
+        draw_mask: A function of the numbers of tokens and keys that returns a mask; parts of its rows are empty.
+    """
+    query_lens, key_lens, num_heads, (nope, rope, v_head_dim) = case
+    queries, keys = segments(query_lens, device), segments(query_lens if key_lens is None else key_lens, device)
+    generator = torch.Generator().manual_seed(0)
+    num_tokens, num_keys = queries.start[-1], keys.start[-1]
+    shapes = [
+        (num_tokens, num_heads, nope + rope),
+        (num_keys, num_heads, nope),
+        (num_keys, rope),
+        (num_keys, num_heads, v_head_dim),
+    ]
+    q, k_nope, k_pe, v = (poisoned(torch.randn(shape, generator=generator), dtype, device) for shape in shapes)
+    mask = None if draw_mask is None else draw_mask(num_tokens, max(keys.lens))
+    causal, device_mask = key_lens is None, None if mask is None else mask.to(device)
+    out, lse = prefill(PrefillCall(q, k_nope, k_pe, v, *queries, *keys, SCALE, causal, device_mask))
+    wide = (rows.double().cpu() for rows in (q, join_keys(k_nope, k_pe), v))
+    expected, expected_lse = reference.mha_prefill(*wide, queries.start, keys.start, SCALE, causal, mask)
+    assert mask is None or 0 < (expected_lse == -torch.inf).sum() < expected_lse.numel()
+    assert (out.dtype, lse.dtype, out.shape, lse.shape) == (dtype, torch.float32, expected.shape, expected_lse.shape)
+    assert out.is_contiguous()
+    assert lse.is_contiguous()
+    tolerance = {torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+    torch.testing.assert_close(out.double().cpu(), expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse.cpu(), expected_lse, atol=2e-4, rtol=1e-4)
