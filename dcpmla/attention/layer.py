@@ -10,8 +10,7 @@ from dcpmla.attention.checks import check_cache, check_selection, check_step
 from dcpmla.attention.claim import claim_context
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.modules import MLAModules
-from dcpmla.attention.output.quant import OutputQuant, quant_for
-from dcpmla.attention.output.rows import OutputRows
+from dcpmla.attention.output.rows import OutputQuant, OutputRows, quant_for
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.projections import Keys, Tokens, absorb_query, finish_latents, rotate_query_, rows_of

@@ -115,6 +115,25 @@ def dequantize(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: 
     return torch.cat([tiles.flatten(-2).to(dtype), k_pe.view(torch.bfloat16).to(dtype)], -1)
 
 
+def write_latents(kv_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slots: Tensor, kv_scale: Tensor | None = None) -> None:
+    """Store latents in a layer's cache. (On a GPU `finish_latents` stores a layer's own latents.)
+
+    Args:
+        kv_cache: Cache [num_blocks, block_size, width] in one of the formats of `dcpmla.cache.formats`.
+        kv_c, k_pe: Latents [N, L] after their norm, rope parts [N, R] after RoPE.
+        slots: Slots of this rank [N], int64; -1 skips a row.
+        kv_scale: Scale of an fp8 cache; None for other formats.
+    Raises:
+        ValueError: The format cannot hold the values, or takes no such scale.
+    """
+    mine = slots >= 0
+    slots = slots[mine]
+    # Indexed by block and offset, because a cache that is a slice of a larger one has no flat view.
+    kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]] = quantize(
+        kv_c[mine], k_pe[mine], kv_cache.dtype, kv_scale
+    )
+
+
 def rope_dim_of(row_width: int, storage: torch.dtype, kv_lora_rank: int) -> int:
     """Return R for a cache whose rows have row_width elements."""
     if storage != torch.uint8:

@@ -12,7 +12,7 @@ from dcpmla import DCPConfig, MLAAttention, MLAConfig, Placement, init_mesh
 from dcpmla.attention import layer as layer_module
 from dcpmla.attention.compressed.layer import CompressedAttention
 from dcpmla.attention.output import ops as output_ops
-from dcpmla.attention.output.quant import OutputQuant
+from dcpmla.attention.output.rows import OutputQuant
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import IndexerConfig
 from dcpmla.integrations.families.table import attention_kind

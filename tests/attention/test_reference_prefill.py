@@ -19,8 +19,9 @@ from dcpmla.attention import prefill, reference
 from dcpmla.attention.backends import PREFILL_BACKENDS, select_backend
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.calls import PrefillCall, Segments
+from dcpmla.attention.prefill import read_latents
 from dcpmla.attention.step import StepRequests
-from dcpmla.cache.rows import read_latents, write_latents
+from dcpmla.cache.formats import write_latents
 from dcpmla.comm.exchange import LocalExchange
 from tests.attention.test_reference import SCALE, L, P, R, V, attend_heads, check_close
 from tests.support.backends import prefill_call

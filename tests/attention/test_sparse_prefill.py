@@ -19,7 +19,7 @@ from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.calls import PrefillCall, join_keys
 from dcpmla.attention.sparse.mask import selection_mask, unpack_mask
 from dcpmla.attention.step import StepRequests
-from dcpmla.cache.rows import write_latents
+from dcpmla.cache.formats import write_latents
 from dcpmla.comm.exchange import LocalExchange
 from tests.attention.test_prefill_backends import DEEPSEEK, LARGER_CASES, find_kernel
 from tests.attention.test_prefill_kernel import Case, compile_for_hopper, poisoned, segments
