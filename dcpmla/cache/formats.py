@@ -146,6 +146,19 @@ def to_fp8(values: Tensor, scale: Tensor) -> Tensor:
     return (values.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
+def check_cache(kv_cache: Tensor, block_size: int, width: int, kv_cache_dtype: str, storage: torch.dtype) -> None:
+    """Raise ValueError for a cache that does not have blocks of block_size rows of `width` elements of `storage`, which
+    is the dtype of kv_cache_dtype.
+    """
+    if kv_cache.ndim != 3 or kv_cache.shape[1:] != (block_size, width):
+        raise ValueError(f"kv_cache has shape {tuple(kv_cache.shape)}; expected [num_blocks, {block_size}, {width}]")
+    if kv_cache.dtype != storage:
+        asked = f"kv_cache_dtype (--kv-cache-dtype) {kv_cache_dtype!r}"
+        raise ValueError(f"kv_cache has dtype {kv_cache.dtype}; expected {storage} for {asked}")
+    if kv_cache.stride(-1) != 1:
+        raise ValueError(f"kv_cache has strides {kv_cache.stride()}; the values of a row must be contiguous")
+
+
 def check_kv_scale(storage: torch.dtype, kv_scale: Tensor | None) -> None:
     """Raise ValueError unless kv_scale is given exactly for fp8 caches, as float32 of one element."""
     if (storage == FP8) != (kv_scale is not None):

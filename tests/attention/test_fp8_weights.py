@@ -208,7 +208,8 @@ def check_static_output(headroom: float) -> None:
     layer, plain = layers(CONFIG, 1)
     batches = MIXED, DECODES[0], PREFILL
     scale = headroom * max(float(run_layer(layer, batch, layer.attend)[0].abs().max()) for batch in batches) / 448
-    layer.o_proj.load_input_scale("input_scale", torch.tensor(scale))
+    layer = MLAAttention(CONFIG, layer._placement).eval()
+    layer.load_weights({**checkpoint(CONFIG), "o_proj.input_scale": torch.tensor(scale)})
     layer.o_proj.takes_quantized = True
     taken: list[Any] = []
     layer.o_proj.register_forward_pre_hook(lambda _, inputs: taken.append(inputs[0]))
