@@ -98,12 +98,12 @@ class DecodeCall(NamedTuple):
 
     def _check_requests(self) -> None:
         """Raise ValueError if shapes, dtypes or strides do not match the queries' tokens."""
-        num_tokens, table, index, starts = len(self.q), self.block_table, self.request_index, self.query_start_loc
-        if table.ndim != 2 or (len(table) != num_tokens and 0 in (len(table), num_tokens)):
+        num_tokens, table, index, starts = self.q.shape[0], self.block_table, self.request_index, self.query_start_loc
+        if table.ndim != 2 or (table.shape[0] != num_tokens and 0 in (table.shape[0], num_tokens)):
             raise ValueError(
                 f"block_table has shape {tuple(table.shape)}; expected [num_reqs, max_blocks], a row for each request"
             )
-        if index is not None and (index.ndim != 1 or len(table) == 0 < len(index)):
+        if index is not None and (index.ndim != 1 or table.shape[0] == 0 < index.shape[0]):
             raise ValueError(
                 f"request_index has shape {tuple(index.shape)}; expected [num_reqs], a row of block_table "
                 f"{tuple(table.shape)} for each"

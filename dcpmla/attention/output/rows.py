@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.output import formats
-from dcpmla.attention.output.ops import check_groups, check_heads, check_scale, project_rows_, write_rows_
+from dcpmla.attention.output.ops import new_rows, project_rows_, write_rows_
 from dcpmla.attention.projections import project_values
-from dcpmla.cache.formats import FP8
 from dcpmla.parallel.fp8 import QuantizedRows
 from dcpmla.parallel.linear import Linear
 from dcpmla.parallel.quantized import BLOCK, BlockFp8, unpack
@@ -44,13 +43,13 @@ class OutputQuant:
         if self.kind not in _KINDS:
             raise ValueError(f"kind is {self.kind!r}; choose one of {', '.join(_KINDS)}")
         if self.kind == "fp8_groups":
-            check_groups(self.group_size, self.scale_layout)
+            formats.check_groups(self.group_size, self.scale_layout)
             if self.scale is not None:
                 raise ValueError("scale is given for kind 'fp8_groups', which makes its scales; leave it out")
         elif self.scale is None:
             raise ValueError(f"scale is None; kind {self.kind!r} needs one, float32 of one element")
         else:
-            check_scale("scale", self.scale, self.scale.device)
+            formats.check_scale("scale", self.scale, self.scale.device)
 
     @property
     def group(self) -> int:
@@ -59,12 +58,8 @@ class OutputQuant:
 
     def empty(self, num_rows: int, width: int, device: torch.device) -> QuantizedRows:
         """Return uninitialized memory for num_rows rows of width columns."""
-        if self.kind == "fp8_groups":
-            return QuantizedRows(*formats.empty_fp8_groups(num_rows, width, self.group_size, self.scale_layout, device))
-        if self.kind == "nvfp4":
-            return QuantizedRows(*formats.empty_nvfp4(num_rows, width, device))
-        assert self.scale is not None
-        return QuantizedRows(torch.empty(num_rows, width, dtype=FP8, device=device), self.scale)
+        values, scales = new_rows(num_rows, width, self.group, self.scale_layout, device)
+        return QuantizedRows(values, self.scale if self.kind == "fp8" and self.scale is not None else scales)
 
 
 def quant_for(linear: Linear, head_dim: int) -> OutputQuant | None:
@@ -100,9 +95,9 @@ class OutputRows:
         self._new: dict[str, Any] = {"dtype": dtype, "device": self._w_uv.device}
         self._values: Tensor | None = None
         if quant is not None:
-            check_heads(self._w_uv, dtype, quant.group)
+            formats.check_heads(self._w_uv, dtype, quant.group)
             if quant.scale is not None:
-                check_scale("scale", quant.scale, self._w_uv.device)
+                formats.check_scale("scale", quant.scale, self._w_uv.device)
             self._values, self._scales = quant.empty(num_rows, self._width, self._w_uv.device)
 
     def project(self, out: Tensor) -> None:
