@@ -9,6 +9,8 @@ from dcpmla.fields import (
     TEXT,
     Rule,
     check_fields,
+    choices,
+    divisors,
     even,
     instance_of,
     number,
@@ -260,15 +262,3 @@ class DCPConfig:
     def virtual_block_size(self) -> int:
         """Positions that one block id covers: block_size on each of the DCP ranks."""
         return self.block_size * self.decode_context_parallel_size
-
-
-def divisors(number: int) -> list[int]:
-    """Return every size from 1 to `number` that divides it."""
-    return [size for size in range(1, number + 1) if number % size == 0]
-
-
-def choices(values: list[int] | tuple[str, ...]) -> str:
-    """Return the words that offer values in an error message: "choose 1, 2 or 4"."""
-    return (
-        "choose " + ", ".join(map(str, values[:-1])) + f" or {values[-1]}" if len(values) > 1 else f"choose {values[0]}"
-    )

@@ -15,7 +15,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
 
 from dcpmla import DCPConfig
 from dcpmla.attention.sparse.kind import SparseKind
-from dcpmla.config import IndexerConfig, divisors
+from dcpmla.config import IndexerConfig
+from dcpmla.fields import divisors
 from dcpmla.integrations.families.family import yarn_mscale
 from dcpmla.integrations.families.table import FAMILIES, attention_kind
 from tests.support.models import MLA_FAMILIES, SPARSE_FAMILIES, tiny_config

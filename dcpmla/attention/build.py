@@ -214,9 +214,7 @@ class StepBuilder:
             return np.full(len(host.positions), -1)
         blocks = host.table[host.request, host.positions // self.block_tokens]
         size, interleave = self.dcp.decode_context_parallel_size, self.dcp.cp_kv_cache_interleave_size
-        offsets = host.positions % self.block_tokens
-        slots = blocks * self.dcp.block_size + ownership.local_index(offsets, size, interleave)
-        return np.where(ownership.owner_rank(offsets, size, interleave) == self.dcp_rank, slots, -1)
+        return ownership.slot_mapping(host.positions, blocks, self.dcp.block_size, size, self.dcp_rank, interleave)
 
     def _decode(
         self,

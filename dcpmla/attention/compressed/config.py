@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dcpmla.config import LARGEST_SIZE, DCPConfig, IndexerConfig, choices, divisors
-from dcpmla.fields import Rule, check_fields, number, whole
+from dcpmla.config import LARGEST_SIZE, DCPConfig, IndexerConfig
+from dcpmla.fields import Rule, check_fields, choices, divisors, number, whole
 
 
 class LayerKind(NamedTuple):
