@@ -1,11 +1,32 @@
-"""Time that pieces of prompts add to the attention of all layers, by the rates of attention's kernels."""
+"""Costs of attention in all layers, for predictions: rows that a new token reads, and time of pieces of prompts."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
 from dcpmla.attention.routes import Rates, RouteCosts
 from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
+
+
+@dataclass(frozen=True)
+class LayerReads:
+    """The rows and keys that one new token reads in a layer's caches, on all ranks of a DCP group together.
+
+    Attributes:
+        num_layers: Number of layers with these reads.
+        num_rows: Rows that the token attends to: tokens, or entries and its window's tokens.
+        query_dim, out_dim: Columns of queries and rows, and of partial outputs.
+        num_keys: Index keys that are scored, if more exist than are selected; else 0.
+        num_candidates: Maximum candidates of a rank.
+    """
+
+    num_layers: int
+    num_rows: int
+    query_dim: int
+    out_dim: int
+    num_keys: int = 0
+    num_candidates: int = 0
 
 
 class AttentionCosts(Protocol):

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.build import StepBuilder
-from dcpmla.attention.costs import AttentionCosts, LatentCosts
+from dcpmla.attention.costs import AttentionCosts, LatentCosts, LayerReads
 from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.projections import query_factor
-from dcpmla.attention.reads import LayerReads
 from dcpmla.attention.routes import Rates
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.formats import row_width, storage_dtype

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dcpmla.attention.claim import claim_context
+from dcpmla.attention.claim import claim_attention
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.modules import MLAModules
 from dcpmla.attention.output.rows import OutputQuant, OutputRows, quant_for
@@ -171,19 +171,11 @@ class MLAAttention(AttentionWeights):
 
     def claim_memory(self, num_tokens: int) -> None:
         """Allocate and free the memory of attention in the largest step of num_tokens, so that memory profiling
-        includes it: an indexer's workspace, then absorbed attention's, then the largest context chunks'. Nothing is
-        computed. Collective.
+        includes it (`claim_attention`). Nothing is computed. Collective.
         """
-        config, norm = self.config, self.kv_a_layernorm.weight
-        new = norm.new_empty
-        if self.indexer is not None:  # free again before attention begins
-            selector, element_size = self.indexer.selector, norm.element_size()
-            new(selector.workspace_bytes(num_tokens, element_size), dtype=torch.uint8)
-        num_rows = min(num_tokens * self._num_group_heads, PART_ROWS)
-        # Absorbed queries, gathered queries, and the outputs before and in the exchange; also freed at once.
-        new(2 * num_rows, config.latent_dim + config.kv_lora_rank)
         num_weights = self.kv_b_proj.weight.numel() if self.kv_b_proj.weight_scale is not None else 0
-        claim_context(num_tokens, config, self._placement, self.num_heads, num_weights)
+        selector = None if self.indexer is None else self.indexer.selector
+        claim_attention(num_tokens, self.config, self._placement, self.num_heads, num_weights, selector)
 
     def _check(self, hidden_states: Tensor, cache: LayerCache | None, step: StepMetadata) -> LayerCache:
         if not isinstance(step, StepMetadata):
@@ -234,7 +226,8 @@ class MLAAttention(AttentionWeights):
 
     def _decode(self, tokens: Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
         """Append the output of decode tokens, bounded in memory. Collective."""
-        max_tokens = max(1, PART_ROWS // self._num_group_heads)
+        # All heads of the DCP group attend to this rank's tokens.
+        max_tokens = max(1, PART_ROWS // (self.num_heads * self.dcp.decode_context_parallel_size))
         if plain(tokens.q_c).shape[0] <= max_tokens:  # a compiler cannot trace the loop
             self._attend_absorbed(tokens, kv_cache, decode, output)
             return
@@ -293,11 +286,6 @@ class MLAAttention(AttentionWeights):
             output.append(out.flatten(1))
         else:
             output.project(out)
-
-    @property
-    def _num_group_heads(self) -> int:
-        """Return the number of heads that attend to this rank's tokens: all heads of the DCP group."""
-        return self.num_heads * self.dcp.decode_context_parallel_size
 
     @property
     def _output_quant(self) -> OutputQuant | None:
