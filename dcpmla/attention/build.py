@@ -84,6 +84,7 @@ class StepBuilder:
     def __init__(self, dcp: DCPConfig, dcp_rank: int, device: torch.device | str = "cpu") -> None:
         self.dcp, self.dcp_rank, self.device = dcp, dcp_rank, device
         self.block_tokens = dcp.virtual_block_size
+        self._layout = dcp.decode_context_parallel_size, dcp_rank, dcp.cp_kv_cache_interleave_size
         self._chunks = ChunkBuilder(dcp, dcp_rank, device, dcp.block_size)
 
     def build(
@@ -107,7 +108,8 @@ class StepBuilder:
                 outside [0, num_reqs], or the cache lacks a state.
         """
         self.check(requests)
-        host = self.on_host(requests, max_decode_query_len, num_decodes)
+        longest = self.decode_query_len(max_decode_query_len)
+        host = self.on_host(requests, longest, num_decodes)
         columns = [
             host.table.astype(np.int32),
             self.local_seq_lens(host.positions[: host.num_decode_tokens]),
@@ -118,7 +120,7 @@ class StepBuilder:
         block_table, local_seq_lens, positions, slot_mapping, *of_kind = upload(columns, self.device)
         decode = prefill = None
         if host.num_decodes:
-            decode = self._decode(host, max_decode_query_len, block_table, local_seq_lens, workspace)
+            decode = self._decode(host, longest, block_table, local_seq_lens, workspace)
         if self.has_slots and host.num_decodes < len(requests.query_lens):
             prefills = slice(host.num_decodes, None)
             prefill = self.prefill(requests.query_lens[prefills], requests.seq_lens[prefills], block_table[prefills])
@@ -152,8 +154,24 @@ class StepBuilder:
 
     def check(self, requests: StepRequests) -> None:
         """Raise ValueError if lengths do not match, a block table is too short, or states are not the cache's."""
-        check_requests(requests, self.block_tokens)
-        states, num_reqs = requests.states, len(requests.query_lens)
+        query_lens, seq_lens, block_tables, states = requests
+        if not query_lens or not len(query_lens) == len(seq_lens) == len(block_tables):
+            raise ValueError(
+                f"query_lens, seq_lens and block_tables have {len(query_lens)}, {len(seq_lens)} and "
+                f"{len(block_tables)} requests; they must have the same number, at least 1"
+            )
+        for request, (query, seq, blocks) in enumerate(zip(query_lens, seq_lens, block_tables, strict=True)):
+            if not 1 <= query <= seq:
+                raise ValueError(
+                    f"request {request}: query_lens is {query} and seq_lens {seq}; 1 <= query_lens <= seq_lens must "
+                    f"hold"
+                )
+            if len(blocks) * self.block_tokens < seq:
+                raise ValueError(
+                    f"request {request}: block_tables has {len(blocks)} blocks, room for "
+                    f"{len(blocks) * self.block_tokens} tokens; seq_lens is {seq}"
+                )
+        num_reqs = len(query_lens)
         if self.num_states and not (
             len(states) == len(set(states)) == num_reqs and all(0 <= state < self.num_states for state in states)
         ):
@@ -168,8 +186,7 @@ class StepBuilder:
 
     def local_seq_lens(self, positions: np.ndarray) -> np.ndarray:
         """Return the number of this rank's tokens up to each position [T], int32 [T]."""
-        size, interleave = self.dcp.decode_context_parallel_size, self.dcp.cp_kv_cache_interleave_size
-        return ownership.local_seq_lens(positions + 1, size, self.dcp_rank, interleave)
+        return ownership.local_seq_lens(positions + 1, *self._layout)
 
     def prefill(self, query_lens: Sequence[int], seq_lens: Sequence[int], table: Tensor) -> PrefillMetadata:
         """Lay out a step's prefills, without waiting for the device.
@@ -185,11 +202,10 @@ class StepBuilder:
             context_chunks=self._chunks.build_all(context_lens, self.dcp.chunk_alignment, table),
         )
 
-    def on_host(self, requests: StepRequests, max_decode_query_len: int, num_decodes: int | None) -> HostStep:
-        """Return a step on the host; `build` documents the arguments."""
+    def on_host(self, requests: StepRequests, longest: int, num_decodes: int | None) -> HostStep:
+        """Return a step on the host, in which decodes that `build` counts have at most `longest` new tokens."""
         query_lens, seq_lens, block_tables, _ = requests
         if num_decodes is None:
-            longest = self.decode_query_len(max_decode_query_len)
             longer = (index for index, length in enumerate(query_lens) if length > longest)
             num_decodes = next(longer, len(query_lens))
         elif not 0 <= num_decodes <= len(query_lens):
@@ -213,19 +229,17 @@ class StepBuilder:
         if not self.has_slots:
             return np.full(len(host.positions), -1)
         blocks = host.table[host.request, host.positions // self.block_tokens]
-        size, interleave = self.dcp.decode_context_parallel_size, self.dcp.cp_kv_cache_interleave_size
-        return ownership.slot_mapping(host.positions, blocks, self.dcp.block_size, size, self.dcp_rank, interleave)
+        return ownership.slot_mapping(host.positions, blocks, self.dcp.block_size, *self._layout)
 
     def _decode(
         self,
         host: HostStep,
-        max_decode_query_len: int,
+        longest: int,
         block_table: Tensor,
         local_seq_lens: Tensor,
         workspace: Tensor | None,
     ) -> DecodeMetadata:
         lens, index = np.asarray(host.requests.query_lens[: host.num_decodes]), None
-        longest = self.decode_query_len(max_decode_query_len)
         if lens.max() > longest:
             lens, request = cut_queries(lens, longest)
             index = upload([request], self.device)[0]
@@ -238,23 +252,3 @@ class StepBuilder:
             workspace=decode_workspace(self.device) if workspace is None else workspace,
             request_index=index,
         )
-
-
-def check_requests(requests: StepRequests, block_tokens: int) -> None:
-    """Raise ValueError if lengths do not match or a block table is too short."""
-    query_lens, seq_lens, block_tables, _ = requests
-    if not query_lens or not len(query_lens) == len(seq_lens) == len(block_tables):
-        raise ValueError(
-            f"query_lens, seq_lens and block_tables have {len(query_lens)}, {len(seq_lens)} and {len(block_tables)} "
-            f"requests; they must have the same number, at least 1"
-        )
-    for request, (query, seq, blocks) in enumerate(zip(query_lens, seq_lens, block_tables, strict=True)):
-        if not 1 <= query <= seq:
-            raise ValueError(
-                f"request {request}: query_lens is {query} and seq_lens {seq}; 1 <= query_lens <= seq_lens must hold"
-            )
-        if len(blocks) * block_tokens < seq:
-            raise ValueError(
-                f"request {request}: block_tables has {len(blocks)} blocks, room for "
-                f"{len(blocks) * block_tokens} tokens; seq_lens is {seq}"
-            )

@@ -90,7 +90,7 @@ def _rows_like(x: Tensor, group: int, scale: Tensor | None, scale_layout: str = 
     """Return memory for x [T, N] quantized, with a given scale or in groups with scales of their own."""
     _check_scales(group, scale, scale_layout, x.device)
     formats.check_rows(x, group)
-    return new_rows(*x.shape, group, scale_layout, x.device)
+    return new_rows(x.shape[0], x.shape[1], group, scale_layout, x.device)
 
 
 def _rows_of_product(
