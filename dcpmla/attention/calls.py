@@ -72,11 +72,12 @@ class DecodeCall(NamedTuple):
         self._check_requests()
         if not self.scale > 0:
             raise ValueError(f"scale is {self.scale}; it must be positive")
-        if workspace is not None:
-            found = workspace.dtype, workspace.ndim, workspace.device
-            if found != (torch.float32, 1, q.device):
-                shown = f"{workspace.dtype} {tuple(workspace.shape)} on {workspace.device}"
-                raise ValueError(f"workspace is {shown}; it comes from decode_workspace({str(q.device)!r})")
+        kind = torch.float32, 1, q.device
+        if workspace is not None and (workspace.dtype, workspace.ndim, workspace.device) != kind:
+            raise ValueError(
+                f"workspace is {workspace.dtype} {tuple(workspace.shape)} on {workspace.device}; it comes from "
+                f"decode_workspace({str(q.device)!r})"
+            )
         for name, value in zip(self._fields, self, strict=True):
             if isinstance(value, Tensor) and value.device != q.device:
                 raise ValueError(f"{name} is on {value.device}; it must be on q's device, {q.device}")
@@ -93,7 +94,7 @@ class DecodeCall(NamedTuple):
             expected, reason = ["num_blocks", "block_size", width], "to match q"
         shape = tuple(self.kv_cache.shape)
         sizes = zip(shape, expected, strict=False)
-        if len(shape) != 3 or any(isinstance(wanted, int) and size != wanted for size, wanted in sizes):
+        if len(shape) != 3 or any(isinstance(bound, int) and size != bound for size, bound in sizes):
             raise ValueError(f"kv_cache has shape {shape}; expected [{', '.join(map(str, expected))}] {reason}")
 
     def _check_requests(self) -> None:

@@ -33,7 +33,7 @@ class ChunkBuilder:
     rows_per_block: int
 
     def build_all(self, lens: np.ndarray, alignment: int, table: Tensor) -> tuple[ContextChunk, ...]:
-        """Return the chunks of contexts of these lengths, within dcp.context_workspace_tokens (`chunk_bounds`)."""
+        """Cut contexts of the given lengths into chunks that fit dcp.context_workspace_tokens (`chunk_bounds`)."""
         bounds = chunk_bounds(lens, self.dcp.context_workspace_tokens, alignment)
         return tuple(self.build(begin, end, table) for begin, end in bounds)
 

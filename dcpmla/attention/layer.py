@@ -183,7 +183,7 @@ class MLAAttention(AttentionWeights):
         step.check(self.config, hidden_states)
         if not isinstance(cache, LayerCache):
             raise ValueError(
-                f"cache is {type(cache).__name__}; expected a LayerCache, such as a LatentCache's cache[layer]"
+                f"cache is {type(cache).__name__}; expected a LayerCache, for example a LatentCache's cache[layer]"
             )
         dcp = self.dcp
         check_cache(cache.latents, dcp.block_size, self.cache_width, dcp.kv_cache_dtype, self.cache_dtype)

@@ -46,8 +46,8 @@ def _are_aligned(rows: Tensor, *strides: int) -> bool:
 
 def _is_tiled(kv_cache: Tensor) -> bool:
     """Return whether blocks are whole tiles of 64 keys, and the cache is one matrix of rows, as TMA requires."""
-    rows_per_block, rest = divmod(kv_cache.stride(0), kv_cache.stride(1)) if kv_cache.stride(1) else (0, 0)
-    return kv_cache.shape[1] % 64 == rest == 0 and 0 < kv_cache.shape[0] * rows_per_block < 2**31
+    rows_per_block, remainder = divmod(kv_cache.stride(0), kv_cache.stride(1)) if kv_cache.stride(1) else (0, 0)
+    return kv_cache.shape[1] % 64 == remainder == 0 and 0 < kv_cache.shape[0] * rows_per_block < 2**31
 
 
 def triton_decode(call: DecodeCall) -> str:
@@ -100,7 +100,7 @@ def hopper_prefill(call: PrefillCall) -> str:
     if dims != (128, 64, 128):
         return f"heads are {dims[0]} + {dims[1]} and {dims[2]} wide, not 128 + 64 and 128"
     if not all(map(_is_matrix, (q, k_nope, k_pe[:, None], v))):
-        return "rows of queries, keys or values do not begin at multiples of 16 bytes, or lie head by head"
+        return "rows of queries, keys or values do not begin at multiples of 16 bytes, or are stored head by head"
     return ""
 
 
@@ -125,15 +125,15 @@ def _half_on_gpu_obstacle(q: Tensor, capability: tuple[int, int]) -> str:
 
 
 def _capability_obstacle(q: Tensor, needed: tuple[int, int]) -> str:
-    found = torch.cuda.get_device_capability(q.device)
-    return "" if found >= needed else f"the GPU has compute capability {found}, less than {needed}"
+    capability = torch.cuda.get_device_capability(q.device)
+    return "" if capability >= needed else f"the GPU has compute capability {capability}, less than {needed}"
 
 
 def _hopper_gpu_obstacle(q: Tensor) -> str:
     """Return why the GPU lacks Hopper's instructions, "" if it has them; ROCm uses the same capability numbers."""
-    found = torch.cuda.get_device_capability(q.device)
-    is_hopper = found[0] == 9 and torch.version.cuda is not None
-    return "" if is_hopper else f"the GPU is no Hopper of NVIDIA's (compute capability {found})"
+    capability = torch.cuda.get_device_capability(q.device)
+    is_hopper = capability[0] == 9 and torch.version.cuda is not None
+    return "" if is_hopper else f"the GPU is no Hopper of NVIDIA's (compute capability {capability})"
 
 
 @cache

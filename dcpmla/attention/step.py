@@ -224,10 +224,10 @@ class StepMetadata:
 
     def check(self, config: MLAConfig, hidden_states: Tensor) -> None:
         """Raise ValueError for inputs that do not match the step, and for positions that do not match the model."""
-        found, device = tuple(hidden_states.shape), hidden_states.device
-        if len(found) != 2 or found[1] != config.hidden_size or found[0] < self.num_tokens:
+        shape, device = tuple(hidden_states.shape), hidden_states.device
+        if len(shape) != 2 or shape[1] != config.hidden_size or shape[0] < self.num_tokens:
             raise ValueError(
-                f"hidden_states has shape {found}; expected [at least {self.num_tokens}, {config.hidden_size}]"
+                f"hidden_states has shape {shape}; expected [at least {self.num_tokens}, {config.hidden_size}]"
             )
         expected = torch.float32, (self.num_tokens, config.qk_rope_head_dim), device
         if _described(self.cos_sin) != (expected if config.use_rope else None):

@@ -126,11 +126,11 @@ def write_latents(kv_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slots: Tensor, k
     Raises:
         ValueError: The format cannot hold the values, or takes no such scale.
     """
-    mine = slots >= 0
-    slots = slots[mine]
+    is_own = slots >= 0
+    slots = slots[is_own]
     # Indexed by block and offset, because a cache that is a slice of a larger one has no flat view.
     kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]] = quantize(
-        kv_c[mine], k_pe[mine], kv_cache.dtype, kv_scale
+        kv_c[is_own], k_pe[is_own], kv_cache.dtype, kv_scale
     )
 
 

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from dcpmla.cache.formats import FP8, FP8_MAX
 from dcpmla.parallel.quantized import quantize_groups
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of rows that can be quantized
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # Rows in these can be quantized.
 GROUP_SIZES = (64, 128)
 SCALE_LAYOUTS = ("row", "column", "tma")
 NVFP4_GROUP = 16  # values that share a scale
