@@ -118,8 +118,8 @@ class DecodeCall(NamedTuple):
             raise ValueError(
                 f"query_start_loc has shape {tuple(starts.shape)}; expected [{num_reqs + 1}], num_reqs + 1"
             )
-        for name in ("block_table", "seq_lens", "request_index", "query_start_loc"):
-            numbers = getattr(self, name)
+        columns = {"block_table": table, "seq_lens": self.seq_lens, "request_index": index, "query_start_loc": starts}
+        for name, numbers in columns.items():
             if numbers is not None and (numbers.dtype != torch.int32 or numbers.stride(-1) != 1):
                 raise ValueError(
                     f"{name} has dtype {numbers.dtype} and strides {numbers.stride()}; expected int32 with contiguous "

@@ -6,7 +6,7 @@ from math import inf
 from typing import Protocol
 
 from dcpmla.attention.routes import Rates, RouteCosts
-from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
+from dcpmla.config import DCPConfig, IndexerConfig
 
 
 @dataclass(frozen=True)
@@ -53,45 +53,31 @@ class AttentionCosts(Protocol):
 CUT_US = 150
 
 
-class LatentCosts:
+@dataclass(frozen=True, kw_only=True)
+class LatentCosts(RouteCosts):
     """Attention of all layers of MLA, each by the cheaper route.
 
     Args:
-        config: Geometry of the layers.
         num_layers, num_index_layers: Number of layers, and of layers with an indexer of their own.
-        dcp: Layout and format of the cache.
-        rates: Speeds of the GPU.
     """
 
-    def __init__(self, config: MLAConfig, num_layers: int, num_index_layers: int, dcp: DCPConfig, rates: Rates) -> None:
-        self._routes, self._num_layers = RouteCosts(config, dcp, rates), num_layers
-        self._topk, self._score_us = inf, 0.0  # time of a key's scores in all layers with an indexer
-        if config.indexer is not None:
-            self._topk, self._score_us = config.indexer.topk, num_index_layers * score_us(config.indexer, dcp, rates)
-
-    @property
-    def tokens_per_request(self) -> int:
-        """Return the width of the pieces that absorbed attention cuts requests into."""
-        return self._routes.tokens_per_request
+    num_layers: int
+    num_index_layers: int
 
     def piece_us(self, new: int, context: int) -> float:
         """Return the microseconds of all layers (`AttentionCosts.piece_us`)."""
-        routes = self._routes
-        mha_us = routes.mha_us(new, context, routes.num_tiles(new))
-        time = self._num_layers * min(mha_us, routes.absorbed_us(new, context))
-        if context + new > self._topk:
-            time += self._score_us * num_pairs(new, context, inf)
+        mha_us = self.mha_us(new, context, self.num_tiles(new))
+        time = self.num_layers * min(mha_us, self.absorbed_us(new, context))
+        indexer = self.config.indexer
+        if indexer is not None and context + new > indexer.topk:
+            index_us = self.num_index_layers * score_us(indexer, self.dcp, self.rates)
+            time += index_us * num_pairs(new, context, inf)
         return time
-
-    def choose_absorbed(self, pieces: Sequence[tuple[int, int]]) -> list[bool]:
-        """Return which pieces attend with absorbed queries (`RouteCosts.choose_absorbed`)."""
-        return self._routes.choose_absorbed(pieces)
 
     def absorbs_all(self, pieces: Sequence[tuple[int, int]]) -> bool:
         """Return whether absorbed attention to all pieces costs less than the launches that it saves."""
-        routes = self._routes
-        num_tiles = sum(routes.num_tiles(new) for new, _ in pieces)
-        lost_us = sum(max(0.0, routes.absorbed_us(*piece) - routes.mha_us(*piece, num_tiles)) for piece in pieces)
+        num_tiles = sum(self.num_tiles(new) for new, _ in pieces)
+        lost_us = sum(max(0.0, self.absorbed_us(*piece) - self.mha_us(*piece, num_tiles)) for piece in pieces)
         return lost_us < CUT_US
 
 

@@ -184,7 +184,8 @@ class DenseKind:
 
     def costs(self, dcp: DCPConfig, rates: Rates) -> AttentionCosts:
         """Return the modelled time of pieces of prompts, each by the cheaper route."""
-        return LatentCosts(self.config, self.num_layers, self.num_index_layers, dcp, rates)
+        sizes = {"num_layers": self.num_layers, "num_index_layers": self.num_index_layers}
+        return LatentCosts(self.config, dcp, rates, **sizes)
 
     def dense_stack(self) -> AttentionKind | None:
         """Return the layers without indexers."""

@@ -23,30 +23,30 @@ _FP4_MAX = 6.0  # largest number of e2m1
 _TIES_UP, _TIES_DOWN = (0.75, 1.75, 3.5), (0.25, 1.25, 2.5, 5.0)
 
 
-def empty_fp8_groups(
-    num_rows: int, width: int, group_size: int, scale_layout: str, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return memory for values [num_rows, width] and scales [num_rows, width / group_size].
+def new_rows(num_rows: int, width: int, group: int, scale_layout: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return memory for quantized rows of `width` values, and for their scales.
 
     Args:
-        scale_layout: "row": rows of scales are contiguous; "column": columns are; "tma": columns begin at multiples of
-            16 bytes.
+        group: Columns that share a scale: 1 for fp8, whose scales are empty, 16 for nvfp4, 64 or 128.
+        scale_layout: Layout of the scales [num_rows, width / group] of groups of 64 or 128: "row": rows of scales are
+            contiguous; "column": columns are; "tma": columns begin at multiples of 16 bytes.
+    Returns:
+        Values [num_rows, width] e4m3 and float32 scales; nvfp4: values [num_rows, width / 2] uint8 and scales
+        [num_rows to the next 128, width / 16 to the next 4] e4m3.
     """
+    if group == NVFP4_GROUP:
+        num_scales = width // group
+        shape = (num_rows + 127) // 128 * 128, (num_scales + 3) // 4 * 4
+        # Kernels write rows of padding with the last row, but never columns of padding, so those must be zeros.
+        new = torch.empty if num_scales % 4 == 0 else torch.zeros
+        return torch.empty(num_rows, width // 2, dtype=torch.uint8, device=device), new(shape, dtype=FP8, device=device)
     values = torch.empty(num_rows, width, dtype=FP8, device=device)
-    shape = num_rows, width // group_size
-    strides = {"row": (shape[1], 1), "column": (1, num_rows), "tma": (1, (num_rows + 3) // 4 * 4)}[scale_layout]
-    return values, torch.empty_strided(shape, strides, dtype=torch.float32, device=device)
-
-
-def empty_nvfp4(num_rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return memory for values [num_rows, width / 2] uint8 and scales [num_rows to the next 128, width / 16 to the next
-    4] e4m3.
-    """
-    num_scales = width // NVFP4_GROUP
-    shape = (num_rows + 127) // 128 * 128, (num_scales + 3) // 4 * 4
-    # Kernels write rows of padding with the last row, but never columns of padding, so those must be zeros.
-    new = torch.empty if num_scales % 4 == 0 else torch.zeros
-    return torch.empty(num_rows, width // 2, dtype=torch.uint8, device=device), new(shape, dtype=FP8, device=device)
+    if group == 1:
+        return values, torch.empty(0, device=device)
+    check_groups(group, scale_layout)
+    num_scales = width // group
+    strides = {"row": (num_scales, 1), "column": (1, num_rows), "tma": (1, (num_rows + 3) // 4 * 4)}[scale_layout]
+    return values, torch.empty_strided((num_rows, num_scales), strides, dtype=torch.float32, device=device)
 
 
 def write_fp8(x: Tensor, first_row: int, values: Tensor, scale: Tensor) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from dcpmla.attention.output import formats
 from dcpmla.attention.projections import project_into, project_values
-from dcpmla.cache.formats import FP8
 from dcpmla.operators import nothing, operator
 from dcpmla.parallel.fp8 import runs_fp8
 
@@ -68,29 +67,14 @@ def project_rows_(
         write_rows_(project_values(out, w_uv, w_scales), first_row, values, scales, scale, ue8m0)
 
 
-def new_rows(num_rows: int, width: int, group: int, scale_layout: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return memory for quantized rows and their scales.
-
-    Args:
-        group: Columns that share a scale: 1 for fp8, whose scales are empty, 16 for nvfp4, 64 or 128.
-        scale_layout: Layout of the scales of groups of 64 or 128.
-    """
-    if group == 1:
-        return torch.empty(num_rows, width, dtype=FP8, device=device), torch.empty(0, device=device)
-    if group == formats.NVFP4_GROUP:
-        return formats.empty_nvfp4(num_rows, width, device)
-    formats.check_groups(group, scale_layout)
-    return formats.empty_fp8_groups(num_rows, width, group, scale_layout, device)
-
-
-empty_rows = operator("empty_rows", fake=new_rows)(new_rows)
+empty_rows = operator("empty_rows", fake=formats.new_rows)(formats.new_rows)
 
 
 def _rows_like(x: Tensor, group: int, scale: Tensor | None, scale_layout: str = "") -> tuple[Tensor, Tensor]:
     """Return memory for x [T, N] quantized, with a given scale or in groups with scales of their own."""
     _check_scales(group, scale, scale_layout, x.device)
     formats.check_rows(x, group)
-    return new_rows(x.shape[0], x.shape[1], group, scale_layout, x.device)
+    return formats.new_rows(x.shape[0], x.shape[1], group, scale_layout, x.device)
 
 
 def _rows_of_product(
@@ -99,7 +83,7 @@ def _rows_of_product(
     """Return memory for W_UV's product, quantized as by `_rows_like`."""
     _check_scales(group, scale, scale_layout, out.device)
     formats.check_projection(out, w_uv, w_scales, group)
-    return new_rows(out.shape[0], w_uv.shape[0] * w_uv.shape[1], group, scale_layout, out.device)
+    return formats.new_rows(out.shape[0], w_uv.shape[0] * w_uv.shape[1], group, scale_layout, out.device)
 
 
 def _check_scales(group: int, scale: Tensor | None, scale_layout: str, device: torch.device) -> None:

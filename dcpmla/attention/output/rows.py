@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.output import formats
-from dcpmla.attention.output.ops import new_rows, project_rows_, write_rows_
+from dcpmla.attention.output.ops import project_rows_, write_rows_
 from dcpmla.attention.projections import project_values
 from dcpmla.parallel.fp8 import QuantizedRows
 from dcpmla.parallel.linear import Linear
@@ -58,7 +58,7 @@ class OutputQuant:
 
     def empty(self, num_rows: int, width: int, device: torch.device) -> QuantizedRows:
         """Return uninitialized memory for num_rows rows of width columns."""
-        values, scales = new_rows(num_rows, width, self.group, self.scale_layout, device)
+        values, scales = formats.new_rows(num_rows, width, self.group, self.scale_layout, device)
         return QuantizedRows(values, self.scale if self.kind == "fp8" and self.scale is not None else scales)
 
 
