@@ -8,6 +8,7 @@ All functions take Python ints or integer tensors (any shape, any device) and re
 out a step also take NumPy arrays. Nothing here depends on torch.distributed.
 """
 
+from collections.abc import Sequence
 from typing import TypeVar, overload
 
 import numpy as np
@@ -89,23 +90,49 @@ def local_seq_lens(
     return (whole + (rest - dcp_rank * interleave).clamp(0, interleave)).to(torch.int32)
 
 
+@overload
 def slot_mapping(
-    position: Integers, block: Integers, block_size: int, dcp_size: int, dcp_rank: int, interleave: int = 1
-) -> Integers:
-    """Return the cache slot (block id x block_size + offset) of a token on this rank, -1 where another rank owns it.
+    positions: int,
+    block_table_rows: Sequence[int] | Tensor,
+    block_size: int,
+    dcp_size: int,
+    dcp_rank: int,
+    interleave: int = 1,
+) -> int: ...
+@overload
+def slot_mapping(
+    positions: Tensor, block_table_rows: Tensor, block_size: int, dcp_size: int, dcp_rank: int, interleave: int = 1
+) -> Tensor: ...
+def slot_mapping(
+    positions: int | Tensor,
+    block_table_rows: Sequence[int] | Tensor,
+    block_size: int,
+    dcp_size: int,
+    dcp_rank: int,
+    interleave: int = 1,
+) -> int | Tensor:
+    """Map tokens to cache slots (block id x block_size + offset) on this rank, -1 where another rank owns the token.
 
     Args:
-        position: 0-based position in the sequence.
-        block: Id of the block that covers the position, number position // (block_size W) of the sequence's; int64 in
-            tensors and arrays.
-        block_size: Tokens of a block on one rank, a multiple of interleave.
+        positions: Positions [T] of tokens in their sequences; a negative position (padding) gets -1.
+        block_table_rows: Block ids [T, max_blocks] of each token's sequence, or [max_blocks] if all tokens belong to
+            one sequence.
+        block_size: Tokens of a block on one rank.
+    Returns:
+        [T] int64; an int for an int position.
     Raises:
-        ValueError: dcp_size or interleave is below 1, dcp_rank is outside [0, dcp_size), or an int position is
-            negative.
+        ValueError: A size is below 1, dcp_rank is outside [0, dcp_size), or interleave does not divide block_size.
     """
     _check_layout(dcp_size, interleave, dcp_rank)
-    slot = block * block_size + local_index(position, dcp_size, interleave) % block_size
-    return (slot + 1) * (owner_rank(position, dcp_size, interleave) == dcp_rank) - 1
+    check_block_size(block_size, interleave)
+    if isinstance(positions, int):
+        table = torch.as_tensor(block_table_rows)
+        return int(slot_mapping(torch.tensor([positions]), table, block_size, dcp_size, dcp_rank, interleave))
+    rows = torch.as_tensor(block_table_rows, device=positions.device).to(torch.int64).expand(positions.shape[0], -1)
+    mine = (positions >= 0) & (owner_rank(positions, dcp_size, interleave) == dcp_rank)
+    index = local_index(positions, dcp_size, interleave).where(mine, 0)
+    blocks = rows.gather(1, (index // block_size)[:, None])[:, 0]
+    return (blocks * block_size + index % block_size).where(mine, -1)
 
 
 def window_bound(window: int, dcp_size: int, interleave: int) -> int:

@@ -146,13 +146,6 @@ def test_positions_past_32_bits(dcp_size: int, interleave: int, rounds: int, off
         assert int(ownership.global_position(kind(local), rank, dcp_size, interleave)) == position
 
 
-def slots_of(positions: Tensor, tables: Tensor, block_size: int, dcp_size: int, rank: int, interleave: int) -> Tensor:
-    """Return the slots of positions in sequences with these block ids, or in one sequence."""
-    columns = (positions // (block_size * dcp_size))[:, None]
-    blocks = tables.long().expand(len(positions), -1).gather(1, columns)[:, 0]
-    return ownership.slot_mapping(positions, blocks, block_size, dcp_size, rank, interleave)
-
-
 @layouts
 @pytest.mark.parametrize("blocks_of_interleave", [1, 2])
 def test_slots_fill_the_blocks_in_order(dcp_size: int, interleave: int, blocks_of_interleave: int) -> None:
@@ -162,7 +155,9 @@ def test_slots_fill_the_blocks_in_order(dcp_size: int, interleave: int, blocks_o
     expected = deal_slots(num_tokens, blocks, block_size, dcp_size, interleave)
     positions = torch.arange(num_tokens)
     for rank in range(dcp_size):
-        slots = slots_of(positions, torch.tensor(blocks, dtype=torch.int32), block_size, dcp_size, rank, interleave)
+        slots = ownership.slot_mapping(
+            positions, torch.tensor(blocks, dtype=torch.int32), block_size, dcp_size, rank, interleave
+        )
         assert slots.dtype == torch.int64
         assert slots.tolist() == [slot if owner == rank else -1 for owner, slot in expected]
 
@@ -170,22 +165,25 @@ def test_slots_fill_the_blocks_in_order(dcp_size: int, interleave: int, blocks_o
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_ranks_together_hold_each_token_once(data: st.DataObject) -> None:
-    """A batch holds several sequences, tokens in any order."""
+    """A batch holds several sequences, tokens in any order and padding."""
     dcp_size, interleave = data.draw(st.integers(1, 8)), data.draw(st.sampled_from(INTERLEAVES))
     block_size = interleave * data.draw(st.integers(1, 3))
     ids = shuffled_blocks(12, seed=data.draw(st.integers(0, 9)))
     tables = torch.tensor(ids, dtype=torch.int32).view(3, 4)
     capacity = 4 * block_size * dcp_size
     tokens = data.draw(
-        st.lists(st.tuples(st.integers(0, 2), st.integers(0, capacity - 1)), min_size=1, max_size=30, unique=True)
+        st.lists(st.tuples(st.integers(0, 2), st.integers(-3, capacity - 1)), min_size=1, max_size=30, unique=True)
     )
     sequences, positions = (torch.tensor(column) for column in zip(*tokens, strict=True))
     expected = [deal_slots(capacity, table, block_size, dcp_size, interleave) for table in tables.tolist()]
     slots = torch.stack(
-        [slots_of(positions, tables[sequences], block_size, dcp_size, rank, interleave) for rank in range(dcp_size)]
+        [
+            ownership.slot_mapping(positions, tables[sequences], block_size, dcp_size, rank, interleave)
+            for rank in range(dcp_size)
+        ]
     )
     for (sequence, position), column in zip(tokens, slots.T.tolist(), strict=True):
-        owner, slot = expected[sequence][position]
+        owner, slot = expected[sequence][position] if position >= 0 else (None, None)
         assert column == [slot if rank == owner else -1 for rank in range(dcp_size)]
 
 
@@ -193,7 +191,7 @@ def test_block_covers_block_size_positions_of_each_rank() -> None:
     blocks, block_size, dcp_size, interleave = shuffled_blocks(4), 32, 6, 16
     positions = torch.arange(4 * 32 * 6)
     for rank in range(dcp_size):
-        slots = slots_of(positions, torch.tensor(blocks), block_size, dcp_size, rank, interleave)
+        slots = ownership.slot_mapping(positions, torch.tensor(blocks), block_size, dcp_size, rank, interleave)
         for block, row in zip(blocks, slots.view(4, 32 * 6).tolist(), strict=True):
             assert sorted(slot for slot in row if slot >= 0) == list(range(block * 32, (block + 1) * 32))
 
@@ -203,15 +201,25 @@ def test_slots_of_one_position() -> None:
     expected = deal_slots(24, blocks, 4, 3, 2)
     for position, (owner, slot) in enumerate(expected):
         for rank in range(3):
-            mine = ownership.slot_mapping(position, blocks[position // 12], 4, 3, rank, 2)
+            mine = ownership.slot_mapping(position, blocks, 4, 3, rank, 2)
             assert type(mine) is int
             assert mine == (slot if rank == owner else -1)
+    assert ownership.slot_mapping(-1, blocks, 4, 3, 2, 2) == -1
+
+
+def test_padding_alone_and_no_tokens() -> None:
+    table = torch.tensor([[5], [6]], dtype=torch.int32)
+    assert ownership.slot_mapping(torch.tensor([-1, -7]), table, 4, 2, 1).tolist() == [-1, -1]
+    empty = ownership.slot_mapping(torch.empty(0, dtype=torch.int64), table[0], 4, 2, 1)
+    assert (tuple(empty.shape), empty.dtype) == ((0,), torch.int64)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_slots_past_32_bits(dtype: torch.dtype) -> None:
     block = 2**31 - 1  # the last id of an int32 table
-    slots = ownership.slot_mapping(torch.tensor([0, 1, 127], dtype=dtype), torch.tensor([block] * 3), 64, 2, 1)
+    slots = ownership.slot_mapping(
+        torch.tensor([0, 1, 127], dtype=dtype), torch.tensor([block], dtype=torch.int32), 64, 2, 1
+    )
     assert slots.tolist() == [-1, block * 64, block * 64 + 63]
 
 
@@ -241,11 +249,11 @@ def test_slots_past_32_bits(dtype: torch.dtype) -> None:
             "interleave (--cp-kv-cache-interleave-size) is -1; it must be at least 1",
         ),
         (
-            lambda: ownership.slot_mapping(0, 0, 4, 2, 2),
+            lambda: ownership.slot_mapping(torch.tensor([0]), [0], 4, 2, 2),
             "dcp_rank is 2; with dcp_size 2 it must be in [0, 2)",
         ),
         (
-            lambda: ownership.check_block_size(24, 16),
+            lambda: ownership.slot_mapping(torch.tensor([0]), [0], 24, 2, 0, 16),
             "cp_kv_cache_interleave_size (--cp-kv-cache-interleave-size) is 16; it must divide block_size "
             "(--block-size) 24",
         ),
@@ -265,7 +273,7 @@ def test_tensors_are_not_looked_into() -> None:
         ownership.owner_rank(positions, 4),
         ownership.local_index(positions, 4),
         ownership.global_position(positions, 1, 4),
-        ownership.slot_mapping(positions, positions, 16, 4, 1),
+        ownership.slot_mapping(positions, torch.empty(3, 2, dtype=torch.int32, device="meta"), 16, 4, 1),
     ]
     assert all(tensor.shape == (3,) and tensor.device.type == "meta" for tensor in tensors)
     assert ownership.local_seq_lens(positions, 4).shape == (3, 4)

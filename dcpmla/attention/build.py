@@ -229,7 +229,10 @@ class StepBuilder:
         if not self.has_slots:
             return np.full(len(host.positions), -1)
         blocks = host.table[host.request, host.positions // self.block_tokens]
-        return ownership.slot_mapping(host.positions, blocks, self.dcp.block_size, *self._layout)
+        size, rank, interleave = self._layout
+        offsets = host.positions % self.block_tokens
+        slots = blocks * self.dcp.block_size + ownership.local_index(offsets, size, interleave)
+        return np.where(ownership.owner_rank(offsets, size, interleave) == rank, slots, -1)
 
     def _decode(
         self,

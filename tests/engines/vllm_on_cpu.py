@@ -91,10 +91,9 @@ def slot_mapping(
 ) -> None:
     """Compute what vLLM's kernel of this name does on GPUs."""
     request = torch.repeat_interleave(query_start_loc.diff().long())
-    positions = positions[: len(request)].long()
     slots = ownership.slot_mapping(
-        positions,
-        block_table[request, positions // (KV_CACHE_BLOCK_SIZE * TOTAL_CP_WORLD_SIZE)].long(),
+        positions[: len(request)].long(),
+        block_table[request],
         KV_CACHE_BLOCK_SIZE,
         TOTAL_CP_WORLD_SIZE,
         TOTAL_CP_RANK,
