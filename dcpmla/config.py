@@ -9,6 +9,8 @@ from dcpmla.fields import (
     TEXT,
     Rule,
     check_fields,
+    choices,
+    divisors,
     even,
     instance_of,
     number,
@@ -28,13 +30,14 @@ INDEX_CACHE_DTYPES = ("auto", "fp8")
 MODEL_DTYPES = ("auto", "float32", "bfloat16", "float16")  # to compute in
 
 LARGEST_SIZE = 1 << 24  # bound on any dim, vocabulary or block; more is a mistake that would run out of memory
-_MOST_RANKS = 1 << 16
 _Size = Annotated[int, whole(1, LARGEST_SIZE)]
 _OptionalSize = Annotated[int | None, optional(whole(1, LARGEST_SIZE))]
-_Ranks = Annotated[int, whole(1, _MOST_RANKS)]
+_Ranks = Annotated[int, whole(1, 1 << 16)]
 _Flag = Annotated[bool, FLAG]
 _Text = Annotated[str, TEXT]
 _Factor = Annotated[float, number(0, above=True)]
+_Seconds = Annotated[float, Rule("a finite number above 0, in seconds", number(0, above=True).holds)]
+_Scale = Annotated[float | None, optional(Rule("a normal float32 above 0", number(1e-37, 1e38).holds))]
 _SCALING = Rule(
     "a pair of a finite number of at least 0 and a whole number of at least 1",
     lambda value: (
@@ -131,24 +134,17 @@ class MLAConfig:
         if tensor_parallel_size < 1 or self.num_heads % tensor_parallel_size:
             raise ValueError(
                 f"tensor_parallel_size (-tp) is {tensor_parallel_size}; it must divide the model's "
-                f"{self.num_heads} attention heads: "
-                f"{choices(divisors(self.num_heads))}"
+                f"{self.num_heads} attention heads: {choices(divisors(self.num_heads))}"
             )
         return self.num_heads // tensor_parallel_size
 
 
-_OPTIONS = {
-    "tensor_parallel_size": "-tp",
-    "decode_context_parallel_size": "-dcp",
-    "exchange_timeout": "--dcp-exchange-timeout",
+_LABELS = {  # names of fields with the options that set them, where `option_label` does not fit
+    "tensor_parallel_size": "tensor_parallel_size (-tp)",
+    "decode_context_parallel_size": "decode_context_parallel_size (-dcp)",
+    "exchange_timeout": "exchange_timeout (--dcp-exchange-timeout)",
+    "context_workspace_tokens": "context_workspace_tokens",
 }
-
-
-def _dcp_label(name: str) -> str:
-    """Return a field's name with the option that sets it; the workspace has no option."""
-    if name == "context_workspace_tokens":
-        return name
-    return f"{name} ({_OPTIONS[name]})" if name in _OPTIONS else option_label(name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,14 +187,12 @@ class DCPConfig:
     decode_context_parallel_size: _Ranks = 1
     cp_kv_cache_interleave_size: _Size = 1
     dcp_comm_backend: Annotated[str, one_of(DCP_COMM_BACKENDS)] = "auto"
-    exchange_timeout: Annotated[float, Rule("a finite number above 0, in seconds", number(0, above=True).holds)] = 60.0
+    exchange_timeout: _Seconds = 60.0
     check_exchange: _Flag = False
     dcp_exchange_dtype: Annotated[str, one_of(DCP_EXCHANGE_DTYPES)] = "auto"
     block_size: _Size = 64
     kv_cache_dtype: Annotated[str, one_of(KV_CACHE_DTYPES)] = "auto"
-    kv_cache_scale: Annotated[float | None, optional(Rule("a normal float32 above 0", number(1e-37, 1e38).holds))] = (
-        None
-    )
+    kv_cache_scale: _Scale = None
     calculate_kv_scales: _Flag = False
     decode_query_dtype: Annotated[str, one_of(DECODE_QUERY_DTYPES)] = "auto"
     index_cache_dtype: Annotated[str, one_of(INDEX_CACHE_DTYPES)] = "auto"
@@ -212,7 +206,7 @@ class DCPConfig:
     def __post_init__(self) -> None:
         if self.kv_cache_dtype == "fp8_e4m3":
             object.__setattr__(self, "kv_cache_dtype", "fp8")
-        check_fields(rules_of(DCPConfig), vars(self), _dcp_label)
+        check_fields(rules_of(DCPConfig), vars(self), lambda name: _LABELS.get(name) or option_label(name))
         tp, dcp = self.tensor_parallel_size, self.decode_context_parallel_size
         if tp % dcp:
             raise ValueError(
@@ -223,33 +217,27 @@ class DCPConfig:
         if self.dcp_exchange_dtype == "fp8" and self.dcp_comm_backend not in ("auto", "direct"):
             raise ValueError(
                 "dcp_exchange_dtype (--dcp-exchange-dtype) is 'fp8', but dcp_comm_backend (--dcp-comm-backend) "
-                f"{self.dcp_comm_backend!r} "
-                f"carries rows as they are; choose auto or direct"
+                f"{self.dcp_comm_backend!r} carries rows as they are; choose auto or direct"
             )
-        self._check_cache_format()
+        if self.kv_cache_scale is not None and self.calculate_kv_scales:
+            raise ValueError(
+                f"kv_cache_scale (--kv-cache-scale) is {self.kv_cache_scale}, but calculate_kv_scales "
+                "(--calculate-kv-scales) asks to find one; give one of them"
+            )
+        asked = {
+            "kv_cache_scale (--kv-cache-scale)": self.kv_cache_scale is not None,
+            "calculate_kv_scales (--calculate-kv-scales)": self.calculate_kv_scales,
+            "decode_query_dtype (--decode-query-dtype) fp8": self.decode_query_dtype == "fp8",
+        }
+        if self.kv_cache_dtype != "fp8" and (name := next((name for name in asked if asked[name]), "")):
+            raise ValueError(
+                f"{name} goes with kv_cache_dtype (--kv-cache-dtype) fp8, not with {self.kv_cache_dtype!r}"
+            )
         if self.context_workspace_tokens < self.chunk_alignment:
             raise ValueError(
                 f"context_workspace_tokens is {self.context_workspace_tokens}; "
                 f"a context chunk needs at least lcm(block_size, dcp x interleave) = {self.chunk_alignment}"
             )
-
-    def _check_cache_format(self) -> None:
-        if self.kv_cache_scale is not None and self.calculate_kv_scales:
-            raise ValueError(
-                f"kv_cache_scale (--kv-cache-scale) is {self.kv_cache_scale}, but calculate_kv_scales "
-                "(--calculate-kv-scales) asks to find "
-                f"one; give one of them"
-            )
-        asked = (
-            ("kv_cache_scale (--kv-cache-scale)", self.kv_cache_scale is not None),
-            ("calculate_kv_scales (--calculate-kv-scales)", self.calculate_kv_scales),
-            ("decode_query_dtype (--decode-query-dtype) fp8", self.decode_query_dtype == "fp8"),
-        )
-        for name, is_asked in asked:
-            if is_asked and self.kv_cache_dtype != "fp8":
-                raise ValueError(
-                    f"{name} goes with kv_cache_dtype (--kv-cache-dtype) fp8, not with {self.kv_cache_dtype!r}"
-                )
 
     @property
     def chunk_alignment(self) -> int:
@@ -260,15 +248,3 @@ class DCPConfig:
     def virtual_block_size(self) -> int:
         """Positions that one block id covers: block_size on each of the DCP ranks."""
         return self.block_size * self.decode_context_parallel_size
-
-
-def divisors(number: int) -> list[int]:
-    """Return every size from 1 to `number` that divides it."""
-    return [size for size in range(1, number + 1) if number % size == 0]
-
-
-def choices(values: list[int] | tuple[str, ...]) -> str:
-    """Return the words that offer values in an error message: "choose 1, 2 or 4"."""
-    return (
-        "choose " + ", ".join(map(str, values[:-1])) + f" or {values[-1]}" if len(values) > 1 else f"choose {values[0]}"
-    )

@@ -111,6 +111,18 @@ def option_label(name: str) -> str:
     return f"{name} (--{name.replace('_', '-')})"
 
 
+def divisors(number: int) -> list[int]:
+    """Return every size from 1 to `number` that divides it."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def choices(values: list[int] | tuple[str, ...]) -> str:
+    """Return the words that offer values in an error message: "choose 1, 2 or 4"."""
+    return (
+        "choose " + ", ".join(map(str, values[:-1])) + f" or {values[-1]}" if len(values) > 1 else f"choose {values[0]}"
+    )
+
+
 def is_whole(value: object) -> TypeGuard[int]:
     """Return whether a value is an int, but not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
 
 from dcpmla.attention.sparse.kind import SparseKind
-from dcpmla.config import divisors
+from dcpmla.fields import divisors
 from dcpmla.integrations.families.family import yarn_mscale
 from dcpmla.integrations.families.table import FAMILIES, attention_kind
 from tests.support.models import MLA_FAMILIES, SPARSE_FAMILIES, tiny_config

@@ -5,7 +5,7 @@ exchanges.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dcpmla import ownership
 from dcpmla.attention.calls import decode_workspace
-from dcpmla.attention.chunks import ChunkBuilder, chunk_bounds, segments_of
+from dcpmla.attention.chunks import ChunkBuilder, cut_queries, pad_table, positions_of, segments_of
 from dcpmla.attention.step import DecodeMetadata, PrefillMetadata, StepMetadata, StepRequests
 from dcpmla.config import DCPConfig
 from dcpmla.upload import upload
@@ -84,6 +84,7 @@ class StepBuilder:
     def __init__(self, dcp: DCPConfig, dcp_rank: int, device: torch.device | str = "cpu") -> None:
         self.dcp, self.dcp_rank, self.device = dcp, dcp_rank, device
         self.block_tokens = dcp.virtual_block_size
+        self._layout = dcp.decode_context_parallel_size, dcp_rank, dcp.cp_kv_cache_interleave_size
         self._chunks = ChunkBuilder(dcp, dcp_rank, device, dcp.block_size)
 
     def build(
@@ -107,7 +108,8 @@ class StepBuilder:
                 outside [0, num_reqs], or the cache lacks a state.
         """
         self.check(requests)
-        host = self.on_host(requests, max_decode_query_len, num_decodes)
+        longest = self.decode_query_len(max_decode_query_len)
+        host = self.on_host(requests, longest, num_decodes)
         columns = [
             host.table.astype(np.int32),
             self.local_seq_lens(host.positions[: host.num_decode_tokens]),
@@ -116,9 +118,12 @@ class StepBuilder:
             *self.columns(host),
         ]
         block_table, local_seq_lens, positions, slot_mapping, *of_kind = upload(columns, self.device)
-        decode = None
+        decode = prefill = None
         if host.num_decodes:
-            decode = self._decode(host, max_decode_query_len, block_table, local_seq_lens, workspace)
+            decode = self._decode(host, longest, block_table, local_seq_lens, workspace)
+        if self.has_slots and host.num_decodes < len(requests.query_lens):
+            prefills = slice(host.num_decodes, None)
+            prefill = self.prefill(requests.query_lens[prefills], requests.seq_lens[prefills], block_table[prefills])
         step = StepMetadata(
             num_tokens=len(positions),
             num_decode_tokens=host.num_decode_tokens,
@@ -126,7 +131,7 @@ class StepBuilder:
             positions=positions,
             slot_mapping=slot_mapping,
             decode=decode,
-            prefill=self._prefill(host, block_table),
+            prefill=prefill,
         )
         return self.share(step, host, block_table, of_kind)
 
@@ -149,9 +154,31 @@ class StepBuilder:
 
     def check(self, requests: StepRequests) -> None:
         """Raise ValueError if lengths do not match, a block table is too short, or states are not the cache's."""
-        check_requests(requests, self.block_tokens)
-        if self.num_states:
-            check_states(requests.states, len(requests.query_lens), self.num_states)
+        query_lens, seq_lens, block_tables, states = requests
+        if not query_lens or not len(query_lens) == len(seq_lens) == len(block_tables):
+            raise ValueError(
+                f"query_lens, seq_lens and block_tables have {len(query_lens)}, {len(seq_lens)} and "
+                f"{len(block_tables)} requests; they must have the same number, at least 1"
+            )
+        for request, (query, seq, blocks) in enumerate(zip(query_lens, seq_lens, block_tables, strict=True)):
+            if not 1 <= query <= seq:
+                raise ValueError(
+                    f"request {request}: query_lens is {query} and seq_lens {seq}; 1 <= query_lens <= seq_lens must "
+                    f"hold"
+                )
+            if len(blocks) * self.block_tokens < seq:
+                raise ValueError(
+                    f"request {request}: block_tables has {len(blocks)} blocks, room for "
+                    f"{len(blocks) * self.block_tokens} tokens; seq_lens is {seq}"
+                )
+        num_reqs = len(query_lens)
+        if self.num_states and not (
+            len(states) == len(set(states)) == num_reqs and all(0 <= state < self.num_states for state in states)
+        ):
+            raise ValueError(
+                f"states is {list(states)}; expected one for each of {num_reqs} requests, in [0, {self.num_states}), "
+                f"none twice"
+            )
 
     def decode_query_len(self, max_decode_query_len: int) -> int:
         """Return the maximum new tokens of a decode, at most max_decode_query_len."""
@@ -159,8 +186,7 @@ class StepBuilder:
 
     def local_seq_lens(self, positions: np.ndarray) -> np.ndarray:
         """Return the number of this rank's tokens up to each position [T], int32 [T]."""
-        size, interleave = self.dcp.decode_context_parallel_size, self.dcp.cp_kv_cache_interleave_size
-        return ownership.local_seq_lens(positions + 1, size, self.dcp_rank, interleave)
+        return ownership.local_seq_lens(positions + 1, *self._layout)
 
     def prefill(self, query_lens: Sequence[int], seq_lens: Sequence[int], table: Tensor) -> PrefillMetadata:
         """Lay out a step's prefills, without waiting for the device.
@@ -170,18 +196,18 @@ class StepBuilder:
             table: Block ids of each request [num_prefills, max_blocks], integers on the device, enough for seq_lens.
         """
         context_lens = np.subtract(seq_lens, query_lens)
-        bounds = chunk_bounds(context_lens, self.dcp.context_workspace_tokens, self.dcp.chunk_alignment)
         return PrefillMetadata(
             queries=segments_of(query_lens, self.device),
             first_position=upload([context_lens.astype(np.int32)], self.device)[0],
-            context_chunks=tuple(self._chunks.build(begin, end, table) for begin, end in bounds),
+            context_chunks=self._chunks.build_all(context_lens, self.dcp.chunk_alignment, table),
         )
 
-    def on_host(self, requests: StepRequests, max_decode_query_len: int, num_decodes: int | None) -> HostStep:
-        """Return a step on the host; `build` documents the arguments."""
+    def on_host(self, requests: StepRequests, longest: int, num_decodes: int | None) -> HostStep:
+        """Return a step on the host, in which decodes that `build` counts have at most `longest` new tokens."""
         query_lens, seq_lens, block_tables, _ = requests
         if num_decodes is None:
-            num_decodes = leading_decodes(query_lens, self.decode_query_len(max_decode_query_len))
+            longer = (index for index, length in enumerate(query_lens) if length > longest)
+            num_decodes = next(longer, len(query_lens))
         elif not 0 <= num_decodes <= len(query_lens):
             raise ValueError(f"num_decodes is {num_decodes}; it must be in [0, {len(query_lens)}], of all requests")
         request = np.arange(len(query_lens), dtype=np.int32)
@@ -203,21 +229,20 @@ class StepBuilder:
         if not self.has_slots:
             return np.full(len(host.positions), -1)
         blocks = host.table[host.request, host.positions // self.block_tokens]
-        size, interleave = self.dcp.decode_context_parallel_size, self.dcp.cp_kv_cache_interleave_size
+        size, rank, interleave = self._layout
         offsets = host.positions % self.block_tokens
         slots = blocks * self.dcp.block_size + ownership.local_index(offsets, size, interleave)
-        return np.where(ownership.owner_rank(offsets, size, interleave) == self.dcp_rank, slots, -1)
+        return np.where(ownership.owner_rank(offsets, size, interleave) == rank, slots, -1)
 
     def _decode(
         self,
         host: HostStep,
-        max_decode_query_len: int,
+        longest: int,
         block_table: Tensor,
         local_seq_lens: Tensor,
         workspace: Tensor | None,
     ) -> DecodeMetadata:
         lens, index = np.asarray(host.requests.query_lens[: host.num_decodes]), None
-        longest = self.decode_query_len(max_decode_query_len)
         if lens.max() > longest:
             lens, request = cut_queries(lens, longest)
             index = upload([request], self.device)[0]
@@ -229,86 +254,4 @@ class StepBuilder:
             max_query_len=int(lens.max()),
             workspace=decode_workspace(self.device) if workspace is None else workspace,
             request_index=index,
-        )
-
-    def _prefill(self, host: HostStep, block_table: Tensor) -> PrefillMetadata | None:
-        first, requests = host.num_decodes, host.requests
-        if first == len(requests.query_lens) or not self.has_slots:
-            return None
-        return self.prefill(requests.query_lens[first:], requests.seq_lens[first:], block_table[first:])
-
-
-def leading_decodes(query_lens: Sequence[int], max_query_len: int) -> int:
-    """Return how many requests at the front have at most max_query_len new tokens."""
-    return next((index for index, length in enumerate(query_lens) if length > max_query_len), len(query_lens))
-
-
-def cut_queries(lens: np.ndarray, max_query_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut requests of one token or more into pieces of max_query_len tokens.
-
-    Returns:
-        The length of each piece, and its request, int32.
-    """
-    num_pieces = -(-lens // max_query_len)
-    request = np.repeat(np.arange(len(lens), dtype=np.int32), num_pieces)
-    pieces = np.full(len(request), max_query_len)
-    pieces[np.cumsum(num_pieces) - 1] = lens - (num_pieces - 1) * max_query_len
-    return pieces, request
-
-
-def positions_of(query_lens: Sequence[int], seq_lens: Sequence[int]) -> np.ndarray:
-    """Return the positions [T] int64 of all requests' new tokens."""
-    if max(query_lens) == 1:
-        return np.asarray(seq_lens, dtype=np.int64) - 1
-    before_first = np.subtract(seq_lens, np.cumsum(query_lens))  # offset from number in batch
-    return np.arange(sum(query_lens)) + np.repeat(before_first, query_lens)
-
-
-def pad_table(
-    block_tables: Sequence[Sequence[int]], seq_lens: Sequence[int], block_tokens: int
-) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return [num_reqs, max_blocks] int64: the blocks of each request, then block 0, which nothing reads.
-
-    Args:
-        block_tokens: Number of positions that a block id covers.
-    Raises:
-        ValueError: A block id is negative.
-    """
-    num_columns = -(-max(seq_lens) // block_tokens)
-    table = np.zeros((len(block_tables), num_columns), dtype=np.int64)
-    for row, blocks, seq_len in zip(table, block_tables, seq_lens, strict=True):
-        num_blocks = -(-seq_len // block_tokens)
-        row[:num_blocks] = blocks[:num_blocks]
-    if table.min() < 0:
-        request, column = np.argwhere(table < 0)[0]
-        raise ValueError(f"request {request}: block_tables has block {table[request, column]}; ids start at 0")
-    return table
-
-
-def check_requests(requests: StepRequests, block_tokens: int) -> None:
-    """Raise ValueError if lengths do not match or a block table is too short."""
-    query_lens, seq_lens, block_tables, _ = requests
-    if not query_lens or not len(query_lens) == len(seq_lens) == len(block_tables):
-        raise ValueError(
-            f"query_lens, seq_lens and block_tables have {len(query_lens)}, {len(seq_lens)} and {len(block_tables)} "
-            f"requests; they must have the same number, at least 1"
-        )
-    for request, (query, seq, blocks) in enumerate(zip(query_lens, seq_lens, block_tables, strict=True)):
-        if not 1 <= query <= seq:
-            raise ValueError(
-                f"request {request}: query_lens is {query} and seq_lens {seq}; 1 <= query_lens <= seq_lens must hold"
-            )
-        if len(blocks) * block_tokens < seq:
-            raise ValueError(
-                f"request {request}: block_tables has {len(blocks)} blocks, room for "
-                f"{len(blocks) * block_tokens} tokens; seq_lens is {seq}"
-            )
-
-
-def check_states(states: Sequence[int], num_reqs: int, num_states: int) -> None:
-    """Raise ValueError if a cache does not have a state, or two requests share one."""
-    wrong = [state for state in states if not 0 <= state < num_states]
-    if len(states) != num_reqs or wrong or len(set(states)) != num_reqs:
-        raise ValueError(
-            f"states is {list(states)}; expected one for each of {num_reqs} requests, in [0, {num_states}), none twice"
         )

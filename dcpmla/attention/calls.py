@@ -6,12 +6,35 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dcpmla.attention.decode_checks import check_cache, check_dtypes, check_requests
-from dcpmla.cache import formats
+from dcpmla.cache import formats, shared_format
 
 COUNTER_WORDS = 1024  # int32 counters at the front of a workspace, all zero between calls
 _ROWS_PER_PROCESSOR = 128  # partial rows that the programs of one multiprocessor leave at most: two tiles of 64
 _WORDS_PER_ROW = 512 + 1  # a latent in float32, and its LSE
+
+Queries = Tensor | tuple[Tensor, Tensor]  # [T, H, L + R], or their parts [T, H, L] and [T, H, R]
+
+
+def split_queries(q: Queries, kv_lora_rank: int) -> tuple[Tensor, Tensor | None]:
+    """Return the two parts of queries, as views where they are joined."""
+    if isinstance(q, Tensor):
+        if q.ndim != 3 or not 0 < kv_lora_rank <= q.shape[-1]:
+            raise ValueError(
+                f"q has shape {tuple(q.shape)}; expected [T, H, kv_lora_rank + rope] with kv_lora_rank {kv_lora_rank}"
+            )
+        return q[..., :kv_lora_rank], q[..., kv_lora_rank:] if q.shape[-1] > kv_lora_rank else None
+    latent, rope = q
+    is_split = latent.ndim == rope.ndim == 3 and latent.shape[:2] == rope.shape[:2] and rope.shape[-1] > 0
+    if not is_split or not 0 < kv_lora_rank == latent.shape[-1]:
+        raise ValueError(
+            f"q has parts of shapes {tuple(latent.shape)} and {tuple(rope.shape)}; expected [T, H, kv_lora_rank] and "
+            f"[T, H, rope] with kv_lora_rank {kv_lora_rank}"
+        )
+    if (latent.dtype, latent.device) != (rope.dtype, rope.device):
+        raise ValueError(
+            f"q has parts of {latent.dtype} on {latent.device} and {rope.dtype} on {rope.device}; they must be alike"
+        )
+    return latent, rope
 
 
 class DecodeCall(NamedTuple):
@@ -44,35 +67,99 @@ class DecodeCall(NamedTuple):
         Raises:
             ValueError: The reasons that `dcpmla.mla_decode` documents.
         """
-        q, kv_cache, workspace = self.q, self.kv_cache, self.workspace
-        check_cache(kv_cache, self.kv_lora_rank, self.rope_dim)
-        num_reqs = check_requests(q, self.block_table, self.seq_lens, self.request_index, self.query_start_loc)
+        q, workspace = self.q, self.workspace
+        self._check_cache()
+        self._check_requests()
         if not self.scale > 0:
             raise ValueError(f"scale is {self.scale}; it must be positive")
-        if self.max_query_len < 1:
-            raise ValueError(f"max_query_len is {self.max_query_len}; it must be at least 1")
-        if self.query_start_loc is None and q.shape[0] != num_reqs * self.max_query_len:
+        kind = torch.float32, 1, q.device
+        if workspace is not None and (workspace.dtype, workspace.ndim, workspace.device) != kind:
             raise ValueError(
-                f"q has {q.shape[0]} tokens for {num_reqs} requests; without query_start_loc each has "
-                f"max_query_len, {self.max_query_len}"
+                f"workspace is {workspace.dtype} {tuple(workspace.shape)} on {workspace.device}; it comes from "
+                f"decode_workspace({str(q.device)!r})"
             )
-        if workspace is not None and (workspace.dtype, workspace.ndim, workspace.device) != (
-            torch.float32,
-            1,
-            q.device,
-        ):
-            found = f"{workspace.dtype} {tuple(workspace.shape)} on {workspace.device}"
-            raise ValueError(f"workspace is {found}; it comes from decode_workspace({str(q.device)!r})")
         for name, value in zip(self._fields, self, strict=True):
             if isinstance(value, Tensor) and value.device != q.device:
                 raise ValueError(f"{name} is on {value.device}; it must be on q's device, {q.device}")
-        if self.keys_are_shared and formats.FP8 in (q.dtype, kv_cache.dtype):
-            raise ValueError(
-                f"q has dtype {q.dtype} and kv_cache {kv_cache.dtype}; queries of shared keys "
-                "(without a rope part) have 16 bits or more, and so has their cache, or it is torch.uint8 (fp8_ds_mla)"
-            )
-        check_dtypes(q, kv_cache, self.kv_scale, self.q_scale, self.dtype)
+        self._check_dtypes()
         return self
+
+    def _check_cache(self) -> None:
+        """Raise ValueError for a cache whose shape does not match the queries' widths."""
+        if self.is_planar:
+            _, *page = shared_format.rows_shape(0, self.kv_lora_rank, self.kv_cache.dtype)
+            expected, reason = ["num_pages", *page], f"for fp8_ds_mla rows of {self.kv_lora_rank} shared keys"
+        else:
+            width = formats.row_width(self.kv_cache.dtype, self.kv_lora_rank, self.rope_dim)
+            expected, reason = ["num_blocks", "block_size", width], "to match q"
+        shape = tuple(self.kv_cache.shape)
+        sizes = zip(shape, expected, strict=False)
+        if len(shape) != 3 or any(isinstance(bound, int) and size != bound for size, bound in sizes):
+            raise ValueError(f"kv_cache has shape {shape}; expected [{', '.join(map(str, expected))}] {reason}")
+
+    def _check_requests(self) -> None:
+        """Raise ValueError if shapes, dtypes or strides do not match the queries' tokens."""
+        num_tokens, table, index, starts = self.q.shape[0], self.block_table, self.request_index, self.query_start_loc
+        if table.ndim != 2 or (table.shape[0] != num_tokens and 0 in (table.shape[0], num_tokens)):
+            raise ValueError(
+                f"block_table has shape {tuple(table.shape)}; expected [num_reqs, max_blocks], a row for each request"
+            )
+        if index is not None and (index.ndim != 1 or table.shape[0] == 0 < index.shape[0]):
+            raise ValueError(
+                f"request_index has shape {tuple(index.shape)}; expected [num_reqs], a row of block_table "
+                f"{tuple(table.shape)} for each"
+            )
+        if tuple(self.seq_lens.shape) != (num_tokens,):
+            raise ValueError(
+                f"seq_lens has shape {tuple(self.seq_lens.shape)}; expected [{num_tokens}], one for each query token"
+            )
+        num_reqs = self.num_reqs
+        if starts is not None and tuple(starts.shape) != (num_reqs + 1,):
+            raise ValueError(
+                f"query_start_loc has shape {tuple(starts.shape)}; expected [{num_reqs + 1}], num_reqs + 1"
+            )
+        columns = {"block_table": table, "seq_lens": self.seq_lens, "request_index": index, "query_start_loc": starts}
+        for name, numbers in columns.items():
+            if numbers is not None and (numbers.dtype != torch.int32 or numbers.stride(-1) != 1):
+                raise ValueError(
+                    f"{name} has dtype {numbers.dtype} and strides {numbers.stride()}; expected int32 with contiguous "
+                    f"rows"
+                )
+        if self.max_query_len < 1:
+            raise ValueError(f"max_query_len is {self.max_query_len}; it must be at least 1")
+        if starts is None and num_tokens != num_reqs * self.max_query_len:
+            raise ValueError(
+                f"q has {num_tokens} tokens for {num_reqs} requests; without query_start_loc each has max_query_len, "
+                f"{self.max_query_len}"
+            )
+
+    def _check_dtypes(self) -> None:
+        """Raise ValueError for dtypes and scales that do not match."""
+        q, cache, q_scale, dtype = self.q.dtype, self.kv_cache.dtype, self.q_scale, self.dtype
+        if self.keys_are_shared and formats.FP8 in (q, cache):
+            raise ValueError(
+                f"q has dtype {q} and kv_cache {cache}; queries of shared keys (without a rope part) have 16 bits or "
+                f"more, and so has their cache, or it is torch.uint8 (fp8_ds_mla)"
+            )
+        formats.check_kv_scale(cache, self.kv_scale)
+        if q == formats.FP8:
+            matches = cache == formats.FP8 and q_scale is not None and dtype is not None
+        else:
+            if not q.is_floating_point or q.itemsize < 2:
+                raise ValueError(f"q has dtype {q}; it must be a float dtype of 16 bits or more, or e4m3")
+            if not formats.is_quantized(cache) and cache != q:
+                raise ValueError(f"kv_cache has dtype {cache}; expected q's, {q}, or one of 8 bits")
+            matches = q_scale is None and dtype in (None, q)
+        if not matches:
+            state = "missing" if q_scale is None else "given"
+            raise ValueError(
+                f"q has dtype {q}, kv_cache {cache}, q_scale is {state} and dtype is {dtype}; e4m3 queries, and they "
+                f"alone, go with an fp8 cache, q_scale and the output's dtype"
+            )
+        if q_scale is not None and (q_scale.dtype != torch.float32 or q_scale.numel() != 1):
+            raise ValueError(
+                f"q_scale is {q_scale.dtype} {tuple(q_scale.shape)}; expected torch.float32 of one element"
+            )
 
     @property
     def out_dtype(self) -> torch.dtype:

@@ -1,4 +1,6 @@
-"""Chunks of cached context: the rows that each rank brings to a gather, and the order of tokens in its result."""
+"""Requests of a step in flat arrays, and their cached contexts in chunks: the rows that each rank brings to a gather,
+and the order of tokens in its result.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +31,11 @@ class ChunkBuilder:
     dcp_rank: int
     device: torch.device | str
     rows_per_block: int
+
+    def build_all(self, lens: np.ndarray, alignment: int, table: Tensor) -> tuple[ContextChunk, ...]:
+        """Cut contexts of the given lengths into chunks that fit dcp.context_workspace_tokens (`chunk_bounds`)."""
+        bounds = chunk_bounds(lens, self.dcp.context_workspace_tokens, alignment)
+        return tuple(self.build(begin, end, table) for begin, end in bounds)
 
     def build(self, begin: np.ndarray, end: np.ndarray, table: Tensor) -> ContextChunk:
         """Return the chunk of positions [begin[i], end[i]) of each request i; every non-empty begin is aligned.
@@ -114,3 +121,43 @@ def segments_of(lens: Sequence[int] | np.ndarray, device: torch.device | str) ->
 def starts_of(lens: Sequence[int] | np.ndarray) -> tuple[int, ...]:
     """Return the start of each length, and the total."""
     return (0, *np.cumsum(lens).tolist())
+
+
+def cut_queries(lens: np.ndarray, max_query_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cut requests of one token or more into pieces of max_query_len tokens.
+
+    Returns:
+        The length of each piece, and its request, int32.
+    """
+    num_pieces = -(-lens // max_query_len)
+    request = np.repeat(np.arange(len(lens), dtype=np.int32), num_pieces)
+    pieces = np.full(len(request), max_query_len)
+    pieces[np.cumsum(num_pieces) - 1] = lens - (num_pieces - 1) * max_query_len
+    return pieces, request
+
+
+def positions_of(query_lens: Sequence[int], seq_lens: Sequence[int]) -> np.ndarray:
+    """Return the positions [T] int64 of all requests' new tokens."""
+    if max(query_lens) == 1:
+        return np.asarray(seq_lens, dtype=np.int64) - 1
+    before_first = np.subtract(seq_lens, np.cumsum(query_lens))  # offset from number in batch
+    return np.arange(sum(query_lens)) + np.repeat(before_first, query_lens)
+
+
+def pad_table(block_tables: Sequence[Sequence[int]], seq_lens: Sequence[int], block_tokens: int) -> np.ndarray:
+    """Return [num_reqs, max_blocks] int64: the blocks of each request, then block 0, which nothing reads.
+
+    Args:
+        block_tokens: Number of positions that a block id covers.
+    Raises:
+        ValueError: A block id is negative.
+    """
+    num_columns = -(-max(seq_lens) // block_tokens)
+    table = np.zeros((len(block_tables), num_columns), dtype=np.int64)
+    for row, blocks, seq_len in zip(table, block_tables, seq_lens, strict=True):
+        num_blocks = -(-seq_len // block_tokens)
+        row[:num_blocks] = blocks[:num_blocks]
+    if table.min() < 0:
+        request, column = np.argwhere(table < 0)[0]
+        raise ValueError(f"request {request}: block_tables has block {table[request, column]}; ids start at 0")
+    return table

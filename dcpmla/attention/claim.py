@@ -1,4 +1,4 @@
-"""The memory of MHA over cached contexts, claimed before a cache's size is planned."""
+"""The memory of attention, claimed before a cache's size is planned."""
 
 import torch
 from torch import Tensor
@@ -6,23 +6,38 @@ from torch import Tensor
 from dcpmla.attention.backends import PREFILL_BACKENDS, select_backend
 from dcpmla.attention.calls import PrefillCall, Segments
 from dcpmla.attention.placement import Placement
+from dcpmla.attention.sparse.selector import TokenSelector
+from dcpmla.attention.step import PART_ROWS
 from dcpmla.cache.formats import is_quantized, row_width
 from dcpmla.config import MLAConfig
 
 
-def claim_context(num_tokens: int, config: MLAConfig, placement: Placement, num_heads: int, num_weights: int) -> None:
-    """Allocate and free the memory of the largest context chunk in a step of num_tokens, and the memory that its
-    exchange keeps. Collective.
+def claim_attention(
+    num_tokens: int,
+    config: MLAConfig,
+    placement: Placement,
+    num_heads: int,
+    num_weights: int,
+    selector: TokenSelector | None,
+) -> None:
+    """Allocate and free the memory of attention in the largest step of num_tokens, one part after the other: an
+    indexer's workspace, absorbed attention's, then the largest context chunk's and what its exchange keeps. Collective.
 
     Args:
         num_heads: Number of heads of this rank.
         num_weights: Number of elements of an up-projection in fp8, which is dequantized; 0 for other dtypes.
+        selector: Selector of a layer with an indexer, else None.
     """
     dcp, cache_dtype, num_keys = placement.dcp, placement.cache_dtype, placement.dcp.context_workspace_tokens
 
     def new(*shape: int, dtype: torch.dtype = placement.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=placement.device)
 
+    if selector is not None:
+        new(selector.workspace_bytes(num_tokens, placement.dtype.itemsize), dtype=torch.uint8)
+    num_rows = min(num_tokens * num_heads * dcp.decode_context_parallel_size, PART_ROWS)
+    # Absorbed queries, gathered queries, and the outputs before and in the exchange.
+    new(2 * num_rows, config.latent_dim + config.kv_lora_rank)
     widths = config.qk_head_dim, config.qk_nope_head_dim, config.v_head_dim
     q, k_nope, v = (new(0, num_heads, width) for width in widths)
     rows = Segments((0, 0), new(0, dtype=torch.int32))

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.backends import DECODE_BACKENDS, select_backend
-from dcpmla.attention.calls import DecodeCall
-from dcpmla.attention.decode_checks import Queries, split_queries
+from dcpmla.attention.calls import DecodeCall, Queries, split_queries
 from dcpmla.attention.projections import project_values
 from dcpmla.attention.step import DecodeMetadata
 from dcpmla.comm.exchange import Exchange, Mailbox

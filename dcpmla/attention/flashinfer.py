@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.calls import DecodeCall, PrefillCall, Segments, join_keys
+from dcpmla.attention.reference import token_tables
 
 WIDTHS = (512, 64)  # latent and rope widths that its decode kernel supports
 HEAD_DIMS = ((192, 128), (128, 128))  # key and value widths that its prefill kernels support
@@ -47,17 +48,10 @@ class _Decoder:
         key = (*map(_version, step), call.max_query_len, q.shape, q.dtype, kv_cache.shape[1], call.scale)
         if not (all(held is tensor for held, tensor in zip(self._step, step, strict=False)) and self._planned == key):
             # Each query token becomes a request, because FlashInfer's causal bound does not account for other ranks.
-            num_columns = table.shape[1]
             token = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
-            request = token[:-1] // call.max_query_len
-            if call.query_start_loc is not None:
-                request = torch.searchsorted(call.query_start_loc[1:], token[:-1], right=True)
-                request = request.clamp(max=call.num_reqs - 1)
-            if call.request_index is not None:
-                request = call.request_index[request]
             widths = call.kv_lora_rank, call.rope_dim
             sizes = (q.shape[1], *widths, kv_cache.shape[1], False, call.scale, q.dtype, kv_cache.dtype)
-            self._wrapper.plan(token, token * num_columns, table[request].flatten(), call.seq_lens, *sizes)
+            self._wrapper.plan(token, token * table.shape[1], token_tables(call).flatten(), call.seq_lens, *sizes)
             self._step, self._planned = step, key
         return self._wrapper
 

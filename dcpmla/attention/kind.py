@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.build import StepBuilder
-from dcpmla.attention.costs import AttentionCosts, LatentCosts
+from dcpmla.attention.costs import AttentionCosts, LatentCosts, LayerReads
 from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.projections import query_factor
-from dcpmla.attention.reads import LayerReads
 from dcpmla.attention.routes import Rates
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.formats import row_width, storage_dtype
@@ -185,7 +184,8 @@ class DenseKind:
 
     def costs(self, dcp: DCPConfig, rates: Rates) -> AttentionCosts:
         """Return the modelled time of pieces of prompts, each by the cheaper route."""
-        return LatentCosts(self.config, self.num_layers, self.num_index_layers, dcp, rates)
+        sizes = {"num_layers": self.num_layers, "num_index_layers": self.num_index_layers}
+        return LatentCosts(self.config, dcp, rates, **sizes)
 
     def dense_stack(self) -> AttentionKind | None:
         """Return the layers without indexers."""

@@ -6,27 +6,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dcpmla.attention.checks import check_cache, check_selection, check_step
-from dcpmla.attention.claim import claim_context
+from dcpmla.attention.claim import claim_attention
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.modules import MLAModules
-from dcpmla.attention.output.quant import OutputQuant, quant_for
-from dcpmla.attention.output.rows import OutputRows
+from dcpmla.attention.output.rows import OutputQuant, OutputRows, quant_for
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.prefill import dcp_mla_prefill
-from dcpmla.attention.projections import Keys, Tokens, absorb_query, finish_latents, rotate_query_, rows_of
+from dcpmla.attention.projections import Keys, Tokens, rows_of
 from dcpmla.attention.scales import calculate_scale_
 from dcpmla.attention.sparse.indexer import Indexer
 from dcpmla.attention.sparse.selector import selected_rows
-from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
+from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata, check_selection
 from dcpmla.attention.step import PART_ROWS, DecodeMetadata, PrefillMetadata, StepMetadata
 from dcpmla.attention.weights import AttentionWeights
-from dcpmla.cache.formats import row_width
+from dcpmla.cache.formats import check_cache, row_width
 from dcpmla.cache.latent import LayerCache
 from dcpmla.config import MLAConfig
-from dcpmla.parallel.fp8 import NormedRows, PlainRows, QuantizedRows, plain
+from dcpmla.parallel.fp8 import PlainRows, QuantizedRows, plain
 from dcpmla.parallel.linear import Weight
-from dcpmla.parallel.quantized import BlockFp8, unpack
 
 # Number of decode tokens from which dcp_project_before_merge pays: its rows are narrower, but it reads W_UV of all the
 # group's heads. Measured with `direct` on 4 H200s: slower at 32 tokens, faster at 128.
@@ -132,12 +129,12 @@ class MLAAttention(AttentionWeights):
         hidden_states = hidden_states[: step.num_tokens]
         if self._lacks_scales and step.prefill is not None:  # decodes may have no tokens while graphs are captured
             self._calculate_scales(hidden_states, cache.latents, step)
-        q_c, latents = self._down_project(hidden_states, cache.latents, step.slot_mapping, step.cos_sin)
+        q_c, latents = self.down_project(hidden_states, cache.latents, step.slot_mapping, step.cos_sin)
         keys = None
         if step.cut is not None:  # the graph contains all work that does not depend on the requests
             output.reserve()
             tokens = Tokens(q_c, step.cos_sin, step.query_factor)
-            keys = self._project_keys(tokens)
+            keys = self.project_keys(tokens)
             keys = keys._replace(kv=F.linear(latents[:, : self.config.kv_lora_rank], keys.w_kv_b.flatten(0, 1)))
             if step.decode is not None:
                 self._decode(tokens.rows(slice(0, step.num_decode_tokens)), cache.latents, step.decode, output)
@@ -168,29 +165,29 @@ class MLAAttention(AttentionWeights):
             self._decode(tokens.rows(decodes), cache.latents, step.decode, output)
         if step.prefill is not None:
             tokens, latents = tokens.rows(prefills), latents[prefills]
-            keys = self._project_keys(tokens) if keys is None else keys.rows(prefills)
+            keys = self.project_keys(tokens) if keys is None else keys.rows(prefills)
             self._prefill(tokens, latents, keys, cache.latents, step.prefill, output)
         output.pad()
 
     def claim_memory(self, num_tokens: int) -> None:
         """Allocate and free the memory of attention in the largest step of num_tokens, so that memory profiling
-        includes it: an indexer's workspace, then absorbed attention's, then the largest context chunks'. Nothing is
-        computed. Collective.
+        includes it (`claim_attention`). Nothing is computed. Collective.
         """
-        config, norm = self.config, self.kv_a_layernorm.weight
-        new = norm.new_empty
-        if self.indexer is not None:  # free again before attention begins
-            selector, element_size = self.indexer.selector, norm.element_size()
-            new(selector.workspace_bytes(num_tokens, element_size), dtype=torch.uint8)
-        num_rows = min(num_tokens * self._num_group_heads, PART_ROWS)
-        # Absorbed queries, gathered queries, and the outputs before and in the exchange; also freed at once.
-        new(2 * num_rows, config.latent_dim + config.kv_lora_rank)
         num_weights = self.kv_b_proj.weight.numel() if self.kv_b_proj.weight_scale is not None else 0
-        claim_context(num_tokens, config, self._placement, self.num_heads, num_weights)
+        selector = None if self.indexer is None else self.indexer.selector
+        claim_attention(num_tokens, self.config, self._placement, self.num_heads, num_weights, selector)
 
     def _check(self, hidden_states: Tensor, cache: LayerCache | None, step: StepMetadata) -> LayerCache:
-        check_step(self.config, hidden_states, step)
-        cache = check_cache(cache, step, self.dcp, self.cache_dtype, self.cache_width)
+        if not isinstance(step, StepMetadata):
+            raise ValueError(f"step is {type(step).__name__}; expected what a StepBuilder gives")
+        step.check(self.config, hidden_states)
+        if not isinstance(cache, LayerCache):
+            raise ValueError(
+                f"cache is {type(cache).__name__}; expected a LayerCache, for example a LatentCache's cache[layer]"
+            )
+        dcp = self.dcp
+        check_cache(cache.latents, dcp.block_size, self.cache_width, dcp.kv_cache_dtype, self.cache_dtype)
+        step.check_blocks(cache.latents.shape[0])
         if self.config.indexer is not None and step.cut is None:  # else each replay has its own requests
             check_selection(self.config.indexer.topk, cache.latents, step)
         if self.indexer is not None:
@@ -205,33 +202,13 @@ class MLAAttention(AttentionWeights):
         assert self.kv_scale is not None
         self._lacks_scales = False
         nowhere, cos_sin = torch.full_like(step.slot_mapping[prefills], -1), rows_of(step.cos_sin, prefills)
-        q_c, latents = self._down_project(hidden_states[prefills], kv_cache, nowhere, cos_sin)
+        q_c, latents = self.down_project(hidden_states[prefills], kv_cache, nowhere, cos_sin)
         calculate_scale_(self.kv_scale, latents, self.mesh.tp_group)
         if self.q_scale is not None:
             tokens = Tokens(q_c, cos_sin, rows_of(step.query_factor, prefills)).rows(slice(0, _SCALED_TOKENS))
-            q = self._project_query(tokens, self.q_heads.own)
-            absorbed = self._absorb(q, self.w_uk_of(self.kv_heads.own), tokens.cos_sin, None)
+            q = self.project_query(tokens, self.q_heads.own)
+            absorbed = self.absorb(q, self.w_uk_of(self.kv_heads.own), tokens.cos_sin, None)
             calculate_scale_(self.q_scale, absorbed, self.mesh.tp_group)
-
-    def _down_project(
-        self, hidden_states: PlainRows, kv_cache: Tensor, slots: Tensor, cos_sin: Tensor | None
-    ) -> tuple[PlainRows, Tensor]:
-        """Return the input of the query projection (`Tokens.q_c`), and latents [T, L + R] as written to the cache."""
-        config, has_q_c = self.config, self.config.q_lora_rank is not None
-        q_c, latents, *codes = finish_latents(
-            self.down_proj(hidden_states),
-            kv_cache,
-            slots,
-            self.q_a_layernorm.weight if has_q_c else None,
-            self.kv_a_layernorm.weight,
-            config.rms_norm_eps,
-            config.kv_lora_scale,
-            cos_sin,
-            config.rope_interleaved,
-            self.kv_scale,
-            has_q_c and self.q_b_proj.takes_quantized,
-        )
-        return NormedRows.join(q_c, *codes) if has_q_c else hidden_states, latents
 
     def _select(
         self, hidden_states: PlainRows, q_c: PlainRows, index_keys: Tensor | None, step: StepMetadata
@@ -247,28 +224,15 @@ class MLAAttention(AttentionWeights):
             self.indexer(hidden_states, q_c, index_keys, step)
         return sparse.selection if sparse.max_seq_len > self.config.indexer.topk else None
 
-    def _project_query(self, tokens: Tokens, heads: slice) -> Tensor:
-        """Return the queries [T, n, P + R] of n heads on this rank, not rotated."""
-        width = self.config.qk_head_dim
-        q = self.query_proj.product(tokens.q_c, slice(heads.start * width, heads.stop * width))
-        q = q.unflatten(-1, (-1, width))
-        return q if tokens.query_factor is None else q * tokens.query_factor[:, None, None]
-
     def _decode(self, tokens: Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
         """Append the output of decode tokens, bounded in memory. Collective."""
-        max_tokens = max(1, PART_ROWS // self._num_group_heads)
+        # All heads of the DCP group attend to this rank's tokens.
+        max_tokens = max(1, PART_ROWS // (self.num_heads * self.dcp.decode_context_parallel_size))
         if plain(tokens.q_c).shape[0] <= max_tokens:  # a compiler cannot trace the loop
             self._attend_absorbed(tokens, kv_cache, decode, output)
             return
         for rows, part in decode.parts(max_tokens):
             self._attend_absorbed(tokens.rows(rows), kv_cache, part, output)
-
-    def _project_keys(self, tokens: Tokens) -> Keys:
-        """Return the queries of this rank's heads, and the up-projection of their keys and values."""
-        q = self._project_query(tokens, self.q_heads.own)
-        if tokens.cos_sin is not None:
-            rotate_query_(q, tokens.cos_sin, self.config.rope_interleaved)
-        return Keys(q, None, self.up_projection())
 
     def _prefill(
         self,
@@ -302,10 +266,10 @@ class MLAAttention(AttentionWeights):
         """Append attention of absorbed queries over latents of all ranks, through W_UV. Collective."""
         if tokens.selection is not None:
             kv_cache, decode = selected_rows(kv_cache, tokens.selection, decode.workspace)
-        q = self._project_query(tokens, slice(0, self.q_heads.count))
+        q = self.project_query(tokens, slice(0, self.q_heads.count))
         project_first = self.dcp.dcp_project_before_merge and q.shape[0] >= PROJECT_FIRST_TOKENS
         out, _ = dcp_mla_decode(
-            self._absorb(q, self.w_uk, tokens.cos_sin, self.q_scale),
+            self.absorb(q, self.w_uk, tokens.cos_sin, self.q_scale),
             kv_cache,
             decode,
             self.config.scale,
@@ -322,20 +286,6 @@ class MLAAttention(AttentionWeights):
             output.append(out.flatten(1))
         else:
             output.project(out)
-
-    def _absorb(self, q: Tensor, w_uk: Tensor | BlockFp8, cos_sin: Tensor | None, q_scale: Tensor | None) -> Tensor:
-        codes, scales = unpack(w_uk)
-        return absorb_query(q, codes, cos_sin, self.config.rope_interleaved, q_scale, scales)
-
-    @property
-    def _num_group_heads(self) -> int:
-        """Return the number of heads that attend to this rank's tokens: all heads of the DCP group."""
-        return self.num_heads * self.dcp.decode_context_parallel_size
-
-    @property
-    def takes_quantized(self) -> bool:
-        """Return whether quantized hidden states save work."""
-        return self.down_proj.takes_quantized
 
     @property
     def _output_quant(self) -> OutputQuant | None:

@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dcpmla.attention.build import StepBuilder, cut_queries
-from dcpmla.attention.chunks import starts_of
+from dcpmla.attention.build import StepBuilder
+from dcpmla.attention.chunks import cut_queries, starts_of
 from dcpmla.attention.step import StepRequests
 
 

@@ -10,8 +10,7 @@ from dcpmla.attention.backends import PREFILL_BACKENDS, select_backend
 from dcpmla.attention.calls import PrefillCall, Segments
 from dcpmla.attention.sparse.mask import selection_mask
 from dcpmla.attention.step import ContextChunk, PrefillMetadata
-from dcpmla.cache.formats import check_kv_scale, is_quantized
-from dcpmla.cache.rows import dequantize_rows, read_latents
+from dcpmla.cache.formats import check_kv_scale, dequantize, is_quantized, rope_dim_of
 from dcpmla.comm.exchange import Exchange
 from dcpmla.merge import merge_partials
 from dcpmla.operators import operator
@@ -96,6 +95,30 @@ def dcp_mla_prefill(
 def _to_latents(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return cached rows as latents; rows of a plain cache are not copied."""
     return dequantize_rows(rows, kv_lora_rank, kv_scale, dtype) if is_quantized(rows.dtype) else rows.to(dtype)
+
+
+@operator(
+    "read_latents",
+    kernel="dcpmla.cache.kernels:read_latents",
+    fake=lambda kv_cache, slots: kv_cache.new_empty(slots.shape[0], kv_cache.shape[-1]),
+    runs=lambda kv_cache: kv_cache.is_cuda,
+)
+def read_latents(kv_cache: Tensor, slots: Tensor) -> Tensor:
+    """Return rows [N, width] of a layer's cache at slots [N] int64, in the cache's format. A custom op."""
+    return kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]]
+
+
+@operator(
+    "dequantize_rows",
+    kernel="dcpmla.cache.kernels:dequantize_rows",
+    fake=lambda rows, kv_lora_rank, dtype: rows.new_empty(
+        rows.shape[0], kv_lora_rank + rope_dim_of(rows.shape[1], rows.dtype, kv_lora_rank), dtype=dtype
+    ),
+    runs=lambda rows, dtype: rows.is_cuda and dtype != torch.float64,
+)
+def dequantize_rows(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Dequantize rows [N, width] of an 8-bit cache to latents [N, L + R] (`formats.dequantize`). A custom op."""
+    return dequantize(rows, kv_lora_rank, kv_scale, dtype)
 
 
 def up_project(

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.sparse.step import SelectedTokens
-from dcpmla.cache.formats import FP8, to_fp8
-from dcpmla.cache.rows import write_latents
+from dcpmla.cache.formats import FP8, to_fp8, write_latents
 from dcpmla.comm.norm import rms_norm
 from dcpmla.operators import nothing, operator
 from dcpmla.parallel.fp8 import PlainRows, dequantize_blocks, empty_codes, quantize_rows, runs_fp8

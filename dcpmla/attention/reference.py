@@ -18,19 +18,23 @@ _MAX_GATHERED = 1 << 28  # cache elements that mla_decode gathers at a time: 1 G
 
 def mla_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
     """Compute absorbed MLA over a paged latent cache, each query token by itself; `dcpmla.mla_decode` gives shapes."""
-    table = call.block_table
-    token = torch.arange(len(call.q), device=call.q.device)
+    table = token_tables(call)
+    tile = max(1, _MAX_GATHERED // max(1, table.shape[1] * call.block_size * call.kv_cache.shape[2]))
+    starts = range(0, max(1, len(table)), tile)
+    tiles = [_decode_tile(call, table[start : start + tile], slice(start, start + tile)) for start in starts]
+    out, lse = zip(*tiles, strict=True)
+    return torch.cat(out), torch.cat(lse)
+
+
+def token_tables(call: DecodeCall) -> Tensor:
+    """Return the block ids of each query token's request [T, max_blocks], int32."""
+    table, token = call.block_table, torch.arange(len(call.q), dtype=torch.int32, device=call.q.device)
     request = token // call.max_query_len
     if call.query_start_loc is not None:
         request = torch.searchsorted(call.query_start_loc[1:], token, right=True).clamp(max=call.num_reqs - 1)
     if call.request_index is not None:
         request = call.request_index[request]
-    table = table[request] if len(table) else table.new_zeros(len(token), table.shape[1])
-    tile = max(1, _MAX_GATHERED // max(1, table.shape[1] * call.block_size * call.kv_cache.shape[2]))
-    starts = range(0, max(1, len(token)), tile)
-    tiles = [_decode_tile(call, table[start : start + tile], slice(start, start + tile)) for start in starts]
-    out, lse = zip(*tiles, strict=True)
-    return torch.cat(out), torch.cat(lse)
+    return table[request] if len(table) else table.new_zeros(len(token), table.shape[1])
 
 
 def _decode_tile(call: DecodeCall, block_table: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.calls import Segments
+from dcpmla.config import MLAConfig
 
 PIECE_ROWS = 128  # Query rows, a token's heads each, of a cut request: two tiles, which read the same keys together.
 PART_ROWS = 1 << 16  # Query rows that attend at a time. With DeepSeek's widths they take 75 MB.
@@ -221,6 +222,24 @@ class StepMetadata:
             shared={kind: numbers.of_tokens(index, size) for kind, numbers in self.shared.items()},
         )
 
+    def check(self, config: MLAConfig, hidden_states: Tensor) -> None:
+        """Raise ValueError for inputs that do not match the step, and for positions that do not match the model."""
+        shape, device = tuple(hidden_states.shape), hidden_states.device
+        if len(shape) != 2 or shape[1] != config.hidden_size or shape[0] < self.num_tokens:
+            raise ValueError(
+                f"hidden_states has shape {shape}; expected [at least {self.num_tokens}, {config.hidden_size}]"
+            )
+        expected = torch.float32, (self.num_tokens, config.qk_rope_head_dim), device
+        if _described(self.cos_sin) != (expected if config.use_rope else None):
+            needed = f"{expected}, see with_positions" if config.use_rope else "None, for the model has no positions"
+            raise ValueError(f"step.cos_sin is {_described(self.cos_sin)}; expected {needed}")
+        scaled = None if config.llama_4_scaling is None else (hidden_states.dtype, (self.num_tokens,), device)
+        if _described(self.query_factor) != scaled:
+            raise ValueError(
+                f"step.query_factor is {_described(self.query_factor)}; expected {scaled}, for config.llama_4_scaling "
+                f"is {config.llama_4_scaling}"
+            )
+
     def check_blocks(self, num_blocks: int) -> None:
         """Raise ValueError if block ids exceed a cache of num_blocks blocks."""
         if self.num_blocks > num_blocks:
@@ -233,3 +252,7 @@ def tokens_of(column: Tensor, index: int, size: int) -> Tensor:
     """Return a column's value for token number `index` of each request, where requests have `size` tokens each."""
     # `contiguous` would return a single token unchanged, with its stride.
     return column[index::size].clone(memory_format=torch.contiguous_format)
+
+
+def _described(tensor: Tensor | None) -> tuple[torch.dtype, tuple[int, ...], torch.device] | None:
+    return None if tensor is None else (tensor.dtype, tuple(tensor.shape), tensor.device)

@@ -1,4 +1,4 @@
-"""The part of an MLA layer that one rank holds: its heads' weights, and the scales of its cache."""
+"""The part of an MLA layer that one rank holds: its heads' weights with their products, and the scales of its cache."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,11 +8,13 @@ from torch import Tensor, nn
 
 from dcpmla.attention.modules import GivenLinear, MLAModules, given_norm, given_weight
 from dcpmla.attention.placement import Placement
+from dcpmla.attention.projections import Keys, Tokens, absorb_query, finish_latents, rotate_query_
 from dcpmla.attention.scales import KV_SCALE_NAMES, Q_SCALE_NAMES, new_scale, read_scale
 from dcpmla.config import MLAConfig
+from dcpmla.parallel.fp8 import NormedRows, PlainRows
 from dcpmla.parallel.linear import Linear, RowParallelLinear, Weight, fill, read_linear, read_weight, shard, values_like
 from dcpmla.parallel.mesh import DCPMesh
-from dcpmla.parallel.quantized import BLOCK, BlockFp8
+from dcpmla.parallel.quantized import BLOCK, BlockFp8, unpack
 
 
 @dataclass(frozen=True)
@@ -152,13 +154,56 @@ class AttentionWeights(nn.Module):
         blocks = slice(rows.start // BLOCK, None if rows.stop is None else rows.stop // BLOCK)
         return BlockFp8(weight, self.kv_b_proj.weight_scale.unflatten(0, (self.kv_heads.count, -1))[heads, blocks])
 
+    @property
+    def takes_quantized(self) -> bool:
+        """Return whether quantized hidden states save work."""
+        return self.down_proj.takes_quantized
+
+    def down_project(
+        self, hidden_states: PlainRows, kv_cache: Tensor, slots: Tensor, cos_sin: Tensor | None
+    ) -> tuple[PlainRows, Tensor]:
+        """Return the input of the query projection (`Tokens.q_c`), and latents [T, L + R] as written to the cache."""
+        config, has_q_c = self.config, self.config.q_lora_rank is not None
+        q_c, latents, *codes = finish_latents(
+            self.down_proj(hidden_states),
+            kv_cache,
+            slots,
+            self.q_a_layernorm.weight if has_q_c else None,
+            self.kv_a_layernorm.weight,
+            config.rms_norm_eps,
+            config.kv_lora_scale,
+            cos_sin,
+            config.rope_interleaved,
+            self.kv_scale,
+            has_q_c and self.q_b_proj.takes_quantized,
+        )
+        return NormedRows.join(q_c, *codes) if has_q_c else hidden_states, latents
+
+    def project_query(self, tokens: Tokens, heads: slice) -> Tensor:
+        """Return the queries [T, n, P + R] of n heads on this rank, not rotated."""
+        width = self.config.qk_head_dim
+        q = self.query_proj.product(tokens.q_c, slice(heads.start * width, heads.stop * width))
+        q = q.unflatten(-1, (-1, width))
+        return q if tokens.query_factor is None else q * tokens.query_factor[:, None, None]
+
+    def project_keys(self, tokens: Tokens) -> Keys:
+        """Return the queries of this rank's heads, and the up-projection of their keys and values."""
+        q = self.project_query(tokens, self.q_heads.own)
+        if tokens.cos_sin is not None:
+            rotate_query_(q, tokens.cos_sin, self.config.rope_interleaved)
+        return Keys(q, None, self.up_projection())
+
+    def absorb(self, q: Tensor, w_uk: Tensor | BlockFp8, cos_sin: Tensor | None, q_scale: Tensor | None) -> Tensor:
+        codes, scales = unpack(w_uk)
+        return absorb_query(q, codes, cos_sin, self.config.rope_interleaved, q_scale, scales)
+
     def load_weights(self, weights: Mapping[str, Weight]) -> None:
         """Read this rank's part of every parameter, and the scales that no option gives.
 
         Args:
             weights: Whole weights by their names in a checkpoint, from "q_a_proj.weight" to "o_proj.weight"; only the
                 slices that this rank needs are read, and none with modules. Scales by the names of
-                `dcpmla.attention.scales`, 1 without.
+                `dcpmla.attention.scales`, 1 without; "o_proj.input_scale" where the checkpoint was calibrated.
         Raises:
             ValueError: A weight is missing, or its shape does not match the config; or a scale is not a
                 finite number above 0.
@@ -191,6 +236,8 @@ class AttentionWeights(nn.Module):
         self.kv_b_proj.load(kv_b)
         o_part = slice(None), shard(o_cols, tp_group)
         self.o_proj.load(read_linear(weights, "o_proj.weight", (hidden, o_cols), *o_part))
+        if (scale := "o_proj.input_scale") in weights:
+            self.o_proj.load_input_scale(scale, weights[scale])
         if config.attention_bias:
             fill(self.down_proj.bias, *(read_weight(weights, f"{name}.bias", (rows,)) for name, rows in down.items()))
             fill(self.o_proj.bias, read_weight(weights, "o_proj.bias", (hidden,)))

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention import reference
-from dcpmla.attention.calls import DecodeCall, decode_workspace
+from dcpmla.attention.calls import DecodeCall, decode_workspace, split_queries
 from dcpmla.attention.decode import mla_decode
-from dcpmla.attention.decode_checks import split_queries
 from dcpmla.bench.cache_formats import (
     Q_SCALE,
     fill_randomly,

@@ -11,8 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from dcpmla.attention.output.quant import OutputQuant
-from dcpmla.attention.output.rows import OutputRows
+from dcpmla.attention.output.rows import OutputQuant, OutputRows
 from dcpmla.attention.projections import project_values
 from dcpmla.bench.options import add_measured
 from dcpmla.bench.results import Row, dtype_name

@@ -154,7 +154,7 @@ class PrefillBenchmark(Benchmark[PrefillCase, PrefillInputs]):
     def measure(self, case: PrefillCase, inputs: PrefillInputs) -> list[Row]:
         rows = []
         for backend in PREFILL_BACKENDS:
-            if backend.takes(inputs.call(0)):
+            if not backend.obstacle_to(inputs.call(0)):
                 try:
                     rows.append(self._row(backend, inputs))
                 except (ImportError, RuntimeError) as error:  # others' code: we measure without it

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dcpmla.attention.costs import LayerReads
 from dcpmla.attention.placement import Placement
-from dcpmla.attention.reads import LayerReads
 from dcpmla.attention.step import StepMetadata
 from dcpmla.bench.timing import Timing, calls_over, time_operation
 from dcpmla.cache.plan import Cache

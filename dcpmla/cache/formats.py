@@ -115,6 +115,25 @@ def dequantize(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: 
     return torch.cat([tiles.flatten(-2).to(dtype), k_pe.view(torch.bfloat16).to(dtype)], -1)
 
 
+def write_latents(kv_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slots: Tensor, kv_scale: Tensor | None = None) -> None:
+    """Store latents in a layer's cache. (On a GPU `finish_latents` stores a layer's own latents.)
+
+    Args:
+        kv_cache: Cache [num_blocks, block_size, width] in one of the formats of `dcpmla.cache.formats`.
+        kv_c, k_pe: Latents [N, L] after their norm, rope parts [N, R] after RoPE.
+        slots: Slots of this rank [N], int64; -1 skips a row.
+        kv_scale: Scale of an fp8 cache; None for other formats.
+    Raises:
+        ValueError: The format cannot hold the values, or takes no such scale.
+    """
+    is_own = slots >= 0
+    slots = slots[is_own]
+    # Indexed by block and offset, because a cache that is a slice of a larger one has no flat view.
+    kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]] = quantize(
+        kv_c[is_own], k_pe[is_own], kv_cache.dtype, kv_scale
+    )
+
+
 def rope_dim_of(row_width: int, storage: torch.dtype, kv_lora_rank: int) -> int:
     """Return R for a cache whose rows have row_width elements."""
     if storage != torch.uint8:
@@ -125,6 +144,19 @@ def rope_dim_of(row_width: int, storage: torch.dtype, kv_lora_rank: int) -> int:
 def to_fp8(values: Tensor, scale: Tensor) -> Tensor:
     """Convert values / scale to e4m3, rounded to nearest, ties to even; larger values saturate."""
     return (values.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def check_cache(kv_cache: Tensor, block_size: int, width: int, kv_cache_dtype: str, storage: torch.dtype) -> None:
+    """Raise ValueError for a cache that does not have blocks of block_size rows of `width` elements of `storage`, which
+    is the dtype of kv_cache_dtype.
+    """
+    if kv_cache.ndim != 3 or kv_cache.shape[1:] != (block_size, width):
+        raise ValueError(f"kv_cache has shape {tuple(kv_cache.shape)}; expected [num_blocks, {block_size}, {width}]")
+    if kv_cache.dtype != storage:
+        asked = f"kv_cache_dtype (--kv-cache-dtype) {kv_cache_dtype!r}"
+        raise ValueError(f"kv_cache has dtype {kv_cache.dtype}; expected {storage} for {asked}")
+    if kv_cache.stride(-1) != 1:
+        raise ValueError(f"kv_cache has strides {kv_cache.stride()}; the values of a row must be contiguous")
 
 
 def check_kv_scale(storage: torch.dtype, kv_scale: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""Triton kernels of the cache with their launchers; `cache/formats.py` and `cache/rows.py` specify them."""
+"""Triton kernels of the cache with their launchers; `cache/formats.py` and `attention/prefill.py` specify them."""
 
 import torch
 import triton
@@ -138,7 +138,7 @@ def read_kernel(
 
 
 def read_latents(kv_cache: Tensor, slots: Tensor) -> Tensor:
-    """Compute `cache.rows.read_latents` in one kernel."""
+    """Compute `read_latents` in one kernel."""
     num_rows, width = len(slots), kv_cache.shape[-1]
     out = torch.empty(num_rows, width, dtype=kv_cache.dtype, device=kv_cache.device)
     read_kernel[(triton.cdiv(num_rows, _COPIED_ROWS),)](
@@ -190,7 +190,7 @@ def dequantize_kernel(
 
 
 def dequantize_rows(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Compute `cache.rows.dequantize_rows` in one kernel."""
+    """Compute `dequantize_rows` in one kernel."""
     formats.check_kv_scale(rows.dtype, kv_scale)
     rope = formats.rope_dim_of(rows.shape[1], rows.dtype, kv_lora_rank)
     out = torch.empty(len(rows), kv_lora_rank + rope, dtype=dtype, device=rows.device)

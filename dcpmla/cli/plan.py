@@ -14,8 +14,8 @@ from dcpmla.cli.options import format_list, positive, positive_list
 from dcpmla.cli.output import write_json
 from dcpmla.cli.plan_prompts import PromptPlan
 from dcpmla.cli.plan_report import measured_report, plot, report
-from dcpmla.config import INDEX_CACHE_DTYPES, DCPConfig, divisors
-from dcpmla.fields import check_fields, option_label, whole
+from dcpmla.config import INDEX_CACHE_DTYPES, DCPConfig
+from dcpmla.fields import check_fields, divisors, option_label, whole
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.planning.capacity import FORMATS

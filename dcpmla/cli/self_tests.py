@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dcpmla.attention import reference
-from dcpmla.attention.calls import DecodeCall, PrefillCall, Segments, join_keys
+from dcpmla.attention.calls import DecodeCall, PrefillCall, Segments, join_keys, split_queries
 from dcpmla.attention.decode import mla_decode
-from dcpmla.attention.decode_checks import split_queries
 from dcpmla.attention.prefill import mha_prefill
 from dcpmla.bench.exchange_inputs import OPERATIONS, Combine, ExchangeCase, GatherHeads, find_errors
 from dcpmla.bench.timing import Timing, calls_per_sample, time_operation

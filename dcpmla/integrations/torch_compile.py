@@ -17,8 +17,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.pattern_matcher import PatternMatcherPass, register_graph_pattern
 from torch.fx import Graph, Node, map_arg
 
-from dcpmla.attention.output import ops
-from dcpmla.attention.output.formats import NVFP4_GROUP
+from dcpmla.attention.output import formats
 from dcpmla.integrations import quantization_patterns, quantizers
 
 _logger = logging.getLogger(__name__)
@@ -190,7 +189,7 @@ def _quantization(parameters: dict[str, Any]) -> tuple[int, str, Any, bool]:
     if "group_size" in parameters:
         return parameters["group_size"], parameters["scale_layout"], None, parameters["ue8m0"]
     if "global_scale" in parameters:
-        return NVFP4_GROUP, "", parameters["global_scale"], False
+        return formats.NVFP4_GROUP, "", parameters["global_scale"], False
     return 1, "", parameters["scale"], False
 
 
@@ -199,11 +198,11 @@ def _check_write(write: Any, parameters: dict[str, Any]) -> None:
     group, _, scale, _ = _quantization(parameters)
     fakes = {name: arg.meta["val"] if isinstance(arg, Node) else arg for name, arg in write.kwargs.items()}
     if write.args[0] is _ours.project_rows_.default:
-        ops.check_projection(fakes["out"], fakes["w_uv"], fakes["w_scales"], group)
+        formats.check_projection(fakes["out"], fakes["w_uv"], fakes["w_scales"], group)
     else:
-        ops.check_rows(fakes["x"], group)
+        formats.check_rows(fakes["x"], group)
     if scale is not None:
-        ops.check_scale("scale", scale.meta["val"], parameters["values"].meta["val"].device)
+        formats.check_scale("scale", scale.meta["val"], parameters["values"].meta["val"].device)
 
 
 def _write_quantized(match: Any) -> tuple[Any, Any]:

@@ -30,7 +30,7 @@ from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.parts import Parts
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.skeleton import build_skeleton, check_shapes, part_of, published_shapes
-from dcpmla.parallel.linear import RowParallelLinear, Weight
+from dcpmla.parallel.linear import Weight
 from dcpmla.parallel.mesh import DCPMesh
 
 _logger = logging.getLogger(__name__)
@@ -154,7 +154,6 @@ class _AttentionLayers:
         layer = self.attention.new_layer(number, self.placement)
         try:
             layer.load_weights(weights)
-            _load_input_scale(layer, weights)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         self.count += 1
@@ -167,13 +166,6 @@ class _AttentionLayers:
                 "(--kv-cache-scale gives a kv_scale, --calculate-kv-scales finds both)",
                 " and no ".join(sorted(self.missing)),
             )
-
-
-def _load_input_scale(layer: Any, weights: Mapping[str, Weight]) -> None:
-    """Load the static scale of the output projection's rows, where a checkpoint in fp8 was calibrated for one."""
-    for name, linear in layer.named_children():
-        if isinstance(linear, RowParallelLinear) and (key := f"{name}.input_scale") in weights:
-            linear.load_input_scale(key, weights[key])
 
 
 def _eos_token_ids(directory: Path, config: Any) -> frozenset[int]:

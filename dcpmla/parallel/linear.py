@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from dcpmla.config import divisors
+from dcpmla.fields import divisors
 from dcpmla.parallel.collectives import named
 from dcpmla.parallel.fp8 import (
     AnyRows,

@@ -4,8 +4,8 @@ from math import prod
 
 import torch
 
+from dcpmla.attention.costs import LayerReads
 from dcpmla.attention.kind import AttentionKind
-from dcpmla.attention.reads import LayerReads
 from dcpmla.cache.index_keys import index_row_width, index_storage_dtype
 from dcpmla.config import IndexerConfig
 from dcpmla.planning.exchange import auto_backend, candidates_us, exchange_us

@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dcpmla.attention.build import GraphRows, StepBuilder, pad_table
+from dcpmla.attention.build import GraphRows, StepBuilder
 from dcpmla.attention.calls import decode_workspace
+from dcpmla.attention.chunks import pad_table
 from dcpmla.attention.step import DecodeMetadata, StepMetadata, StepRequests
 from dcpmla.cache.plan import CachePlan
 from dcpmla.runtime.layout import lay_out

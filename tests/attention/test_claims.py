@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcpmla import MLAAttention, MLAConfig, Placement, init_mesh
 from dcpmla.attention import claim as claim_module
-from dcpmla.attention import layer as layer_module
 from dcpmla.attention.backends import Backend
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.families.table import attention_kind
@@ -62,7 +61,7 @@ def check_claims(hf_config: Any) -> None:
     exchange.reserve_context.assert_called_with(num_keys, 24, torch.float8_e4m3fn, torch.device("cpu"))
     # Of each token's absorbed rows, of both ranks' heads, 24 columns of queries and 16 of outputs, each twice.
     assert claimed(new_layer(config), 100) == 100 * 24 * 2 * (24 + 16) * 4
-    assert claimed(new_layer(config), 10**6) == layer_module.PART_ROWS * 2 * (24 + 16) * 4
+    assert claimed(new_layer(config), 10**6) == claim_module.PART_ROWS * 2 * (24 + 16) * 4
     with patch.object(claim_module, "select_backend", return_value=Backend("one", Mock(), Mock())):
         assert claimed(new_layer(config), 1) == num_keys * 12 * (8 + 4) * 4
     sparse = new_layer(attention_kind(tiny_config("deepseek_v32")).config)
@@ -70,7 +69,7 @@ def check_claims(hf_config: Any) -> None:
     few, many = (sparse.indexer.selector.workspace_bytes(num_tokens, 4) for num_tokens in (1, 1001))
     assert many - few == 2 * 1000 * 32 * 16 * 4  # queries of 32 heads, 16 wide, before and after what finishes them
     assert claimed(sparse, 1001) == many
-    nothing_else = patch.object(layer_module, "PART_ROWS", 0)
+    nothing_else = patch.object(claim_module, "PART_ROWS", 0)
     with nothing_else, patch.object(sparse.indexer.selector, "workspace_bytes", return_value=0):
         assert claimed(sparse, 800) == of_heads + 800 * num_keys // 8  # a bit for each pair: a mask
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention import projections
-from dcpmla.cache.formats import FP8, dequantize, row_width, to_fp8
-from dcpmla.cache.rows import dequantize_rows, read_latents, write_latents
+from dcpmla.attention.prefill import dequantize_rows, read_latents
+from dcpmla.cache.formats import FP8, dequantize, row_width, to_fp8, write_latents
 from tests.attention.test_small_kernels import (
     BLOCK_SIZE,
     DTYPES,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla.attention.output.quant import OutputQuant
+from dcpmla.attention.output.rows import OutputQuant
 from dcpmla.parallel.quantized import BlockFp8, dequantize
 from tests.parallel.test_fp8_linear import blocks
 from tests.support.shared_memory import run_interpreted

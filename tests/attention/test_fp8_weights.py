@@ -12,7 +12,7 @@ from dcpmla import DCPConfig, MLAAttention, MLAConfig, Placement, init_mesh
 from dcpmla.attention import layer as layer_module
 from dcpmla.attention.compressed.layer import CompressedAttention
 from dcpmla.attention.output import ops as output_ops
-from dcpmla.attention.output.quant import OutputQuant
+from dcpmla.attention.output.rows import OutputQuant
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import IndexerConfig
 from dcpmla.integrations.families.table import attention_kind
@@ -209,7 +209,8 @@ def check_static_output(headroom: float) -> None:
     layer, plain = layers(CONFIG, 1)
     batches = MIXED, DECODES[0], PREFILL
     scale = headroom * max(float(run_layer(layer, batch, layer.attend)[0].abs().max()) for batch in batches) / 448
-    layer.o_proj.load_input_scale("input_scale", torch.tensor(scale))
+    layer = MLAAttention(CONFIG, layer._placement).eval()
+    layer.load_weights({**checkpoint(CONFIG), "o_proj.input_scale": torch.tensor(scale)})
     layer.o_proj.takes_quantized = True
     taken: list[Any] = []
     layer.o_proj.register_forward_pre_hook(lambda _, inputs: taken.append(inputs[0]))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dcpmla.attention.output import ops as output_ops
-from dcpmla.attention.output.quant import OutputQuant
+from dcpmla.attention.output.rows import OutputQuant
 from dcpmla.cache.formats import FP8
 
 GRID = (0, 0.5, 1, 1.5, 2, 3, 4, 6)  # of e2m1

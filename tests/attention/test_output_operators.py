@@ -13,8 +13,7 @@ from torch import Tensor
 from dcpmla.__main__ import main
 from dcpmla.attention import layer as layer_module
 from dcpmla.attention.output import ops as output_ops
-from dcpmla.attention.output.quant import OutputQuant
-from dcpmla.attention.output.rows import OutputRows
+from dcpmla.attention.output.rows import OutputQuant, OutputRows
 from dcpmla.attention.projections import project_values
 from tests.attention.test_compile import MIXED, SMALL, make_layer, run_layer
 from tests.attention.test_output_formats import KINDS, codes

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from dcpmla.attention.output import ops as output_ops
 from dcpmla.attention.output import rows as rows_module
-from dcpmla.attention.output.quant import OutputQuant
-from dcpmla.attention.output.rows import OutputRows
+from dcpmla.attention.output.rows import OutputQuant, OutputRows
 from dcpmla.attention.projections import project_values
 from dcpmla.cache.formats import FP8
 from dcpmla.parallel.fp8 import QuantizedRows

@@ -13,7 +13,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 )
 
 from dcpmla.attention import projections
-from dcpmla.cache.rows import read_latents
+from dcpmla.attention.prefill import read_latents
 from dcpmla.comm.nccl import merge_rows, weigh_rows
 from tests.attention.test_small_kernels import (
     BLOCK_SIZE,

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from dcpmla import StepMetadata, dcp_mla_prefill, merge_partials, mla_decode
 from dcpmla.attention.build import StepBuilder
+from dcpmla.attention.prefill import read_latents
 from dcpmla.attention.step import PrefillMetadata, StepRequests
 from dcpmla.cache.formats import FP8, dequantize, quantize, row_width, storage_dtype, to_fp8
 from dcpmla.cache.latent import num_blocks
-from dcpmla.cache.rows import read_latents
 from dcpmla.comm.exchange import LocalExchange
 from dcpmla.integrations.families.table import attention_kind
 from tests.attention.test_quantized_cache import FORMATS, KV_SCALE, Q_SCALE, L, R, config_of_layer, layout, over_latents

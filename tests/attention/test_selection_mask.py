@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dcpmla.attention import backends
 from dcpmla.attention import prefill as operators
-from dcpmla.attention.backends import PREFILL_BACKENDS, select_backend
+from dcpmla.attention.backends import PREFILL_BACKENDS
 from dcpmla.attention.calls import PrefillCall
 from dcpmla.attention.sparse.mask import selection_mask, unpack_mask
 from tests.attention.test_prefill_backends import DEEPSEEK, LARGER_CASES, find_kernel
@@ -136,12 +135,14 @@ def test_mask_kernel_compiles_for_hopper() -> None:
 def test_a_mask_passes_over_kernels_that_take_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU where all kernels of prefill could run, and on one that is no Hopper."""
     for name in ("_half_on_gpu_obstacle", "_missing_flashinfer"):
-        monkeypatch.setattr(backends, name, lambda *_: "")
+        monkeypatch.setattr(obstacles, name, lambda *_: "")
     rows = torch.empty(1, 1, 192), torch.empty(1, 64), torch.empty(1, 1, 128)
     masks = None, torch.zeros(1, 1, dtype=torch.int32)
     for obstacle, expected in (("", ["hopper", "hopper"]), ("no Hopper", ["flashinfer", "triton"])):
-        monkeypatch.setattr(backends, "_hopper_gpu_obstacle", lambda *_, obstacle=obstacle: obstacle)
-        assert [select_backend(PREFILL_BACKENDS, prefill_call(*rows, mask)).name for mask in masks] == expected
+        monkeypatch.setattr(obstacles, "_hopper_gpu_obstacle", lambda *_, obstacle=obstacle: obstacle)
+        for mask, name in zip(masks, expected, strict=True):
+            call = prefill_call(*rows, mask)
+            assert next(backend.name for backend in PREFILL_BACKENDS if not backend.obstacle(call)) == name
 
 
 def check_operators(device: str, dtype: torch.dtype) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention import projections
-from dcpmla.cache.rows import read_latents
+from dcpmla.attention.prefill import read_latents
 from tests.support.shared_memory import run_interpreted
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 7

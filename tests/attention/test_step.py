@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla import DCPConfig, StepMetadata
-from dcpmla.attention.build import StepBuilder, pad_table
-from dcpmla.attention.chunks import context_workspace_tokens
+from dcpmla.attention.build import StepBuilder
+from dcpmla.attention.chunks import context_workspace_tokens, pad_table
 from tests.support.step_batches import Batch, batches, check_chunks, make_batch
 from tests.test_ownership import deal
 

@@ -12,9 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from dcpmla import DCPConfig, LatentCache, MLAConfig
 from dcpmla.attention.kind import DenseKind
+from dcpmla.attention.prefill import read_latents
 from dcpmla.cache.blocks import BlockAllocator
+from dcpmla.cache.formats import write_latents
 from dcpmla.cache.latent import num_blocks
-from dcpmla.cache.rows import read_latents, write_latents
 from dcpmla.integrations.families.table import attention_kind
 from dcpmla.planning.capacity import capacity_table
 from tests.support.layouts import dcp_config

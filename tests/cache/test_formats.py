@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dcpmla import DCPConfig
+from dcpmla.attention.prefill import dequantize_rows, read_latents
 from dcpmla.cache.formats import (
     FP8,
     check_kv_scale,
@@ -22,8 +23,8 @@ from dcpmla.cache.formats import (
     row_width,
     storage_dtype,
     to_fp8,
+    write_latents,
 )
-from dcpmla.cache.rows import dequantize_rows, read_latents, write_latents
 
 FLT_MIN = 2.0**-126
 ALL_BYTES = torch.arange(256, dtype=torch.uint8)

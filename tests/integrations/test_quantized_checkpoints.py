@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dcpmla import DCPConfig, MLAAttention, init_mesh
-from dcpmla.attention.output.quant import quant_for
+from dcpmla.attention.output.rows import quant_for
 from dcpmla.comm.select import select_exchange
 from dcpmla.hf_quantization import check_quantization, scale_block
 from dcpmla.integrations.checkpoint import Checkpoint

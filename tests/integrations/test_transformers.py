@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from dcpmla.attention import layer
 from dcpmla.comm.select import select_exchange
-from dcpmla.config import DCPConfig, divisors
+from dcpmla.config import DCPConfig
+from dcpmla.fields import divisors
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.mesh import init_mesh

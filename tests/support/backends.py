@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.backends import Backend
-from dcpmla.attention.calls import DecodeCall, PrefillCall
-from dcpmla.attention.decode_checks import Queries, split_queries
+from dcpmla.attention.calls import DecodeCall, PrefillCall, Queries, split_queries
 from dcpmla.attention.step import Segments
 
 

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from dcpmla import DCPConfig, StepMetadata, dcp_mla_prefill
 from dcpmla.attention.build import StepBuilder
+from dcpmla.attention.prefill import read_latents
 from dcpmla.attention.step import StepRequests
+from dcpmla.cache.formats import write_latents
 from dcpmla.cache.latent import num_blocks
-from dcpmla.cache.rows import read_latents, write_latents
 from tests.attention.test_reference import SCALE, L, P, R, V, attend_heads, check_close
 from tests.test_ownership import deal_slots
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.build import GraphRows, HostStep, StepBuilder
-from dcpmla.attention.chunks import ChunkBuilder, chunk_bounds
+from dcpmla.attention.chunks import ChunkBuilder
 from dcpmla.attention.compressed.cache import CompressedPlan
 from dcpmla.attention.compressed.config import LayerKind
 from dcpmla.attention.compressed.step import CompressedMetadata, ContextRows, selects
@@ -111,5 +111,4 @@ class CompressedStepBuilder(StepBuilder):
         builder = ChunkBuilder(self.dcp, self.dcp_rank, self.device, self.plan.entries_per_block(kind.ratio))
         table = step.entry_table(kind.ratio)[-len(num_entries) :]
         alignment = self.dcp.decode_context_parallel_size * self.dcp.cp_kv_cache_interleave_size
-        bounds = chunk_bounds(num_entries, self.dcp.context_workspace_tokens, alignment)
-        return tuple(builder.build(begin, end, table) for begin, end in bounds)
+        return builder.build_all(num_entries, alignment, table)

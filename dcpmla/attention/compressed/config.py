@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
-from dcpmla.config import LARGEST_SIZE, DCPConfig, IndexerConfig, choices, divisors
-from dcpmla.fields import Rule, check_fields, instance_of, number, rules_of, whole
+from dcpmla.config import LARGEST_SIZE, DCPConfig, IndexerConfig
+from dcpmla.fields import Rule, check_fields, choices, divisors, instance_of, number, rules_of, whole
 
 
 class LayerKind(NamedTuple):

@@ -7,8 +7,7 @@ from math import inf, prod
 import torch
 
 from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
-from dcpmla.attention.costs import num_pairs, score_us
-from dcpmla.attention.reads import LayerReads
+from dcpmla.attention.costs import LayerReads, num_pairs, score_us
 from dcpmla.attention.routes import Rates
 from dcpmla.cache.formats import storage_dtype
 from dcpmla.cache.shared_format import PAGE_ROWS, rows_shape

@@ -13,10 +13,9 @@ from dcpmla.attention.compressed.config import CompressedConfig
 from dcpmla.attention.compressed.costs import CompressedCosts, layer_reads, row_bytes
 from dcpmla.attention.compressed.layer import CompressedAttention
 from dcpmla.attention.compressed.step import with_angles
-from dcpmla.attention.costs import AttentionCosts
+from dcpmla.attention.costs import AttentionCosts, LayerReads
 from dcpmla.attention.kind import MAIN_ROTARY, AttentionKind, Rotary
 from dcpmla.attention.placement import Placement
-from dcpmla.attention.reads import LayerReads
 from dcpmla.attention.routes import Rates
 from dcpmla.attention.sparse.step import SelectedTokens
 from dcpmla.attention.step import StepMetadata

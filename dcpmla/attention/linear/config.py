@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from dcpmla.config import LARGEST_SIZE, choices, divisors
-from dcpmla.fields import FLAG, check_fields, number, optional, rules_of, whole
+from dcpmla.config import LARGEST_SIZE
+from dcpmla.fields import FLAG, check_fields, choices, divisors, number, optional, rules_of, whole
 
 _Size = Annotated[int, whole(1, LARGEST_SIZE)]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dcpmla.attention.build import StepBuilder
-from dcpmla.attention.costs import AttentionCosts, LatentCosts
+from dcpmla.attention.costs import AttentionCosts, LatentCosts, LayerReads
 from dcpmla.attention.gated import GatedAttention
 from dcpmla.attention.kind import AttentionKind, AttentionLayer, DenseKind, Rotary
 from dcpmla.attention.layer import MLAAttention
@@ -16,7 +16,6 @@ from dcpmla.attention.linear.config import DeltaConfig
 from dcpmla.attention.linear.layer import DeltaAttention
 from dcpmla.attention.linear.step import HybridStepBuilder
 from dcpmla.attention.placement import Placement
-from dcpmla.attention.reads import LayerReads
 from dcpmla.attention.routes import Rates
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.latent import LatentCache

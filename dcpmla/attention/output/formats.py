@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from dcpmla.cache.formats import FP8, FP8_MAX
 from dcpmla.parallel.quantized import quantize_groups
 
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # Rows in these can be quantized.
 GROUP_SIZES = (64, 128)
 SCALE_LAYOUTS = ("row", "column", "tma")
 NVFP4_GROUP = 16  # values that share a scale
@@ -22,30 +23,30 @@ _FP4_MAX = 6.0  # largest number of e2m1
 _TIES_UP, _TIES_DOWN = (0.75, 1.75, 3.5), (0.25, 1.25, 2.5, 5.0)
 
 
-def empty_fp8_groups(
-    num_rows: int, width: int, group_size: int, scale_layout: str, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return memory for values [num_rows, width] and scales [num_rows, width / group_size].
+def new_rows(num_rows: int, width: int, group: int, scale_layout: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return memory for quantized rows of `width` values, and for their scales.
 
     Args:
-        scale_layout: "row": rows of scales are contiguous; "column": columns are; "tma": columns begin at multiples of
-            16 bytes.
+        group: Columns that share a scale: 1 for fp8, whose scales are empty, 16 for nvfp4, 64 or 128.
+        scale_layout: Layout of the scales [num_rows, width / group] of groups of 64 or 128: "row": rows of scales are
+            contiguous; "column": columns are; "tma": columns begin at multiples of 16 bytes.
+    Returns:
+        Values [num_rows, width] e4m3 and float32 scales; nvfp4: values [num_rows, width / 2] uint8 and scales
+        [num_rows to the next 128, width / 16 to the next 4] e4m3.
     """
+    if group == NVFP4_GROUP:
+        num_scales = width // group
+        shape = (num_rows + 127) // 128 * 128, (num_scales + 3) // 4 * 4
+        # Kernels write rows of padding with the last row, but never columns of padding, so those must be zeros.
+        new = torch.empty if num_scales % 4 == 0 else torch.zeros
+        return torch.empty(num_rows, width // 2, dtype=torch.uint8, device=device), new(shape, dtype=FP8, device=device)
     values = torch.empty(num_rows, width, dtype=FP8, device=device)
-    shape = num_rows, width // group_size
-    strides = {"row": (shape[1], 1), "column": (1, num_rows), "tma": (1, (num_rows + 3) // 4 * 4)}[scale_layout]
-    return values, torch.empty_strided(shape, strides, dtype=torch.float32, device=device)
-
-
-def empty_nvfp4(num_rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return memory for values [num_rows, width / 2] uint8 and scales [num_rows to the next 128, width / 16 to the next
-    4] e4m3.
-    """
-    num_scales = width // NVFP4_GROUP
-    shape = (num_rows + 127) // 128 * 128, (num_scales + 3) // 4 * 4
-    # Kernels write rows of padding with the last row, but never columns of padding, so those must be zeros.
-    new = torch.empty if num_scales % 4 == 0 else torch.zeros
-    return torch.empty(num_rows, width // 2, dtype=torch.uint8, device=device), new(shape, dtype=FP8, device=device)
+    if group == 1:
+        return values, torch.empty(0, device=device)
+    check_groups(group, scale_layout)
+    num_scales = width // group
+    strides = {"row": (num_scales, 1), "column": (1, num_rows), "tma": (1, (num_rows + 3) // 4 * 4)}[scale_layout]
+    return values, torch.empty_strided((num_rows, num_scales), strides, dtype=torch.float32, device=device)
 
 
 def write_fp8(x: Tensor, first_row: int, values: Tensor, scale: Tensor) -> None:
@@ -84,3 +85,52 @@ def write_nvfp4(x: Tensor, first_row: int, values: Tensor, scales: Tensor, globa
     padded = pad(s.view(torch.uint8), (0, scales.shape[1] - s.shape[1], 0, num_padded - len(x)))
     swizzled = scales.view(torch.uint8).view(scales.shape[0] // 128, scales.shape[1] // 4, 32, 4, 4)
     swizzled.permute(0, 3, 2, 1, 4)[row // 128, row % 128 // 32, row % 32] = padded.unflatten(1, (-1, 4))
+
+
+def check_rows(x: Tensor, group: int) -> None:
+    """Raise ValueError unless rows [T, N] can be quantized in groups of so many columns."""
+    if x.ndim != 2 or x.dtype not in _DTYPES:
+        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}; expected [T, N] of bfloat16, float16 or float32")
+    if x.shape[1] % group:
+        raise ValueError(f"x has {x.shape[1]} columns; groups of {group} must divide them")
+
+
+def check_projection(out: Tensor, w_uv: Tensor, w_scales: Tensor | None, group: int) -> None:
+    """Raise ValueError unless w_uv [h, V, L] can be applied to out [T, h, L], and the result quantized in groups."""
+    if out.dtype not in _DTYPES or w_uv.dtype != (out.dtype if w_scales is None else FP8):
+        raise ValueError(
+            f"out is {out.dtype}, w_uv {w_uv.dtype}; expected both in one of bfloat16, float16 and float32, or w_uv in "
+            f"float8_e4m3fn with its scales"
+        )
+    if out.ndim != 3 or w_uv.ndim != 3 or out.shape[1:] != w_uv.shape[::2]:
+        raise ValueError(
+            f"out has shape {tuple(out.shape)}, w_uv {tuple(w_uv.shape)}; expected [T, h, L] and [h, V, L]"
+        )
+    check_heads(w_uv, out.dtype, group)
+
+
+def check_heads(w_uv: Tensor, dtype: torch.dtype, group: int) -> None:
+    """Raise ValueError unless values in dtype, of heads of w_uv's [h, V, L], can be quantized in such groups."""
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype is {dtype}; outputs of bfloat16, float16 and float32 can be quantized")
+    if w_uv.shape[1] % group:
+        raise ValueError(
+            f"w_uv has {w_uv.shape[1]} rows for a head; groups of {group} must divide them, so that none crosses heads"
+        )
+
+
+def check_scale(name: str, scale: Tensor, device: torch.device) -> None:
+    """Raise ValueError unless a scale is float32 of one element on the device."""
+    if scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != device:
+        raise ValueError(
+            f"{name} is {scale.dtype} {tuple(scale.shape)} on {scale.device}; expected torch.float32 of one element on "
+            f"{device}"
+        )
+
+
+def check_groups(group_size: int, scale_layout: str) -> None:
+    """Raise ValueError for a size of groups or a layout of scales that no kernel writes."""
+    if group_size not in GROUP_SIZES:
+        raise ValueError(f"group_size is {group_size}; choose one of {', '.join(map(str, GROUP_SIZES))}")
+    if scale_layout not in SCALE_LAYOUTS:
+        raise ValueError(f"scale_layout is {scale_layout!r}; choose one of {', '.join(SCALE_LAYOUTS)}")

@@ -11,11 +11,8 @@ from torch import Tensor
 
 from dcpmla.attention.output import formats
 from dcpmla.attention.projections import project_into, project_values
-from dcpmla.cache.formats import FP8
 from dcpmla.operators import nothing, operator
 from dcpmla.parallel.fp8 import runs_fp8
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @operator(
@@ -70,33 +67,33 @@ def project_rows_(
         write_rows_(project_values(out, w_uv, w_scales), first_row, values, scales, scale, ue8m0)
 
 
-def _empty_rows(
-    num_rows: int, width: int, group: int, scale_layout: str, device: torch.device
+empty_rows = operator("empty_rows", fake=formats.new_rows)(formats.new_rows)
+
+
+def _rows_like(x: Tensor, group: int, scale: Tensor | None, scale_layout: str = "") -> tuple[Tensor, Tensor]:
+    """Return memory for x [T, N] quantized, with a given scale or in groups with scales of their own."""
+    _check_scales(group, scale, scale_layout, x.device)
+    formats.check_rows(x, group)
+    return formats.new_rows(x.shape[0], x.shape[1], group, scale_layout, x.device)
+
+
+def _rows_of_product(
+    out: Tensor, w_uv: Tensor, w_scales: Tensor | None, group: int, scale: Tensor | None, scale_layout: str = ""
 ) -> tuple[Tensor, Tensor]:
-    """Return memory for quantized rows and their scales, for the operators that write rows into it.
-
-    Args:
-        group: Columns that share a scale: 1 for fp8, whose scales are empty, 16 for nvfp4, 64 or 128.
-        scale_layout: Layout of the scales of groups of 64 or 128.
-    """
-    if group == 1:
-        return torch.empty(num_rows, width, dtype=FP8, device=device), torch.empty(0, device=device)
-    if group == formats.NVFP4_GROUP:
-        return formats.empty_nvfp4(num_rows, width, device)
-    check_groups(group, scale_layout)
-    return formats.empty_fp8_groups(num_rows, width, group, scale_layout, device)
+    """Return memory for W_UV's product, quantized as by `_rows_like`."""
+    _check_scales(group, scale, scale_layout, out.device)
+    formats.check_projection(out, w_uv, w_scales, group)
+    return formats.new_rows(out.shape[0], w_uv.shape[0] * w_uv.shape[1], group, scale_layout, out.device)
 
 
-empty_rows = operator("empty_rows", fake=_empty_rows)(_empty_rows)
+def _check_scales(group: int, scale: Tensor | None, scale_layout: str, device: torch.device) -> None:
+    if scale is None:
+        formats.check_groups(group, scale_layout)
+    else:
+        formats.check_scale("scale" if group == 1 else "global_scale", scale, device)
 
 
-def _empty_fp8(x: Tensor, scale: Tensor) -> Tensor:
-    check_rows(x, 1)
-    check_scale("scale", scale, x.device)
-    return torch.empty(x.shape, dtype=FP8, device=x.device)
-
-
-@operator("quantize_fp8", fake=_empty_fp8)
+@operator("quantize_fp8", fake=lambda x, scale: _rows_like(x, 1, scale)[0])
 def quantize_fp8(x: Tensor, scale: Tensor) -> Tensor:
     """Quantize x [T, N] to e4m3 [T, N]: x * (1 / scale), saturated.
 
@@ -105,18 +102,12 @@ def quantize_fp8(x: Tensor, scale: Tensor) -> Tensor:
     Raises:
         ValueError: Shapes or dtypes do not match.
     """
-    values = _empty_fp8(x, scale)
+    values, _ = _rows_like(x, 1, scale)
     write_rows_(x, 0, values, None, scale, False)
     return values
 
 
-def _empty_fp8_groups(x: Tensor, group_size: int, scale_layout: str) -> tuple[Tensor, Tensor]:
-    check_groups(group_size, scale_layout)
-    check_rows(x, group_size)
-    return formats.empty_fp8_groups(x.shape[0], x.shape[1], group_size, scale_layout, x.device)
-
-
-@operator("quantize_fp8_groups", fake=_empty_fp8_groups)
+@operator("quantize_fp8_groups", fake=lambda x, group_size, scale_layout: _rows_like(x, group_size, None, scale_layout))
 def quantize_fp8_groups(x: Tensor, group_size: int, scale_layout: str, ue8m0: bool) -> tuple[Tensor, Tensor]:
     """Quantize x [T, N] to e4m3 [T, N] and float32 scales [T, N / G].
 
@@ -127,18 +118,12 @@ def quantize_fp8_groups(x: Tensor, group_size: int, scale_layout: str, ue8m0: bo
     Raises:
         ValueError: Shapes or dtypes do not match, or the group size or layout does not exist.
     """
-    values, scales = _empty_fp8_groups(x, group_size, scale_layout)
+    values, scales = _rows_like(x, group_size, None, scale_layout)
     write_rows_(x, 0, values, scales, None, ue8m0)
     return values, scales
 
 
-def _empty_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
-    check_rows(x, formats.NVFP4_GROUP)
-    check_scale("global_scale", global_scale, x.device)
-    return formats.empty_nvfp4(x.shape[0], x.shape[1], x.device)
-
-
-@operator("quantize_nvfp4", fake=_empty_nvfp4)
+@operator("quantize_nvfp4", fake=lambda x, global_scale: _rows_like(x, formats.NVFP4_GROUP, global_scale))
 def quantize_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize x [T, N] to pairs of e2m1 [T, N / 2] uint8 and their scales, e4m3 [T to the next 128, N / 16 to the
     next 4] in tiles of 128 x 4.
@@ -148,38 +133,31 @@ def quantize_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: Shapes or dtypes do not match.
     """
-    values, scales = _empty_nvfp4(x, global_scale)
+    values, scales = _rows_like(x, formats.NVFP4_GROUP, global_scale)
     write_rows_(x, 0, values, scales, global_scale, False)
     return values, scales
 
 
-def _empty_projected_fp8(out: Tensor, w_uv: Tensor, scale: Tensor, w_scales: Tensor | None = None) -> Tensor:
-    check_projection(out, w_uv, w_scales, 1)
-    check_scale("scale", scale, out.device)
-    return torch.empty(out.shape[0], _width(w_uv), dtype=FP8, device=out.device)
-
-
-@operator("project_values_fp8", fake=_empty_projected_fp8)
+@operator(
+    "project_values_fp8", fake=lambda out, w_uv, scale, w_scales: _rows_of_product(out, w_uv, w_scales, 1, scale)[0]
+)
 def project_values_fp8(out: Tensor, w_uv: Tensor, scale: Tensor, w_scales: Tensor | None = None) -> Tensor:
     """Return `quantize_fp8` of `project_values(out, w_uv, w_scales)`: out [T, h, L], w_uv [h, V, L] -> [T, h V].
 
     Raises:
         ValueError: Shapes or dtypes do not match.
     """
-    values = _empty_projected_fp8(out, w_uv, scale, w_scales)
+    values, _ = _rows_of_product(out, w_uv, w_scales, 1, scale)
     project_rows_(out, w_uv, 0, values, None, scale, False, w_scales)
     return values
 
 
-def _empty_projected_fp8_groups(
-    out: Tensor, w_uv: Tensor, group_size: int, scale_layout: str, w_scales: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    check_groups(group_size, scale_layout)
-    check_projection(out, w_uv, w_scales, group_size)
-    return formats.empty_fp8_groups(out.shape[0], _width(w_uv), group_size, scale_layout, out.device)
-
-
-@operator("project_values_fp8_groups", fake=_empty_projected_fp8_groups)
+@operator(
+    "project_values_fp8_groups",
+    fake=lambda out, w_uv, group_size, scale_layout, w_scales: _rows_of_product(
+        out, w_uv, w_scales, group_size, None, scale_layout
+    ),
+)
 def project_values_fp8_groups(
     out: Tensor, w_uv: Tensor, group_size: int, scale_layout: str, ue8m0: bool, w_scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -190,20 +168,17 @@ def project_values_fp8_groups(
         ValueError: Shapes or dtypes do not match, the group size or layout does not exist, or a group would cross heads
             (V % G != 0).
     """
-    values, scales = _empty_projected_fp8_groups(out, w_uv, group_size, scale_layout, w_scales)
+    values, scales = _rows_of_product(out, w_uv, w_scales, group_size, None, scale_layout)
     project_rows_(out, w_uv, 0, values, scales, None, ue8m0, w_scales)
     return values, scales
 
 
-def _empty_projected_nvfp4(
-    out: Tensor, w_uv: Tensor, global_scale: Tensor, w_scales: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    check_projection(out, w_uv, w_scales, formats.NVFP4_GROUP)
-    check_scale("global_scale", global_scale, out.device)
-    return formats.empty_nvfp4(out.shape[0], _width(w_uv), out.device)
-
-
-@operator("project_values_nvfp4", fake=_empty_projected_nvfp4)
+@operator(
+    "project_values_nvfp4",
+    fake=lambda out, w_uv, global_scale, w_scales: _rows_of_product(
+        out, w_uv, w_scales, formats.NVFP4_GROUP, global_scale
+    ),
+)
 def project_values_nvfp4(
     out: Tensor, w_uv: Tensor, global_scale: Tensor, w_scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -213,59 +188,6 @@ def project_values_nvfp4(
     Raises:
         ValueError: Shapes or dtypes do not match, or a group of 16 would cross heads.
     """
-    values, scales = _empty_projected_nvfp4(out, w_uv, global_scale, w_scales)
+    values, scales = _rows_of_product(out, w_uv, w_scales, formats.NVFP4_GROUP, global_scale)
     project_rows_(out, w_uv, 0, values, scales, global_scale, False, w_scales)
     return values, scales
-
-
-def _width(w_uv: Tensor) -> int:
-    return w_uv.shape[0] * w_uv.shape[1]
-
-
-def check_rows(x: Tensor, group: int) -> None:
-    """Raise ValueError unless rows [T, N] can be quantized in groups of so many columns."""
-    if x.ndim != 2 or x.dtype not in _DTYPES:
-        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}; expected [T, N] of bfloat16, float16 or float32")
-    if x.shape[1] % group:
-        raise ValueError(f"x has {x.shape[1]} columns; groups of {group} must divide them")
-
-
-def check_projection(out: Tensor, w_uv: Tensor, w_scales: Tensor | None, group: int) -> None:
-    """Raise ValueError unless w_uv [h, V, L] can be applied to out [T, h, L], and the result quantized in groups."""
-    if out.dtype not in _DTYPES or w_uv.dtype != (out.dtype if w_scales is None else FP8):
-        raise ValueError(
-            f"out is {out.dtype}, w_uv {w_uv.dtype}; expected both in one of bfloat16, float16 and float32, or w_uv in "
-            f"float8_e4m3fn with its scales"
-        )
-    if out.ndim != 3 or w_uv.ndim != 3 or out.shape[1:] != w_uv.shape[::2]:
-        raise ValueError(
-            f"out has shape {tuple(out.shape)}, w_uv {tuple(w_uv.shape)}; expected [T, h, L] and [h, V, L]"
-        )
-    check_heads(w_uv, out.dtype, group)
-
-
-def check_heads(w_uv: Tensor, dtype: torch.dtype, group: int) -> None:
-    """Raise ValueError unless values in dtype, of heads of w_uv's [h, V, L], can be quantized in such groups."""
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype is {dtype}; outputs of bfloat16, float16 and float32 can be quantized")
-    if w_uv.shape[1] % group:
-        raise ValueError(
-            f"w_uv has {w_uv.shape[1]} rows for a head; groups of {group} must divide them, so that none crosses heads"
-        )
-
-
-def check_scale(name: str, scale: Tensor, device: torch.device) -> None:
-    """Raise ValueError unless a scale is float32 of one element on the device."""
-    if scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != device:
-        raise ValueError(
-            f"{name} is {scale.dtype} {tuple(scale.shape)} on {scale.device}; expected torch.float32 of one element on "
-            f"{device}"
-        )
-
-
-def check_groups(group_size: int, scale_layout: str) -> None:
-    """Raise ValueError for a size of groups or a layout of scales that no kernel writes."""
-    if group_size not in formats.GROUP_SIZES:
-        raise ValueError(f"group_size is {group_size}; choose one of {', '.join(map(str, formats.GROUP_SIZES))}")
-    if scale_layout not in formats.SCALE_LAYOUTS:
-        raise ValueError(f"scale_layout is {scale_layout!r}; choose one of {', '.join(formats.SCALE_LAYOUTS)}")

@@ -1,17 +1,77 @@
-"""Attention's output [T, h V], the input of o_proj, assembled from the parts of a batch."""
+"""Attention's output [T, h V], the input of o_proj, assembled from the parts of a batch; quantized by options."""
 
 from collections.abc import Callable
 from copy import copy
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from dcpmla.attention.output.ops import check_heads, check_scale, project_rows_, write_rows_
-from dcpmla.attention.output.quant import OutputQuant
+from dcpmla.attention.output import formats
+from dcpmla.attention.output.ops import project_rows_, write_rows_
 from dcpmla.attention.projections import project_values
 from dcpmla.parallel.fp8 import QuantizedRows
-from dcpmla.parallel.quantized import BlockFp8, unpack
+from dcpmla.parallel.linear import Linear
+from dcpmla.parallel.quantized import BLOCK, BlockFp8, unpack
+
+_KINDS = ("fp8", "fp8_groups", "nvfp4")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OutputQuant:
+    """How attention's output is quantized (`attention/output/formats.py`).
+
+    Attributes:
+        kind: "fp8", "fp8_groups" or "nvfp4".
+        scale: Scale, float32 of one element on the output's device. fp8: factor of quantized values; nvfp4: global
+            scale, 448 * 6 over the largest expected value; None for fp8_groups, which compute their scales.
+        group_size, scale_layout, ue8m0: Options of fp8_groups alone: 64 or 128 columns that share a scale; "row",
+            "column" or "tma"; whether scales are powers of two.
+    Raises:
+        ValueError: The kind, group size or layout does not exist; the scale is missing, superfluous, or of another
+            dtype or size.
+    """
+
+    kind: str
+    scale: Tensor | None = None
+    group_size: int = 128
+    scale_layout: str = "row"
+    ue8m0: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS:
+            raise ValueError(f"kind is {self.kind!r}; choose one of {', '.join(_KINDS)}")
+        if self.kind == "fp8_groups":
+            formats.check_groups(self.group_size, self.scale_layout)
+            if self.scale is not None:
+                raise ValueError("scale is given for kind 'fp8_groups', which makes its scales; leave it out")
+        elif self.scale is None:
+            raise ValueError(f"scale is None; kind {self.kind!r} needs one, float32 of one element")
+        else:
+            formats.check_scale("scale", self.scale, self.scale.device)
+
+    @property
+    def group(self) -> int:
+        """The number of columns that determine a scale; 1 if the scale is given."""
+        return {"fp8": 1, "fp8_groups": self.group_size, "nvfp4": formats.NVFP4_GROUP}[self.kind]
+
+    def empty(self, num_rows: int, width: int, device: torch.device) -> QuantizedRows:
+        """Return uninitialized memory for num_rows rows of width columns."""
+        values, scales = formats.new_rows(num_rows, width, self.group, self.scale_layout, device)
+        return QuantizedRows(values, self.scale if self.kind == "fp8" and self.scale is not None else scales)
+
+
+def quant_for(linear: Linear, head_dim: int) -> OutputQuant | None:
+    """Return how to quantize heads' outputs for a linear layer that takes them in fp8: by its static scale if it has
+    one; None for a layer that does not take them, or whose groups would cross heads.
+    """
+    if not linear.takes_quantized:
+        return None
+    if linear.input_scale is not None:
+        return OutputQuant(kind="fp8", scale=linear.input_scale)
+    fits = head_dim % BLOCK == 0
+    return OutputQuant(kind="fp8_groups", group_size=BLOCK, scale_layout="tma") if fits else None
 
 
 class OutputRows:
@@ -35,9 +95,9 @@ class OutputRows:
         self._new: dict[str, Any] = {"dtype": dtype, "device": self._w_uv.device}
         self._values: Tensor | None = None
         if quant is not None:
-            check_heads(self._w_uv, dtype, quant.group)
+            formats.check_heads(self._w_uv, dtype, quant.group)
             if quant.scale is not None:
-                check_scale("scale", quant.scale, self._w_uv.device)
+                formats.check_scale("scale", quant.scale, self._w_uv.device)
             self._values, self._scales = quant.empty(num_rows, self._width, self._w_uv.device)
 
     def project(self, out: Tensor) -> None:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from dcpmla.attention.build import StepBuilder
+from dcpmla.attention.costs import LayerReads
 from dcpmla.attention.kind import DenseKind, Rotary
 from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.placement import Placement
-from dcpmla.attention.reads import LayerReads
 from dcpmla.attention.sparse.build import SparseStepBuilder
 from dcpmla.attention.sparse.step import SelectedTokens, with_selection
 from dcpmla.attention.step import StepMetadata

@@ -78,3 +78,24 @@ def with_selection(step: StepMetadata, topk: int) -> StepMetadata:
     if sparse is None or sparse.max_seq_len <= topk:
         return step
     return step.share(replace(sparse, selection=SelectedTokens.empty(step.num_tokens, topk, step.positions.device)))
+
+
+def check_selection(topk: int, kv_cache: Tensor, step: StepMetadata) -> None:
+    """Raise ValueError if the step or the cache does not fit a layer of sparse MLA."""
+    sparse = step.get(SparseMetadata)
+    if sparse is None:
+        raise ValueError(
+            "step has no sparse part, which a layer with config.indexer needs; build it with a SparseStepBuilder"
+        )
+    if kv_cache.stride(0) != kv_cache.shape[1] * kv_cache.stride(1):
+        raise ValueError(f"kv_cache has strides {kv_cache.stride()}; sparse attention takes contiguous blocks")
+    if sparse.selection is None:
+        if sparse.max_seq_len > topk:
+            raise ValueError(
+                f"the step has no selection; tokens with more than {topk} before them need with_selection(step, {topk})"
+            )
+    elif tuple(sparse.selection.positions.shape) != (step.num_tokens, topk):
+        raise ValueError(
+            f"the step's selection is {tuple(sparse.selection.positions.shape)}; expected "
+            f"{(step.num_tokens, topk)}, tokens and topk"
+        )

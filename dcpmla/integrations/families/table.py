@@ -6,7 +6,7 @@ from typing import Any
 import transformers
 
 from dcpmla.attention.kind import AttentionKind, DenseKind
-from dcpmla.config import choices
+from dcpmla.fields import choices
 from dcpmla.integrations.families.deepseek_v4 import DEEPSEEK_V4
 from dcpmla.integrations.families.family import Family
 from dcpmla.integrations.families.hybrid import KIMI_LINEAR, LING

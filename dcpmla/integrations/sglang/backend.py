@@ -13,7 +13,7 @@ from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.step import DecodeMetadata, PrefillMetadata
 from dcpmla.attention.warm_up import LayerSizes, warm_up
-from dcpmla.cache.rows import write_latents
+from dcpmla.cache.formats import write_latents
 from dcpmla.comm.faults import StepFaults
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig

@@ -12,8 +12,7 @@ from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.step import DecodeMetadata, PrefillMetadata
 from dcpmla.attention.warm_up import LayerSizes, warm_up
-from dcpmla.cache.formats import FP8
-from dcpmla.cache.rows import write_latents
+from dcpmla.cache.formats import FP8, write_latents
 from dcpmla.comm.exchange import Exchange
 from dcpmla.integrations.vllm.names import UNUSED_MEMORY, MLACommonImpl, get_current_vllm_config, split_kv_b_proj
 

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from dcpmla import ownership
-from dcpmla.attention.build import StepBuilder, cut_queries
+from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.calls import Segments
+from dcpmla.attention.chunks import cut_queries
 from dcpmla.attention.step import PART_ROWS, PIECE_ROWS, DecodeMetadata
 from dcpmla.upload import upload
 
