@@ -79,10 +79,10 @@ class GraphSet:
         try:
             with torch.cuda.device(self._device):
                 stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-                self._warm_up(sizes[0], stream)
-                self._agree(self._host_sync(sizes[0], stream))
                 for size in track(sizes):
                     self._warm_up(size, stream)
+                    if size == sizes[0]:  # All sizes run the same code, so one shows whether it waits for the GPU.
+                        self._agree(self._host_sync(size, stream))
                     self._agree(self._capture(size, stream, pool))
         except CannotCapture:
             # The error's frames keep this object alive, and graphs would hold up NCCL's end.
