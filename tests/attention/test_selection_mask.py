@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dcpmla.attention import obstacles
 from dcpmla.attention import prefill as operators
 from dcpmla.attention.backends import PREFILL_BACKENDS
 from dcpmla.attention.calls import PrefillCall

@@ -92,7 +92,7 @@ class HybridKind(DenseKind):
 
     def costs(self, dcp: DCPConfig, rates: Rates) -> AttentionCosts:
         """Return the modelled time of pieces of prompts in layers of MLA; linear attention adds the same per token."""
-        return LatentCosts(self.config, self.num_latent_layers, 0, dcp, rates)
+        return LatentCosts(self.config, dcp, rates, num_layers=self.num_latent_layers, num_index_layers=0)
 
     def dense_stack(self) -> AttentionKind | None:
         """Return the layers of MLA alone."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dcpmla.attention.build import GraphRows, HostStep, StepBuilder, leading_decodes
+from dcpmla.attention.build import GraphRows, HostStep, StepBuilder
 from dcpmla.attention.linear.cache import HybridPlan
 from dcpmla.attention.linear.calls import DeltaRequests
 from dcpmla.attention.step import StepMetadata, StepRequests
@@ -109,18 +109,19 @@ class HybridStepBuilder(StepBuilder):
 
     def _pieces(self, requests: StepRequests) -> DeltaPieces | None:
         """Return the long pieces of a step; None without any."""
-        num_requests = leading_decodes(requests.query_lens, LONG_PIECE - 1)
-        lens, end, states = (
+        lens = requests.query_lens
+        num_requests = next((index for index, length in enumerate(lens) if length >= LONG_PIECE), len(lens))
+        new, end, states = (
             np.array(column[num_requests:], dtype=np.int64)
             for column in (requests.query_lens, requests.seq_lens, requests.states)
         )
-        if not len(lens):
+        if not len(new):
             return None
-        num_recent, num_copies, first = self._plan.recent_shape[1], self._plan.num_copies, end - lens
-        start_loc = np.concatenate([[0], np.cumsum(lens)])
+        num_recent, num_copies, first = self._plan.recent_shape[1], self._plan.num_copies, end - new
+        start_loc = np.concatenate([[0], np.cumsum(new)])
         before = first[:, None] - np.arange(self._plan.delta.conv_size, 0, -1)
-        kept = np.minimum(lens, num_recent)
-        request = np.repeat(np.arange(len(lens)), kept)
+        kept = np.minimum(new, num_recent)
+        request = np.repeat(np.arange(len(new)), kept)
         back = np.concatenate([np.arange(number, 0, -1) for number in kept])  # rows before the piece's end
         numbers = [
             start_loc,
