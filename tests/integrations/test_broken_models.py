@@ -58,7 +58,8 @@ def whole_config(family: str) -> dict[str, Any]:
     """Return a tiny config as it is saved, with fields of its family that are left out there."""
     config = json.loads(tiny_config(family).to_json_string()) | {"model_type": family}
     more = MORE_FIELDS if family in ("deepseek_v32", "glm_moe_dsa") else dict(list(MORE_FIELDS.items())[4:])
-    return more | config | {"rope_parameters": ROPE_FIELDS | config["rope_parameters"]}
+    rope = {"rope_parameters": ROPE_FIELDS | config["rope_parameters"]} if "rope_parameters" in config else {}
+    return more | config | rope
 
 
 def paths_of(config: dict[str, Any]) -> Iterator[tuple[str, ...]]:

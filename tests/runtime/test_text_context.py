@@ -7,20 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla.runtime.text import TextStream, TokenOffsets
-from tests.runtime.test_text import (
-    BUILDERS,
-    SPECIAL,
-    Counting,
-    byte_letter,
-    cut_at_stop,
-    streamed,
-    texts,
-    token_ids_of,
-    tokenizer_of,
-    whole,
-)
+from tests.runtime.test_text import Counting, cut_at_stop, streamed, texts, token_ids_of, whole
+from tests.support.tokenizers import FAMILIES as ALL_FAMILIES
+from tests.support.tokenizers import SPECIAL, byte_letter, tokenizer_of
 
-FAMILIES = [family for family in BUILDERS if family != "word_level"]
+FAMILIES = [family for family in ALL_FAMILIES if family != "word_level"]
 
 
 def ids_of_bytes(content: bytes) -> list[int]:
