@@ -106,9 +106,14 @@ def reason(error: Exception) -> str:
     return str(error) if isinstance(error, ValueError) else repr(error)
 
 
-def check_raw_config(raw: Mapping[str, Any]) -> None:
-    """Raise ValueError for a field of a config.json that no model can have, by its name in the file."""
-    check_fields(_CONFIG_RULES | _RAW_RULES, raw)
+def check_raw_config(raw: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    """Raise ValueError for a field of a config.json that no model can have, by its name in the file.
+
+    Args:
+        names: Names in the file of fields that transformers' config has under others (`attribute_map`).
+    """
+    renamed = {names[name]: rule for name, rule in _CONFIG_RULES.items() if name in names}
+    check_fields(renamed | _CONFIG_RULES | _RAW_RULES, raw)
     for name in ("rope_parameters", "rope_scaling"):
         check_fields(ROPE_RULES, raw.get(name) or {}, f"{name}.{{}}".format)
         for kind, fields in (raw.get(name) or {}).items():
@@ -124,7 +129,8 @@ def check_model(config: Any, routing: Routing) -> None:
 
     Fields that the file leaves out have transformers' defaults by now, so that what belongs together can be compared.
     """
-    check_fields(_CONFIG_RULES, {name: getattr(config, name) for name in _CONFIG_RULES if hasattr(config, name)})
+    values = {name: getattr(config, name) for name in _CONFIG_RULES if hasattr(config, name)}
+    check_fields(_CONFIG_RULES, values, lambda name: config.attribute_map.get(name, name))  # by the file's names
     pad = config.pad_token_id
     if pad is not None and not -config.vocab_size <= pad < config.vocab_size:
         raise ValueError(f"pad_token_id is {pad}; it must be less than vocab_size {config.vocab_size}")

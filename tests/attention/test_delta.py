@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.kimi_linear import modeling_kimi_linear as theirs
 
+from dcpmla.attention.linear import step as step_module
 from dcpmla.attention.linear.cache import HybridPlan
 from dcpmla.attention.linear.calls import DeltaRequests, DeltaState, DeltaTokens, DeltaWeights
 from dcpmla.attention.linear.chunked import attend_in_chunks, has_library
@@ -233,6 +234,7 @@ def imitate_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_module, "LONG_PIECE", 64)
     imitate_library(monkeypatch)
     plan = Model(2, 16, torch.float32, "cpu").plan
     compare(attend_by_chunks(plan), torch.float32, "cpu", (2, 16), 1e-5)
@@ -240,12 +242,14 @@ def test_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not has_library(), reason="flash-linear-attention is not installed")
-def test_chunks_on_a_gpu() -> None:
+def test_chunks_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_module, "LONG_PIECE", 64)
     plan = Model(3, 128, torch.bfloat16, "cuda").plan
     compare(attend_by_chunks(plan), torch.bfloat16, "cuda", (3, 128), 0.03)
 
 
-def test_pieces_are_the_last_requests() -> None:
+def test_pieces_are_the_last_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_module, "LONG_PIECE", 64)
     plan = Model(2, 16, torch.float32, "cpu").plan
     builder = HybridStepBuilder(plan, DCPConfig(block_size=1024), 0, takes_chunks=True)
     assert builder._pieces(StepRequests([1, 63], [9, 63], [], [0, 1])) is None

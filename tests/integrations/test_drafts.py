@@ -16,7 +16,7 @@ from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.engines import new_engine
 from tests.support.layouts import dcp_config
-from tests.support.models import VOCAB_SIZE, save_tiny
+from tests.support.models import STATE_FAMILIES, VOCAB_SIZE, save_tiny
 from tests.support.ranks import run_ranks
 from tests.support.recorded import RecordedDrafter
 
@@ -90,7 +90,7 @@ def serve_families(directories: list[Path], tp: int, dcp_size: int, interleave: 
         (2, 2, 1, ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "mistral4")),
         (2, 2, 2, ("deepseek_v32", "glm_moe_dsa")),
         (4, 4, 1, ("deepseek_v32",)),
-        (2, 2, 1, ("deepseek_v4", "kimi_linear", "bailing_hybrid")),
+        (2, 2, 1, STATE_FAMILIES),
     ],
 )
 def test_drafts_change_no_token(

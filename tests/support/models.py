@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import transformers
 
+from dcpmla.integrations.families.table import FAMILIES as TABLE
+
 SPARSE_FAMILIES = ("deepseek_v32", "glm_moe_dsa")
 MLA_FAMILIES = (
     "deepseek_v2",
@@ -21,7 +23,11 @@ MLA_FAMILIES = (
     "axk1",
     *SPARSE_FAMILIES,
 )
-STATE_FAMILIES = ("deepseek_v4", "kimi_linear", "bailing_hybrid")  # whose requests have a state of fixed size
+STATE_FAMILIES = tuple(  # requests have a state of fixed size; older transformers lack hybrids
+    family
+    for family in ("deepseek_v4", "kimi_linear", "bailing_hybrid")
+    if hasattr(transformers, f"{TABLE[family].class_prefix}Config")
+)
 FAMILIES = (*MLA_FAMILIES, *STATE_FAMILIES)
 VOCAB_SIZE = 192  # also the eos id's home: 191 is left out of what prompts use
 

@@ -15,7 +15,9 @@ from dcpmla.attention.step import StepMetadata, StepRequests
 from dcpmla.config import DCPConfig
 from dcpmla.upload import upload
 
-LONG_PIECE = 64  # tokens from which chunks are faster than the recurrence
+# Tokens from which a piece attends in chunks. On an H200 the recurrence of 32 heads takes 4 us a token, and the launches
+# of the chunks' kernels 1.3 ms, whatever the number of tokens up to 2,048.
+LONG_PIECE = 256
 
 
 class DeltaPieces(NamedTuple):

@@ -51,14 +51,14 @@ class Family:
         Raises:
             ValueError: A field that no such model can have. transformers raises exceptions of other kinds, too.
         """
-        check_raw_config(raw)
-        if not has_quantized_weights(raw.get("quantization_config") or {}):
-            del raw["quantization_config"]
         config_class = getattr(transformers, f"{self.class_prefix}Config", None)
         if config_class is None:
             raise ValueError(
                 f"model: transformers {transformers.__version__} has no {self.class_prefix}Config; install a later one"
             )
+        check_raw_config(raw, config_class.attribute_map)
+        if not has_quantized_weights(raw.get("quantization_config") or {}):
+            del raw["quantization_config"]
         config = config_class.from_dict(raw)
         check_model(config, self.routing)
         self.check_attention(config)

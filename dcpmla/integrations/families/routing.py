@@ -52,23 +52,25 @@ class Routing:
         return hasattr(config, "n_group") and not is_greedy
 
     def check(self, config: Any) -> None:
-        """Raise ValueError for experts that the router cannot choose."""
+        """Raise ValueError for experts that the router cannot choose, by the names in the file."""
+        is_local = not hasattr(config, "n_routed_experts")
+        names = "num_experts_per_tok", "num_local_experts" if is_local else "n_routed_experts", "n_group"
+        chosen_name, experts_name, groups_name = (config.attribute_map.get(name, name) for name in names)
         chosen, num_experts = config.num_experts_per_tok, num_routed_experts(config)
         num_choices = num_experts + (getattr(config, "zero_expert_num", None) or 0)
         if self.has_groups(config):
             groups, least = config.n_group, 2 if self.group_score == "top2_sum" else 1
             if groups is None or num_experts % groups or num_experts // groups < least:
                 raise ValueError(
-                    f"n_group is {groups}; it must divide n_routed_experts {num_experts} into groups of at least "
-                    f"{least}"
+                    f"{groups_name} is {groups}; it must divide {experts_name} {num_experts} into groups of at "
+                    f"least {least}"
                 )
             if config.topk_group is None or config.topk_group > groups:
-                raise ValueError(f"topk_group is {config.topk_group}; it must be in [1, n_group {groups}]")
+                raise ValueError(f"topk_group is {config.topk_group}; it must be in [1, {groups_name} {groups}]")
             num_choices = config.topk_group * (num_experts // groups)
         if not self.least_chosen <= chosen <= num_choices:
-            name = config.attribute_map.get("num_experts_per_tok", "num_experts_per_tok")
             raise ValueError(
-                f"{name} is {chosen}; it must be in [{self.least_chosen}, {num_choices}], what n_routed_experts "
+                f"{chosen_name} is {chosen}; it must be in [{self.least_chosen}, {num_choices}], what {experts_name} "
                 f"{num_experts} and groups of them leave to choose from"
             )
 
