@@ -26,7 +26,7 @@ class QuantizedRows(NamedTuple):
         values: Codes, e4m3 [T, K]; nvfp4: uint8 [T, K / 2].
         scales: Scales for a block-quantized weight, float32 [T, K / 128] of any strides, or [1] for all rows.
             Attention's output (`dcpmla.attention.output.rows`) also comes with other scales: fp8_groups: float32
-            [T, K / G] in the layout asked for; nvfp4: e4m3 in the order of `formats.empty_nvfp4`.
+            [T, K / G] in the layout asked for; nvfp4: e4m3 in the order of `formats.new_rows`.
     """
 
     values: Tensor
