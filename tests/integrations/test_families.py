@@ -7,6 +7,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from dcpmla.integrations.families.family import Family
 from dcpmla.integrations.families.table import FAMILIES, REFUSED, find_family
+from tests.support.models import STATE_FAMILIES, tiny_config
 
 OTHER_NAMES = {"deepseek_v4"}  # MLA whose config does not have kv_lora_rank
 
@@ -37,6 +38,12 @@ def test_a_refused_family_has_its_reason(name: str) -> None:
             ValueError, match=f"architecture '{model_type}' has .*, which this runtime does not compute"
         ):
             find_family(model_type)
+
+
+@pytest.mark.parametrize("name", [name for name in STATE_FAMILIES if name != "deepseek_v4"])
+def test_hybrids_have_no_mtp_module(name: str) -> None:
+    with pytest.raises(ValueError, match=f"MTP modules of {name} are not computed: leave --speculative-method mtp out"):
+        find_family(name).check_mtp(tiny_config(name))
 
 
 def test_an_older_transformers() -> None:

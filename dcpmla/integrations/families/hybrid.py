@@ -9,7 +9,7 @@ from dcpmla.attention.linear.kind import HybridKind
 from dcpmla.config import LARGEST_SIZE
 from dcpmla.fields import check_fields, list_of, one_of, whole
 from dcpmla.integrations.checkpoint_names import rename
-from dcpmla.integrations.families.family import Family
+from dcpmla.integrations.families.family import NO_MTP, Family
 
 _NAMES = [
     (re.compile(pattern), name)
@@ -52,6 +52,13 @@ class _Hybrid(Family):
     def module_name(self, name: str, num_layers: int) -> str:
         """Return the name of transformers' module, by the names of the experts, too."""
         return rename(super().module_name(name, num_layers), _NAMES)
+
+    def check_mtp(self, config: Any) -> None:
+        """Raise ValueError: no module of a hybrid is computed."""
+        raise ValueError(
+            f"speculative_method (--speculative-method) is 'mtp'; MTP modules of {config.model_type} are not "
+            f"computed: {NO_MTP}"
+        )
 
 
 @dataclass(frozen=True)
