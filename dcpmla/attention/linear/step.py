@@ -15,8 +15,8 @@ from dcpmla.attention.step import StepMetadata, StepRequests
 from dcpmla.config import DCPConfig
 from dcpmla.upload import upload
 
-# Tokens from which a piece attends in chunks. On an H200 the recurrence of 32 heads takes 4 us a token, and the launches
-# of the chunks' kernels 1.3 ms, whatever the number of tokens up to 2,048.
+# Tokens from which a piece attends in chunks. On an H200 the recurrence of 32 heads takes 4 us a token, and launches
+# of kernels for chunks take 1.3 ms, whatever the number of tokens up to 2,048.
 LONG_PIECE = 256
 
 
