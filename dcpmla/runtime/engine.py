@@ -166,7 +166,9 @@ class Engine:
         """End a request that is not finished: its tokens so far stay, its blocks are freed."""
         if request.finish_reason:
             return
-        if not self._arrivals.remove(request):
+        if self._arrivals.remove(request):
+            self.scheduler.reuse.remove(request)
+        else:
             self.scheduler.remove(request)
         request.end("abort")
         request.finish_time = self.now

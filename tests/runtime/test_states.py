@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.states import StatePool, Worth, num_states
 from dcpmla.runtime.request import Request
+from dcpmla.runtime.reuse import PrefixReuse
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.scheduler import Scheduler
+from tests.support.hash_model import make_engine
 
 BLOCK = 4
 prompts = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=30), min_size=1, max_size=8)
@@ -166,3 +168,16 @@ def test_the_oldest_remembered_state_gives_way() -> None:
 def test_more_requests_than_states() -> None:
     with pytest.raises(ValueError, match=r"max_num_seqs \(--max-num-seqs\) is 3, but the cache has 2 states"):
         Scheduler(BlockAllocator(4, BLOCK, 2), 10, 3)
+
+
+def test_an_aborted_request_leaves_no_prompt_behind() -> None:
+    """Running, waiting, or not due yet."""
+    engine = make_engine(100)
+    reuse = engine.scheduler.reuse = PrefixReuse(BlockAllocator(100, BLOCK, 20), True)
+    requests = [engine.add([1] * 20, SamplingParams(max_new_tokens=3), arrival_time=time) for time in (0.0, 1e9)]
+    assert reuse._forks is not None
+    assert len(reuse._forks._prompts) == 2
+    for request in requests:
+        engine.abort(request)
+    assert not reuse._forks._prompts
+    assert not reuse._forks._live
