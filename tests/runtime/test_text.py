@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla.runtime.text import TextStream
-from tests.support.tokenizers import FAMILIES, SENTENCES, SPECIAL, byte_letter, tokenizer_of
+from tests.support.small_tokenizers import FAMILIES, SENTENCES, SPECIAL, byte_letter, tokenizer_of
 
 
 def whole(family: str, token_ids: Sequence[int]) -> str:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from dcpmla.runtime.text import TextStream, TokenOffsets
 from tests.runtime.test_text import Counting, cut_at_stop, streamed, texts, token_ids_of, whole
-from tests.support.tokenizers import FAMILIES as ALL_FAMILIES
-from tests.support.tokenizers import SPECIAL, byte_letter, tokenizer_of
+from tests.support.small_tokenizers import FAMILIES as ALL_FAMILIES
+from tests.support.small_tokenizers import SPECIAL, byte_letter, tokenizer_of
 
 FAMILIES = [family for family in ALL_FAMILIES if family != "word_level"]
 
