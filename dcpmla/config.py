@@ -244,10 +244,8 @@ class DCPConfig:
 
     @property
     def chunk_alignment(self) -> int:
-        """Return how many tokens a context chunk is a multiple of.
-
-        Multiples of W I make every rank's part of a chunk begin at the same local index. block_size is a factor only as
-        in vLLM, where a chunk begins with a block; nothing here depends on it.
+        """Return how many tokens a context chunk is a multiple of. Multiples of W I make all ranks' parts of a chunk
+        begin at the same local index; block_size is a factor as in vLLM, where a chunk begins with a block.
         """
         return math.lcm(self.block_size, self.decode_context_parallel_size * self.cp_kv_cache_interleave_size)
 

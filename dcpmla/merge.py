@@ -35,10 +35,7 @@ def partial_weights(lse: Tensor) -> Tensor:
 
 
 def weigh_partial(out: Tensor, weight: Tensor) -> Tensor:
-    """Multiply a part's rows [..., D] by its weights [...], in float32 at least.
-
-    The sum of all parts' results is the merged output.
-    """
+    """Multiply a part's rows [..., D] by its weights [...], in float32 at least; the results add up to the output."""
     weight = weight.unsqueeze(-1)
     out = out.to(torch.promote_types(out.dtype, torch.float32))
     return (out * weight).where(weight != 0, 0.0)  # an empty row may hold NaN, and 0 x NaN is NaN

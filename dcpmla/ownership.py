@@ -138,10 +138,7 @@ def slot_mapping(
 
 
 def window_bound(window: int, dcp_size: int, interleave: int) -> int:
-    """Return an upper bound on the tokens that one rank owns of any `window` consecutive positions.
-
-    It sizes buffers of DeepSeek-V4, whose tokens attend to a window.
-    """
+    """Return an upper bound on the tokens that one rank owns of any `window` positions (DeepSeek-V4's window)."""
     return min(window, (window // (dcp_size * interleave) + 2) * interleave)
 
 

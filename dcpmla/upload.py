@@ -39,8 +39,7 @@ def upload(arrays: Sequence[np.ndarray[Any, Any]], device: torch.device | str) -
 
 @lru_cache(maxsize=64)
 def upload_once(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """Copy to a device rows of numbers that many steps use, such as the layout of drafts; return [len(rows), n] int64.
-
+    """Copy to a device rows of numbers that many steps use, like the layout of drafts; return [len(rows), n] int64.
     Equal rows are copied once, so callers must not write to the result.
     """
     return upload([np.array(rows, dtype=np.int64)], device)[0]

@@ -49,8 +49,8 @@ class ChunkBuilder:
         """
         size, interleave = self.dcp.decode_context_parallel_size, self.dcp.cp_kv_cache_interleave_size
         lens = end - begin
-        # Rank 0 owns the first group of an aligned chunk, so it has the most groups. All ranks pad to as many groups,
-        # of I rows each.
+        # Rank 0 owns the first group of an aligned chunk, so it has the most groups. All ranks pad to its number of
+        # groups; a group has I rows.
         padded_lens = -(-lens // (size * interleave)) * interleave
         start, padded_start = starts_of(lens), starts_of(padded_lens)
         # Offsets of each request: position = token in the chunk + first offset, local index = row + second offset.

@@ -156,7 +156,7 @@ class MLAAttention(AttentionWeights):
     ) -> None:
         """Write the output of the step's tokens into the first rows. Collective.
 
-        If a graph has written the rows of decodes (step.decode is None), only those of prefills are written.
+        If a graph has written the rows of decodes (step.decode is None), only the rows of prefills are written.
 
         Args:
             mha: Queries, keys and values of all tokens, if a graph has projected them.

@@ -52,8 +52,8 @@ class DecodeMetadata:
     Attributes:
         block_table: Block ids of each request [num_decodes, max_blocks], int32.
         local_seq_lens: Number of tokens on this rank that each new token sees: its request's, up to and including its
-            own position [num_decode_tokens], int32. If another rank owns a token's position, its number is the same as
-            that of the token before it.
+            own position [num_decode_tokens], int32. A token at a position of another rank sees no more here than the
+            token before it.
         queries: Ranges of the pieces in the rows of new tokens; None when all pieces have max_query_len tokens.
         max_query_len: Maximum tokens of a piece.
         workspace: Memory of kernels that split a piece over programs (`decode_workspace`); None where no kernel does.

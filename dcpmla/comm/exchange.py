@@ -15,8 +15,8 @@ class Mailbox(NamedTuple):
     """Memory of all ranks' GPUs to which an attention kernel stores rows itself, at the ranks that own their heads.
 
     Exchange `direct` alone has one. A `combine` has three steps (`comm/direct_ops.py`): `enter` checks the call, rows
-    are stored into landings, the memory of a rank for its peers' rows, and `collect` waits for this rank's heads and
-    merges them. Where an attention kernel cannot store rows itself, `direct_ops.combine` does all three after attention.
+    are stored into landings, a rank's memory for its peers' rows, and `collect` waits for this rank's heads and merges
+    them. Where an attention kernel cannot store rows itself, `direct_ops.combine` does all three after attention.
 
     Attributes:
         addresses: Start of each rank's landings in this rank's address space, [W] int64.
