@@ -132,8 +132,8 @@ class MLAAttention(AttentionWeights):
             self._calculate_scales(hidden_states, cache.latents, step)
         q_c, latents = self.down_project(hidden_states, cache.latents, step.slot_mapping, step.cos_sin)
         mha = None
-        # A capture attends to decodes here, and replays call `_attend` with steps whose decode is None; else `_attend`
-        # does both. So the graph contains all work that does not depend on the requests.
+        # A graph contains all work that does not depend on the requests, and the attention of decodes. Replays whose
+        # decodes fit the graph call `_attend` with step.decode None; without a graph `_attend` does all of it.
         if step.cut is not None:
             output.reserve()
             tokens = Tokens(q_c, step.cos_sin, step.query_factor)

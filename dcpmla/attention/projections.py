@@ -20,7 +20,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Tokens(NamedTuple):
-    """What the queries of some tokens are made from, and what these tokens attend to.
+    """Inputs of the query projection of some tokens, and the selection of tokens that these attend to.
 
     Attributes:
         q_c: Query latents [T, Lq] after their norm, or hidden states [T, hidden] where queries are not compressed.
@@ -70,7 +70,7 @@ def apply_rope(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
         cos_sin: Angles [T, R] float32, R / 2 cosines then R / 2 sines, times YaRN's factor, if any.
         interleaved: Whether pairs are (2i, 2i+1), GPT-J's layout; else (i, i + R/2), NeoX's.
     Returns:
-        A tensor of x's shape and dtype; each rotated pair is in the columns of the pair.
+        A tensor of x's shape and dtype; each rotated pair stays in the columns it came from.
     Source: RoFormer; the two layouts as in GPT-J and GPT-NeoX.
     """
     cos, sin = cos_sin.view(x.shape[0], *(1,) * (x.ndim - 2), x.shape[-1]).chunk(2, -1)

@@ -32,8 +32,8 @@ def check_mistakes(hf_config: Any) -> None:
 
     refused(r"hidden_states has shape \(2, 48\); expected \[at least 3, 48\]", hidden[:2], cache, step)
     refused("step is str; expected what a StepBuilder gives", hidden, cache, "decode")
-    refused("cache is Tensor; expected a LayerCache, such as", hidden, cache.latents, step)
-    refused("cache is NoneType; expected a LayerCache, such as", hidden, None, step)
+    refused("cache is Tensor; expected a LayerCache, for example", hidden, cache.latents, step)
+    refused("cache is NoneType; expected a LayerCache, for example", hidden, None, step)
     for latents, message in (
         (cache.latents[..., :23], r"kv_cache has shape \(2, 4, 23\); expected \[num_blocks, 4, 24\]"),
         (
