@@ -71,13 +71,14 @@ class MLAConfig:
     """Geometry and constants of one MLA layer, before any sharding.
 
     Attributes:
-        scale: Factor of the attention scores; YaRN's mscale^2 and LongCat's query factor are folded in.
+        scale: Factor of the attention scores. It includes constant factors of queries: YaRN's mscale^2, LongCat's.
         rms_norm_eps: Epsilon of the norms of both latents (q_c, kv_c); other norms have their own.
         rope_interleaved: Whether to rotate pairs (2i, 2i+1) (GPT-J, DeepSeek) instead of halves (i, i + R/2) (NeoX).
         use_rope: False for a layer without positions (NoPE), which leaves q_pe and k_pe as they are projected.
         attention_bias: Whether q_a, kv_a and o projections have a bias.
-        kv_lora_scale: Factor of kv_c after its norm (LongCat).
-        llama_4_scaling: (beta, original_max_position) of the position-dependent query factor (Mistral 4), or None.
+        kv_lora_scale: Factor of kv_c after its norm; 1 except in LongCat.
+        llama_4_scaling: (beta, original_max_position): queries at position p are multiplied by
+            1 + beta ln(1 + floor(p / original_max_position)) (Mistral 4, after Llama 4); None for no such factor.
         indexer: Indexer of sparse MLA; None for dense MLA.
     """
 
@@ -117,7 +118,7 @@ class MLAConfig:
 
     @property
     def row_tokens(self) -> int:
-        """1: a row of the cache is a token's."""
+        """Return the number of tokens that one row of the cache stores: 1 in MLA, several in DeepSeek-V4."""
         return 1
 
     @property
@@ -149,7 +150,7 @@ _LABELS = {  # names of fields with the options that set them, where `option_lab
 
 @dataclass(frozen=True, kw_only=True)
 class DCPConfig:
-    """How the latent cache is spread over the ranks of a TP group. Field names are vLLM's option names.
+    """How the latent cache is spread over the ranks of a TP group. Options that vLLM has, too, have vLLM's names.
 
     Attributes:
         cp_kv_cache_interleave_size: I, number of consecutive tokens on one rank before the next rank's.
@@ -157,12 +158,14 @@ class DCPConfig:
         exchange_timeout: Seconds that `direct` waits on the device for a rank's part of an exchange.
         check_exchange: Whether to compare the ranks' calls of the exchange before they are made (`CheckedExchange`):
             slow, for finding bugs.
-        dcp_exchange_dtype: Format of decode's rows in transit: "auto" unchanged, "fp8" e4m3 with scales (`direct`).
+        dcp_exchange_dtype: Format in which decode's queries and partial outputs travel between ranks: "auto" unchanged,
+            "fp8" e4m3 with scales (`direct` alone).
         block_size: Tokens of one cache block on one rank.
         kv_cache_dtype: Format of the cache (`dcpmla.cache.formats`): "auto" is the model's dtype, "bf16" the same
             for models in bfloat16; "fp8_e4m3" is another name of "fp8".
-        kv_cache_scale: Scale of an fp8 cache, latents over cached values; None takes the checkpoint's, or else 1.
-        calculate_kv_scales: Whether to calculate scales of an fp8 cache and fp8 queries from the first prompt instead.
+        kv_cache_scale: Scale of an fp8 cache: latent = scale x cached value. None takes the checkpoint's, or else 1.
+        calculate_kv_scales: Whether to calculate scales of an fp8 cache and fp8 queries from the first prompt, instead
+            of taking them from kv_cache_scale or the checkpoint.
         index_cache_dtype: Format of the index cache of sparse MLA (`dcpmla.cache.index_keys`): "auto" is the
             model's dtype; "fp8" takes half the memory, and rounds the indexer's queries, too.
         index_hadamard: Whether to apply a Hadamard transform to the indexer's keys and queries before they are
@@ -171,13 +174,13 @@ class DCPConfig:
             attention over an fp8 cache are fp8's; "auto" leaves them in the model's dtype.
         attention_backend, prefill_backend: Names of the backends that run decode's and prefill's attention
             (`dcpmla.attention.backends`); "auto" takes the first that can.
-        context_workspace_tokens: Upper bound on the cached tokens, or entries (DeepSeek-V4), that one step of chunked
-            prefill gathers at a time.
+        context_workspace_tokens: Upper bound on the cached tokens of one context chunk, over all requests; in
+            DeepSeek-V4 on the entries, which compress several tokens each.
         dcp_q_replicate: Whether each rank holds the query projection of all its DCP group's heads, so that decode
             gathers no queries. Costs memory, and dcp times the query's arithmetic in decode.
         dcp_project_before_merge: Whether decode applies W_UV before the merge, so that exchanged rows have v_head_dim
-            columns, not kv_lora_rank, in steps with enough tokens to pay for W_UV of all the group's heads. Costs
-            memory.
+            columns, not kv_lora_rank. Only steps of at least 64 decode tokens do so: there the narrower rows save more
+            time than each rank needs to read W_UV of all the group's heads. Costs memory.
     Raises:
         ValueError: A field has another type or is outside its range, sizes do not divide, options exclude each other,
             or the workspace is smaller than one aligned chunk.
@@ -241,7 +244,9 @@ class DCPConfig:
 
     @property
     def chunk_alignment(self) -> int:
-        """Context chunks are multiples of this, so that every rank's part of a chunk starts at the same local index."""
+        """Return how many tokens a context chunk is a multiple of. Multiples of W I make all ranks' parts of a chunk
+        begin at the same local index; block_size is a factor as in vLLM, where a chunk begins with a block.
+        """
         return math.lcm(self.block_size, self.decode_context_parallel_size * self.cp_kv_cache_interleave_size)
 
     @property

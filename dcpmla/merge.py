@@ -12,7 +12,8 @@ def merge_partials(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge partial attention over disjoint sets of keys.
 
     Args:
-        out: Partial outputs [N, T, H, D], any float dtype. Rows whose lse is -inf are ignored, even if they hold NaN.
+        out: Outputs [N, T, H, D] of N parts, with H heads of D columns, any float dtype. Rows whose lse is -inf are
+            ignored, even if they hold NaN.
         lse: Log-sum-exp [N, T, H], float32, natural log.
     Returns:
         Merged out [T, H, D] in its dtype, and lse [T, H] float32; zeros and -inf where all parts are empty. Sums are in
@@ -34,7 +35,7 @@ def partial_weights(lse: Tensor) -> Tensor:
 
 
 def weigh_partial(out: Tensor, weight: Tensor) -> Tensor:
-    """Multiply a part's rows [..., D] by its weights [...], in float32 at least; their sum is the merged out."""
+    """Multiply a part's rows [..., D] by its weights [...], in float32 at least; the results add up to the output."""
     weight = weight.unsqueeze(-1)
     out = out.to(torch.promote_types(out.dtype, torch.float32))
     return (out * weight).where(weight != 0, 0.0)  # an empty row may hold NaN, and 0 x NaN is NaN

@@ -1,11 +1,12 @@
 """Custom ops (`torch.ops.dcpmla`), an entry each: one node in a compiled graph, plain functions elsewhere.
 
-An entry is a decorator over the operator's reference: plain torch that specifies it and runs on any device. It gives
-the fake, which makes results without values, the kernel and the condition under which that runs instead, and the
-arguments that are written. An operator without a kernel is made of other operators, or launches a kernel itself.
+`@operator` turns a reference, plain torch that specifies the operator and runs on any device, into a custom op. Its
+arguments are the `fake`, which makes results without values for tracing; the `kernel`, which runs instead of the
+reference; the condition `runs` under which it does; and `mutates_args`, the arguments that are written. Without a
+kernel the reference always runs; it may be made of other operators, or launch a kernel itself.
 
 A parameter may be a NamedTuple, or a NamedTuple or None. A schema has no tuples, so the custom op has the fields as
-arguments: the fields of a call are listed once. Callers pass tuples by position.
+arguments; they follow from the NamedTuple, so a call's fields are listed once. Callers pass tuples by position.
 """
 
 import importlib

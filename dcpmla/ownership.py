@@ -1,11 +1,11 @@
 """Ownership of tokens: the index arithmetic of decode context parallelism (DCP).
 
-W = dcp_size ranks share a sequence in groups of I = interleave tokens: position p belongs to rank (p // I) % W, as that
-rank's token number (p // (W I)) I + p % I. In a paged cache a block id covers block_size tokens on each rank, that is,
-block_size W positions.
+W = dcp_size ranks share a sequence in groups of I = interleave tokens. Position p belongs to rank (p // I) % W. Its
+number among that rank's tokens is (p // (W * I)) * I + p % I. In a paged cache a block id covers block_size tokens on
+each rank, that is, block_size * W positions.
 
-All functions take Python ints or integer tensors (any shape, any device) and return the same kind; functions that lay
-out a step also take NumPy arrays. Nothing here depends on torch.distributed.
+Functions of positions, indices and lengths take Python ints, integer tensors (any shape, any device) or, except
+`slot_mapping`, NumPy arrays, and return the same kind. Nothing here depends on torch.distributed.
 """
 
 from collections.abc import Sequence
@@ -113,6 +113,8 @@ def slot_mapping(
 ) -> int | Tensor:
     """Map tokens to cache slots (block id x block_size + offset) on this rank, -1 where another rank owns the token.
 
+    For tensors, as DeepSeek-V4's compressor has them. `StepBuilder.slots` maps a whole step in NumPy, on the host.
+
     Args:
         positions: Positions [T] of tokens in their sequences; a negative position (padding) gets -1.
         block_table_rows: Block ids [T, max_blocks] of each token's sequence, or [max_blocks] if all tokens belong to
@@ -136,7 +138,7 @@ def slot_mapping(
 
 
 def window_bound(window: int, dcp_size: int, interleave: int) -> int:
-    """Return an upper bound on the tokens that one rank owns of any `window` consecutive positions."""
+    """Return an upper bound on the tokens that one rank owns of any `window` positions (DeepSeek-V4's window)."""
     return min(window, (window // (dcp_size * interleave) + 2) * interleave)
 
 

@@ -12,7 +12,7 @@ _ALIGNMENT = 16  # bytes; the widest loads of kernels need arrays aligned to thi
 
 
 def upload(arrays: Sequence[np.ndarray[Any, Any]], device: torch.device | str) -> list[Tensor]:
-    """Copy arrays to a device: through one pinned buffer to a GPU, without waiting for the work that runs there.
+    """Copy arrays to a device. To a GPU they go through one pinned buffer, and the host does not wait for the copy.
 
     Args:
         arrays: Arrays of integers or floats, any shapes; on the CPU the tensors share their memory.
@@ -39,7 +39,7 @@ def upload(arrays: Sequence[np.ndarray[Any, Any]], device: torch.device | str) -
 
 @lru_cache(maxsize=64)
 def upload_once(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """Copy rows of numbers that many steps share to a device; return them [len(rows), n] int64. Callers must not
-    write to them.
+    """Copy to a device rows of numbers that many steps use, like the layout of drafts; return [len(rows), n] int64.
+    Equal rows are copied once, so callers must not write to the result.
     """
     return upload([np.array(rows, dtype=np.int64)], device)[0]

@@ -25,7 +25,7 @@ class Backend(Generic[Call]):
         obstacle: Function that returns why it does not support a call on a supported device, or "".
         run: Function that computes (out, lse); it imports the modules that only this kernel needs.
         sends_rows: Whether `run` of decode also takes a `Mailbox`: it then stores each finished row at the rank that
-            owns its head, and returns the merged rows of all ranks.
+            owns its head, and returns this rank's heads, merged from all ranks' rows.
         joins_keys: Whether `run` of prefill copies k_nope and k_pe into one tensor (`join_keys`).
         needs_gpu: Whether it supports no calls on a CPU.
     """

@@ -48,7 +48,8 @@ class GraphRows(NamedTuple):
         states: State of each request [num_reqs], int32; -1 for padding.
         request: Request of each row [rows], int32.
         positions: Position of each row's token [rows], int64.
-        seq_lens, local_seq_lens: Tokens up to the row's, on all ranks and on this one [rows], int32; 0 for padding.
+        seq_lens, local_seq_lens: Number of tokens of the row's request up to and including the row's own, on all ranks
+            and on this one [rows], int32; 0 for padding.
     """
 
     query_len: int
@@ -72,8 +73,11 @@ class StepBuilder:
         block_tokens: Positions that a block id covers, over all ranks.
         num_states: Number of requests' states in the cache; 0 where it has none.
         has_slots: Whether each token has a slot in the cache's blocks.
-        absorbs_pieces: Whether pieces of prompts of any length may attend with absorbed queries.
-        has_static_decodes: Whether a graph of other tokens can hold the attention of decodes.
+        absorbs_pieces: Whether a piece of a prompt may attend with absorbed queries, however long it is.
+        has_static_decodes: Whether the graphs of a step with prompts can include the attention of its decodes.
+
+    The class has dense MLA's values. DeepSeek-V4 and linear attention have states and absorb no pieces; with them and
+    with sparse MLA, decodes attend outside such graphs.
     """
 
     num_states = 0
@@ -94,13 +98,16 @@ class StepBuilder:
         num_decodes: int | None = None,
         workspace: Tensor | None = None,
     ) -> StepMetadata:
-        """Lay out a step, without waiting for the device. A model adds what its layers share (`AttentionKind.prepare`).
+        """Lay out a step, without waiting for the device.
+
+        cos_sin and query_factor are still missing: the model adds them (`AttentionKind.prepare`).
 
         Args:
-            requests: Requests of the step. Those at the front with at most max_decode_query_len new tokens are decodes,
-                all others prefills.
-            num_decodes: Number of requests at the front that are decodes of any length: they attend with absorbed
-                queries, long ones in pieces of max_decode_query_len tokens. None counts them by length.
+            requests: Requests of the step, decodes first.
+            max_decode_query_len: Maximum new tokens of a decode; longer decodes are cut into pieces of as many.
+            num_decodes: Number of decodes, whatever their length; pieces of prompts that attend with absorbed queries
+                (`attention/routes.py`) are decodes, too. None counts the requests before the first one with more than
+                max_decode_query_len new tokens.
             workspace: Memory from `decode_workspace`, shared by consecutive steps on one stream; None allocates it for
                 this step.
         Raises:
@@ -110,14 +117,14 @@ class StepBuilder:
         self.check(requests)
         longest = self.decode_query_len(max_decode_query_len)
         host = self.on_host(requests, longest, num_decodes)
-        columns = [
+        arrays = [
             host.table.astype(np.int32),
             self.local_seq_lens(host.positions[: host.num_decode_tokens]),
             host.positions,
             self.slots(host),
             *self.columns(host),
         ]
-        block_table, local_seq_lens, positions, slot_mapping, *of_kind = upload(columns, self.device)
+        block_table, local_seq_lens, positions, slot_mapping, *of_kind = upload(arrays, self.device)
         decode = prefill = None
         if host.num_decodes:
             decode = self._decode(host, longest, block_table, local_seq_lens, workspace)
@@ -223,8 +230,9 @@ class StepBuilder:
         )
 
     def slots(self, host: HostStep) -> np.ndarray:
-        """Return the slot [T] of each token on this rank. Only each token's block is looked up, because whole rows of
-        the table would be [T, max_blocks].
+        """Return the slot [T] of each token on this rank, -1 where another rank owns the token.
+
+        One block id per token is looked up: a whole row of the table for each token would take [T, max_blocks].
         """
         if not self.has_slots:
             return np.full(len(host.positions), -1)

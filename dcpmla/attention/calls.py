@@ -9,7 +9,7 @@ from torch import Tensor
 from dcpmla.cache import formats, shared_format
 
 COUNTER_WORDS = 1024  # int32 counters at the front of a workspace, all zero between calls
-_ROWS_PER_PROCESSOR = 128  # partial rows that the programs of one multiprocessor leave at most: two tiles of 64
+_ROWS_PER_PROCESSOR = 128  # largest number of partial rows that one multiprocessor's programs write: two tiles of 64
 _WORDS_PER_ROW = 512 + 1  # a latent in float32, and its LSE
 
 Queries = Tensor | tuple[Tensor, Tensor]  # [T, H, L + R], or their parts [T, H, L] and [T, H, R]
@@ -42,7 +42,7 @@ class DecodeCall(NamedTuple):
 
     Attributes:
         q: Part of the queries that is multiplied by latents [T, H, kv_lora_rank].
-        q_pe: Part that is multiplied by the rope part of keys [T, H, rope]; None where keys are shared.
+        q_pe: Part that is multiplied by the rope part of keys [T, H, rope]; None for shared keys (`keys_are_shared`).
     """
 
     q: Tensor
@@ -102,7 +102,8 @@ class DecodeCall(NamedTuple):
         num_tokens, table, index, starts = self.q.shape[0], self.block_table, self.request_index, self.query_start_loc
         if table.ndim != 2 or (table.shape[0] != num_tokens and 0 in (table.shape[0], num_tokens)):
             raise ValueError(
-                f"block_table has shape {tuple(table.shape)}; expected [num_reqs, max_blocks], a row for each request"
+                f"block_table has shape {tuple(table.shape)} and q {num_tokens} tokens; expected "
+                f"[num_reqs, max_blocks], with num_reqs 0 if q has no tokens, and at least 1 otherwise"
             )
         if index is not None and (index.ndim != 1 or table.shape[0] == 0 < index.shape[0]):
             raise ValueError(
@@ -153,8 +154,8 @@ class DecodeCall(NamedTuple):
         if not matches:
             state = "missing" if q_scale is None else "given"
             raise ValueError(
-                f"q has dtype {q}, kv_cache {cache}, q_scale is {state} and dtype is {dtype}; e4m3 queries, and they "
-                f"alone, go with an fp8 cache, q_scale and the output's dtype"
+                f"q has dtype {q}, kv_cache {cache}, q_scale is {state} and dtype is {dtype}; e4m3 queries need an fp8 "
+                f"cache, q_scale and the output's dtype, other queries take no q_scale and no dtype but their own"
             )
         if q_scale is not None and (q_scale.dtype != torch.float32 or q_scale.numel() != 1):
             raise ValueError(
@@ -168,7 +169,9 @@ class DecodeCall(NamedTuple):
 
     @property
     def keys_are_shared(self) -> bool:
-        """Return whether rows of the cache are keys and values at once, without a part for scores alone."""
+        """Return whether a row of the cache is a whole key and also the value (DeepSeek-V4); in MLA the rope part of a
+        row belongs to the key alone.
+        """
         return self.q_pe is None
 
     @property
@@ -178,12 +181,16 @@ class DecodeCall(NamedTuple):
 
     @property
     def is_planar(self) -> bool:
-        """Return whether the cache has pages of fp8_ds_mla for shared keys (`cache.shared_format`)."""
+        """Return whether the cache is in pages of 64 shared keys in fp8_ds_mla: in a page, the data of all rows come
+        first, then the scales of all rows (`cache.shared_format`).
+        """
         return self.keys_are_shared and self.kv_cache.dtype == torch.uint8
 
     @property
     def block_size(self) -> int:
-        """Return the number of tokens of a block table's entry; 1 where it holds numbers of rows."""
+        """Return the number of tokens for which an entry of the block table counts: block_size, or 1 in a cache whose
+        entries are numbers of single rows.
+        """
         return 1 if self.is_planar else self.kv_cache.shape[1]
 
     @property
@@ -193,7 +200,7 @@ class DecodeCall(NamedTuple):
 
     @property
     def has_one_token_each(self) -> bool:
-        """Return whether every request brings one query token."""
+        """Return whether every request has one query token, and no row of q is padding."""
         return self.query_start_loc is None and self.max_query_len == 1
 
     def new_output(self, num_ranks: int = 1) -> tuple[Tensor, Tensor]:
@@ -237,7 +244,8 @@ class PrefillCall(NamedTuple):
             both.
         scale: Softmax scale, positive.
         causal: Whether query j of a request sees only its first j + 1 keys (it has as many keys as queries).
-        mask: Mask of the keys that a query sees [T, W], int32, contiguous (`selection_mask`); None for no mask.
+        mask: Bit for each key that a query sees, in words of 32 bits: [T, ceil(N / 32)] int32, contiguous, where N is
+            the largest number of keys of a request (`selection_mask`); None for no mask.
         backend: Name of the backend that must run the call, or "auto".
 
     A backend returns out [T, h, V] in the dtype of q and lse [T, h] float32, natural log, contiguous; (0, -inf) for
@@ -292,7 +300,7 @@ def decode_workspace(device: torch.device | str) -> Tensor | None:
 
 
 def request_bound(num_reqs: int) -> int:
-    """Return a power of two of at least num_reqs, one of few, because kernels are compiled for each."""
+    """Round num_reqs up to 32, 256, 512, 1,024, ...: few values, because kernels are compiled for each."""
     return 32 if num_reqs <= 32 else max(256, 1 << (num_reqs - 1).bit_length())
 
 

@@ -38,7 +38,9 @@ class ChunkBuilder:
         return tuple(self.build(begin, end, table) for begin, end in bounds)
 
     def build(self, begin: np.ndarray, end: np.ndarray, table: Tensor) -> ContextChunk:
-        """Return the chunk of positions [begin[i], end[i]) of each request i; every non-empty begin is aligned.
+        """Return the chunk of positions [begin[i], end[i]) of each request i.
+
+        The begin of every range that is not empty is a multiple of the chunks' alignment.
 
         Only numbers per request come from the host; numbers per token are computed on the device.
 
@@ -47,34 +49,37 @@ class ChunkBuilder:
         """
         size, interleave = self.dcp.decode_context_parallel_size, self.dcp.cp_kv_cache_interleave_size
         lens = end - begin
-        # Rank 0 owns the first group of an aligned chunk, so it has the most rows; all ranks pad to its number of rows.
+        # Rank 0 owns the first group of an aligned chunk, so it has the most groups. All ranks pad to its number of
+        # groups; a group has I rows.
         padded_lens = -(-lens // (size * interleave)) * interleave
         start, padded_start = starts_of(lens), starts_of(padded_lens)
-        # Offsets from a token's number in the chunk to its position, and from a row to its index among this rank's.
-        before = begin - start[:-1], begin // size - padded_start[:-1]
+        # Offsets of each request: position = token in the chunk + first offset, local index = row + second offset.
+        offsets = begin - start[:-1], begin // size - padded_start[:-1]
         numbers, first_position = upload(
-            [np.stack([lens, padded_lens, end, *before]), begin.astype(np.int32)], self.device
+            [np.stack([lens, padded_lens, end, *offsets]), begin.astype(np.int32)], self.device
         )
-        num_tokens, num_rows, end_there, before_token, before_row = numbers
+        num_tokens, num_rows, end_there, token_offset, row_offset = numbers
 
         request = torch.repeat_interleave(num_tokens, output_size=start[-1])
-        position = torch.arange(start[-1], device=self.device) + before_token[request]
-        row = ownership.local_index(position, size, interleave) - before_row[request]
+        position = torch.arange(start[-1], device=self.device) + token_offset[request]
+        row = ownership.local_index(position, size, interleave) - row_offset[request]
         order = ownership.owner_rank(position, size, interleave) * padded_start[-1] + row
 
         request = torch.repeat_interleave(num_rows, output_size=padded_start[-1])
-        index = torch.arange(padded_start[-1], device=self.device) + before_row[request]
+        index = torch.arange(padded_start[-1], device=self.device) + row_offset[request]
         position = ownership.global_position(index, self.dcp_rank, size, interleave)
-        tokens = torch.where(position < end_there[request], position - before_token[request], -1)
-        # Padding reads arbitrary rows after the last token in its block; `order` never points to them.
+        tokens = torch.where(position < end_there[request], position - token_offset[request], -1)
+        # A padding row reads what follows its request's last token in the same block; `order` never points to it.
         block = table[request, index // self.rows_per_block].to(torch.int64)
         slots = block * self.rows_per_block + index % self.rows_per_block
         return ContextChunk(slots, order, tokens, segments_of(lens, self.device), first_position)
 
 
 def context_workspace_tokens(max_model_len: int, max_num_seqs: int, alignment: int) -> int:
-    """Return how many cached tokens to gather and up-project at a time: at least one aligned chunk of every request,
-    and at most 64k tokens beyond that.
+    """Return the `DCPConfig.context_workspace_tokens` that engines set: how many cached tokens a context chunk has.
+
+    There is room for 8 of the longest contexts and for 4 aligned chunks of every request, but no more than 64k tokens,
+    unless one aligned chunk of every request needs more.
 
     Args:
         alignment: Tokens that a chunk is a multiple of (`DCPConfig.chunk_alignment`).
@@ -140,8 +145,8 @@ def positions_of(query_lens: Sequence[int], seq_lens: Sequence[int]) -> np.ndarr
     """Return the positions [T] int64 of all requests' new tokens."""
     if max(query_lens) == 1:
         return np.asarray(seq_lens, dtype=np.int64) - 1
-    before_first = np.subtract(seq_lens, np.cumsum(query_lens))  # offset from number in batch
-    return np.arange(sum(query_lens)) + np.repeat(before_first, query_lens)
+    offsets = np.subtract(seq_lens, np.cumsum(query_lens))  # position of a token minus its number in the batch
+    return np.arange(sum(query_lens)) + np.repeat(offsets, query_lens)
 
 
 def pad_table(block_tables: Sequence[Sequence[int]], seq_lens: Sequence[int], block_tokens: int) -> np.ndarray:

@@ -36,7 +36,7 @@ def claim_attention(
     if selector is not None:
         new(selector.workspace_bytes(num_tokens, placement.dtype.itemsize), dtype=torch.uint8)
     num_rows = min(num_tokens * num_heads * dcp.decode_context_parallel_size, PART_ROWS)
-    # Absorbed queries, gathered queries, and the outputs before and in the exchange.
+    # Room for queries, absorbed and then gathered, and for outputs, before and in the exchange.
     new(2 * num_rows, config.latent_dim + config.kv_lora_rank)
     widths = config.qk_head_dim, config.qk_nope_head_dim, config.v_head_dim
     q, k_nope, v = (new(0, num_heads, width) for width in widths)

@@ -1,5 +1,7 @@
-"""Decode attention of each request's newest query tokens: all heads of the DCP group over this rank's tokens, merged
-across ranks.
+"""Decode: each rank computes attention of all heads of its DCP group over the tokens that it caches; then the ranks'
+results are merged.
+
+No rank waits for another before it reads its cache, because it attends only to rows that it has written itself.
 """
 
 import torch
@@ -34,8 +36,9 @@ def mla_decode(
     """Attend with absorbed queries to a paged latent cache on one rank.
 
     Args:
-        q: Query tokens [T, H, kv_lora_rank + rope], request by request: [ql_nope | q_pe], or a tuple of the two.
-            Without a rope part, keys are shared (DeepSeek-V4): a row of the cache is key and value at once.
+        q: Query tokens [T, H, kv_lora_rank + rope], request by request: [q_nope W_UK | q_pe rotated]
+            (`projections.absorb_query`), or a tuple of the two. DeepSeek-V4's queries have no rope part: its cache rows
+            are "shared keys", each the key and the value of a token at once.
         kv_cache: Cached rows [num_blocks, block_size, kv_lora_rank + rope] in q's dtype, or in an 8-bit format
             (`cache/formats.py`). Shared keys are in q's dtype, or in pages [num_pages, 64, row_width] of fp8_ds_mla
             (`cache/shared_format.py`), which are addressed row by row.
@@ -89,10 +92,11 @@ def dcp_mla_decode(
 
     Args:
         q: Queries of this rank's heads [T, h, kv_lora_rank + rope]; with q_is_replicated, of all W ranks' heads
-            [T, W h, ...] in rank order. Two parts are joined to be gathered, else read where they are.
+            [T, W h, ...] in rank order. If q is a tuple, its parts are concatenated for the gather; with
+            q_is_replicated they are used as they are.
         decode: Metadata of the step, with this rank's lengths. `mla_decode` documents the other arguments.
-        w_uv: Value up-projection of all ranks' heads [W h, V, kv_lora_rank], to merge values instead of latents; the
-            same on all ranks, or None on all.
+        w_uv: W_UV of all ranks' heads [W h, V, kv_lora_rank], equal on all ranks, or None on all. If given, values
+            [.., V] are exchanged and merged instead of latents [.., kv_lora_rank].
     Returns:
         out [T, h, kv_lora_rank], or [T, h, V] with w_uv, and lse [T, h] float32: this rank's heads over all ranks'
         tokens.
@@ -106,6 +110,8 @@ def dcp_mla_decode(
     requests = decode.request_index, decode.query_start_loc, decode.max_query_len
     call = DecodeCall(q, q_pe, kv_cache, *sizes, *requests, decode.workspace, kv_scale, q_scale, dtype, backend)
     call = call.checked()
+    # Owners wait for every row that a kernel sends itself (`Mailbox`), and kernels compute no rows of padding, which
+    # requests of unequal lengths may have.
     if w_uv is None and call.has_one_token_each:
         mailbox = exchange.mailbox(q.shape[0], q.shape[1], kv_lora_rank, call.out_dtype)
         if mailbox is not None:

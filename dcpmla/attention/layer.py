@@ -12,7 +12,7 @@ from dcpmla.attention.modules import MLAModules
 from dcpmla.attention.output.rows import OutputQuant, OutputRows, quant_for
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.prefill import dcp_mla_prefill
-from dcpmla.attention.projections import Keys, Tokens, rows_of
+from dcpmla.attention.projections import MHAInputs, Tokens, rows_of
 from dcpmla.attention.scales import calculate_scale_
 from dcpmla.attention.sparse.indexer import Indexer
 from dcpmla.attention.sparse.selector import selected_rows
@@ -25,8 +25,8 @@ from dcpmla.config import MLAConfig
 from dcpmla.parallel.fp8 import PlainRows, QuantizedRows, plain
 from dcpmla.parallel.linear import Weight
 
-# Number of decode tokens from which dcp_project_before_merge pays: its rows are narrower, but it reads W_UV of all the
-# group's heads. Measured with `direct` on 4 H200s: slower at 32 tokens, faster at 128.
+# Number of decode tokens from which dcp_project_before_merge pays: exchanged rows are narrower, but each rank reads
+# W_UV of all the group's heads. Measured with `direct` on 4 H200s: slower at 32 tokens, faster at 128.
 PROJECT_FIRST_TOKENS = 64
 # Number of tokens whose queries set q_scale: more tokens hardly raise the maximum. With 128 heads they take 144 MiB.
 _SCALED_TOKENS = 1024
@@ -37,8 +37,9 @@ class MLAAttention(AttentionWeights):
 
     Dims: T tokens, h heads of this rank; P, R, V, L, Lq the nope, rope, value, latent and query-latent widths.
 
-    With dcp.calculate_kv_scales the first step with prefills sets the scales. Nothing may be cached before: give
-    prompts of one token as prefills then (`StepBuilder.build` with max_decode_query_len 0), as the engine does.
+    With dcp.calculate_kv_scales the first step with prefills sets the scales, and nothing may be cached before that
+    step. A prompt of one token would be a decode; the engine builds the first step with num_decodes=0, so that it is a
+    prefill.
 
     With config.indexer, tokens that have more than topk before them attend only to tokens that the indexer selects
     (sparse MLA).
@@ -84,15 +85,15 @@ class MLAAttention(AttentionWeights):
         """Run one step of a batch: decodes first, then prefills, then padding. Collective.
 
         Args:
-            hidden_states: Hidden states [T, hidden], the same on all TP ranks, optionally quantized where
-                `takes_quantized`; rows from step.num_tokens on are padding.
+            hidden_states: Hidden states [T, hidden], the same on all TP ranks; if `takes_quantized`, they may come with
+                fp8 codes (`NormedRows`). Rows from step.num_tokens on are padding.
             cache: Cache of this layer on this rank, written and read: latents in the format of dcp.kv_cache_dtype and,
                 with an indexer, index keys.
             step: Metadata with the model's positions, and with a selection where tokens of a sparse model have more
-                than topk before them. None in a profile, which needs no cache: memory is claimed (`claim_memory`), and
-                attention's output is zeros.
+                than topk before them. None while memory is measured, before a cache exists: the memory of the largest
+                step is allocated and freed (`claim_memory`), and attention's output is zeros.
         Returns:
-            [T, hidden], the same on all TP ranks; rows of padding are undefined.
+            [T, hidden], the same on all TP ranks. Callers must not read rows of padding.
         Raises:
             ValueError: Tensors and step do not match each other or this layer.
         """
@@ -109,13 +110,13 @@ class MLAAttention(AttentionWeights):
         step: StepMetadata | None,
         output_quant: OutputQuant | None = None,
     ) -> Tensor | QuantizedRows:
-        """Run `forward` without its last projection, for a projection with input in 8 or 4 bits. Collective.
+        """Return the input of o_proj, quantized if asked to, for a caller whose o_proj takes 8 or 4 bits. Collective.
 
         Args:
             output_quant: Quantization of the output [T, h V]; None keeps the dtype of hidden_states.
         Returns:
-            [T, h V], or its values and scales, the same bytes as quantizing it. Rows of padding are zeros, and without
-            a step all rows.
+            [T, h V], or `QuantizedRows`, bit for bit what quantizing the plain output would give. Rows of padding are
+            zeros; without a step all rows are.
         Raises:
             ValueError: Same cases as `forward`, or output_quant does not support the head's width or the dtype.
         """
@@ -127,18 +128,20 @@ class MLAAttention(AttentionWeights):
             return output.rows()
         cache = self._check(plain(hidden_states), cache, step)
         hidden_states = hidden_states[: step.num_tokens]
-        if self._lacks_scales and step.prefill is not None:  # decodes may have no tokens while graphs are captured
+        if self._lacks_scales and step.prefill is not None:  # a capture before the first prompt has decodes of padding
             self._calculate_scales(hidden_states, cache.latents, step)
         q_c, latents = self.down_project(hidden_states, cache.latents, step.slot_mapping, step.cos_sin)
-        keys = None
-        if step.cut is not None:  # the graph contains all work that does not depend on the requests
+        mha = None
+        # A graph contains all work that does not depend on the requests, and the attention of decodes. Replays whose
+        # decodes fit the graph call `_attend` with step.decode None; without a graph `_attend` does all of it.
+        if step.cut is not None:
             output.reserve()
             tokens = Tokens(q_c, step.cos_sin, step.query_factor)
-            keys = self.project_keys(tokens)
-            keys = keys._replace(kv=F.linear(latents[:, : self.config.kv_lora_rank], keys.w_kv_b.flatten(0, 1)))
+            mha = self.project_keys(tokens)
+            mha = mha._replace(kv=F.linear(latents[:, : self.config.kv_lora_rank], mha.w_kv_b.flatten(0, 1)))
             if step.decode is not None:
                 self._decode(tokens.rows(slice(0, step.num_decode_tokens)), cache.latents, step.decode, output)
-        step.vary(self._attend, hidden_states, q_c, latents, keys, cache, output)
+        step.vary(self._attend, hidden_states, q_c, latents, mha, cache, output)
         return output.rows()
 
     def _attend(
@@ -146,15 +149,17 @@ class MLAAttention(AttentionWeights):
         hidden_states: PlainRows,
         q_c: PlainRows,
         latents: Tensor,
-        keys: Keys | None,
+        mha: MHAInputs | None,
         cache: LayerCache,
         output: OutputRows,
         step: StepMetadata,
     ) -> None:
-        """Write the output of a step's tokens, the first rows; without step.decode, of its prefills. Collective.
+        """Write the output of the step's tokens into the first rows. Collective.
+
+        If a graph has written the rows of decodes (step.decode is None), only the rows of prefills are written.
 
         Args:
-            keys: Queries, keys and values of all tokens, if a graph has projected them.
+            mha: Queries, keys and values of all tokens, if a graph has projected them.
         """
         output.restart(step.num_decode_tokens if step.decode is None else 0)
         decodes, prefills = slice(0, step.num_decode_tokens), slice(step.num_decode_tokens, step.num_tokens)
@@ -165,13 +170,13 @@ class MLAAttention(AttentionWeights):
             self._decode(tokens.rows(decodes), cache.latents, step.decode, output)
         if step.prefill is not None:
             tokens, latents = tokens.rows(prefills), latents[prefills]
-            keys = self.project_keys(tokens) if keys is None else keys.rows(prefills)
-            self._prefill(tokens, latents, keys, cache.latents, step.prefill, output)
+            mha = self.project_keys(tokens) if mha is None else mha.rows(prefills)
+            self._prefill(tokens, latents, mha, cache.latents, step.prefill, output)
         output.pad()
 
     def claim_memory(self, num_tokens: int) -> None:
-        """Allocate and free the memory of attention in the largest step of num_tokens, so that memory profiling
-        includes it (`claim_attention`). Nothing is computed. Collective.
+        """Allocate and free the memory of attention in the largest step of num_tokens, so that a measurement of the
+        peak includes it (`claim_attention`). Nothing is computed. Collective.
         """
         num_weights = self.kv_b_proj.weight.numel() if self.kv_b_proj.weight_scale is not None else 0
         selector = None if self.indexer is None else self.indexer.selector
@@ -238,7 +243,7 @@ class MLAAttention(AttentionWeights):
         self,
         tokens: Tokens,
         latents: Tensor,
-        keys: Keys,
+        mha: MHAInputs,
         kv_cache: Tensor,
         prefill: PrefillMetadata,
         output: OutputRows,
@@ -247,23 +252,23 @@ class MLAAttention(AttentionWeights):
         kv_c, k_pe = latents.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], -1)
         positions = None if tokens.selection is None else tokens.selection.positions
         out, _ = dcp_mla_prefill(
-            keys.q,
+            mha.q,
             kv_c,
             k_pe,
             kv_cache,
-            keys.w_kv_b,
+            mha.w_kv_b,
             prefill,
             self.config.scale,
             self.exchange,
             self.kv_scale,
             positions,
-            keys.kv,
+            mha.kv,
             backend=self.dcp.prefill_backend,
         )
         output.append(out.flatten(1))
 
     def _attend_absorbed(self, tokens: Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
-        """Append attention of absorbed queries over latents of all ranks, through W_UV. Collective."""
+        """Append the output of attention with absorbed queries to all ranks' latents, after W_UV. Collective."""
         if tokens.selection is not None:
             kv_cache, decode = selected_rows(kv_cache, tokens.selection, decode.workspace)
         q = self.project_query(tokens, slice(0, self.q_heads.count))

@@ -26,11 +26,11 @@ def hopper_decode(call: DecodeCall) -> str:
     if is_fp8 and kv_cache.dtype != FP8:
         return f"e4m3 queries go with an e4m3 cache, not {kv_cache.dtype}"
     if is_fp8 and is_sparse:
-        return "e4m3 queries go with blocks of 64 n tokens, not pages of one"
+        return "e4m3 queries need blocks of a multiple of 64 tokens, not a table of single rows"
     if not is_sparse and call.keys_are_shared:
         return f"shared keys are addressed row by row, not in blocks of {call.block_size}"
     if not is_sparse and not _is_tiled(kv_cache):
-        return f"blocks have {kv_cache.shape[1]} tokens, not 64 n, or are no matrix that TMA takes"
+        return f"blocks have {kv_cache.shape[1]} tokens, not a multiple of 64, or are no matrix that TMA takes"
     parts = [part for part in (q, call.q_pe) if part is not None]
     rows_are_aligned = _are_aligned(kv_cache, kv_cache.stride(0 if is_sparse else 1))
     if not (rows_are_aligned and all(_are_aligned(part, *part.stride()[:2]) for part in parts)):

@@ -44,7 +44,8 @@ def dcp_mla_prefill(
         q: [T, h, P + R], rotated.
         kv_c, k_pe: New tokens' own latents: [T, L] after its norm, [T, R] rotated.
         kv_cache: Cache [num_blocks, block_size, width] of this rank's tokens, in a format of `dcpmla.cache.formats`.
-        w_kv_b: Up-projection [h, P + V, L] of this rank's heads, W_UK over W_UV; or a function that applies it.
+        w_kv_b: Up-projection [h, P + V, L] of this rank's heads, each head's W_UK stacked on its W_UV; or a function
+            that applies it.
         kv_scale: Scale of an fp8 cache, float32 of one element; None for other caches.
         positions: Positions that each token attends to [T, topk] int32 (`SelectedTokens.positions`), none after
             its own; None for all.
@@ -79,11 +80,12 @@ def dcp_mla_prefill(
     started = [start_gather(chunk) for chunk in chunks[:1]]
     out, lse = attend(kv_c, k_pe, queries, prefill.first_position, causal=True, kv=kv)
     for index, chunk in enumerate(chunks):
-        # Popping frees a gather's memory before the next gather begins.
+        # `started` holds at most one gather's function, which may hold the ranks' rows before they are ordered. After
+        # pop nothing holds the function, so these rows are freed before the next gather allocates its own.
         latents = _to_latents(started.pop()(), kv_c.shape[-1], kv_scale, q.dtype)
         started += [start_gather(following) for following in chunks[index + 1 : index + 2]]
         context_kv_c, context_k_pe = latents.split([kv_c.shape[-1], k_pe.shape[-1]], -1)
-        # The sum is rounded once, after the last chunk.
+        # The running sum stays in float32, or wider, until the last chunk.
         dtype = q.dtype if chunk is chunks[-1] else torch.promote_types(q.dtype, torch.float32)
         out, lse = merge_part(
             out, lse, *attend(context_kv_c, context_k_pe, chunk.keys, chunk.first_position, causal=False), dtype

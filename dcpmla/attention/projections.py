@@ -1,4 +1,5 @@
-"""The operations between projections, cache and attention: norms, RoPE, the cache write, W_UK and W_UV absorbed.
+"""The operations between projections, cache and attention: norms, RoPE, the cache write, W_UK absorbed into queries,
+W_UV applied to outputs.
 
 Most are custom ops (`torch.ops.dcpmla`). The torch code here specifies them and runs on CPUs and in float64; GPUs run
 the kernels of `attention/triton/projections.py` and `attention/triton/rope.py`. No gradients.
@@ -19,12 +20,12 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Tokens(NamedTuple):
-    """A slice of a step's tokens: the input of their query projection, and the tokens that they attend to.
+    """Inputs of the query projection of some tokens, and the selection of tokens that these attend to.
 
     Attributes:
         q_c: Query latents [T, Lq] after their norm, or hidden states [T, hidden] where queries are not compressed.
-        cos_sin, query_factor: Rows of `StepMetadata`'s for this slice.
-        selection: Selected tokens; None for all tokens before each.
+        cos_sin, query_factor: The tokens' rows of the same tensors in `StepMetadata`.
+        selection: Selected tokens; None if each token attends to all tokens up to itself.
     """
 
     q_c: PlainRows
@@ -38,22 +39,22 @@ class Tokens(NamedTuple):
         return Tokens(self.q_c[rows], rows_of(self.cos_sin, rows), rows_of(self.query_factor, rows), selection)
 
 
-class Keys(NamedTuple):
-    """The inputs of MHA among a slice of a step's tokens.
+class MHAInputs(NamedTuple):
+    """Inputs of multi-head attention (MHA) of some tokens to each other.
 
     Attributes:
         q: Queries of this rank's heads [T, h, P + R], rotated.
         kv: Keys' nope part and values [T, h (P + V)]; None if they are not projected yet.
-        w_kv_b: Up-projection [h, P + V, L].
+        w_kv_b: Weight [h, P + V, L] that projects latents to kv, also for the context.
     """
 
     q: Tensor
     kv: Tensor | None
     w_kv_b: Tensor
 
-    def rows(self, rows: slice) -> "Keys":
+    def rows(self, rows: slice) -> "MHAInputs":
         """Return the inputs of some of the tokens."""
-        return Keys(self.q[rows], None if self.kv is None else self.kv[rows], self.w_kv_b)
+        return MHAInputs(self.q[rows], None if self.kv is None else self.kv[rows], self.w_kv_b)
 
 
 def rows_of(tensor: Tensor | None, tokens: slice) -> Tensor | None:
@@ -69,7 +70,7 @@ def apply_rope(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
         cos_sin: Angles [T, R] float32, R / 2 cosines then R / 2 sines, times YaRN's factor, if any.
         interleaved: Whether pairs are (2i, 2i+1), GPT-J's layout; else (i, i + R/2), NeoX's.
     Returns:
-        A tensor of x's shape and dtype, pairs in their columns.
+        A tensor of x's shape and dtype; each rotated pair stays in the columns it came from.
     Source: RoFormer; the two layouts as in GPT-J and GPT-NeoX.
     """
     cos, sin = cos_sin.view(x.shape[0], *(1,) * (x.ndim - 2), x.shape[-1]).chunk(2, -1)
@@ -123,18 +124,19 @@ def finish_latents(
     """Normalize both latents, rotate k_pe, and write the rows that this rank owns into the cache.
 
     Args:
-        down: Fused down-projection [T, Lq + L + R]: query latent (Lq may be 0), latent, rope part of the key.
+        down: Fused down-projection [T, Lq + L + R]: q_c (Lq may be 0), kv_c, k_pe.
         kv_cache: [num_blocks, block_size, width] in one of the formats of `dcpmla.cache.formats`, written at the slots.
         slots: Slots [T] int64, -1 where another rank owns the token.
         q_weight, kv_weight: Weights of the norms, [Lq] or None, and [L].
         kv_lora_scale: Factor of kv_c after its norm (LongCat).
         cos_sin: [T, R] float32 as in `apply_rope`; None leaves k_pe as it is.
         kv_scale: Scale of an fp8 cache (`formats.quantize`), float32 of one element; None for other caches.
-        quantizes: Whether q_c is also quantized, with the bits of `quantize_rows`; Lq is a multiple of 128 then.
+        quantizes: Whether to return q_c quantized as well, bit for bit as `quantize_rows` does; Lq must then be a
+            multiple of 128.
     Returns:
         q_c [T, Lq] after its norm; latents [T, L + R] before cache rounding: kv_c after its norm, k_pe rotated; codes
-        and scales of q_c, without columns unless quantizes.
-    Source: DeepSeek-V2, section 2.1; norms with the roundings of transformers' models.
+        and scales of q_c, with 0 columns unless quantizes, because an op always returns as many tensors.
+    Source: DeepSeek-V2, section 2.1; norms round where transformers' do (`rms_norm`).
     """
     q_rank = 0 if q_weight is None else len(q_weight)
     q_c, kv_c, k_pe = down.tensor_split((q_rank, q_rank + len(kv_weight)), -1)

@@ -15,7 +15,8 @@ from torch import Tensor
 from dcpmla.attention.calls import Segments
 from dcpmla.config import MLAConfig
 
-PIECE_ROWS = 128  # Query rows, a token's heads each, of a cut request: two tiles, which read the same keys together.
+# Number of query rows (tokens x heads) in a piece of a request that is cut: two tiles of 64, which read the same keys.
+PIECE_ROWS = 128
 PART_ROWS = 1 << 16  # Query rows that attend at a time. With DeepSeek's widths they take 75 MB.
 
 
@@ -26,7 +27,7 @@ class StepRequests(NamedTuple):
         query_lens: New tokens of each request [num_reqs].
         seq_lens: Tokens of each request after the step [num_reqs].
         block_tables: Block ids of each request [num_reqs], enough for seq_lens.
-        states: Index of each request's state in caches with states [num_reqs]; not read for others.
+        states: Index of each request's state in the cache [num_reqs], for linear attention and DeepSeek-V4 alone.
     """
 
     query_lens: Sequence[int]
@@ -44,17 +45,19 @@ class StepRequests(NamedTuple):
 class DecodeMetadata:
     """Tokens that attend with absorbed queries: decodes, drafts, and short pieces of prompts.
 
-    A long request is cut into several of at most max_query_len tokens, which share its row of the block table, so that
-    the kernels spread it over the GPU as they do other requests.
+    A request with more than max_query_len new tokens is cut into pieces of at most max_query_len. Kernels treat a piece
+    as a request and so spread it over the GPU; all pieces of a request use its row of the block table. Where no request
+    is cut, each is one piece.
 
     Attributes:
         block_table: Block ids of each request [num_decodes, max_blocks], int32.
-        local_seq_lens: Number of its request's tokens on this rank that each new token sees, at its position and before
-            [num_decode_tokens], int32. The causal bound is global, so a request's next token may see no more.
-        queries: Rows of each request's new tokens; None when all requests have max_query_len new tokens.
-        max_query_len: Maximum new tokens of a request.
-        workspace: Memory of kernels that split a request over programs (`decode_workspace`); None where no kernel does.
-        request_index: Row of block_table of each request [num_reqs], int32; None when no request is cut.
+        local_seq_lens: Number of tokens on this rank that each new token sees: its request's, up to and including its
+            own position [num_decode_tokens], int32. A token at a position of another rank sees no more here than the
+            token before it.
+        queries: Ranges of the pieces in the rows of new tokens; None when all pieces have max_query_len tokens.
+        max_query_len: Maximum tokens of a piece.
+        workspace: Memory of kernels that split a piece over programs (`decode_workspace`); None where no kernel does.
+        request_index: Row of block_table of each piece [num_pieces], int32; None when no request is cut.
     """
 
     block_table: Tensor
@@ -66,13 +69,13 @@ class DecodeMetadata:
 
     @property
     def query_start_loc(self) -> Tensor | None:
-        """Return the first new token of each request, [num_reqs + 1] int32 (`queries`)."""
+        """Return the first row of each piece, and the end of the last, [num_pieces + 1] int32; None as `queries`."""
         return None if self.queries is None else self.queries.start_loc
 
     def parts(self, max_tokens: int) -> Iterator[tuple[slice, "DecodeMetadata"]]:
-        """Yield parts of whole requests and at most max_tokens tokens each, or of one request.
+        """Yield parts of whole pieces that have at most max_tokens tokens together, or of a single larger piece.
 
-        The parts follow from numbers that are the same on all ranks, because each makes an exchange.
+        All ranks yield the same parts, because each part makes an exchange.
         """
         num_tokens = len(self.local_seq_lens)
         if num_tokens <= max_tokens:
@@ -87,7 +90,7 @@ class DecodeMetadata:
             first = last
 
     def _requests(self, first: int, last: int, tokens: slice) -> "DecodeMetadata":
-        """Return the part of requests [first, last), which have these tokens."""
+        """Return the part of pieces [first, last), which have these tokens."""
         table, index, queries = self.block_table, self.request_index, self.queries
         if queries is not None:
             start = tuple(at - tokens.start for at in queries.start[first : last + 1])
@@ -108,12 +111,13 @@ class ContextChunk:
     Attributes:
         local_slots: Slots of this rank's cached tokens of the chunk [N], int64, request after request, padded to the
             same N on all ranks.
-        order: Row in the gathered [W N] rows of each token of the chunk [S], int64, request after request, in token
-            order.
-        tokens: Token in [0, S) of each of this rank's rows [N], int64, -1 for padding.
+        order: order[s] is the row of token s in the concatenation [W N] of all ranks' rows. The S tokens are sorted by
+            request, then by position. [S], int64.
+        tokens: tokens[n] is the token in [0, S) that this rank's row n holds, -1 for padding [N], int64. Collectives
+            reorder by `order` after the gather; `direct` stores each row at its token's row by `tokens`.
         keys: Tokens of each request in S.
-        first_position: Position of each request's first token here [num_prefills], int32; for a request without any,
-            the end of its context.
+        first_position: Position of each request's first token here [num_prefills], int32. For a request without tokens
+            here, the position up to which earlier chunks have its context.
     """
 
     local_slots: Tensor
@@ -142,11 +146,14 @@ class SharedMetadata(Protocol):
     """Numbers of a step that only one kind of attention reads."""
 
     def of_tokens(self, index: int, size: int) -> Self:
-        """Return the values for token number `index` of each request, where requests have `size` tokens each."""
+        """Return the values for token number `index` of each request, where requests have `size` tokens each.
+
+        For drafts of speculative decoding, which are predicted one token at a time.
+        """
 
 
 Shared = TypeVar("Shared", bound=SharedMetadata)
-# Function of a part of a layer, which takes the arguments and then a step, and of the arguments.
+# Function that interrupts a capture: cut(part, arguments) keeps both, and each replay calls part(*arguments, step).
 Cut = Callable[[Callable[..., None], tuple[Any, ...]], None]
 
 
@@ -156,13 +163,14 @@ class StepMetadata:
 
     Attributes:
         num_tokens, num_decode_tokens: Number of real tokens, and of decode tokens, which come first.
-        num_blocks: Smallest number of cache blocks that the step's block ids allow.
+        num_blocks: Largest block id of the step, plus 1: the cache must have at least as many blocks.
         positions: Position of each token in its sequence [num_tokens], int64.
         slot_mapping: Cache slots [num_tokens], int64; -1 where another rank owns the token, and for all tokens of a
             cache without slots.
-        decode: Metadata of decodes; None without any.
+        decode: Metadata of decodes; None without any, or if a graph has already computed their attention.
         prefill: Metadata of prefills with a latent cache; None without any.
-        cos_sin: Angles of RoPE (`apply_rope`) [num_tokens, R], float32; None for a model without positions (NoPE).
+        cos_sin: Angles of RoPE (`apply_rope`) [num_tokens, R], float32, which the model adds (`AttentionKind.prepare`);
+            None for a model without positions (NoPE).
         query_factor: Factor of queries [num_tokens] in the model's dtype (`projections.query_factor`); None without
             llama_4_scaling.
         shared: Numbers for layers of one kind of attention, by their class (`get`).
@@ -184,7 +192,8 @@ class StepMetadata:
     def vary(self, part: Callable[..., None], *arguments: Any) -> None:
         """Run the part of a layer that depends on the step's requests: part(*arguments, step).
 
-        While a shared graph is captured, the part is stored; each replay runs it with its own step.
+        While a graph that serves many steps is captured, the part is kept instead (`cut`). Each replay runs the part
+        with the replay's step, between two graphs.
         """
         if self.cut is None:
             part(*arguments, self)
@@ -204,7 +213,7 @@ class StepMetadata:
         return replace(self, cos_sin=cos_sin, query_factor=query_factor)
 
     def of_tokens(self, index: int) -> "StepMetadata":
-        """Return the step of token number `index` of each request alone, for decodes of equal length."""
+        """Return the step of token number `index` of each request alone, for drafts of decodes of equal length."""
         decode = self.decode
         assert decode is not None
         assert decode.queries is None
@@ -231,7 +240,8 @@ class StepMetadata:
             )
         expected = torch.float32, (self.num_tokens, config.qk_rope_head_dim), device
         if _described(self.cos_sin) != (expected if config.use_rope else None):
-            needed = f"{expected}, see with_positions" if config.use_rope else "None, for the model has no positions"
+            added = f"{expected} (dtype, shape, device), which StepMetadata.with_positions adds"
+            needed = added if config.use_rope else "None, for the model has no positions"
             raise ValueError(f"step.cos_sin is {_described(self.cos_sin)}; expected {needed}")
         scaled = None if config.llama_4_scaling is None else (hidden_states.dtype, (self.num_tokens,), device)
         if _described(self.query_factor) != scaled:

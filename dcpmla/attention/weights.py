@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dcpmla.attention.modules import GivenLinear, MLAModules, given_norm, given_weight
 from dcpmla.attention.placement import Placement
-from dcpmla.attention.projections import Keys, Tokens, absorb_query, finish_latents, rotate_query_
+from dcpmla.attention.projections import MHAInputs, Tokens, absorb_query, finish_latents, rotate_query_
 from dcpmla.attention.scales import KV_SCALE_NAMES, Q_SCALE_NAMES, new_scale, read_scale
 from dcpmla.config import MLAConfig
 from dcpmla.parallel.fp8 import NormedRows, PlainRows
@@ -21,10 +21,12 @@ from dcpmla.parallel.quantized import BLOCK, BlockFp8, unpack
 class HeldHeads:
     """Neighbouring heads that one rank's weight covers, in TP order: its own, or its whole DCP group's.
 
+    A DCP group is W neighbouring ranks of the TP group (`DCPMesh`), so the heads of its ranks are neighbours, too.
+
     Attributes:
         first: Number of the first head in the model.
         count: Number of heads.
-        own: Heads of this rank's o_proj, counted from the first.
+        own: This rank's own heads, which its o_proj multiplies, as a slice of the held ones.
     """
 
     first: int
@@ -48,8 +50,12 @@ class HeldHeads:
 class AttentionWeights(nn.Module):
     """Parameters and scales of `dcpmla.MLAAttention`, which documents arguments, attributes and errors.
 
-    Linear layers, including W_UK and W_UV, stay in block-quantized fp8 if the checkpoint stores them so and this rank's
-    slices are cut between blocks.
+    Models that compress queries have fused_qkv_a_proj and q_b_proj, others kv_a_proj and q_proj. kv_b_proj holds W_UK
+    and W_UV. Weights are of this rank's heads, or of all the DCP group's: kv_b_proj with dcp_project_before_merge,
+    kv_b_proj and the query projection with dcp_q_replicate.
+
+    Linear layers, including W_UK and W_UV, stay in block-quantized fp8 if the checkpoint stores them so and no block is
+    cut by this rank's slice.
     """
 
     kv_scale: Tensor | None
@@ -125,17 +131,17 @@ class AttentionWeights(nn.Module):
 
     @property
     def w_uk(self) -> Tensor | BlockFp8:
-        """[h, P, L], absorbed into decode's queries; [W h, P, L] with dcp_q_replicate."""
+        """Return W_UK, which is absorbed into decode's queries: [h, P, L], or [W h, P, L] with dcp_q_replicate."""
         return self.w_uk_of(slice(None) if self.dcp.dcp_q_replicate else self.kv_heads.own)
 
     @property
     def w_uv(self) -> Tensor | BlockFp8:
-        """[h, V, L], applied to the merged output."""
+        """Return W_UV [h, V, L] of this rank's heads, which is applied to the merged output."""
         return self._w_kv_b(self.kv_heads.own, slice(self.config.qk_nope_head_dim, None))
 
     @property
     def w_uv_group(self) -> Tensor | BlockFp8:
-        """[W h, V, L] with dcp_project_before_merge, applied to this rank's partial output."""
+        """Return W_UV [W h, V, L] of the group's heads, which dcp_project_before_merge applies to partial outputs."""
         return self._w_kv_b(slice(None), slice(self.config.qk_nope_head_dim, None))
 
     def w_uk_of(self, heads: slice) -> Tensor | BlockFp8:
@@ -143,11 +149,11 @@ class AttentionWeights(nn.Module):
         return self._w_kv_b(heads, slice(0, self.config.qk_nope_head_dim))
 
     def up_projection(self) -> Tensor:
-        """Return W_UK over W_UV [h, P + V, L] of this rank's heads: of weights in fp8, their values, in new memory."""
+        """Return each own head's W_UK stacked on its W_UV, [h, P + V, L]; fp8 is dequantized into new memory."""
         return values_like(self._w_kv_b(self.kv_heads.own, slice(0, None)), self.kv_a_layernorm.weight)
 
     def _w_kv_b(self, heads: slice, rows: slice) -> Tensor | BlockFp8:
-        """Return rows of some heads' W_UK over W_UV; in fp8 they begin and end with blocks."""
+        """Return rows of each head's W_UK stacked on its W_UV; in fp8 they must begin and end at a block's boundary."""
         weight = self.kv_b_proj.weight.unflatten(0, (self.kv_heads.count, -1))[heads, rows]
         if self.kv_b_proj.weight_scale is None:
             return weight
@@ -177,6 +183,7 @@ class AttentionWeights(nn.Module):
             self.kv_scale,
             has_q_c and self.q_b_proj.takes_quantized,
         )
+        # q_c with its fp8 codes, or alone if it was not quantized
         return NormedRows.join(q_c, *codes) if has_q_c else hidden_states, latents
 
     def project_query(self, tokens: Tokens, heads: slice) -> Tensor:
@@ -186,12 +193,12 @@ class AttentionWeights(nn.Module):
         q = q.unflatten(-1, (-1, width))
         return q if tokens.query_factor is None else q * tokens.query_factor[:, None, None]
 
-    def project_keys(self, tokens: Tokens) -> Keys:
-        """Return the queries of this rank's heads, and the up-projection of their keys and values."""
+    def project_keys(self, tokens: Tokens) -> MHAInputs:
+        """Return the queries of this rank's heads, and the weight that projects latents to their keys and values."""
         q = self.project_query(tokens, self.q_heads.own)
         if tokens.cos_sin is not None:
             rotate_query_(q, tokens.cos_sin, self.config.rope_interleaved)
-        return Keys(q, None, self.up_projection())
+        return MHAInputs(q, None, self.up_projection())
 
     def absorb(self, q: Tensor, w_uk: Tensor | BlockFp8, cos_sin: Tensor | None, q_scale: Tensor | None) -> Tensor:
         codes, scales = unpack(w_uk)

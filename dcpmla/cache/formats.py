@@ -95,7 +95,9 @@ def quantize(kv_c: Tensor, k_pe: Tensor, storage: torch.dtype, kv_scale: Tensor 
 
 
 def dequantize(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Turn cache rows [..., row_width] into latents [..., L + R] in `dtype`; products with scales are rounded once.
+    """Turn cache rows [..., row_width] into latents [..., L + R] in `dtype`.
+
+    Values are multiplied by scales in float32 at least, and the products rounded to `dtype` once.
 
     Args:
         kv_scale: Scale, see `quantize`.
@@ -116,7 +118,7 @@ def dequantize(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: 
 
 
 def write_latents(kv_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slots: Tensor, kv_scale: Tensor | None = None) -> None:
-    """Store latents in a layer's cache. (On a GPU `finish_latents` stores a layer's own latents.)
+    """Store latents in a layer's cache. (On a GPU the kernel of `finish_latents` does this itself.)
 
     Args:
         kv_cache: Cache [num_blocks, block_size, width] in one of the formats of `dcpmla.cache.formats`.

@@ -12,11 +12,11 @@ from torch import Tensor
 
 
 class Mailbox(NamedTuple):
-    """The memory of all ranks' GPUs to which an attention kernel stores rows itself, at the ranks that own their heads.
+    """Memory of all ranks' GPUs to which an attention kernel stores rows itself, at the ranks that own their heads.
 
-    A call takes part in one `combine` of exchange `direct` (`comm/direct_ops.py`): `enter` it, store the rows
-    (`comm.kernels.landings`), then `collect` the merged rows of all ranks. For other backends `combine` does all three
-    steps.
+    Exchange `direct` alone has one. A `combine` has three steps (`comm/direct_ops.py`): `enter` checks the call, rows
+    are stored into landings, a rank's memory for its peers' rows, and `collect` waits for this rank's heads and merges
+    them. Where an attention kernel cannot store rows itself, `direct_ops.combine` does all three after attention.
 
     Attributes:
         addresses: Start of each rank's landings in this rank's address space, [W] int64.
@@ -36,7 +36,9 @@ class Mailbox(NamedTuple):
 
 
 class Exchange(Protocol):
-    """Movement of rows among the W ranks of a DCP group. h heads a rank, D a row's width.
+    """Movement of rows among the W ranks of a DCP group: h heads per rank, D columns per row.
+
+    `comm/nccl.py` implements it by collectives, `comm/direct.py` by stores into peers' memory.
 
     Queries and cached rows may have elements of one byte, of any 8-bit dtype, if D is even (`pairs`).
     """
@@ -58,7 +60,7 @@ class Exchange(Protocol):
         """
 
     def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Merge the ranks' partial attention, and return this rank's heads.
+        """Merge the ranks' partial attention as `merge.merge_partials` does, and return this rank's heads.
 
         Args:
             out: Attention [T, W h, D] of all heads over this rank's tokens, float32 or narrower.
@@ -79,11 +81,13 @@ class Exchange(Protocol):
 
         Args:
             rows: This rank's rows [N, D], padded to the same N on every rank.
-            order: Row of each token in the concatenation [W N] of all ranks' rows, [S] int64.
-            tokens: Token in [0, S) of each of this rank's rows, [N] int64; -1 for padding.
+            order: Row of each token in the concatenation [W N] of all ranks' rows, [S] int64, for backends that reorder
+                after the gather.
+            tokens: Token in [0, S) of each of this rank's rows, [N] int64, -1 for padding, for backends that store rows
+                in token order.
         Returns:
-            A function to call once, before the start_context after the next: it waits, and returns [S, D], valid until
-            that start_context.
+            A function that waits and returns [S, D]. Memory is reused by every second gather: call the function once,
+            before the second start_context after this one; its result is valid until then.
         """
 
     def reserve_context(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -1,7 +1,9 @@
-"""Residual and RMSNorm after a sum over ranks in a decoder block.
+"""RMSNorm, alone (`rms_norm`) and after a partial result was added to the residual (`add_norm`).
 
-A custom op (`torch.ops.dcpmla`). The torch code here specifies it and runs on CPUs and in float64; GPUs run the kernel
-of `comm/kernels/norm.py`.
+Attention's latents need `rms_norm` alone; `add_norm` follows the sum over ranks in a decoder block.
+
+`add_norm` is a custom op (`torch.ops.dcpmla`). The torch code here specifies it and runs on CPUs and in float64; GPUs
+run the kernel of `comm/kernels/norm.py`.
 """
 
 import torch
@@ -43,7 +45,7 @@ def add_norm(
 
     Returns:
         `rms_norm` of the new residual, and the new residual, rounded to its dtype; codes and scales of the first,
-        without columns unless quantizes.
+        with 0 columns unless quantizes.
     """
     new_residual = (residual.to(wide_dtype(residual.dtype)) + partial).to(residual.dtype)
     normed = rms_norm(new_residual, weight, eps)
@@ -51,8 +53,9 @@ def add_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalize x [T, N] in float32 at least, rounded as in transformers' models: after the norm, and again after the
-    weight [N].
+    """Normalize x [T, N] in float32 at least, round to x's dtype, multiply by the weight [N], and round again.
+
+    Source: transformers' RMSNorm rounds at the same two points.
     """
     wide = x.to(wide_dtype(x.dtype))
     return ((wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight).to(x.dtype)

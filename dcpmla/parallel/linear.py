@@ -1,4 +1,8 @@
-"""Weights sharded over tensor-parallel ranks: each rank reads only its slice of a checkpoint tensor."""
+"""Linear layers, and slices of a checkpoint's weights for them.
+
+A `Linear` into which a caller loads only its rank's slice of the rows is column-parallel. `RowParallelLinear` holds a
+slice of the columns and sums over the ranks. Dense MLA uses neither `GroupedLinear`, `cut` nor `check_experts`.
+"""
 
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
@@ -46,10 +50,10 @@ class Linear(nn.Module):
     Attributes:
         weight: Weight [out, in] in dtype, or e4m3 codes; not initialized before `load`.
         weight_scale: Scale per block of codes, float32 [ceil(out / 128), in / 128]; None for a weight in dtype.
-        input_scale: Static scale of rows that are quantized for this layer, float32 [1], from the checkpoint's
-            calibration; None for scales that follow from the rows.
-        takes_quantized: Whether `QuantizedRows` save work, alone or in `NormedRows`: the weight is fp8, and the device
-            would quantize other rows.
+        input_scale: Static scale of the layer's input, float32 [1], from the checkpoint's calibration; None if each
+            input determines its own scales.
+        takes_quantized: Whether an input that is already quantized (`QuantizedRows`, `NormedRows`) saves work: the
+            weight is fp8 and the device multiplies in fp8, so the layer would quantize a plain input itself.
     """
 
     weight_scale: Tensor | None
@@ -122,7 +126,7 @@ class Linear(nn.Module):
         return on_grid and isinstance(parts[-1], BlockFp8) and self.in_features % BLOCK == 0
 
     def _become_fp8(self) -> None:
-        """Replace the weight's memory by codes, scales and counters of arrivals."""
+        """Replace the weight's memory by codes, scales, and counters of programs that finished a part of a product."""
         device, num_blocks = self.weight.device, -(-self.out_features // BLOCK)
         del self.weight  # frees the weight's memory before codes are allocated
         codes = torch.empty(self.out_features, self.in_features, dtype=torch.float8_e4m3fn, device=device)
@@ -160,8 +164,8 @@ class GroupedLinear(Linear):
 class RowParallelLinear(Linear):
     """A linear layer with input features sharded over the group: [T, in / size] -> [T, out], summed over the ranks.
 
-    The sum is in the dtype of the input, as transformers' own tensor parallelism sums MLPs; the DCP exchange sums in
-    float32.
+    The all-reduce sums in the layer's dtype, as transformers' tensor parallelism does. (The DCP exchange sums in
+    float32.)
     """
 
     def __init__(
@@ -184,7 +188,7 @@ class RowParallelLinear(Linear):
         return out if self.bias is None else out + self.bias
 
     def partial(self, x: AnyRows) -> Tensor:
-        """Return this rank's part of the sum, with the bias on the group's first rank alone."""
+        """Return this rank's part of the sum; the group's first rank adds the bias."""
         out = self.product(x)
         return out if self.bias is None or dist.get_rank(self.group) else out + self.bias
 

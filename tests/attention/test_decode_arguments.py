@@ -64,7 +64,7 @@ def test_decode_names_dtypes_and_scales_that_do_not_belong() -> None:
     e4m3, one = torch.float8_e4m3fn, torch.ones(1)
     fp8_cache = {**decode_arguments(), "kv_cache": torch.zeros(4, 8, L + R).to(e4m3), "kv_scale": one}
     fp8 = {**fp8_cache, "q": torch.zeros(2, 3, L + R).to(e4m3), "q_scale": one, "dtype": torch.float32}
-    alone = "e4m3 queries, and they alone, go with an fp8 cache, q_scale and the output's dtype"
+    alone = "e4m3 queries need an fp8 cache, q_scale and the output's dtype, other queries take no q_scale"
     assert mla_decode(**fp8)[0].dtype == torch.float32
     for arguments, message in (
         (

@@ -47,7 +47,7 @@ def check_mistakes(hf_config: Any) -> None:
         (cache.latents[:1], "block_tables has block 1; the cache has 1 blocks, numbered from 0"),
     ):
         refused(message, hidden, LayerCache(latents), step)
-    expected = r"expected \(torch.float32, \(3, 8\), device\(type='cpu'\)\), see with_positions"
+    expected = r"expected \(torch.float32, \(3, 8\), device\(type='cpu'\)\) .*, which StepMetadata.with_positions adds"
     for cos_sin, actual in (
         (None, "None"),
         (torch.zeros(2, 8), r"\(torch.float32, \(2, 8\), .*\)"),

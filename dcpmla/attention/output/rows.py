@@ -53,7 +53,7 @@ class OutputQuant:
 
     @property
     def group(self) -> int:
-        """The number of columns that determine a scale; 1 if the scale is given."""
+        """Return the number of columns that share a computed scale; 1 for fp8, whose one scale is given."""
         return {"fp8": 1, "fp8_groups": self.group_size, "nvfp4": formats.NVFP4_GROUP}[self.kind]
 
     def empty(self, num_rows: int, width: int, device: torch.device) -> QuantizedRows:
@@ -75,7 +75,7 @@ def quant_for(linear: Linear, head_dim: int) -> OutputQuant | None:
 
 
 class OutputRows:
-    """A result that parts append their rows to, quantized on the way if quant is given.
+    """Output to which parts of a batch append their rows, quantized on the way if quant is given.
 
     A part that makes up the whole of a plain output becomes the output, so a step of decodes alone copies nothing.
 
@@ -101,7 +101,7 @@ class OutputRows:
             self._values, self._scales = quant.empty(num_rows, self._width, self._w_uv.device)
 
     def project(self, out: Tensor) -> None:
-        """Append attention over latents [n, h, L], which W_UV is still to be applied to."""
+        """Apply W_UV to attention over latents [n, h, L], and append the values."""
         if self._values is None and out.shape[0] == self._num_rows:
             self._values = project_values(out, self._w_uv, self._w_scales)
         else:
@@ -126,7 +126,7 @@ class OutputRows:
         self._result()
 
     def restart(self, first_row: int) -> None:
-        """Let the next part begin at a row."""
+        """Make first_row the first row of the next part."""
         self._end = first_row
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Self:

@@ -92,7 +92,8 @@ def check_selection(topk: int, kv_cache: Tensor, step: StepMetadata) -> None:
     if sparse.selection is None:
         if sparse.max_seq_len > topk:
             raise ValueError(
-                f"the step has no selection; tokens with more than {topk} before them need with_selection(step, {topk})"
+                f"the step has no selection; tokens with more than {topk} before them need "
+                f"with_selection(step, {topk}) of dcpmla.attention.sparse.step"
             )
     elif tuple(sparse.selection.positions.shape) != (step.num_tokens, topk):
         raise ValueError(
