@@ -9,6 +9,7 @@ from dcpmla.fields import (
     TEXT,
     Rule,
     check_fields,
+    check_tp_size,
     choices,
     divisors,
     even,
@@ -132,11 +133,7 @@ class MLAConfig:
         Raises:
             ValueError: The heads do not divide; the message lists sizes that do.
         """
-        if tensor_parallel_size < 1 or self.num_heads % tensor_parallel_size:
-            raise ValueError(
-                f"tensor_parallel_size (-tp) is {tensor_parallel_size}; it must divide the model's "
-                f"{self.num_heads} attention heads: {choices(divisors(self.num_heads))}"
-            )
+        check_tp_size(tensor_parallel_size, self.num_heads, f"the model's {self.num_heads} attention heads")
         return self.num_heads // tensor_parallel_size
 
 

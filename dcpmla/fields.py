@@ -123,6 +123,18 @@ def choices(values: list[int] | tuple[str, ...]) -> str:
     )
 
 
+def check_tp_size(tensor_parallel_size: int, count: int, parts: str) -> None:
+    """Raise ValueError, with the sizes that do, unless a TP size divides a number of parts of a model.
+
+    Args:
+        parts: Words for the parts, with their number.
+    """
+    if tensor_parallel_size < 1 or count % tensor_parallel_size:
+        raise ValueError(
+            f"tensor_parallel_size (-tp) is {tensor_parallel_size}; it must divide {parts}: {choices(divisors(count))}"
+        )
+
+
 def is_whole(value: object) -> TypeGuard[int]:
     """Return whether a value is an int, but not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 from dcpmla.config import LARGEST_SIZE, DCPConfig, IndexerConfig
-from dcpmla.fields import Rule, check_fields, choices, divisors, instance_of, number, rules_of, whole
+from dcpmla.fields import Rule, check_fields, check_tp_size, instance_of, number, rules_of, whole
 
 
 class LayerKind(NamedTuple):
@@ -101,11 +101,8 @@ class CompressedConfig:
         Raises:
             ValueError: The groups do not divide; the message lists sizes that do.
         """
-        if tensor_parallel_size < 1 or self.o_groups % tensor_parallel_size:
-            raise ValueError(
-                f"tensor_parallel_size (-tp) is {tensor_parallel_size}; it must divide the {self.o_groups} groups of "
-                f"the model's {self.num_heads} attention heads: {choices(divisors(self.o_groups))}"
-            )
+        groups = f"the {self.o_groups} groups of the model's {self.num_heads} attention heads"
+        check_tp_size(tensor_parallel_size, self.o_groups, groups)
         return self.num_heads // tensor_parallel_size
 
     def chunk_alignment(self, dcp: DCPConfig) -> int:

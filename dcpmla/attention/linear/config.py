@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from dcpmla.config import LARGEST_SIZE
-from dcpmla.fields import FLAG, check_fields, choices, divisors, number, optional, rules_of, whole
+from dcpmla.fields import FLAG, check_fields, check_tp_size, number, optional, rules_of, whole
 
 _Size = Annotated[int, whole(1, LARGEST_SIZE)]
 
@@ -47,9 +47,6 @@ class DeltaConfig:
         Raises:
             ValueError: The heads do not divide; the message lists sizes that do.
         """
-        if tensor_parallel_size < 1 or self.num_heads % tensor_parallel_size:
-            raise ValueError(
-                f"tensor_parallel_size (-tp) is {tensor_parallel_size}; it must divide the {self.num_heads} heads of "
-                f"the model's linear attention: {choices(divisors(self.num_heads))}"
-            )
+        heads = f"the {self.num_heads} heads of the model's linear attention"
+        check_tp_size(tensor_parallel_size, self.num_heads, heads)
         return self.num_heads // tensor_parallel_size
