@@ -13,11 +13,24 @@ from torch.nn import functional as F
 from dcpmla.attention.linear.calls import DeltaState, DeltaTokens, DeltaWeights
 from dcpmla.attention.linear.step import DeltaPieces
 
+# Bytes for each element of the output: the convolved rows, their decays, chunks' products and states, gates in float32.
+_BYTES_PER_ELEMENT = 40
+
+
+def takes_chunks(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether long pieces attend in chunks: on a GPU, in 16 bits, if flash-linear-attention is installed."""
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and has_library()
+
 
 @cache
 def has_library() -> bool:
     """Return whether flash-linear-attention is installed."""
     return find_spec("fla") is not None
+
+
+def claim_chunks(out: Tensor) -> None:
+    """Allocate and free the memory of `attend_in_chunks` for an output [T, h D], for memory profiling."""
+    out.new_empty(out.numel() * _BYTES_PER_ELEMENT, dtype=torch.uint8)
 
 
 def attend_in_chunks(

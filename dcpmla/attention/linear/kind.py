@@ -11,7 +11,7 @@ from dcpmla.attention.gated import GatedAttention
 from dcpmla.attention.kind import AttentionKind, AttentionLayer, DenseKind, Rotary
 from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.linear.cache import HybridPlan
-from dcpmla.attention.linear.chunked import has_library
+from dcpmla.attention.linear.chunked import takes_chunks
 from dcpmla.attention.linear.config import DeltaConfig
 from dcpmla.attention.linear.layer import DeltaAttention
 from dcpmla.attention.linear.step import HybridStepBuilder
@@ -68,8 +68,7 @@ class HybridKind(DenseKind):
     def step_builder(self, plan: CachePlan, dcp: DCPConfig, dcp_rank: int, device: torch.device | str) -> StepBuilder:
         """Return the builder of steps over latents and states."""
         assert isinstance(plan, HybridPlan)
-        takes_chunks = torch.device(device).type == "cuda" and plan.state_dtype != torch.float32 and has_library()
-        return HybridStepBuilder(plan, dcp, dcp_rank, device, takes_chunks)
+        return HybridStepBuilder(plan, dcp, dcp_rank, device, takes_chunks(torch.device(device), plan.state_dtype))
 
     def prepare(
         self, step: StepMetadata, rotary: Rotary, dtype: torch.dtype, layers: Sequence[int] | None = None

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dcpmla.attention.linear.calls import DeltaRequests, DeltaState, DeltaTokens, DeltaWeights
-from dcpmla.attention.linear.chunked import attend_in_chunks
+from dcpmla.attention.linear.chunked import attend_in_chunks, claim_chunks, takes_chunks
 from dcpmla.attention.linear.config import DeltaConfig
 from dcpmla.attention.linear.delta import delta_attention
 from dcpmla.attention.linear.step import DeltaMetadata
@@ -115,6 +115,8 @@ class DeltaAttention(nn.Module):
         out = plain(hidden_states).new_zeros(len(qkv), self.num_heads * self.config.head_dim)
         if step is not None:
             step.vary(self._attend, out, tokens, cache)
+        elif takes_chunks(out.device, out.dtype):
+            claim_chunks(out)
         return self.o_proj.partial(out)
 
     def _attend(self, out: Tensor, tokens: DeltaTokens, state: DeltaState, step: StepMetadata) -> None:
