@@ -167,8 +167,8 @@ class DCPConfig:
             model's dtype; "fp8" takes half the memory, and rounds the indexer's queries, too.
         index_hadamard: Whether to apply a Hadamard transform to the indexer's keys and queries before they are
             rounded.
-        decode_query_dtype: "fp8" rounds decode's queries to e4m3 before they are gathered, so that the products of
-            attention over an fp8 cache are fp8's; "auto" leaves them in the model's dtype.
+        decode_query_dtype: "fp8" rounds decode's queries to e4m3 before they are gathered, so that
+            attention over an fp8 cache multiplies in fp8; "auto" leaves them in the model's dtype.
         attention_backend, prefill_backend: Names of the backends that run decode's and prefill's attention
             (`dcpmla.attention.backends`); "auto" takes the first that can.
         context_workspace_tokens: Upper bound on the cached tokens of one context chunk, over all requests; in
@@ -242,7 +242,7 @@ class DCPConfig:
     @property
     def chunk_alignment(self) -> int:
         """Return how many tokens a context chunk is a multiple of. Multiples of W I make all ranks' parts of a chunk
-        begin at the same local index; block_size is a factor as in vLLM, where a chunk begins with a block.
+        begin at the same local index; the lcm with block_size follows vLLM, and a chunk may begin inside a block.
         """
         return math.lcm(self.block_size, self.decode_context_parallel_size * self.cp_kv_cache_interleave_size)
 

@@ -1,9 +1,9 @@
-"""Custom ops (`torch.ops.dcpmla`), an entry each: one node in a compiled graph, plain functions elsewhere.
+"""Custom ops (`torch.ops.dcpmla`): each is one node in a compiled graph, and a plain function elsewhere.
 
-`@operator` turns a reference, plain torch that specifies the operator and runs on any device, into a custom op. Its
-arguments are the `fake`, which makes results without values for tracing; the `kernel`, which runs instead of the
-reference; the condition `runs` under which it does; and `mutates_args`, the arguments that are written. Without a
-kernel the reference always runs; it may be made of other operators, or launch a kernel itself.
+`@operator` turns a reference, plain torch that specifies the operator and runs on any device, into a custom op. Of the
+arguments of `@operator`, `fake` makes results without values, for tracing; `kernel` runs instead of the reference where
+the condition `runs` holds; `mutates_args` names the arguments that are written. Without a kernel the reference always
+runs; it may be made of other operators, or launch a kernel itself.
 
 A parameter may be a NamedTuple, or a NamedTuple or None. A schema has no tuples, so the custom op has the fields as
 arguments; they follow from the NamedTuple, so a call's fields are listed once. Callers pass tuples by position.
@@ -29,8 +29,8 @@ def nothing() -> None:
 class Operator(Generic[Result]):
     """A reference and its kernel, and the custom op of both, which has no gradients.
 
-    torch's dispatcher takes a custom op through Python, up to 150 us a call on a slow CPU where arguments are mutated,
-    and a layer has a dozen. So calls go through it only where they are traced, where a dispatch mode is
+    To dispatch a custom op, torch runs Python: up to 150 us a call on a slow CPU if arguments are mutated, and a layer
+    makes a dozen calls. So calls go through it only where they are traced, where a dispatch mode is
     active, or where a gradient must be refused.
 
     Attributes:
@@ -136,7 +136,7 @@ def _is_float_on_gpu(x: Tensor) -> bool:
 
 
 def _tuple_class(annotation: Any) -> Any:
-    """Return the class of an annotation that is a NamedTuple, or a NamedTuple or None; else None."""
+    """Return the NamedTuple class in an annotation `X` or `X | None`; None without one."""
     return next((kind for kind in (annotation, *get_args(annotation)) if hasattr(kind, "_fields")), None)
 
 

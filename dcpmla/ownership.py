@@ -5,7 +5,8 @@ number among that rank's tokens is (p // (W * I)) * I + p % I. In a paged cache 
 each rank, that is, block_size * W positions.
 
 Functions of positions, indices and lengths take Python ints, integer tensors (any shape, any device) or, except
-`slot_mapping`, NumPy arrays, and return the same kind. Nothing here depends on torch.distributed.
+`slot_mapping`, NumPy arrays, and return the same kind (`local_seq_lens` of all ranks: a tensor). Nothing here depends
+on torch.distributed.
 """
 
 from collections.abc import Sequence

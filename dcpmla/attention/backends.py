@@ -22,7 +22,7 @@ class Backend(Generic[Call]):
     """A kernel of one phase, and the calls that it supports.
 
     Attributes:
-        obstacle: Function that returns why it does not support a call on a supported device, or "".
+        obstacle: Function that returns why the backend does not support a call, or ""; called on a supported device.
         run: Function that computes (out, lse); it imports the modules that only this kernel needs.
         sends_rows: Whether `run` of decode also takes a `Mailbox`: it then stores each finished row at the rank that
             owns its head, and returns this rank's heads, merged from all ranks' rows.

@@ -73,7 +73,7 @@ class StepBuilder:
         block_tokens: Positions that a block id covers, over all ranks.
         num_states: Number of requests' states in the cache; 0 where it has none.
         has_slots: Whether each token has a slot in the cache's blocks.
-        absorbs_pieces: Whether a piece of a prompt may attend with absorbed queries, however long it is.
+        absorbs_pieces: Whether pieces of prompts, of any number of tokens, may attend with absorbed queries.
         has_static_decodes: Whether the graphs of a step with prompts can include the attention of its decodes.
 
     The class has dense MLA's values. DeepSeek-V4 and linear attention have states and absorb no pieces; with them and
@@ -104,7 +104,7 @@ class StepBuilder:
 
         Args:
             requests: Requests of the step, decodes first.
-            max_decode_query_len: Maximum new tokens of a decode; longer decodes are cut into pieces of as many.
+            max_decode_query_len: Maximum new tokens of a decode; longer ones are cut into pieces of at most that many.
             num_decodes: Number of decodes, whatever their length; pieces of prompts that attend with absorbed queries
                 (`attention/routes.py`) are decodes, too. None counts the requests before the first one with more than
                 max_decode_query_len new tokens.
@@ -210,7 +210,9 @@ class StepBuilder:
         )
 
     def on_host(self, requests: StepRequests, longest: int, num_decodes: int | None) -> HostStep:
-        """Return a step on the host, in which decodes that `build` counts have at most `longest` new tokens."""
+        """Return a step on the host. Without num_decodes, the requests before the first one with more than `longest`
+        new tokens are decodes.
+        """
         query_lens, seq_lens, block_tables, _ = requests
         if num_decodes is None:
             longer = (index for index, length in enumerate(query_lens) if length > longest)

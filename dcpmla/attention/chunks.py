@@ -78,8 +78,8 @@ class ChunkBuilder:
 def context_workspace_tokens(max_model_len: int, max_num_seqs: int, alignment: int) -> int:
     """Return the `DCPConfig.context_workspace_tokens` that engines set: how many cached tokens a context chunk has.
 
-    There is room for 8 of the longest contexts and for 4 aligned chunks of every request, but no more than 64k tokens,
-    unless one aligned chunk of every request needs more.
+    There is room for 8 of the longest contexts and for 4 x alignment tokens of every request, but for at most 64k
+    tokens, unless alignment tokens of every request are more.
 
     Args:
         alignment: Tokens that a chunk is a multiple of (`DCPConfig.chunk_alignment`).
@@ -129,7 +129,7 @@ def starts_of(lens: Sequence[int] | np.ndarray) -> tuple[int, ...]:
 
 
 def cut_queries(lens: np.ndarray, max_query_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut requests of one token or more into pieces of max_query_len tokens.
+    """Cut requests of one token or more into pieces of max_query_len tokens; a request's last piece may be shorter.
 
     Returns:
         The length of each piece, and its request, int32.

@@ -1,7 +1,8 @@
 """Decode: each rank computes attention of all heads of its DCP group over the tokens that it caches; then the ranks'
 results are merged.
 
-No rank waits for another before it reads its cache, because it attends only to rows that it has written itself.
+Except for the gather of queries, no rank waits for another before it reads its cache: it attends only to rows that it
+has written itself.
 """
 
 import torch
@@ -44,9 +45,9 @@ def mla_decode(
             (`cache/shared_format.py`), which are addressed row by row.
         block_table: Block ids of each request [num_reqs, max_blocks], int32, or row numbers where the cache is
             addressed by row; entries after its last block are not read.
-        seq_lens: Number of its request's first tokens in this cache that each query token sees [T], int32. Under DCP
-            this is the causal bound on this rank: a token sees no fewer than the token before it. It must not change
-            while a kernel runs.
+        seq_lens: Number of tokens of its request in this cache that each query token sees, counted from the first [T],
+            int32. Under DCP this is the causal bound on this rank: a token sees no fewer than the token before it. It
+            must not change while a kernel runs.
         scale: Softmax scale, positive.
         kv_lora_rank: Width of the latent, which is the value.
         request_index: Row of block_table of each request [num_reqs], int32, so that requests may share one. If None,
@@ -110,8 +111,8 @@ def dcp_mla_decode(
     requests = decode.request_index, decode.query_start_loc, decode.max_query_len
     call = DecodeCall(q, q_pe, kv_cache, *sizes, *requests, decode.workspace, kv_scale, q_scale, dtype, backend)
     call = call.checked()
-    # Owners wait for every row that a kernel sends itself (`Mailbox`), and kernels compute no rows of padding, which
-    # requests of unequal lengths may have.
+    # A kernel may send rows itself (`Mailbox`) only if no row is padding: owners wait for every row, and kernels skip
+    # padding. With one token for each request there is none.
     if w_uv is None and call.has_one_token_each:
         mailbox = exchange.mailbox(q.shape[0], q.shape[1], kv_lora_rank, call.out_dtype)
         if mailbox is not None:

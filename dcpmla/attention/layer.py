@@ -49,7 +49,8 @@ class MLAAttention(AttentionWeights):
         placement: Ranks of the layer, and dtype and device of its parameters, uninitialized until `load_weights`.
         skip_topk: Whether the layer has no indexer of its own and attends to the tokens that an earlier layer selected
             (IndexCache, GLM-5).
-        modules: Projections and norms of an engine; only an indexer's weights are loaded then.
+        modules: Projections and norms that another engine has made and loaded; `load_weights` then reads scales and an
+            indexer's weights alone.
     Attributes:
         indexer: Indexer of a sparse layer; None in a dense layer, and with skip_topk.
         kv_scale, q_scale: Scales of an fp8 cache and of fp8 queries (`dcpmla.attention.scales`), float32 [1], or None.
@@ -268,7 +269,7 @@ class MLAAttention(AttentionWeights):
         output.append(out.flatten(1))
 
     def _attend_absorbed(self, tokens: Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
-        """Append the output of attention with absorbed queries to all ranks' latents, after W_UV. Collective."""
+        """Attend with absorbed queries to the latents of all ranks, apply W_UV, and append the output. Collective."""
         if tokens.selection is not None:
             kv_cache, decode = selected_rows(kv_cache, tokens.selection, decode.workspace)
         q = self.project_query(tokens, slice(0, self.q_heads.count))

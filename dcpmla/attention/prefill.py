@@ -47,8 +47,8 @@ def dcp_mla_prefill(
         w_kv_b: Up-projection [h, P + V, L] of this rank's heads, each head's W_UK stacked on its W_UV; or a function
             that applies it.
         kv_scale: Scale of an fp8 cache, float32 of one element; None for other caches.
-        positions: Positions that each token attends to [T, topk] int32 (`SelectedTokens.positions`), none after
-            its own; None for all.
+        positions: Positions that each token attends to [T, topk] int32 (`SelectedTokens.positions`), at most
+            its own; None if it attends to all.
         kv: Keys' nope part and values of the new tokens [T, h (P + V)], if they are projected already.
         backend: Name of a backend; "auto" takes the first of `backends.PREFILL_BACKENDS` that supports the call.
     Returns:
@@ -80,8 +80,8 @@ def dcp_mla_prefill(
     started = [start_gather(chunk) for chunk in chunks[:1]]
     out, lse = attend(kv_c, k_pe, queries, prefill.first_position, causal=True, kv=kv)
     for index, chunk in enumerate(chunks):
-        # `started` holds at most one gather's function, which may hold the ranks' rows before they are ordered. After
-        # pop nothing holds the function, so these rows are freed before the next gather allocates its own.
+        # A gather's function may keep the unordered rows alive. pop drops the only reference to it, so that these rows
+        # are freed before the next gather allocates its own.
         latents = _to_latents(started.pop()(), kv_c.shape[-1], kv_scale, q.dtype)
         started += [start_gather(following) for following in chunks[index + 1 : index + 2]]
         context_kv_c, context_k_pe = latents.split([kv_c.shape[-1], k_pe.shape[-1]], -1)

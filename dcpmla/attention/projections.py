@@ -135,7 +135,7 @@ def finish_latents(
             multiple of 128.
     Returns:
         q_c [T, Lq] after its norm; latents [T, L + R] before cache rounding: kv_c after its norm, k_pe rotated; codes
-        and scales of q_c, with 0 columns unless quantizes, because an op always returns as many tensors.
+        and scales of q_c, with 0 columns unless quantizes, because an op always returns the same number of tensors.
     Source: DeepSeek-V2, section 2.1; norms round where transformers' do (`rms_norm`).
     """
     q_rank = 0 if q_weight is None else len(q_weight)

@@ -15,7 +15,7 @@ from torch import Tensor
 from dcpmla.attention.calls import Segments
 from dcpmla.config import MLAConfig
 
-# Number of query rows (tokens x heads) in a piece of a request that is cut: two tiles of 64, which read the same keys.
+# A request is cut into pieces of this many query rows (tokens x heads): two tiles of 64, which read the same keys.
 PIECE_ROWS = 128
 PART_ROWS = 1 << 16  # Query rows that attend at a time. With DeepSeek's widths they take 75 MB.
 
@@ -115,7 +115,7 @@ class ContextChunk:
             request, then by position. [S], int64.
         tokens: tokens[n] is the token in [0, S) that this rank's row n holds, -1 for padding [N], int64. Collectives
             reorder by `order` after the gather; `direct` stores each row at its token's row by `tokens`.
-        keys: Tokens of each request in S.
+        keys: Range of each request's tokens among the S tokens.
         first_position: Position of each request's first token here [num_prefills], int32. For a request without tokens
             here, the position up to which earlier chunks have its context.
     """
@@ -168,12 +168,12 @@ class StepMetadata:
         slot_mapping: Cache slots [num_tokens], int64; -1 where another rank owns the token, and for all tokens of a
             cache without slots.
         decode: Metadata of decodes; None without any, or if a graph has already computed their attention.
-        prefill: Metadata of prefills with a latent cache; None without any.
+        prefill: Metadata of prefills; None without any, or where layers have no latent cache.
         cos_sin: Angles of RoPE (`apply_rope`) [num_tokens, R], float32, which the model adds (`AttentionKind.prepare`);
             None for a model without positions (NoPE).
         query_factor: Factor of queries [num_tokens] in the model's dtype (`projections.query_factor`); None without
             llama_4_scaling.
-        shared: Numbers for layers of one kind of attention, by their class (`get`).
+        shared: Numbers that all layers of one kind of attention share, by their class (`get`).
         cut: Function that interrupts the capture of a graph for a part of a layer (`vary`); None outside of captures.
     """
 

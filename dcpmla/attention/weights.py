@@ -51,8 +51,8 @@ class AttentionWeights(nn.Module):
     """Parameters and scales of `dcpmla.MLAAttention`, which documents arguments, attributes and errors.
 
     Models that compress queries have fused_qkv_a_proj and q_b_proj, others kv_a_proj and q_proj. kv_b_proj holds W_UK
-    and W_UV. Weights are of this rank's heads, or of all the DCP group's: kv_b_proj with dcp_project_before_merge,
-    kv_b_proj and the query projection with dcp_q_replicate.
+    and W_UV. Weights are of this rank's heads, with two exceptions: dcp_q_replicate gives the query projection and
+    kv_b_proj all heads of the DCP group, dcp_project_before_merge gives them to kv_b_proj alone.
 
     Linear layers, including W_UK and W_UV, stay in block-quantized fp8 if the checkpoint stores them so and no block is
     cut by this rank's slice.
@@ -168,7 +168,7 @@ class AttentionWeights(nn.Module):
     def down_project(
         self, hidden_states: PlainRows, kv_cache: Tensor, slots: Tensor, cos_sin: Tensor | None
     ) -> tuple[PlainRows, Tensor]:
-        """Return the input of the query projection (`Tokens.q_c`), and latents [T, L + R] as written to the cache."""
+        """Return the input of the query projection (`Tokens.q_c`), and latents [T, L + R] before cache rounding."""
         config, has_q_c = self.config, self.config.q_lora_rank is not None
         q_c, latents, *codes = finish_latents(
             self.down_proj(hidden_states),
@@ -209,8 +209,9 @@ class AttentionWeights(nn.Module):
 
         Args:
             weights: Whole weights by their names in a checkpoint, from "q_a_proj.weight" to "o_proj.weight"; only the
-                slices that this rank needs are read, and none with modules. Scales by the names of
-                `dcpmla.attention.scales`, 1 without; "o_proj.input_scale" where the checkpoint was calibrated.
+                slices that this rank needs are read. With modules no weight is read. Scales are read by the names of
+                `dcpmla.attention.scales`, and a missing one is 1; "o_proj.input_scale" exists where the checkpoint was
+                calibrated.
         Raises:
             ValueError: A weight is missing, or its shape does not match the config; or a scale is not a
                 finite number above 0.

@@ -14,8 +14,8 @@ from torch import Tensor
 class Mailbox(NamedTuple):
     """Memory of all ranks' GPUs to which an attention kernel stores rows itself, at the ranks that own their heads.
 
-    Exchange `direct` alone has one. A `combine` has three steps (`comm/direct_ops.py`): `enter` checks the call, rows
-    are stored into landings, a rank's memory for its peers' rows, and `collect` waits for this rank's heads and merges
+    Exchange `direct` alone has one. Its `combine` has three steps (`comm/direct_ops.py`): `enter` checks the call; rows
+    are stored into landings (a rank's memory for its peers' rows); `collect` waits for this rank's heads and merges
     them. Where an attention kernel cannot store rows itself, `direct_ops.combine` does all three after attention.
 
     Attributes:
@@ -55,8 +55,8 @@ class Exchange(Protocol):
         """Gather the queries [T, h, D] of each rank's heads: return [T, W h, D], heads in rank order."""
 
     def gather_candidates(self, candidates: Tensor) -> Tensor:
-        """Gather candidates [T, k] int64, whose 32-bit halves are never -1 (`attention.sparse.candidates`): return
-        [T, W, k], in rank order.
+        """Gather candidates of sparse MLA [T, k] int64 (`attention.sparse.candidates`): return [T, W, k], in rank
+        order. No 32-bit half is -1, the mark of memory that has not arrived.
         """
 
     def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,8 +86,8 @@ class Exchange(Protocol):
             tokens: Token in [0, S) of each of this rank's rows, [N] int64, -1 for padding, for backends that store rows
                 in token order.
         Returns:
-            A function that waits and returns [S, D]. Memory is reused by every second gather: call the function once,
-            before the second start_context after this one; its result is valid until then.
+            A function that waits and returns [S, D]. Two buffers alternate: call the function once, and use its result,
+            before the next start_context but one.
         """
 
     def reserve_context(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -145,7 +145,7 @@ class LocalExchange:
     def reserve_context(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         torch.empty(
             2 * num_tokens, width, dtype=dtype, device=device
-        )  # rows in token order, and the next rows before they are ordered
+        )  # a chunk's rows in token order, and the next chunk's rows before they are ordered
 
     def check(self) -> None:
         pass

@@ -15,7 +15,7 @@ from dcpmla.parallel.quantized import BLOCK
 
 
 def check_rows(partial: Tensor, residual: Tensor, weight: Tensor, quantizes: bool) -> None:
-    """Check the arguments of `Reduce.add_norm`.
+    """Check the arguments of `add_norm`, for its callers (`comm/reduce.py`).
 
     Raises:
         ValueError: Shapes or dtypes do not match.

@@ -223,7 +223,7 @@ def check_experts(num_experts: int, size: int, tp_size: int, spreads_experts: bo
 
 
 def read_weight(weights: Mapping[str, Weight], name: str, shape: tuple[int, ...], *index: slice) -> Tensor:
-    """Read a slice of a named weight's values, all without an index; a quantized weight's in float32.
+    """Read a slice of a named weight's values, all of them without an index. Values of a quantized weight are float32.
 
     Raises:
         ValueError: The weight is missing, has another shape, or has no floating-point dtype.
@@ -241,8 +241,8 @@ def read_linear(
     """Read a slice of a named matrix [rows, cols] in the checkpoint's format.
 
     Returns:
-        `BlockFp8` of e4m3 codes, where the slice begins and ends at multiples of 128 (or at the matrix's end) and no
-        block of 128 x 128 has several scales; `GroupFp4` or `GroupInt4` of codes in 4 bits, where columns are cut at
+        `BlockFp8` of e4m3 codes, where the slice begins and ends at multiples of 128 (or at the matrix's end) and each
+        block of 128 x 128 has one scale; `GroupFp4` or `GroupInt4` of codes in 4 bits, where columns are cut at
         multiples of 32. Else the values, float32 or in the dtype of a weight that is not quantized.
     Raises:
         ValueError: Same cases as `read_weight`.
@@ -283,7 +283,7 @@ def fill(parameter: nn.Parameter | Tensor | None, *parts: Tensor) -> None:
 
 
 def values_like(weight: AnyWeight, target: Tensor) -> Tensor:
-    """Return a weight's values in the dtype of `target`, dequantized on its device: only codes are transferred."""
+    """Return a plain weight unchanged, or the values of codes in the dtype of `target`, dequantized on its device."""
     if isinstance(weight, BlockFp8):
         return dequantize_blocks(weight.codes.to(target.device), weight.scales.to(target.device), target.dtype)
     if isinstance(weight, Tensor):

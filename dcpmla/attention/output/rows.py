@@ -1,4 +1,4 @@
-"""Attention's output [T, h V], the input of o_proj, assembled from the parts of a batch; quantized by options."""
+"""Attention's output [T, h V], the input of o_proj, assembled from the parts of a batch, and quantized if asked."""
 
 from collections.abc import Callable
 from copy import copy
