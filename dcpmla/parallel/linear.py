@@ -223,7 +223,7 @@ def check_experts(num_experts: int, size: int, tp_size: int, spreads_experts: bo
 
 
 def read_weight(weights: Mapping[str, Weight], name: str, shape: tuple[int, ...], *index: slice) -> Tensor:
-    """Read a slice of a named weight's values, all of them without an index. Values of a quantized weight are float32.
+    """Read a slice of a named weight's values, or all values without an index; float32 of a quantized weight.
 
     Raises:
         ValueError: The weight is missing, has another shape, or has no floating-point dtype.
