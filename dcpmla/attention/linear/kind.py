@@ -90,7 +90,7 @@ class HybridKind(DenseKind):
         ]
 
     def costs(self, dcp: DCPConfig, rates: Rates) -> AttentionCosts:
-        """Return the modelled time of pieces of prompts in layers of MLA; linear attention adds the same per token."""
+        """Return the modelled time of pieces of prompts in layers of MLA, without the time of linear attention."""
         return LatentCosts(self.config, dcp, rates, num_layers=self.num_latent_layers, num_index_layers=0)
 
     def dense_stack(self) -> AttentionKind | None:

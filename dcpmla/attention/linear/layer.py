@@ -86,8 +86,8 @@ class DeltaAttention(nn.Module):
             linear.load(read_linear(weights, f"{name}_b_proj.weight", (width, dim), columns))
         self.o_proj.load(read_linear(weights, "o_proj.weight", (hidden, width), slice(None), columns))
         self._load_convolution(weights, width, columns)
-        is_kimi = "A_log" in weights and len(weights["A_log"].shape) == 4
-        rates = (1, 1, config.num_heads, 1) if is_kimi else (config.num_heads,)
+        has_four_dims = "A_log" in weights and len(weights["A_log"].shape) == 4  # Kimi Linear's, not Ling's
+        rates = (1, 1, config.num_heads, 1) if has_four_dims else (config.num_heads,)
         fill(self.log_rate, read_weight(weights, "A_log", rates).flatten()[heads])
         fill(self.decay_bias, read_weight(weights, "dt_bias", (width,), columns))
         fill(self.norm, read_weight(weights, "o_norm.weight", (dim,)))

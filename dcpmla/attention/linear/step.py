@@ -86,10 +86,6 @@ class HybridStepBuilder(StepBuilder):
         super().__init__(dcp, dcp_rank, device)
         self.num_states, self._plan, self._takes_chunks = plan.num_states, plan, takes_chunks
 
-    def decode_query_len(self, max_decode_query_len: int) -> int:
-        """Return the maximum new tokens of a decode: more could not be rolled back."""
-        return min(max_decode_query_len, self._plan.num_copies)
-
     def columns(self, host: HostStep) -> list[np.ndarray]:
         """Return each request's first row, first position, length and state."""
         query_lens, seq_lens, _, states = host.requests
