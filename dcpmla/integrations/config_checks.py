@@ -130,7 +130,7 @@ def check_model(config: Any, routing: Routing) -> None:
     Fields that the file leaves out have transformers' defaults by now, so that what belongs together can be compared.
     """
     values = {name: getattr(config, name) for name in _CONFIG_RULES if hasattr(config, name)}
-    check_fields(_CONFIG_RULES, values, lambda name: config.attribute_map.get(name, name))  # by the file's names
+    check_fields(_CONFIG_RULES, values, lambda name: config.attribute_map.get(name, name))  # the file's names
     pad = config.pad_token_id
     if pad is not None and not -config.vocab_size <= pad < config.vocab_size:
         raise ValueError(f"pad_token_id is {pad}; it must be less than vocab_size {config.vocab_size}")

@@ -14,7 +14,7 @@ from dcpmla.attention.linear.calls import DeltaState, DeltaTokens, DeltaWeights
 from dcpmla.attention.linear.step import DeltaPieces
 
 # Bytes for each element of the output: the convolved rows, their decays, chunks' products and states, gates in float32.
-# They are summed from the shapes of these tensors, not measured.
+# The number is summed from shapes, not measured.
 _BYTES_PER_ELEMENT = 40
 
 
