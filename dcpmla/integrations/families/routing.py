@@ -76,6 +76,6 @@ class Routing:
 
 
 def num_routed_experts(config: Any) -> int:
-    """Return the number of experts that a router of a transformers config chooses from; 0 for a model without experts."""
+    """Return the number of experts that a transformers config's router chooses from; 0 for a model without experts."""
     names = "n_routed_experts", "num_local_experts"  # DeepSeek's, and hybrids'
     return next((number for name in names if (number := getattr(config, name, None))), 0)
