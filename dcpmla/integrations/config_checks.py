@@ -163,6 +163,6 @@ def _check_rope(config: Any) -> None:
     if rotated != dims or dims % 2:
         raise ValueError(
             f"qk_rope_head_dim is {dims}; it must be even, and the {rotated} dims that head_dim {config.head_dim} and "
-            f"rope_parameters ({rope['rope_type']}, partial_rotary_factor "
+            f"rope_parameters (rope_type {rope['rope_type']}, partial_rotary_factor "
             f"{rope.get('partial_rotary_factor', 1.0)}) give"
         )

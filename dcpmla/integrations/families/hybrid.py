@@ -6,8 +6,7 @@ from typing import Any
 
 from dcpmla.attention.linear.config import DeltaConfig
 from dcpmla.attention.linear.kind import HybridKind
-from dcpmla.config import LARGEST_SIZE
-from dcpmla.fields import check_fields, list_of, one_of, whole
+from dcpmla.fields import FLAG, check_fields, list_of, one_of, rules_of
 from dcpmla.integrations.checkpoint_names import rename
 from dcpmla.integrations.families.family import NO_MTP, Family
 
@@ -25,10 +24,11 @@ _NAMES = [
     )
 ]
 _TYPES = ("full_attention", "linear_attention")
-_RULES = {
-    "layer_types": list_of(one_of(_TYPES)),
-    **dict.fromkeys(("linear_num_heads", "linear_head_dim"), whole(1, LARGEST_SIZE)),
-    "linear_conv_kernel_dim": whole(2, 64),
+_DELTA_FIELDS = {
+    "num_heads": "linear_num_heads",
+    "head_dim": "linear_head_dim",
+    "conv_size": "linear_conv_kernel_dim",
+    "decay_floor": "kda_lower_bound",  # Ling's
 }
 
 
@@ -85,7 +85,8 @@ class _Ling(_Hybrid):
 
 def _check(config: Any) -> None:
     """Raise ValueError unless each layer is MLA or linear attention, and both exist."""
-    check_fields(_RULES, {name: getattr(config, name) for name in _RULES})
+    rules = {_DELTA_FIELDS.get(name, name): rule for name, rule in rules_of(DeltaConfig).items()}
+    check_fields(rules | {"layer_types": list_of(one_of(_TYPES)), "kda_safe_gate": FLAG}, vars(config))
     if len(config.layer_types) != config.num_hidden_layers or {*config.layer_types} != {*_TYPES}:
         raise ValueError(
             f"layer_types has {config.layer_types}; each of {config.num_hidden_layers} layers has one, and both "
