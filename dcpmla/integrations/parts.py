@@ -13,6 +13,7 @@ from dcpmla.attention.placement import Placement
 from dcpmla.comm.reduce import Reduce
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.model.block import VocabHead
+from dcpmla.model.glu import Glu
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import ExpertPart, Gate, MoE, load_experts, unstack_experts
 from dcpmla.model.router import split_weight
@@ -44,8 +45,12 @@ class Parts:
     reduce: Reduce
 
     @property
-    def _swiglu_limit(self) -> float | None:
-        return getattr(self.model.config, "swiglu_limit", None)
+    def _glu(self) -> Glu:
+        config = self.model.config
+        if (bounds := getattr(config, "situ_bounds", None)) is not None:
+            return Glu(*bounds, is_smooth=True)
+        limit = getattr(config, "swiglu_limit", None)
+        return Glu(limit, limit)
 
     def _cut(self, size: int) -> slice:
         in_blocks = getattr(self.model.config, "quantization_config", None) is not None
@@ -82,7 +87,7 @@ class Parts:
         """Return an MLP of the checkpoint's size."""
         size, hidden_size = self.weights[f"{name}.gate_proj.weight"].shape
         columns = self._cut(size)
-        mlp = MLP(hidden_size, columns.stop - columns.start, self._swiglu_limit, **self.placement.factory_kwargs)
+        mlp = MLP(hidden_size, columns.stop - columns.start, self._glu, **self.placement.factory_kwargs)
         mlp.load_weights(self.weights, f"{name}.", size, columns)
         return mlp
 
@@ -106,7 +111,7 @@ class Parts:
             experts,
             own.start,
             self.dense(f"{name}.shared_experts") if has_mlp else None,
-            self._swiglu_limit,
+            self._glu,
             num_experts + len(shared),
             adds_identity,
         )

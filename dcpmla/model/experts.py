@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dcpmla.cache.formats import FP8
+from dcpmla.model.glu import SWIGLU, Glu, activate
 from dcpmla.operators import operator
 from dcpmla.parallel.fp8 import NormedRows, PlainRows, plain, runs_fp8
 from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize, unpack
@@ -40,12 +41,12 @@ def compute_experts(
     expert_ids: Tensor,
     expert_weights: Tensor,
     weights: ExpertWeights,
-    swiglu_limit: float | None = None,
+    glu: Glu = SWIGLU,
     num_experts: int | None = None,
 ) -> Tensor:
-    """Return each token's weighted sum over its experts of down(silu(gate) * up).
+    """Return each token's weighted sum over its experts of down(glu(gate, up)).
 
-    GPUs multiply block fp8 in e4m3: x and silu(gate) * up are quantized in groups of 128
+    GPUs multiply block fp8 in e4m3: x and glu(gate, up) are quantized in groups of 128
     (`attention/output/formats.py: write_fp8_groups`). Elsewhere, and for 4 bits, weights are dequantized as they are
     used; GPUs round `GroupInt4` weights to bfloat16. Equal inputs give equal bits. Nothing is read back to the host
     on a GPU.
@@ -54,10 +55,9 @@ def compute_experts(
         x: [T, H], bfloat16, float16 or float32; `NormedRows` where `ExpertWeights.takes_quantized`.
         expert_ids: int32 [T, k]; ids outside [0, E) are ignored: other ranks' experts, LongCat's zero experts.
         expert_weights: float32 [T, k].
-        swiglu_limit: Upper bound of gates, and bound of the magnitude of up (DeepSeek-V4); None for none.
         num_experts: Number of experts over all ranks that share the routes; None for E. Kernels are chosen by it.
     Returns:
-        [T, H] in x's dtype. Sums are in float32; silu(gate) * up, which takes the expert's weight, is rounded to x's
+        [T, H] in x's dtype. Sums are in float32; glu(gate, up), which takes the expert's weight, is rounded to x's
         dtype, and with more than a few tokens so is each expert's output, before the sum over experts.
     Raises:
         ValueError: Shapes, dtypes or devices do not match.
@@ -67,7 +67,7 @@ def compute_experts(
     if expert_ids.numel() == 0:
         return torch.zeros_like(rows)
     codes = *unpack(weights.gate_up), *unpack(weights.down)
-    return _compute(rows, *quantized, expert_ids, expert_weights, *codes, swiglu_limit, num_experts or len(codes[0]))
+    return _compute(rows, *quantized, expert_ids, expert_weights, *codes, *glu, num_experts or len(codes[0]))
 
 
 @operator(
@@ -86,7 +86,9 @@ def _compute(
     gate_up_scales: Tensor | None,
     down: Tensor,
     down_scales: Tensor | None,
-    swiglu_limit: float | None,
+    gate_bound: float | None,
+    up_bound: float | None,
+    is_smooth: bool,
     num_experts: int,
 ) -> Tensor:
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -96,9 +98,7 @@ def _compute(
             gate_up_values = _values(gate_up, gate_up_scales, expert)
             down_values = _values(down, down_scales, expert)
             gate, up = functional.linear(x[tokens].float(), gate_up_values).chunk(2, -1)
-            if swiglu_limit is not None:
-                gate, up = gate.clamp(max=swiglu_limit), up.clamp(-swiglu_limit, swiglu_limit)
-            h = functional.silu(gate) * up * expert_weights[tokens, routes, None]
+            h = activate(gate, up, Glu(gate_bound, up_bound, is_smooth)) * expert_weights[tokens, routes, None]
             out.index_add_(0, tokens, functional.linear(h.to(x.dtype).float(), down_values))
     return out.to(x.dtype)
 

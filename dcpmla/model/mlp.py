@@ -4,45 +4,17 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from dcpmla.operators import operator
-from dcpmla.parallel.fp8 import AnyRows, PlainRows, QuantizedRows, empty_codes, quantize_rows
+from dcpmla.model.glu import Glu, activate_rows
+from dcpmla.parallel.fp8 import PlainRows
 from dcpmla.parallel.linear import Linear, Weight, read_linear
 
 
-def swiglu(gate_up: Tensor, limit: float | None, quantizes: bool = False) -> AnyRows:
-    """Return silu(gate) * up [T, I] of gate_up [T, 2 I], in float32 at least, rounded once.
-
-    Args:
-        limit: Upper bound of gates, and bound of the magnitude of up (DeepSeek-V4); None for none.
-        quantizes: Whether to return `quantize_rows` of it instead; I must be a multiple of 128 then.
-    """
-    out, *codes = _swiglu(gate_up, limit, quantizes)
-    return QuantizedRows(*codes) if quantizes else out
-
-
-def _empty(gate_up: Tensor, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
-    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    return gate_up.new_empty(num_rows, 0 if quantizes else width), *empty_codes(gate_up[:, :width], quantizes)
-
-
-@operator("swiglu", kernel="dcpmla.model.kernels.swiglu:swiglu", fake=_empty)
-def _swiglu(gate_up: Tensor, limit: float | None, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows, codes and scales; either the first or the others have no columns."""
-    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, -1)
-    if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    out = (functional.silu(gate) * up).to(gate_up.dtype)
-    return (out.new_empty(len(out), 0), *quantize_rows(out)) if quantizes else (out, *empty_codes(out, False))
-
-
 class MLP(nn.Module):
-    """This rank's columns of down(silu(gate) * up).
+    """This rank's columns of down(glu(gate, up)).
 
     Args:
         hidden_size, size: Inputs and this rank's intermediate columns.
-        swiglu_limit: Bound of gate and up (DeepSeek-V4); None for none.
         dtype, device: Dtype and device of the parameters, which are empty until `load_weights`.
     """
 
@@ -50,12 +22,12 @@ class MLP(nn.Module):
         self,
         hidden_size: int,
         size: int,
-        swiglu_limit: float | None,
+        glu: Glu,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         super().__init__()
-        self.swiglu_limit = swiglu_limit
+        self.glu = glu
         self.gate_up_proj = Linear(hidden_size, 2 * size, dtype=dtype, device=device)
         self.down_proj = Linear(size, hidden_size, dtype=dtype, device=device)
 
@@ -86,5 +58,5 @@ class MLP(nn.Module):
     def forward(self, x: PlainRows) -> Tensor:
         """Return this rank's share [T, hidden] of the MLP's output for x [T, hidden], to be summed over the ranks."""
         down = self.down_proj
-        out: Tensor = down(swiglu(self.gate_up_proj(x), self.swiglu_limit, down.takes_quantized))
+        out: Tensor = down(activate_rows(self.gate_up_proj(x), self.glu, down.takes_quantized))
         return out

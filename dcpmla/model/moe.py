@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dcpmla.model.experts import ExpertWeights, compute_experts
+from dcpmla.model.glu import Glu
 from dcpmla.model.mlp import MLP
 from dcpmla.model.router import Router, route, router_logits, weigh
 from dcpmla.parallel.fp8 import PlainRows, plain
@@ -61,13 +62,13 @@ class MoE(nn.Module):
         experts: ExpertWeights,
         first_expert: int,
         shared: MLP | None,
-        swiglu_limit: float | None,
+        glu: Glu,
         num_experts: int,
         adds_identity: bool,
     ) -> None:
         super().__init__()
         self.gate, self.experts, self.first_expert, self.shared = gate, experts, first_expert, shared
-        self.swiglu_limit, self.num_experts, self.adds_identity = swiglu_limit, num_experts, adds_identity
+        self.glu, self.num_experts, self.adds_identity = glu, num_experts, adds_identity
 
     @property
     def takes_quantized(self) -> bool:
@@ -82,7 +83,7 @@ class MoE(nn.Module):
         """
         expert_ids, expert_weights = self.gate(plain(x), token_ids)
         own_ids = expert_ids - self.first_expert if self.first_expert else expert_ids
-        out = compute_experts(x, own_ids, expert_weights, self.experts, self.swiglu_limit, self.num_experts)
+        out = compute_experts(x, own_ids, expert_weights, self.experts, self.glu, self.num_experts)
         if self.shared is not None:
             out = out + self.shared(x)
         if self.adds_identity:

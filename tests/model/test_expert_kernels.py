@@ -75,7 +75,10 @@ def test_the_product_compiles(weights: str, few: bool, gated: bool) -> None:
         "expert_weights_ptr": "*fp32",
         "out_ptr": "*bf16",
     }
-    constants: dict[str, Any] = {"ROWS": tile.rows, "BLOCK_ROWS": tile.rows, "DEPTH": tile.depth, "limit": None}
+    constants: dict[str, Any] = {"ROWS": tile.rows, "BLOCK_ROWS": tile.rows, "DEPTH": tile.depth}
+    constants |= {"gate_bound": None, "up_bound": None, "IS_SMOOTH": False}
+    if weights in ("u8", "fp4"):  # as Kimi-K3's
+        constants |= {"gate_bound": 4.0, "up_bound": 25.0, "IS_SMOOTH": True}
     constants |= {"TOP_K": 9 if gated else 1, "NUM_SUMMED": 1 if gated or not few else 9}
     constants |= {"WIDTH": 512, "K": 7168} if gated else {"WIDTH": 7168, "K": 512}
     constants |= {"STAGES": tile.num_stages} | ({} if is_packed else {"GATED": gated})
@@ -122,7 +125,10 @@ def test_the_product_of_many_rows_compiles(weights: str, gated: bool) -> None:
         "out_ptr": "*fp8e4nv" if is_fp8 and gated else "*bf16",
         "out_scales_ptr": "*fp32",
     }
-    constants: dict[str, Any] = {"TOP_K": 9 if gated else 1, "GATED": gated, "DTYPE": gl.bfloat16, "limit": None}
+    constants: dict[str, Any] = {"TOP_K": 9 if gated else 1, "GATED": gated, "DTYPE": gl.bfloat16}
+    constants |= {"gate_bound": None, "up_bound": None, "IS_SMOOTH": False}
+    if weights in ("u8", "fp4"):  # as Kimi-K3's
+        constants |= {"gate_bound": 4.0, "up_bound": 25.0, "IS_SMOOTH": True}
     constants |= {"WIDTH": 512, "K": 7168} if gated else {"WIDTH": 7168, "K": 512}
     constants |= {"x_scales_stride_row": 1} if is_fp8 else {"x_scales_ptr": None}
     left_out = [

@@ -10,13 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn import functional
 
 from dcpmla.attention.output.formats import write_fp8_groups
 from dcpmla.cache.formats import FP8
 from dcpmla.model.experts import ExpertWeights, compute_experts
+from dcpmla.model.glu import SWIGLU, Glu
 from dcpmla.parallel.fp8 import NormedRows, QuantizedRows, quantize_rows
 from dcpmla.parallel.quantized import AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize, unpack
+from tests.support.glu import GLUS, glu_of
 from tests.support.shared_memory import run_interpreted
 
 FORMATS = ("plain", "fp8", "fp4", "int4")
@@ -72,7 +73,7 @@ def brute_force(
     ids: Tensor,
     expert_weights: Tensor,
     weights: ExpertWeights,
-    limit: float | None,
+    glu: Glu,
     quantizes: bool,
     value_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
@@ -86,9 +87,7 @@ def brute_force(
     ):
         if 0 <= expert < len(down):
             gate, up = (gate_up[expert] @ rows[token]).chunk(2)
-            if limit is not None:
-                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            h = (functional.silu(gate) * up * expert_weights[token, i]).to(x.dtype)[None]
+            h = (glu_of(gate, up, glu) * expert_weights[token, i]).to(x.dtype)[None]
             out[token] += down[expert] @ (quantized(h) if quantizes else h.double())[0]
     return out
 
@@ -110,16 +109,14 @@ def on(device: str, case: tuple[Tensor, Tensor, Tensor, ExpertWeights]) -> Any:
     num_tokens=st.integers(0, 9),
     num_experts=st.integers(1, 5),
     top_k=st.integers(1, 3),
-    limit=st.sampled_from((None, 0.5)),
+    glu=st.sampled_from(GLUS),
     seed=st.integers(0, 100),
 )
-def test_against_float64(
-    kind: str, num_tokens: int, num_experts: int, top_k: int, limit: float | None, seed: int
-) -> None:
+def test_against_float64(kind: str, num_tokens: int, num_experts: int, top_k: int, glu: Glu, seed: int) -> None:
     case = make_case(kind, num_tokens, num_experts, top_k, 256, 128, seed=seed)
-    out = compute_experts(*case, limit)
+    out = compute_experts(*case, glu)
     assert out.dtype == torch.float32
-    assert_near(out, brute_force(*case, limit, False), TOLERANCE[torch.float32])
+    assert_near(out, brute_force(*case, glu, False), TOLERANCE[torch.float32])
 
 
 @torch.no_grad()
@@ -132,13 +129,13 @@ def test_as_transformers() -> None:
     ids = torch.rand(20, 6).argsort(1)[:, :3].int()
     sizes = {"hidden_size": 64, "moe_intermediate_size": 40, "n_routed_experts": 6, "num_attention_heads": 4}
     modules = (
-        (DeepseekV3Experts(DeepseekV3Config(**sizes)), None),
-        (DeepseekV4Experts(DeepseekV4Config(**sizes, swiglu_limit=0.3)), 0.3),
+        (DeepseekV3Experts(DeepseekV3Config(**sizes)), SWIGLU),
+        (DeepseekV4Experts(DeepseekV4Config(**sizes, swiglu_limit=0.3)), Glu(0.3, 0.3)),
     )
-    for module, limit in modules:
+    for module, glu in modules:
         module.gate_up_proj.data, module.down_proj.data = weights
         wanted = module(x, ids.long(), expert_weights)
-        torch.testing.assert_close(compute_experts(x, ids, expert_weights, weights, limit), wanted)
+        torch.testing.assert_close(compute_experts(x, ids, expert_weights, weights, glu), wanted)
 
 
 def compute_by_kernels(
@@ -147,13 +144,13 @@ def compute_by_kernels(
     weights: Tensor,
     gate_up: AnyWeight,
     down: AnyWeight,
-    limit: float | None,
+    glu: Glu,
     quantized: QuantizedRows | None = None,
 ) -> Tensor:
     from dcpmla.model.kernels import experts as kernels
 
     codes = *unpack(gate_up), *unpack(down)
-    return kernels.compute_experts(x, *(quantized or (None, None)), ids, weights, *codes, limit, len(codes[2]))
+    return kernels.compute_experts(x, *(quantized or (None, None)), ids, weights, *codes, *glu, len(codes[2]))
 
 
 def check_kernels(device: str, dtype: torch.dtype, kinds: tuple[str, ...], sizes: tuple[int, ...]) -> None:
@@ -177,20 +174,20 @@ def check_poisoned(device: str, dtype: torch.dtype, kinds: tuple[str, ...], size
             ids[:, 1] = torch.where(ids[:, 1] == 2, 3, ids[:, 1])
             ids[: num_tokens // 2] = torch.where(ids[: num_tokens // 2] == 2, 0, ids[: num_tokens // 2])
             ids[0], ids[-1, 0] = 4, -(2**31)  # one expert three times
-            for limit in (None, 0.4) if num_tokens in (sizes[0], sizes[-3]) else (None,):
+            for glu in GLUS if num_tokens in (sizes[0], sizes[-3]) else (SWIGLU,):
                 moved = on(device, case)
-                out = compute_by_kernels(*moved[:3], *moved[3], limit)
-                assert torch.equal(out, compute_by_kernels(*moved[:3], *moved[3], limit))
+                out = compute_by_kernels(*moved[:3], *moved[3], glu)
+                assert torch.equal(out, compute_by_kernels(*moved[:3], *moved[3], glu))
                 # The last bits of h move its codes, by a sixteenth: of one row of few by a hundredth.
                 tolerance = max(1e-2 if kind == "fp8" else 0, TOLERANCE[dtype])
                 value_dtype = torch.bfloat16 if kind == "int4" else torch.float32
-                assert_near(out, brute_force(*case, limit, kind == "fp8", value_dtype), tolerance)
+                assert_near(out, brute_force(*case, glu, kind == "fp8", value_dtype), tolerance)
         case = make_case(kind, 40, 5, 2, hidden, width, dtype)
         for nobody in (torch.full_like(case[1], -1), torch.full_like(case[1], 5)):
             for num_tokens in (2, 40):
                 x, _, expert_weights, weights = on(device, case)
                 ids = nobody[:num_tokens].to(device)
-                out = compute_by_kernels(x[:num_tokens], ids, expert_weights[:num_tokens], *weights, None)
+                out = compute_by_kernels(x[:num_tokens], ids, expert_weights[:num_tokens], *weights, SWIGLU)
                 assert not out.any()
 
 
@@ -208,11 +205,11 @@ def check_given_codes() -> None:
     for num_tokens in (1, 3):
         x, ids, expert_weights, weights = case = make_case("fp8", num_tokens, 3, 2, 256, 128)
         rows = quantize_rows(x)
-        out = compute_by_kernels(x, ids, expert_weights, *weights, None)
-        assert_near(out, brute_force(*case, None, True), 4e-3)
+        out = compute_by_kernels(x, ids, expert_weights, *weights, SWIGLU)
+        assert_near(out, brute_force(*case, SWIGLU, True), 4e-3)
         for scales in (rows.scales, rows.scales.contiguous()):
             given = QuantizedRows(rows.values, scales)
-            assert torch.equal(compute_by_kernels(x * torch.nan, ids, expert_weights, *weights, None, given), out)
+            assert torch.equal(compute_by_kernels(x * torch.nan, ids, expert_weights, *weights, SWIGLU, given), out)
 
 
 def test_given_codes_in_the_interpreter() -> None:

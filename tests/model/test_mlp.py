@@ -2,21 +2,18 @@
 
 import pytest
 import torch
-from torch.nn import functional
 
-from dcpmla.model.mlp import swiglu
+from dcpmla.model.glu import SWIGLU, Glu, activate_rows
 from dcpmla.parallel.fp8 import quantize_rows
 from dcpmla.parallel.quantized import quantize_groups
+from tests.support.glu import GLUS, glu_of
 from tests.support.shared_memory import run_interpreted
 
 WIDTHS = (1, 48, 128, 1025, 1152)
 
 
-def wanted(gate_up: torch.Tensor, limit: float | None) -> torch.Tensor:
-    gate, up = gate_up.double().chunk(2, -1)
-    if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return functional.silu(gate) * up
+def wanted(gate_up: torch.Tensor, glu: Glu) -> torch.Tensor:
+    return glu_of(*gate_up.chunk(2, -1), glu)
 
 
 def random_rows(width: int) -> torch.Tensor:
@@ -25,41 +22,42 @@ def random_rows(width: int) -> torch.Tensor:
     return gate_up
 
 
-@pytest.mark.parametrize("limit", [None, 0.7])
-def test_values(limit: float | None) -> None:
+@pytest.mark.parametrize("glu", GLUS)
+def test_values(glu: Glu) -> None:
     for width in WIDTHS:
         gate_up = random_rows(width)
-        torch.testing.assert_close(swiglu(gate_up, limit), wanted(gate_up, limit).float(), equal_nan=True)
-        rounded = swiglu(gate_up.bfloat16(), limit)
-        torch.testing.assert_close(rounded, wanted(gate_up.bfloat16(), limit).bfloat16(), equal_nan=True)
+        torch.testing.assert_close(activate_rows(gate_up, glu), wanted(gate_up, glu).float(), equal_nan=True)
+        rounded = activate_rows(gate_up.bfloat16(), glu)
+        torch.testing.assert_close(rounded, wanted(gate_up.bfloat16(), glu).bfloat16(), equal_nan=True)
 
 
 def check_kernel(device: str) -> None:
-    from dcpmla.model.kernels import swiglu as kernels
+    from dcpmla.model.kernels import glu as kernels
 
     for width in WIDTHS:
-        for limit in (None, 0.7):
+        for glu in GLUS:
             gate_up = random_rows(width)
-            out, *nothing = kernels.swiglu(gate_up.to(device), limit, False)
+            out, *nothing = kernels.activate_rows(gate_up.to(device), *glu, False)
             assert [part.numel() for part in nothing] == [0, 0]
-            torch.testing.assert_close(out.cpu(), wanted(gate_up, limit).float(), equal_nan=True)
+            torch.testing.assert_close(out.cpu(), wanted(gate_up, glu).float(), equal_nan=True)
             if width % 128 == 0:
                 gate_up = gate_up.nan_to_num(0.0, 9.0).bfloat16().to(device)
-                rows, codes = kernels.swiglu(gate_up, limit, False)[0], kernels.swiglu(gate_up, limit, True)[1:]
+                rows = kernels.activate_rows(gate_up, *glu, False)[0]
+                codes = kernels.activate_rows(gate_up, *glu, True)[1:]
                 for found, expected in zip(codes, quantize_groups(rows.cpu(), 128), strict=True):
                     assert torch.equal(found.cpu().float(), expected.float())
-    assert kernels.swiglu(torch.empty(0, 8, device=device), None, False)[0].shape == (0, 4)
+    assert kernels.activate_rows(torch.empty(0, 8, device=device), *SWIGLU, False)[0].shape == (0, 4)
 
 
 def test_the_operator() -> None:
     gate_up = random_rows(128).nan_to_num(0.0, 9.0)
-    out, quantized = swiglu(gate_up, 0.7), swiglu(gate_up, 0.7, quantizes=True)
+    out, quantized = activate_rows(gate_up, GLUS[1]), activate_rows(gate_up, GLUS[1], quantizes=True)
     assert isinstance(out, torch.Tensor)
     for found, expected in zip(quantized, quantize_rows(out), strict=True):
         assert torch.equal(found, expected)
     for quantizes in (False, True):
-        arguments = gate_up, None, quantizes
-        torch.library.opcheck(torch.ops.dcpmla.swiglu, arguments, test_utils=("test_schema", "test_faketensor"))
+        arguments = gate_up, *SWIGLU, quantizes
+        torch.library.opcheck(torch.ops.dcpmla.glu, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def check_in_the_interpreter() -> None:

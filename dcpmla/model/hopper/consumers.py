@@ -16,10 +16,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from dcpmla.attention.hopper.compat import barrier
 from dcpmla.attention.hopper.ring import await_ready, free_at, stage_of
 from dcpmla.model.hopper.pipeline import COLUMNS, ROWS, find_tile, find_weights, num_tiles, num_weight_rows
-from dcpmla.model.kernels import grouped
+from dcpmla.model.kernels import glu
 from dcpmla.parallel.kernels import quantize
 
-swiglu = gluon.jit(grouped.swiglu.fn)
+activate = gluon.jit(glu.activate.fn)
 divide = gluon.jit(quantize.divide.fn)
 group_scale = gluon.jit(quantize.group_scale.fn)
 to_fp8 = gluon.jit(quantize.to_fp8.fn)
@@ -131,7 +131,7 @@ def consume(
     dtype: Dtype to which a gated result is rounded, also before it is quantized.
     INTERLEAVED: Whether a gated result is stored in the column order of 4-bit weights.
     """
-    expert_weights_ptr, out_ptr, out_scales_ptr, out_scales_stride, limit = results
+    expert_weights_ptr, out_ptr, out_scales_ptr, out_scales_stride, gate_bound, up_bound, IS_SMOOTH = results
     num_read = 0
     for number in range(gl.program_id(0), num_tiles(routes), gl.num_programs(0)):
         tile = find_tile(number, routes)
@@ -147,7 +147,7 @@ def consume(
             if routes.is_gated:
                 route = gl.load(routes_ptr + gl.arange(0, ROWS, layout=gl.SliceLayout(1, first.type.layout)))
                 weight = gl.load(expert_weights_ptr + route, mask=route >= 0, other=0.0)
-                h = (swiglu(first, second, limit) * gl.expand_dims(weight, 1)).to(dtype)
+                h = (activate(first, second, gate_bound, up_bound, IS_SMOOTH) * gl.expand_dims(weight, 1)).to(dtype)
                 if out_scales_ptr is not None:  # the columns are one group
                     h = h.to(gl.float32)
                     s = group_scale(gl.max(gl.abs(h), 1))

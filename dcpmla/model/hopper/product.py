@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from dcpmla.attention.hopper.ring import describe
 from dcpmla.cache.formats import FP8
+from dcpmla.model.glu import SWIGLU, Glu
 from dcpmla.model.hopper.consumers import consume
 from dcpmla.model.hopper.pipeline import COLUMNS, ROW_BYTES, Routes, new_buffers
 from dcpmla.model.hopper.producers import allocate_codes, dequantize_weights, gather_rows, load_weights
@@ -38,18 +39,21 @@ def grouped_product_kernel(
     out_ptr,
     out_scales_ptr,
     out_scales_stride,
-    limit,
+    gate_bound,
+    up_bound,
     num_experts,
     TOP_K: gl.constexpr,
     WIDTH: gl.constexpr,
     K: gl.constexpr,
     GATED: gl.constexpr,
+    IS_SMOOTH: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
     """Multiply rows of blocks of routes by their experts' weights; as many programs as run at a time.
 
     w_desc: Rows [E PARTS WIDTH, K]; packed codes are words, int32 [.., K / 8]. With GATED, the two parts are gate and
-        up: the result is silu(gate) * up, times the route's weight, rounded to DTYPE. One part is a plain product.
+        up of a gated linear unit, whose result takes the route's weight and is rounded to DTYPE. One part is a plain
+        product.
     w_scales_ptr: Scales: for fp8 float32 [E, PARTS, WIDTH / 128, K / 128]; for packed codes [E, PARTS, WIDTH, K / 64],
         two groups' scales in one number.
     out_scales_ptr: Scales of a gated result that is quantized in groups of 128, a column after the other; or None.
@@ -59,7 +63,7 @@ def grouped_product_kernel(
         x_ptr.dtype.element_ty, out_ptr.dtype.element_ty, x_scales_ptr is not None, 2 if is_packed else 1
     )
     routes = Routes(experts_ptr, routes_ptr, gl.load(num_blocks_ptr), num_experts, TOP_K, WIDTH, K, GATED)
-    results = (expert_weights_ptr, out_ptr, out_scales_ptr, out_scales_stride, limit)
+    results = (expert_weights_ptr, out_ptr, out_scales_ptr, out_scales_stride, gate_bound, up_bound, IS_SMOOTH)
     rows = (x_ptr, x_scales_ptr, x_scales_stride_row, x_scales_stride_block, buffers, routes)
     if is_packed:
         first, first_ready = allocate_codes(w_desc)
@@ -121,9 +125,9 @@ def multiply(
     blocks: Blocks,
     dtype: torch.dtype,
     expert_weights: Tensor | None = None,
-    limit: float | None = None,
+    glu: Glu = SWIGLU,
 ) -> Tensor | QuantizedRows:
-    """Return each route's row of x times its expert's weight; the gated product silu(gate) * up, times the route's
+    """Return each route's row of x times its expert's weight; the gated linear unit, times the route's
     weight, if expert_weights are given.
 
     Args:
@@ -132,7 +136,6 @@ def multiply(
         weights: [E, N, K], or codes [E, N, K / 2]; in a gated product gate's and up's rows.
         blocks: Blocks of BLOCK_ROWS routes.
         expert_weights: float32 [T, k].
-        limit: `model.experts.compute_experts`'s swiglu_limit.
     Returns:
         [routes, N], or of a gated product [routes, N / 2], in dtype, or quantized as x is.
     """
@@ -162,12 +165,13 @@ def multiply(
         out,
         out_scales,
         0 if out_scales is None else out_scales.stride(1),
-        limit,
+        *glu[:2],
         len(weights),
         TOP_K=1 if expert_weights is None else expert_weights.shape[1],
         WIDTH=width,
         K=values.shape[1],
         GATED=expert_weights is not None,
+        IS_SMOOTH=glu.is_smooth,
         DTYPE=_GLUON[dtype],
         num_warps=4,
     )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dcpmla.attention.triton.device import describe, shared_memory
 from dcpmla.cache.formats import FP8
+from dcpmla.model.glu import SWIGLU, Glu
 from dcpmla.model.hopper import product
 from dcpmla.model.hopper.pipeline import BLOCK_ROWS
 from dcpmla.model.kernels.blocks import assign_blocks, sum_routes
@@ -83,10 +84,13 @@ def compute_experts(
     gate_up_scales: Tensor | None,
     down: Tensor,
     down_scales: Tensor | None,
-    swiglu_limit: float | None,
+    gate_bound: float | None,
+    up_bound: float | None,
+    is_smooth: bool,
     num_experts: int,
 ) -> Tensor:
     """Compute `model.experts.compute_experts` of at least one token and one route, from its operator's arguments."""
+    glu = Glu(gate_bound, up_bound, is_smooth)
     quantized = None if x_codes is None or x_scales is None else QuantizedRows(x_codes, x_scales)
     ids, expert_weights = expert_ids.contiguous(), expert_weights.contiguous()
     (num_tokens, top_k), num_routes = ids.shape, ids.numel()
@@ -101,7 +105,7 @@ def compute_experts(
             rows = quantize_rows(x) if quantized is None else quantized
         elif gate_up.dtype == torch.uint8:
             rows = product.interleave(x)
-        h = product.multiply(rows, gate_up, gate_up_scales, blocks, x.dtype, expert_weights, swiglu_limit)
+        h = product.multiply(rows, gate_up, gate_up_scales, blocks, x.dtype, expert_weights, glu)
         out = product.multiply(h, down, down_scales, blocks, x.dtype)
         assert isinstance(out, Tensor)
         return sum_routes(out, ids, num_own)
@@ -117,7 +121,7 @@ def compute_experts(
     h = x.new_empty(num_routes, width)
     codes = gate_up.unflatten(1, (2, width))
     source = _by_halves(x) if kind == torch.uint8 else x if quantized is None else quantized
-    _multiply(source, codes, gate_up_scales, h, tiling.gate_up, experts, routes, top_k, expert_weights, swiglu_limit)
+    _multiply(source, codes, gate_up_scales, h, tiling.gate_up, experts, routes, top_k, expert_weights, glu)
     rows = x.new_empty(num_tokens if is_few else num_routes, hidden)
     _multiply(h, down.unsqueeze(1), down_scales, rows, tiling.down, experts, routes, top_k)
     return rows if is_few else sum_routes(rows, ids, num_own)
@@ -133,7 +137,7 @@ def _multiply(
     routes: Tensor | None,
     top_k: int,
     expert_weights: Tensor | None = None,
-    swiglu_limit: float | None = None,
+    glu: Glu = SWIGLU,
 ) -> None:
     """Launch one product; with expert_weights it is the gated one. codes: [E, parts, width, K or K / 2]."""
     is_gated = expert_weights is not None
@@ -152,11 +156,12 @@ def _multiply(
     max_stages = (shared_memory(x.device) - _RESERVED_BYTES) // (tile.rows * depth * x.itemsize + tile_bytes)
     grid, routing = (
         (num_tiles * triton.cdiv(width, tile.columns),),
-        (experts, routes, expert_weights, out, swiglu_limit),
+        (experts, routes, expert_weights, out, glu.gate_bound, glu.up_bound),
     )
     options: dict[str, Any] = {
         "TOP_K": top_k if is_gated else 1,
         "NUM_SUMMED": num_summed,
+        "IS_SMOOTH": glu.is_smooth,
         "ROWS": tile.rows,
         "BLOCK_ROWS": tile.rows if routes is None else routes.shape[1],
         "DEPTH": depth,

@@ -7,18 +7,10 @@ multiply rows in fp8, and each 128 of the depth is scaled by both sides' scales 
 import triton
 import triton.language as tl
 
+from dcpmla.model.kernels.glu import activate
 from dcpmla.parallel.quantized import BLOCK
 
 _BLOCK = tl.constexpr(BLOCK)
-
-
-@triton.jit
-def swiglu(gate, up, limit):
-    """Return silu(gate) * up; with a limit, gate is clamped to at most limit, and up to [-limit, limit]."""
-    if limit is not None:
-        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
-        up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
-    return gate / (1.0 + tl.exp(-gate)) * up
 
 
 @triton.jit
@@ -60,9 +52,11 @@ def grouped_product_kernel(
     routes_ptr,
     expert_weights_ptr,
     out_ptr,
-    limit,
+    gate_bound,
+    up_bound,
     TOP_K: tl.constexpr,
     NUM_SUMMED: tl.constexpr,
+    IS_SMOOTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -73,9 +67,9 @@ def grouped_product_kernel(
 ):
     """Multiply rows of a block of routes by their expert's weights; one program per tile of rows and of W's.
 
-    w_desc: [E, PARTS, WIDTH, K], in tiles [1, 1, COLUMNS, DEPTH]. With GATED, the two parts are gate and up: the result
-        is silu(gate) * up, times the route's weight. One part is a plain product. Tiles [1, 2, ..] of few rows are one
-        product of both.
+    w_desc: [E, PARTS, WIDTH, K], in tiles [1, 1, COLUMNS, DEPTH]. With GATED, the two parts are gate and up of a
+        gated linear unit, whose result takes the route's weight. One part is a plain product. Tiles [1, 2, ..] of few
+        rows are one product of both.
     x_ptr: Rows; a route reads row route // TOP_K.
     experts_ptr: int32, expert of each block; a block of an id outside [0, E) is left out.
     routes_ptr: [blocks, BLOCK_ROWS] int32, -1 where a block has fewer; None: block i is route i alone.
@@ -134,7 +128,7 @@ def grouped_product_kernel(
     is_row = routes >= 0
     if GATED:
         expert_weights = tl.load(expert_weights_ptr + routes, mask=is_row, other=0.0)
-        acc = swiglu(acc, up, limit) * expert_weights[:, None]
+        acc = activate(acc, up, gate_bound, up_bound, IS_SMOOTH) * expert_weights[:, None]
     column = first_column + tl.arange(0, COLUMNS)
     out_ptrs = out_ptr + (routes // NUM_SUMMED).to(tl.int64)[:, None] * WIDTH + column[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & (column < WIDTH)[None, :])

@@ -8,7 +8,8 @@ by the odd ones, so that no value has to move.
 import triton
 import triton.language as tl
 
-from dcpmla.model.kernels.grouped import find_routes, swiglu
+from dcpmla.model.kernels.glu import activate
+from dcpmla.model.kernels.grouped import find_routes
 from dcpmla.parallel.quantized import GROUP
 
 _GROUP = tl.constexpr(GROUP)
@@ -75,9 +76,11 @@ def packed_product_kernel(
     routes_ptr,
     expert_weights_ptr,
     out_ptr,
-    limit,
+    gate_bound,
+    up_bound,
     TOP_K: tl.constexpr,
     NUM_SUMMED: tl.constexpr,
+    IS_SMOOTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -131,7 +134,7 @@ def packed_product_kernel(
     if GATED:
         gate, up = acc.reshape(2, COLUMNS, ROWS).permute(1, 2, 0).split()
         expert_weights = tl.load(expert_weights_ptr + routes, mask=is_row, other=0.0)
-        acc = swiglu(gate, up, limit) * expert_weights[None, :]
+        acc = activate(gate, up, gate_bound, up_bound, IS_SMOOTH) * expert_weights[None, :]
     out = acc.T.to(out_ptr.dtype.element_ty)
     out_ptrs = out_ptr + (routes // NUM_SUMMED).to(tl.int64)[:, None] * WIDTH
     if GATED:
