@@ -48,7 +48,7 @@ class Parts:
     def _glu(self) -> Glu:
         config = self.model.config
         if (bounds := getattr(config, "situ_bounds", None)) is not None:
-            return Glu(*bounds, is_smooth=True)
+            return Glu(bounds[0], bounds[1], is_smooth=True)
         limit = getattr(config, "swiglu_limit", None)
         return Glu(limit, limit)
 

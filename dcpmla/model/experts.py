@@ -67,7 +67,7 @@ def compute_experts(
     if expert_ids.numel() == 0:
         return torch.zeros_like(rows)
     codes = *unpack(weights.gate_up), *unpack(weights.down)
-    return _compute(rows, *quantized, expert_ids, expert_weights, *codes, *glu, num_experts or len(codes[0]))
+    return _compute(rows, *quantized, expert_ids, expert_weights, *codes, glu, num_experts or len(codes[0]))
 
 
 @operator(
@@ -86,9 +86,7 @@ def _compute(
     gate_up_scales: Tensor | None,
     down: Tensor,
     down_scales: Tensor | None,
-    gate_bound: float | None,
-    up_bound: float | None,
-    is_smooth: bool,
+    glu: Glu,
     num_experts: int,
 ) -> Tensor:
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -98,7 +96,7 @@ def _compute(
             gate_up_values = _values(gate_up, gate_up_scales, expert)
             down_values = _values(down, down_scales, expert)
             gate, up = functional.linear(x[tokens].float(), gate_up_values).chunk(2, -1)
-            h = activate(gate, up, Glu(gate_bound, up_bound, is_smooth)) * expert_weights[tokens, routes, None]
+            h = activate(gate, up, glu) * expert_weights[tokens, routes, None]
             out.index_add_(0, tokens, functional.linear(h.to(x.dtype).float(), down_values))
     return out.to(x.dtype)
 

@@ -48,7 +48,7 @@ def activate_rows(gate_up: Tensor, glu: Glu, quantizes: bool = False) -> AnyRows
     Args:
         quantizes: Whether to return `quantize_rows` of it instead; I must be a multiple of 128 then.
     """
-    out, *codes = _activate_rows(gate_up, *glu, quantizes)
+    out, *codes = _activate_rows(gate_up, glu, quantizes)
     return QuantizedRows(*codes) if quantizes else out
 
 
@@ -58,10 +58,8 @@ def _empty(gate_up: Tensor, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @operator("glu", kernel="dcpmla.model.kernels.glu:activate_rows", fake=_empty)
-def _activate_rows(
-    gate_up: Tensor, gate_bound: float | None, up_bound: float | None, is_smooth: bool, quantizes: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _activate_rows(gate_up: Tensor, glu: Glu, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return rows, codes and scales; either the first or the others have no columns."""
     gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, -1)
-    out = activate(gate, up, Glu(gate_bound, up_bound, is_smooth)).to(gate_up.dtype)
+    out = activate(gate, up, glu).to(gate_up.dtype)
     return (out.new_empty(len(out), 0), *quantize_rows(out)) if quantizes else (out, *empty_codes(out, False))

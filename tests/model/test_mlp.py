@@ -37,16 +37,16 @@ def check_kernel(device: str) -> None:
     for width in WIDTHS:
         for glu in GLUS:
             gate_up = random_rows(width)
-            out, *nothing = kernels.activate_rows(gate_up.to(device), *glu, False)
+            out, *nothing = kernels.activate_rows(gate_up.to(device), glu, False)
             assert [part.numel() for part in nothing] == [0, 0]
             torch.testing.assert_close(out.cpu(), wanted(gate_up, glu).float(), equal_nan=True)
             if width % 128 == 0:
                 gate_up = gate_up.nan_to_num(0.0, 9.0).bfloat16().to(device)
-                rows = kernels.activate_rows(gate_up, *glu, False)[0]
-                codes = kernels.activate_rows(gate_up, *glu, True)[1:]
+                rows = kernels.activate_rows(gate_up, glu, False)[0]
+                codes = kernels.activate_rows(gate_up, glu, True)[1:]
                 for found, expected in zip(codes, quantize_groups(rows.cpu(), 128), strict=True):
                     assert torch.equal(found.cpu().float(), expected.float())
-    assert kernels.activate_rows(torch.empty(0, 8, device=device), *SWIGLU, False)[0].shape == (0, 4)
+    assert kernels.activate_rows(torch.empty(0, 8, device=device), SWIGLU, False)[0].shape == (0, 4)
 
 
 def test_the_operator() -> None:

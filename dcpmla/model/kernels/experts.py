@@ -84,13 +84,10 @@ def compute_experts(
     gate_up_scales: Tensor | None,
     down: Tensor,
     down_scales: Tensor | None,
-    gate_bound: float | None,
-    up_bound: float | None,
-    is_smooth: bool,
+    glu: Glu,
     num_experts: int,
 ) -> Tensor:
     """Compute `model.experts.compute_experts` of at least one token and one route, from its operator's arguments."""
-    glu = Glu(gate_bound, up_bound, is_smooth)
     quantized = None if x_codes is None or x_scales is None else QuantizedRows(x_codes, x_scales)
     ids, expert_weights = expert_ids.contiguous(), expert_weights.contiguous()
     (num_tokens, top_k), num_routes = ids.shape, ids.numel()

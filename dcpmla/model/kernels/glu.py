@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dcpmla.model.glu import Glu
 from dcpmla.parallel.fp8 import empty_codes
 from dcpmla.parallel.kernels.quantize import store_codes
 
@@ -63,9 +64,7 @@ def glu_kernel(
         tl.store(out_ptr + row * WIDTH + column, out, mask=mask)
 
 
-def activate_rows(
-    gate_up: Tensor, gate_bound: float | None, up_bound: float | None, is_smooth: bool, quantizes: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def activate_rows(gate_up: Tensor, glu: Glu, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `model.glu.activate_rows` of contiguous rows in one kernel."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, 0 if quantizes else width)
@@ -73,5 +72,5 @@ def activate_rows(
     if num_rows:
         grid = num_rows, triton.cdiv(width, _COLUMNS.value)
         written = (codes, scales, scales.stride(1)) if quantizes else (out, None, 0)
-        glu_kernel[grid](gate_up, *written, gate_bound, up_bound, IS_SMOOTH=is_smooth, WIDTH=width)
+        glu_kernel[grid](gate_up, *written, *glu[:2], IS_SMOOTH=glu.is_smooth, WIDTH=width)
     return out, codes, scales
