@@ -2,12 +2,8 @@
 
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
+from torch import Tensor, tanh
 from torch.nn import functional
-
-from dcpmla.operators import operator
-from dcpmla.parallel.fp8 import AnyRows, QuantizedRows, empty_codes, quantize_rows
 
 
 class Glu(NamedTuple):
@@ -39,27 +35,4 @@ def activate(gate: Tensor, up: Tensor, glu: Glu) -> Tensor:
 
 
 def _bend(x: Tensor, bound: float | None) -> Tensor:
-    return x if bound is None else bound * torch.tanh(x / bound)
-
-
-def activate_rows(gate_up: Tensor, glu: Glu, quantizes: bool = False) -> AnyRows:
-    """Return a gated linear unit [T, I] of gate_up [T, 2 I], in float32 at least, rounded once.
-
-    Args:
-        quantizes: Whether to return `quantize_rows` of it instead; I must be a multiple of 128 then.
-    """
-    out, *codes = _activate_rows(gate_up, glu, quantizes)
-    return QuantizedRows(*codes) if quantizes else out
-
-
-def _empty(gate_up: Tensor, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
-    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    return gate_up.new_empty(num_rows, 0 if quantizes else width), *empty_codes(gate_up[:, :width], quantizes)
-
-
-@operator("glu", kernel="dcpmla.model.kernels.glu:activate_rows", fake=_empty)
-def _activate_rows(gate_up: Tensor, glu: Glu, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows, codes and scales; either the first or the others have no columns."""
-    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, -1)
-    out = activate(gate, up, glu).to(gate_up.dtype)
-    return (out.new_empty(len(out), 0), *quantize_rows(out)) if quantizes else (out, *empty_codes(out, False))
+    return x if bound is None else bound * tanh(x / bound)

@@ -5,9 +5,33 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from dcpmla.model.glu import Glu, activate_rows
-from dcpmla.parallel.fp8 import PlainRows
+from dcpmla.model.glu import Glu, activate
+from dcpmla.operators import operator
+from dcpmla.parallel.fp8 import AnyRows, PlainRows, QuantizedRows, empty_codes, quantize_rows
 from dcpmla.parallel.linear import Linear, Weight, read_linear
+
+
+def activate_rows(gate_up: Tensor, glu: Glu, quantizes: bool = False) -> AnyRows:
+    """Return a gated linear unit [T, I] of gate_up [T, 2 I], in float32 at least, rounded once.
+
+    Args:
+        quantizes: Whether to return `quantize_rows` of it instead; I must be a multiple of 128 then.
+    """
+    out, *codes = _activate_rows(gate_up, glu, quantizes)
+    return QuantizedRows(*codes) if quantizes else out
+
+
+def _empty(gate_up: Tensor, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    return gate_up.new_empty(num_rows, 0 if quantizes else width), *empty_codes(gate_up[:, :width], quantizes)
+
+
+@operator("glu", kernel="dcpmla.model.kernels.glu:activate_rows", fake=_empty)
+def _activate_rows(gate_up: Tensor, glu: Glu, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows, codes and scales; either the first or the others have no columns."""
+    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, -1)
+    out = activate(gate, up, glu).to(gate_up.dtype)
+    return (out.new_empty(len(out), 0), *quantize_rows(out)) if quantizes else (out, *empty_codes(out, False))
 
 
 class MLP(nn.Module):

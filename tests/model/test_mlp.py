@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from dcpmla.model.glu import SWIGLU, Glu, activate_rows
+from dcpmla.model.glu import SWIGLU, Glu
+from dcpmla.model.mlp import activate_rows
 from dcpmla.parallel.fp8 import quantize_rows
 from dcpmla.parallel.quantized import quantize_groups
 from tests.support.glu import GLUS, glu_of

@@ -1,4 +1,4 @@
-"""Gated linear units in Triton: as a part of other kernels, and of rows; `dcpmla.model.glu` is their reference."""
+"""Gated linear units in Triton: as a part of other kernels, and of rows; `dcpmla.model.mlp.activate_rows` is the reference."""
 
 import triton
 import triton.language as tl
@@ -65,7 +65,7 @@ def glu_kernel(
 
 
 def activate_rows(gate_up: Tensor, glu: Glu, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `model.glu.activate_rows` of contiguous rows in one kernel."""
+    """Compute `model.mlp.activate_rows` of contiguous rows in one kernel."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, 0 if quantizes else width)
     codes, scales = empty_codes(gate_up[:, :width], quantizes)
