@@ -9,9 +9,9 @@ from dcpmla.fields import FLAG, TEXT, Rule, check_fields, list_of, one_of, optio
 WHOLE = 1 << 62  # rows or columns of a block without a limit
 _CACHE_FIELDS = ("kv_cache_scheme", "kv_cache_quant_algo")  # modelopt's fields that describe a calibrated cache
 _METHODS = ("fp8", "compressed-tensors", "modelopt")
-_INT4 = "pack-quantized"  # compressed-tensors' format of integers in 4 bits
+_PACKED = {"pack-quantized": "int4", "mxfp4-pack-quantized": "fp4"}  # compressed-tensors' formats in 4 bits
 _SCHEMES = {  # methods with several schemes: the field that names the scheme, and the readable schemes
-    "compressed-tensors": ("format", ("float-quantized", "naive-quantized", _INT4)),
+    "compressed-tensors": ("format", ("float-quantized", "naive-quantized", *_PACKED)),
     "modelopt": ("quant_algo", ("FP8",)),
 }
 _GROUP_SIZE = whole(1, LARGEST_SIZE)
@@ -36,6 +36,12 @@ def _is_int4(weights: Mapping[str, Any]) -> bool:
     return has_scales and is_plain and (weights.get("num_bits"), weights.get("type")) == (4, "int")
 
 
+def _is_fp4(weights: Mapping[str, Any]) -> bool:
+    """Return whether compressed-tensors' weights are MXFP4."""
+    fields = {"strategy": "group", "group_size": 32, "num_bits": 4, "type": "float"}
+    return all(weights.get(name) == value for name, value in fields.items())
+
+
 def _groups(what: str, holds: Callable[[Mapping[str, Any]], bool]) -> Rule:
     """Return the rule of config_groups that all have such weights."""
 
@@ -58,8 +64,11 @@ _RULES = {
     "ignore": optional(list_of(TEXT)),
     "dequantize": FLAG,
 }
-_FP8_GROUPS = _groups("8 bits, type float, strategy tensor, channel or block", _is_fp8)
-_INT4_GROUPS = _groups("4 bits, type int, symmetric, strategy group, actorder not group", _is_int4)
+_GROUPS = {  # by their codes
+    None: _groups("8 bits, type float, strategy tensor, channel or block", _is_fp8),
+    "int4": _groups("4 bits, type int, symmetric, strategy group, actorder not group", _is_int4),
+    "fp4": _groups("4 bits, type float, strategy group, group_size 32", _is_fp4),
+}
 
 
 def check_quantization(quantization: Mapping[str, Any]) -> None:
@@ -76,7 +85,7 @@ def check_quantization(quantization: Mapping[str, Any]) -> None:
         )
     check_fields(_RULES, quantization, label)
     if method == "compressed-tensors":  # modelopt's groups repeat its quant_algo
-        groups = _INT4_GROUPS if is_int4(quantization) else _FP8_GROUPS
+        groups = _GROUPS[packed_codes(quantization)]
         check_fields({"config_groups": groups}, {"config_groups": None, **quantization}, label)
     if len(_blocks(quantization)) > 1:
         raise ValueError(f"{label('config_groups')} differ in the weights that share a scale; they must be alike")
@@ -97,17 +106,20 @@ def has_quantized_weights(quantization: Mapping[str, Any]) -> bool:
     return True
 
 
-def is_int4(quantization: Mapping[str, Any] | None) -> bool:
-    """Return whether a quantization_config describes 4-bit integers."""
-    return quantization is not None and quantization.get("format") == _INT4
+def packed_codes(quantization: Mapping[str, Any] | None) -> str | None:
+    """Return the codes of a quantization_config in 4 bits, "int4" or "fp4" (MXFP4); None for another one."""
+    return _PACKED.get(str((quantization or {}).get("format")))
 
 
-def has_fp4_experts(config: Any) -> bool:
-    """Return whether the routed experts of a model are in e2m1: a field of DeepSeek-V4's config, or
-    of its quantization_config, to which newer versions of transformers move it.
+def expert_codes(config: Any) -> str | None:
+    """Return the codes of a model's routed experts in 4 bits, "int4" or "fp4"; None for another format.
+
+    DeepSeek-V4's config names them in expert_dtype, or in a field of quantization_config, to which newer versions of
+    transformers move it.
     """
     quantization = getattr(config, "quantization_config", None) or {}
-    return "fp4" in (getattr(config, "expert_dtype", None), quantization.get("expert_dtype"))
+    is_fp4 = "fp4" in (getattr(config, "expert_dtype", None), quantization.get("expert_dtype"))
+    return "fp4" if is_fp4 else packed_codes(quantization)
 
 
 def scale_block(quantization: Mapping[str, Any] | None) -> tuple[int, int]:

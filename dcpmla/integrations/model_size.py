@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from dcpmla.hf_quantization import has_fp4_experts, is_int4, scale_block
+from dcpmla.hf_quantization import expert_codes, packed_codes, scale_block
 from dcpmla.integrations.families.routing import num_routed_experts
 from dcpmla.integrations.families.table import attention_kind
 from dcpmla.parallel.quantized import BLOCK, GROUP
@@ -124,16 +124,15 @@ def _codes(model: Any, config: Any, quantization: dict[str, Any]) -> dict[str, s
     }
     shapes |= {name: parameter.shape for name, parameter in model.named_parameters() if ".experts." in name}
     block = scale_block(quantization)
-    codes = {}
+    packed, of_experts, codes = packed_codes(quantization), expert_codes(config), {}
     for name, shape in shapes.items():
-        if len(shape) == 3 and has_fp4_experts(config):
-            codes[name] = "fp4"
-        elif is_int4(quantization):
-            # Shared experts count where they are computed as further experts.
-            is_expert = len(shape) == 3 or ".shared_experts." in name
-            if is_expert and not _is_among(name, wide) and block[1] % GROUP == 0:
-                codes[name] = "int4"
-        elif not _is_among(name, wide) and all(
+        if _is_among(name, wide):
+            continue
+        # Shared experts count where they are computed as further experts.
+        if of_experts and (len(shape) == 3 or (packed and ".shared_experts." in name)):
+            if block[1] % GROUP == 0:
+                codes[name] = of_experts
+        elif not packed and all(
             side % BLOCK == 0 or side >= size for side, size in zip(block, shape[-2:], strict=True)
         ):
             codes[name] = "fp8"

@@ -20,7 +20,7 @@ from dcpmla.attention.scales import missing_scales
 from dcpmla.comm.reduce import select_reduce
 from dcpmla.comm.select import ChosenExchange
 from dcpmla.config import DCPConfig
-from dcpmla.hf_quantization import has_fp4_experts, is_int4, scale_block
+from dcpmla.hf_quantization import expert_codes, packed_codes, scale_block
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.config_checks import check_generation_config
 from dcpmla.integrations.decoder import Shapes
@@ -111,9 +111,8 @@ def load_model(
 def _dummy_weights(model: Any, mtp_shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Mapping[str, Weight]:
     """Return random weights in the formats that the config names."""
     quantization = getattr(model.config, "quantization_config", None)
-    expert_codes = "int4" if is_int4(quantization) else "fp4" if has_fp4_experts(model.config) else None
-    is_fp8 = quantization is not None and not is_int4(quantization)
-    return dummy_weights(published_shapes(model) | mtp_shapes, is_fp8, expert_codes, dtype, device)
+    is_fp8 = quantization is not None and packed_codes(quantization) is None
+    return dummy_weights(published_shapes(model) | mtp_shapes, is_fp8, expert_codes(model.config), dtype, device)
 
 
 def _open_checkpoint(directory: Path, model: Any, rename: Callable[[str], str], mtp_shapes: Shapes) -> Checkpoint:

@@ -53,6 +53,7 @@ FP8 = {"quantization_config": SCHEMES["block"].config, "num_nextn_predict_layers
         ("deepseek_v4", {"num_nextn_predict_layers": 0}, "Tensor"),
         ("deepseek_v4", FP8 | {"expert_dtype": "fp4"}, "GroupFp4"),
         ("deepseek_v3", {"quantization_config": SCHEMES["int4"].config, "num_nextn_predict_layers": 0}, "GroupInt4"),
+        ("deepseek_v3", {"quantization_config": SCHEMES["mxfp4"].config, "num_nextn_predict_layers": 0}, "GroupFp4"),
     ],
 )
 def test_a_config_alone_generates(family: str, fields: dict[str, Any], experts: str, tmp_path: Path) -> None:
@@ -62,7 +63,8 @@ def test_a_config_alone_generates(family: str, fields: dict[str, Any], experts: 
     (tmp_path / "config.json").write_text(json.dumps(config | fields))
     first, second = run_ranks(2, outcome, tmp_path)
     assert first[0] == second[0]
-    assert first[1:] == second[1:] == ({experts}, experts in ("BlockFp8", "GroupFp4"))
+    has_fp8 = fields.get("quantization_config") == SCHEMES["block"].config
+    assert first[1:] == second[1:] == ({experts}, has_fp8)
 
 
 def test_slices_are_cut_as_they_are_stored() -> None:

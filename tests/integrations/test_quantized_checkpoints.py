@@ -30,9 +30,13 @@ from tests.support.ranks import run_ranks
 
 WHOLE, CUT = slice(None), slice(3, 101)
 MLA_SCHEMES = [scheme for scheme in SCHEMES if scheme != "published"]
-KEPT = dict.fromkeys(
-    ("block", "ue8m0", "e8m0", "bytes", "tensor", "modelopt", "compressed_tensor", "compressed_block"), BlockFp8
-) | dict.fromkeys(("int4", "int4_all"), GroupInt4)
+KEPT = (
+    dict.fromkeys(
+        ("block", "ue8m0", "e8m0", "bytes", "tensor", "modelopt", "compressed_tensor", "compressed_block"), BlockFp8
+    )
+    | dict.fromkeys(("int4", "int4_all"), GroupInt4)
+    | {"mxfp4": GroupFp4}
+)
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:

@@ -24,6 +24,7 @@ _QUANTIZED = re.compile(
     r"(self_attn|mlps?|experts)\.(.+\.)?(\w+_proj|kv_a_proj_with_mqa|wq_b|wk)\.weight$"
     r"|\.attn\.(indexer\.)?w\w+\.weight$|\.ffn\..*\.w[123]\.weight$"
 )
+_PACKED = ("int4", "mxfp4")  # beginnings of schemes whose codes have names of their own
 _ROUTED_EXPERT = re.compile(r"\.experts\.\d+\.(w[123]|\w+_proj)\.weight$")
 PUBLISHED_NAMES = (  # what transformers' mapping of DeepSeek-V4 does not take back when it saves
     ("model.", ""),
@@ -75,6 +76,7 @@ def _int4(group_size: int, *ignore: str) -> dict[str, Any]:
     )
 
 
+_NOT_ROUTED = "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"
 _BLOCK = [128, 128]
 _EXPONENTS = torch.float8_e8m0fnu
 SCHEMES = {
@@ -97,10 +99,16 @@ SCHEMES = {
     "int4": Scheme(  # Kimi-K2-Thinking: routed experts alone
         (1, 32),
         "_scale",
-        _int4(32, "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"),
+        _int4(32, *_NOT_ROUTED),
         torch.bfloat16,
     ),
     "int4_all": Scheme((1, 64), "_scale", _int4(64), torch.bfloat16),
+    "mxfp4": Scheme(  # Kimi-K3: routed experts alone
+        (1, 32),
+        "_scale",
+        _compressed_tensors("mxfp4-pack-quantized", _NOT_ROUTED, num_bits=4, strategy="group", group_size=32),
+        torch.uint8,
+    ),
     # DeepSeek-V4 alone: its names, routed experts in e2m1
     "published": Scheme((128, 128), "", _fp8(weight_block_size=_BLOCK, scale_fmt="ue8m0"), _EXPONENTS),
 }
@@ -116,7 +124,7 @@ def write_quantized(source: Path, target: Path, scheme: str) -> None:
         if codes is None:
             tensors[stored] = weight
             continue
-        if codes.dtype == torch.int32:
+        if scheme.startswith(_PACKED):
             tensors |= {
                 f"{stored}_packed": codes,
                 f"{stored}_scale": scales,
@@ -231,11 +239,14 @@ def _quantized(source: Path, scheme: str) -> Iterator[tuple[str, Tensor, Tensor 
     """Yield each tensor's name, values, codes and scales as they are stored; codes are None where it stays as it is."""
     chosen = SCHEMES[scheme]
     for name, weight in load_file(source / "model.safetensors").items():
-        if not _QUANTIZED.search(name) or ".compressor." in name or name.endswith(".weights_proj.weight"):
+        chosen_names = _ROUTED_EXPERT if scheme in ("int4", "mxfp4") else _QUANTIZED
+        if not chosen_names.search(name) or ".compressor." in name or name.endswith(".weights_proj.weight"):
             yield name, weight, None, weight
+        elif scheme == "mxfp4":
+            codes, scales, values = quantize_fp4(weight)
+            yield name, values.to(weight.dtype), codes.view(torch.uint8), _exponents(scales)
         elif scheme.startswith("int4"):
-            is_left = scheme == "int4" and not _ROUTED_EXPERT.search(name)
-            codes, scales, values = (None, weight, weight) if is_left else quantize_int4(weight, chosen.block[1])
+            codes, scales, values = quantize_int4(weight, chosen.block[1])
             yield name, values.to(weight.dtype), codes, scales
         elif scheme == "published" and _ROUTED_EXPERT.search(name):
             codes, scales, values = quantize_fp4(weight)

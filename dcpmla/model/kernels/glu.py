@@ -1,4 +1,4 @@
-"""Gated linear units in Triton: as a part of other kernels, and of rows; `dcpmla.model.mlp.activate_rows` is the reference."""
+"""Gated linear units in Triton: as a part of other kernels, and of rows (reference: `model.mlp.activate_rows`)."""
 
 import triton
 import triton.language as tl
