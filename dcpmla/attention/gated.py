@@ -1,4 +1,4 @@
-"""MLA with a gate of each head's output (Ling)."""
+"""MLA with gates of its heads' outputs (Ling, Kimi-K3)."""
 
 from collections.abc import Mapping
 
@@ -19,23 +19,23 @@ class GatedAttention(MLAAttention):
     Args:
         config: Geometry of the whole layer, before it is sharded.
         placement: Ranks of the layer, and dtype and device of its parameters, uninitialized until `load_weights`.
+        num_gates: Number of gates of a head: 1, or one for each column of its output.
     Attributes:
-        output_gate: Projection of hidden states to the logits of this rank's gates, one per head.
-    Source: transformers' bailing_hybrid.
+        output_gate: Projection of hidden states to the logits of this rank's gates.
+    Source: transformers' bailing_hybrid; vLLM's Kimi-K3.
     """
 
-    def __init__(self, config: MLAConfig, placement: Placement) -> None:
+    def __init__(self, config: MLAConfig, placement: Placement, num_gates: int) -> None:
         super().__init__(config, placement)
-        self.output_gate = Linear(config.hidden_size, self.num_heads, **placement.factory_kwargs)
+        self.num_gates = num_gates
+        self.output_gate = Linear(config.hidden_size, self.num_heads * num_gates, **placement.factory_kwargs)
 
     def load_weights(self, weights: Mapping[str, Weight]) -> None:
         """Load weights as `MLAAttention.load_weights` documents, and the gates' "g_proj.weight"."""
         super().load_weights(weights)
-        heads, shape = (
-            shard(self.config.num_heads, self.mesh.tp_group),
-            (self.config.num_heads, self.config.hidden_size),
-        )
-        self.output_gate.load(read_linear(weights, "g_proj.weight", shape, heads))
+        num_rows = self.config.num_heads * self.num_gates
+        rows = shard(num_rows, self.mesh.tp_group)
+        self.output_gate.load(read_linear(weights, "g_proj.weight", (num_rows, self.config.hidden_size), rows))
 
     def forward(self, hidden_states: PlainRows, cache: LayerCache | None, step: StepMetadata | None) -> Tensor:
         """Run one step of a batch (`MLAAttention.forward`). Collective."""
@@ -50,4 +50,5 @@ class GatedAttention(MLAAttention):
         out = self.attend(hidden_states, cache, step)
         assert isinstance(out, Tensor)  # it is quantized only if asked
         gates = self.output_gate(hidden_states).float().sigmoid().to(plain(hidden_states).dtype)
-        return (out.unflatten(-1, (self.num_heads, -1)) * gates[..., None]).flatten(1)
+        heads = out.unflatten(-1, (self.num_heads, -1))
+        return (heads * gates.unflatten(-1, (self.num_heads, self.num_gates))).flatten(1)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from dcpmla.config import LARGEST_SIZE
-from dcpmla.fields import FLAG, check_fields, check_tp_size, number, optional, rules_of, whole
+from dcpmla.fields import check_fields, check_tp_size, number, one_of, optional, rules_of, whole
 
 _Size = Annotated[int, whole(1, LARGEST_SIZE)]
 
@@ -17,9 +17,9 @@ class DeltaConfig:
         num_heads, head_dim: Heads, and width of each head's queries, keys and values.
         conv_size: Tokens that the short convolution before attention covers, the token itself included.
         rms_norm_eps: Epsilon of the norm of the output.
-        has_low_ranks: Whether decays and gates of the output are projected through head_dim columns (Kimi Linear,
-            GLM-5-Next), not at once (Ling).
-        decay_floor: Lower bound of the decay's logarithm (GLM-5-Next, Ling); None for no bound (Kimi Linear).
+        low_ranks: Projections through head_dim columns, by the first letters of their names: of decays and of the
+            output's gates (Kimi Linear, GLM-5-Next), of decays alone (Kimi-K3), or of neither (Ling).
+        decay_floor: Lower bound of the decay's logarithm (GLM-5-Next, Kimi-K3, Ling); None for no bound (Kimi Linear).
     Raises:
         ValueError: A field has another type or is outside its range.
     Source: Kimi Linear's report, section 3.
@@ -30,7 +30,7 @@ class DeltaConfig:
     head_dim: _Size
     conv_size: Annotated[int, whole(2, 64)]
     rms_norm_eps: Annotated[float, number(0)]
-    has_low_ranks: Annotated[bool, FLAG] = True
+    low_ranks: Annotated[str, one_of(("fg", "f", ""))] = "fg"
     decay_floor: Annotated[float | None, optional(number(-100))] = None
 
     def __post_init__(self) -> None:

@@ -30,12 +30,12 @@ class HybridKind(DenseKind):
     Attributes:
         delta: Geometry of the layers of linear attention.
         is_linear: Whether each layer has linear attention.
-        has_output_gate: Whether MLA has gates of its output.
+        num_gates: Number of gates of a head's output in MLA: none, one (Ling), or one for each column (Kimi-K3).
     """
 
     delta: DeltaConfig
     is_linear: tuple[bool, ...]
-    has_output_gate: bool = False
+    num_gates: int = 0
 
     @property
     def num_latent_layers(self) -> int:
@@ -80,7 +80,9 @@ class HybridKind(DenseKind):
         """Return the layer of a number, of the attention that it has."""
         if self.is_linear[layer]:
             return DeltaAttention(self.delta, placement)
-        return GatedAttention(self.config, placement) if self.has_output_gate else MLAAttention(self.config, placement)
+        if self.num_gates:
+            return GatedAttention(self.config, placement, self.num_gates)
+        return MLAAttention(self.config, placement)
 
     def reads(self, context: int) -> list[LayerReads]:
         """Return that layers of MLA read all tokens, and layers of linear attention read and write a state."""

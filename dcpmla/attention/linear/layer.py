@@ -46,12 +46,10 @@ class DeltaAttention(nn.Module):
         self.config, self._group = config, group
         self.num_heads = config.heads_per_rank(placement.mesh.tp_size)
         width = self.num_heads * dim
-        gate_width = dim if config.has_low_ranks else width
-        self._widths = [3 * width, gate_width, gate_width, self.num_heads]
+        is_low = [name in config.low_ranks for name in "fg"]
+        self._widths = [3 * width, *(dim if low else width for low in is_low), self.num_heads]
         self.in_proj = Linear(hidden, sum(self._widths), **new)
-        self.decay_proj = self.gate_proj = nn.Identity()
-        if config.has_low_ranks:
-            self.decay_proj, self.gate_proj = Linear(dim, width, **new), Linear(dim, width, **new)
+        self.decay_proj, self.gate_proj = (Linear(dim, width, **new) if low else nn.Identity() for low in is_low)
         self.o_proj = RowParallelLinear(config.num_heads * dim, hidden, False, group, **new)
         self.register_buffer("conv", torch.empty(3 * width, config.conv_size, **new))
         self.register_buffer("norm", torch.empty(dim, **new))
@@ -75,15 +73,16 @@ class DeltaAttention(nn.Module):
         config = self.config
         hidden, dim, width = config.hidden_size, config.head_dim, config.num_heads * config.head_dim
         columns, heads = shard(width, self._group), shard(config.num_heads, self._group)
-        names, low_ranks = ("qkv", "fg") if config.has_low_ranks else ("qkvfg", "")
-        self.in_proj.load(
-            *(read_linear(weights, f"{name}_proj.weight", (width, hidden), columns) for name in names),
-            *(read_linear(weights, f"{name}_a_proj.weight", (dim, hidden)) for name in low_ranks),
-            read_linear(weights, "b_proj.weight", (config.num_heads, hidden), heads),
-        )
-        for linear, name in zip((self.decay_proj, self.gate_proj), low_ranks, strict=False):
-            assert isinstance(linear, Linear)
-            linear.load(read_linear(weights, f"{name}_b_proj.weight", (width, dim), columns))
+        parts = [
+            read_linear(weights, f"{name}_a_proj.weight", (dim, hidden))
+            if name in config.low_ranks
+            else read_linear(weights, f"{name}_proj.weight", (width, hidden), columns)
+            for name in "qkvfg"
+        ]
+        self.in_proj.load(*parts, read_linear(weights, "b_proj.weight", (config.num_heads, hidden), heads))
+        for linear, name in ((self.decay_proj, "f"), (self.gate_proj, "g")):
+            if isinstance(linear, Linear):
+                linear.load(read_linear(weights, f"{name}_b_proj.weight", (width, dim), columns))
         self.o_proj.load(read_linear(weights, "o_proj.weight", (hidden, width), slice(None), columns))
         self._load_convolution(weights, width, columns)
         has_four_dims = "A_log" in weights and len(weights["A_log"].shape) == 4  # Kimi Linear's, not Ling's

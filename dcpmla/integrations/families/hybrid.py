@@ -79,8 +79,8 @@ class _Ling(_Hybrid):
         """Return layers of MLA and of linear attention."""
         kind = super().attention(config)
         floor = config.kda_lower_bound if config.kda_safe_gate else None
-        delta = replace(kind.delta, has_low_ranks=False, decay_floor=floor)
-        return replace(kind, has_output_gate=True, delta=delta)
+        delta = replace(kind.delta, low_ranks="", decay_floor=floor)
+        return replace(kind, num_gates=1, delta=delta)
 
 
 def _check(config: Any) -> None:
