@@ -1,4 +1,4 @@
-"""From a transformers config to the sizes that plans need: transformers builds the model on the meta device, rules say
+"""From a transformers config to the sizes that plans need: transformers builds the model without weights, rules say
 how the runtime cuts its parameters and which stay quantized.
 """
 
@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from dcpmla.hf_quantization import expert_codes, packed_codes, scale_block
 from dcpmla.integrations.families.routing import num_routed_experts
 from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.skeleton import build_skeleton
 from dcpmla.parallel.quantized import BLOCK, GROUP
 from dcpmla.planning.parameter import Parameter
 from dcpmla.planning.weights import ModelSize
@@ -45,8 +45,7 @@ def read_model(config: Any) -> ModelSize:
     """
     attention = attention_kind(config)
     try:
-        with torch.device("meta"):
-            model = getattr(transformers, type(config).__name__.replace("Config", "ForCausalLM"))(config)
+        model = build_skeleton(config)
     except Exception as error:  # transformers raises many kinds
         raise ValueError(f"model (--model): transformers builds no model of this config: {error}") from error
     num_routed, experts_per_token = _routing(config)

@@ -14,6 +14,7 @@ from dcpmla.comm.reduce import Reduce
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.model.block import VocabHead
 from dcpmla.model.glu import Glu
+from dcpmla.model.latent import Latent
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import ExpertPart, Gate, MoE, load_experts, unstack_experts
 from dcpmla.model.router import split_weight
@@ -93,7 +94,7 @@ class Parts:
 
     def _moe(self, name: str, module: Any) -> MoE:
         tp_rank, tp_size = self.placement.mesh.tp_rank, self.placement.mesh.tp_size
-        num_experts, hidden_size, size = module.experts.down_proj.shape
+        num_experts, width, size = module.experts.down_proj.shape
         check_experts(num_experts, size, tp_size, self.spreads_experts)
         weights = unstack_experts(self.weights, f"{name}.experts.", num_experts)
         own, columns = range(num_experts), self._cut(size)
@@ -103,7 +104,7 @@ class Parts:
         parts = [ExpertPart(f"{name}.experts.{number}.", size, columns) for number in own]
         shared = self._shared_parts(name, module, weights, parts[0])
         gate = self._gate(name, len(shared))
-        experts = load_experts(weights, parts + shared, hidden_size, self.expert_dtype, **self.placement.factory_kwargs)
+        experts = load_experts(weights, parts + shared, width, self.expert_dtype, **self.placement.factory_kwargs)
         has_mlp = hasattr(module, "shared_experts") and not shared
         adds_identity = getattr(module.experts, "zero_expert_num", 0) > 0 and tp_rank == 0
         return MoE(
@@ -114,7 +115,19 @@ class Parts:
             self._glu,
             num_experts + len(shared),
             adds_identity,
+            self._latent(name, width) if hasattr(module, "routed_expert_down_proj") else None,
         )
+
+    def _latent(self, name: str, width: int) -> Latent:
+        mesh, new = self.placement.mesh, self.placement.factory_kwargs
+        config, columns = self.model.config, cut(width, mesh.tp_rank, mesh.tp_size)
+        shape = width, config.hidden_size
+        down, up = Linear(*shape[::-1], **new), Linear(columns.stop - columns.start, config.hidden_size, **new)
+        down.load(read_linear(self.weights, f"{name}.routed_expert_down_proj.weight", shape))
+        up.load(read_linear(self.weights, f"{name}.routed_expert_up_proj.weight", shape[::-1], cols=columns))
+        has_norm = hasattr(self.model.get_submodule(name), "routed_expert_norm")
+        norm = self.vector(f"{name}.routed_expert_norm.weight") if has_norm else None
+        return Latent(down, up, norm, config.rms_norm_eps, columns, self.reduce)
 
     def _shared_parts(
         self, name: str, module: Any, weights: Mapping[str, Weight], expert: ExpertPart
@@ -123,7 +136,7 @@ class Parts:
         if not hasattr(module, "shared_experts") or self.spreads_experts:
             return []
         whole, hidden_size = module.shared_experts.gate_proj.weight.shape
-        if whole % expert.size:
+        if whole % expert.size or hidden_size != module.experts.down_proj.shape[1]:
             return []
         columns = expert.cut
         parts = [

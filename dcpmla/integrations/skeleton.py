@@ -4,21 +4,28 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import torch
 import transformers
-from accelerate import init_empty_weights
 
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.families.routing import Routing
+from dcpmla.integrations.families.table import family_of
 
 _PART = re.compile(r"model\.layers\.\d+|model\.\w+|\w+")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.")  # a tensor of one expert: its layer's prefix, its number
 
 
 def build_skeleton(config: Any) -> Any:
-    """Return transformers' model for a config, its parameters without memory."""
+    """Return transformers' model for a config, with its family's additions: rotary embeddings have values, other
+    parameters and buffers have no memory.
+    """
     model_class: Any = getattr(transformers, f"{type(config).__name__.removesuffix('Config')}ForCausalLM")
-    with init_empty_weights(include_buffers=False):
-        return model_class(config).eval()
+    with torch.device("meta"):
+        model = model_class(config).eval()
+        family_of(config).extend(model)
+    if hasattr(model.model, "rotary_emb"):
+        model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    return model
 
 
 def published_shapes(model: Any, names: Collection[str] = ()) -> dict[str, tuple[int, ...]]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dcpmla.model.experts import ExpertWeights, compute_experts
 from dcpmla.model.glu import Glu
+from dcpmla.model.latent import Latent
 from dcpmla.model.mlp import MLP
 from dcpmla.model.router import Router, route, router_logits, weigh
 from dcpmla.parallel.fp8 import PlainRows, plain
@@ -52,6 +53,7 @@ class MoE(nn.Module):
         experts: Experts, or slices of experts, of this rank; the first has the id first_expert.
         shared: MLP that all tokens go through; None if it is among the experts.
         num_experts: Number of experts of all ranks.
+        latent: Narrower rows that experts work on; None if they take x.
         adds_identity: Whether this rank adds the experts with higher ids, which are the identity (LongCat's zero
             experts).
     """
@@ -65,15 +67,17 @@ class MoE(nn.Module):
         glu: Glu,
         num_experts: int,
         adds_identity: bool,
+        latent: Latent | None = None,
     ) -> None:
         super().__init__()
         self.gate, self.experts, self.first_expert, self.shared = gate, experts, first_expert, shared
-        self.glu, self.num_experts, self.adds_identity = glu, num_experts, adds_identity
+        self.glu, self.num_experts, self.adds_identity, self.latent = glu, num_experts, adds_identity, latent
 
     @property
     def takes_quantized(self) -> bool:
         """True if quantized rows save work."""
-        return self.experts.takes_quantized or (self.shared is not None and self.shared.takes_quantized)
+        of_routed = self.experts.takes_quantized if self.latent is None else self.latent.down.takes_quantized
+        return of_routed or (self.shared is not None and self.shared.takes_quantized)
 
     def forward(self, x: PlainRows, token_ids: Tensor | None = None) -> Tensor:
         """Return this rank's share [T, hidden] of the layer's output for x [T, hidden], to be summed over the ranks.
@@ -83,7 +87,10 @@ class MoE(nn.Module):
         """
         expert_ids, expert_weights = self.gate(plain(x), token_ids)
         own_ids = expert_ids - self.first_expert if self.first_expert else expert_ids
-        out = compute_experts(x, own_ids, expert_weights, self.experts, self.glu, self.num_experts)
+        rows = x if self.latent is None else self.latent.down(x)
+        out = compute_experts(rows, own_ids, expert_weights, self.experts, self.glu, self.num_experts)
+        if self.latent is not None:
+            out = self.latent.leave(out)
         if self.shared is not None:
             out = out + self.shared(x)
         if self.adds_identity:

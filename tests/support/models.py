@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from dcpmla.integrations.families.table import FAMILIES as TABLE
+from tests.support.kimi_k3_files import TEXT, save_k3
 
 SPARSE_FAMILIES = ("deepseek_v32", "glm_moe_dsa")
 MLA_FAMILIES = (
@@ -25,8 +26,8 @@ MLA_FAMILIES = (
 )
 STATE_FAMILIES = tuple(  # requests have a state of fixed size; older transformers lack hybrids
     family
-    for family in ("deepseek_v4", "kimi_linear", "bailing_hybrid")
-    if hasattr(transformers, f"{TABLE[family].class_prefix}Config")
+    for family in ("deepseek_v4", "kimi_linear", "kimi_k3", "bailing_hybrid")
+    if hasattr(transformers, f"{TABLE['kimi_linear' if family == 'kimi_k3' else family].class_prefix}Config")
 )
 FAMILIES = (*MLA_FAMILIES, *STATE_FAMILIES)
 VOCAB_SIZE = 192  # also the eos id's home: 191 is left out of what prompts use
@@ -149,6 +150,9 @@ def tiny_config(family: str) -> Any:
             return transformers.KimiLinearConfig(
                 **{**_COMMON, "q_lora_rank": None}, **_HYBRID, linear_num_heads=24, linear_head_dim=8
             )
+        case "kimi_k3":
+            fields = {name: value for name, value in TEXT.items() if name != "model_type"}
+            return TABLE["kimi_linear"].read_config(fields)
         case "bailing_hybrid":
             return transformers.BailingHybridConfig(
                 **common, **_HYBRID, head_dim=8, layer_group_size=2, kda_lower_bound=-2.0
@@ -176,6 +180,8 @@ def random_model(config: Any, seed: int = 0) -> Any:
 
 
 def save_tiny(family: str, directory: Path) -> Any:
+    if family == "kimi_k3":  # transformers has no such model
+        return save_k3(directory)
     model = random_model(tiny_config(family))
     model.save_pretrained(directory)
     return model

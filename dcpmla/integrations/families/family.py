@@ -74,6 +74,9 @@ class Family:
         """
         return DenseKind(_mla_config(config), config.num_hidden_layers)
 
+    def extend(self, model: Any) -> None:
+        """Add what the family's models have beyond transformers' model, which has no weights."""
+
     def module_name(self, name: str, num_layers: int) -> str:
         """Return the name of transformers' module for a tensor of a checkpoint.
 

@@ -1,4 +1,4 @@
-"""Families of layers of MLA and of Kimi Delta Attention: Kimi Linear and Ling."""
+"""Families of layers of MLA and of Kimi Delta Attention, and Ling."""
 
 import re
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ _DELTA_FIELDS = {
 
 
 @dataclass(frozen=True)
-class _Hybrid(Family):
+class HybridFamily(Family):
     """A family whose blocks are DeepSeek-V3's but for their attention."""
 
     def attention(self, config: Any, has_mtp: bool = False) -> HybridKind:
@@ -62,17 +62,7 @@ class _Hybrid(Family):
 
 
 @dataclass(frozen=True)
-class _KimiLinear(_Hybrid):
-    """Kimi Linear, whose MLA has no positions."""
-
-    def attention(self, config: Any, has_mtp: bool = False) -> HybridKind:
-        """Return layers of MLA and of linear attention."""
-        kind = super().attention(config)
-        return replace(kind, config=replace(kind.config, use_rope=False))
-
-
-@dataclass(frozen=True)
-class _Ling(_Hybrid):
+class _Ling(HybridFamily):
     """Ling, whose MLA has gates of its output, and whose linear attention has a floor of its decays."""
 
     def attention(self, config: Any, has_mtp: bool = False) -> HybridKind:
@@ -83,7 +73,7 @@ class _Ling(_Hybrid):
         return replace(kind, num_gates=1, delta=delta)
 
 
-def _check(config: Any) -> None:
+def check_hybrid(config: Any) -> None:
     """Raise ValueError unless each layer is MLA or linear attention, and both exist."""
     rules = {_DELTA_FIELDS.get(name, name): rule for name, rule in rules_of(DeltaConfig).items()}
     check_fields(rules | {"layer_types": list_of(one_of(_TYPES)), "kda_safe_gate": FLAG}, vars(config))
@@ -94,5 +84,4 @@ def _check(config: Any) -> None:
         )
 
 
-KIMI_LINEAR = _KimiLinear("KimiLinear", check_attention=_check)
-LING = _Ling("BailingHybrid", check_attention=_check)
+LING = _Ling("BailingHybrid", check_attention=check_hybrid)

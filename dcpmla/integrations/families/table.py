@@ -9,7 +9,8 @@ from dcpmla.attention.kind import AttentionKind, DenseKind
 from dcpmla.fields import choices
 from dcpmla.integrations.families.deepseek_v4 import DEEPSEEK_V4
 from dcpmla.integrations.families.family import Family
-from dcpmla.integrations.families.hybrid import KIMI_LINEAR, LING
+from dcpmla.integrations.families.hybrid import LING
+from dcpmla.integrations.families.kimi import KIMI_LINEAR
 from dcpmla.integrations.families.longcat import LONGCAT
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.sparse import SparseFamily
