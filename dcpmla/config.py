@@ -171,8 +171,8 @@ class DCPConfig:
             attention over an fp8 cache multiplies in fp8; "auto" leaves them in the model's dtype.
         attention_backend, prefill_backend: Names of the backends that run decode's and prefill's attention
             (`dcpmla.attention.backends`); "auto" takes the first that can.
-        context_workspace_tokens: Upper bound on the cached tokens of one context chunk, over all requests. DeepSeek-V4
-            counts entries instead, each of which stands for several tokens.
+        context_workspace_tokens: Upper bound on the cached tokens of one context chunk, over all requests. In
+            DeepSeek-V4 it bounds entries instead, each the compressed form of several tokens.
         dcp_q_replicate: Whether each rank holds the query projection of all its DCP group's heads, so that decode
             gathers no queries. Costs memory, and dcp times the query's arithmetic in decode.
         dcp_project_before_merge: Whether decode applies W_UV before the merge, so that exchanged rows have v_head_dim
@@ -241,7 +241,7 @@ class DCPConfig:
 
     @property
     def chunk_alignment(self) -> int:
-        """Return the number of tokens of which each request's begin in a chunk is a multiple. With multiples of W I a
+        """Return a number of tokens; each request's part of a chunk begins at a multiple of it. With multiples of W I a
         chunk begins at the same local index on all ranks; the lcm with block_size follows vLLM.
         """
         return math.lcm(self.block_size, self.decode_context_parallel_size * self.cp_kv_cache_interleave_size)
@@ -249,5 +249,4 @@ class DCPConfig:
     @property
     def virtual_block_size(self) -> int:
         """Return the number of positions that one block id covers: block_size on each of the DCP ranks."""
-
         return self.block_size * self.decode_context_parallel_size

@@ -66,7 +66,6 @@ class Operator(Generic[Result]):
 
     def _flatten(self, args: tuple[Any, ...]) -> list[Any]:
         """Return the arguments with the fields of tuples instead of tuples; for None, a None for each field."""
-
         fields: list[Any] = []
         for key, value in zip(self._names, args, strict=False):
             kind = self._tuples.get(key)
