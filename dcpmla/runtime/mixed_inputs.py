@@ -156,7 +156,7 @@ class MixedInputs:
             seq_lens=columns.seq_lens[:num_tokens],
             local_seq_lens=columns.local_seq_lens[:num_tokens],
         )
-        return self._steps.share_graph(step, rows)
+        return self._steps.extend_graph(step, rows)
 
     def token_ids(self, size: MixedSize) -> Tensor:
         """Return the tokens [num_tokens] of a size, int64."""

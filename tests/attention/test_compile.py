@@ -98,7 +98,7 @@ def run_layer(
         parts = latents.split([config.kv_lora_rank, config.qk_rope_head_dim], -1)
         latents = quantize(*parts, layer.cache_dtype, layer.kv_scale)
     cos_sin = random(step.num_tokens, config.qk_rope_head_dim, dtype=torch.float32)
-    step = step.with_positions(cos_sin, query_factor(step.positions, config.llama_4_scaling, weight.dtype))
+    step = step.with_cos_sin(cos_sin, query_factor(step.positions, config.llama_4_scaling, weight.dtype))
     hidden_states = random(step.num_tokens + 2, config.hidden_size)
     index_keys = None
     if config.indexer is not None:

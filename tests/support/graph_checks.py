@@ -98,7 +98,7 @@ def check_stack(dcp: DCPConfig, num_layers: int, num_heads: int, device_type: st
     cos_sin = torch.cat([angles.cos(), angles.sin()], -1)
 
     def step(hidden: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
-        metadata = metadata.with_positions(cos_sin[metadata.positions])
+        metadata = metadata.with_cos_sin(cos_sin[metadata.positions])
         if topk is not None:
             metadata = with_selection(metadata, topk)
         for layer, kv_cache in zip(layers, cache, strict=True):

@@ -10,7 +10,7 @@ from dcpmla import ownership
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.calls import Segments
 from dcpmla.attention.chunks import cut_queries
-from dcpmla.attention.step import PART_ROWS, PIECE_ROWS, DecodeMetadata
+from dcpmla.attention.step import PART_ROWS, SEGMENT_ROWS, DecodeMetadata
 from dcpmla.upload import upload
 
 Part = tuple[slice, DecodeMetadata]
@@ -40,7 +40,7 @@ class DecodeLayout:
     @property
     def piece_len(self) -> int:
         """Return the most tokens of a piece."""
-        return max(1, PIECE_ROWS // self.num_heads)
+        return max(1, SEGMENT_ROWS // self.num_heads)
 
     @property
     def part_len(self) -> int:
