@@ -81,7 +81,7 @@ def max_chunk_tokens(max_model_len: int, max_num_seqs: int, alignment: int) -> i
     least max_num_seqs x alignment.
 
     Args:
-        alignment: Number of tokens at multiples of which chunks begin (`DCPConfig.chunk_alignment`).
+        alignment: Divisor of the positions where chunks begin (`DCPConfig.chunk_alignment`).
     Source: vLLM's chunked-prefill workspace for MLA.
     """
     return max(min(max(8 * max_model_len, 4 * max_num_seqs * alignment), 65536), max_num_seqs * alignment)
@@ -94,7 +94,7 @@ def chunk_bounds(context_lens: np.ndarray, max_tokens: int, alignment: int) -> I
 
     Args:
         max_tokens: Maximum tokens of a chunk, at least alignment.
-        alignment: Number of tokens at multiples of which each context's ranges begin.
+        alignment: Divisor of each begin.
     """
     room = max_tokens // alignment
     begin = np.zeros_like(context_lens)
