@@ -10,7 +10,7 @@ from dcpmla.attention.backends import PREFILL_BACKENDS, select_backend
 from dcpmla.attention.calls import PrefillCall, Segments
 from dcpmla.attention.sparse.mask import selection_mask
 from dcpmla.attention.step import ContextChunk, PrefillMetadata
-from dcpmla.cache.formats import check_kv_scale, dequantize, is_quantized, rope_dim_of
+from dcpmla.cache.formats import check_kv_scale, is_quantized, rope_dim_of, to_latents
 from dcpmla.comm.exchange import Exchange
 from dcpmla.merge import merge_partials
 from dcpmla.operators import operator
@@ -82,7 +82,7 @@ def dcp_mla_prefill(
     for index, chunk in enumerate(chunks):
         # A gather's function may keep the unordered rows alive. pop drops the only reference to it, so that these rows
         # are freed before the next gather allocates its own.
-        latents = _to_latents(started.pop()(), kv_c.shape[-1], kv_scale, q.dtype)
+        latents = _latents_of(started.pop()(), kv_c.shape[-1], kv_scale, q.dtype)
         started += [start_gather(following) for following in chunks[index + 1 : index + 2]]
         context_kv_c, context_k_pe = latents.split([kv_c.shape[-1], k_pe.shape[-1]], -1)
         # The running sum stays in float32, or wider, until the last chunk.
@@ -94,7 +94,7 @@ def dcp_mla_prefill(
     return out, lse
 
 
-def _to_latents(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _latents_of(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return cached rows as latents; rows of a plain cache are not copied."""
     return dequantize_rows(rows, kv_lora_rank, kv_scale, dtype) if is_quantized(rows.dtype) else rows.to(dtype)
 
@@ -119,8 +119,8 @@ def read_latents(kv_cache: Tensor, slots: Tensor) -> Tensor:
     runs=lambda rows, dtype: rows.is_cuda and dtype != torch.float64,
 )
 def dequantize_rows(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Dequantize rows [N, width] of an 8-bit cache to latents [N, L + R] (`formats.dequantize`). A custom op."""
-    return dequantize(rows, kv_lora_rank, kv_scale, dtype)
+    """Dequantize rows [N, width] of an 8-bit cache to latents [N, L + R] (`formats.to_latents`). A custom op."""
+    return to_latents(rows, kv_lora_rank, kv_scale, dtype)
 
 
 def up_project(

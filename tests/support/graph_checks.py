@@ -18,7 +18,7 @@ from dcpmla.attention.placement import Placement
 from dcpmla.attention.sparse.build import SparseStepBuilder
 from dcpmla.attention.sparse.step import with_selection
 from dcpmla.attention.step import StepMetadata, StepRequests
-from dcpmla.cache.formats import is_quantized, quantize
+from dcpmla.cache.formats import is_quantized, to_cache_rows
 from dcpmla.cache.latent import LatentCache, num_blocks
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
@@ -214,7 +214,7 @@ def draw_rows(num_rows: int, width: int, dtype: torch.dtype, generator: torch.Ge
     if dtype != torch.uint8:
         return torch.randn(num_rows, width, generator=generator).to(dtype)
     kv_c, k_pe = torch.randn(num_rows, 512 + 64, generator=generator).split([512, 64], -1)
-    return quantize(kv_c, k_pe, dtype, None)
+    return to_cache_rows(kv_c, k_pe, dtype, None)
 
 
 def copies(cache: LatentCache) -> list[Tensor]:
