@@ -72,7 +72,7 @@ class MLAConfig:
     """Geometry and constants of one MLA layer, before any sharding.
 
     Attributes:
-        scale: Factor of the attention scores. It includes constant factors of queries: YaRN's mscale^2, LongCat's.
+        scale: Factor of the attention scores. It includes YaRN's mscale^2 and LongCat's factor of queries.
         rms_norm_eps: Epsilon of the norms of both latents (q_c, kv_c); other norms have their own.
         rope_interleaved: Whether to rotate pairs (2i, 2i+1) (GPT-J, DeepSeek) instead of halves (i, i + R/2) (NeoX).
         use_rope: False for a layer without positions (NoPE), which leaves q_pe and k_pe as they are projected.
@@ -124,7 +124,7 @@ class MLAConfig:
 
     @property
     def latent_dim(self) -> int:
-        """Width of a cache row: the latent and the rotated shared key part."""
+        """Return L + R, the width of kv_c and k_pe together; `formats.row_width` gives the width of a cache row."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def heads_per_rank(self, tensor_parallel_size: int) -> int:
@@ -137,7 +137,7 @@ class MLAConfig:
         return self.num_heads // tensor_parallel_size
 
 
-_LABELS = {  # names of fields with the options that set them, where `option_label` does not fit
+_LABELS = {  # names of fields in errors, where `option_label` has another option or the field has none
     "tensor_parallel_size": "tensor_parallel_size (-tp)",
     "decode_context_parallel_size": "decode_context_parallel_size (-dcp)",
     "exchange_timeout": "exchange_timeout (--dcp-exchange-timeout)",
@@ -151,10 +151,10 @@ class DCPConfig:
 
     Attributes:
         cp_kv_cache_interleave_size: I, number of consecutive tokens on one rank before the next rank's.
-        dcp_comm_backend: "ag_rs" or "a2a" (collectives), "direct" (stores over NVLink), or "auto" to choose.
-        exchange_timeout: Seconds that `direct` waits on the device for a rank's part of an exchange.
-        check_exchange: Whether to compare the ranks' calls of the exchange before they are made (`CheckedExchange`):
-            slow, for finding bugs.
+        dcp_comm_backend: "ag_rs" (all-gather, then reduce-scatter), "a2a" (all-to-all), "direct" (stores over NVLink),
+            or "auto" to choose.
+        exchange_timeout: Seconds that `direct` waits on the device for rows of another rank.
+        check_exchange: Whether to compare the ranks' calls of the exchange before they are made: slow, to find bugs.
         dcp_exchange_dtype: Format in which decode's queries and partial outputs travel between ranks: "auto" unchanged,
             "fp8" e4m3 with scales (`direct` alone).
         block_size: Tokens of one cache block on one rank.
@@ -171,16 +171,16 @@ class DCPConfig:
             attention over an fp8 cache multiplies in fp8; "auto" leaves them in the model's dtype.
         attention_backend, prefill_backend: Names of the backends that run decode's and prefill's attention
             (`dcpmla.attention.backends`); "auto" takes the first that can.
-        context_workspace_tokens: Upper bound on the cached tokens of one context chunk, over all requests; in
-            DeepSeek-V4 on the entries, which compress several tokens each.
+        context_workspace_tokens: Upper bound on the cached tokens of one context chunk, over all requests. In
+            DeepSeek-V4 it bounds entries instead, each the compressed form of several tokens.
         dcp_q_replicate: Whether each rank holds the query projection of all its DCP group's heads, so that decode
             gathers no queries. Costs memory, and dcp times the query's arithmetic in decode.
         dcp_project_before_merge: Whether decode applies W_UV before the merge, so that exchanged rows have v_head_dim
-            columns, not kv_lora_rank. Only steps of at least 64 decode tokens do so: there the narrower rows save more
-            time than each rank needs to read W_UV of all the group's heads. Costs memory.
+            columns, not kv_lora_rank. Only calls with at least 64 decode tokens do so: there the narrower rows save
+            more time than each rank needs to read W_UV of all the group's heads. Costs memory.
     Raises:
         ValueError: A field has another type or is outside its range, sizes do not divide, options exclude each other,
-            or the workspace is smaller than one aligned chunk.
+            or context_workspace_tokens is below chunk_alignment.
     """
 
     tensor_parallel_size: _Ranks = 1
@@ -241,12 +241,12 @@ class DCPConfig:
 
     @property
     def chunk_alignment(self) -> int:
-        """Return how many tokens a context chunk is a multiple of. Multiples of W I make all ranks' parts of a chunk
-        begin at the same local index; the lcm with block_size follows vLLM, and a chunk may begin inside a block.
+        """Return a number of tokens; each request's part of a chunk begins at a multiple of it. With multiples of W I a
+        chunk begins at the same local index on all ranks; the lcm with block_size follows vLLM.
         """
         return math.lcm(self.block_size, self.decode_context_parallel_size * self.cp_kv_cache_interleave_size)
 
     @property
     def virtual_block_size(self) -> int:
-        """Positions that one block id covers: block_size on each of the DCP ranks."""
+        """Return the number of positions that one block id covers: block_size on each of the DCP ranks."""
         return self.block_size * self.decode_context_parallel_size

@@ -1,12 +1,12 @@
 """Custom ops (`torch.ops.dcpmla`): each is one node in a compiled graph, and a plain function elsewhere.
 
-`@operator` turns a reference, plain torch that specifies the operator and runs on any device, into a custom op. Of the
-arguments of `@operator`, `fake` makes results without values, for tracing; `kernel` runs instead of the reference where
-the condition `runs` holds; `mutates_args` names the arguments that are written. Without a kernel the reference always
-runs; it may be made of other operators, or launch a kernel itself.
+`@operator` turns a function, the reference, into a custom op. Of the arguments of `@operator`, `fake` makes results
+without values, for tracing; `kernel` runs instead of the reference where the condition `runs` holds; `mutates_args`
+names the arguments that are written. With a kernel, the reference is plain torch, which specifies the operator and runs
+on any device. Without one the reference always runs; it may call other operators or launch a kernel.
 
-A parameter may be a NamedTuple, or a NamedTuple or None. A schema has no tuples, so the custom op has the fields as
-arguments; they follow from the NamedTuple, so a call's fields are listed once. Callers pass tuples by position.
+A parameter may be a NamedTuple, or a NamedTuple or None. A schema has no tuples, so the custom op has the tuple's
+fields as arguments, and the reference's signature does not repeat them. Callers pass tuples by position.
 """
 
 import importlib
@@ -30,8 +30,8 @@ class Operator(Generic[Result]):
     """A reference and its kernel, and the custom op of both, which has no gradients.
 
     To dispatch a custom op, torch runs Python: up to 150 us a call on a slow CPU if arguments are mutated, and a layer
-    makes a dozen calls. So calls go through it only where they are traced, where a dispatch mode is
-    active, or where a gradient must be refused.
+    makes a dozen calls. So calls go through it only where they are traced, where a dispatch mode is active, or where
+    gradients are enabled: there a backward pass raises the custom op's error.
 
     Attributes:
         op: The custom op.
@@ -65,7 +65,7 @@ class Operator(Generic[Result]):
         return self._run(*args, **kwargs)
 
     def _flatten(self, args: tuple[Any, ...]) -> list[Any]:
-        """Return arguments with the fields of tuples instead of tuples, all None for None."""
+        """Return the arguments with the fields of tuples instead of tuples; for None, a None for each field."""
         fields: list[Any] = []
         for key, value in zip(self._names, args, strict=False):
             kind = self._tuples.get(key)
@@ -117,8 +117,8 @@ def operator(
             parameters, by name.
         kernel: Launcher of the kernel, "package.module:function", with the reference's parameters. It is imported when
             it runs first, because triton is installed on Linux only.
-        runs: Condition for the kernel, a function of parameters as `fake`. By default the first argument is on a GPU,
-            in bfloat16, float16 or float32.
+        runs: Function of some of the operator's parameters, like `fake`, that returns whether the kernel runs. By
+            default it runs if the first argument is on a GPU, in bfloat16, float16 or float32.
         mutates_args: Names of the tensors that are written.
     """
     return lambda reference: Operator(name, reference, fake, kernel, runs, mutates_args)

@@ -1,12 +1,11 @@
 """Ownership of tokens: the index arithmetic of decode context parallelism (DCP).
 
-W = dcp_size ranks share a sequence in groups of I = interleave tokens. Position p belongs to rank (p // I) % W. Its
-number among that rank's tokens is (p // (W * I)) * I + p % I. In a paged cache a block id covers block_size tokens on
-each rank, that is, block_size * W positions.
+W = dcp_size ranks store the tokens of a sequence in turn, I = interleave consecutive tokens each. Rank (p // I) % W
+stores the token at position p. The token's index among the tokens of that rank, its local index, is
+(p // (W * I)) * I + p % I. In a paged cache a block id covers block_size tokens on each rank: block_size * W positions.
 
-Functions of positions, indices and lengths take Python ints, integer tensors (any shape, any device) or, except
-`slot_mapping`, NumPy arrays, and return the same kind (`local_seq_lens` of all ranks: a tensor). Nothing here depends
-on torch.distributed.
+Functions take Python ints or integer tensors (any shape, any device) and return the same kind; all but `slot_mapping`
+take NumPy arrays, too. `local_seq_lens` of all ranks is a tensor. Nothing here depends on torch.distributed.
 """
 
 from collections.abc import Sequence
@@ -35,21 +34,21 @@ def owner_rank(position: Integers, dcp_size: int, interleave: int = 1) -> Intege
 
 
 def local_index(position: Integers, dcp_size: int, interleave: int = 1) -> Integers:
-    """Return the token's index among its owner's tokens; arguments and errors as in `owner_rank`."""
+    """Return the token's index among the tokens of its rank; arguments and errors as in `owner_rank`."""
     _check_layout(dcp_size, interleave)
     _check_non_negative("position", position)
     return position // (dcp_size * interleave) * interleave + position % interleave
 
 
-def global_position(local_index: Integers, dcp_rank: int, dcp_size: int, interleave: int = 1) -> Integers:
-    """Return the position in the sequence of a rank's local token, the inverse of (`owner_rank`, `local_index`).
+def global_position(index: Integers, dcp_rank: int, dcp_size: int, interleave: int = 1) -> Integers:
+    """Return the position of the token with a local index on a rank, the inverse of `owner_rank` and `local_index`.
 
     Raises:
         ValueError: dcp_size or interleave is below 1, dcp_rank is outside [0, dcp_size), or an int index is negative.
     """
     _check_layout(dcp_size, interleave, dcp_rank)
-    _check_non_negative("local_index", local_index)
-    return local_index // interleave * (dcp_size * interleave) + dcp_rank * interleave + local_index % interleave
+    _check_non_negative("index", index)
+    return index // interleave * (dcp_size * interleave) + dcp_rank * interleave + index % interleave
 
 
 @overload
@@ -69,8 +68,8 @@ def local_seq_lens(
         seq_lens: Lengths of whole sequences, any shape.
         dcp_rank: Rank in the DCP group; None for all ranks.
     Returns:
-        int32 tensor of the shape of seq_lens, with a last dim of size dcp_size added when dcp_rank is None. With a
-        dcp_rank, an int gives an int and an array an array.
+        Without dcp_rank, an int32 tensor [*shape of seq_lens, dcp_size]. With dcp_rank, an int32 tensor or array of
+        the shape of seq_lens, or an int, as seq_lens is one.
     Raises:
         ValueError: dcp_size or interleave is below 1, dcp_rank is outside [0, dcp_size), or an int length is negative.
     """
@@ -114,7 +113,7 @@ def slot_mapping(
 ) -> int | Tensor:
     """Map tokens to cache slots (block id x block_size + offset) on this rank, -1 where another rank owns the token.
 
-    For tensors, as DeepSeek-V4's compressor has them. `StepBuilder.slots` maps a whole step in NumPy, on the host.
+    DeepSeek-V4's compressor calls it on the device; `StepBuilder.slots` maps a whole step in NumPy, on the host.
 
     Args:
         positions: Positions [T] of tokens in their sequences; a negative position (padding) gets -1.
@@ -139,12 +138,12 @@ def slot_mapping(
 
 
 def window_bound(window: int, dcp_size: int, interleave: int) -> int:
-    """Return an upper bound on the tokens that one rank owns of any `window` positions (DeepSeek-V4's window)."""
+    """Return an upper bound on the tokens that one rank owns of `window` consecutive positions (DeepSeek-V4)."""
     return min(window, (window // (dcp_size * interleave) + 2) * interleave)
 
 
 def check_block_size(block_size: int, interleave: int) -> None:
-    """Raise ValueError unless each group of interleaved tokens fits within one block."""
+    """Raise ValueError unless the `interleave` tokens that a rank stores in turn never cross a block's boundary."""
     if block_size < 1:
         raise ValueError(f"block_size (--block-size) is {block_size}; it must be at least 1")
     if block_size % interleave:

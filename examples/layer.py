@@ -71,7 +71,7 @@ def main() -> None:
         cos_sin = torch.cat([angles.cos(), angles.sin()], -1).to(device)
         for start, end in [(0, PROMPT_LEN), *((pos, pos + 1) for pos in range(PROMPT_LEN, SEQ_LEN))]:
             step = StepBuilder(dcp, mesh.dcp_rank, device).build(StepRequests([end - start], [end], [block_table]))
-            out = layer(hidden_states[start:end], cache, step.with_positions(cos_sin[start:end]))
+            out = layer(hidden_states[start:end], cache, step.with_cos_sin(cos_sin[start:end]))
             check = faults.start()
             result = out[-1, :4].tolist()
             check()  # no result of a failed exchange is used

@@ -235,7 +235,7 @@ def test_slots_past_32_bits(dtype: torch.dtype) -> None:
         (lambda: ownership.owner_rank(-1, 2), "position is -1; it must not be negative"),
         (lambda: ownership.local_index(-4, 2), "position is -4; it must not be negative"),
         (lambda: ownership.local_index(4, 0), "dcp_size is 0; it must be at least 1"),
-        (lambda: ownership.global_position(-1, 0, 2), "local_index is -1; it must not be negative"),
+        (lambda: ownership.global_position(-1, 0, 2), "index is -1; it must not be negative"),
         (lambda: ownership.global_position(0, 2, 2), "dcp_rank is 2; with dcp_size 2 it must be in [0, 2)"),
         (lambda: ownership.global_position(0, -1, 2), "dcp_rank is -1; with dcp_size 2 it must be in [0, 2)"),
         (lambda: ownership.local_seq_lens(-1, 2), "seq_lens is -1; it must not be negative"),

@@ -49,7 +49,7 @@ exchange = select_exchange(dcp, mesh.dcp_group, device).exchange
 model = layer = MLAAttention(attention_kind(config).config, Placement(dcp, mesh, exchange, dtype, device))
 layer.load_weights(weights)
 requests = StepRequests(query_lens, seq_lens, block_tables)
-step = StepBuilder(dcp, mesh.dcp_rank, device).build(requests).with_positions(cos_sin)
+step = StepBuilder(dcp, mesh.dcp_rank, device).build(requests).with_cos_sin(cos_sin)
 """
 )
 GIVEN = {"README.md 1": STACK, "docs/quantization.md 0": LAYER, "docs/quantization.md 1": LAYER}

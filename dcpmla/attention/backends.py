@@ -22,12 +22,12 @@ class Backend(Generic[Call]):
     """A kernel of one phase, and the calls that it supports.
 
     Attributes:
-        obstacle: Function that returns why the backend does not support a call, or ""; called on a supported device.
+        obstacle: Function that returns why the backend does not support a call, or ""; with needs_gpu, for GPUs alone.
         run: Function that computes (out, lse); it imports the modules that only this kernel needs.
         sends_rows: Whether `run` of decode also takes a `Mailbox`: it then stores each finished row at the rank that
-            owns its head, and returns this rank's heads, merged from all ranks' rows.
+            owns the row's head, and returns this rank's heads, merged from all ranks' rows.
         joins_keys: Whether `run` of prefill copies k_nope and k_pe into one tensor (`join_keys`).
-        needs_gpu: Whether it supports no calls on a CPU.
+        needs_gpu: Whether the backend supports no calls on other devices than GPUs.
     """
 
     name: str
@@ -76,7 +76,7 @@ def find_backend(table: list[Backend[Call]], name: str, argument: str = "backend
 
 
 def passed_over(table: list[Backend[Call]], call: Call) -> dict[str, str]:
-    """Return, by name, why the backends before the chosen one do not support the call; all backends if none does."""
+    """Return why the backends before the first that supports the call do not, by name; all backends if none does."""
     found = {backend.name: backend.obstacle_to(call) for backend in table}
     return dict(takewhile(lambda item: item[1], found.items()))
 
@@ -85,10 +85,10 @@ def register_backend(table: list[Backend[Call]], backend: Backend[Call]) -> None
     """Insert a custom backend first in a table: DECODE_BACKENDS or PREFILL_BACKENDS.
 
     Raises:
-        ValueError: The table has a backend of that name.
+        ValueError: The table has a backend of that name, or the name is "auto".
     """
     if backend.name in ("auto", *(each.name for each in table)):
-        raise ValueError(f"backend.name is {backend.name!r}; the table has one of that name already")
+        raise ValueError(f"backend.name is {backend.name!r}; it must be new to the table, and not 'auto'")
     table.insert(0, backend)
 
 

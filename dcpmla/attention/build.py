@@ -76,8 +76,8 @@ class StepBuilder:
         absorbs_pieces: Whether pieces of prompts, of any number of tokens, may attend with absorbed queries.
         has_static_decodes: Whether the graphs of a step with prompts can include the attention of its decodes.
 
-    The class has dense MLA's values. DeepSeek-V4 and linear attention have states and absorb no pieces; with them and
-    with sparse MLA, decodes attend outside such graphs.
+    The class has dense MLA's values. DeepSeek-V4 and linear attention have states and absorb no pieces. Only dense MLA
+    has static decodes.
     """
 
     num_states = 0
@@ -104,7 +104,7 @@ class StepBuilder:
 
         Args:
             requests: Requests of the step, decodes first.
-            max_decode_query_len: Maximum new tokens of a decode; longer ones are cut into pieces of at most that many.
+            max_decode_query_len: Maximum tokens of a segment; decodes with more new tokens are cut into segments.
             num_decodes: Number of decodes, whatever their length; pieces of prompts that attend with absorbed queries
                 (`attention/routes.py`) are decodes, too. None counts the requests before the first one with more than
                 max_decode_query_len new tokens.
@@ -112,7 +112,7 @@ class StepBuilder:
                 this step.
         Raises:
             ValueError: Lengths do not match, a block table is too short, a block id is negative, num_decodes is
-                outside [0, num_reqs], or the cache lacks a state.
+                outside [0, num_reqs], or states are missing, out of range or given twice.
         """
         self.check(requests)
         longest = self.decode_query_len(max_decode_query_len)
@@ -140,27 +140,27 @@ class StepBuilder:
             decode=decode,
             prefill=prefill,
         )
-        return self.share(step, host, block_table, of_kind)
+        return self.extend(step, host, block_table, of_kind)
 
     def columns(self, host: HostStep) -> list[np.ndarray]:
         """Return the arrays that this kind of attention adds to the step's one upload."""
         return []
 
-    def share(self, step: StepMetadata, host: HostStep, block_table: Tensor, columns: Sequence[Tensor]) -> StepMetadata:
-        """Return the step with the numbers that layers of this kind read.
+    def extend(self, step: StepMetadata, host: HostStep, block_table: Tensor, arrays: Sequence[Tensor]) -> StepMetadata:
+        """Return the step with the metadata that only this kind of attention reads.
 
         Args:
             block_table: Block ids of each request [num_reqs, max_blocks], int32.
-            columns: The uploaded arrays of `columns`.
+            arrays: Arrays that the method `columns` returned, on the device.
         """
         return step
 
-    def share_graph(self, step: StepMetadata, rows: GraphRows) -> StepMetadata:
-        """Return the step of a decode graph with the static numbers that layers of this kind read."""
+    def extend_graph(self, step: StepMetadata, rows: GraphRows) -> StepMetadata:
+        """Return the step of a decode graph with the metadata that only this kind of attention reads."""
         return step
 
     def check(self, requests: StepRequests) -> None:
-        """Raise ValueError if lengths do not match, a block table is too short, or states are not the cache's."""
+        """Raise ValueError for lengths that do not match, a short block table, and states as `build` documents."""
         query_lens, seq_lens, block_tables, states = requests
         if not query_lens or not len(query_lens) == len(seq_lens) == len(block_tables):
             raise ValueError(
@@ -188,7 +188,7 @@ class StepBuilder:
             )
 
     def decode_query_len(self, max_decode_query_len: int) -> int:
-        """Return the maximum new tokens of a decode, at most max_decode_query_len."""
+        """Return the maximum tokens of a segment: the argument, or fewer in DeepSeek-V4."""
         return max_decode_query_len
 
     def local_seq_lens(self, positions: np.ndarray) -> np.ndarray:
@@ -218,7 +218,7 @@ class StepBuilder:
             longer = (index for index, length in enumerate(query_lens) if length > longest)
             num_decodes = next(longer, len(query_lens))
         elif not 0 <= num_decodes <= len(query_lens):
-            raise ValueError(f"num_decodes is {num_decodes}; it must be in [0, {len(query_lens)}], of all requests")
+            raise ValueError(f"num_decodes is {num_decodes}; it must be in [0, {len(query_lens)}], 0 to all requests")
         request = np.arange(len(query_lens), dtype=np.int32)
         if max(query_lens) > 1:
             request = np.repeat(request, query_lens)
@@ -234,7 +234,7 @@ class StepBuilder:
     def slots(self, host: HostStep) -> np.ndarray:
         """Return the slot [T] of each token on this rank, -1 where another rank owns the token.
 
-        One block id per token is looked up: a whole row of the table for each token would take [T, max_blocks].
+        It reads one block id for each token; `ownership.slot_mapping` would need a whole row of the table for each.
         """
         if not self.has_slots:
             return np.full(len(host.positions), -1)

@@ -188,8 +188,8 @@ class DecodeCall(NamedTuple):
 
     @property
     def block_size(self) -> int:
-        """Return the number of tokens for which an entry of the block table counts: block_size, or 1 in a cache whose
-        entries are numbers of single rows.
+        """Return the number of rows that an entry of the block table covers: the rows of a block, or 1 if entries are
+        row numbers.
         """
         return 1 if self.is_planar else self.kv_cache.shape[1]
 
@@ -217,11 +217,11 @@ class DecodeCall(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Row ranges of the requests in a flat ragged batch.
+    """Row ranges of the requests, or of the segments of cut requests, in a flat ragged batch.
 
     Attributes:
-        start: First row of each request, then the end of the last one [num_reqs + 1], on the host.
-        start_loc: The same as int32 [num_reqs + 1] on the device of the rows.
+        start: First row of each range, then the end of the last range [num_ranges + 1], on the host.
+        start_loc: The same numbers, int32, on the device of the rows.
     """
 
     start: tuple[int, ...]
@@ -229,7 +229,7 @@ class Segments(NamedTuple):
 
     @property
     def lens(self) -> list[int]:
-        """Return the number of rows of each request, on the host."""
+        """Return the number of rows of each range, on the host."""
         return [end - start for start, end in zip(self.start, self.start[1:], strict=False)]
 
 
@@ -239,13 +239,13 @@ class PrefillCall(NamedTuple):
     Attributes:
         q: Queries [T, h, P + R].
         k_nope, k_pe, v: Keys and values [S, h, P], [S, R], [S, h, V] with S > 0; a head's key is its part of k_nope,
-            then k_pe. Views with any strides but contiguous columns.
-        query_start, query_start_loc, key_start, key_start_loc: Rows of the requests in T, and in S: the `Segments` of
-            both.
+            then k_pe. Views with stride 1 along a row, and any other strides.
+        query_start, query_start_loc: `Segments` of the queries: rows of each request among the T queries.
+        key_start, key_start_loc: `Segments` of the keys: rows of each request among the S keys.
         scale: Softmax scale, positive.
-        causal: Whether query j of a request sees only its first j + 1 keys (it has as many keys as queries).
-        mask: Bit for each key that a query sees, in words of 32 bits: [T, ceil(N / 32)] int32, contiguous, where N is
-            the largest number of keys of a request (`selection_mask`); None for no mask.
+        causal: Whether query j of a request sees only keys 0 to j of it (queries and keys are the same tokens).
+        mask: Bits [T, ceil(N / 32)] in words of int32, contiguous. N is the largest number of keys of a request; a
+            query sees the keys whose bits are set (`selection_mask`). None for no mask.
         backend: Name of the backend that must run the call, or "auto".
 
     A backend returns out [T, h, V] in the dtype of q and lse [T, h] float32, natural log, contiguous; (0, -inf) for
@@ -267,12 +267,12 @@ class PrefillCall(NamedTuple):
 
     @property
     def queries(self) -> Segments:
-        """Return the rows of the requests in T."""
+        """Return the rows of each request among the queries."""
         return Segments(tuple(self.query_start), self.query_start_loc)
 
     @property
     def keys(self) -> Segments:
-        """Return the rows of the requests in S."""
+        """Return the rows of each request among the keys."""
         return Segments(tuple(self.key_start), self.key_start_loc)
 
 

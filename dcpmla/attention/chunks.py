@@ -1,5 +1,5 @@
 """Requests of a step in flat arrays, and their cached contexts in chunks: the rows that each rank brings to a gather,
-and the order of tokens in its result.
+and the order of tokens in the gather's result.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from dcpmla.upload import upload
 
 @dataclass(frozen=True)
 class ChunkBuilder:
-    """Chunks of one rank's cache.
+    """Builder of the chunks of steps, with the rows that one rank brings.
 
     Attributes:
         dcp: Layout of the cache over the ranks.
@@ -33,27 +33,26 @@ class ChunkBuilder:
     rows_per_block: int
 
     def build_all(self, lens: np.ndarray, alignment: int, table: Tensor) -> tuple[ContextChunk, ...]:
-        """Cut contexts of the given lengths into chunks that fit dcp.context_workspace_tokens (`chunk_bounds`)."""
+        """Cut contexts of the given lengths into chunks of at most dcp.context_workspace_tokens (`chunk_bounds`)."""
         bounds = chunk_bounds(lens, self.dcp.context_workspace_tokens, alignment)
         return tuple(self.build(begin, end, table) for begin, end in bounds)
 
     def build(self, begin: np.ndarray, end: np.ndarray, table: Tensor) -> ContextChunk:
         """Return the chunk of positions [begin[i], end[i]) of each request i.
 
-        The begin of every range that is not empty is a multiple of the chunks' alignment.
-
         Only numbers per request come from the host; numbers per token are computed on the device.
 
         Args:
+            begin, end: Positions [num_reqs]. In a range that is not empty, begin must be a multiple of W I.
             table: Block ids of each request [num_reqs, max_blocks], integers on the device.
         """
         size, interleave = self.dcp.decode_context_parallel_size, self.dcp.cp_kv_cache_interleave_size
         lens = end - begin
-        # Rank 0 owns the first group of an aligned chunk, so it has the most groups. All ranks pad to its number of
-        # groups; a group has I rows.
+        # Rank 0 stores the first I tokens of each range, so it has the most. All ranks pad to rank 0's number, rounded
+        # up to a multiple of I.
         padded_lens = -(-lens // (size * interleave)) * interleave
         start, padded_start = starts_of(lens), starts_of(padded_lens)
-        # Offsets of each request: position = token in the chunk + first offset, local index = row + second offset.
+        # Offsets of each request: position = token in the chunk + first offset; local index = row + second offset.
         offsets = begin - start[:-1], begin // size - padded_start[:-1]
         numbers, first_position = upload(
             [np.stack([lens, padded_lens, end, *offsets]), begin.astype(np.int32)], self.device
@@ -69,33 +68,33 @@ class ChunkBuilder:
         index = torch.arange(padded_start[-1], device=self.device) + row_offset[request]
         position = ownership.global_position(index, self.dcp_rank, size, interleave)
         tokens = torch.where(position < end_there[request], position - token_offset[request], -1)
-        # A padding row reads what follows its request's last token in the same block; `order` never points to it.
+        # A padding row reads a slot of the block of its request's last token in the chunk; `order` never points to it.
         block = table[request, index // self.rows_per_block].to(torch.int64)
         slots = block * self.rows_per_block + index % self.rows_per_block
         return ContextChunk(slots, order, tokens, segments_of(lens, self.device), first_position)
 
 
-def context_workspace_tokens(max_model_len: int, max_num_seqs: int, alignment: int) -> int:
-    """Return the `DCPConfig.context_workspace_tokens` that engines set: how many cached tokens a context chunk has.
+def max_chunk_tokens(max_model_len: int, max_num_seqs: int, alignment: int) -> int:
+    """Return the `DCPConfig.context_workspace_tokens` that engines set: the maximum tokens of a context chunk.
 
-    There is room for 8 of the longest contexts and for 4 x alignment tokens of every request, but for at most 64k
-    tokens, unless alignment tokens of every request are more.
+    It is the larger of 8 x max_model_len and 4 x max_num_seqs x alignment, reduced to 65,536 if it exceeds them, but at
+    least max_num_seqs x alignment.
 
     Args:
-        alignment: Tokens that a chunk is a multiple of (`DCPConfig.chunk_alignment`).
+        alignment: Divisor of the positions where chunks begin (`DCPConfig.chunk_alignment`).
     Source: vLLM's chunked-prefill workspace for MLA.
     """
     return max(min(max(8 * max_model_len, 4 * max_num_seqs * alignment), 65536), max_num_seqs * alignment)
 
 
 def chunk_bounds(context_lens: np.ndarray, max_tokens: int, alignment: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the positions [begin, end) of each request's context in each chunk, two arrays [num_prefills].
+    """Yield for each chunk the positions [begin, end) of each request's context, two arrays [num_prefills].
 
     The remaining contexts share a chunk equally; long ones get the space that short ones do not need.
 
     Args:
         max_tokens: Maximum tokens of a chunk, at least alignment.
-        alignment: Tokens that each begin is a multiple of.
+        alignment: Divisor of each begin.
     """
     room = max_tokens // alignment
     begin = np.zeros_like(context_lens)
@@ -107,7 +106,7 @@ def chunk_bounds(context_lens: np.ndarray, max_tokens: int, alignment: int) -> I
 
 
 def _share(needs: np.ndarray, room: int) -> np.ndarray:
-    """Share room among needs, integers [N], in equal parts that do not exceed their needs."""
+    """Divide room among N needs, integers [N], equally, but give none more than it needs."""
     shares = np.zeros_like(needs)
     while room and (is_open := shares < needs).any():
         added = np.minimum(needs - shares, max(1, room // int(is_open.sum())))
@@ -124,21 +123,21 @@ def segments_of(lens: Sequence[int] | np.ndarray, device: torch.device | str) ->
 
 
 def starts_of(lens: Sequence[int] | np.ndarray) -> tuple[int, ...]:
-    """Return the start of each length, and the total."""
+    """Return the first row of each of consecutive segments with the given lengths, then the end of the last."""
     return (0, *np.cumsum(lens).tolist())
 
 
 def cut_queries(lens: np.ndarray, max_query_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut requests of one token or more into pieces of max_query_len tokens; a request's last piece may be shorter.
+    """Cut requests of one token or more into segments of max_query_len tokens; a request's last may be shorter.
 
     Returns:
-        The length of each piece, and its request, int32.
+        The length of each segment, and its request, int32.
     """
-    num_pieces = -(-lens // max_query_len)
-    request = np.repeat(np.arange(len(lens), dtype=np.int32), num_pieces)
-    pieces = np.full(len(request), max_query_len)
-    pieces[np.cumsum(num_pieces) - 1] = lens - (num_pieces - 1) * max_query_len
-    return pieces, request
+    num_segments = -(-lens // max_query_len)
+    request = np.repeat(np.arange(len(lens), dtype=np.int32), num_segments)
+    segment_lens = np.full(len(request), max_query_len)
+    segment_lens[np.cumsum(num_segments) - 1] = lens - (num_segments - 1) * max_query_len
+    return segment_lens, request
 
 
 def positions_of(query_lens: Sequence[int], seq_lens: Sequence[int]) -> np.ndarray:
@@ -150,7 +149,7 @@ def positions_of(query_lens: Sequence[int], seq_lens: Sequence[int]) -> np.ndarr
 
 
 def pad_table(block_tables: Sequence[Sequence[int]], seq_lens: Sequence[int], block_tokens: int) -> np.ndarray:
-    """Return [num_reqs, max_blocks] int64: the blocks of each request, then block 0, which nothing reads.
+    """Return [num_reqs, max_blocks] int64: the block ids of each request, then zeros, which nothing reads.
 
     Args:
         block_tokens: Number of positions that a block id covers.

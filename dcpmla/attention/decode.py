@@ -1,8 +1,8 @@
 """Decode: each rank computes attention of all heads of its DCP group over the tokens that it caches; then the ranks'
 results are merged.
 
-Except for the gather of queries, no rank waits for another before it reads its cache: it attends only to rows that it
-has written itself.
+In a layer, ranks wait for each other only to gather queries and to merge results: in between, each rank attends only to
+rows of the cache that the same rank has written.
 """
 
 import torch
@@ -45,19 +45,19 @@ def mla_decode(
             (`cache/shared_format.py`), which are addressed row by row.
         block_table: Block ids of each request [num_reqs, max_blocks], int32, or row numbers where the cache is
             addressed by row; entries after its last block are not read.
-        seq_lens: Number of tokens of its request in this cache that each query token sees, counted from the first [T],
-            int32. Under DCP this is the causal bound on this rank: a token sees no fewer than the token before it. It
-            must not change while a kernel runs.
+        seq_lens: Number of tokens in this cache that each query token sees [T], int32: the first tokens of its request.
+            Under DCP this is the causal bound on this rank: a token sees no fewer than the token before it. It must not
+            change while a kernel runs.
         scale: Softmax scale, positive.
         kv_lora_rank: Width of the latent, which is the value.
-        request_index: Row of block_table of each request [num_reqs], int32, so that requests may share one. If None,
-            block_table has a row for each, in order.
+        request_index: Row of block_table of each request [num_reqs], int32. Several requests may have the same row, as
+            the segments of a long request do. If None, block_table has a row for each, in order.
         query_start_loc: First query token of each request, and the end [num_reqs + 1], int32; None when each has
             max_query_len query tokens. Rows of q after the last request are padding; their results are undefined.
         max_query_len: Largest number of query tokens of a request.
         workspace: Memory from `decode_workspace` for kernels that split a request over programs; consecutive calls may
             share it. None allocates it.
-        kv_scale, q_scale: Factors of an fp8 cache and of e4m3 queries, float32 of one element; else None.
+        kv_scale, q_scale: Scales of an fp8 cache and of e4m3 queries, float32 of one element; else None.
         dtype: Dtype of the output; None takes q's. Required where q is e4m3.
         backend: Name of a backend; "auto" takes the first of `backends.DECODE_BACKENDS` that can run the call.
     Returns:
@@ -89,13 +89,13 @@ def dcp_mla_decode(
     dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Attend as `mla_decode` to a cache that is sharded over the DCP group. Collective.
+    """Attend as `mla_decode`, which documents most arguments, to a cache sharded over the DCP group. Collective.
 
     Args:
-        q: Queries of this rank's heads [T, h, kv_lora_rank + rope]; with q_is_replicated, of all W ranks' heads
-            [T, W h, ...] in rank order. If q is a tuple, its parts are concatenated for the gather; with
-            q_is_replicated they are used as they are.
-        decode: Metadata of the step, with this rank's lengths. `mla_decode` documents the other arguments.
+        q: Queries of this rank's heads [T, h, kv_lora_rank + rope]. A tuple is concatenated for the gather.
+        decode: Metadata of the step, with this rank's lengths.
+        exchange: Exchange of the DCP group.
+        q_is_replicated: Whether q has the heads of all W ranks [T, W h, ...], in rank order; nothing is gathered then.
         w_uv: W_UV of all ranks' heads [W h, V, kv_lora_rank], equal on all ranks, or None on all. If given, values
             [.., V] are exchanged and merged instead of latents [.., kv_lora_rank].
     Returns:
@@ -130,7 +130,7 @@ def _empty_output(call: DecodeCall, mailbox: Mailbox | None) -> tuple[Tensor, Te
 
 @operator("mla_decode", fake=_empty_output, mutates_args=("workspace", "state"))
 def run_call(call: DecodeCall, mailbox: Mailbox | None) -> tuple[Tensor, Tensor]:
-    """Run a checked call; with a mailbox, return this rank's heads, merged from all ranks' rows."""
+    """Run a checked call; with a mailbox, which never takes fp8, return this rank's heads, merged over the ranks."""
     chosen = select_backend(DECODE_BACKENDS, call)
     if mailbox is None:
         return chosen.run(call)

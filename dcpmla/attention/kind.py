@@ -163,7 +163,7 @@ class DenseKind:
     ) -> StepMetadata:
         """Return a step with its positions' angles and query factor."""
         factor = query_factor(step.positions, self.config.llama_4_scaling, dtype)
-        return step.with_positions(rotary(step.positions, MAIN_ROTARY), factor)
+        return step.with_cos_sin(rotary(step.positions, MAIN_ROTARY), factor)
 
     def new_layer(self, layer: int, placement: Placement) -> AttentionLayer:
         """Return a layer of dense MLA."""

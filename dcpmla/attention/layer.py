@@ -25,8 +25,8 @@ from dcpmla.config import MLAConfig
 from dcpmla.parallel.fp8 import PlainRows, QuantizedRows, plain
 from dcpmla.parallel.linear import Weight
 
-# Number of decode tokens from which dcp_project_before_merge pays: exchanged rows are narrower, but each rank reads
-# W_UV of all the group's heads. Measured with `direct` on 4 H200s: slower at 32 tokens, faster at 128.
+# Number of decode tokens in a call from which dcp_project_before_merge pays: exchanged rows are narrower, but each rank
+# reads W_UV of all the group's heads. Measured with `direct` on 4 H200s: slower at 32 tokens, faster at 128.
 PROJECT_FIRST_TOKENS = 64
 # Number of tokens whose queries set q_scale: more tokens hardly raise the maximum. With 128 heads they take 144 MiB.
 _SCALED_TOKENS = 1024
@@ -46,7 +46,7 @@ class MLAAttention(AttentionWeights):
 
     Args:
         config: Geometry of the whole layer, before it is sharded.
-        placement: Ranks of the layer, and dtype and device of its parameters, uninitialized until `load_weights`.
+        placement: Ranks of the layer, and dtype and device of its parameters. `load_weights` initializes them.
         skip_topk: Whether the layer has no indexer of its own and attends to the tokens that an earlier layer selected
             (IndexCache, GLM-5).
         modules: Projections and norms that another engine has made and loaded; `load_weights` then reads scales and an
@@ -90,9 +90,9 @@ class MLAAttention(AttentionWeights):
                 fp8 codes (`NormedRows`). Rows from step.num_tokens on are padding.
             cache: Cache of this layer on this rank, written and read: latents in the format of dcp.kv_cache_dtype and,
                 with an indexer, index keys.
-            step: Metadata with the model's positions, and with a selection where tokens of a sparse model have more
-                than topk before them. None while memory is measured, before a cache exists: the memory of the largest
-                step is allocated and freed (`claim_memory`), and attention's output is zeros.
+            step: Metadata with the model's cos_sin and query_factor, and with a selection where tokens of a sparse
+                model have more than topk before them. None while memory is measured, before a cache exists: the memory
+                of the largest step is allocated and freed (`claim_memory`), and attention's output is zeros.
         Returns:
             [T, hidden], the same on all TP ranks. Callers must not read rows of padding.
         Raises:
@@ -129,16 +129,16 @@ class MLAAttention(AttentionWeights):
             return output.rows()
         cache = self._check(plain(hidden_states), cache, step)
         hidden_states = hidden_states[: step.num_tokens]
-        if self._lacks_scales and step.prefill is not None:  # a capture before the first prompt has decodes of padding
+        if self._lacks_scales and step.prefill is not None:  # captures of decodes come first, and set no scales
             self._calculate_scales(hidden_states, cache.latents, step)
         q_c, latents = self.down_project(hidden_states, cache.latents, step.slot_mapping, step.cos_sin)
         mha = None
-        # A graph contains all work that does not depend on the requests, and the attention of decodes. Replays whose
-        # decodes fit the graph call `_attend` with step.decode None; without a graph `_attend` does all of it.
+        # A graph also contains the projections of MHA and the attention of decodes. A replay whose decodes fit the
+        # graph calls `_attend` with step.decode None; without a graph `_attend` does these, too.
         if step.cut is not None:
             output.reserve()
             tokens = Tokens(q_c, step.cos_sin, step.query_factor)
-            mha = self.project_keys(tokens)
+            mha = self.prepare_mha(tokens)
             mha = mha._replace(kv=F.linear(latents[:, : self.config.kv_lora_rank], mha.w_kv_b.flatten(0, 1)))
             if step.decode is not None:
                 self._decode(tokens.rows(slice(0, step.num_decode_tokens)), cache.latents, step.decode, output)
@@ -155,9 +155,9 @@ class MLAAttention(AttentionWeights):
         output: OutputRows,
         step: StepMetadata,
     ) -> None:
-        """Write the output of the step's tokens into the first rows. Collective.
+        """Write the step's rows of `output`, then zeros into the rows of padding. Collective.
 
-        If a graph has written the rows of decodes (step.decode is None), only the rows of prefills are written.
+        If a graph has written the rows of decodes (step.decode is None), they are left as they are.
 
         Args:
             mha: Queries, keys and values of all tokens, if a graph has projected them.
@@ -171,7 +171,7 @@ class MLAAttention(AttentionWeights):
             self._decode(tokens.rows(decodes), cache.latents, step.decode, output)
         if step.prefill is not None:
             tokens, latents = tokens.rows(prefills), latents[prefills]
-            mha = self.project_keys(tokens) if mha is None else mha.rows(prefills)
+            mha = self.prepare_mha(tokens) if mha is None else mha.rows(prefills)
             self._prefill(tokens, latents, mha, cache.latents, step.prefill, output)
         output.pad()
 
@@ -194,7 +194,7 @@ class MLAAttention(AttentionWeights):
         dcp = self.dcp
         check_cache(cache.latents, dcp.block_size, self.cache_width, dcp.kv_cache_dtype, self.cache_dtype)
         step.check_blocks(cache.latents.shape[0])
-        if self.config.indexer is not None and step.cut is None:  # else each replay has its own requests
+        if self.config.indexer is not None and step.cut is None:  # replays after cuts bring selections
             check_selection(self.config.indexer.topk, cache.latents, step)
         if self.indexer is not None:
             num_blocks, block_size = cache.latents.shape[:2]
@@ -219,19 +219,19 @@ class MLAAttention(AttentionWeights):
     def _select(
         self, hidden_states: PlainRows, q_c: PlainRows, index_keys: Tensor | None, step: StepMetadata
     ) -> SelectedTokens | None:
-        """Return the tokens that each token attends to; None for all before it, in a dense layer or if no token has
-        more than topk. Collective.
+        """Return the tokens that each token attends to; None if each attends to all before it: in a dense layer, and
+        where no token has more than topk before it. Collective.
         """
         sparse = step.get(SparseMetadata)
         if self.config.indexer is None or sparse is None:
             return None
         if self.indexer is not None:
             assert index_keys is not None
-            self.indexer(hidden_states, q_c, index_keys, step)
+            self.indexer(hidden_states, q_c, index_keys, step)  # writes the selection
         return sparse.selection if sparse.max_seq_len > self.config.indexer.topk else None
 
     def _decode(self, tokens: Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
-        """Append the output of decode tokens, bounded in memory. Collective."""
+        """Append the output of decode tokens, in parts, so that memory is bounded. Collective."""
         # All heads of the DCP group attend to this rank's tokens.
         max_tokens = max(1, PART_ROWS // (self.num_heads * self.dcp.decode_context_parallel_size))
         if plain(tokens.q_c).shape[0] <= max_tokens:  # a compiler cannot trace the loop
@@ -249,7 +249,7 @@ class MLAAttention(AttentionWeights):
         prefill: PrefillMetadata,
         output: OutputRows,
     ) -> None:
-        """Append the output of prefill tokens; `latents` are their own [T, L + R]. Collective."""
+        """Append the output of prefill tokens, whose own latents are `latents`. Collective."""
         kv_c, k_pe = latents.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], -1)
         positions = None if tokens.selection is None else tokens.selection.positions
         out, _ = dcp_mla_prefill(

@@ -16,8 +16,8 @@ class PieceColumns(NamedTuple):
         positions, slot_mapping: Position and slot of each token [T], int64; 0 and -1 in padding.
         local_seq_lens, seq_lens: Number of tokens that each token sees on this rank, and on all [T], int32.
         request: Request of each token [T], int32; 0 in padding.
-        start_loc: First token of each cut piece, and the end [num_pieces + 1], int32.
-        request_index: Request of each cut piece [num_pieces], int32.
+        start_loc: First token of each segment, and the end [num_segments + 1], int32.
+        request_index: Request of each segment [num_segments], int32.
         block_table: Block ids of each request [num_reqs, max_blocks], int32.
     """
 
@@ -32,15 +32,15 @@ class PieceColumns(NamedTuple):
 
 
 def piece_columns(
-    steps: StepBuilder, requests: StepRequests, max_query_len: int, num_tokens: int, num_pieces: int
+    steps: StepBuilder, requests: StepRequests, max_query_len: int, num_tokens: int, num_segments: int
 ) -> PieceColumns:
     """Return the numbers of a step of absorbed pieces, padded to a fixed number of tokens.
 
     Args:
         steps: Builder of the step.
         requests: Requests of the step.
-        max_query_len: Most tokens of a piece; longer requests are cut.
-        num_tokens, num_pieces: Number of tokens and of pieces after padding.
+        max_query_len: Most tokens of a segment; longer requests are cut.
+        num_tokens, num_segments: Number of tokens and of segments after padding.
     Raises:
         ValueError: The requests are invalid (`check`), or have more tokens.
     """
@@ -49,7 +49,7 @@ def piece_columns(
     host, num_real = steps.on_host(requests, max_query_len, len(lens)), int(lens.sum())
     if num_real > num_tokens:
         raise ValueError(f"query_lens has {num_real} tokens; at most {num_tokens} are allowed")
-    start_loc, request_index = cut_starts(lens, max_query_len, num_tokens, num_pieces)
+    start_loc, request_index = cut_starts(lens, max_query_len, num_tokens, num_segments)
 
     def pad(values: np.ndarray, dtype: type, fill: int = 0) -> np.ndarray:
         column: np.ndarray = np.full(num_tokens, fill, dtype=dtype)
@@ -68,20 +68,22 @@ def piece_columns(
     )
 
 
-def cut_starts(lens: np.ndarray, max_query_len: int, num_tokens: int, num_pieces: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut requests, and the padding after them, into pieces.
+def cut_starts(
+    lens: np.ndarray, max_query_len: int, num_tokens: int, num_segments: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cut requests, and the padding after them, into segments.
 
     Args:
         lens: Tokens of each request, at least 1.
-        num_tokens, num_pieces: Number of tokens and of pieces after padding.
+        num_tokens, num_segments: Number of tokens and of segments after padding.
     Returns:
-        The first token of each piece, and the end [num_pieces + 1], int32; the request of each piece [num_pieces],
+        The first token of each segment, and the end [num_segments + 1], int32; the request of each [num_segments],
         int32, 0 for padding.
     """
     padding = [num_tokens - int(lens.sum())] if lens.sum() < num_tokens else []
-    pieces, index = cut_queries(np.append(lens, padding).astype(np.int64), max_query_len)
-    start_loc = np.full(num_pieces + 1, num_tokens, dtype=np.int32)
-    start_loc[: len(pieces) + 1] = starts_of(pieces)
-    request_index = np.zeros(num_pieces, dtype=np.int32)
+    segment_lens, index = cut_queries(np.append(lens, padding).astype(np.int64), max_query_len)
+    start_loc = np.full(num_segments + 1, num_tokens, dtype=np.int32)
+    start_loc[: len(segment_lens) + 1] = starts_of(segment_lens)
+    request_index = np.zeros(num_segments, dtype=np.int32)
     request_index[: len(index)] = np.where(index < len(lens), index, 0)
     return start_loc, request_index

@@ -1,4 +1,4 @@
-"""Prefill: new tokens attend to themselves, then to their context chunk by chunk, each rank for its own heads."""
+"""Prefill: new tokens attend to each other, then to their context chunk by chunk, each rank for its own heads."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from dcpmla.attention.backends import PREFILL_BACKENDS, select_backend
 from dcpmla.attention.calls import PrefillCall, Segments
 from dcpmla.attention.sparse.mask import selection_mask
 from dcpmla.attention.step import ContextChunk, PrefillMetadata
-from dcpmla.cache.formats import check_kv_scale, dequantize, is_quantized, rope_dim_of
+from dcpmla.cache.formats import check_kv_scale, is_quantized, rope_dim_of, to_latents
 from dcpmla.comm.exchange import Exchange
 from dcpmla.merge import merge_partials
 from dcpmla.operators import operator
@@ -33,12 +33,12 @@ def dcp_mla_prefill(
     *,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Attend from prefill tokens to themselves and to a context cached on all ranks of the DCP group. Collective.
+    """Attend from prefill tokens to each other and to a context cached on all ranks of the DCP group. Collective.
 
-    No merge across ranks is needed: after the gather each rank has all keys for its own heads. Each gather runs
-    during the attention before it. Rows of 8-bit caches are dequantized after the gather, so that fewer bytes travel.
-    New tokens attend to their own latents before the cache rounds them. In sparse attention a mask excludes keys that a
-    token did not select: a bit for each key, made for the new tokens, then chunk by chunk.
+    No merge across ranks is needed: after the gather each rank has all keys for its own heads. A gather starts before
+    the attention that precedes it. Rows of 8-bit caches are dequantized after the gather, so that fewer bytes travel.
+    Latents of new tokens are used as they are before the cache rounds them. In sparse attention a mask, made for the
+    new tokens and for each chunk, excludes keys that a token did not select.
 
     Args:
         q: [T, h, P + R], rotated.
@@ -47,8 +47,8 @@ def dcp_mla_prefill(
         w_kv_b: Up-projection [h, P + V, L] of this rank's heads, each head's W_UK stacked on its W_UV; or a function
             that applies it.
         kv_scale: Scale of an fp8 cache, float32 of one element; None for other caches.
-        positions: Positions that each token attends to [T, topk] int32 (`SelectedTokens.positions`), at most
-            its own; None if it attends to all.
+        positions: Positions of the tokens that each token selected [T, topk] int32 (`SelectedTokens.positions`), none
+            after its own; None if each token attends to all before it.
         kv: Keys' nope part and values of the new tokens [T, h (P + V)], if they are projected already.
         backend: Name of a backend; "auto" takes the first of `backends.PREFILL_BACKENDS` that supports the call.
     Returns:
@@ -82,10 +82,10 @@ def dcp_mla_prefill(
     for index, chunk in enumerate(chunks):
         # A gather's function may keep the unordered rows alive. pop drops the only reference to it, so that these rows
         # are freed before the next gather allocates its own.
-        latents = _to_latents(started.pop()(), kv_c.shape[-1], kv_scale, q.dtype)
+        latents = _latents_of(started.pop()(), kv_c.shape[-1], kv_scale, q.dtype)
         started += [start_gather(following) for following in chunks[index + 1 : index + 2]]
         context_kv_c, context_k_pe = latents.split([kv_c.shape[-1], k_pe.shape[-1]], -1)
-        # The running sum stays in float32, or wider, until the last chunk.
+        # Merged results stay in float32, or wider, until the last chunk.
         dtype = q.dtype if chunk is chunks[-1] else torch.promote_types(q.dtype, torch.float32)
         out, lse = merge_part(
             out, lse, *attend(context_kv_c, context_k_pe, chunk.keys, chunk.first_position, causal=False), dtype
@@ -94,7 +94,7 @@ def dcp_mla_prefill(
     return out, lse
 
 
-def _to_latents(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _latents_of(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return cached rows as latents; rows of a plain cache are not copied."""
     return dequantize_rows(rows, kv_lora_rank, kv_scale, dtype) if is_quantized(rows.dtype) else rows.to(dtype)
 
@@ -119,8 +119,8 @@ def read_latents(kv_cache: Tensor, slots: Tensor) -> Tensor:
     runs=lambda rows, dtype: rows.is_cuda and dtype != torch.float64,
 )
 def dequantize_rows(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Dequantize rows [N, width] of an 8-bit cache to latents [N, L + R] (`formats.dequantize`). A custom op."""
-    return dequantize(rows, kv_lora_rank, kv_scale, dtype)
+    """Dequantize rows [N, width] of an 8-bit cache to latents [N, L + R] (`formats.to_latents`). A custom op."""
+    return to_latents(rows, kv_lora_rank, kv_scale, dtype)
 
 
 def up_project(
@@ -159,7 +159,7 @@ def mha_prefill(call: PrefillCall) -> tuple[Tensor, Tensor]:
     runs=lambda out: out.is_cuda,
 )
 def merge_part(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Merge one more part into (out, lse): `merge_partials` of the two, in float32 at least.
+    """Merge one more partial result into (out, lse): `merge_partials` of the two, in float32 at least.
 
     Args:
         out, part: Outputs [T, h, V] over disjoint keys, any float dtypes, contiguous. Rows with lse -inf are ignored.

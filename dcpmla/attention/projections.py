@@ -1,8 +1,8 @@
 """The operations between projections, cache and attention: norms, RoPE, the cache write, W_UK absorbed into queries,
 W_UV applied to outputs.
 
-Most are custom ops (`torch.ops.dcpmla`). The torch code here specifies them and runs on CPUs and in float64; GPUs run
-the kernels of `attention/triton/projections.py` and `attention/triton/rope.py`. No gradients.
+Most are custom ops (`torch.ops.dcpmla`) without gradients. The torch code here specifies them and runs on CPUs and in
+float64, for a plain W_UV also on GPUs. There the others run kernels of `attention/triton/projections.py` and `rope.py`.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Tokens(NamedTuple):
-    """Inputs of the query projection of some tokens, and the selection of tokens that these attend to.
+    """Tokens of a step, as inputs of the query projection, and the selection of tokens that they attend to.
 
     Attributes:
         q_c: Query latents [T, Lq] after their norm, or hidden states [T, hidden] where queries are not compressed.
@@ -34,18 +34,18 @@ class Tokens(NamedTuple):
     selection: SelectedTokens | None = None
 
     def rows(self, rows: slice) -> "Tokens":
-        """Return some of the tokens."""
+        """Return the tokens in rows."""
         selection = None if self.selection is None else self.selection.rows(rows)
         return Tokens(self.q_c[rows], rows_of(self.cos_sin, rows), rows_of(self.query_factor, rows), selection)
 
 
 class MHAInputs(NamedTuple):
-    """Inputs of multi-head attention (MHA) of some tokens to each other.
+    """Inputs of multi-head attention (MHA) of new tokens, to each other and to their contexts.
 
     Attributes:
         q: Queries of this rank's heads [T, h, P + R], rotated.
-        kv: Keys' nope part and values [T, h (P + V)]; None if they are not projected yet.
-        w_kv_b: Weight [h, P + V, L] that projects latents to kv, also for the context.
+        kv: The new tokens' nope part of keys and values [T, h (P + V)]; None if they are not projected yet.
+        w_kv_b: Weight [h, P + V, L] that projects latents, of new tokens and of contexts, to kv.
     """
 
     q: Tensor
@@ -53,12 +53,12 @@ class MHAInputs(NamedTuple):
     w_kv_b: Tensor
 
     def rows(self, rows: slice) -> "MHAInputs":
-        """Return the inputs of some of the tokens."""
+        """Return the inputs of the tokens in rows."""
         return MHAInputs(self.q[rows], None if self.kv is None else self.kv[rows], self.w_kv_b)
 
 
 def rows_of(tensor: Tensor | None, tokens: slice) -> Tensor | None:
-    """Return some rows of a tensor, None for none."""
+    """Return the tokens' rows of a tensor, or None if the tensor is None."""
     return None if tensor is None else tensor[tokens]
 
 
@@ -67,7 +67,7 @@ def apply_rope(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
 
     Args:
         x: Values [T, R] or [T, h, R], any float dtype.
-        cos_sin: Angles [T, R] float32, R / 2 cosines then R / 2 sines, times YaRN's factor, if any.
+        cos_sin: Cosines of R / 2 angles, then their sines [T, R], float32, times YaRN's factor if there is one.
         interleaved: Whether pairs are (2i, 2i+1), GPT-J's layout; else (i, i + R/2), NeoX's.
     Returns:
         A tensor of x's shape and dtype; each rotated pair stays in the columns it came from.
@@ -121,7 +121,7 @@ def finish_latents(
     kv_scale: Tensor | None,
     quantizes: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Normalize both latents, rotate k_pe, and write the rows that this rank owns into the cache.
+    """Normalize q_c and kv_c, rotate k_pe, and write the latents that this rank owns into the cache.
 
     Args:
         down: Fused down-projection [T, Lq + L + R]: q_c (Lq may be 0), kv_c, k_pe.
@@ -130,7 +130,7 @@ def finish_latents(
         q_weight, kv_weight: Weights of the norms, [Lq] or None, and [L].
         kv_lora_scale: Factor of kv_c after its norm (LongCat).
         cos_sin: [T, R] float32 as in `apply_rope`; None leaves k_pe as it is.
-        kv_scale: Scale of an fp8 cache (`formats.quantize`), float32 of one element; None for other caches.
+        kv_scale: Scale of an fp8 cache (`formats.to_cache_rows`), float32 of one element; None for other caches.
         quantizes: Whether to return q_c quantized as well, bit for bit as `quantize_rows` does; Lq must then be a
             multiple of 128.
     Returns:
@@ -185,7 +185,7 @@ def absorb_query(
 
 @operator("rotate_query_", kernel="dcpmla.attention.triton.rope:rotate_query_", fake=nothing, mutates_args=("q",))
 def rotate_query_(q: Tensor, cos_sin: Tensor, rope_interleaved: bool) -> None:
-    """Rotate the last R columns of q [T, h, P + R] in place by cos_sin [T, R] (`apply_rope`)."""
+    """Rotate the last R columns of q [T, h, P + R] in place, as `apply_rope` by cos_sin [T, R]."""
     q_pe = q[..., q.shape[-1] - cos_sin.shape[-1] :]
     q_pe.copy_(apply_rope(q_pe, cos_sin, rope_interleaved))
 
@@ -197,7 +197,7 @@ def rotate_query_(q: Tensor, cos_sin: Tensor, rope_interleaved: bool) -> None:
     runs=lambda out, w_scales: w_scales is not None and out.dtype in _DTYPES and runs_fp8(out.device),
 )
 def project_values(out: Tensor, w_uv: Tensor, w_scales: Tensor | None = None) -> Tensor:
-    """Turn attention over latents, out [T, h, L], into values [T, h V], the input of o_proj, by w_uv [h, V, L].
+    """Turn attention over latents, out [T, h, L], into values [T, h V] by w_uv [h, V, L], before or after the merge.
 
     Args:
         w_scales: Scales of a w_uv in e4m3 (`BlockFp8`), float32 [h, V / 128, L / 128].
@@ -208,9 +208,9 @@ def project_values(out: Tensor, w_uv: Tensor, w_scales: Tensor | None = None) ->
 
 
 def project_into(out: Tensor, w_uv: Tensor, w_scales: Tensor | None, values: Tensor) -> None:
-    """Compute `project_values` by plain torch, into values [T, h V] whose columns are contiguous."""
+    """Compute `project_values` by plain torch, into values [T, h V] with stride 1 along a row."""
     w_uv = _values_of(w_uv, w_scales, out.dtype)
-    # A matrix product writes into any result with contiguous columns, so no transposition is copied.
+    # A matrix product writes into any result with stride 1 along its rows, so no transposition is copied.
     torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2), out=values.view(-1, *w_uv.shape[:2]).transpose(0, 1))
 
 

@@ -48,7 +48,7 @@ def _decode_tile(call: DecodeCall, block_table: Tensor, tokens: slice) -> tuple[
     if call.is_planar:
         kv = shared_rows.read_rows(call.kv_cache, block_table, call.kv_lora_rank, dtype)
     else:
-        kv = formats.dequantize(call.kv_cache[block_table].flatten(1, 2), call.kv_lora_rank, call.kv_scale, dtype)
+        kv = formats.to_latents(call.kv_cache[block_table].flatten(1, 2), call.kv_lora_rank, call.kv_scale, dtype)
     valid = torch.arange(kv.shape[1], device=q.device) < seq_lens[:, None]
     kv = kv.masked_fill(~valid[..., None], 0.0)  # unwritten slots may hold NaN, and 0 x NaN is NaN
     q = q if call.q_scale is None else q * call.q_scale

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 
-from dcpmla.attention.step import PIECE_ROWS
+from dcpmla.attention.step import SEGMENT_ROWS
 from dcpmla.cache.formats import row_width, storage_dtype
 from dcpmla.config import DCPConfig, MLAConfig
 
@@ -126,7 +126,7 @@ class RouteCosts:
     @cached_property
     def tokens_per_request(self) -> int:
         """Return how many tokens absorbed attention takes at a time (`StepBuilder.build`, max_decode_query_len)."""
-        return max(1, PIECE_ROWS // (self._num_heads * self.dcp.decode_context_parallel_size))
+        return max(1, SEGMENT_ROWS // (self._num_heads * self.dcp.decode_context_parallel_size))
 
     @cached_property
     def _num_heads(self) -> int:

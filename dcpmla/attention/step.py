@@ -1,7 +1,7 @@
 """Attention metadata of a step, one pass of a batch. It is built once from numbers on the host (`attention/build.py`),
 then passed to every layer as an argument.
 
-A batch is flat: first the tokens of decodes (one each, or a few with speculation), then the tokens of prefills.
+A batch is flat: first tokens that attend with absorbed queries (decodes), then tokens that attend by MHA (prefills).
 """
 
 from bisect import bisect_right
@@ -15,9 +15,9 @@ from torch import Tensor
 from dcpmla.attention.calls import Segments
 from dcpmla.config import MLAConfig
 
-# A request is cut into pieces of this many query rows (tokens x heads): two tiles of 64, which read the same keys.
-PIECE_ROWS = 128
-PART_ROWS = 1 << 16  # Query rows that attend at a time. With DeepSeek's widths they take 75 MB.
+# Query rows (tokens x heads) of a segment (`attention/routes.py`): two tiles of 64 rows that read the same keys.
+SEGMENT_ROWS = 128
+PART_ROWS = 1 << 16  # Maximum query rows of a part. With DeepSeek's widths they take 75 MB.
 
 
 class StepRequests(NamedTuple):
@@ -45,19 +45,19 @@ class StepRequests(NamedTuple):
 class DecodeMetadata:
     """Tokens that attend with absorbed queries: decodes, drafts, and short pieces of prompts.
 
-    A request with more than max_query_len new tokens is cut into pieces of at most max_query_len. Kernels treat a piece
-    as a request and so spread it over the GPU; all pieces of a request use its row of the block table. Where no request
-    is cut, each is one piece.
+    A request with more than max_query_len new tokens is cut into segments of at most max_query_len. Kernels treat a
+    segment as a request, and so spread a long request over the GPU; all segments of a request use the same row of the
+    block table. A request that is not cut is one segment.
 
     Attributes:
         block_table: Block ids of each request [num_decodes, max_blocks], int32.
-        local_seq_lens: Number of tokens on this rank that each new token sees: its request's, up to and including its
-            own position [num_decode_tokens], int32. A token at a position of another rank sees no more here than the
-            token before it.
-        queries: Ranges of the pieces in the rows of new tokens; None when all pieces have max_query_len tokens.
-        max_query_len: Maximum tokens of a piece.
-        workspace: Memory of kernels that split a piece over programs (`decode_workspace`); None where no kernel does.
-        request_index: Row of block_table of each piece [num_pieces], int32; None when no request is cut.
+        local_seq_lens: Number of this rank's tokens that each new token sees [num_decode_tokens], int32: tokens of the
+            same request, up to the new token's position. A new token that another rank stores sees as many tokens
+            here as the token before it.
+        queries: Rows of each segment among the new tokens; None when all segments have max_query_len tokens.
+        max_query_len: Maximum tokens of a segment.
+        workspace: Memory of kernels that split a segment over programs (`decode_workspace`); None if no kernel does.
+        request_index: Row of block_table of each segment [num_segments], int32; None when no request is cut.
     """
 
     block_table: Tensor
@@ -69,13 +69,13 @@ class DecodeMetadata:
 
     @property
     def query_start_loc(self) -> Tensor | None:
-        """Return the first row of each piece, and the end of the last, [num_pieces + 1] int32; None as `queries`."""
+        """Return the first row of each segment, and the end [num_segments + 1] int32; None if `queries` is None."""
         return None if self.queries is None else self.queries.start_loc
 
     def parts(self, max_tokens: int) -> Iterator[tuple[slice, "DecodeMetadata"]]:
-        """Yield parts of whole pieces that have at most max_tokens tokens together, or of a single larger piece.
+        """Yield the rows and metadata of parts. A part has at most max_tokens tokens, or one longer segment.
 
-        All ranks yield the same parts, because each part makes an exchange.
+        Each part makes an exchange, and all ranks yield the same parts, because numbers of this rank have no influence.
         """
         num_tokens = len(self.local_seq_lens)
         if num_tokens <= max_tokens:
@@ -86,11 +86,11 @@ class DecodeMetadata:
         first = 0
         while first < len(starts) - 1:
             last = max(first + 1, bisect_right(starts, starts[first] + max_tokens) - 1)
-            yield slice(starts[first], starts[last]), self._requests(first, last, slice(starts[first], starts[last]))
+            yield slice(starts[first], starts[last]), self._part(first, last, slice(starts[first], starts[last]))
             first = last
 
-    def _requests(self, first: int, last: int, tokens: slice) -> "DecodeMetadata":
-        """Return the part of pieces [first, last), which have these tokens."""
+    def _part(self, first: int, last: int, tokens: slice) -> "DecodeMetadata":
+        """Return the part of segments [first, last), which have these tokens."""
         table, index, queries = self.block_table, self.request_index, self.queries
         if queries is not None:
             start = tuple(at - tokens.start for at in queries.start[first : last + 1])
@@ -99,25 +99,25 @@ class DecodeMetadata:
             table = table[first:last]
         else:
             index = index[first:last].clone()
-        # Copies start at multiples of 16 bytes, because Triton would compile another kernel for other addresses.
+        # A slice may begin between multiples of 16 bytes, for which Triton would compile another kernel; a copy never.
         lens = self.local_seq_lens[tokens].clone()
         return DecodeMetadata(table, lens, queries, self.max_query_len, self.workspace, index)
 
 
 @dataclass(frozen=True)
 class ContextChunk:
-    """A piece of every prefill request's cached context, small enough for the workspace.
+    """A range of positions of every prefill's cached context, at most `context_workspace_tokens` in all.
 
     Attributes:
-        local_slots: Slots of this rank's cached tokens of the chunk [N], int64, request after request, padded to the
-            same N on all ranks.
+        local_slots: Slots of this rank's cached tokens of the chunk [N], int64, request after request. Each request's
+            slots are padded to the same number on all ranks.
         order: order[s] is the row of token s in the concatenation [W N] of all ranks' rows. The S tokens are sorted by
             request, then by position. [S], int64.
         tokens: tokens[n] is the token in [0, S) that this rank's row n holds, -1 for padding [N], int64. Collectives
             reorder by `order` after the gather; `direct` stores each row at its token's row by `tokens`.
-        keys: Range of each request's tokens among the S tokens.
-        first_position: Position of each request's first token here [num_prefills], int32. For a request without tokens
-            here, the position up to which earlier chunks have its context.
+        keys: Rows of each request among the S tokens.
+        first_position: Position of each request's first token in the chunk [num_prefills], int32; for a request
+            without tokens in the chunk, the end of its range in the chunk before.
     """
 
     local_slots: Tensor
@@ -129,10 +129,10 @@ class ContextChunk:
 
 @dataclass(frozen=True)
 class PrefillMetadata:
-    """Requests with many new tokens.
+    """Requests that attend by MHA.
 
     Attributes:
-        queries: New tokens of each request, counted from the first prefill token.
+        queries: Rows of each request among the prefill tokens.
         first_position: Position of each request's first new token [num_prefills], int32.
         context_chunks: Context that was cached before this step; empty when there is none.
     """
@@ -142,18 +142,18 @@ class PrefillMetadata:
     context_chunks: tuple[ContextChunk, ...]
 
 
-class SharedMetadata(Protocol):
-    """Numbers of a step that only one kind of attention reads."""
+class KindMetadata(Protocol):
+    """Metadata of a step that only one kind of attention reads."""
 
     def of_tokens(self, index: int, size: int) -> Self:
-        """Return the values for token number `index` of each request, where requests have `size` tokens each.
+        """Return the metadata of token number `index` of each request, where requests have `size` tokens each.
 
         For drafts of speculative decoding, which are predicted one token at a time.
         """
 
 
-Shared = TypeVar("Shared", bound=SharedMetadata)
-# Function that interrupts a capture: cut(part, arguments) keeps both, and each replay calls part(*arguments, step).
+Metadata = TypeVar("Metadata", bound=KindMetadata)
+# Function that interrupts a capture: cut(work, arguments) keeps both, and each replay calls work(*arguments, step).
 Cut = Callable[[Callable[..., None], tuple[Any, ...]], None]
 
 
@@ -169,12 +169,12 @@ class StepMetadata:
             cache without slots.
         decode: Metadata of decodes; None without any, or if a graph has already computed their attention.
         prefill: Metadata of prefills; None without any, or where layers have no latent cache.
-        cos_sin: Angles of RoPE (`apply_rope`) [num_tokens, R], float32, which the model adds (`AttentionKind.prepare`);
-            None for a model without positions (NoPE).
+        cos_sin: Cosines and sines of RoPE (`apply_rope`) [num_tokens, R], float32, which the model adds
+            (`AttentionKind.prepare`); None for a model without positions (NoPE).
         query_factor: Factor of queries [num_tokens] in the model's dtype (`projections.query_factor`); None without
             llama_4_scaling.
-        shared: Numbers that all layers of one kind of attention share, by their class (`get`).
-        cut: Function that interrupts the capture of a graph for a part of a layer (`vary`); None outside of captures.
+        kinds: Metadata that only one kind of attention reads, by its class (`get`).
+        cut: Function that interrupts the capture of a graph for work of a layer (`vary`); None outside of captures.
     """
 
     num_tokens: int
@@ -186,34 +186,34 @@ class StepMetadata:
     prefill: PrefillMetadata | None = None
     cos_sin: Tensor | None = None
     query_factor: Tensor | None = None
-    shared: Mapping[type, Any] = field(default_factory=dict)
+    kinds: Mapping[type, Any] = field(default_factory=dict)
     cut: Cut | None = None
 
-    def vary(self, part: Callable[..., None], *arguments: Any) -> None:
-        """Run the part of a layer that depends on the step's requests: part(*arguments, step).
+    def vary(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Run the work of a layer that depends on the step's requests: work(*arguments, step).
 
-        While a graph that serves many steps is captured, the part is kept instead (`cut`). Each replay runs the part
-        with the replay's step, between two graphs.
+        While a graph that serves many steps is captured, the work is kept instead (`cut`). Each replay runs it with the
+        replay's step, between two graphs.
         """
         if self.cut is None:
-            part(*arguments, self)
+            work(*arguments, self)
         else:
-            self.cut(part, arguments)
+            self.cut(work, arguments)
 
-    def get(self, kind: type[Shared]) -> Shared | None:
-        """Return the shared numbers of a class; None if the step has none."""
-        return self.shared.get(kind)
+    def get(self, kind: type[Metadata]) -> Metadata | None:
+        """Return the metadata of a class; None if the step has none."""
+        return self.kinds.get(kind)
 
-    def share(self, numbers: SharedMetadata) -> "StepMetadata":
-        """Return the step with the shared numbers of one class replaced."""
-        return replace(self, shared={**self.shared, type(numbers): numbers})
+    def with_kind(self, metadata: KindMetadata) -> "StepMetadata":
+        """Return the step with the metadata of one class added or replaced."""
+        return replace(self, kinds={**self.kinds, type(metadata): metadata})
 
-    def with_positions(self, cos_sin: Tensor | None, query_factor: Tensor | None = None) -> "StepMetadata":
-        """Return the step with the angles of its tokens, and their query factor where the model has one."""
+    def with_cos_sin(self, cos_sin: Tensor | None, query_factor: Tensor | None = None) -> "StepMetadata":
+        """Return the step with the cosines and sines of its tokens, and their query factor if the model has one."""
         return replace(self, cos_sin=cos_sin, query_factor=query_factor)
 
     def of_tokens(self, index: int) -> "StepMetadata":
-        """Return the step of token number `index` of each request alone, for drafts of decodes of equal length."""
+        """Return a step of token number `index` of each request, for drafts. All requests are equally long decodes."""
         decode = self.decode
         assert decode is not None
         assert decode.queries is None
@@ -228,11 +228,11 @@ class StepMetadata:
             decode=DecodeMetadata(
                 decode.block_table, tokens_of(decode.local_seq_lens, index, size), None, 1, decode.workspace
             ),
-            shared={kind: numbers.of_tokens(index, size) for kind, numbers in self.shared.items()},
+            kinds={kind: metadata.of_tokens(index, size) for kind, metadata in self.kinds.items()},
         )
 
     def check(self, config: MLAConfig, hidden_states: Tensor) -> None:
-        """Raise ValueError for inputs that do not match the step, and for positions that do not match the model."""
+        """Raise ValueError for inputs that do not match the step, or a cos_sin or query_factor not as in the model."""
         shape, device = tuple(hidden_states.shape), hidden_states.device
         if len(shape) != 2 or shape[1] != config.hidden_size or shape[0] < self.num_tokens:
             raise ValueError(
@@ -240,14 +240,14 @@ class StepMetadata:
             )
         expected = torch.float32, (self.num_tokens, config.qk_rope_head_dim), device
         if _described(self.cos_sin) != (expected if config.use_rope else None):
-            added = f"{expected} (dtype, shape, device), which StepMetadata.with_positions adds"
-            needed = added if config.use_rope else "None, for the model has no positions"
+            added = f"{expected} (dtype, shape, device), which StepMetadata.with_cos_sin adds"
+            needed = added if config.use_rope else "None, because the model has no positions"
             raise ValueError(f"step.cos_sin is {_described(self.cos_sin)}; expected {needed}")
         scaled = None if config.llama_4_scaling is None else (hidden_states.dtype, (self.num_tokens,), device)
         if _described(self.query_factor) != scaled:
             raise ValueError(
-                f"step.query_factor is {_described(self.query_factor)}; expected {scaled}, for config.llama_4_scaling "
-                f"is {config.llama_4_scaling}"
+                f"step.query_factor is {_described(self.query_factor)}; expected {scaled}, because "
+                f"config.llama_4_scaling is {config.llama_4_scaling}"
             )
 
     def check_blocks(self, num_blocks: int) -> None:
@@ -260,7 +260,7 @@ class StepMetadata:
 
 def tokens_of(column: Tensor, index: int, size: int) -> Tensor:
     """Return a column's value for token number `index` of each request, where requests have `size` tokens each."""
-    # `contiguous` would return a single token unchanged, with its stride.
+    # `contiguous` would return a view of one element as it is, but kernels require the stride 1.
     return column[index::size].clone(memory_format=torch.contiguous_format)
 
 

@@ -37,10 +37,10 @@ def warm_up(
     workspace: Tensor | None,
     max_num_seqs: int,
     max_query_len: int,
-    piece_len: int = 0,
-    max_pieces: int = 0,
+    segment_len: int = 0,
+    max_segments: int = 0,
 ) -> None:
-    """Attend in steps of decodes, in pieces of short prefills, then in prefills without a context and with one, over
+    """Attend in steps of decodes, in segments of short prefills, then in prefills without a context and with one, over
     zeros. Collective over the DCP group.
 
     Args:
@@ -48,7 +48,7 @@ def warm_up(
         prefill: Attention from q [T, h, P + R], kv_c [T, L] and k_pe [T, R] over such a cache.
         workspace: Memory of decode (`decode_workspace`).
         max_num_seqs, max_query_len: Maximum requests of a step, and new tokens of a decode.
-        piece_len, max_pieces: Maximum tokens of a piece, and pieces of a call; 0 if no request is cut.
+        segment_len, max_segments: Maximum tokens of a segment, and segments of a call; 0 if no request is cut.
     """
     rank, rope, device = layer.kv_lora_rank, layer.qk_rope_head_dim, steps.device
 
@@ -57,16 +57,16 @@ def warm_up(
 
     cache = zeros(1, steps.dcp.block_size, rank + rope, dtype=layer.cache_dtype)
     table = zeros(max_num_seqs, 1, dtype=torch.int32)
-    seq_lens = torch.ones(max(max_num_seqs * max_query_len, max_pieces), dtype=torch.int32, device=device)
+    seq_lens = torch.ones(max(max_num_seqs * max_query_len, max_segments), dtype=torch.int32, device=device)
     for query_len in sorted({1, max_query_len}):
         for num_reqs in sizes(max_num_seqs):
             num_tokens = num_reqs * query_len
             step = DecodeMetadata(table[:num_reqs], seq_lens[:num_tokens], None, query_len, workspace)
             decode(zeros(num_tokens, layer.num_heads, rank + rope), cache, step)
-    for length in _powers_of_two(piece_len):
-        for num_pieces in sizes(max_pieces):
-            step = _pieces(num_pieces, length, piece_len == 1, table, seq_lens, workspace)
-            decode(zeros(num_pieces, layer.num_heads, rank + rope), cache, step)
+    for length in _powers_of_two(segment_len):
+        for num_segments in sizes(max_segments):
+            step = _segments(num_segments, length, segment_len == 1, table, seq_lens, workspace)
+            decode(zeros(num_segments, layer.num_heads, rank + rope), cache, step)
     q = zeros(_NEW_TOKENS, layer.num_heads, layer.qk_nope_head_dim + rope)
     new_tokens = q, zeros(_NEW_TOKENS, rank), zeros(_NEW_TOKENS, rope)
     longest = _LONGEST_CONTEXT * steps.dcp.decode_context_parallel_size
@@ -75,16 +75,16 @@ def warm_up(
         prefill(*new_tokens, cache, steps.prefill([_NEW_TOKENS], [context + _NEW_TOKENS], table))
 
 
-def _pieces(
-    num_pieces: int, max_query_len: int, is_uniform: bool, table: Tensor, seq_lens: Tensor, workspace: Tensor | None
+def _segments(
+    num_segments: int, max_query_len: int, is_uniform: bool, table: Tensor, seq_lens: Tensor, workspace: Tensor | None
 ) -> DecodeMetadata:
-    """Return a step of pieces that share a row of the table. Each has one token, whatever the step's longest may have:
+    """Return a step of segments that share a row of the table. Each has one token, whatever the longest may have:
     the kernels do not depend on it.
     """
-    start = torch.arange(num_pieces + 1, dtype=torch.int32, device=table.device)
-    queries = None if is_uniform else Segments(tuple(range(num_pieces + 1)), start)
-    index = torch.zeros(num_pieces, dtype=torch.int32, device=table.device)
-    return DecodeMetadata(table, seq_lens[:num_pieces], queries, max_query_len, workspace, index)
+    start = torch.arange(num_segments + 1, dtype=torch.int32, device=table.device)
+    queries = None if is_uniform else Segments(tuple(range(num_segments + 1)), start)
+    index = torch.zeros(num_segments, dtype=torch.int32, device=table.device)
+    return DecodeMetadata(table, seq_lens[:num_segments], queries, max_query_len, workspace, index)
 
 
 def _powers_of_two(largest: int) -> list[int]:

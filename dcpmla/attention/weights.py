@@ -1,4 +1,4 @@
-"""The part of an MLA layer that one rank holds: its heads' weights with their products, and the scales of its cache."""
+"""The weights of an MLA layer that one rank holds, the projections by these weights, and the scales of the cache."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,21 +12,21 @@ from dcpmla.attention.projections import MHAInputs, Tokens, absorb_query, finish
 from dcpmla.attention.scales import KV_SCALE_NAMES, Q_SCALE_NAMES, new_scale, read_scale
 from dcpmla.config import MLAConfig
 from dcpmla.parallel.fp8 import NormedRows, PlainRows
-from dcpmla.parallel.linear import Linear, RowParallelLinear, Weight, fill, read_linear, read_weight, shard, values_like
+from dcpmla.parallel.linear import Linear, RowParallelLinear, Weight, fill, read_linear, read_weight, shard, unquantized
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.parallel.quantized import BLOCK, BlockFp8, unpack
 
 
 @dataclass(frozen=True)
 class HeldHeads:
-    """Neighbouring heads that one rank's weight covers, in TP order: its own, or its whole DCP group's.
+    """Neighbouring heads that a weight on one rank covers, in TP order: the rank's own heads, or its DCP group's.
 
     A DCP group is W neighbouring ranks of the TP group (`DCPMesh`), so the heads of its ranks are neighbours, too.
 
     Attributes:
         first: Number of the first head in the model.
         count: Number of heads.
-        own: This rank's own heads, which its o_proj multiplies, as a slice of the held ones.
+        own: This rank's own heads, which its o_proj multiplies, as a slice of the held heads.
     """
 
     first: int
@@ -48,14 +48,13 @@ class HeldHeads:
 
 
 class AttentionWeights(nn.Module):
-    """Parameters and scales of `dcpmla.MLAAttention`, which documents arguments, attributes and errors.
+    """Parameters and scales of `dcpmla.MLAAttention`, which documents arguments, errors and the scales.
 
     Models that compress queries have fused_qkv_a_proj and q_b_proj, others kv_a_proj and q_proj. kv_b_proj holds W_UK
-    and W_UV. Weights are of this rank's heads, with two exceptions: dcp_q_replicate gives the query projection and
-    kv_b_proj all heads of the DCP group, dcp_project_before_merge gives them to kv_b_proj alone.
-
-    Linear layers, including W_UK and W_UV, stay in block-quantized fp8 if the checkpoint stores them so and no block is
-    cut by this rank's slice.
+    and W_UV. Every rank holds the down-projection and the norms whole. Other weights are of this rank's `num_heads`
+    heads; dcp_q_replicate gives the query projection and kv_b_proj all heads of the DCP group (`q_heads`, `kv_heads`),
+    dcp_project_before_merge kv_b_proj alone. Block-quantized fp8 weights stay so if no block of 128 x 128 is cut by the
+    rank's slice, narrower than 128 columns, or common to W_UK and W_UV; else they are dequantized (`Linear.load`).
     """
 
     kv_scale: Tensor | None
@@ -121,7 +120,7 @@ class AttentionWeights(nn.Module):
 
     @property
     def down_proj(self) -> Linear:
-        """The projection to both latents, or to the keys' and values' latent if the model does not compress queries."""
+        """The projection to q_c, kv_c and k_pe, without q_c if the model does not compress queries."""
         return self.kv_a_proj if self.config.q_lora_rank is None else self.fused_qkv_a_proj
 
     @property
@@ -150,7 +149,7 @@ class AttentionWeights(nn.Module):
 
     def up_projection(self) -> Tensor:
         """Return each own head's W_UK stacked on its W_UV, [h, P + V, L]; fp8 is dequantized into new memory."""
-        return values_like(self._w_kv_b(self.kv_heads.own, slice(0, None)), self.kv_a_layernorm.weight)
+        return unquantized(self._w_kv_b(self.kv_heads.own, slice(0, None)), self.kv_a_layernorm.weight)
 
     def _w_kv_b(self, heads: slice, rows: slice) -> Tensor | BlockFp8:
         """Return rows of each head's W_UK stacked on its W_UV; in fp8 they must begin and end at a block's boundary."""
@@ -168,7 +167,7 @@ class AttentionWeights(nn.Module):
     def down_project(
         self, hidden_states: PlainRows, kv_cache: Tensor, slots: Tensor, cos_sin: Tensor | None
     ) -> tuple[PlainRows, Tensor]:
-        """Return the input of the query projection (`Tokens.q_c`), and latents [T, L + R] before cache rounding."""
+        """Cache the latents; return the query projection's input (`Tokens.q_c`), and the latents before rounding."""
         config, has_q_c = self.config, self.config.q_lora_rank is not None
         q_c, latents, *codes = finish_latents(
             self.down_proj(hidden_states),
@@ -187,14 +186,14 @@ class AttentionWeights(nn.Module):
         return NormedRows.join(q_c, *codes) if has_q_c else hidden_states, latents
 
     def project_query(self, tokens: Tokens, heads: slice) -> Tensor:
-        """Return the queries [T, n, P + R] of n heads on this rank, not rotated."""
+        """Return queries [T, n, P + R] before RoPE, times query_factor; `heads` is a slice of the held q_heads."""
         width = self.config.qk_head_dim
         q = self.query_proj.product(tokens.q_c, slice(heads.start * width, heads.stop * width))
         q = q.unflatten(-1, (-1, width))
         return q if tokens.query_factor is None else q * tokens.query_factor[:, None, None]
 
-    def project_keys(self, tokens: Tokens) -> MHAInputs:
-        """Return the queries of this rank's heads, and the weight that projects latents to their keys and values."""
+    def prepare_mha(self, tokens: Tokens) -> MHAInputs:
+        """Return the queries of this rank's heads, and the weight that projects latents to keys and values."""
         q = self.project_query(tokens, self.q_heads.own)
         if tokens.cos_sin is not None:
             rotate_query_(q, tokens.cos_sin, self.config.rope_interleaved)
@@ -239,8 +238,8 @@ class AttentionWeights(nn.Module):
         fill(self.kv_a_layernorm.weight, read_weight(weights, "kv_a_layernorm.weight", (rank,)))
         kv_b_shape = config.num_heads * kv_b_width, rank
         kv_b = read_linear(weights, "kv_b_proj.weight", kv_b_shape, self.kv_heads.rows(kv_b_width))
-        if config.qk_nope_head_dim % BLOCK or config.v_head_dim % BLOCK:  # blocks that W_UK and W_UV would share
-            kv_b = values_like(kv_b, self.kv_b_proj.weight)
+        if config.qk_nope_head_dim % BLOCK or config.v_head_dim % BLOCK:  # W_UK and W_UV share blocks
+            kv_b = unquantized(kv_b, self.kv_b_proj.weight)
         self.kv_b_proj.load(kv_b)
         o_part = slice(None), shard(o_cols, tp_group)
         self.o_proj.load(read_linear(weights, "o_proj.weight", (hidden, o_cols), *o_part))

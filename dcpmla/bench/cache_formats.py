@@ -56,7 +56,7 @@ def fill_randomly(kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> No
     kv_scale = kv_scale_of(kv_cache.dtype, kv_cache.device)
     for rows in kv_cache.flatten(0, -2).split(_CHUNK):
         latents = torch.randn(len(rows), latent_dim, dtype=dtype, device=rows.device)
-        rows.copy_(formats.quantize(latents[:, :kv_lora_rank], latents[:, kv_lora_rank:], rows.dtype, kv_scale))
+        rows.copy_(formats.to_cache_rows(latents[:, :kv_lora_rank], latents[:, kv_lora_rank:], rows.dtype, kv_scale))
 
 
 def fill_shared_rows(rows: Tensor, head_dim: int, dtype: torch.dtype) -> None:

@@ -112,7 +112,7 @@ class CompressedStack(Stack):
         try:
             for layer in self.layers:
                 layer.selector = None
-            self._project(hidden, metadata.share(unselected))
+            self._project(hidden, metadata.with_kind(unselected))
         finally:
             for layer, selector in zip(self.layers, selectors, strict=True):
                 layer.selector = selector

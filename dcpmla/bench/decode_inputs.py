@@ -132,7 +132,7 @@ class Caches:
             latents = torch.randn(*blocks.shape, LATENT_DIM + ROPE_DIM, dtype=self.dtype, device=device)
             latents[..., -1] = score / (_QUERY_MARK * SCALE)
             kv_c, k_pe = latents.flatten(0, 1).split([LATENT_DIM, ROPE_DIM], -1)
-            rows[blocks.flatten(), (newest % block_size).repeat(len(blocks))] = formats.quantize(
+            rows[blocks.flatten(), (newest % block_size).repeat(len(blocks))] = formats.to_cache_rows(
                 kv_c, k_pe, rows.dtype, self.kv_scale
             )
 

@@ -69,7 +69,7 @@ class LayerStack(Stack):
         self.rows = self.randn(batch, heads, row_dim)
         cos_sin = torch.randn(batch, config.qk_rope_head_dim, device=device)
         factor = query_factor(self.metadata[0].positions, config.llama_4_scaling, self.dtype)  # the same in all steps
-        self.metadata = [step.with_positions(cos_sin, factor) for step in self.metadata]
+        self.metadata = [step.with_cos_sin(cos_sin, factor) for step in self.metadata]
 
     def attend(self, index: int = 0) -> None:
         """Attend with the group's heads to this rank's tokens."""

@@ -137,7 +137,7 @@ class TurnBenchmark(Benchmark[TurnCase, LayerStack]):
         config = inputs.config
         cos_sin = torch.randn(sum(lens), config.qk_rope_head_dim, device=self.device)
         hidden = torch.randn(sum(lens), config.hidden_size, device=self.device, dtype=self.dtype)
-        return step.with_positions(cos_sin), hidden
+        return step.with_cos_sin(cos_sin), hidden
 
     def text(self, rows: Sequence[Row]) -> str:
         times = ", ".join(f"{row['route']} {row['median_us']:,.1f} us" for row in rows)

@@ -62,18 +62,18 @@ def check_device(storage: torch.dtype, device: torch.device) -> None:
     if is_quantized(storage) and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise ValueError(
             f"kv_cache_dtype (--kv-cache-dtype) is {format_name(storage)!r}, which needs GPUs of compute capability "
-            "8.9; choose auto"
+            "8.9 or higher; choose auto"
         )
 
 
-def quantize(kv_c: Tensor, k_pe: Tensor, storage: torch.dtype, kv_scale: Tensor | None) -> Tensor:
-    """Turn latents into cache rows [N, row_width].
+def to_cache_rows(kv_c: Tensor, k_pe: Tensor, storage: torch.dtype, kv_scale: Tensor | None) -> Tensor:
+    """Turn latents into cache rows [N, row_width], quantized in an 8-bit format.
 
     Args:
         kv_c: [N, L] after its norm.
         k_pe: [N, R] after RoPE.
         storage: Dtype of the cache.
-        kv_scale: Scale, float32 of one element; fp8 only.
+        kv_scale: Scale of an fp8 cache, float32 of one element; None for other formats.
     Raises:
         ValueError: Values for an 8-bit format are NaN or infinite, which it cannot hold; kv_scale is missing, or the
             format takes none.
@@ -94,13 +94,13 @@ def quantize(kv_c: Tensor, k_pe: Tensor, storage: torch.dtype, kv_scale: Tensor 
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)
 
 
-def dequantize(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+def to_latents(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Turn cache rows [..., row_width] into latents [..., L + R] in `dtype`.
 
-    Values are multiplied by scales in float32 at least, and the products rounded to `dtype` once.
+    Codes are multiplied by scales in float32 at least, and the products rounded to `dtype` once.
 
     Args:
-        kv_scale: Scale, see `quantize`.
+        kv_scale: Scale of an fp8 cache, as in `to_cache_rows`.
     """
     check_kv_scale(rows.dtype, kv_scale)
     wide = torch.promote_types(dtype, torch.float32)
@@ -126,12 +126,12 @@ def write_latents(kv_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slots: Tensor, k
         slots: Slots of this rank [N], int64; -1 skips a row.
         kv_scale: Scale of an fp8 cache; None for other formats.
     Raises:
-        ValueError: The format cannot hold the values, or takes no such scale.
+        ValueError: Same cases as `to_cache_rows`.
     """
     is_own = slots >= 0
     slots = slots[is_own]
     # Indexed by block and offset, because a cache that is a slice of a larger one has no flat view.
-    kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]] = quantize(
+    kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]] = to_cache_rows(
         kv_c[is_own], k_pe[is_own], kv_cache.dtype, kv_scale
     )
 
@@ -162,7 +162,7 @@ def check_cache(kv_cache: Tensor, block_size: int, width: int, kv_cache_dtype: s
 
 
 def check_kv_scale(storage: torch.dtype, kv_scale: Tensor | None) -> None:
-    """Raise ValueError unless kv_scale is given exactly for fp8 caches, as float32 of one element."""
+    """Raise ValueError for an fp8 cache without a kv_scale, float32 of one element, or another cache with one."""
     if (storage == FP8) != (kv_scale is not None):
         raise ValueError(
             f"kv_scale is {'missing' if kv_scale is None else 'given'} for a cache of {storage}; it belongs to {FP8} "

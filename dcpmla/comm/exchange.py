@@ -12,11 +12,11 @@ from torch import Tensor
 
 
 class Mailbox(NamedTuple):
-    """Memory of all ranks' GPUs to which an attention kernel stores rows itself, at the ranks that own their heads.
+    """Memory on all ranks, into which an attention kernel stores each partial row at the rank that owns its head.
 
-    Exchange `direct` alone has one. Its `combine` has three steps (`comm/direct_ops.py`): `enter` checks the call; rows
-    are stored into landings (a rank's memory for its peers' rows); `collect` waits for this rank's heads and merges
-    them. Where an attention kernel cannot store rows itself, `direct_ops.combine` does all three after attention.
+    Exchange `direct` alone has one. There `Exchange.combine` has three steps (`comm/direct_ops.py`): `enter` checks the
+    call; a kernel stores rows into landings (a rank's memory for its peers' rows); `collect` waits for the rows of this
+    rank's heads and merges them. If the attention kernel stores no rows, `direct_ops.combine` does all three steps.
 
     Attributes:
         addresses: Start of each rank's landings in this rank's address space, [W] int64.
@@ -56,7 +56,7 @@ class Exchange(Protocol):
 
     def gather_candidates(self, candidates: Tensor) -> Tensor:
         """Gather candidates of sparse MLA [T, k] int64 (`attention.sparse.candidates`): return [T, W, k], in rank
-        order. No 32-bit half is -1, the mark of memory that has not arrived.
+        order. No 32-bit half of a candidate may be -1, which marks memory that a peer has not written yet.
         """
 
     def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,7 +64,7 @@ class Exchange(Protocol):
 
         Args:
             out: Attention [T, W h, D] of all heads over this rank's tokens, float32 or narrower.
-            lse: Log-sum-exp [T, W h], float32, natural log; -inf where this rank owns no tokens.
+            lse: Log-sum-exp [T, W h], float32, natural log; -inf where a query sees no token of this rank.
         Returns:
             out [T, h, D] in the dtype of `out` (sums in float32), lse [T, h] float32 over all ranks' tokens.
         """
@@ -77,7 +77,8 @@ class Exchange(Protocol):
         """
 
     def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
-        """Start to gather cached rows of all ranks into token order (`gather_context`), while other work runs.
+        """Start to gather cached rows of all ranks into token order, while other work runs. Errors and benchmarks call
+        this gather_context.
 
         Args:
             rows: This rank's rows [N, D], padded to the same N on every rank.
@@ -86,22 +87,22 @@ class Exchange(Protocol):
             tokens: Token in [0, S) of each of this rank's rows, [N] int64, -1 for padding, for backends that store rows
                 in token order.
         Returns:
-            A function that waits and returns [S, D]. Two buffers alternate: call the function once, and use its result,
-            before the next start_context but one.
+            A function, to be called once, that waits and returns [S, D]. Two buffers alternate: the next call of
+            start_context keeps this result, the call after that overwrites it.
         """
 
     def reserve_context(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate the memory of start_context, so that memory profiling includes it. Collective.
 
         Args:
-            num_tokens: Maximum rows W N of `width` columns that all ranks together gather at a time.
+            num_tokens: Maximum number of rows, W N, that all ranks together gather at a time.
         """
 
     def check(self) -> None:
         """Raise the fault that a kernel has recorded. Call this when results are on the host, before they are used.
 
         Raises:
-            PeerFault: A rank did not send its part in time; the results of all exchanges since then are invalid.
+            PeerFault: A rank did not send its rows in time; the results of all exchanges since then are invalid.
         """
 
 
@@ -122,7 +123,7 @@ def pairs(rows: Tensor) -> Tensor:
 
 
 class LocalExchange:
-    """The exchange of a group of one rank: the identity."""
+    """The exchange of a group of one rank, which sends nothing."""
 
     name = "none"
     fault = None
@@ -143,9 +144,8 @@ class LocalExchange:
         return lambda: pairs(rows)[order].view(rows.dtype)
 
     def reserve_context(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        torch.empty(
-            2 * num_tokens, width, dtype=dtype, device=device
-        )  # a chunk's rows in token order, and the next chunk's rows before they are ordered
+        # A chunk's rows in token order, and the next chunk's rows before they are ordered.
+        torch.empty(2 * num_tokens, width, dtype=dtype, device=device)
 
     def check(self) -> None:
         pass

@@ -8,7 +8,7 @@ import torch
 
 from dcpmla.attention.backends import check_backends
 from dcpmla.attention.build import StepBuilder
-from dcpmla.attention.chunks import context_workspace_tokens
+from dcpmla.attention.chunks import max_chunk_tokens
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.plan import Cache
 from dcpmla.comm.select import ChosenExchange
@@ -73,7 +73,7 @@ def load_engine(
         check_speculation(files.config, dcp, options.speculative_method)
     check_equal_arguments({f"{name} of the model's directory": digest for name, digest in files.digests.items()})
     alignment = attention_kind(files.config).chunk_alignment(dcp)
-    workspace = context_workspace_tokens(files.max_model_len, options.max_num_seqs, alignment)
+    workspace = max_chunk_tokens(files.max_model_len, options.max_num_seqs, alignment)
     dcp = replace(dcp, context_workspace_tokens=workspace)
     with agree():
         sharded = load_model(

@@ -1,7 +1,8 @@
 """Linear layers, and slices of a checkpoint's weights for them.
 
-A `Linear` into which a caller loads only its rank's slice of the rows is column-parallel. `RowParallelLinear` holds a
-slice of the columns and sums over the ranks. Dense MLA uses neither `GroupedLinear`, `cut` nor `check_experts`.
+Weights are [out, in]. A `Linear` into which a caller loads only its rank's slice of the weight's rows makes a slice of
+the output's columns ("column-parallel"). `RowParallelLinear` holds a slice of the weight's columns, and its outputs are
+summed over the ranks. Dense MLA uses neither `GroupedLinear`, `cut` nor `check_experts`.
 """
 
 from collections.abc import Mapping
@@ -87,13 +88,13 @@ class Linear(nn.Module):
             fill(self.weight_scale, *(part[1] for part in parts))
         else:
             assert self.weight_scale is None  # weights are loaded only once
-            fill(self.weight, *(values_like(part, self.weight) for part in parts))
+            fill(self.weight, *(unquantized(part, self.weight) for part in parts))
 
     def load_input_scale(self, name: str, scale: Weight) -> None:
         """Read the static scale of a checkpoint's tensor.
 
         Raises:
-            ValueError: It has several elements, or its number is not finite and above 0.
+            ValueError: The scale has several elements, or is not a finite number above 0.
         """
         value = scale[()].float().flatten()
         if not (value.numel() == 1 and 0 < value < torch.inf):
@@ -107,7 +108,7 @@ class Linear(nn.Module):
         return out if self.bias is None else out + self.bias
 
     def product(self, x: AnyRows, rows: slice = slice(None)) -> Tensor:
-        """Return rows x [.., in] times the weight, or times some rows of it, without the bias."""
+        """Return the product of x [.., in] and the weight, or a slice of the weight's rows, without the bias."""
         if self.weight_scale is None:
             return F.linear(plain(x), self.weight[rows])
         start, stop, _ = rows.indices(self.out_features)
@@ -223,7 +224,7 @@ def check_experts(num_experts: int, size: int, tp_size: int, spreads_experts: bo
 
 
 def read_weight(weights: Mapping[str, Weight], name: str, shape: tuple[int, ...], *index: slice) -> Tensor:
-    """Read a slice of a named weight's values, or all values without an index; float32 of a quantized weight.
+    """Read a named weight's values: the slice at index, or all values without one; float32 if the weight is quantized.
 
     Raises:
         ValueError: The weight is missing, has another shape, or has no floating-point dtype.
@@ -242,8 +243,8 @@ def read_linear(
 
     Returns:
         `BlockFp8` of e4m3 codes, where the slice begins and ends at multiples of 128 (or at the matrix's end) and each
-        block of 128 x 128 has one scale; `GroupFp4` or `GroupInt4` of codes in 4 bits, where columns are cut at
-        multiples of 32. Else the values, float32 or in the dtype of a weight that is not quantized.
+        block of 128 x 128 has one scale; `GroupFp4` or `GroupInt4` (`parallel/quantized.py`) of codes in 4 bits, where
+        columns are cut at multiples of 32. Else the values, float32 or in the dtype of a weight that is not quantized.
     Raises:
         ValueError: Same cases as `read_weight`.
     """
@@ -282,8 +283,8 @@ def fill(parameter: nn.Parameter | Tensor | None, *parts: Tensor) -> None:
             target.copy_(part)
 
 
-def values_like(weight: AnyWeight, target: Tensor) -> Tensor:
-    """Return a plain weight unchanged, or the values of codes in the dtype of `target`, dequantized on its device."""
+def unquantized(weight: AnyWeight, target: Tensor) -> Tensor:
+    """Return a plain weight unchanged, or a quantized weight's values in the dtype and on the device of `target`."""
     if isinstance(weight, BlockFp8):
         return dequantize_blocks(weight.codes.to(target.device), weight.scales.to(target.device), target.dtype)
     if isinstance(weight, Tensor):

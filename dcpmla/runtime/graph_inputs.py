@@ -152,7 +152,7 @@ class GraphInputs:
             seq_lens=rows.seq_lens,
             local_seq_lens=rows.local_seq_lens,
         )
-        return self._inputs(batch), self._steps.share_graph(step, static)
+        return self._inputs(batch), self._steps.extend_graph(step, static)
 
     def _cut(self, batch: GraphSize, memory: Any, int64: Any) -> Numbers:
         return Numbers.of(memory, int64, batch.num_rows, batch.num_reqs, self._max_blocks)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.build import StepBuilder
-from dcpmla.attention.step import PART_ROWS, PIECE_ROWS, Cut, StepMetadata, StepRequests
+from dcpmla.attention.step import PART_ROWS, SEGMENT_ROWS, Cut, StepMetadata, StepRequests
 from dcpmla.cache.plan import Cache
 from dcpmla.fields import check_fields, whole
 from dcpmla.parallel.mesh import DCPMesh
@@ -176,7 +176,7 @@ def token_sizes(max_num_tokens: int, tokens_per_request: int) -> dict[bool, list
             are not absorbed.
     """
     # Absorbed attention takes no more query rows at a time.
-    most_absorbed = min(max_num_tokens, MAX_ABSORBED_TOKENS, PART_ROWS // PIECE_ROWS * tokens_per_request)
+    most_absorbed = min(max_num_tokens, MAX_ABSORBED_TOKENS, PART_ROWS // SEGMENT_ROWS * tokens_per_request)
     absorbed = [16, *range(32, 256, 32), *range(256, 512, 64), *range(512, 1024, 128)]
     mixed = [64, *range(128, 512, 128), *range(512, 2048, 256), *range(2048, 4096, 512), *range(4096, 8192, 1024)]
     return {True: _up_to(most_absorbed, absorbed), False: _up_to(min(max_num_tokens, MAX_TOKENS), mixed)}

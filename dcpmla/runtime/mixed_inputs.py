@@ -39,7 +39,7 @@ class MixedLimits(NamedTuple):
         num_reqs: Most requests of a step.
         num_blocks: Most blocks of a request.
         max_model_len: Tokens of the longest request.
-        tokens_per_request: Width of the pieces that absorbed attention cuts requests into.
+        tokens_per_request: Width of the segments that absorbed attention cuts requests into.
     """
 
     num_tokens: int
@@ -50,8 +50,8 @@ class MixedLimits(NamedTuple):
     tokens_per_request: int
 
     @property
-    def num_pieces(self) -> int:
-        """Return the most cut pieces of a step, padding among them."""
+    def num_segments(self) -> int:
+        """Return the most segments of a step, padding among them."""
         return self.num_reqs + self.num_absorbed_tokens // self.tokens_per_request + 1
 
 
@@ -82,8 +82,8 @@ class MixedInputs:
             local_seq_lens=new(absorbed),
             seq_lens=new(absorbed),
             request=new(absorbed),
-            start_loc=new(limits.num_pieces + 1),
-            request_index=new(limits.num_pieces),
+            start_loc=new(limits.num_segments + 1),
+            request_index=new(limits.num_segments),
             block_table=new(limits.num_reqs, limits.num_blocks),
         )
 
@@ -103,7 +103,7 @@ class MixedInputs:
             ValueError: The requests are invalid, have more tokens than the size, or blocks that the cache lacks.
         """
         limits = self._limits
-        columns = piece_columns(self._steps, requests, limits.tokens_per_request, size.num_tokens, limits.num_pieces)
+        columns = piece_columns(self._steps, requests, limits.tokens_per_request, size.num_tokens, limits.num_segments)
         block = columns.block_table.max()
         if block >= self._num_blocks:
             raise ValueError(
@@ -156,7 +156,7 @@ class MixedInputs:
             seq_lens=columns.seq_lens[:num_tokens],
             local_seq_lens=columns.local_seq_lens[:num_tokens],
         )
-        return self._steps.share_graph(step, rows)
+        return self._steps.extend_graph(step, rows)
 
     def token_ids(self, size: MixedSize) -> Tensor:
         """Return the tokens [num_tokens] of a size, int64."""
@@ -169,13 +169,13 @@ class MixedInputs:
     def _fill_decodes(self, room: int, requests: StepRequests) -> bool:
         limits, num_tokens = self._limits, sum(requests.query_lens)
         if 0 < num_tokens <= room:
-            columns = piece_columns(self._steps, requests, limits.tokens_per_request, room, limits.num_pieces)
+            columns = piece_columns(self._steps, requests, limits.tokens_per_request, room, limits.num_segments)
             names = ("local_seq_lens", "start_loc", "request_index", "block_table")
             self._copy({name: getattr(columns, name) for name in names})
             return True
         if room:
             lens = np.zeros(0, dtype=np.int64)
-            start_loc, _ = cut_starts(lens, limits.tokens_per_request, room, limits.num_pieces)
+            start_loc, _ = cut_starts(lens, limits.tokens_per_request, room, limits.num_segments)
             self._copy({"local_seq_lens": np.zeros(room, dtype=np.int32), "start_loc": start_loc})
         return num_tokens == 0
 

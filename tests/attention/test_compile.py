@@ -17,7 +17,7 @@ from dcpmla.attention.projections import query_factor
 from dcpmla.attention.sparse.build import SparseStepBuilder
 from dcpmla.attention.sparse.step import with_selection
 from dcpmla.attention.step import StepRequests
-from dcpmla.cache.formats import is_quantized, quantize
+from dcpmla.cache.formats import is_quantized, to_cache_rows
 from dcpmla.cache.latent import LayerCache, num_blocks
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import IndexerConfig
@@ -96,9 +96,9 @@ def run_layer(
     latents = random(next(blocks), dcp.block_size, config.latent_dim)
     if is_quantized(layer.cache_dtype):
         parts = latents.split([config.kv_lora_rank, config.qk_rope_head_dim], -1)
-        latents = quantize(*parts, layer.cache_dtype, layer.kv_scale)
+        latents = to_cache_rows(*parts, layer.cache_dtype, layer.kv_scale)
     cos_sin = random(step.num_tokens, config.qk_rope_head_dim, dtype=torch.float32)
-    step = step.with_positions(cos_sin, query_factor(step.positions, config.llama_4_scaling, weight.dtype))
+    step = step.with_cos_sin(cos_sin, query_factor(step.positions, config.llama_4_scaling, weight.dtype))
     hidden_states = random(step.num_tokens + 2, config.hidden_size)
     index_keys = None
     if config.indexer is not None:

@@ -42,7 +42,7 @@ def test_codes_are_exact(dtype: torch.dtype, block_size: int, is_ds_mla: bool) -
             [rows, (10**powers).float().view(40, 4).view(torch.uint8)], -1
         )  # 10 ** 35.88 is the largest scale of `encode`
     rows = torch.nn.functional.pad(rows, (0, 128 if is_ds_mla else 64)).view(torch.uint8 if is_ds_mla else formats.FP8)
-    wanted = formats.dequantize(rows, 512, kv_scale, dtype)[:, None, :512].expand(40, 16, 512)
+    wanted = formats.to_latents(rows, 512, kv_scale, dtype)[:, None, :512].expand(40, 16, 512)
     cache = torch.zeros(40, block_size, rows.shape[-1], dtype=torch.uint8).view(rows.dtype)
     cache[:, 0] = rows
     on_device = {

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dcpmla.attention import projections
 from dcpmla.attention.prefill import dequantize_rows, read_latents
-from dcpmla.cache.formats import FP8, dequantize, row_width, to_fp8, write_latents
+from dcpmla.cache.formats import FP8, row_width, to_fp8, to_latents, write_latents
 from tests.attention.test_small_kernels import (
     BLOCK_SIZE,
     DTYPES,
@@ -65,8 +65,8 @@ def quantized_case(
 
 
 def check_cache_rows(device: str) -> None:
-    """Check that the cache holds what `quantize` makes of the latents that the kernel returns, NaN included, and that
-    nothing else of it changes.
+    """Check that the cache holds what `to_cache_rows` makes of the latents that the kernel returns, NaN included, and
+    that nothing else of it changes.
     """
     from dcpmla.attention.triton.projections import finish_latents
 
@@ -80,7 +80,7 @@ def check_cache_rows(device: str) -> None:
         _, cache, slots, *_, kv_scale = arguments
         at_nan = slots[ROW_OF_NAN] // BLOCK_SIZE, 1, slots[ROW_OF_NAN] % BLOCK_SIZE
         assert torch.equal(
-            dequantize(cached[at_nan], rank, kv_scale, torch.float32).isnan(), latents[ROW_OF_NAN].isnan()
+            to_latents(cached[at_nan], rank, kv_scale, torch.float32).isnan(), latents[ROW_OF_NAN].isnan()
         )
         others = torch.where(torch.arange(len(slots)) == ROW_OF_NAN, -1, slots)
         write_latents(cache, latents[:, :rank], latents[:, rank:], others, kv_scale)
@@ -134,7 +134,7 @@ def check_reading(device: str) -> None:
             decoded = kernels.dequantize_rows(rows, rank, on_device, dtype)
             assert decoded.dtype == dtype
             torch.testing.assert_close(
-                decoded.cpu(), dequantize(wanted, rank, kv_scale, dtype), rtol=0, atol=0, equal_nan=True
+                decoded.cpu(), to_latents(wanted, rank, kv_scale, dtype), rtol=0, atol=0, equal_nan=True
             )
         assert kernels.dequantize_rows(rows[:0], rank, on_device, torch.float32).shape == (0, rank + rope)
 

@@ -94,7 +94,7 @@ def run_steps(
             [hidden[i][seq - query : seq] for i, query, seq in zip(requests, query_lens, seq_lens, strict=True)]
         )
         rows = torch.cat([rows, torch.full((padding, rows.shape[1]), torch.nan)])
-        return layer(rows, cache, metadata.with_positions(cos_sin[metadata.positions] if with_positions else None))
+        return layer(rows, cache, metadata.with_cos_sin(cos_sin[metadata.positions] if with_positions else None))
 
     filled = [i for i, (cached, _) in enumerate(batch) if cached]
     step([batch[i][0] for i in filled], [batch[i][0] for i in filled], filled, 0, None)

@@ -24,7 +24,7 @@ def check_mistakes(hf_config: Any) -> None:
     layer = MLAAttention(config, placement)
     hidden, cache = torch.zeros(3, 48), LayerCache(torch.zeros(2, 4, 24))
     bare = StepBuilder(dcp, 0).build(StepRequests([3], [3], [[1]]))
-    step = bare.with_positions(torch.zeros(3, 8))
+    step = bare.with_cos_sin(torch.zeros(3, 8))
 
     def refused(message: str, *arguments: Any) -> None:
         with pytest.raises(ValueError, match=message):
@@ -47,32 +47,32 @@ def check_mistakes(hf_config: Any) -> None:
         (cache.latents[:1], "block_tables has block 1; the cache has 1 blocks, numbered from 0"),
     ):
         refused(message, hidden, LayerCache(latents), step)
-    expected = r"expected \(torch.float32, \(3, 8\), device\(type='cpu'\)\) .*, which StepMetadata.with_positions adds"
+    expected = r"expected \(torch.float32, \(3, 8\), device\(type='cpu'\)\) .*, which StepMetadata.with_cos_sin adds"
     for cos_sin, actual in (
         (None, "None"),
         (torch.zeros(2, 8), r"\(torch.float32, \(2, 8\), .*\)"),
         (torch.zeros(3, 8, dtype=torch.bfloat16), r"\(torch.bfloat16, \(3, 8\), .*\)"),
         (torch.zeros(3, 8, device="meta"), r"\(torch.float32, \(3, 8\), device\(type='meta'\)\)"),
     ):
-        refused(rf"step.cos_sin is {actual}; {expected}", hidden, cache, bare.with_positions(cos_sin))
+        refused(rf"step.cos_sin is {actual}; {expected}", hidden, cache, bare.with_cos_sin(cos_sin))
     layer.config = dataclasses.replace(config, use_rope=False)
-    refused(r"step.cos_sin is \(.*\); expected None, for the model has no positions", hidden, cache, step)
+    refused(r"step.cos_sin is \(.*\); expected None, because the model has no positions", hidden, cache, step)
     layer.config = config
     refused(
-        r"step.query_factor is \(torch.float32, \(3,\), .*\); expected None, for config.llama_4_scaling is None",
+        r"step.query_factor is \(torch.float32, \(3,\), .*\); expected None, because config.llama_4_scaling is None",
         hidden,
         cache,
-        step.with_positions(step.cos_sin, torch.ones(3)),
+        step.with_cos_sin(step.cos_sin, torch.ones(3)),
     )
     layer.config = dataclasses.replace(config, llama_4_scaling=(0.3, 16))
-    expected = r"expected \(torch.float32, \(3,\), device\(type='cpu'\)\), for .* is \(0.3, 16\)"
+    expected = r"expected \(torch.float32, \(3,\), device\(type='cpu'\)\), because .* is \(0.3, 16\)"
     for factor, actual in (
         (None, "None"),
         (torch.ones(2), r"\(torch.float32, \(2,\), .*\)"),
         (torch.ones(3, dtype=torch.float16), r"\(torch.float16, \(3,\), .*\)"),
         (torch.ones(3, device="meta"), r"\(torch.float32, \(3,\), device\(type='meta'\)\)"),
     ):
-        refused(rf"step.query_factor is {actual}; {expected}", hidden, cache, step.with_positions(step.cos_sin, factor))
+        refused(rf"step.query_factor is {actual}; {expected}", hidden, cache, step.with_cos_sin(step.cos_sin, factor))
     weights = oracle(hf_config).state_dict()
     with pytest.raises(ValueError, match="checkpoint: tensor q_b_proj.weight is missing"):
         layer.load_weights({name: weight for name, weight in weights.items() if name != "q_b_proj.weight"})

@@ -21,7 +21,7 @@ from dcpmla.attention import layer as layer_module
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.scales import KV_SCALE_NAMES, calculate_scale_, missing_scales, read_scale
 from dcpmla.attention.step import StepRequests
-from dcpmla.cache.formats import dequantize, to_fp8
+from dcpmla.cache.formats import to_fp8, to_latents
 from dcpmla.cache.latent import LayerCache, num_blocks
 from dcpmla.comm.exchange import LocalExchange
 from dcpmla.comm.select import select_exchange
@@ -110,7 +110,7 @@ def check_layer(
         wanted, of_cached_rows = [], []
         for request, start, count in step:
             shards = everybodys_rows(cache, mesh.dcp_group, start + count, tables[request], dcp)
-            decoded = dequantize(shards, config.kv_lora_rank, kv_scale, torch.float64)
+            decoded = to_latents(shards, config.kv_lora_rank, kv_scale, torch.float64)
             own = hidden[request][: start + count].double()
             wanted.append(attend(weights, config, own, decoded, count, q_scale, count > 1 and not absorbs))
             of_cached_rows.append(attend(weights, config, own, decoded, count, None, False))
@@ -261,7 +261,7 @@ def check_calculated_scales(weights: dict[str, Tensor], config: MLAConfig) -> No
     assert run(12, 20) == scales
     assert (layer.kv_scale.data_ptr(), layer.q_scale.data_ptr()) == addresses
     rows = everybodys_rows(cache, mesh.dcp_group, 12, tables[0], dcp)[1:]
-    decoded = dequantize(rows, L, layer.kv_scale, torch.float64)
+    decoded = to_latents(rows, L, layer.kv_scale, torch.float64)
     torch.testing.assert_close(decoded, latents, atol=2**-10 * scales[0], rtol=2**-4)
     nothing = torch.full((1,), 5.0)
     calculate_scale_(nothing, torch.zeros(3, 4), mesh.tp_group)
@@ -273,7 +273,7 @@ def check_old_gpus(config: MLAConfig) -> None:
     with patch("torch.cuda.get_device_capability", return_value=(8, 0)):
         for name in ("fp8", "fp8_ds_mla"):
             dcp, mesh = layout(2, 2, 1, (name, "auto")), init_mesh(2, 2)
-            message = rf"kv_cache_dtype .* is '{name}', which needs GPUs of compute capability 8.9; choose auto"
+            message = rf"kv_cache_dtype .* is '{name}', which needs .* capability 8.9 or higher; choose auto"
             with pytest.raises(ValueError, match=message):
                 Placement(dcp, mesh, LocalExchange(), torch.float32, "cuda")
 

@@ -10,7 +10,7 @@ from dcpmla import StepMetadata, dcp_mla_prefill, merge_partials, mla_decode
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.prefill import read_latents
 from dcpmla.attention.step import PrefillMetadata, StepRequests
-from dcpmla.cache.formats import FP8, dequantize, quantize, row_width, storage_dtype, to_fp8
+from dcpmla.cache.formats import FP8, row_width, storage_dtype, to_cache_rows, to_fp8, to_latents
 from dcpmla.cache.latent import num_blocks
 from dcpmla.comm.exchange import LocalExchange
 from dcpmla.integrations.families.table import attention_kind
@@ -48,7 +48,7 @@ def test_ranks_in_one_process(size: int, interleave: int) -> None:
         storage = storage_dtype(dcp.kv_cache_dtype, torch.float32)
         kv_scale = torch.tensor([KV_SCALE]) if storage == FP8 else None
         q_scale = torch.tensor([Q_SCALE]) if kv_format[1] == "fp8" else None
-        rows = [quantize(sequence[:, :L], sequence[:, L:], storage, kv_scale) for sequence in latents]
+        rows = [to_cache_rows(sequence[:, :L], sequence[:, L:], storage, kv_scale) for sequence in latents]
         free = iter(range(1000))
         tables = [[next(free) for _ in range(num_blocks(seq_len, dcp))] for seq_len in seq_lens]
         caches = [
@@ -61,7 +61,7 @@ def test_ranks_in_one_process(size: int, interleave: int) -> None:
                 caches[rank].flatten(0, 1)[slot] = row
         caches = [cache.view(storage) for cache in caches]
         steps = [StepBuilder(dcp, rank).build(StepRequests(query_lens, seq_lens, tables)) for rank in range(size)]
-        decoded = [dequantize(sequence, L, kv_scale, torch.float64) for sequence in rows]
+        decoded = [to_latents(sequence, L, kv_scale, torch.float64) for sequence in rows]
 
         decode_q = absorbed[:1] if q_scale is None else to_fp8(absorbed[:1], q_scale)
         parts = [

@@ -76,7 +76,7 @@ def run_layers(
             for i, query, seq in zip(requests, query_lens, seq_lens, strict=True)
         ]
         hidden = torch.cat([*rows, torch.full((padding, 48), torch.nan)])
-        metadata = with_selection(metadata.with_positions(cos_sin[metadata.positions]), TOPK)
+        metadata = with_selection(metadata.with_cos_sin(cos_sin[metadata.positions]), TOPK)
         selection = selection_of(metadata)
         for memory in (selection.positions, selection.slots, selection.num_slots):
             memory.fill_(2**31 - 1)
@@ -217,7 +217,7 @@ def check_mistakes(hf_config: Any) -> None:
     dense, bare = (
         (SparseStepBuilder if is_sparse else StepBuilder)(dcp, 0)
         .build(StepRequests([30], [30], [list(range(8))]))
-        .with_positions(torch.zeros(30, 8))
+        .with_cos_sin(torch.zeros(30, 8))
         for is_sparse in (False, True)
     )
     step, hidden = with_selection(bare, TOPK), torch.zeros(30, 48)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dcpmla import DCPConfig, StepMetadata
 from dcpmla.attention.build import StepBuilder
-from dcpmla.attention.chunks import context_workspace_tokens, pad_table
+from dcpmla.attention.chunks import max_chunk_tokens, pad_table
 from tests.support.step_batches import Batch, batches, check_chunks, make_batch
 from tests.test_ownership import deal
 
@@ -186,6 +186,6 @@ def test_workspace_has_room_for_every_request(
 ) -> None:
     requests = [(2, max_model_len - 2)] * max_num_seqs
     batch = make_batch(requests, size, interleave, interleave * blocks)
-    workspace = context_workspace_tokens(max_model_len, max_num_seqs, batch.dcp.chunk_alignment)
+    workspace = max_chunk_tokens(max_model_len, max_num_seqs, batch.dcp.chunk_alignment)
     batch.dcp = replace(batch.dcp, context_workspace_tokens=workspace)
     check_chunks(batch, batch.build())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dcpmla import DCPConfig
 from dcpmla.attention.build import StepBuilder
-from dcpmla.attention.chunks import context_workspace_tokens
+from dcpmla.attention.chunks import max_chunk_tokens
 from dcpmla.attention.sparse.build import SparseStepBuilder
 from dcpmla.attention.sparse.step import SparseMetadata
 from dcpmla.attention.step import StepRequests
@@ -113,7 +113,7 @@ def test_rank_outside_the_group() -> None:
 def test_workspace_size(max_model_len: int, max_num_seqs: int, layout: tuple[int, int, int], expected: int) -> None:
     size, interleave, block_size = layout
     dcp = dcp_config(size, size, interleave, block_size=block_size)
-    assert context_workspace_tokens(max_model_len, max_num_seqs, dcp.chunk_alignment) == expected
+    assert max_chunk_tokens(max_model_len, max_num_seqs, dcp.chunk_alignment) == expected
 
 
 @pytest.mark.parametrize("num_reqs", [1, 3])

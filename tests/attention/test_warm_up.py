@@ -29,9 +29,9 @@ def test_a_size_is_near_each(largest: int) -> None:
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float32, FP8])
-@pytest.mark.parametrize(("max_query_len", "piece_len"), [(1, 0), (3, 1), (1, 4)])
-def test_every_step_is_taken(max_query_len: int, piece_len: int, cache_dtype: torch.dtype) -> None:
-    decodes, pieces, contexts = [], [], []
+@pytest.mark.parametrize(("max_query_len", "segment_len"), [(1, 0), (3, 1), (1, 4)])
+def test_every_step_is_taken(max_query_len: int, segment_len: int, cache_dtype: torch.dtype) -> None:
+    decodes, segments, contexts = [], [], []
     kv_scale = torch.ones(1) if cache_dtype == FP8 else None
 
     def decode(q: Tensor, cache: Tensor, step: DecodeMetadata) -> None:
@@ -40,8 +40,8 @@ def test_every_step_is_taken(max_query_len: int, piece_len: int, cache_dtype: to
         if step.request_index is None:
             decodes.append((len(step.block_table), step.max_query_len))
         else:
-            assert (step.queries is None) == (piece_len == 1)
-            pieces.append((step.max_query_len, len(step.request_index)))
+            assert (step.queries is None) == (segment_len == 1)
+            segments.append((step.max_query_len, len(step.request_index)))
 
     def prefill(q: Tensor, kv_c: Tensor, k_pe: Tensor, cache: Tensor, step: PrefillMetadata) -> None:
         w_kv_b = torch.zeros(2, 8 + 24, 32)
@@ -51,9 +51,9 @@ def test_every_step_is_taken(max_query_len: int, piece_len: int, cache_dtype: to
 
     layer = LayerSizes(2, 32, 8, 16, torch.float32, cache_dtype)
     steps = StepBuilder(DCPConfig(block_size=16), 0, "cpu")
-    warm_up(decode, prefill, layer, steps, None, 5, max_query_len, piece_len, max_pieces=9 if piece_len else 0)
+    warm_up(decode, prefill, layer, steps, None, 5, max_query_len, segment_len, max_segments=9 if segment_len else 0)
     query_lens = sorted({1, max_query_len})
     assert decodes == [(num_reqs, query_len) for query_len in query_lens for num_reqs in (1, 2, 3, 4, 5)]
-    lengths = [length for length in (1, 2, 4) if length <= piece_len]
-    assert pieces == [(length, number) for length in lengths for number in (1, 2, 3, 4, 6, 8, 9)]
+    lengths = [length for length in (1, 2, 4) if length <= segment_len]
+    assert segments == [(length, number) for length in lengths for number in (1, 2, 3, 4, 6, 8, 9)]
     assert contexts == [0, *sizes(4096)]

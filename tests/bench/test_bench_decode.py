@@ -17,7 +17,7 @@ from dcpmla.bench.ceilings import Ceilings
 from dcpmla.bench.decode import OURS
 from dcpmla.bench.decode_inputs import SCALE, Answer, Caches, DecodeCase, DecodeInputs, Ours
 from dcpmla.bench.timing import ROTATED_BYTES
-from dcpmla.cache.formats import dequantize
+from dcpmla.cache.formats import to_latents
 from tests.support.fake_peers import write_peers
 from tests.support.launchers import run_together
 
@@ -223,7 +223,7 @@ def test_answers_see_what_is_wrong(dtypes: tuple[str, str]) -> None:
 def test_latents_are_normal_in_every_format(kv_cache_dtype: str) -> None:
     """And of those of the newest keys the last one is exp's way to make up for the context, unsaturated."""
     caches = Caches(2, 70, 32, torch.float32, CPU, kv_cache_dtype)
-    latents = dequantize(
+    latents = to_latents(
         caches.rows[1][caches.block_tables[1].long()].flatten(1, 2), 512, caches.kv_scale, torch.float32
     )
     assert latents.shape == (2, 96, 576)

@@ -17,12 +17,12 @@ from dcpmla.attention.prefill import dequantize_rows, read_latents
 from dcpmla.cache.formats import (
     FP8,
     check_kv_scale,
-    dequantize,
-    quantize,
     rope_dim_of,
     row_width,
     storage_dtype,
+    to_cache_rows,
     to_fp8,
+    to_latents,
     write_latents,
 )
 
@@ -70,11 +70,11 @@ def test_every_byte_decodes_to_its_value() -> None:
     """Every byte is tested under both formats, and times a scale in float64."""
     scale = torch.tensor([0.37])
     factor = scale.double().item()
-    np.testing.assert_array_equal(dequantize(ALL_BYTES.view(FP8), 250, scale, torch.float64).numpy(), TABLE * factor)
+    np.testing.assert_array_equal(to_latents(ALL_BYTES.view(FP8), 250, scale, torch.float64).numpy(), TABLE * factor)
     tail = struct.pack("<2f", factor, 2 * factor) + struct.pack("<2H", 0x3F80, 0xC000)  # 1 and -2 in bfloat16
     row = torch.cat([ALL_BYTES, torch.frombuffer(bytearray(tail), dtype=torch.uint8)])
     expected = np.concatenate([TABLE[:128] * factor, TABLE[128:] * 2 * factor, [1.0, -2.0]])
-    np.testing.assert_array_equal(dequantize(row, 256, None, torch.float64).numpy(), expected)
+    np.testing.assert_array_equal(to_latents(row, 256, None, torch.float64).numpy(), expected)
 
 
 def test_rounding_at_every_value_and_between() -> None:
@@ -96,12 +96,12 @@ def test_rounding_at_every_value_and_between() -> None:
 def test_fp8_rows(seed: int, dtype: torch.dtype, scale: float) -> None:
     """Codes are the nearest to value / scale; dequantized, off by 2^-4 or half the smallest step, or saturated."""
     kv_c, k_pe = numbers(3, 40, dtype, seed), numbers(3, 6, dtype, seed + 1)
-    rows = quantize(kv_c, k_pe, FP8, torch.tensor([scale]))
+    rows = to_cache_rows(kv_c, k_pe, FP8, torch.tensor([scale]))
     assert (rows.shape, rows.dtype) == ((3, row_width(FP8, 40, 6)), FP8)
     latents = torch.cat([kv_c, k_pe], -1)
     np.testing.assert_array_equal(codes_of(rows), nearest_codes(latents.float().numpy() / np.float32(scale)))
     held = latents.double().clamp(-448 * scale, 448 * scale)
-    error = (dequantize(rows, 40, torch.tensor([scale]), torch.float64) - held).abs()
+    error = (to_latents(rows, 40, torch.tensor([scale]), torch.float64) - held).abs()
     bound = torch.maximum(held.abs() / 16, torch.tensor(scale * 2.0**-10, dtype=torch.float64))
     assert (error <= bound * (1 + 1e-6)).all()
 
@@ -113,7 +113,7 @@ def test_fp8_ds_mla_rows(seed: int, dtype: torch.dtype, magnitude: int) -> None:
     kv_c, k_pe = numbers(3, 384, torch.float32, seed), numbers(3, 6, torch.bfloat16, seed + 1)
     kv_c[:, 128:256] *= 2.0**magnitude
     kv_c = kv_c.to(dtype).nan_to_num(posinf=1.0, neginf=-1.0)  # past float16
-    rows = quantize(kv_c, k_pe, torch.uint8, None)
+    rows = to_cache_rows(kv_c, k_pe, torch.uint8, None)
     tiles = kv_c.float().numpy().reshape(3, 3, 128)
     scales = np.maximum(np.abs(tiles).max(-1) / np.float32(448), np.float32(FLT_MIN))
     codes = nearest_codes(tiles / scales[..., None])
@@ -122,7 +122,7 @@ def test_fp8_ds_mla_rows(seed: int, dtype: torch.dtype, magnitude: int) -> None:
         codes[row].tobytes() + scales[row].astype("<f4").tobytes() + k_pe_bits[row].tobytes() for row in range(3)
     ]
     assert [row.numpy().tobytes() for row in rows] == expected
-    decoded = dequantize(rows, 384, None, torch.float64)
+    decoded = to_latents(rows, 384, None, torch.float64)
     assert torch.equal(decoded[:, 384:], k_pe.double())
     peak = kv_c.double().unflatten(-1, (3, 128)).abs().amax(-1, keepdim=True).clamp(min=448 * FLT_MIN)
     bound = torch.maximum(kv_c.double().abs() / 16, (peak / 448 * 2.0**-10).expand(3, 3, 128).flatten(-2))
@@ -140,7 +140,7 @@ def test_fp8_ds_mla_of_deepseek_has_656_bytes() -> None:
     kv_c = peaks.repeat_interleave(128)[None].clone()
     kv_c[0, 1] = -(2.0**-9)
     k_pe = torch.arange(64, dtype=torch.float32)[None]
-    row = quantize(kv_c, k_pe, torch.uint8, None)[0].numpy().tobytes()
+    row = to_cache_rows(kv_c, k_pe, torch.uint8, None)[0].numpy().tobytes()
     assert len(row) == 656
     assert row[:512] == bytes([0x7E, 0x81] + [0x7E] * 254 + [0] * 128 + [0x7E] * 128)
     assert struct.unpack_from("<4f", row, 512) == (1.0, 2.0, FLT_MIN, 3.5 / 448)
@@ -153,7 +153,7 @@ def test_fp8_ds_mla_of_deepseek_has_656_bytes() -> None:
 def test_products_with_scales_are_rounded_once_from_float32(dtype: torch.dtype) -> None:
     scale = torch.tensor([0.37])
     product = torch.from_numpy(TABLE.astype(np.float32) * np.float32(0.37))
-    decoded = dequantize(ALL_BYTES.view(FP8), 250, scale, dtype)
+    decoded = to_latents(ALL_BYTES.view(FP8), 250, scale, dtype)
     assert decoded.dtype == dtype
     torch.testing.assert_close(decoded, product.to(dtype), rtol=0, atol=0, equal_nan=True)
 
@@ -168,7 +168,7 @@ def test_what_is_not_finite_is_refused_by_name(storage: torch.dtype, bad: float,
     with pytest.raises(
         ValueError, match=rf"^{name} has values that are not finite; an 8-bit cache \(--kv-cache-dtype\)"
     ):
-        quantize(**latents, storage=storage, kv_scale=kv_scale)
+        to_cache_rows(**latents, storage=storage, kv_scale=kv_scale)
     cache = torch.zeros(1, 2, row_width(storage, 128, 6), dtype=storage)
     write_latents(cache, **latents, slots=torch.tensor([1, -1]), kv_scale=kv_scale)  # another rank's row
     rows = dequantize_rows(read_latents(cache, torch.tensor([1, 0])), 128, kv_scale, torch.float32)
@@ -178,9 +178,9 @@ def test_what_is_not_finite_is_refused_by_name(storage: torch.dtype, bad: float,
 def test_plain_rows_are_kept() -> None:
     kv_c, k_pe = torch.randn(3, 40), torch.randn(3, 6)
     kv_c[0, 0] = torch.nan
-    rows = quantize(kv_c, k_pe, torch.float32, None)
+    rows = to_cache_rows(kv_c, k_pe, torch.float32, None)
     assert torch.equal(rows.view(torch.int32), torch.cat([kv_c, k_pe], -1).view(torch.int32))
-    assert torch.equal(dequantize(rows[1:], 40, None, torch.float64), rows[1:].double())
+    assert torch.equal(to_latents(rows[1:], 40, None, torch.float64), rows[1:].double())
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_widths(storage: torch.dtype, rank: int, rope: int) -> None:
     width = row_width(storage, rank, rope)
     assert rope_dim_of(width, storage, rank) == rope
     kv_scale = torch.ones(1) if storage == FP8 else None
-    assert quantize(torch.ones(2, rank), torch.ones(2, rope), storage, kv_scale).shape == (2, width)
+    assert to_cache_rows(torch.ones(2, rank), torch.ones(2, rope), storage, kv_scale).shape == (2, width)
 
 
 def test_formats_and_dtypes_that_do_not_go_together() -> None:
@@ -218,8 +218,8 @@ def test_formats_and_dtypes_that_do_not_go_together() -> None:
 def test_scales_that_do_not_belong(storage: torch.dtype, kv_scale: Tensor | None, message: str) -> None:
     for call in (
         lambda: check_kv_scale(storage, kv_scale),
-        lambda: quantize(torch.ones(1, 128), torch.ones(1, 6), storage, kv_scale),
-        lambda: dequantize(torch.ones(1, row_width(storage, 128, 6)).to(storage), 128, kv_scale, torch.float32),
+        lambda: to_cache_rows(torch.ones(1, 128), torch.ones(1, 6), storage, kv_scale),
+        lambda: to_latents(torch.ones(1, row_width(storage, 128, 6)).to(storage), 128, kv_scale, torch.float32),
     ):
         with pytest.raises(ValueError, match="^" + re.escape(message)):
             call()

@@ -1,4 +1,4 @@
-"""The layout of vLLM's decodes and short prefills, without vLLM: lengths, pieces and parts, against plain counts."""
+"""The layout of vLLM's decodes and short prefills, without vLLM: lengths, segments and parts, against plain counts."""
 
 from unittest.mock import patch
 
@@ -63,7 +63,7 @@ def test_each_token_sees_what_is_before_it(requests: Requests, sizes: tuple[int,
         decodes = layout_of(*sizes, rank)
         with patch.object(layout, "PART_ROWS", rows):
             parts = build(decodes, requests)
-            longest = max(decodes.part_len, decodes.piece_len)
+            longest = max(decodes.part_len, decodes.segment_len)
         lens, owners = [], []
         for tokens, part in parts:
             assert tokens.start == len(lens)
@@ -77,9 +77,9 @@ def test_each_token_sees_what_is_before_it(requests: Requests, sizes: tuple[int,
             ones = range(len(part.local_seq_lens) + 1)
             start = ones if part.queries is None else part.queries.start_loc.tolist()
             assert len(start) == len(part.request_index) + 1
-            pieces = np.diff(start)
-            assert 0 < pieces.min() <= pieces.max() <= part.max_query_len <= decodes.piece_len
-            owners += np.repeat(part.request_index.numpy(), pieces).tolist()
+            segment_lens = np.diff(start)
+            assert 0 < segment_lens.min() <= segment_lens.max() <= part.max_query_len <= decodes.segment_len
+            owners += np.repeat(part.request_index.numpy(), segment_lens).tolist()
         assert lens == count_seen(decodes, requests)
         assert owners == [index for index, (num_new, _) in enumerate(requests) for _ in range(num_new)]
         ranges.append([tokens for tokens, _ in parts])
@@ -110,7 +110,7 @@ def test_graphs_find_their_steps_in_place(
 
 
 @pytest.mark.parametrize("rows", [1 << 16, 64])
-def test_pieces_attend_as_whole_requests(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_attend_as_whole_requests(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "PART_ROWS", rows)
     requests, num_heads, latent, rope = [(1, 11), (1, 0), (5, 9), (16, 0), (11, 5)], 16, 32, 16
     torch.manual_seed(0)
@@ -131,12 +131,12 @@ def test_pieces_attend_as_whole_requests(rows: int, monkeypatch: pytest.MonkeyPa
     num_heads=st.sampled_from([1, 3, 16, 128]),
     lens=st.lists(st.integers(1, 128), min_size=1, max_size=20),
 )
-def test_pieces_are_bounded(num_heads: int, lens: list[int]) -> None:
-    """No part has more pieces than the warm-up takes."""
+def test_segments_are_bounded(num_heads: int, lens: list[int]) -> None:
+    """No part has more segments than the warm-up takes."""
     decodes = layout_of(1, 1, num_heads)
     parts = build(decodes, [(num_new, 0) for num_new in lens])
-    assert max(num_pieces(part) for _, part in parts) <= decodes.max_pieces(len(lens), sum(lens))
+    assert max(num_segments(part) for _, part in parts) <= decodes.max_segments(len(lens), sum(lens))
 
 
-def num_pieces(part: DecodeMetadata) -> int:
+def num_segments(part: DecodeMetadata) -> int:
     return len(part.block_table if part.request_index is None else part.request_index)

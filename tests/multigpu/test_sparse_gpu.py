@@ -71,7 +71,7 @@ def run_layer(
         rows = torch.cat(
             [draw(i)[seq - query : seq] for i, query, seq in zip(requests, query_lens, seq_lens, strict=True)]
         )
-        metadata = with_selection(metadata.with_positions(cos_sin[metadata.positions]), TOPK)
+        metadata = with_selection(metadata.with_cos_sin(cos_sin[metadata.positions]), TOPK)
         sparse = metadata.get(SparseMetadata)
         assert sparse is not None
         assert sparse.selection is not None

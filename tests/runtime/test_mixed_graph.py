@@ -128,8 +128,8 @@ def test_columns_are_those_of_a_step(lens: list[tuple[int, int]], width: int, pa
     seq_lens = [new + context for new, context in lens]
     tables = [list(range(8 * index, 8 * index + 8)) for index in range(len(lens))]
     requests, num_tokens = StepRequests(query_lens, seq_lens, tables), sum(query_lens)
-    num_pieces = len(lens) + (num_tokens + padding) // width + 1
-    columns = piece_columns(steps, requests, width, num_tokens + padding, num_pieces)
+    num_segments = len(lens) + (num_tokens + padding) // width + 1
+    columns = piece_columns(steps, requests, width, num_tokens + padding, num_segments)
     step = steps.build(requests, width, num_decodes=len(lens))
     assert step.decode is not None
     assert columns.positions.tolist() == step.positions.tolist() + [0] * padding

@@ -55,7 +55,7 @@ class Case:
             own = [blocks.pop() for _ in range(count)]
             row[:count] = torch.tensor(own, dtype=torch.int32)
             keys = torch.randn(num_keys, width, generator=generator)
-            rows = formats.quantize(*keys.split([self.kv_lora_rank, self.rope], -1), storage, kv_scale)
+            rows = formats.to_cache_rows(*keys.split([self.kv_lora_rank, self.rope], -1), storage, kv_scale)
             for index, block in enumerate(own):
                 part = rows[index * self.block_size : (index + 1) * self.block_size]
                 cache[block, : len(part)] = part
@@ -103,7 +103,7 @@ class Case:
         """
         exact = {**inputs, "q": inputs["q"].double(), "dtype": torch.float64}
         if self.format == "fp8_ds_mla":
-            exact["kv_cache"] = formats.dequantize(inputs["kv_cache"], self.kv_lora_rank, None, self.dtype)
+            exact["kv_cache"] = formats.to_latents(inputs["kv_cache"], self.kv_lora_rank, None, self.dtype)
         return reference.mla_decode(unchecked_call(**exact))
 
 

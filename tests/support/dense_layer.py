@@ -45,9 +45,7 @@ class DenseLayer:
 
     def step(self, start: int, end: int) -> Tensor:
         """Compute the tokens from start to end, after those before start."""
-        step = self.builder.build(StepRequests([end - start], [end], [[2, 0, 1]])).with_positions(
-            self.cos_sin[start:end]
-        )
+        step = self.builder.build(StepRequests([end - start], [end], [[2, 0, 1]])).with_cos_sin(self.cos_sin[start:end])
         return self.layer(self.hidden_states[start:end], self.cache, step)
 
 

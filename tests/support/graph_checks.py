@@ -18,7 +18,7 @@ from dcpmla.attention.placement import Placement
 from dcpmla.attention.sparse.build import SparseStepBuilder
 from dcpmla.attention.sparse.step import with_selection
 from dcpmla.attention.step import StepMetadata, StepRequests
-from dcpmla.cache.formats import is_quantized, quantize
+from dcpmla.cache.formats import is_quantized, to_cache_rows
 from dcpmla.cache.latent import LatentCache, num_blocks
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
@@ -98,7 +98,7 @@ def check_stack(dcp: DCPConfig, num_layers: int, num_heads: int, device_type: st
     cos_sin = torch.cat([angles.cos(), angles.sin()], -1)
 
     def step(hidden: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
-        metadata = metadata.with_positions(cos_sin[metadata.positions])
+        metadata = metadata.with_cos_sin(cos_sin[metadata.positions])
         if topk is not None:
             metadata = with_selection(metadata, topk)
         for layer, kv_cache in zip(layers, cache, strict=True):
@@ -214,7 +214,7 @@ def draw_rows(num_rows: int, width: int, dtype: torch.dtype, generator: torch.Ge
     if dtype != torch.uint8:
         return torch.randn(num_rows, width, generator=generator).to(dtype)
     kv_c, k_pe = torch.randn(num_rows, 512 + 64, generator=generator).split([512, 64], -1)
-    return quantize(kv_c, k_pe, dtype, None)
+    return to_cache_rows(kv_c, k_pe, dtype, None)
 
 
 def copies(cache: LatentCache) -> list[Tensor]:

@@ -5,12 +5,12 @@ from typing import TypeVar
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
 from dcpmla.attention.step import StepMetadata
 
-Shared = TypeVar("Shared")
+Metadata = TypeVar("Metadata")
 
 
-def part(step: StepMetadata, kind: type[Shared]) -> Shared:
-    numbers: Shared = step.shared[kind]
-    return numbers
+def part(step: StepMetadata, kind: type[Metadata]) -> Metadata:
+    metadata: Metadata = step.kinds[kind]
+    return metadata
 
 
 def selection_of(step: StepMetadata) -> SelectedTokens:

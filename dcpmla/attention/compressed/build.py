@@ -55,19 +55,19 @@ class CompressedStepBuilder(StepBuilder):
         query_lens, seq_lens, _, states = host.requests
         return [host.request, np.array([np.subtract(seq_lens, query_lens), seq_lens, states], dtype=np.int32)]
 
-    def share(self, step: StepMetadata, host: HostStep, block_table: Tensor, columns: Sequence[Tensor]) -> StepMetadata:
+    def extend(self, step: StepMetadata, host: HostStep, block_table: Tensor, arrays: Sequence[Tensor]) -> StepMetadata:
         """Return the step with the numbers that layers with entries read."""
-        request, (first_position, seq_lens, states) = columns
+        request, (first_position, seq_lens, states) = arrays
         numbers = step.positions, request, first_position, seq_lens, states, block_table
         compressed = CompressedMetadata(self.plan, self.dcp_rank, *numbers, max(host.requests.seq_lens))
-        return step.share(replace(compressed, context=self._context(host, compressed)))
+        return step.with_kind(replace(compressed, context=self._context(host, compressed)))
 
-    def share_graph(self, step: StepMetadata, rows: GraphRows) -> StepMetadata:
+    def extend_graph(self, step: StepMetadata, rows: GraphRows) -> StepMetadata:
         """Return the step of a decode graph with the numbers that layers with entries read."""
         seen = rows.seq_lens.view(-1, rows.query_len)  # 0 for padding
         first, seq_lens = seen[:, 0] - 1, seen[:, -1].contiguous()
         numbers = rows.positions, rows.request, first, seq_lens, rows.states, rows.block_table
-        return step.share(CompressedMetadata(self.plan, self.dcp_rank, *numbers, rows.max_seq_len))
+        return step.with_kind(CompressedMetadata(self.plan, self.dcp_rank, *numbers, rows.max_seq_len))
 
     def _context(self, host: HostStep, step: CompressedMetadata) -> ContextRows | None:
         """Return the context of prefills; None without prefills."""

@@ -223,7 +223,7 @@ def with_angles(
             is_asked = ratio in selecting or compressed.context is not None
             visible = compressed.visible_entries(ratio) if is_asked else None
             entries[ratio] = Entries(cos_sin, compressed.entry_table(ratio), visible)
-    return step.share(
+    return step.with_kind(
         replace(
             compressed,
             angles=angles,

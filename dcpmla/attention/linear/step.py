@@ -92,18 +92,18 @@ class HybridStepBuilder(StepBuilder):
         starts = np.cumsum(query_lens) - query_lens
         return [np.array([starts, np.subtract(seq_lens, query_lens), seq_lens, states], dtype=np.int32)]
 
-    def share(self, step: StepMetadata, host: HostStep, block_table: Tensor, columns: Sequence[Tensor]) -> StepMetadata:
+    def extend(self, step: StepMetadata, host: HostStep, block_table: Tensor, arrays: Sequence[Tensor]) -> StepMetadata:
         """Return the step with its requests' rows and states."""
         pieces = self._pieces(host.requests) if self._takes_chunks else None
-        return step.share(DeltaMetadata(DeltaRequests(*columns[0]), pieces))
+        return step.with_kind(DeltaMetadata(DeltaRequests(*arrays[0]), pieces))
 
-    def share_graph(self, step: StepMetadata, rows: GraphRows) -> StepMetadata:
+    def extend_graph(self, step: StepMetadata, rows: GraphRows) -> StepMetadata:
         """Return the step of a decode graph with its requests' rows and states."""
         seen = rows.seq_lens.view(-1, rows.query_len)  # 0 for padding
         starts = torch.arange(0, len(rows.seq_lens), rows.query_len, dtype=torch.int32, device=rows.states.device)
         # A request with fewer tokens repeats its last one, so the last row has its length.
         requests = DeltaRequests(starts, seen[:, 0] - 1, seen[:, -1].contiguous(), rows.states)
-        return step.share(DeltaMetadata(requests))
+        return step.with_kind(DeltaMetadata(requests))
 
     def _pieces(self, requests: StepRequests) -> DeltaPieces | None:
         """Return the long pieces of a step; None without any."""

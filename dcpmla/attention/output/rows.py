@@ -24,8 +24,8 @@ class OutputQuant:
 
     Attributes:
         kind: "fp8", "fp8_groups" or "nvfp4".
-        scale: Scale, float32 of one element on the output's device. fp8: factor of quantized values; nvfp4: global
-            scale, 448 * 6 over the largest expected value; None for fp8_groups, which compute their scales.
+        scale: Scale, float32 of one element on the output's device. fp8: value = scale x code; nvfp4: global scale,
+            448 * 6 over the largest expected value; None for fp8_groups, which compute their scales.
         group_size, scale_layout, ue8m0: Options of fp8_groups alone: 64 or 128 columns that share a scale; "row",
             "column" or "tma"; whether scales are powers of two.
     Raises:
@@ -130,7 +130,7 @@ class OutputRows:
         self._end = first_row
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """Return the same output over other tensors, function(result)."""
+        """Return a copy of the output with function(tensor) for each tensor; `capture.borrow` calls it."""
         other = copy(self)
         other._values = None if self._values is None else function(self._values)
         if self._quant is not None:
@@ -143,7 +143,7 @@ class OutputRows:
         return self._values if self._quant is None else QuantizedRows(self._values, self._scales)
 
     def _result(self) -> tuple[Tensor, Tensor | None, Tensor | None, bool]:
-        """Return values, scales, scale and ue8m0, as the custom ops take them."""
+        """Return values, computed scales (fp8_groups, nvfp4), given scale (fp8, nvfp4) and ue8m0, for custom ops."""
         if self._values is None:
             self._values = torch.empty(self._num_rows, self._width, **self._new)
         if self._quant is None:

@@ -19,13 +19,13 @@ class SparseStepBuilder(StepBuilder):
         """Return each token's request, and its tokens up to there on all ranks and on this one."""
         return [host.request, (host.positions + 1).astype(np.int32), self.local_seq_lens(host.positions)]
 
-    def share(self, step: StepMetadata, host: HostStep, block_table: Tensor, columns: Sequence[Tensor]) -> StepMetadata:
+    def extend(self, step: StepMetadata, host: HostStep, block_table: Tensor, arrays: Sequence[Tensor]) -> StepMetadata:
         """Return the step with the tokens that each token may select from."""
-        request, seq_lens, local_seq_lens = columns
+        request, seq_lens, local_seq_lens = arrays
         longest = max(host.requests.seq_lens)
-        return step.share(SparseMetadata(block_table, request, seq_lens, local_seq_lens, longest))
+        return step.with_kind(SparseMetadata(block_table, request, seq_lens, local_seq_lens, longest))
 
-    def share_graph(self, step: StepMetadata, rows: GraphRows) -> StepMetadata:
+    def extend_graph(self, step: StepMetadata, rows: GraphRows) -> StepMetadata:
         """Return the step of a decode graph with the tokens that each row may select from."""
         numbers = rows.block_table, rows.request, rows.seq_lens, rows.local_seq_lens
-        return step.share(SparseMetadata(*numbers, rows.max_seq_len))
+        return step.with_kind(SparseMetadata(*numbers, rows.max_seq_len))

@@ -77,7 +77,7 @@ def with_selection(step: StepMetadata, topk: int) -> StepMetadata:
     sparse = step.get(SparseMetadata)
     if sparse is None or sparse.max_seq_len <= topk:
         return step
-    return step.share(replace(sparse, selection=SelectedTokens.empty(step.num_tokens, topk, step.positions.device)))
+    return step.with_kind(replace(sparse, selection=SelectedTokens.empty(step.num_tokens, topk, step.positions.device)))
 
 
 def check_selection(topk: int, kv_cache: Tensor, step: StepMetadata) -> None:

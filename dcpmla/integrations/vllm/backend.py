@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.calls import decode_workspace
-from dcpmla.attention.chunks import context_workspace_tokens
+from dcpmla.attention.chunks import max_chunk_tokens
 from dcpmla.cache.formats import FP8
 from dcpmla.comm.exchange import Exchange, LocalExchange
 from dcpmla.config import DCPConfig
@@ -94,7 +94,7 @@ class DCPMLAMetadataBuilder(MLACommonMetadataBuilder):
         scheduler = vllm_config.scheduler_config
         dcp = _dcp_config(vllm_config.parallel_config, kv_cache_spec.block_size)
         longest = vllm_config.model_config.max_model_len
-        num_tokens = context_workspace_tokens(longest, scheduler.max_num_seqs, dcp.chunk_alignment)
+        num_tokens = max_chunk_tokens(longest, scheduler.max_num_seqs, dcp.chunk_alignment)
         self.dcp = replace(dcp, context_workspace_tokens=num_tokens)
         self.exchange: Exchange = LocalExchange()
         rank = 0
@@ -116,8 +116,8 @@ class DCPMLAMetadataBuilder(MLACommonMetadataBuilder):
                 layer.dcp_manager.query_gather = lambda q: q
                 layer.dcp_manager.combine = lambda out, lse, **_: out
         max_tokens = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * self.reorder_batch_threshold)
-        pieces = self.layout.piece_len, self.layout.max_pieces(scheduler.max_num_seqs, max_tokens)
-        sizes = scheduler.max_num_seqs, max_query_len, *pieces
+        segments = self.layout.segment_len, self.layout.max_segments(scheduler.max_num_seqs, max_tokens)
+        sizes = scheduler.max_num_seqs, max_query_len, *segments
         layer.impl.warm_up(layer, cache_dtype, self.steps, self.layout.workspace, *sizes)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:

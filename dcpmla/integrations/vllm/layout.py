@@ -10,7 +10,7 @@ from dcpmla import ownership
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.calls import Segments
 from dcpmla.attention.chunks import cut_queries
-from dcpmla.attention.step import PART_ROWS, PIECE_ROWS, DecodeMetadata
+from dcpmla.attention.step import PART_ROWS, SEGMENT_ROWS, DecodeMetadata
 from dcpmla.upload import upload
 
 Part = tuple[slice, DecodeMetadata]
@@ -21,7 +21,7 @@ class DecodeLayout:
     """The layout of decodes, drafts and short prefills.
 
     Requests with equally many new tokens, at most a decode and its drafts, stay whole: CUDA graphs replay such steps,
-    so all their tensors stay in place. Other steps cut their requests into pieces.
+    so all their tensors stay in place. Other steps cut their requests into segments.
 
     Attributes:
         steps: Builder with the rank's place in the DCP group.
@@ -38,19 +38,19 @@ class DecodeLayout:
     token_lens: Tensor
 
     @property
-    def piece_len(self) -> int:
-        """Return the most tokens of a piece."""
-        return max(1, PIECE_ROWS // self.num_heads)
+    def segment_len(self) -> int:
+        """Return the most tokens of a segment."""
+        return max(1, SEGMENT_ROWS // self.num_heads)
 
     @property
     def part_len(self) -> int:
         """Return the most tokens of a part."""
         return max(1, PART_ROWS // self.num_heads)
 
-    def max_pieces(self, max_num_seqs: int, max_num_tokens: int) -> int:
-        """Return a bound on the pieces of a part, for steps of so many requests and tokens."""
+    def max_segments(self, max_num_seqs: int, max_num_tokens: int) -> int:
+        """Return a bound on the segments of a part, for steps of so many requests and tokens."""
         num_tokens = min(self.part_len, max_num_tokens)
-        return min(num_tokens, max_num_seqs + num_tokens // self.piece_len)
+        return min(num_tokens, max_num_seqs + num_tokens // self.segment_len)
 
     def build(
         self,
@@ -80,13 +80,13 @@ class DecodeLayout:
                 local_seq_lens = self._uniform_lens(seq_lens, longest)
             step = DecodeMetadata(block_table, local_seq_lens, None, longest, self.workspace)
             return ((slice(0, num_tokens), step),)
-        pieces, request = cut_queries(query_lens, self.piece_len)
-        start = np.concatenate([[0], np.cumsum(pieces)]).astype(np.int32)
+        segment_lens, request = cut_queries(query_lens, self.segment_len)
+        start = np.concatenate([[0], np.cumsum(segment_lens)]).astype(np.int32)
         index, start_loc = upload([request, start], self.steps.device)
         # One form of cut steps, so that the warm-up compiles few variants of the kernel.
-        queries = None if self.piece_len == 1 else Segments(tuple(start.tolist()), start_loc)
+        queries = None if self.segment_len == 1 else Segments(tuple(start.tolist()), start_loc)
         token_lens = self._ragged_lens(seq_lens, query_start_loc, num_tokens)
-        step = DecodeMetadata(block_table, token_lens, queries, int(pieces.max()), self.workspace, index)
+        step = DecodeMetadata(block_table, token_lens, queries, int(segment_lens.max()), self.workspace, index)
         return tuple(step.parts(self.part_len))
 
     def _uniform_lens(self, seq_lens: Tensor, query_len: int) -> Tensor:
