@@ -81,7 +81,7 @@ def generate(model: ShardedModel, dcp: DCPConfig, mesh: DCPMesh) -> Generated:
             StepRequests(query_lens, [len(ids) for ids in tokens], tables)
         )
         token_ids, last_rows = (torch.tensor(ids, device=model.device) for ids in (sum(new, []), query_lens))
-        logits.append(model.step(token_ids, metadata, cache, last_rows.cumsum(0) - 1).cpu())
+        logits.append(model.logits(model.hidden(token_ids, metadata, cache)[last_rows.cumsum(0) - 1]).cpu())
         new = [[token] for token in logits[-1].argmax(-1).tolist()]
         tokens = [ids + more for ids, more in zip(tokens, new, strict=True)]
     of_prompts = torch.stack(logits, 1)
