@@ -11,13 +11,15 @@ from tqdm import tqdm
 from dcpmla.attention.kind import AttentionLayer
 from dcpmla.attention.placement import Placement
 from dcpmla.comm.reduce import Reduce
+from dcpmla.fields import check_experts
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.model.block import VocabHead
 from dcpmla.model.glu import Glu
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import ExpertPart, Gate, MoE, load_experts, unstack_experts
 from dcpmla.model.router import split_weight
-from dcpmla.parallel.linear import Linear, Weight, check_experts, cut, read_linear, read_weight
+from dcpmla.parallel.linear import Linear, Weight, read_linear, read_weight
+from dcpmla.parallel.quantized import cut
 
 
 @dataclass(frozen=True)
