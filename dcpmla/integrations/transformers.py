@@ -20,7 +20,7 @@ from dcpmla.attention.scales import missing_scales
 from dcpmla.comm.reduce import select_reduce
 from dcpmla.comm.select import ChosenExchange
 from dcpmla.config import DCPConfig
-from dcpmla.hf_quantization import expert_codes, packed_codes, scale_block
+from dcpmla.hf_quantization import scale_block
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.config_checks import check_generation_config
 from dcpmla.integrations.decoder import Shapes
@@ -78,7 +78,7 @@ def load_model(
     weights: Mapping[str, Weight]
     if load_format == "dummy":
         dtype = dtype or _in_range(config.dtype or torch.bfloat16)
-        weights = _dummy_weights(model, mtp_shapes, dtype, device)
+        weights = dummy_weights(published_shapes(model) | mtp_shapes, model.config, dtype, device)
     else:
         checkpoint = _open_checkpoint(directory, model, partial(family.module_name, num_layers=num_layers), mtp_shapes)
         check_shapes(model, checkpoint, family.routing)
@@ -106,13 +106,6 @@ def load_model(
         _eos_token_ids(directory, config),
         mtp,
     )
-
-
-def _dummy_weights(model: Any, mtp_shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Mapping[str, Weight]:
-    """Return random weights in the formats that the config names."""
-    quantization = getattr(model.config, "quantization_config", None)
-    is_fp8 = quantization is not None and packed_codes(quantization) is None
-    return dummy_weights(published_shapes(model) | mtp_shapes, is_fp8, expert_codes(model.config), dtype, device)
 
 
 def _open_checkpoint(directory: Path, model: Any, rename: Callable[[str], str], mtp_shapes: Shapes) -> Checkpoint:
