@@ -1,15 +1,17 @@
 """The parts of a model that this package computes, each from transformers' module of it and a checkpoint's slices."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from dcpmla.attention.kind import AttentionLayer
+from dcpmla.attention.kind import AttentionKind, AttentionLayer
 from dcpmla.attention.placement import Placement
+from dcpmla.attention.scales import missing_scales
 from dcpmla.comm.reduce import Reduce
 from dcpmla.fields import check_experts
 from dcpmla.integrations.families.routing import Routing
@@ -21,8 +23,10 @@ from dcpmla.model.router import split_weight
 from dcpmla.parallel.linear import Linear, Weight, read_linear, read_weight
 from dcpmla.parallel.quantized import cut
 
+_logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
+
+@dataclass
 class Parts:
     """A maker of loaded modules.
 
@@ -33,8 +37,10 @@ class Parts:
         spreads_experts: Whether each rank has its share of the experts whole, instead of a slice of every one.
         expert_dtype: "auto" or "fp8" (`load_experts`).
         routing: Choice of experts.
-        attention: Function of a name that loads the next layer of attention, and returns it with its number.
+        kind: Kind of attention.
         reduce: Sums over the TP ranks.
+        default_scales: Names of scales that are 1 because the checkpoint lacks them.
+        num_layers: Number of layers of attention that are loaded.
     """
 
     model: Any
@@ -43,8 +49,10 @@ class Parts:
     spreads_experts: bool
     expert_dtype: str
     routing: Routing
-    attention: Callable[[str], tuple[AttentionLayer, int]]
+    kind: AttentionKind
     reduce: Reduce
+    default_scales: set[str] = field(default_factory=set)
+    num_layers: int = 0
 
     @property
     def _glu(self) -> Glu:
@@ -79,6 +87,28 @@ class Parts:
         linear = Linear(hidden_size, rows.stop - rows.start, **new)
         linear.load(read_linear(self.weights, name, (vocab_size, hidden_size), rows=rows))
         return VocabHead(linear, vocab_size, mesh.tp_group)
+
+    def attention(self, name: str) -> tuple[AttentionLayer, int]:
+        """Load the next layer of attention, and return it with its number."""
+        prefix, number = f"{name}.", self.num_layers
+        weights = {key.removeprefix(prefix): self.weights[key] for key in self.weights if key.startswith(prefix)}
+        self.default_scales |= missing_scales(weights, self.placement.dcp)
+        layer = self.kind.new_layer(number, self.placement)
+        try:
+            layer.load_weights(weights)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        self.num_layers += 1
+        return layer, number
+
+    def warn_of_missing_scales(self) -> None:
+        """Log which scales are 1 because the checkpoint lacks them."""
+        if self.default_scales and self.placement.mesh.tp_rank == 0:
+            _logger.warning(
+                "the checkpoint has no %s, so 1 is taken: e4m3 saturates at 448 and loses what is smaller than 0.001 "
+                "(--kv-cache-scale gives a kv_scale, --calculate-kv-scales finds both)",
+                " and no ".join(sorted(self.default_scales)),
+            )
 
     def mlp(self, name: str) -> MLP | MoE:
         """Return an MLP or a mixture of experts."""
