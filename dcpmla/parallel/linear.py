@@ -87,17 +87,6 @@ class Linear(nn.Module):
             assert self.weight_scale is None  # weights are loaded only once
             fill(self.weight, *(values_like(part, self.weight) for part in parts))
 
-    def load_input_scale(self, name: str, scale: Weight) -> None:
-        """Read the static scale of a checkpoint's tensor.
-
-        Raises:
-            ValueError: It has several elements, or its number is not finite and above 0.
-        """
-        value = scale[()].float().flatten()
-        if not (value.numel() == 1 and 0 < value < torch.inf):
-            raise ValueError(f"checkpoint: tensor {name} is {value.tolist()}; it must be one finite number above 0")
-        self.input_scale = value.to(self.weight.device)
-
     def forward(self, x: AnyRows) -> Tensor:
         if self.weight_scale is None:
             return F.linear(plain(x), self.weight, self.bias)
