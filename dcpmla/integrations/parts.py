@@ -17,8 +17,8 @@ from dcpmla.fields import check_experts
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.model.block import VocabHead
 from dcpmla.model.glu import Glu
-from dcpmla.model.mlp import MLP
-from dcpmla.model.moe import ExpertPart, Gate, MoE, load_experts, unstack_experts
+from dcpmla.model.mlp import MLP, MLPPart
+from dcpmla.model.moe import Gate, MoE, load_experts, read_expert, unstack_experts
 from dcpmla.model.router import split_weight
 from dcpmla.parallel.linear import Linear, Weight, read_linear, read_weight
 from dcpmla.parallel.quantized import cut
@@ -120,7 +120,7 @@ class Parts:
         size, hidden_size = self.weights[f"{name}.gate_proj.weight"].shape
         columns = self._cut(size)
         mlp = MLP(hidden_size, columns.stop - columns.start, self._glu, **self.placement.factory_kwargs)
-        mlp.load_weights(self.weights, f"{name}.", size, columns)
+        mlp.load_weights(self.weights, MLPPart(f"{name}.", size, columns))
         return mlp
 
     def _moe(self, name: str, module: Any) -> MoE:
@@ -132,7 +132,7 @@ class Parts:
         if self.spreads_experts:
             own = range(tp_rank * num_experts // tp_size, (tp_rank + 1) * num_experts // tp_size)
             columns = slice(0, size)
-        parts = [ExpertPart(f"{name}.experts.{number}.", size, columns) for number in own]
+        parts = [MLPPart(f"{name}.experts.{number}.", size, columns) for number in own]
         shared = self._shared_parts(name, module, weights, parts[0])
         gate = self._gate(name, len(shared))
         experts = load_experts(weights, parts + shared, hidden_size, self.expert_dtype, **self.placement.factory_kwargs)
@@ -148,9 +148,7 @@ class Parts:
             adds_identity,
         )
 
-    def _shared_parts(
-        self, name: str, module: Any, weights: Mapping[str, Weight], expert: ExpertPart
-    ) -> list[ExpertPart]:
+    def _shared_parts(self, name: str, module: Any, weights: Mapping[str, Weight], expert: MLPPart) -> list[MLPPart]:
         """Return the shared MLP as further experts, if it has their width, their cut and their format."""
         if not hasattr(module, "shared_experts") or self.spreads_experts:
             return []
@@ -159,10 +157,10 @@ class Parts:
             return []
         columns = expert.cut
         parts = [
-            ExpertPart(f"{name}.shared_experts.", whole, slice(start + columns.start, start + columns.stop))
+            MLPPart(f"{name}.shared_experts.", whole, slice(start + columns.start, start + columns.stop))
             for start in range(0, whole, expert.size)
         ]
-        routed, shared = (part.read(weights, hidden_size, self.placement.dtype) for part in (expert, parts[0]))
+        routed, shared = (read_expert(weights, part, hidden_size, self.placement.dtype) for part in (expert, parts[0]))
         return parts if [type(weight) for weight in routed] == [type(weight) for weight in shared] else []
 
     def _router_weight(self, name: str) -> Tensor:
