@@ -135,6 +135,22 @@ def check_tp_size(tensor_parallel_size: int, count: int, parts: str) -> None:
         )
 
 
+def check_experts(num_experts: int, size: int, tensor_parallel_size: int, spreads_experts: bool) -> None:
+    """Raise ValueError if experts cannot be cut or spread evenly; other layers may be cut unevenly.
+
+    Args:
+        size: Intermediate size of an expert.
+    """
+    if not spreads_experts:
+        check_tp_size(tensor_parallel_size, size, f"the experts' intermediate size {size}")
+    elif num_experts % tensor_parallel_size:
+        raise ValueError(
+            f"enable_expert_parallel (--enable-expert-parallel): {num_experts} experts cannot be spread over "
+            f"{tensor_parallel_size} ranks; tensor_parallel_size (-tp) must be one of "
+            f"{', '.join(map(str, divisors(num_experts)))}"
+        )
+
+
 def is_whole(value: object) -> TypeGuard[int]:
     """Return whether a value is an int, but not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)

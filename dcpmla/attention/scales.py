@@ -1,5 +1,5 @@
-"""The scales of fp8 caches and of fp8 queries: a float32 number for each layer, the same on every rank, at a fixed
-address.
+"""The scales of fp8 caches, fp8 queries and fp8 outputs: a float32 number for each layer, the same on every rank, at a
+fixed address.
 
 Reading multiplies cached values by their scale. The scale comes from the options, else from the checkpoint, else it is
 1; or it is calculated once.
@@ -20,6 +20,7 @@ from dcpmla.parallel.linear import Weight
 # Names of scales in checkpoints, next to the weights of a layer's attention. vLLM accepts the same names.
 KV_SCALE_NAMES = ("k_scale", "attn.k_scale", "mla_attn.k_scale", "k_proj.k_scale", "kv_scale")
 Q_SCALE_NAMES = ("q_scale", "attn.q_scale", "mla_attn.q_scale", "q_proj.q_scale")
+OUTPUT_SCALE_NAMES = ("o_proj.input_scale",)
 # The largest value becomes 208 of e4m3's 448, which leaves room for larger values later. vLLM's K_SCALE_CONSTANT and
 # Q_SCALE_CONSTANT, 200, are midway between two codes: the largest value's last bit, which depends on the TP size, would
 # decide the code.
@@ -46,10 +47,8 @@ def read_scale(weights: Mapping[str, Weight], names: tuple[str, ...]) -> float:
         )
     scale = float(weights[name][()])
     if not 0 < scale < math.inf:
-        raise ValueError(
-            f"checkpoint: tensor {name} is {scale}; it must be a finite number above 0 (--kv-cache-scale gives another "
-            f"one)"
-        )
+        hint = " (--kv-cache-scale gives another one)" if name in KV_SCALE_NAMES else ""
+        raise ValueError(f"checkpoint: tensor {name} is {scale}; it must be a finite number above 0{hint}")
     return scale
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from dcpmla.attention.modules import GivenLinear, MLAModules, given_norm, given_weight
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.projections import MHAInputs, Tokens, absorb_query, finish_latents, rotate_query_
-from dcpmla.attention.scales import KV_SCALE_NAMES, Q_SCALE_NAMES, new_scale, read_scale
+from dcpmla.attention.scales import KV_SCALE_NAMES, OUTPUT_SCALE_NAMES, Q_SCALE_NAMES, new_scale, read_scale
 from dcpmla.config import MLAConfig
 from dcpmla.parallel.fp8 import NormedRows, PlainRows
 from dcpmla.parallel.linear import Linear, RowParallelLinear, Weight, fill, read_linear, read_weight, shard, unquantized
@@ -65,12 +65,7 @@ class AttentionWeights(nn.Module):
     q_b_proj: Linear
     o_proj: RowParallelLinear
 
-    def __init__(
-        self,
-        config: MLAConfig,
-        placement: Placement,
-        modules: MLAModules | None = None,
-    ) -> None:
+    def __init__(self, config: MLAConfig, placement: Placement, modules: MLAModules | None = None) -> None:
         super().__init__()
         dcp, mesh, device = placement.dcp, placement.mesh, placement.device
         self.config, self.dcp, self.mesh = config, dcp, mesh
@@ -243,8 +238,8 @@ class AttentionWeights(nn.Module):
         self.kv_b_proj.load(kv_b)
         o_part = slice(None), shard(o_cols, tp_group)
         self.o_proj.load(read_linear(weights, "o_proj.weight", (hidden, o_cols), *o_part))
-        if (scale := "o_proj.input_scale") in weights:
-            self.o_proj.load_input_scale(scale, weights[scale])
+        if OUTPUT_SCALE_NAMES[0] in weights:
+            self.o_proj.input_scale = new_scale(read_scale(weights, OUTPUT_SCALE_NAMES), self.o_proj.weight.device)
         if config.attention_bias:
             fill(self.down_proj.bias, *(read_weight(weights, f"{name}.bias", (rows,)) for name, rows in down.items()))
             fill(self.o_proj.bias, read_weight(weights, "o_proj.bias", (hidden,)))

@@ -63,7 +63,7 @@ def step_times(
     last_rows = torch.arange(query_len - 1, batch * query_len, query_len, device=device)
 
     def step(_: int = 0) -> Tensor:
-        return model.step(token_ids, metadata, cache, last_rows)
+        return model.logits(model.hidden(token_ids, metadata, cache)[last_rows])
 
     with torch.inference_mode():
         prepared = model.prepare(metadata)

@@ -143,6 +143,14 @@ def rope_dim_of(row_width: int, storage: torch.dtype, kv_lora_rank: int) -> int:
     return (row_width - kv_lora_rank - kv_lora_rank // TILE * 4) // 2
 
 
+def planes(pages: Tensor, num_rows: int, row_bytes: int, scale_bytes: int) -> tuple[Tensor, Tensor]:
+    """Return views of the rows [num_pages, num_rows, row_bytes] with which pages of bytes begin, and of the scales
+    [num_pages, num_rows, scale_bytes] that follow.
+    """
+    rows, scales, _ = pages.flatten(1).tensor_split([num_rows * row_bytes, num_rows * (row_bytes + scale_bytes)], 1)
+    return rows.unflatten(1, (num_rows, row_bytes)), scales.unflatten(1, (num_rows, scale_bytes))
+
+
 def to_fp8(values: Tensor, scale: Tensor) -> Tensor:
     """Convert values / scale to e4m3, rounded to nearest, ties to even; larger values saturate."""
     return (values.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)

@@ -11,7 +11,7 @@ The dtype of an index cache determines its format, as for latents (`cache/format
 import torch
 from torch import Tensor
 
-from dcpmla.cache.formats import FP8, format_name
+from dcpmla.cache.formats import FP8, format_name, planes
 from dcpmla.parallel import quantized
 
 SCALE_BYTES = 4
@@ -63,7 +63,7 @@ def write_index_keys(index_cache: Tensor, keys: Tensor, slots: Tensor) -> None:
         index_cache[block, offset] = keys.to(index_cache.dtype)
         return
     codes, scales = index_to_fp8(keys)
-    code_plane, scale_plane = _planes(index_cache)
+    code_plane, scale_plane = _planes_of(index_cache)
     code_plane[block, offset] = codes.view(torch.uint8)
     scale_plane[block, offset] = scales[:, None].view(torch.uint8)
 
@@ -76,14 +76,10 @@ def read_index_keys(index_cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor
     """
     if index_cache.dtype != torch.uint8:
         return index_cache[blocks], None
-    code_plane, scale_plane = _planes(index_cache)
+    code_plane, scale_plane = _planes_of(index_cache)
     return code_plane[blocks].view(FP8), scale_plane[blocks].view(torch.float32)[..., 0]
 
 
-def _planes(index_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Return views [num_blocks, block_size, D] and [num_blocks, block_size, 4] of an fp8 cache's bytes."""
-    num_blocks, block_size, width = index_cache.shape
-    head_dim = width - SCALE_BYTES
-    flat = index_cache.view(num_blocks, block_size * width)
-    codes, scales = flat.split([block_size * head_dim, block_size * SCALE_BYTES], 1)
-    return codes.unflatten(1, (block_size, head_dim)), scales.unflatten(1, (block_size, SCALE_BYTES))
+def _planes_of(index_cache: Tensor) -> tuple[Tensor, Tensor]:
+    _, block_size, width = index_cache.shape
+    return planes(index_cache, block_size, width - SCALE_BYTES, SCALE_BYTES)

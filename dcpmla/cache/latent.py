@@ -1,6 +1,6 @@
 """The paged latent cache of one rank: a row [kv_c | k_pe] for each token that this rank owns."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -101,21 +101,15 @@ class LatentCache(Cache):
             ValueError: The device has too little memory.
         """
         plan.check_fits(device)
-        self.sizes, self._plan = plan, plan
+        self.sizes = plan
         blocks = plan.num_blocks, plan.block_size
         self.layers = [
             torch.empty(*blocks, plan.row_width, dtype=plan.dtype, device=device) for _ in range(plan.num_layers)
         ]
         index: dict[str, Any] = {"dtype": plan.index_dtype, "device": device}
         self.index_layers = [torch.empty(*blocks, plan.index_row_width, **index) for _ in plan.index_layers]
-
-    def __getitem__(self, layer: int) -> LayerCache:
-        index_layers = self._plan.index_layers
-        index_keys = self.index_layers[index_layers.index(layer)] if layer in index_layers else None
-        return LayerCache(self.layers[layer], index_keys)
-
-    def __iter__(self) -> Iterator[LayerCache]:
-        return (self[layer] for layer in range(len(self.layers)))
+        index_keys = dict(zip(plan.index_layers, self.index_layers, strict=True))
+        self.per_layer = [LayerCache(latents, index_keys.get(layer)) for layer, latents in enumerate(self.layers)]
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """The sizes of a model's caches before they are allocated (`CachePlan`), and the caches of all layers (`Cache`)."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,15 +96,17 @@ class Cache(ABC):
 
     Attributes:
         sizes: Plan of the cache.
+        per_layer: Memory of each layer.
     """
 
     sizes: CachePlan
+    per_layer: Sequence[Any]
 
-    @abstractmethod
-    def __getitem__(self, layer: int) -> Any: ...
+    def __getitem__(self, layer: int) -> Any:
+        return self.per_layer[layer]
 
-    @abstractmethod
-    def __iter__(self) -> Iterator[Any]: ...
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.per_layer)
 
     @property
     @abstractmethod

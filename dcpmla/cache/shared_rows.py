@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dcpmla.cache.formats import FP8, FP8_MAX
+from dcpmla.cache.formats import FP8, FP8_MAX, planes
 from dcpmla.cache.shared_format import EXPONENT_BIAS, PAGE_ROWS, ROPE_DIM, SCALE_BYTES, SMALLEST_AMAX, TILE, data_bytes
 from dcpmla.operators import operator
 
@@ -17,7 +17,7 @@ def write_rows(cache: Tensor, rows: Tensor, slots: Tensor) -> None:
         return
     codes, scales, rope = to_fp8_rows(rows)
     data = torch.cat([codes.view(torch.uint8), rope.view(torch.uint8)], -1)
-    data_plane, scale_plane = _planes(cache, rows.shape[1])
+    data_plane, scale_plane = planes(cache, PAGE_ROWS, data.shape[1], SCALE_BYTES)
     page, offset = slots // PAGE_ROWS, slots % PAGE_ROWS
     data_plane[page, offset] = data
     scale_plane[page, offset] = torch.nn.functional.pad(scales, (0, SCALE_BYTES - scales.shape[1]))
@@ -33,7 +33,7 @@ def read_rows(cache: Tensor, slots: Tensor, head_dim: int, dtype: torch.dtype) -
     """Return rows [..., D] in `dtype` at slots [...] int64. A custom op."""
     if cache.dtype != torch.uint8:
         return cache[slots, 0].to(dtype)
-    data_plane, scale_plane = _planes(cache, head_dim)
+    data_plane, scale_plane = planes(cache, PAGE_ROWS, data_bytes(head_dim), SCALE_BYTES)
     page, offset = slots // PAGE_ROWS, slots % PAGE_ROWS
     data, scales = data_plane[page, offset], scale_plane[page, offset]
     nope = head_dim - ROPE_DIM
@@ -60,12 +60,3 @@ def to_fp8_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
     codes = torch.ldexp(tiles, -exponent[..., None]).to(FP8).flatten(-2)
     return codes, (exponent + EXPONENT_BIAS).clamp(0, 255).to(torch.uint8), rope
-
-
-def _planes(cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Return views of a cache's data [num_pages, 64, data bytes] and scales [num_pages, 64, 8]."""
-    data, pages = data_bytes(head_dim), cache.flatten(1)
-    return (
-        pages[:, : PAGE_ROWS * data].unflatten(1, (PAGE_ROWS, data)),
-        pages[:, PAGE_ROWS * data : PAGE_ROWS * (data + SCALE_BYTES)].unflatten(1, (PAGE_ROWS, SCALE_BYTES)),
-    )

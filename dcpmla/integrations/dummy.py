@@ -4,16 +4,21 @@ import hashlib
 import re
 from collections.abc import Mapping
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dcpmla.hf_quantization import expert_codes, packed_codes
 from dcpmla.parallel.linear import Weight
-from dcpmla.parallel.quantized import BLOCK, GROUP, BlockFp8, GroupFp4, GroupInt4, dequantize
+from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize
 
 _STD = 0.02  # standard deviation of weights, as in initialized models
-_FP4_SCALE = 120  # e8m0 of 2^-7: e2m1's values are within 6 x 2^-7
-_INT4_SCALE = _STD / 5  # integers from -8 to 7
+# Formats in 4 bits, with the scale of all groups.
+_IN_4_BITS: dict[str, tuple[type[GroupFp4] | type[GroupInt4], float, torch.dtype]] = {
+    "fp4": (GroupFp4, 120, torch.uint8),  # e8m0 of 2^-7: e2m1's values are within 6 x 2^-7
+    "int4": (GroupInt4, _STD / 5, torch.bfloat16),  # integers from -8 to 7
+}
 # Linear layers that are published in block fp8, in models that have any.
 _QUANTIZED = re.compile(r"\.layers\..*(_proj(_with_mqa)?|\.w[qko](_[ab])?)\.weight$")
 _ROUTED = re.compile(r"\.experts\.\d+\.")
@@ -21,25 +26,19 @@ _NOT_QUANTIZED = re.compile(r"\.(weights_proj|compressor|eh_proj)\b")
 
 
 def dummy_weights(
-    shapes: Mapping[str, tuple[int, ...]],
-    is_fp8: bool,
-    expert_codes: str | None,
-    dtype: torch.dtype,
-    device: torch.device,
+    shapes: Mapping[str, tuple[int, ...]], config: Any, dtype: torch.dtype, device: torch.device
 ) -> Mapping[str, Weight]:
-    """Return weights by their names: matrices around 0, norms of 1, biases of 0. A slice is the same on all ranks.
-
-    Args:
-        is_fp8: Whether linear layers are e4m3 with a scale per block, as DeepSeek-V3's are published.
-        expert_codes: Format of routed experts: "fp4", e2m1 with a scale per group, as in DeepSeek-V4; "int4", as in
-            Kimi-K2-Thinking; anything else: the format of other linear layers.
+    """Return weights by their names, in the formats that a transformers config names: matrices around 0, norms of 1,
+    biases of 0. A slice is the same on all ranks.
     """
+    quantization, codes = getattr(config, "quantization_config", None), expert_codes(config)
+    is_fp8 = quantization is not None and packed_codes(quantization) is None
 
     def new(name: str, shape: tuple[int, ...]) -> Weight:
         if name.endswith(".tid2eid"):
             return _routes(shape, shapes[name.removesuffix("tid2eid") + "weight"][0], device)
-        if expert_codes in _IN_4_BITS and _ROUTED.search(name):
-            return _IN_4_BITS[expert_codes](name, shape, dtype, device)
+        if codes is not None and _ROUTED.search(name):
+            return _DummyGroups(codes, name, shape, dtype, device)
         if is_fp8 and len(shape) == 2 and _QUANTIZED.search(name) and not _NOT_QUANTIZED.search(name):
             return _DummyFp8(name, shape, dtype, device)
         return _DummyWeight(name, shape, dtype, device)
@@ -89,27 +88,15 @@ class _DummyFp8(_DummyWeight):
         return weight if is_on_grid else dequantize(weight, self._dtype)
 
 
-class _DummyFp4(_DummyWeight):
-    """A matrix in e2m1, its columns cut between groups."""
+class _DummyGroups(_DummyWeight):
+    """A matrix in 4 bits, its columns cut between groups."""
 
-    def stored(self, rows: slice, cols: slice) -> GroupFp4:
-        codes = self._draw_codes(rows, cols)
-        return GroupFp4(codes, self._equal_scales(codes, _FP4_SCALE, torch.uint8))
+    def __init__(self, codes: str, *args: Any) -> None:
+        super().__init__(*args)
+        self._kind, self._scale, self._scale_dtype = _IN_4_BITS[codes]
 
-    def _draw_codes(self, rows: slice, cols: slice) -> Tensor:
-        """Return two codes a byte; any bits are codes."""
-        return self._draw((rows, cols))[:, ::2].contiguous().view(torch.uint8)[:, ::2].contiguous()
-
-    def _equal_scales(self, codes: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-        return torch.full((len(codes), 2 * codes.shape[1] // GROUP), scale, dtype=dtype, device=self._device)
-
-
-class _DummyInt4(_DummyFp4):
-    """A matrix of integers in 4 bits, its columns cut between groups."""
-
-    def stored(self, rows: slice, cols: slice) -> GroupInt4:  # type: ignore[override]
-        codes = self._draw_codes(rows, cols)
-        return GroupInt4(codes, self._equal_scales(codes, _INT4_SCALE, torch.bfloat16))
-
-
-_IN_4_BITS: dict[str | None, type[_DummyWeight]] = {"fp4": _DummyFp4, "int4": _DummyInt4}
+    def stored(self, rows: slice, cols: slice) -> AnyWeight:
+        # Two codes a byte; any bits are codes.
+        codes = self._draw((rows, cols))[:, ::2].contiguous().view(torch.uint8)[:, ::2].contiguous()
+        shape = len(codes), 2 * codes.shape[1] // GROUP
+        return self._kind(codes, torch.full(shape, self._scale, dtype=self._scale_dtype, device=self._device))

@@ -1,27 +1,33 @@
 """The parts of a model that this package computes, each from transformers' module of it and a checkpoint's slices."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from dcpmla.attention.kind import AttentionLayer
+from dcpmla.attention.kind import AttentionKind, AttentionLayer
 from dcpmla.attention.placement import Placement
+from dcpmla.attention.scales import missing_scales
 from dcpmla.comm.reduce import Reduce
+from dcpmla.fields import check_experts
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.model.block import VocabHead
 from dcpmla.model.glu import Glu
 from dcpmla.model.latent import Latent
-from dcpmla.model.mlp import MLP
-from dcpmla.model.moe import ExpertPart, Gate, MoE, load_experts, unstack_experts
+from dcpmla.model.mlp import MLP, MLPPart
+from dcpmla.model.moe import Gate, MoE, load_experts, read_expert, unstack_experts
 from dcpmla.model.router import split_weight
-from dcpmla.parallel.linear import Linear, Weight, check_experts, cut, read_linear, read_weight
+from dcpmla.parallel.linear import Linear, Weight, read_linear, read_weight
+from dcpmla.parallel.quantized import cut
+
+_logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Parts:
     """A maker of loaded modules.
 
@@ -32,8 +38,10 @@ class Parts:
         spreads_experts: Whether each rank has its share of the experts whole, instead of a slice of every one.
         expert_dtype: "auto" or "fp8" (`load_experts`).
         routing: Choice of experts.
-        attention: Function of a name that loads the next layer of attention, and returns it with its number.
+        kind: Kind of attention.
         reduce: Sums over the TP ranks.
+        default_scales: Names of scales that are 1 because the checkpoint lacks them.
+        num_layers: Number of layers of attention that are loaded.
     """
 
     model: Any
@@ -42,8 +50,10 @@ class Parts:
     spreads_experts: bool
     expert_dtype: str
     routing: Routing
-    attention: Callable[[str], tuple[AttentionLayer, int]]
+    kind: AttentionKind
     reduce: Reduce
+    default_scales: set[str] = field(default_factory=set)
+    num_layers: int = 0
 
     @property
     def _glu(self) -> Glu:
@@ -79,6 +89,28 @@ class Parts:
         linear.load(read_linear(self.weights, name, (vocab_size, hidden_size), rows=rows))
         return VocabHead(linear, vocab_size, mesh.tp_group)
 
+    def attention(self, name: str) -> tuple[AttentionLayer, int]:
+        """Load the next layer of attention, and return it with its number."""
+        prefix, number = f"{name}.", self.num_layers
+        weights = {key.removeprefix(prefix): self.weights[key] for key in self.weights if key.startswith(prefix)}
+        self.default_scales |= missing_scales(weights, self.placement.dcp)
+        layer = self.kind.new_layer(number, self.placement)
+        try:
+            layer.load_weights(weights)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        self.num_layers += 1
+        return layer, number
+
+    def warn_of_missing_scales(self) -> None:
+        """Log which scales are 1 because the checkpoint lacks them."""
+        if self.default_scales and self.placement.mesh.tp_rank == 0:
+            _logger.warning(
+                "the checkpoint has no %s, so 1 is taken: e4m3 saturates at 448 and loses what is smaller than 0.001 "
+                "(--kv-cache-scale gives a kv_scale, --calculate-kv-scales finds both)",
+                " and no ".join(sorted(self.default_scales)),
+            )
+
     def mlp(self, name: str) -> MLP | MoE:
         """Return an MLP or a mixture of experts."""
         module = self.model.get_submodule(name)
@@ -89,7 +121,7 @@ class Parts:
         size, hidden_size = self.weights[f"{name}.gate_proj.weight"].shape
         columns = self._cut(size)
         mlp = MLP(hidden_size, columns.stop - columns.start, self._glu, **self.placement.factory_kwargs)
-        mlp.load_weights(self.weights, f"{name}.", size, columns)
+        mlp.load_weights(self.weights, MLPPart(f"{name}.", size, columns))
         return mlp
 
     def _moe(self, name: str, module: Any) -> MoE:
@@ -101,7 +133,7 @@ class Parts:
         if self.spreads_experts:
             own = range(tp_rank * num_experts // tp_size, (tp_rank + 1) * num_experts // tp_size)
             columns = slice(0, size)
-        parts = [ExpertPart(f"{name}.experts.{number}.", size, columns) for number in own]
+        parts = [MLPPart(f"{name}.experts.{number}.", size, columns) for number in own]
         shared = self._shared_parts(name, module, weights, parts[0])
         gate = self._gate(name, len(shared))
         experts = load_experts(weights, parts + shared, width, self.expert_dtype, **self.placement.factory_kwargs)
@@ -129,9 +161,7 @@ class Parts:
         norm = self.vector(f"{name}.routed_expert_norm.weight") if has_norm else None
         return Latent(down, up, norm, config.rms_norm_eps, columns, self.reduce)
 
-    def _shared_parts(
-        self, name: str, module: Any, weights: Mapping[str, Weight], expert: ExpertPart
-    ) -> list[ExpertPart]:
+    def _shared_parts(self, name: str, module: Any, weights: Mapping[str, Weight], expert: MLPPart) -> list[MLPPart]:
         """Return the shared MLP as further experts, if it has their width, their cut and their format."""
         if not hasattr(module, "shared_experts") or self.spreads_experts:
             return []
@@ -140,10 +170,10 @@ class Parts:
             return []
         columns = expert.cut
         parts = [
-            ExpertPart(f"{name}.shared_experts.", whole, slice(start + columns.start, start + columns.stop))
+            MLPPart(f"{name}.shared_experts.", whole, slice(start + columns.start, start + columns.stop))
             for start in range(0, whole, expert.size)
         ]
-        routed, shared = (part.read(weights, hidden_size, self.placement.dtype) for part in (expert, parts[0]))
+        routed, shared = (read_expert(weights, part, hidden_size, self.placement.dtype) for part in (expert, parts[0]))
         return parts if [type(weight) for weight in routed] == [type(weight) for weight in shared] else []
 
     def _router_weight(self, name: str) -> Tensor:

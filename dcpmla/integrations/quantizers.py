@@ -42,8 +42,8 @@ def _as_ours(node: Node) -> Call | None:
     if node.target in _FUNCTIONALIZED:
         name, arguments = str(node.args[0]), dict(node.kwargs)
     elif isinstance(node.target, torch._ops.OpOverload):
-        names = (argument.name for argument in node.target._schema.arguments)
-        name, arguments = str(node.target), {**node.kwargs, **dict(zip(names, node.args, strict=False))}
+        arguments = {**node.kwargs, **dict(zip(names_of(node.target), node.args, strict=False))}
+        name = str(node.target)
     else:
         return None
     read = _READERS.get(name)
@@ -81,20 +81,18 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Call | None]] = {
 def _replace(node: Node, op: Any, arguments: tuple[Any, ...]) -> None:
     """Replace a call by one of ours, unless no view of our results has the memory layout of its results."""
     wanted = [value for value in node.meta["val"] if value is not None]
-    made = op(*map_arg(arguments, lambda argument: argument.meta["val"]))
+    made = value_of(op, *arguments)
     results = [made] if isinstance(made, Tensor) else list(made)
     views = [_view(has, wants) for has, wants in zip(results, wanted, strict=True)]
     if any(view is None for view in views):
         return
     graph = node.graph
-    new = _insert(graph, made, op, *arguments)
-    parts = (
-        [new] if isinstance(made, Tensor) else [_insert(graph, x, operator.getitem, new, i) for i, x in enumerate(made)]
-    )
+    new = insert(graph, op, *arguments)
+    is_one = isinstance(made, Tensor)
+    parts = [new] if is_one else [insert(graph, operator.getitem, new, index) for index in range(len(made))]
     for index, view in enumerate(views):
         for target, *rest in view or []:
-            part = parts[index]
-            parts[index] = _insert(graph, target(part.meta["val"], *rest), target, part, *rest)
+            parts[index] = insert(graph, target, parts[index], *rest)
     first = len(node.meta["val"]) - len(wanted)  # a functionalized call's own result, None, comes before
     for user in list(node.users):
         user.replace_all_uses_with(parts[user.args[1] - first])  # type: ignore[index, operator]
@@ -130,7 +128,18 @@ def _layout(x: Tensor) -> Iterator[Any]:
     )
 
 
-def _insert(graph: Graph, value: Any, target: Any, *args: Any) -> Node:
+def insert(graph: Graph, target: Any, *args: Any) -> Node:
+    """Insert a call, with its values, into a graph."""
     node = graph.call_function(target, args)
-    node.meta["val"] = value
+    node.meta["val"] = value_of(target, *args)
     return node
+
+
+def value_of(target: Any, *args: Any) -> Any:
+    """Return the values that a call's node would have, as fake tensors."""
+    return target(*map_arg(args, lambda node: node.meta["val"]))
+
+
+def names_of(op: Any) -> Iterator[str]:
+    """Yield the names of an operator's arguments."""
+    return (argument.name for argument in op._schema.arguments)

@@ -73,20 +73,6 @@ class ShardedModel:
         self.attention, self.eos_token_ids, self.vocab_size = attention, eos_token_ids, head.vocab_size
 
     @torch.inference_mode()
-    def step(self, token_ids: Tensor, metadata: StepMetadata, cache: Cache, logits_at: Tensor | None) -> Tensor:
-        """Run one step of a flat batch. Collective over the TP group.
-
-        Args:
-            token_ids: [T] int64, T = metadata.num_tokens.
-            cache: Cache to read, and to write at the step's slots.
-            logits_at: [n] int64, rows of the batch whose next-token logits are returned; None for all.
-        Returns:
-            [n, vocab] float32, the same on every rank.
-        """
-        hidden_states = self.hidden(token_ids, metadata, cache)
-        return self.logits(hidden_states if logits_at is None else hidden_states[logits_at])
-
-    @torch.inference_mode()
     def hidden(self, token_ids: Tensor, metadata: StepMetadata | None, cache: Cache | None) -> Tensor:
         """Run all layers over one step of a flat batch. Collective over the TP group.
 

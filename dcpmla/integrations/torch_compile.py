@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.pattern_matcher import PatternMatcherPass, register_graph_pattern
-from torch.fx import Graph, Node, map_arg
+from torch.fx import Graph, Node
 
 from dcpmla.attention.output import formats
 from dcpmla.integrations import quantization_patterns, quantizers
+from dcpmla.integrations.quantizers import insert, names_of, value_of
 
 _logger = logging.getLogger(__name__)
 _aten, _ours = torch.ops.aten, torch.ops.dcpmla
@@ -92,13 +93,12 @@ def _make_patterns() -> PatternMatcherPass:
 
 def _will_fuse(quantize: Any, args: tuple[Any, ...]) -> bool:
     """Return whether a call of a quantization would be fused, were it in the graph."""
-    names = (argument.name for argument in quantize._schema.arguments)
-    parameters = dict(zip(names, args, strict=True))
+    parameters = dict(zip(names_of(quantize), args, strict=True))
     parameters["values"] = values = parameters.pop("x")
     if quantize is _ours.quantize_fp8.default and values.target in (_aten.reshape.default, _aten.view.default):
         parameters["values"] = values.args[0]
     try:
-        _value(quantize, *args)
+        value_of(quantize, *args)
     except ValueError:  # values may have three dims, for example
         return False
     return len(values.users) == 1 and _can_fuse(_FUSED[quantize], parameters)
@@ -124,7 +124,7 @@ def _can_fuse(fused: Any, parameters: dict[str, Any]) -> bool:
         return False
     try:
         if values.target is _ours.project_values.default:
-            _value(fused, *_arguments(fused, parameters))
+            value_of(fused, *_arguments(fused, parameters))
             return True
         writes = _writes(values)
         for write in writes:
@@ -137,7 +137,7 @@ def _can_fuse(fused: Any, parameters: dict[str, Any]) -> bool:
 def _fuse(fused: Any, match: Any, **_: object) -> None:
     node, graph = match.output_node(), match.graph
     if match.kwargs["values"].target is _ours.project_values.default:
-        new = _insert(graph, fused, *_arguments(fused, match.kwargs))
+        new = insert(graph, fused, *_arguments(fused, match.kwargs))
         leftovers = [match.kwargs["values"]]
     else:
         results = _write_quantized(match)
@@ -146,7 +146,7 @@ def _fuse(fused: Any, match: Any, **_: object) -> None:
             user.replace_all_uses_with(results[user.args[1]])
             graph.erase_node(user)
     if "shape" in match.kwargs:
-        new = _insert(graph, _aten.reshape.default, new, match.kwargs["shape"])
+        new = insert(graph, _aten.reshape.default, new, match.kwargs["shape"])
     node.replace_all_uses_with(new)
     match.erase_nodes()
     for leftover in leftovers:
@@ -155,9 +155,9 @@ def _fuse(fused: Any, match: Any, **_: object) -> None:
 
 def _arguments(fused: Any, parameters: dict[str, Any]) -> list[Any]:
     """Return the fused op's arguments, from `project_values` and from the quantization after it."""
-    names = (argument.name for argument in _ours.project_values.default._schema.arguments)
+    names = names_of(_ours.project_values.default)
     found = {**parameters, **dict(zip(names, parameters["values"].args, strict=False))}
-    return [found.get(argument.name) for argument in fused._schema.arguments]
+    return [found.get(name) for name in names_of(fused)]
 
 
 def _is_write(node: Any) -> bool:
@@ -210,24 +210,13 @@ def _write_quantized(match: Any) -> tuple[Any, Any]:
     graph, values = match.graph, match.kwargs["values"]
     group, scale_layout, scale, ue8m0 = _quantization(match.kwargs)
     empty = _chain(values)[-1]
-    rows = _insert(graph, _ours.empty_rows.default, *empty.args[0], group, scale_layout, values.meta["val"].device)
-    results = _insert(graph, operator.getitem, rows, 0), _insert(graph, operator.getitem, rows, 1)
+    rows = insert(graph, _ours.empty_rows.default, *empty.args[0], group, scale_layout, values.meta["val"].device)
+    results = insert(graph, operator.getitem, rows, 0), insert(graph, operator.getitem, rows, 1)
     for write in _writes(values):
         bases = list(results[:1] if group == 1 else results)
         added = {"scale": scale, "ue8m0": ue8m0, "_scales_base_index": None if group == 1 else 1, "_all_bases": bases}
         new = graph.call_function(write.target, write.args, {**write.kwargs, **added})
         new.meta["val"] = None, *(base.meta["val"] for base in bases)
-        written = tuple(_insert(graph, operator.getitem, new, index + 1) for index in range(len(bases)))
+        written = tuple(insert(graph, operator.getitem, new, index + 1) for index in range(len(bases)))
         results = written[0], written[-1]
     return results
-
-
-def _insert(graph: Graph, target: Any, *args: Any) -> Any:
-    node = graph.call_function(target, args)
-    node.meta["val"] = _value(target, *args)
-    return node
-
-
-def _value(target: Any, *args: Any) -> Any:
-    """Return the values that a node would have, as fake tensors."""
-    return target(*map_arg(args, lambda node: node.meta["val"]))

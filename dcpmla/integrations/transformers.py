@@ -4,9 +4,7 @@ transformers provides configs, shapes and rotary embeddings (skeleton.py); modul
 read their own slices of the checkpoint (parts.py). Differences between families are in `families`. Tokens are flat [T].
 """
 
-import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,13 +12,11 @@ from typing import Any
 import torch
 import transformers
 
-from dcpmla.attention.kind import AttentionKind, AttentionLayer
 from dcpmla.attention.placement import Placement
-from dcpmla.attention.scales import missing_scales
 from dcpmla.comm.reduce import select_reduce
 from dcpmla.comm.select import ChosenExchange
 from dcpmla.config import DCPConfig
-from dcpmla.hf_quantization import expert_codes, packed_codes, scale_block
+from dcpmla.hf_quantization import scale_block
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.config_checks import check_generation_config
 from dcpmla.integrations.decoder import Shapes
@@ -32,8 +28,6 @@ from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.skeleton import build_skeleton, check_shapes, part_of, published_shapes
 from dcpmla.parallel.linear import Weight
 from dcpmla.parallel.mesh import DCPMesh
-
-_logger = logging.getLogger(__name__)
 
 
 def _in_range(dtype: torch.dtype) -> torch.dtype:
@@ -78,7 +72,7 @@ def load_model(
     weights: Mapping[str, Weight]
     if load_format == "dummy":
         dtype = dtype or _in_range(config.dtype or torch.bfloat16)
-        weights = _dummy_weights(model, mtp_shapes, dtype, device)
+        weights = dummy_weights(published_shapes(model) | mtp_shapes, model.config, dtype, device)
     else:
         checkpoint = _open_checkpoint(directory, model, partial(family.module_name, num_layers=num_layers), mtp_shapes)
         check_shapes(model, checkpoint, family.routing)
@@ -88,14 +82,13 @@ def load_model(
             "enable_expert_parallel (--enable-expert-parallel): the model has no experts; leave the option out"
         )
     placement = Placement(dcp, mesh, selection.exchange, dtype, device)
-    layers = _AttentionLayers(attention, weights, placement)
     reduce = select_reduce(mesh.tp_group, device, dcp.exchange_timeout)
     spreads_experts, routing = enable_expert_parallel and mesh.tp_size > 1, family.routing
-    parts = Parts(model, weights, placement, spreads_experts, expert_dtype, routing, layers.load, reduce)
+    parts = Parts(model, weights, placement, spreads_experts, expert_dtype, routing, attention, reduce)
     num_mtp_layers = config.num_hidden_layers - num_layers
     decoder = family.load_decoder(parts, len(model.model.layers) - num_mtp_layers)
     mtp = family.load_mtp(parts, mtp_block, decoder.embedding) if with_mtp else None
-    layers.warn_of_missing_scales()
+    parts.warn_of_missing_scales()
     return ShardedModel(
         decoder,
         parts.head(),
@@ -106,13 +99,6 @@ def load_model(
         _eos_token_ids(directory, config),
         mtp,
     )
-
-
-def _dummy_weights(model: Any, mtp_shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Mapping[str, Weight]:
-    """Return random weights in the formats that the config names."""
-    quantization = getattr(model.config, "quantization_config", None)
-    is_fp8 = quantization is not None and packed_codes(quantization) is None
-    return dummy_weights(published_shapes(model) | mtp_shapes, is_fp8, expert_codes(model.config), dtype, device)
 
 
 def _open_checkpoint(directory: Path, model: Any, rename: Callable[[str], str], mtp_shapes: Shapes) -> Checkpoint:
@@ -128,43 +114,6 @@ def _open_checkpoint(directory: Path, model: Any, rename: Callable[[str], str], 
         raise ValueError(f"checkpoint: tensor {min(missing)} of the MTP module is missing: {NO_MTP}")
     checkpoint.check_shapes(mtp_shapes)
     return checkpoint
-
-
-@dataclass
-class _AttentionLayers:
-    """A model's layers of attention as they are loaded, in the order of their calls.
-
-    Attributes:
-        missing: Names of scales that the checkpoint lacks.
-        count: Number of layers loaded.
-    """
-
-    attention: AttentionKind
-    weights: Mapping[str, Weight]
-    placement: Placement
-    missing: set[str] = field(default_factory=set)
-    count: int = 0
-
-    def load(self, name: str) -> tuple[AttentionLayer, int]:
-        """Load the next layer, and return it with its number."""
-        prefix, number = f"{name}.", self.count
-        weights = {key.removeprefix(prefix): self.weights[key] for key in self.weights if key.startswith(prefix)}
-        self.missing |= missing_scales(weights, self.placement.dcp)
-        layer = self.attention.new_layer(number, self.placement)
-        try:
-            layer.load_weights(weights)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
-        self.count += 1
-        return layer, number
-
-    def warn_of_missing_scales(self) -> None:
-        if self.missing and self.placement.mesh.tp_rank == 0:
-            _logger.warning(
-                "the checkpoint has no %s, so 1 is taken: e4m3 saturates at 448 and loses what is smaller than 0.001 "
-                "(--kv-cache-scale gives a kv_scale, --calculate-kv-scales finds both)",
-                " and no ".join(sorted(self.missing)),
-            )
 
 
 def _eos_token_ids(directory: Path, config: Any) -> frozenset[int]:

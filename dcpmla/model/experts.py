@@ -9,13 +9,18 @@ from torch.nn import functional
 from dcpmla.cache.formats import FP8
 from dcpmla.model.glu import SWIGLU, Glu, activate
 from dcpmla.operators import operator
-from dcpmla.parallel.fp8 import NormedRows, PlainRows, plain, runs_fp8
+from dcpmla.parallel.fp8 import NormedRows, PlainRows, QuantizedRows, plain, runs_fp8
 from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize, unpack
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _Kind = type[BlockFp8] | type[GroupFp4] | type[GroupInt4]
-# By the dtype of their scales.
-_KINDS: dict[torch.dtype, _Kind] = {torch.float32: BlockFp8, torch.uint8: GroupFp4, torch.bfloat16: GroupInt4}
+# Dtypes of codes and of scales, and rows and columns that share a scale.
+_FORMATS: dict[_Kind, tuple[torch.dtype, torch.dtype, int, int]] = {
+    BlockFp8: (FP8, torch.float32, BLOCK, BLOCK),
+    GroupFp4: (torch.uint8, torch.uint8, 1, GROUP),
+    GroupInt4: (torch.uint8, torch.bfloat16, 1, GROUP),
+}
+_KINDS = {scales: kind for kind, (_, scales, *_) in _FORMATS.items()}
 
 
 class ExpertWeights(NamedTuple):
@@ -62,12 +67,12 @@ def compute_experts(
     Raises:
         ValueError: Shapes, dtypes or devices do not match.
     """
-    rows, quantized = plain(x), x.quantized if isinstance(x, NormedRows) else (None, None)
+    rows, quantized = plain(x), x.quantized if isinstance(x, NormedRows) else None
     _check(rows, expert_ids, expert_weights, weights)
     if expert_ids.numel() == 0:
         return torch.zeros_like(rows)
     codes = *unpack(weights.gate_up), *unpack(weights.down)
-    return _compute(rows, *quantized, expert_ids, expert_weights, *codes, glu, num_experts or len(codes[0]))
+    return _compute(rows, quantized, expert_ids, expert_weights, *codes, glu, num_experts or len(codes[0]))
 
 
 @operator(
@@ -78,8 +83,7 @@ def compute_experts(
 )
 def _compute(
     x: Tensor,
-    x_codes: Tensor | None,
-    x_scales: Tensor | None,
+    quantized: QuantizedRows | None,
     expert_ids: Tensor,
     expert_weights: Tensor,
     gate_up: Tensor,
@@ -124,14 +128,13 @@ def _check(x: Tensor, expert_ids: Tensor, expert_weights: Tensor, weights: Exper
         raise ValueError(
             f"gate_up is {type(weights.gate_up).__name__}, down {type(weights.down).__name__}; expected one format"
         )
-    hidden = x.shape[1]
-    num_experts, _, width = _shape("down", weights.down, x.dtype)
-    expected = {"gate_up": (num_experts, 2 * width, hidden), "down": (num_experts, hidden, width)}
-    for name, weight in zip(expected, weights, strict=True):
-        if _shape(name, weight, x.dtype) != expected[name]:
+    shapes = {name: _shape(name, getattr(weights, name), x.dtype) for name in ("down", "gate_up")}
+    num_experts, _, width = shapes["down"]
+    expected = {"gate_up": (num_experts, 2 * width, x.shape[1]), "down": (num_experts, x.shape[1], width)}
+    for name, shape in shapes.items():
+        if shape != expected[name]:
             raise ValueError(
-                f"{name} is {_shape(name, weight, x.dtype)}; expected {expected[name]} of x {tuple(x.shape)} and down "
-                f"{_shape('down', weights.down, x.dtype)}"
+                f"{name} is {shape}; expected {expected[name]} of x {tuple(x.shape)} and down {shapes['down']}"
             )
     for tensor in (expert_ids, expert_weights, *(unpack(weight)[0] for weight in weights)):
         if tensor.device != x.device:
@@ -149,18 +152,15 @@ def _shape(name: str, weight: AnyWeight, dtype: torch.dtype) -> tuple[int, int, 
             raise ValueError(f"{name} is {weight.dtype} {tuple(weight.shape)}; expected [E, N, K] of {dtype}, as x")
         num_experts, num_rows, num_cols = weight.shape
         return num_experts, num_rows, num_cols
+    codes_dtype, scales_dtype, block_rows, block_cols = _FORMATS[type(weight)]
     (num_experts, num_rows, num_cols), scales = weight.codes.shape, weight.scales
-    if isinstance(weight, GroupFp4 | GroupInt4):
-        num_cols *= 2
-        scale_dtype = torch.uint8 if isinstance(weight, GroupFp4) else torch.bfloat16
-        dtypes, groups, multiple = (torch.uint8, scale_dtype), (num_rows, num_cols // GROUP), GROUP
-    else:
-        dtypes, groups, multiple = (FP8, torch.float32), (num_rows // BLOCK, num_cols // BLOCK), BLOCK
-    if num_rows % multiple or num_cols % multiple:
-        raise ValueError(f"{name} has {num_rows} x {num_cols} values an expert; scales need multiples of {multiple}")
-    if (weight.codes.dtype, scales.dtype) != dtypes or scales.shape != (num_experts, *groups):
+    num_cols *= 1 if codes_dtype == FP8 else 2
+    if num_rows % block_cols or num_cols % block_cols:
+        raise ValueError(f"{name} has {num_rows} x {num_cols} values an expert; scales need multiples of {block_cols}")
+    shape = num_experts, num_rows // block_rows, num_cols // block_cols
+    if (weight.codes.dtype, scales.dtype, scales.shape) != (codes_dtype, scales_dtype, shape):
         raise ValueError(
             f"{name} has codes {weight.codes.dtype} {tuple(weight.codes.shape)} and scales {scales.dtype} "
-            f"{tuple(scales.shape)}; expected {dtypes[0]} and {dtypes[1]} {(num_experts, *groups)}"
+            f"{tuple(scales.shape)}; expected {codes_dtype} and {scales_dtype} {shape}"
         )
     return num_experts, num_rows, num_cols

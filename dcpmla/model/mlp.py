@@ -1,6 +1,7 @@
 """MLPs cut over the TP group: dense MLPs, and shared ones that every token takes in addition to its experts."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from dcpmla.model.glu import Glu, activate
 from dcpmla.operators import operator
 from dcpmla.parallel.fp8 import AnyRows, PlainRows, QuantizedRows, empty_codes, quantize_rows
 from dcpmla.parallel.linear import Linear, Weight, read_linear
+from dcpmla.parallel.quantized import AnyWeight
 
 
 def activate_rows(gate_up: Tensor, glu: Glu, quantizes: bool = False) -> AnyRows:
@@ -34,6 +36,29 @@ def _activate_rows(gate_up: Tensor, glu: Glu, quantizes: bool) -> tuple[Tensor, 
     return (out.new_empty(len(out), 0), *quantize_rows(out)) if quantizes else (out, *empty_codes(out, False))
 
 
+class MLPPart(NamedTuple):
+    """Columns of an MLP that a rank holds, or that are one of its experts.
+
+    Attributes:
+        prefix: Prefix of its weights' names.
+        size: Intermediate columns of the whole MLP.
+        cut: Columns of the part.
+    """
+
+    prefix: str
+    size: int
+    cut: slice
+
+    def read(self, weights: Mapping[str, Weight], hidden_size: int) -> tuple[AnyWeight, AnyWeight, AnyWeight]:
+        """Return the parts of gate_proj, up_proj and down_proj, as they are stored."""
+        wide, tall = (self.size, hidden_size), (hidden_size, self.size)
+        return (
+            read_linear(weights, f"{self.prefix}gate_proj.weight", wide, rows=self.cut),
+            read_linear(weights, f"{self.prefix}up_proj.weight", wide, rows=self.cut),
+            read_linear(weights, f"{self.prefix}down_proj.weight", tall, cols=self.cut),
+        )
+
+
 class MLP(nn.Module):
     """This rank's columns of down(glu(gate, up)).
 
@@ -42,37 +67,21 @@ class MLP(nn.Module):
         dtype, device: Dtype and device of the parameters, which are empty until `load_weights`.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        size: int,
-        glu: Glu,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, hidden_size: int, size: int, glu: Glu, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
         self.glu = glu
         self.gate_up_proj = Linear(hidden_size, 2 * size, dtype=dtype, device=device)
         self.down_proj = Linear(size, hidden_size, dtype=dtype, device=device)
 
-    def load_weights(self, weights: Mapping[str, Weight], prefix: str, size: int, cut: slice) -> None:
-        """Read this rank's part of gate_proj, up_proj and down_proj.
+    def load_weights(self, weights: Mapping[str, Weight], part: MLPPart) -> None:
+        """Read this rank's part of the weights.
 
-        Args:
-            prefix: Prefix of their names in weights.
-            size: Intermediate columns of the whole MLP.
-            cut: Columns of this rank.
         Raises:
             ValueError: A weight is missing or has another shape.
         """
-        hidden_size = self.gate_up_proj.in_features
-        self.gate_up_proj.load(
-            *(
-                read_linear(weights, f"{prefix}{name}.weight", (size, hidden_size), rows=cut)
-                for name in ("gate_proj", "up_proj")
-            )
-        )
-        self.down_proj.load(read_linear(weights, f"{prefix}down_proj.weight", (hidden_size, size), cols=cut))
+        gate, up, down = part.read(weights, self.gate_up_proj.in_features)
+        self.gate_up_proj.load(gate, up)
+        self.down_proj.load(down)
 
     @property
     def takes_quantized(self) -> bool:

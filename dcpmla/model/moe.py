@@ -5,7 +5,6 @@ sees all tokens, routes them identically, and returns a share of a sum over the 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +12,10 @@ from torch import Tensor, nn
 from dcpmla.model.experts import ExpertWeights, compute_experts
 from dcpmla.model.glu import Glu
 from dcpmla.model.latent import Latent
-from dcpmla.model.mlp import MLP
+from dcpmla.model.mlp import MLP, MLPPart
 from dcpmla.model.router import Router, route, router_logits, weigh
 from dcpmla.parallel.fp8 import PlainRows, plain
-from dcpmla.parallel.linear import Weight, fill, read_linear
+from dcpmla.parallel.linear import Weight, fill
 from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize, to_block_fp8
 
 
@@ -99,35 +98,19 @@ class MoE(nn.Module):
         return out
 
 
-class ExpertPart(NamedTuple):
-    """Columns of an MLP that are one expert of a rank.
-
-    Attributes:
-        prefix: Prefix of its weights' names.
-        size: Intermediate columns of the whole MLP.
-        cut: Columns of this expert.
-    """
-
-    prefix: str
-    size: int
-    cut: slice
-
-    def read(self, weights: Mapping[str, Weight], hidden_size: int, dtype: torch.dtype) -> list[AnyWeight]:
-        """Return gate, up and down, quantized where they are stored so and their blocks can be stacked."""
-        wide, tall = (self.size, hidden_size), (hidden_size, self.size)
-        parts = [
-            read_linear(weights, f"{self.prefix}gate_proj.weight", wide, rows=self.cut),
-            read_linear(weights, f"{self.prefix}up_proj.weight", wide, rows=self.cut),
-            read_linear(weights, f"{self.prefix}down_proj.weight", tall, cols=self.cut),
-        ]
-        if all(isinstance(part, GroupFp4 | GroupInt4) or _has_whole_blocks(part) for part in parts):
-            return parts
-        return [dequantize(part, dtype) for part in parts]
+def read_expert(
+    weights: Mapping[str, Weight], part: MLPPart, hidden_size: int, dtype: torch.dtype
+) -> tuple[AnyWeight, ...]:
+    """Return gate, up and down, quantized where they are stored so and their blocks can be stacked; else in dtype."""
+    matrices = part.read(weights, hidden_size)
+    if all(isinstance(matrix, GroupFp4 | GroupInt4) or _has_whole_blocks(matrix) for matrix in matrices):
+        return matrices
+    return tuple(dequantize(matrix, dtype) for matrix in matrices)
 
 
 def load_experts(
     weights: Mapping[str, Weight],
-    parts: Sequence[ExpertPart],
+    parts: Sequence[MLPPart],
     hidden_size: int,
     expert_dtype: str,
     dtype: torch.dtype,
@@ -145,9 +128,9 @@ def load_experts(
     """
     gate_up, down = (_Stack(len(parts), device) for _ in range(2))
     for index, part in enumerate(parts):
-        matrices = part.read(weights, hidden_size, dtype)
+        matrices = read_expert(weights, part, hidden_size, dtype)
         if expert_dtype == "fp8":
-            matrices = [_as_fp8(matrix, part.prefix, device) for matrix in matrices]
+            matrices = tuple(_as_fp8(matrix, part.prefix, device) for matrix in matrices)
         gate_up.put(index, *matrices[:2])
         down.put(index, matrices[2])
     return ExpertWeights(gate_up.finish(), down.finish())

@@ -1,13 +1,14 @@
 """Routers of mixture-of-experts layers: the choice of a token's experts and their weights."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-_SCORINGS = ("sigmoid", "softmax", "sqrtsoftplus")
-_GROUP_SCORES = ("max", "top2_sum")
+from dcpmla.fields import check_fields, one_of, rules_of
+
 _FEW_TOKENS = 8  # limit of our kernel; logits of more tokens are a matrix product
 _EPSILON = 1e-20  # added to the sum before renormalization, as in transformers
 
@@ -31,19 +32,17 @@ class Router:
         ValueError: An unknown choice, or topk_groups outside 1 to num_groups.
     """
 
-    scoring: str
+    scoring: Annotated[str, one_of(("sigmoid", "softmax", "sqrtsoftplus"))]
     top_k: int
     num_groups: int = 1
     topk_groups: int = 1
-    group_score: str = "max"
+    group_score: Annotated[str, one_of(("max", "top2_sum"))] = "max"
     renormalize: bool = False
     routed_scaling_factor: float = 1.0
     num_shared: int = 0
 
     def __post_init__(self) -> None:
-        for name, choices in (("scoring", _SCORINGS), ("group_score", _GROUP_SCORES)):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}")
+        check_fields(rules_of(Router), vars(self))
         if not 1 <= self.topk_groups <= self.num_groups:
             raise ValueError(f"topk_groups is {self.topk_groups}; expected 1 to num_groups, which is {self.num_groups}")
 

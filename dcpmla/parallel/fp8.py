@@ -32,11 +32,6 @@ class QuantizedRows(NamedTuple):
     values: Tensor
     scales: Tensor
 
-    @classmethod
-    def empty_like(cls, x: Tensor) -> "QuantizedRows":
-        """Return memory for x [T, K] in groups of 128 (`empty_groups`)."""
-        return cls(*empty_groups(x))
-
 
 @dataclass(frozen=True)
 class NormedRows:
@@ -72,7 +67,7 @@ def plain(x: AnyRows) -> Tensor:
 
 def empty_codes(x: Tensor, quantizes: bool) -> QuantizedRows:
     """Return memory for x [T, K] in fp8, or for 0 columns: an op must always return the same number of tensors."""
-    return QuantizedRows.empty_like(x if quantizes else x[:, :0])
+    return QuantizedRows(*empty_groups(x if quantizes else x[:, :0]))
 
 
 @cache

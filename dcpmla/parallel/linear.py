@@ -2,7 +2,7 @@
 
 Weights are [out, in]. A `Linear` into which a caller loads only its rank's slice of the weight's rows makes a slice of
 the output's columns ("column-parallel"). `RowParallelLinear` holds a slice of the weight's columns, and its outputs are
-summed over the ranks. Dense MLA uses neither `GroupedLinear`, `cut` nor `check_experts`.
+summed over the ranks.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from dcpmla.fields import divisors
 from dcpmla.parallel.collectives import named
 from dcpmla.parallel.fp8 import (
     AnyRows,
@@ -22,7 +21,6 @@ from dcpmla.parallel.fp8 import (
     QuantizedRows,
     dequantize_blocks,
     fp8_linear,
-    multiply_groups,
     plain,
     runs_fp8,
 )
@@ -90,17 +88,6 @@ class Linear(nn.Module):
             assert self.weight_scale is None  # weights are loaded only once
             fill(self.weight, *(unquantized(part, self.weight) for part in parts))
 
-    def load_input_scale(self, name: str, scale: Weight) -> None:
-        """Read the static scale of a checkpoint's tensor.
-
-        Raises:
-            ValueError: The scale has several elements, or is not a finite number above 0.
-        """
-        value = scale[()].float().flatten()
-        if not (value.numel() == 1 and 0 < value < torch.inf):
-            raise ValueError(f"checkpoint: tensor {name} is {value.tolist()}; it must be one finite number above 0")
-        self.input_scale = value.to(self.weight.device)
-
     def forward(self, x: AnyRows) -> Tensor:
         if self.weight_scale is None:
             return F.linear(plain(x), self.weight, self.bias)
@@ -139,29 +126,6 @@ class Linear(nn.Module):
         self.takes_quantized = runs_fp8(device)
 
 
-class GroupedLinear(Linear):
-    """G linear layers, one per group of columns: [T, G in] -> [T, out]; each makes out / G columns."""
-
-    def __init__(
-        self,
-        num_groups: int,
-        in_features: int,
-        out_features: int,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(in_features, out_features, False, device, dtype)
-        self.num_groups = num_groups
-
-    def forward(self, x: AnyRows) -> Tensor:
-        if self.weight_scale is None:
-            return multiply_groups(plain(x), self.weight.unflatten(0, (self.num_groups, -1)))
-        return self.product(x)
-
-    def _stays_quantized(self, parts: tuple[AnyWeight, ...]) -> bool:
-        return super()._stays_quantized(parts) and self.out_features // self.num_groups % BLOCK == 0
-
-
 class RowParallelLinear(Linear):
     """A linear layer with input features sharded over the group: [T, in / size] -> [T, out], summed over the ranks.
 
@@ -198,29 +162,6 @@ def shard(size: int, group: ProcessGroup) -> slice:
     """Return this rank's slice of a dim of the given size."""
     part = size // dist.get_world_size(group)
     return slice(dist.get_rank(group) * part, (dist.get_rank(group) + 1) * part)
-
-
-def cut(size: int, rank: int, num_ranks: int, in_blocks: bool = False) -> slice:
-    """Return a rank's part of a dim, cut as evenly as possible.
-
-    Args:
-        in_blocks: Whether to cut between blocks of quantized weights, if every rank gets at least one.
-    """
-    unit = BLOCK if in_blocks and size % BLOCK == 0 and size // BLOCK >= num_ranks else 1
-    return slice(size // unit * rank // num_ranks * unit, size // unit * (rank + 1) // num_ranks * unit)
-
-
-def check_experts(num_experts: int, size: int, tp_size: int, spreads_experts: bool) -> None:
-    """Raise ValueError if experts cannot be cut or spread evenly; other layers may be cut unevenly."""
-    if spreads_experts and num_experts % tp_size:
-        raise ValueError(
-            f"enable_expert_parallel (--enable-expert-parallel): {num_experts} experts cannot be spread over "
-            f"{tp_size} ranks; tensor_parallel_size (-tp) must be one of {', '.join(map(str, divisors(num_experts)))}"
-        )
-    if not spreads_experts and size % tp_size:
-        raise ValueError(
-            f"tensor_parallel_size (-tp) is {tp_size}; it must divide the experts' intermediate size {size}"
-        )
 
 
 def read_weight(weights: Mapping[str, Weight], name: str, shape: tuple[int, ...], *index: slice) -> Tensor:

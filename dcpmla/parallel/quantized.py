@@ -86,6 +86,16 @@ def from_e8m0(exponents: Tensor) -> Tensor:
     return exponents.view(torch.float8_e8m0fnu).float()
 
 
+def cut(size: int, rank: int, num_ranks: int, in_blocks: bool = False) -> slice:
+    """Return a rank's part of a dim, cut as evenly as possible.
+
+    Args:
+        in_blocks: Whether to cut between blocks of quantized weights, if every rank gets at least one.
+    """
+    unit = BLOCK if in_blocks and size % BLOCK == 0 and size // BLOCK >= num_ranks else 1
+    return slice(size // unit * rank // num_ranks * unit, size // unit * (rank + 1) // num_ranks * unit)
+
+
 def to_block_fp8(weight: GroupFp4) -> BlockFp8 | None:
     """Return a matrix of the same values in e4m3, or None if a block of 128 x 128 has no scale that represents all its
     values exactly.

@@ -4,8 +4,7 @@ import re
 from dataclasses import dataclass, replace
 from math import prod
 
-from dcpmla.parallel.linear import cut
-from dcpmla.parallel.quantized import BLOCK, GROUP
+from dcpmla.parallel.quantized import BLOCK, GROUP, cut
 
 PARTS = ("attention", "mlp", "experts", "embedding", "head", "rest")
 _NAMED = {

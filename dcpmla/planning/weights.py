@@ -5,7 +5,7 @@ from functools import cached_property
 from math import prod
 
 from dcpmla.attention.kind import AttentionKind
-from dcpmla.parallel.linear import check_experts
+from dcpmla.fields import check_experts
 from dcpmla.parallel.quantized import BLOCK
 from dcpmla.planning.parameter import PARTS, Parameter
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,7 +72,7 @@ def test_slices_are_cut_as_they_are_stored() -> None:
     down = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
     shapes = {"model.layers.0.mlp.up_proj.weight": (320, 256), "model.layers.0.mlp.gate.weight": (8, 256)}
     shapes[down] = (192, 256)
-    weights = dummy_weights(shapes, True, None, torch.bfloat16, torch.device("cpu"))
+    weights = dummy_weights(shapes, SimpleNamespace(**FP8), torch.bfloat16, torch.device("cpu"))
     name, gate, _ = shapes
     kept, cut = (read_linear(weights, name, shapes[name], rows=rows) for rows in (slice(128, 320), slice(64, 128)))
     assert isinstance(kept, BlockFp8)
@@ -87,6 +88,6 @@ def test_slices_are_cut_as_they_are_stored() -> None:
 def test_token_ids_route_to_all_experts() -> None:
     """A table of DeepSeek-V4's: a token's experts are different ones, and each expert has as many tokens."""
     shapes = {"mlp.gate.tid2eid": (64, 6), "mlp.gate.weight": (48, 128)}
-    table = dummy_weights(shapes, False, None, torch.bfloat16, torch.device("cpu"))["mlp.gate.tid2eid"][:]
+    table = dummy_weights(shapes, SimpleNamespace(), torch.bfloat16, torch.device("cpu"))["mlp.gate.tid2eid"][:]
     assert all(len(set(experts)) == 6 for experts in table.tolist())
     assert table.flatten().bincount(minlength=48).tolist() == [8] * 48

@@ -107,7 +107,7 @@ def off_by_a_sixteenth(values: Tensor) -> Tensor:
 def check_models(directory: Path) -> list[float]:
     """Return this rank's scales."""
     plain, _ = generate(directory, layout(2, 1, 1, ("auto", "auto")))
-    with TestCase().assertLogs("dcpmla.integrations.transformers") if dist.get_rank() == 0 else nullcontext() as log:
+    with TestCase().assertLogs("dcpmla.integrations.parts") if dist.get_rank() == 0 else nullcontext() as log:
         unscaled, _ = generate(directory, layout(2, 2, 1, ("fp8", "auto"), kv_cache_scale=None))
     assert log is None or ["has no kv_scale, so 1 is taken" in line for line in log.output] == [True]
     with patch(

@@ -150,7 +150,7 @@ def compute_by_kernels(
     from dcpmla.model.kernels import experts as kernels
 
     codes = *unpack(gate_up), *unpack(down)
-    return kernels.compute_experts(x, *(quantized or (None, None)), ids, weights, *codes, glu, len(codes[2]))
+    return kernels.compute_experts(x, quantized, ids, weights, *codes, glu, len(codes[2]))
 
 
 def check_kernels(device: str, dtype: torch.dtype, kinds: tuple[str, ...], sizes: tuple[int, ...]) -> None:

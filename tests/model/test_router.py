@@ -241,8 +241,8 @@ def test_kernels_compile_for_hopper() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"scoring": "tanh"}, "scoring is 'tanh'; choose one of sigmoid, softmax, sqrtsoftplus"),
-        ({"group_score": "sum"}, "group_score is 'sum'; choose one of max, top2_sum"),
+        ({"scoring": "tanh"}, "scoring is 'tanh'; it must be one of sigmoid, softmax, sqrtsoftplus"),
+        ({"group_score": "sum"}, "group_score is 'sum'; it must be one of max, top2_sum"),
         ({"topk_groups": 5, "num_groups": 4}, "topk_groups is 5; expected 1 to num_groups, which is 4"),
         ({"topk_groups": 2, "num_groups": 5}, "num_groups is 5; it must divide 12 experts"),
         ({"num_groups": 12, "topk_groups": 3, "group_score": "top2_sum"}, "into groups of 2 for top2_sum"),

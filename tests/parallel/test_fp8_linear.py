@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from dcpmla.attention.compressed.weights import GroupedLinear
 from dcpmla.attention.output import formats
 from dcpmla.parallel.fp8 import QuantizedRows, dequantize_blocks, fp8_linear
-from dcpmla.parallel.linear import GroupedLinear, Linear, RowParallelLinear, shard
+from dcpmla.parallel.linear import Linear, RowParallelLinear, shard
 from dcpmla.parallel.quantized import BlockFp8, GroupFp4, dequantize
 from tests.support.ranks import run_ranks
 from tests.support.shared_memory import run_interpreted

@@ -6,7 +6,6 @@ state has a fixed size and is the same on every rank: its window, and the sums o
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -150,23 +149,17 @@ class CompressedCache(Cache):
         plan.check_fits(device)
         self.sizes, self._plan = plan, plan
         layers = map(plan.layer_tensors, plan.config.layer_kinds)
-        self._layers = [
+        self.per_layer = [
             CompressedLayerCache(
                 **{field: torch.empty(shape, dtype=dtype, device=device) for field, (shape, dtype) in tensors.items()}
             )
             for tensors in layers
         ]
 
-    def __getitem__(self, layer: int) -> CompressedLayerCache:
-        return self._layers[layer]
-
-    def __iter__(self) -> Iterator[CompressedLayerCache]:
-        return iter(self._layers)
-
     @property
     def tensors(self) -> list[Tensor]:
         """All memory of the cache."""
-        return [tensor for layer in self._layers for tensor in layer if tensor is not None]
+        return [tensor for layer in self for tensor in layer if tensor is not None]
 
     def copy_state(self, source: int, target: int) -> None:
         """Copy a request's state: what computing on from there needs besides its blocks."""
@@ -178,7 +171,7 @@ class CompressedCache(Cache):
         if self.sizes.dtype == torch.uint8:
             ring //= PAGE_ROWS
         views = []
-        for layer in self._layers:
+        for layer in self:
             views.append(layer.rows[state * ring : (state + 1) * ring])
             of_state = slice(state * num_sums, (state + 1) * num_sums)
             views += [sums[of_state] for sums in (layer.sums, layer.index_sums) if sums is not None]

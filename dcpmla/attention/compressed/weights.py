@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.weights import HeldHeads
-from dcpmla.parallel.linear import GroupedLinear, Linear, RowParallelLinear, Weight, fill, read_linear, read_weight
+from dcpmla.parallel.fp8 import AnyRows, multiply_groups, plain
+from dcpmla.parallel.linear import Linear, RowParallelLinear, Weight, fill, read_linear, read_weight
 from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, dequantize
 
 
@@ -27,6 +28,29 @@ class CompressorWeights(nn.Module):
         bias = read_weight(weights, f"{prefix}position_bias", (ratio, columns))
         fill(self.bias, bias.unflatten(1, (-1, width))[..., order].flatten(1))
         fill(self.norm, read_weight(weights, f"{prefix}kv_norm.weight", (width,))[order])
+
+
+class GroupedLinear(Linear):
+    """G linear layers, one per group of columns: [T, G in] -> [T, out]; each makes out / G columns."""
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, False, device, dtype)
+        self.num_groups = num_groups
+
+    def forward(self, x: AnyRows) -> Tensor:
+        if self.weight_scale is None:
+            return multiply_groups(plain(x), self.weight.unflatten(0, (self.num_groups, -1)))
+        return self.product(x)
+
+    def _stays_quantized(self, parts: tuple[AnyWeight, ...]) -> bool:
+        return super()._stays_quantized(parts) and self.out_features // self.num_groups % BLOCK == 0
 
 
 class CompressedWeights(nn.Module):

@@ -5,7 +5,6 @@ Latents are sharded over the DCP ranks. A state has the heads of its TP rank, so
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from dcpmla.attention.linear.calls import DeltaState
 from dcpmla.attention.linear.config import DeltaConfig
-from dcpmla.cache.latent import LatentCache, LatentPlan, LayerCache
+from dcpmla.cache.latent import LatentCache, LatentPlan
 from dcpmla.cache.plan import Cache, CachePlan
 
 
@@ -106,15 +105,7 @@ class HybridCache(Cache):
             for _ in range(sum(plan.is_linear))
         ]
         latents, states = iter(self._latents), iter(self._states)
-        self._layers: list[LayerCache | DeltaState] = [
-            next(states) if is_linear else next(latents) for is_linear in plan.is_linear
-        ]
-
-    def __getitem__(self, layer: int) -> LayerCache | DeltaState:
-        return self._layers[layer]
-
-    def __iter__(self) -> Iterator[LayerCache | DeltaState]:
-        return iter(self._layers)
+        self.per_layer = [next(states) if is_linear else next(latents) for is_linear in plan.is_linear]
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -95,9 +95,7 @@ class Backend(AttentionBackend):
         if save_kv_cache:
             self._write(layer, k[..., :rank], k[..., rank:], forward_batch)
         q = q.view(-1, layer.tp_q_head_num, layer.head_dim)
-        cache = self._cache(layer)
-        out, _ = dcp_mla_decode(q, cache, self.decode, layer.scaling, self.exchange, rank, kv_scale=self.kv_scale)
-        return out.flatten(1)
+        return self._decode(q, self._cache(layer), self.decode, layer.scaling).flatten(1)
 
     def prepare_prefill_qkv(
         self, q: Tensor, q_pe: Tensor, kv_a: Tensor, k_pe: Tensor, positions: Tensor, layer: Any, forward_batch: Any
@@ -126,34 +124,26 @@ class Backend(AttentionBackend):
         """
         kv_c, k_pe, up_projection = self.new_tokens
         rows = slice(0, q.shape[0])  # SGLang leaves padding out
-        out, _ = dcp_mla_prefill(
-            q,
-            kv_c[rows],
-            k_pe[rows],
-            self._cache(layer),
-            up_projection,
-            self.prefill,
-            layer.scaling,
-            self.exchange,
-            self.kv_scale,
-        )
-        return out.flatten(1)
+        arguments = kv_c[rows], k_pe[rows], self._cache(layer), up_projection, self.prefill, layer.scaling
+        return dcp_mla_prefill(q, *arguments, self.exchange, self.kv_scale)[0].flatten(1)
+
+    def _decode(self, q: Tensor, cache: Tensor, step: DecodeMetadata, scale: float) -> Tensor:
+        rank = self.token_to_kv_pool.kv_lora_rank
+        return dcp_mla_decode(q, cache, step, scale, self.exchange, rank, kv_scale=self.kv_scale)[0]
 
     def _warm_up(self, layer: Any, dtype: torch.dtype, max_num_seqs: int) -> None:
         """Attend in every way that a DeepseekV2AttentionMLA does. Collective."""
         pool, builder = self.token_to_kv_pool, self.builder
-        rank, widths = pool.kv_lora_rank, (layer.qk_nope_head_dim, pool.qk_rope_head_dim)
+        widths = pool.kv_lora_rank, layer.qk_nope_head_dim, pool.qk_rope_head_dim
 
         def decode(q: Tensor, cache: Tensor, step: DecodeMetadata) -> None:
-            dcp_mla_decode(q, cache, step, layer.scaling, self.exchange, rank, kv_scale=self.kv_scale)
-
-        def up_project(kv_c: Tensor) -> Tensor:
-            return layer.kv_b_proj(kv_c)[0]
+            self._decode(q, cache, step, layer.scaling)
 
         def prefill(q: Tensor, kv_c: Tensor, k_pe: Tensor, cache: Tensor, step: PrefillMetadata) -> None:
-            dcp_mla_prefill(q, kv_c, k_pe, cache, up_project, step, layer.scaling, self.exchange, self.kv_scale)
+            arguments = kv_c, k_pe, cache, lambda rows: layer.kv_b_proj(rows)[0], step, layer.scaling
+            dcp_mla_prefill(q, *arguments, self.exchange, self.kv_scale)
 
-        sizes = LayerSizes(layer.num_local_heads, rank, *widths, dtype, pool.dtype)
+        sizes = LayerSizes(layer.num_local_heads, *widths, dtype, pool.dtype)
         warm_up(decode, prefill, sizes, builder.steps, builder.workspace, max_num_seqs, max_query_len=1)
 
     def _cache(self, layer: Any) -> Tensor:

@@ -19,7 +19,7 @@ from dcpmla.model.hopper.pipeline import COLUMNS, ROW_BYTES, Routes, new_buffers
 from dcpmla.model.hopper.producers import allocate_codes, dequantize_weights, gather_rows, load_weights
 from dcpmla.model.kernels.blocks import Blocks
 from dcpmla.parallel.fp8 import QuantizedRows
-from dcpmla.parallel.quantized import GROUP
+from dcpmla.parallel.quantized import GROUP, empty_groups
 
 _GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -145,7 +145,7 @@ def multiply(
         num_routes, width = expert_weights.numel(), width // 2
     result: Tensor | QuantizedRows
     if x_scales is not None and expert_weights is not None:
-        result = QuantizedRows.empty_like(values[:1, :1].expand(num_routes, width))
+        result = QuantizedRows(*empty_groups(values[:1, :1].expand(num_routes, width)))
     else:
         result = torch.empty(num_routes, width, dtype=dtype, device=weights.device)
     out, out_scales = result if isinstance(result, QuantizedRows) else (result, None)

@@ -76,8 +76,7 @@ _TILINGS = {
 
 def compute_experts(
     x: Tensor,
-    x_codes: Tensor | None,
-    x_scales: Tensor | None,
+    quantized: QuantizedRows | None,
     expert_ids: Tensor,
     expert_weights: Tensor,
     gate_up: Tensor,
@@ -88,7 +87,6 @@ def compute_experts(
     num_experts: int,
 ) -> Tensor:
     """Compute `model.experts.compute_experts` of at least one token and one route, from its operator's arguments."""
-    quantized = None if x_codes is None or x_scales is None else QuantizedRows(x_codes, x_scales)
     ids, expert_weights = expert_ids.contiguous(), expert_weights.contiguous()
     (num_tokens, top_k), num_routes = ids.shape, ids.numel()
     if gate_up_scales is not None and down_scales is not None:

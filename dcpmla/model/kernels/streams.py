@@ -12,6 +12,7 @@ from dcpmla.model.kernels.mix import PART, mix_and_multiply
 from dcpmla.model.mixing import Constants, Mixing, Projection, Streams
 from dcpmla.parallel.fp8 import NormedRows, PlainRows, QuantizedRows
 from dcpmla.parallel.kernels.quantize import store_codes
+from dcpmla.parallel.quantized import empty_groups
 
 
 @triton.jit(do_not_specialize=["num_parts", "scales_stride"])
@@ -122,7 +123,7 @@ def enter(
     if has_post:
         mixing = Mixing(*(squares.new_empty(num_tokens, *[num_streams] * dims) for dims in (1, 2)))
     x = values.new_empty(num_tokens, width)
-    quantized = QuantizedRows.empty_like(x) if quantizes else None
+    quantized = QuantizedRows(*empty_groups(x)) if quantizes else None
     if num_tokens:
         weigh_kernel[(num_tokens, 1 + has_post)](
             values,
