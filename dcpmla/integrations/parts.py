@@ -34,6 +34,7 @@ class Parts:
         routing: Choice of experts.
         attention: Function of a name that loads the next layer of attention, and returns it with its number.
         reduce: Sums over the TP ranks.
+        eps: Epsilon of the norms of hidden states.
     """
 
     model: Any
@@ -44,6 +45,7 @@ class Parts:
     routing: Routing
     attention: Callable[[str], tuple[AttentionLayer, int]]
     reduce: Reduce
+    eps: float
 
     @property
     def _glu(self) -> Glu:
