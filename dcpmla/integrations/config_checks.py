@@ -31,8 +31,7 @@ _RATES = Rule(
     lambda value: isinstance(value, dict) and all(whole(2, 1 << 16).holds(rate) for rate in value.values()),
 )
 _POSITIONS = whole(1, (1 << 31) - 1)
-# longrope's angles depend on the longest position of a call: on a request's neighbours, and on when a key was cached.
-_ROPE_TYPE = one_of(("default", *(name for name in ROPE_INIT_FUNCTIONS if name != "longrope")))
+_ROPE_TYPE = one_of(("default", *ROPE_INIT_FUNCTIONS))
 # Rules for the fields of all families; fields that a config lacks are skipped.
 _CONFIG_RULES = {
     **dict.fromkeys(("num_hidden_layers", "num_layers"), _NUM_LAYERS),
@@ -70,7 +69,7 @@ _CONFIG_RULES = {
 }
 # Of the file alone: transformers renames or derives them.
 _RAW_RULES = {"dtype": _DTYPE, "torch_dtype": _DTYPE, "qk_rope_head_dim": even(LARGEST_SIZE)}
-ROPE_RULES = {
+_ROPE_RULES = {
     **dict.fromkeys(("rope_type", "type"), _ROPE_TYPE),
     "rope_theta": _THETA,
     **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), _POSITIVE),
@@ -115,12 +114,34 @@ def check_raw_config(raw: Mapping[str, Any], names: Mapping[str, str]) -> None:
     renamed = {names[name]: rule for name, rule in _CONFIG_RULES.items() if name in names}
     check_fields(renamed | _CONFIG_RULES | _RAW_RULES, raw)
     for name in ("rope_parameters", "rope_scaling"):
-        check_fields(ROPE_RULES, raw.get(name) or {}, f"{name}.{{}}".format)
+        check_fields(_ROPE_RULES, raw.get(name) or {}, f"{name}.{{}}".format)
         for kind, fields in (raw.get(name) or {}).items():
             if isinstance(fields, dict):  # layers of several kinds, each with a rotary embedding
-                check_fields(ROPE_RULES, fields, f"{name}.{kind}.{{}}".format)
+                check_fields(_ROPE_RULES, fields, f"{name}.{kind}.{{}}".format)
     if (quantization := raw.get("quantization_config")) is not None:
         check_quantization(quantization)
+
+
+def check_rope_fields(rope: Mapping[str, Any], dims: int, label: str) -> None:
+    """Raise ValueError for fields of a rotary embedding of `dims` columns that this package cannot compute.
+
+    Args:
+        label: Format of a field's name in messages.
+    """
+    check_fields(_ROPE_RULES, rope, label.format)
+    if rope["rope_type"] != "default" and rope.get("mscale_all_dim") and "factor" not in rope:
+        raise ValueError(
+            f"{label.format('mscale_all_dim')} is {rope['mscale_all_dim']}; it must be 0 where there is no factor"
+        )
+    if rope["rope_type"] == "longrope":
+        check_fields({"original_max_position_embeddings": whole(2)}, rope, label.format)  # its logarithm divides
+        short, long = rope["short_factor"], rope["long_factor"]
+        # Else angles depend on the longest position of a call: on a request's neighbours, and on when a key was cached.
+        if short != long or len(short) != dims // 2:
+            raise ValueError(
+                f"{label.format('short_factor')} is {short} and long_factor {long}; with rope_type 'longrope' both "
+                f"must be the same {dims // 2} numbers, one for each pair of qk_rope_head_dim {dims}"
+            )
 
 
 def check_model(config: Any, routing: Routing) -> None:
@@ -156,7 +177,7 @@ def check_mla(config: Any) -> None:
 def _check_rope(config: Any) -> None:
     """Raise ValueError unless transformers' rotary embedding rotates as many dims as attention has for it."""
     rope, dims = config.rope_parameters, config.qk_rope_head_dim
-    check_fields(ROPE_RULES, rope, "rope_parameters.{}".format)
+    check_rope_fields(rope, dims, "rope_parameters.{}")
     rotated = config.head_dim
     if rope["rope_type"] not in ("default", "proportional"):
         rotated = int(rotated * rope.get("partial_rotary_factor", 1.0))

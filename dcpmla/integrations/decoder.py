@@ -20,10 +20,10 @@ def load_block(parts: Parts, name: str, output_norm: Tensor) -> DecoderBlock:
     """Load a layer of attention and an MLP or experts."""
     attention, layer = parts.attention(f"{name}.self_attn")
     norms = parts.vector(f"{name}.post_attention_layernorm.weight"), output_norm
-    mlp, eps = parts.mlp(f"{name}.mlp"), parts.model.config.rms_norm_eps
+    mlp = parts.mlp(f"{name}.mlp")
     has_norm = hasattr(parts.model.get_submodule(f"{name}.mlp"), "post_mlp_layernorm")
     mlp_norm = parts.vector(f"{name}.mlp.post_mlp_layernorm.weight") if has_norm else None
-    return DecoderBlock(layer, attention, mlp, *norms, eps, parts.reduce, mlp_norm)
+    return DecoderBlock(layer, attention, mlp, *norms, parts.eps, parts.reduce, mlp_norm)
 
 
 def load_decoder(
@@ -40,7 +40,7 @@ def load_decoder(
     norms.append(parts.vector("model.norm.weight"))
     names = parts.layer_names(num_layers)
     blocks = [load(parts, name, output_norm) for name, output_norm in zip(names, norms[1:], strict=True)]
-    return Decoder(parts.vector("model.embed_tokens.weight"), norms[0], blocks, parts.model.config.rms_norm_eps)
+    return Decoder(parts.vector("model.embed_tokens.weight"), norms[0], blocks, parts.eps)
 
 
 def mtp_shapes(block: str, hidden_size: int, projections: tuple[str, ...]) -> Shapes:
@@ -63,15 +63,14 @@ def load_mtp(parts: Parts, block: str, embedding: Tensor) -> MtpLayer:
     """
     name = f"{block}.mlp"
     mlp = parts.dense(name) if f"{name}.gate_proj.weight" in parts.weights else parts.mlp(name)
-    eps = parts.model.config.rms_norm_eps
     attention, layer = parts.attention(f"{block}.self_attn")
     enorm, hnorm, input_norm, second_norm, output_norm = (
         read_norm(parts, f"{block}.{name}.weight")
         for name in ("enorm", "hnorm", "input_layernorm", "post_attention_layernorm", "shared_head.norm")
     )
-    decoder_block = DecoderBlock(layer, attention, mlp, second_norm, output_norm, eps, parts.reduce)
+    decoder_block = DecoderBlock(layer, attention, mlp, second_norm, output_norm, parts.eps, parts.reduce)
     (projection,) = read_projections(parts, block, "eh_proj")
-    return MtpLayer(embedding, enorm, hnorm, projection, input_norm, decoder_block, eps)
+    return MtpLayer(embedding, enorm, hnorm, projection, input_norm, decoder_block, parts.eps)
 
 
 def read_norm(parts: Parts, name: str) -> Tensor:

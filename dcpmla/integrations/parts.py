@@ -40,6 +40,7 @@ class Parts:
         routing: Choice of experts.
         kind: Kind of attention.
         reduce: Sums over the TP ranks.
+        eps: Epsilon of the norms of hidden states.
         default_scales: Names of scales that are 1 because the checkpoint lacks them.
         num_layers: Number of layers of attention that are loaded.
     """
@@ -52,6 +53,7 @@ class Parts:
     routing: Routing
     kind: AttentionKind
     reduce: Reduce
+    eps: float
     default_scales: set[str] = field(default_factory=set)
     num_layers: int = 0
 
@@ -159,7 +161,7 @@ class Parts:
         up.load(read_linear(self.weights, f"{name}.routed_expert_up_proj.weight", shape[::-1], cols=columns))
         has_norm = hasattr(self.model.get_submodule(name), "routed_expert_norm")
         norm = self.vector(f"{name}.routed_expert_norm.weight") if has_norm else None
-        return Latent(down, up, norm, config.rms_norm_eps, columns, self.reduce)
+        return Latent(down, up, norm, self.eps, columns, self.reduce)
 
     def _shared_parts(self, name: str, module: Any, weights: Mapping[str, Weight], expert: MLPPart) -> list[MLPPart]:
         """Return the shared MLP as further experts, if it has their width, their cut and their format."""

@@ -113,7 +113,7 @@ def check_change(family: str, path: tuple[str, ...], value: Any, file: Path) -> 
     [
         (("qk_rope_head_dim",), 5, r"qk_rope_head_dim is 5; it must be an even number in \[2, "),
         (("rope_parameters", "mscale_all_dim"), 1e200, r"rope_parameters.mscale_all_dim is 1e\+200"),
-        (("rope_parameters", "rope_type"), "longrope", "rope_parameters.rope_type is 'longrope'; it must be one of"),
+        (("rope_parameters", "rope_type"), "longrope", "'rope_type'='longrope': .*_factor"),
         (("hidden_act",), "gelu", "hidden_act is 'gelu'; it must be one of silu, swish"),
     ],
 )

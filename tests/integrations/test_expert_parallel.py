@@ -238,7 +238,9 @@ def profile(directory: Path, dcp: DCPConfig) -> tuple[int, list[int]]:
     return seen[0], rows
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "youtu"])  # which has no experts
+@pytest.mark.parametrize(
+    "family", [family for family in FAMILIES if family not in ("youtu", "minicpm3")]
+)  # they have none
 def test_profile_runs_all_tokens(family: str, tmp_path: Path) -> None:
     save_tiny(family, tmp_path)
     dcp = dataclasses.replace(layout(2, 2), context_workspace_tokens=64)

@@ -11,6 +11,13 @@ import transformers
 from dcpmla.integrations.families.table import FAMILIES as TABLE
 from tests.support.kimi_k3_files import TEXT, save_k3
 
+
+def _known(*families: str) -> tuple[str, ...]:
+    """Return the families that the installed transformers has: older ones lack the newest."""
+    rows = {"kimi_k3": TABLE["kimi_linear"], **TABLE}
+    return tuple(family for family in families if hasattr(transformers, f"{rows[family].class_prefix}Config"))
+
+
 SPARSE_FAMILIES = ("deepseek_v32", "glm_moe_dsa")
 MLA_FAMILIES = (
     "deepseek_v2",
@@ -22,13 +29,10 @@ MLA_FAMILIES = (
     "mistral4",
     "youtu",
     "axk1",
+    *_known("minicpm3"),
     *SPARSE_FAMILIES,
 )
-STATE_FAMILIES = tuple(  # requests have a state of fixed size; older transformers lack hybrids
-    family
-    for family in ("deepseek_v4", "kimi_linear", "kimi_k3", "bailing_hybrid")
-    if hasattr(transformers, f"{TABLE['kimi_linear' if family == 'kimi_k3' else family].class_prefix}Config")
-)
+STATE_FAMILIES = _known("deepseek_v4", "kimi_linear", "kimi_k3", "bailing_hybrid")  # a state of fixed size per request
 FAMILIES = (*MLA_FAMILIES, *STATE_FAMILIES)
 VOCAB_SIZE = 192  # also the eos id's home: 191 is left out of what prompts use
 
@@ -139,6 +143,13 @@ def tiny_config(family: str) -> Any:
         case "youtu":
             dense = {"num_hidden_layers": 2, "intermediate_size": 96, "num_key_value_heads": 24}
             return transformers.YoutuConfig(**common, **dense)
+        case "minicpm3":
+            dense = {"num_hidden_layers": 2, "intermediate_size": 96, "num_key_value_heads": 24}
+            factors = [1.0, 1.25, 1.5, 2.0]
+            rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+            rope |= {"short_factor": factors, "long_factor": factors}
+            scales = {"scale_emb": 3, "scale_depth": 0.7, "dim_model_base": 12}
+            return transformers.MiniCPM3Config(**{**common, "rope_parameters": rope}, **dense, **scales)
         case "axk1":
             return transformers.AXK1Config(**common, **_MOE, mlp_layer_types=["dense", "sparse"])
         case "deepseek_v32":

@@ -5,7 +5,7 @@ from typing import Any
 from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.config import IndexerConfig
 from dcpmla.fields import check_fields, whole
-from dcpmla.integrations.config_checks import ROPE_RULES
+from dcpmla.integrations.config_checks import check_rope_fields
 
 _RATE_RULES = dict.fromkeys(("compressed_sparse_attention", "heavily_compressed_attention"), whole(2, 1 << 16))
 
@@ -62,7 +62,7 @@ def check_compressed(config: Any) -> None:
         )
     for kind in ("main", "compress"):
         rope = config.rope_parameters[kind]
-        check_fields(ROPE_RULES, rope, f"rope_parameters.{kind}.{{}}".format)
+        check_rope_fields(rope, rotated, f"rope_parameters.{kind}.{{}}")
         factor = rope.get("partial_rotary_factor", 1.0)
         if int(config.head_dim * factor) != rotated:
             raise ValueError(

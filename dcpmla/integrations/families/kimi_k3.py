@@ -85,7 +85,7 @@ def load_sum_decoder(parts: Parts, num_layers: int) -> SumDecoder:
 
     def mixer(name: str, norm: str, stores: bool = False) -> Mixer:
         score = parts.vector(f"{name}_norm.weight").float() * parts.vector(f"{name}_proj.weight")[0].float()
-        return Mixer(score, parts.vector(f"{norm}.weight"), config.rms_norm_eps, stores)
+        return Mixer(score, parts.vector(f"{norm}.weight"), parts.eps, stores)
 
     blocks = []
     for number, name in enumerate(parts.layer_names(num_layers)):

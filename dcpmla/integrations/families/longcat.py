@@ -58,8 +58,7 @@ def _load_block(parts: Parts, name: str, output_norm: Tensor) -> ShortcutBlock:
     inner = ("post_attention_layernorm.0", "input_layernorm.1", "post_attention_layernorm.1")
     norms = [*(parts.vector(f"{name}.{norm}.weight") for norm in inner), output_norm]
     mlps = parts.dense(f"{name}.mlps.0"), parts.dense(f"{name}.mlps.1")
-    eps = parts.model.config.rms_norm_eps
-    return ShortcutBlock(layer, (first, second), mlps, experts, norms, eps, parts.reduce)
+    return ShortcutBlock(layer, (first, second), mlps, experts, norms, parts.eps, parts.reduce)
 
 
 LONGCAT = _Longcat(

@@ -12,6 +12,7 @@ from dcpmla.integrations.families.family import Family
 from dcpmla.integrations.families.hybrid import LING
 from dcpmla.integrations.families.kimi import KIMI_LINEAR
 from dcpmla.integrations.families.longcat import LONGCAT
+from dcpmla.integrations.families.minicpm3 import MINICPM3
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.sparse import SparseFamily
 
@@ -52,6 +53,7 @@ FAMILIES: dict[str, Family] = {
     "bailing_hybrid": LING,
     "mistral4": _Mistral4("Mistral4", Routing(scoring="softmax")),
     "youtu": Family("Youtu"),
+    "minicpm3": MINICPM3,
     "axk1": Family("AXK1", Routing(needs_bias=False)),
     "deepseek_v32": SparseFamily("DeepseekV32"),
     "glm_moe_dsa": SparseFamily("GlmMoeDsa", rope_interleaved=True),
@@ -65,7 +67,6 @@ REFUSED = {
     "dots3_note": "windows in layers of MLA",
     "glm5_next": "hyper-connections around MLA, and an indexer over pools of keys",
     "hy_v4": "hyper-connections, gates and sinks around sparse MLA",
-    "minicpm3": "scaled residual branches",
     "mistral_large4": "layers that share another layer's latents",
 }
 

@@ -1,0 +1,61 @@
+"""MiniCPM3, whose embedding, residual branches and logits have factors."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from dcpmla.attention.kind import DenseKind
+from dcpmla.config import LARGEST_SIZE
+from dcpmla.fields import Rule, check_fields, number, whole
+from dcpmla.integrations.config_checks import check_mla
+from dcpmla.integrations.decoder import load_decoder
+from dcpmla.integrations.families.family import Family
+from dcpmla.integrations.parts import Parts
+from dcpmla.model.block import Decoder
+
+_RULES = {
+    "scale_emb": number(0, 1e4, above=True),
+    "scale_depth": number(1e-3, 1e3),
+    "dim_model_base": whole(1, LARGEST_SIZE),
+    "mlp_bias": Rule("false", lambda value: value is False),
+}
+
+
+@dataclass(frozen=True)
+class _MiniCPM3(Family):
+    """MiniCPM3, whose rotary embedding rotates halves."""
+
+    def attention(self, config: Any, has_mtp: bool = False) -> DenseKind:
+        """Return dense MLA that rotates halves."""
+        mla = super().attention(config).config
+        return DenseKind(replace(mla, rope_interleaved=False), config.num_hidden_layers)
+
+
+def _check(config: Any) -> None:
+    """Raise ValueError for inconsistent fields of MLA, and for factors that no model has."""
+    check_mla(config)
+    check_fields(_RULES, vars(config))
+
+
+def _load_decoder(parts: Parts, num_layers: int) -> Decoder:
+    """Load a decoder whose residual is x / s for MiniCPM3's x.
+
+    With s the factor of branches, x + s f(norm(x)) is s times y + f(norm(y)) for y = x / s, where norm's eps is divided
+    by s^2. So the embedding and the eps hold the factor, and blocks are DeepSeek-V3's. The weight of the last norm
+    holds the factor of logits.
+    """
+    config = parts.model.config
+    branch = config.scale_depth / math.sqrt(config.num_hidden_layers)
+    parts.eps /= branch**2
+    decoder = load_decoder(parts, num_layers)
+    decoder.embedding = nn.Parameter(decoder.embedding * (config.scale_emb / branch), requires_grad=False)
+    last = decoder.blocks[-1]
+    last.output_norm = nn.Parameter(
+        last.output_norm * (config.dim_model_base / config.hidden_size), requires_grad=False
+    )
+    return decoder
+
+
+MINICPM3 = _MiniCPM3("MiniCPM3", check_attention=_check, load_decoder=_load_decoder)
