@@ -80,7 +80,7 @@ def _narrow_experts(mlp: Any, hidden_size: int, width: int, has_norm: bool) -> N
 
 def load_sum_decoder(parts: Parts, num_layers: int) -> SumDecoder:
     """Load a decoder whose blocks come in groups."""
-    config, group_size = parts.model.config, K3Fields.of(parts.model.config).group_size
+    group_size = K3Fields.of(parts.model.config).group_size
     assert group_size is not None
 
     def mixer(name: str, norm: str, stores: bool = False) -> Mixer:
