@@ -7,7 +7,7 @@ from importlib.util import find_spec
 # Packages of each extra, by the names that imports use.
 EXTRAS = {
     "engine": (
-        *("transformers", "huggingface_hub", "safetensors", "tokenizers", "accelerate"),
+        *("transformers", "huggingface_hub", "safetensors", "tokenizers"),
         *("psutil", "tqdm", "pynvml"),
     ),
     "serve": ("starlette", "uvicorn", "httptools", "uvloop", "h11", "pydantic", "prometheus_client", "jinja2"),

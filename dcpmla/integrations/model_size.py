@@ -23,7 +23,7 @@ _STYLES = {  # the last word of a module's name -> the features that ranks divid
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "column"),
     **dict.fromkeys(("k_proj", "v_proj", "f_proj", "g_proj", "f_b_proj", "g_b_proj", "b_proj"), "column"),
     **dict.fromkeys(("conv1d", "A_log", "dt_bias"), "column"),
-    **dict.fromkeys(("o_proj", "o_b_proj", "down_proj"), "row"),
+    **dict.fromkeys(("o_proj", "o_b_proj", "down_proj", "routed_expert_up_proj"), "row"),
 }
 # Weights of one product, stacked in this order; the product stays quantized if every weight can.
 _PRODUCTS = (
@@ -102,6 +102,8 @@ def _held_itemsize(name: str, tensor: Tensor, model: Any, itemsize: int) -> int:
         return 3 * itemsize if is_float32 and itemsize < 4 else itemsize  # `model.router.split_weight`
     if name.endswith((".A_log", ".dt_bias", ".conv1d.weight")):
         return itemsize if name.endswith("weight") else 4
+    if name.endswith(("_res_norm.weight", "_res_proj.weight")):  # `model.sums.Mixer` holds their product in float32
+        return 4 if name.endswith("_proj.weight") else 0
     is_wide = not isinstance(tensor, nn.Parameter) or _is_among(name, model._keep_in_fp32_modules_strict)
     return tensor.dtype.itemsize if is_wide else itemsize  # routers' corrections are float32 in every checkpoint
 

@@ -9,7 +9,7 @@ import pytest
 from dcpmla.cli.bench import BENCHMARKS
 from tests.support.launchers import ROOT, environment
 
-HEAVY = {"transformers", "tokenizers", "accelerate", "matplotlib"}
+HEAVY = {"transformers", "tokenizers", "matplotlib"}
 SCRIPT = """
 import contextlib, io, json, sys
 import dcpmla

@@ -22,6 +22,7 @@ from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.engines import new_engine
+from tests.support.kimi_k3_files import save_k3
 from tests.support.layouts import dcp_config
 from tests.support.models import FAMILIES, SPARSE_FAMILIES, VOCAB_SIZE, random_model, save_tiny, tiny_config
 from tests.support.ranks import run_ranks
@@ -192,6 +193,8 @@ def test_layout_of_index_keys(family: str, interleaved: bool | None, tmp_path: P
 
 def small_latents(family: str, directory: Path) -> Any:
     """Save a model whose latents are about as small as the root of their norms' eps, 1e-6; other norms' is 1e-3."""
+    if family == "kimi_k3":
+        return save_k3(directory, 1e-3, rms_norm_eps=1e-3)
     config = tiny_config(family)
     config.rms_norm_eps = 1e-3
     model = random_model(config)

@@ -128,8 +128,11 @@ def _mlp(name: str, hidden: int, size: int) -> Iterator[tuple[str, tuple[int, ..
     yield f"{name}.down_proj.weight", (hidden, size)
 
 
-def save_k3(directory: Path, **changes: Any) -> KimiK3:
-    """Save a tiny checkpoint of random weights as Kimi-K3 is published, and return its model."""
+def save_k3(directory: Path, latent_factor: float = 1.0, **changes: Any) -> KimiK3:
+    """Save a tiny checkpoint of random weights as Kimi-K3 is published, and return its model.
+
+    latent_factor: of the projections to latents; changes: of the config's fields.
+    """
     generator, tensors = torch.Generator().manual_seed(0), {}
     config = TEXT | changes
     for name, shape in k3_shapes(config):
@@ -140,7 +143,7 @@ def save_k3(directory: Path, **changes: Any) -> KimiK3:
             values = torch.rand(shape, generator=generator) * -4
         elif "conv1d" in name:
             values = torch.randn(shape, generator=generator) * 0.5
-        tensors[name] = values
+        tensors[name] = values * latent_factor if "q_a_proj" in name or "kv_a_proj" in name else values
     whole = {"model_type": "kimi_k3", "text_config": config, "vision_config": {"vt_hidden_size": 32}, "pad_token_id": 0}
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(whole))
