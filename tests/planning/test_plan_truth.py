@@ -108,6 +108,20 @@ def test_experts_in_integers() -> None:
     assert kimi.weight_bytes(8)["experts"] == (routed // 2 * 9 // 8 + shared) // 8
 
 
+@pytest.mark.skipif("kimi_k3" not in STATE_FAMILIES, reason="needs a transformers with Kimi Linear")
+def test_kimi_k3() -> None:
+    """It is published as 2.78 T parameters in 1,561 GB, its image encoder's among them. Of 16 ranks each holds a
+    sixteenth of a request's states: 69 layers of 96 memories of 128 x 128 in float32, and three tokens of the
+    convolution's inputs.
+    """
+    size = read_model(load_config(Path(__file__).parent / "configs" / "kimi_k3.json"))
+    assert sum(p.count * prod(p.shape) for p in size.parameters) // 10**9 == 2779
+    assert round(size.weight_bytes(1)["total"] / 1e9) == 1560
+    dcp = DCPConfig(tensor_parallel_size=16, decode_context_parallel_size=16)
+    plan = size.attention.plan_cache(dcp, [4096], torch.bfloat16)
+    assert plan.bytes_per_state == 69 * 6 * (128 * 128 * 4 + 3 * 3 * 128 * 2)
+
+
 def test_where_a_config_says_that_experts_are_in_fp4() -> None:
     """DeepSeek-V4's own config does; transformers 5.23 moves the field to quantization_config."""
     config = load_config(Path(__file__).parent / "configs" / "deepseek_v4_flash.json")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from tests.support.kimi_k3 import KimiK3
 
@@ -147,7 +148,26 @@ def save_k3(directory: Path, latent_factor: float = 1.0, **changes: Any) -> Kimi
     whole = {"model_type": "kimi_k3", "text_config": config, "vision_config": {"vt_hidden_size": 32}, "pad_token_id": 0}
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(whole))
-    stored = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    if "quantization_config" in config:
+        tensors, packed = _pack_experts(tensors)
+    else:
+        packed = tensors
+    stored = {f"language_model.{name}": tensor for name, tensor in packed.items()}
     stored["vision_tower.patch_embed.proj.weight"] = torch.zeros(32, 3, 14, 14)
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
     return KimiK3(config, tensors)
+
+
+def _pack_experts(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return tensors with routed experts' values in MXFP4, and as they are stored."""
+    from tests.support.quantized_models import quantize_fp4  # which imports tests.support.models, and that this file
+
+    values, stored = dict(tensors), {}
+    for name, tensor in tensors.items():
+        if ".experts." not in name:
+            stored[name] = tensor
+            continue
+        codes, scales, values[name] = quantize_fp4(tensor)
+        exponents = (scales.log2() + 127).to(torch.uint8)
+        stored |= {f"{name}_packed": codes.view(torch.uint8), f"{name}_scale": exponents}
+    return values, stored
