@@ -19,7 +19,7 @@ class Sums(NamedTuple):
     """The residual of a step.
 
     Attributes:
-        stored: [B, T, hidden], of which the first `num_stored` are the embedding and the sums of complete groups.
+        stored: The embedding and the sums of complete groups, the first `num_stored` of [B, T, hidden].
         num_stored: Number of stored sums.
         current: [T, hidden], the embedding before the first block, later the sum of a group's outputs; None before a
             group's first output.

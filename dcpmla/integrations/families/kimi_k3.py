@@ -1,4 +1,4 @@
-"""Kimi-K3's weights: their shapes beside Kimi Linear's, and the decoder that mixes sums of outputs."""
+"""Kimi-K3's weights that Kimi Linear does not have, and its decoder."""
 
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ class K3Fields(NamedTuple):
 
 
 def extend_to_k3(model: Any) -> None:
-    """Give the modules of transformers' Kimi Linear the shapes and names of Kimi-K3's, where the config says so."""
+    """Replace modules of transformers' Kimi Linear by those of Kimi-K3 whose fields the config has."""
     config, fields = model.config, K3Fields.of(model.config)
     for layer in model.model.layers:
         if fields.group_size is not None:

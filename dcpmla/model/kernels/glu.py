@@ -1,4 +1,4 @@
-"""Gated linear units in Triton: as a part of other kernels, and of rows (reference: `model.mlp.activate_rows`)."""
+"""Triton functions and kernel of gated linear units; `dcpmla.model.mlp.activate_rows` is the reference."""
 
 import triton
 import triton.language as tl
