@@ -21,7 +21,7 @@ from dcpmla.model.experts import ExpertWeights
 from dcpmla.model.kernels.blocks import sum_routes
 from dcpmla.parallel.fp8 import QuantizedRows, quantize_rows
 from dcpmla.parallel.kernels import quantize
-from dcpmla.parallel.quantized import BLOCK, BlockFp8
+from dcpmla.parallel.quantized import BLOCK, BlockFp8, empty_groups
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]  # takes x, expert_ids, expert_weights, as `compute_experts`
 MakeExperts = Callable[[ExpertWeights], Experts]
@@ -55,7 +55,7 @@ class DeepGemm:
         self._library.set_mk_alignment_for_contiguous_layout(tile)
         gated = x.new_empty(len(routes), 2 * width)
         self._multiply(quantized, gate_up, gated, ends)
-        h = gate_rows(gated, routes, expert_weights, QuantizedRows.empty_like(gated[:, :width]))
+        h = gate_rows(gated, routes, expert_weights, QuantizedRows(*empty_groups(gated[:, :width])))
         out = x.new_empty(len(routes), hidden)
         self._multiply(h, down, out, ends)
         return sum_rows(out, rows, top_k)

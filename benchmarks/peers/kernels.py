@@ -10,7 +10,7 @@ from torch import Tensor
 from dcpmla.model.kernels.blocks import count_kernel
 from dcpmla.parallel.fp8 import QuantizedRows
 from dcpmla.parallel.kernels.quantize import to_codes
-from dcpmla.parallel.quantized import BLOCK
+from dcpmla.parallel.quantized import BLOCK, empty_groups
 
 _BLOCK = tl.constexpr(BLOCK)
 _SPAN = 1 << 30  # routes that one program counts: all
@@ -138,7 +138,7 @@ def gather_rows(x: QuantizedRows, routes: Tensor, top_k: int) -> tuple[Quantized
     """
     codes = x.values.view(torch.uint8)
     num_tokens, width = codes.shape
-    out = QuantizedRows.empty_like(codes[:1].expand(len(routes), width))
+    out = QuantizedRows(*empty_groups(codes[:1].expand(len(routes), width)))
     rows = routes.new_empty(num_tokens * top_k)
     gather_kernel[(len(routes),)](
         codes,
