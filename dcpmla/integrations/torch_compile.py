@@ -79,7 +79,7 @@ class OutputQuantFusion(CustomGraphPass):
             )
 
     def uuid(self) -> bytes:
-        """Return a key for inductor's cache of compiled graphs, which changes with the source of these files."""
+        """Return the pass's key in inductor's cache of compiled graphs: a hash of the files that define it."""
         return get_hash_for_files((__file__, quantization_patterns.__file__, quantizers.__file__))
 
 

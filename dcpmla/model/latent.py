@@ -14,6 +14,7 @@ class Latent(nn.Module):
         down: Projection of x to latents, whole on each rank.
         up: Projection of this rank's columns of latents to hidden states.
         norm: Weight [latent] of the norm of the experts' sum; None without a norm.
+        eps: Epsilon of the norm.
         columns: Columns of this rank.
         reduce: Sums over the TP group.
     """

@@ -44,7 +44,7 @@ class K3Fields(NamedTuple):
 
 
 def extend_to_k3(model: Any) -> None:
-    """Replace modules of transformers' Kimi Linear by those of Kimi-K3 whose fields the config has."""
+    """Change modules of transformers' Kimi Linear to those that Kimi-K3's fields of the config ask for."""
     config, fields = model.config, K3Fields.of(model.config)
     for layer in model.model.layers:
         if fields.group_size is not None:
