@@ -93,7 +93,7 @@ def route(logits: Tensor, bias: Tensor | None, router: Router) -> tuple[Tensor, 
         expert_ids int32 and expert_weights float32, both [T, top_k + num_shared]: the best first, shared ones last.
     Raises:
         ValueError: Shapes or dtypes do not match, or top_k exceeds the number of experts.
-    Source: the routers in transformers' models of DeepSeek-V2, V3 and V4, and LongCat.
+    Source: the routers in transformers' models of the families that `Router` lists.
     """
     _check(logits, bias, router)
     if logits.is_cuda:
