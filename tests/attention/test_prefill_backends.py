@@ -148,7 +148,7 @@ def test_dcp_mla_prefill_on_a_gpu(workspace: int) -> None:
     def run(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         prefill = StepBuilder(dcp, 0, device).build(StepRequests(query_lens, seq_lens, tables)).prefill
         assert prefill is not None
-        assert len(prefill.context_chunks) == (10 if workspace == 64 else 1)
+        assert len(prefill.context_chunks) == (5 if workspace == 64 else 1)
         out, lse = dcp_mla_prefill(
             *(tensor.to(device, dtype) for tensor in inputs), prefill, 192**-0.5, LocalExchange()
         )

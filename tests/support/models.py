@@ -147,6 +147,7 @@ def tiny_config(family: str) -> Any:
             dense = {"num_hidden_layers": 2, "intermediate_size": 96, "num_key_value_heads": 24}
             factors = [1.0, 1.25, 1.5, 2.0]
             rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+            rope["factor"] = common["max_position_embeddings"] / 64  # transformers 5.17 does not compute it
             rope |= {"short_factor": factors, "long_factor": factors}
             scales = {"scale_emb": 3, "scale_depth": 0.7, "dim_model_base": 12}
             return transformers.MiniCPM3Config(**{**common, "rope_parameters": rope}, **dense, **scales)

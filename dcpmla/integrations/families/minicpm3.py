@@ -27,6 +27,17 @@ _RULES = {
 class _MiniCPM3(Family):
     """MiniCPM3, whose rotary embedding rotates halves."""
 
+    def read_config(self, raw: dict[str, Any]) -> Any:
+        """Return the config with the factor that `longrope` computes where the file has none.
+
+        transformers before 5.24 builds no model without it.
+        """
+        config = super().read_config(raw)
+        rope = config.rope_parameters
+        if rope["rope_type"] == "longrope":
+            rope.setdefault("factor", config.max_position_embeddings / rope["original_max_position_embeddings"])
+        return config
+
     def attention(self, config: Any, has_mtp: bool = False) -> DenseKind:
         """Return dense MLA that rotates halves."""
         mla = super().attention(config).config
