@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from dcpmla.attention.modules import GivenLinear, MLAModules, given_norm, given_weight
 from dcpmla.attention.placement import Placement
@@ -99,12 +100,12 @@ class AttentionWeights(nn.Module):
     def _make(self, new: dict[str, Any]) -> None:
         """Make parameters that `load_weights` fills; `new` holds the keyword arguments of each."""
         config = self.config
-        hidden, q_dim = config.hidden_size, self.q_heads.count * config.qk_head_dim
+        hidden, q_dim = config.hidden_size, self.q_heads.count * config.query_width
         if config.q_lora_rank is None:
             self.q_proj = Linear(hidden, q_dim, **new)
-            self.kv_a_proj = Linear(hidden, config.latent_dim, config.attention_bias, **new)
+            self.kv_a_proj = Linear(hidden, config.down_width, config.attention_bias, **new)
         else:
-            self.fused_qkv_a_proj = Linear(hidden, config.q_lora_rank + config.latent_dim, config.attention_bias, **new)
+            self.fused_qkv_a_proj = Linear(hidden, config.q_lora_rank + config.down_width, config.attention_bias, **new)
             self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, config.rms_norm_eps, **new)
             self.q_b_proj = Linear(config.q_lora_rank, q_dim, **new)
         self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, config.rms_norm_eps, **new)
@@ -164,8 +165,9 @@ class AttentionWeights(nn.Module):
     ) -> tuple[PlainRows, Tensor]:
         """Cache the latents; return the query projection's input (`Tokens.q_c`), and the latents before rounding."""
         config, has_q_c = self.config, self.config.q_lora_rank is not None
+        down = self.down_proj(hidden_states)
         q_c, latents, *codes = finish_latents(
-            self.down_proj(hidden_states),
+            down if config.projects_pe else F.pad(down, (0, config.qk_rope_head_dim)),
             kv_cache,
             slots,
             self.q_a_layernorm.weight if has_q_c else None,
@@ -182,7 +184,7 @@ class AttentionWeights(nn.Module):
 
     def project_query(self, tokens: Tokens, heads: slice) -> Tensor:
         """Return queries [T, n, P + R] before RoPE, times query_factor; `heads` is a slice of the held q_heads."""
-        width = self.config.qk_head_dim
+        width = self.config.query_width
         q = self.query_proj.product(tokens.q_c, slice(heads.start * width, heads.stop * width))
         q = q.unflatten(-1, (-1, width))
         return q if tokens.query_factor is None else q * tokens.query_factor[:, None, None]
@@ -221,14 +223,14 @@ class AttentionWeights(nn.Module):
         config, tp_group = self.config, self.mesh.tp_group
         hidden, rank = config.hidden_size, config.kv_lora_rank
         kv_b_width, o_cols = config.qk_nope_head_dim + config.v_head_dim, config.num_heads * config.v_head_dim
-        down = {"kv_a_proj_with_mqa": config.latent_dim}
+        down = {"kv_a_proj_with_mqa": config.down_width}
         if config.q_lora_rank is None:
             q_name = "q_proj.weight"
         else:
             down, q_name = {"q_a_proj": config.q_lora_rank, **down}, "q_b_proj.weight"
             fill(self.q_a_layernorm.weight, read_weight(weights, "q_a_layernorm.weight", (config.q_lora_rank,)))
-        q_shape = config.num_heads * config.qk_head_dim, self.query_proj.in_features
-        self.query_proj.load(read_linear(weights, q_name, q_shape, self.q_heads.rows(config.qk_head_dim)))
+        q_shape = config.num_heads * config.query_width, self.query_proj.in_features
+        self.query_proj.load(read_linear(weights, q_name, q_shape, self.q_heads.rows(config.query_width)))
         self.down_proj.load(*(read_linear(weights, f"{name}.weight", (rows, hidden)) for name, rows in down.items()))
         fill(self.kv_a_layernorm.weight, read_weight(weights, "kv_a_layernorm.weight", (rank,)))
         kv_b_shape = config.num_heads * kv_b_width, rank

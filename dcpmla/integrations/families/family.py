@@ -74,6 +74,10 @@ class Family:
         """
         return DenseKind(_mla_config(config), config.num_hidden_layers)
 
+    def new_model(self, config: Any) -> Any:
+        """Return transformers' causal language model of a config."""
+        return getattr(transformers, f"{type(config).__name__.removesuffix('Config')}ForCausalLM")(config)
+
     def extend(self, model: Any) -> None:
         """Add what the family's models have beyond transformers' model, which has no weights."""
 
@@ -126,7 +130,7 @@ def _mla_config(config: Any) -> MLAConfig:
     return MLAConfig(
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
-        q_lora_rank=config.q_lora_rank,
+        q_lora_rank=getattr(config, "q_lora_rank", None),  # Mistral Large 4 has no such field
         kv_lora_rank=config.kv_lora_rank,
         qk_nope_head_dim=config.qk_nope_head_dim,
         qk_rope_head_dim=config.qk_rope_head_dim,

@@ -1,0 +1,139 @@
+"""The text model of Mistral Large 4: sparse MLA with and without positions, whose queries have factors."""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from dcpmla.attention.sparse.mixed import MixedKind
+from dcpmla.fields import Rule, check_fields, list_of, number, one_of, whole
+from dcpmla.integrations.checkpoint_names import rename
+from dcpmla.integrations.config_checks import check_mla
+from dcpmla.integrations.decoder import load_decoder
+from dcpmla.integrations.families.family import NO_MTP
+from dcpmla.integrations.families.routing import Routing
+from dcpmla.integrations.families.sparse import SparseFamily
+from dcpmla.integrations.parts import Parts
+from dcpmla.model.block import Decoder
+from dcpmla.parallel.linear import fill, read_weight
+
+_RULES = {
+    "q_lora_rank": Rule("null, as queries are made from hidden states", lambda value: value is None),
+    "norm_topk_prob": Rule("true", lambda value: value is True),
+    "final_logit_softcapping": number(0, above=True),
+    **dict.fromkeys(("no_rope_layer_interval", "index_topk_freq"), whole(1)),
+    "index_skip_topk_offset": whole(1),
+    "no_rope_layers": list_of(whole(0, 1)),
+    "kv_source_layers": list_of(whole(0, 1023)),
+    "layer_types": list_of(one_of(("indexed_attention",))),
+    "mlp_layer_types": list_of(one_of(("dense", "sparse"))),
+}
+_PER_LAYER = ("no_rope_layers", "mlp_layer_types")
+_NAMES = [
+    (re.compile(pattern), name)
+    for pattern, name in (
+        (r"^tok_embeddings\.", "model.embed_tokens."),
+        (r"^lerope\.", "model.rotary_emb."),
+        (r"^(layers|norm)\.", r"model.\1."),
+        (r"^output\.", "lm_head."),
+        (r"^(model\.layers\.\d+)\.attention\.", r"\1.self_attn."),
+        (r"\.self_attn\.w([qo])\.", r".self_attn.\1_proj."),
+        (r"\.self_attn\.wkv_a_with_mqa\.", ".self_attn.kv_a_proj_with_mqa."),
+        (r"\.self_attn\.wkv_b\.", ".self_attn.kv_b_proj."),
+        (r"\.self_attn\.kv_a_norm\.", ".self_attn.kv_a_layernorm."),
+        (r"\.ssmax_scaling\.s$", ".softmax_scaling.scale"),
+        (r"\.ssmax_scaling\.b$", ".softmax_scaling.bias"),
+        (r"^(model\.layers\.\d+)\.attention_norm\.", r"\1.input_layernorm."),
+        (r"^(model\.layers\.\d+)\.ffn_norm\.", r"\1.post_attention_layernorm."),
+        (r"^(model\.layers\.\d+)\.feed_forward\.", r"\1.mlp."),
+        (r"^(model\.layers\.\d+)\.(gate|experts|shared_experts)\.", r"\1.mlp.\2."),
+        (r"^(model\.layers\.\d+\.mlp\..*|model\.layers\.\d+\.mlp)\.w1\.", r"\1.gate_proj."),
+        (r"^(model\.layers\.\d+\.mlp\..*|model\.layers\.\d+\.mlp)\.w2\.", r"\1.down_proj."),
+        (r"^(model\.layers\.\d+\.mlp\..*|model\.layers\.\d+\.mlp)\.w3\.", r"\1.up_proj."),
+    )
+]
+
+
+class _TextModel(nn.Module):
+    """transformers' text model with the head, which only its multimodal model has."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config, self.model = config, transformers.MistralLarge4TextModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._keep_in_fp32_modules = self.model._keep_in_fp32_modules
+        self._keep_in_fp32_modules_strict = self.model._keep_in_fp32_modules_strict
+
+
+@dataclass(frozen=True)
+class _MistralLarge4(SparseFamily):
+    """Mistral Large 4, whose layers have latents of their own."""
+
+    def read_config(self, raw: dict[str, Any]) -> Any:
+        """Return the text model's config of the fields."""
+        check_fields(_RULES, raw)
+        _check_sources(raw)
+        return super().read_config(raw)
+
+    def attention(self, config: Any, has_mtp: bool = False) -> MixedKind:
+        """Return sparse MLA, with and without positions."""
+        kind = super().attention(config)
+        assert kind.config.indexer is not None
+        indexer = replace(kind.config.indexer, norms_hidden=True)
+        mla = replace(kind.config, indexer=indexer, rms_norm_eps=config.rms_norm_eps, has_query_factors=True)
+        nope_layers = tuple(layer for layer in range(kind.num_layers) if not config.no_rope_layers[layer])
+        return MixedKind(mla, kind.num_layers, kind.index_layers, nope_layers)
+
+    def new_model(self, config: Any) -> Any:
+        """Return transformers' text model of a config, with the head."""
+        return _TextModel(config)
+
+    def module_name(self, name: str, num_layers: int) -> str:
+        """Return the name of transformers' module, by Mistral's own names, too."""
+        return rename(super().module_name(name, num_layers), _NAMES)
+
+    def check_mtp(self, config: Any) -> None:
+        """Raise ValueError: the module is not computed."""
+        raise ValueError(
+            "speculative_method (--speculative-method) is 'mtp'; Mistral Large 4's module (mtp_dspark) is not computed: "
+            f"{NO_MTP}"
+        )
+
+
+def _check_sources(raw: dict[str, Any]) -> None:
+    """Raise ValueError unless each layer has latents of its own."""
+    sources = raw.get("kv_source_layers")
+    if sources is not None and sources != [*range(len(sources))]:
+        raise ValueError(f"kv_source_layers is {sources}; each layer must be its own source")
+    num_layers = raw.get("num_hidden_layers", transformers.MistralLarge4TextConfig.num_hidden_layers)
+    if sources is not None and len(sources) != num_layers:
+        raise ValueError(
+            f"kv_source_layers has {len(sources)} entries; num_hidden_layers {num_layers} asks for as many"
+        )
+
+
+def _check(config: Any) -> None:
+    """Raise ValueError for inconsistent fields of MLA, and for lists that lack layers."""
+    check_mla(config)
+    for name in _PER_LAYER:
+        if (length := len(getattr(config, name))) < config.num_hidden_layers:
+            raise ValueError(f"{name} has {length} entries; num_hidden_layers is {config.num_hidden_layers}")
+
+
+def _load_decoder(parts: Parts, num_layers: int) -> Decoder:
+    """Load the decoder, and the logarithms of the factors of the angles' rates."""
+    alpha = parts.model.model.rotary_emb.alpha
+    fill(alpha, read_weight(parts.weights, "model.rotary_emb.alpha", tuple(alpha.shape)))
+    return load_decoder(parts, num_layers)
+
+
+MISTRAL_LARGE4 = _MistralLarge4(
+    "MistralLarge4Text",
+    Routing(scoring="softmax"),
+    check_attention=_check,
+    load_decoder=_load_decoder,
+    rope_interleaved=True,
+)
