@@ -103,16 +103,24 @@ class AttentionWeights(nn.Module):
         hidden, q_dim = config.hidden_size, self.q_heads.count * config.query_width
         if config.q_lora_rank is None:
             self.q_proj = Linear(hidden, q_dim, **new)
-            self.kv_a_proj = Linear(hidden, config.down_width, config.attention_bias, **new)
         else:
-            self.fused_qkv_a_proj = Linear(hidden, config.q_lora_rank + config.down_width, config.attention_bias, **new)
-            self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, config.rms_norm_eps, **new)
             self.q_b_proj = Linear(config.q_lora_rank, q_dim, **new)
-        self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, config.rms_norm_eps, **new)
+        self._make_down(new)
         kv_b_dim = self.kv_heads.count * (config.qk_nope_head_dim + config.v_head_dim)
         self.kv_b_proj = Linear(config.kv_lora_rank, kv_b_dim, **new)
         o_cols = config.num_heads * config.v_head_dim
         self.o_proj = RowParallelLinear(o_cols, hidden, config.attention_bias, self.mesh.tp_group, **new)
+
+    def _make_down(self, new: dict[str, Any]) -> None:
+        """Make the down-projection and the norms of latents."""
+        config = self.config
+        if config.q_lora_rank is None:
+            self.kv_a_proj = Linear(config.hidden_size, config.down_width, config.attention_bias, **new)
+        else:
+            width = config.q_lora_rank + config.down_width
+            self.fused_qkv_a_proj = Linear(config.hidden_size, width, config.attention_bias, **new)
+            self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, config.rms_norm_eps, **new)
+        self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, config.rms_norm_eps, **new)
 
     @property
     def down_proj(self) -> Linear:
@@ -223,16 +231,10 @@ class AttentionWeights(nn.Module):
         config, tp_group = self.config, self.mesh.tp_group
         hidden, rank = config.hidden_size, config.kv_lora_rank
         kv_b_width, o_cols = config.qk_nope_head_dim + config.v_head_dim, config.num_heads * config.v_head_dim
-        down = {"kv_a_proj_with_mqa": config.down_width}
-        if config.q_lora_rank is None:
-            q_name = "q_proj.weight"
-        else:
-            down, q_name = {"q_a_proj": config.q_lora_rank, **down}, "q_b_proj.weight"
-            fill(self.q_a_layernorm.weight, read_weight(weights, "q_a_layernorm.weight", (config.q_lora_rank,)))
+        q_name = "q_proj.weight" if config.q_lora_rank is None else "q_b_proj.weight"
         q_shape = config.num_heads * config.query_width, self.query_proj.in_features
         self.query_proj.load(read_linear(weights, q_name, q_shape, self.q_heads.rows(config.query_width)))
-        self.down_proj.load(*(read_linear(weights, f"{name}.weight", (rows, hidden)) for name, rows in down.items()))
-        fill(self.kv_a_layernorm.weight, read_weight(weights, "kv_a_layernorm.weight", (rank,)))
+        self._load_down(weights)
         kv_b_shape = config.num_heads * kv_b_width, rank
         kv_b = read_linear(weights, "kv_b_proj.weight", kv_b_shape, self.kv_heads.rows(kv_b_width))
         if config.qk_nope_head_dim % BLOCK or config.v_head_dim % BLOCK:  # W_UK and W_UV share blocks
@@ -243,5 +245,15 @@ class AttentionWeights(nn.Module):
         if OUTPUT_SCALE_NAMES[0] in weights:
             self.o_proj.input_scale = new_scale(read_scale(weights, OUTPUT_SCALE_NAMES), self.o_proj.weight.device)
         if config.attention_bias:
-            fill(self.down_proj.bias, *(read_weight(weights, f"{name}.bias", (rows,)) for name, rows in down.items()))
             fill(self.o_proj.bias, read_weight(weights, "o_proj.bias", (hidden,)))
+
+    def _load_down(self, weights: Mapping[str, Weight]) -> None:
+        config, down = self.config, {"kv_a_proj_with_mqa": self.config.down_width}
+        if config.q_lora_rank is not None:
+            down = {"q_a_proj": config.q_lora_rank, **down}
+            fill(self.q_a_layernorm.weight, read_weight(weights, "q_a_layernorm.weight", (config.q_lora_rank,)))
+        shapes = {name: (rows, config.hidden_size) for name, rows in down.items()}
+        self.down_proj.load(*(read_linear(weights, f"{name}.weight", shape) for name, shape in shapes.items()))
+        if config.attention_bias:
+            fill(self.down_proj.bias, *(read_weight(weights, f"{name}.bias", (rows,)) for name, rows in down.items()))
+        fill(self.kv_a_layernorm.weight, read_weight(weights, "kv_a_layernorm.weight", (config.kv_lora_rank,)))

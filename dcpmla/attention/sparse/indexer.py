@@ -27,8 +27,8 @@ class Indexer(nn.Module):
         config: Geometry of the layer, with an indexer.
         placement: Placement of the layer; the parameters are uninitialized until `load_weights`.
     Raises:
-        ValueError: Queries are made from a query latent that the layer lacks, or the Hadamard transform is asked for and
-            the width is not a power of two.
+        ValueError: Queries are made from a query latent that the layer lacks, or the Hadamard transform is asked for
+            and the width is not a power of two.
     Source: DeepSeek-V3.2, section 2.1; names as in its checkpoints. transformers' Mistral Large 4 for queries made from
         hidden states, and for factors of queries.
     """
@@ -42,8 +42,8 @@ class Indexer(nn.Module):
         source = config.hidden_size if self.config.norms_hidden else config.q_lora_rank
         if source is None:
             raise ValueError(
-                "config has an indexer, but q_lora_rank is None; an indexer's queries are made from the query latent, or "
-                "with norms_hidden from hidden states"
+                "config has an indexer, but q_lora_rank is None; an indexer's queries are made from the query latent, "
+                "or with norms_hidden from hidden states"
             )
         width, num_heads = self.config.head_dim, self.config.num_heads
         self.q_input_norm = skip_init(nn.LayerNorm, source, eps=NORM_EPS, **new) if self.config.norms_hidden else None

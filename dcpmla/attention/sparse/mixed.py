@@ -8,10 +8,12 @@ import torch
 from dcpmla.attention.head_factors import log_positions
 from dcpmla.attention.kind import AttentionKind, DenseKind, Rotary
 from dcpmla.attention.placement import Placement
-from dcpmla.attention.scaled import ScaledAttention
+from dcpmla.attention.scaled import ReusingAttention, ScaledAttention, SharedLatents
 from dcpmla.attention.sparse.kind import SparseKind
 from dcpmla.attention.step import StepMetadata
-from dcpmla.config import MLAConfig
+from dcpmla.cache.latent import LatentCache
+from dcpmla.cache.plan import CachePlan
+from dcpmla.config import DCPConfig, MLAConfig
 
 
 @dataclass(frozen=True)
@@ -23,16 +25,26 @@ class MixedKind(SparseKind):
 
     Attributes:
         nope_layers: Numbers of the layers without positions.
+        sources: For each layer, the layer whose latents it attends to: itself, or the latest earlier one that is a
+            source and has positions as it has.
     """
 
     nope_layers: tuple[int, ...]
+    sources: tuple[int, ...]
+
+    def plan_cache(
+        self, dcp: DCPConfig, seq_lens: Sequence[int], dtype: torch.dtype, num_states: int = 1, num_drafts: int = 0
+    ) -> CachePlan:
+        """Return the sizes of a cache of index keys, and of the latents of layers that are their own sources."""
+        config = self.config
+        return LatentCache.plan(config, dcp, self.num_layers, seq_lens, dtype, self.index_layers, self.sources)
 
     def prepare(
         self, step: StepMetadata, rotary: Rotary, dtype: torch.dtype, layers: Sequence[int] | None = None
     ) -> StepMetadata:
         """Return a step with its positions' angles and logarithms, and memory for a selection."""
         step = super().prepare(step, rotary, dtype, layers)
-        return step.with_cos_sin(step.cos_sin, log_positions(step.positions, dtype))
+        return step.with_cos_sin(step.cos_sin, log_positions(step.positions, dtype)).with_kind(SharedLatents())
 
     def layer_config(self, layer: int) -> MLAConfig:
         """Return the geometry of the layer of a number."""
@@ -42,7 +54,10 @@ class MixedKind(SparseKind):
 
     def new_layer(self, layer: int, placement: Placement) -> ScaledAttention:
         """Return the layer of a number, with an indexer of its own if it is among index_layers."""
-        return ScaledAttention(self.layer_config(layer), placement, skip_topk=layer not in self.index_layers)
+        config, skip_topk = self.layer_config(layer), layer not in self.index_layers
+        if self.sources[layer] != layer:
+            return ReusingAttention(config, placement, skip_topk)
+        return ScaledAttention(config, placement, skip_topk, is_source=layer in self.sources[layer + 1 :])
 
     def dense_stack(self) -> AttentionKind | None:
         """Return layers with positions, without indexers and factors."""

@@ -4,7 +4,6 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import transformers
 from torch import nn
 
@@ -20,9 +19,10 @@ from dcpmla.integrations.parts import Parts
 from dcpmla.model.block import Decoder
 from dcpmla.parallel.linear import fill, read_weight
 
+_TRUE = Rule("true", lambda value: value is True)
 _RULES = {
     "q_lora_rank": Rule("null, as queries are made from hidden states", lambda value: value is None),
-    "norm_topk_prob": Rule("true", lambda value: value is True),
+    **dict.fromkeys(("norm_topk_prob", "rope_interleave", "indexer_rope_interleave"), _TRUE),
     "final_logit_softcapping": number(0, above=True),
     **dict.fromkeys(("no_rope_layer_interval", "index_topk_freq"), whole(1)),
     "index_skip_topk_offset": whole(1),
@@ -31,7 +31,6 @@ _RULES = {
     "layer_types": list_of(one_of(("indexed_attention",))),
     "mlp_layer_types": list_of(one_of(("dense", "sparse"))),
 }
-_PER_LAYER = ("no_rope_layers", "mlp_layer_types")
 _NAMES = [
     (re.compile(pattern), name)
     for pattern, name in (
@@ -70,12 +69,12 @@ class _TextModel(nn.Module):
 
 @dataclass(frozen=True)
 class _MistralLarge4(SparseFamily):
-    """Mistral Large 4, whose layers have latents of their own."""
+    """Mistral Large 4, whose layers have latents of their own or attend to an earlier layer's."""
 
     def read_config(self, raw: dict[str, Any]) -> Any:
         """Return the text model's config of the fields."""
         check_fields(_RULES, raw)
-        _check_sources(raw)
+        _check_lists(raw)
         return super().read_config(raw)
 
     def attention(self, config: Any, has_mtp: bool = False) -> MixedKind:
@@ -85,7 +84,7 @@ class _MistralLarge4(SparseFamily):
         indexer = replace(kind.config.indexer, norms_hidden=True)
         mla = replace(kind.config, indexer=indexer, rms_norm_eps=config.rms_norm_eps, has_query_factors=True)
         nope_layers = tuple(layer for layer in range(kind.num_layers) if not config.no_rope_layers[layer])
-        return MixedKind(mla, kind.num_layers, kind.index_layers, nope_layers)
+        return MixedKind(mla, kind.num_layers, kind.index_layers, nope_layers, tuple(config.kv_source_layers))
 
     def new_model(self, config: Any) -> Any:
         """Return transformers' text model of a config, with the head."""
@@ -98,36 +97,52 @@ class _MistralLarge4(SparseFamily):
     def check_mtp(self, config: Any) -> None:
         """Raise ValueError: the module is not computed."""
         raise ValueError(
-            "speculative_method (--speculative-method) is 'mtp'; Mistral Large 4's module (mtp_dspark) is not computed: "
-            f"{NO_MTP}"
+            "speculative_method (--speculative-method) is 'mtp'; Mistral Large 4's module (mtp_dspark) is not "
+            f"computed: {NO_MTP}"
         )
 
 
-def _check_sources(raw: dict[str, Any]) -> None:
-    """Raise ValueError unless each layer has latents of its own."""
-    sources = raw.get("kv_source_layers")
-    if sources is not None and sources != [*range(len(sources))]:
-        raise ValueError(f"kv_source_layers is {sources}; each layer must be its own source")
+def _check_lists(raw: dict[str, Any]) -> None:
+    """Raise ValueError for lists that are shorter than the model, and for a source without latents of its own."""
     num_layers = raw.get("num_hidden_layers", transformers.MistralLarge4TextConfig.num_hidden_layers)
-    if sources is not None and len(sources) != num_layers:
-        raise ValueError(
-            f"kv_source_layers has {len(sources)} entries; num_hidden_layers {num_layers} asks for as many"
-        )
+    sources = raw.get("kv_source_layers") or []
+    for name in ("kv_source_layers", "no_rope_layers", "mlp_layer_types"):
+        if (values := raw.get(name)) is not None and (len(values) < num_layers or len(sources) > num_layers):
+            raise ValueError(f"{name} has {len(values)} entries; num_hidden_layers is {num_layers}")
+    for layer, source in enumerate(sources):
+        if source > layer or sources[source] != source:
+            raise ValueError(
+                f"kv_source_layers has {source} for layer {layer}; it must be {layer}, or an earlier layer that is its "
+                f"own source"
+            )
 
 
 def _check(config: Any) -> None:
-    """Raise ValueError for inconsistent fields of MLA, and for lists that lack layers."""
+    """Raise ValueError for inconsistent fields of MLA, and for a source that transformers does not read.
+
+    transformers passes a layer the latents of the latest source with positions, or of the latest without.
+    """
     check_mla(config)
-    for name in _PER_LAYER:
-        if (length := len(getattr(config, name))) < config.num_hidden_layers:
-            raise ValueError(f"{name} has {length} entries; num_hidden_layers is {config.num_hidden_layers}")
+    latest: dict[int, int] = {}
+    sources = config.kv_source_layers
+    for layer, (source, has_positions) in enumerate(zip(sources, config.no_rope_layers, strict=False)):
+        if source != layer and latest.get(has_positions) != source:
+            raise ValueError(
+                f"kv_source_layers has {source} for layer {layer}; it must be the latest source before it that has the "
+                f"same entry in no_rope_layers: {latest.get(has_positions, 'there is none')}"
+            )
+        if source in sources[layer + 1 :]:
+            latest[has_positions] = source
 
 
 def _load_decoder(parts: Parts, num_layers: int) -> Decoder:
-    """Load the decoder, and the logarithms of the factors of the angles' rates."""
+    """Load the decoder, and the logarithms of the factors of RoPE's frequencies."""
     alpha = parts.model.model.rotary_emb.alpha
     fill(alpha, read_weight(parts.weights, "model.rotary_emb.alpha", tuple(alpha.shape)))
-    return load_decoder(parts, num_layers)
+    decoder = load_decoder(parts, num_layers)
+    for block, source in zip(decoder.blocks, parts.model.config.kv_source_layers, strict=True):
+        block.attention.kv_scale = decoder.blocks[source].attention.kv_scale  # of the cache, which is the source's
+    return decoder
 
 
 MISTRAL_LARGE4 = _MistralLarge4(
