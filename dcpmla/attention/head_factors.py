@@ -38,7 +38,7 @@ def scale_queries(q: Tensor, logs: Tensor, scale: Tensor, bias: Tensor, padding:
 
 
 class HeadFactors(nn.Module):
-    """The two numbers of each head's factor a ln(p + 1) + b. Every rank holds those of all heads.
+    """The factors a ln(p + 1) + b of queries at positions p. Every rank holds a and b of all heads.
 
     Args:
         num_heads: Number of heads of the model, or of its indexer.

@@ -57,9 +57,9 @@ class ScaledAttention(MLAAttention):
     def project_query(self, tokens: Tokens, heads: slice) -> Tensor:
         """Return queries [T, n, P + R] before RoPE, times their factors; `heads` is a slice of the held q_heads."""
         q = super().project_query(tokens._replace(query_factor=None), heads)
-        first, last, _ = heads.indices(self.q_heads.count)
-        held = slice(self.q_heads.first + first, self.q_heads.first + last)
-        return self.head_factors(q, tokens.query_factor, held, self.config.qk_head_dim - self.config.query_width)
+        start, stop, _ = heads.indices(self.q_heads.count)
+        of_model = slice(self.q_heads.first + start, self.q_heads.first + stop)
+        return self.head_factors(q, tokens.query_factor, of_model, self.config.qk_head_dim - self.config.query_width)
 
     def attend(
         self,
@@ -80,8 +80,9 @@ class ScaledAttention(MLAAttention):
 
     def _attend(self, *arguments: Any) -> None:
         """Write the step's rows (`MLAAttention._attend`); the step, the last argument, may be a graph's. Collective."""
-        *others, step = arguments
-        super()._attend(*others, self._own(step))
+        *before, step = arguments
+        arguments = (*before, self._own(step))
+        super()._attend(*arguments)
 
     def _own(self, step: StepMetadata) -> StepMetadata:
         """Return the step without angles for a layer without positions."""

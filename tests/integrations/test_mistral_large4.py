@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dcpmla import LLM
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.families.table import attention_kind, find_family
 from dcpmla.integrations.model_files import load_config
@@ -16,6 +17,7 @@ from dcpmla.runtime.sampling import SamplingParams
 from tests.integrations.test_deepseek_v4 import generate
 from tests.integrations.test_graph_models import serve_all
 from tests.integrations.test_transformers import check, make_cases, prompts
+from tests.planning.test_plan_truth import check as check_bytes
 from tests.support.engines import new_engine
 from tests.support.graph_checks import open_model_on
 from tests.support.models import LARGE4_FAMILIES, random_model, tiny_config
@@ -26,7 +28,7 @@ pytestmark = pytest.mark.skipif(not LARGE4_FAMILIES, reason="needs a transformer
 SHARING = {
     "num_hidden_layers": 6,
     "no_rope_layers": [1, 0, 1, 0, 1, 0],
-    "kv_source_layers": [0, 1, 0, 1, 4, 1],  # with and without positions, with and without an indexer
+    "kv_source_layers": [0, 1, 0, 1, 4, 1],  # layers 2, 3 and 5 reuse latents; 3 has no indexer, 3 and 5 no positions
     "indexer_types": ["full", "full", "full", "shared", "shared", "full"],
     "mlp_layer_types": ["dense"] + ["sparse"] * 5,
     "layer_types": ["indexed_attention"] * 6,
@@ -67,25 +69,25 @@ def ask_twice(directory: Path, dcp: DCPConfig) -> list[tuple[int, list[int], tor
     """On one rank: reused tokens, new tokens and logits of a prompt that is sent twice."""
     model, mesh = open_model_on(directory, dcp, False, "cpu")
     cache = model.attention.plan_cache(dcp, [100], model.dtype).allocate(model.device)
-    engine, found = new_engine(model, cache, dcp, mesh, 100, 33, max_num_seqs=1), []
+    engine, results = new_engine(model, cache, dcp, mesh, 100, 33, max_num_seqs=1), []
     for _ in range(2):
         request = engine.add(prompts()[4], SamplingParams(max_new_tokens=4), keep_logits=True)
         list(engine.run())
-        found.append((request.num_cached_tokens, request.token_ids, torch.stack(request.logits)))
-    return found
+        results.append((request.num_cached_tokens, request.token_ids, torch.stack(request.logits)))
+    return results
 
 
 def test_a_prefix_is_reused(tmp_path: Path) -> None:
     save(tmp_path, **SHARING)
     dcp = DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=2, block_size=4, dcp_comm_backend="a2a")
-    (_, tokens, logits), (num_cached, again, others) = run_ranks(2, ask_twice, tmp_path, dcp)[0]
+    (_, tokens, logits), (num_cached, again, logits_again) = run_ranks(2, ask_twice, tmp_path, dcp)[0]
     assert num_cached == 64
     assert again == tokens
-    torch.testing.assert_close(others, logits, atol=1e-4, rtol=0)
+    torch.testing.assert_close(logits_again, logits, atol=1e-4, rtol=0)
 
 
 def test_caches_of_8_bits(tmp_path: Path) -> None:
-    """Every token and every expert is selected, for rounding may tip a choice among some of them."""
+    """Every token and every expert is selected, because rounding may change a choice."""
     reference = save(tmp_path, **WIDE, **SHARING, index_topk=128, num_experts_per_tok=4)
     sizes = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "block_size": 4}
     plain = DCPConfig(**sizes, dcp_comm_backend="a2a", index_cache_dtype="fp8", index_hadamard=True)
@@ -100,7 +102,7 @@ def test_caches_of_8_bits(tmp_path: Path) -> None:
 
 
 def test_weights_in_block_fp8(tmp_path: Path) -> None:
-    """By Mistral's names; the reference has the dequantized values."""
+    """By Mistral's names; the reference has the dequantized values. W_UK stays in fp8 in layers without positions."""
     reference = save(tmp_path, **WIDE)
     tensors, stored = load_file(tmp_path / "model.safetensors"), {}
     for name, weight in tensors.items():
@@ -118,15 +120,26 @@ def test_weights_in_block_fp8(tmp_path: Path) -> None:
     quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
     check(reference, tmp_path, 2, make_cases(2, [2], (1,), ("auto",)))
+    check_bytes([tmp_path], 2)
 
 
 def test_names_of_transformers(tmp_path: Path) -> None:
-    """All experts of a layer are one tensor; tensors of a module for drafts are not read."""
-    reference = save(tmp_path)
+    """All experts of a layer are one tensor, projections have biases, and the drafts' module is not read."""
+    reference = save(tmp_path, attention_bias=True)
     tensors = {name: tensor.contiguous() for name, tensor in reference.state_dict().items()}
     tensors["mtp_dspark.layers.0.wq.weight"] = torch.zeros(4, 4)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     check(reference, tmp_path, 1, make_cases(1, [1], (1,), ("auto",)))
+
+
+@pytest.mark.usefixtures("one_process_on_cpu")
+def test_a_config_alone_generates(tmp_path: Path) -> None:
+    save(tmp_path, **SHARING)
+    (tmp_path / "model.safetensors").unlink()
+    options = {"dtype": "float32", "max_model_len": 100, "max_num_seqs": 1, "load_format": "dummy"}
+    with LLM(tmp_path, device="cpu", **options) as llm:
+        (answer,) = llm.generate([list(range(1, 40))], SamplingParams(max_new_tokens=3, ignore_eos=True))
+    assert len(answer.token_ids) == 3
 
 
 def test_the_module_for_drafts_is_refused() -> None:

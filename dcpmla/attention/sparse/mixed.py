@@ -20,7 +20,7 @@ from dcpmla.config import DCPConfig, MLAConfig
 class MixedKind(SparseKind):
     """Sparse MLA whose queries have factors of their heads, with and without positions.
 
-    The config is that of layers with positions. A layer without them has P + R columns in the nope part of its heads,
+    The config describes layers with positions. A layer without them has P + R columns in the nope part of its heads,
     and zeros for q_pe and k_pe: rows of all layers have one width, and the same kernels read them.
 
     Attributes:

@@ -38,20 +38,20 @@ _NAMES = [
         (r"^lerope\.", "model.rotary_emb."),
         (r"^(layers|norm)\.", r"model.\1."),
         (r"^output\.", "lm_head."),
-        (r"^(model\.layers\.\d+)\.attention\.", r"\1.self_attn."),
+        (r"(\.layers\.\d+)\.attention\.", r"\1.self_attn."),
         (r"\.self_attn\.w([qo])\.", r".self_attn.\1_proj."),
         (r"\.self_attn\.wkv_a_with_mqa\.", ".self_attn.kv_a_proj_with_mqa."),
         (r"\.self_attn\.wkv_b\.", ".self_attn.kv_b_proj."),
         (r"\.self_attn\.kv_a_norm\.", ".self_attn.kv_a_layernorm."),
         (r"\.ssmax_scaling\.s$", ".softmax_scaling.scale"),
         (r"\.ssmax_scaling\.b$", ".softmax_scaling.bias"),
-        (r"^(model\.layers\.\d+)\.attention_norm\.", r"\1.input_layernorm."),
-        (r"^(model\.layers\.\d+)\.ffn_norm\.", r"\1.post_attention_layernorm."),
-        (r"^(model\.layers\.\d+)\.feed_forward\.", r"\1.mlp."),
-        (r"^(model\.layers\.\d+)\.(gate|experts|shared_experts)\.", r"\1.mlp.\2."),
-        (r"^(model\.layers\.\d+\.mlp\..*|model\.layers\.\d+\.mlp)\.w1\.", r"\1.gate_proj."),
-        (r"^(model\.layers\.\d+\.mlp\..*|model\.layers\.\d+\.mlp)\.w2\.", r"\1.down_proj."),
-        (r"^(model\.layers\.\d+\.mlp\..*|model\.layers\.\d+\.mlp)\.w3\.", r"\1.up_proj."),
+        (r"\.attention_norm\.", ".input_layernorm."),
+        (r"\.ffn_norm\.", ".post_attention_layernorm."),
+        (r"\.feed_forward\.", ".mlp."),
+        (r"(\.layers\.\d+)\.(gate|experts|shared_experts)\.", r"\1.mlp.\2."),
+        (r"(\.mlp\b.*)\.w1\.", r"\1.gate_proj."),
+        (r"(\.mlp\b.*)\.w2\.", r"\1.down_proj."),
+        (r"(\.mlp\b.*)\.w3\.", r"\1.up_proj."),
     )
 ]
 
@@ -140,8 +140,9 @@ def _load_decoder(parts: Parts, num_layers: int) -> Decoder:
     alpha = parts.model.model.rotary_emb.alpha
     fill(alpha, read_weight(parts.weights, "model.rotary_emb.alpha", tuple(alpha.shape)))
     decoder = load_decoder(parts, num_layers)
-    for block, source in zip(decoder.blocks, parts.model.config.kv_source_layers, strict=True):
-        block.attention.kv_scale = decoder.blocks[source].attention.kv_scale  # of the cache, which is the source's
+    layers: list[Any] = [block.attention for block in decoder.blocks]
+    for layer, source in zip(layers, parts.model.config.kv_source_layers, strict=True):
+        layer.kv_scale = layers[source].kv_scale  # because the cache is the source's
     return decoder
 
 
