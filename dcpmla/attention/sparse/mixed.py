@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -58,6 +59,12 @@ class MixedKind(SparseKind):
         if self.sources[layer] != layer:
             return ReusingAttention(config, placement, skip_topk)
         return ScaledAttention(config, placement, skip_topk, is_source=layer in self.sources[layer + 1 :])
+
+    def claim_step(self, num_tokens: int, device: torch.device | str) -> Any:
+        """Return memory for a selection of num_tokens, and for the latents of two sources in at most float32."""
+        selection = super().claim_step(num_tokens, device)
+        num_sources = 2 if self.sources != (*range(self.num_layers),) else 0
+        return selection, torch.empty(num_sources, num_tokens, self.config.latent_dim, device=device)
 
     def dense_stack(self) -> AttentionKind | None:
         """Return layers with positions, without indexers and factors."""
