@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 
 from dcpmla.attention.sparse.mixed import MixedKind
-from dcpmla.fields import Rule, check_fields, list_of, number, one_of, whole
+from dcpmla.fields import Rule, check_fields, list_of, number, one_of, optional, whole
 from dcpmla.integrations.checkpoint_names import rename
 from dcpmla.integrations.config_checks import check_mla
 from dcpmla.integrations.decoder import load_decoder
@@ -26,10 +26,11 @@ _RULES = {
     "final_logit_softcapping": number(0, above=True),
     **dict.fromkeys(("no_rope_layer_interval", "index_topk_freq"), whole(1)),
     "index_skip_topk_offset": whole(1),
-    "no_rope_layers": list_of(whole(0, 1)),
-    "kv_source_layers": list_of(whole(0, 1023)),
-    "layer_types": list_of(one_of(("indexed_attention",))),
-    "mlp_layer_types": list_of(one_of(("dense", "sparse"))),
+    "num_hidden_layers": whole(1, 1024),
+    "no_rope_layers": optional(list_of(whole(0, 1))),
+    "kv_source_layers": optional(list_of(whole(0, 1023))),
+    "layer_types": optional(list_of(one_of(("indexed_attention",)))),
+    "mlp_layer_types": optional(list_of(one_of(("dense", "sparse")))),
 }
 _NAMES = [
     (re.compile(pattern), name)
@@ -103,12 +104,15 @@ class _MistralLarge4(SparseFamily):
 
 
 def _check_lists(raw: dict[str, Any]) -> None:
-    """Raise ValueError for lists that are shorter than the model, and for a source without latents of its own."""
+    """Raise ValueError for lists of a wrong length, and for a source without latents of its own."""
     num_layers = raw.get("num_hidden_layers", transformers.MistralLarge4TextConfig.num_hidden_layers)
-    sources = raw.get("kv_source_layers") or []
-    for name in ("kv_source_layers", "no_rope_layers", "mlp_layer_types"):
-        if (values := raw.get(name)) is not None and (len(values) < num_layers or len(sources) > num_layers):
+    for name in ("no_rope_layers", "mlp_layer_types"):
+        if (values := raw.get(name)) is not None and len(values) < num_layers:
             raise ValueError(f"{name} has {len(values)} entries; num_hidden_layers is {num_layers}")
+    if (sources := raw.get("kv_source_layers")) is None:
+        return
+    if len(sources) != num_layers:
+        raise ValueError(f"kv_source_layers has {len(sources)} entries; num_hidden_layers is {num_layers}")
     for layer, source in enumerate(sources):
         if source > layer or sources[source] != source:
             raise ValueError(
