@@ -10,7 +10,7 @@ from torch import nn
 from dcpmla.attention.sparse.mixed import MixedKind
 from dcpmla.fields import Rule, check_fields, list_of, number, one_of, optional, whole
 from dcpmla.integrations.checkpoint_names import rename
-from dcpmla.integrations.config_checks import check_mla
+from dcpmla.integrations.config_checks import check_mla, check_raw_config
 from dcpmla.integrations.decoder import load_decoder
 from dcpmla.integrations.families.family import NO_MTP
 from dcpmla.integrations.families.routing import Routing
@@ -26,7 +26,6 @@ _RULES = {
     "final_logit_softcapping": number(0, above=True),
     **dict.fromkeys(("no_rope_layer_interval", "index_topk_freq"), whole(1)),
     "index_skip_topk_offset": whole(1),
-    "num_hidden_layers": whole(1, 1024),
     "no_rope_layers": optional(list_of(whole(0, 1))),
     "kv_source_layers": optional(list_of(whole(0, 1023))),
     "layer_types": optional(list_of(one_of(("indexed_attention",)))),
@@ -74,6 +73,7 @@ class _MistralLarge4(SparseFamily):
 
     def read_config(self, raw: dict[str, Any]) -> Any:
         """Return the text model's config of the fields."""
+        check_raw_config(raw, transformers.MistralLarge4TextConfig.attribute_map)
         check_fields(_RULES, raw)
         _check_lists(raw)
         return super().read_config(raw)
@@ -106,7 +106,7 @@ class _MistralLarge4(SparseFamily):
 def _check_lists(raw: dict[str, Any]) -> None:
     """Raise ValueError for lists of a wrong length, and for a source without latents of its own."""
     num_layers = raw.get("num_hidden_layers", transformers.MistralLarge4TextConfig.num_hidden_layers)
-    for name in ("no_rope_layers", "mlp_layer_types"):
+    for name in ("no_rope_layers", "mlp_layer_types", "indexer_types", "index_topk_pattern"):
         if (values := raw.get(name)) is not None and len(values) < num_layers:
             raise ValueError(f"{name} has {len(values)} entries; num_hidden_layers is {num_layers}")
     if (sources := raw.get("kv_source_layers")) is None:
