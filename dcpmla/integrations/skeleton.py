@@ -23,7 +23,9 @@ def build_skeleton(config: Any) -> Any:
         model = family.new_model(config).eval()
         family.extend(model)
     if hasattr(model.model, "rotary_emb"):
-        model.model.rotary_emb = type(model.model.rotary_emb)(config)
+        rotary = model.model.rotary_emb = type(model.model.rotary_emb)(config)
+        if rotary.rope_type == "longrope":  # its two lists are equal (`check_rope_fields`), so no length chooses one
+            rotary.rope_type = "default"
     return model
 
 

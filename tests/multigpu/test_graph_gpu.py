@@ -60,7 +60,7 @@ def test_models_on_two_gpus(
     family: str, dcp_size: int, enable_expert_parallel: bool, backend: str, tmp_path: Path
 ) -> None:
     save_tiny(family, tmp_path)
-    dcp = layout(2, dcp_size, cp_kv_cache_interleave_size=2, dcp_comm_backend=backend)
+    dcp = layout(2, dcp_size, interleave=2, dcp_comm_backend=backend)
     assert run_ranks(2, check_model, tmp_path, dcp, enable_expert_parallel, "cuda", device="cuda") == [len(BATCHES)] * 2
 
 
