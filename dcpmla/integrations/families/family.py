@@ -45,17 +45,26 @@ class Family:
     load_decoder: Callable[[Parts, int], DecoderModule] = load_decoder
     load_mtp: Callable[[Parts, str, Tensor], MtpModule] = load_mtp
 
-    def read_config(self, raw: dict[str, Any]) -> Any:
-        """Return the transformers config of the fields of a config.json, without its model_type, checked.
+    def config_class(self) -> Any:
+        """Return transformers' class of configs.
 
         Raises:
-            ValueError: A field that no such model can have. transformers raises exceptions of other kinds, too.
+            ValueError: The installed transformers has none.
         """
         config_class = getattr(transformers, f"{self.class_prefix}Config", None)
         if config_class is None:
             raise ValueError(
                 f"model: transformers {transformers.__version__} has no {self.class_prefix}Config; install a later one"
             )
+        return config_class
+
+    def read_config(self, raw: dict[str, Any]) -> Any:
+        """Return the transformers config of the fields of a config.json, without its model_type, checked.
+
+        Raises:
+            ValueError: A field that no such model can have. transformers raises exceptions of other kinds, too.
+        """
+        config_class = self.config_class()
         check_raw_config(raw, config_class.attribute_map)
         if not has_quantized_weights(raw.get("quantization_config") or {}):
             del raw["quantization_config"]

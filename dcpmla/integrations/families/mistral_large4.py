@@ -73,9 +73,10 @@ class _MistralLarge4(SparseFamily):
 
     def read_config(self, raw: dict[str, Any]) -> Any:
         """Return the text model's config of the fields."""
-        check_raw_config(raw, transformers.MistralLarge4TextConfig.attribute_map)
+        config_class = self.config_class()
+        check_raw_config(raw, config_class.attribute_map)
         check_fields(_RULES, raw)
-        _check_lists(raw)
+        _check_lists(raw, raw.get("num_hidden_layers", config_class.num_hidden_layers))
         return super().read_config(raw)
 
     def attention(self, config: Any, has_mtp: bool = False) -> MixedKind:
@@ -103,9 +104,8 @@ class _MistralLarge4(SparseFamily):
         )
 
 
-def _check_lists(raw: dict[str, Any]) -> None:
+def _check_lists(raw: dict[str, Any], num_layers: int) -> None:
     """Raise ValueError for lists of a wrong length, and for a source without latents of its own."""
-    num_layers = raw.get("num_hidden_layers", transformers.MistralLarge4TextConfig.num_hidden_layers)
     for name in ("no_rope_layers", "mlp_layer_types", "indexer_types", "index_topk_pattern"):
         if (values := raw.get(name)) is not None and len(values) < num_layers:
             raise ValueError(f"{name} has {len(values)} entries; num_hidden_layers is {num_layers}")
