@@ -56,12 +56,16 @@ class IndexerConfig:
         topk: Number of tokens selected, where more exist.
         rope_interleaved: Whether to rotate pairs (2i, 2i+1) (GLM-5) instead of halves (DeepSeek-V3.2) of the first
             qk_rope_head_dim dims.
+        rope_last: Whether a checkpoint's rotated dims are the last ones (HY V4); they are put first when they load.
+        norm_eps: Epsilon of the keys' norm.
     """
 
     num_heads: _Size
     head_dim: _Size
     topk: _Size
     rope_interleaved: _Flag
+    rope_last: _Flag = False
+    norm_eps: Annotated[float, number(0)] = 1e-6
 
     def __post_init__(self) -> None:
         check_fields(rules_of(IndexerConfig), vars(self), "indexer.{}".format)
@@ -81,6 +85,7 @@ class MLAConfig:
         llama_4_scaling: (beta, original_max_position): queries at position p are multiplied by
             1 + beta ln(1 + floor(p / original_max_position)) (Mistral 4, after Llama 4); None for no such factor.
         indexer: Indexer of sparse MLA; None for dense MLA.
+        has_sinks: Whether each head has a learned sink (`dcpmla.attention.sinks`).
     """
 
     hidden_size: _Size
@@ -98,6 +103,7 @@ class MLAConfig:
     kv_lora_scale: _Factor = 1.0
     llama_4_scaling: Annotated[tuple[float, int] | None, optional(_SCALING)] = None
     indexer: Annotated[IndexerConfig | None, optional(instance_of(IndexerConfig))] = None
+    has_sinks: _Flag = False
 
     def __post_init__(self) -> None:
         check_fields(rules_of(MLAConfig), vars(self))

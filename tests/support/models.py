@@ -29,7 +29,7 @@ MLA_FAMILIES = (
     "mistral4",
     "youtu",
     "axk1",
-    *_known("minicpm3"),
+    *_known("minicpm3", "hy_v4"),
     *SPARSE_FAMILIES,
 )
 STATE_FAMILIES = _known("deepseek_v4", "kimi_linear", "kimi_k3", "bailing_hybrid")  # a state of fixed size per request
@@ -158,6 +158,12 @@ def tiny_config(family: str) -> Any:
         case "glm_moe_dsa":
             layers = {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]}
             return transformers.GlmMoeDsaConfig(**common, **{**_MOE, **layers}, **_INDEXER, first_k_dense_replace=1)
+        case "hy_v4":
+            layers = {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"], "hc_mult": 3}
+            own = {"hc_magnitude": 1.5, "swiglu_limit": 1.0, "rms_norm_eps": 1e-5}  # the limit clamps many values
+            return transformers.HYV4Config(
+                **common, **{**_MOE, **layers}, **_INDEXER, **own, attn_implementation="eager"
+            )
         case "kimi_linear":
             return transformers.KimiLinearConfig(
                 **{**_COMMON, "q_lora_rank": None}, **_HYBRID, linear_num_heads=24, linear_head_dim=8

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
@@ -13,6 +14,7 @@ from dcpmla.attention.step import StepMetadata
 from dcpmla.config import IndexerConfig, MLAConfig
 from dcpmla.parallel.fp8 import PlainRows
 from dcpmla.parallel.linear import Linear, Weight, fill, read_linear, read_weight
+from dcpmla.parallel.quantized import reorder_rows
 
 
 class Indexer(nn.Module):
@@ -34,7 +36,7 @@ class Indexer(nn.Module):
         super().__init__()
         assert config.indexer is not None
         self.config: IndexerConfig = config.indexer
-        self.dcp, new = placement.dcp, placement.factory_kwargs
+        self.dcp, self.rope_dim, new = placement.dcp, config.rope_dim, placement.factory_kwargs
         self.selector = TokenSelector(self.config, placement)
         if config.q_lora_rank is None:
             raise ValueError(
@@ -59,7 +61,7 @@ class Indexer(nn.Module):
         assert sparse is not None
         keys, weights = self.fused_wk_weights_proj(hidden_states).tensor_split((config.head_dim,), -1)
         norm, rope = (self.k_norm.weight, self.k_norm.bias), (cos_sin, config.rope_interleaved)
-        finish_index_keys(keys, index_keys, step.slot_mapping, *norm, *rope, dcp.index_hadamard)
+        finish_index_keys(keys, index_keys, step.slot_mapping, *norm, *rope, dcp.index_hadamard, config.norm_eps)
         if sparse.max_seq_len <= config.topk:
             return
         assert sparse.selection is not None
@@ -78,10 +80,14 @@ class Indexer(nn.Module):
         """
         width, num_heads = self.config.head_dim, self.config.num_heads
         hidden, q_rank = self.fused_wk_weights_proj.in_features, self.wq_b.in_features
-        self.wq_b.load(read_linear(weights, "wq_b.weight", (num_heads * width, q_rank)))
-        down = {"wk": width, "weights_proj": num_heads}
-        self.fused_wk_weights_proj.load(
-            *(read_linear(weights, f"{name}.weight", (rows, hidden)) for name, rows in down.items())
-        )
-        fill(self.k_norm.weight, read_weight(weights, "k_norm.weight", (width,)))
-        fill(self.k_norm.bias, read_weight(weights, "k_norm.bias", (width,)))
+        wq_b = read_linear(weights, "wq_b.weight", (num_heads * width, q_rank))
+        wk = read_linear(weights, "wk.weight", (width, hidden))
+        norm = [read_weight(weights, f"k_norm.{name}", (width,)) for name in ("weight", "bias")]
+        if self.config.rope_last:
+            order = torch.arange(width).roll(self.rope_dim)
+            wq_b, wk = reorder_rows(wq_b, order), reorder_rows(wk, order)
+            norm = [part[order] for part in norm]
+        self.wq_b.load(wq_b)
+        self.fused_wk_weights_proj.load(wk, read_linear(weights, "weights_proj.weight", (num_heads, hidden)))
+        fill(self.k_norm.weight, norm[0])
+        fill(self.k_norm.bias, norm[1])

@@ -9,6 +9,7 @@ from dcpmla.attention.kind import AttentionKind, DenseKind
 from dcpmla.fields import choices
 from dcpmla.integrations.families.deepseek_v4 import DEEPSEEK_V4
 from dcpmla.integrations.families.family import Family
+from dcpmla.integrations.families.hy_v4 import HY_V4, HY_V4_VL
 from dcpmla.integrations.families.hybrid import LING
 from dcpmla.integrations.families.kimi import KIMI_LINEAR
 from dcpmla.integrations.families.longcat import LONGCAT
@@ -58,6 +59,8 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v32": SparseFamily("DeepseekV32"),
     "glm_moe_dsa": SparseFamily("GlmMoeDsa", rope_interleaved=True),
     "deepseek_v4": DEEPSEEK_V4,
+    "hy_v4": HY_V4,
+    "hy_v4_vl_text": HY_V4_VL,
 }
 
 
@@ -66,7 +69,6 @@ REFUSED = {
     "axk2": "norms with gates before its layers, and gates of attention's output",
     "dots3_note": "windows in layers of MLA",
     "glm5_next": "hyper-connections around MLA, and an indexer over pools of keys",
-    "hy_v4": "hyper-connections, gates and sinks around sparse MLA",
     "mistral_large4": "layers that share another layer's latents",
 }
 
