@@ -17,7 +17,7 @@ from dcpmla.attention.sparse.kind import SparseKind
 from dcpmla.fields import divisors
 from dcpmla.integrations.families.family import yarn_mscale
 from dcpmla.integrations.families.table import FAMILIES, attention_kind
-from tests.support.models import MLA_FAMILIES, SPARSE_FAMILIES, tiny_config
+from tests.support.models import MLA_FAMILIES, tiny_config
 
 POSITIONS = torch.tensor([0, 15, 16, 40, 100])
 ROPES = ("default", "yarn", "yarn without mscale_all_dim")
@@ -87,7 +87,7 @@ def call(module: Any, hidden: Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[
     angles = (
         torch.ones(1, len(POSITIONS), width // 2) + 0j if module.config.model_type == "deepseek_v2" else (one, 0 * one)
     )
-    mask = torch.zeros(1, 1, len(POSITIONS), len(POSITIONS)) if module.config.model_type in SPARSE_FAMILIES else None
+    mask = torch.zeros(1, 1, len(POSITIONS), len(POSITIONS)) if hasattr(module.config, "index_topk") else None
     module(hidden[None], position_embeddings=angles, attention_mask=mask, position_ids=POSITIONS[None])
     return seen, rotary, index_rotary
 

@@ -104,6 +104,8 @@ def _held_itemsize(name: str, tensor: Tensor, model: Any, itemsize: int) -> int:
         return itemsize if name.endswith("weight") else 4
     if name.endswith(("_res_norm.weight", "_res_proj.weight")):  # `model.sums.Mixer` holds their product in float32
         return 4 if name.endswith("_proj.weight") else 0
+    if name.endswith((".weights_proj.weight", ".k_norm.weight", ".k_norm.bias", "lm_head.weight")):  # HY V4's
+        return itemsize
     is_wide = not isinstance(tensor, nn.Parameter) or _is_among(name, model._keep_in_fp32_modules_strict)
     return tensor.dtype.itemsize if is_wide else itemsize  # routers' corrections are float32 in every checkpoint
 

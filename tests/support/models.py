@@ -190,6 +190,8 @@ def random_model(config: Any, seed: int = 0) -> Any:
             tensor.data.uniform_(0.5, 1.5)
         elif name.endswith(("bias", "sinks", "_hc.base", "hc_head.hc_base")):
             tensor.data.normal_(0, 0.2)
+        elif config.model_type == "hy_v4" and name.endswith(("_hc.scale", "hc_scale")):  # they begin at 0.01
+            tensor.data.uniform_(0.5, 1.5)
         elif name.endswith("A_log"):  # states that remember tokens for a while
             tensor.data.uniform_(-4, 0)
         elif name.endswith("tid2eid"):  # routes by token ids, each to other experts
