@@ -29,4 +29,4 @@ def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """
     share = torch.sigmoid(lse - sinks)[..., None]
     wide = out.to(torch.promote_types(out.dtype, torch.float32))
-    return (wide * share).where(share > 0, 0.0).to(out.dtype)
+    return (wide * share).where(share > 0, 0.0).to(out.dtype).contiguous()

@@ -70,16 +70,16 @@ def test_as_transformers(num_streams: int) -> None:
 def test_independent_streams_as_transformers() -> None:
     v4 = pytest.importorskip("transformers.models.hy_v4.modeling_hy_v4")
     config = v4.HYV4Config(hidden_size=48, hc_mult=4, hc_eps=1e-5, hc_magnitude=1.5, rms_norm_eps=1e-6)
-    streams, projection, norm = make_case(7, 4, 48, torch.float32, False, False, "cpu", mixes=False)
-    theirs, their_norm = v4.HYV4HyperConnection(config), v4.HYV4RMSNorm(48, config.rms_norm_eps)
-    theirs.fn.data, theirs.base.data, theirs.scale.data = projection
-    their_norm.weight.data = norm
-    post, collapsed = theirs(streams.values[None])
-    x, found = Connection(projection, norm, INDEPENDENT)(streams)
-    torch.testing.assert_close(x, their_norm(collapsed)[0])
+    before, projection, norm = make_case(7, 4, 48, torch.float32, False, False, "cpu", mixes=False)
+    connection, module_norm = v4.HYV4HyperConnection(config), v4.HYV4RMSNorm(48, config.rms_norm_eps)
+    connection.fn.data, connection.base.data, connection.scale.data = projection
+    module_norm.weight.data = norm
+    post, collapsed = connection(before.values[None])
+    x, streams = Connection(projection, norm, INDEPENDENT)(before)
+    torch.testing.assert_close(x, module_norm(collapsed)[0])
     out = torch.randn(7, 48)
-    wanted = post[0, :, :, None] * out[:, None] + streams.values
-    torch.testing.assert_close(finish(found._replace(out=out)), wanted)
+    expected = post[0, :, :, None] * out[:, None] + before.values
+    torch.testing.assert_close(finish(streams._replace(out=out)), expected)
 
 
 @torch.no_grad()

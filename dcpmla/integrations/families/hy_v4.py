@@ -25,12 +25,12 @@ _NAMES = [
         (r"\.hc_mlp_layer\.hc_", ".ffn_hc."),
         (r"\.hc_head_", ".hc_"),
         (r"\.learnable_sink_param$", ".sinks"),
-        (r"\.linear_gate\.", ".gate_proj."),  # of MLPs, too, where transformers has saved them
+        (r"\.linear_gate\.", ".gate_proj."),  # transformers saves MLPs under this name, too
         (r"\.self_attn\.gate_proj\.", ".self_attn.g_proj."),
     )
 ]
 _TRUE = Rule("true", lambda value: value is True)
-_RAW_RULES = {  # of vLLM's config, whose other values are other models
+_RAW_RULES = {  # vLLM's config has these fields; other values are other models
     **dict.fromkeys(("enable_ihc", "gated_mla", "learnable_sink"), _TRUE),
     "gating_type": one_of(("elementwise",)),
 }
@@ -43,7 +43,7 @@ _RULES = {
 
 @dataclass(frozen=True)
 class _HyV4(SparseFamily):
-    """HY V4, whose rotary embeddings rotate halves, in the indexer of the last columns."""
+    """HY V4, whose rotary embeddings rotate halves (rope_interleaved), in the indexer of the last columns."""
 
     def read_config(self, raw: dict[str, Any]) -> Any:
         """Return the config."""
@@ -55,8 +55,7 @@ class _HyV4(SparseFamily):
         kind = super().attention(config)
         assert kind.config.indexer is not None
         indexer = replace(kind.config.indexer, rope_last=True, norm_eps=config.rms_norm_eps)
-        eps = getattr(config, "latent_norm_eps", kind.config.rms_norm_eps)
-        mla = replace(kind.config, rms_norm_eps=eps, rope_interleaved=False, has_sinks=True, indexer=indexer)
+        mla = replace(kind.config, rope_interleaved=self.rope_interleaved, has_sinks=True, indexer=indexer)
         return replace(kind, config=mla, num_gates=config.v_head_dim)
 
     def extend(self, model: Any) -> None:
@@ -79,17 +78,24 @@ class _HyV4(SparseFamily):
 
 @dataclass(frozen=True)
 class _HyV4Vl(_HyV4):
-    """The text model of HY V4 VL: HY V4 with other defaults, and with latents whose norms have the config's eps.
+    """The text model of HY V4 VL, whose rotary embeddings rotate pairs, and whose latents' norms have the config's eps.
 
     The sections of its rotary embedding matter for images alone: in text a token's three positions are equal.
     """
 
     def read_config(self, raw: dict[str, Any]) -> Any:
-        """Return HY V4's config of the fields."""
+        """Return HY V4's config of the fields, with this family's model type."""
         fields = getattr(transformers, f"{self.class_prefix}Config").from_dict(raw).to_dict()
-        config = HY_V4.read_config(fields | {"model_type": "hy_v4"})
-        config.latent_norm_eps = config.rms_norm_eps
+        del fields["rope_parameters"]["mrope_section"]
+        model_type = fields.pop("model_type")
+        config = HY_V4.read_config(fields)
+        config.model_type = model_type
         return config
+
+    def attention(self, config: Any, has_mtp: bool = False) -> SparseKind:
+        """Return sparse MLA with gates and sinks."""
+        kind = super().attention(config)
+        return replace(kind, config=replace(kind.config, rms_norm_eps=config.rms_norm_eps))
 
 
 def _check(config: Any) -> None:
@@ -106,4 +112,4 @@ def _load_decoder(parts: Parts, num_layers: int) -> StreamDecoder:
 
 
 HY_V4 = _HyV4("HYV4", check_attention=_check, load_decoder=_load_decoder)
-HY_V4_VL = _HyV4Vl("HYV4VLText", check_attention=_check, load_decoder=_load_decoder)
+HY_V4_VL = _HyV4Vl("HYV4VLText", check_attention=_check, load_decoder=_load_decoder, rope_interleaved=True)
