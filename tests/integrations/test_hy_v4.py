@@ -24,6 +24,8 @@ from dcpmla.integrations.model_size import read_model
 from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.sampling import SamplingParams
+from tests.integrations.test_broken_models import CONFIGS as CONFIGS_BY_FAMILY
+from tests.integrations.test_broken_models import NONSENSE, check_change, paths_of
 from tests.integrations.test_quantized_families import check as check_quantized
 from tests.integrations.test_quantized_families import outcome
 from tests.integrations.test_transformers import check, make_cases, prompts
@@ -101,6 +103,18 @@ def test_the_text_model_of_vl(tmp_path: Path) -> None:
         return SimpleNamespace(logits=tiny.lm_head(text(token_ids).last_hidden_state))
 
     check(reference, tmp_path, 1, make_cases(1, [1], (1,), ("auto",)))
+
+
+def test_a_field_of_the_text_model_is_taken_or_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.hy_v4_vl import HYV4VLTextConfig
+
+    fields = json.loads(tiny_config("hy_v4").to_json_string())
+    rope = fields["rope_parameters"] | {"mrope_section": [2, 1, 1]}
+    fields = json.loads(HYV4VLTextConfig(**fields | {"rope_parameters": rope}).to_json_string())
+    monkeypatch.setitem(CONFIGS_BY_FAMILY, "hy_v4_vl_text", fields | {"model_type": "hy_v4_vl_text"})
+    for path in paths_of(fields):
+        for value in NONSENSE if path != ("rope_parameters",) else [3, "x", [1]]:
+            check_change("hy_v4_vl_text", path, value, tmp_path / "config.json")
 
 
 def stack_experts(directory: Path) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import transformers
 
 from dcpmla.attention.sparse.kind import SparseKind
-from dcpmla.fields import Rule, check_fields, list_of, number, one_of
+from dcpmla.fields import Rule, check_fields, list_of, number, one_of, whole
 from dcpmla.integrations.checkpoint_names import rename
-from dcpmla.integrations.config_checks import check_mla
+from dcpmla.integrations.config_checks import check_mla, check_raw_config
 from dcpmla.integrations.families.family import NO_MTP
 from dcpmla.integrations.families.sparse import SparseFamily
 from dcpmla.integrations.families.streams import load_streams
@@ -39,6 +39,7 @@ _RULES = {
     "layer_types": list_of(one_of(("indexed_attention",))),
     "mlp_layer_types": list_of(one_of(("dense", "sparse"))),
 }
+_VL_ROPE_RULES = {"mrope_section": list_of(whole(0), 3)}
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,10 @@ class _HyV4Vl(_HyV4):
 
     def read_config(self, raw: dict[str, Any]) -> Any:
         """Return HY V4's config of the fields, with this family's model type."""
-        fields = getattr(transformers, f"{self.class_prefix}Config").from_dict(raw).to_dict()
+        config_class = getattr(transformers, f"{self.class_prefix}Config")
+        check_raw_config(raw, config_class.attribute_map)
+        check_fields(_VL_ROPE_RULES, raw.get("rope_parameters") or {}, "rope_parameters.{}".format)
+        fields = config_class.from_dict(raw).to_dict()
         del fields["rope_parameters"]["mrope_section"]
         model_type = fields.pop("model_type")
         config = HY_V4.read_config(fields)
