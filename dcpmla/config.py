@@ -58,6 +58,8 @@ class IndexerConfig:
             qk_rope_head_dim dims.
         norms_hidden: Whether queries are made from hidden states after a LayerNorm of their own (Mistral Large 4)
             instead of from the query latent.
+        rope_last: Whether a checkpoint's rotated dims are the last ones (HY V4); they are put first when they load.
+        norm_eps: Epsilon of LayerNorms, of keys and of hidden states.
     """
 
     num_heads: _Size
@@ -65,6 +67,8 @@ class IndexerConfig:
     topk: _Size
     rope_interleaved: _Flag
     norms_hidden: _Flag = False
+    rope_last: _Flag = False
+    norm_eps: Annotated[float, number(0)] = 1e-6
 
     def __post_init__(self) -> None:
         check_fields(rules_of(IndexerConfig), vars(self), "indexer.{}".format)
@@ -88,6 +92,7 @@ class MLAConfig:
         has_query_factors: Whether queries at position p, an indexer's too, are multiplied by a ln(p + 1) + b, with a
             and b learned for each head (Mistral Large 4).
         indexer: Indexer of sparse MLA; None for dense MLA.
+        has_sinks: Whether each head has a learned sink (`dcpmla.attention.sinks`).
     """
 
     hidden_size: _Size
@@ -107,6 +112,7 @@ class MLAConfig:
     llama_4_scaling: Annotated[tuple[float, int] | None, optional(_SCALING)] = None
     has_query_factors: _Flag = False
     indexer: Annotated[IndexerConfig | None, optional(instance_of(IndexerConfig))] = None
+    has_sinks: _Flag = False
 
     def __post_init__(self) -> None:
         check_fields(rules_of(MLAConfig), vars(self))

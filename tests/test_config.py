@@ -88,7 +88,7 @@ def call(module: Any, hidden: Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[
     angles = (
         torch.ones(1, len(POSITIONS), width // 2) + 0j if module.config.model_type == "deepseek_v2" else (one, 0 * one)
     )
-    mask = torch.zeros(1, 1, len(POSITIONS), len(POSITIONS)) if module.config.model_type in SPARSE_FAMILIES else None
+    mask = torch.zeros(1, 1, len(POSITIONS), len(POSITIONS)) if hasattr(module.config, "index_topk") else None
     module(hidden[None], position_embeddings=angles, attention_mask=mask, position_ids=POSITIONS[None])
     return seen, rotary, index_rotary
 

@@ -34,7 +34,7 @@ OPTIONS = {
     "decode_context_parallel_size": "-dcp",
     "exchange_timeout": "--dcp-exchange-timeout",
 }
-FLOATS = ("scale", "rms_norm_eps", "kv_lora_scale", "exchange_timeout", "kv_cache_scale")
+FLOATS = ("scale", "rms_norm_eps", "norm_eps", "kv_lora_scale", "exchange_timeout", "kv_cache_scale")
 
 
 def fits(config: Any, name: str, value: object) -> bool:
@@ -46,7 +46,7 @@ def fits(config: Any, name: str, value: object) -> bool:
         return isinstance(value, bool)
     if name in FLOATS:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and (0 < value < 1e38 or (name == "rms_norm_eps" and value == 0))
+        return is_number and (0 < value < 1e38 or (name.endswith("norm_eps") and value == 0))
     if name in ("attention_backend", "prefill_backend"):
         return isinstance(value, str) and value != ""
     return name == "context_workspace_tokens" and not isinstance(value, bool) and value in (10**12, 10**400)

@@ -1,4 +1,4 @@
-"""MLA with gates of its heads' outputs (Ling, Kimi-K3)."""
+"""MLA with gates of its heads' outputs (Ling, Kimi-K3, HY V4)."""
 
 from collections.abc import Mapping
 
@@ -20,13 +20,14 @@ class GatedAttention(MLAAttention):
         config: Geometry of the whole layer, before it is sharded.
         placement: Ranks of the layer, and dtype and device of its parameters, uninitialized until `load_weights`.
         num_gates: Number of gates of a head: 1, or one for each column of its output.
+        skip_topk: Same as in `MLAAttention`.
     Attributes:
         output_gate: Projection of hidden states to the logits of this rank's gates.
     Source: transformers' bailing_hybrid; vLLM's Kimi-K3.
     """
 
-    def __init__(self, config: MLAConfig, placement: Placement, num_gates: int) -> None:
-        super().__init__(config, placement)
+    def __init__(self, config: MLAConfig, placement: Placement, num_gates: int, skip_topk: bool = False) -> None:
+        super().__init__(config, placement, skip_topk)
         self.num_gates = num_gates
         self.output_gate = Linear(config.hidden_size, self.num_heads * num_gates, **placement.factory_kwargs)
 

@@ -14,6 +14,7 @@ from dcpmla.attention.placement import Placement
 from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.projections import MHAInputs, Tokens, rows_of
 from dcpmla.attention.scales import calculate_scale_
+from dcpmla.attention.sinks import apply_sinks
 from dcpmla.attention.sparse.indexer import Indexer
 from dcpmla.attention.sparse.selector import selected_rows
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata, check_selection
@@ -260,7 +261,7 @@ class MLAAttention(AttentionWeights):
         """Append the output of prefill tokens, whose own latents are `latents`. Collective."""
         kv_c, k_pe = latents.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], -1)
         positions = None if tokens.selection is None else tokens.selection.positions
-        out, _ = dcp_mla_prefill(
+        out, lse = dcp_mla_prefill(
             mha.q,
             kv_c,
             k_pe,
@@ -274,7 +275,7 @@ class MLAAttention(AttentionWeights):
             mha.kv,
             backend=self.dcp.prefill_backend,
         )
-        output.append(out.flatten(1))
+        output.append(self._with_sinks(out, lse).flatten(1))
 
     def _attend_absorbed(self, tokens: Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
         """Attend with absorbed queries to the latents of all ranks, apply W_UV, and append the output. Collective."""
@@ -282,7 +283,7 @@ class MLAAttention(AttentionWeights):
             kv_cache, decode = selected_rows(kv_cache, tokens.selection, decode.workspace)
         q = self.project_query(tokens, slice(0, self.q_heads.count))
         project_first = self.dcp.dcp_project_before_merge and q.shape[0] >= PROJECT_FIRST_TOKENS
-        out, _ = dcp_mla_decode(
+        out, lse = dcp_mla_decode(
             self.absorb(q, self.w_uk, tokens.cos_sin, self.q_scale),
             kv_cache,
             decode,
@@ -296,10 +297,14 @@ class MLAAttention(AttentionWeights):
             dtype=q.dtype,
             backend=self.dcp.attention_backend,
         )
+        out = self._with_sinks(out, lse)
         if project_first:
             output.append(out.flatten(1))
         else:
             output.project(out)
+
+    def _with_sinks(self, out: Tensor, lse: Tensor) -> Tensor:
+        return out if self.sinks is None else apply_sinks(out, lse, self.sinks)
 
     @property
     def _output_quant(self) -> OutputQuant | None:

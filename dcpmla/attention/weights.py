@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -60,6 +61,7 @@ class AttentionWeights(nn.Module):
 
     kv_scale: Tensor | None
     q_scale: Tensor | None
+    sinks: nn.Parameter | None
     q_proj: Linear
     kv_a_proj: Linear
     fused_qkv_a_proj: Linear
@@ -78,6 +80,8 @@ class AttentionWeights(nn.Module):
         self.register_buffer(
             "q_scale", new_scale(None, device) if dcp.decode_query_dtype == "fp8" else None, persistent=False
         )
+        sinks = torch.empty(self.num_heads, dtype=torch.float32, device=device) if config.has_sinks else None
+        self.register_parameter("sinks", None if sinks is None else nn.Parameter(sinks))
         self._is_given = modules is not None
         if modules is None:
             self._make(placement.factory_kwargs)
@@ -244,6 +248,8 @@ class AttentionWeights(nn.Module):
         self.o_proj.load(read_linear(weights, "o_proj.weight", (hidden, o_cols), *o_part))
         if OUTPUT_SCALE_NAMES[0] in weights:
             self.o_proj.input_scale = new_scale(read_scale(weights, OUTPUT_SCALE_NAMES), self.o_proj.weight.device)
+        if self.sinks is not None:
+            fill(self.sinks, read_weight(weights, "sinks", (config.num_heads,), shard(config.num_heads, tp_group)))
         if config.attention_bias:
             fill(self.o_proj.bias, read_weight(weights, "o_proj.bias", (hidden,)))
 

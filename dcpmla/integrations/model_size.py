@@ -35,6 +35,8 @@ _PRODUCTS = (
         *("compressor.indexer.gate_proj", "compressor.indexer.scorer.weights_proj"),
     ),
 )
+# Norms of hyper-connections' sums (`model.streams.Connection`), which are held in float32.
+_STREAM_NORMS = (".input_layernorm.weight", ".post_attention_layernorm.weight", "model.norm.weight")
 
 
 def read_model(config: Any) -> ModelSize:
@@ -104,6 +106,10 @@ def _held_itemsize(name: str, tensor: Tensor, model: Any, itemsize: int) -> int:
         return itemsize if name.endswith("weight") else 4
     if name.endswith(("_res_norm.weight", "_res_proj.weight")):  # `model.sums.Mixer` holds their product in float32
         return 4 if name.endswith("_proj.weight") else 0
+    if name.endswith((".weights_proj.weight", ".k_norm.weight", ".k_norm.bias", "lm_head.weight")):
+        return itemsize  # transformers widens HY V4's
+    if hasattr(model.config, "hc_mult") and name.endswith(_STREAM_NORMS):
+        return 4
     is_wide = not isinstance(tensor, nn.Parameter) or _is_among(name, model._keep_in_fp32_modules_strict)
     return tensor.dtype.itemsize if is_wide else itemsize  # routers' corrections are float32 in every checkpoint
 
@@ -119,7 +125,7 @@ def _codes(model: Any, config: Any, quantization: dict[str, Any]) -> dict[str, s
         for field in ("modules_to_not_convert", "ignored_layers", "ignore")
         for module in quantization.get(field) or []
     ]
-    wide = [*(ignored or ["lm_head"]), *(model._keep_in_fp32_modules or [])]
+    wide = [*(ignored or ["lm_head"]), *(model._keep_in_fp32_modules or []), *model._keep_in_fp32_modules_strict]
     shapes = {
         f"{name}.weight": module.weight.shape for name, module in model.named_modules() if isinstance(module, nn.Linear)
     }

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's decoder: blocks over several streams of the residual, and its MTP module."""
+"""The decoder of DeepSeek-V4 and HY V4, blocks over several streams of the residual, and DeepSeek-V4's MTP module."""
 
 from collections.abc import Sequence
 
@@ -10,18 +10,18 @@ from dcpmla.cache.plan import Cache
 from dcpmla.comm.norm import rms_norm
 from dcpmla.comm.reduce import Reduce
 from dcpmla.model.mixing import Streams
+from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import MoE
 from dcpmla.model.streams import Connection, finish
-from dcpmla.parallel.fp8 import plain
 from dcpmla.parallel.linear import Linear
 
 
 class StreamBlock(nn.Module):
-    """Attention, then experts, each over a hyper-connection.
+    """Attention, then an MLP or experts, each over a hyper-connection.
 
     Args:
         layer: Number of the layer in the cache.
-        connections: Connections before attention and before the experts.
+        connections: Connections before attention and before the MLP.
         reduce: Sums over the TP group.
     """
 
@@ -29,13 +29,13 @@ class StreamBlock(nn.Module):
         self,
         layer: int,
         attention: AttentionLayer,
-        mlp: MoE,
+        mlp: MLP | MoE,
         connections: tuple[Connection, Connection],
         reduce: Reduce,
     ) -> None:
         super().__init__()
         self.layer, self.attention, self.mlp, self.reduce = layer, attention, mlp, reduce
-        self.to_attention, self.to_experts = connections
+        self.to_attention, self.to_mlp = connections
 
     def forward(
         self, streams: Streams, token_ids: Tensor | None, cache: Cache | None, step: StepMetadata | None
@@ -46,11 +46,12 @@ class StreamBlock(nn.Module):
             token_ids: [T] int64, for gates that read them.
             cache: Cache of the model; None, like step, if only memory is claimed.
         """
-        x, streams = self.to_attention(streams)
-        attended = self.attention.partial(plain(x), None if cache is None else cache[self.layer], step)
+        x, streams = self.to_attention(streams, self.attention.takes_quantized)
+        attended = self.attention.partial(x, None if cache is None else cache[self.layer], step)
         streams = streams._replace(out=self.reduce.all_reduce(attended))
-        x, streams = self.to_experts(streams, self.mlp.takes_quantized)
-        return streams._replace(out=self.reduce.all_reduce(self.mlp(x, token_ids)))
+        x, streams = self.to_mlp(streams, self.mlp.takes_quantized)
+        added = self.mlp(x, token_ids) if isinstance(self.mlp, MoE) else self.mlp(x)
+        return streams._replace(out=self.reduce.all_reduce(added))
 
 
 class StreamDecoder(nn.Module):

@@ -30,7 +30,7 @@ MLA_FAMILIES = (
     "mistral4",
     "youtu",
     "axk1",
-    *_known("minicpm3"),
+    *_known("minicpm3", "hy_v4"),
     *SPARSE_FAMILIES,
     *LARGE4_FAMILIES,
 )
@@ -171,6 +171,12 @@ def tiny_config(family: str) -> Any:
             return transformers.MistralLarge4TextConfig(
                 **fields, **{**_MOE, **layers}, **_INDEXER, final_logit_softcapping=3.0
             )
+        case "hy_v4":
+            layers = {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"], "hc_mult": 3}
+            own = {"hc_magnitude": 1.5, "swiglu_limit": 1.0, "rms_norm_eps": 1e-5}  # the limit clamps many values
+            return transformers.HYV4Config(
+                **common, **{**_MOE, **layers}, **_INDEXER, **own, attn_implementation="eager"
+            )
         case "kimi_linear":
             return transformers.KimiLinearConfig(
                 **{**_COMMON, "q_lora_rank": None}, **_HYBRID, linear_num_heads=24, linear_head_dim=8
@@ -204,6 +210,8 @@ def random_model(config: Any, seed: int = 0) -> Any:
             tensor.data.normal_(0, 0.3)
         elif name.endswith("rotary_emb.alpha"):
             tensor.data.normal_(0, 0.5)
+        elif config.model_type == "hy_v4" and name.endswith(("_hc.scale", "hc_scale")):  # they begin at 0.01
+            tensor.data.uniform_(0.5, 1.5)
         elif name.endswith("A_log"):  # states that remember tokens for a while
             tensor.data.uniform_(-4, 0)
         elif name.endswith("tid2eid"):  # routes by token ids, each to other experts

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
@@ -11,10 +12,10 @@ from dcpmla.attention.sparse.projections import finish_index_keys, finish_index_
 from dcpmla.attention.sparse.selector import TokenSelector
 from dcpmla.attention.sparse.step import SparseMetadata
 from dcpmla.attention.step import StepMetadata
-from dcpmla.cache.index_keys import NORM_EPS
 from dcpmla.config import IndexerConfig, MLAConfig
 from dcpmla.parallel.fp8 import PlainRows, plain
 from dcpmla.parallel.linear import Linear, Weight, fill, read_linear, read_weight
+from dcpmla.parallel.quantized import reorder_rows
 
 
 class Indexer(nn.Module):
@@ -37,7 +38,7 @@ class Indexer(nn.Module):
         super().__init__()
         assert config.indexer is not None
         self.config: IndexerConfig = config.indexer
-        self.dcp, new = placement.dcp, placement.factory_kwargs
+        self.dcp, self.rope_dim, new = placement.dcp, config.rope_dim, placement.factory_kwargs
         self.selector = TokenSelector(self.config, placement)
         source = config.hidden_size if self.config.norms_hidden else config.q_lora_rank
         if source is None:
@@ -46,7 +47,8 @@ class Indexer(nn.Module):
                 "or with norms_hidden from hidden states"
             )
         width, num_heads = self.config.head_dim, self.config.num_heads
-        self.q_input_norm = skip_init(nn.LayerNorm, source, eps=NORM_EPS, **new) if self.config.norms_hidden else None
+        norm_eps = self.config.norm_eps
+        self.q_input_norm = skip_init(nn.LayerNorm, source, eps=norm_eps, **new) if self.config.norms_hidden else None
         self.head_factors = HeadFactors(num_heads, placement) if config.has_query_factors else None
         self.wq_b = Linear(source, num_heads * width, **new)
         self.fused_wk_weights_proj = Linear(config.hidden_size, width + num_heads, **new)
@@ -66,7 +68,7 @@ class Indexer(nn.Module):
         assert sparse is not None
         keys, weights = self.fused_wk_weights_proj(hidden_states).tensor_split((config.head_dim,), -1)
         norm, rope = (self.k_norm.weight, self.k_norm.bias), (cos_sin, config.rope_interleaved)
-        finish_index_keys(keys, index_keys, step.slot_mapping, *norm, *rope, dcp.index_hadamard)
+        finish_index_keys(keys, index_keys, step.slot_mapping, *norm, *rope, dcp.index_hadamard, config.norm_eps)
         if sparse.max_seq_len <= config.topk:
             return
         assert sparse.selection is not None
@@ -88,14 +90,19 @@ class Indexer(nn.Module):
         """
         width, num_heads = self.config.head_dim, self.config.num_heads
         hidden, source = self.fused_wk_weights_proj.in_features, self.wq_b.in_features
-        self.wq_b.load(read_linear(weights, "wq_b.weight", (num_heads * width, source)))
-        down = {"wk": width, "weights_proj": num_heads}
-        self.fused_wk_weights_proj.load(
-            *(read_linear(weights, f"{name}.weight", (rows, hidden)) for name, rows in down.items())
-        )
-        for name, norm in (("k_norm", self.k_norm), ("q_input_norm", self.q_input_norm)):
-            if norm is not None:
-                fill(norm.weight, read_weight(weights, f"{name}.weight", tuple(norm.normalized_shape)))
-                fill(norm.bias, read_weight(weights, f"{name}.bias", tuple(norm.normalized_shape)))
+        wq_b = read_linear(weights, "wq_b.weight", (num_heads * width, source))
+        wk = read_linear(weights, "wk.weight", (width, hidden))
+        weight, bias = (read_weight(weights, f"k_norm.{name}", (width,)) for name in ("weight", "bias"))
+        if self.config.rope_last:
+            order = torch.arange(width).roll(self.rope_dim)
+            wq_b, wk = reorder_rows(wq_b, order), reorder_rows(wk, order)
+            weight, bias = weight[order], bias[order]
+        self.wq_b.load(wq_b)
+        self.fused_wk_weights_proj.load(wk, read_linear(weights, "weights_proj.weight", (num_heads, hidden)))
+        fill(self.k_norm.weight, weight)
+        fill(self.k_norm.bias, bias)
+        if self.q_input_norm is not None:
+            for name, parameter in self.q_input_norm.named_parameters():
+                fill(parameter, read_weight(weights, f"q_input_norm.{name}", (source,)))
         if self.head_factors is not None:
             self.head_factors.load_weights(weights)

@@ -9,6 +9,7 @@ from dcpmla.attention.kind import AttentionKind, DenseKind
 from dcpmla.fields import choices
 from dcpmla.integrations.families.deepseek_v4 import DEEPSEEK_V4
 from dcpmla.integrations.families.family import Family
+from dcpmla.integrations.families.hy_v4 import HY_V4, HY_V4_VL
 from dcpmla.integrations.families.hybrid import LING
 from dcpmla.integrations.families.kimi import KIMI_LINEAR
 from dcpmla.integrations.families.longcat import LONGCAT
@@ -60,6 +61,8 @@ FAMILIES: dict[str, Family] = {
     "glm_moe_dsa": SparseFamily("GlmMoeDsa", rope_interleaved=True),
     "mistral_large4_text": MISTRAL_LARGE4,
     "deepseek_v4": DEEPSEEK_V4,
+    "hy_v4": HY_V4,
+    "hy_v4_vl_text": HY_V4_VL,
 }
 
 
@@ -68,7 +71,6 @@ REFUSED = {
     "axk2": "norms with gates before its layers, and gates of attention's output",
     "dots3_note": "windows in layers of MLA",
     "glm5_next": "hyper-connections around MLA, and an indexer over pools of keys",
-    "hy_v4": "hyper-connections, gates and sinks around sparse MLA",
 }
 
 
