@@ -81,6 +81,9 @@ class MLAConfig:
         llama_4_scaling: (beta, original_max_position): queries at position p are multiplied by
             1 + beta ln(1 + floor(p / original_max_position)) (Mistral 4, after Llama 4); None for no such factor.
         indexer: Indexer of sparse MLA; None for dense MLA.
+        window: Number of tokens that a token attends to, the last ones up to itself; None for all. A layer has a window
+            or an indexer, not both.
+        norms_k_pe: Whether k_pe is normalized before RoPE, as kv_c is (dots3).
     """
 
     hidden_size: _Size
@@ -98,9 +101,13 @@ class MLAConfig:
     kv_lora_scale: _Factor = 1.0
     llama_4_scaling: Annotated[tuple[float, int] | None, optional(_SCALING)] = None
     indexer: Annotated[IndexerConfig | None, optional(instance_of(IndexerConfig))] = None
+    window: _OptionalSize = None
+    norms_k_pe: _Flag = False
 
     def __post_init__(self) -> None:
         check_fields(rules_of(MLAConfig), vars(self))
+        if self.window is not None and self.indexer is not None:
+            raise ValueError(f"window is {self.window}; it must be None in a layer with an indexer")
         if self.indexer is not None and self.indexer.head_dim < self.qk_rope_head_dim:
             raise ValueError(
                 f"indexer.head_dim is {self.indexer.head_dim}; it must be at least qk_rope_head_dim "
@@ -111,6 +118,11 @@ class MLAConfig:
     def qk_head_dim(self) -> int:
         """Return the width P + R of a query or key."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def topk(self) -> int | None:
+        """Return the maximum number of tokens that a token attends to; None for all up to itself."""
+        return self.window if self.indexer is None else self.indexer.topk
 
     @property
     def rope_dim(self) -> int:

@@ -59,6 +59,7 @@ class AttentionWeights(nn.Module):
 
     kv_scale: Tensor | None
     q_scale: Tensor | None
+    k_pe_layernorm: nn.RMSNorm | None
     q_proj: Linear
     kv_a_proj: Linear
     fused_qkv_a_proj: Linear
@@ -77,6 +78,7 @@ class AttentionWeights(nn.Module):
         self.register_buffer(
             "q_scale", new_scale(None, device) if dcp.decode_query_dtype == "fp8" else None, persistent=False
         )
+        self.k_pe_layernorm = None
         self._is_given = modules is not None
         if modules is None:
             self._make(placement.factory_kwargs)
@@ -108,6 +110,8 @@ class AttentionWeights(nn.Module):
             self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, config.rms_norm_eps, **new)
             self.q_b_proj = Linear(config.q_lora_rank, q_dim, **new)
         self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, config.rms_norm_eps, **new)
+        if config.norms_k_pe:
+            self.k_pe_layernorm = nn.RMSNorm(config.qk_rope_head_dim, config.rms_norm_eps, **new)
         kv_b_dim = self.kv_heads.count * (config.qk_nope_head_dim + config.v_head_dim)
         self.kv_b_proj = Linear(config.kv_lora_rank, kv_b_dim, **new)
         o_cols = config.num_heads * config.v_head_dim
@@ -176,6 +180,7 @@ class AttentionWeights(nn.Module):
             config.rope_interleaved,
             self.kv_scale,
             has_q_c and self.q_b_proj.takes_quantized,
+            None if self.k_pe_layernorm is None else self.k_pe_layernorm.weight,
         )
         # q_c with its fp8 codes, or alone if it was not quantized
         return NormedRows.join(q_c, *codes) if has_q_c else hidden_states, latents
@@ -231,6 +236,9 @@ class AttentionWeights(nn.Module):
         self.query_proj.load(read_linear(weights, q_name, q_shape, self.q_heads.rows(config.qk_head_dim)))
         self.down_proj.load(*(read_linear(weights, f"{name}.weight", (rows, hidden)) for name, rows in down.items()))
         fill(self.kv_a_layernorm.weight, read_weight(weights, "kv_a_layernorm.weight", (rank,)))
+        if self.k_pe_layernorm is not None:
+            k_pe_norm = read_weight(weights, "k_rope_only_layernorm.weight", (config.qk_rope_head_dim,))
+            fill(self.k_pe_layernorm.weight, k_pe_norm)
         kv_b_shape = config.num_heads * kv_b_width, rank
         kv_b = read_linear(weights, "kv_b_proj.weight", kv_b_shape, self.kv_heads.rows(kv_b_width))
         if config.qk_nope_head_dim % BLOCK or config.v_head_dim % BLOCK:  # W_UK and W_UV share blocks

@@ -21,6 +21,7 @@ class LatentPlan(CachePlan):
         interleave: Tokens of a group that one DCP rank stores.
         row_width, dtype: Elements of a row and dtype of the cache's tensors; the dtype determines the format
             (`dcpmla.cache.formats`).
+        window_layers, window_row_width: Layers whose rows have another width, and that width.
         index_layers: Layers of sparse MLA that also have an index cache, ascending.
         index_row_width, index_dtype: Row width and dtype of the index caches' tensors (`dcpmla.cache.index_keys`).
     """
@@ -31,11 +32,19 @@ class LatentPlan(CachePlan):
     interleave: int = 1
     index_layers: tuple[int, ...] = ()
     index_row_width: int = 0
+    window_layers: tuple[int, ...] = ()
+    window_row_width: int = 0
+
+    @property
+    def row_widths(self) -> list[int]:
+        """Return the elements of a row in each layer."""
+        windows = self.window_layers
+        return [self.window_row_width if layer in windows else self.row_width for layer in range(self.num_layers)]
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes in all layers, on the rank that owns the token."""
-        latents = self.num_layers * self.row_width * self.dtype.itemsize
+        latents = sum(self.row_widths) * self.dtype.itemsize
         return latents + len(self.index_layers) * self.index_row_width * self.index_dtype.itemsize
 
     @property
@@ -103,9 +112,7 @@ class LatentCache(Cache):
         plan.check_fits(device)
         self.sizes = plan
         blocks = plan.num_blocks, plan.block_size
-        self.layers = [
-            torch.empty(*blocks, plan.row_width, dtype=plan.dtype, device=device) for _ in range(plan.num_layers)
-        ]
+        self.layers = [torch.empty(*blocks, width, dtype=plan.dtype, device=device) for width in plan.row_widths]
         index: dict[str, Any] = {"dtype": plan.index_dtype, "device": device}
         self.index_layers = [torch.empty(*blocks, plan.index_row_width, **index) for _ in plan.index_layers]
         index_keys = dict(zip(plan.index_layers, self.index_layers, strict=True))

@@ -19,7 +19,8 @@ def build_skeleton(config: Any) -> Any:
     """Return transformers' model for a config, with its family's additions: rotary embeddings have values, other
     parameters and buffers have no memory.
     """
-    model_class: Any = getattr(transformers, f"{type(config).__name__.removesuffix('Config')}ForCausalLM")
+    name = type(config).__name__.removesuffix("Config").removesuffix("Text")
+    model_class: Any = getattr(transformers, f"{name}ForCausalLM")
     with torch.device("meta"):
         model = model_class(config).eval()
         family_of(config).extend(model)

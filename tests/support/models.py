@@ -29,7 +29,7 @@ MLA_FAMILIES = (
     "mistral4",
     "youtu",
     "axk1",
-    *_known("minicpm3"),
+    *_known("minicpm3", "dots3_note_text"),
     *SPARSE_FAMILIES,
 )
 STATE_FAMILIES = _known("deepseek_v4", "kimi_linear", "kimi_k3", "bailing_hybrid")  # a state of fixed size per request
@@ -110,6 +110,26 @@ _HYBRID = {
 }
 
 
+_DOTS3 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["indexed_attention", "sliding_attention", "sliding_attention", "indexed_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "shared_experts_intermediate_size": 48,
+    "rope_parameters": {
+        "indexed_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+    "sliding_window": 12,
+    "swa_num_attention_heads": 24,
+    "swa_num_key_value_heads": 24,
+    "swa_q_lora_rank": 20,
+    "swa_kv_lora_rank": 32,
+    "swa_head_dim": 20,
+    "swa_qk_nope_head_dim": 12,
+    "swa_v_head_dim": 6,
+}
+
+
 def tiny_config(family: str) -> Any:
     common = {**_COMMON, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.8}}
     match family:
@@ -158,6 +178,8 @@ def tiny_config(family: str) -> Any:
         case "glm_moe_dsa":
             layers = {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]}
             return transformers.GlmMoeDsaConfig(**common, **{**_MOE, **layers}, **_INDEXER, first_k_dense_replace=1)
+        case "dots3_note_text":
+            return transformers.Dots3NoteTextConfig(**_COMMON, **{**_MOE, **_DOTS3}, **_INDEXER, head_dim=16)
         case "kimi_linear":
             return transformers.KimiLinearConfig(
                 **{**_COMMON, "q_lora_rank": None}, **_HYBRID, linear_num_heads=24, linear_head_dim=8
@@ -177,7 +199,7 @@ def tiny_config(family: str) -> Any:
 def random_model(config: Any, seed: int = 0) -> Any:
     """Make a transformers model in float32 with every norm weight and bias drawn at random."""
     torch.manual_seed(seed)
-    class_name = type(config).__name__.replace("Config", "ForCausalLM")  # Sarvam's is DeepSeek-V3's
+    class_name = type(config).__name__.replace("TextConfig", "Config").replace("Config", "ForCausalLM")  # Sarvam's is DeepSeek-V3's
     model: Any = getattr(transformers, class_name, transformers.AutoModelForCausalLM.from_config)(config).eval()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "norm" in name:

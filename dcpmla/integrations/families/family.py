@@ -60,9 +60,13 @@ class Family:
         if not has_quantized_weights(raw.get("quantization_config") or {}):
             del raw["quantization_config"]
         config = config_class.from_dict(raw)
+        self.check(config)
+        return config
+
+    def check(self, config: Any) -> None:
+        """Raise ValueError for a transformers config that no such model can have."""
         check_model(config, self.routing)
         self.check_attention(config)
-        return config
 
     def attention(self, config: Any, has_mtp: bool = False) -> AttentionKind:
         """Return the kind of attention, with all its layers.
