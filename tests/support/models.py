@@ -199,7 +199,9 @@ def tiny_config(family: str) -> Any:
 def random_model(config: Any, seed: int = 0) -> Any:
     """Make a transformers model in float32 with every norm weight and bias drawn at random."""
     torch.manual_seed(seed)
-    class_name = type(config).__name__.replace("TextConfig", "Config").replace("Config", "ForCausalLM")  # Sarvam's is DeepSeek-V3's
+    class_name = (
+        type(config).__name__.replace("TextConfig", "Config").replace("Config", "ForCausalLM")
+    )  # Sarvam's is DeepSeek-V3's
     model: Any = getattr(transformers, class_name, transformers.AutoModelForCausalLM.from_config)(config).eval()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "norm" in name:

@@ -6,21 +6,29 @@ from typing import Any
 
 from dcpmla.attention.windowed.kind import FULL_ROTARY, WINDOW_ROTARY, WindowedKind
 from dcpmla.config import LARGEST_SIZE, IndexerConfig, MLAConfig
-from dcpmla.fields import Rule, check_fields, even, list_of, number, one_of, whole
+from dcpmla.fields import FLAG, Rule, check_fields, either, even, list_of, number, one_of, optional, whole
 from dcpmla.integrations.config_checks import check_model, check_rope_fields
 from dcpmla.integrations.families.family import NO_MTP, Family
 
 _SIZE = whole(1, LARGEST_SIZE)
-_WINDOW_SIZES = dict.fromkeys(
+_OBJECT = Rule("an object", lambda value: isinstance(value, dict))
+_SIZES = dict.fromkeys(
     ("num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank", "head_dim", "qk_nope_head_dim"), _SIZE
 ) | {"v_head_dim": _SIZE, "qk_rope_head_dim": even(LARGEST_SIZE)}
 _RAW_RULES = {
-    **{f"swa_{name}": rule for name, rule in _WINDOW_SIZES.items()},
+    **{f"swa_{name}": rule for name, rule in _SIZES.items()},
     "swa_rope_theta": number(1, above=True),
     "sliding_window_size": _SIZE,
     "shared_experts_intermediate_size": _SIZE,
     "moe_shared_expert_intermediate_size": _SIZE,
-    "per_layer_config": Rule("an object of objects", lambda value: _holds_objects(value)),
+    "rope_parameters": optional(_OBJECT),
+    "per_layer_config": optional(Rule("an object of objects", lambda value: _holds_objects(value))),
+    "num_hidden_layers": whole(1, 1024),
+    "n_routed_experts": whole(2, 1 << 16),
+    "moe_layer_freq": either(whole(1), list_of(whole(0, 1))),
+    **dict.fromkeys(("use_dsa", "use_sliding_window"), FLAG),
+    "scoring_func": one_of(("sigmoid",)),
+    "topk_method": one_of(("noaux_tc",)),
     "apply_mla_qkv_lora_rescale": Rule("true", lambda value: value is True),
     **dict.fromkeys(("attention_gate_type", "swa_attention_gate_type"), one_of(("headwise",))),
     "mlp_bias": Rule("false", lambda value: value is False),
@@ -35,8 +43,10 @@ class _Dots3(Family):
     def read_config(self, raw: dict[str, Any]) -> Any:
         """Return the text model's config; the published file has its fields beside those of encoders."""
         check_fields(_RAW_RULES, raw)
-        for layer, sizes in (raw.get("per_layer_config") or {}).items():
-            check_fields(_WINDOW_SIZES, sizes, f"per_layer_config.{layer}.{{}}".format)
+        check_fields(dict.fromkeys(_TYPES, _OBJECT), raw.get("rope_parameters") or {}, "rope_parameters.{}".format)
+        if raw.get("per_layer_config") is not None:
+            check_fields({"layer_types": list_of(one_of(_TYPES))}, raw)
+            _check_sizes(raw["per_layer_config"], raw.get("num_hidden_layers"))
         return super().read_config(raw)
 
     def check(self, config: Any) -> None:
@@ -88,6 +98,17 @@ def _holds_objects(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(sizes, dict) for sizes in value.values())
 
 
+def _check_sizes(sizes_of_layers: dict[str, dict[str, Any]], num_layers: int | None) -> None:
+    """Raise ValueError for sizes of layers that do not exist, or that are no sizes of attention."""
+    for layer, sizes in sizes_of_layers.items():
+        if not layer.isdecimal() or (num_layers is not None and int(layer) >= num_layers) or sizes.keys() - _SIZES:
+            raise ValueError(
+                f"per_layer_config has {layer!r}: {sizes}; each layer below num_hidden_layers {num_layers} may have "
+                f"{', '.join(_SIZES)}"
+            )
+        check_fields(_SIZES, sizes, f"per_layer_config.{layer}.{{}}".format)
+
+
 def _layers_of(config: Any, kind: str) -> list[int]:
     return [layer for layer, found in enumerate(config.layer_types) if found == kind]
 
@@ -103,14 +124,14 @@ def _check(config: Any) -> None:
     full = config.per_layer_config[FULL_ROTARY]
     for kind in _TYPES:
         sizes, rope = config.per_layer_config[kind], config.rope_parameters[kind]
-        check_rope_fields(rope, sizes.qk_rope_head_dim, f"rope_parameters.{kind}.{{}}")
         rotated = int(sizes.head_dim * rope["partial_rotary_factor"])
-        if rotated != sizes.qk_rope_head_dim or rotated != full.qk_rope_head_dim:
+        if rotated > sizes.head_dim or rotated != sizes.qk_rope_head_dim or rotated != full.qk_rope_head_dim:
             raise ValueError(
                 f"qk_rope_head_dim of {kind} is {sizes.qk_rope_head_dim}; it must be the model's "
                 f"{full.qk_rope_head_dim}, and the {rotated} dims that head_dim {sizes.head_dim} and "
                 f"partial_rotary_factor {rope['partial_rotary_factor']} give"
             )
+        check_rope_fields(rope, rotated, f"rope_parameters.{kind}.{{}}")
 
 
 DOTS3 = _Dots3("Dots3NoteText", check_attention=_check)
