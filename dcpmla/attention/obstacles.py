@@ -5,6 +5,7 @@ Answers depend on device, dtypes, sizes and strides alone. Only plain torch take
 
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +41,8 @@ def hopper_decode(call: DecodeCall) -> str:
 
 
 def _shared_memory(q: Tensor) -> int:
-    return int(torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(q.device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def _are_aligned(rows: Tensor, *strides: int) -> bool:

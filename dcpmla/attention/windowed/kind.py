@@ -21,6 +21,7 @@ from dcpmla.attention.windowed.costs import WindowedCosts
 from dcpmla.attention.windowed.layer import WindowAttention
 from dcpmla.attention.windowed.step import with_windows
 from dcpmla.cache.formats import row_width
+from dcpmla.cache.latent import LatentCache
 from dcpmla.cache.plan import CachePlan
 from dcpmla.config import DCPConfig, MLAConfig
 
@@ -57,7 +58,7 @@ class WindowedKind(SparseKind):
         self, dcp: DCPConfig, seq_lens: Sequence[int], dtype: torch.dtype, num_states: int = 1, num_drafts: int = 0
     ) -> CachePlan:
         """Return the sizes of a cache of index keys, and of latents in rows of two widths."""
-        plan = super().plan_cache(dcp, seq_lens, dtype)
+        plan = LatentCache.plan(self.config, dcp, self.num_layers, seq_lens, dtype, self.index_layers)
         width = row_width(plan.dtype, self.windowed.kv_lora_rank, self.windowed.qk_rope_head_dim)
         return replace(plan, window_layers=self.window_layers, window_row_width=width)
 

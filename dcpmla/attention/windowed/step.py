@@ -1,6 +1,7 @@
 """The parts of a step that layers with a window read in place of what other layers read."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -41,5 +42,5 @@ def of_window(step: StepMetadata) -> StepMetadata:
     windows, sparse = step.get(WindowMetadata), step.get(SparseMetadata)
     if windows is None:
         return step
-    kinds = {} if sparse is None else {SparseMetadata: replace(sparse, selection=windows.selection)}
+    kinds: dict[type, Any] = {} if sparse is None else {SparseMetadata: replace(sparse, selection=windows.selection)}
     return replace(step, cos_sin=windows.cos_sin, prefill=windows.prefill, kinds=kinds)
