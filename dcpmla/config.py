@@ -93,6 +93,9 @@ class MLAConfig:
             and b learned for each head (Mistral Large 4).
         indexer: Indexer of sparse MLA; None for dense MLA.
         has_sinks: Whether each head has a learned sink (`dcpmla.attention.sinks`).
+        window: Number of tokens that a token attends to, the last ones up to itself; None for all. A layer has a window
+            or an indexer, not both.
+        norms_k_pe: Whether k_pe is normalized before RoPE, as kv_c is (dots3).
     """
 
     hidden_size: _Size
@@ -113,9 +116,13 @@ class MLAConfig:
     has_query_factors: _Flag = False
     indexer: Annotated[IndexerConfig | None, optional(instance_of(IndexerConfig))] = None
     has_sinks: _Flag = False
+    window: _OptionalSize = None
+    norms_k_pe: _Flag = False
 
     def __post_init__(self) -> None:
         check_fields(rules_of(MLAConfig), vars(self))
+        if self.window is not None and self.indexer is not None:
+            raise ValueError(f"window is {self.window}; it must be None in a layer with an indexer")
         if self.indexer is not None and self.indexer.head_dim < self.qk_rope_head_dim:
             raise ValueError(
                 f"indexer.head_dim is {self.indexer.head_dim}; it must be at least qk_rope_head_dim "
@@ -136,6 +143,11 @@ class MLAConfig:
     def down_width(self) -> int:
         """Return the width of kv_c and k_pe as they are projected: without k_pe if the layer projects none."""
         return self.latent_dim if self.projects_pe else self.kv_lora_rank
+
+    @property
+    def topk(self) -> int | None:
+        """Return the maximum number of tokens that a token attends to; None for all up to itself."""
+        return self.window if self.indexer is None else self.indexer.topk
 
     @property
     def rope_dim(self) -> int:

@@ -199,8 +199,8 @@ class MLAAttention(AttentionWeights):
         dcp = self.dcp
         check_cache(cache.latents, dcp.block_size, self.cache_width, dcp.kv_cache_dtype, self.cache_dtype)
         step.check_blocks(cache.latents.shape[0])
-        if self.config.indexer is not None and step.cut is None:  # replays after cuts bring selections
-            check_selection(self.config.indexer.topk, cache.latents, step)
+        if self.config.topk is not None and step.cut is None:  # replays after cuts bring selections
+            check_selection(self.config.topk, cache.latents, step)
         if self.indexer is not None:
             num_blocks, block_size = cache.latents.shape[:2]
             self.indexer.selector.check_cache(cache.index_keys, num_blocks, block_size, self.kv_b_proj.dtype)
@@ -232,12 +232,12 @@ class MLAAttention(AttentionWeights):
         where no token has more than topk before it. Collective.
         """
         sparse = step.get(SparseMetadata)
-        if self.config.indexer is None or sparse is None:
+        if self.config.topk is None or sparse is None:
             return None
         if self.indexer is not None:
             assert index_keys is not None
             self.indexer(hidden_states, q_c, index_keys, step)  # writes the selection
-        return sparse.selection if sparse.max_seq_len > self.config.indexer.topk else None
+        return sparse.selection if sparse.max_seq_len > self.config.topk else None
 
     def _decode(self, tokens: Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
         """Append the output of decode tokens, in parts, so that memory is bounded. Collective."""

@@ -120,6 +120,7 @@ def finish_latents(
     rope_interleaved: bool,
     kv_scale: Tensor | None,
     quantizes: bool = False,
+    k_pe_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalize q_c and kv_c, rotate k_pe, and write the latents that this rank owns into the cache.
 
@@ -133,6 +134,7 @@ def finish_latents(
         kv_scale: Scale of an fp8 cache (`formats.to_cache_rows`), float32 of one element; None for other caches.
         quantizes: Whether to return q_c quantized as well, bit for bit as `quantize_rows` does; Lq must then be a
             multiple of 128.
+        k_pe_weight: Weight [R] of a norm of k_pe before it is rotated (dots3); None for no norm.
     Returns:
         q_c [T, Lq] after its norm; latents [T, L + R] before cache rounding: kv_c after its norm, k_pe rotated; codes
         and scales of q_c, with 0 columns unless quantizes, because an op always returns the same number of tensors.
@@ -141,6 +143,8 @@ def finish_latents(
     q_rank = 0 if q_weight is None else len(q_weight)
     q_c, kv_c, k_pe = down.tensor_split((q_rank, q_rank + len(kv_weight)), -1)
     kv_c = rms_norm(kv_c, kv_weight, eps) * kv_lora_scale
+    if k_pe_weight is not None:
+        k_pe = rms_norm(k_pe, k_pe_weight, eps)
     if cos_sin is not None:
         k_pe = apply_rope(k_pe, cos_sin, rope_interleaved)
     write_latents(kv_cache, kv_c, k_pe, slots, kv_scale)

@@ -62,6 +62,7 @@ class AttentionWeights(nn.Module):
     kv_scale: Tensor | None
     q_scale: Tensor | None
     sinks: nn.Parameter | None
+    k_pe_layernorm: nn.RMSNorm | None
     q_proj: Linear
     kv_a_proj: Linear
     fused_qkv_a_proj: Linear
@@ -82,6 +83,7 @@ class AttentionWeights(nn.Module):
         )
         sinks = torch.empty(self.num_heads, dtype=torch.float32, device=device) if config.has_sinks else None
         self.register_parameter("sinks", None if sinks is None else nn.Parameter(sinks))
+        self.k_pe_layernorm = None
         self._is_given = modules is not None
         if modules is None:
             self._make(placement.factory_kwargs)
@@ -125,6 +127,8 @@ class AttentionWeights(nn.Module):
             self.fused_qkv_a_proj = Linear(config.hidden_size, width, config.attention_bias, **new)
             self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, config.rms_norm_eps, **new)
         self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, config.rms_norm_eps, **new)
+        if config.norms_k_pe:
+            self.k_pe_layernorm = nn.RMSNorm(config.qk_rope_head_dim, config.rms_norm_eps, **new)
 
     @property
     def down_proj(self) -> Linear:
@@ -190,6 +194,7 @@ class AttentionWeights(nn.Module):
             config.rope_interleaved,
             self.kv_scale,
             has_q_c and self.q_b_proj.takes_quantized,
+            None if self.k_pe_layernorm is None else self.k_pe_layernorm.weight,
         )
         # q_c with its fp8 codes, or alone if it was not quantized
         return NormedRows.join(q_c, *codes) if has_q_c else hidden_states, latents
@@ -263,3 +268,6 @@ class AttentionWeights(nn.Module):
         if config.attention_bias:
             fill(self.down_proj.bias, *(read_weight(weights, f"{name}.bias", (rows,)) for name, rows in down.items()))
         fill(self.kv_a_layernorm.weight, read_weight(weights, "kv_a_layernorm.weight", (config.kv_lora_rank,)))
+        if self.k_pe_layernorm is not None:
+            k_pe_norm = read_weight(weights, "k_rope_only_layernorm.weight", (config.qk_rope_head_dim,))
+            fill(self.k_pe_layernorm.weight, k_pe_norm)

@@ -21,6 +21,7 @@ class LatentPlan(CachePlan):
         interleave: Tokens of a group that one DCP rank stores.
         row_width, dtype: Elements of a row and dtype of the cache's tensors; the dtype determines the format
             (`dcpmla.cache.formats`).
+        window_layers, window_row_width: Layers whose rows have another width, and that width.
         index_layers: Layers of sparse MLA that also have an index cache, ascending.
         sources: For each layer, the layer whose latents it attends to; empty if each has its own.
         index_row_width, index_dtype: Row width and dtype of the index caches' tensors (`dcpmla.cache.index_keys`).
@@ -33,6 +34,14 @@ class LatentPlan(CachePlan):
     index_layers: tuple[int, ...] = ()
     sources: tuple[int, ...] = ()
     index_row_width: int = 0
+    window_layers: tuple[int, ...] = ()
+    window_row_width: int = 0
+
+    @property
+    def row_widths(self) -> list[int]:
+        """Return the elements of a row in each layer."""
+        windows = self.window_layers
+        return [self.window_row_width if layer in windows else self.row_width for layer in range(self.num_layers)]
 
     @property
     def source_of_layers(self) -> Sequence[int]:
@@ -42,7 +51,8 @@ class LatentPlan(CachePlan):
     @property
     def bytes_per_token(self) -> int:
         """Bytes in all layers, on the rank that owns the token."""
-        latents = len(set(self.source_of_layers)) * self.row_width * self.dtype.itemsize
+        widths = self.row_widths
+        latents = sum(widths[source] for source in set(self.source_of_layers)) * self.dtype.itemsize
         return latents + len(self.index_layers) * self.index_row_width * self.index_dtype.itemsize
 
     @property
@@ -110,8 +120,8 @@ class LatentCache(Cache):
         plan.check_fits(device)
         self.sizes = plan
         blocks = plan.num_blocks, plan.block_size
-        own = sorted(set(plan.source_of_layers))
-        self.layers = [torch.empty(*blocks, plan.row_width, dtype=plan.dtype, device=device) for _ in own]
+        own, widths = sorted(set(plan.source_of_layers)), plan.row_widths
+        self.layers = [torch.empty(*blocks, widths[layer], dtype=plan.dtype, device=device) for layer in own]
         latents = dict(zip(own, self.layers, strict=True))
         index: dict[str, Any] = {"dtype": plan.index_dtype, "device": device}
         self.index_layers = [torch.empty(*blocks, plan.index_row_width, **index) for _ in plan.index_layers]

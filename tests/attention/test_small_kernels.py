@@ -94,8 +94,12 @@ def assert_near(got: Tensor, wanted: Tensor) -> None:
 def check_latents(device: str, *sizes: tuple[int, ...]) -> None:
     from dcpmla.attention.triton import projections as kernels
 
-    for size, dtype, rope, interleaved in itertools.product(sizes, DTYPES, (True, False), (True, False)):
+    for number, (size, dtype, rope, interleaved) in enumerate(
+        itertools.product(sizes, DTYPES, (True, False), (True, False))
+    ):
         arguments = latents_case(size, [3, -1, 27, -1, 0], dtype, rope, interleaved)
+        if number % 4 in (1, 2):  # k_pe is normed, in either layout
+            arguments += [False, randn(size[2], dtype=dtype, seed=7)]
         moved = on(device, arguments)
         wanted, got = projections.finish_latents(*arguments), kernels.finish_latents(*moved)
         for mine, theirs in zip(got[:2], wanted[:2], strict=True):
@@ -243,7 +247,7 @@ def compile_for_hopper(kernel: Any, dtype: str, constants: dict[str, Any], **typ
 
 
 ROPE = {"ROPE": 64, "PAIRS": 32, "INTERLEAVED": True}
-LATENTS = {"KV_RANK": 512, "KV_COLUMNS": 512, "Q_RANK": 1536, "Q_COLUMNS": 2048, **ROPE}
+LATENTS = {"k_pe_weight_ptr": None, "KV_RANK": 512, "KV_COLUMNS": 512, "Q_RANK": 1536, "Q_COLUMNS": 2048, **ROPE}
 QUERY = {"NOPE": 128, "RANK": 512, "TOKENS": 64, **ROPE}
 TYPES = {
     **{"cos_sin_ptr": "*fp32", "slots_ptr": "*i64", "eps": "fp32", "kv_lora_scale": "fp32"},
@@ -264,6 +268,8 @@ def test_kernels_compile_for_hopper(dtype: str) -> None:
     without_q_lora = {"Q_RANK": 0, "Q_COLUMNS": 1, "q_weight_ptr": None, "cos_sin_ptr": None}
     for nothing in ({}, without_q_lora):
         compile_for_hopper(latents_kernel, dtype, {**LATENTS, "kv_scale_ptr": None, **nothing}, **TYPES)
+    normed = {name: value for name, value in LATENTS.items() if name != "k_pe_weight_ptr"}
+    compile_for_hopper(latents_kernel, dtype, {**normed, "kv_scale_ptr": None}, **TYPES)
     for kernel, constants in (
         (absorb_kernel, {"q_scale_ptr": None, "w_scales_ptr": None, **QUERY}),
         (rotate_kernel, ROPE),

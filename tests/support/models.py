@@ -30,7 +30,7 @@ MLA_FAMILIES = (
     "mistral4",
     "youtu",
     "axk1",
-    *_known("minicpm3", "hy_v4"),
+    *_known("minicpm3", "hy_v4", "dots3_note_text"),
     *SPARSE_FAMILIES,
     *LARGE4_FAMILIES,
 )
@@ -114,6 +114,24 @@ _HYBRID = {
 
 _VISION = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
 _VISION |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+_DOTS3 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["indexed_attention", "sliding_attention", "sliding_attention", "indexed_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "shared_experts_intermediate_size": 48,
+    "rope_parameters": {
+        "indexed_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+    "sliding_window": 12,
+    "swa_num_attention_heads": 24,
+    "swa_num_key_value_heads": 24,
+    "swa_q_lora_rank": 20,
+    "swa_kv_lora_rank": 32,
+    "swa_head_dim": 20,
+    "swa_qk_nope_head_dim": 12,
+    "swa_v_head_dim": 6,
+}
 
 
 def tiny_config(family: str) -> Any:
@@ -177,6 +195,8 @@ def tiny_config(family: str) -> Any:
             return transformers.HYV4Config(
                 **common, **{**_MOE, **layers}, **_INDEXER, **own, attn_implementation="eager"
             )
+        case "dots3_note_text":
+            return transformers.Dots3NoteTextConfig(**_COMMON, **{**_MOE, **_DOTS3}, **_INDEXER, head_dim=16)
         case "kimi_linear":
             return transformers.KimiLinearConfig(
                 **{**_COMMON, "q_lora_rank": None}, **_HYBRID, linear_num_heads=24, linear_head_dim=8
@@ -200,6 +220,7 @@ def random_model(config: Any, seed: int = 0) -> Any:
     if class_name == "MistralLarge4TextForCausalLM":  # only the multimodal model has a head
         config = transformers.MistralLarge4Config(text_config=config, vision_config=_VISION)
         class_name = "MistralLarge4ForConditionalGeneration"
+    class_name = class_name.replace("TextFor", "For")
     model: Any = getattr(transformers, class_name, transformers.AutoModelForCausalLM.from_config)(config).eval()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "norm" in name:

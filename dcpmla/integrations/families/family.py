@@ -69,9 +69,13 @@ class Family:
         if not has_quantized_weights(raw.get("quantization_config") or {}):
             del raw["quantization_config"]
         config = config_class.from_dict(raw)
+        self.check(config)
+        return config
+
+    def check(self, config: Any) -> None:
+        """Raise ValueError for a transformers config that no such model can have."""
         check_model(config, self.routing)
         self.check_attention(config)
-        return config
 
     def attention(self, config: Any, has_mtp: bool = False) -> AttentionKind:
         """Return the kind of attention, with all its layers.
@@ -85,7 +89,8 @@ class Family:
 
     def new_model(self, config: Any) -> Any:
         """Return transformers' causal language model of a config."""
-        return getattr(transformers, f"{type(config).__name__.removesuffix('Config')}ForCausalLM")(config)
+        name = type(config).__name__.removesuffix("Config").removesuffix("Text")
+        return getattr(transformers, f"{name}ForCausalLM")(config)
 
     def extend(self, model: Any) -> None:
         """Add what the family's models have beyond transformers' model, which has no weights."""

@@ -86,7 +86,8 @@ class _MistralLarge4(SparseFamily):
         indexer = replace(kind.config.indexer, norms_hidden=True)
         mla = replace(kind.config, indexer=indexer, rms_norm_eps=config.rms_norm_eps, has_query_factors=True)
         nope_layers = tuple(layer for layer in range(kind.num_layers) if not config.no_rope_layers[layer])
-        return MixedKind(mla, kind.num_layers, kind.index_layers, nope_layers, tuple(config.kv_source_layers))
+        sources = tuple(config.kv_source_layers)
+        return MixedKind(mla, kind.num_layers, kind.index_layers, nope_layers=nope_layers, sources=sources)
 
     def new_model(self, config: Any) -> Any:
         """Return transformers' text model of a config, with the head."""

@@ -8,6 +8,7 @@ import transformers
 from dcpmla.attention.kind import AttentionKind, DenseKind
 from dcpmla.fields import choices
 from dcpmla.integrations.families.deepseek_v4 import DEEPSEEK_V4
+from dcpmla.integrations.families.dots3 import DOTS3
 from dcpmla.integrations.families.family import Family
 from dcpmla.integrations.families.hy_v4 import HY_V4, HY_V4_VL
 from dcpmla.integrations.families.hybrid import LING
@@ -63,13 +64,14 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v4": DEEPSEEK_V4,
     "hy_v4": HY_V4,
     "hy_v4_vl_text": HY_V4_VL,
+    "dots3_note": DOTS3,
+    "dots3_note_text": DOTS3,
 }
 
 
 # Families that transformers has, with the parts that this package does not compute.
 REFUSED = {
     "axk2": "norms with gates before its layers, and gates of attention's output",
-    "dots3_note": "windows in layers of MLA",
     "glm5_next": "hyper-connections around MLA, and an indexer over pools of keys",
 }
 
