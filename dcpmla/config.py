@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from dcpmla.fields import (
-    FLAG,
     TEXT,
+    Flag,
     Rule,
     check_fields,
     check_tp_size,
@@ -32,9 +32,7 @@ MODEL_DTYPES = ("auto", "float32", "bfloat16", "float16")  # to compute in
 
 LARGEST_SIZE = 1 << 24  # bound on any dim, vocabulary or block; more is a mistake that would run out of memory
 _Size = Annotated[int, whole(1, LARGEST_SIZE)]
-_OptionalSize = Annotated[int | None, optional(whole(1, LARGEST_SIZE))]
 _Ranks = Annotated[int, whole(1, 1 << 16)]
-_Flag = Annotated[bool, FLAG]
 _Text = Annotated[str, TEXT]
 _Factor = Annotated[float, number(0, above=True)]
 _Seconds = Annotated[float, Rule("a finite number above 0, in seconds", number(0, above=True).holds)]
@@ -65,9 +63,9 @@ class IndexerConfig:
     num_heads: _Size
     head_dim: _Size
     topk: _Size
-    rope_interleaved: _Flag
-    norms_hidden: _Flag = False
-    rope_last: _Flag = False
+    rope_interleaved: Flag
+    norms_hidden: Flag = False
+    rope_last: Flag = False
     norm_eps: Annotated[float, number(0)] = 1e-6
 
     def __post_init__(self) -> None:
@@ -100,24 +98,24 @@ class MLAConfig:
 
     hidden_size: _Size
     num_heads: _Size
-    q_lora_rank: _OptionalSize
+    q_lora_rank: Annotated[int | None, optional(whole(1, LARGEST_SIZE))]
     kv_lora_rank: _Size
     qk_nope_head_dim: _Size
     qk_rope_head_dim: Annotated[int, even(LARGEST_SIZE)]
     v_head_dim: _Size
     scale: _Factor
     rms_norm_eps: Annotated[float, number(0)] = 1e-6
-    rope_interleaved: _Flag = True
-    use_rope: _Flag = True
-    projects_pe: _Flag = True
-    attention_bias: _Flag = False
+    rope_interleaved: Flag = True
+    use_rope: Flag = True
+    projects_pe: Flag = True
+    attention_bias: Flag = False
     kv_lora_scale: _Factor = 1.0
     llama_4_scaling: Annotated[tuple[float, int] | None, optional(_SCALING)] = None
-    has_query_factors: _Flag = False
+    has_query_factors: Flag = False
     indexer: Annotated[IndexerConfig | None, optional(instance_of(IndexerConfig))] = None
-    has_sinks: _Flag = False
+    has_sinks: Flag = False
     window: _OptionalSize = None
-    norms_k_pe: _Flag = False
+    norms_k_pe: Flag = False
 
     def __post_init__(self) -> None:
         check_fields(rules_of(MLAConfig), vars(self))
@@ -225,20 +223,20 @@ class DCPConfig:
     cp_kv_cache_interleave_size: _Size = 1
     dcp_comm_backend: Annotated[str, one_of(DCP_COMM_BACKENDS)] = "auto"
     exchange_timeout: _Seconds = 60.0
-    check_exchange: _Flag = False
+    check_exchange: Flag = False
     dcp_exchange_dtype: Annotated[str, one_of(DCP_EXCHANGE_DTYPES)] = "auto"
     block_size: _Size = 64
     kv_cache_dtype: Annotated[str, one_of(KV_CACHE_DTYPES)] = "auto"
     kv_cache_scale: _Scale = None
-    calculate_kv_scales: _Flag = False
+    calculate_kv_scales: Flag = False
     decode_query_dtype: Annotated[str, one_of(DECODE_QUERY_DTYPES)] = "auto"
     index_cache_dtype: Annotated[str, one_of(INDEX_CACHE_DTYPES)] = "auto"
-    index_hadamard: _Flag = False
+    index_hadamard: Flag = False
     attention_backend: _Text = "auto"
     prefill_backend: _Text = "auto"
     context_workspace_tokens: Annotated[int, whole(1)] = 65536
-    dcp_q_replicate: _Flag = False
-    dcp_project_before_merge: _Flag = False
+    dcp_q_replicate: Flag = False
+    dcp_project_before_merge: Flag = False
 
     def __post_init__(self) -> None:
         if self.kv_cache_dtype == "fp8_e4m3":
