@@ -32,6 +32,7 @@ MODEL_DTYPES = ("auto", "float32", "bfloat16", "float16")  # to compute in
 
 LARGEST_SIZE = 1 << 24  # bound on any dim, vocabulary or block; more is a mistake that would run out of memory
 _Size = Annotated[int, whole(1, LARGEST_SIZE)]
+_OptionalSize = Annotated[int | None, optional(whole(1, LARGEST_SIZE))]
 _Ranks = Annotated[int, whole(1, 1 << 16)]
 _Text = Annotated[str, TEXT]
 _Factor = Annotated[float, number(0, above=True)]
@@ -98,7 +99,7 @@ class MLAConfig:
 
     hidden_size: _Size
     num_heads: _Size
-    q_lora_rank: Annotated[int | None, optional(whole(1, LARGEST_SIZE))]
+    q_lora_rank: _OptionalSize
     kv_lora_rank: _Size
     qk_nope_head_dim: _Size
     qk_rope_head_dim: Annotated[int, even(LARGEST_SIZE)]
