@@ -8,7 +8,7 @@ from dcpmla.parallel.fp8 import AnyRows, QuantizedRows, empty_codes, quantize_ro
 
 
 def apply_gates(out: Tensor, logits: Tensor, quantizes: bool = False) -> AnyRows:
-    """Return rows out [T, h V] times the sigmoids of logits [T, N], each of which gates h V / N neighbouring columns.
+    """Return rows out [T, h V] times the sigmoids of logits [T, N]; a gate covers h V / N neighbouring columns.
 
     Gates are rounded to the dtype of out, as transformers' models round them.
 

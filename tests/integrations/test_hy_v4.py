@@ -153,7 +153,7 @@ def test_bytes_in_bfloat16(tmp_path: Path) -> None:
 
 
 def run_twice(directory: Path, layouts: list[DCPConfig]) -> list[list[tuple[list[int], Tensor]]]:
-    """On one rank: for each layout, each prompt's new tokens and their logits, equal if prompts are cached."""
+    """Return one rank's new tokens and logits of each layout and prompt, which are equal if prompts are cached."""
     results = []
     for dcp in layouts:
         cpu, mesh = torch.device("cpu"), init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
@@ -178,7 +178,7 @@ def run_twice(directory: Path, layouts: list[DCPConfig]) -> list[list[tuple[list
 
 
 def test_caches_of_8_bits_and_prefixes(tmp_path: Path) -> None:
-    """Every token is selected, for rounded index keys may tip the choice among some of them."""
+    """Every token is selected, for rounded index keys may change the choice."""
     config = tiny_config("hy_v4")
     config.index_topk = 128
     reference = random_model(config)
