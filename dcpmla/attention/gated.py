@@ -4,13 +4,15 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from dcpmla.attention.gates import apply_gates
 from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.latent import LayerCache
 from dcpmla.config import MLAConfig
-from dcpmla.parallel.fp8 import PlainRows, plain
+from dcpmla.parallel.fp8 import AnyRows, PlainRows
 from dcpmla.parallel.linear import Linear, Weight, read_linear, shard
+from dcpmla.parallel.quantized import BLOCK
 
 
 class GatedAttention(MLAAttention):
@@ -46,10 +48,9 @@ class GatedAttention(MLAAttention):
         """Run `forward` up to the sum over the TP ranks, and return this rank's part of it. Collective."""
         return self.o_proj.partial(self._gated(hidden_states, cache, step))
 
-    def _gated(self, hidden_states: PlainRows, cache: LayerCache | None, step: StepMetadata | None) -> Tensor:
-        """Return the heads' outputs [T, h V] times their gates."""
+    def _gated(self, hidden_states: PlainRows, cache: LayerCache | None, step: StepMetadata | None) -> AnyRows:
+        """Return the heads' outputs [T, h V] times their gates, quantized if o_proj takes them so."""
         out = self.attend(hidden_states, cache, step)
         assert isinstance(out, Tensor)  # it is quantized only if asked
-        gates = self.output_gate(hidden_states).float().sigmoid().to(plain(hidden_states).dtype)
-        heads = out.unflatten(-1, (self.num_heads, -1))
-        return (heads * gates.unflatten(-1, (self.num_heads, self.num_gates))).flatten(1)
+        quantizes = self.o_proj.takes_quantized and self.o_proj.input_scale is None and out.shape[1] % BLOCK == 0
+        return apply_gates(out, self.output_gate(hidden_states), quantizes)

@@ -13,6 +13,7 @@ from dcpmla.model.mixing import Streams
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import MoE
 from dcpmla.model.streams import Connection, finish
+from dcpmla.parallel.fp8 import plain
 from dcpmla.parallel.linear import Linear
 
 
@@ -61,24 +62,34 @@ class StreamDecoder(nn.Module):
         embedding: Weight [vocab, hidden].
         num_streams: Number of streams of the residual, which all begin as the embedding.
         to_head: Collapse of the streams.
+        collapses: Whether the hidden states are collapsed already, as HY V4's MTP module takes them.
     """
 
-    def __init__(self, embedding: Tensor, blocks: Sequence[StreamBlock], num_streams: int, to_head: Connection) -> None:
+    def __init__(
+        self,
+        embedding: Tensor,
+        blocks: Sequence[StreamBlock],
+        num_streams: int,
+        to_head: Connection,
+        collapses: bool = False,
+    ) -> None:
         super().__init__()
-        self.embedding = nn.Parameter(embedding, requires_grad=False)
+        self.embedding, self.collapses = nn.Parameter(embedding, requires_grad=False), collapses
         self.blocks, self.num_streams, self.to_head = nn.ModuleList(blocks), num_streams, to_head
 
     def forward(self, token_ids: Tensor, step: StepMetadata | None, cache: Cache | None) -> Tensor:
-        """Return all streams [T, streams x hidden] of tokens [T] int64. Collective over the TP group."""
+        """Return all streams [T, streams x hidden] of tokens [T] int64, or their collapse [T, hidden]. Collective over
+        the TP group.
+        """
         embedded = nn.functional.embedding(token_ids, self.embedding)
         streams = Streams(embedded[:, None].repeat(1, self.num_streams, 1))
         for block in self.blocks:
             streams = block(streams, token_ids, cache, step)
-        return finish(streams).flatten(1)
+        return plain(self.to_head(streams)[0]) if self.collapses else finish(streams).flatten(1)
 
     def collapse(self, hidden_states: Tensor) -> Tensor:
-        """Return streams [n, streams x hidden] as the head takes them, [n, hidden]."""
-        return self.to_head.collapse(hidden_states)
+        """Return hidden states [n, width] as the head takes them, [n, hidden]."""
+        return hidden_states if self.collapses else self.to_head.collapse(hidden_states)
 
 
 class StreamMtpLayer(nn.Module):

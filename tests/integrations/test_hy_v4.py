@@ -18,7 +18,7 @@ from torch import Tensor
 from dcpmla.attention.sparse.kind import SparseKind
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.families.table import attention_kind, find_family
+from dcpmla.integrations.families.table import attention_kind
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.integrations.transformers import load_model
@@ -61,7 +61,7 @@ def rewrite_weights(directory: Path, tensors: dict[str, Tensor]) -> None:
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_published_names_and_a_module_of_mtp(tmp_path: Path) -> None:
+def test_published_names_beside_an_mtp_module(tmp_path: Path) -> None:
     """On four ranks, with keys whose norm depends on its eps."""
     model = random_model(tiny_config("hy_v4"))
     for name, weight in model.named_parameters():
@@ -153,7 +153,7 @@ def test_bytes_in_bfloat16(tmp_path: Path) -> None:
 
 
 def run_twice(directory: Path, layouts: list[DCPConfig]) -> list[list[tuple[list[int], Tensor]]]:
-    """On one rank: for each layout, each prompt's new tokens and their logits, equal if prompts are cached."""
+    """Return one rank's new tokens and logits of each layout and prompt, which are equal if prompts are cached."""
     results = []
     for dcp in layouts:
         cpu, mesh = torch.device("cpu"), init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
@@ -178,7 +178,7 @@ def run_twice(directory: Path, layouts: list[DCPConfig]) -> list[list[tuple[list
 
 
 def test_caches_of_8_bits_and_prefixes(tmp_path: Path) -> None:
-    """Every token is selected, for rounded index keys may tip the choice among some of them."""
+    """Every token is selected, for rounded index keys may change the choice."""
     config = tiny_config("hy_v4")
     config.index_topk = 128
     reference = random_model(config)
@@ -222,8 +222,3 @@ def test_fields_without_a_meaning_here(changes: dict[str, Any], message: str, tm
     file.write_text(json.dumps(tiny_config("hy_v4").to_dict() | changes))
     with pytest.raises(ValueError, match=message):
         attention_kind(load_config(file))
-
-
-def test_no_mtp_module_is_computed() -> None:
-    with pytest.raises(ValueError, match="MTP modules of hy_v4 are not computed: leave --speculative-method mtp out"):
-        find_family("hy_v4").check_mtp(tiny_config("hy_v4"))

@@ -10,7 +10,6 @@ from dcpmla.attention.sparse.kind import SparseKind
 from dcpmla.fields import Rule, check_fields, list_of, number, one_of, whole
 from dcpmla.integrations.checkpoint_names import rename
 from dcpmla.integrations.config_checks import check_mla, check_raw_config
-from dcpmla.integrations.families.family import NO_MTP
 from dcpmla.integrations.families.sparse import SparseFamily
 from dcpmla.integrations.families.streams import load_streams
 from dcpmla.integrations.parts import Parts
@@ -24,6 +23,7 @@ _NAMES = [
         (r"\.hc_attn_layer\.hc_", ".attn_hc."),
         (r"\.hc_mlp_layer\.hc_", ".ffn_hc."),
         (r"\.hc_head_", ".hc_"),
+        (r"\.final_layernorm\.", ".shared_head.norm."),
         (r"\.learnable_sink_param$", ".sinks"),
         (r"\.linear_gate\.", ".gate_proj."),  # transformers saves MLPs under this name, too
         (r"\.self_attn\.gate_proj\.", ".self_attn.g_proj."),
@@ -60,21 +60,24 @@ class _HyV4(SparseFamily):
         return replace(kind, config=mla, num_gates=config.v_head_dim)
 
     def extend(self, model: Any) -> None:
-        """Give the gates' projections the name that other families have for them."""
-        for layer in model.model.layers:
+        """Give the gates' projections the name that other families have for them; an MTP module has no streams."""
+        layers = model.model.layers
+        for layer in layers[getattr(model.config, "num_stream_layers", len(layers)) :]:
+            del layer.attn_hc, layer.ffn_hc
+        for layer in layers:
             layer.self_attn.g_proj = layer.self_attn.gate_proj
             del layer.self_attn.gate_proj
 
     def module_name(self, name: str, num_layers: int) -> str:
         """Return the name of transformers' module."""
-        return rename(super().module_name(name, num_layers), _NAMES)
+        name = rename(super().module_name(name, num_layers), _NAMES)
+        return name.replace("model.mtp_layers.0.", f"model.layers.{num_layers}.")
 
-    def check_mtp(self, config: Any) -> None:
-        """Raise ValueError: no module of this family is computed."""
-        raise ValueError(
-            f"speculative_method (--speculative-method) is 'mtp'; MTP modules of {config.model_type} are not "
-            f"computed: {NO_MTP}"
-        )
+    def with_mtp_layer(self, config: Any) -> Any:
+        """Return a config with the MTP module's layer, which has no streams."""
+        num_layers, config = config.num_hidden_layers, super().with_mtp_layer(config)
+        config.num_stream_layers = num_layers
+        return config
 
 
 @dataclass(frozen=True)
@@ -111,8 +114,8 @@ def _check(config: Any) -> None:
 def _load_decoder(parts: Parts, num_layers: int) -> StreamDecoder:
     """Load a decoder whose streams are not mixed with each other."""
     config, parts.bounds_mlps = parts.model.config, False
-    weights_of_output = {"post_scale": config.hc_magnitude, "post_eps": config.hc_eps}
-    return load_streams(parts, num_layers, Constants(config.rms_norm_eps, config.hc_eps, 0, **weights_of_output))
+    constants = Constants(config.rms_norm_eps, config.hc_eps, 0, config.hc_magnitude, post_eps=config.hc_eps)
+    return load_streams(parts, num_layers, constants, collapses=True)
 
 
 HY_V4 = _HyV4("HYV4", check_attention=_check, load_decoder=_load_decoder)

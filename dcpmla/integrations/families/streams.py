@@ -7,11 +7,12 @@ from dcpmla.model.streams import Connection
 from dcpmla.parallel.linear import read_weight
 
 
-def load_streams(parts: Parts, num_layers: int, constants: Constants) -> StreamDecoder:
-    """Load the decoder."""
+def load_streams(parts: Parts, num_layers: int, constants: Constants, collapses: bool = False) -> StreamDecoder:
+    """Load the decoder (`StreamDecoder`)."""
     blocks = [load_stream_block(parts, name, constants) for name in parts.layer_names(num_layers)]
     to_head = load_connection(parts, "model.hc_head.hc_", "model.norm.weight", constants, is_head=True)
-    return StreamDecoder(parts.vector("model.embed_tokens.weight"), blocks, parts.model.config.hc_mult, to_head)
+    num_streams = parts.model.config.hc_mult
+    return StreamDecoder(parts.vector("model.embed_tokens.weight"), blocks, num_streams, to_head, collapses)
 
 
 def load_stream_block(parts: Parts, name: str, constants: Constants) -> StreamBlock:
