@@ -19,10 +19,10 @@ from dcpmla.integrations.model_files import load_config
 from tests.integrations.test_deepseek_v4 import generate
 from tests.integrations.test_graph_models import serve_all
 from tests.integrations.test_transformers import check, make_cases, prompts
-from tests.support.models import MLA_FAMILIES, random_model, save_tiny, tiny_config
+from tests.support.models import WINDOW_FAMILIES, random_model, save_tiny, tiny_config
 from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.skipif("dots3_note_text" not in MLA_FAMILIES, reason="needs a transformers with dots3")
+pytestmark = pytest.mark.skipif(not WINDOW_FAMILIES, reason="needs a transformers with dots3")
 VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 VISION |= {"adapter_in_dim": 16, "adapter_out_dim": 48, "pyramid_num_routed": [-1]}
 WHISPER = {"d_model": 16, "encoder_attention_heads": 2, "encoder_layers": 1, "encoder_ffn_dim": 32}
