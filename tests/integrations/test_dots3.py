@@ -16,6 +16,7 @@ from dcpmla.attention.windowed.kind import WindowedKind
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.families.table import attention_kind, family_of
 from dcpmla.integrations.model_files import load_config
+from dcpmla.integrations.model_size import read_model
 from tests.integrations.test_deepseek_v4 import generate
 from tests.integrations.test_graph_models import serve_all
 from tests.integrations.test_transformers import check, make_cases, prompts
@@ -23,6 +24,7 @@ from tests.support.models import WINDOW_FAMILIES, random_model, save_tiny, tiny_
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not WINDOW_FAMILIES, reason="needs a transformers with dots3")
+CONFIGS = Path(__file__).parents[1] / "planning" / "configs"
 VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 VISION |= {"adapter_in_dim": 16, "adapter_out_dim": 48, "pyramid_num_routed": [-1]}
 WHISPER = {"d_model": 16, "encoder_attention_heads": 2, "encoder_layers": 1, "encoder_ffn_dim": 32}
@@ -123,6 +125,17 @@ def test_sizes_of_the_cache_and_of_reads() -> None:
     assert sum(memory.numel() * memory.element_size() for memory in cache.tensors) == plan.bytes_per_rank
     for context in (5, 100, 10**6):
         assert [reads.num_rows for reads in kind.reads(context)][-1] == min(context, 12)
+
+
+def test_the_published_sizes() -> None:
+    """13 layers with an index key and a latent of 512, 33 with a latent of 1,024; one gate for each head."""
+    size = read_model(load_config(CONFIGS / "dots3_note.json"))
+    assert isinstance(size.attention, WindowedKind)
+    assert (size.attention.num_index_layers, len(size.attention.window_layers)) == (13, 33)
+    plan = size.attention.plan_cache(DCPConfig(), [4096], torch.bfloat16)
+    assert plan.bytes_per_token == 13 * 2 * (576 + 128) + 33 * 2 * 1088
+    gates = [(p.count, p.shape) for p in size.parameters if p.name.endswith("g_proj.weight")]
+    assert sorted(gates) == [(13, (128, 5120)), (33, (64, 5120))]
 
 
 @pytest.mark.parametrize(
