@@ -39,8 +39,7 @@ def test_windows(window: int, seq_lens: tuple[int, ...], layout: tuple[int, int]
         table, memory = selected(select_window, window, seq_lens, rank, layout)
         for row, seq_len in enumerate(seq_lens):
             expected = list(range(max(0, seq_len - window), seq_len))
-            found = memory.positions[row].tolist()
-            assert found == expected[::-1] + [-1] * (window - len(expected))
+            assert memory.positions[row].tolist() == expected[::-1] + [-1] * (window - len(expected))
             slots = [
                 ownership.slot_mapping(position, table[row], BLOCK_SIZE, layout[0], rank, layout[1])
                 for position in expected
@@ -53,11 +52,11 @@ def check_kernel() -> None:
 
     for layout in LAYOUTS:
         for rank in range(layout[0]):
-            (_, wanted), (_, got) = (selected(run, 12, SEQ_LENS, rank, layout) for run in (select_window, kernel))
-            assert torch.equal(got.positions, wanted.positions)
-            assert torch.equal(got.num_slots, wanted.num_slots)
-            for mine, theirs, num in zip(got.slots, wanted.slots, wanted.num_slots, strict=True):
-                assert torch.equal(mine[:num], theirs[:num])
+            (_, expected), (_, result) = (selected(run, 12, SEQ_LENS, rank, layout) for run in (select_window, kernel))
+            assert torch.equal(result.positions, expected.positions)
+            assert torch.equal(result.num_slots, expected.num_slots)
+            for slots, expected_slots, num in zip(result.slots, expected.slots, expected.num_slots, strict=True):
+                assert torch.equal(slots[:num], expected_slots[:num])
 
 
 def test_the_kernel() -> None:

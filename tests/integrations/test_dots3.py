@@ -44,7 +44,7 @@ def save_whole(directory: Path) -> Any:
 
 
 def published(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a config with the text model's fields beside those of encoders, by the names that are published."""
+    """Return a config as it is published: without text_config, and with other names of fields."""
     text = {name: value for name, value in raw["text_config"].items() if name != "model_type"}
     for name in ("per_layer_config", "mlp_layer_types", "rope_parameters", "sliding_window"):
         del text[name]
@@ -67,8 +67,8 @@ def test_the_text_model_of_a_multimodal_one(is_published: bool, tmp_path: Path) 
     raw = json.loads((tmp_path / "config.json").read_text())
     if is_published:  # MTP modules and indexers of windows are not read
         file = tmp_path / "model.safetensors"
-        others = {"mtp.0.eh_proj.weight", "model.layers.4.eh_proj.weight", "model.layers.1.self_attn.indexer.wk.weight"}
-        save_file(load_file(file) | {name: torch.zeros(1) for name in others}, file, metadata={"format": "pt"})
+        unread = {"mtp.0.eh_proj.weight", "model.layers.4.eh_proj.weight", "model.layers.1.self_attn.indexer.wk.weight"}
+        save_file(load_file(file) | {name: torch.zeros(1) for name in unread}, file, metadata={"format": "pt"})
         (tmp_path / "config.json").write_text(json.dumps(published(raw)))
     config = load_config(tmp_path)
     assert config.model_type == "dots3_note_text"
@@ -81,8 +81,8 @@ def test_steps_in_graphs(tmp_path: Path) -> None:
     save_tiny("dots3_note_text", tmp_path)
     layout = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 2, "block_size": 4}
     dcp = DCPConfig(tensor_parallel_size=2, context_workspace_tokens=512, **layout)
-    for ((eager, *others),) in run_ranks(2, serve_all, [tmp_path], dcp, False, timeout=300):
-        for graphs in others:
+    for ((eager, *with_graphs),) in run_ranks(2, serve_all, [tmp_path], dcp, False, timeout=300):
+        for graphs in with_graphs:
             for (tokens, logits), (other_tokens, other_logits) in zip(eager, graphs, strict=True):
                 torch.testing.assert_close(other_logits, logits, atol=1e-4, rtol=0)
                 assert other_tokens == tokens

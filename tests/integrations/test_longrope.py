@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcpmla.integrations.families.table import attention_kind
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.skeleton import build_skeleton
-from tests.support.models import FAMILIES
+from tests.support.models import FAMILIES, tiny_config
 
 FACTORS = [1.059, 1.124, 1.26, 1.538, 2.094, 3.145, 4.938, 7.525, 10.475, 13.062, 14.855, 15.906, 16.462, 16.74, 16.876]
 FACTORS += [16.941]
@@ -52,6 +53,30 @@ def test_angles_of_equal_lists_depend_on_no_other_position(tmp_path: Path) -> No
     for angles, expected in zip(short, long, strict=True):
         assert torch.equal(angles, expected[:, :2])
         assert not torch.equal(angles[:, 0], angles[:, 1])
+
+    assert load_config(tmp_path).rope_parameters["factor"] == 2
+
+
+class _NoReading(TorchDispatchMode):
+    """A mode in which no number of a tensor may be read: on a GPU the host would wait, and no step could be a graph."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "kimi_k3"])
+def test_angles_read_no_number_and_change_no_frequency(family: str) -> None:
+    model = build_skeleton(tiny_config(family)).model
+    if not hasattr(model, "rotary_emb"):
+        return
+    rotary = model.rotary_emb
+    buffers = {name: (id(tensor), tensor._version) for name, tensor in rotary.named_buffers()}
+    of_types = [{"layer_type": name} for name in getattr(rotary, "layer_types", [])] or [{}]
+    with _NoReading():
+        for layer_type in of_types:
+            rotary(torch.empty(0), torch.arange(200)[None], **layer_type)
+    assert {name: (id(tensor), tensor._version) for name, tensor in rotary.named_buffers()} == buffers
 
 
 @pytest.mark.parametrize(

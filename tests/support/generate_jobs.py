@@ -64,6 +64,7 @@ class Job:
     def arguments(self, model: Path, device: str = "cpu", timeout: int = TIMEOUT) -> list[str]:
         files = ["--prompt-file", self.directory / "in.jsonl", "--output-file", self.directory / "out.jsonl"]
         sizes = ["-tp", 2, "-dcp", 2, "--max-num-seqs", 2, "--timeout", timeout]
+        sizes += ["--kv-cache-memory-bytes", 4 << 20]  # on a GPU that other tests use
         return [str(argument) for argument in ["generate", "--model", model, "--device", device, *files, *sizes]]
 
     def pids(self) -> dict[int, int]:
