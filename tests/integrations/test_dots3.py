@@ -19,8 +19,12 @@ from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from tests.integrations.test_deepseek_v4 import generate
 from tests.integrations.test_graph_models import serve_all
+from tests.integrations.test_quantized_families import check as check_quantized
+from tests.integrations.test_quantized_families import outcome
 from tests.integrations.test_transformers import check, make_cases, prompts
+from tests.planning.test_plan_truth import check as check_bytes
 from tests.support.models import WINDOW_FAMILIES, random_model, save_tiny, tiny_config
+from tests.support.quantized_models import write_dequantized, write_quantized
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not WINDOW_FAMILIES, reason="needs a transformers with dots3")
@@ -113,6 +117,27 @@ def test_caches_of_8_bits(kv_cache_dtype: str, tmp_path: Path) -> None:
             expected = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
         assert float((logits - expected).norm() / expected.norm()) < 0.2, len(prompt)
         assert float((logits - other).norm() / other.norm()) < 1e-2, len(prompt)
+
+
+def test_weights_in_fp8(tmp_path: Path) -> None:
+    """W_UK and W_UV stay in 8 bits where their heads' widths allow it, and ranks hold the bytes that are planned."""
+    config = tiny_config("dots3_note_text").to_dict()
+    config |= {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256, "head_dim": 256}
+    config |= {"shared_experts_intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config |= {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    config |= {"v_head_dim": 128, "index_head_dim": 128, "initializer_range": 0.1}
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 256, "qk_nope_head_dim": 192}
+    config["per_layer_config"] = {layer: sizes for layer in (1, 2)}
+    random_model(transformers.Dots3NoteTextConfig(**config)).save_pretrained(tmp_path / "wide")
+    write_quantized(tmp_path / "wide", tmp_path / "stored", "block")
+    write_dequantized(tmp_path / "wide", tmp_path / "twin", "block")
+    results = run_ranks(2, outcome, tmp_path / "stored", 2, False)
+    check_quantized(results, tmp_path / "twin")
+    assert all(kinds == {"BlockFp8"} for _, kinds, *_ in results)
+    stored = json.loads((tmp_path / "stored" / "config.json").read_text())
+    stored["quantization_config"]["modules_to_not_convert"] = ["lm_head", "weights_proj"]  # as they are stored there
+    (tmp_path / "stored" / "config.json").write_text(json.dumps(stored))
+    check_bytes([tmp_path / "stored"], 2)
 
 
 def test_sizes_of_the_cache_and_of_reads() -> None:
