@@ -19,6 +19,7 @@ from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from tests.integrations.test_deepseek_v4 import generate
 from tests.integrations.test_graph_models import serve_all
+from tests.integrations.test_load import check_loads
 from tests.integrations.test_quantized_families import check as check_quantized
 from tests.integrations.test_quantized_families import outcome
 from tests.integrations.test_transformers import check, make_cases, prompts
@@ -90,6 +91,11 @@ def test_steps_in_graphs(tmp_path: Path) -> None:
             for (tokens, logits), (other_tokens, other_logits) in zip(eager, graphs, strict=True):
                 torch.testing.assert_close(other_logits, logits, atol=1e-4, rtol=0)
                 assert other_tokens == tokens
+
+
+def test_a_load(tmp_path: Path) -> None:
+    """Prefixes that are shared, requests that wait and run again, absorbed pieces, drafts in graphs."""
+    check_loads(2, 2, 2, tmp_path, "cpu", "dots3_note_text", with_drafts=True)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_ds_mla"])
