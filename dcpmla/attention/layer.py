@@ -265,6 +265,7 @@ class MLAAttention(AttentionWeights):
             positions,
             mha.kv,
             backend=self.dcp.prefill_backend,
+            window=self.config.window,
         )
         output.append(out.flatten(1))
 

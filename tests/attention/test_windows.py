@@ -8,6 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla import ownership
+from dcpmla.attention.calls import PrefillCall
+from dcpmla.attention.reference import run_prefill
+from dcpmla.attention.sparse.mask import selection_mask
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
 from dcpmla.attention.step import StepRequests
 from dcpmla.attention.windowed.build import WindowedStepBuilder
@@ -15,6 +18,7 @@ from dcpmla.attention.windowed.select import select_window
 from dcpmla.attention.windowed.step import WindowMetadata, of_window, with_windows
 from tests.attention.test_small_kernels import compile_for_hopper
 from tests.support.layouts import dcp_config
+from tests.support.prefill_checks import segments
 from tests.support.shared_memory import run_interpreted
 
 BLOCK_SIZE = 8
@@ -62,6 +66,33 @@ def check_kernel() -> None:
 def test_the_kernel() -> None:
     pytest.importorskip("triton")
     run_interpreted(1, check_kernel)
+
+
+def check_prefill_kernel() -> None:
+    from dcpmla.attention.triton.prefill import run
+
+    generator, window, query_lens = torch.Generator().manual_seed(0), 20, (300, 5, 170)
+    rows = segments(query_lens, "cpu")
+    lens = torch.tensor([index + 1 for length in query_lens for index in range(length)], dtype=torch.int32)
+    positions = (lens[:, None] - 1 - torch.arange(window)).clamp(min=-1).to(torch.int32)
+    mask = selection_mask(positions, rows.start_loc, torch.zeros(3, dtype=torch.int32), 300)
+    q, k_nope, v = (torch.randn(475, 2, width, generator=generator).half() for width in (48, 32, 32))
+    k_pe = torch.randn(475, 16, generator=generator).half()
+    call = PrefillCall(q, k_nope, k_pe, v, *rows, *rows, 0.2, True, mask)
+    for bound in (window, window + 100):
+        out, lse = run(call._replace(window=bound))
+        expected, expected_lse = run_prefill(call)
+        torch.testing.assert_close(out, expected, atol=5e-3, rtol=5e-3)
+        torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-3)
+    hidden = call._replace(k_nope=k_nope.clone().fill_(torch.nan))  # a key before all windows of its tile is not read
+    hidden.k_nope[120:] = k_nope[120:]
+    out, _ = run(hidden._replace(window=window))
+    assert torch.equal(out[299], run(call._replace(window=window))[0][299])
+
+
+def test_prefill_leaves_out_keys_before_the_window() -> None:
+    pytest.importorskip("triton")
+    run_interpreted(1, check_prefill_kernel)
 
 
 def test_the_kernel_compiles() -> None:
