@@ -140,8 +140,9 @@ def test_weights_in_fp8(tmp_path: Path) -> None:
     results = run_ranks(2, outcome, tmp_path / "stored", 2, False)
     check_quantized(results, tmp_path / "twin")
     assert all(kinds == {"BlockFp8"} for _, kinds, *_ in results)
+    # The writer stores both wide.
     stored = json.loads((tmp_path / "stored" / "config.json").read_text())
-    stored["quantization_config"]["modules_to_not_convert"] = ["lm_head", "weights_proj"]  # as they are stored there
+    stored["quantization_config"]["modules_to_not_convert"] = ["lm_head", "weights_proj"]
     (tmp_path / "stored" / "config.json").write_text(json.dumps(stored))
     check_bytes([tmp_path / "stored"], 2)
 
