@@ -41,7 +41,7 @@ def fits(config: Any, name: str, value: object) -> bool:
     """Whether a field may hold one of NONSENSE, by the field's kind."""
     current = getattr(config, name)
     if value is None:
-        return name in ("q_lora_rank", "llama_4_scaling", "indexer", "kv_cache_scale")
+        return name in ("q_lora_rank", "llama_4_scaling", "indexer", "window", "kv_cache_scale")
     if isinstance(current, bool):
         return isinstance(value, bool)
     if name in FLOATS:
@@ -84,6 +84,10 @@ def test_fields_that_do_not_go_together() -> None:
         replace(MLA, qk_rope_head_dim=7)
     with pytest.raises(ValueError, match=r"^llama_4_scaling is \(0.1, 0\); it must be a pair"):
         replace(MLA, llama_4_scaling=(0.1, 0))
+    with pytest.raises(ValueError, match=r"^window is 9; it must be None in a layer with an indexer$"):
+        replace(MLA, window=9)
+    assert [replace(MLA, **fields).topk for fields in ({}, {"indexer": None})] == [64, None]
+    assert replace(MLA, indexer=None, window=9).topk == 9
 
 
 anything = st.recursive(

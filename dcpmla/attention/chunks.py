@@ -32,11 +32,9 @@ class ChunkBuilder:
     device: torch.device | str
     rows_per_block: int
 
-    def build_all(
-        self, lens: np.ndarray, alignment: int, table: Tensor, first: np.ndarray | None = None
-    ) -> tuple[ContextChunk, ...]:
+    def build_all(self, lens: np.ndarray, alignment: int, table: Tensor) -> tuple[ContextChunk, ...]:
         """Cut contexts of the given lengths into chunks of at most dcp.context_workspace_tokens (`chunk_bounds`)."""
-        bounds = chunk_bounds(lens, self.dcp.context_workspace_tokens, alignment, first)
+        bounds = chunk_bounds(lens, self.dcp.context_workspace_tokens, alignment)
         return tuple(self.build(begin, end, table) for begin, end in bounds)
 
     def build(self, begin: np.ndarray, end: np.ndarray, table: Tensor) -> ContextChunk:
@@ -89,9 +87,7 @@ def max_chunk_tokens(max_model_len: int, max_num_seqs: int, alignment: int) -> i
     return max(min(max(8 * max_model_len, 4 * max_num_seqs * alignment), 65536), max_num_seqs * alignment)
 
 
-def chunk_bounds(
-    context_lens: np.ndarray, max_tokens: int, alignment: int, first: np.ndarray | None = None
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def chunk_bounds(context_lens: np.ndarray, max_tokens: int, alignment: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield for each chunk the positions [begin, end) of each request's context, two arrays [num_prefills].
 
     The remaining contexts share a chunk equally; long ones get the space that short ones do not need.
@@ -99,10 +95,9 @@ def chunk_bounds(
     Args:
         max_tokens: Maximum tokens of a chunk, at least alignment.
         alignment: Divisor of each begin.
-        first: Position of each context's first token to be read, multiples of alignment; None for 0.
     """
     room = max_tokens // alignment
-    begin = np.zeros_like(context_lens) if first is None else first
+    begin = np.zeros_like(context_lens)
     while (begin < context_lens).any():
         shares = _share(-(-(context_lens - begin) // alignment), room)
         end = np.minimum(context_lens, begin + shares * alignment)

@@ -274,6 +274,7 @@ class MLAAttention(AttentionWeights):
             positions,
             mha.kv,
             backend=self.dcp.prefill_backend,
+            window=self.config.window,
         )
         output.append(self._with_sinks(out, lse).flatten(1))
 

@@ -90,9 +90,12 @@ class RouteCosts:
         kv_us = _read_us(num_keys * kv_width * _ELEMENT_BYTES, rates)
         project_us = max(kv_us, _multiply_us(num_keys * kv_width * config.kv_lora_rank, rates.matmul_tflops))
         width = config.qk_head_dim + config.v_head_dim
-        # Scores are computed in whole tiles: for new tokens, the tiles on and below the diagonal.
+        # Scores are computed in whole tiles: for new tokens, the tiles on and below the diagonal, within a window.
         rows = -(-new // _QUERY_TILE) * _QUERY_TILE
-        num_pairs = rows * context + rows * (rows + _QUERY_TILE) // 2
+        num_own = (rows + _QUERY_TILE) // 2
+        if config.window is not None:
+            num_own = min(num_own, config.window + _QUERY_TILE)
+        num_pairs = rows * (context + num_own)
         tflops = rates.masked_tflops if self._selects(num_keys) else rates.mha_tflops
         share = min(1.0, num_tiles / rates.num_processors)
         attend_us = max(kv_us, _multiply_us(num_pairs * heads * width, tflops * share))

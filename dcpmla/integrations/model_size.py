@@ -143,20 +143,20 @@ def _codes(model: Any, config: Any, quantization: dict[str, Any]) -> dict[str, s
             side % BLOCK == 0 or side >= size for side, size in zip(block, shape[-2:], strict=True)
         ):
             codes[name] = "fp8"
-    return {name: code for name, code in codes.items() if _is_kept(name, codes, shapes, config)}
+    return {name: code for name, code in codes.items() if _is_kept(name, codes, shapes, model)}
 
 
-def _is_kept(name: str, codes: dict[str, str], shapes: dict[str, torch.Size], config: Any) -> bool:
+def _is_kept(name: str, codes: dict[str, str], shapes: dict[str, torch.Size], model: Any) -> bool:
     """Return whether a quantized parameter stays so in the product that it is a part of."""
     found = re.match(r"(.*\.self_attn(?:\.\d+)?)\.(.*)\.weight$", name)
     if not found:
         return True
     prefix, word = found.groups()
     if word == "kv_b_proj":
-        nope = shapes[name][0] // config.num_attention_heads - config.v_head_dim  # a layer without positions has more
-        return nope % BLOCK == 0 == config.v_head_dim % BLOCK
+        attention = model.get_submodule(prefix)
+        return attention.qk_nope_head_dim % BLOCK == 0 == attention.v_head_dim % BLOCK
     if word == "o_a_proj":
-        return config.o_lora_rank % BLOCK == 0
+        return model.config.o_lora_rank % BLOCK == 0
     for product in _PRODUCTS:
         names = [other for part in product if (other := f"{prefix}.{part}.weight") in shapes]
         if name in names and (not codes.keys() >= set(names) or any(shapes[other][0] % BLOCK for other in names[:-1])):

@@ -8,6 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla import ownership
+from dcpmla.attention.calls import PrefillCall
+from dcpmla.attention.reference import run_prefill
+from dcpmla.attention.sparse.mask import selection_mask
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
 from dcpmla.attention.step import StepRequests
 from dcpmla.attention.windowed.build import WindowedStepBuilder
@@ -15,6 +18,7 @@ from dcpmla.attention.windowed.select import select_window
 from dcpmla.attention.windowed.step import WindowMetadata, of_window, with_windows
 from tests.attention.test_small_kernels import compile_for_hopper
 from tests.support.layouts import dcp_config
+from tests.support.prefill_checks import segments
 from tests.support.shared_memory import run_interpreted
 
 BLOCK_SIZE = 8
@@ -39,8 +43,7 @@ def test_windows(window: int, seq_lens: tuple[int, ...], layout: tuple[int, int]
         table, memory = selected(select_window, window, seq_lens, rank, layout)
         for row, seq_len in enumerate(seq_lens):
             expected = list(range(max(0, seq_len - window), seq_len))
-            found = memory.positions[row].tolist()
-            assert found == expected[::-1] + [-1] * (window - len(expected))
+            assert memory.positions[row].tolist() == expected[::-1] + [-1] * (window - len(expected))
             slots = [
                 ownership.slot_mapping(position, table[row], BLOCK_SIZE, layout[0], rank, layout[1])
                 for position in expected
@@ -53,16 +56,43 @@ def check_kernel() -> None:
 
     for layout in LAYOUTS:
         for rank in range(layout[0]):
-            (_, wanted), (_, got) = (selected(run, 12, SEQ_LENS, rank, layout) for run in (select_window, kernel))
-            assert torch.equal(got.positions, wanted.positions)
-            assert torch.equal(got.num_slots, wanted.num_slots)
-            for mine, theirs, num in zip(got.slots, wanted.slots, wanted.num_slots, strict=True):
-                assert torch.equal(mine[:num], theirs[:num])
+            (_, expected), (_, result) = (selected(run, 12, SEQ_LENS, rank, layout) for run in (select_window, kernel))
+            assert torch.equal(result.positions, expected.positions)
+            assert torch.equal(result.num_slots, expected.num_slots)
+            for slots, expected_slots, num in zip(result.slots, expected.slots, expected.num_slots, strict=True):
+                assert torch.equal(slots[:num], expected_slots[:num])
 
 
 def test_the_kernel() -> None:
     pytest.importorskip("triton")
     run_interpreted(1, check_kernel)
+
+
+def check_prefill_kernel() -> None:
+    from dcpmla.attention.triton.prefill import run
+
+    generator, window, query_lens = torch.Generator().manual_seed(0), 20, (300, 5, 170)
+    rows = segments(query_lens, "cpu")
+    lens = torch.tensor([index + 1 for length in query_lens for index in range(length)], dtype=torch.int32)
+    positions = (lens[:, None] - 1 - torch.arange(window)).clamp(min=-1).to(torch.int32)
+    mask = selection_mask(positions, rows.start_loc, torch.zeros(3, dtype=torch.int32), 300)
+    q, k_nope, v = (torch.randn(475, 2, width, generator=generator).half() for width in (48, 32, 32))
+    k_pe = torch.randn(475, 16, generator=generator).half()
+    call = PrefillCall(q, k_nope, k_pe, v, *rows, *rows, 0.2, True, mask)
+    for bound in (window, window + 100):
+        out, lse = run(call._replace(window=bound))
+        expected, expected_lse = run_prefill(call)
+        torch.testing.assert_close(out, expected, atol=5e-3, rtol=5e-3)
+        torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-3)
+    hidden = call._replace(k_nope=k_nope.clone().fill_(torch.nan))  # a key before all windows of its tile is not read
+    hidden.k_nope[120:] = k_nope[120:]
+    out, _ = run(hidden._replace(window=window))
+    assert torch.equal(out[299], run(call._replace(window=window))[0][299])
+
+
+def test_prefill_leaves_out_keys_before_the_window() -> None:
+    pytest.importorskip("triton")
+    run_interpreted(1, check_prefill_kernel)
 
 
 def test_the_kernel_compiles() -> None:

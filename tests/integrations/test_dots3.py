@@ -16,13 +16,20 @@ from dcpmla.attention.windowed.kind import WindowedKind
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.families.table import attention_kind, family_of
 from dcpmla.integrations.model_files import load_config
+from dcpmla.integrations.model_size import read_model
 from tests.integrations.test_deepseek_v4 import generate
 from tests.integrations.test_graph_models import serve_all
+from tests.integrations.test_load import check_loads
+from tests.integrations.test_quantized_families import check as check_quantized
+from tests.integrations.test_quantized_families import outcome
 from tests.integrations.test_transformers import check, make_cases, prompts
-from tests.support.models import MLA_FAMILIES, random_model, save_tiny, tiny_config
+from tests.planning.test_plan_truth import check as check_bytes
+from tests.support.models import WINDOW_FAMILIES, random_model, save_tiny, tiny_config
+from tests.support.quantized_models import write_dequantized, write_quantized
 from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.skipif("dots3_note_text" not in MLA_FAMILIES, reason="needs a transformers with dots3")
+pytestmark = pytest.mark.skipif(not WINDOW_FAMILIES, reason="needs a transformers with dots3")
+CONFIGS = Path(__file__).parents[1] / "planning" / "configs"
 VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 VISION |= {"adapter_in_dim": 16, "adapter_out_dim": 48, "pyramid_num_routed": [-1]}
 WHISPER = {"d_model": 16, "encoder_attention_heads": 2, "encoder_layers": 1, "encoder_ffn_dim": 32}
@@ -42,7 +49,7 @@ def save_whole(directory: Path) -> Any:
 
 
 def published(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a config with the text model's fields beside those of encoders, by the names that are published."""
+    """Return a config as it is published: without text_config, and with other names of fields."""
     text = {name: value for name, value in raw["text_config"].items() if name != "model_type"}
     for name in ("per_layer_config", "mlp_layer_types", "rope_parameters", "sliding_window"):
         del text[name]
@@ -65,8 +72,8 @@ def test_the_text_model_of_a_multimodal_one(is_published: bool, tmp_path: Path) 
     raw = json.loads((tmp_path / "config.json").read_text())
     if is_published:  # MTP modules and indexers of windows are not read
         file = tmp_path / "model.safetensors"
-        others = {"mtp.0.eh_proj.weight", "model.layers.4.eh_proj.weight", "model.layers.1.self_attn.indexer.wk.weight"}
-        save_file(load_file(file) | {name: torch.zeros(1) for name in others}, file, metadata={"format": "pt"})
+        unread = {"mtp.0.eh_proj.weight", "model.layers.4.eh_proj.weight", "model.layers.1.self_attn.indexer.wk.weight"}
+        save_file(load_file(file) | {name: torch.zeros(1) for name in unread}, file, metadata={"format": "pt"})
         (tmp_path / "config.json").write_text(json.dumps(published(raw)))
     config = load_config(tmp_path)
     assert config.model_type == "dots3_note_text"
@@ -79,11 +86,16 @@ def test_steps_in_graphs(tmp_path: Path) -> None:
     save_tiny("dots3_note_text", tmp_path)
     layout = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 2, "block_size": 4}
     dcp = DCPConfig(tensor_parallel_size=2, context_workspace_tokens=512, **layout)
-    for ((eager, *others),) in run_ranks(2, serve_all, [tmp_path], dcp, False, timeout=300):
-        for graphs in others:
+    for ((eager, *with_graphs),) in run_ranks(2, serve_all, [tmp_path], dcp, False, timeout=300):
+        for graphs in with_graphs:
             for (tokens, logits), (other_tokens, other_logits) in zip(eager, graphs, strict=True):
                 torch.testing.assert_close(other_logits, logits, atol=1e-4, rtol=0)
                 assert other_tokens == tokens
+
+
+def test_a_load(tmp_path: Path) -> None:
+    """Prefixes that are shared, requests that wait and run again, absorbed pieces, drafts in graphs."""
+    check_loads(2, 2, 2, tmp_path, "cpu", "dots3_note_text", with_drafts=True)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_ds_mla"])
@@ -113,6 +125,28 @@ def test_caches_of_8_bits(kv_cache_dtype: str, tmp_path: Path) -> None:
         assert float((logits - other).norm() / other.norm()) < 1e-2, len(prompt)
 
 
+def test_weights_in_fp8(tmp_path: Path) -> None:
+    """W_UK and W_UV stay in 8 bits where their heads' widths allow it, and ranks hold the bytes that are planned."""
+    config = tiny_config("dots3_note_text").to_dict()
+    config |= {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256, "head_dim": 256}
+    config |= {"shared_experts_intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config |= {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    config |= {"v_head_dim": 128, "index_head_dim": 128, "initializer_range": 0.1}
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 256, "qk_nope_head_dim": 192}
+    config["per_layer_config"] = {layer: sizes for layer in (1, 2)}
+    random_model(transformers.Dots3NoteTextConfig(**config)).save_pretrained(tmp_path / "wide")
+    write_quantized(tmp_path / "wide", tmp_path / "stored", "block")
+    write_dequantized(tmp_path / "wide", tmp_path / "twin", "block")
+    results = run_ranks(2, outcome, tmp_path / "stored", 2, False)
+    check_quantized(results, tmp_path / "twin")
+    assert all(kinds == {"BlockFp8"} for _, kinds, *_ in results)
+    # The writer stores both wide.
+    stored = json.loads((tmp_path / "stored" / "config.json").read_text())
+    stored["quantization_config"]["modules_to_not_convert"] = ["lm_head", "weights_proj"]
+    (tmp_path / "stored" / "config.json").write_text(json.dumps(stored))
+    check_bytes([tmp_path / "stored"], 2)
+
+
 def test_sizes_of_the_cache_and_of_reads() -> None:
     """Rows have the width of their layer; layers with a window read the window whatever the context."""
     kind = attention_kind(tiny_config("dots3_note_text"))
@@ -123,6 +157,17 @@ def test_sizes_of_the_cache_and_of_reads() -> None:
     assert sum(memory.numel() * memory.element_size() for memory in cache.tensors) == plan.bytes_per_rank
     for context in (5, 100, 10**6):
         assert [reads.num_rows for reads in kind.reads(context)][-1] == min(context, 12)
+
+
+def test_the_published_sizes() -> None:
+    """13 layers with an index key and a latent of 512, 33 with a latent of 1,024; one gate for each head."""
+    size = read_model(load_config(CONFIGS / "dots3_note.json"))
+    assert isinstance(size.attention, WindowedKind)
+    assert (size.attention.num_index_layers, len(size.attention.window_layers)) == (13, 33)
+    plan = size.attention.plan_cache(DCPConfig(), [4096], torch.bfloat16)
+    assert plan.bytes_per_token == 13 * 2 * (576 + 128) + 33 * 2 * 1088
+    gates = [(p.count, p.shape) for p in size.parameters if p.name.endswith("g_proj.weight")]
+    assert sorted(gates) == [(13, (128, 5120)), (33, (64, 5120))]
 
 
 @pytest.mark.parametrize(

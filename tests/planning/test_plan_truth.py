@@ -20,7 +20,7 @@ from dcpmla.parallel.quantized import BLOCK
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.predict import expected_experts, predict_step
 from dcpmla.planning.setting import Setting
-from tests.support.models import LARGE4_FAMILIES, MLA_FAMILIES, STATE_FAMILIES, random_model, save_tiny, tiny_config
+from tests.support.models import FAMILIES, LARGE4_FAMILIES, random_model, save_tiny, tiny_config
 from tests.support.quantized_models import save_wide, write_quantized
 from tests.support.ranks import run_ranks
 
@@ -64,7 +64,7 @@ def check(directories: list[Path], tp_size: int, expert_dtype: str = "auto") -> 
 
 
 def test_every_family(tmp_path: Path) -> None:
-    directories = [tmp_path / family for family in (*MLA_FAMILIES, *STATE_FAMILIES)]
+    directories = [tmp_path / family for family in FAMILIES]
     for directory in directories:
         save_tiny(directory.name, directory)
     check(directories, 2)
@@ -108,7 +108,7 @@ def test_experts_in_integers() -> None:
     assert kimi.weight_bytes(8)["experts"] == (routed // 2 * 9 // 8 + shared) // 8
 
 
-@pytest.mark.skipif("kimi_k3" not in STATE_FAMILIES, reason="needs a transformers with Kimi Linear")
+@pytest.mark.skipif("kimi_k3" not in FAMILIES, reason="needs a transformers with Kimi Linear")
 def test_kimi_k3() -> None:
     """It is published as 2.78 T parameters in 1,561 GB, its image encoder's among them. Of 16 ranks each holds a
     sixteenth of a request's states: 69 layers of 96 memories of 128 x 128 in float32, and three tokens of the

@@ -30,12 +30,13 @@ MLA_FAMILIES = (
     "mistral4",
     "youtu",
     "axk1",
-    *_known("minicpm3", "hy_v4", "dots3_note_text"),
+    *_known("minicpm3", "hy_v4"),
     *SPARSE_FAMILIES,
     *LARGE4_FAMILIES,
 )
 STATE_FAMILIES = _known("deepseek_v4", "kimi_linear", "kimi_k3", "bailing_hybrid")  # a state of fixed size per request
-FAMILIES = (*MLA_FAMILIES, *STATE_FAMILIES)
+WINDOW_FAMILIES = _known("dots3_note_text")  # layers of MLA of two sizes
+FAMILIES = (*MLA_FAMILIES, *WINDOW_FAMILIES, *STATE_FAMILIES)
 VOCAB_SIZE = 192  # also the eos id's home: 191 is left out of what prompts use
 
 _YARN = {

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.build import HostStep
+from dcpmla.attention.chunks import chunk_bounds
 from dcpmla.attention.sparse.build import SparseStepBuilder
 from dcpmla.attention.step import StepMetadata
 from dcpmla.attention.windowed.step import WindowMetadata
@@ -34,6 +35,7 @@ class WindowedStepBuilder(SparseStepBuilder):
             context_lens = np.subtract(seq_lens[prefills], query_lens[prefills])
             alignment = self.dcp.chunk_alignment
             first = np.maximum(context_lens - self._window + 1, 0) // alignment * alignment
-            chunks = self.chunks.build_all(context_lens, alignment, block_table[prefills], first)
-            prefill = replace(step.prefill, context_chunks=chunks)
+            bounds = chunk_bounds(context_lens - first, self.dcp.context_workspace_tokens, alignment)
+            chunks = (self.chunks.build(first + begin, first + end, block_table[prefills]) for begin, end in bounds)
+            prefill = replace(step.prefill, context_chunks=tuple(chunks))
         return step.with_kind(WindowMetadata(prefill))

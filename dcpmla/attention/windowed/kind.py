@@ -32,7 +32,7 @@ FULL_ROTARY, WINDOW_ROTARY = "indexed_attention", "sliding_attention"  # types o
 class WindowedKind(SparseKind):
     """Gated MLA: layers with an indexer of their own, and layers with a window, of other sizes.
 
-    The config is that of layers with an indexer.
+    The config describes layers with an indexer.
 
     Attributes:
         windowed: Geometry of the layers with a window.

@@ -30,7 +30,7 @@ def select_window(
     slots: Tensor,
     num_slots: Tensor,
 ) -> None:
-    """Select the last tokens up to each token, and find the slots of those that this rank owns.
+    """Select the last tokens up to each token, and find the slots of this rank's tokens among them.
 
     Args:
         block_table, request, seq_lens: Columns of `SparseMetadata`.

@@ -15,8 +15,8 @@ class WindowMetadata:
 
     Attributes:
         prefill: Prefills whose contexts begin at the window of their first token; None without prefills.
-        cos_sin: Cosines and sines [num_tokens, R] float32 of these layers' RoPE.
-        selection: Memory for each token's window: the first of the layers writes it, and all of them read it. None
+        cos_sin: Cosines and sines [num_tokens, R] float32 of RoPE in layers with a window.
+        selection: Memory for each token's window, which the first layer with a window writes and the others read. None
             where no token has more tokens before it than the window.
     """
 

@@ -41,7 +41,7 @@ class _Dots3(Family):
     """dots3, whose layers with a window have sizes of their own."""
 
     def read_config(self, raw: dict[str, Any]) -> Any:
-        """Return the text model's config; the published file has its fields beside those of encoders."""
+        """Return the text model's config. The published file has configs of encoders, too."""
         check_fields(_RAW_RULES, raw)
         check_fields(dict.fromkeys(_TYPES, _OBJECT), raw.get("rope_parameters") or {}, "rope_parameters.{}".format)
         if raw.get("per_layer_config") is not None:
@@ -110,7 +110,7 @@ def _check_sizes(sizes_of_layers: dict[str, dict[str, Any]], num_layers: int | N
 
 
 def _layers_of(config: Any, kind: str) -> list[int]:
-    return [layer for layer, found in enumerate(config.layer_types) if found == kind]
+    return [layer for layer, layer_type in enumerate(config.layer_types) if layer_type == kind]
 
 
 def _check(config: Any) -> None:

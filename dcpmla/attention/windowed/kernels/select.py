@@ -9,8 +9,8 @@ from torch import Tensor
 def _local_len(seq_len, dcp_rank, dcp_size, interleave):
     """Return the number of a rank's tokens among the first seq_len tokens (`ownership.local_seq_lens`)."""
     turn = dcp_size * interleave
-    rest = seq_len % turn - dcp_rank * interleave
-    return seq_len // turn * interleave + tl.minimum(tl.maximum(rest, 0), interleave)
+    remainder = seq_len % turn - dcp_rank * interleave
+    return seq_len // turn * interleave + tl.minimum(tl.maximum(remainder, 0), interleave)
 
 
 @triton.jit(do_not_specialize=["table_stride", "block_size", "dcp_rank", "dcp_size", "interleave"])
