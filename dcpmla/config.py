@@ -81,6 +81,8 @@ class MLAConfig:
         llama_4_scaling: (beta, original_max_position): queries at position p are multiplied by
             1 + beta ln(1 + floor(p / original_max_position)) (Mistral 4, after Llama 4); None for no such factor.
         indexer: Indexer of sparse MLA; None for dense MLA.
+        query_gates: Whether the query projection also makes the logits of a gate for each column of the output, and
+            its input is the query latent after and before its norm (A.X-K2).
     """
 
     hidden_size: _Size
@@ -98,14 +100,25 @@ class MLAConfig:
     kv_lora_scale: _Factor = 1.0
     llama_4_scaling: Annotated[tuple[float, int] | None, optional(_SCALING)] = None
     indexer: Annotated[IndexerConfig | None, optional(instance_of(IndexerConfig))] = None
+    query_gates: _Flag = False
 
     def __post_init__(self) -> None:
         check_fields(rules_of(MLAConfig), vars(self))
+        if self.query_gates and (self.q_lora_rank is None or self.llama_4_scaling is not None):
+            raise ValueError(
+                f"query_gates is True; it must be False with q_lora_rank {self.q_lora_rank} and llama_4_scaling "
+                f"{self.llama_4_scaling}: gates are made from the query latent, and queries have no factor"
+            )
         if self.indexer is not None and self.indexer.head_dim < self.qk_rope_head_dim:
             raise ValueError(
                 f"indexer.head_dim is {self.indexer.head_dim}; it must be at least qk_rope_head_dim "
                 f"{self.qk_rope_head_dim}"
             )
+
+    @property
+    def query_width(self) -> int:
+        """Return the rows of the query projection for a head: P + R, and V with query_gates."""
+        return self.qk_head_dim + self.v_head_dim * self.query_gates
 
     @property
     def qk_head_dim(self) -> int:

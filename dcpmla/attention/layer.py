@@ -212,7 +212,7 @@ class MLAAttention(AttentionWeights):
         calculate_scale_(self.kv_scale, latents, self.mesh.tp_group)
         if self.q_scale is not None:
             tokens = Tokens(q_c, cos_sin, rows_of(step.query_factor, prefills)).rows(slice(0, _SCALED_TOKENS))
-            q = self.project_query(tokens, self.q_heads.own)
+            q, _ = self.project_query(tokens, self.q_heads.own)
             absorbed = self.absorb(q, self.w_uk_of(self.kv_heads.own), tokens.cos_sin, None)
             calculate_scale_(self.q_scale, absorbed, self.mesh.tp_group)
 
@@ -227,6 +227,8 @@ class MLAAttention(AttentionWeights):
             return None
         if self.indexer is not None:
             assert index_keys is not None
+            if self.config.query_gates:
+                q_c = plain(q_c)[:, : self.config.q_lora_rank]
             self.indexer(hidden_states, q_c, index_keys, step)  # writes the selection
         return sparse.selection if sparse.max_seq_len > self.config.indexer.topk else None
 
@@ -267,12 +269,13 @@ class MLAAttention(AttentionWeights):
             backend=self.dcp.prefill_backend,
         )
         output.append(out.flatten(1))
+        output.gate(mha.gates)
 
     def _attend_absorbed(self, tokens: Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
         """Attend with absorbed queries to the latents of all ranks, apply W_UV, and append the output. Collective."""
         if tokens.selection is not None:
             kv_cache, decode = selected_rows(kv_cache, tokens.selection, decode.workspace)
-        q = self.project_query(tokens, slice(0, self.q_heads.count))
+        q, gates = self.project_query(tokens, slice(0, self.q_heads.count))
         project_first = self.dcp.dcp_project_before_merge and q.shape[0] >= PROJECT_FIRST_TOKENS
         out, _ = dcp_mla_decode(
             self.absorb(q, self.w_uk, tokens.cos_sin, self.q_scale),
@@ -292,8 +295,9 @@ class MLAAttention(AttentionWeights):
             output.append(out.flatten(1))
         else:
             output.project(out)
+        output.gate(None if gates is None else gates[:, self.q_heads.own])
 
     @property
     def _output_quant(self) -> OutputQuant | None:
-        """Return the quantization of o_proj's input."""
-        return quant_for(self.o_proj, self.config.v_head_dim)
+        """Return the quantization of o_proj's input; gates multiply it before."""
+        return None if self.config.query_gates else quant_for(self.o_proj, self.config.v_head_dim)

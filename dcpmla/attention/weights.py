@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dcpmla.attention.modules import GivenLinear, MLAModules, given_norm, given_weight
@@ -99,14 +100,14 @@ class AttentionWeights(nn.Module):
     def _make(self, new: dict[str, Any]) -> None:
         """Make parameters that `load_weights` fills; `new` holds the keyword arguments of each."""
         config = self.config
-        hidden, q_dim = config.hidden_size, self.q_heads.count * config.qk_head_dim
+        hidden, q_dim = config.hidden_size, self.q_heads.count * config.query_width
         if config.q_lora_rank is None:
             self.q_proj = Linear(hidden, q_dim, **new)
             self.kv_a_proj = Linear(hidden, config.latent_dim, config.attention_bias, **new)
         else:
             self.fused_qkv_a_proj = Linear(hidden, config.q_lora_rank + config.latent_dim, config.attention_bias, **new)
             self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, config.rms_norm_eps, **new)
-            self.q_b_proj = Linear(config.q_lora_rank, q_dim, **new)
+            self.q_b_proj = Linear(config.q_lora_rank * (1 + config.query_gates), q_dim, **new)
         self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, config.rms_norm_eps, **new)
         kv_b_dim = self.kv_heads.count * (config.qk_nope_head_dim + config.v_head_dim)
         self.kv_b_proj = Linear(config.kv_lora_rank, kv_b_dim, **new)
@@ -164,8 +165,9 @@ class AttentionWeights(nn.Module):
     ) -> tuple[PlainRows, Tensor]:
         """Cache the latents; return the query projection's input (`Tokens.q_c`), and the latents before rounding."""
         config, has_q_c = self.config, self.config.q_lora_rank is not None
+        down = self.down_proj(hidden_states)
         q_c, latents, *codes = finish_latents(
-            self.down_proj(hidden_states),
+            down,
             kv_cache,
             slots,
             self.q_a_layernorm.weight if has_q_c else None,
@@ -175,24 +177,32 @@ class AttentionWeights(nn.Module):
             cos_sin,
             config.rope_interleaved,
             self.kv_scale,
-            has_q_c and self.q_b_proj.takes_quantized,
+            has_q_c and self.q_b_proj.takes_quantized and not config.query_gates,
         )
+        if config.query_gates:
+            return torch.cat([q_c, down[:, : q_c.shape[1]]], -1), latents
         # q_c with its fp8 codes, or alone if it was not quantized
         return NormedRows.join(q_c, *codes) if has_q_c else hidden_states, latents
 
-    def project_query(self, tokens: Tokens, heads: slice) -> Tensor:
-        """Return queries [T, n, P + R] before RoPE, times query_factor; `heads` is a slice of the held q_heads."""
-        width = self.config.qk_head_dim
+    def project_query(self, tokens: Tokens, heads: slice) -> tuple[Tensor, Tensor | None]:
+        """Return queries [T, n, P + R] before RoPE, times query_factor, and the logits [T, n, V] of query_gates.
+
+        Args:
+            heads: Slice of the held q_heads.
+        """
+        width, qk_head_dim = self.config.query_width, self.config.qk_head_dim
         q = self.query_proj.product(tokens.q_c, slice(heads.start * width, heads.stop * width))
         q = q.unflatten(-1, (-1, width))
-        return q if tokens.query_factor is None else q * tokens.query_factor[:, None, None]
+        if self.config.query_gates:
+            return q[..., :qk_head_dim], q[..., qk_head_dim:]
+        return q if tokens.query_factor is None else q * tokens.query_factor[:, None, None], None
 
     def prepare_mha(self, tokens: Tokens) -> MHAInputs:
         """Return the queries of this rank's heads, and the weight that projects latents to keys and values."""
-        q = self.project_query(tokens, self.q_heads.own)
+        q, gates = self.project_query(tokens, self.q_heads.own)
         if tokens.cos_sin is not None:
             rotate_query_(q, tokens.cos_sin, self.config.rope_interleaved)
-        return MHAInputs(q, None, self.up_projection())
+        return MHAInputs(q, gates, None, self.up_projection())
 
     def absorb(self, q: Tensor, w_uk: Tensor | BlockFp8, cos_sin: Tensor | None, q_scale: Tensor | None) -> Tensor:
         codes, scales = unpack(w_uk)
@@ -227,8 +237,8 @@ class AttentionWeights(nn.Module):
         else:
             down, q_name = {"q_a_proj": config.q_lora_rank, **down}, "q_b_proj.weight"
             fill(self.q_a_layernorm.weight, read_weight(weights, "q_a_layernorm.weight", (config.q_lora_rank,)))
-        q_shape = config.num_heads * config.qk_head_dim, self.query_proj.in_features
-        self.query_proj.load(read_linear(weights, q_name, q_shape, self.q_heads.rows(config.qk_head_dim)))
+        q_shape = config.num_heads * config.query_width, self.query_proj.in_features
+        self.query_proj.load(read_linear(weights, q_name, q_shape, self.q_heads.rows(config.query_width)))
         self.down_proj.load(*(read_linear(weights, f"{name}.weight", (rows, hidden)) for name, rows in down.items()))
         fill(self.kv_a_layernorm.weight, read_weight(weights, "kv_a_layernorm.weight", (rank,)))
         kv_b_shape = config.num_heads * kv_b_width, rank

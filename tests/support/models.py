@@ -14,7 +14,7 @@ from tests.support.kimi_k3_files import TEXT, save_k3
 
 def _known(*families: str) -> tuple[str, ...]:
     """Return the families that the installed transformers has: older ones lack the newest."""
-    rows = {"kimi_k3": TABLE["kimi_linear"], **TABLE}
+    rows = {"kimi_k3": TABLE["kimi_linear"], "axk2_ungrouped": TABLE["axk2"], **TABLE}
     return tuple(family for family in families if hasattr(transformers, f"{rows[family].class_prefix}Config"))
 
 
@@ -29,7 +29,7 @@ MLA_FAMILIES = (
     "mistral4",
     "youtu",
     "axk1",
-    *_known("minicpm3"),
+    *_known("minicpm3", "axk2", "axk2_ungrouped"),
     *SPARSE_FAMILIES,
 )
 STATE_FAMILIES = _known("deepseek_v4", "kimi_linear", "kimi_k3", "bailing_hybrid")  # a state of fixed size per request
@@ -153,6 +153,10 @@ def tiny_config(family: str) -> Any:
             return transformers.MiniCPM3Config(**{**common, "rope_parameters": rope}, **dense, **scales)
         case "axk1":
             return transformers.AXK1Config(**common, **_MOE, mlp_layer_types=["dense", "sparse"])
+        case "axk2" | "axk2_ungrouped":
+            groups = {"n_group": None, "topk_group": None} if family == "axk2_ungrouped" else {"n_group": 2}
+            sizes = {"num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "sparse"], "gated_norm_rank": 6}
+            return transformers.AXK2Config(**common, **{**_MOE, **groups, **sizes}, **_INDEXER, attention_bias=True)
         case "deepseek_v32":
             return transformers.DeepseekV32Config(**common, **_MOE, **_INDEXER, first_k_dense_replace=1)
         case "glm_moe_dsa":
@@ -182,6 +186,8 @@ def random_model(config: Any, seed: int = 0) -> Any:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "norm" in name:
             tensor.data.uniform_(0.5, 1.5)
+        elif config.model_type == "axk2" and name.endswith("e_score_correction_bias"):
+            tensor.data.uniform_(0, 0.4)  # if experts had negative scores, those of other groups would tie at 0
         elif name.endswith(("bias", "sinks", "_hc.base", "hc_head.hc_base")):
             tensor.data.normal_(0, 0.2)
         elif name.endswith("A_log"):  # states that remember tokens for a while

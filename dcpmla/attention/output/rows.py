@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.output import formats
-from dcpmla.attention.output.ops import project_rows_, write_rows_
+from dcpmla.attention.output.ops import gate_rows_, project_rows_, write_rows_
 from dcpmla.attention.projections import project_values
 from dcpmla.parallel.fp8 import QuantizedRows
 from dcpmla.parallel.linear import Linear
@@ -115,6 +115,13 @@ class OutputRows:
         else:
             write_rows_(values, self._end, *self._result())
         self._end += values.shape[0]
+
+    def gate(self, gates: Tensor | None) -> None:
+        """Multiply the last rows, which are not quantized, by the sigmoid of logits [n, h, V]; None leaves them."""
+        if gates is not None:
+            assert self._values is not None
+            assert self._quant is None
+            gate_rows_(self._values, self._end - len(gates), gates)
 
     def pad(self) -> None:
         """Append zeros up to num_rows."""
