@@ -104,15 +104,19 @@ class MLAConfig:
 
     def __post_init__(self) -> None:
         check_fields(rules_of(MLAConfig), vars(self))
-        if self.query_gates and (self.q_lora_rank is None or self.llama_4_scaling is not None):
-            raise ValueError(
-                f"query_gates is True; it must be False with q_lora_rank {self.q_lora_rank} and llama_4_scaling "
-                f"{self.llama_4_scaling}: gates are made from the query latent, and queries have no factor"
-            )
+        if self.query_gates:
+            self._check_gates()
         if self.indexer is not None and self.indexer.head_dim < self.qk_rope_head_dim:
             raise ValueError(
                 f"indexer.head_dim is {self.indexer.head_dim}; it must be at least qk_rope_head_dim "
                 f"{self.qk_rope_head_dim}"
+            )
+
+    def _check_gates(self) -> None:
+        if self.q_lora_rank is None or self.llama_4_scaling is not None:
+            raise ValueError(
+                f"query_gates is True; it must be False with q_lora_rank {self.q_lora_rank} and llama_4_scaling "
+                f"{self.llama_4_scaling}: gates are made from the query latent, and queries have no factor"
             )
 
     @property

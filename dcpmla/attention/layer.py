@@ -227,8 +227,6 @@ class MLAAttention(AttentionWeights):
             return None
         if self.indexer is not None:
             assert index_keys is not None
-            if self.config.query_gates:
-                q_c = plain(q_c)[:, : self.config.q_lora_rank]
             self.indexer(hidden_states, q_c, index_keys, step)  # writes the selection
         return sparse.selection if sparse.max_seq_len > self.config.indexer.topk else None
 
@@ -269,7 +267,8 @@ class MLAAttention(AttentionWeights):
             backend=self.dcp.prefill_backend,
         )
         output.append(out.flatten(1))
-        output.gate(mha.gates)
+        if mha.gates is not None:
+            output.gate(mha.gates)
 
     def _attend_absorbed(self, tokens: Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
         """Attend with absorbed queries to the latents of all ranks, apply W_UV, and append the output. Collective."""
@@ -295,7 +294,8 @@ class MLAAttention(AttentionWeights):
             output.append(out.flatten(1))
         else:
             output.project(out)
-        output.gate(None if gates is None else gates[:, self.q_heads.own])
+        if gates is not None:
+            output.gate(gates[:, self.q_heads.own])
 
     @property
     def _output_quant(self) -> OutputQuant | None:

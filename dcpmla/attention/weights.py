@@ -185,11 +185,7 @@ class AttentionWeights(nn.Module):
         return NormedRows.join(q_c, *codes) if has_q_c else hidden_states, latents
 
     def project_query(self, tokens: Tokens, heads: slice) -> tuple[Tensor, Tensor | None]:
-        """Return queries [T, n, P + R] before RoPE, times query_factor, and the logits [T, n, V] of query_gates.
-
-        Args:
-            heads: Slice of the held q_heads.
-        """
+        """Return queries [T, n, P + R] before RoPE, times query_factor, and logits [T, n, V]; heads slices q_heads."""
         width, qk_head_dim = self.config.query_width, self.config.qk_head_dim
         q = self.query_proj.product(tokens.q_c, slice(heads.start * width, heads.stop * width))
         q = q.unflatten(-1, (-1, width))

@@ -51,10 +51,9 @@ class DecoderBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.layer, self.attention, self.mlp, self.reduce, self.eps = layer, attention, mlp, reduce, eps
-        self.quantizes_output = False
+        self.input_gate, self.mlp_gate, self.quantizes_output = input_gate, mlp_gate, False
         self.attention_norm = nn.Parameter(attention_norm, requires_grad=False)
         self.output_norm = nn.Parameter(output_norm, requires_grad=False)
-        self.input_gate, self.mlp_gate = input_gate, mlp_gate
         self.mlp_norm = None if mlp_norm is None else nn.Parameter(mlp_norm, requires_grad=False)
 
     @property
@@ -79,9 +78,7 @@ class DecoderBlock(nn.Module):
         attended = self.attention.partial(x, None if cache is None else cache[self.layer], step)
         quantizes = self.mlp.takes_quantized and self.mlp_gate is None
         x, residual = self.reduce.add_norm(attended, residual, self.attention_norm, self.eps, quantizes)
-        if self.mlp_gate is not None:
-            x = self.mlp_gate(plain(x), self.mlp.takes_quantized)
-        added = self.mlp(x)
+        added = self.mlp(x if self.mlp_gate is None else self.mlp_gate(plain(x), self.mlp.takes_quantized))
         if self.mlp_norm is None:
             return self.reduce.add_norm(added, residual, self.output_norm, self.eps, self.quantizes_output)
         # The zero residual adds nothing: the sum over the ranks and its norm are one kernel.

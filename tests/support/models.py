@@ -14,11 +14,11 @@ from tests.support.kimi_k3_files import TEXT, save_k3
 
 def _known(*families: str) -> tuple[str, ...]:
     """Return the families that the installed transformers has: older ones lack the newest."""
-    rows = {"kimi_k3": TABLE["kimi_linear"], "axk2_ungrouped": TABLE["axk2"], **TABLE}
+    rows = {"kimi_k3": TABLE["kimi_linear"], **TABLE}
     return tuple(family for family in families if hasattr(transformers, f"{rows[family].class_prefix}Config"))
 
 
-SPARSE_FAMILIES = ("deepseek_v32", "glm_moe_dsa")
+SPARSE_FAMILIES = ("deepseek_v32", "glm_moe_dsa", *_known("axk2"))
 MLA_FAMILIES = (
     "deepseek_v2",
     "deepseek_v2_no_q_lora",
@@ -29,7 +29,7 @@ MLA_FAMILIES = (
     "mistral4",
     "youtu",
     "axk1",
-    *_known("minicpm3", "axk2", "axk2_ungrouped"),
+    *_known("minicpm3"),
     *SPARSE_FAMILIES,
 )
 STATE_FAMILIES = _known("deepseek_v4", "kimi_linear", "kimi_k3", "bailing_hybrid")  # a state of fixed size per request
@@ -153,10 +153,9 @@ def tiny_config(family: str) -> Any:
             return transformers.MiniCPM3Config(**{**common, "rope_parameters": rope}, **dense, **scales)
         case "axk1":
             return transformers.AXK1Config(**common, **_MOE, mlp_layer_types=["dense", "sparse"])
-        case "axk2" | "axk2_ungrouped":
-            groups = {"n_group": None, "topk_group": None} if family == "axk2_ungrouped" else {"n_group": 2}
-            sizes = {"num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "sparse"], "gated_norm_rank": 6}
-            return transformers.AXK2Config(**common, **{**_MOE, **groups, **sizes}, **_INDEXER, attention_bias=True)
+        case "axk2":
+            more = {"n_group": 2, "gated_norm_rank": 6, "attention_bias": True}
+            return transformers.AXK2Config(**common, **{**_MOE, **more}, **_INDEXER)
         case "deepseek_v32":
             return transformers.DeepseekV32Config(**common, **_MOE, **_INDEXER, first_k_dense_replace=1)
         case "glm_moe_dsa":

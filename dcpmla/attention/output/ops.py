@@ -69,7 +69,7 @@ def project_rows_(
 
 @operator(
     "gate_rows_",
-    kernel="dcpmla.attention.output.gate_kernels:gate_rows",
+    kernel="dcpmla.attention.triton.gates:gate_rows",
     fake=nothing,
     mutates_args=("values",),
 )

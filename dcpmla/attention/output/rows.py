@@ -116,12 +116,15 @@ class OutputRows:
             write_rows_(values, self._end, *self._result())
         self._end += values.shape[0]
 
-    def gate(self, gates: Tensor | None) -> None:
-        """Multiply the last rows, which are not quantized, by the sigmoid of logits [n, h, V]; None leaves them."""
-        if gates is not None:
-            assert self._values is not None
-            assert self._quant is None
-            gate_rows_(self._values, self._end - len(gates), gates)
+    def gate(self, gates: Tensor) -> None:
+        """Multiply the last n rows by the sigmoid of logits [n, h, V].
+
+        Raises:
+            ValueError: The output is quantized.
+        """
+        if self._values is None or self._quant is not None:
+            raise ValueError("output_quant is given; attention with query_gates returns plain rows, leave it out")
+        gate_rows_(self._values, self._end - len(gates), gates)
 
     def pad(self) -> None:
         """Append zeros up to num_rows."""

@@ -50,7 +50,7 @@ class Indexer(nn.Module):
 
         Args:
             hidden_states: Hidden states [T, hidden].
-            q_c: Query latent [T, Lq] after its norm.
+            q_c: Query latent [T, Lq] after its norm; further columns are ignored (query_gates).
             index_keys: Index cache [num_blocks, block_size, width] of this layer (`dcpmla.cache.index_keys`); written
                 and read.
             step: Metadata of the T tokens, with a sparse part.
@@ -63,6 +63,8 @@ class Indexer(nn.Module):
         if sparse.max_seq_len <= config.topk:
             return
         assert sparse.selection is not None
+        if isinstance(q_c, Tensor):
+            q_c = q_c[:, : self.wq_b.in_features]
         q = self.wq_b(q_c).unflatten(-1, (config.num_heads, config.head_dim))
         is_fp8 = dcp.index_cache_dtype == "fp8"
         q, weights = finish_index_queries(q, weights, *rope, dcp.index_hadamard, is_fp8)

@@ -54,9 +54,7 @@ class Routing:
     def has_groups(self, config: Any) -> bool:
         """Return whether experts are chosen group by group."""
         is_greedy = self.reads_topk_method and config.topk_method == "greedy"
-        if is_greedy or (self.may_lack_groups and config.n_group is None):
-            return False
-        return hasattr(config, "n_group")
+        return not is_greedy and hasattr(config, "n_group") and not (self.may_lack_groups and config.n_group is None)
 
     def check(self, config: Any) -> None:
         """Raise ValueError for experts that the router cannot choose, by the names in the file."""

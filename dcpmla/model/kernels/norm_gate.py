@@ -32,7 +32,7 @@ def gate_kernel(
     """Gate a tile of rows and columns; one program per tile."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-    is_row, dtype = row < num_rows, x_ptr.dtype.element_ty
+    is_row = row < num_rows
     logits = tl.zeros([ROWS, _BLOCK], tl.float32)
     for first in range(0, RANK, RANKS):
         rank = first + tl.arange(0, RANKS)
@@ -40,10 +40,10 @@ def gate_kernel(
         wide = low.to(tl.float32)
         up_mask = (rank[:, None] < RANK) & (column < WIDTH)
         up = tl.load(up_ptr + column * RANK + rank[:, None], mask=up_mask, other=0.0)
-        logits = tl.dot((wide * tl.sigmoid(wide)).to(dtype), up, logits, input_precision="ieee")
+        logits = tl.dot((wide * tl.sigmoid(wide)).to(x_ptr.dtype.element_ty), up, logits, input_precision="ieee")
     mask = is_row & (column < WIDTH)
     x = tl.load(x_ptr + row * WIDTH + column, mask=mask, other=0.0)
-    gated = (x.to(tl.float32) * tl.sigmoid(logits.to(dtype).to(tl.float32))).to(dtype)
+    gated = (x.to(tl.float32) * tl.sigmoid(logits.to(x_ptr.dtype.element_ty).to(tl.float32))).to(x_ptr.dtype.element_ty)
     tl.store(out_ptr + row * WIDTH + column, gated, mask=mask)
     if codes_ptr is not None:
         codes, scales = to_codes(gated.to(tl.float32))
