@@ -95,6 +95,8 @@ class MLAConfig:
         window: Number of tokens that a token attends to, the last ones up to itself; None for all. A layer has a window
             or an indexer, not both.
         norms_k_pe: Whether k_pe is normalized before RoPE, as kv_c is (dots3).
+        query_gates: Whether the query projection also makes the logits of a gate for each column of the output, and
+            its input is the query latent after and before its norm (A.X-K2).
     """
 
     hidden_size: _Size
@@ -117,15 +119,26 @@ class MLAConfig:
     has_sinks: Flag = False
     window: _OptionalSize = None
     norms_k_pe: Flag = False
+    query_gates: Flag = False
 
     def __post_init__(self) -> None:
         check_fields(rules_of(MLAConfig), vars(self))
         if self.window is not None and self.indexer is not None:
             raise ValueError(f"window is {self.window}; it must be None in a layer with an indexer")
+        if self.query_gates:
+            self._check_gates()
         if self.indexer is not None and self.indexer.head_dim < self.qk_rope_head_dim:
             raise ValueError(
                 f"indexer.head_dim is {self.indexer.head_dim}; it must be at least qk_rope_head_dim "
                 f"{self.qk_rope_head_dim}"
+            )
+
+    def _check_gates(self) -> None:
+        if self.q_lora_rank is None or self.llama_4_scaling is not None or self.has_query_factors:
+            raise ValueError(
+                f"query_gates is True; it must be False with q_lora_rank {self.q_lora_rank}, llama_4_scaling "
+                f"{self.llama_4_scaling}, has_query_factors {self.has_query_factors}: gates are made from the query "
+                f"latent, and queries have no factor"
             )
 
     @property
@@ -135,8 +148,9 @@ class MLAConfig:
 
     @property
     def query_width(self) -> int:
-        """Return the width of a query as it is projected: without q_pe if the layer projects none."""
-        return self.qk_head_dim if self.projects_pe else self.qk_nope_head_dim
+        """Return the rows of the query projection for a head: P, R if the layer projects q_pe, V with query_gates."""
+        width = self.qk_head_dim if self.projects_pe else self.qk_nope_head_dim
+        return width + self.v_head_dim * self.query_gates
 
     @property
     def down_width(self) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
 
 from dcpmla.attention.sparse.kind import SparseKind
+from dcpmla.config import MLAConfig
 from dcpmla.fields import divisors
 from dcpmla.integrations.families.family import yarn_mscale
 from dcpmla.integrations.families.table import FAMILIES, attention_kind
@@ -93,6 +94,12 @@ def call(module: Any, hidden: Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[
     return seen, rotary, index_rotary
 
 
+def query_projection(module: Any, config: MLAConfig) -> Any:
+    if config.q_lora_rank is None:
+        return module.q_proj
+    return module.q_gate_proj if config.query_gates else module.q_b_proj
+
+
 def selecting_layers(config: Any) -> tuple[int, ...]:
     kind = attention_kind(config)
     assert isinstance(kind, SparseKind)
@@ -115,8 +122,10 @@ def test_scale_is_that_of_the_scores(family: str, rope: str, monkeypatch: pytest
         query = module.q_proj(hidden)
     else:
         latent = rms_norm(module.q_a_proj(hidden), module.q_a_layernorm.weight, config.rms_norm_eps)
-        query = module.q_b_proj(latent)
-    query = query.unflatten(-1, (config.num_heads, config.qk_head_dim))[..., : config.qk_nope_head_dim]
+        query = query_projection(module, config)(
+            torch.cat([latent, module.q_a_proj(hidden)], -1) if config.query_gates else latent
+        )
+    query = query.unflatten(-1, (config.num_heads, config.query_width))[..., : config.qk_nope_head_dim]
     factor = torch.ones(len(POSITIONS))
     if config.llama_4_scaling is not None:
         beta, original = config.llama_4_scaling
@@ -168,9 +177,9 @@ def test_scale_equals_the_modules_attribute(family: str, rope: str) -> None:
 def test_geometry_is_that_of_the_weights(family: str) -> None:
     hf_config = make_config(family)
     module, config = make_module(hf_config), attention_kind(hf_config).config
-    q_proj = module.q_proj if config.q_lora_rank is None else module.q_b_proj
-    assert q_proj.out_features == config.num_heads * config.qk_head_dim
-    assert q_proj.in_features == (config.q_lora_rank or config.hidden_size)
+    q_proj = query_projection(module, config)
+    assert q_proj.out_features == config.num_heads * config.query_width
+    assert q_proj.in_features == (config.q_lora_rank or config.hidden_size) * (1 + config.query_gates)
     assert module.kv_a_proj_with_mqa.weight.shape == (config.latent_dim, config.hidden_size)
     assert module.kv_b_proj.weight.shape == (
         config.num_heads * (config.qk_nope_head_dim + config.v_head_dim),

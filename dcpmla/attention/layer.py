@@ -221,7 +221,7 @@ class MLAAttention(AttentionWeights):
         if self.q_scale is None:
             return
         tokens = tokens.rows(slice(0, _SCALED_TOKENS))
-        q = self.project_query(tokens, self.q_heads.own)
+        q, _ = self.project_query(tokens, self.q_heads.own)
         absorbed = self.absorb(q, self.w_uk_of(self.kv_heads.own), tokens.cos_sin, None)
         calculate_scale_(self.q_scale, absorbed, self.mesh.tp_group)
 
@@ -277,12 +277,14 @@ class MLAAttention(AttentionWeights):
             window=self.config.window,
         )
         output.append(self._with_sinks(out, lse).flatten(1))
+        if mha.gates is not None:
+            output.gate(mha.gates)
 
     def _attend_absorbed(self, tokens: Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
         """Attend with absorbed queries to the latents of all ranks, apply W_UV, and append the output. Collective."""
         if tokens.selection is not None:
             kv_cache, decode = selected_rows(kv_cache, tokens.selection, decode.workspace)
-        q = self.project_query(tokens, slice(0, self.q_heads.count))
+        q, gates = self.project_query(tokens, slice(0, self.q_heads.count))
         project_first = self.dcp.dcp_project_before_merge and q.shape[0] >= PROJECT_FIRST_TOKENS
         out, lse = dcp_mla_decode(
             self.absorb(q, self.w_uk, tokens.cos_sin, self.q_scale),
@@ -303,11 +305,13 @@ class MLAAttention(AttentionWeights):
             output.append(out.flatten(1))
         else:
             output.project(out)
+        if gates is not None:
+            output.gate(gates[:, self.q_heads.own])
 
     def _with_sinks(self, out: Tensor, lse: Tensor) -> Tensor:
         return out if self.sinks is None else apply_sinks(out, lse, self.sinks)
 
     @property
     def _output_quant(self) -> OutputQuant | None:
-        """Return the quantization of o_proj's input."""
-        return quant_for(self.o_proj, self.config.v_head_dim)
+        """Return the quantization of o_proj's input; gates multiply it before."""
+        return None if self.config.query_gates else quant_for(self.o_proj, self.config.v_head_dim)

@@ -23,7 +23,8 @@ class Tokens(NamedTuple):
     """Tokens of a step, as inputs of the query projection, and the selection of tokens that they attend to.
 
     Attributes:
-        q_c: Query latents [T, Lq] after their norm, or hidden states [T, hidden] where queries are not compressed.
+        q_c: Query latents [T, Lq] after their norm, or hidden states [T, hidden] where queries are not compressed; with
+            query_gates [T, 2 Lq], followed by the latents before their norm.
         cos_sin, query_factor: The tokens' rows of the same tensors in `StepMetadata`.
         selection: Selected tokens; None if each token attends to all tokens up to itself.
     """
@@ -44,17 +45,19 @@ class MHAInputs(NamedTuple):
 
     Attributes:
         q: Queries of this rank's heads [T, h, P + R], rotated.
+        gates: Logits [T, h, V] of gates of the output; None without query_gates.
         kv: The new tokens' nope part of keys and values [T, h (P + V)]; None if they are not projected yet.
         w_kv_b: Weight [h, P + V, L] that projects latents, of new tokens and of contexts, to kv.
     """
 
     q: Tensor
+    gates: Tensor | None
     kv: Tensor | None
     w_kv_b: Tensor
 
     def rows(self, rows: slice) -> "MHAInputs":
         """Return the inputs of the tokens in rows."""
-        return MHAInputs(self.q[rows], None if self.kv is None else self.kv[rows], self.w_kv_b)
+        return MHAInputs(self.q[rows], rows_of(self.gates, rows), rows_of(self.kv, rows), self.w_kv_b)
 
 
 def rows_of(tensor: Tensor | None, tokens: slice) -> Tensor | None:

@@ -54,12 +54,13 @@ class ScaledAttention(MLAAttention):
         super().load_weights(weights)
         self.head_factors.load_weights(weights)
 
-    def project_query(self, tokens: Tokens, heads: slice) -> Tensor:
+    def project_query(self, tokens: Tokens, heads: slice) -> tuple[Tensor, Tensor | None]:
         """Return queries [T, n, P + R] before RoPE, times their factors; `heads` is a slice of the held q_heads."""
-        q = super().project_query(tokens._replace(query_factor=None), heads)
+        q, gates = super().project_query(tokens._replace(query_factor=None), heads)
         start, stop, _ = heads.indices(self.q_heads.count)
         of_model = slice(self.q_heads.first + start, self.q_heads.first + stop)
-        return self.head_factors(q, tokens.query_factor, of_model, self.config.qk_head_dim - self.config.query_width)
+        num_zeros = self.config.qk_head_dim - self.config.query_width
+        return self.head_factors(q, tokens.query_factor, of_model, num_zeros), gates
 
     def attend(
         self,

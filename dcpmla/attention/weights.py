@@ -110,7 +110,7 @@ class AttentionWeights(nn.Module):
         if config.q_lora_rank is None:
             self.q_proj = Linear(hidden, q_dim, **new)
         else:
-            self.q_b_proj = Linear(config.q_lora_rank, q_dim, **new)
+            self.q_b_proj = Linear(config.q_lora_rank * (1 + config.query_gates), q_dim, **new)
         self._make_down(new)
         kv_b_dim = self.kv_heads.count * (config.qk_nope_head_dim + config.v_head_dim)
         self.kv_b_proj = Linear(config.kv_lora_rank, kv_b_dim, **new)
@@ -193,25 +193,29 @@ class AttentionWeights(nn.Module):
             cos_sin,
             config.rope_interleaved,
             self.kv_scale,
-            has_q_c and self.q_b_proj.takes_quantized,
+            has_q_c and self.q_b_proj.takes_quantized and not config.query_gates,
             None if self.k_pe_layernorm is None else self.k_pe_layernorm.weight,
         )
+        if config.query_gates:
+            return torch.cat([q_c, down[:, : q_c.shape[1]]], -1), latents
         # q_c with its fp8 codes, or alone if it was not quantized
         return NormedRows.join(q_c, *codes) if has_q_c else hidden_states, latents
 
-    def project_query(self, tokens: Tokens, heads: slice) -> Tensor:
-        """Return queries [T, n, P + R] before RoPE, times query_factor; `heads` is a slice of the held q_heads."""
-        width = self.config.query_width
+    def project_query(self, tokens: Tokens, heads: slice) -> tuple[Tensor, Tensor | None]:
+        """Return queries [T, n, P + R] before RoPE, times query_factor, and logits [T, n, V]; heads slices q_heads."""
+        width, qk_head_dim = self.config.query_width, self.config.qk_head_dim
         q = self.query_proj.product(tokens.q_c, slice(heads.start * width, heads.stop * width))
         q = q.unflatten(-1, (-1, width))
-        return q if tokens.query_factor is None else q * tokens.query_factor[:, None, None]
+        if self.config.query_gates:
+            return q[..., :qk_head_dim], q[..., qk_head_dim:]
+        return q if tokens.query_factor is None else q * tokens.query_factor[:, None, None], None
 
     def prepare_mha(self, tokens: Tokens) -> MHAInputs:
         """Return the queries of this rank's heads, and the weight that projects latents to keys and values."""
-        q = self.project_query(tokens, self.q_heads.own)
+        q, gates = self.project_query(tokens, self.q_heads.own)
         if tokens.cos_sin is not None:
             rotate_query_(q, tokens.cos_sin, self.config.rope_interleaved)
-        return MHAInputs(q, None, self.up_projection())
+        return MHAInputs(q, gates, None, self.up_projection())
 
     def absorb(self, q: Tensor, w_uk: Tensor | BlockFp8, cos_sin: Tensor | None, q_scale: Tensor | None) -> Tensor:
         codes, scales = unpack(w_uk)

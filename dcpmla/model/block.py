@@ -15,6 +15,7 @@ from dcpmla.comm.norm import add_norm, rms_norm
 from dcpmla.comm.reduce import Reduce
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import MoE
+from dcpmla.model.norm_gate import NormGate
 from dcpmla.parallel.collectives import all_gather
 from dcpmla.parallel.fp8 import NormedRows, PlainRows, plain
 from dcpmla.parallel.linear import Linear
@@ -30,6 +31,7 @@ class DecoderBlock(nn.Module):
             model's last.
         reduce: Sums over the TP group.
         mlp_norm: Weight [hidden] of a norm of the MLP's summed output (A.X-K1's experts); None without.
+        input_gate, mlp_gate: Gates of the rows that attention and the MLP take (A.X-K2); None without.
     Attributes:
         quantizes_output: Whether the next block takes its input in fp8 too.
     """
@@ -44,10 +46,12 @@ class DecoderBlock(nn.Module):
         eps: float,
         reduce: Reduce,
         mlp_norm: Tensor | None = None,
+        input_gate: NormGate | None = None,
+        mlp_gate: NormGate | None = None,
     ) -> None:
         super().__init__()
         self.layer, self.attention, self.mlp, self.reduce, self.eps = layer, attention, mlp, reduce, eps
-        self.quantizes_output = False
+        self.input_gate, self.mlp_gate, self.quantizes_output = input_gate, mlp_gate, False
         self.attention_norm = nn.Parameter(attention_norm, requires_grad=False)
         self.output_norm = nn.Parameter(output_norm, requires_grad=False)
         self.mlp_norm = None if mlp_norm is None else nn.Parameter(mlp_norm, requires_grad=False)
@@ -55,7 +59,7 @@ class DecoderBlock(nn.Module):
     @property
     def takes_quantized(self) -> bool:
         """True if quantized rows save work."""
-        return self.attention.takes_quantized
+        return self.attention.takes_quantized and self.input_gate is None
 
     def forward(
         self, x: PlainRows, residual: Tensor, cache: LatentCache | None, step: StepMetadata | None
@@ -69,10 +73,12 @@ class DecoderBlock(nn.Module):
         Returns:
             x and residual for the next block.
         """
+        if self.input_gate is not None:
+            x = self.input_gate(plain(x), self.attention.takes_quantized)
         attended = self.attention.partial(x, None if cache is None else cache[self.layer], step)
-        quantizes = self.mlp.takes_quantized
+        quantizes = self.mlp.takes_quantized and self.mlp_gate is None
         x, residual = self.reduce.add_norm(attended, residual, self.attention_norm, self.eps, quantizes)
-        added = self.mlp(x)
+        added = self.mlp(x if self.mlp_gate is None else self.mlp_gate(plain(x), self.mlp.takes_quantized))
         if self.mlp_norm is None:
             return self.reduce.add_norm(added, residual, self.output_norm, self.eps, self.quantizes_output)
         # The zero residual adds nothing: the sum over the ranks and its norm are one kernel.

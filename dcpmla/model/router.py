@@ -1,5 +1,6 @@
 """Routers of mixture-of-experts layers: the choice of a token's experts and their weights."""
 
+import math
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -18,13 +19,15 @@ class Router:
     """A family's way from logits to experts.
 
     DeepSeek-V3, V3.2, Kimi-K2, GLM: sigmoid, top2_sum; DeepSeek-V2: softmax, max; Mistral-4: softmax, top2_sum;
-    LongCat: softmax, one group; DeepSeek-V4: sqrtsoftplus, one group.
+    LongCat: softmax, one group; DeepSeek-V4: sqrtsoftplus, one group; A.X-K2: DeepSeek-V3's with unchosen_score 0.
 
     Attributes:
         scoring: "sigmoid", "softmax" or "sqrtsoftplus", the root of softplus, of the logits.
         top_k: Number of routed experts per token.
         num_groups, topk_groups: Experts come from the best topk_groups of num_groups groups of equal size; 1, 1: none.
         group_score: Score of a group: "max", its best, or "top2_sum", the sum of its two best.
+        unchosen_score: Score + bias of experts of other groups in the choice: -inf, or 0 in A.X-K2, where they precede
+            experts of a chosen group whose score + bias is negative.
         renormalize: Whether weights are divided by their sum.
         routed_scaling_factor: Final factor of the weights.
         num_shared: Number of shared experts, with ids from E on, which every token takes with weight 1.
@@ -37,6 +40,7 @@ class Router:
     num_groups: int = 1
     topk_groups: int = 1
     group_score: Annotated[str, one_of(("max", "top2_sum"))] = "max"
+    unchosen_score: float = -math.inf
     renormalize: bool = False
     routed_scaling_factor: float = 1.0
     num_shared: int = 0
@@ -83,7 +87,7 @@ def route(logits: Tensor, bias: Tensor | None, router: Router) -> tuple[Tensor, 
     """Choose each token's experts.
 
     Experts are chosen by score + bias and weighted by score. Among equal ones the lower id is first; groups likewise.
-    Experts with a NaN score come last, together with experts of unchosen groups: ids are valid and distinct for any
+    Experts with a NaN score come last, as experts of unchosen groups do by default: ids are valid and distinct for any
     logits.
 
     Args:
@@ -109,7 +113,7 @@ def route(logits: Tensor, bias: Tensor | None, router: Router) -> tuple[Tensor, 
         is_chosen = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(
             1, _best(group_scores, router.topk_groups), True
         )
-        choice = groups.masked_fill(~is_chosen[..., None], -torch.inf).flatten(1)
+        choice = groups.masked_fill(~is_chosen[..., None], router.unchosen_score).flatten(1)
     return weigh(logits, _best(choice, router.top_k), router)
 
 

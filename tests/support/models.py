@@ -18,7 +18,7 @@ def _known(*families: str) -> tuple[str, ...]:
     return tuple(family for family in families if hasattr(transformers, f"{rows[family].class_prefix}Config"))
 
 
-SPARSE_FAMILIES = ("deepseek_v32", "glm_moe_dsa")
+SPARSE_FAMILIES = ("deepseek_v32", "glm_moe_dsa", *_known("axk2"))
 LARGE4_FAMILIES = _known("mistral_large4_text")
 MLA_FAMILIES = (
     "deepseek_v2",
@@ -178,6 +178,9 @@ def tiny_config(family: str) -> Any:
             return transformers.MiniCPM3Config(**{**common, "rope_parameters": rope}, **dense, **scales)
         case "axk1":
             return transformers.AXK1Config(**common, **_MOE, mlp_layer_types=["dense", "sparse"])
+        case "axk2":
+            more = {"n_group": 2, "gated_norm_rank": 6, "attention_bias": True}
+            return transformers.AXK2Config(**common, **{**_MOE, **more}, **_INDEXER)
         case "deepseek_v32":
             return transformers.DeepseekV32Config(**common, **_MOE, **_INDEXER, first_k_dense_replace=1)
         case "glm_moe_dsa":
@@ -226,6 +229,8 @@ def random_model(config: Any, seed: int = 0) -> Any:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "norm" in name:
             tensor.data.uniform_(0.5, 1.5)
+        elif config.model_type == "axk2" and name.endswith("e_score_correction_bias"):
+            tensor.data.uniform_(0, 0.4)  # if experts had negative scores, those of other groups would tie at 0
         elif name.endswith(("bias", "sinks", "_hc.base", "hc_head.hc_base")):
             tensor.data.normal_(0, 0.2)
         elif name.endswith("softmax_scaling.scale"):

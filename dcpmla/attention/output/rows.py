@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from dcpmla.attention.gates import apply_gates
 from dcpmla.attention.output import formats
 from dcpmla.attention.output.ops import project_rows_, write_rows_
 from dcpmla.attention.projections import project_values
@@ -115,6 +116,19 @@ class OutputRows:
         else:
             write_rows_(values, self._end, *self._result())
         self._end += values.shape[0]
+
+    def gate(self, gates: Tensor) -> None:
+        """Multiply the last n rows by the sigmoid of logits [n, h, V].
+
+        Raises:
+            ValueError: The output is quantized.
+        """
+        if self._values is None or self._quant is not None:
+            raise ValueError("output_quant is given; attention with query_gates returns plain rows, leave it out")
+        rows = self._values[self._end - len(gates) : self._end]
+        gated = apply_gates(rows, gates.flatten(1))
+        assert isinstance(gated, Tensor)  # it is quantized only if asked
+        rows.copy_(gated)
 
     def pad(self) -> None:
         """Append zeros up to num_rows."""

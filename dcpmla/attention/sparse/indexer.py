@@ -59,7 +59,7 @@ class Indexer(nn.Module):
 
         Args:
             hidden_states: Hidden states [T, hidden].
-            q_c: Query latent [T, Lq] after its norm.
+            q_c: Query latent [T, Lq] after its norm; further columns are ignored (query_gates).
             index_keys: Index cache [num_blocks, block_size, width] of this layer (`dcpmla.cache.index_keys`); written
                 and read.
             step: Metadata of the T tokens, with a sparse part.
@@ -73,6 +73,8 @@ class Indexer(nn.Module):
             return
         assert sparse.selection is not None
         source = q_c if self.q_input_norm is None else self.q_input_norm(plain(hidden_states))
+        if isinstance(source, Tensor):
+            source = source[:, : self.wq_b.in_features]  # without the latent before its norm (`query_gates`)
         q = self.wq_b(source).unflatten(-1, (config.num_heads, config.head_dim))
         if self.head_factors is not None:
             q = self.head_factors(q, step.query_factor)

@@ -1,5 +1,6 @@
 """The choice of experts in a model family."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +12,12 @@ class Routing:
     """A family's way of choosing experts, by default DeepSeek-V3's.
 
     Attributes:
-        scoring, group_score: Fields of `Router`; a scoring of None is the config's scoring_func.
+        scoring, group_score, unchosen_score: Fields of `Router`; a scoring of None is the config's scoring_func.
         renormalizes: Whether norm_topk_prob of the config counts.
         reads_topk_method: Whether a topk_method "greedy" in the config means that there are no groups.
         least_chosen: Least number of experts of a token that transformers' module supports.
         weight, bias: Names in the MLP's module of the router's weight and of its correction.
+        may_lack_groups: Whether an n_group of None means that there are no groups.
         needs_bias: Whether a checkpoint must have the correction if transformers' module has it.
     """
 
@@ -27,6 +29,8 @@ class Routing:
     weight: str = "gate.weight"
     bias: str = "gate.e_score_correction_bias"
     needs_bias: bool = True
+    may_lack_groups: bool = False
+    unchosen_score: float = -math.inf
 
     def router(self, config: Any, num_shared: int) -> Router:
         """Return the router of a transformers config.
@@ -40,6 +44,7 @@ class Routing:
             group_score=self.group_score,
             num_groups=config.n_group if in_groups else 1,
             topk_groups=config.topk_group if in_groups else 1,
+            unchosen_score=self.unchosen_score,
             top_k=config.num_experts_per_tok,
             renormalize=self.renormalizes and getattr(config, "norm_topk_prob", True),
             routed_scaling_factor=config.routed_scaling_factor,
@@ -49,7 +54,7 @@ class Routing:
     def has_groups(self, config: Any) -> bool:
         """Return whether experts are chosen group by group."""
         is_greedy = self.reads_topk_method and config.topk_method == "greedy"
-        return hasattr(config, "n_group") and not is_greedy
+        return not is_greedy and hasattr(config, "n_group") and not (self.may_lack_groups and config.n_group is None)
 
     def check(self, config: Any) -> None:
         """Raise ValueError for experts that the router cannot choose, by the names in the file."""

@@ -7,6 +7,7 @@ import transformers
 
 from dcpmla.attention.kind import AttentionKind, DenseKind
 from dcpmla.fields import choices
+from dcpmla.integrations.families.axk2 import AXK2
 from dcpmla.integrations.families.deepseek_v4 import DEEPSEEK_V4
 from dcpmla.integrations.families.dots3 import DOTS3
 from dcpmla.integrations.families.family import Family
@@ -58,6 +59,7 @@ FAMILIES: dict[str, Family] = {
     "youtu": Family("Youtu"),
     "minicpm3": MINICPM3,
     "axk1": Family("AXK1", Routing(needs_bias=False)),
+    "axk2": AXK2,
     "deepseek_v32": SparseFamily("DeepseekV32"),
     "glm_moe_dsa": SparseFamily("GlmMoeDsa", rope_interleaved=True),
     "mistral_large4_text": MISTRAL_LARGE4,
@@ -71,7 +73,6 @@ FAMILIES: dict[str, Family] = {
 
 # Families that transformers has, with the parts that this package does not compute.
 REFUSED = {
-    "axk2": "norms with gates before its layers, and gates of attention's output",
     "glm5_next": "hyper-connections around MLA, and an indexer over pools of keys",
 }
 

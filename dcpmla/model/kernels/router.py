@@ -65,6 +65,7 @@ def route_kernel(
     ids_ptr,
     weights_ptr,
     factor,
+    unchosen_score,
     NUM_EXPERTS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     TOPK_GROUPS: tl.constexpr,
@@ -110,7 +111,7 @@ def route_kernel(
             is_best = keys == tl.max(keys)
             chosen = tl.where(is_best, 1, chosen)
             keys = tl.where(is_best, NEVER, keys)
-        choice = tl.where((chosen == 1)[:, None], choice, -float("inf"))
+        choice = tl.where((chosen == 1)[:, None], choice, unchosen_score)
     keys = tl.where(is_expert, _rank_key(choice, expert), NEVER)
     column = tl.arange(0, OUT)
     ids, weights = NUM_EXPERTS + column - TOP_K, tl.zeros([OUT], tl.float32)
@@ -140,6 +141,7 @@ def route(logits: Tensor, bias: Tensor | None, router: Router) -> tuple[Tensor, 
             ids,
             weights,
             router.routed_scaling_factor,
+            router.unchosen_score,
             NUM_EXPERTS=num_experts,
             NUM_GROUPS=router.num_groups,
             TOPK_GROUPS=router.topk_groups,

@@ -1,0 +1,89 @@
+"""A.X-K2: sparse MLA with gates of its heads' outputs, and gates of norms."""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from dcpmla.attention.sparse.kind import SparseKind
+from dcpmla.config import LARGEST_SIZE
+from dcpmla.fields import check_fields, list_of, one_of, optional, whole
+from dcpmla.integrations.checkpoint_names import rename
+from dcpmla.integrations.decoder import load_decoder
+from dcpmla.integrations.families.family import NO_MTP
+from dcpmla.integrations.families.routing import Routing
+from dcpmla.integrations.families.sparse import SparseFamily
+from dcpmla.integrations.parts import Parts
+from dcpmla.model.block import Decoder, DecoderBlock
+from dcpmla.model.norm_gate import NormGate
+
+_RULES = {
+    "gated_norm_rank": whole(1, LARGEST_SIZE),
+    "moe_layer_freq": whole(1),
+    "mlp_layer_types": optional(list_of(one_of(("dense", "sparse")))),
+    "layer_types": optional(list_of(one_of(("indexed_attention",)))),
+}
+
+
+# Names in checkpoints -> names of transformers' modules; attention reads q_b_proj, which transformers renames.
+_NAMES = [
+    (re.compile(pattern), name)
+    for pattern, name in (
+        (r"layernorm\.W_down\.", "layernorm.mlp.fc1."),
+        (r"layernorm\.W_up\.", "layernorm.mlp.fc2."),
+        (r"\.q_gate_proj\.", ".q_b_proj."),
+    )
+]
+
+
+@dataclass(frozen=True)
+class _AXK2(SparseFamily):
+    """A.X-K2, whose query projection makes the gates of attention's output, too."""
+
+    def read_config(self, raw: dict[str, Any]) -> Any:
+        """Return A.X-K2's config."""
+        check_fields(_RULES, raw)
+        return super().read_config(raw)
+
+    def attention(self, config: Any, has_mtp: bool = False) -> SparseKind:
+        """Return sparse MLA with gates."""
+        kind = super().attention(config)
+        return replace(kind, config=replace(kind.config, query_gates=True))
+
+    def module_name(self, name: str, num_layers: int) -> str:
+        """Return the name of transformers' module for a tensor of a checkpoint."""
+        return rename(super().module_name(name, num_layers), _NAMES)
+
+    def check_mtp(self, config: Any) -> None:
+        """Raise ValueError: no MTP module is known."""
+        raise ValueError(f"speculative_method (--speculative-method) is 'mtp', which A.X-K2 does not have: {NO_MTP}")
+
+
+def _load_gate(parts: Parts, name: str) -> NormGate:
+    return NormGate(parts.vector(f"{name}.mlp.fc1.weight"), parts.vector(f"{name}.mlp.fc2.weight"))
+
+
+def _load_block(parts: Parts, name: str, output_norm: Tensor) -> DecoderBlock:
+    """Load a layer, whose norm before experts has a gate."""
+    attention, layer = parts.attention(f"{name}.self_attn")
+    norm = f"{name}.post_attention_layernorm"
+    is_gated = hasattr(parts.model.get_submodule(norm), "mlp")
+    return DecoderBlock(
+        layer,
+        attention,
+        parts.mlp(f"{name}.mlp"),
+        parts.vector(f"{norm}.norm.weight" if is_gated else f"{norm}.weight"),
+        output_norm,
+        parts.eps,
+        parts.reduce,
+        input_gate=_load_gate(parts, f"{name}.input_layernorm"),
+        mlp_gate=_load_gate(parts, norm) if is_gated else None,
+    )
+
+
+def _load_decoder(parts: Parts, num_layers: int) -> Decoder:
+    return load_decoder(parts, num_layers, "input_layernorm.norm", _load_block)
+
+
+AXK2 = _AXK2("AXK2", Routing(may_lack_groups=True, unchosen_score=0.0), load_decoder=_load_decoder)

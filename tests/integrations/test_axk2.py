@@ -1,0 +1,99 @@
+"""A.X-K2 beyond what the tests of all families cover: routing without groups, names, formats, kernels of its gates."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dcpmla.integrations.families.table import find_family
+from dcpmla.integrations.model_files import load_config
+from dcpmla.model.norm_gate import gate_norm
+from tests.attention.test_small_kernels import compile_for_hopper, randn
+from tests.integrations.test_transformers import check, make_cases
+from tests.support.interpreter import convert_as_torch
+from tests.support.models import SPARSE_FAMILIES, random_model, tiny_config
+from tests.support.shared_memory import run_interpreted
+
+pytestmark = pytest.mark.skipif("axk2" not in SPARSE_FAMILIES, reason="needs a transformers with A.X-K2")
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_without_groups(tp: int, tmp_path: Path) -> None:
+    """With corrections of both signs, and layers whose MLPs alternate; names are those that checkpoints have."""
+    config = tiny_config("axk2")
+    config.n_group = config.topk_group = None
+    config.num_hidden_layers, config.mlp_layer_types = 3, ["sparse", "dense", "sparse"]
+    config.layer_types = ["indexed_attention"] * 3
+    reference = random_model(config)
+    for layer in (0, 2):
+        reference.get_submodule(f"model.layers.{layer}.mlp.gate").e_score_correction_bias.normal_(0, 0.2)
+    reference.save_pretrained(tmp_path)
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert {"model.layers.1.input_layernorm.W_up.weight", "model.layers.1.self_attn.q_b_proj.weight"} <= names
+    check(reference, tmp_path, tp, make_cases(tp, [tp], (1, 2), ("auto",)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gated_norm_rank": 0}, "gated_norm_rank is 0; it must be a whole number in"),
+        ({"moe_layer_freq": 0}, "moe_layer_freq is 0"),
+        ({"n_group": None}, "`n_group` and `topk_group` must be set together"),
+        ({"n_group": 3}, "n_group"),
+        ({"q_lora_rank": None}, "q_lora_rank"),
+        ({"layer_types": ["full_attention"] * 2}, "layer_types is .*full_attention.*indexed_attention"),
+        ({"mlp_layer_types": ["moe"] * 2}, "mlp_layer_types is .*dense, sparse"),
+        ({"mlp_layer_types": ["dense"]}, "mlp_layer_types"),
+    ],
+)
+def test_bad_configs(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    config = json.loads(tiny_config("axk2").to_json_string()) | {"model_type": "axk2"}
+    file.write_text(json.dumps(config | changes))
+    with pytest.raises(ValueError, match=message):
+        load_config(file)
+
+
+def test_no_mtp_module() -> None:
+    with pytest.raises(ValueError, match="'mtp', which A.X-K2 does not have"):
+        find_family("axk2").check_mtp(tiny_config("axk2"))
+
+
+def check_gates(device: str) -> None:
+    """Check the norms' kernel against plain torch, also for sizes that are no powers of two."""
+    convert_as_torch()
+    from dcpmla.model.kernels.norm_gate import gate_norm as gate_norm_kernel
+
+    for num_rows, width, rank in ((3, 48, 6), (70, 256, 16), (5, 136, 130)):
+        x, low, up = (
+            randn(*shape, seed=i).to(device)
+            for i, shape in enumerate(((num_rows, width), (num_rows, rank), (width, rank)))
+        )
+        got, *codes = gate_norm_kernel(x, low, up, width % 128 == 0)
+        expected, *expected_codes = gate_norm.reference(x, low, up, width % 128 == 0)
+        torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+        values, want = (
+            (parts[0].float().unflatten(1, (-1, 128)) * parts[1][..., None] if width % 128 == 0 else parts[0].float())
+            for parts in (codes, expected_codes)
+        )
+        torch.testing.assert_close(values, want, atol=1e-2, rtol=0.07)
+
+
+def test_kernels_in_the_interpreter() -> None:
+    run_interpreted(1, check_gates, "cpu")
+
+
+@pytest.mark.gpu
+def test_kernels() -> None:
+    check_gates("cuda")
+
+
+def test_kernels_compile_for_hopper() -> None:
+    pytest.importorskip("triton")
+    from dcpmla.model.kernels.norm_gate import gate_kernel as norm_kernel
+
+    sizes = {"WIDTH": 2048, "RANK": 16, "ROWS": 64, "RANKS": 16}
+    compile_for_hopper(norm_kernel, "bf16", sizes, codes_ptr="*fp8e4nv", scales_ptr="*fp32")
