@@ -21,7 +21,7 @@ def apply_gates(out: Tensor, logits: Tensor, quantizes: bool = False) -> AnyRows
 
 
 def _empty(out: Tensor, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return out.new_empty(len(out), 0 if quantizes else out.shape[1]), *empty_codes(out, quantizes)
+    return out.new_empty(out.shape[0], 0 if quantizes else out.shape[1]), *empty_codes(out, quantizes)
 
 
 @operator(

@@ -274,7 +274,6 @@ class MLAAttention(AttentionWeights):
             positions,
             mha.kv,
             backend=self.dcp.prefill_backend,
-            window=self.config.window,
         )
         output.append(self._with_sinks(out, lse).flatten(1))
         if mha.gates is not None:

@@ -32,7 +32,6 @@ def dcp_mla_prefill(
     kv: Tensor | None = None,
     *,
     backend: str = "auto",
-    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend from prefill tokens to each other and to a context cached on all ranks of the DCP group. Collective.
 
@@ -52,7 +51,6 @@ def dcp_mla_prefill(
             after its own; None if each token attends to all before it.
         kv: Keys' nope part and values of the new tokens [T, h (P + V)], if they are projected already.
         backend: Name of a backend; "auto" takes the first of `backends.PREFILL_BACKENDS` that supports the call.
-        window: Number of tokens up to its own that each token selects at most; None where they may be anywhere.
     Returns:
         out [T, h, V] in the dtype of q, lse [T, h] float32.
     Raises:
@@ -77,8 +75,8 @@ def dcp_mla_prefill(
         mask = None
         if positions is not None:
             mask = selection_mask(positions, queries.start_loc, first_position, max(keys.lens))
-        reach = window if causal and mask is not None else None
-        return mha_prefill(PrefillCall(q, k_nope, k_pe, v, *queries, *keys, scale, causal, mask, backend, reach))
+        window = prefill.window if causal and mask is not None else None
+        return mha_prefill(PrefillCall(q, k_nope, k_pe, v, *queries, *keys, scale, causal, mask, backend, window))
 
     started = [start_gather(chunk) for chunk in chunks[:1]]
     out, lse = attend(kv_c, k_pe, queries, prefill.first_position, causal=True, kv=kv)

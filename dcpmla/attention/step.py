@@ -135,11 +135,13 @@ class PrefillMetadata:
         queries: Rows of each request among the prefill tokens.
         first_position: Position of each request's first new token [num_prefills], int32.
         context_chunks: Context that was cached before this step; empty when there is none.
+        window: Number of tokens up to its own that each token selects at most; None where they may be anywhere.
     """
 
     queries: Segments
     first_position: Tensor
     context_chunks: tuple[ContextChunk, ...]
+    window: int | None = None
 
 
 class KindMetadata(Protocol):

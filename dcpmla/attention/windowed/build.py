@@ -37,5 +37,5 @@ class WindowedStepBuilder(SparseStepBuilder):
             first = np.maximum(context_lens - self._window + 1, 0) // alignment * alignment
             bounds = chunk_bounds(context_lens - first, self.dcp.context_workspace_tokens, alignment)
             chunks = (self.chunks.build(first + begin, first + end, block_table[prefills]) for begin, end in bounds)
-            prefill = replace(step.prefill, context_chunks=tuple(chunks))
+            prefill = replace(step.prefill, context_chunks=tuple(chunks), window=self._window)
         return step.with_kind(WindowMetadata(prefill))
