@@ -42,8 +42,8 @@ class MLAAttention(AttentionWeights):
     step. A prompt of one token would be a decode; the engine builds the first step with num_decodes=0, so that it is a
     prefill.
 
-    With config.indexer, tokens that have more than topk before them attend only to tokens that the indexer selects
-    (sparse MLA).
+    With config.indexer, tokens that could attend to more than topk tokens, themselves included, attend only to tokens
+    that the indexer selects (sparse MLA).
 
     Args:
         config: Geometry of the whole layer, before it is sharded.
@@ -92,8 +92,8 @@ class MLAAttention(AttentionWeights):
             cache: Cache of this layer on this rank, written and read: latents in the format of dcp.kv_cache_dtype and,
                 with an indexer, index keys.
             step: Metadata with the model's cos_sin and query_factor, and with a selection where tokens of a sparse
-                model have more than topk before them. None while memory is measured, before a cache exists: the memory
-                of the largest step is allocated and freed (`claim_memory`), and attention's output is zeros.
+                model could attend to more than topk tokens. None while memory is measured, before a cache exists: the
+                memory of the largest step is allocated and freed (`claim_memory`), and attention's output is zeros.
         Returns:
             [T, hidden], the same on all TP ranks. Callers must not read rows of padding.
         Raises:
@@ -134,8 +134,9 @@ class MLAAttention(AttentionWeights):
             self._calculate_scales(hidden_states, cache.latents, step)
         q_c, latents = self.latents_of(hidden_states, cache.latents, step)
         mha = None
-        # A graph also contains the projections of MHA and the attention of decodes. A replay whose decodes fit the
-        # graph calls `_attend` with step.decode None; without a graph `_attend` does these, too.
+        # `step.cut` is set while a graph of a step with prompts is captured. The graph contains what depends on no
+        # request: projections of MHA, and attention of decodes. `_attend` runs after the cut, outside of the graph, and
+        # finds step.decode None if the graph did the decodes. Outside of captures it does everything.
         if step.cut is not None:
             output.reserve()
             tokens = Tokens(q_c, step.cos_sin, step.query_factor)
@@ -228,8 +229,8 @@ class MLAAttention(AttentionWeights):
     def _select(
         self, hidden_states: PlainRows, q_c: PlainRows, index_keys: Tensor | None, step: StepMetadata
     ) -> SelectedTokens | None:
-        """Return the tokens that each token attends to; None if each attends to all before it: in a dense layer, and
-        where no token has more than topk before it. Collective.
+        """Return the tokens that each token attends to; None if each attends to all up to itself: in a dense layer,
+        and where no token could attend to more than topk. Collective.
         """
         sparse = step.get(SparseMetadata)
         if self.config.topk is None or sparse is None:

@@ -2,7 +2,8 @@
 W_UV applied to outputs.
 
 Most are custom ops (`torch.ops.dcpmla`) without gradients. The torch code here specifies them and runs on CPUs and in
-float64, for a plain W_UV also on GPUs. There the others run kernels of `attention/triton/projections.py` and `rope.py`.
+float64. On GPUs kernels of `attention/triton/projections.py` and `rope.py` run instead, but for a W_UV in the model's
+dtype, and for weights in fp8 on GPUs that do not multiply in fp8.
 """
 
 from typing import NamedTuple
@@ -174,13 +175,13 @@ def absorb_query(
     """Return the query of attention over latents, [q_nope W_UK | q_pe rotated].
 
     Args:
-        q: [T, h, P + R], not rotated.
-        w_uk: [h, P, L].
+        q: [T, H, P + R], not rotated.
+        w_uk: [H, P, L].
         cos_sin: [T, R] float32 as in `apply_rope`; None leaves q_pe as it is.
         q_scale: Scale that rounds the query to e4m3 (`formats.to_fp8`), float32 of one element; None keeps q's dtype.
-        w_scales: Scales of a w_uk in e4m3 (`BlockFp8`), float32 [h, P / 128, L / 128].
+        w_scales: Scales of a w_uk in e4m3 (`BlockFp8`), float32 [H, P / 128, L / 128].
     Returns:
-        [T, h, L + R].
+        [T, H, L + R].
     """
     w_uk = _values_of(w_uk, w_scales, q.dtype)
     q_nope, q_pe = q.tensor_split((w_uk.shape[1],), -1)
@@ -204,10 +205,10 @@ def rotate_query_(q: Tensor, cos_sin: Tensor, rope_interleaved: bool) -> None:
     runs=lambda out, w_scales: w_scales is not None and out.dtype in _DTYPES and runs_fp8(out.device),
 )
 def project_values(out: Tensor, w_uv: Tensor, w_scales: Tensor | None = None) -> Tensor:
-    """Turn attention over latents, out [T, h, L], into values [T, h V] by w_uv [h, V, L], before or after the merge.
+    """Turn attention over latents, out [T, H, L], into values [T, H V] by w_uv [H, V, L], before or after the merge.
 
     Args:
-        w_scales: Scales of a w_uv in e4m3 (`BlockFp8`), float32 [h, V / 128, L / 128].
+        w_scales: Scales of a w_uv in e4m3 (`BlockFp8`), float32 [H, V / 128, L / 128].
     """
     values = out.new_empty(out.shape[0], w_uv.shape[0] * w_uv.shape[1])
     project_into(out, w_uv, w_scales, values)

@@ -15,7 +15,8 @@ from torch import Tensor
 from dcpmla.attention.calls import Segments
 from dcpmla.config import MLAConfig
 
-# Query rows (tokens x heads) of a segment (`attention/routes.py`): two tiles of 64 rows that read the same keys.
+# Maximum query rows (tokens x heads of a group) of a segment, two tiles of 64 that read the same keys. By it
+# `attention/routes.py` chooses max_decode_query_len.
 SEGMENT_ROWS = 128
 PART_ROWS = 1 << 16  # Maximum query rows of a part. With DeepSeek's widths they take 75 MB.
 
@@ -43,7 +44,8 @@ class StepRequests(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeMetadata:
-    """Tokens that attend with absorbed queries: decodes, drafts, and short pieces of prompts.
+    """Decodes, the requests that attend with absorbed queries: generated tokens, drafts, and pieces of prompts for
+    which `attention/routes.py` chose absorbed queries.
 
     A request with more than max_query_len new tokens is cut into segments of at most max_query_len. Kernels treat a
     segment as a request, and so spread a long request over the GPU; all segments of a request use the same row of the
@@ -106,7 +108,8 @@ class DecodeMetadata:
 
 @dataclass(frozen=True)
 class ContextChunk:
-    """A range of positions of every prefill's cached context, at most `context_workspace_tokens` in all.
+    """A range of each prefill's cached context. Ranges may differ and be empty; together they have at most
+    `context_workspace_tokens` tokens.
 
     Attributes:
         local_slots: Slots of this rank's cached tokens of the chunk [N], int64, request after request. Each request's

@@ -55,8 +55,8 @@ class AttentionWeights(nn.Module):
     Models that compress queries have fused_qkv_a_proj and q_b_proj, others kv_a_proj and q_proj. kv_b_proj holds W_UK
     and W_UV. Every rank holds the down-projection and the norms whole. Other weights are of this rank's `num_heads`
     heads; dcp_q_replicate gives the query projection and kv_b_proj all heads of the DCP group (`q_heads`, `kv_heads`),
-    dcp_project_before_merge kv_b_proj alone. Block-quantized fp8 weights stay so if no block of 128 x 128 is cut by the
-    rank's slice, narrower than 128 columns, or common to W_UK and W_UV; else they are dequantized (`Linear.load`).
+    dcp_project_before_merge kv_b_proj alone. A weight in fp8 is dequantized if the rank's slice cuts a block of
+    128 x 128, if its columns are no multiple of 128, or if W_UK and W_UV share a block; otherwise it stays fp8.
     """
 
     kv_scale: Tensor | None

@@ -59,12 +59,12 @@ _NAMES = [
 class _TextModel(nn.Module):
     """transformers' text model with the head, which only its multimodal model has."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
-        self.config, self.model = config, transformers.MistralLarge4TextModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self._keep_in_fp32_modules = self.model._keep_in_fp32_modules
-        self._keep_in_fp32_modules_strict = self.model._keep_in_fp32_modules_strict
+        self.config, self.model = model.config, model
+        self.lm_head = nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False)
+        self._keep_in_fp32_modules = model._keep_in_fp32_modules
+        self._keep_in_fp32_modules_strict = model._keep_in_fp32_modules_strict
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class _MistralLarge4(SparseFamily):
 
     def new_model(self, config: Any) -> Any:
         """Return transformers' text model of a config, with the head."""
-        return _TextModel(config)
+        return _TextModel(getattr(transformers, f"{self.class_prefix}Model")(config))
 
     def module_name(self, name: str, num_layers: int) -> str:
         """Return the name of transformers' module, by Mistral's own names, too."""
