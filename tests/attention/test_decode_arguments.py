@@ -33,9 +33,9 @@ def decode_arguments() -> dict[str, Any]:
         ("kv_cache", torch.zeros(32, L + R), "[num_blocks, block_size, 10]"),
         ("kv_cache", torch.zeros(4, 8, L), "[num_blocks, block_size, 10]"),
         ("q", torch.tensor(0.0), "[T, H, kv_lora_rank + rope] with kv_lora_rank 6"),
-        ("block_table", torch.tensor(0, dtype=torch.int32), "[num_reqs, max_blocks]"),
-        ("block_table", torch.zeros(2, dtype=torch.int32), "[num_reqs, max_blocks]"),
-        ("block_table", torch.zeros(0, 2, dtype=torch.int32), "[num_reqs, max_blocks]"),
+        ("block_table", torch.tensor(0, dtype=torch.int32), "[num_rows, max_blocks]"),
+        ("block_table", torch.zeros(2, dtype=torch.int32), "[num_rows, max_blocks]"),
+        ("block_table", torch.zeros(0, 2, dtype=torch.int32), "[num_rows, max_blocks]"),
         ("query_start_loc", torch.zeros(2, dtype=torch.int32), "[3], num_segments + 1"),
         ("query_start_loc", torch.tensor(0, dtype=torch.int32), "[3], num_segments + 1"),
         ("seq_lens", torch.ones(3, dtype=torch.int32), "expected [2]"),
@@ -123,7 +123,7 @@ def test_a_device_without_a_backend() -> None:
 
 def test_decode_names_wrong_query_lens() -> None:
     arguments = decode_arguments()
-    with pytest.raises(ValueError, match="^q has 2 tokens for 3 requests; .* max_query_len, 1$"):
+    with pytest.raises(ValueError, match="^q has 2 tokens for 3 segments; .* max_query_len, 1$"):
         mla_decode(**{**arguments, "block_table": torch.zeros(3, 2, dtype=torch.int32)})
     with pytest.raises(ValueError, match="^q has 2 tokens for 1 requests"):  # a table of another batch
         mla_decode(**{**arguments, "block_table": torch.zeros(1, 2, dtype=torch.int32)})
