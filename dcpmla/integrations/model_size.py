@@ -144,7 +144,7 @@ def _is_kept(name: str, codes: dict[str, str], shapes: dict[str, torch.Size], co
     """Return whether a quantized parameter stays so in the product that it is a part of."""
     found = re.match(r"(.*\.self_attn(?:\.\d+)?)\.(.*)\.weight$", name)
     if not found:
-        return not name.endswith((".fc1.weight", ".fc2.weight"))  # of gates of norms, which are held in dtype
+        return not name.endswith((".fc1.weight", ".fc2.weight"))  # gates of norms keep the model's dtype
     prefix, word = found.groups()
     if word == "kv_b_proj":
         return config.qk_nope_head_dim % BLOCK == 0 == config.v_head_dim % BLOCK
