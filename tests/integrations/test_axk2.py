@@ -1,6 +1,7 @@
 """A.X-K2 beyond the tests of all families: routing without groups, names, mistakes, kernels of its gates."""
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from dcpmla.attention.output.ops import gate_rows_
 from dcpmla.integrations.families.table import find_family
 from dcpmla.integrations.model_files import load_config
+from dcpmla.integrations.model_size import read_model
 from dcpmla.model.norm_gate import gate_norm
 from tests.attention.test_small_kernels import compile_for_hopper, cut, randn
 from tests.integrations.test_transformers import Case, check, make_cases, prompts, run_cases
@@ -74,6 +76,12 @@ def test_bad_configs(changes: dict[str, Any], message: str, tmp_path: Path) -> N
     file.write_text(json.dumps(config | changes))
     with pytest.raises(ValueError, match=message):
         load_config(file)
+
+
+def test_sizes_of_the_light_model() -> None:
+    """Values are the defaults of transformers' config: 20.3 billion parameters."""
+    model = read_model(load_config(Path(__file__).parents[1] / "planning" / "configs" / "axk2_light.json"))
+    assert round(sum(p.count * prod(p.shape) for p in model.parameters) / 1e8) == 203
 
 
 def test_no_mtp_module() -> None:
