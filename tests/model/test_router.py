@@ -80,12 +80,12 @@ def test_as_transformers(family: str) -> None:
 
 
 def test_experts_of_unchosen_groups_that_precede_others() -> None:
-    """Beside one chosen expert come two others at 0, before one that is negative; transformers leaves ties open."""
+    """Experts 2 and 3 count as 0, which is above the score of expert 1 in the chosen group."""
     logits, bias = torch.tensor([[3.0, -9, 1, 1]]), torch.tensor([0.5, -1, 0, 0])
     groups = {"num_groups": 2, "topk_groups": 1}
-    how = Router(scoring="sigmoid", top_k=3, **groups, unchosen_score=0.0)
-    assert route(logits, bias, how)[0].tolist() == [[0, 2, 3]]
-    assert route(logits, bias, replace(how, unchosen_score=-torch.inf))[0].tolist() == [[0, 1, 2]]
+    router = Router(scoring="sigmoid", top_k=3, **groups, unchosen_score=0.0)
+    assert route(logits, bias, router)[0].tolist() == [[0, 2, 3]]
+    assert route(logits, bias, replace(router, unchosen_score=-torch.inf))[0].tolist() == [[0, 1, 2]]
 
 
 @torch.no_grad()
