@@ -1,6 +1,7 @@
 """A.X-K2 beyond the tests of all families: routing without groups, names, mistakes, kernels of its gates."""
 
 import json
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from dcpmla.attention.output.ops import gate_rows_
-from dcpmla.integrations.families.table import find_family
+from dcpmla.integrations.families.table import attention_kind, find_family
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.model.norm_gate import gate_norm
@@ -82,6 +83,12 @@ def test_sizes_of_the_light_model() -> None:
     """Values are the defaults of transformers' config: 20.3 billion parameters."""
     model = read_model(load_config(Path(__file__).parents[1] / "planning" / "configs" / "axk2_light.json"))
     assert round(sum(p.count * prod(p.shape) for p in model.parameters) / 1e8) == 203
+
+
+def test_gates_without_query_latents() -> None:
+    config = attention_kind(tiny_config("axk2")).config
+    with pytest.raises(ValueError, match="query_gates is True; it must be False with q_lora_rank None"):
+        replace(config, q_lora_rank=None)
 
 
 def test_no_mtp_module() -> None:
