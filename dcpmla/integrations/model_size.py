@@ -19,7 +19,7 @@ from dcpmla.planning.parameter import Parameter
 from dcpmla.planning.weights import ModelSize
 
 _STYLES = {  # the last word of a module's name -> the features that ranks divide
-    **dict.fromkeys(("q_proj", "q_b_proj", "q_gate_proj", "kv_b_proj", "sinks", "o_a_proj", "lm_head"), "column"),
+    **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "sinks", "o_a_proj", "lm_head"), "column"),
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "column"),
     **dict.fromkeys(("k_proj", "v_proj", "f_proj", "g_proj", "f_b_proj", "g_b_proj", "b_proj"), "column"),
     **dict.fromkeys(("conv1d", "A_log", "dt_bias"), "column"),
