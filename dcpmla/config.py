@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from dcpmla.fields import (
-    FLAG,
     TEXT,
+    Flag,
     Rule,
     check_fields,
     check_tp_size,
@@ -34,7 +34,6 @@ LARGEST_SIZE = 1 << 24  # bound on any dim, vocabulary or block; more is a mista
 _Size = Annotated[int, whole(1, LARGEST_SIZE)]
 _OptionalSize = Annotated[int | None, optional(whole(1, LARGEST_SIZE))]
 _Ranks = Annotated[int, whole(1, 1 << 16)]
-_Flag = Annotated[bool, FLAG]
 _Text = Annotated[str, TEXT]
 _Factor = Annotated[float, number(0, above=True)]
 _Seconds = Annotated[float, Rule("a finite number above 0, in seconds", number(0, above=True).holds)]
@@ -56,12 +55,19 @@ class IndexerConfig:
         topk: Number of tokens selected, where more exist.
         rope_interleaved: Whether to rotate pairs (2i, 2i+1) (GLM-5) instead of halves (DeepSeek-V3.2) of the first
             qk_rope_head_dim dims.
+        norms_hidden: Whether queries are made from hidden states after a LayerNorm of their own (Mistral Large 4)
+            instead of from the query latent.
+        rope_last: Whether a checkpoint's rotated dims are the last ones (HY V4); they are put first when they load.
+        norm_eps: Epsilon of LayerNorms, of keys and of hidden states.
     """
 
     num_heads: _Size
     head_dim: _Size
     topk: _Size
-    rope_interleaved: _Flag
+    rope_interleaved: Flag
+    norms_hidden: Flag = False
+    rope_last: Flag = False
+    norm_eps: Annotated[float, number(0)] = 1e-6
 
     def __post_init__(self) -> None:
         check_fields(rules_of(IndexerConfig), vars(self), "indexer.{}".format)
@@ -76,11 +82,19 @@ class MLAConfig:
         rms_norm_eps: Epsilon of the norms of both latents (q_c, kv_c); other norms have their own.
         rope_interleaved: Whether to rotate pairs (2i, 2i+1) (GPT-J, DeepSeek) instead of halves (i, i + R/2) (NeoX).
         use_rope: False for a layer without positions (NoPE), which leaves q_pe and k_pe as they are projected.
+        projects_pe: False for a layer that projects no q_pe and k_pe (NoPE in Mistral Large 4): both are zeros, so that
+            all layers of a model have rows of one width.
         attention_bias: Whether q_a, kv_a and o projections have a bias.
         kv_lora_scale: Factor of kv_c after its norm; 1 except in LongCat.
         llama_4_scaling: (beta, original_max_position): queries at position p are multiplied by
             1 + beta ln(1 + floor(p / original_max_position)) (Mistral 4, after Llama 4); None for no such factor.
+        has_query_factors: Whether queries at position p, an indexer's too, are multiplied by a ln(p + 1) + b, with a
+            and b learned for each head (Mistral Large 4).
         indexer: Indexer of sparse MLA; None for dense MLA.
+        has_sinks: Whether each head has a learned sink (`dcpmla.attention.sinks`).
+        window: Number of tokens that a token attends to, the last ones up to itself; None for all. A layer has a window
+            or an indexer, not both.
+        norms_k_pe: Whether k_pe is normalized before RoPE, as kv_c is (dots3).
         query_gates: Whether the query projection also makes the logits of a gate for each column of the output, and
             its input is the query latent after and before its norm (A.X-K2).
     """
@@ -94,16 +108,23 @@ class MLAConfig:
     v_head_dim: _Size
     scale: _Factor
     rms_norm_eps: Annotated[float, number(0)] = 1e-6
-    rope_interleaved: _Flag = True
-    use_rope: _Flag = True
-    attention_bias: _Flag = False
+    rope_interleaved: Flag = True
+    use_rope: Flag = True
+    projects_pe: Flag = True
+    attention_bias: Flag = False
     kv_lora_scale: _Factor = 1.0
     llama_4_scaling: Annotated[tuple[float, int] | None, optional(_SCALING)] = None
+    has_query_factors: Flag = False
     indexer: Annotated[IndexerConfig | None, optional(instance_of(IndexerConfig))] = None
-    query_gates: _Flag = False
+    has_sinks: Flag = False
+    window: _OptionalSize = None
+    norms_k_pe: Flag = False
+    query_gates: Flag = False
 
     def __post_init__(self) -> None:
         check_fields(rules_of(MLAConfig), vars(self))
+        if self.window is not None and self.indexer is not None:
+            raise ValueError(f"window is {self.window}; it must be None in a layer with an indexer")
         if self.query_gates:
             self._check_gates()
         if self.indexer is not None and self.indexer.head_dim < self.qk_rope_head_dim:
@@ -113,21 +134,33 @@ class MLAConfig:
             )
 
     def _check_gates(self) -> None:
-        if self.q_lora_rank is None or self.llama_4_scaling is not None:
+        if self.q_lora_rank is None or self.llama_4_scaling is not None or self.has_query_factors:
             raise ValueError(
-                f"query_gates is True; it must be False with q_lora_rank {self.q_lora_rank} and llama_4_scaling "
-                f"{self.llama_4_scaling}: gates are made from the query latent, and queries have no factor"
+                f"query_gates is True; it must be False with q_lora_rank {self.q_lora_rank}, llama_4_scaling "
+                f"{self.llama_4_scaling}, has_query_factors {self.has_query_factors}: gates are made from the query "
+                f"latent, and queries have no factor"
             )
-
-    @property
-    def query_width(self) -> int:
-        """Return the rows of the query projection for a head: P + R, and V with query_gates."""
-        return self.qk_head_dim + self.v_head_dim * self.query_gates
 
     @property
     def qk_head_dim(self) -> int:
         """Return the width P + R of a query or key."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def query_width(self) -> int:
+        """Return the rows of the query projection for a head: P, R if the layer projects q_pe, V with query_gates."""
+        width = self.qk_head_dim if self.projects_pe else self.qk_nope_head_dim
+        return width + self.v_head_dim * self.query_gates
+
+    @property
+    def down_width(self) -> int:
+        """Return the width of kv_c and k_pe as they are projected: without k_pe if the layer projects none."""
+        return self.latent_dim if self.projects_pe else self.kv_lora_rank
+
+    @property
+    def topk(self) -> int | None:
+        """Return the maximum number of tokens that a token attends to; None for all up to itself."""
+        return self.window if self.indexer is None else self.indexer.topk
 
     @property
     def rope_dim(self) -> int:
@@ -205,20 +238,20 @@ class DCPConfig:
     cp_kv_cache_interleave_size: _Size = 1
     dcp_comm_backend: Annotated[str, one_of(DCP_COMM_BACKENDS)] = "auto"
     exchange_timeout: _Seconds = 60.0
-    check_exchange: _Flag = False
+    check_exchange: Flag = False
     dcp_exchange_dtype: Annotated[str, one_of(DCP_EXCHANGE_DTYPES)] = "auto"
     block_size: _Size = 64
     kv_cache_dtype: Annotated[str, one_of(KV_CACHE_DTYPES)] = "auto"
     kv_cache_scale: _Scale = None
-    calculate_kv_scales: _Flag = False
+    calculate_kv_scales: Flag = False
     decode_query_dtype: Annotated[str, one_of(DECODE_QUERY_DTYPES)] = "auto"
     index_cache_dtype: Annotated[str, one_of(INDEX_CACHE_DTYPES)] = "auto"
-    index_hadamard: _Flag = False
+    index_hadamard: Flag = False
     attention_backend: _Text = "auto"
     prefill_backend: _Text = "auto"
     context_workspace_tokens: Annotated[int, whole(1)] = 65536
-    dcp_q_replicate: _Flag = False
-    dcp_project_before_merge: _Flag = False
+    dcp_q_replicate: Flag = False
+    dcp_project_before_merge: Flag = False
 
     def __post_init__(self) -> None:
         if self.kv_cache_dtype == "fp8_e4m3":

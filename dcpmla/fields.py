@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, TypeGuard, get_origin, get_type_hints
+from typing import Annotated, Any, TypeGuard, get_origin, get_type_hints
 
 _SHOWN = 80  # characters of a value in a message
 
@@ -86,10 +86,17 @@ FLAG = Rule("true or false", lambda value: isinstance(value, bool))
 TEXT = Rule("text that is not empty", lambda value: isinstance(value, str) and value != "")
 
 
+Flag = Annotated[bool, FLAG]
+Count = Annotated[int, whole(1)]
+
+
 @cache
-def rules_of(config: type) -> Mapping[str, Rule]:
-    """Return a dataclass's rules by field, from annotations like `block_size: Annotated[int, whole(1)]`."""
-    hints = get_type_hints(config, include_extras=True)
+def rules_of(annotated: Callable[..., Any]) -> Mapping[str, Rule]:
+    """Return the rules of a dataclass's fields, or of a function's arguments, by name.
+
+    They are in annotations like `block_size: Annotated[int, whole(1)]`.
+    """
+    hints = get_type_hints(annotated, include_extras=True)
     return {name: hint.__metadata__[0] for name, hint in hints.items() if get_origin(hint) is Annotated}
 
 

@@ -2,11 +2,11 @@
 
 `@operator` turns a function, the reference, into a custom op. Of the arguments of `@operator`, `fake` makes results
 without values, for tracing; `kernel` runs instead of the reference where the condition `runs` holds; `mutates_args`
-names the arguments that are written. With a kernel, the reference is plain torch, which specifies the operator and runs
-on any device. Without one the reference always runs; it may call other operators or launch a kernel.
+names the arguments that are written. If `kernel` is given, the reference is plain torch, which specifies the kernel and
+runs on any device. If it is not, the reference always runs, and may itself choose and launch kernels.
 
-A parameter may be a NamedTuple, or a NamedTuple or None. A schema has no tuples, so the custom op has the tuple's
-fields as arguments, and the reference's signature does not repeat them. Callers pass tuples by position.
+A parameter's type may be a class X of NamedTuples, or X | None. A schema has no tuples, so the custom op has the
+tuple's fields as arguments, and the reference's signature does not repeat them. Callers pass tuples by position.
 """
 
 import importlib

@@ -5,7 +5,8 @@ stores the token at position p. The token's index among the tokens of that rank,
 (p // (W * I)) * I + p % I. In a paged cache a block id covers block_size tokens on each rank: block_size * W positions.
 
 Functions take Python ints or integer tensors (any shape, any device) and return the same kind; all but `slot_mapping`
-take NumPy arrays, too. `local_seq_lens` of all ranks is a tensor. Nothing here depends on torch.distributed.
+take NumPy arrays, too. `local_seq_lens` without a rank always returns a tensor. Nothing here depends on
+torch.distributed.
 """
 
 from collections.abc import Sequence
@@ -68,8 +69,8 @@ def local_seq_lens(
         seq_lens: Lengths of whole sequences, any shape.
         dcp_rank: Rank in the DCP group; None for all ranks.
     Returns:
-        Without dcp_rank, an int32 tensor [*shape of seq_lens, dcp_size]. With dcp_rank, an int32 tensor or array of
-        the shape of seq_lens, or an int, as seq_lens is one.
+        Without dcp_rank, an int32 tensor [*shape of seq_lens, dcp_size]. With dcp_rank, the kind and
+        shape of seq_lens: an int, or an int32 array or tensor.
     Raises:
         ValueError: dcp_size or interleave is below 1, dcp_rank is outside [0, dcp_size), or an int length is negative.
     """

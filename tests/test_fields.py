@@ -34,19 +34,19 @@ OPTIONS = {
     "decode_context_parallel_size": "-dcp",
     "exchange_timeout": "--dcp-exchange-timeout",
 }
-FLOATS = ("scale", "rms_norm_eps", "kv_lora_scale", "exchange_timeout", "kv_cache_scale")
+FLOATS = ("scale", "rms_norm_eps", "norm_eps", "kv_lora_scale", "exchange_timeout", "kv_cache_scale")
 
 
 def fits(config: Any, name: str, value: object) -> bool:
     """Whether a field may hold one of NONSENSE, by the field's kind."""
     current = getattr(config, name)
     if value is None:
-        return name in ("q_lora_rank", "llama_4_scaling", "indexer", "kv_cache_scale")
+        return name in ("q_lora_rank", "llama_4_scaling", "indexer", "window", "kv_cache_scale")
     if isinstance(current, bool):
         return isinstance(value, bool)
     if name in FLOATS:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and (0 < value < 1e38 or (name == "rms_norm_eps" and value == 0))
+        return is_number and (0 < value < 1e38 or (name.endswith("norm_eps") and value == 0))
     if name in ("attention_backend", "prefill_backend"):
         return isinstance(value, str) and value != ""
     return name == "context_workspace_tokens" and not isinstance(value, bool) and value in (10**12, 10**400)
@@ -84,6 +84,10 @@ def test_fields_that_do_not_go_together() -> None:
         replace(MLA, qk_rope_head_dim=7)
     with pytest.raises(ValueError, match=r"^llama_4_scaling is \(0.1, 0\); it must be a pair"):
         replace(MLA, llama_4_scaling=(0.1, 0))
+    with pytest.raises(ValueError, match=r"^window is 9; it must be None in a layer with an indexer$"):
+        replace(MLA, window=9)
+    assert [replace(MLA, **fields).topk for fields in ({}, {"indexer": None})] == [64, None]
+    assert replace(MLA, indexer=None, window=9).topk == 9
 
 
 anything = st.recursive(

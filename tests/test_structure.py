@@ -73,9 +73,7 @@ def test_the_core_needs_torch_triton_and_numpy_alone(module: str) -> None:
 
 
 # Those who import DeepSeek-V4 files: the table of families, the benchmark of layers.
-V4_FILES = (
-    r"dcpmla\.(attention\.compressed|bench\.compressed_stack|integrations\.families\.deepseek_v4|model\.(stream|mix))"
-)
+V4_FILES = r"dcpmla\.(attention\.compressed|bench\.compressed_stack|integrations\.families\.deepseek_v4)"
 V4_TABLES = {"dcpmla.integrations.families.table", "dcpmla.bench.layer"}
 V4_MODULES = {module for module in FILES if re.match(V4_FILES, module)}
 V4_CLASSES = {node.name for module in V4_MODULES for node in nodes_of(module) if isinstance(node, ast.ClassDef)}
@@ -98,21 +96,20 @@ def family_questions(nodes: Iterable[ast.AST]) -> list[str]:
 def test_families_are_asked_for_in_their_files_alone(module: str) -> None:
     if not module.startswith("dcpmla.integrations.families."):
         assert not family_questions(nodes_of(module))
-    kernels = {"dcpmla.model.kernels.mix", "dcpmla.model.kernels.streams"}  # DeepSeek-V4's, too
-    if module not in V4_TABLES | kernels:
+    if module not in V4_TABLES:
         assert not V4_MODULES & imports_of(module)
 
 
 def test_questions_for_a_family_are_found() -> None:
-    assert {"CompressedConfig", "StreamDecoder", "Connection"} <= V4_CLASSES
+    assert {"CompressedConfig", "CompressedKind"} <= V4_CLASSES
     source = """
-if config.model_type in TYPES or name == "deepseek_v4": isinstance(x, (Decoder, StreamDecoder))
+if config.model_type in TYPES or name == "deepseek_v4": isinstance(x, (Decoder, CompressedKind))
 isinstance(x, Decoder)
 """
     assert set(family_questions(ast.walk(ast.parse(source)))) == {
         "config.model_type in TYPES",
         "'deepseek_v4'",
-        "isinstance(x, (Decoder, StreamDecoder))",
+        "isinstance(x, (Decoder, CompressedKind))",
     }
 
 

@@ -22,7 +22,8 @@ class Backend(Generic[Call]):
     """A kernel of one phase, and the calls that it supports.
 
     Attributes:
-        obstacle: Function that returns why the backend does not support a call, or ""; with needs_gpu, for GPUs alone.
+        obstacle: Function that returns why the backend does not support a call, or "". With needs_gpu it is asked only
+            about calls on GPUs.
         run: Function that computes (out, lse); it imports the modules that only this kernel needs.
         sends_rows: Whether `run` of decode also takes a `Mailbox`: it then stores each finished row at the rank that
             owns the row's head, and returns this rank's heads, merged from all ranks' rows.
@@ -58,7 +59,8 @@ def select_backend(table: list[Backend[Call]], call: Call) -> Backend[Call]:
     for backend in table:
         if not backend.obstacle_to(call):
             return backend
-    raise ValueError("; ".join(f"{name}: {obstacle}" for name, obstacle in passed_over(table, call).items()))
+    obstacles = "; ".join(f"{name}: {obstacle}" for name, obstacle in passed_over(table, call).items())
+    raise ValueError(f"no backend takes this call: {obstacles}")
 
 
 def find_backend(table: list[Backend[Call]], name: str, argument: str = "backend") -> Backend[Call]:
@@ -76,7 +78,7 @@ def find_backend(table: list[Backend[Call]], name: str, argument: str = "backend
 
 
 def passed_over(table: list[Backend[Call]], call: Call) -> dict[str, str]:
-    """Return why the backends before the first that supports the call do not, by name; all backends if none does."""
+    """Return the obstacle of each backend before the first one that supports the call, by name; all if none does."""
     found = {backend.name: backend.obstacle_to(call) for backend in table}
     return dict(takewhile(lambda item: item[1], found.items()))
 

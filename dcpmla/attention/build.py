@@ -71,6 +71,7 @@ class StepBuilder:
         device: Device of the steps' tensors.
     Attributes:
         block_tokens: Positions that a block id covers, over all ranks.
+        chunks: Builder of context chunks.
         num_states: Number of requests' states in the cache; 0 where it has none.
         has_slots: Whether each token has a slot in the cache's blocks.
         absorbs_pieces: Whether pieces of prompts, of any number of tokens, may attend with absorbed queries.
@@ -89,7 +90,7 @@ class StepBuilder:
         self.dcp, self.dcp_rank, self.device = dcp, dcp_rank, device
         self.block_tokens = dcp.virtual_block_size
         self._layout = dcp.decode_context_parallel_size, dcp_rank, dcp.cp_kv_cache_interleave_size
-        self._chunks = ChunkBuilder(dcp, dcp_rank, device, dcp.block_size)
+        self.chunks = ChunkBuilder(dcp, dcp_rank, device, dcp.block_size)
 
     def build(
         self,
@@ -206,7 +207,7 @@ class StepBuilder:
         return PrefillMetadata(
             queries=segments_of(query_lens, self.device),
             first_position=upload([context_lens.astype(np.int32)], self.device)[0],
-            context_chunks=self._chunks.build_all(context_lens, self.dcp.chunk_alignment, table),
+            context_chunks=self.chunks.build_all(context_lens, self.dcp.chunk_alignment, table),
         )
 
     def on_host(self, requests: StepRequests, longest: int, num_decodes: int | None) -> HostStep:

@@ -103,21 +103,21 @@ class DecodeCall(NamedTuple):
         if table.ndim != 2 or (table.shape[0] != num_tokens and 0 in (table.shape[0], num_tokens)):
             raise ValueError(
                 f"block_table has shape {tuple(table.shape)} and q {num_tokens} tokens; expected "
-                f"[num_reqs, max_blocks], with num_reqs 0 if q has no tokens, and at least 1 otherwise"
+                f"[num_rows, max_blocks], with num_rows 0 if q has no tokens, and at least 1 otherwise"
             )
         if index is not None and (index.ndim != 1 or table.shape[0] == 0 < index.shape[0]):
             raise ValueError(
-                f"request_index has shape {tuple(index.shape)}; expected [num_reqs], a row of block_table "
+                f"request_index has shape {tuple(index.shape)}; expected [num_segments], a row of block_table "
                 f"{tuple(table.shape)} for each"
             )
         if tuple(self.seq_lens.shape) != (num_tokens,):
             raise ValueError(
                 f"seq_lens has shape {tuple(self.seq_lens.shape)}; expected [{num_tokens}], one for each query token"
             )
-        num_reqs = self.num_reqs
-        if starts is not None and tuple(starts.shape) != (num_reqs + 1,):
+        num_segments = self.num_segments
+        if starts is not None and tuple(starts.shape) != (num_segments + 1,):
             raise ValueError(
-                f"query_start_loc has shape {tuple(starts.shape)}; expected [{num_reqs + 1}], num_reqs + 1"
+                f"query_start_loc has shape {tuple(starts.shape)}; expected [{num_segments + 1}], num_segments + 1"
             )
         columns = {"block_table": table, "seq_lens": self.seq_lens, "request_index": index, "query_start_loc": starts}
         for name, numbers in columns.items():
@@ -128,10 +128,10 @@ class DecodeCall(NamedTuple):
                 )
         if self.max_query_len < 1:
             raise ValueError(f"max_query_len is {self.max_query_len}; it must be at least 1")
-        if starts is None and num_tokens != num_reqs * self.max_query_len:
+        if starts is None and num_tokens != num_segments * self.max_query_len:
             raise ValueError(
-                f"q has {num_tokens} tokens for {num_reqs} requests; without query_start_loc each has max_query_len, "
-                f"{self.max_query_len}"
+                f"q has {num_tokens} tokens for {num_segments} segments; without query_start_loc each has "
+                f"max_query_len, {self.max_query_len}"
             )
 
     def _check_dtypes(self) -> None:
@@ -194,13 +194,13 @@ class DecodeCall(NamedTuple):
         return 1 if self.is_planar else self.kv_cache.shape[1]
 
     @property
-    def num_reqs(self) -> int:
-        """Return the number of requests."""
+    def num_segments(self) -> int:
+        """Return the number of segments."""
         return len(self.block_table if self.request_index is None else self.request_index)
 
     @property
     def has_one_token_each(self) -> bool:
-        """Return whether every request has one query token, and no row of q is padding."""
+        """Return whether every segment has one query token, and every row of q belongs to a segment."""
         return self.query_start_loc is None and self.max_query_len == 1
 
     def new_output(self, num_ranks: int = 1) -> tuple[Tensor, Tensor]:
@@ -247,6 +247,8 @@ class PrefillCall(NamedTuple):
         mask: Bits [T, ceil(N / 32)] in words of int32, contiguous. N is the largest number of keys of a request; a
             query sees the keys whose bits are set (`selection_mask`). None for no mask.
         backend: Name of the backend that must run the call, or "auto".
+        window: Number of keys up to its own that a query sees at most under mask, of a causal call; a kernel may leave
+            out earlier keys. None for no bound.
 
     A backend returns out [T, h, V] in the dtype of q and lse [T, h] float32, natural log, contiguous; (0, -inf) for
     a query that sees no key.
@@ -264,6 +266,7 @@ class PrefillCall(NamedTuple):
     causal: bool
     mask: Tensor | None = None
     backend: str = "auto"
+    window: int | None = None
 
     @property
     def queries(self) -> Segments:

@@ -49,7 +49,7 @@ def claim_attention(
         new(num_weights),
         new(num_keys if joins_keys else 0, num_heads, config.qk_head_dim),
         new(num_keys if is_quantized(cache_dtype) else 0, config.latent_dim),
-        new(0 if config.indexer is None else num_tokens * num_keys // 8, dtype=torch.uint8),  # a mask
+        new(0 if config.topk is None else num_tokens * num_keys // 8, dtype=torch.uint8),  # a mask
     ]
     width = row_width(cache_dtype, config.kv_lora_rank, config.qk_rope_head_dim)
     placement.exchange.reserve_context(num_keys, width, cache_dtype, torch.device(placement.device))

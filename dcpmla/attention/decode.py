@@ -1,8 +1,8 @@
 """Decode: each rank computes attention of all heads of its DCP group over the tokens that it caches; then the ranks'
 results are merged.
 
-In a layer, ranks wait for each other only to gather queries and to merge results: in between, each rank attends only to
-rows of the cache that the same rank has written.
+Decodes wait for other ranks twice: to gather queries, and to merge results. No rank waits for another's writes to the
+cache, because each attends only to rows that it has written.
 """
 
 import torch
@@ -43,18 +43,19 @@ def mla_decode(
         kv_cache: Cached rows [num_blocks, block_size, kv_lora_rank + rope] in q's dtype, or in an 8-bit format
             (`cache/formats.py`). Shared keys are in q's dtype, or in pages [num_pages, 64, row_width] of fp8_ds_mla
             (`cache/shared_format.py`), which are addressed row by row.
-        block_table: Block ids of each request [num_reqs, max_blocks], int32, or row numbers where the cache is
+        block_table: Block ids of each request [num_rows, max_blocks], int32, or row numbers where the cache is
             addressed by row; entries after its last block are not read.
         seq_lens: Number of tokens in this cache that each query token sees [T], int32: the first tokens of its request.
             Under DCP this is the causal bound on this rank: a token sees no fewer than the token before it. It must not
             change while a kernel runs.
         scale: Softmax scale, positive.
         kv_lora_rank: Width of the latent, which is the value.
-        request_index: Row of block_table of each request [num_reqs], int32. Several requests may have the same row, as
-            the segments of a long request do. If None, block_table has a row for each, in order.
-        query_start_loc: First query token of each request, and the end [num_reqs + 1], int32; None when each has
-            max_query_len query tokens. Rows of q after the last request are padding; their results are undefined.
-        max_query_len: Largest number of query tokens of a request.
+        request_index: Row of block_table of each segment [num_segments], int32. A segment is what a kernel treats as
+            one request: a request, or some of a long one's query tokens; segments of one request have the same row. If
+            None, segment i has row i.
+        query_start_loc: First query token of each segment, and the end [num_segments + 1], int32; None when each has
+            max_query_len query tokens. Rows of q after the last segment are padding; their results are undefined.
+        max_query_len: Largest number of query tokens of a segment.
         workspace: Memory from `decode_workspace` for kernels that split a request over programs; consecutive calls may
             share it. None allocates it.
         kv_scale, q_scale: Scales of an fp8 cache and of e4m3 queries, float32 of one element; else None.
@@ -111,8 +112,8 @@ def dcp_mla_decode(
     requests = decode.request_index, decode.query_start_loc, decode.max_query_len
     call = DecodeCall(q, q_pe, kv_cache, *sizes, *requests, decode.workspace, kv_scale, q_scale, dtype, backend)
     call = call.checked()
-    # A kernel may send rows itself (`Mailbox`) only if no row is padding: owners wait for every row, and kernels skip
-    # padding. With one token for each request there is none.
+    # A kernel may send rows itself (`Mailbox`) only if each row of q is a segment's: owners wait for every row, and
+    # kernels skip rows after the last segment.
     if w_uv is None and call.has_one_token_each:
         mailbox = exchange.mailbox(q.shape[0], q.shape[1], kv_lora_rank, call.out_dtype)
         if mailbox is not None:
@@ -130,7 +131,10 @@ def _empty_output(call: DecodeCall, mailbox: Mailbox | None) -> tuple[Tensor, Te
 
 @operator("mla_decode", fake=_empty_output, mutates_args=("workspace", "state"))
 def run_call(call: DecodeCall, mailbox: Mailbox | None) -> tuple[Tensor, Tensor]:
-    """Run a checked call; with a mailbox, which never takes fp8, return this rank's heads, merged over the ranks."""
+    """Run a checked call; with a mailbox, return this rank's heads, merged over the ranks.
+
+    A mailbox takes rows in the output's dtype, never rounded to fp8 (`dcp_exchange_dtype`).
+    """
     chosen = select_backend(DECODE_BACKENDS, call)
     if mailbox is None:
         return chosen.run(call)

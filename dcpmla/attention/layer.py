@@ -14,6 +14,7 @@ from dcpmla.attention.placement import Placement
 from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.projections import MHAInputs, Tokens, rows_of
 from dcpmla.attention.scales import calculate_scale_
+from dcpmla.attention.sinks import apply_sinks
 from dcpmla.attention.sparse.indexer import Indexer
 from dcpmla.attention.sparse.selector import selected_rows
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata, check_selection
@@ -41,8 +42,8 @@ class MLAAttention(AttentionWeights):
     step. A prompt of one token would be a decode; the engine builds the first step with num_decodes=0, so that it is a
     prefill.
 
-    With config.indexer, tokens that have more than topk before them attend only to tokens that the indexer selects
-    (sparse MLA).
+    With config.indexer, tokens that could attend to more than topk tokens, themselves included, attend only to tokens
+    that the indexer selects (sparse MLA).
 
     Args:
         config: Geometry of the whole layer, before it is sharded.
@@ -91,8 +92,8 @@ class MLAAttention(AttentionWeights):
             cache: Cache of this layer on this rank, written and read: latents in the format of dcp.kv_cache_dtype and,
                 with an indexer, index keys.
             step: Metadata with the model's cos_sin and query_factor, and with a selection where tokens of a sparse
-                model have more than topk before them. None while memory is measured, before a cache exists: the memory
-                of the largest step is allocated and freed (`claim_memory`), and attention's output is zeros.
+                model could attend to more than topk tokens. None while memory is measured, before a cache exists: the
+                memory of the largest step is allocated and freed (`claim_memory`), and attention's output is zeros.
         Returns:
             [T, hidden], the same on all TP ranks. Callers must not read rows of padding.
         Raises:
@@ -131,10 +132,11 @@ class MLAAttention(AttentionWeights):
         hidden_states = hidden_states[: step.num_tokens]
         if self._lacks_scales and step.prefill is not None:  # captures of decodes come first, and set no scales
             self._calculate_scales(hidden_states, cache.latents, step)
-        q_c, latents = self.down_project(hidden_states, cache.latents, step.slot_mapping, step.cos_sin)
+        q_c, latents = self.latents_of(hidden_states, cache.latents, step)
         mha = None
-        # A graph also contains the projections of MHA and the attention of decodes. A replay whose decodes fit the
-        # graph calls `_attend` with step.decode None; without a graph `_attend` does these, too.
+        # `step.cut` is set while a graph of a step with prompts is captured. The graph contains what depends on no
+        # request: projections of MHA, and attention of decodes. `_attend` runs after the cut, outside of the graph, and
+        # finds step.decode None if the graph did the decodes. Outside of captures it does everything.
         if step.cut is not None:
             output.reserve()
             tokens = Tokens(q_c, step.cos_sin, step.query_factor)
@@ -144,6 +146,10 @@ class MLAAttention(AttentionWeights):
                 self._decode(tokens.rows(slice(0, step.num_decode_tokens)), cache.latents, step.decode, output)
         step.vary(self._attend, hidden_states, q_c, latents, mha, cache, output)
         return output.rows()
+
+    def latents_of(self, hidden_states: PlainRows, kv_cache: Tensor, step: StepMetadata) -> tuple[PlainRows, Tensor]:
+        """Cache the step's latents, and return the query projection's input and the latents (`down_project`)."""
+        return self.down_project(hidden_states, kv_cache, step.slot_mapping, step.cos_sin)
 
     def _attend(
         self,
@@ -194,12 +200,11 @@ class MLAAttention(AttentionWeights):
         dcp = self.dcp
         check_cache(cache.latents, dcp.block_size, self.cache_width, dcp.kv_cache_dtype, self.cache_dtype)
         step.check_blocks(cache.latents.shape[0])
-        if self.config.indexer is not None and step.cut is None:  # replays after cuts bring selections
-            check_selection(self.config.indexer.topk, cache.latents, step)
+        if self.config.topk is not None and step.cut is None:  # replays after cuts bring selections
+            check_selection(self.config.topk, cache.latents, step)
         if self.indexer is not None:
             num_blocks, block_size = cache.latents.shape[:2]
-            dtype = self.kv_a_layernorm.weight.dtype
-            self.indexer.selector.check_cache(cache.index_keys, num_blocks, block_size, dtype)
+            self.indexer.selector.check_cache(cache.index_keys, num_blocks, block_size, self.kv_b_proj.dtype)
         return cache
 
     def _calculate_scales(self, hidden_states: PlainRows, kv_cache: Tensor, step: StepMetadata) -> None:
@@ -210,25 +215,30 @@ class MLAAttention(AttentionWeights):
         nowhere, cos_sin = torch.full_like(step.slot_mapping[prefills], -1), rows_of(step.cos_sin, prefills)
         q_c, latents = self.down_project(hidden_states[prefills], kv_cache, nowhere, cos_sin)
         calculate_scale_(self.kv_scale, latents, self.mesh.tp_group)
-        if self.q_scale is not None:
-            tokens = Tokens(q_c, cos_sin, rows_of(step.query_factor, prefills)).rows(slice(0, _SCALED_TOKENS))
-            q, _ = self.project_query(tokens, self.q_heads.own)
-            absorbed = self.absorb(q, self.w_uk_of(self.kv_heads.own), tokens.cos_sin, None)
-            calculate_scale_(self.q_scale, absorbed, self.mesh.tp_group)
+        self._calculate_q_scale(Tokens(q_c, cos_sin, rows_of(step.query_factor, prefills)))
+
+    def _calculate_q_scale(self, tokens: Tokens) -> None:
+        """Set the scale of fp8 queries, if they have one, from the first of a prompt's tokens. Collective."""
+        if self.q_scale is None:
+            return
+        tokens = tokens.rows(slice(0, _SCALED_TOKENS))
+        q, _ = self.project_query(tokens, self.q_heads.own)
+        absorbed = self.absorb(q, self.w_uk_of(self.kv_heads.own), tokens.cos_sin, None)
+        calculate_scale_(self.q_scale, absorbed, self.mesh.tp_group)
 
     def _select(
         self, hidden_states: PlainRows, q_c: PlainRows, index_keys: Tensor | None, step: StepMetadata
     ) -> SelectedTokens | None:
-        """Return the tokens that each token attends to; None if each attends to all before it: in a dense layer, and
-        where no token has more than topk before it. Collective.
+        """Return the tokens that each token attends to; None if each attends to all up to itself: in a dense layer,
+        and where no token could attend to more than topk. Collective.
         """
         sparse = step.get(SparseMetadata)
-        if self.config.indexer is None or sparse is None:
+        if self.config.topk is None or sparse is None:
             return None
         if self.indexer is not None:
             assert index_keys is not None
             self.indexer(hidden_states, q_c, index_keys, step)  # writes the selection
-        return sparse.selection if sparse.max_seq_len > self.config.indexer.topk else None
+        return sparse.selection if sparse.max_seq_len > self.config.topk else None
 
     def _decode(self, tokens: Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
         """Append the output of decode tokens, in parts, so that memory is bounded. Collective."""
@@ -252,7 +262,7 @@ class MLAAttention(AttentionWeights):
         """Append the output of prefill tokens, whose own latents are `latents`. Collective."""
         kv_c, k_pe = latents.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], -1)
         positions = None if tokens.selection is None else tokens.selection.positions
-        out, _ = dcp_mla_prefill(
+        out, lse = dcp_mla_prefill(
             mha.q,
             kv_c,
             k_pe,
@@ -266,7 +276,7 @@ class MLAAttention(AttentionWeights):
             mha.kv,
             backend=self.dcp.prefill_backend,
         )
-        output.append(out.flatten(1))
+        output.append(self._with_sinks(out, lse).flatten(1))
         if mha.gates is not None:
             output.gate(mha.gates)
 
@@ -276,7 +286,7 @@ class MLAAttention(AttentionWeights):
             kv_cache, decode = selected_rows(kv_cache, tokens.selection, decode.workspace)
         q, gates = self.project_query(tokens, slice(0, self.q_heads.count))
         project_first = self.dcp.dcp_project_before_merge and q.shape[0] >= PROJECT_FIRST_TOKENS
-        out, _ = dcp_mla_decode(
+        out, lse = dcp_mla_decode(
             self.absorb(q, self.w_uk, tokens.cos_sin, self.q_scale),
             kv_cache,
             decode,
@@ -290,12 +300,16 @@ class MLAAttention(AttentionWeights):
             dtype=q.dtype,
             backend=self.dcp.attention_backend,
         )
+        out = self._with_sinks(out, lse)
         if project_first:
             output.append(out.flatten(1))
         else:
             output.project(out)
         if gates is not None:
             output.gate(gates[:, self.q_heads.own])
+
+    def _with_sinks(self, out: Tensor, lse: Tensor) -> Tensor:
+        return out if self.sinks is None else apply_sinks(out, lse, self.sinks)
 
     @property
     def _output_quant(self) -> OutputQuant | None:

@@ -5,6 +5,7 @@ Answers depend on device, dtypes, sizes and strides alone. Only plain torch take
 
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from dcpmla.attention.calls import DecodeCall, PrefillCall
 from dcpmla.cache.formats import FP8, is_quantized
 
 _HALF = (torch.bfloat16, torch.float16)
+_WIDE_BYTES = 166_912  # shared memory of 16 rows with latents of 1,024 columns, in fp8_ds_mla's format
 
 
 def hopper_decode(call: DecodeCall) -> str:
@@ -38,6 +40,11 @@ def hopper_decode(call: DecodeCall) -> str:
     return ""
 
 
+def _shared_memory(q: Tensor) -> int:
+    properties: Any = torch.cuda.get_device_properties(q.device)
+    return int(properties.shared_memory_per_block_optin)
+
+
 def _are_aligned(rows: Tensor, *strides: int) -> bool:
     """Return whether all rows with these strides begin at multiples of 16 bytes, in ascending order."""
     size = rows.element_size()
@@ -60,8 +67,10 @@ def triton_decode(call: DecodeCall) -> str:
     if q.dtype not in (dtype, FP8) or kv_cache.dtype not in (q.dtype, FP8, torch.uint8):
         return f"q has dtype {q.dtype} and the cache {kv_cache.dtype}, which it does not multiply"
     widths = call.kv_lora_rank, call.rope_dim
-    if not all(16 <= width <= 512 and width & (width - 1) == 0 for width in widths if width):
-        return f"latents have {widths[0]} + {widths[1]} columns, not powers of 2 from 16 to 512"
+    if not all(16 <= width <= 1024 and width & (width - 1) == 0 for width in widths if width):
+        return f"latents have {widths[0]} + {widths[1]} columns, not powers of 2 from 16 to 1,024"
+    if max(widths) > 512 and _shared_memory(q) < _WIDE_BYTES:
+        return f"latents have {widths[0]} columns, and the GPU less than {_WIDE_BYTES:,} bytes of shared memory"
     if any(rows is not None and rows.stride(-1) != 1 for rows in (q, call.q_pe, kv_cache)):
         return "rows of queries or of the cache are not contiguous"
     if call.is_planar:

@@ -35,8 +35,9 @@ def dcp_mla_prefill(
 ) -> tuple[Tensor, Tensor]:
     """Attend from prefill tokens to each other and to a context cached on all ranks of the DCP group. Collective.
 
-    No merge across ranks is needed: after the gather each rank has all keys for its own heads. A gather starts before
-    the attention that precedes it. Rows of 8-bit caches are dequantized after the gather, so that fewer bytes travel.
+    No merge across ranks is needed: after the gather each rank has all keys for its own heads. The gather of a chunk
+    starts before attention over the chunk before it, or among the new tokens, and travels while that runs. Rows of
+    8-bit caches are dequantized after the gather, so that fewer bytes travel.
     Latents of new tokens are used as they are before the cache rounds them. In sparse attention a mask, made for the
     new tokens and for each chunk, excludes keys that a token did not select.
 
@@ -75,7 +76,8 @@ def dcp_mla_prefill(
         mask = None
         if positions is not None:
             mask = selection_mask(positions, queries.start_loc, first_position, max(keys.lens))
-        return mha_prefill(PrefillCall(q, k_nope, k_pe, v, *queries, *keys, scale, causal, mask, backend))
+        window = prefill.window if causal and mask is not None else None
+        return mha_prefill(PrefillCall(q, k_nope, k_pe, v, *queries, *keys, scale, causal, mask, backend, window))
 
     started = [start_gather(chunk) for chunk in chunks[:1]]
     out, lse = attend(kv_c, k_pe, queries, prefill.first_position, causal=True, kv=kv)

@@ -2,7 +2,8 @@
 W_UV applied to outputs.
 
 Most are custom ops (`torch.ops.dcpmla`) without gradients. The torch code here specifies them and runs on CPUs and in
-float64, for a plain W_UV also on GPUs. There the others run kernels of `attention/triton/projections.py` and `rope.py`.
+float64. On GPUs kernels of `attention/triton/projections.py` and `rope.py` run instead, but for a W_UV in the model's
+dtype, and for weights in fp8 on GPUs that do not multiply in fp8.
 """
 
 from typing import NamedTuple
@@ -123,6 +124,7 @@ def finish_latents(
     rope_interleaved: bool,
     kv_scale: Tensor | None,
     quantizes: bool = False,
+    k_pe_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalize q_c and kv_c, rotate k_pe, and write the latents that this rank owns into the cache.
 
@@ -136,6 +138,7 @@ def finish_latents(
         kv_scale: Scale of an fp8 cache (`formats.to_cache_rows`), float32 of one element; None for other caches.
         quantizes: Whether to return q_c quantized as well, bit for bit as `quantize_rows` does; Lq must then be a
             multiple of 128.
+        k_pe_weight: Weight [R] of a norm of k_pe before it is rotated (dots3); None for no norm.
     Returns:
         q_c [T, Lq] after its norm; latents [T, L + R] before cache rounding: kv_c after its norm, k_pe rotated; codes
         and scales of q_c, with 0 columns unless quantizes, because an op always returns the same number of tensors.
@@ -144,6 +147,8 @@ def finish_latents(
     q_rank = 0 if q_weight is None else len(q_weight)
     q_c, kv_c, k_pe = down.tensor_split((q_rank, q_rank + len(kv_weight)), -1)
     kv_c = rms_norm(kv_c, kv_weight, eps) * kv_lora_scale
+    if k_pe_weight is not None:
+        k_pe = rms_norm(k_pe, k_pe_weight, eps)
     if cos_sin is not None:
         k_pe = apply_rope(k_pe, cos_sin, rope_interleaved)
     write_latents(kv_cache, kv_c, k_pe, slots, kv_scale)
@@ -170,13 +175,13 @@ def absorb_query(
     """Return the query of attention over latents, [q_nope W_UK | q_pe rotated].
 
     Args:
-        q: [T, h, P + R], not rotated.
-        w_uk: [h, P, L].
+        q: [T, H, P + R], not rotated.
+        w_uk: [H, P, L].
         cos_sin: [T, R] float32 as in `apply_rope`; None leaves q_pe as it is.
         q_scale: Scale that rounds the query to e4m3 (`formats.to_fp8`), float32 of one element; None keeps q's dtype.
-        w_scales: Scales of a w_uk in e4m3 (`BlockFp8`), float32 [h, P / 128, L / 128].
+        w_scales: Scales of a w_uk in e4m3 (`BlockFp8`), float32 [H, P / 128, L / 128].
     Returns:
-        [T, h, L + R].
+        [T, H, L + R].
     """
     w_uk = _values_of(w_uk, w_scales, q.dtype)
     q_nope, q_pe = q.tensor_split((w_uk.shape[1],), -1)
@@ -200,10 +205,10 @@ def rotate_query_(q: Tensor, cos_sin: Tensor, rope_interleaved: bool) -> None:
     runs=lambda out, w_scales: w_scales is not None and out.dtype in _DTYPES and runs_fp8(out.device),
 )
 def project_values(out: Tensor, w_uv: Tensor, w_scales: Tensor | None = None) -> Tensor:
-    """Turn attention over latents, out [T, h, L], into values [T, h V] by w_uv [h, V, L], before or after the merge.
+    """Turn attention over latents, out [T, H, L], into values [T, H V] by w_uv [H, V, L], before or after the merge.
 
     Args:
-        w_scales: Scales of a w_uv in e4m3 (`BlockFp8`), float32 [h, V / 128, L / 128].
+        w_scales: Scales of a w_uv in e4m3 (`BlockFp8`), float32 [H, V / 128, L / 128].
     """
     values = out.new_empty(out.shape[0], w_uv.shape[0] * w_uv.shape[1])
     project_into(out, w_uv, w_scales, values)

@@ -31,7 +31,7 @@ def token_tables(call: DecodeCall) -> Tensor:
     table, token = call.block_table, torch.arange(len(call.q), dtype=torch.int32, device=call.q.device)
     request = token // call.max_query_len
     if call.query_start_loc is not None:
-        request = torch.searchsorted(call.query_start_loc[1:], token, right=True).clamp(max=call.num_reqs - 1)
+        request = torch.searchsorted(call.query_start_loc[1:], token, right=True).clamp(max=call.num_segments - 1)
     if call.request_index is not None:
         request = call.request_index[request]
     return table[request] if len(table) else table.new_zeros(len(token), table.shape[1])

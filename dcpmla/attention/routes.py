@@ -52,7 +52,7 @@ class RouteCosts:
     """Modelled time of both routes in one layer on one rank.
 
     Args:
-        config: Geometry of the layer, with an indexer where it selects tokens.
+        config: Geometry of the layer, with an indexer or a window where it leaves tokens out.
         dcp: Layout and format of the cache.
         rates: Speeds of the GPU.
     """
@@ -84,14 +84,18 @@ class RouteCosts:
             num_tiles: Programs of all pieces of the step (`num_tiles`), which may be too few for the GPU.
         """
         config, rates, size = self.config, self.rates, self.dcp.decode_context_parallel_size
+        context = context if config.window is None else min(context, config.window)
         num_keys, heads = context + new, self._num_heads
         kv_width = heads * (config.qk_nope_head_dim + config.v_head_dim)
         kv_us = _read_us(num_keys * kv_width * _ELEMENT_BYTES, rates)
         project_us = max(kv_us, _multiply_us(num_keys * kv_width * config.kv_lora_rank, rates.matmul_tflops))
         width = config.qk_head_dim + config.v_head_dim
-        # Scores are computed in whole tiles: for new tokens, the tiles on and below the diagonal.
+        # Scores are computed in whole tiles: for new tokens, the tiles on and below the diagonal, within a window.
         rows = -(-new // _QUERY_TILE) * _QUERY_TILE
-        num_pairs = rows * context + rows * (rows + _QUERY_TILE) // 2
+        num_own = (rows + _QUERY_TILE) // 2
+        if config.window is not None:
+            num_own = min(num_own, config.window + _QUERY_TILE)
+        num_pairs = rows * (context + num_own)
         tflops = rates.masked_tflops if self._selects(num_keys) else rates.mha_tflops
         share = min(1.0, num_tiles / rates.num_processors)
         attend_us = max(kv_us, _multiply_us(num_pairs * heads * width, tflops * share))
@@ -114,8 +118,8 @@ class RouteCosts:
         # Tokens that attend side by side share the rows of the cache that they read.
         num_rows = -(-new // self.tokens_per_request) * num_keys / size
         if self._selects(num_keys):
-            assert config.indexer is not None
-            num_pairs, tflops = new * config.indexer.topk, rates.selected_tflops
+            assert config.topk is not None
+            num_pairs, tflops = new * config.topk, rates.selected_tflops
             num_rows = num_pairs / size
         flops_us = _multiply_us(num_pairs * heads * (config.latent_dim + rank), tflops)
         project_us = _multiply_us(new * heads * rank * columns, rates.matmul_tflops)
@@ -138,8 +142,8 @@ class RouteCosts:
         return row_width(storage, self.config.kv_lora_rank, self.config.qk_rope_head_dim) * storage.itemsize
 
     def _selects(self, num_keys: int) -> bool:
-        """Return whether an indexer leaves some of the keys out."""
-        return self.config.indexer is not None and num_keys > self.config.indexer.topk
+        """Return whether an indexer or a window leaves some of the keys out."""
+        return self.config.topk is not None and num_keys > self.config.topk
 
 
 def _multiply_us(num_products: float, tflops: float) -> float:

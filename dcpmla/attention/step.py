@@ -15,7 +15,8 @@ from torch import Tensor
 from dcpmla.attention.calls import Segments
 from dcpmla.config import MLAConfig
 
-# Query rows (tokens x heads) of a segment (`attention/routes.py`): two tiles of 64 rows that read the same keys.
+# Maximum query rows (tokens x heads of a group) of a segment, two tiles of 64 that read the same keys. By it
+# `attention/routes.py` chooses max_decode_query_len.
 SEGMENT_ROWS = 128
 PART_ROWS = 1 << 16  # Maximum query rows of a part. With DeepSeek's widths they take 75 MB.
 
@@ -43,7 +44,8 @@ class StepRequests(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeMetadata:
-    """Tokens that attend with absorbed queries: decodes, drafts, and short pieces of prompts.
+    """Decodes, the requests that attend with absorbed queries: generated tokens, drafts, and pieces of prompts for
+    which `attention/routes.py` chose absorbed queries.
 
     A request with more than max_query_len new tokens is cut into segments of at most max_query_len. Kernels treat a
     segment as a request, and so spread a long request over the GPU; all segments of a request use the same row of the
@@ -106,7 +108,8 @@ class DecodeMetadata:
 
 @dataclass(frozen=True)
 class ContextChunk:
-    """A range of positions of every prefill's cached context, at most `context_workspace_tokens` in all.
+    """A range of each prefill's cached context. Ranges may differ and be empty; together they have at most
+    `context_workspace_tokens` tokens.
 
     Attributes:
         local_slots: Slots of this rank's cached tokens of the chunk [N], int64, request after request. Each request's
@@ -135,11 +138,13 @@ class PrefillMetadata:
         queries: Rows of each request among the prefill tokens.
         first_position: Position of each request's first new token [num_prefills], int32.
         context_chunks: Context that was cached before this step; empty when there is none.
+        window: Number of tokens up to its own that each token selects at most; None where they may be anywhere.
     """
 
     queries: Segments
     first_position: Tensor
     context_chunks: tuple[ContextChunk, ...]
+    window: int | None = None
 
 
 class KindMetadata(Protocol):
@@ -171,8 +176,8 @@ class StepMetadata:
         prefill: Metadata of prefills; None without any, or where layers have no latent cache.
         cos_sin: Cosines and sines of RoPE (`apply_rope`) [num_tokens, R], float32, which the model adds
             (`AttentionKind.prepare`); None for a model without positions (NoPE).
-        query_factor: Factor of queries [num_tokens] in the model's dtype (`projections.query_factor`); None without
-            llama_4_scaling.
+        query_factor: Factor of queries [num_tokens] in the model's dtype (`projections.query_factor`), or ln(p + 1)
+            where each head has a factor of its own; None without either.
         kinds: Metadata that only one kind of attention reads, by its class (`get`).
         cut: Function that interrupts the capture of a graph for work of a layer (`vary`); None outside of captures.
     """
@@ -243,11 +248,12 @@ class StepMetadata:
             added = f"{expected} (dtype, shape, device), which StepMetadata.with_cos_sin adds"
             needed = added if config.use_rope else "None, because the model has no positions"
             raise ValueError(f"step.cos_sin is {_described(self.cos_sin)}; expected {needed}")
-        scaled = None if config.llama_4_scaling is None else (hidden_states.dtype, (self.num_tokens,), device)
+        is_scaled = config.llama_4_scaling is not None or config.has_query_factors
+        scaled = (hidden_states.dtype, (self.num_tokens,), device) if is_scaled else None
         if _described(self.query_factor) != scaled:
             raise ValueError(
                 f"step.query_factor is {_described(self.query_factor)}; expected {scaled}, because "
-                f"config.llama_4_scaling is {config.llama_4_scaling}"
+                f"config.llama_4_scaling is {config.llama_4_scaling} and has_query_factors {config.has_query_factors}"
             )
 
     def check_blocks(self, num_blocks: int) -> None:

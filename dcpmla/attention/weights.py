@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from dcpmla.attention.modules import GivenLinear, MLAModules, given_norm, given_weight
 from dcpmla.attention.placement import Placement
@@ -54,12 +55,14 @@ class AttentionWeights(nn.Module):
     Models that compress queries have fused_qkv_a_proj and q_b_proj, others kv_a_proj and q_proj. kv_b_proj holds W_UK
     and W_UV. Every rank holds the down-projection and the norms whole. Other weights are of this rank's `num_heads`
     heads; dcp_q_replicate gives the query projection and kv_b_proj all heads of the DCP group (`q_heads`, `kv_heads`),
-    dcp_project_before_merge kv_b_proj alone. Block-quantized fp8 weights stay so if no block of 128 x 128 is cut by the
-    rank's slice, narrower than 128 columns, or common to W_UK and W_UV; else they are dequantized (`Linear.load`).
+    dcp_project_before_merge kv_b_proj alone. A weight in fp8 is dequantized if the rank's slice cuts a block of
+    128 x 128, if its columns are no multiple of 128, or if W_UK and W_UV share a block; otherwise it stays fp8.
     """
 
     kv_scale: Tensor | None
     q_scale: Tensor | None
+    sinks: nn.Parameter | None
+    k_pe_layernorm: nn.RMSNorm | None
     q_proj: Linear
     kv_a_proj: Linear
     fused_qkv_a_proj: Linear
@@ -78,6 +81,9 @@ class AttentionWeights(nn.Module):
         self.register_buffer(
             "q_scale", new_scale(None, device) if dcp.decode_query_dtype == "fp8" else None, persistent=False
         )
+        sinks = torch.empty(self.num_heads, dtype=torch.float32, device=device) if config.has_sinks else None
+        self.register_parameter("sinks", None if sinks is None else nn.Parameter(sinks))
+        self.k_pe_layernorm = None
         self._is_given = modules is not None
         if modules is None:
             self._make(placement.factory_kwargs)
@@ -103,16 +109,26 @@ class AttentionWeights(nn.Module):
         hidden, q_dim = config.hidden_size, self.q_heads.count * config.query_width
         if config.q_lora_rank is None:
             self.q_proj = Linear(hidden, q_dim, **new)
-            self.kv_a_proj = Linear(hidden, config.latent_dim, config.attention_bias, **new)
         else:
-            self.fused_qkv_a_proj = Linear(hidden, config.q_lora_rank + config.latent_dim, config.attention_bias, **new)
-            self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, config.rms_norm_eps, **new)
             self.q_b_proj = Linear(config.q_lora_rank * (1 + config.query_gates), q_dim, **new)
-        self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, config.rms_norm_eps, **new)
+        self._make_down(new)
         kv_b_dim = self.kv_heads.count * (config.qk_nope_head_dim + config.v_head_dim)
         self.kv_b_proj = Linear(config.kv_lora_rank, kv_b_dim, **new)
         o_cols = config.num_heads * config.v_head_dim
         self.o_proj = RowParallelLinear(o_cols, hidden, config.attention_bias, self.mesh.tp_group, **new)
+
+    def _make_down(self, new: dict[str, Any]) -> None:
+        """Make the down-projection and the norms of latents."""
+        config = self.config
+        if config.q_lora_rank is None:
+            self.kv_a_proj = Linear(config.hidden_size, config.down_width, config.attention_bias, **new)
+        else:
+            width = config.q_lora_rank + config.down_width
+            self.fused_qkv_a_proj = Linear(config.hidden_size, width, config.attention_bias, **new)
+            self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, config.rms_norm_eps, **new)
+        self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, config.rms_norm_eps, **new)
+        if config.norms_k_pe:
+            self.k_pe_layernorm = nn.RMSNorm(config.qk_rope_head_dim, config.rms_norm_eps, **new)
 
     @property
     def down_proj(self) -> Linear:
@@ -167,7 +183,7 @@ class AttentionWeights(nn.Module):
         config, has_q_c = self.config, self.config.q_lora_rank is not None
         down = self.down_proj(hidden_states)
         q_c, latents, *codes = finish_latents(
-            down,
+            down if config.projects_pe else F.pad(down, (0, config.qk_rope_head_dim)),
             kv_cache,
             slots,
             self.q_a_layernorm.weight if has_q_c else None,
@@ -178,6 +194,7 @@ class AttentionWeights(nn.Module):
             config.rope_interleaved,
             self.kv_scale,
             has_q_c and self.q_b_proj.takes_quantized and not config.query_gates,
+            None if self.k_pe_layernorm is None else self.k_pe_layernorm.weight,
         )
         if config.query_gates:
             return torch.cat([q_c, down[:, : q_c.shape[1]]], -1), latents
@@ -227,16 +244,10 @@ class AttentionWeights(nn.Module):
         config, tp_group = self.config, self.mesh.tp_group
         hidden, rank = config.hidden_size, config.kv_lora_rank
         kv_b_width, o_cols = config.qk_nope_head_dim + config.v_head_dim, config.num_heads * config.v_head_dim
-        down = {"kv_a_proj_with_mqa": config.latent_dim}
-        if config.q_lora_rank is None:
-            q_name = "q_proj.weight"
-        else:
-            down, q_name = {"q_a_proj": config.q_lora_rank, **down}, "q_b_proj.weight"
-            fill(self.q_a_layernorm.weight, read_weight(weights, "q_a_layernorm.weight", (config.q_lora_rank,)))
+        q_name = "q_proj.weight" if config.q_lora_rank is None else "q_b_proj.weight"
         q_shape = config.num_heads * config.query_width, self.query_proj.in_features
         self.query_proj.load(read_linear(weights, q_name, q_shape, self.q_heads.rows(config.query_width)))
-        self.down_proj.load(*(read_linear(weights, f"{name}.weight", (rows, hidden)) for name, rows in down.items()))
-        fill(self.kv_a_layernorm.weight, read_weight(weights, "kv_a_layernorm.weight", (rank,)))
+        self._load_down(weights)
         kv_b_shape = config.num_heads * kv_b_width, rank
         kv_b = read_linear(weights, "kv_b_proj.weight", kv_b_shape, self.kv_heads.rows(kv_b_width))
         if config.qk_nope_head_dim % BLOCK or config.v_head_dim % BLOCK:  # W_UK and W_UV share blocks
@@ -246,6 +257,21 @@ class AttentionWeights(nn.Module):
         self.o_proj.load(read_linear(weights, "o_proj.weight", (hidden, o_cols), *o_part))
         if OUTPUT_SCALE_NAMES[0] in weights:
             self.o_proj.input_scale = new_scale(read_scale(weights, OUTPUT_SCALE_NAMES), self.o_proj.weight.device)
+        if self.sinks is not None:
+            fill(self.sinks, read_weight(weights, "sinks", (config.num_heads,), shard(config.num_heads, tp_group)))
+        if config.attention_bias:
+            fill(self.o_proj.bias, read_weight(weights, "o_proj.bias", (hidden,)))
+
+    def _load_down(self, weights: Mapping[str, Weight]) -> None:
+        config, down = self.config, {"kv_a_proj_with_mqa": self.config.down_width}
+        if config.q_lora_rank is not None:
+            down = {"q_a_proj": config.q_lora_rank, **down}
+            fill(self.q_a_layernorm.weight, read_weight(weights, "q_a_layernorm.weight", (config.q_lora_rank,)))
+        shapes = {name: (rows, config.hidden_size) for name, rows in down.items()}
+        self.down_proj.load(*(read_linear(weights, f"{name}.weight", shape) for name, shape in shapes.items()))
         if config.attention_bias:
             fill(self.down_proj.bias, *(read_weight(weights, f"{name}.bias", (rows,)) for name, rows in down.items()))
-            fill(self.o_proj.bias, read_weight(weights, "o_proj.bias", (hidden,)))
+        fill(self.kv_a_layernorm.weight, read_weight(weights, "kv_a_layernorm.weight", (config.kv_lora_rank,)))
+        if self.k_pe_layernorm is not None:
+            k_pe_norm = read_weight(weights, "k_rope_only_layernorm.weight", (config.qk_rope_head_dim,))
+            fill(self.k_pe_layernorm.weight, k_pe_norm)

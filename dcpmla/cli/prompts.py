@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from dcpmla.runtime.request import check_prompt
+from dcpmla.runtime.admission import check_prompt
 from dcpmla.runtime.sampling import SamplingParams
 
 if TYPE_CHECKING:

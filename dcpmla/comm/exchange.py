@@ -14,9 +14,9 @@ from torch import Tensor
 class Mailbox(NamedTuple):
     """Memory on all ranks, into which an attention kernel stores each partial row at the rank that owns its head.
 
-    Exchange `direct` alone has one. There `Exchange.combine` has three steps (`comm/direct_ops.py`): `enter` checks the
-    call; a kernel stores rows into landings (a rank's memory for its peers' rows); `collect` waits for the rows of this
-    rank's heads and merges them. If the attention kernel stores no rows, `direct_ops.combine` does all three steps.
+    Exchange `direct` alone has one. `dcp_mla_decode` then does not call `Exchange.combine`: the attention kernel stores
+    its rows into landings (a rank's memory for its peers' rows), and waits for the rows of this rank's heads and merges
+    them. If the chosen kernel stores no rows, `direct_ops.combine` stores and merges what it returns.
 
     Attributes:
         addresses: Start of each rank's landings in this rank's address space, [W] int64.
@@ -77,8 +77,8 @@ class Exchange(Protocol):
         """
 
     def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
-        """Start to gather cached rows of all ranks into token order, while other work runs. Errors and benchmarks call
-        this gather_context.
+        """Start to gather cached rows of all ranks into token order, while other work runs. In errors and tables of
+        benchmarks its name is gather_context.
 
         Args:
             rows: This rank's rows [N, D], padded to the same N on every rank.

@@ -1,6 +1,6 @@
 """RMSNorm, alone (`rms_norm`) and after rows were added to the residual (`add_norm`).
 
-Attention's latents need `rms_norm` alone. A decoder block calls `add_norm` when the rows are summed over the ranks.
+Attention's latents need `rms_norm` alone. A decoder block calls `add_norm` after rows were summed over the ranks.
 
 `add_norm` is a custom op (`torch.ops.dcpmla`). The torch code here specifies it and runs on CPUs and in float64; GPUs
 run the kernel of `comm/kernels/norm.py`.
@@ -23,7 +23,7 @@ def check_rows(partial: Tensor, residual: Tensor, weight: Tensor, quantizes: boo
     if partial.dim() != 2 or residual.shape != partial.shape or residual.dtype != partial.dtype:
         raise ValueError(
             f"residual is {residual.dtype} {tuple(residual.shape)}; "
-            f"expected the same as partial [T, N], {partial.dtype} {tuple(partial.shape)}"
+            f"expected the same as partial [T, D], {partial.dtype} {tuple(partial.shape)}"
         )
     if weight.shape != partial.shape[1:]:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; rows of partial have {partial.shape[1]} columns")
@@ -41,7 +41,7 @@ def empty_results(residual: Tensor, quantizes: bool) -> tuple[Tensor, Tensor, Te
 def add_norm(
     partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Add partial [T, N] to the residual [T, N], in float32 at least, and norm the sum; on a GPU in one kernel.
+    """Add rows [T, D], summed over the ranks, to the residual [T, D] in float32 at least, and norm the sum.
 
     Returns:
         `rms_norm` of the new residual, and the new residual, rounded to its dtype; codes and scales of the first,
@@ -53,7 +53,7 @@ def add_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalize x [T, N] in float32 at least, round to x's dtype, multiply by the weight [N], and round again.
+    """Normalize x [T, D] in float32 at least, round to x's dtype, multiply by the weight [D], and round again.
 
     Source: transformers' RMSNorm rounds at the same two points.
     """

@@ -10,7 +10,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from dcpmla.integrations.config_checks import reason
-from dcpmla.integrations.families.table import FAMILIES, find_family
+from dcpmla.integrations.families.table import find_family
 
 # What a multimodal model's config may say of its text model outside text_config.
 _SHARED = ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "tie_word_embeddings")
@@ -79,6 +79,6 @@ def load_config(directory: Path) -> Any:
 def _text_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a config.json that belong to its text model."""
     text = raw.get("text_config")
-    if str(raw.get("model_type")) in FAMILIES or not isinstance(text, dict):
+    if not isinstance(text, dict):
         return dict(raw)
     return {name: raw[name] for name in _SHARED if name in raw} | text

@@ -35,6 +35,8 @@ _PRODUCTS = (
         *("compressor.indexer.gate_proj", "compressor.indexer.scorer.weights_proj"),
     ),
 )
+# Norms of hyper-connections' sums (`model.streams.Connection`), which are held in float32.
+_STREAM_NORMS = (".input_layernorm.weight", ".post_attention_layernorm.weight", "model.norm.weight")
 
 
 def read_model(config: Any) -> ModelSize:
@@ -104,6 +106,10 @@ def _held_itemsize(name: str, tensor: Tensor, model: Any, itemsize: int) -> int:
         return itemsize if name.endswith("weight") else 4
     if name.endswith(("_res_norm.weight", "_res_proj.weight")):  # `model.sums.Mixer` holds their product in float32
         return 4 if name.endswith("_proj.weight") else 0
+    if name.endswith((".weights_proj.weight", ".k_norm.weight", ".k_norm.bias", "lm_head.weight")):
+        return itemsize  # transformers widens HY V4's
+    if hasattr(model.config, "hc_mult") and name.endswith(_STREAM_NORMS):
+        return 4
     is_wide = not isinstance(tensor, nn.Parameter) or _is_among(name, model._keep_in_fp32_modules_strict)
     return tensor.dtype.itemsize if is_wide else itemsize  # routers' corrections are float32 in every checkpoint
 
@@ -119,7 +125,7 @@ def _codes(model: Any, config: Any, quantization: dict[str, Any]) -> dict[str, s
         for field in ("modules_to_not_convert", "ignored_layers", "ignore")
         for module in quantization.get(field) or []
     ]
-    wide = [*(ignored or ["lm_head"]), *(model._keep_in_fp32_modules or [])]
+    wide = [*(ignored or ["lm_head"]), *(model._keep_in_fp32_modules or []), *model._keep_in_fp32_modules_strict]
     shapes = {
         f"{name}.weight": module.weight.shape for name, module in model.named_modules() if isinstance(module, nn.Linear)
     }
@@ -137,19 +143,20 @@ def _codes(model: Any, config: Any, quantization: dict[str, Any]) -> dict[str, s
             side % BLOCK == 0 or side >= size for side, size in zip(block, shape[-2:], strict=True)
         ):
             codes[name] = "fp8"
-    return {name: code for name, code in codes.items() if _is_kept(name, codes, shapes, config)}
+    return {name: code for name, code in codes.items() if _is_kept(name, codes, shapes, model)}
 
 
-def _is_kept(name: str, codes: dict[str, str], shapes: dict[str, torch.Size], config: Any) -> bool:
+def _is_kept(name: str, codes: dict[str, str], shapes: dict[str, torch.Size], model: Any) -> bool:
     """Return whether a quantized parameter stays so in the product that it is a part of."""
     found = re.match(r"(.*\.self_attn(?:\.\d+)?)\.(.*)\.weight$", name)
     if not found:
         return not name.endswith((".fc1.weight", ".fc2.weight"))  # gates of norms keep the model's dtype
     prefix, word = found.groups()
     if word == "kv_b_proj":
-        return config.qk_nope_head_dim % BLOCK == 0 == config.v_head_dim % BLOCK
+        attention = model.get_submodule(prefix)
+        return attention.qk_nope_head_dim % BLOCK == 0 == attention.v_head_dim % BLOCK
     if word == "o_a_proj":
-        return config.o_lora_rank % BLOCK == 0
+        return model.config.o_lora_rank % BLOCK == 0
     for product in _PRODUCTS:
         names = [other for part in product if (other := f"{prefix}.{part}.weight") in shapes]
         if name in names and (not codes.keys() >= set(names) or any(shapes[other][0] % BLOCK for other in names[:-1])):

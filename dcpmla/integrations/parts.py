@@ -16,7 +16,7 @@ from dcpmla.comm.reduce import Reduce
 from dcpmla.fields import check_experts
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.model.block import VocabHead
-from dcpmla.model.glu import Glu
+from dcpmla.model.glu import SWIGLU, Glu
 from dcpmla.model.latent import Latent
 from dcpmla.model.mlp import MLP, MLPPart
 from dcpmla.model.moe import Gate, MoE, load_experts, read_expert, unstack_experts
@@ -41,6 +41,7 @@ class Parts:
         kind: Kind of attention.
         reduce: Sums over the TP ranks.
         eps: Epsilon of the norms of hidden states.
+        bounds_mlps: Whether swiglu_limit bounds dense MLPs and shared experts, as it bounds routed experts.
         default_scales: Names of scales that are 1 because the checkpoint lacks them.
         num_layers: Number of layers of attention that are loaded.
     """
@@ -54,6 +55,7 @@ class Parts:
     kind: AttentionKind
     reduce: Reduce
     eps: float
+    bounds_mlps: bool = True
     default_scales: set[str] = field(default_factory=set)
     num_layers: int = 0
 
@@ -64,6 +66,10 @@ class Parts:
             return Glu(bounds[0], bounds[1], is_smooth=True)
         limit = getattr(config, "swiglu_limit", None)
         return Glu(limit, limit)
+
+    @property
+    def _mlp_glu(self) -> Glu:
+        return self._glu if self.bounds_mlps else SWIGLU
 
     def _cut(self, size: int) -> slice:
         in_blocks = getattr(self.model.config, "quantization_config", None) is not None
@@ -89,7 +95,8 @@ class Parts:
         rows = cut(vocab_size, mesh.tp_rank, mesh.tp_size) if is_cut else slice(0, vocab_size)
         linear = Linear(hidden_size, rows.stop - rows.start, **new)
         linear.load(read_linear(self.weights, name, (vocab_size, hidden_size), rows=rows))
-        return VocabHead(linear, vocab_size, mesh.tp_group)
+        softcap = getattr(self.model.config, "final_logit_softcapping", None)
+        return VocabHead(linear, vocab_size, mesh.tp_group, softcap)
 
     def attention(self, name: str) -> tuple[AttentionLayer, int]:
         """Load the next layer of attention, and return it with its number."""
@@ -122,7 +129,7 @@ class Parts:
         """Return an MLP of the checkpoint's size."""
         size, hidden_size = self.weights[f"{name}.gate_proj.weight"].shape
         columns = self._cut(size)
-        mlp = MLP(hidden_size, columns.stop - columns.start, self._glu, **self.placement.factory_kwargs)
+        mlp = MLP(hidden_size, columns.stop - columns.start, self._mlp_glu, **self.placement.factory_kwargs)
         mlp.load_weights(self.weights, MLPPart(f"{name}.", size, columns))
         return mlp
 
@@ -164,8 +171,8 @@ class Parts:
         return Latent(down, up, norm, self.eps, columns, self.reduce)
 
     def _shared_parts(self, name: str, module: Any, weights: Mapping[str, Weight], expert: MLPPart) -> list[MLPPart]:
-        """Return the shared MLP as further experts, if it has their width, their cut and their format."""
-        if not hasattr(module, "shared_experts") or self.spreads_experts:
+        """Return the shared MLP as further experts, if it has their activation, width, cut and format."""
+        if not hasattr(module, "shared_experts") or self.spreads_experts or self._mlp_glu != self._glu:
             return []
         whole, hidden_size = module.shared_experts.gate_proj.weight.shape
         if whole % expert.size or hidden_size != module.experts.down_proj.shape[1]:

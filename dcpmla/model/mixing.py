@@ -10,11 +10,11 @@ class Mixing(NamedTuple):
 
     Attributes:
         post: float32 [T, S].
-        comb: float32 [T, S, S], doubly stochastic.
+        comb: float32 [T, S, S], doubly stochastic; None for the identity.
     """
 
     post: Tensor
-    comb: Tensor
+    comb: Tensor | None
 
 
 class Streams(NamedTuple):
@@ -35,9 +35,10 @@ class Projection(NamedTuple):
     """The weights of a hyper-connection, float32.
 
     Attributes:
-        fn: [N, S hidden], from all streams to N numbers: (2 + S) S before a part, S before the head.
+        fn: [N, S hidden], from all streams to N numbers: (2 + S) S before a part, or 2 S if streams are not mixed with
+            each other; S before the head.
         base: [N].
-        scale: [3], or [1] before the head.
+        scale: [3], [2] or [1], a factor for each of the parts of N.
     """
 
     fn: Tensor
@@ -51,9 +52,12 @@ class Constants(NamedTuple):
     Attributes:
         eps: Epsilon of norms.
         stream_eps: Epsilon of the streams' weights, and of their iterations.
-        num_iters: Iterations of Sinkhorn and Knopp, which make comb doubly stochastic.
+        num_iters: Iterations of Sinkhorn and Knopp, which make comb doubly stochastic; 0 for no comb.
+        post_scale, post_eps: post is post_scale times a sigmoid, plus post_eps.
     """
 
     eps: float
     stream_eps: float
     num_iters: int
+    post_scale: float = 2.0
+    post_eps: float = 0.0

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's decoder: blocks over several streams of the residual, and its MTP module."""
+"""The decoder of DeepSeek-V4 and HY V4, blocks over several streams of the residual, and DeepSeek-V4's MTP module."""
 
 from collections.abc import Sequence
 
@@ -10,6 +10,7 @@ from dcpmla.cache.plan import Cache
 from dcpmla.comm.norm import rms_norm
 from dcpmla.comm.reduce import Reduce
 from dcpmla.model.mixing import Streams
+from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import MoE
 from dcpmla.model.streams import Connection, finish
 from dcpmla.parallel.fp8 import plain
@@ -17,11 +18,11 @@ from dcpmla.parallel.linear import Linear
 
 
 class StreamBlock(nn.Module):
-    """Attention, then experts, each over a hyper-connection.
+    """Attention, then an MLP or experts, each over a hyper-connection.
 
     Args:
         layer: Number of the layer in the cache.
-        connections: Connections before attention and before the experts.
+        connections: Connections before attention and before the MLP.
         reduce: Sums over the TP group.
     """
 
@@ -29,13 +30,13 @@ class StreamBlock(nn.Module):
         self,
         layer: int,
         attention: AttentionLayer,
-        mlp: MoE,
+        mlp: MLP | MoE,
         connections: tuple[Connection, Connection],
         reduce: Reduce,
     ) -> None:
         super().__init__()
         self.layer, self.attention, self.mlp, self.reduce = layer, attention, mlp, reduce
-        self.to_attention, self.to_experts = connections
+        self.to_attention, self.to_mlp = connections
 
     def forward(
         self, streams: Streams, token_ids: Tensor | None, cache: Cache | None, step: StepMetadata | None
@@ -46,11 +47,12 @@ class StreamBlock(nn.Module):
             token_ids: [T] int64, for gates that read them.
             cache: Cache of the model; None, like step, if only memory is claimed.
         """
-        x, streams = self.to_attention(streams)
-        attended = self.attention.partial(plain(x), None if cache is None else cache[self.layer], step)
+        x, streams = self.to_attention(streams, self.attention.takes_quantized)
+        attended = self.attention.partial(x, None if cache is None else cache[self.layer], step)
         streams = streams._replace(out=self.reduce.all_reduce(attended))
-        x, streams = self.to_experts(streams, self.mlp.takes_quantized)
-        return streams._replace(out=self.reduce.all_reduce(self.mlp(x, token_ids)))
+        x, streams = self.to_mlp(streams, self.mlp.takes_quantized)
+        added = self.mlp(x, token_ids) if isinstance(self.mlp, MoE) else self.mlp(x)
+        return streams._replace(out=self.reduce.all_reduce(added))
 
 
 class StreamDecoder(nn.Module):
@@ -60,24 +62,34 @@ class StreamDecoder(nn.Module):
         embedding: Weight [vocab, hidden].
         num_streams: Number of streams of the residual, which all begin as the embedding.
         to_head: Collapse of the streams.
+        collapses: Whether the hidden states are collapsed already, as HY V4's MTP module takes them.
     """
 
-    def __init__(self, embedding: Tensor, blocks: Sequence[StreamBlock], num_streams: int, to_head: Connection) -> None:
+    def __init__(
+        self,
+        embedding: Tensor,
+        blocks: Sequence[StreamBlock],
+        num_streams: int,
+        to_head: Connection,
+        collapses: bool = False,
+    ) -> None:
         super().__init__()
-        self.embedding = nn.Parameter(embedding, requires_grad=False)
+        self.embedding, self.collapses = nn.Parameter(embedding, requires_grad=False), collapses
         self.blocks, self.num_streams, self.to_head = nn.ModuleList(blocks), num_streams, to_head
 
     def forward(self, token_ids: Tensor, step: StepMetadata | None, cache: Cache | None) -> Tensor:
-        """Return all streams [T, streams x hidden] of tokens [T] int64. Collective over the TP group."""
+        """Return all streams [T, streams x hidden] of tokens [T] int64, or their collapse [T, hidden]. Collective over
+        the TP group.
+        """
         embedded = nn.functional.embedding(token_ids, self.embedding)
         streams = Streams(embedded[:, None].repeat(1, self.num_streams, 1))
         for block in self.blocks:
             streams = block(streams, token_ids, cache, step)
-        return finish(streams).flatten(1)
+        return plain(self.to_head(streams)[0]) if self.collapses else finish(streams).flatten(1)
 
     def collapse(self, hidden_states: Tensor) -> Tensor:
-        """Return streams [n, streams x hidden] as the head takes them, [n, hidden]."""
-        return self.to_head.collapse(hidden_states)
+        """Return hidden states [n, width] as the head takes them, [n, hidden]."""
+        return hidden_states if self.collapses else self.to_head.collapse(hidden_states)
 
 
 class StreamMtpLayer(nn.Module):

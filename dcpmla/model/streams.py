@@ -3,7 +3,10 @@
 A part of a block (attention, or experts) takes one row for all streams, their weighted sum. Its output is added to
 every stream, while the streams are mixed: that waits for the next part, whose weights follow from the result.
 
-Source: DeepSeek-V4's report, section 2.2 (mHC), and the code published with it (inference/model.py).
+Independent hyper-connections (HY V4) add the output to the streams without mixing these.
+
+Source: DeepSeek-V4's report, section 2.2 (mHC), and the code published with it (inference/model.py); transformers'
+hy_v4.
 """
 
 import torch
@@ -62,7 +65,8 @@ def mix(streams: Streams) -> Tensor:
     if mixing is None:
         return values
     assert out is not None
-    mixed = torch.einsum("tjs,tjh->tsh", mixing.comb, values.float())
+    wide = values.float()
+    mixed = wide if mixing.comb is None else torch.einsum("tjs,tjh->tsh", mixing.comb, wide)
     return (mixed + mixing.post[..., None] * out.float()[:, None]).to(values.dtype)
 
 
@@ -74,17 +78,24 @@ def enter(streams: Streams, projection: Projection, norm: Tensor, constants: Con
     num_streams, wide = values.shape[1], values.flatten(1).float()
     factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + constants.eps)
     numbers = functional.linear(wide, projection.fn) * factor
-    sizes = [num_streams] if len(projection.fn) == num_streams else [num_streams, num_streams, num_streams**2]
+    sizes = [num_streams, num_streams, num_streams**2][: len(projection.scale)]
     parts = zip(numbers.split(sizes, -1), projection.base.split(sizes), projection.scale, strict=True)
     pre, *others = (number * scale + base for number, base, scale in parts)
     row = ((torch.sigmoid(pre) + eps)[..., None] * values.float()).sum(1).to(values.dtype).float()
     x = (row * torch.rsqrt(row.square().mean(-1, keepdim=True) + constants.eps) * norm).to(values.dtype)
     if not others:
         return x, Streams(values)
-    post, comb = 2 * torch.sigmoid(others[0]), others[1].unflatten(-1, (num_streams, num_streams))
-    comb = torch.softmax(comb, -1) + eps
+    post = constants.post_scale * torch.sigmoid(others[0]) + constants.post_eps
+    comb = _balance(others[1].unflatten(-1, (num_streams, num_streams)), constants) if len(others) > 1 else None
+    return x, Streams(values, Mixing(post, comb))
+
+
+def _balance(logits: Tensor, constants: Constants) -> Tensor:
+    """Return doubly stochastic matrices [T, S, S] of logits, by the iterations of Sinkhorn and Knopp."""
+    eps = constants.stream_eps
+    comb = torch.softmax(logits, -1) + eps
     comb = comb / (comb.sum(-2, keepdim=True) + eps)
     for _ in range(constants.num_iters - 1):
         comb = comb / (comb.sum(-1, keepdim=True) + eps)
         comb = comb / (comb.sum(-2, keepdim=True) + eps)
-    return x, Streams(values, Mixing(post, comb))
+    return comb

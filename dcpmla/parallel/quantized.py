@@ -96,6 +96,17 @@ def cut(size: int, rank: int, num_ranks: int, in_blocks: bool = False) -> slice:
     return slice(size // unit * rank // num_ranks * unit, size // unit * (rank + 1) // num_ranks * unit)
 
 
+def reorder_rows(weight: AnyWeight, order: Tensor) -> AnyWeight:
+    """Return a matrix with the rows of every head in another order; in fp8 if all rows stay in their block."""
+    if isinstance(weight, BlockFp8) and BLOCK % len(order) == 0:
+        return BlockFp8(_reorder(weight.codes.view(torch.uint8), order).view(weight.codes.dtype), weight.scales)
+    return _reorder(weight if isinstance(weight, Tensor) else dequantize(weight, torch.float32), order)
+
+
+def _reorder(x: Tensor, order: Tensor) -> Tensor:
+    return x.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
+
+
 def to_block_fp8(weight: GroupFp4) -> BlockFp8 | None:
     """Return a matrix of the same values in e4m3, or None if a block of 128 x 128 has no scale that represents all its
     values exactly.

@@ -101,6 +101,7 @@ class Agreement:
     def __init__(self, mesh: DCPMesh) -> None:
         self._mesh = mesh
         self._hosts: ProcessGroup | None = None if mesh.tp_size == 1 else _group_of_hosts(mesh.tp_group)
+        self._outgoing = News()  # of this rank, for the next message
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -111,13 +112,12 @@ class Agreement:
         """Return seconds on this rank's clock."""
         return time.monotonic() - self._started
 
+    def post(self, news: News) -> None:
+        """Queue news of this rank for the next message."""
+        self._outgoing = self._outgoing.joined(news)
+
     def start(
-        self,
-        tokens: Tensor,
-        faults: Sequence[Tensor],
-        news: News,
-        step_time: StepTime | None = None,
-        room: int = 0,
+        self, tokens: Tensor, faults: Sequence[Tensor], step_time: StepTime | None = None, room: int = 0
     ) -> Message:
         """Send a step's message. Collective over the TP group; all ranks pass the same numbers of tokens and faults.
 
@@ -125,11 +125,10 @@ class Agreement:
             tokens: Tokens [n] int64, chosen on this rank; NOT_FINITE ends a request.
             faults: [1] int64 each, in pinned memory, nonzero once a kernel of this rank has timed out; read in the
                 order of the device's work.
-            news: News of this rank.
             step_time: Time of the last step as measured on this rank, for the same step on all ranks.
             room: Number of words of memory past the message.
         """
-        head = self._head(news, step_time)
+        news, head = self._take_head(step_time)
         num_words = len(head) + len(faults) + len(tokens)
         numbers = np.zeros(num_words + room, dtype=np.int64)
         numbers[: len(head)] = head
@@ -146,11 +145,12 @@ class Agreement:
         safe = agreed.clamp(min=0)  # The next step is launched before a request with NOT_FINITE ends.
         return Message(words, safe, memory, news.content, len(faults), step_time)
 
-    def meet(self, news: News) -> tuple[float, News]:
+    def meet(self) -> tuple[float, News]:
         """Return seconds on the first rank's clock, its news, and whether any rank must stop. Collective over the TP
         group's hosts, which wait for each other, but not for the device.
         """
-        words = torch.tensor(self._head(news))
+        news, head = self._take_head()
+        words = torch.tensor(head)
         if self._hosts is not None:
             with named("agreeing on the time", self._hosts):
                 dist.all_reduce(words, group=self._hosts)
@@ -168,10 +168,12 @@ class Agreement:
             dist.broadcast(shared, group=self._hosts, group_src=0)
         return shared.numpy().tobytes()
 
-    def _head(self, news: News, step_time: StepTime | None = None) -> list[int]:
+    def _take_head(self, step_time: StepTime | None = None) -> tuple[News, list[int]]:
+        """Return the news for a message, which begins with the returned words."""
+        news, self._outgoing = self._outgoing, News()
         times = self.clock(), 0.0 if step_time is None else step_time.seconds
         now, taken = (int(seconds / _MICROSECOND) if self._mesh.tp_rank == 0 else 0 for seconds in times)
-        return [now, len(news.content), int(news.is_told), taken]
+        return news, [now, len(news.content), int(news.is_told), taken]
 
 
 def _group_of_hosts(group: ProcessGroup) -> ProcessGroup:

@@ -103,12 +103,13 @@ class Batch:
         """Return the largest number of drafts of a request."""
         return max(piece.num_drafts for piece in self.pieces)
 
-    @property
-    def words(self) -> str:
-        """Return a description of the step for logs."""
+    def describe(self, number: int, graph_size: object) -> str:
+        """Return a description of the step for logs; graph_size is None for a step without a graph."""
         num_tokens, num_drafts = (sum(nums) for nums in list(zip(*self.pieces, strict=True))[1:])
         of_drafts = f", {num_drafts} of them drafts" if num_drafts else ""
-        return f"{len(self.pieces)} requests, {num_tokens} tokens{of_drafts}"
+        as_graph = "" if graph_size is None else f"; graph of {graph_size}"
+        counts = f"{len(self.pieces)} requests, {num_tokens} tokens{of_drafts}{as_graph}"
+        return f"{'prefill' if self.has_prompts else 'decode'} step {number} ({counts})"
 
     def goes_on(self, requests: Iterable[Request]) -> bool:
         """Return whether the step is for these requests, in order, with equal numbers of tokens, as most steps are."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.step import StepMetadata
-from dcpmla.runtime.agreement import Message
+from dcpmla.runtime.agreement import Message, News
 from dcpmla.runtime.batch import Batch, Piece
 from dcpmla.runtime.logprobs import Logprobs
 from dcpmla.runtime.request import Request
@@ -217,3 +217,18 @@ class InFlightStep:
             return self.verified.num_rejected
         (there,) = upload([np.array(rows)], self.newest.device)
         return torch.nn.functional.pad(self.verified.num_rejected, (0, 1))[there]
+
+
+class StepEvents(NamedTuple):
+    """The outcome of a call of `Engine.step`.
+
+    Attributes:
+        tokens: Requests with new tokens, in the order of the batch, and the text that became certain with them, maybe
+            empty. A request that failed is among them.
+        finished: Requests that ended, by themselves or with an error.
+        news: News that all ranks now have (`Engine.post`), to apply before the next step.
+    """
+
+    tokens: list[tuple[Request, str]]
+    finished: list[Request]
+    news: News = News()

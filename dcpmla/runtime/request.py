@@ -1,19 +1,17 @@
 """A request on its way through the engine."""
 
+import hashlib
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import index
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dcpmla.cache.blocks import block_key, salt_key
-from dcpmla.fields import FLAG, Rule, check_fields, is_number, is_whole, optional
 from dcpmla.runtime.acceptance import Acceptance
-from dcpmla.runtime.sampling import SamplingParams, new_generator
+from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.text import TextStream
 
 
@@ -240,45 +238,10 @@ def _seconds(start: float | None, end: float | None, parts: int = 1) -> float | 
     return None if start is None or end is None else round((end - start) / parts, 6)
 
 
-_ARGUMENTS = {
-    "params": optional(Rule("SamplingParams", lambda value: isinstance(value, SamplingParams))),
-    "request_id": Rule("text or a whole number", lambda value: isinstance(value, str) or is_whole(value)),
-    "arrival_time": optional(Rule("a finite number of seconds", is_number)),
-    "keep_logits": FLAG,
-    "keep_logprobs": FLAG,
-}
+def new_generator(seed: int) -> torch.Generator:
+    """Return a CPU generator for a seed in [0, 2^64).
 
-
-def check_arguments(
-    params: object,
-    request_id: object,
-    arrival_time: object,
-    keep_logits: object,
-    keep_logprobs: object,
-) -> None:
-    """Raise ValueError for an argument of `Engine.add` that has another type."""
-    check_fields(_ARGUMENTS, locals())
-
-
-def check_prompt(name: str, token_ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
-    """Raise ValueError, with the prompt's name, unless a model can continue it."""
-    if not token_ids:
-        raise ValueError(f"{name} is empty; a prompt needs at least one token")
-    outside = [token for token in token_ids if not 0 <= token < vocab_size]
-    if outside:
-        raise ValueError(f"{name} has token id {outside[0]}; the model's vocabulary is [0, {vocab_size})")
-    if len(token_ids) >= max_model_len:
-        raise ValueError(
-            f"{name} has {len(token_ids)} tokens; with --max-model-len {max_model_len} at most {max_model_len - 1} "
-            "leave room for a new one"
-        )
-
-
-def whole_numbers(prompt: Sequence[int]) -> list[int]:
-    """Return a prompt's token ids as ints; ValueError for anything else."""
-    try:
-        if any(isinstance(token, bool) for token in prompt):
-            raise TypeError("'bool' object is no token id")
-        return [index(token) for token in prompt]
-    except TypeError as error:
-        raise ValueError(f"prompt must be a text or token ids, whole numbers ({error})") from error
+    The seed is hashed because torch uses the lowest 32 bits only: seeds 2^32 apart would draw alike.
+    """
+    digest = hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=4).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))

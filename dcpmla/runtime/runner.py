@@ -1,4 +1,4 @@
-"""A step on the device: run by the model or its decode graph, then the choice of tokens."""
+"""A step on the device: run by the model or its graphs, then the choice of tokens and the message on them."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -12,15 +12,17 @@ from dcpmla.attention.kind import AttentionKind
 from dcpmla.attention.step import StepMetadata, StepRequests
 from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
+from dcpmla.runtime.agreement import Agreement
 from dcpmla.runtime.batch import Batch, Piece
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.graph_inputs import GraphSize
 from dcpmla.runtime.in_flight import Computed, InFlightStep, StepInputs
-from dcpmla.runtime.logprobs import PromptRows
+from dcpmla.runtime.logprobs import Logprobs, PromptRows
 from dcpmla.runtime.mixed_graph import MixedGraph
 from dcpmla.runtime.mixed_inputs import MixedSize
 from dcpmla.runtime.penalties import Penalties
 from dcpmla.runtime.sampling import sample
+from dcpmla.runtime.speculation import Speculation
 from dcpmla.upload import upload
 
 # Graphs of steps, and the size that a step is padded to.
@@ -53,8 +55,9 @@ class StepRunner:
         tokens_per_request: Width of the pieces that absorbed attention cuts requests into.
     """
 
-    def __init__(self, model: Model, cache: Cache, dcp: DCPConfig, dcp_rank: int, tokens_per_request: int = 1) -> None:
-        self.model, self.cache = model, cache
+    def __init__(self, model: Model, cache: Cache, dcp: DCPConfig, dcp_rank: int, tokens_per_request: int) -> None:
+        self._model, self._cache = model, cache
+        self._penalties = Penalties(model.eos_token_ids)
         self._steps = model.attention.step_builder(cache.sizes, dcp, dcp_rank, model.device)
         self._tokens_per_request = tokens_per_request
         self._workspace = decode_workspace(model.device)
@@ -75,6 +78,38 @@ class StepRunner:
         size = absorbed or mixed.size(batch.num_tokens, num_reqs, False)
         return None if size is None else (mixed, size)
 
+    def launch(
+        self,
+        batch: Batch,
+        previous: InFlightStep | None,
+        drafts: Tensor | None,
+        graph: Graph | None,
+        speculation: Speculation,
+        agreement: Agreement,
+        started: float,
+    ) -> InFlightStep:
+        """Compute a step, choose its tokens, and send the message on them. Collective over the TP group.
+
+        Args:
+            previous: Step in flight, whose tokens may only be on the device.
+            drafts: Tokens to verify (`Drafts.token_ids`).
+            graph: Graphs that run the step, and its size (`graph_of`); None for the model itself.
+            agreement: Messages of the ranks, one a step.
+            started: Seconds on the host's clock.
+        """
+        prompts = PromptRows.of(batch)
+        inputs, computed, logits = self.run(batch, previous, drafts, graph, prompts)
+        batch.advance()
+        ready = inputs.ready
+        tokens = prompts.reject_not_finite(self._choose_tokens(ready, logits, previous), logits, ready)
+        num_verified = 0 if drafts is None else len(ready) + len(drafts)
+        message = agreement.start(tokens, self._model.faults, speculation.step_time, num_verified)
+        verified = speculation.verify(drafts, ready, message)
+        logprobs = Logprobs(logits, ready, message.tokens, prompts)
+        step = InFlightStep(batch, ready, computed, message, drafts, verified, logits, logprobs, started)
+        step.begin()
+        return step
+
     def run(
         self,
         batch: Batch,
@@ -83,35 +118,30 @@ class StepRunner:
         graph: Graph | None,
         prompts: PromptRows,
     ) -> tuple[StepInputs, Computed, Tensor]:
-        """Compute a step's tokens; return them, their layout, and the logits of tokens that new ones follow, then of
-        the prompts' scored tokens.
-
-        Args:
-            previous: Step in flight, whose tokens may only be on the device.
-            drafts: Tokens to verify (`Drafts.token_ids`).
-            graph: Graphs that run the step, and its size (`graph_of`); None for the model itself.
+        """Compute a step's tokens (arguments of `launch`); return them, their layout, and the logits of tokens that new
+        ones follow, then of the prompts' scored tokens.
         """
+        inputs = StepInputs.of(batch, previous, drafts, self._model.device)
+        logits_at = prompts.join(inputs.logits_at)
         for copy in batch.copies:
-            self.cache.copy_state(*copy)
+            self._cache.copy_state(*copy)
         requests = StepRequests(
             [piece.num_tokens for piece in batch.pieces],
             [request.num_computed_tokens + request.num_tried + num_tokens for request, num_tokens, _ in batch.pieces],
             [piece.request.block_ids for piece in batch.pieces],
             [piece.request.state for piece in batch.pieces],
         )
-        inputs = StepInputs.of(batch, previous, drafts, self.model.device)
-        logits_at = prompts.join(inputs.logits_at)
         if graph is not None and isinstance(graph[0], DecodeGraph):
             num_rejected = (
                 None if previous is None else previous.num_rejected([piece.request for piece in batch.pieces])
             )
-            logits = graph[0].run(inputs.token_ids, requests, self.cache, num_rejected)
+            logits = graph[0].run(inputs.token_ids, requests, self._cache, num_rejected)
             if logits_at is not None:
                 logits = logits[logits_at]
             return inputs, Computed(graph[0], graph[0].latest_rows, inputs.logits_at), logits
         hidden_states, metadata = self._run_mixed(batch, requests, inputs, graph)
         self._lacks_scales = False
-        logits = self.model.logits(hidden_states if logits_at is None else hidden_states[logits_at])
+        logits = self._model.logits(hidden_states if logits_at is None else hidden_states[logits_at])
         return inputs, Computed(metadata, None, inputs.logits_at), logits
 
     def _run_mixed(
@@ -131,9 +161,9 @@ class StepRunner:
             num_decodes=0 if self._lacks_scales else batch.num_absorbed,
             workspace=self._workspace,
         )
-        token_ids = inputs.on(self.model.device)
+        token_ids = inputs.on(self._model.device)
         if graph is None:
-            return self.model.hidden(token_ids, metadata, self.cache), metadata
+            return self._model.hidden(token_ids, metadata, self._cache), metadata
         absorbed = requests.first(batch.num_absorbed)
         return graph[0].run(graph[1], token_ids, metadata, absorbed), metadata
 
@@ -144,14 +174,11 @@ class StepRunner:
         is_cut = batch.longest_absorbed > batch.most_drafts + 1
         return self._tokens_per_request if is_cut else batch.most_drafts + 1
 
-
-def choose_tokens(
-    ready: Sequence[Piece], logits: Tensor, previous: InFlightStep | None, penalties: Penalties
-) -> Tensor:
-    """Choose a token after each of the requests' last tokens and drafts, [n] int64 on the device."""
-    requests = [piece.request for piece in ready for _ in range(1 + piece.num_drafts)]
-    shaped = penalties.shape_logits(logits[: len(requests)], requests, previous)
-    return sample(shaped, [request.params for request in requests], _draw(ready, previous, logits.device))
+    def _choose_tokens(self, ready: Sequence[Piece], logits: Tensor, previous: InFlightStep | None) -> Tensor:
+        """Choose a token after each of the requests' last tokens and drafts, [n] int64 on the device."""
+        requests = [piece.request for piece in ready for _ in range(1 + piece.num_drafts)]
+        shaped = self._penalties.shape_logits(logits[: len(requests)], requests, previous)
+        return sample(shaped, [request.params for request in requests], _draw(ready, previous, logits.device))
 
 
 def _draw(ready: Sequence[Piece], previous: InFlightStep | None, device: torch.device) -> Sequence[float] | Tensor:

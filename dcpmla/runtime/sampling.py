@@ -1,16 +1,27 @@
 """Sampling of tokens from logits, and its parameters."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dcpmla.fields import FLAG, TEXT, Rule, check_fields, number, option_label, optional, tuple_of, whole
+from dcpmla.fields import (
+    TEXT,
+    Count,
+    Flag,
+    Rule,
+    check_fields,
+    number,
+    option_label,
+    optional,
+    rules_of,
+    tuple_of,
+    whole,
+)
 from dcpmla.runtime.biases import BIASES, bias_pairs
 from dcpmla.upload import upload
 
@@ -18,27 +29,9 @@ _MAX_ROWS = 64  # drawn at once: float64 copies of [rows, vocab] stay small comp
 _DIGITS = (21, 1 << 11), (10, 1 << 11), (0, 1 << 10)  # lowest bit and number of values of each digit of a 32-bit rank
 _ONE = float(1 << 44)  # the mass of the best token, relative to which masses are computed
 _LARGEST_PENALTY = 100.0
-
-_RULES = {
-    "max_new_tokens": whole(1),
-    "temperature": number(0),
-    "top_p": number(0, 1, above=True),
-    "top_k": Rule(f"{whole(0).words} (0 is all tokens)", whole(0).holds),
-    "seed": Rule("a whole number in [0, 2^64)", whole(0, (1 << 64) - 1).holds),
-    "stop": tuple_of(TEXT),
-    "stop_token_ids": tuple_of(whole(0)),
-    "ignore_eos": FLAG,
-    "min_tokens": whole(0),
-    "logit_bias": BIASES,
-    "include_stop_str_in_output": FLAG,
-    "skip_special_tokens": FLAG,
-    "min_p": number(0, 1),
-    "presence_penalty": number(-_LARGEST_PENALTY, _LARGEST_PENALTY),
-    "frequency_penalty": number(-_LARGEST_PENALTY, _LARGEST_PENALTY),
-    "repetition_penalty": number(0, _LARGEST_PENALTY, above=True),
-    "logprobs": optional(whole(0)),
-    "prompt_logprobs": optional(whole(0)),
-}
+_Natural = Annotated[int, whole(0)]
+_Penalty = Annotated[float, number(-_LARGEST_PENALTY, _LARGEST_PENALTY)]
+_NumLogprobs = Annotated[int | None, optional(whole(0))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,31 +66,31 @@ class SamplingParams:
         ValueError: A value has another type, or is outside its range.
     """
 
-    max_new_tokens: int = 16
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    max_new_tokens: Count = 16
+    temperature: Annotated[float, number(0)] = 0.0
+    top_p: Annotated[float, number(0, 1, above=True)] = 1.0
+    top_k: Annotated[int, Rule(f"{whole(0).words} (0 is all tokens)", whole(0).holds)] = 0
+    seed: Annotated[int, Rule("a whole number in [0, 2^64)", whole(0, (1 << 64) - 1).holds)] = 0
+    stop: Annotated[Sequence[str], tuple_of(TEXT)] = ()
+    stop_token_ids: Annotated[Sequence[int], tuple_of(whole(0))] = ()
+    ignore_eos: Flag = False
+    min_tokens: _Natural = 0
+    logit_bias: Annotated[Mapping[int, float] | Sequence[tuple[int, float]], BIASES] = ()
+    include_stop_str_in_output: Flag = False
+    skip_special_tokens: Flag = True
+    min_p: Annotated[float, number(0, 1)] = 0.0
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
+    repetition_penalty: Annotated[float, number(0, _LARGEST_PENALTY, above=True)] = 1.0
+    logprobs: _NumLogprobs = None
+    prompt_logprobs: _NumLogprobs = None
 
     def __post_init__(self) -> None:
         stop: object = ((self.stop,) if self.stop else ()) if isinstance(self.stop, str) else self.stop
         for name, value in (("stop", stop), ("stop_token_ids", self.stop_token_ids)):
             object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
         object.__setattr__(self, "logit_bias", bias_pairs(self.logit_bias))
-        check_fields(_RULES, vars(self), option_label)
+        check_fields(rules_of(SamplingParams), vars(self), option_label)
         if self.min_tokens > self.max_new_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens}; max_new_tokens, {self.max_new_tokens}, is the most")
 
@@ -139,9 +132,7 @@ class SamplingParams:
     def at_most(self, num_tokens: int) -> Self:
         """Return these params with at most num_tokens new tokens."""
         return replace(
-            self,
-            max_new_tokens=min(self.max_new_tokens, num_tokens),
-            min_tokens=min(self.min_tokens, num_tokens),
+            self, max_new_tokens=min(self.max_new_tokens, num_tokens), min_tokens=min(self.min_tokens, num_tokens)
         )
 
     def for_prompt(self, index: int) -> "SamplingParams":
@@ -149,15 +140,6 @@ class SamplingParams:
         seed x 2^31 + index, independent of the other prompts.
         """
         return replace(self, seed=((self.seed << 31) + index) % (1 << 64))
-
-
-def new_generator(seed: int) -> torch.Generator:
-    """Return a CPU generator for a seed in [0, 2^64).
-
-    The seed is hashed because torch uses the lowest 32 bits only: seeds 2^32 apart would draw alike.
-    """
-    digest = hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=4).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
 
 
 NOT_FINITE = -1  # instead of a token, after logits whose maximum is NaN or infinite
@@ -169,8 +151,8 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[
     Args:
         logits: [n, vocab] float32.
         params: [n].
-        uniforms: [n] random numbers in [0, 1), on the host or float64 on the device, from `new_generator`, which is on
-            the CPU, so that a seed gives the same ones on every device. Ignored for rows that do not draw.
+        uniforms: [n] random numbers in [0, 1), on the host or float64 on the device, from `request.new_generator`,
+            which is on the CPU, so that a seed gives the same ones on every device. Ignored for rows that do not draw.
     Returns:
         Tokens [n] int64 on the device of the logits; NOT_FINITE for rows whose maximum is NaN or infinite.
     """

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dcpmla.runtime.request import check_prompt
+from dcpmla.runtime.admission import check_prompt
 from dcpmla.runtime.text import TokenOffsets, joins_words, unfinished_end
 from dcpmla.serving.conversation import ChatMessage
 from dcpmla.serving.errors import ApiError

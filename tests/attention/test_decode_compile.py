@@ -105,16 +105,17 @@ def test_the_hopper_kernel_compiles(
 
 
 @pytest.mark.parametrize(
-    ("rows", "q", "cache", "rope"),
+    ("rows", "q", "cache", "latent", "rope"),
     [
-        (64, "bf16", "bf16", 64),
-        (16, "fp8e4nv", "fp8e4nv", 64),
-        (16, "bf16", "u8", 64),
-        (16, "bf16", "bf16", 0),
-        (64, "bf16", "u8", 0),
+        (64, "bf16", "bf16", 512, 64),
+        (16, "fp8e4nv", "fp8e4nv", 512, 64),
+        (16, "bf16", "u8", 512, 64),
+        (16, "bf16", "bf16", 512, 0),
+        (64, "bf16", "u8", 512, 0),
+        (32, "bf16", "bf16", 1024, 64),
     ],
 )
-def test_the_portable_kernel_compiles(rows: int, q: str, cache: str, rope: int) -> None:
+def test_the_portable_kernel_compiles(rows: int, q: str, cache: str, latent: int, rope: int) -> None:
     from triton.compiler import ASTSource
 
     from dcpmla.attention.triton.decode import decode_kernel
@@ -129,7 +130,7 @@ def test_the_portable_kernel_compiles(rows: int, q: str, cache: str, rope: int) 
         "scale": "fp32",
     }
     types |= {f"{name}_scale_ptr": "*fp32" for name, dtype in (("q", q), ("kv", cache)) if dtype == "fp8e4nv"}
-    constants = {"ROWS": rows, "LATENT": 512, "ROPE": rope, "REQS": 32}
+    constants = {"ROWS": rows, "LATENT": latent, "ROPE": rope, "REQS": 32}
     types |= {"q_pe_ptr": f"*{q}"} if rope else {}
     constants |= {name: None for name in ("q_pe_ptr", "q_scale_ptr", "kv_scale_ptr") if name not in types}
     ptx, _ = compile_for_hopper(decode_kernel, ASTSource, types, constants, num_warps=4 if rows == 16 else 8)

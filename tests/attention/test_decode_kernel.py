@@ -16,6 +16,7 @@ from tests.support.shared_memory import run_interpreted
 triton = pytest.importorskip("triton")
 
 FP8 = {**SMALL, "format": "fp8"}
+WIDE = {**SMALL, "kv_lora_rank": 1024, "block_size": 1}
 DS_MLA = {**SMALL, "format": "fp8_ds_mla", "kv_lora_rank": 256}
 INTERPRETED = [
     Case([(1, 5), (1, 0), (1, 300), (1, 64)], num_heads=3, num_programs=2, **SMALL),
@@ -30,6 +31,7 @@ INTERPRETED = [
     ),
     Case([(1, 5), (1, 0), (1, 300), (1, 64)], num_heads=3, num_programs=2, **{**DS_MLA, "block_size": 1}),
     Case([(3, 140), (1, 0), (2, 65), (4, 3)], num_heads=9, num_programs=2, is_sharded=True, **DS_MLA),
+    Case([(1, 700), (1, 0), (1, 9)], num_heads=40, num_programs=2, **WIDE),
     Case([(1, 90), (7, 140), (1, 0), (5, 65)], num_heads=9, num_programs=2, is_sharded=True, max_query_len=3, **SMALL),
     Case([(6, 140), (3, 65)], num_heads=40, num_programs=2, max_query_len=1, **SMALL),
 ]

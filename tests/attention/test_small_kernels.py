@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla.attention import projections
+from dcpmla.attention import head_factors, projections
 from dcpmla.attention.prefill import read_latents
 from tests.support.shared_memory import run_interpreted
 
@@ -94,8 +94,12 @@ def assert_near(got: Tensor, wanted: Tensor) -> None:
 def check_latents(device: str, *sizes: tuple[int, ...]) -> None:
     from dcpmla.attention.triton import projections as kernels
 
-    for size, dtype, rope, interleaved in itertools.product(sizes, DTYPES, (True, False), (True, False)):
+    for number, (size, dtype, rope, interleaved) in enumerate(
+        itertools.product(sizes, DTYPES, (True, False), (True, False))
+    ):
         arguments = latents_case(size, [3, -1, 27, -1, 0], dtype, rope, interleaved)
+        if number % 4 in (1, 2):  # k_pe is normed, in either layout
+            arguments += [False, randn(size[2], dtype=dtype, seed=7)]
         moved = on(device, arguments)
         wanted, got = projections.finish_latents(*arguments), kernels.finish_latents(*moved)
         for mine, theirs in zip(got[:2], wanted[:2], strict=True):
@@ -122,6 +126,15 @@ def check_queries(device: str, num_tokens: int, *sizes: tuple[int, ...]) -> None
             assert_near(q, arguments[0])
 
 
+def check_factors(device: str) -> None:
+    from dcpmla.attention.triton import head_factors as kernels
+
+    for num_heads, width, padding, dtype in itertools.product((1, 3, 16), (64, 12), (0, 64, 5), DTYPES):
+        logs, scale, bias = (randn(size, dtype=dtype, seed=size) for size in (5, num_heads + 7, num_heads + 8))
+        arguments = [cut(randn(5, num_heads, width, dtype=dtype)), logs, scale[7:], bias[8:], padding]
+        assert_near(kernels.scale_queries(*on(device, arguments)), head_factors.scale_queries(*arguments))
+
+
 def check_rows(device: str, width: int) -> None:
     from dcpmla.cache import kernels
 
@@ -140,6 +153,7 @@ def test_kernels() -> None:
         check_queries("cuda", num_tokens, DEEPSEEK, ODD, LONG)
     check_rows("cuda", 576)
     check_rows("cuda", 7)
+    check_factors("cuda")
 
 
 @pytest.mark.gpu
@@ -188,6 +202,7 @@ def check_in_the_interpreter() -> None:
     check_queries("cpu", 5, ODD)
     check_queries("cpu", 19, LONG)
     check_rows("cpu", 7)
+    check_factors("cpu")
 
 
 def check_formats_in_the_interpreter() -> None:
@@ -232,7 +247,7 @@ def compile_for_hopper(kernel: Any, dtype: str, constants: dict[str, Any], **typ
 
 
 ROPE = {"ROPE": 64, "PAIRS": 32, "INTERLEAVED": True}
-LATENTS = {"KV_RANK": 512, "KV_COLUMNS": 512, "Q_RANK": 1536, "Q_COLUMNS": 2048, **ROPE}
+LATENTS = {"k_pe_weight_ptr": None, "KV_RANK": 512, "KV_COLUMNS": 512, "Q_RANK": 1536, "Q_COLUMNS": 2048, **ROPE}
 QUERY = {"NOPE": 128, "RANK": 512, "TOKENS": 64, **ROPE}
 TYPES = {
     **{"cos_sin_ptr": "*fp32", "slots_ptr": "*i64", "eps": "fp32", "kv_lora_scale": "fp32"},
@@ -245,6 +260,7 @@ TYPES = {
 def test_kernels_compile_for_hopper(dtype: str) -> None:
     """Tiles of rows move 16 bytes a thread."""
     pytest.importorskip("triton")
+    from dcpmla.attention.triton.head_factors import scale_kernel
     from dcpmla.attention.triton.projections import absorb_kernel, latents_kernel
     from dcpmla.attention.triton.rope import rotate_kernel
     from dcpmla.cache.kernels import read_kernel
@@ -252,6 +268,8 @@ def test_kernels_compile_for_hopper(dtype: str) -> None:
     without_q_lora = {"Q_RANK": 0, "Q_COLUMNS": 1, "q_weight_ptr": None, "cos_sin_ptr": None}
     for nothing in ({}, without_q_lora):
         compile_for_hopper(latents_kernel, dtype, {**LATENTS, "kv_scale_ptr": None, **nothing}, **TYPES)
+    normed = {name: value for name, value in LATENTS.items() if name != "k_pe_weight_ptr"}
+    compile_for_hopper(latents_kernel, dtype, {**normed, "kv_scale_ptr": None}, **TYPES)
     for kernel, constants in (
         (absorb_kernel, {"q_scale_ptr": None, "w_scales_ptr": None, **QUERY}),
         (rotate_kernel, ROPE),
@@ -261,6 +279,10 @@ def test_kernels_compile_for_hopper(dtype: str) -> None:
         assert "ld.global.v4.b32" in ptx
         assert "st.global.v4.b32" in ptx
         assert not re.search(r"(st|ld)\.global\.b(8|16)\b", ptx)
+    for padding in (0, 64):
+        constants = {"WIDTH": 128, "OUT_WIDTH": 128 + padding, "COLUMNS": 128 if padding == 0 else 256}
+        ptx = compile_for_hopper(scale_kernel, dtype, constants)
+        assert "st.global.v4.b32" in ptx
     in_fp8 = {**TYPES, "w_uk_ptr": "*fp8e4nv", "w_scales_ptr": "*fp32"}
     ptx = compile_for_hopper(absorb_kernel, dtype, {"q_scale_ptr": None, **QUERY}, **in_fp8)
     assert not re.search(r"ld\.global\.b(8|16)\b", ptx)

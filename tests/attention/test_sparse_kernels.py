@@ -106,7 +106,7 @@ def check_projections(device: str, *cases: tuple[int, int, int, int, torch.dtype
             slots = (torch.arange(num_tokens) * 37 % 112).where(torch.arange(num_tokens) % 3 < 2, -1)
             norm = 0.5 + randn(head_dim, dtype=dtype, seed=1).abs(), randn(head_dim, dtype=dtype, seed=2)
             rotation = cos_sin, interleaved, hadamard
-            arguments = [keys, cache, slots, *norm, *rotation]
+            arguments = [keys, cache, slots, *norm, *rotation, 1e-2]
             moved = on(device, arguments)
             projections.finish_index_keys(*arguments)
             kernels.finish_index_keys(*moved)

@@ -24,11 +24,12 @@ from dcpmla.runtime.sampling import SamplingParams
 from tests.support.costs import DrawnCosts
 from tests.support.engines import new_engine
 from tests.support.layouts import dcp_config
-from tests.support.models import random_model, tiny_config
+from tests.support.models import MLA_FAMILIES, random_model, tiny_config
 from tests.support.ranks import run_ranks
 
 CPU, NUM_DRAFTS = torch.device("cpu"), 3
 FAMILIES = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "longcat_flash", "deepseek_v4")
+FAMILIES += tuple(family for family in ("hy_v4",) if family in MLA_FAMILIES)
 PROMPTS = [[5, 9, 2, 7, 7, 1, 30], [11, 12], [*range(40, 71)]]
 Record = list[tuple[list[int], list[int]]]  # known tokens of a request, and the drafts that followed
 
@@ -50,13 +51,14 @@ class MtpNames(NamedTuple):
             block = "model.mtp.layers.0"
             norms, mlp = (f"{block}.enorm.m.weight", f"{block}.hnorm.m.weight"), f"{block}.transformer_layer.mlp"
             return cls(block, mlp, *norms, (f"{block}.eh_proj.weight",), "model.mtp.norm.weight")
-        is_v4 = config.model_type == "deepseek_v4"
-        block = "mtp.0" if is_v4 else f"model.layers.{config.num_hidden_layers}"
+        is_v4, is_hy = config.model_type == "deepseek_v4", config.model_type == "hy_v4"
+        block = "mtp.0" if is_v4 else "model.mtp_layers.0" if is_hy else f"model.layers.{config.num_hidden_layers}"
         own = f"{block}.mlp", f"{block}.enorm.weight", f"{block}.hnorm.weight"
         if is_v4:
             projections = f"{block}.e_proj.weight", f"{block}.h_proj.weight"
             return cls(block, *own, projections, f"{block}.norm.weight", f"{block}.hc_head_")
-        return cls(block, *own, (f"{block}.eh_proj.weight",), f"{block}.shared_head.norm.weight")
+        last = f"{block}.final_layernorm.weight" if is_hy else f"{block}.shared_head.norm.weight"
+        return cls(block, *own, (f"{block}.eh_proj.weight",), last)
 
     def all(self) -> list[str]:
         collapse = [self.collapse + part for part in ("fn", "base", "scale")] if self.collapse else []
@@ -100,9 +102,9 @@ class PlainMtp:
             state |= {
                 f"{name}.{key}": value for name, part in modules.items() for key, value in part.state_dict().items()
             }
-        if self.config.model_type == "deepseek_v4":
+        if self.config.model_type in ("deepseek_v4", "hy_v4"):
             block = f"model.layers.{self.config.num_hidden_layers}."
-            state = {name.replace(block, "mtp.0."): tensor for name, tensor in state.items()}
+            state = {name.replace(block, f"{self.names.block}."): tensor for name, tensor in state.items()}
         directory.mkdir()
         self.config.save_pretrained(directory)
         save_file({name: tensor.clone() for name, tensor in state.items()}, directory / "model.safetensors")

@@ -18,23 +18,32 @@ from tests.attention.test_decode_compile import compile_for_hopper
 from tests.support.shared_memory import run_interpreted
 
 CONSTANTS = Constants(eps=1e-6, stream_eps=1e-5, num_iters=5)
+INDEPENDENT = Constants(eps=1e-6, stream_eps=1e-5, num_iters=0, post_scale=1.5, post_eps=1e-5)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
 def make_case(
-    num_tokens: int, num_streams: int, width: int, dtype: torch.dtype, has_mixing: bool, is_head: bool, device: str
+    num_tokens: int,
+    num_streams: int,
+    width: int,
+    dtype: torch.dtype,
+    has_mixing: bool,
+    is_head: bool,
+    device: str,
+    mixes: bool = True,
 ) -> tuple[Streams, Projection, Tensor]:
     generator = torch.Generator().manual_seed(num_tokens + num_streams)
 
     def random(*shape: int, std: float = 1.0) -> Tensor:
         return (torch.randn(shape, generator=generator) * std).to(device)
 
-    values, num = random(num_tokens, num_streams, width).to(dtype), num_streams * (1 if is_head else 2 + num_streams)
-    comb = random(num_tokens, num_streams, num_streams).softmax(-1)
+    values, scale = random(num_tokens, num_streams, width).to(dtype), [0.9] if is_head else [0.9, 1.1, 0.7][: 2 + mixes]
+    num = num_streams * (1 if is_head else 2 + num_streams * mixes)
+    comb = random(num_tokens, num_streams, num_streams).softmax(-1) if mixes else None
     mixing = Mixing(random(num_tokens, num_streams).sigmoid(), comb) if has_mixing else None
     out = random(num_tokens, width).to(dtype) if has_mixing else None
-    scale = torch.tensor([0.9] if is_head else [0.9, 1.1, 0.7], device=device)
-    projection = Projection(random(num, num_streams * width, std=0.1), random(num), scale)
+    weights = random(num, num_streams * width, std=0.1), random(num)
+    projection = Projection(*weights, torch.tensor(scale, device=device))
     return Streams(values, mixing, out), projection, random(width).abs()
 
 
@@ -55,6 +64,22 @@ def test_as_transformers(num_streams: int) -> None:
     out = torch.randn(7, 48)
     wanted = post[..., None] * out[None, :, None] + comb.transpose(-1, -2) @ streams.values[None]
     torch.testing.assert_close(finish(found._replace(out=out)), wanted[0])
+
+
+@torch.no_grad()
+def test_independent_streams_as_transformers() -> None:
+    v4 = pytest.importorskip("transformers.models.hy_v4.modeling_hy_v4")
+    config = v4.HYV4Config(hidden_size=48, hc_mult=4, hc_eps=1e-5, hc_magnitude=1.5, rms_norm_eps=1e-6)
+    before, projection, norm = make_case(7, 4, 48, torch.float32, False, False, "cpu", mixes=False)
+    connection, module_norm = v4.HYV4HyperConnection(config), v4.HYV4RMSNorm(48, config.rms_norm_eps)
+    connection.fn.data, connection.base.data, connection.scale.data = projection
+    module_norm.weight.data = norm
+    post, collapsed = connection(before.values[None])
+    x, streams = Connection(projection, norm, INDEPENDENT)(before)
+    torch.testing.assert_close(x, module_norm(collapsed)[0])
+    out = torch.randn(7, 48)
+    expected = post[0, :, :, None] * out[:, None] + before.values
+    torch.testing.assert_close(finish(streams._replace(out=out)), expected)
 
 
 @torch.no_grad()
@@ -86,21 +111,24 @@ def check_kernels(device: str, dtype: torch.dtype, cases: tuple[tuple[int, int, 
     torch.use_deterministic_algorithms(True)  # fills it
     try:
         for num_tokens, num_streams, width in cases:
-            for has_mixing, is_head in ((False, False), (True, False), (True, True), (False, True)):
-                case = make_case(num_tokens, num_streams, width, dtype, has_mixing, is_head, device)
-                wanted, wanted_streams = enter(*case, CONSTANTS)
-                x, found = kernels.enter(*case, CONSTANTS)
+            kinds = [(False, False, True), (True, False, True), (True, True, True), (False, True, True)]
+            for has_mixing, is_head, mixes in [*kinds, (True, False, False)]:
+                case = make_case(num_tokens, num_streams, width, dtype, has_mixing, is_head, device, mixes)
+                constants = CONSTANTS if mixes else INDEPENDENT
+                wanted, wanted_streams = enter(*case, constants)
+                x, found = kernels.enter(*case, constants)
                 pairs = [(plain(x), wanted), (found.values, wanted_streams.values)]
                 assert (found.mixing is None) == is_head
                 if found.mixing is not None and wanted_streams.mixing is not None:
-                    pairs += list(zip(found.mixing, wanted_streams.mixing, strict=True))
+                    assert (found.mixing.comb is None) == (not mixes)
+                    pairs += list(zip(found.mixing, wanted_streams.mixing, strict=True))[: 1 + mixes]
                 pairs += [(mixing_kernels.mix(case[0]), mix(case[0]))]
                 for got, expected in pairs:
                     tolerance = TOLERANCE[dtype]
                     torch.testing.assert_close(got.float(), expected.float(), atol=tolerance, rtol=tolerance)
-                assert torch.equal(plain(x), plain(kernels.enter(*case, CONSTANTS)[0]))
+                assert torch.equal(plain(x), plain(kernels.enter(*case, constants)[0]))
                 if width % 128 == 0:
-                    check_quantized(kernels.enter(*case, CONSTANTS, quantizes=True)[0], plain(x))
+                    check_quantized(kernels.enter(*case, constants, quantizes=True)[0], plain(x))
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -126,7 +154,7 @@ def test_kernels(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("is_few", [True, False])
-@pytest.mark.parametrize(("has_out", "num"), [(True, 24), (False, 4), (True, 0)])
+@pytest.mark.parametrize(("has_out", "num"), [(True, 24), (False, 4), (True, 0), (True, 8)])
 def test_the_first_kernel_compiles(has_out: bool, num: int, is_few: bool) -> None:
     pytest.importorskip("triton")
     from triton.compiler import ASTSource
@@ -138,6 +166,7 @@ def test_the_first_kernel_compiles(has_out: bool, num: int, is_few: bool) -> Non
     constants: dict[str, Any] = {"WIDTH": 4096, "STREAMS": 4, "NUM": num, "NUM_P": 32 if num > 16 else 16}
     constants |= {} if has_out else dict.fromkeys(("out_ptr", "post_ptr", "comb_ptr"))
     constants |= {} if num else {"fn_ptr": None}
+    constants |= {"comb_ptr": None} if num == 8 else {}  # streams that are not mixed with each other
     kernel = mix_few_kernel if is_few else mix_kernel
     ptx, said = compile_for_hopper(kernel, ASTSource, types, constants, num_warps=4, num_stages=2)
     assert ("mma" in ptx and "tf32" in ptx) == (num > 0 and not is_few)
@@ -145,8 +174,8 @@ def test_the_first_kernel_compiles(has_out: bool, num: int, is_few: bool) -> Non
     assert int(spilled) <= (0 if is_few else 512)  # the largest tile was measured to be worth it
 
 
-@pytest.mark.parametrize("is_head", [False, True])
-def test_the_second_kernel_compiles(is_head: bool) -> None:
+@pytest.mark.parametrize(("is_head", "mixes"), [(False, True), (True, True), (False, False)])
+def test_the_second_kernel_compiles(is_head: bool, mixes: bool) -> None:
     pytest.importorskip("triton")
     from triton.compiler import ASTSource
 
@@ -154,10 +183,12 @@ def test_the_second_kernel_compiles(is_head: bool) -> None:
 
     floats = ("products_ptr", "squares_ptr", "base_ptr", "scale_ptr", "norm_ptr", "post_ptr", "comb_ptr")
     types = dict.fromkeys(floats, "*fp32") | dict.fromkeys(("values_ptr", "x_ptr"), "*bf16")
-    types |= {"eps": "fp32", "stream_eps": "fp32", "codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
+    types |= dict.fromkeys(("eps", "stream_eps", "post_scale", "post_eps"), "fp32")
+    types |= {"codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
     constants: dict[str, Any] = {"WIDTH": 7168, "WIDTH_P": 8192, "STREAMS": 4, "STREAMS_P": 4}
     constants |= {"NUM_P": 16 if is_head else 32, "PARTS_P": 128, "NUM_ITERS": 20}
     constants |= dict.fromkeys(("post_ptr", "comb_ptr", "codes_ptr", "scales_ptr")) if is_head else {}
+    constants |= {} if mixes else {"comb_ptr": None, "NUM_P": 16}
     ptx, said = compile_for_hopper(weigh_kernel, ASTSource, types, constants, num_warps=16)
     assert "0 bytes spill stores" in said
     assert ptx.count("bar.sync") < 40  # none in an iteration

@@ -8,7 +8,8 @@ import torch
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.capture import error_on_host_sync
 from dcpmla.runtime.graph import DecodeGraph
-from dcpmla.runtime.sampling import SamplingParams, new_generator, sample
+from dcpmla.runtime.request import new_generator
+from dcpmla.runtime.sampling import SamplingParams, sample
 from tests.support.engines import new_engine
 from tests.support.graph_checks import new_cache, open_model_on
 from tests.support.models import save_tiny

@@ -18,7 +18,7 @@ from tests.runtime.test_graph_caches import compare
 from tests.support.graph_checks import BATCHES, check_model, check_stack, new_cache, open_model_on, serve_loaded
 from tests.support.launchers import GENERATE, run_together, torchrun
 from tests.support.layouts import dcp_config
-from tests.support.models import MLA_FAMILIES, save_tiny
+from tests.support.models import MLA_FAMILIES, WINDOW_FAMILIES, save_tiny
 from tests.support.ranks import run_ranks
 
 NUM_GPUS = [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpu_2)]
@@ -40,7 +40,7 @@ def layout(tp: int, dcp: int, **changes: Any) -> DCPConfig:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("in_half", [False, True], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("family", MLA_FAMILIES)
+@pytest.mark.parametrize("family", [*MLA_FAMILIES, *WINDOW_FAMILIES])
 def test_models_on_one_gpu(family: str, in_half: bool, tmp_path: Path) -> None:
     save_tiny(family, tmp_path)
     assert run_ranks(1, check_model, tmp_path, layout(1, 1), False, "cuda", in_half, device="cuda") == [len(BATCHES)]

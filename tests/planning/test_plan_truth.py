@@ -20,7 +20,7 @@ from dcpmla.parallel.quantized import BLOCK
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.predict import expected_experts, predict_step
 from dcpmla.planning.setting import Setting
-from tests.support.models import MLA_FAMILIES, STATE_FAMILIES, random_model, save_tiny, tiny_config
+from tests.support.models import FAMILIES, LARGE4_FAMILIES, random_model, save_tiny, tiny_config
 from tests.support.quantized_models import save_wide, write_quantized
 from tests.support.ranks import run_ranks
 
@@ -64,7 +64,7 @@ def check(directories: list[Path], tp_size: int, expert_dtype: str = "auto") -> 
 
 
 def test_every_family(tmp_path: Path) -> None:
-    directories = [tmp_path / family for family in (*MLA_FAMILIES, *STATE_FAMILIES)]
+    directories = [tmp_path / family for family in FAMILIES]
     for directory in directories:
         save_tiny(directory.name, directory)
     check(directories, 2)
@@ -75,7 +75,7 @@ def test_quantized_models(tp_size: int, tmp_path: Path) -> None:
     """Two ranks cut between blocks; four cut through blocks of experts and of queries, and hold these dequantized."""
     schemes = [("deepseek_v32", "block"), ("longcat_flash", "tensor"), ("deepseek_v3", "compressed_channel")]
     schemes += [("deepseek_v3", "int4"), ("deepseek_v3", "mxfp4"), ("glm4_moe_lite", "int4_all")]
-    schemes += [("axk2", "block")] if "axk2" in MLA_FAMILIES else []
+    schemes += [("axk2", "block")] if "axk2" in FAMILIES else []
     directories = []
     for family, scheme in [*schemes, *([("deepseek_v4", "published")] if tp_size < 4 else [])]:
         save_wide(family, tmp_path / "wide" / family)
@@ -109,7 +109,7 @@ def test_experts_in_integers() -> None:
     assert kimi.weight_bytes(8)["experts"] == (routed // 2 * 9 // 8 + shared) // 8
 
 
-@pytest.mark.skipif("kimi_k3" not in STATE_FAMILIES, reason="needs a transformers with Kimi Linear")
+@pytest.mark.skipif("kimi_k3" not in FAMILIES, reason="needs a transformers with Kimi Linear")
 def test_kimi_k3() -> None:
     """It is published as 2.78 T parameters in 1,561 GB, its image encoder's among them. Of 16 ranks each holds a
     sixteenth of a request's states: 69 layers of 96 memories of 128 x 128 in float32, and three tokens of the
@@ -121,6 +121,18 @@ def test_kimi_k3() -> None:
     dcp = DCPConfig(tensor_parallel_size=16, decode_context_parallel_size=16)
     plan = size.attention.plan_cache(dcp, [4096], torch.bfloat16)
     assert plan.bytes_per_state == 69 * 6 * (128 * 128 * 4 + 3 * 3 * 128 * 2)
+
+
+@pytest.mark.skipif(not LARGE4_FAMILIES, reason="needs a transformers with Mistral Large 4")
+def test_mistral_large4() -> None:
+    """The name says 1 T parameters, 52 G active; the config has transformers' defaults."""
+    size = read_model(load_config(Path(__file__).parent / "configs" / "mistral_large4.json"))
+    total = sum(p.count * prod(p.shape) for p in size.parameters)
+    routed = sum(p.count * prod(p.shape) for p in size.parameters if p.is_expert)
+    assert total // 10**9 == 1050
+    assert round((total - routed * 124 / 128 - 204800 * 6144) / 1e9) == 52
+    plan = size.attention.plan_cache(DCPConfig(), [4096], torch.bfloat16)
+    assert plan.bytes_per_token == 72 * (576 + 128) * 2
 
 
 def test_where_a_config_says_that_experts_are_in_fp4() -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from dcpmla.runtime.request import Request
-from dcpmla.runtime.sampling import SamplingParams, _draw, _nucleus, new_generator, sample
+from dcpmla.runtime.request import Request, new_generator
+from dcpmla.runtime.sampling import SamplingParams, _draw, _nucleus, sample
 from tests.attention.test_small_kernels import compile_for_hopper
 from tests.support.shared_memory import run_interpreted
 

@@ -10,7 +10,7 @@ from dcpmla.attention.placement import Placement
 from dcpmla.attention.weights import HeldHeads
 from dcpmla.parallel.fp8 import AnyRows, multiply_groups, plain
 from dcpmla.parallel.linear import Linear, RowParallelLinear, Weight, fill, read_linear, read_weight
-from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, dequantize
+from dcpmla.parallel.quantized import BLOCK, AnyWeight, reorder_rows
 
 
 class CompressorWeights(nn.Module):
@@ -139,19 +139,8 @@ class CompressedWeights(nn.Module):
         width, rope = indexer.head_dim, self.config.rope_dim
         order = torch.arange(width).roll(rope)
         q_shape = indexer.num_heads * width, self.config.q_lora_rank
-        self.index_q_proj.load(_reorder(read_linear(weights, f"{prefix}q_b_proj.weight", q_shape), order))
+        self.index_q_proj.load(reorder_rows(read_linear(weights, f"{prefix}q_b_proj.weight", q_shape), order))
         self.index_compressor.load_weights(weights, prefix, order)
-        pairs = [_reorder(pair, order) for pair in self._pairs(weights, prefix, width)]
+        pairs = [reorder_rows(pair, order) for pair in self._pairs(weights, prefix, width)]
         heads_shape = indexer.num_heads, self.config.hidden_size
         return [*pairs, read_linear(weights, f"{prefix}scorer.weights_proj.weight", heads_shape)]
-
-
-def _reorder(weight: AnyWeight, order: Tensor) -> AnyWeight:
-    """Return a matrix with the rows of every head in another order; in fp8 if all rows stay in their block."""
-    if isinstance(weight, BlockFp8) and BLOCK % len(order) == 0:
-        return BlockFp8(_reorder_rows(weight.codes.view(torch.uint8), order).view(weight.codes.dtype), weight.scales)
-    return _reorder_rows(weight if isinstance(weight, Tensor) else dequantize(weight, torch.float32), order)
-
-
-def _reorder_rows(x: Tensor, order: Tensor) -> Tensor:
-    return x.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)

@@ -177,7 +177,7 @@ def _launch(call: DecodeCall, out: Tensor, lse: Tensor, mail: tuple[Tensor | int
     """
     q, q_pe, kv_cache = call.q, call.q_pe, call.kv_cache
     num_heads = q.shape[1]
-    num_reqs = call.num_reqs
+    num_reqs = call.num_segments
     workspace = call.get_workspace()
     num_row_tiles = triton.cdiv(call.max_query_len * num_heads, ROWS.value)
     num_parts = max(1, num_programs(workspace, ROWS.value) // num_row_tiles)

@@ -67,18 +67,6 @@ def project_rows_(
         write_rows_(project_values(out, w_uv, w_scales), first_row, values, scales, scale, ue8m0)
 
 
-@operator(
-    "gate_rows_",
-    kernel="dcpmla.attention.triton.gates:gate_rows",
-    fake=nothing,
-    mutates_args=("values",),
-)
-def gate_rows_(values: Tensor, first_row: int, gates: Tensor) -> None:
-    """Multiply rows of values [T, h V] from first_row on by the sigmoid of logits [n, h, V], rounded once."""
-    rows = values[first_row : first_row + len(gates)]
-    rows.copy_(rows * gates.to(torch.promote_types(gates.dtype, torch.float32)).sigmoid().flatten(1))
-
-
 empty_rows = operator("empty_rows", fake=formats.new_rows)(formats.new_rows)
 
 

@@ -8,8 +8,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from dcpmla.attention.gates import apply_gates
 from dcpmla.attention.output import formats
-from dcpmla.attention.output.ops import gate_rows_, project_rows_, write_rows_
+from dcpmla.attention.output.ops import project_rows_, write_rows_
 from dcpmla.attention.projections import project_values
 from dcpmla.parallel.fp8 import QuantizedRows
 from dcpmla.parallel.linear import Linear
@@ -124,7 +125,10 @@ class OutputRows:
         """
         if self._values is None or self._quant is not None:
             raise ValueError("output_quant is given; attention with query_gates returns plain rows, leave it out")
-        gate_rows_(self._values, self._end - len(gates), gates)
+        rows = self._values[self._end - len(gates) : self._end]
+        gated = apply_gates(rows, gates.flatten(1))
+        assert isinstance(gated, Tensor)  # it is quantized only if asked
+        rows.copy_(gated)
 
     def pad(self) -> None:
         """Append zeros up to num_rows."""

@@ -2,17 +2,20 @@
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
+from dcpmla.attention.head_factors import HeadFactors
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.sparse.projections import finish_index_keys, finish_index_queries
 from dcpmla.attention.sparse.selector import TokenSelector
 from dcpmla.attention.sparse.step import SparseMetadata
 from dcpmla.attention.step import StepMetadata
 from dcpmla.config import IndexerConfig, MLAConfig
-from dcpmla.parallel.fp8 import PlainRows
+from dcpmla.parallel.fp8 import PlainRows, plain
 from dcpmla.parallel.linear import Linear, Weight, fill, read_linear, read_weight
+from dcpmla.parallel.quantized import reorder_rows
 
 
 class Indexer(nn.Module):
@@ -25,23 +28,29 @@ class Indexer(nn.Module):
         config: Geometry of the layer, with an indexer.
         placement: Placement of the layer; the parameters are uninitialized until `load_weights`.
     Raises:
-        ValueError: The layer does not compress queries, or the Hadamard transform is asked for and the width is not a
-            power of two.
-    Source: DeepSeek-V3.2, section 2.1; names as in its checkpoints.
+        ValueError: Queries are made from a query latent that the layer lacks, or the Hadamard transform is asked for
+            and the width is not a power of two.
+    Source: DeepSeek-V3.2, section 2.1; names as in its checkpoints. transformers' Mistral Large 4 for queries made from
+        hidden states, and for factors of queries.
     """
 
     def __init__(self, config: MLAConfig, placement: Placement) -> None:
         super().__init__()
         assert config.indexer is not None
         self.config: IndexerConfig = config.indexer
-        self.dcp, new = placement.dcp, placement.factory_kwargs
+        self.dcp, self.rope_dim, new = placement.dcp, config.rope_dim, placement.factory_kwargs
         self.selector = TokenSelector(self.config, placement)
-        if config.q_lora_rank is None:
+        source = config.hidden_size if self.config.norms_hidden else config.q_lora_rank
+        if source is None:
             raise ValueError(
-                "config has an indexer, but q_lora_rank is None; an indexer's queries are made from the query latent"
+                "config has an indexer, but q_lora_rank is None; an indexer's queries are made from the query latent, "
+                "or with norms_hidden from hidden states"
             )
         width, num_heads = self.config.head_dim, self.config.num_heads
-        self.wq_b = Linear(config.q_lora_rank, num_heads * width, **new)
+        norm_eps = self.config.norm_eps
+        self.q_input_norm = skip_init(nn.LayerNorm, source, eps=norm_eps, **new) if self.config.norms_hidden else None
+        self.head_factors = HeadFactors(num_heads, placement) if config.has_query_factors else None
+        self.wq_b = Linear(source, num_heads * width, **new)
         self.fused_wk_weights_proj = Linear(config.hidden_size, width + num_heads, **new)
         self.k_norm = skip_init(nn.LayerNorm, width, **new)
 
@@ -59,13 +68,16 @@ class Indexer(nn.Module):
         assert sparse is not None
         keys, weights = self.fused_wk_weights_proj(hidden_states).tensor_split((config.head_dim,), -1)
         norm, rope = (self.k_norm.weight, self.k_norm.bias), (cos_sin, config.rope_interleaved)
-        finish_index_keys(keys, index_keys, step.slot_mapping, *norm, *rope, dcp.index_hadamard)
+        finish_index_keys(keys, index_keys, step.slot_mapping, *norm, *rope, dcp.index_hadamard, config.norm_eps)
         if sparse.max_seq_len <= config.topk:
             return
         assert sparse.selection is not None
-        if isinstance(q_c, Tensor):
-            q_c = q_c[:, : self.wq_b.in_features]
-        q = self.wq_b(q_c).unflatten(-1, (config.num_heads, config.head_dim))
+        source = q_c if self.q_input_norm is None else self.q_input_norm(plain(hidden_states))
+        if isinstance(source, Tensor):
+            source = source[:, : self.wq_b.in_features]  # without the latent before its norm (`query_gates`)
+        q = self.wq_b(source).unflatten(-1, (config.num_heads, config.head_dim))
+        if self.head_factors is not None:
+            q = self.head_factors(q, step.query_factor)
         is_fp8 = dcp.index_cache_dtype == "fp8"
         q, weights = finish_index_queries(q, weights, *rope, dcp.index_hadamard, is_fp8)
         self.selector.select(q, weights, index_keys, sparse, sparse.block_table, sparse.selection)
@@ -79,11 +91,20 @@ class Indexer(nn.Module):
             ValueError: A weight is missing, or its shape does not match the config.
         """
         width, num_heads = self.config.head_dim, self.config.num_heads
-        hidden, q_rank = self.fused_wk_weights_proj.in_features, self.wq_b.in_features
-        self.wq_b.load(read_linear(weights, "wq_b.weight", (num_heads * width, q_rank)))
-        down = {"wk": width, "weights_proj": num_heads}
-        self.fused_wk_weights_proj.load(
-            *(read_linear(weights, f"{name}.weight", (rows, hidden)) for name, rows in down.items())
-        )
-        fill(self.k_norm.weight, read_weight(weights, "k_norm.weight", (width,)))
-        fill(self.k_norm.bias, read_weight(weights, "k_norm.bias", (width,)))
+        hidden, source = self.fused_wk_weights_proj.in_features, self.wq_b.in_features
+        wq_b = read_linear(weights, "wq_b.weight", (num_heads * width, source))
+        wk = read_linear(weights, "wk.weight", (width, hidden))
+        weight, bias = (read_weight(weights, f"k_norm.{name}", (width,)) for name in ("weight", "bias"))
+        if self.config.rope_last:
+            order = torch.arange(width).roll(self.rope_dim)
+            wq_b, wk = reorder_rows(wq_b, order), reorder_rows(wk, order)
+            weight, bias = weight[order], bias[order]
+        self.wq_b.load(wq_b)
+        self.fused_wk_weights_proj.load(wk, read_linear(weights, "weights_proj.weight", (num_heads, hidden)))
+        fill(self.k_norm.weight, weight)
+        fill(self.k_norm.bias, bias)
+        if self.q_input_norm is not None:
+            for name, parameter in self.q_input_norm.named_parameters():
+                fill(parameter, read_weight(weights, f"q_input_norm.{name}", (source,)))
+        if self.head_factors is not None:
+            self.head_factors.load_weights(weights)

@@ -1,4 +1,4 @@
-"""Sparse MLA (DeepSeek-V3.2, GLM-5) as a kind of attention."""
+"""Sparse MLA (DeepSeek-V3.2, GLM-5, HY V4) as a kind of attention."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ import torch
 
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.costs import LayerReads
+from dcpmla.attention.gated import GatedAttention
 from dcpmla.attention.kind import DenseKind, Rotary
 from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.placement import Placement
@@ -25,9 +26,11 @@ class SparseKind(DenseKind):
     Attributes:
         index_layers: Numbers of the layers with an indexer, ascending; other layers attend to the previous layer's
             selection.
+        num_gates: Number of gates of a head's output: none, one, or one for each column (HY V4).
     """
 
     index_layers: tuple[int, ...]
+    num_gates: int = 0
 
     @property
     def num_index_layers(self) -> int:
@@ -57,7 +60,10 @@ class SparseKind(DenseKind):
 
     def new_layer(self, layer: int, placement: Placement) -> MLAAttention:
         """Return a layer of sparse MLA, with an indexer of its own if it is among index_layers."""
-        return MLAAttention(self.config, placement, skip_topk=layer not in self.index_layers)
+        skip_topk = layer not in self.index_layers
+        if self.num_gates:
+            return GatedAttention(self.config, placement, self.num_gates, skip_topk)
+        return MLAAttention(self.config, placement, skip_topk)
 
     def claim_step(self, num_tokens: int, device: torch.device | str) -> SelectedTokens:
         """Return memory for a selection of num_tokens."""

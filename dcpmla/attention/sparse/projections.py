@@ -30,6 +30,7 @@ def finish_index_keys(
     cos_sin: Tensor | None,
     rope_interleaved: bool,
     hadamard: bool,
+    eps: float = NORM_EPS,
 ) -> None:
     """Normalize and rotate the indexer's keys, and write the rows that this rank owns into the cache.
 
@@ -42,10 +43,11 @@ def finish_index_keys(
         cos_sin: [T, R] float32 as in `apply_rope`, for the first R of D columns; None leaves them as they are.
         hadamard: Whether to transform keys and queries by a Hadamard matrix over sqrt(D): scores stay, but e4m3 rounds
             more even values.
+        eps: Epsilon of the norm.
     Source: DeepSeek-V3.2's indexer; rounded to the dtype of keys where transformers' models round.
     """
     wide = torch.promote_types(keys.dtype, torch.float32)
-    normed = F.layer_norm(keys.to(wide), keys.shape[1:], norm_weight.to(wide), norm_bias.to(wide), NORM_EPS)
+    normed = F.layer_norm(keys.to(wide), keys.shape[1:], norm_weight.to(wide), norm_bias.to(wide), eps)
     rotated = _rotate(normed.to(keys.dtype), cos_sin, rope_interleaved)
     write_index_keys(index_cache, _transform(rotated, hadamard), slots)
 

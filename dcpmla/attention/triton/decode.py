@@ -16,6 +16,7 @@ from dcpmla.attention.triton.keys import load_keys, load_planar
 from dcpmla.attention.triton.partials import finish_part
 
 _LOG2E = 1.4426950408889634
+_LATENT = 512  # width of DeepSeek's latents
 _BYTES_OF_64_ROWS = 114_688  # shared memory that they take with DeepSeek's widths
 LN2 = tl.constexpr(0.6931471805599453)
 _KEYS = tl.constexpr(32)  # keys of a tile
@@ -213,10 +214,12 @@ def run(call: DecodeCall) -> tuple[Tensor, Tensor]:
         q, q_pe = q.to(torch.float16), q_pe.to(torch.float16)
     workspace = call.get_workspace()
     num_rows = call.max_query_len * num_heads
-    max_rows = 64 if shared_memory(q.device) >= _BYTES_OF_64_ROWS else 32
-    rows = min(max_rows, max(16, triton.next_power_of_2(num_rows)))
+    # Twice the width takes as much memory in half the rows.
+    times = triton.cdiv(call.kv_lora_rank, _LATENT)
+    max_rows = 64 if shared_memory(q.device) >= _BYTES_OF_64_ROWS * times else 32
+    rows = min(max_rows // times, max(16, triton.next_power_of_2(num_rows)))
     num_lines = triton.cdiv(num_rows, rows)
-    decode_kernel[(max(1, num_programs(workspace, rows) // num_lines), num_lines)](
+    decode_kernel[(max(1, num_programs(workspace, rows * times) // num_lines), num_lines)](
         q,
         q_pe,
         kv_cache,
@@ -235,15 +238,16 @@ def run(call: DecodeCall) -> tuple[Tensor, Tensor]:
         *kv_cache.stride()[:2],
         block_table.stride(0),
         call.block_size,
-        call.num_reqs,
+        call.num_segments,
         call.max_query_len,
         num_heads,
         call.scale * _LOG2E,
         ROWS=rows,
         LATENT=call.kv_lora_rank,
         ROPE=call.rope_dim,
-        REQS=request_bound(call.num_reqs),
-        num_warps=4 if rows == 16 and q.dtype == kv_cache.dtype else 8,  # conversions take registers
+        REQS=request_bound(call.num_segments),
+        # Conversions and wide latents take registers.
+        num_warps=4 if rows == 16 and q.dtype == kv_cache.dtype and times == 1 else 8,
         num_stages=2,
     )
     return out, lse

@@ -1,48 +1,42 @@
-"""Triton kernel that gates attention's output, with its launcher; `attention/output/ops.py` specifies it."""
+"""Triton kernel of gates of attention's output; `attention/gates.py` specifies it."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_COLUMNS = 1024
+from dcpmla.parallel.fp8 import empty_codes
+from dcpmla.parallel.kernels.quantize import store_codes
+
+_COLUMNS = tl.constexpr(1024)  # columns of a program
 
 
-@triton.jit(do_not_specialize=["first_row"])
-def gate_kernel(
-    values_ptr,
-    gates_ptr,
-    first_row,
-    width,
-    head_dim,
-    values_stride,
-    gates_stride_row,
-    gates_stride_head,
-    COLUMNS: tl.constexpr,
+@triton.jit(do_not_specialize=["scales_stride"])
+def gates_kernel(
+    out_ptr, logits_ptr, gated_ptr, scales_ptr, scales_stride, WIDTH: tl.constexpr, NUM_GATES: tl.constexpr
 ):
-    """Multiply a tile of a row's columns by its gates; one program per (row, tile)."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    mask = column < width
-    values_ptr += (first_row + row) * values_stride + column
-    gates_ptr += row * gates_stride_row + column // head_dim * gates_stride_head + column % head_dim
-    values = tl.load(values_ptr, mask=mask, other=0.0)
-    gates = tl.sigmoid(tl.load(gates_ptr, mask=mask, other=0.0).to(tl.float32))
-    tl.store(values_ptr, (values.to(tl.float32) * gates).to(values.dtype), mask=mask)
+    """Gate some columns of one row a program, in groups of 128 codes where there are scales."""
+    row, first_column = tl.program_id(0).to(tl.int64), tl.program_id(1) * _COLUMNS
+    column = first_column + tl.arange(0, _COLUMNS)
+    mask = column < WIDTH
+    out = tl.load(out_ptr + row * WIDTH + column, mask=mask, other=0.0)
+    logits = tl.load(logits_ptr + row * NUM_GATES + column // (WIDTH // NUM_GATES), mask=mask, other=0.0)
+    gates = tl.sigmoid(logits.to(tl.float32)).to(out.dtype)
+    gated = (out.to(tl.float32) * gates.to(tl.float32)).to(out.dtype)
+    if scales_ptr is not None:
+        store_codes(gated, row, first_column, gated_ptr, scales_ptr, scales_stride, WIDTH)
+    else:
+        tl.store(gated_ptr + row * WIDTH + column, gated, mask=mask)
 
 
-def gate_rows(values: Tensor, first_row: int, gates: Tensor) -> None:
-    """Compute `ops.gate_rows_` in one kernel."""
-    num_rows, num_heads, head_dim = gates.shape
-    width = num_heads * head_dim
+def apply_gates(out: Tensor, logits: Tensor, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `gates.apply_gates` of contiguous rows in one kernel."""
+    num_rows, width = out.shape
+    gated = out.new_empty(num_rows, 0 if quantizes else width)
+    codes, scales = empty_codes(out, quantizes)
     if num_rows:
-        columns = min(_COLUMNS, triton.next_power_of_2(width))
-        gate_kernel[(num_rows, triton.cdiv(width, columns))](
-            values,
-            gates,
-            first_row,
-            width,
-            head_dim,
-            values.stride(0),
-            *gates.stride()[:2],
-            COLUMNS=columns,
+        grid = num_rows, triton.cdiv(width, _COLUMNS.value)
+        written = (codes, scales, scales.stride(1)) if quantizes else (gated, None, 0)
+        gates_kernel[grid](
+            out.contiguous(), logits.contiguous(), *written, WIDTH=width, NUM_GATES=logits.shape[1], num_warps=4
         )
+    return gated, codes, scales

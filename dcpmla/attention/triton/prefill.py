@@ -90,7 +90,7 @@ def _attend(
     return acc, peak, total
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_words"])
+@triton.jit(do_not_specialize=["num_reqs", "num_words", "window"])
 def mha_prefill_kernel(
     q_ptr,
     k_nope_desc,
@@ -104,6 +104,7 @@ def mha_prefill_kernel(
     num_reqs,
     num_heads,
     num_words,
+    window,
     scale_log2,
     q_stride,
     q_stride_head,
@@ -119,7 +120,8 @@ def mha_prefill_kernel(
 ):
     """Compute one tile of queries of one head; one program per (tile, head).
 
-    The last tiles run first: under a causal bound a request's last tile sees the most keys.
+    The last tiles run first: under a causal bound a request's last tile sees the most keys. With a window, a tile
+    begins at the first key that its first query sees.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
@@ -139,11 +141,13 @@ def mha_prefill_kernel(
     q_nope = tl.load(q_at + p[None, :], mask=is_query[:, None] & (p < P)[None, :], other=0.0)
     q_pe = tl.load(q_at + P + r[None, :], mask=is_query[:, None] & (r < R)[None, :], other=0.0)
 
-    end = num_keys
+    begin, end = 0, num_keys
     num_unmasked = num_keys // BLOCK_N * BLOCK_N
     if CAUSAL:
         end = tl.minimum(num_keys, first_query + BLOCK_M)
         num_unmasked = (first_query + 1) // BLOCK_N * BLOCK_N
+        if window is not None:
+            begin = tl.maximum(first_query - window + 1, 0) // BLOCK_N * BLOCK_N
     acc = tl.zeros([BLOCK_M, V_TILE], tl.float32)
     peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
     mask_at = None
@@ -154,7 +158,7 @@ def mha_prefill_kernel(
     sums, queries = (acc, peak, total), (q_nope, q_pe, query, scale_log2)
     keys = (k_nope_desc, k_pe_desc, v_desc, head, key_start, num_keys)
     for part in tl.static_range(2):
-        span = (num_unmasked, end) if part else (0, num_unmasked)
+        span = (num_unmasked, end) if part else (begin, num_unmasked)
         sums = _attend(sums, queries, keys, mask_at, num_words, span, BLOCK_N, CAUSAL, part == 1)
     acc, peak, total = sums
     if mask_ptr is not None:
@@ -225,6 +229,7 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor]:
         num_reqs,
         num_heads,
         None if mask is None else mask.shape[1],
+        call.window,
         call.scale * LOG2_E.value,
         *q.stride()[:2],
         *dims,

@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dcpmla.attention.output.kernels import project_rows
-from dcpmla.attention.triton.rope import rotate, store_pairs
+from dcpmla.attention.triton.rope import load_pairs, rotate, rotate_pairs, store_pairs
 from dcpmla.cache.formats import FP8, check_kv_scale, row_width
 from dcpmla.cache.kernels import k_pe_of, quantize, store_kv_c
 from dcpmla.parallel.fp8 import empty_codes
@@ -29,6 +29,18 @@ def _norm(x_ptr, weight_ptr, column, width, eps):
     return (x.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
 
 
+@triton.jit
+def _norm_pairs(x, y, weight_ptr, mask, eps, ROPE: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Apply RMS norm to a row in pairs, [1, PAIRS] each, rounded as `_norm` rounds; weight_ptr and mask are [1, 1]."""
+    wide_x, wide_y = x.to(tl.float32), y.to(tl.float32)
+    total = tl.sum(wide_x * wide_x + wide_y * wide_y, 1)
+    factor = tl.rsqrt(total / ROPE + eps)[:, None]
+    weight_x, weight_y = load_pairs(weight_ptr, mask, ROPE, PAIRS, INTERLEAVED)
+    x = ((wide_x * factor).to(x.dtype).to(tl.float32) * weight_x.to(tl.float32)).to(x.dtype)
+    y = ((wide_y * factor).to(y.dtype).to(tl.float32) * weight_y.to(tl.float32)).to(y.dtype)
+    return x, y
+
+
 @triton.jit(do_not_specialize=["scales_stride"])
 def latents_kernel(
     down_ptr,
@@ -49,6 +61,7 @@ def latents_kernel(
     eps,
     kv_lora_scale,
     kv_scale_ptr,
+    k_pe_weight_ptr,
     Q_RANK: tl.constexpr,
     KV_RANK: tl.constexpr,
     ROPE: tl.constexpr,
@@ -68,7 +81,10 @@ def latents_kernel(
         kv_c = (kv_c.to(tl.float32) * kv_lora_scale).to(kv_c.dtype)
         tl.store(latents_ptr + column, kv_c, mask=column < KV_RANK)
         row = tl.zeros([1, 1], tl.int64)  # k_pe is a tile of one row
-        x, y = rotate(down_ptr + KV_RANK + row, cos_sin_ptr, token + row, row == 0, ROPE, PAIRS, INTERLEAVED)
+        x, y = load_pairs(down_ptr + KV_RANK + row, row == 0, ROPE, PAIRS, INTERLEAVED)
+        if k_pe_weight_ptr is not None:
+            x, y = _norm_pairs(x, y, k_pe_weight_ptr + row, row == 0, eps, ROPE, PAIRS, INTERLEAVED)
+        x, y = rotate_pairs(x, y, cos_sin_ptr, token + row, row == 0, ROPE, PAIRS)
         store_pairs(latents_ptr + KV_RANK + row, x, y, row == 0, ROPE, PAIRS, INTERLEAVED)
         slot = tl.load(slots_ptr + token)
         if slot >= 0:
@@ -98,6 +114,7 @@ def finish_latents(
     rope_interleaved: bool,
     kv_scale: Tensor | None,
     quantizes: bool = False,
+    k_pe_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute `projections.finish_latents` in one kernel."""
     num_tokens, kv_rank = len(down), len(kv_weight)
@@ -129,6 +146,7 @@ def finish_latents(
         eps,
         kv_lora_scale,
         kv_scale,
+        k_pe_weight,
         Q_RANK=q_rank,
         KV_RANK=kv_rank,
         ROPE=rope,

@@ -31,9 +31,15 @@ def rotate(x_ptr, cos_sin_ptr, token, mask, ROPE: tl.constexpr, PAIRS: tl.conste
 
     Pointers, token and mask are [N, 1]. Returns the first and the second element of each pair, both [N, PAIRS].
     """
+    x, y = load_pairs(x_ptr, mask, ROPE, PAIRS, INTERLEAVED)
+    return rotate_pairs(x, y, cos_sin_ptr, token, mask, ROPE, PAIRS)
+
+
+@triton.jit
+def rotate_pairs(x, y, cos_sin_ptr, token, mask, ROPE: tl.constexpr, PAIRS: tl.constexpr):
+    """Rotate pairs that are loaded already (`rotate`)."""
     pair = tl.arange(0, PAIRS)[None, :]
     is_pair = mask & (pair < ROPE // 2)
-    x, y = load_pairs(x_ptr, mask, ROPE, PAIRS, INTERLEAVED)
     if cos_sin_ptr is not None:
         cos = tl.load(cos_sin_ptr + token * ROPE + pair, mask=is_pair, other=0.0)
         sin = tl.load(cos_sin_ptr + token * ROPE + ROPE // 2 + pair, mask=is_pair, other=0.0)

@@ -9,7 +9,7 @@ from dcpmla.integrations.checkpoint_names import rename
 from dcpmla.integrations.decoder import Shapes, mtp_shapes
 from dcpmla.integrations.families.deepseek_v4_config import check_compressed, compressed_config
 from dcpmla.integrations.families.deepseek_v4_names import RULES
-from dcpmla.integrations.families.deepseek_v4_weights import load_stream_mtp, load_streams
+from dcpmla.integrations.families.deepseek_v4_weights import load_mixed_streams, load_stream_mtp
 from dcpmla.integrations.families.family import NO_MTP, Family
 from dcpmla.integrations.families.routing import Routing
 
@@ -61,5 +61,5 @@ class _DeepseekV4(Family):
 
 
 DEEPSEEK_V4 = _DeepseekV4(
-    "DeepseekV4", Routing(scoring=None, group_score="max"), check_compressed, load_streams, load_stream_mtp
+    "DeepseekV4", Routing(scoring=None, group_score="max"), check_compressed, load_mixed_streams, load_stream_mtp
 )

@@ -9,11 +9,14 @@ from dcpmla.attention.kind import AttentionKind, DenseKind
 from dcpmla.fields import choices
 from dcpmla.integrations.families.axk2 import AXK2
 from dcpmla.integrations.families.deepseek_v4 import DEEPSEEK_V4
+from dcpmla.integrations.families.dots3 import DOTS3
 from dcpmla.integrations.families.family import Family
+from dcpmla.integrations.families.hy_v4 import HY_V4, HY_V4_VL
 from dcpmla.integrations.families.hybrid import LING
 from dcpmla.integrations.families.kimi import KIMI_LINEAR
 from dcpmla.integrations.families.longcat import LONGCAT
 from dcpmla.integrations.families.minicpm3 import MINICPM3
+from dcpmla.integrations.families.mistral_large4 import MISTRAL_LARGE4
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.sparse import SparseFamily
 
@@ -59,16 +62,18 @@ FAMILIES: dict[str, Family] = {
     "axk2": AXK2,
     "deepseek_v32": SparseFamily("DeepseekV32"),
     "glm_moe_dsa": SparseFamily("GlmMoeDsa", rope_interleaved=True),
+    "mistral_large4_text": MISTRAL_LARGE4,
     "deepseek_v4": DEEPSEEK_V4,
+    "hy_v4": HY_V4,
+    "hy_v4_vl_text": HY_V4_VL,
+    "dots3_note": DOTS3,
+    "dots3_note_text": DOTS3,
 }
 
 
 # Families that transformers has, with the parts that this package does not compute.
 REFUSED = {
-    "dots3_note": "windows in layers of MLA",
     "glm5_next": "hyper-connections around MLA, and an indexer over pools of keys",
-    "hy_v4": "hyper-connections, gates and sinks around sparse MLA",
-    "mistral_large4": "layers that share another layer's latents",
 }
 
 

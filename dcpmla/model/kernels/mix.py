@@ -50,16 +50,20 @@ def mix_few_kernel(
         out = tl.load(out_ptr + token * WIDTH + column, mask=is_column, other=0.0).to(tl.float32)
         for stream in tl.static_range(STREAMS):
             post += (tl.load(post_ptr + token * STREAMS + stream),)
-            for j in tl.static_range(STREAMS):
-                comb += (tl.load(comb_ptr + (token * STREAMS + j) * STREAMS + stream),)
+            if comb_ptr is not None:
+                for j in tl.static_range(STREAMS):
+                    comb += (tl.load(comb_ptr + (token * STREAMS + j) * STREAMS + stream),)
     products = tl.zeros([NUM_P, PART], tl.float32)
     squares = tl.zeros([PART], tl.float32)
     for stream in tl.static_range(STREAMS):
         y = values[stream]
         if out_ptr is not None:
             y = post[stream] * out
-            for j in tl.static_range(STREAMS):
-                y += comb[stream * STREAMS + j] * values[j].to(tl.float32)
+            if comb_ptr is None:
+                y += values[stream].to(tl.float32)
+            else:
+                for j in tl.static_range(STREAMS):
+                    y += comb[stream * STREAMS + j] * values[j].to(tl.float32)
             y = y.to(mixed_ptr.dtype.element_ty)
             tl.store(mixed_ptr + (token * STREAMS + stream) * WIDTH + column, y, mask=is_column)
         if fn_ptr is not None:
@@ -92,6 +96,7 @@ def mix_kernel(
     """Mix some columns of some tokens' streams, and multiply them by weights; a program takes num_steps tiles.
 
     values_ptr, mixed_ptr: [T, STREAMS, WIDTH]; out_ptr: [T, WIDTH], None without an output to mix.
+    post_ptr: [T, STREAMS]; comb_ptr: [T, STREAMS, STREAMS], or None for the identity.
     fn_ptr: [NUM, STREAMS, WIDTH]; None to return streams alone.
     products_ptr: [T, parts, NUM_P] float32, products over a part's columns; squares_ptr: [T, parts], sums of squares.
     """
@@ -114,9 +119,12 @@ def mix_kernel(
             y = values[stream]
             if out_ptr is not None:
                 y = tl.load(post_ptr + row * STREAMS + stream, mask=is_row, other=0.0)[:, None] * out
-                for j in tl.static_range(STREAMS):
-                    comb = tl.load(comb_ptr + (row * STREAMS + j) * STREAMS + stream, mask=is_row, other=0.0)
-                    y += comb[:, None] * values[j].to(tl.float32)
+                if comb_ptr is None:
+                    y += values[stream].to(tl.float32)
+                else:
+                    for j in tl.static_range(STREAMS):
+                        comb = tl.load(comb_ptr + (row * STREAMS + j) * STREAMS + stream, mask=is_row, other=0.0)
+                        y += comb[:, None] * values[j].to(tl.float32)
                 y = y.to(mixed_ptr.dtype.element_ty)
                 tl.store(mixed_ptr + (row * STREAMS + stream)[:, None] * WIDTH + column[None, :], y, mask=mask)
             if fn_ptr is not None:

@@ -32,6 +32,8 @@ def weigh_kernel(
     scales_stride,
     eps,
     stream_eps,
+    post_scale,
+    post_eps,
     WIDTH: tl.constexpr,
     WIDTH_P: tl.constexpr,
     STREAMS: tl.constexpr,
@@ -44,7 +46,7 @@ def weigh_kernel(
 
     products_ptr, squares_ptr: Outputs of `mix_kernel`.
     x_ptr: [T, WIDTH]; codes_ptr, scales_ptr: Quantized input, or None.
-    post_ptr: [T, STREAMS], comb_ptr: [T, STREAMS, STREAMS]; None before the head.
+    post_ptr: [T, STREAMS], comb_ptr: [T, STREAMS, STREAMS]; None before the head, comb_ptr also without a comb.
     """
     token = tl.program_id(0).to(tl.int64)
     parts, stream = tl.arange(0, PARTS_P), tl.arange(0, STREAMS_P)
@@ -76,28 +78,31 @@ def weigh_kernel(
         # A row of the combination is a vector within one warp, so that iterations need no synchronization of warps.
         post_products = tl.load(products_ptr + STREAMS + stream[None, :], mask=in_parts, other=0.0)
         comb_products = ()
-        for j in tl.static_range(STREAMS):
-            row_ptrs = products_ptr + (2 + j) * STREAMS + stream[None, :]
-            comb_products += (tl.load(row_ptrs, mask=in_parts, other=0.0),)
+        if comb_ptr is not None:
+            for j in tl.static_range(STREAMS):
+                row_ptrs = products_ptr + (2 + j) * STREAMS + stream[None, :]
+                comb_products += (tl.load(row_ptrs, mask=in_parts, other=0.0),)
         factor = tl.rsqrt(tl.sum(squares) / (STREAMS * WIDTH) + eps)
         posts = tl.sum(post_products, 0) * factor * tl.load(scale_ptr + 1)
         posts += tl.load(base_ptr + STREAMS + stream, mask=is_stream, other=0.0)
-        tl.store(post_ptr + token * STREAMS + stream, 2 * tl.sigmoid(posts), mask=is_stream)
-        factor *= tl.load(scale_ptr + 2)
-        comb = ()
-        for j in tl.static_range(STREAMS):
-            cells = tl.sum(comb_products[j], 0) * factor
-            cells += tl.load(base_ptr + (2 + j) * STREAMS + stream, mask=is_stream, other=0.0)
-            cells = tl.where(is_stream, tl.exp(cells - tl.max(tl.where(is_stream, cells, -float("inf")))), 0.0)
-            comb += (tl.where(is_stream, cells / tl.sum(cells) + stream_eps, 0.0),)
-        comb = _divide_columns(comb, stream_eps)
-        for _ in tl.static_range(NUM_ITERS - 1):
-            rows = ()
+        post = post_scale * tl.sigmoid(posts) + post_eps
+        tl.store(post_ptr + token * STREAMS + stream, post, mask=is_stream)
+        if comb_ptr is not None:
+            factor *= tl.load(scale_ptr + 2)
+            comb = ()
             for j in tl.static_range(STREAMS):
-                rows += (comb[j] / (tl.sum(comb[j]) + stream_eps),)
-            comb = _divide_columns(rows, stream_eps)
-        for j in tl.static_range(STREAMS):
-            tl.store(comb_ptr + (token * STREAMS + j) * STREAMS + stream, comb[j], mask=is_stream)
+                cells = tl.sum(comb_products[j], 0) * factor
+                cells += tl.load(base_ptr + (2 + j) * STREAMS + stream, mask=is_stream, other=0.0)
+                cells = tl.where(is_stream, tl.exp(cells - tl.max(tl.where(is_stream, cells, -float("inf")))), 0.0)
+                comb += (tl.where(is_stream, cells / tl.sum(cells) + stream_eps, 0.0),)
+            comb = _divide_columns(comb, stream_eps)
+            for _ in tl.static_range(NUM_ITERS - 1):
+                rows = ()
+                for j in tl.static_range(STREAMS):
+                    rows += (comb[j] / (tl.sum(comb[j]) + stream_eps),)
+                comb = _divide_columns(rows, stream_eps)
+            for j in tl.static_range(STREAMS):
+                tl.store(comb_ptr + (token * STREAMS + j) * STREAMS + stream, comb[j], mask=is_stream)
 
 
 @triton.jit
@@ -118,10 +123,11 @@ def enter(
     """Compute `model.streams.Connection.forward`."""
     values, products, squares = mix_and_multiply(streams, projection.fn)
     (num_tokens, num_streams, width), num_parts = values.shape, squares.shape[1]
-    has_post = len(projection.fn) > num_streams
+    has_post, has_comb = len(projection.fn) > num_streams, len(projection.fn) > 2 * num_streams
     mixing = None
     if has_post:
-        mixing = Mixing(*(squares.new_empty(num_tokens, *[num_streams] * dims) for dims in (1, 2)))
+        comb = squares.new_empty(num_tokens, num_streams, num_streams) if has_comb else None
+        mixing = Mixing(squares.new_empty(num_tokens, num_streams), comb)
     x = values.new_empty(num_tokens, width)
     quantized = QuantizedRows(*empty_groups(x)) if quantizes else None
     if num_tokens:
@@ -139,6 +145,8 @@ def enter(
             quantized.scales.stride(1) if quantized else 0,
             constants.eps,
             constants.stream_eps,
+            constants.post_scale,
+            constants.post_eps,
             WIDTH=width,
             WIDTH_P=triton.next_power_of_2(width),
             STREAMS=num_streams,

@@ -115,6 +115,7 @@ def finish_index_keys(
     cos_sin: Tensor | None,
     rope_interleaved: bool,
     hadamard: bool,
+    eps: float = index_keys.NORM_EPS,
 ) -> None:
     """Compute `projections.finish_index_keys` in one kernel.
 
@@ -136,7 +137,7 @@ def finish_index_keys(
         num_tokens,
         keys.stride(0),
         index_cache.stride(0),
-        index_keys.NORM_EPS,
+        eps,
         BLOCK_SIZE=index_cache.shape[1],
         INTERLEAVED=rope_interleaved,
         HADAMARD=hadamard,

@@ -1,0 +1,137 @@
+"""dots3: sparse MLA and MLA with a window, with gates of both; the text model of its multimodal checkpoints."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dcpmla.attention.windowed.kind import FULL_ROTARY, WINDOW_ROTARY, WindowedKind
+from dcpmla.config import LARGEST_SIZE, IndexerConfig, MLAConfig
+from dcpmla.fields import FLAG, Rule, check_fields, either, even, list_of, number, one_of, optional, whole
+from dcpmla.integrations.config_checks import check_model, check_rope_fields
+from dcpmla.integrations.families.family import NO_MTP, Family
+
+_SIZE = whole(1, LARGEST_SIZE)
+_OBJECT = Rule("an object", lambda value: isinstance(value, dict))
+_SIZES = dict.fromkeys(
+    ("num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank", "head_dim", "qk_nope_head_dim"), _SIZE
+) | {"v_head_dim": _SIZE, "qk_rope_head_dim": even(LARGEST_SIZE)}
+_RAW_RULES = {
+    **{f"swa_{name}": rule for name, rule in _SIZES.items()},
+    "swa_rope_theta": number(1, above=True),
+    "sliding_window_size": _SIZE,
+    "shared_experts_intermediate_size": _SIZE,
+    "moe_shared_expert_intermediate_size": _SIZE,
+    "rope_parameters": optional(_OBJECT),
+    "per_layer_config": optional(Rule("an object of objects", lambda value: _holds_objects(value))),
+    "num_hidden_layers": whole(1, 1024),
+    "n_routed_experts": whole(2, 1 << 16),
+    "moe_layer_freq": either(whole(1), list_of(whole(0, 1))),
+    **dict.fromkeys(("use_dsa", "use_sliding_window"), FLAG),
+    "scoring_func": one_of(("sigmoid",)),
+    "topk_method": one_of(("noaux_tc",)),
+    "apply_mla_qkv_lora_rescale": Rule("true", lambda value: value is True),
+    **dict.fromkeys(("attention_gate_type", "swa_attention_gate_type"), one_of(("headwise",))),
+    "mlp_bias": Rule("false", lambda value: value is False),
+}
+_TYPES = (FULL_ROTARY, WINDOW_ROTARY)
+
+
+@dataclass(frozen=True)
+class _Dots3(Family):
+    """dots3, whose layers with a window have sizes of their own."""
+
+    def read_config(self, raw: dict[str, Any]) -> Any:
+        """Return the text model's config. The published file has configs of encoders, too."""
+        check_fields(_RAW_RULES, raw)
+        check_fields(dict.fromkeys(_TYPES, _OBJECT), raw.get("rope_parameters") or {}, "rope_parameters.{}".format)
+        if raw.get("per_layer_config") is not None:
+            check_fields({"layer_types": list_of(one_of(_TYPES))}, raw)
+            _check_sizes(raw["per_layer_config"], raw.get("num_hidden_layers"))
+        return super().read_config(raw)
+
+    def check(self, config: Any) -> None:
+        """Raise ValueError for fields that no such model can have; sizes of layers are read from a layer's config."""
+        self.check_attention(config)
+        check_model(config.per_layer_config[FULL_ROTARY], self.routing)
+
+    def attention(self, config: Any, has_mtp: bool = False) -> WindowedKind:
+        """Return layers with indexers and layers with a window."""
+        indexer = IndexerConfig(
+            num_heads=config.index_n_heads,
+            head_dim=config.index_head_dim,
+            topk=config.index_topk,
+            rope_interleaved=getattr(config, "indexer_rope_interleave", None) is not False,
+        )
+        layers = {kind: tuple(_layers_of(config, kind)) for kind in _TYPES}
+        return WindowedKind(
+            config=replace(self._mla(config, FULL_ROTARY), indexer=indexer),
+            num_layers=config.num_hidden_layers,
+            index_layers=layers[FULL_ROTARY],
+            windowed=replace(self._mla(config, WINDOW_ROTARY), window=config.sliding_window),
+            window_layers=layers[WINDOW_ROTARY],
+            num_gates=1,
+        )
+
+    def _mla(self, config: Any, kind: str) -> MLAConfig:
+        """Return the geometry of layers of a kind. The factor of the query latent is in the scale of scores; the
+        indexer's choice does not depend on it.
+        """
+        mla = super().attention(config.per_layer_config[kind]).config
+        assert mla.q_lora_rank is not None
+        return replace(
+            mla,
+            scale=mla.qk_head_dim**-0.5 * math.sqrt(mla.hidden_size / mla.q_lora_rank),
+            kv_lora_scale=math.sqrt(mla.hidden_size / mla.kv_lora_rank),
+            rms_norm_eps=config.rms_norm_eps,
+            norms_k_pe=True,
+        )
+
+    def check_mtp(self, config: Any) -> None:
+        """Raise ValueError: transformers has no such module to compare with."""
+        raise ValueError(
+            f"speculative_method (--speculative-method) is 'mtp'; MTP modules of {config.model_type} are not "
+            f"computed: {NO_MTP}"
+        )
+
+
+def _holds_objects(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(sizes, dict) for sizes in value.values())
+
+
+def _check_sizes(sizes_of_layers: dict[str, dict[str, Any]], num_layers: int | None) -> None:
+    """Raise ValueError for sizes of layers that do not exist, or that are no sizes of attention."""
+    for layer, sizes in sizes_of_layers.items():
+        if not layer.isdecimal() or (num_layers is not None and int(layer) >= num_layers) or sizes.keys() - _SIZES:
+            raise ValueError(
+                f"per_layer_config has {layer!r}: {sizes}; each layer below num_hidden_layers {num_layers} may have "
+                f"{', '.join(_SIZES)}"
+            )
+        check_fields(_SIZES, sizes, f"per_layer_config.{layer}.{{}}".format)
+
+
+def _layers_of(config: Any, kind: str) -> list[int]:
+    return [layer for layer, layer_type in enumerate(config.layer_types) if layer_type == kind]
+
+
+def _check(config: Any) -> None:
+    """Raise ValueError for layers of other kinds, and for sizes that do not go together."""
+    check_fields({"layer_types": list_of(one_of(_TYPES))}, vars(config))
+    if len(config.layer_types) != config.num_hidden_layers or {*config.layer_types} != {*_TYPES}:
+        raise ValueError(
+            f"layer_types is {config.layer_types}; each of {config.num_hidden_layers} layers (num_hidden_layers) has "
+            f"one, and both {' and '.join(_TYPES)} must be there"
+        )
+    full = config.per_layer_config[FULL_ROTARY]
+    for kind in _TYPES:
+        sizes, rope = config.per_layer_config[kind], config.rope_parameters[kind]
+        rotated = int(sizes.head_dim * rope["partial_rotary_factor"])
+        if rotated > sizes.head_dim or rotated != sizes.qk_rope_head_dim or rotated != full.qk_rope_head_dim:
+            raise ValueError(
+                f"qk_rope_head_dim of {kind} is {sizes.qk_rope_head_dim}; it must be the model's "
+                f"{full.qk_rope_head_dim}, and the {rotated} dims that head_dim {sizes.head_dim} and "
+                f"partial_rotary_factor {rope['partial_rotary_factor']} give"
+            )
+        check_rope_fields(rope, rotated, f"rope_parameters.{kind}.{{}}")
+
+
+DOTS3 = _Dots3("Dots3NoteText", check_attention=_check)

@@ -1,0 +1,122 @@
+"""HY V4: sparse MLA with gates and sinks, over independent streams of the residual; and the text model of HY V4 VL."""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import transformers
+
+from dcpmla.attention.sparse.kind import SparseKind
+from dcpmla.fields import Rule, check_fields, list_of, number, one_of, whole
+from dcpmla.integrations.checkpoint_names import rename
+from dcpmla.integrations.config_checks import check_mla, check_raw_config
+from dcpmla.integrations.families.sparse import SparseFamily
+from dcpmla.integrations.families.streams import load_streams
+from dcpmla.integrations.parts import Parts
+from dcpmla.model.mixing import Constants
+from dcpmla.model.stream_decoder import StreamDecoder
+
+_NAMES = [
+    (re.compile(pattern), name)
+    for pattern, name in (
+        (r"\.hc_pre\.hc_", ".hc_"),
+        (r"\.hc_attn_layer\.hc_", ".attn_hc."),
+        (r"\.hc_mlp_layer\.hc_", ".ffn_hc."),
+        (r"\.hc_head_", ".hc_"),
+        (r"\.final_layernorm\.", ".shared_head.norm."),
+        (r"\.learnable_sink_param$", ".sinks"),
+        (r"\.linear_gate\.", ".gate_proj."),  # transformers saves MLPs under this name, too
+        (r"\.self_attn\.gate_proj\.", ".self_attn.g_proj."),
+    )
+]
+_TRUE = Rule("true", lambda value: value is True)
+_RAW_RULES = {  # vLLM's config has these fields; other values are other models
+    **dict.fromkeys(("enable_ihc", "gated_mla", "learnable_sink"), _TRUE),
+    "gating_type": one_of(("elementwise",)),
+}
+_RULES = {
+    "hc_magnitude": number(0, 1e3),
+    "layer_types": list_of(one_of(("indexed_attention",))),
+    "mlp_layer_types": list_of(one_of(("dense", "sparse"))),
+}
+_VL_ROPE_RULES = {"mrope_section": list_of(whole(0), 3)}
+
+
+@dataclass(frozen=True)
+class _HyV4(SparseFamily):
+    """HY V4, whose rotary embeddings rotate halves (rope_interleaved), in the indexer of the last columns."""
+
+    def read_config(self, raw: dict[str, Any]) -> Any:
+        """Return the config."""
+        check_fields(_RAW_RULES, raw)
+        return super().read_config(raw)
+
+    def attention(self, config: Any, has_mtp: bool = False) -> SparseKind:
+        """Return sparse MLA with gates and sinks."""
+        kind = super().attention(config)
+        assert kind.config.indexer is not None
+        indexer = replace(kind.config.indexer, rope_last=True, norm_eps=config.rms_norm_eps)
+        mla = replace(kind.config, rope_interleaved=self.rope_interleaved, has_sinks=True, indexer=indexer)
+        return replace(kind, config=mla, num_gates=config.v_head_dim)
+
+    def extend(self, model: Any) -> None:
+        """Give the gates' projections the name that other families have for them; an MTP module has no streams."""
+        layers = model.model.layers
+        for layer in layers[getattr(model.config, "num_stream_layers", len(layers)) :]:
+            del layer.attn_hc, layer.ffn_hc
+        for layer in layers:
+            layer.self_attn.g_proj = layer.self_attn.gate_proj
+            del layer.self_attn.gate_proj
+
+    def module_name(self, name: str, num_layers: int) -> str:
+        """Return the name of transformers' module."""
+        name = rename(super().module_name(name, num_layers), _NAMES)
+        return name.replace("model.mtp_layers.0.", f"model.layers.{num_layers}.")
+
+    def with_mtp_layer(self, config: Any) -> Any:
+        """Return a config with the MTP module's layer, which has no streams."""
+        num_layers, config = config.num_hidden_layers, super().with_mtp_layer(config)
+        config.num_stream_layers = num_layers
+        return config
+
+
+@dataclass(frozen=True)
+class _HyV4Vl(_HyV4):
+    """The text model of HY V4 VL, whose rotary embeddings rotate pairs, and whose latents' norms have the config's eps.
+
+    The sections of its rotary embedding matter for images alone: in text a token's three positions are equal.
+    """
+
+    def read_config(self, raw: dict[str, Any]) -> Any:
+        """Return HY V4's config of the fields, with this family's model type."""
+        config_class = getattr(transformers, f"{self.class_prefix}Config")
+        check_raw_config(raw, config_class.attribute_map)
+        check_fields(_VL_ROPE_RULES, raw.get("rope_parameters") or {}, "rope_parameters.{}".format)
+        fields = config_class.from_dict(raw).to_dict()
+        del fields["rope_parameters"]["mrope_section"]
+        model_type = fields.pop("model_type")
+        config = HY_V4.read_config(fields)
+        config.model_type = model_type
+        return config
+
+    def attention(self, config: Any, has_mtp: bool = False) -> SparseKind:
+        """Return sparse MLA with gates and sinks."""
+        kind = super().attention(config)
+        return replace(kind, config=replace(kind.config, rms_norm_eps=config.rms_norm_eps))
+
+
+def _check(config: Any) -> None:
+    """Raise ValueError for inconsistent fields of MLA, of layers and of streams."""
+    check_mla(config)
+    check_fields(_RULES, vars(config))
+
+
+def _load_decoder(parts: Parts, num_layers: int) -> StreamDecoder:
+    """Load a decoder whose streams are not mixed with each other."""
+    config, parts.bounds_mlps = parts.model.config, False
+    constants = Constants(config.rms_norm_eps, config.hc_eps, 0, config.hc_magnitude, post_eps=config.hc_eps)
+    return load_streams(parts, num_layers, constants, collapses=True)
+
+
+HY_V4 = _HyV4("HYV4", check_attention=_check, load_decoder=_load_decoder)
+HY_V4_VL = _HyV4Vl("HYV4VLText", check_attention=_check, load_decoder=_load_decoder, rope_interleaved=True)

@@ -1,0 +1,141 @@
+"""Windows as selections: positions and slots for every layout of the cache, the kernel, contexts that windows reach."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcpmla import ownership
+from dcpmla.attention.calls import PrefillCall
+from dcpmla.attention.reference import run_prefill
+from dcpmla.attention.sparse.mask import selection_mask
+from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
+from dcpmla.attention.step import StepRequests
+from dcpmla.attention.windowed.build import WindowedStepBuilder
+from dcpmla.attention.windowed.select import select_window
+from dcpmla.attention.windowed.step import WindowMetadata, of_window, with_windows
+from tests.attention.test_small_kernels import compile_for_hopper
+from tests.support.layouts import dcp_config
+from tests.support.prefill_checks import segments
+from tests.support.shared_memory import run_interpreted
+
+BLOCK_SIZE = 8
+LAYOUTS = ((1, 1), (2, 1), (3, 4), (4, 8))  # DCP size, interleave
+SEQ_LENS = (1, 7, 0, 40, 12, 13, 95)  # 0 is padding
+
+
+def selected(function: Any, window: int, seq_lens: tuple[int, ...], rank: int, layout: tuple[int, int]) -> Any:
+    table = torch.randperm(len(seq_lens) * 12, generator=torch.Generator().manual_seed(1)).view(-1, 12).to(torch.int32)
+    lens, request = torch.tensor(seq_lens, dtype=torch.int32), torch.arange(len(seq_lens), dtype=torch.int32)
+    memory = SelectedTokens.empty(len(seq_lens), window, "cpu")
+    written = memory.positions, memory.slots, memory.num_slots
+    function(table, request, lens, BLOCK_SIZE, rank, *layout, *written)
+    return table, memory
+
+
+@settings(max_examples=40, deadline=None)
+@given(window=st.integers(1, 30), seq_lens=st.tuples(*[st.integers(0, 95)] * 3), layout=st.sampled_from(LAYOUTS))
+def test_windows(window: int, seq_lens: tuple[int, ...], layout: tuple[int, int]) -> None:
+    """All ranks have the same positions, and each rank the slots of its own."""
+    for rank in range(layout[0]):
+        table, memory = selected(select_window, window, seq_lens, rank, layout)
+        for row, seq_len in enumerate(seq_lens):
+            expected = list(range(max(0, seq_len - window), seq_len))
+            assert memory.positions[row].tolist() == expected[::-1] + [-1] * (window - len(expected))
+            slots = [
+                ownership.slot_mapping(position, table[row], BLOCK_SIZE, layout[0], rank, layout[1])
+                for position in expected
+            ]
+            assert memory.slots[row, : memory.num_slots[row]].tolist() == [slot for slot in slots if slot >= 0]
+
+
+def check_kernel() -> None:
+    from dcpmla.attention.windowed.kernels.select import select_window as kernel
+
+    for layout in LAYOUTS:
+        for rank in range(layout[0]):
+            (_, expected), (_, result) = (selected(run, 12, SEQ_LENS, rank, layout) for run in (select_window, kernel))
+            assert torch.equal(result.positions, expected.positions)
+            assert torch.equal(result.num_slots, expected.num_slots)
+            for slots, expected_slots, num in zip(result.slots, expected.slots, expected.num_slots, strict=True):
+                assert torch.equal(slots[:num], expected_slots[:num])
+
+
+def test_the_kernel() -> None:
+    pytest.importorskip("triton")
+    run_interpreted(1, check_kernel)
+
+
+def check_prefill_kernel() -> None:
+    from dcpmla.attention.triton.prefill import run
+
+    generator, window, query_lens = torch.Generator().manual_seed(0), 20, (300, 5, 170)
+    rows = segments(query_lens, "cpu")
+    lens = torch.tensor([index + 1 for length in query_lens for index in range(length)], dtype=torch.int32)
+    positions = (lens[:, None] - 1 - torch.arange(window)).clamp(min=-1).to(torch.int32)
+    mask = selection_mask(positions, rows.start_loc, torch.zeros(3, dtype=torch.int32), 300)
+    q, k_nope, v = (torch.randn(475, 2, width, generator=generator).half() for width in (48, 32, 32))
+    k_pe = torch.randn(475, 16, generator=generator).half()
+    call = PrefillCall(q, k_nope, k_pe, v, *rows, *rows, 0.2, True, mask)
+    for bound in (window, window + 100):
+        out, lse = run(call._replace(window=bound))
+        expected, expected_lse = run_prefill(call)
+        torch.testing.assert_close(out, expected, atol=5e-3, rtol=5e-3)
+        torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-3)
+    hidden = call._replace(k_nope=k_nope.clone().fill_(torch.nan))  # a key before all windows of its tile is not read
+    hidden.k_nope[120:] = k_nope[120:]
+    out, _ = run(hidden._replace(window=window))
+    assert torch.equal(out[299], run(call._replace(window=window))[0][299])
+
+
+def test_prefill_leaves_out_keys_before_the_window() -> None:
+    pytest.importorskip("triton")
+    run_interpreted(1, check_prefill_kernel)
+
+
+def test_the_kernel_compiles() -> None:
+    pytest.importorskip("triton")
+    from dcpmla.attention.windowed.kernels.select import window_kernel
+
+    names = ("table_ptr", "request_ptr", "lens_ptr", "positions_ptr", "slots_ptr", "num_slots_ptr")
+    compile_for_hopper(window_kernel, "bf16", {"WINDOW": 512, "COLUMNS": 512}, **dict.fromkeys(names, "*i32"))
+
+
+@pytest.mark.parametrize(("size", "interleave"), [(1, 1), (2, 2)])
+def test_prefills_read_the_context_that_windows_reach(size: int, interleave: int) -> None:
+    """At most a window and what aligns it, whatever the context; a window that reaches the first token reads all."""
+    dcp, window = dcp_config(size, size, interleave, block_size=16), 20
+    context_lens, query_lens = (300, 5, 150), (7, 3, 2)
+    seq_lens = [context + query for context, query in zip(context_lens, query_lens, strict=True)]
+    tables = [list(range(20 * row, 20 * row + 20)) for row in range(3)]
+    step = WindowedStepBuilder(window, dcp, 0).build(StepRequests(query_lens, seq_lens, tables), num_decodes=0)
+    windows = step.get(WindowMetadata)
+    assert windows is not None
+    assert windows.prefill is not None
+    assert step.prefill is not None
+    assert windows.prefill.queries is step.prefill.queries
+    (chunk,) = windows.prefill.context_chunks
+    lens, first = chunk.keys.lens, chunk.first_position.tolist()
+    for length, begin, context in zip(lens, first, context_lens, strict=True):
+        assert begin % dcp.chunk_alignment == 0
+        assert begin + length == context
+        assert begin <= max(0, context - window + 1)
+        assert length < window + dcp.chunk_alignment
+    cos_sin = torch.zeros(step.num_tokens, 4)
+    seen = of_window(with_windows(step, window, cos_sin))
+    assert seen.prefill is windows.prefill
+    assert of_window(seen) is seen
+    sparse = seen.get(SparseMetadata)
+    assert sparse is not None
+    assert sparse.selection is not None
+    assert sparse.selection.positions.shape == (12, window)
+
+
+def test_short_contexts_select_nothing() -> None:
+    step = WindowedStepBuilder(64, dcp_config(1, 1, 1, block_size=16), 0).build(StepRequests([1], [64], [[0, 1, 2, 3]]))
+    windows = with_windows(step, 64, torch.zeros(1, 4)).get(WindowMetadata)
+    assert windows is not None
+    assert windows.selection is None
+    assert windows.of_tokens(0, 1).prefill is None

@@ -1,0 +1,201 @@
+"""dots3's text model: inside multimodal checkpoints as transformers saves them and as they are published, in steps of
+graphs, over 8-bit caches. test_transformers.py has more layouts.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from dcpmla.attention.windowed.kind import WindowedKind
+from dcpmla.config import DCPConfig
+from dcpmla.integrations.families.table import attention_kind, family_of
+from dcpmla.integrations.model_files import load_config
+from dcpmla.integrations.model_size import read_model
+from tests.integrations.test_deepseek_v4 import generate
+from tests.integrations.test_graph_models import serve_all
+from tests.integrations.test_load import check_loads
+from tests.integrations.test_quantized_families import check as check_quantized
+from tests.integrations.test_quantized_families import outcome
+from tests.integrations.test_transformers import check, make_cases, prompts
+from tests.planning.test_plan_truth import check as check_bytes
+from tests.support.models import WINDOW_FAMILIES, random_model, save_tiny, tiny_config
+from tests.support.quantized_models import write_dequantized, write_quantized
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(not WINDOW_FAMILIES, reason="needs a transformers with dots3")
+CONFIGS = Path(__file__).parents[1] / "planning" / "configs"
+VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"adapter_in_dim": 16, "adapter_out_dim": 48, "pyramid_num_routed": [-1]}
+WHISPER = {"d_model": 16, "encoder_attention_heads": 2, "encoder_layers": 1, "encoder_ffn_dim": 32}
+AUDIO = {"whisper_config": WHISPER, "adapter_input_size": 16, "adapter_out_dim": 48, "downsample_hidden_size": 8}
+SIZES = {"head_dim": 20, "kv_lora_rank": 32, "num_attention_heads": 24, "num_key_value_heads": 24, "q_lora_rank": 20}
+SIZES |= {"qk_nope_head_dim": 12, "v_head_dim": 6}
+
+
+def save_whole(directory: Path) -> Any:
+    """Save a multimodal model, and return it."""
+    text = tiny_config("dots3_note_text")
+    config = transformers.Dots3NoteConfig(text_config=text.to_dict(), vision_config=VISION, audio_config=AUDIO)
+    model = transformers.Dots3NoteForConditionalGeneration(config).eval()
+    model.model.language_model.load_state_dict(random_model(text).model.state_dict())
+    model.save_pretrained(directory)
+    return model
+
+
+def published(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return a config as it is published: without text_config, and with other names of fields."""
+    text = {name: value for name, value in raw["text_config"].items() if name != "model_type"}
+    for name in ("per_layer_config", "mlp_layer_types", "rope_parameters", "sliding_window"):
+        del text[name]
+    del text["shared_experts_intermediate_size"]
+    layers = ["full_attention" if kind == "indexed_attention" else kind for kind in text["layer_types"]]
+    return {
+        **text,
+        **{name: value for name, value in raw.items() if name != "text_config"},
+        **{f"swa_{name}": value for name, value in SIZES.items()},
+        **{"swa_rope_theta": 100.0, "rope_theta": 1e4, "sliding_window_size": 12, "layer_types": layers},
+        **{"first_k_dense_replace": 1, "moe_shared_expert_intermediate_size": 48, "n_group": 1, "topk_group": 1},
+        **{"apply_mla_qkv_lora_rescale": True, "attention_gate_type": "headwise", "num_nextn_predict_layers": 1},
+        **{"swa_attention_gate_type": "headwise", "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    }
+
+
+@pytest.mark.parametrize("is_published", [False, True])
+def test_the_text_model_of_a_multimodal_one(is_published: bool, tmp_path: Path) -> None:
+    reference = save_whole(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    if is_published:  # MTP modules and indexers of windows are not read
+        file = tmp_path / "model.safetensors"
+        unread = {"mtp.0.eh_proj.weight", "model.layers.4.eh_proj.weight", "model.layers.1.self_attn.indexer.wk.weight"}
+        save_file(load_file(file) | {name: torch.zeros(1) for name in unread}, file, metadata={"format": "pt"})
+        (tmp_path / "config.json").write_text(json.dumps(published(raw)))
+    config = load_config(tmp_path)
+    assert config.model_type == "dots3_note_text"
+    assert attention_kind(config) == attention_kind(tiny_config("dots3_note_text"))
+    check(reference, tmp_path, 2, make_cases(2, [2], (1, 4), ("a2a",)))
+
+
+def test_steps_in_graphs(tmp_path: Path) -> None:
+    """Over a sharded cache; test_graph_models.py has one rank."""
+    save_tiny("dots3_note_text", tmp_path)
+    layout = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 2, "block_size": 4}
+    dcp = DCPConfig(tensor_parallel_size=2, context_workspace_tokens=512, **layout)
+    for ((eager, *with_graphs),) in run_ranks(2, serve_all, [tmp_path], dcp, False, timeout=300):
+        for graphs in with_graphs:
+            for (tokens, logits), (other_tokens, other_logits) in zip(eager, graphs, strict=True):
+                torch.testing.assert_close(other_logits, logits, atol=1e-4, rtol=0)
+                assert other_tokens == tokens
+
+
+def test_a_load(tmp_path: Path) -> None:
+    """Prefixes that are shared, requests that wait and run again, absorbed pieces, drafts in graphs."""
+    check_loads(2, 2, 2, tmp_path, "cpu", "dots3_note_text", with_drafts=True)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_ds_mla"])
+def test_caches_of_8_bits(kv_cache_dtype: str, tmp_path: Path) -> None:
+    """Rows of both widths are rounded; every token before is selected where there is no window."""
+    config = tiny_config("dots3_note_text")
+    sizes = {layer: {**SIZES, "kv_lora_rank": 256} for layer in (1, 2)}
+    fields = {**config.to_dict(), "kv_lora_rank": 128, "index_topk": 128, "per_layer_config": sizes}
+    reference = random_model(transformers.Dots3NoteTextConfig(**fields))
+    for name, weight in reference.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+            weight.data *= 8**-0.5  # two branches of four layers: a rounded row changes no choice of experts
+    reference.save_pretrained(tmp_path)
+    dcp = DCPConfig(
+        tensor_parallel_size=2,
+        decode_context_parallel_size=2,
+        block_size=4,
+        kv_cache_dtype=kv_cache_dtype,
+        index_cache_dtype="fp8",
+    )
+    layouts = [dcp, dataclasses.replace(dcp, decode_context_parallel_size=1)]
+    sharded, whole = run_ranks(2, generate, tmp_path, layouts, timeout=300)[0]
+    for prompt, (tokens, logits), (_, other) in zip(prompts(), sharded, whole, strict=True):
+        with torch.no_grad():
+            expected = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+        assert float((logits - expected).norm() / expected.norm()) < 0.2, len(prompt)
+        assert float((logits - other).norm() / other.norm()) < 1e-2, len(prompt)
+
+
+def test_weights_in_fp8(tmp_path: Path) -> None:
+    """W_UK and W_UV stay in 8 bits where their heads' widths allow it, and ranks hold the bytes that are planned."""
+    config = tiny_config("dots3_note_text").to_dict()
+    config |= {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256, "head_dim": 256}
+    config |= {"shared_experts_intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config |= {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    config |= {"v_head_dim": 128, "index_head_dim": 128, "initializer_range": 0.1}
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 256, "qk_nope_head_dim": 192}
+    config["per_layer_config"] = {layer: sizes for layer in (1, 2)}
+    random_model(transformers.Dots3NoteTextConfig(**config)).save_pretrained(tmp_path / "wide")
+    write_quantized(tmp_path / "wide", tmp_path / "stored", "block")
+    write_dequantized(tmp_path / "wide", tmp_path / "twin", "block")
+    results = run_ranks(2, outcome, tmp_path / "stored", 2, False)
+    check_quantized(results, tmp_path / "twin")
+    assert all(kinds == {"BlockFp8"} for _, kinds, *_ in results)
+    # The writer stores both wide.
+    stored = json.loads((tmp_path / "stored" / "config.json").read_text())
+    stored["quantization_config"]["modules_to_not_convert"] = ["lm_head", "weights_proj"]
+    (tmp_path / "stored" / "config.json").write_text(json.dumps(stored))
+    check_bytes([tmp_path / "stored"], 2)
+
+
+def test_sizes_of_the_cache_and_of_reads() -> None:
+    """Rows have the width of their layer; layers with a window read the window whatever the context."""
+    kind = attention_kind(tiny_config("dots3_note_text"))
+    assert isinstance(kind, WindowedKind)
+    plan: Any = kind.plan_cache(DCPConfig(block_size=16), [100], torch.float32)
+    assert plan.row_widths == [24, 40, 40, 24]
+    cache = plan.allocate(torch.device("cpu"))
+    assert sum(memory.numel() * memory.element_size() for memory in cache.tensors) == plan.bytes_per_rank
+    for context in (5, 100, 10**6):
+        assert [reads.num_rows for reads in kind.reads(context)][-1] == min(context, 12)
+
+
+def test_the_published_sizes() -> None:
+    """13 layers with an index key and a latent of 512, 33 with a latent of 1,024; one gate for each head."""
+    size = read_model(load_config(CONFIGS / "dots3_note.json"))
+    assert isinstance(size.attention, WindowedKind)
+    assert (size.attention.num_index_layers, len(size.attention.window_layers)) == (13, 33)
+    plan = size.attention.plan_cache(DCPConfig(), [4096], torch.bfloat16)
+    assert plan.bytes_per_token == 13 * 2 * (576 + 128) + 33 * 2 * 1088
+    gates = [(p.count, p.shape) for p in size.parameters if p.name.endswith("g_proj.weight")]
+    assert sorted(gates) == [(13, (128, 5120)), (33, (64, 5120))]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"apply_mla_qkv_lora_rescale": False}, "apply_mla_qkv_lora_rescale is False; it must be true"),
+        (
+            {"swa_attention_gate_type": "elementwise"},
+            "swa_attention_gate_type is 'elementwise'; it must be one of head",
+        ),
+        ({"use_dsa": False}, r"layer_types\[0\] is 'full_attention'|layer_types is \['full_attention'"),
+        ({"use_sliding_window": False, "layer_types": None}, "both indexed_attention and sliding_attention must be"),
+        ({"swa_qk_nope_head_dim": 10}, "qk_rope_head_dim of sliding_attention is 10; it must be the model's 8"),
+        ({"per_layer_config": {"9": {"head_dim": 4}}}, "per_layer_config has '9': .*; each layer below num_hidden_lay"),
+        ({"per_layer_config": {"1": {"hidden_size": 4}}}, "per_layer_config has '1': .* may have num_attention_heads"),
+        ({"moe_layer_freq": 0}, "moe_layer_freq is 0"),
+        ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; it must be one of sigmoid"),
+    ],
+)
+def test_fields_that_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    text = json.loads(tiny_config("dots3_note_text").to_json_string())
+    raw = published({"text_config": text, "model_type": "dots3_note"}) | {"layer_types": text["layer_types"]}
+    (tmp_path / "config.json").write_text(json.dumps(raw | changes))
+    with pytest.raises(ValueError, match=message):
+        load_config(tmp_path)
+
+
+def test_mtp_modules_are_refused() -> None:
+    config = tiny_config("dots3_note_text")
+    with pytest.raises(ValueError, match="MTP modules of dots3_note_text are not computed: leave --speculative-method"):
+        family_of(config).check_mtp(config)

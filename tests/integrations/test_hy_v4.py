@@ -1,0 +1,224 @@
+"""HY V4: published names, the text model of HY V4 VL, caches of 8 bits, block fp8, prefixes; against transformers.
+
+test_transformers.py has more layouts.
+"""
+
+import json
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dcpmla.attention.sparse.kind import SparseKind
+from dcpmla.comm.select import select_exchange
+from dcpmla.config import DCPConfig
+from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.model_files import load_config
+from dcpmla.integrations.model_size import read_model
+from dcpmla.integrations.transformers import load_model
+from dcpmla.parallel.mesh import init_mesh
+from dcpmla.runtime.sampling import SamplingParams
+from tests.integrations.test_broken_models import CONFIGS as CONFIGS_BY_FAMILY
+from tests.integrations.test_broken_models import NONSENSE, check_change, paths_of
+from tests.integrations.test_quantized_families import check as check_quantized
+from tests.integrations.test_quantized_families import outcome
+from tests.integrations.test_transformers import check, make_cases, prompts
+from tests.planning.test_plan_truth import check as check_bytes
+from tests.support.engines import new_engine
+from tests.support.layouts import dcp_config
+from tests.support.models import MLA_FAMILIES, random_model, tiny_config
+from tests.support.quantized_models import save_wide, write_dequantized, write_quantized
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif("hy_v4" not in MLA_FAMILIES, reason="needs a transformers with HY V4")
+CONFIGS = Path(__file__).parents[1] / "planning" / "configs"
+
+
+def published_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a saved model's tensors as they are published: a matrix for each expert, names of Tencent's modules."""
+    published = {}
+    for saved, tensor in tensors.items():
+        name = saved.replace(".hc_pre", "").replace("_layer.hc_", "_layer.hc_pre.hc_")
+        name = name if ".self_attn." in name else name.replace("linear_gate", "gate_proj")
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            prefix = name.rpartition(".")[0]
+            parts = ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
+            for number, expert in enumerate(tensor):
+                matrices = zip(parts, expert.chunk(len(parts)), strict=True)
+                published |= {f"{prefix}.{number}.{part}.weight": matrix.clone() for part, matrix in matrices}
+        else:
+            published[name] = tensor
+    return published
+
+
+def rewrite_weights(directory: Path, tensors: dict[str, Tensor]) -> None:
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_published_names_beside_an_mtp_module(tmp_path: Path) -> None:
+    """On four ranks, with keys whose norm depends on its eps."""
+    model = random_model(tiny_config("hy_v4"))
+    for name, weight in model.named_parameters():
+        if name.endswith("indexer.wk.weight"):
+            weight.data *= 1e-3
+    model.save_pretrained(tmp_path)
+    tensors = published_names(load_file(tmp_path / "model.safetensors"))
+    assert {
+        "model.hc_head.hc_head_fn",
+        "model.layers.0.hc_attn_layer.hc_pre.hc_base",
+        "model.layers.1.self_attn.learnable_sink_param",
+        "model.layers.2.self_attn.linear_gate.weight",
+        "model.layers.2.mlp.experts.3.up_proj.weight",
+    } <= set(tensors)
+    rewrite_weights(tmp_path, tensors | {"model.mtp_layers.0.eh_proj.weight": torch.ones(48, 96)})
+    check(model, tmp_path, 4, make_cases(4, [4, 2], (2,), ("a2a",)))
+
+
+def test_the_text_model_of_vl(tmp_path: Path) -> None:
+    """Its latents' norms have the config's eps, and its tensors another prefix, as transformers saves them."""
+    from transformers.models.hy_v4_vl import HYV4VLTextConfig
+    from transformers.models.hy_v4_vl.modeling_hy_v4_vl import HYV4VLTextModel
+
+    tiny = random_model(tiny_config("hy_v4"))
+    fields = tiny.config.to_dict() | {"rms_norm_eps": 1e-2}
+    fields["rope_parameters"] = fields["rope_parameters"] | {"mrope_section": [2, 1, 1]}
+    del fields["model_type"]
+    config = HYV4VLTextConfig(**fields, attn_implementation="eager")
+    text = HYV4VLTextModel(config).eval()
+    text.load_state_dict(tiny.model.state_dict())
+    tensors = {f"model.language_model.{name}": tensor for name, tensor in text.state_dict().items()}
+    rewrite_weights(
+        tmp_path, tensors | {"lm_head.weight": tiny.lm_head.weight.data, "model.vision_tower.x": torch.ones(2)}
+    )
+    wrapper = {"model_type": "hy_v4_vl", "text_config": json.loads(config.to_json_string(use_diff=False))}
+    (tmp_path / "config.json").write_text(json.dumps(wrapper))
+
+    def reference(token_ids: Tensor) -> Any:
+        return SimpleNamespace(logits=tiny.lm_head(text(token_ids).last_hidden_state))
+
+    check(reference, tmp_path, 1, make_cases(1, [1], (1,), ("auto",)))
+
+
+def test_a_field_of_the_text_model_is_taken_or_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.hy_v4_vl import HYV4VLTextConfig
+
+    fields = json.loads(tiny_config("hy_v4").to_json_string())
+    rope = fields["rope_parameters"] | {"mrope_section": [2, 1, 1]}
+    fields = json.loads(HYV4VLTextConfig(**fields | {"rope_parameters": rope}).to_json_string())
+    monkeypatch.setitem(CONFIGS_BY_FAMILY, "hy_v4_vl_text", fields | {"model_type": "hy_v4_vl_text"})
+    for path in paths_of(fields):
+        for value in NONSENSE if path != ("rope_parameters",) else [3, "x", [1]]:
+            check_change("hy_v4_vl_text", path, value, tmp_path / "config.json")
+
+
+def stack_experts(directory: Path) -> None:
+    """Stack experts as transformers' model reads them."""
+    tensors = load_file(directory / "model.safetensors")
+    for layer in (1, 2):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{prefix}{number}.{part}_proj.weight") for number in range(4)])
+            for part in ("gate", "up", "down")
+        )
+        tensors |= {f"{prefix}gate_up_proj": torch.cat([gate, up], 1), f"{prefix}down_proj": down}
+    rewrite_weights(directory, tensors)
+
+
+def test_block_fp8(tmp_path: Path) -> None:
+    """The indexer's rotated columns come first without leaving their blocks."""
+    wide, twin = tmp_path / "wide", tmp_path / "twin"
+    save_wide("hy_v4", wide)
+    tensors = published_names(load_file(wide / "model.safetensors"))
+    rewrite_weights(wide, {name.replace("linear_gate", "gate_proj"): tensor for name, tensor in tensors.items()})
+    write_quantized(wide, tmp_path / "fp8", "block")
+    write_dequantized(wide, twin, "block")
+    stack_experts(twin)
+    results = run_ranks(2, outcome, tmp_path / "fp8", 2, False)
+    check_quantized(results, twin)
+    assert {kind for _, experts, *_ in results for kind in experts} == {"BlockFp8"}
+    check_bytes([tmp_path / "fp8"], 2)
+
+
+def test_bytes_in_bfloat16(tmp_path: Path) -> None:
+    config = tiny_config("hy_v4")
+    config.dtype = torch.bfloat16
+    random_model(config).bfloat16().save_pretrained(tmp_path)
+    check_bytes([tmp_path], 2)
+
+
+def run_twice(directory: Path, layouts: list[DCPConfig]) -> list[list[tuple[list[int], Tensor]]]:
+    """Return one rank's new tokens and logits of each layout and prompt, which are equal if prompts are cached."""
+    results = []
+    for dcp in layouts:
+        cpu, mesh = torch.device("cpu"), init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
+        selection = select_exchange(dcp, mesh.dcp_group, cpu)
+        model = load_model(directory, load_config(directory), dcp, mesh, selection, torch.float32, cpu)
+        cache = model.attention.plan_cache(dcp, [80] * 6, model.dtype).allocate(cpu)
+        for memory in cache.tensors:
+            memory.view(torch.uint8).fill_(0xFF)
+        engine = new_engine(model, cache, dcp, mesh, 80, 33, max_num_seqs=4)
+        first, again = [], []
+        for requests in (first, again):
+            params = SamplingParams(max_new_tokens=4, ignore_eos=True)
+            requests += [engine.add(prompt, params, keep_logits=True) for prompt in prompts()]
+            list(engine.run())
+        assert max(request.num_cached_tokens for request in again) >= 32
+        if dcp.kv_cache_dtype == "auto":  # a cached prefix is rounded in 8 bits, and new tokens are not
+            assert [request.token_ids for request in again] == [request.token_ids for request in first]
+            for request, other in zip(again, first, strict=True):
+                torch.testing.assert_close(request.logits, other.logits, atol=1e-4, rtol=1e-4)
+        results.append([(request.token_ids, torch.stack(request.logits)) for request in again])
+    return results
+
+
+def test_caches_of_8_bits_and_prefixes(tmp_path: Path) -> None:
+    """Every token is selected, for rounded index keys may change the choice."""
+    config = tiny_config("hy_v4")
+    config.index_topk = 128
+    reference = random_model(config)
+    reference.save_pretrained(tmp_path)
+    plain = dcp_config(2, 2, block_size=16, dcp_comm_backend="a2a")
+    fp8 = replace(plain, kv_cache_dtype="fp8", kv_cache_scale=0.02, index_cache_dtype="fp8", index_hadamard=True)
+    one = replace(fp8, decode_context_parallel_size=1)
+    for bound, outcomes in zip((1e-4, 0.1, 0.1), run_ranks(2, run_twice, tmp_path, [plain, fp8, one])[0], strict=True):
+        for prompt, (tokens, logits) in zip(prompts(), outcomes, strict=True):
+            with torch.no_grad():
+                expected = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+            assert float((logits - expected).norm() / expected.norm()) < bound, len(prompt)
+
+
+def test_published_sizes() -> None:
+    """The sizes are defaults of transformers' configs, whose layers with indexers are one, then every fourth."""
+    for name, num_billions, num_selecting in (("hy_v4", 58, 10), ("hy_v4_vl", 770, 21)):
+        config = load_config(CONFIGS / f"{name}.json")
+        size = read_model(config)
+        kind = attention_kind(config)
+        assert isinstance(kind, SparseKind)
+        assert len(kind.index_layers) == num_selecting
+        assert round(sum(p.count * prod(p.shape) for p in size.parameters) / 1e9) == num_billions
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"enable_ihc": False}, "enable_ihc is False; it must be true"),
+        ({"gated_mla": False}, "gated_mla is False; it must be true"),
+        ({"learnable_sink": False}, "learnable_sink is False; it must be true"),
+        ({"gating_type": "headwise"}, "gating_type is 'headwise'; it must be one of elementwise"),
+        ({"layer_types": ["full_attention"] * 3}, r"layer_types is \['full_attention'.*; it must be"),
+        ({"hc_magnitude": -1.0}, "hc_magnitude is -1.0; it must be"),
+        ({"swiglu_limit": 0.0}, "swiglu_limit is 0.0; it must be"),
+        ({"indexer_types": ["shared", "full", "full"]}, "indexer_types give .* the first is full"),
+    ],
+)
+def test_fields_without_a_meaning_here(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(tiny_config("hy_v4").to_dict() | changes))
+    with pytest.raises(ValueError, match=message):
+        attention_kind(load_config(file))
