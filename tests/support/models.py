@@ -230,7 +230,7 @@ def random_model(config: Any, seed: int = 0) -> Any:
         if "norm" in name:
             tensor.data.uniform_(0.5, 1.5)
         elif config.model_type == "axk2" and name.endswith("e_score_correction_bias"):
-            tensor.data.uniform_(0, 0.4)  # if experts had negative scores, those of other groups would tie at 0
+            tensor.data.uniform_(0, 0.4)  # transformers leaves ties open, and unchosen experts tie at 0
         elif name.endswith(("bias", "sinks", "_hc.base", "hc_head.hc_base")):
             tensor.data.normal_(0, 0.2)
         elif name.endswith("softmax_scaling.scale"):
