@@ -56,14 +56,17 @@ class IndexerConfig:
         topk: Number of tokens selected, where more exist.
         rope_interleaved: Whether to rotate pairs (2i, 2i+1) (GLM-5) instead of halves (DeepSeek-V3.2) of the first
             qk_rope_head_dim dims.
+        norms_hidden: Whether queries are made from hidden states after a LayerNorm of their own (Mistral Large 4)
+            instead of from the query latent.
         rope_last: Whether a checkpoint's rotated dims are the last ones (HY V4); they are put first when they load.
-        norm_eps: Epsilon of the keys' norm.
+        norm_eps: Epsilon of LayerNorms, of keys and of hidden states.
     """
 
     num_heads: _Size
     head_dim: _Size
     topk: _Size
     rope_interleaved: _Flag
+    norms_hidden: _Flag = False
     rope_last: _Flag = False
     norm_eps: Annotated[float, number(0)] = 1e-6
 
@@ -80,10 +83,14 @@ class MLAConfig:
         rms_norm_eps: Epsilon of the norms of both latents (q_c, kv_c); other norms have their own.
         rope_interleaved: Whether to rotate pairs (2i, 2i+1) (GPT-J, DeepSeek) instead of halves (i, i + R/2) (NeoX).
         use_rope: False for a layer without positions (NoPE), which leaves q_pe and k_pe as they are projected.
+        projects_pe: False for a layer that projects no q_pe and k_pe (NoPE in Mistral Large 4): both are zeros, so that
+            all layers of a model have rows of one width.
         attention_bias: Whether q_a, kv_a and o projections have a bias.
         kv_lora_scale: Factor of kv_c after its norm; 1 except in LongCat.
         llama_4_scaling: (beta, original_max_position): queries at position p are multiplied by
             1 + beta ln(1 + floor(p / original_max_position)) (Mistral 4, after Llama 4); None for no such factor.
+        has_query_factors: Whether queries at position p, an indexer's too, are multiplied by a ln(p + 1) + b, with a
+            and b learned for each head (Mistral Large 4).
         indexer: Indexer of sparse MLA; None for dense MLA.
         has_sinks: Whether each head has a learned sink (`dcpmla.attention.sinks`).
     """
@@ -99,9 +106,11 @@ class MLAConfig:
     rms_norm_eps: Annotated[float, number(0)] = 1e-6
     rope_interleaved: _Flag = True
     use_rope: _Flag = True
+    projects_pe: _Flag = True
     attention_bias: _Flag = False
     kv_lora_scale: _Factor = 1.0
     llama_4_scaling: Annotated[tuple[float, int] | None, optional(_SCALING)] = None
+    has_query_factors: _Flag = False
     indexer: Annotated[IndexerConfig | None, optional(instance_of(IndexerConfig))] = None
     has_sinks: _Flag = False
 
@@ -117,6 +126,16 @@ class MLAConfig:
     def qk_head_dim(self) -> int:
         """Return the width P + R of a query or key."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def query_width(self) -> int:
+        """Return the width of a query as it is projected: without q_pe if the layer projects none."""
+        return self.qk_head_dim if self.projects_pe else self.qk_nope_head_dim
+
+    @property
+    def down_width(self) -> int:
+        """Return the width of kv_c and k_pe as they are projected: without k_pe if the layer projects none."""
+        return self.latent_dim if self.projects_pe else self.kv_lora_rank
 
     @property
     def rope_dim(self) -> int:

@@ -132,7 +132,7 @@ class MLAAttention(AttentionWeights):
         hidden_states = hidden_states[: step.num_tokens]
         if self._lacks_scales and step.prefill is not None:  # captures of decodes come first, and set no scales
             self._calculate_scales(hidden_states, cache.latents, step)
-        q_c, latents = self.down_project(hidden_states, cache.latents, step.slot_mapping, step.cos_sin)
+        q_c, latents = self.latents_of(hidden_states, cache.latents, step)
         mha = None
         # A graph also contains the projections of MHA and the attention of decodes. A replay whose decodes fit the
         # graph calls `_attend` with step.decode None; without a graph `_attend` does these, too.
@@ -145,6 +145,10 @@ class MLAAttention(AttentionWeights):
                 self._decode(tokens.rows(slice(0, step.num_decode_tokens)), cache.latents, step.decode, output)
         step.vary(self._attend, hidden_states, q_c, latents, mha, cache, output)
         return output.rows()
+
+    def latents_of(self, hidden_states: PlainRows, kv_cache: Tensor, step: StepMetadata) -> tuple[PlainRows, Tensor]:
+        """Cache the step's latents, and return the query projection's input and the latents (`down_project`)."""
+        return self.down_project(hidden_states, kv_cache, step.slot_mapping, step.cos_sin)
 
     def _attend(
         self,
@@ -199,8 +203,7 @@ class MLAAttention(AttentionWeights):
             check_selection(self.config.indexer.topk, cache.latents, step)
         if self.indexer is not None:
             num_blocks, block_size = cache.latents.shape[:2]
-            dtype = self.kv_a_layernorm.weight.dtype
-            self.indexer.selector.check_cache(cache.index_keys, num_blocks, block_size, dtype)
+            self.indexer.selector.check_cache(cache.index_keys, num_blocks, block_size, self.kv_b_proj.dtype)
         return cache
 
     def _calculate_scales(self, hidden_states: PlainRows, kv_cache: Tensor, step: StepMetadata) -> None:
@@ -211,11 +214,16 @@ class MLAAttention(AttentionWeights):
         nowhere, cos_sin = torch.full_like(step.slot_mapping[prefills], -1), rows_of(step.cos_sin, prefills)
         q_c, latents = self.down_project(hidden_states[prefills], kv_cache, nowhere, cos_sin)
         calculate_scale_(self.kv_scale, latents, self.mesh.tp_group)
-        if self.q_scale is not None:
-            tokens = Tokens(q_c, cos_sin, rows_of(step.query_factor, prefills)).rows(slice(0, _SCALED_TOKENS))
-            q = self.project_query(tokens, self.q_heads.own)
-            absorbed = self.absorb(q, self.w_uk_of(self.kv_heads.own), tokens.cos_sin, None)
-            calculate_scale_(self.q_scale, absorbed, self.mesh.tp_group)
+        self._calculate_q_scale(Tokens(q_c, cos_sin, rows_of(step.query_factor, prefills)))
+
+    def _calculate_q_scale(self, tokens: Tokens) -> None:
+        """Set the scale of fp8 queries, if they have one, from the first of a prompt's tokens. Collective."""
+        if self.q_scale is None:
+            return
+        tokens = tokens.rows(slice(0, _SCALED_TOKENS))
+        q = self.project_query(tokens, self.q_heads.own)
+        absorbed = self.absorb(q, self.w_uk_of(self.kv_heads.own), tokens.cos_sin, None)
+        calculate_scale_(self.q_scale, absorbed, self.mesh.tp_group)
 
     def _select(
         self, hidden_states: PlainRows, q_c: PlainRows, index_keys: Tensor | None, step: StepMetadata

@@ -171,8 +171,8 @@ class StepMetadata:
         prefill: Metadata of prefills; None without any, or where layers have no latent cache.
         cos_sin: Cosines and sines of RoPE (`apply_rope`) [num_tokens, R], float32, which the model adds
             (`AttentionKind.prepare`); None for a model without positions (NoPE).
-        query_factor: Factor of queries [num_tokens] in the model's dtype (`projections.query_factor`); None without
-            llama_4_scaling.
+        query_factor: Factor of queries [num_tokens] in the model's dtype (`projections.query_factor`), or ln(p + 1)
+            where each head has a factor of its own; None without either.
         kinds: Metadata that only one kind of attention reads, by its class (`get`).
         cut: Function that interrupts the capture of a graph for work of a layer (`vary`); None outside of captures.
     """
@@ -243,11 +243,12 @@ class StepMetadata:
             added = f"{expected} (dtype, shape, device), which StepMetadata.with_cos_sin adds"
             needed = added if config.use_rope else "None, because the model has no positions"
             raise ValueError(f"step.cos_sin is {_described(self.cos_sin)}; expected {needed}")
-        scaled = None if config.llama_4_scaling is None else (hidden_states.dtype, (self.num_tokens,), device)
+        is_scaled = config.llama_4_scaling is not None or config.has_query_factors
+        scaled = (hidden_states.dtype, (self.num_tokens,), device) if is_scaled else None
         if _described(self.query_factor) != scaled:
             raise ValueError(
                 f"step.query_factor is {_described(self.query_factor)}; expected {scaled}, because "
-                f"config.llama_4_scaling is {config.llama_4_scaling}"
+                f"config.llama_4_scaling is {config.llama_4_scaling} and has_query_factors {config.has_query_factors}"
             )
 
     def check_blocks(self, num_blocks: int) -> None:

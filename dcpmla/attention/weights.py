@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from dcpmla.attention.modules import GivenLinear, MLAModules, given_norm, given_weight
 from dcpmla.attention.placement import Placement
@@ -103,19 +104,27 @@ class AttentionWeights(nn.Module):
     def _make(self, new: dict[str, Any]) -> None:
         """Make parameters that `load_weights` fills; `new` holds the keyword arguments of each."""
         config = self.config
-        hidden, q_dim = config.hidden_size, self.q_heads.count * config.qk_head_dim
+        hidden, q_dim = config.hidden_size, self.q_heads.count * config.query_width
         if config.q_lora_rank is None:
             self.q_proj = Linear(hidden, q_dim, **new)
-            self.kv_a_proj = Linear(hidden, config.latent_dim, config.attention_bias, **new)
         else:
-            self.fused_qkv_a_proj = Linear(hidden, config.q_lora_rank + config.latent_dim, config.attention_bias, **new)
-            self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, config.rms_norm_eps, **new)
             self.q_b_proj = Linear(config.q_lora_rank, q_dim, **new)
-        self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, config.rms_norm_eps, **new)
+        self._make_down(new)
         kv_b_dim = self.kv_heads.count * (config.qk_nope_head_dim + config.v_head_dim)
         self.kv_b_proj = Linear(config.kv_lora_rank, kv_b_dim, **new)
         o_cols = config.num_heads * config.v_head_dim
         self.o_proj = RowParallelLinear(o_cols, hidden, config.attention_bias, self.mesh.tp_group, **new)
+
+    def _make_down(self, new: dict[str, Any]) -> None:
+        """Make the down-projection and the norms of latents."""
+        config = self.config
+        if config.q_lora_rank is None:
+            self.kv_a_proj = Linear(config.hidden_size, config.down_width, config.attention_bias, **new)
+        else:
+            width = config.q_lora_rank + config.down_width
+            self.fused_qkv_a_proj = Linear(config.hidden_size, width, config.attention_bias, **new)
+            self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, config.rms_norm_eps, **new)
+        self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, config.rms_norm_eps, **new)
 
     @property
     def down_proj(self) -> Linear:
@@ -168,8 +177,9 @@ class AttentionWeights(nn.Module):
     ) -> tuple[PlainRows, Tensor]:
         """Cache the latents; return the query projection's input (`Tokens.q_c`), and the latents before rounding."""
         config, has_q_c = self.config, self.config.q_lora_rank is not None
+        down = self.down_proj(hidden_states)
         q_c, latents, *codes = finish_latents(
-            self.down_proj(hidden_states),
+            down if config.projects_pe else F.pad(down, (0, config.qk_rope_head_dim)),
             kv_cache,
             slots,
             self.q_a_layernorm.weight if has_q_c else None,
@@ -186,7 +196,7 @@ class AttentionWeights(nn.Module):
 
     def project_query(self, tokens: Tokens, heads: slice) -> Tensor:
         """Return queries [T, n, P + R] before RoPE, times query_factor; `heads` is a slice of the held q_heads."""
-        width = self.config.qk_head_dim
+        width = self.config.query_width
         q = self.query_proj.product(tokens.q_c, slice(heads.start * width, heads.stop * width))
         q = q.unflatten(-1, (-1, width))
         return q if tokens.query_factor is None else q * tokens.query_factor[:, None, None]
@@ -225,16 +235,10 @@ class AttentionWeights(nn.Module):
         config, tp_group = self.config, self.mesh.tp_group
         hidden, rank = config.hidden_size, config.kv_lora_rank
         kv_b_width, o_cols = config.qk_nope_head_dim + config.v_head_dim, config.num_heads * config.v_head_dim
-        down = {"kv_a_proj_with_mqa": config.latent_dim}
-        if config.q_lora_rank is None:
-            q_name = "q_proj.weight"
-        else:
-            down, q_name = {"q_a_proj": config.q_lora_rank, **down}, "q_b_proj.weight"
-            fill(self.q_a_layernorm.weight, read_weight(weights, "q_a_layernorm.weight", (config.q_lora_rank,)))
-        q_shape = config.num_heads * config.qk_head_dim, self.query_proj.in_features
-        self.query_proj.load(read_linear(weights, q_name, q_shape, self.q_heads.rows(config.qk_head_dim)))
-        self.down_proj.load(*(read_linear(weights, f"{name}.weight", (rows, hidden)) for name, rows in down.items()))
-        fill(self.kv_a_layernorm.weight, read_weight(weights, "kv_a_layernorm.weight", (rank,)))
+        q_name = "q_proj.weight" if config.q_lora_rank is None else "q_b_proj.weight"
+        q_shape = config.num_heads * config.query_width, self.query_proj.in_features
+        self.query_proj.load(read_linear(weights, q_name, q_shape, self.q_heads.rows(config.query_width)))
+        self._load_down(weights)
         kv_b_shape = config.num_heads * kv_b_width, rank
         kv_b = read_linear(weights, "kv_b_proj.weight", kv_b_shape, self.kv_heads.rows(kv_b_width))
         if config.qk_nope_head_dim % BLOCK or config.v_head_dim % BLOCK:  # W_UK and W_UV share blocks
@@ -247,5 +251,15 @@ class AttentionWeights(nn.Module):
         if self.sinks is not None:
             fill(self.sinks, read_weight(weights, "sinks", (config.num_heads,), shard(config.num_heads, tp_group)))
         if config.attention_bias:
-            fill(self.down_proj.bias, *(read_weight(weights, f"{name}.bias", (rows,)) for name, rows in down.items()))
             fill(self.o_proj.bias, read_weight(weights, "o_proj.bias", (hidden,)))
+
+    def _load_down(self, weights: Mapping[str, Weight]) -> None:
+        config, down = self.config, {"kv_a_proj_with_mqa": self.config.down_width}
+        if config.q_lora_rank is not None:
+            down = {"q_a_proj": config.q_lora_rank, **down}
+            fill(self.q_a_layernorm.weight, read_weight(weights, "q_a_layernorm.weight", (config.q_lora_rank,)))
+        shapes = {name: (rows, config.hidden_size) for name, rows in down.items()}
+        self.down_proj.load(*(read_linear(weights, f"{name}.weight", shape) for name, shape in shapes.items()))
+        if config.attention_bias:
+            fill(self.down_proj.bias, *(read_weight(weights, f"{name}.bias", (rows,)) for name, rows in down.items()))
+        fill(self.kv_a_layernorm.weight, read_weight(weights, "kv_a_layernorm.weight", (config.kv_lora_rank,)))

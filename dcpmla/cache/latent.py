@@ -22,6 +22,7 @@ class LatentPlan(CachePlan):
         row_width, dtype: Elements of a row and dtype of the cache's tensors; the dtype determines the format
             (`dcpmla.cache.formats`).
         index_layers: Layers of sparse MLA that also have an index cache, ascending.
+        sources: For each layer, the layer whose latents it attends to; empty if each has its own.
         index_row_width, index_dtype: Row width and dtype of the index caches' tensors (`dcpmla.cache.index_keys`).
     """
 
@@ -30,12 +31,18 @@ class LatentPlan(CachePlan):
     row_width: int
     interleave: int = 1
     index_layers: tuple[int, ...] = ()
+    sources: tuple[int, ...] = ()
     index_row_width: int = 0
+
+    @property
+    def source_of_layers(self) -> Sequence[int]:
+        """Return for each layer the layer whose latents it attends to."""
+        return self.sources or range(self.num_layers)
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes in all layers, on the rank that owns the token."""
-        latents = self.num_layers * self.row_width * self.dtype.itemsize
+        latents = len(set(self.source_of_layers)) * self.row_width * self.dtype.itemsize
         return latents + len(self.index_layers) * self.index_row_width * self.index_dtype.itemsize
 
     @property
@@ -90,7 +97,7 @@ class LatentCache(Cache):
 
     Attributes:
         sizes: Plan of the cache.
-        layers: Latent caches, one per layer.
+        layers: Latent caches, one per layer that has latents of its own.
         index_layers: Index caches of sparse MLA, one for each of sizes.index_layers.
     """
 
@@ -103,13 +110,15 @@ class LatentCache(Cache):
         plan.check_fits(device)
         self.sizes = plan
         blocks = plan.num_blocks, plan.block_size
-        self.layers = [
-            torch.empty(*blocks, plan.row_width, dtype=plan.dtype, device=device) for _ in range(plan.num_layers)
-        ]
+        own = sorted(set(plan.source_of_layers))
+        self.layers = [torch.empty(*blocks, plan.row_width, dtype=plan.dtype, device=device) for _ in own]
+        latents = dict(zip(own, self.layers, strict=True))
         index: dict[str, Any] = {"dtype": plan.index_dtype, "device": device}
         self.index_layers = [torch.empty(*blocks, plan.index_row_width, **index) for _ in plan.index_layers]
         index_keys = dict(zip(plan.index_layers, self.index_layers, strict=True))
-        self.per_layer = [LayerCache(latents, index_keys.get(layer)) for layer, latents in enumerate(self.layers)]
+        self.per_layer = [
+            LayerCache(latents[source], index_keys.get(layer)) for layer, source in enumerate(plan.source_of_layers)
+        ]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -124,6 +133,7 @@ class LatentCache(Cache):
         seq_lens: Sequence[int],
         dtype: torch.dtype,
         index_layers: Iterable[int] | None = None,
+        sources: tuple[int, ...] = (),
     ) -> LatentPlan:
         """Return the sizes of a cache that holds sequences of the given final lengths at once.
 
@@ -132,6 +142,7 @@ class LatentCache(Cache):
             seq_lens: Tokens of each sequence, prompt and answer; each starts on a block of its own.
             dtype: Dtype that the model computes in.
             index_layers: Layers of sparse MLA with an indexer of their own; None for all.
+            sources: Field of `LatentPlan`.
         Raises:
             ValueError: No layers, no sequences, a negative length, or a format that the model cannot have.
         """
@@ -150,6 +161,7 @@ class LatentCache(Cache):
             dcp_size=dcp.decode_context_parallel_size,
             interleave=dcp.cp_kv_cache_interleave_size,
             index_layers=() if indexer is None else tuple(range(num_layers) if index_layers is None else index_layers),
+            sources=sources,
             index_row_width=0 if indexer is None else index_row_width(index_storage, indexer.head_dim),
             index_dtype=index_storage,
         )

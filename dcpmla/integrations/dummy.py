@@ -21,6 +21,7 @@ _IN_4_BITS: dict[str, tuple[type[GroupFp4] | type[GroupInt4], float, torch.dtype
 }
 # Linear layers that are published in block fp8, in models that have any.
 _QUANTIZED = re.compile(r"\.layers\..*(_proj(_with_mqa)?|\.w[qko](_[ab])?)\.weight$")
+_ONES = re.compile(r"norm.*weight$|\.softmax_scaling\.bias$")
 _ROUTED = re.compile(r"\.experts\.\d+\.")
 _NOT_QUANTIZED = re.compile(r"\.(weights_proj|compressor|eh_proj)\b")
 
@@ -29,7 +30,7 @@ def dummy_weights(
     shapes: Mapping[str, tuple[int, ...]], config: Any, dtype: torch.dtype, device: torch.device
 ) -> Mapping[str, Weight]:
     """Return weights by their names, in the formats that a transformers config names: matrices around 0, norms of 1,
-    biases of 0. A slice is the same on all ranks.
+    biases of 0, factors of queries of 1. A slice is the same on all ranks.
     """
     quantization, codes = getattr(config, "quantization_config", None), expert_codes(config)
     is_fp8 = quantization is not None and packed_codes(quantization) is None
@@ -63,7 +64,7 @@ class _DummyWeight:
     def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
         index = index if isinstance(index, tuple) else (index,)
         if len(self.shape) == 1:
-            fill = torch.ones if "norm" in self._name and self._name.endswith("weight") else torch.zeros
+            fill = torch.ones if _ONES.search(self._name) else torch.zeros
             return fill(self.shape, dtype=self._dtype, device=self._device)[index]
         return self._draw(index).to(self._dtype) * _STD
 

@@ -153,7 +153,8 @@ def _is_kept(name: str, codes: dict[str, str], shapes: dict[str, torch.Size], co
         return True
     prefix, word = found.groups()
     if word == "kv_b_proj":
-        return config.qk_nope_head_dim % BLOCK == 0 == config.v_head_dim % BLOCK
+        nope = shapes[name][0] // config.num_attention_heads - config.v_head_dim  # a layer without positions has more
+        return nope % BLOCK == 0 == config.v_head_dim % BLOCK
     if word == "o_a_proj":
         return config.o_lora_rank % BLOCK == 0
     for product in _PRODUCTS:

@@ -95,7 +95,8 @@ class Parts:
         rows = cut(vocab_size, mesh.tp_rank, mesh.tp_size) if is_cut else slice(0, vocab_size)
         linear = Linear(hidden_size, rows.stop - rows.start, **new)
         linear.load(read_linear(self.weights, name, (vocab_size, hidden_size), rows=rows))
-        return VocabHead(linear, vocab_size, mesh.tp_group)
+        softcap = getattr(self.model.config, "final_logit_softcapping", None)
+        return VocabHead(linear, vocab_size, mesh.tp_group, softcap)
 
     def attention(self, name: str) -> tuple[AttentionLayer, int]:
         """Load the next layer of attention, and return it with its number."""

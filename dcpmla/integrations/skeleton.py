@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
-import transformers
 
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.families.routing import Routing
@@ -19,10 +18,10 @@ def build_skeleton(config: Any) -> Any:
     """Return transformers' model for a config, with its family's additions: rotary embeddings have values, other
     parameters and buffers have no memory.
     """
-    model_class: Any = getattr(transformers, f"{type(config).__name__.removesuffix('Config')}ForCausalLM")
+    family = family_of(config)
     with torch.device("meta"):
-        model = model_class(config).eval()
-        family_of(config).extend(model)
+        model = family.new_model(config).eval()
+        family.extend(model)
     if hasattr(model.model, "rotary_emb"):
         rotary = model.model.rotary_emb = type(model.model.rotary_emb)(config)
         if rotary.rope_type == "longrope":  # its two lists are equal (`check_rope_fields`), so no length chooses one

@@ -167,15 +167,19 @@ class VocabHead(nn.Module):
     Args:
         linear: Rows of this rank.
         vocab_size: Size of the whole vocabulary.
+        softcap: Bound c of the logits, which are c tanh(logit / c); None without.
     """
 
-    def __init__(self, linear: Linear, vocab_size: int, group: ProcessGroup) -> None:
+    def __init__(self, linear: Linear, vocab_size: int, group: ProcessGroup, softcap: float | None = None) -> None:
         super().__init__()
-        self.linear, self.vocab_size, self.group = linear, vocab_size, group
+        self.linear, self.vocab_size, self.group, self.softcap = linear, vocab_size, group, softcap
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits [n, vocab] float32 of x [n, hidden], the same on every rank. Collective."""
-        logits: Tensor = self.linear(x)
+        logits = self._gathered(self.linear(x))
+        return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def _gathered(self, logits: Tensor) -> Tensor:
         if logits.shape[1] == self.vocab_size:
             return logits.float()
         gathered = all_gather(logits, self.group, "gathering logits").transpose(0, 1)
@@ -183,7 +187,7 @@ class VocabHead(nn.Module):
 
     def best(self, x: Tensor) -> Tensor:
         """Return the token with the highest logit for each row of x [n, hidden], the lowest id among ties, [n] int64.
-        Each rank sends its best logit alone. Collective.
+        Each rank sends its best logit alone, without a softcap, which keeps the order. Collective.
         """
         logits: Tensor = self.linear(x)
         values, tokens = logits.max(-1)

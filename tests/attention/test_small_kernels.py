@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla.attention import projections
+from dcpmla.attention import head_factors, projections
 from dcpmla.attention.prefill import read_latents
 from tests.support.shared_memory import run_interpreted
 
@@ -122,6 +122,15 @@ def check_queries(device: str, num_tokens: int, *sizes: tuple[int, ...]) -> None
             assert_near(q, arguments[0])
 
 
+def check_factors(device: str) -> None:
+    from dcpmla.attention.triton import head_factors as kernels
+
+    for num_heads, width, padding, dtype in itertools.product((1, 3, 16), (64, 12), (0, 64, 5), DTYPES):
+        logs, scale, bias = (randn(size, dtype=dtype, seed=size) for size in (5, num_heads + 7, num_heads + 8))
+        arguments = [cut(randn(5, num_heads, width, dtype=dtype)), logs, scale[7:], bias[8:], padding]
+        assert_near(kernels.scale_queries(*on(device, arguments)), head_factors.scale_queries(*arguments))
+
+
 def check_rows(device: str, width: int) -> None:
     from dcpmla.cache import kernels
 
@@ -140,6 +149,7 @@ def test_kernels() -> None:
         check_queries("cuda", num_tokens, DEEPSEEK, ODD, LONG)
     check_rows("cuda", 576)
     check_rows("cuda", 7)
+    check_factors("cuda")
 
 
 @pytest.mark.gpu
@@ -188,6 +198,7 @@ def check_in_the_interpreter() -> None:
     check_queries("cpu", 5, ODD)
     check_queries("cpu", 19, LONG)
     check_rows("cpu", 7)
+    check_factors("cpu")
 
 
 def check_formats_in_the_interpreter() -> None:
@@ -245,6 +256,7 @@ TYPES = {
 def test_kernels_compile_for_hopper(dtype: str) -> None:
     """Tiles of rows move 16 bytes a thread."""
     pytest.importorskip("triton")
+    from dcpmla.attention.triton.head_factors import scale_kernel
     from dcpmla.attention.triton.projections import absorb_kernel, latents_kernel
     from dcpmla.attention.triton.rope import rotate_kernel
     from dcpmla.cache.kernels import read_kernel
@@ -261,6 +273,10 @@ def test_kernels_compile_for_hopper(dtype: str) -> None:
         assert "ld.global.v4.b32" in ptx
         assert "st.global.v4.b32" in ptx
         assert not re.search(r"(st|ld)\.global\.b(8|16)\b", ptx)
+    for padding in (0, 64):
+        constants = {"WIDTH": 128, "OUT_WIDTH": 128 + padding, "COLUMNS": 128 if padding == 0 else 256}
+        ptx = compile_for_hopper(scale_kernel, dtype, constants)
+        assert "st.global.v4.b32" in ptx
     in_fp8 = {**TYPES, "w_uk_ptr": "*fp8e4nv", "w_scales_ptr": "*fp32"}
     ptx = compile_for_hopper(absorb_kernel, dtype, {"q_scale_ptr": None, **QUERY}, **in_fp8)
     assert not re.search(r"ld\.global\.b(8|16)\b", ptx)

@@ -20,7 +20,7 @@ from dcpmla.parallel.quantized import BLOCK
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.predict import expected_experts, predict_step
 from dcpmla.planning.setting import Setting
-from tests.support.models import MLA_FAMILIES, STATE_FAMILIES, random_model, save_tiny, tiny_config
+from tests.support.models import LARGE4_FAMILIES, MLA_FAMILIES, STATE_FAMILIES, random_model, save_tiny, tiny_config
 from tests.support.quantized_models import save_wide, write_quantized
 from tests.support.ranks import run_ranks
 
@@ -120,6 +120,18 @@ def test_kimi_k3() -> None:
     dcp = DCPConfig(tensor_parallel_size=16, decode_context_parallel_size=16)
     plan = size.attention.plan_cache(dcp, [4096], torch.bfloat16)
     assert plan.bytes_per_state == 69 * 6 * (128 * 128 * 4 + 3 * 3 * 128 * 2)
+
+
+@pytest.mark.skipif(not LARGE4_FAMILIES, reason="needs a transformers with Mistral Large 4")
+def test_mistral_large4() -> None:
+    """The name says 1 T parameters, 52 G active; the config has transformers' defaults."""
+    size = read_model(load_config(Path(__file__).parent / "configs" / "mistral_large4.json"))
+    total = sum(p.count * prod(p.shape) for p in size.parameters)
+    routed = sum(p.count * prod(p.shape) for p in size.parameters if p.is_expert)
+    assert total // 10**9 == 1050
+    assert round((total - routed * 124 / 128 - 204800 * 6144) / 1e9) == 52
+    plan = size.attention.plan_cache(DCPConfig(), [4096], torch.bfloat16)
+    assert plan.bytes_per_token == 72 * (576 + 128) * 2
 
 
 def test_where_a_config_says_that_experts_are_in_fp4() -> None:

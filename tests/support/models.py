@@ -19,6 +19,7 @@ def _known(*families: str) -> tuple[str, ...]:
 
 
 SPARSE_FAMILIES = ("deepseek_v32", "glm_moe_dsa")
+LARGE4_FAMILIES = _known("mistral_large4_text")
 MLA_FAMILIES = (
     "deepseek_v2",
     "deepseek_v2_no_q_lora",
@@ -31,6 +32,7 @@ MLA_FAMILIES = (
     "axk1",
     *_known("minicpm3", "hy_v4"),
     *SPARSE_FAMILIES,
+    *LARGE4_FAMILIES,
 )
 STATE_FAMILIES = _known("deepseek_v4", "kimi_linear", "kimi_k3", "bailing_hybrid")  # a state of fixed size per request
 FAMILIES = (*MLA_FAMILIES, *STATE_FAMILIES)
@@ -110,6 +112,10 @@ _HYBRID = {
 }
 
 
+_VISION = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+_VISION |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+
+
 def tiny_config(family: str) -> Any:
     common = {**_COMMON, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.8}}
     match family:
@@ -158,6 +164,13 @@ def tiny_config(family: str) -> Any:
         case "glm_moe_dsa":
             layers = {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]}
             return transformers.GlmMoeDsaConfig(**common, **{**_MOE, **layers}, **_INDEXER, first_k_dense_replace=1)
+        case "mistral_large4_text":
+            layers = {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]}
+            fields = {name: value for name, value in _COMMON.items() if name != "q_lora_rank"}
+            fields |= {"no_rope_layers": [1, 0, 0, 1], "rope_parameters": {**_YARN, "attention_factor": 1.0}}
+            return transformers.MistralLarge4TextConfig(
+                **fields, **{**_MOE, **layers}, **_INDEXER, final_logit_softcapping=3.0
+            )
         case "hy_v4":
             layers = {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"], "hc_mult": 3}
             own = {"hc_magnitude": 1.5, "swiglu_limit": 1.0, "rms_norm_eps": 1e-5}  # the limit clamps many values
@@ -184,12 +197,19 @@ def random_model(config: Any, seed: int = 0) -> Any:
     """Make a transformers model in float32 with every norm weight and bias drawn at random."""
     torch.manual_seed(seed)
     class_name = type(config).__name__.replace("Config", "ForCausalLM")  # Sarvam's is DeepSeek-V3's
+    if class_name == "MistralLarge4TextForCausalLM":  # only the multimodal model has a head
+        config = transformers.MistralLarge4Config(text_config=config, vision_config=_VISION)
+        class_name = "MistralLarge4ForConditionalGeneration"
     model: Any = getattr(transformers, class_name, transformers.AutoModelForCausalLM.from_config)(config).eval()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "norm" in name:
             tensor.data.uniform_(0.5, 1.5)
         elif name.endswith(("bias", "sinks", "_hc.base", "hc_head.hc_base")):
             tensor.data.normal_(0, 0.2)
+        elif name.endswith("softmax_scaling.scale"):
+            tensor.data.normal_(0, 0.3)
+        elif name.endswith("rotary_emb.alpha"):
+            tensor.data.normal_(0, 0.5)
         elif config.model_type == "hy_v4" and name.endswith(("_hc.scale", "hc_scale")):  # they begin at 0.01
             tensor.data.uniform_(0.5, 1.5)
         elif name.endswith("A_log"):  # states that remember tokens for a while

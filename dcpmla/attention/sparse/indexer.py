@@ -6,13 +6,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
+from dcpmla.attention.head_factors import HeadFactors
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.sparse.projections import finish_index_keys, finish_index_queries
 from dcpmla.attention.sparse.selector import TokenSelector
 from dcpmla.attention.sparse.step import SparseMetadata
 from dcpmla.attention.step import StepMetadata
 from dcpmla.config import IndexerConfig, MLAConfig
-from dcpmla.parallel.fp8 import PlainRows
+from dcpmla.parallel.fp8 import PlainRows, plain
 from dcpmla.parallel.linear import Linear, Weight, fill, read_linear, read_weight
 from dcpmla.parallel.quantized import reorder_rows
 
@@ -27,9 +28,10 @@ class Indexer(nn.Module):
         config: Geometry of the layer, with an indexer.
         placement: Placement of the layer; the parameters are uninitialized until `load_weights`.
     Raises:
-        ValueError: The layer does not compress queries, or the Hadamard transform is asked for and the width is not a
-            power of two.
-    Source: DeepSeek-V3.2, section 2.1; names as in its checkpoints.
+        ValueError: Queries are made from a query latent that the layer lacks, or the Hadamard transform is asked for
+            and the width is not a power of two.
+    Source: DeepSeek-V3.2, section 2.1; names as in its checkpoints. transformers' Mistral Large 4 for queries made from
+        hidden states, and for factors of queries.
     """
 
     def __init__(self, config: MLAConfig, placement: Placement) -> None:
@@ -38,12 +40,17 @@ class Indexer(nn.Module):
         self.config: IndexerConfig = config.indexer
         self.dcp, self.rope_dim, new = placement.dcp, config.rope_dim, placement.factory_kwargs
         self.selector = TokenSelector(self.config, placement)
-        if config.q_lora_rank is None:
+        source = config.hidden_size if self.config.norms_hidden else config.q_lora_rank
+        if source is None:
             raise ValueError(
-                "config has an indexer, but q_lora_rank is None; an indexer's queries are made from the query latent"
+                "config has an indexer, but q_lora_rank is None; an indexer's queries are made from the query latent, "
+                "or with norms_hidden from hidden states"
             )
         width, num_heads = self.config.head_dim, self.config.num_heads
-        self.wq_b = Linear(config.q_lora_rank, num_heads * width, **new)
+        norm_eps = self.config.norm_eps
+        self.q_input_norm = skip_init(nn.LayerNorm, source, eps=norm_eps, **new) if self.config.norms_hidden else None
+        self.head_factors = HeadFactors(num_heads, placement) if config.has_query_factors else None
+        self.wq_b = Linear(source, num_heads * width, **new)
         self.fused_wk_weights_proj = Linear(config.hidden_size, width + num_heads, **new)
         self.k_norm = skip_init(nn.LayerNorm, width, **new)
 
@@ -65,7 +72,10 @@ class Indexer(nn.Module):
         if sparse.max_seq_len <= config.topk:
             return
         assert sparse.selection is not None
-        q = self.wq_b(q_c).unflatten(-1, (config.num_heads, config.head_dim))
+        source = q_c if self.q_input_norm is None else self.q_input_norm(plain(hidden_states))
+        q = self.wq_b(source).unflatten(-1, (config.num_heads, config.head_dim))
+        if self.head_factors is not None:
+            q = self.head_factors(q, step.query_factor)
         is_fp8 = dcp.index_cache_dtype == "fp8"
         q, weights = finish_index_queries(q, weights, *rope, dcp.index_hadamard, is_fp8)
         self.selector.select(q, weights, index_keys, sparse, sparse.block_table, sparse.selection)
@@ -79,15 +89,20 @@ class Indexer(nn.Module):
             ValueError: A weight is missing, or its shape does not match the config.
         """
         width, num_heads = self.config.head_dim, self.config.num_heads
-        hidden, q_rank = self.fused_wk_weights_proj.in_features, self.wq_b.in_features
-        wq_b = read_linear(weights, "wq_b.weight", (num_heads * width, q_rank))
+        hidden, source = self.fused_wk_weights_proj.in_features, self.wq_b.in_features
+        wq_b = read_linear(weights, "wq_b.weight", (num_heads * width, source))
         wk = read_linear(weights, "wk.weight", (width, hidden))
-        norm = [read_weight(weights, f"k_norm.{name}", (width,)) for name in ("weight", "bias")]
+        weight, bias = (read_weight(weights, f"k_norm.{name}", (width,)) for name in ("weight", "bias"))
         if self.config.rope_last:
             order = torch.arange(width).roll(self.rope_dim)
             wq_b, wk = reorder_rows(wq_b, order), reorder_rows(wk, order)
-            norm = [part[order] for part in norm]
+            weight, bias = weight[order], bias[order]
         self.wq_b.load(wq_b)
         self.fused_wk_weights_proj.load(wk, read_linear(weights, "weights_proj.weight", (num_heads, hidden)))
-        fill(self.k_norm.weight, norm[0])
-        fill(self.k_norm.bias, norm[1])
+        fill(self.k_norm.weight, weight)
+        fill(self.k_norm.bias, bias)
+        if self.q_input_norm is not None:
+            for name, parameter in self.q_input_norm.named_parameters():
+                fill(parameter, read_weight(weights, f"q_input_norm.{name}", (source,)))
+        if self.head_factors is not None:
+            self.head_factors.load_weights(weights)

@@ -45,17 +45,26 @@ class Family:
     load_decoder: Callable[[Parts, int], DecoderModule] = load_decoder
     load_mtp: Callable[[Parts, str, Tensor], MtpModule] = load_mtp
 
-    def read_config(self, raw: dict[str, Any]) -> Any:
-        """Return the transformers config of the fields of a config.json, without its model_type, checked.
+    def config_class(self) -> Any:
+        """Return transformers' class of configs.
 
         Raises:
-            ValueError: A field that no such model can have. transformers raises exceptions of other kinds, too.
+            ValueError: The installed transformers has none.
         """
         config_class = getattr(transformers, f"{self.class_prefix}Config", None)
         if config_class is None:
             raise ValueError(
                 f"model: transformers {transformers.__version__} has no {self.class_prefix}Config; install a later one"
             )
+        return config_class
+
+    def read_config(self, raw: dict[str, Any]) -> Any:
+        """Return the transformers config of the fields of a config.json, without its model_type, checked.
+
+        Raises:
+            ValueError: A field that no such model can have. transformers raises exceptions of other kinds, too.
+        """
+        config_class = self.config_class()
         check_raw_config(raw, config_class.attribute_map)
         if not has_quantized_weights(raw.get("quantization_config") or {}):
             del raw["quantization_config"]
@@ -73,6 +82,10 @@ class Family:
             ValueError: A field that no attention can have.
         """
         return DenseKind(_mla_config(config), config.num_hidden_layers)
+
+    def new_model(self, config: Any) -> Any:
+        """Return transformers' causal language model of a config."""
+        return getattr(transformers, f"{type(config).__name__.removesuffix('Config')}ForCausalLM")(config)
 
     def extend(self, model: Any) -> None:
         """Add what the family's models have beyond transformers' model, which has no weights."""
@@ -126,7 +139,7 @@ def _mla_config(config: Any) -> MLAConfig:
     return MLAConfig(
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
-        q_lora_rank=config.q_lora_rank,
+        q_lora_rank=getattr(config, "q_lora_rank", None),  # Mistral Large 4 has no such field
         kv_lora_rank=config.kv_lora_rank,
         qk_nope_head_dim=config.qk_nope_head_dim,
         qk_rope_head_dim=config.qk_rope_head_dim,

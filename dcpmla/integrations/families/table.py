@@ -14,6 +14,7 @@ from dcpmla.integrations.families.hybrid import LING
 from dcpmla.integrations.families.kimi import KIMI_LINEAR
 from dcpmla.integrations.families.longcat import LONGCAT
 from dcpmla.integrations.families.minicpm3 import MINICPM3
+from dcpmla.integrations.families.mistral_large4 import MISTRAL_LARGE4
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.sparse import SparseFamily
 
@@ -58,6 +59,7 @@ FAMILIES: dict[str, Family] = {
     "axk1": Family("AXK1", Routing(needs_bias=False)),
     "deepseek_v32": SparseFamily("DeepseekV32"),
     "glm_moe_dsa": SparseFamily("GlmMoeDsa", rope_interleaved=True),
+    "mistral_large4_text": MISTRAL_LARGE4,
     "deepseek_v4": DEEPSEEK_V4,
     "hy_v4": HY_V4,
     "hy_v4_vl_text": HY_V4_VL,
@@ -69,7 +71,6 @@ REFUSED = {
     "axk2": "norms with gates before its layers, and gates of attention's output",
     "dots3_note": "windows in layers of MLA",
     "glm5_next": "hyper-connections around MLA, and an indexer over pools of keys",
-    "mistral_large4": "layers that share another layer's latents",
 }
 
 

@@ -1,0 +1,159 @@
+"""The text model of Mistral Large 4: sparse MLA with and without positions, whose queries have factors."""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import transformers
+from torch import nn
+
+from dcpmla.attention.sparse.mixed import MixedKind
+from dcpmla.fields import Rule, check_fields, list_of, number, one_of, optional, whole
+from dcpmla.integrations.checkpoint_names import rename
+from dcpmla.integrations.config_checks import check_mla, check_raw_config
+from dcpmla.integrations.decoder import load_decoder
+from dcpmla.integrations.families.family import NO_MTP
+from dcpmla.integrations.families.routing import Routing
+from dcpmla.integrations.families.sparse import SparseFamily
+from dcpmla.integrations.parts import Parts
+from dcpmla.model.block import Decoder
+from dcpmla.parallel.linear import fill, read_weight
+
+_TRUE = Rule("true", lambda value: value is True)
+_RULES = {
+    "q_lora_rank": Rule("null, as queries are made from hidden states", lambda value: value is None),
+    **dict.fromkeys(("norm_topk_prob", "rope_interleave", "indexer_rope_interleave"), _TRUE),
+    "final_logit_softcapping": number(0, above=True),
+    **dict.fromkeys(("no_rope_layer_interval", "index_topk_freq"), whole(1)),
+    "index_skip_topk_offset": whole(1),
+    "no_rope_layers": optional(list_of(whole(0, 1))),
+    "kv_source_layers": optional(list_of(whole(0, 1023))),
+    "layer_types": optional(list_of(one_of(("indexed_attention",)))),
+    "mlp_layer_types": optional(list_of(one_of(("dense", "sparse")))),
+}
+_NAMES = [
+    (re.compile(pattern), name)
+    for pattern, name in (
+        (r"^tok_embeddings\.", "model.embed_tokens."),
+        (r"^lerope\.", "model.rotary_emb."),
+        (r"^(layers|norm)\.", r"model.\1."),
+        (r"^output\.", "lm_head."),
+        (r"(\.layers\.\d+)\.attention\.", r"\1.self_attn."),
+        (r"\.self_attn\.w([qo])\.", r".self_attn.\1_proj."),
+        (r"\.self_attn\.wkv_a_with_mqa\.", ".self_attn.kv_a_proj_with_mqa."),
+        (r"\.self_attn\.wkv_b\.", ".self_attn.kv_b_proj."),
+        (r"\.self_attn\.kv_a_norm\.", ".self_attn.kv_a_layernorm."),
+        (r"\.ssmax_scaling\.s$", ".softmax_scaling.scale"),
+        (r"\.ssmax_scaling\.b$", ".softmax_scaling.bias"),
+        (r"\.attention_norm\.", ".input_layernorm."),
+        (r"\.ffn_norm\.", ".post_attention_layernorm."),
+        (r"\.feed_forward\.", ".mlp."),
+        (r"(\.layers\.\d+)\.(gate|experts|shared_experts)\.", r"\1.mlp.\2."),
+        (r"(\.mlp\b.*)\.w1\.", r"\1.gate_proj."),
+        (r"(\.mlp\b.*)\.w2\.", r"\1.down_proj."),
+        (r"(\.mlp\b.*)\.w3\.", r"\1.up_proj."),
+    )
+]
+
+
+class _TextModel(nn.Module):
+    """transformers' text model with the head, which only its multimodal model has."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config, self.model = config, transformers.MistralLarge4TextModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._keep_in_fp32_modules = self.model._keep_in_fp32_modules
+        self._keep_in_fp32_modules_strict = self.model._keep_in_fp32_modules_strict
+
+
+@dataclass(frozen=True)
+class _MistralLarge4(SparseFamily):
+    """Mistral Large 4, whose layers have latents of their own or attend to an earlier layer's."""
+
+    def read_config(self, raw: dict[str, Any]) -> Any:
+        """Return the text model's config of the fields."""
+        config_class = self.config_class()
+        check_raw_config(raw, config_class.attribute_map)
+        check_fields(_RULES, raw)
+        _check_lists(raw, raw.get("num_hidden_layers", config_class.num_hidden_layers))
+        return super().read_config(raw)
+
+    def attention(self, config: Any, has_mtp: bool = False) -> MixedKind:
+        """Return sparse MLA, with and without positions."""
+        kind = super().attention(config)
+        assert kind.config.indexer is not None
+        indexer = replace(kind.config.indexer, norms_hidden=True)
+        mla = replace(kind.config, indexer=indexer, rms_norm_eps=config.rms_norm_eps, has_query_factors=True)
+        nope_layers = tuple(layer for layer in range(kind.num_layers) if not config.no_rope_layers[layer])
+        return MixedKind(mla, kind.num_layers, kind.index_layers, nope_layers, tuple(config.kv_source_layers))
+
+    def new_model(self, config: Any) -> Any:
+        """Return transformers' text model of a config, with the head."""
+        return _TextModel(config)
+
+    def module_name(self, name: str, num_layers: int) -> str:
+        """Return the name of transformers' module, by Mistral's own names, too."""
+        return rename(super().module_name(name, num_layers), _NAMES)
+
+    def check_mtp(self, config: Any) -> None:
+        """Raise ValueError: the module is not computed."""
+        raise ValueError(
+            "speculative_method (--speculative-method) is 'mtp'; Mistral Large 4's module (mtp_dspark) is not "
+            f"computed: {NO_MTP}"
+        )
+
+
+def _check_lists(raw: dict[str, Any], num_layers: int) -> None:
+    """Raise ValueError for lists of a wrong length, and for a source without latents of its own."""
+    for name in ("no_rope_layers", "mlp_layer_types", "indexer_types", "index_topk_pattern"):
+        if (values := raw.get(name)) is not None and len(values) < num_layers:
+            raise ValueError(f"{name} has {len(values)} entries; num_hidden_layers is {num_layers}")
+    if (sources := raw.get("kv_source_layers")) is None:
+        return
+    if len(sources) != num_layers:
+        raise ValueError(f"kv_source_layers has {len(sources)} entries; num_hidden_layers is {num_layers}")
+    for layer, source in enumerate(sources):
+        if source > layer or sources[source] != source:
+            raise ValueError(
+                f"kv_source_layers has {source} for layer {layer}; it must be {layer}, or an earlier layer that is its "
+                f"own source"
+            )
+
+
+def _check(config: Any) -> None:
+    """Raise ValueError for inconsistent fields of MLA, and for a source that transformers does not read.
+
+    transformers passes a layer the latents of the latest source with positions, or of the latest without.
+    """
+    check_mla(config)
+    latest: dict[int, int] = {}
+    sources = config.kv_source_layers
+    for layer, (source, has_positions) in enumerate(zip(sources, config.no_rope_layers, strict=False)):
+        if source != layer and latest.get(has_positions) != source:
+            raise ValueError(
+                f"kv_source_layers has {source} for layer {layer}; it must be the latest source before it that has the "
+                f"same entry in no_rope_layers: {latest.get(has_positions, 'there is none')}"
+            )
+        if source in sources[layer + 1 :]:
+            latest[has_positions] = source
+
+
+def _load_decoder(parts: Parts, num_layers: int) -> Decoder:
+    """Load the decoder, and the logarithms of the factors of RoPE's frequencies."""
+    alpha = parts.model.model.rotary_emb.alpha
+    fill(alpha, read_weight(parts.weights, "model.rotary_emb.alpha", tuple(alpha.shape)))
+    decoder = load_decoder(parts, num_layers)
+    layers: list[Any] = [block.attention for block in decoder.blocks]
+    for layer, source in zip(layers, parts.model.config.kv_source_layers, strict=True):
+        layer.kv_scale = layers[source].kv_scale  # because the cache is the source's
+    return decoder
+
+
+MISTRAL_LARGE4 = _MistralLarge4(
+    "MistralLarge4Text",
+    Routing(scoring="softmax"),
+    check_attention=_check,
+    load_decoder=_load_decoder,
+    rope_interleaved=True,
+)

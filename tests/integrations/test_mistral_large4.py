@@ -1,0 +1,181 @@
+"""Mistral Large 4's shared latents, formats of caches and weights, fields; test_transformers.py has more layouts."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dcpmla import LLM
+from dcpmla.config import DCPConfig
+from dcpmla.integrations.families.table import attention_kind, find_family
+from dcpmla.integrations.model_files import load_config
+from dcpmla.runtime.sampling import SamplingParams
+from tests.integrations.test_deepseek_v4 import generate
+from tests.integrations.test_graph_models import serve_all
+from tests.integrations.test_transformers import check, make_cases, prompts
+from tests.planning.test_plan_truth import check as check_bytes
+from tests.support.engines import new_engine
+from tests.support.graph_checks import open_model_on
+from tests.support.models import LARGE4_FAMILIES, random_model, tiny_config
+from tests.support.quantized_models import dequantize, quantize
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(not LARGE4_FAMILIES, reason="needs a transformers with Mistral Large 4")
+SHARING = {
+    "num_hidden_layers": 6,
+    "no_rope_layers": [1, 0, 1, 0, 1, 0],
+    "kv_source_layers": [0, 1, 0, 1, 4, 1],  # layers 2, 3 and 5 reuse latents; 3 has no indexer, 3 and 5 no positions
+    "indexer_types": ["full", "full", "full", "shared", "shared", "full"],
+    "mlp_layer_types": ["dense"] + ["sparse"] * 5,
+    "layer_types": ["indexed_attention"] * 6,
+}
+WIDE = {
+    **{"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256, "num_attention_heads": 4},
+    **{"num_key_value_heads": 4, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64},
+    **{"v_head_dim": 128, "qk_head_dim": 128, "index_head_dim": 128, "initializer_range": 0.05},
+}
+
+
+def save(directory: Path, **changes: Any) -> Any:
+    config = tiny_config("mistral_large4_text")
+    model = random_model(type(config)(**config.to_dict() | changes))
+    model.save_pretrained(directory)
+    return model
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_layers_that_share_latents(tp: int, tmp_path: Path) -> None:
+    reference = save(tmp_path, **SHARING)
+    plan = attention_kind(load_config(tmp_path)).plan_cache(DCPConfig(), [64], torch.float32)
+    assert plan.bytes_per_token == 3 * 24 * 4 + 4 * 16 * 4  # latents of layers 0, 1 and 4; four layers' index keys
+    check(reference, tmp_path, tp, make_cases(tp, [tp], (1, 2)[:tp], ("auto",)))
+
+
+def test_graphs_of_layers_that_share_latents(tmp_path: Path) -> None:
+    save(tmp_path, **SHARING)
+    dcp = DCPConfig(block_size=4, cp_kv_cache_interleave_size=2, context_workspace_tokens=512)
+    ((results,),) = run_ranks(1, serve_all, [tmp_path], dcp, False)
+    for graphs in results[1:]:
+        for (tokens, logits), (other_tokens, other_logits) in zip(results[0], graphs, strict=True):
+            torch.testing.assert_close(other_logits, logits, atol=1e-4, rtol=0)
+            assert other_tokens == tokens
+
+
+def ask_twice(directory: Path, dcp: DCPConfig) -> list[tuple[int, list[int], torch.Tensor]]:
+    """On one rank: reused tokens, new tokens and logits of a prompt that is sent twice."""
+    model, mesh = open_model_on(directory, dcp, False, "cpu")
+    cache = model.attention.plan_cache(dcp, [100], model.dtype).allocate(model.device)
+    engine, results = new_engine(model, cache, dcp, mesh, 100, 33, max_num_seqs=1), []
+    for _ in range(2):
+        request = engine.add(prompts()[4], SamplingParams(max_new_tokens=4), keep_logits=True)
+        list(engine.run())
+        results.append((request.num_cached_tokens, request.token_ids, torch.stack(request.logits)))
+    return results
+
+
+def test_a_prefix_is_reused(tmp_path: Path) -> None:
+    save(tmp_path, **SHARING)
+    dcp = DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=2, block_size=4, dcp_comm_backend="a2a")
+    (_, tokens, logits), (num_cached, again, logits_again) = run_ranks(2, ask_twice, tmp_path, dcp)[0]
+    assert num_cached == 64
+    assert again == tokens
+    torch.testing.assert_close(logits_again, logits, atol=1e-4, rtol=0)
+
+
+def test_caches_of_8_bits(tmp_path: Path) -> None:
+    """Every token and every expert is selected, because rounding may change a choice."""
+    reference = save(tmp_path, **WIDE, **SHARING, index_topk=128, num_experts_per_tok=4)
+    sizes = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "block_size": 4}
+    plain = DCPConfig(**sizes, dcp_comm_backend="a2a", index_cache_dtype="fp8", index_hadamard=True)
+    scaled = {"kv_cache_dtype": "fp8", "calculate_kv_scales": True}
+    formats = [{"kv_cache_dtype": "fp8_ds_mla"}, scaled, {**scaled, "decode_query_dtype": "fp8"}]
+    results = run_ranks(2, generate, tmp_path, [dataclasses.replace(plain, **fields) for fields in formats])[0]
+    for outcome, fields in zip(results, formats, strict=True):
+        for prompt, (tokens, logits) in zip(prompts(), outcome, strict=True):
+            with torch.no_grad():
+                expected = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+            assert float((logits - expected).norm() / expected.norm()) < 0.06, (fields, len(prompt))
+
+
+def test_weights_in_block_fp8(tmp_path: Path) -> None:
+    """By Mistral's names; the reference has the dequantized values. W_UK stays in fp8 in layers without positions."""
+    reference = save(tmp_path, **WIDE)
+    tensors, stored = load_file(tmp_path / "model.safetensors"), {}
+    for name, weight in tensors.items():
+        is_matrix = name.startswith("layers.") and weight.ndim == 2 and "gate" not in name
+        if not is_matrix or "weights_proj" in name:
+            stored[name] = weight
+            continue
+        codes, scales = quantize(weight, (128, 128))
+        stored |= {name: codes, f"{name}_scale_inv": scales}
+        tensors[name] = dequantize(codes, scales, (128, 128))
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    reference = type(reference).from_pretrained(tmp_path, dtype=torch.float32).eval()
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    check(reference, tmp_path, 2, make_cases(2, [2], (1,), ("auto",)))
+    check_bytes([tmp_path], 2)
+
+
+def test_names_of_transformers(tmp_path: Path) -> None:
+    """All experts of a layer are one tensor, projections have biases, and the drafts' module is not read."""
+    reference = save(tmp_path, attention_bias=True)
+    tensors = {name: tensor.contiguous() for name, tensor in reference.state_dict().items()}
+    tensors["mtp_dspark.layers.0.wq.weight"] = torch.zeros(4, 4)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    check(reference, tmp_path, 1, make_cases(1, [1], (1,), ("auto",)))
+
+
+@pytest.mark.usefixtures("one_process_on_cpu")
+def test_a_config_alone_generates(tmp_path: Path) -> None:
+    save(tmp_path, **SHARING)
+    (tmp_path / "model.safetensors").unlink()
+    options = {"dtype": "float32", "max_model_len": 100, "max_num_seqs": 1, "load_format": "dummy"}
+    with LLM(tmp_path, device="cpu", **options) as llm:
+        (answer,) = llm.generate([list(range(1, 40))], SamplingParams(max_new_tokens=3, ignore_eos=True))
+    assert len(answer.token_ids) == 3
+
+
+def test_the_module_for_drafts_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"module \(mtp_dspark\) is not computed: leave --speculative-method mtp out"):
+        find_family("mistral_large4_text").check_mtp(tiny_config("mistral_large4_text"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q_lora_rank": 24}, "q_lora_rank is 24; it must be null"),
+        ({"norm_topk_prob": False}, "norm_topk_prob is False; it must be true"),
+        ({"layer_types": ["full_attention"] * 4}, "layer_types is .* each one of indexed_attention"),
+        ({"kv_source_layers": [0, 1, 2]}, "kv_source_layers has 3 entries; num_hidden_layers is 4"),
+        ({"kv_source_layers": [0, 1, 2, 3, 4]}, "kv_source_layers has 5 entries; num_hidden_layers is 4"),
+        ({"kv_source_layers": [1, 1, 2, 3]}, "kv_source_layers has 1 for layer 0; it must be 0, or an earlier"),
+        ({"kv_source_layers": [0, 1, 1, 2]}, "kv_source_layers has 2 for layer 3; it must be 3, or an earlier"),
+        ({"kv_source_layers": [0, 0, 2, 3]}, "kv_source_layers has 0 for layer 1; .* same entry .*: there is none"),
+        (
+            {"no_rope_layers": [1, 1, 1, 1], "kv_source_layers": [0, 0, 2, 0]},
+            "",
+        ),
+        (
+            {"num_hidden_layers": 5, "no_rope_layers": [1] * 5, "kv_source_layers": [0, 1, 0, 1, 0]},
+            "kv_source_layers has 0 for layer 2; it must be the latest source before it .*: 1",
+        ),
+    ],
+)
+def test_fields_without_a_meaning_here(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    text = json.loads(tiny_config("mistral_large4_text").to_json_string())
+    for name in ("indexer_types", "mlp_layer_types", "layer_types") if "num_hidden_layers" in changes else ():
+        del text[name]
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "mistral_large4", "text_config": text | changes}))
+    if not message:
+        load_config(file)
+        return
+    with pytest.raises(ValueError, match=message):
+        load_config(file)
