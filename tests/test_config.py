@@ -17,7 +17,7 @@ from dcpmla.attention.sparse.kind import SparseKind
 from dcpmla.fields import divisors
 from dcpmla.integrations.families.family import yarn_mscale
 from dcpmla.integrations.families.table import FAMILIES, attention_kind
-from tests.support.models import LARGE4_FAMILIES, MLA_FAMILIES, SPARSE_FAMILIES, tiny_config
+from tests.support.models import LARGE4_FAMILIES, MLA_FAMILIES, tiny_config
 
 POSITIONS = torch.tensor([0, 15, 16, 40, 100])
 ROPES = ("default", "yarn", "yarn without mscale_all_dim")

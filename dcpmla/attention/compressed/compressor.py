@@ -72,7 +72,7 @@ def compress(
 def compress_(
     pairs: Tensor,
     bias: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     eps: float,
     sums: Tensor,
     cache: Tensor,
@@ -81,7 +81,7 @@ def compress_(
     is_index: bool,
     hadamard: bool,
 ) -> None:
-    """Compute a part of `compress`, which documents the other arguments."""
+    """Compute a part of `compress`, which documents the arguments; without norm_weight, entries have no norm."""
     ratio, width = bias.shape[0], sums.shape[-1]
     positions, request, first_position, end, _, target = part
     is_first = (positions % ratio == 0) | (positions == first_position[request])
@@ -89,11 +89,13 @@ def compress_(
     token = (is_first & is_in_part).nonzero().flatten()  # the first token of each span
     entries, is_complete = _pool(pairs, bias, sums, part, token)
     token, entries = token[is_complete], entries[is_complete]
-    entries = entries * torch.rsqrt(entries.square().mean(-1, keepdim=True) + eps) * norm_weight
+    if norm_weight is not None:
+        entries = entries * torch.rsqrt(entries.square().mean(-1, keepdim=True) + eps) * norm_weight
     entries = entries.to(pairs.dtype)
     cos_sin, block_table, entries_per_block, dcp_rank, dcp_size, interleave = layout
-    rotated = slice(0, cos_sin.shape[1]) if is_index else slice(width - cos_sin.shape[1], width)
-    entries[:, rotated] = apply_rope(entries[:, rotated], cos_sin[token], True)
+    if cos_sin is not None:
+        rotated = slice(0, cos_sin.shape[1]) if is_index else slice(width - cos_sin.shape[1], width)
+        entries[:, rotated] = apply_rope(entries[:, rotated], cos_sin[token], True)
     index, rows = positions[token] // ratio, block_table[request[token].long()]
     slots = ownership.slot_mapping(index, rows, entries_per_block, dcp_size, dcp_rank, interleave)
     if not is_index:

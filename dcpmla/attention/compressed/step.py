@@ -70,12 +70,12 @@ class EntryLayout(NamedTuple):
     """The layout of a step's entries in a cache.
 
     Attributes:
-        cos_sin: Angles of the entry that each token belongs to [T, R] float32.
+        cos_sin: Angles of the entry that each token belongs to [T, R] float32; None for entries without positions.
         block_table: Block table [num_reqs, max_blocks] int32, in blocks of the cache.
         dcp_rank, dcp_size, interleave: Owners of the entries, as in `dcpmla.ownership`.
     """
 
-    cos_sin: Tensor
+    cos_sin: Tensor | None
     block_table: Tensor
     entries_per_block: int
     dcp_rank: int
@@ -138,21 +138,9 @@ class CompressedMetadata:
         return replace(step, angles={}, entries={}, parts=(), decode_rows={}, selection=None)
 
     def parts_of(self, decode: DecodeMetadata | None) -> tuple[Part, ...]:
-        """Return the parts of a step: one, or if tokens may be rejected one per decode token, because each token's sums
-        are kept; prefills are in the first part.
-        """
-        first, end, num_sums = self.first_position, self.seq_lens, 1 + self.plan.num_drafts
-        tokens = self.positions, self.request
-        if num_sums == 1:
-            return (Part(*tokens, first, end, self.states, self.states),)
-        sums, num_decodes = self.states * num_sums, 0 if decode is None else len(decode.block_table)
-        parts = []
-        for _ in range(1 if decode is None else decode.max_query_len):
-            part_end = torch.cat([torch.minimum(first + 1, end)[:num_decodes], end[num_decodes:]])
-            source, target = sums + (first - 1) % num_sums, sums + (part_end - 1) % num_sums
-            parts.append(Part(*tokens, first, part_end, source, target))
-            first = part_end
-        return tuple(parts)
+        """Return the parts of a step (`cut_parts`)."""
+        tokens, requests = (self.positions, self.request), (self.first_position, self.seq_lens, self.states)
+        return cut_parts(tokens, requests, 1 + self.plan.num_drafts, decode)
 
     def max_entries(self, ratio: int) -> int:
         """Return an upper bound on the entries that any token sees; the same on all ranks."""
@@ -237,6 +225,33 @@ def with_angles(
             selection=compressed.new_selection(step.num_decode_tokens) if selecting else None,
         )
     )
+
+
+def cut_parts(
+    tokens: tuple[Tensor, Tensor],
+    requests: tuple[Tensor, Tensor, Tensor],
+    num_sums: int,
+    decode: DecodeMetadata | None,
+) -> tuple[Part, ...]:
+    """Return the parts of a step: one, or if tokens may be rejected one per decode token, because each token's sums are
+    kept; prefills are in the first part.
+
+    Args:
+        tokens: Positions [T] int64 and requests [T] int32 of the step's tokens.
+        requests: First position, end and state of each request [num_reqs], int32.
+        num_sums: Copies of a request's sums: one, and one for each draft that may be rejected.
+    """
+    first, end, states = requests
+    if num_sums == 1:
+        return (Part(*tokens, first, end, states, states),)
+    sums, num_decodes = states * num_sums, 0 if decode is None else len(decode.block_table)
+    parts = []
+    for _ in range(1 if decode is None else decode.max_query_len):
+        part_end = torch.cat([torch.minimum(first + 1, end)[:num_decodes], end[num_decodes:]])
+        source, target = sums + (first - 1) % num_sums, sums + (part_end - 1) % num_sums
+        parts.append(Part(*tokens, first, part_end, source, target))
+        first = part_end
+    return tuple(parts)
 
 
 def selects(step: CompressedMetadata, kind: LayerKind) -> bool:

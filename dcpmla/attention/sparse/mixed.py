@@ -17,7 +17,7 @@ from dcpmla.cache.plan import CachePlan
 from dcpmla.config import DCPConfig, MLAConfig
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MixedKind(SparseKind):
     """Sparse MLA whose queries have factors of their heads, with and without positions.
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import transformers
-from torch import nn
 
 from dcpmla.attention.sparse.mixed import MixedKind
 from dcpmla.fields import Rule, check_fields, list_of, number, one_of, optional, whole
@@ -15,6 +14,7 @@ from dcpmla.integrations.decoder import load_decoder
 from dcpmla.integrations.families.family import NO_MTP
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.sparse import SparseFamily
+from dcpmla.integrations.families.text_model import TextModel
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.block import Decoder
 from dcpmla.parallel.linear import fill, read_weight
@@ -56,17 +56,6 @@ _NAMES = [
 ]
 
 
-class _TextModel(nn.Module):
-    """transformers' text model with the head, which only its multimodal model has."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.config, self.model = config, transformers.MistralLarge4TextModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self._keep_in_fp32_modules = self.model._keep_in_fp32_modules
-        self._keep_in_fp32_modules_strict = self.model._keep_in_fp32_modules_strict
-
-
 @dataclass(frozen=True)
 class _MistralLarge4(SparseFamily):
     """Mistral Large 4, whose layers have latents of their own or attend to an earlier layer's."""
@@ -86,11 +75,12 @@ class _MistralLarge4(SparseFamily):
         indexer = replace(kind.config.indexer, norms_hidden=True)
         mla = replace(kind.config, indexer=indexer, rms_norm_eps=config.rms_norm_eps, has_query_factors=True)
         nope_layers = tuple(layer for layer in range(kind.num_layers) if not config.no_rope_layers[layer])
-        return MixedKind(mla, kind.num_layers, kind.index_layers, nope_layers, tuple(config.kv_source_layers))
+        sources = tuple(config.kv_source_layers)
+        return MixedKind(mla, kind.num_layers, kind.index_layers, nope_layers=nope_layers, sources=sources)
 
-    def new_model(self, config: Any) -> Any:
+    def new_model(self, config: Any) -> TextModel:
         """Return transformers' text model of a config, with the head."""
-        return _TextModel(config)
+        return TextModel(config, transformers.MistralLarge4TextModel(config))
 
     def module_name(self, name: str, num_layers: int) -> str:
         """Return the name of transformers' module, by Mistral's own names, too."""

@@ -9,6 +9,7 @@ from dcpmla.attention.kind import AttentionKind, DenseKind
 from dcpmla.fields import choices
 from dcpmla.integrations.families.deepseek_v4 import DEEPSEEK_V4
 from dcpmla.integrations.families.family import Family
+from dcpmla.integrations.families.glm5_next import GLM5_NEXT
 from dcpmla.integrations.families.hy_v4 import HY_V4, HY_V4_VL
 from dcpmla.integrations.families.hybrid import LING
 from dcpmla.integrations.families.kimi import KIMI_LINEAR
@@ -63,6 +64,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v4": DEEPSEEK_V4,
     "hy_v4": HY_V4,
     "hy_v4_vl_text": HY_V4_VL,
+    "glm5_next_text": GLM5_NEXT,
 }
 
 
@@ -70,7 +72,6 @@ FAMILIES: dict[str, Family] = {
 REFUSED = {
     "axk2": "norms with gates before its layers, and gates of attention's output",
     "dots3_note": "windows in layers of MLA",
-    "glm5_next": "hyper-connections around MLA, and an indexer over pools of keys",
 }
 
 

@@ -132,12 +132,15 @@ def compress_kernel(
         if is_complete & (entry // interleave % dcp_size == dcp_rank):
             one = tl.zeros([1, 1], tl.int64)
             x, y = tl.split(tl.reshape(sums[2] / tl.where(column < WIDTH, sums[1], 1.0), [1, COLUMNS // 2, 2]))
-            factor = norm_factor(x, y, WIDTH, eps)
-            weight_x, weight_y = load_pairs(weight_ptr + one, one == 0, WIDTH, COLUMNS // 2, True)
+            if weight_ptr is not None:
+                factor = norm_factor(x, y, WIDTH, eps)
+                weight_x, weight_y = load_pairs(weight_ptr + one, one == 0, WIDTH, COLUMNS // 2, True)
+                x, y = x * factor * weight_x, y * factor * weight_y
             dtype: tl.constexpr = pairs_ptr.dtype.element_ty
-            x, y = (x * factor * weight_x).to(dtype), (y * factor * weight_y).to(dtype)
-            FIRST: tl.constexpr = 0 if IS_INDEX else (WIDTH - ROPE) // 2
-            x, y = rotate_pairs(x, y, cos_sin_ptr + row * ROPE + one, one == 0, 1.0, FIRST, ROPE)
+            x, y = x.to(dtype), y.to(dtype)
+            if cos_sin_ptr is not None:
+                FIRST: tl.constexpr = 0 if IS_INDEX else (WIDTH - ROPE) // 2
+                x, y = rotate_pairs(x, y, cos_sin_ptr + row * ROPE + one, one == 0, 1.0, FIRST, ROPE)
             local = entry // (dcp_size * interleave) * interleave + entry % interleave
             block = tl.load(table_ptr + request.to(tl.int64) * table_stride + local // per_block).to(tl.int64)
             if IS_INDEX:
@@ -152,7 +155,7 @@ def compress_kernel(
 def compress_(
     pairs: Tensor,
     bias: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     eps: float,
     sums: Tensor,
     cache: Tensor,
@@ -174,7 +177,7 @@ def compress_(
         sums,
         cache,
         *part,
-        layout.cos_sin.contiguous(),
+        None if layout.cos_sin is None else layout.cos_sin.contiguous(),
         layout.block_table,
         pairs.stride(0),
         cache.stride(0),
@@ -184,7 +187,7 @@ def compress_(
         RATIO=len(bias),
         HALVES=num_halves,
         WIDTH=width,
-        ROPE=layout.cos_sin.shape[1],
+        ROPE=0 if layout.cos_sin is None else layout.cos_sin.shape[1],
         COLUMNS=triton.next_power_of_2(width),
         TOKENS=1 if num_tokens <= len(part.end) else _TOKENS,  # one a request, in most steps of decodes alone
         IS_INDEX=is_index,
