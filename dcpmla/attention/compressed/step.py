@@ -53,7 +53,8 @@ class Part(NamedTuple):
     """The part of each request's tokens that is added to its sums at once.
 
     Attributes:
-        positions, request: Positions [T] int64 and requests [T] int32 of all tokens of the step.
+        positions, request: Positions [T] int64 and requests [T] int32 of all tokens of the step; a position of -1 is no
+            token.
         first_position, end: Bounds of its tokens [num_reqs] int32, equal if it has none.
         source, target: Indices of the sums before and after these tokens, [num_reqs] int32; negative for padding.
     """

@@ -82,7 +82,10 @@ def with_pools(step: StepMetadata, indexer: IndexerConfig) -> StepMetadata:
     sparse, delta, pools = step.get(SparseMetadata), step.get(DeltaMetadata), step.get(PoolMetadata)
     if sparse is None or delta is None or pools is None:  # a step whose requests vary (`StepMetadata.vary`)
         return step
-    requests = delta.requests.first_position, delta.requests.end, delta.requests.state
+    start, first, end, state = delta.requests
+    # Rows that repeat a request's last token hold nothing from linear attention, so their keys are in no pool.
+    row = torch.arange(step.num_tokens, device=start.device) - start[sparse.request]
+    positions = step.positions.where(row < (end - first)[sparse.request], -1)
     counts = sparse.seq_lens // indexer.pool_size
     rank, size, interleave = pools.layout
     local = ownership.local_seq_lens(counts, size, rank, interleave)
@@ -91,7 +94,7 @@ def with_pools(step: StepMetadata, indexer: IndexerConfig) -> StepMetadata:
     chosen = SelectedTokens.empty(step.num_tokens, indexer.num_pools, step.positions.device) if selects else None
     pools = replace(
         pools,
-        parts=cut_parts((step.positions, sparse.request), requests, pools.num_sums, step.decode),
+        parts=cut_parts((positions, sparse.request), (first, end, state), pools.num_sums, step.decode),
         visible=SparseMetadata(sparse.block_table, sparse.request, counts, local, max_pools),
         selection=chosen,
     )
