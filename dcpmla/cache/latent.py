@@ -85,7 +85,7 @@ class LayerCache(NamedTuple):
         index_keys: Index keys [num_blocks, block_size / pool_size, index_row_width] (`dcpmla.cache.index_keys`), under
             the same block ids; None in layers without an indexer.
         index_sums: Sums of index keys in progress [num_states, num_copies, 1, 3, D] float32
-            (`attention/compressed/compressor.py`); None without pools.
+            (`attention/pooled/compressor.py`); None without pools.
     """
 
     latents: Tensor

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dcpmla.attention.compressed.compressor import compress_
 from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.placement import Placement
+from dcpmla.attention.pooled.compressor import compress_
 from dcpmla.attention.pooled.expand import expand_pools
 from dcpmla.attention.pooled.step import PoolMetadata
 from dcpmla.attention.projections import Tokens

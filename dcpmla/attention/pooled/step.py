@@ -9,9 +9,9 @@ from torch import Tensor
 
 from dcpmla import ownership
 from dcpmla.attention.build import GraphRows, HostStep
-from dcpmla.attention.compressed.step import EntryLayout, Part, cut_parts
 from dcpmla.attention.linear.step import DeltaMetadata, HybridStepBuilder
 from dcpmla.attention.pooled.cache import PooledPlan
+from dcpmla.attention.pooled.entries import EntryLayout, Part, cut_parts
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata, with_selection
 from dcpmla.attention.step import StepMetadata
 from dcpmla.config import DCPConfig, IndexerConfig
@@ -26,7 +26,7 @@ class PoolMetadata:
         layout: Owners of the pools: dcp_rank, dcp_size and interleave.
         per_block: Pools of a block on one rank.
         parts: Parts that are added to the sums, in order; empty before `with_pools`.
-        visible: Whole pools that each token may select from, in the place of tokens; None before `with_pools`.
+        visible: Whole pools that each token may select from, as if they were tokens; None before `with_pools`.
         selection: Memory for the selected pools; None where no token has more pools before it than are selected.
     """
 

@@ -1,13 +1,12 @@
-"""The Triton kernel of the compressor with its launcher; `attention/compressed/compressor.py` specifies it."""
+"""The Triton kernel of the compressor with its launcher; `attention/pooled/compressor.py` specifies it."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.attention.compressed.kernels.projections import norm_factor, rotate_pairs
-from dcpmla.attention.compressed.kernels.sums import add_tokens, choose, load_sums, merge, store_sums
-from dcpmla.attention.compressed.step import EntryLayout, Part
-from dcpmla.attention.triton.rope import load_pairs, store_pairs
+from dcpmla.attention.pooled.entries import EntryLayout, Part
+from dcpmla.attention.pooled.kernels.sums import add_tokens, choose, load_sums, merge, store_sums
+from dcpmla.attention.triton.rope import load_pairs, norm_factor, rotate_pairs, store_pairs
 from dcpmla.cache import index_keys
 from dcpmla.cache.kernels import quantize_pairs, store_shared
 
