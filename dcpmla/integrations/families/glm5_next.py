@@ -5,7 +5,6 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import torch
 import transformers
 
 from dcpmla.attention.linear.config import DeltaConfig
@@ -17,12 +16,13 @@ from dcpmla.integrations.families.hybrid import HybridFamily
 from dcpmla.integrations.families.streams import load_streams
 from dcpmla.integrations.families.text_model import TextModel
 from dcpmla.integrations.parts import Parts
-from dcpmla.model.mixing import Constants, Projection
+from dcpmla.model.mixing import Constants
 from dcpmla.model.stream_decoder import StreamDecoder
-from dcpmla.model.streams import Connection
+from dcpmla.model.streams import StreamMean
 from dcpmla.parallel.linear import read_weight
 
 _PADDING = 64  # columns of zeros where other models have k_pe: rows have the width that kernels take
+_IN_FLOAT32 = ("attn_hc.fn", "ffn_hc.fn", "index_kpool_compress_ape")
 _TRUE = Rule("true", lambda value: value is True)
 _ZERO = whole(0, 0)
 _FLOOR = optional(number(-100, 0))
@@ -88,6 +88,10 @@ class _Glm5Next(HybridFamily):
         """Return transformers' text model of a config, with the head."""
         return TextModel(config, transformers.Glm5NextTextModel(config))
 
+    def extend(self, model: Any) -> None:
+        """Name the weights that are held in float32."""
+        model._keep_in_fp32_modules_strict = {*model._keep_in_fp32_modules_strict, *_IN_FLOAT32}
+
     def module_name(self, name: str, num_layers: int) -> str:
         """Return the name of transformers' module."""
         return rename(super().module_name(name, num_layers), _NAMES)
@@ -131,13 +135,11 @@ def _check(config: Any) -> None:
 
 
 def _load_decoder(parts: Parts, num_layers: int) -> StreamDecoder:
-    """Load a decoder whose head takes the mean of the streams: equal weights, whatever the streams hold."""
+    """Load a decoder whose head takes the mean of the streams."""
     config = parts.model.config
     constants = Constants(config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters)
-    num, size = config.hc_mult, config.hidden_size
-    equal = Projection(torch.zeros(num, num * size), torch.full((num,), 1 / num).logit(), torch.ones(1))
-    norm = read_weight(parts.weights, "model.norm.weight", (size,))
-    to_head = Connection(equal, norm, constants._replace(stream_eps=0.0)).to(parts.placement.device)
+    norm = read_weight(parts.weights, "model.norm.weight", (config.hidden_size,))
+    to_head = StreamMean(norm, config.rms_norm_eps).to(parts.placement.device)
     return load_streams(parts, num_layers, constants, to_head=to_head)
 
 

@@ -3,12 +3,16 @@
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.mixing import Constants, Projection
 from dcpmla.model.stream_decoder import StreamBlock, StreamDecoder
-from dcpmla.model.streams import Connection
+from dcpmla.model.streams import Connection, StreamMean
 from dcpmla.parallel.linear import read_weight
 
 
 def load_streams(
-    parts: Parts, num_layers: int, constants: Constants, collapses: bool = False, to_head: Connection | None = None
+    parts: Parts,
+    num_layers: int,
+    constants: Constants,
+    collapses: bool = False,
+    to_head: Connection | StreamMean | None = None,
 ) -> StreamDecoder:
     """Load the decoder (`StreamDecoder`).
 
