@@ -1,4 +1,4 @@
-"""The decoder of DeepSeek-V4, HY V4 and GLM-5-Next, blocks over several streams of the residual, and DeepSeek-V4's MTP module."""
+"""The decoder of DeepSeek-V4, HY V4 and GLM-5-Next, blocks over several streams, and DeepSeek-V4's MTP module."""
 
 from collections.abc import Sequence
 
