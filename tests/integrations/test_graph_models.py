@@ -127,7 +127,7 @@ def test_models_with_and_without_graph(
 ) -> None:
     for family in families:
         save_tiny(family, tmp_path / family)
-    layout = {"decode_context_parallel_size": dcp_size, "cp_kv_cache_interleave_size": 2, "block_size": 4}
+    layout = {"decode_context_parallel_size": dcp_size, "cp_kv_cache_interleave_size": 2, "block_size": 8}
     dcp = DCPConfig(tensor_parallel_size=tp, context_workspace_tokens=512, **layout)
     directories = [tmp_path / family for family in families]
     for results in run_ranks(tp, serve_all, directories, dcp, enable_expert_parallel, timeout=300):
