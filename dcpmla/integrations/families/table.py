@@ -71,8 +71,9 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-# Families that transformers has, with the parts that this package does not compute.
+# Families that transformers or vLLM has, with the parts that this package does not compute.
 REFUSED = {
+    "deepseek_v41": "layers that share entries and selections, indexers over candidate blocks, and n-gram tables",
     "glm5_next": "hyper-connections around MLA, and an indexer over pools of keys",
 }
 
