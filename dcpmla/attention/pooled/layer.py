@@ -93,6 +93,7 @@ class PooledAttention(MLAAttention):
         """Return the layer's indexer."""
         return PoolIndexer(self.config, self._placement)
 
-    def project_query(self, tokens: Tokens, heads: slice) -> Tensor:
+    def project_query(self, tokens: Tokens, heads: slice) -> tuple[Tensor, Tensor | None]:
         """Return queries [T, n, P + R], the last R columns zeros; `heads` is a slice of the held q_heads."""
-        return F.pad(super().project_query(tokens, heads), (0, self.config.qk_rope_head_dim))
+        q, gates = super().project_query(tokens, heads)
+        return F.pad(q, (0, self.config.qk_rope_head_dim)), gates

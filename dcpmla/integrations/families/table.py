@@ -73,8 +73,10 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-# Families that transformers has, with the parts that this package does not compute.
-REFUSED: dict[str, str] = {}
+# Families that transformers or vLLM has, with the parts that this package does not compute.
+REFUSED = {
+    "deepseek_v41": "layers that share entries and selections, indexers over candidate blocks, and n-gram tables",
+}
 
 
 def find_family(model_type: str) -> Family:
