@@ -1,6 +1,6 @@
 """The cache of a model with linear attention and sparse MLA over pools, on one rank.
 
-A pool's index key is cached when its last token is there, under its tokens' block id. Pools are sharded over the DCP
+A pool's index key is cached with its last token, under its tokens' block id. Pools are sharded over the DCP
 ranks like tokens: pool e is on rank (e // I) % W. The sums of the pool in progress are part of a request's state.
 """
 
