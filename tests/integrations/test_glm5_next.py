@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from dcpmla.attention.pooled.kind import PooledKind
@@ -87,6 +88,9 @@ def test_a_prefix_is_selected_from(tmp_path: Path) -> None:
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.skipif(
+    not hasattr(transformers, "HYV4VLTextConfig"), reason="before 5.24 files have fewer float32 weights"
+)
 def test_bytes(tmp_path: Path) -> None:
     config = tiny_config("glm5_next_text")
     random_model(config).save_pretrained(tmp_path)

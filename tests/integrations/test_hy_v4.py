@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -37,6 +38,7 @@ from tests.support.quantized_models import save_wide, write_dequantized, write_q
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif("hy_v4" not in MLA_FAMILIES, reason="needs a transformers with HY V4")
+needs_vl = pytest.mark.skipif(not hasattr(transformers, "HYV4VLTextConfig"), reason="needs transformers 5.24")
 CONFIGS = Path(__file__).parents[1] / "planning" / "configs"
 
 
@@ -80,6 +82,7 @@ def test_published_names_beside_an_mtp_module(tmp_path: Path) -> None:
     check(model, tmp_path, 4, make_cases(4, [4, 2], (2,), ("a2a",)))
 
 
+@needs_vl
 def test_the_text_model_of_vl(tmp_path: Path) -> None:
     """Its latents' norms have the config's eps, and its tensors another prefix, as transformers saves them."""
     from transformers.models.hy_v4_vl import HYV4VLTextConfig
@@ -105,6 +108,7 @@ def test_the_text_model_of_vl(tmp_path: Path) -> None:
     check(reference, tmp_path, 1, make_cases(1, [1], (1,), ("auto",)))
 
 
+@needs_vl
 def test_a_field_of_the_text_model_is_taken_or_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.hy_v4_vl import HYV4VLTextConfig
 
@@ -193,6 +197,7 @@ def test_caches_of_8_bits_and_prefixes(tmp_path: Path) -> None:
             assert float((logits - expected).norm() / expected.norm()) < bound, len(prompt)
 
 
+@needs_vl
 def test_published_sizes() -> None:
     """The sizes are defaults of transformers' configs, whose layers with indexers are one, then every fourth."""
     for name, num_billions, num_selecting in (("hy_v4", 58, 10), ("hy_v4_vl", 770, 21)):

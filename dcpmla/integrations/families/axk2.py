@@ -13,7 +13,7 @@ from dcpmla.integrations.checkpoint_names import rename
 from dcpmla.integrations.decoder import load_decoder
 from dcpmla.integrations.families.family import NO_MTP
 from dcpmla.integrations.families.routing import Routing
-from dcpmla.integrations.families.sparse import SparseFamily
+from dcpmla.integrations.families.sparse import SPARSE_LAYERS, SparseFamily
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.block import Decoder, DecoderBlock
 from dcpmla.model.norm_gate import NormGate
@@ -22,7 +22,7 @@ _RULES = {
     "gated_norm_rank": whole(1, LARGEST_SIZE),
     "moe_layer_freq": whole(1),
     "mlp_layer_types": optional(list_of(one_of(("dense", "sparse")))),
-    "layer_types": optional(list_of(one_of(("indexed_attention",)))),
+    "layer_types": optional(list_of(one_of(SPARSE_LAYERS))),
 }
 
 

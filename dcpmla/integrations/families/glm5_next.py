@@ -13,6 +13,7 @@ from dcpmla.config import LARGEST_SIZE, IndexerConfig
 from dcpmla.fields import FLAG, Rule, check_fields, list_of, number, one_of, optional, rules_of, whole
 from dcpmla.integrations.checkpoint_names import rename
 from dcpmla.integrations.families.hybrid import HybridFamily
+from dcpmla.integrations.families.sparse import SPARSE_LAYERS
 from dcpmla.integrations.families.streams import load_streams
 from dcpmla.integrations.families.text_model import TextModel
 from dcpmla.integrations.parts import Parts
@@ -34,7 +35,7 @@ _RAW_RULES = {
     "index_kpool": whole(2, 1024),
     "linear_lower_bound": _FLOOR,
     "linear_attn_config": optional(Rule("an object", lambda value: isinstance(value, dict))),
-    "layer_types": optional(list_of(one_of(("linear_attention", "indexed_attention", "full_attention")))),
+    "layer_types": optional(list_of(one_of(("linear_attention", "full_attention", *SPARSE_LAYERS)))),
     "mlp_layer_types": optional(list_of(one_of(("dense", "sparse")))),
 }
 _SIZE = whole(1, LARGEST_SIZE)

@@ -4,13 +4,11 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-import transformers
-
 from dcpmla.attention.sparse.kind import SparseKind
 from dcpmla.fields import Rule, check_fields, list_of, number, one_of, whole
 from dcpmla.integrations.checkpoint_names import rename
 from dcpmla.integrations.config_checks import check_mla, check_raw_config
-from dcpmla.integrations.families.sparse import SparseFamily
+from dcpmla.integrations.families.sparse import SPARSE_LAYERS, SparseFamily
 from dcpmla.integrations.families.streams import load_streams
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.mixing import Constants
@@ -36,7 +34,7 @@ _RAW_RULES = {  # vLLM's config has these fields; other values are other models
 }
 _RULES = {
     "hc_magnitude": number(0, 1e3),
-    "layer_types": list_of(one_of(("indexed_attention",))),
+    "layer_types": list_of(one_of(SPARSE_LAYERS)),
     "mlp_layer_types": list_of(one_of(("dense", "sparse"))),
 }
 _VL_ROPE_RULES = {"mrope_section": list_of(whole(0), 3)}
@@ -89,7 +87,7 @@ class _HyV4Vl(_HyV4):
 
     def read_config(self, raw: dict[str, Any]) -> Any:
         """Return HY V4's config of the fields, with this family's model type."""
-        config_class = getattr(transformers, f"{self.class_prefix}Config")
+        config_class = self.config_class()
         check_raw_config(raw, config_class.attribute_map)
         check_fields(_VL_ROPE_RULES, raw.get("rope_parameters") or {}, "rope_parameters.{}".format)
         fields = config_class.from_dict(raw).to_dict()

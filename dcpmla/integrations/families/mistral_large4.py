@@ -13,7 +13,7 @@ from dcpmla.integrations.config_checks import check_mla, check_raw_config
 from dcpmla.integrations.decoder import load_decoder
 from dcpmla.integrations.families.family import NO_MTP
 from dcpmla.integrations.families.routing import Routing
-from dcpmla.integrations.families.sparse import SparseFamily
+from dcpmla.integrations.families.sparse import SPARSE_LAYERS, SparseFamily
 from dcpmla.integrations.families.text_model import TextModel
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.block import Decoder
@@ -28,7 +28,7 @@ _RULES = {
     "index_skip_topk_offset": whole(1),
     "no_rope_layers": optional(list_of(whole(0, 1))),
     "kv_source_layers": optional(list_of(whole(0, 1023))),
-    "layer_types": optional(list_of(one_of(("indexed_attention",)))),
+    "layer_types": optional(list_of(one_of(SPARSE_LAYERS))),
     "mlp_layer_types": optional(list_of(one_of(("dense", "sparse")))),
 }
 _NAMES = [

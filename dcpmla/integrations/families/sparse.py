@@ -7,6 +7,9 @@ from dcpmla.attention.sparse.kind import SparseKind
 from dcpmla.config import IndexerConfig
 from dcpmla.integrations.families.family import Family
 
+# Names of layers of sparse MLA in layer_types: the one of transformers today, and that of 5.17.
+SPARSE_LAYERS = ("indexed_attention", "deepseek_sparse_attention")
+
 
 @dataclass(frozen=True)
 class SparseFamily(Family):
