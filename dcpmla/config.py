@@ -97,8 +97,8 @@ class MLAConfig:
         kv_lora_scale: Factor of kv_c after its norm; 1 except in LongCat.
         llama_4_scaling: (beta, original_max_position): queries at position p are multiplied by
             1 + beta ln(1 + floor(p / original_max_position)) (Mistral 4, after Llama 4); None for no such factor.
-        has_query_factors: Whether queries at position p, an indexer's too, are multiplied by a ln(p + 1) + b, with a
-            and b learned for each head (Mistral Large 4).
+        has_query_factors: Whether queries at position p, an indexer's too, are multiplied by
+            slope * ln(p + 1) + offset, two numbers learned for each head (Mistral Large 4).
         indexer: Indexer of sparse MLA; None for dense MLA.
         has_sinks: Whether each head has a learned sink (`dcpmla.attention.sinks`).
         window: Number of tokens that a token attends to, the last ones up to itself; None for all. A layer has a window
@@ -157,7 +157,7 @@ class MLAConfig:
 
     @property
     def query_width(self) -> int:
-        """Return the rows of the query projection for a head: P, R if the layer projects q_pe, V with query_gates."""
+        """Return the rows of the query projection for a head: P, plus R with projects_pe, plus V with query_gates."""
         width = self.qk_head_dim if self.projects_pe else self.qk_nope_head_dim
         return width + self.v_head_dim * self.query_gates
 

@@ -144,7 +144,7 @@ class StepBuilder:
         return self.extend(step, host, block_table, of_kind)
 
     def columns(self, host: HostStep) -> list[np.ndarray]:
-        """Return the arrays that this kind of attention adds to the step's one upload."""
+        """Return the arrays that this kind of attention adds to the upload of `build`."""
         return []
 
     def extend(self, step: StepMetadata, host: HostStep, block_table: Tensor, arrays: Sequence[Tensor]) -> StepMetadata:

@@ -247,8 +247,8 @@ class PrefillCall(NamedTuple):
         mask: Bits [T, ceil(N / 32)] in words of int32, contiguous. N is the largest number of keys of a request; a
             query sees the keys whose bits are set (`selection_mask`). None for no mask.
         backend: Name of the backend that must run the call, or "auto".
-        window: Number of keys up to its own that a query sees at most under mask, of a causal call; a kernel may leave
-            out earlier keys. None for no bound.
+        window: Number of last keys, its own included, among which a query of a causal call sees keys. A kernel may
+            leave out earlier keys. None for no bound.
 
     A backend returns out [T, h, V] in the dtype of q and lse [T, h] float32, natural log, contiguous; (0, -inf) for
     a query that sees no key.

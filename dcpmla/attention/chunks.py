@@ -77,8 +77,8 @@ class ChunkBuilder:
 def max_chunk_tokens(max_model_len: int, max_num_seqs: int, alignment: int) -> int:
     """Return the `DCPConfig.context_workspace_tokens` that engines set: the maximum tokens of a context chunk.
 
-    It is the larger of 8 x max_model_len and 4 x max_num_seqs x alignment, reduced to 65,536 if it exceeds them, but at
-    least max_num_seqs x alignment.
+    It is the larger of 8 x max_model_len and 4 x max_num_seqs x alignment, at most 65,536, but never less than
+    max_num_seqs x alignment.
 
     Args:
         alignment: Divisor of the positions where chunks begin (`DCPConfig.chunk_alignment`).

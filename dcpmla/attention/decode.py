@@ -112,8 +112,8 @@ def dcp_mla_decode(
     requests = decode.request_index, decode.query_start_loc, decode.max_query_len
     call = DecodeCall(q, q_pe, kv_cache, *sizes, *requests, decode.workspace, kv_scale, q_scale, dtype, backend)
     call = call.checked()
-    # A kernel may send rows itself (`Mailbox`) only if each row of q is a segment's: owners wait for every row, and
-    # kernels skip rows after the last segment.
+    # A kernel sends rows itself (`Mailbox`) only for segments of one token without padding: owners wait for every row,
+    # and kernels skip rows after the last segment.
     if w_uv is None and call.has_one_token_each:
         mailbox = exchange.mailbox(q.shape[0], q.shape[1], kv_lora_rank, call.out_dtype)
         if mailbox is not None:
@@ -133,7 +133,7 @@ def _empty_output(call: DecodeCall, mailbox: Mailbox | None) -> tuple[Tensor, Te
 def run_call(call: DecodeCall, mailbox: Mailbox | None) -> tuple[Tensor, Tensor]:
     """Run a checked call; with a mailbox, return this rank's heads, merged over the ranks.
 
-    A mailbox takes rows in the output's dtype, never rounded to fp8 (`dcp_exchange_dtype`).
+    A mailbox takes rows in the output's dtype; with dcp_exchange_dtype fp8 there is none.
     """
     chosen = select_backend(DECODE_BACKENDS, call)
     if mailbox is None:

@@ -138,9 +138,9 @@ class MLAAttention(AttentionWeights):
             self._calculate_scales(hidden_states, cache.latents, step)
         q_c, latents = self.latents_of(hidden_states, cache.latents, step)
         mha = None
-        # `step.cut` is set while a graph of a step with prompts is captured. The graph contains what depends on no
-        # request: projections of MHA, and attention of decodes. `_attend` runs after the cut, outside of the graph, and
-        # finds step.decode None if the graph did the decodes. Outside of captures it does everything.
+        # `step.cut` is set while a graph of a step with prompts is captured. The graph contains what has the same
+        # shapes in each replay: projections of MHA, and attention of decodes, whose metadata are static tensors.
+        # `_attend` runs after the cut, outside of the graph, and finds step.decode None if the graph did the decodes.
         if step.cut is not None:
             output.reserve()
             tokens = Tokens(q_c, step.cos_sin, step.query_factor)
@@ -316,5 +316,5 @@ class MLAAttention(AttentionWeights):
 
     @property
     def _output_quant(self) -> OutputQuant | None:
-        """Return the quantization of o_proj's input; gates multiply it before."""
+        """Return the quantization of o_proj's input; None with query_gates, which multiply plain rows."""
         return None if self.config.query_gates else quant_for(self.o_proj, self.config.v_head_dim)

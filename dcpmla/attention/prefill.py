@@ -35,8 +35,8 @@ def dcp_mla_prefill(
 ) -> tuple[Tensor, Tensor]:
     """Attend from prefill tokens to each other and to a context cached on all ranks of the DCP group. Collective.
 
-    No merge across ranks is needed: after the gather each rank has all keys for its own heads. The gather of a chunk
-    starts before attention over the chunk before it, or among the new tokens, and travels while that runs. Rows of
+    No merge across ranks is needed: after the gather each rank has all keys for its own heads. A chunk's gather
+    runs during the attention before it: over the previous chunk, or for the first chunk among the new tokens. Rows of
     8-bit caches are dequantized after the gather, so that fewer bytes travel.
     Latents of new tokens are used as they are before the cache rounds them. In sparse attention a mask, made for the
     new tokens and for each chunk, excludes keys that a token did not select.
@@ -49,7 +49,7 @@ def dcp_mla_prefill(
             that applies it.
         kv_scale: Scale of an fp8 cache, float32 of one element; None for other caches.
         positions: Positions of the tokens that each token selected [T, topk] int32 (`SelectedTokens.positions`), none
-            after its own; None if each token attends to all before it.
+            after its own; None if each token attends to all up to itself.
         kv: Keys' nope part and values of the new tokens [T, h (P + V)], if they are projected already.
         backend: Name of a backend; "auto" takes the first of `backends.PREFILL_BACKENDS` that supports the call.
     Returns:

@@ -2,8 +2,8 @@
 W_UV applied to outputs.
 
 Most are custom ops (`torch.ops.dcpmla`) without gradients. The torch code here specifies them and runs on CPUs and in
-float64. On GPUs kernels run instead, but for a W_UV in the model's dtype, and for weights in fp8 on GPUs that do
-not multiply in fp8.
+float64. On GPUs kernels run instead, with two exceptions: a W_UV in the model's dtype, and weights in fp8 on GPUs that
+do not multiply in fp8.
 """
 
 from typing import NamedTuple

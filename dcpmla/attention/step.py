@@ -77,7 +77,7 @@ class DecodeMetadata:
     def parts(self, max_tokens: int) -> Iterator[tuple[slice, "DecodeMetadata"]]:
         """Yield the rows and metadata of parts. A part has at most max_tokens tokens, or one longer segment.
 
-        Each part makes an exchange, and all ranks yield the same parts, because numbers of this rank have no influence.
+        Each part gathers and combines on its own. All ranks yield the same parts: local lengths have no influence.
         """
         num_tokens = len(self.local_seq_lens)
         if num_tokens <= max_tokens:
@@ -101,7 +101,7 @@ class DecodeMetadata:
             table = table[first:last]
         else:
             index = index[first:last].clone()
-        # A slice may begin between multiples of 16 bytes, for which Triton would compile another kernel; a copy never.
+        # Slices of numbers may begin between multiples of 16 bytes, for which Triton compiles another kernel.
         lens = self.local_seq_lens[tokens].clone()
         return DecodeMetadata(table, lens, queries, self.max_query_len, self.workspace, index)
 
@@ -138,7 +138,7 @@ class PrefillMetadata:
         queries: Rows of each request among the prefill tokens.
         first_position: Position of each request's first new token [num_prefills], int32.
         context_chunks: Context that was cached before this step; empty when there is none.
-        window: Number of tokens up to its own that each token selects at most; None where they may be anywhere.
+        window: Number of last tokens, its own included, among which a token selects; None where it selects among all.
     """
 
     queries: Segments

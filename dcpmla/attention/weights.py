@@ -54,9 +54,10 @@ class AttentionWeights(nn.Module):
 
     Models that compress queries have fused_qkv_a_proj and q_b_proj, others kv_a_proj and q_proj. kv_b_proj holds W_UK
     and W_UV. Every rank holds the down-projection and the norms whole. Other weights are of this rank's `num_heads`
-    heads; dcp_q_replicate gives the query projection and kv_b_proj all heads of the DCP group (`q_heads`, `kv_heads`),
-    dcp_project_before_merge kv_b_proj alone. A weight in fp8 is dequantized if the rank's slice cuts a block of
-    128 x 128, if its columns are no multiple of 128, or if W_UK and W_UV share a block; otherwise it stays fp8.
+    heads; with dcp_q_replicate the query projection and kv_b_proj have all heads of the DCP group (`q_heads`,
+    `kv_heads`), with dcp_project_before_merge kv_b_proj has them. A weight in fp8 is dequantized if the rank's slice
+    cuts a block of 128 x 128, if its columns are no multiple of 128, or if W_UK and W_UV share a block; otherwise it
+    stays fp8.
     """
 
     kv_scale: Tensor | None
@@ -202,7 +203,11 @@ class AttentionWeights(nn.Module):
         return NormedRows.join(q_c, *codes) if has_q_c else hidden_states, latents
 
     def project_query(self, tokens: Tokens, heads: slice) -> tuple[Tensor, Tensor | None]:
-        """Return queries [T, n, P + R] before RoPE, times query_factor, and logits [T, n, V]; heads slices q_heads."""
+        """Return queries [T, n, P + R] before RoPE, times query_factor, and with query_gates logits [T, n, V].
+
+        `heads` is a slice of q_heads. Layers without projects_pe add zeros for q_pe (`ScaledAttention`, which also has
+        factors for each head, and `PooledAttention`).
+        """
         width, qk_head_dim = self.config.query_width, self.config.qk_head_dim
         q = self.query_proj.product(tokens.q_c, slice(heads.start * width, heads.stop * width))
         q = q.unflatten(-1, (-1, width))
