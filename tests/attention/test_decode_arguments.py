@@ -125,9 +125,9 @@ def test_decode_names_wrong_query_lens() -> None:
     arguments = decode_arguments()
     with pytest.raises(ValueError, match="^q has 2 tokens for 3 segments; .* max_query_len, 1$"):
         mla_decode(**{**arguments, "block_table": torch.zeros(3, 2, dtype=torch.int32)})
-    with pytest.raises(ValueError, match="^q has 2 tokens for 1 requests"):  # a table of another batch
+    with pytest.raises(ValueError, match="^q has 2 tokens for 1 segments"):  # a table of another batch
         mla_decode(**{**arguments, "block_table": torch.zeros(1, 2, dtype=torch.int32)})
-    with pytest.raises(ValueError, match="^q has 2 tokens for 2 requests; .* max_query_len, 2$"):
+    with pytest.raises(ValueError, match="^q has 2 tokens for 2 segments; .* max_query_len, 2$"):
         mla_decode(**arguments, max_query_len=2)
     with pytest.raises(ValueError, match="^max_query_len is 0; "):
         mla_decode(**arguments, max_query_len=0, query_start_loc=torch.zeros(3, dtype=torch.int32))

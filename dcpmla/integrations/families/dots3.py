@@ -16,6 +16,7 @@ _SIZES = dict.fromkeys(
     ("num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank", "head_dim", "qk_nope_head_dim"), _SIZE
 ) | {"v_head_dim": _SIZE, "qk_rope_head_dim": even(LARGEST_SIZE)}
 _RAW_RULES = {
+    "head_dim": optional(_SIZE),
     **{f"swa_{name}": rule for name, rule in _SIZES.items()},
     "swa_rope_theta": number(1, above=True),
     "sliding_window_size": _SIZE,
