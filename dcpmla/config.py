@@ -98,7 +98,7 @@ class MLAConfig:
         llama_4_scaling: (beta, original_max_position): queries at position p are multiplied by
             1 + beta ln(1 + floor(p / original_max_position)) (Mistral 4, after Llama 4); None for no such factor.
         has_query_factors: Whether queries at position p, an indexer's too, are multiplied by
-            slope * ln(p + 1) + offset, two numbers learned for each head (Mistral Large 4).
+            scale * ln(p + 1) + bias, two numbers learned for each head (Mistral Large 4).
         indexer: Indexer of sparse MLA; None for dense MLA.
         has_sinks: Whether each head has a learned sink (`dcpmla.attention.sinks`).
         window: Number of tokens that a token attends to, the last ones up to itself; None for all. A layer has a window

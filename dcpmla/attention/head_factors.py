@@ -27,18 +27,18 @@ def scale_queries(q: Tensor, logs: Tensor, scale: Tensor, bias: Tensor, padding:
     Args:
         q: Queries [T, n, D] with contiguous columns.
         logs: Logarithms of the tokens' positions [T] (`log_positions`), in the dtype of q.
-        scale, bias: Numbers a and b of each head's factor a ln(p + 1) + b, [n] in the dtype of q.
+        scale, bias: Numbers of each head's factor, scale ln(p + 1) + bias, [n] in the dtype of q.
         padding: Number of columns of zeros.
     Returns:
         [T, n, D + padding] in new memory.
-    Source: transformers' Mistral Large 4, which rounds a ln(p + 1), the factor, and the product.
+    Source: transformers' Mistral Large 4, which rounds scale ln(p + 1), the factor, and the product.
     """
     factors = logs[:, None] * scale + bias
     return F.pad(q * factors[..., None], (0, padding))
 
 
 class HeadFactors(nn.Module):
-    """The factors a ln(p + 1) + b of queries at positions p. Every rank holds a and b of all heads.
+    """The factors scale ln(p + 1) + bias of queries at positions p. Every rank holds both numbers of all heads.
 
     Args:
         num_heads: Number of heads of the model, or of its indexer.

@@ -17,7 +17,7 @@ class Mailbox(NamedTuple):
     Exchange `direct` alone has one, for calls with one token a segment. With a mailbox `dcp_mla_decode` does not call
     `Exchange.combine`: the attention kernel stores its rows into landings (a rank's memory for its peers' rows), waits
     for the rows of this rank's heads, and merges them. If the chosen kernel stores no rows, `direct_ops.combine` stores
-    and merges what it returns.
+    and merges the rows that it returns.
 
     Attributes:
         addresses: Start of each rank's landings in this rank's address space, [W] int64.

@@ -59,7 +59,7 @@ class PooledStepBuilder(HybridStepBuilder):
         self._pools = PoolMetadata(plan.num_copies, layout, dcp.block_size // plan.latents.pool_size)
 
     def columns(self, host: HostStep) -> list[np.ndarray]:
-        """Return the numbers of `HybridStepBuilder`, then those of `SparseMetadata`."""
+        """Return the arrays of `HybridStepBuilder`, then three arrays for `SparseMetadata`."""
         seen = (host.positions + 1).astype(np.int32)
         return [*super().columns(host), host.request, seen, self.local_seq_lens(host.positions)]
 

@@ -44,7 +44,7 @@ class K3Fields(NamedTuple):
 
 
 def extend_to_k3(model: Any) -> None:
-    """Change modules of transformers' Kimi Linear to those that Kimi-K3's fields of the config ask for."""
+    """Change modules of transformers' Kimi Linear into Kimi-K3's, by the config's fields."""
     config, fields = model.config, K3Fields.of(model.config)
     for layer in model.model.layers:
         if fields.group_size is not None:

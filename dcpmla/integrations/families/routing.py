@@ -75,8 +75,8 @@ class Routing:
             num_choices = config.topk_group * (num_experts // groups)
         if not self.least_chosen <= chosen <= num_choices:
             raise ValueError(
-                f"{chosen_name} is {chosen}; it must be in [{self.least_chosen}, {num_choices}], what {experts_name} "
-                f"{num_experts} and groups of them leave to choose from"
+                f"{chosen_name} is {chosen}; it must be in [{self.least_chosen}, {num_choices}], the experts of "
+                f"{experts_name} {num_experts} in the chosen groups"
             )
 
 

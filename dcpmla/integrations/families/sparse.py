@@ -1,4 +1,4 @@
-"""Families of sparse MLA: DeepSeek-V3.2 and GLM-5; `axk2.py` has A.X-K2."""
+"""Families of sparse MLA: DeepSeek-V3.2 and GLM-5, on which the families in other files build."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -7,7 +7,7 @@ from dcpmla.attention.sparse.kind import SparseKind
 from dcpmla.config import IndexerConfig
 from dcpmla.integrations.families.family import Family
 
-# Names of layers of sparse MLA in layer_types: the one of transformers today, and that of 5.17.
+# Names of layers of sparse MLA in layer_types: transformers 5.24 has the first, 5.17 the second.
 SPARSE_LAYERS = ("indexed_attention", "deepseek_sparse_attention")
 
 
