@@ -218,10 +218,9 @@ def check_chunks_in_the_interpreter() -> None:
     from tests.support.interpreter import convert_as_torch
 
     convert_as_torch()
-    layout_module.TOKENS_PER_PIECE = 64
     compare(attend_by_chunks(launch), torch.float32, "cpu", (2, 16), 1e-5, (LONG,))
     compare(attend_by_chunks(launch), torch.bfloat16, "cpu", (1, 24), 0.02, (LONG,), (None,))
-    layout_module.TOKENS_PER_PIECE = 256  # the shorter piece goes through the recurrence
+    layout_module.MAX_PIECES = 1  # the shorter piece goes through the recurrence
     compare(attend_by_chunks(launch), torch.float32, "cpu", (2, 16), 1e-5, (LONG,), (None,))
 
 
@@ -229,16 +228,15 @@ def test_chunks_in_the_interpreter() -> None:
     run_interpreted(1, check_chunks_in_the_interpreter)
 
 
-@pytest.mark.parametrize("tokens_per_piece", [64, 256])
-def test_chunks(tokens_per_piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout_module, "TOKENS_PER_PIECE", tokens_per_piece)
+@pytest.mark.parametrize("max_pieces", [1, 32])
+def test_chunks(max_pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout_module, "MAX_PIECES", max_pieces)
     compare(attend_by_chunks(attend_in_chunks), torch.float32, "cpu", (2, 16), 1e-5)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not has_library(), reason="flash-linear-attention is not installed")
-def test_chunks_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout_module, "TOKENS_PER_PIECE", 64)
+def test_chunks_on_a_gpu() -> None:
     compare(attend_by_chunks(attend_in_chunks), torch.bfloat16, "cuda", (3, 128), 0.03)
 
 
@@ -312,7 +310,21 @@ def test_kernels_of_pieces_compile() -> None:
     ):
         types = dict.fromkeys(("start_loc", "token", "first_position", "state"), "*i32") | {"eps": "fp32"}
         types |= dict.fromkeys(("memory", "memory_after", "before", "beta_out"), "*fp32")
-        halves = ("q", "k", "v", "qkv", "decay", "decay_out", "beta", "conv", "recent", "out", "attended", "gate", "norm")
+        halves = (
+            "q",
+            "k",
+            "v",
+            "qkv",
+            "decay",
+            "decay_out",
+            "beta",
+            "conv",
+            "recent",
+            "out",
+            "attended",
+            "gate",
+            "norm",
+        )
         types |= dict.fromkeys(halves, "*bf16")
         _, log = compile_for_hopper(kernel, ASTSource, types, constants, num_warps=4)
         assert "0 bytes spill stores" in log, kernel.fn.__name__
