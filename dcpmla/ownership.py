@@ -144,7 +144,9 @@ def window_bound(window: int, dcp_size: int, interleave: int) -> int:
 
 
 def check_block_size(block_size: int, interleave: int) -> None:
-    """Raise ValueError unless the `interleave` tokens that a rank stores in turn never cross a block's boundary."""
+    """Raise ValueError if block_size is below 1, or interleave does not divide it: then a block would end between some
+    of the `interleave` consecutive tokens that a rank stores.
+    """
     if block_size < 1:
         raise ValueError(f"block_size (--block-size) is {block_size}; it must be at least 1")
     if block_size % interleave:
