@@ -247,8 +247,8 @@ class PrefillCall(NamedTuple):
         mask: Bits [T, ceil(N / 32)] in words of int32, contiguous. N is the largest number of keys of a request; a
             query sees the keys whose bits are set (`selection_mask`). None for no mask.
         backend: Name of the backend that must run the call, or "auto".
-        window: Hint of a causal call with a mask: the mask has only keys among a query's last `window` ones, the
-            query's own included. So a kernel may skip earlier keys, and need not. None for no hint.
+        window: Hint for a causal call with a mask: all keys that a query sees are among the last `window` ones up to
+            and including its own, so a kernel may skip earlier keys. None for no hint.
 
     A backend returns out [T, h, V] in the dtype of q and lse [T, h] float32, natural log, contiguous; (0, -inf) for
     a query that sees no key.

@@ -140,7 +140,7 @@ class MLAAttention(AttentionWeights):
         mha = None
         # `step.cut` is set while a graph of a step with prompts is captured. The graph contains what has the same
         # shapes in each replay: the projections of MHA, and in dense MLA the attention of decodes, whose metadata are
-        # static tensors. `_attend` runs outside of the graph: all other attention, and an indexer. It finds step.decode
+        # static tensors. `_attend` runs outside of the graph, with an indexer if there is one; it finds step.decode
         # None if the graph has computed the decodes.
         if step.cut is not None:
             output.reserve()
@@ -190,7 +190,8 @@ class MLAAttention(AttentionWeights):
         """Allocate and free the memory of attention in the largest step of num_tokens, so that a measurement of the
         peak includes it (`claim_attention`). Nothing is computed. Collective.
         """
-        # A kv_b_proj in fp8 is dequantized into new memory, for its own heads (`up_projection`) or more.
+        # `up_projection` dequantizes the own heads' weights in fp8 into new memory. A GPU that does not multiply in fp8
+        # dequantizes the other heads' weights, too.
         num_dequantized = self.kv_b_proj.weight.numel() if self.kv_b_proj.weight_scale is not None else 0
         selector = None if self.indexer is None else self.indexer.selector
         claim_attention(num_tokens, self.config, self._placement, self.num_heads, num_dequantized, selector)

@@ -207,7 +207,7 @@ class AttentionWeights(nn.Module):
         """Return queries [T, n, P + R] before RoPE, times query_factor, and with query_gates logits [T, n, V].
 
         Without projects_pe the queries are [T, n, P] here. The subclasses for such layers (`ScaledAttention`,
-        `PooledAttention`) override this method, and append R zeros.
+        `PooledAttention`) override this method, and append R zeros to each query.
 
         Args:
             heads: Slice of q_heads, n heads.

@@ -30,7 +30,7 @@ def add_norm_kernel(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Add a row [WIDTH] of rows to its row of residual, round the sum once, and norm it: one program a row."""
+    """Add rows and residual [T, WIDTH], round each sum once, and norm it: one program a row."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
     at, mask = row * WIDTH + column, column < WIDTH
     total = tl.load(rows_ptr + at, mask=mask, other=0.0).to(tl.float32)
