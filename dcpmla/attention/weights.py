@@ -206,11 +206,8 @@ class AttentionWeights(nn.Module):
     def project_query(self, tokens: Tokens, heads: slice) -> tuple[Tensor, Tensor | None]:
         """Return queries [T, n, P + R] before RoPE, times query_factor, and with query_gates logits [T, n, V].
 
-        Without projects_pe the queries are [T, n, P] here. The subclasses for such layers (`ScaledAttention`,
-        `PooledAttention`) override this method, and append R zeros to each query.
-
-        Args:
-            heads: Slice of q_heads, n heads.
+        `heads` is a slice of q_heads. Without projects_pe the queries are [T, n, P] here: the subclasses for such
+        layers (`ScaledAttention`, `PooledAttention`) override this method, and append R zeros to each query.
         """
         width, qk_head_dim = self.config.query_width, self.config.qk_head_dim
         q = self.query_proj.product(tokens.q_c, slice(heads.start * width, heads.stop * width))

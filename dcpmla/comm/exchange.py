@@ -17,10 +17,8 @@ class Mailbox(NamedTuple):
     Exchange `direct` alone has one, for calls with one token a segment. With a mailbox `dcp_mla_decode` does not call
     `Exchange.combine`: the attention kernel stores its rows into landings (a rank's memory for its peers' rows), waits
     for the rows of this rank's heads, and merges them. If the chosen kernel stores no rows, `direct_ops.combine` stores
-    and merges the rows that it returns.
-
-    A rank has two landings. Exchanges use them in turn, and clear each row that they have read, so that no kernel takes
-    rows of an earlier exchange for its own (`comm/kernels/landings.py`).
+    and merges the rows that it returns. A rank has two landings. Exchanges use them in turn, and clear each row that
+    they have read, so that no kernel takes rows of an earlier exchange for its own (`comm/kernels/landings.py`).
 
     Attributes:
         addresses: Start of each rank's landings in this rank's address space, [W] int64.
