@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 
 _FORMAT = re.compile(rb"dcpmla job ([0-9a-f]{64}) (\{.{,4000}\})", re.DOTALL)
@@ -41,11 +41,11 @@ class JobIdentity:
 
     def differences(self, other: "JobIdentity") -> list[str]:
         """List the fields in which another job differs, with both values."""
-        names = [field.name for field in fields(self)]
+        theirs = asdict(other)
         return [
-            f"{name} {getattr(other, name)!r} there, {getattr(self, name)!r} here"
-            for name in names
-            if getattr(self, name) != getattr(other, name)
+            f"{name} {theirs[name]!r} there, {mine!r} here"
+            for name, mine in asdict(self).items()
+            if mine != theirs[name]
         ]
 
     def is_same_start(self, other: "JobIdentity") -> bool:
