@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
 
 _FORMAT = re.compile(rb"dcpmla job ([0-9a-f]{64}) (\{.{,4000}\})", re.DOTALL)
@@ -41,11 +41,11 @@ class JobIdentity:
 
     def differences(self, other: "JobIdentity") -> list[str]:
         """List the fields in which another job differs, with both values."""
-        theirs = asdict(other)
+        names = [field.name for field in fields(self)]
         return [
-            f"{name} {theirs[name]!r} there, {mine!r} here"
-            for name, mine in asdict(self).items()
-            if mine != theirs[name]
+            f"{name} {getattr(other, name)!r} there, {getattr(self, name)!r} here"
+            for name in names
+            if getattr(self, name) != getattr(other, name)
         ]
 
     def is_same_start(self, other: "JobIdentity") -> bool:
