@@ -107,9 +107,8 @@ class TextStream:
     def _num_held(self, text: str) -> int:
         """Return the length of the longest end of the text that begins a stop string, and is not all of it."""
         longest = min(len(text), max(map(len, self._stop), default=1) - 1)
-        starts = (text[-num:] for num in range(longest, 0, -1))
         return next(
-            (len(start) for start in starts if any(stop.startswith(start) and stop != start for stop in self._stop)), 0
+            (num for num in range(longest, 0, -1) if any(stop[:-1].startswith(text[-num:]) for stop in self._stop)), 0
         )
 
 
