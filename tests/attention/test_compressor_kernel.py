@@ -23,7 +23,7 @@ from tests.support.compressor_steps import build, config_of, tables_of
 from tests.support.shared_memory import run_interpreted
 
 # New tokens of each request, step by step: prefills of one span and of many, in the middle of spans and at their ends,
-# decodes; the last state is nobody's.
+# decodes. No request has the last state.
 STEPS = (
     (5, 0, 1),
     (3, 1, 1),
@@ -44,7 +44,7 @@ def check_compressor(
 ) -> None:
     """Check entries and sums after every step, of rows and of index keys, in every format; poison stays elsewhere."""
     layouts = ((1, 0, 1), (3, 1, 1), (2, 0, 2))
-    cases = (  # of what, whether quantized
+    cases = (  # Each case is a kind of layer, whether it has index keys, and whether they are quantized.
         (LayerKind(4, True), False, rope == ROPE_DIM),
         (LayerKind(4, True), True, True),
         (LayerKind(4, True), True, False),
@@ -118,9 +118,9 @@ def compressor_cases(
         cos_sin = torch.rand(num_tokens, rope, generator=torch.Generator().manual_seed(number))
         table = step.block_table if is_index else step.entry_table(kind.ratio)
         layout = EntryLayout(cos_sin, table, plan.entries_per_block(kind.ratio), *step.layout)
-        how = is_index, is_index and width & (width - 1) == 0
+        options = is_index, is_index and width & (width - 1) == 0
         for each in parts:
-            yield [pairs, bias, norm, 1e-3, sums, cache, each, layout, *how], (sums, cache)
+            yield [pairs, bias, norm, 1e-3, sums, cache, each, layout, *options], (sums, cache)
 
 
 def check_compressor_in_the_interpreter() -> None:

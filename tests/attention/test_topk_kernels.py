@@ -22,7 +22,7 @@ from tests.support.shared_memory import run_interpreted
 
 
 def adversarial(num_rows: int, num_columns: int, device: str) -> Iterator[Tensor]:
-    """Scores that are hard to part: where guesses between them mislead, and where only positions do."""
+    """Yield scores that are hard to part, by guesses between them or by positions alone."""
     generator = torch.Generator(device).manual_seed(0)
     shape = (num_rows, num_columns)
 
@@ -41,7 +41,7 @@ def adversarial(num_rows: int, num_columns: int, device: str) -> Iterator[Tensor
     yield -column
     yield 10.0 ** (76 * uniform() - 38) * normal().sign()
     yield (column + 1) * 1e-45 * normal().sign()  # denormals
-    yield torch.exp2(-column)  # most of them underflow
+    yield torch.exp2(-column)  # many underflow
     yield torch.where(column == num_columns // 3, 1e38, normal())
     yield normal().relu() - (uniform() < 0.2) * 0.0
     yield torch.where(uniform() < 0.05, 50 + normal(), 1e-3 * normal())
@@ -227,7 +227,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 def test_operators(device: str) -> None:
-    """Schema, and the shapes that tracing is told."""
+    """Check the schema, and the shapes for tracing."""
     lens = torch.tensor([0, 9, 3], dtype=torch.int32, device=device)
     candidates = torch.full((3, 12), EMPTY, device=device)
     selection = SelectedTokens.empty(3, 5, device)

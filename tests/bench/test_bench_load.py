@@ -1,4 +1,4 @@
-"""The load of `dcpmla bench serve`: it is as requested, the same under every cut; its rows in numbers by hand."""
+"""The load of `dcpmla bench serve`, as requested and the same under every cut, and its rows by hand."""
 
 import math
 from types import SimpleNamespace
