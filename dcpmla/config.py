@@ -104,8 +104,8 @@ class MLAConfig:
         window: Number of tokens that a token attends to, the last ones up to itself; None for all. A layer has a window
             or an indexer, not both.
         norms_k_pe: Whether k_pe is normalized before RoPE, as kv_c is (dots3).
-        query_gates: Whether the query projection also makes the logits of a gate for each column of the output, and
-            its input is the query latent after and before its norm (A.X-K2).
+        query_gates: Whether the query projection also makes a gate's logit for each column of the output (A.X-K2). Its
+            input then has 2 Lq columns: the query latent after its norm, beside the query latent before the norm.
     """
 
     hidden_size: _Size
@@ -195,7 +195,7 @@ class MLAConfig:
         return self.num_heads // tensor_parallel_size
 
 
-# Names in errors of fields without an option, or whose option `option_label` does not make from the name.
+# What errors call a field that has no option, or whose option is another than `option_label` makes from its name.
 _LABELS = {
     "tensor_parallel_size": "tensor_parallel_size (-tp)",
     "decode_context_parallel_size": "decode_context_parallel_size (-dcp)",

@@ -26,8 +26,8 @@ from dcpmla.config import MLAConfig
 from dcpmla.parallel.fp8 import PlainRows, QuantizedRows, plain
 from dcpmla.parallel.linear import Weight
 
-# Number of decode tokens in a call from which dcp_project_before_merge pays: exchanged rows are narrower, but each rank
-# reads W_UV of all the group's heads. Measured with `direct` on 4 H200s: slower at 32 tokens, faster at 128.
+# Smallest number of decode tokens in a call for which dcp_project_before_merge pays: exchanged rows are narrower, but
+# each rank reads W_UV of all the group's heads. Measured with `direct` on 4 H200s: slower at 32 tokens, faster at 128.
 PROJECT_FIRST_TOKENS = 64
 # Number of tokens whose queries set q_scale: more tokens hardly raise the maximum. With 128 heads they take 144 MiB.
 _SCALED_TOKENS = 1024
@@ -190,8 +190,8 @@ class MLAAttention(AttentionWeights):
         """Allocate and free the memory of attention in the largest step of num_tokens, so that a measurement of the
         peak includes it (`claim_attention`). Nothing is computed. Collective.
         """
-        # `up_projection` dequantizes the own heads' weights in fp8 into new memory. A GPU that does not multiply in fp8
-        # dequantizes the other heads' weights, too.
+        # This is an upper bound: `up_projection` dequantizes the weights of this rank's own heads, and a GPU that does
+        # not multiply in fp8 dequantizes those of all the heads that the rank holds.
         num_dequantized = self.kv_b_proj.weight.numel() if self.kv_b_proj.weight_scale is not None else 0
         selector = None if self.indexer is None else self.indexer.selector
         claim_attention(num_tokens, self.config, self._placement, self.num_heads, num_dequantized, selector)
@@ -225,7 +225,7 @@ class MLAAttention(AttentionWeights):
         self._calculate_q_scale(Tokens(q_c, cos_sin, rows_of(step.query_factor, prefills)))
 
     def _calculate_q_scale(self, tokens: Tokens) -> None:
-        """Set the scale of fp8 queries, if they have one, from the first of a prompt's tokens. Collective."""
+        """Set the scale of fp8 queries, if they have one, from the first `_SCALED_TOKENS` tokens. Collective."""
         if self.q_scale is None:
             return
         tokens = tokens.rows(slice(0, _SCALED_TOKENS))

@@ -120,7 +120,7 @@ class ContextChunk:
             reorder by `order` after the gather; `direct` stores each row at its token's row by `tokens`.
         keys: Rows of each request among the S tokens.
         first_position: Position of each request's first token in the chunk [num_prefills], int32; for a request
-            without tokens in the chunk, the end of its range in the chunk before.
+            without tokens in the chunk, the number of its tokens in the chunks before.
     """
 
     local_slots: Tensor

@@ -206,8 +206,9 @@ class AttentionWeights(nn.Module):
     def project_query(self, tokens: Tokens, heads: slice) -> tuple[Tensor, Tensor | None]:
         """Return queries [T, n, P + R] before RoPE, times query_factor, and with query_gates logits [T, n, V].
 
-        `heads` is a slice of q_heads. Without projects_pe the queries are [T, n, P] here: the subclasses for such
-        layers (`ScaledAttention`, `PooledAttention`) override this method, and append R zeros to each query.
+        `heads` is a slice of q_heads. Layers with has_query_factors or without projects_pe override this method
+        (`ScaledAttention`, `PooledAttention`): they apply each head's own factor, and append R zeros to each query of P
+        columns.
         """
         width, qk_head_dim = self.config.query_width, self.config.qk_head_dim
         q = self.query_proj.product(tokens.q_c, slice(heads.start * width, heads.stop * width))

@@ -22,8 +22,8 @@ class Mailbox(NamedTuple):
 
     Attributes:
         addresses: Start of each rank's landings in this rank's address space, [W] int64.
-        state: Number of exchanges so far, by which a kernel chooses the landing, int32 [N] on the device: a counter for
-            each program of a kernel, then a flag that is 1 after a fault.
+        state: Count of exchanges so far for each program of a kernel, by which the program chooses the landing; the
+            last element is 1 after a fault. int32 [N], on the device.
         fault: Fault record, [1] int64 in pinned memory, written by a kernel whose wait for a peer timed out.
         landing_bytes: Maximum bytes of rows that a rank receives at a time.
         timeout: Seconds to wait for a peer.

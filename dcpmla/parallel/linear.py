@@ -38,7 +38,7 @@ class Weight(Protocol):
 
 @runtime_checkable
 class QuantizedWeight(Weight, Protocol):
-    """A [rows, cols] weight in 8 or 4 bits: indexing gives its values, `stored` its codes and scales."""
+    """A [rows, cols] weight in 8 or 4 bits: indexing gives values, `stored` codes and scales (`read_linear`)."""
 
     def stored(self, rows: slice, cols: slice, /) -> AnyWeight: ...
 
