@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from dcpmla.attention.kind import AttentionLayer
 from dcpmla.attention.step import StepMetadata
-from dcpmla.cache.latent import LatentCache
+from dcpmla.cache.plan import Cache
 from dcpmla.comm.norm import add_norm, rms_norm
 from dcpmla.comm.reduce import Reduce
 from dcpmla.model.mlp import MLP
@@ -62,7 +62,7 @@ class DecoderBlock(nn.Module):
         return self.attention.takes_quantized and self.input_gate is None
 
     def forward(
-        self, x: PlainRows, residual: Tensor, cache: LatentCache | None, step: StepMetadata | None
+        self, x: PlainRows, residual: Tensor, cache: Cache | None, step: StepMetadata | None
     ) -> tuple[PlainRows, Tensor]:
         """Run one step of a batch. Collective over the TP group.
 
@@ -122,7 +122,7 @@ class ShortcutBlock(nn.Module):
         return self.first.takes_quantized
 
     def forward(
-        self, x: PlainRows, residual: Tensor, cache: LatentCache | None, step: StepMetadata | None
+        self, x: PlainRows, residual: Tensor, cache: Cache | None, step: StepMetadata | None
     ) -> tuple[PlainRows, Tensor]:
         """Run one step of a batch, like `DecoderBlock.forward`."""
         own, following = (None, None) if cache is None else (cache[self.layer], cache[self.layer + 1])
@@ -154,7 +154,7 @@ class Decoder(nn.Module):
         for block, following in pairwise(blocks):
             block.quantizes_output = following.takes_quantized
 
-    def forward(self, token_ids: Tensor, step: StepMetadata | None, cache: LatentCache | None) -> Tensor:
+    def forward(self, token_ids: Tensor, step: StepMetadata | None, cache: Cache | None) -> Tensor:
         """Return the normalized hidden states [T, hidden] of tokens [T] int64. Collective over the TP group."""
         residual = nn.functional.embedding(token_ids, self.embedding)
         x: PlainRows = rms_norm(residual, self.input_norm, self.eps)

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor, nn
 
 from dcpmla.attention.step import StepMetadata
-from dcpmla.cache.latent import LatentCache
 from dcpmla.cache.plan import Cache
 from dcpmla.comm.norm import rms_norm
 from dcpmla.model.block import DecoderBlock
@@ -19,7 +18,7 @@ class MtpLayer(nn.Module):
     its output into a draft of token p + 2. Its cache is one more layer of the model's.
 
     Args:
-        embedding: [vocab, hidden], the model's.
+        embedding: [vocab, hidden], the model's, or the module's own (dots3).
         embedding_norm, hidden_norm: Weights [hidden] (enorm, hnorm).
         projection: [hidden, 2 hidden] (eh_proj), whole on each rank.
         input_norm: Weight [hidden] of the block's first norm.
@@ -52,7 +51,6 @@ class MtpLayer(nn.Module):
         embedded, hidden_states = (part.contiguous() for part in rows.chunk(2, -1))
         normalized = rms_norm(embedded, embedding_norm, self.eps), rms_norm(hidden_states, hidden_norm, self.eps)
         residual = self.projection(torch.cat(normalized, -1))
-        assert cache is None or isinstance(cache, LatentCache)
         x, _ = self.block(rms_norm(residual, input_norm, self.eps), residual, cache, step)
         return plain(x)
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from dcpmla.attention.linear.calls import CHUNK, DeltaPieces, DeltaRequests
@@ -32,8 +33,12 @@ class DeltaMetadata:
     pieces: DeltaPieces | None = None
 
     def of_tokens(self, index: int, size: int) -> "DeltaMetadata":
-        """Raise NotImplementedError: no MTP module has linear attention."""
-        raise NotImplementedError("a token of a step has no state of its own")
+        """Return the metadata of token number `index` of each request; a request with fewer tokens has none."""
+        _, first_position, end, state = self.requests
+        first = first_position + index
+        start = torch.arange(len(first), dtype=torch.int32, device=first.device)
+        requests = DeltaRequests(start, first, (first + 1).minimum(end).maximum(first), state)
+        return DeltaMetadata(requests, requests)
 
 
 class DeltaLayout(NamedTuple):

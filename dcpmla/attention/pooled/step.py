@@ -39,8 +39,8 @@ class PoolMetadata:
     selection: SelectedTokens | None = None
 
     def of_tokens(self, index: int, size: int) -> "PoolMetadata":
-        """Raise NotImplementedError: no MTP module has pools."""
-        raise NotImplementedError("a token of a step has no sums of its own")
+        """Return metadata for a token of each request, as before `with_pools`."""
+        return PoolMetadata(self.num_sums, self.layout, self.per_block)
 
     @property
     def entries(self) -> EntryLayout:

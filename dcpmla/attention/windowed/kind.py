@@ -37,10 +37,12 @@ class WindowedKind(SparseKind):
     Attributes:
         windowed: Geometry of the layers with a window.
         window_layers: Numbers of the layers with a window, ascending, at least one.
+        has_mtp: Whether the last layer is an MTP module's, which runs in passes of its own.
     """
 
     windowed: MLAConfig
     window_layers: tuple[int, ...]
+    has_mtp: bool = False
 
     @property
     def _window(self) -> int:
@@ -76,9 +78,9 @@ class WindowedKind(SparseKind):
         return with_windows(step, self._window, rotary(step.positions, WINDOW_ROTARY))
 
     def new_layer(self, layer: int, placement: Placement) -> GatedAttention:
-        """Return the layer of a number; the first with a window writes the windows for all."""
+        """Return the layer of a number; the first of a pass with a window writes the windows for all."""
         if layer in self.window_layers:
-            selects = layer == self.window_layers[0]
+            selects = layer == self.window_layers[0] or (self.has_mtp and layer == self.num_layers - 1)
             return WindowAttention(self.windowed, placement, self.num_gates, selects)
         return GatedAttention(self.config, placement, self.num_gates)
 

@@ -25,7 +25,7 @@ class WindowAttention(GatedAttention):
         config: Geometry of the whole layer, before it is sharded, with a window.
         placement: Ranks of the layer, and dtype and device of its parameters, uninitialized until `load_weights`.
         num_gates: Same as in `GatedAttention`.
-        selects: Whether the layer writes the step's windows, as the first of the model's does for all.
+        selects: Whether the layer writes the step's windows, as the first of a pass does for all.
     """
 
     def __init__(self, config: MLAConfig, placement: Placement, num_gates: int, selects: bool) -> None:

@@ -4,11 +4,17 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from dcpmla.attention.windowed.kind import FULL_ROTARY, WINDOW_ROTARY, WindowedKind
 from dcpmla.config import LARGEST_SIZE, IndexerConfig, MLAConfig
 from dcpmla.fields import FLAG, Rule, check_fields, either, even, list_of, number, one_of, optional, whole
 from dcpmla.integrations.config_checks import check_model, check_rope_fields
-from dcpmla.integrations.families.family import NO_MTP, Family
+from dcpmla.integrations.decoder import Shapes, load_mtp
+from dcpmla.integrations.families.family import Family
+from dcpmla.integrations.parts import Parts
+from dcpmla.model.mtp import MtpLayer
+from dcpmla.parallel.linear import read_weight
 
 _SIZE = whole(1, LARGEST_SIZE)
 _OBJECT = Rule("an object", lambda value: isinstance(value, dict))
@@ -26,6 +32,7 @@ _RAW_RULES = {
     "per_layer_config": optional(Rule("an object of objects", lambda value: _holds_objects(value))),
     "num_hidden_layers": whole(1, 1024),
     "n_routed_experts": whole(2, 1 << 16),
+    "mtp_layer_types": optional(list_of(one_of(("full_attention", FULL_ROTARY, WINDOW_ROTARY)))),
     "moe_layer_freq": either(whole(1), list_of(whole(0, 1))),
     **dict.fromkeys(("use_dsa", "use_sliding_window"), FLAG),
     "scoring_func": one_of(("sigmoid",)),
@@ -44,6 +51,7 @@ class _Dots3(Family):
     def read_config(self, raw: dict[str, Any]) -> Any:
         """Return the text model's config. The published file has configs of encoders, too."""
         check_fields(_RAW_RULES, raw)
+        raw.setdefault("num_nextn_predict_layers", 1)  # published configs do not have it
         check_fields(dict.fromkeys(_TYPES, _OBJECT), raw.get("rope_parameters") or {}, "rope_parameters.{}".format)
         if raw.get("per_layer_config") is not None:
             check_fields({"layer_types": list_of(one_of(_TYPES))}, raw)
@@ -71,6 +79,7 @@ class _Dots3(Family):
             windowed=replace(self._mla(config, WINDOW_ROTARY), window=config.sliding_window),
             window_layers=layers[WINDOW_ROTARY],
             num_gates=1,
+            has_mtp=has_mtp,
         )
 
     def _mla(self, config: Any, kind: str) -> MLAConfig:
@@ -87,12 +96,26 @@ class _Dots3(Family):
             norms_k_pe=True,
         )
 
-    def check_mtp(self, config: Any) -> None:
-        """Raise ValueError: transformers has no such module to compare with."""
-        raise ValueError(
-            f"speculative_method (--speculative-method) is 'mtp'; MTP modules of {config.model_type} are not "
-            f"computed: {NO_MTP}"
-        )
+    def module_name(self, name: str, num_layers: int) -> str:
+        """Return the name of transformers' module; the MTP module's embedding is published outside of its layer."""
+        name = super().module_name(name, num_layers)
+        return name.replace("model.mtp.embed_tokens.", f"model.layers.{num_layers}.embed_tokens.")
+
+    def with_mtp_layer(self, config: Any) -> Any:
+        """Return a config with the MTP module's layer: an MLP, and attention of the kind that mtp_layer_types has."""
+        config = super().with_mtp_layer(config)
+        kind = (getattr(config, "mtp_layer_types", None) or [WINDOW_ROTARY])[0]
+        config.layer_types[-1] = WINDOW_ROTARY if kind == WINDOW_ROTARY else FULL_ROTARY
+        config.mlp_layer_types[-1] = "dense"
+        sizes = {int(layer): own for layer, own in config.to_dict()["per_layer_config"].items()}
+        like = config.layer_types.index(config.layer_types[-1])
+        config.per_layer_config = sizes | {config.num_hidden_layers - 1: sizes.get(like, {})}
+        return config
+
+    def mtp_shapes(self, config: Any, block: str, of_model: Shapes) -> Shapes:
+        """Return the shapes of the MTP module's weights that are in no decoder layer, among them its own embedding."""
+        embedding = config.vocab_size, config.hidden_size
+        return super().mtp_shapes(config, block, of_model) | {f"{block}.embed_tokens.weight": embedding}
 
 
 def _holds_objects(value: object) -> bool:
@@ -135,4 +158,10 @@ def _check(config: Any) -> None:
         check_rope_fields(rope, rotated, f"rope_parameters.{kind}.{{}}")
 
 
-DOTS3 = _Dots3("Dots3NoteText", check_attention=_check)
+def _load_mtp(parts: Parts, block: str, embedding: Tensor) -> MtpLayer:
+    """Load the MTP module over its own embedding."""
+    own = read_weight(parts.weights, f"{block}.embed_tokens.weight", tuple(embedding.shape))
+    return load_mtp(parts, block, own.to(**parts.placement.factory_kwargs))
+
+
+DOTS3 = _Dots3("Dots3NoteText", check_attention=_check, load_mtp=_load_mtp)

@@ -105,10 +105,11 @@ class Family:
 
     def check_mtp(self, config: Any) -> None:
         """Raise ValueError for a model without an MTP module that this package computes."""
-        if not getattr(config, "num_nextn_predict_layers", None):
+        num_modules, name = getattr(config, "num_nextn_predict_layers", None), "num_nextn_predict_layers"
+        if num_modules != 1:
+            found = f"{name} {num_modules!r}, and one module is computed" if num_modules else f"no {name}"
             raise ValueError(
-                f"speculative_method (--speculative-method) is 'mtp', but the model's config has no "
-                f"num_nextn_predict_layers: {NO_MTP}"
+                f"speculative_method (--speculative-method) is 'mtp', but the model's config has {found}: {NO_MTP}"
             )
 
     def with_mtp_layer(self, config: Any) -> Any:

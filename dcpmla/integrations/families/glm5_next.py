@@ -14,7 +14,7 @@ from dcpmla.fields import FLAG, Rule, check_fields, list_of, number, one_of, opt
 from dcpmla.integrations.checkpoint_names import rename
 from dcpmla.integrations.families.hybrid import HybridFamily
 from dcpmla.integrations.families.sparse import SPARSE_LAYERS
-from dcpmla.integrations.families.streams import load_streams
+from dcpmla.integrations.families.streams import drop_connections, load_streams, with_single_stream
 from dcpmla.integrations.families.text_model import TextModel
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.mixing import Constants
@@ -90,8 +90,16 @@ class _Glm5Next(HybridFamily):
         return TextModel(config, getattr(transformers, f"{self.class_prefix}Model")(config))
 
     def extend(self, model: Any) -> None:
-        """Name the weights that are held in float32."""
+        """Name the weights that are held in float32; an MTP module has no streams."""
+        drop_connections(model)
         model._keep_in_fp32_modules_strict = {*model._keep_in_fp32_modules_strict, *_IN_FLOAT32}
+
+    def with_mtp_layer(self, config: Any) -> Any:
+        """Return a config with the MTP module's layer, which has an indexer of its own and no streams."""
+        types = config.indexer_types[: config.num_hidden_layers]
+        config = with_single_stream(super().with_mtp_layer(config))
+        config.indexer_types = [*types, "full"]
+        return config
 
     def module_name(self, name: str, num_layers: int) -> str:
         """Return the name of transformers' module."""
@@ -141,7 +149,7 @@ def _load_decoder(parts: Parts, num_layers: int) -> StreamDecoder:
     constants = Constants(config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters)
     norm = read_weight(parts.weights, "model.norm.weight", (config.hidden_size,))
     to_head = StreamMean(norm, config.rms_norm_eps).to(parts.placement.device)
-    return load_streams(parts, num_layers, constants, to_head=to_head)
+    return load_streams(parts, num_layers, constants, collapses=True, to_head=to_head)
 
 
 GLM5_NEXT = _Glm5Next("Glm5NextText", check_attention=_check, load_decoder=_load_decoder)

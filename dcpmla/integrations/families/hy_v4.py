@@ -9,7 +9,7 @@ from dcpmla.fields import Rule, check_fields, list_of, number, one_of, whole
 from dcpmla.integrations.checkpoint_names import rename
 from dcpmla.integrations.config_checks import check_mla, check_raw_config
 from dcpmla.integrations.families.sparse import SPARSE_LAYERS, SparseFamily
-from dcpmla.integrations.families.streams import load_streams
+from dcpmla.integrations.families.streams import drop_connections, load_streams, with_single_stream
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.mixing import Constants
 from dcpmla.model.stream_decoder import StreamDecoder
@@ -59,10 +59,8 @@ class _HyV4(SparseFamily):
 
     def extend(self, model: Any) -> None:
         """Give the gates' projections the name that other families have for them; an MTP module has no streams."""
-        layers = model.model.layers
-        for layer in layers[getattr(model.config, "num_stream_layers", len(layers)) :]:
-            del layer.attn_hc, layer.ffn_hc
-        for layer in layers:
+        drop_connections(model)
+        for layer in model.model.layers:
             layer.self_attn.g_proj = layer.self_attn.gate_proj
             del layer.self_attn.gate_proj
 
@@ -73,9 +71,7 @@ class _HyV4(SparseFamily):
 
     def with_mtp_layer(self, config: Any) -> Any:
         """Return a config with the MTP module's layer, which has no streams."""
-        num_layers, config = config.num_hidden_layers, super().with_mtp_layer(config)
-        config.num_stream_layers = num_layers
-        return config
+        return with_single_stream(super().with_mtp_layer(config))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dcpmla.attention.linear.config import DeltaConfig
 from dcpmla.attention.linear.kind import HybridKind
 from dcpmla.fields import FLAG, check_fields, list_of, one_of, rules_of
 from dcpmla.integrations.checkpoint_names import rename
-from dcpmla.integrations.families.family import NO_MTP, Family
+from dcpmla.integrations.families.family import Family
 
 _NAMES = [
     (re.compile(pattern), name)
@@ -21,6 +21,7 @@ _NAMES = [
         (r"\.attention\.", ".self_attn."),
         (r"\.self_attn\.dense\.", ".self_attn.o_proj."),
         (r"\.mlp\.gate\.expert_bias$", ".mlp.gate.e_score_correction_bias"),
+        (r"^(model\.layers\.\d+)\.final_layernorm\.", r"\1.shared_head.norm."),  # of Ling's MTP module
     )
 ]
 _TYPES = ("full_attention", "linear_attention")
@@ -53,12 +54,11 @@ class HybridFamily(Family):
         """Return the name of transformers' module, by the names of the experts, too."""
         return rename(super().module_name(name, num_layers), _NAMES)
 
-    def check_mtp(self, config: Any) -> None:
-        """Raise ValueError: no module of a hybrid is computed."""
-        raise ValueError(
-            f"speculative_method (--speculative-method) is 'mtp'; MTP modules of {config.model_type} are not "
-            f"computed: {NO_MTP}"
-        )
+    def with_mtp_layer(self, config: Any) -> Any:
+        """Return a config with the MTP module's decoder layer, which has MLA."""
+        config = super().with_mtp_layer(config)
+        config.layer_types[-1] = next(kind for kind in config.layer_types if kind != "linear_attention")
+        return config
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dcpmla.attention.linear.kind import HybridKind
 from dcpmla.config import LARGEST_SIZE
 from dcpmla.fields import FLAG, Rule, check_fields, list_of, number, one_of, optional, whole
 from dcpmla.integrations.decoder import load_decoder
+from dcpmla.integrations.families.family import NO_MTP
 from dcpmla.integrations.families.hybrid import HybridFamily, check_hybrid
 from dcpmla.integrations.families.kimi_k3 import K3Fields, extend_to_k3, load_sum_decoder
 from dcpmla.integrations.parts import Parts
@@ -61,6 +62,13 @@ class _Kimi(HybridFamily):
             config=replace(kind.config, use_rope=False),
             delta=replace(kind.delta, low_ranks=low_ranks, decay_floor=fields.decay_floor),
             num_gates=config.v_head_dim if fields.gates_output else 0,
+        )
+
+    def check_mtp(self, config: Any) -> None:
+        """Raise ValueError: no published model has a module."""
+        raise ValueError(
+            f"speculative_method (--speculative-method) is 'mtp'; MTP modules of {config.model_type} are not "
+            f"computed: {NO_MTP}"
         )
 
     def extend(self, model: Any) -> None:

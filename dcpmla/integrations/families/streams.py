@@ -1,5 +1,7 @@
 """From a checkpoint to a decoder over several streams of the residual (DeepSeek-V4, HY V4, GLM-5-Next)."""
 
+from typing import Any
+
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.mixing import Constants, Projection
 from dcpmla.model.stream_decoder import StreamBlock, StreamDecoder
@@ -34,6 +36,19 @@ def load_stream_block(parts: Parts, name: str, constants: Constants) -> StreamBl
         load_connection(parts, f"{name}.ffn_hc.", f"{name}.post_attention_layernorm.weight", constants),
     )
     return StreamBlock(layer, attention, parts.mlp(f"{name}.mlp"), connections, parts.reduce)
+
+
+def drop_connections(model: Any) -> None:
+    """Take the hyper-connections from transformers' MTP layer, which has one stream (`with_single_stream`)."""
+    layers = model.model.layers
+    for layer in layers[getattr(model.config, "num_stream_layers", len(layers)) :]:
+        del layer.attn_hc, layer.ffn_hc
+
+
+def with_single_stream(config: Any) -> Any:
+    """Return a config with the MTP module's layer, the last one, marked as without streams."""
+    config.num_stream_layers = config.num_hidden_layers - 1
+    return config
 
 
 def load_connection(parts: Parts, prefix: str, norm: str, constants: Constants, is_head: bool = False) -> Connection:
