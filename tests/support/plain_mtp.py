@@ -22,6 +22,7 @@ class MtpNames(NamedTuple):
     projections: tuple[str, ...]
     output_norm: str
     collapse: str = ""
+    embedding: str = ""
 
     @classmethod
     def of(cls, config: Any) -> Self:
@@ -30,31 +31,40 @@ class MtpNames(NamedTuple):
             norms, mlp = (f"{block}.enorm.m.weight", f"{block}.hnorm.m.weight"), f"{block}.transformer_layer.mlp"
             return cls(block, mlp, *norms, (f"{block}.eh_proj.weight",), "model.mtp.norm.weight")
         is_v4, is_hy = config.model_type == "deepseek_v4", config.model_type == "hy_v4"
-        block = "mtp.0" if is_v4 else "model.mtp_layers.0" if is_hy else f"model.layers.{config.num_hidden_layers}"
+        prefix = "model.language_model" if config.model_type == "glm5_next_text" else "model"
+        block = "mtp.0" if is_v4 else "model.mtp_layers.0" if is_hy else f"{prefix}.layers.{config.num_hidden_layers}"
         own = f"{block}.mlp", f"{block}.enorm.weight", f"{block}.hnorm.weight"
         if is_v4:
             projections = f"{block}.e_proj.weight", f"{block}.h_proj.weight"
             return cls(block, *own, projections, f"{block}.norm.weight", f"{block}.hc_head_")
-        last = f"{block}.final_layernorm.weight" if is_hy else f"{block}.shared_head.norm.weight"
-        return cls(block, *own, (f"{block}.eh_proj.weight",), last)
+        is_final = config.model_type in ("hy_v4", "bailing_hybrid")
+        last = f"{block}.final_layernorm.weight" if is_final else f"{block}.shared_head.norm.weight"
+        embedding = "model.mtp.embed_tokens.weight" if config.model_type == "dots3_note_text" else ""
+        return cls(block, *own, (f"{block}.eh_proj.weight",), last, embedding=embedding)
 
     def all(self) -> list[str]:
         collapse = [self.collapse + part for part in ("fn", "base", "scale")] if self.collapse else []
-        return [self.embedding_norm, self.hidden_norm, *self.projections, self.output_norm, *collapse]
+        embedding = [self.embedding] if self.embedding else []
+        return [self.embedding_norm, self.hidden_norm, *self.projections, self.output_norm, *collapse, *embedding]
+
+
+def _text_model(model: Any) -> Any:
+    return getattr(model.model, "language_model", model.model)
 
 
 class PlainMtp:
     """The report's module: norms of the embedding and of the hidden state, a projection of both, a decoder layer."""
 
-    def __init__(self, family: str) -> None:
+    def __init__(self, family: str, **fields: Any) -> None:
         torch.manual_seed(1)
         self.config = tiny_config(family)
-        self.config.num_nextn_predict_layers = 1
+        for name, value in {"num_nextn_predict_layers": 1, **fields}.items():
+            setattr(self.config, name, value)
         self.with_layer = random_model(family_of(self.config).with_mtp_layer(self.config))
         self.base = random_model(self.config, seed=0)
         state = self.with_layer.state_dict()
         self.base.load_state_dict({name: state[name] for name in self.base.state_dict()})
-        layer, self.names = self.with_layer.model.layers[-1], MtpNames.of(self.config)
+        layer, self.names = _text_model(self.with_layer).layers[-1], MtpNames.of(self.config)
         if family == "longcat_flash":  # any of its layers has the parts of the module's, twice
             parts = layer.self_attn[0], layer.mlps[0], layer.input_layernorm[0], layer.post_attention_layernorm[0]
         else:
@@ -83,6 +93,10 @@ class PlainMtp:
         if self.config.model_type in ("deepseek_v4", "hy_v4"):
             block = f"model.layers.{self.config.num_hidden_layers}."
             state = {name.replace(block, f"{self.names.block}."): tensor for name, tensor in state.items()}
+        if self.config.model_type == "bailing_hybrid":
+            published = {".self_attn.": ".attention.", ".o_proj.": ".dense.", ".e_score_correction_": ".expert_"}
+            for word, other in published.items():
+                state = {name.replace(word, other): tensor for name, tensor in state.items()}
         directory.mkdir()
         self.config.save_pretrained(directory)
         save_file({name: tensor.clone() for name, tensor in state.items()}, directory / "model.safetensors")
@@ -100,15 +114,28 @@ class PlainMtp:
         return tokens[-num_drafts:]
 
     def _run(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        embedded = self._norm(self.base.model.embed_tokens(tokens), self.names.embedding_norm)
+        own = self.own.get(self.names.embedding)
+        embedded = _text_model(self.base).embed_tokens(tokens) if own is None else F.embedding(tokens, own)
+        embedded = self._norm(embedded, self.names.embedding_norm)
         joined = torch.cat([embedded, self._norm(hidden, self.names.hidden_norm)], -1)
         residual = joined @ self.own[self.names.projections[0]].T
-        positions = torch.arange(tokens.shape[1])[None]
-        mask = torch.full((tokens.shape[1],) * 2, -torch.inf).triu(1)[None, None]
-        how = {"position_embeddings": self.base.model.rotary_emb(residual, positions), "position_ids": positions}
-        attended = self.attention(self.first_norm(residual), attention_mask=mask, **how)[0]
-        residual = residual + attended
+        residual = residual + self.attention(self.first_norm(residual), **self._arguments(residual))[0]
         return self._norm(residual + self.mlp(self.second_norm(residual)), self.names.output_norm)
+
+    def _arguments(self, x: Tensor) -> dict[str, Any]:
+        """Return the arguments of transformers' attention, besides hidden states [1, T, hidden]."""
+        size, rotary = x.shape[1], getattr(_text_model(self.base), "rotary_emb", None)
+        if rotary is None:  # GLM-5-Next's indexer masks by itself
+            return {"attention_mask": torch.ones(1, size, dtype=torch.bool)}
+        positions, types = torch.arange(size)[None], {}
+        is_hidden = torch.ones(size, size).triu(1).bool()
+        if self.config.model_type == "dots3_note_text":
+            types = {"layer_type": self.with_layer.config.layer_types[-1]}
+            if types["layer_type"] == "sliding_attention":
+                is_hidden |= positions.T - positions >= self.config.sliding_window
+        mask = torch.zeros(size, size).masked_fill(is_hidden, -torch.inf)[None, None]
+        angles = rotary(x, positions, **types)
+        return {"attention_mask": mask, "position_embeddings": angles, "position_ids": positions}
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], self.own[name], self.config.rms_norm_eps)
