@@ -16,6 +16,7 @@ from dcpmla.cli.plan_prompts import PromptPlan
 from dcpmla.cli.plan_report import measured_report, plot, report
 from dcpmla.config import INDEX_CACHE_DTYPES, DCPConfig
 from dcpmla.fields import check_fields, divisors, option_label, whole
+from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.planning.capacity import FORMATS
@@ -57,6 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--input-len", type=positive, default=8192, metavar="N", help="tokens of a prompt to predict")
     limit = "limit of a step's tokens, pieces of prompts among them"
     add("--max-num-batched-tokens", type=positive, default=8192, metavar="N", help=limit)
+    module = "mtp: the bytes of the MTP module count, its weights and its layer of the cache"
+    add("--speculative-method", choices=("none", "ngram", "mtp"), default="none", help=module)
     drafts = "drafts of each request that a step verifies; their making is not counted"
     add("--num-speculative-tokens", type=int, default=0, metavar="K", help=drafts)
     rate = "probability that a draft is accepted, if those before it are"
@@ -74,6 +77,8 @@ def run(args: argparse.Namespace) -> None:
     machine = load_machine(args.machine, model)
     rows = read_rows(args.measured, "--measured", model) if args.measured else []
     predicted = [(row, predict_row(machine, model, row)) for row in rows]
+    if args.speculative_method == "mtp":
+        model = load_model_size(args.model, with_mtp=True).with_expert_dtype(args.expert_dtype)
     settings = _settings(args, model)
     plans = [make_plan(machine, model, setting, args.batch, args.context) for setting in settings]
     best, reason = recommend(machine, plans, args.batch, args.context)
@@ -98,11 +103,13 @@ def run(args: argparse.Namespace) -> None:
         print("\n".join(measured_report(args.measured, predicted)))
 
 
-def load_model_size(path: Path) -> ModelSize:
+def load_model_size(path: Path, with_mtp: bool = False) -> ModelSize:
     """Return a model's sizes from its directory or config file.
 
+    Args:
+        with_mtp: Whether its MTP module counts, too.
     Raises:
-        ValueError: The path does not exist, or is no config of an MLA model.
+        ValueError: The path does not exist, or is no config of an MLA model, or of one without an MTP module.
     """
     if not os.path.exists(path):  # False, too, for a name that no file can have
         hint = "give a config.json or the directory that holds it"
@@ -110,7 +117,10 @@ def load_model_size(path: Path) -> ModelSize:
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
-    return read_model(load_config(path))
+    config = load_config(path)
+    if with_mtp:
+        family_of(config).check_mtp(config)
+    return read_model(config, with_mtp)
 
 
 def load_machine(layers: str, model: ModelSize) -> Machine:

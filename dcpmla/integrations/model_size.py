@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from dcpmla.hf_quantization import expert_codes, packed_codes, scale_block
+from dcpmla.integrations.decoder import Shapes
 from dcpmla.integrations.families.routing import num_routed_experts
-from dcpmla.integrations.families.table import attention_kind
-from dcpmla.integrations.skeleton import build_skeleton
+from dcpmla.integrations.families.table import family_of
+from dcpmla.integrations.skeleton import build_skeleton, published_shapes
 from dcpmla.parallel.quantized import BLOCK, GROUP
 from dcpmla.planning.parameter import Parameter
 from dcpmla.planning.weights import ModelSize
@@ -39,24 +40,30 @@ _PRODUCTS = (
 _STREAM_NORMS = (".input_layernorm.weight", ".post_attention_layernorm.weight", "model.norm.weight")
 
 
-def read_model(config: Any) -> ModelSize:
+def read_model(config: Any, with_mtp: bool = False) -> ModelSize:
     """Return the sizes of a transformers config's model, in bfloat16 if it names no dtype; nothing is allocated.
 
+    Args:
+        with_mtp: Whether the MTP module counts, too (`Family.check_mtp`).
     Raises:
         ValueError: The architecture is unknown, or transformers cannot build a model from the config.
     """
-    attention = attention_kind(config)
+    family, block = family_of(config), f"model.layers.{config.num_hidden_layers}"
+    if with_mtp:
+        config = family.with_mtp_layer(config)
+    attention = family.attention(config, with_mtp)
     try:
         model = build_skeleton(config)
     except Exception as error:  # transformers raises many kinds
         raise ValueError(f"model (--model): transformers builds no model of this config: {error}") from error
     num_routed, experts_per_token = _routing(config)
+    mtp_shapes = family.mtp_shapes(config, block, published_shapes(model)) if with_mtp else {}
     return ModelSize(
         attention=attention,
         max_position_embeddings=config.max_position_embeddings,
         num_routed=num_routed,
         experts_per_token=experts_per_token,
-        parameters=_group(model, config),
+        parameters=_group(model, config) + _around_mtp_block(mtp_shapes, config),
     )
 
 
@@ -97,6 +104,28 @@ def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
     return tuple(replace(group, count=count) for group, count in groups.items())
 
 
+def _around_mtp_block(shapes: Shapes, config: Any) -> tuple[Parameter, ...]:
+    """Return the MTP module's parameters that are in no layer of transformers' model, none of them quantized."""
+    itemsize = (config.dtype or torch.bfloat16).itemsize
+    collapses = any(".hc_head_" in name for name in shapes)  # a `Connection`, which holds float32
+    return tuple(
+        Parameter(
+            _wildcard(name),
+            shape,
+            1,
+            _style(name),
+            4 if collapses and (".hc_head_" in name or ".shared_head." in name) else itemsize,
+        )
+        for name, shape in shapes.items()
+    )
+
+
+def _has_streams(name: str, model: Any) -> bool:
+    """Return whether a norm belongs to a hyper-connection, as all do but an MTP module's of one stream."""
+    layer = re.match(r"model\.layers\.\d+", name)
+    return hasattr(model.config, "hc_mult") and (layer is None or hasattr(model.get_submodule(layer[0]), "attn_hc"))
+
+
 def _held_itemsize(name: str, tensor: Tensor, model: Any, itemsize: int) -> int:
     """Return the bytes of a number of a tensor where it is not quantized, in a model whose numbers have itemsize."""
     if name.endswith((".gate.weight", ".classifier.weight")):  # a router's; transformers may widen it
@@ -108,7 +137,7 @@ def _held_itemsize(name: str, tensor: Tensor, model: Any, itemsize: int) -> int:
         return 4 if name.endswith("_proj.weight") else 0
     if name.endswith((".weights_proj.weight", ".k_norm.weight", ".k_norm.bias", "lm_head.weight")):
         return itemsize  # transformers widens HY V4's
-    if hasattr(model.config, "hc_mult") and name.endswith(_STREAM_NORMS):
+    if name.endswith(_STREAM_NORMS) and _has_streams(name, model):
         return 4
     is_wide = not isinstance(tensor, nn.Parameter) or _is_among(name, model._keep_in_fp32_modules_strict)
     return tensor.dtype.itemsize if is_wide else itemsize  # routers' corrections are float32 in every checkpoint

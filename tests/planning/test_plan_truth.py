@@ -39,26 +39,25 @@ def held_bytes(model: ShardedModel) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def load_and_weigh(directories: list[Path], tp_size: int, expert_dtype: str) -> list[tuple[int, int]]:
+def load_and_weigh(directories: list[Path], tp_size: int, expert_dtype: str, with_mtp: bool) -> list[tuple[int, int]]:
     """On one rank: bytes held of each model, with experts cut and, where it has any, spread."""
     dcp, mesh, cpu = DCPConfig(tensor_parallel_size=tp_size), init_mesh(tp_size, 1), torch.device("cpu")
     exchange, found = select_exchange(dcp, mesh.dcp_group, cpu), []
     for directory in directories:
         config = load_config(directory)
+        options = {"expert_dtype": expert_dtype, "with_mtp": with_mtp}
         cut, spread = (
-            held_bytes(
-                load_model(directory, config, dcp, mesh, exchange, None, cpu, is_spread, expert_dtype=expert_dtype)
-            )
+            held_bytes(load_model(directory, config, dcp, mesh, exchange, None, cpu, is_spread, **options))
             for is_spread in (False, num_routed_experts(config) > 0)
         )
         found.append((cut, spread))
     return found
 
 
-def check(directories: list[Path], tp_size: int, expert_dtype: str = "auto") -> None:
-    ranks = run_ranks(tp_size, load_and_weigh, directories, tp_size, expert_dtype)
+def check(directories: list[Path], tp_size: int, expert_dtype: str = "auto", with_mtp: bool = False) -> None:
+    ranks = run_ranks(tp_size, load_and_weigh, directories, tp_size, expert_dtype, with_mtp)
     for directory, *held in zip(directories, *ranks, strict=True):
-        model = read_model(load_config(directory)).with_expert_dtype(expert_dtype)
+        model = read_model(load_config(directory), with_mtp).with_expert_dtype(expert_dtype)
         planned = tuple(model.weight_bytes(tp_size, is_spread)["total"] for is_spread in (False, True))
         assert (directory.name, max(held)) == (directory.name, planned)
 

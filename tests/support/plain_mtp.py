@@ -79,6 +79,20 @@ class PlainMtp:
             if "_layernorm" not in name
         }
 
+    def agree(self, share: float) -> Self:
+        """Let branches of the residual add so little that the module's drafts are often the model's tokens."""
+        for model in (self.base, self.with_layer):
+            for name, weight in model.named_parameters():
+                if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+                    weight.data *= share
+        names, size = self.names, self.config.hidden_size
+        self.own[names.projections[0]] = torch.eye(size, 2 * size)
+        self.own[names.embedding_norm] = torch.ones(size)
+        self.own[names.output_norm] = _text_model(self.base).norm.weight.data.clone()
+        if names.embedding:
+            self.own[names.embedding] = _text_model(self.base).embed_tokens.weight.data.clone()
+        return self
+
     def save(self, directory: Path) -> Path:
         """Write it as checkpoints are published."""
         state = self.with_layer.state_dict() | self.own
@@ -98,6 +112,7 @@ class PlainMtp:
             for word, other in published.items():
                 state = {name.replace(word, other): tensor for name, tensor in state.items()}
         directory.mkdir()
+        self.config.dtype = torch.float32
         self.config.save_pretrained(directory)
         save_file({name: tensor.clone() for name, tensor in state.items()}, directory / "model.safetensors")
         return directory
