@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from dcpmla.attention.windowed.kind import WindowedKind
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.families.table import attention_kind, family_of
+from dcpmla.integrations.families.table import attention_kind
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from tests.integrations.test_deepseek_v4 import generate
@@ -193,9 +193,3 @@ def test_fields_that_are_refused(changes: dict[str, Any], message: str, tmp_path
     (tmp_path / "config.json").write_text(json.dumps(raw | changes))
     with pytest.raises(ValueError, match=message):
         load_config(tmp_path)
-
-
-def test_mtp_modules_are_refused() -> None:
-    config = tiny_config("dots3_note_text")
-    with pytest.raises(ValueError, match="MTP modules of dots3_note_text are not computed: leave --speculative-method"):
-        family_of(config).check_mtp(config)

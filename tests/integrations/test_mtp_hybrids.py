@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dcpmla.cli import plan
+from dcpmla.__main__ import main
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.families.table import family_of, find_family
@@ -112,7 +112,7 @@ def test_bytes_as_planned(tmp_path: Path) -> None:
 @needs_new
 @pytest.mark.parametrize(
     ("file", "row", "state", "num_billions"),
-    [("glm5_next", 2 * (576 + 128 // 16), 4 * 3 * 128, 7.5), ("dots3_note", 2 * 1088, 0, 1.1)],
+    [("glm5_next", 2 * (576 + 128 // 16), 4 * 3 * 128, 7.4), ("dots3_note", 2 * 1088, 0, 1.1)],
 )
 def test_published_sizes_with_a_module(file: str, row: int, state: int, num_billions: float) -> None:
     """A row more for each token, GLM-5-Next's sums of a pool, and the weights of a layer and an embedding."""
@@ -124,14 +124,20 @@ def test_published_sizes_with_a_module(file: str, row: int, state: int, num_bill
     assert round((sizes[1].num_parameters - sizes[0].num_parameters) / 1e9, 1) == num_billions
 
 
-@pytest.mark.parametrize("family", ["bailing_hybrid", "deepseek_v3"])
-def test_plan_counts_the_module(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tiny_config(family)
-    config.num_nextn_predict_layers = 1
+def test_plan_counts_the_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_config("bailing_hybrid")
     config.save_pretrained(tmp_path)
-    found = [plan.load_model_size(tmp_path, with_mtp) for with_mtp in (False, True)]
-    assert found[1].attention.num_layers == found[0].attention.num_layers + 1
-    assert found[1].weight_bytes(2)["total"] > found[0].weight_bytes(2)["total"]
+    plans = []
+    for method in ("ngram", "mtp"):
+        out = tmp_path / f"{method}.json"
+        main(["plan", "--model", str(tmp_path), "-tp", "2", "--speculative-method", method, "--json", str(out)])
+        plans.append(json.loads(out.read_text())["settings"][0])
+    others, own = ([plan[name] for plan in plans] for name in ("weight_bytes_per_rank", "kv_bytes_per_token"))
+    assert others[0] < others[1]
+    assert own == [2 * 24 * 2, 3 * 24 * 2]
+    tiny_config("youtu").save_pretrained(tmp_path)
+    assert main(["plan", "--model", str(tmp_path), "--speculative-method", "mtp"]) == 2
+    assert "config has no num_nextn_predict_layers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("family", ["bailing_hybrid", "deepseek_v3"])
