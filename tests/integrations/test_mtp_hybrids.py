@@ -57,7 +57,8 @@ def test_drafts_are_those_of_the_module(tp: int, dcp_size: int, tmp_path: Path) 
         for prompt, new in zip(PROMPTS, tokens, strict=True):
             check_greedy(modules[name], prompt, new)
         assert len(record) > 10
-        for known, drafts in record[index % 2 :: max(1, len(record) // 4)]:
+        long = [each for each in record if len(each[0]) > 31]  # the module selects among its tokens
+        for known, drafts in long + record[index % 2 :: max(1, len(record) // 2)]:
             assert drafts == modules[name].drafts(known, len(drafts)), (name, index % 2, len(known))
 
 
