@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from dcpmla import DCPConfig
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.chunks import max_chunk_tokens
+from dcpmla.attention.linear.calls import DeltaRequests
+from dcpmla.attention.linear.step import DeltaMetadata
 from dcpmla.attention.sparse.build import SparseStepBuilder
 from dcpmla.attention.sparse.step import SparseMetadata
 from dcpmla.attention.step import StepRequests
@@ -180,3 +182,15 @@ def test_parts_of_decodes_are_whole_requests(query_lens: list[int], width: int, 
             assert 1 <= last - first <= width
             rows += [each.block_table[request, 0].item()] * (last - first)
     assert rows == [index for index, length in enumerate(query_lens) for _ in range(length)]
+
+
+def test_a_token_of_requests_with_states() -> None:
+    """The second request has two tokens of three, the last is padding."""
+    columns = ([0, 3, 6], [5, 9, -1], [8, 11, 0], [4, 7, -1])
+    step = DeltaMetadata(DeltaRequests(*(torch.tensor(column, dtype=torch.int32) for column in columns)))
+    expected = [([5, 9], [6, 10]), ([6, 10], [7, 11]), ([7, 11], [8, 11])]
+    for index, (first, end) in enumerate(expected):
+        found = step.of_tokens(index, 3).requests
+        assert found.start.tolist() == [0, 1, 2]
+        assert (found.first_position.tolist()[:2], found.end.tolist()[:2]) == (first, end)
+        assert found.state.tolist() == [4, 7, -1]

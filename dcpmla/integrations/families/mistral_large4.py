@@ -89,8 +89,8 @@ class _MistralLarge4(SparseFamily):
     def check_mtp(self, config: Any) -> None:
         """Raise ValueError: the module is not computed."""
         raise ValueError(
-            "speculative_method (--speculative-method) is 'mtp'; Mistral Large 4's module (mtp_dspark) is not "
-            f"computed: {NO_MTP}"
+            "speculative_method (--speculative-method) is 'mtp'; Mistral Large 4 has a DSpark model instead, and this "
+            f"module (mtp_dspark) is not computed: {NO_MTP}"
         )
 
 
