@@ -105,7 +105,7 @@ def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
 
 
 def _around_mtp_block(shapes: Shapes, config: Any) -> tuple[Parameter, ...]:
-    """Return the MTP module's parameters that are in no layer of transformers' model, none of them quantized."""
+    """Return the MTP module's parameters besides those of its layer, as if a checkpoint quantizes none of them."""
     itemsize = (config.dtype or torch.bfloat16).itemsize
     collapses = any(".hc_head_" in name for name in shapes)  # a `Connection`, which holds float32
     return tuple(

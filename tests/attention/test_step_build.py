@@ -13,7 +13,7 @@ from dcpmla import DCPConfig
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.chunks import max_chunk_tokens
 from dcpmla.attention.linear.calls import DeltaRequests
-from dcpmla.attention.linear.step import DeltaMetadata
+from dcpmla.attention.linear.layout import DeltaMetadata
 from dcpmla.attention.sparse.build import SparseStepBuilder
 from dcpmla.attention.sparse.step import SparseMetadata
 from dcpmla.attention.step import StepRequests
@@ -187,10 +187,11 @@ def test_parts_of_decodes_are_whole_requests(query_lens: list[int], width: int, 
 def test_a_token_of_requests_with_states() -> None:
     """The second request has two tokens of three, the last is padding."""
     columns = ([0, 3, 6], [5, 9, -1], [8, 11, 0], [4, 7, -1])
-    step = DeltaMetadata(DeltaRequests(*(torch.tensor(column, dtype=torch.int32) for column in columns)))
+    requests = DeltaRequests(*(torch.tensor(column, dtype=torch.int32) for column in columns))
+    step = DeltaMetadata(requests, requests)
     expected = [([5, 9], [6, 10]), ([6, 10], [7, 11]), ([7, 11], [8, 11])]
     for index, (first, end) in enumerate(expected):
-        found = step.of_tokens(index, 3).requests
-        assert found.start.tolist() == [0, 1, 2]
-        assert (found.first_position.tolist()[:2], found.end.tolist()[:2]) == (first, end)
-        assert found.state.tolist() == [4, 7, -1]
+        token = step.of_tokens(index, 3).requests
+        assert token.start.tolist() == [0, 1, 2]
+        assert (token.first_position.tolist()[:2], token.end.tolist()[:2]) == (first, end)
+        assert token.state.tolist() == [4, 7, -1]

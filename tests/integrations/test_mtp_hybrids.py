@@ -133,9 +133,9 @@ def test_plan_counts_the_module(tmp_path: Path, capsys: pytest.CaptureFixture[st
         out = tmp_path / f"{method}.json"
         main(["plan", "--model", str(tmp_path), "-tp", "2", "--speculative-method", method, "--json", str(out)])
         plans.append(json.loads(out.read_text())["settings"][0])
-    others, own = ([plan[name] for plan in plans] for name in ("weight_bytes_per_rank", "kv_bytes_per_token"))
-    assert others[0] < others[1]
-    assert own == [2 * 24 * 2, 3 * 24 * 2]
+    weights, rows = ([plan[name] for plan in plans] for name in ("weight_bytes_per_rank", "kv_bytes_per_token"))
+    assert weights[0] < weights[1]
+    assert rows == [2 * 24 * 2, 3 * 24 * 2]
     tiny_config("youtu").save_pretrained(tmp_path)
     assert main(["plan", "--model", str(tmp_path), "--speculative-method", "mtp"]) == 2
     assert "config has no num_nextn_predict_layers" in capsys.readouterr().err

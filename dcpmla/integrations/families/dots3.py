@@ -108,8 +108,8 @@ class _Dots3(Family):
         config.layer_types[-1] = WINDOW_ROTARY if kind == WINDOW_ROTARY else FULL_ROTARY
         config.mlp_layer_types[-1] = "dense"
         sizes = {int(layer): own for layer, own in config.to_dict()["per_layer_config"].items()}
-        like = config.layer_types.index(config.layer_types[-1])
-        config.per_layer_config = sizes | {config.num_hidden_layers - 1: sizes.get(like, {})}
+        first = config.layer_types.index(config.layer_types[-1])
+        config.per_layer_config = sizes | {config.num_hidden_layers - 1: sizes.get(first, {})}
         return config
 
     def mtp_shapes(self, config: Any, block: str, of_model: Shapes) -> Shapes:

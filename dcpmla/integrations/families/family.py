@@ -107,9 +107,9 @@ class Family:
         """Raise ValueError for a model without an MTP module that this package computes."""
         num_modules, name = getattr(config, "num_nextn_predict_layers", None), "num_nextn_predict_layers"
         if num_modules != 1:
-            found = f"{name} {num_modules!r}, and one module is computed" if num_modules else f"no {name}"
+            modules = f"{name} {num_modules!r}, and one module is computed" if num_modules else f"no {name}"
             raise ValueError(
-                f"speculative_method (--speculative-method) is 'mtp', but the model's config has {found}: {NO_MTP}"
+                f"speculative_method (--speculative-method) is 'mtp', but the model's config has {modules}: {NO_MTP}"
             )
 
     def with_mtp_layer(self, config: Any) -> Any:

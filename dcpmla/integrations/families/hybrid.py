@@ -21,7 +21,7 @@ _NAMES = [
         (r"\.attention\.", ".self_attn."),
         (r"\.self_attn\.dense\.", ".self_attn.o_proj."),
         (r"\.mlp\.gate\.expert_bias$", ".mlp.gate.e_score_correction_bias"),
-        (r"^(model\.layers\.\d+)\.final_layernorm\.", r"\1.shared_head.norm."),  # of Ling's MTP module
+        (r"^(model\.layers\.\d+)\.final_layernorm\.", r"\1.shared_head.norm."),  # Ling's MTP module
     )
 ]
 _TYPES = ("full_attention", "linear_attention")
