@@ -105,7 +105,7 @@ def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
 
 
 def _around_mtp_block(shapes: Shapes, config: Any) -> tuple[Parameter, ...]:
-    """Return the MTP module's parameters besides those of its layer, as if a checkpoint quantizes none of them."""
+    """Return the parameters around an MTP module's layer, as if the checkpoint does not quantize them."""
     itemsize = (config.dtype or torch.bfloat16).itemsize
     collapses = any(".hc_head_" in name for name in shapes)  # a `Connection`, which holds float32
     return tuple(
