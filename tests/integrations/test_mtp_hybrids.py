@@ -94,7 +94,7 @@ def test_answers_over_prefixes_with_accepted_drafts(dcp_size: int, tmp_path: Pat
     """Accepted and rejected drafts move the states; the second answers begin at cached prefixes."""
     modules = {name: PlainMtp(family, **fields).agree(0.006) for name, (family, fields) in MODULES.items()}
     directories = [module.save(tmp_path / name) for name, module in modules.items()]
-    dcp = dcp_config(2, dcp_size, block_size=8, context_workspace_tokens=8 * 4 * dcp_size)
+    dcp = dcp_config(2, dcp_size, dcp_size, block_size=8, context_workspace_tokens=8 * 4 * dcp_size)
     for (tokens, num_cached, num_drafts, num_accepted), module in zip(
         run_ranks(2, serve_twice, directories, dcp)[0], modules.values(), strict=True
     ):
