@@ -125,7 +125,8 @@ def test_caches_of_8_bits(kv_cache_dtype: str, tmp_path: Path) -> None:
         assert float((logits - other).norm() / other.norm()) < 1e-2, len(prompt)
 
 
-def test_weights_in_fp8(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["block", "compressed_block"])
+def test_weights_in_fp8(scheme: str, tmp_path: Path) -> None:
     """W_UK and W_UV stay in 8 bits where their heads' widths allow it, and ranks hold the bytes that are planned."""
     config = tiny_config("dots3_note_text").to_dict()
     config |= {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256, "head_dim": 256}
@@ -135,14 +136,15 @@ def test_weights_in_fp8(tmp_path: Path) -> None:
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 256, "qk_nope_head_dim": 192}
     config["per_layer_config"] = {layer: sizes for layer in (1, 2)}
     random_model(transformers.Dots3NoteTextConfig(**config)).save_pretrained(tmp_path / "wide")
-    write_quantized(tmp_path / "wide", tmp_path / "stored", "block")
-    write_dequantized(tmp_path / "wide", tmp_path / "twin", "block")
+    write_quantized(tmp_path / "wide", tmp_path / "stored", scheme)
+    write_dequantized(tmp_path / "wide", tmp_path / "twin", scheme)
     results = run_ranks(2, outcome, tmp_path / "stored", 2, False)
     check_quantized(results, tmp_path / "twin")
     assert all(kinds == {"BlockFp8"} for _, kinds, *_ in results)
     # The writer stores both wide.
     stored = json.loads((tmp_path / "stored" / "config.json").read_text())
-    stored["quantization_config"]["modules_to_not_convert"] = ["lm_head", "weights_proj"]
+    field = "modules_to_not_convert" if scheme == "block" else "ignore"
+    stored["quantization_config"][field] = ["lm_head", "re:.*weights_proj" if field == "ignore" else "weights_proj"]
     (tmp_path / "stored" / "config.json").write_text(json.dumps(stored))
     check_bytes([tmp_path / "stored"], 2)
 
