@@ -15,7 +15,7 @@ from dcpmla.attention.linear.step import DeltaPieces
 
 # Bytes for each element of the output: the convolved rows, their decays, chunks' products and states, gates in float32.
 # The number is summed from shapes, not measured.
-_BYTES_PER_ELEMENT = 40
+BYTES_PER_ELEMENT = 40
 
 
 def takes_chunks(device: torch.device, dtype: torch.dtype) -> bool:
@@ -31,7 +31,7 @@ def has_library() -> bool:
 
 def claim_chunks(out: Tensor) -> None:
     """Allocate and free the memory of `attend_in_chunks` for an output [T, h D], for memory profiling."""
-    out.new_empty(out.numel() * _BYTES_PER_ELEMENT, dtype=torch.uint8)
+    out.new_empty(out.numel() * BYTES_PER_ELEMENT, dtype=torch.uint8)
 
 
 def attend_in_chunks(
