@@ -17,6 +17,10 @@ from dcpmla.config import DCPConfig
 from dcpmla.integrations.families.table import attention_kind, family_of
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
+from dcpmla.planning.exchange import exchange_us
+from dcpmla.planning.machine import H200X8
+from dcpmla.planning.predict import attention_us, decode_attention_us
+from dcpmla.planning.setting import Setting
 from tests.integrations.test_deepseek_v4 import generate
 from tests.integrations.test_graph_models import serve_all
 from tests.integrations.test_load import check_loads
@@ -170,6 +174,22 @@ def test_the_published_sizes() -> None:
     assert plan.bytes_per_token == 13 * 2 * (576 + 128) + 33 * 2 * 1088
     gates = [(p.count, p.shape) for p in size.parameters if p.name.endswith("g_proj.weight")]
     assert sorted(gates) == [(13, (128, 5120)), (33, (64, 5120))]
+
+
+def test_the_times_of_both_kinds_of_layers() -> None:
+    """A GPU of 8 multiplies by 128 and 64 heads of the DCP group, and reads rows of 1,152 and 2,176 bytes."""
+    kind, setting = (
+        attention_kind(load_config(CONFIGS / "dots3_note.json")),
+        Setting(tp=8, dcp=8, kv_cache_dtype="bf16"),
+    )
+    selected, *rest, window = kind.reads(100_000)
+    assert sum(reads.num_layers for reads in rest) == 0
+    parts = decode_attention_us(H200X8, kind, setting, 32, 100_000)
+    selected_us = attention_us(H200X8, selected, 1152, 128, 32, 8)
+    window_us = attention_us(H200X8, window, 2176, 64, 32, 8)
+    assert parts["attention"] == pytest.approx(13 * selected_us + 33 * window_us)
+    combine_us = [exchange_us(H200X8, "combine", 32, *widths, 8, backend="auto") for widths in ((128, 512), (64, 1024))]
+    assert parts["combine"] == pytest.approx(13 * combine_us[0] + 33 * combine_us[1])
 
 
 @pytest.mark.parametrize(
