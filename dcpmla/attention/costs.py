@@ -6,7 +6,7 @@ from math import inf
 from typing import Protocol
 
 from dcpmla.attention.routes import Rates, RouteCosts
-from dcpmla.config import DCPConfig, IndexerConfig
+from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class LayerReads:
         num_candidates: Maximum candidates of a rank.
         state_bytes: Bytes of a request's state that the token reads and writes on all TP ranks together, in a layer of
             linear attention, which reads no rows.
+        config: Geometry of the layers, if it is not `AttentionKind.config`.
     """
 
     num_layers: int
@@ -30,6 +31,7 @@ class LayerReads:
     num_keys: int = 0
     num_candidates: int = 0
     state_bytes: int = 0
+    config: MLAConfig | None = None
 
 
 class AttentionCosts(Protocol):

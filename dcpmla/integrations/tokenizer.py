@@ -15,7 +15,7 @@ from tokenizers import processors
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 _JINJA2 = (3, 1, 6)  # the first release whose sandbox has no known escape
-_KIMI_MODEL_TYPES = ("kimi_k2", "kimi_k25")
+_KIMI_MODEL_TYPES = ("kimi_k2", "kimi_k25", "kimi_linear", "kimi_k3")
 _NUM_SPECIAL_TOKENS = 256  # after the ranks, named or not
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"

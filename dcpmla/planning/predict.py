@@ -5,7 +5,7 @@ from math import prod
 import torch
 
 from dcpmla.attention.costs import LayerReads
-from dcpmla.attention.kind import AttentionKind
+from dcpmla.attention.kind import AttentionKind, DenseKind
 from dcpmla.cache.index_keys import index_row_width, index_storage_dtype
 from dcpmla.config import IndexerConfig
 from dcpmla.planning.exchange import auto_backend, candidates_us, exchange_us
@@ -108,6 +108,8 @@ def _exchange_and_attention_us(
     backend: str,
 ) -> dict[str, float]:
     """Return the times of one layer."""
+    if reads.config is not None:
+        attention = DenseKind(reads.config, reads.num_layers)
     num_heads, num_tokens = attention.config.heads_per_rank(setting.tp) * setting.dcp, batch * setting.query_len
     row_bytes = attention.row_bytes(setting.kv_cache_dtype)
     layout = setting.dcp, machine.num_nodes(setting.dcp, setting.num_ranks), backend

@@ -1,4 +1,4 @@
-"""A.X-K2 beyond the tests of all families: routing without groups, names, mistakes, kernels of its gates."""
+"""A.X-K2 beyond the tests of all families: routing without groups, names, caches, mistakes, kernels of its gates."""
 
 import json
 from dataclasses import replace
@@ -15,7 +15,8 @@ from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.model.norm_gate import gate_norm
 from tests.attention.test_small_kernels import compile_for_hopper, randn
-from tests.integrations.test_transformers import Case, check, make_cases, prompts, run_cases
+from tests.integrations.test_hy_v4 import run_twice
+from tests.integrations.test_transformers import check, make_cases, prompts
 from tests.support.interpreter import convert_as_torch
 from tests.support.layouts import dcp_config
 from tests.support.models import SPARSE_FAMILIES, random_model, tiny_config
@@ -41,19 +42,25 @@ def test_without_groups(tp: int, tmp_path: Path) -> None:
     check(reference, tmp_path, tp, make_cases(tp, [tp], (1, 2), ("auto",)))
 
 
-def test_an_fp8_cache(tmp_path: Path) -> None:
-    """All tokens are selected, so that rounded latents change no selection; e4m3 keeps three bits."""
+def test_caches_of_8_bits_and_prefixes(tmp_path: Path) -> None:
+    """Every token and every expert is selected, because rounding may change a choice; e4m3 keeps three bits."""
     config = tiny_config("axk2")
-    config.index_topk = 128
+    config.index_topk, config.num_experts_per_tok, config.kv_lora_rank = 128, 4, 128
+    config.topk_group = config.n_group
     reference = random_model(config)
     reference.save_pretrained(tmp_path)
-    dcp = dcp_config(2, 2, 2, block_size=16, kv_cache_dtype="fp8", kv_cache_scale=0.02)
-    for prompt, (tokens, logits) in zip(
-        prompts(), run_ranks(2, run_cases, tmp_path, [Case(dcp, 33)], "cpu")[0][0], strict=True
-    ):
-        with torch.no_grad():
-            expected = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
-        assert (logits - expected).square().mean().sqrt() < 0.2 * expected.std()
+    plain = dcp_config(2, 2, 2, block_size=16, dcp_comm_backend="a2a")
+    fp8 = replace(plain, kv_cache_dtype="fp8", kv_cache_scale=0.02, index_cache_dtype="fp8", index_hadamard=True)
+    layouts = [plain, fp8, replace(plain, kv_cache_dtype="fp8_ds_mla", index_cache_dtype="fp8")]
+    layouts.append(replace(layouts[-1], decode_context_parallel_size=1))
+    results = run_ranks(2, run_twice, tmp_path, layouts)[0]
+    for bound, outcomes in zip((1e-4, 0.2, 0.2, 0.2), results, strict=True):
+        for prompt, (tokens, logits) in zip(prompts(), outcomes, strict=True):
+            with torch.no_grad():
+                expected = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+            assert float((logits - expected).norm() / expected.norm()) < bound, len(prompt)
+    for (_, logits), (_, whole) in zip(*results[2:], strict=True):
+        assert float((logits - whole).norm() / whole.norm()) < 1e-2
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,10 @@ from dcpmla.config import DCPConfig
 from dcpmla.integrations.families.table import attention_kind
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
+from dcpmla.planning.exchange import exchange_us
+from dcpmla.planning.machine import H200X8
+from dcpmla.planning.predict import attention_us, decode_attention_us
+from dcpmla.planning.setting import Setting
 from tests.integrations.test_deepseek_v4 import generate
 from tests.integrations.test_graph_models import serve_all
 from tests.integrations.test_load import check_loads
@@ -125,7 +129,8 @@ def test_caches_of_8_bits(kv_cache_dtype: str, tmp_path: Path) -> None:
         assert float((logits - other).norm() / other.norm()) < 1e-2, len(prompt)
 
 
-def test_weights_in_fp8(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["block", "compressed_block"])
+def test_weights_in_fp8(scheme: str, tmp_path: Path) -> None:
     """W_UK and W_UV stay in 8 bits where their heads' widths allow it, and ranks hold the bytes that are planned."""
     config = tiny_config("dots3_note_text").to_dict()
     config |= {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256, "head_dim": 256}
@@ -135,14 +140,15 @@ def test_weights_in_fp8(tmp_path: Path) -> None:
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 256, "qk_nope_head_dim": 192}
     config["per_layer_config"] = {layer: sizes for layer in (1, 2)}
     random_model(transformers.Dots3NoteTextConfig(**config)).save_pretrained(tmp_path / "wide")
-    write_quantized(tmp_path / "wide", tmp_path / "stored", "block")
-    write_dequantized(tmp_path / "wide", tmp_path / "twin", "block")
+    write_quantized(tmp_path / "wide", tmp_path / "stored", scheme)
+    write_dequantized(tmp_path / "wide", tmp_path / "twin", scheme)
     results = run_ranks(2, outcome, tmp_path / "stored", 2, False)
     check_quantized(results, tmp_path / "twin")
     assert all(kinds == {"BlockFp8"} for _, kinds, *_ in results)
     # The writer stores both wide.
     stored = json.loads((tmp_path / "stored" / "config.json").read_text())
-    stored["quantization_config"]["modules_to_not_convert"] = ["lm_head", "weights_proj"]
+    field = "modules_to_not_convert" if scheme == "block" else "ignore"
+    stored["quantization_config"][field] = ["lm_head", "re:.*weights_proj" if field == "ignore" else "weights_proj"]
     (tmp_path / "stored" / "config.json").write_text(json.dumps(stored))
     check_bytes([tmp_path / "stored"], 2)
 
@@ -168,6 +174,22 @@ def test_the_published_sizes() -> None:
     assert plan.bytes_per_token == 13 * 2 * (576 + 128) + 33 * 2 * 1088
     gates = [(p.count, p.shape) for p in size.parameters if p.name.endswith("g_proj.weight")]
     assert sorted(gates) == [(13, (128, 5120)), (33, (64, 5120))]
+
+
+def test_the_times_of_both_kinds_of_layers() -> None:
+    """A GPU of 8 multiplies by 128 and 64 heads of the DCP group, and reads rows of 1,152 and 2,176 bytes."""
+    kind, setting = (
+        attention_kind(load_config(CONFIGS / "dots3_note.json")),
+        Setting(tp=8, dcp=8, kv_cache_dtype="bf16"),
+    )
+    selected, reusing, window = kind.reads(100_000)
+    assert reusing.num_layers == 0
+    parts = decode_attention_us(H200X8, kind, setting, 32, 100_000)
+    selected_us = attention_us(H200X8, selected, 1152, 128, 32, 8)
+    window_us = attention_us(H200X8, window, 2176, 64, 32, 8)
+    assert parts["attention"] == pytest.approx(13 * selected_us + 33 * window_us)
+    combine_us = [exchange_us(H200X8, "combine", 32, *widths, 8, backend="auto") for widths in ((128, 512), (64, 1024))]
+    assert parts["combine"] == pytest.approx(13 * combine_us[0] + 33 * combine_us[1])
 
 
 @pytest.mark.parametrize(

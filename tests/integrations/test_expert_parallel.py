@@ -24,10 +24,12 @@ from dcpmla.model.moe import MoE
 from dcpmla.parallel.mesh import DCPMesh, init_mesh
 from dcpmla.parallel.quantized import dequantize
 from tests.integrations.test_checkpoint import save_fp8
+from tests.integrations.test_quantized_families import outcome
 from tests.support.models import FAMILIES, VOCAB_SIZE, random_model, save_tiny, tiny_config
 from tests.support.ranks import run_ranks
 
 ARCHITECTURES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "mistral4")
+WITH_EXPERTS = [family for family in FAMILIES if family not in ("youtu", "minicpm3")]
 NUM_EXPERTS = 8
 PROMPT_LENS = (1, 5, 37)
 NUM_DECODES = 2
@@ -145,6 +147,24 @@ def test_logits_tokens_and_whole_experts(family: str, tp: int, tmp_path: Path) -
     check_held([parts for _, parts in results], reference, NUM_EXPERTS)
 
 
+def outcomes(directories: list[Path], tp: int) -> list[Any]:
+    """On one rank: tokens and logits of each model."""
+    return [outcome(directory, tp, True)[0] for directory in directories]
+
+
+def test_other_kinds_of_attention(tmp_path: Path) -> None:
+    """Over the caches of each family, in an engine."""
+    families = [family for family in WITH_EXPERTS if family not in ARCHITECTURES]
+    references = [save_tiny(family, tmp_path / family) for family in families]
+    results = run_ranks(2, outcomes, [tmp_path / family for family in families], 2, timeout=400)
+    for index, family in enumerate(families):
+        for tokens, logits in sum((of_rank[index] for of_rank in results), []):
+            with torch.no_grad():
+                expected = references[index](torch.tensor([tokens[:-1]])).logits[0, -len(logits) :]
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+            assert tokens[-len(logits) :] == expected.argmax(-1).tolist(), family
+
+
 @pytest.mark.gpu_2
 @pytest.mark.parametrize("family", ["deepseek_v3", "longcat_flash"])
 def test_on_gpus(family: str, tmp_path: Path) -> None:
@@ -238,9 +258,7 @@ def profile(directory: Path, dcp: DCPConfig) -> tuple[int, list[int]]:
     return seen[0], rows
 
 
-@pytest.mark.parametrize(
-    "family", [family for family in FAMILIES if family not in ("youtu", "minicpm3")]
-)  # they have none
+@pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_profile_runs_all_tokens(family: str, tmp_path: Path) -> None:
     save_tiny(family, tmp_path)
     dcp = dataclasses.replace(layout(2, 2), context_workspace_tokens=64)

@@ -20,14 +20,22 @@ from dcpmla.integrations.families.table import attention_kind
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from tests.integrations.test_hy_v4 import run_twice
+from tests.integrations.test_quantized_families import outcome
 from tests.integrations.test_transformers import check, make_cases, prompts
 from tests.planning.test_plan_truth import check as check_bytes
 from tests.support.layouts import dcp_config
 from tests.support.models import STATE_FAMILIES, random_model, tiny_config
+from tests.support.quantized_models import write_dequantized, write_quantized
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif("glm5_next_text" not in STATE_FAMILIES, reason="needs a transformers with GLM-5-Next")
 PUBLISHED = Path(__file__).parents[1] / "planning" / "configs" / "glm5_next.json"
+WIDE = {
+    **{"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256, "num_attention_heads": 4},
+    **{"num_key_value_heads": 4, "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 128},
+    **{"v_head_dim": 128, "index_head_dim": 128, "linear_num_heads": 4, "linear_head_dim": 64},
+    "initializer_range": 0.1,
+}
 
 
 def save(directory: Path, **changes: Any) -> Any:
@@ -84,6 +92,23 @@ def test_a_prefix_is_selected_from(tmp_path: Path) -> None:
         with torch.no_grad():
             expected = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("scheme", "is_spread"), [("block", True), ("compressed_block", False)])
+def test_weights_in_block_fp8(scheme: str, is_spread: bool, tmp_path: Path) -> None:
+    """Of linear attention, too. Experts are cut, or spread whole over the ranks."""
+    model_class = type(save(tmp_path / "wide", **WIDE))
+    write_quantized(tmp_path / "wide", tmp_path / "stored", scheme)
+    write_dequantized(tmp_path / "wide", tmp_path / "twin", scheme)
+    results = run_ranks(2, outcome, tmp_path / "stored", 2, is_spread)
+    reference = model_class.from_pretrained(tmp_path / "twin", dtype=torch.float32).eval()
+    for generated, kinds, num_quantized, num_linears in results:
+        assert kinds == {"BlockFp8"}
+        assert num_quantized / num_linears > 0.5
+        for tokens, logits in generated:
+            with torch.no_grad():
+                expected = reference(torch.tensor([tokens[:-1]])).logits[0, -len(logits) :]
+            torch.testing.assert_close(logits, expected, atol=2e-4, rtol=0)
 
 
 @pytest.mark.skipif(

@@ -134,14 +134,15 @@ def stack_experts(directory: Path) -> None:
     rewrite_weights(directory, tensors)
 
 
-def test_block_fp8(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["block", "compressed_block"])
+def test_block_fp8(scheme: str, tmp_path: Path) -> None:
     """The indexer's rotated columns come first without leaving their blocks."""
     wide, twin = tmp_path / "wide", tmp_path / "twin"
     save_wide("hy_v4", wide)
     tensors = published_names(load_file(wide / "model.safetensors"))
     rewrite_weights(wide, {name.replace("linear_gate", "gate_proj"): tensor for name, tensor in tensors.items()})
-    write_quantized(wide, tmp_path / "fp8", "block")
-    write_dequantized(wide, twin, "block")
+    write_quantized(wide, tmp_path / "fp8", scheme)
+    write_dequantized(wide, twin, scheme)
     stack_experts(twin)
     results = run_ranks(2, outcome, tmp_path / "fp8", 2, False)
     check_quantized(results, twin)
@@ -182,15 +183,19 @@ def run_twice(directory: Path, layouts: list[DCPConfig]) -> list[list[tuple[list
 
 
 def test_caches_of_8_bits_and_prefixes(tmp_path: Path) -> None:
-    """Every token is selected, for rounded index keys may change the choice."""
+    """Every token and every expert is selected, for rounded rows may change the choice."""
     config = tiny_config("hy_v4")
-    config.index_topk = 128
+    config.index_topk, config.kv_lora_rank, config.num_experts_per_tok = 128, 128, 4
     reference = random_model(config)
     reference.save_pretrained(tmp_path)
     plain = dcp_config(2, 2, block_size=16, dcp_comm_backend="a2a")
     fp8 = replace(plain, kv_cache_dtype="fp8", kv_cache_scale=0.02, index_cache_dtype="fp8", index_hadamard=True)
-    one = replace(fp8, decode_context_parallel_size=1)
-    for bound, outcomes in zip((1e-4, 0.1, 0.1), run_ranks(2, run_twice, tmp_path, [plain, fp8, one])[0], strict=True):
+    one, rows = (
+        replace(fp8, decode_context_parallel_size=1),
+        replace(fp8, kv_cache_dtype="fp8_ds_mla", kv_cache_scale=None),
+    )
+    results = run_ranks(2, run_twice, tmp_path, [plain, fp8, one, rows])[0]
+    for bound, outcomes in zip((1e-4, 0.2, 0.2, 0.2), results, strict=True):
         for prompt, (tokens, logits) in zip(prompts(), outcomes, strict=True):
             with torch.no_grad():
                 expected = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]

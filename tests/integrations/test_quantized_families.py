@@ -24,6 +24,11 @@ from tests.support.ranks import run_ranks
 
 PROMPT_LENS = (1, 5, 37)
 NUM_NEW = 3
+AXK2 = [
+    ("axk2", "block", "BlockFp8"),
+    ("axk2", "compressed_block", "BlockFp8"),
+    ("axk2", "compressed_channel", "Tensor"),
+]
 CASES = [  # family, how it is stored, what its experts are then
     ("deepseek_v3", "block", "BlockFp8"),
     ("deepseek_v3", "ue8m0", "BlockFp8"),
@@ -35,7 +40,7 @@ CASES = [  # family, how it is stored, what its experts are then
     ("deepseek_v3", "int4", "GroupInt4"),
     ("deepseek_v3", "mxfp4", "GroupFp4"),
     ("deepseek_v2", "int4_all", "GroupInt4"),
-    *([("axk2", "block", "BlockFp8")] if "axk2" in SPARSE_FAMILIES else []),
+    *(AXK2 if "axk2" in SPARSE_FAMILIES else []),
 ]
 
 

@@ -180,6 +180,13 @@ def test_chat_template(tmp_path: Path, in_a_file: bool) -> None:
     assert tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"] == expect_ids(RENDERED)
 
 
+def test_no_chat_template(tmp_path: Path) -> None:
+    """Kimi-K3's prompts are texts with special tokens, which code of its checkpoint writes."""
+    tokenizer = load(save(tmp_path, "kimi_k3"))
+    assert tokenizer.chat_template is None
+    assert tokenizer(RENDERED)["input_ids"] == expect_ids(RENDERED)
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [

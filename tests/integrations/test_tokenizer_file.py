@@ -132,6 +132,8 @@ CODE = {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}
     [
         ("kimi_k2", {}, True),
         ("kimi_k25", CODE, True),
+        ("kimi_linear", {}, True),
+        ("kimi_k3", {}, True),
         ("deepseek_v3", CODE, True),
         ("deepseek_v3", {}, False),
         ("deepseek_v3", {"AutoTokenizer": ["tokenization_other.TikTokenTokenizer", None]}, False),

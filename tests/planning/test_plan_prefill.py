@@ -13,9 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla.attention.compressed.config import CompressedConfig
+from dcpmla.attention.costs import LatentCosts
+from dcpmla.attention.linear.kind import HybridKind
 from dcpmla.attention.routes import Rates, RouteCosts
 from dcpmla.bench.geometries import config_of
 from dcpmla.config import MLAConfig
+from dcpmla.integrations.families.table import attention_kind
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.llm import LLM
@@ -132,6 +135,24 @@ def test_a_piece_of_v4_is_a_sum_over_its_tokens(tp: int, dcp: int, new: int, con
     rounding_us = row_us * new * len(attention.layer_kinds)  # parts of entries that a token does not see yet
     assert expected <= costs.piece_us(new, context) * (1 + 1e-9) <= expected + rounding_us
     assert (costs.tokens_per_request, costs.choose_absorbed([(8, 65536)] * 3)) == (1, [False] * 3)
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("head_dim", [128, 4096])
+def test_linear_attention_takes_the_same_time_for_each_token(tp: int, head_dim: int) -> None:
+    """Of 128 columns, memory's; of wide heads, the products'."""
+    kind = attention_kind(load_config(Path(__file__).parent / "configs" / "kimi_k3.json"))
+    assert isinstance(kind, HybridKind)
+    kind = replace(kind, delta=replace(kind.delta, head_dim=head_dim))
+    costs = kind.costs(setting_of(tp, tp).dcp_config, Rates())
+    latents = LatentCosts(kind.config, setting_of(tp, tp).dcp_config, num_layers=24, num_index_layers=0)
+    num_heads = 69 * 96 / tp
+    products_us = 2 * num_heads * (3 * head_dim**2 + 1.5 * 64 * head_dim + 64**2 / 2) / 650e6
+    memory_us = num_heads * head_dim * 80 / 2700e3
+    assert (products_us > memory_us) == (head_dim == 4096)
+    for piece in ((1, 0), (700, 5000)):
+        expected = latents.piece_us(*piece) + piece[0] * max(products_us, memory_us)
+        assert costs.piece_us(*piece) == pytest.approx(expected)
 
 
 lengths = st.tuples(st.integers(1, 9000), st.integers(0, 1_000_000))

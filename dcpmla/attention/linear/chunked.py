@@ -15,7 +15,7 @@ from dcpmla.operators import nothing, operator
 
 # Bytes for each element of the output: the rows that kernels read and write, decays in float32, products within chunks,
 # and the memory before each chunk. The number is summed from shapes, not measured.
-_BYTES_PER_ELEMENT = 40
+BYTES_PER_ELEMENT = 40
 
 
 def takes_chunks(device: torch.device, dtype: torch.dtype) -> bool:
@@ -31,7 +31,7 @@ def has_library() -> bool:
 
 def claim_chunks(out: Tensor) -> None:
     """Allocate and free the memory of `attend_in_chunks` for an output [T, h D], for memory profiling."""
-    out.new_empty(out.numel() * _BYTES_PER_ELEMENT, dtype=torch.uint8)
+    out.new_empty(out.numel() * BYTES_PER_ELEMENT, dtype=torch.uint8)
 
 
 @operator(

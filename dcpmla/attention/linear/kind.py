@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from dcpmla.attention.build import StepBuilder
-from dcpmla.attention.costs import AttentionCosts, LatentCosts, LayerReads
+from dcpmla.attention.costs import AttentionCosts, LayerReads
 from dcpmla.attention.gated import GatedAttention
 from dcpmla.attention.kind import AttentionKind, AttentionLayer, DenseKind, Rotary
 from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.linear.cache import HybridPlan
 from dcpmla.attention.linear.chunked import takes_chunks
 from dcpmla.attention.linear.config import DeltaConfig
+from dcpmla.attention.linear.costs import HybridCosts, delta_token_us
 from dcpmla.attention.linear.layer import DeltaAttention
 from dcpmla.attention.linear.step import HybridStepBuilder
 from dcpmla.attention.placement import Placement
@@ -92,9 +93,10 @@ class HybridKind(DenseKind):
         ]
 
     def costs(self, dcp: DCPConfig, rates: Rates) -> AttentionCosts:
-        """Return the modelled time of pieces of prompts in layers of MLA, without the time of linear attention."""
+        """Return the modelled time of pieces of prompts in both sorts of layers."""
         sizes = {"num_layers": self.num_latent_layers, "num_index_layers": self.num_index_layers}
-        return LatentCosts(self.config, dcp, rates, **sizes)
+        delta_us = sum(self.is_linear) * delta_token_us(self.delta, dcp, rates)
+        return HybridCosts(self.config, dcp, rates, **sizes, delta_us=delta_us)
 
     def dense_stack(self) -> AttentionKind | None:
         """Return the layers of MLA alone."""

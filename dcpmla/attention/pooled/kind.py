@@ -97,9 +97,8 @@ class PooledKind(HybridKind):
         if context <= indexer.topk:
             return super().reads(context)
         num_others = self.num_latent_layers - self.num_index_layers
-        keys = {"num_keys": context // indexer.pool_size, "num_candidates": indexer.num_pools}
         return [
-            LayerReads(self.num_index_layers, indexer.topk, *widths, **keys),
+            LayerReads(self.num_index_layers, indexer.topk, *widths, context // indexer.pool_size, indexer.num_pools),
             LayerReads(num_others, indexer.topk, *widths),
             super().reads(context)[-1],
         ]

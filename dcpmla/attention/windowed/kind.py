@@ -92,7 +92,8 @@ class WindowedKind(SparseKind):
         """Return that some layers read selected tokens and index keys, others their window."""
         selected = SparseKind(self.config, self.num_index_layers, self.index_layers).reads(context)
         widths = self.windowed.latent_dim, self.windowed.kv_lora_rank
-        return [*selected, LayerReads(len(self.window_layers), min(context, self._window), *widths)]
+        num_rows = min(context, self._window)
+        return [*selected, LayerReads(len(self.window_layers), num_rows, *widths, config=self.windowed)]
 
     def costs(self, dcp: DCPConfig, rates: Rates) -> AttentionCosts:
         """Return the modelled time of pieces of prompts, each by the cheaper route over all layers."""

@@ -1,0 +1,48 @@
+"""Models with states under random loads, with preemptions, evictions, reused prefixes, aborts and drafts: each request
+gets the tokens of a lone request. Free memory of the cache is NaN (`tests/support/state_loads.py`).
+"""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from dcpmla.comm.select import select_exchange
+from dcpmla.config import DCPConfig
+from dcpmla.integrations.model_files import load_config
+from dcpmla.integrations.transformers import load_model
+from dcpmla.parallel.mesh import init_mesh
+from tests.support.layouts import dcp_config
+from tests.support.models import STATE_FAMILIES, save_tiny
+from tests.support.ranks import run_ranks
+from tests.support.state_loads import CPU, Load, draw_requests, serve
+
+NUM_REQUESTS = 16
+EVENTS = ("preemptions", "hits", "evicted_blocks", "evicted_states", "aborts", "accepted_drafts", "rejected_drafts")
+LOADS = (3, 5, 6, 8)  # One has drafts and graphs, one graphs alone, one drafts alone, one neither.
+FAMILIES = [family for family in STATE_FAMILIES if family != "kimi_k3"]  # its states are Kimi Linear's
+SHARDED = [family for family in FAMILIES if family != "bailing_hybrid"]  # its caches are Kimi Linear's
+
+
+def serve_loads(directory: Path, dcp: DCPConfig, seeds: tuple[int, ...]) -> Counter[str]:
+    """On one rank: serve loads of the same requests, and return counts of events."""
+    mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
+    exchange = select_exchange(dcp, mesh.dcp_group, CPU)
+    model = load_model(directory, load_config(directory), dcp, mesh, exchange, torch.float32, CPU)
+    drawn = draw_requests(model, dcp, mesh, NUM_REQUESTS)
+    counts: Counter[str] = Counter()
+    for seed in seeds:
+        counts += serve(model, dcp, mesh, Load.draw(seed, NUM_REQUESTS), drawn, num_drafts=3 * (seed // 2 % 2))
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("tp", "family"), [*((1, family) for family in FAMILIES), *((2, family) for family in SHARDED)]
+)
+def test_requests_get_the_tokens_of_lone_ones(family: str, tp: int, tmp_path: Path) -> None:
+    save_tiny(family, tmp_path)
+    block_size = 2 * tp if family == "deepseek_v4" else 4  # blocks of 8 tokens there
+    dcp = dcp_config(tp, tp, block_size=block_size, context_workspace_tokens=64)
+    counts = run_ranks(tp, serve_loads, tmp_path, dcp, LOADS if tp == 1 else LOADS[:1], timeout=300)[0]
+    assert all(counts[event] for event in EVENTS if tp == 1 or event != "preemptions"), counts
