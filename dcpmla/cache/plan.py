@@ -20,6 +20,7 @@ class CachePlan(ABC):
         dtype, index_dtype: Dtypes of the tensors of cached rows and of index keys, which name their formats
             (`dcpmla.cache.formats`, `dcpmla.cache.index_keys`).
         num_states: Number of requests' states, memory of fixed size; 0 if requests need only blocks.
+        keeps_token_ids: Whether each rank also keeps an id of every token, for memories of n-grams.
     """
 
     num_blocks: int
@@ -27,6 +28,7 @@ class CachePlan(ABC):
     dtype: torch.dtype
     index_dtype: torch.dtype = torch.uint8
     num_states: int = 0
+    keeps_token_ids: bool = False
 
     @property
     @abstractmethod
@@ -46,6 +48,11 @@ class CachePlan(ABC):
     @property
     @abstractmethod
     def bytes_per_rank(self) -> int: ...
+
+    @property
+    def token_id_bytes(self) -> int:
+        """Return the bytes of all tokens' ids, which each rank keeps; part of `bytes_per_rank`."""
+        return 4 * self.tokens_total if self.keeps_token_ids else 0
 
     @property
     def bytes_total(self) -> int:
@@ -80,6 +87,12 @@ class CachePlan(ABC):
             ValueError: The device has too little memory.
         """
 
+    def allocate_token_ids(self, device: torch.device) -> Tensor | None:
+        """Allocate `Cache.token_ids`."""
+        if not self.keeps_token_ids:
+            return None
+        return torch.zeros(self.num_blocks, self.block_tokens, dtype=torch.int32, device=device)
+
     def check_fits(self, device: torch.device) -> None:
         """Raise ValueError if a device has too little memory for a rank's bytes."""
         free = _free_bytes(device)
@@ -97,10 +110,13 @@ class Cache(ABC):
     Attributes:
         sizes: Plan of the cache.
         per_layer: Memory of each layer.
+        token_ids: Ids of the tokens at all positions, int32 [num_blocks, block_tokens], the same on every rank; None
+            unless the plan keeps them.
     """
 
     sizes: CachePlan
     per_layer: Sequence[Any]
+    token_ids: Tensor | None = None
 
     def __getitem__(self, layer: int) -> Any:
         return self.per_layer[layer]

@@ -10,10 +10,20 @@ from dcpmla.cache.formats import FP8
 from dcpmla.model.glu import SWIGLU, Glu, activate
 from dcpmla.operators import operator
 from dcpmla.parallel.fp8 import NormedRows, PlainRows, QuantizedRows, plain, runs_fp8
-from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize, unpack
+from dcpmla.parallel.quantized import (
+    BLOCK,
+    GROUP,
+    AnyWeight,
+    BlockFp8,
+    GroupFp4,
+    GroupFp8,
+    GroupInt4,
+    dequantize,
+    unpack,
+)
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_Kind = type[BlockFp8] | type[GroupFp4] | type[GroupInt4]
+_Kind = type[BlockFp8] | type[GroupFp8] | type[GroupFp4] | type[GroupInt4]
 # Dtypes of codes and of scales, and rows and columns that share a scale.
 _FORMATS: dict[_Kind, tuple[torch.dtype, torch.dtype, int, int]] = {
     BlockFp8: (FP8, torch.float32, BLOCK, BLOCK),

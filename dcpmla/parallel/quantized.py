@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 BLOCK = 128  # rows and columns that share a scale in block-quantized fp8
-GROUP = 32  # columns that share a scale in 4 bits
+GROUP = 32  # columns that share a scale in 4 bits, and in MXFP8
 _FP8_MAX = 448.0
 SMALLEST_AMAX = 1e-10  # lower bound on a group's largest magnitude, since its scale divides
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # indexed by the lower three bits of a code; the fourth is the sign
@@ -18,6 +18,19 @@ class BlockFp8(NamedTuple):
     Attributes:
         codes: Codes, e4m3 [.., N, K].
         scales: Scales, float32 [.., ceil(N / 128), ceil(K / 128)]; a value is its code times its block's scale.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+
+class GroupFp8(NamedTuple):
+    """A matrix [.., N, K] in e4m3 with a scale per 32 columns of a row (MXFP8). A matrix with a scale per block of
+    32 x 32, as DeepSeek-V4.1 ships it, repeats the scale for the block's rows.
+
+    Attributes:
+        codes: Codes, e4m3 [.., N, K].
+        scales: Scales, uint8 [.., N, K / 32], e8m0: a value is its code's times 2^(scale - 127).
     """
 
     codes: Tensor
@@ -51,7 +64,7 @@ class GroupInt4(NamedTuple):
     scales: Tensor
 
 
-AnyWeight = Tensor | BlockFp8 | GroupFp4 | GroupInt4
+AnyWeight = Tensor | BlockFp8 | GroupFp8 | GroupFp4 | GroupInt4
 
 
 def unpack(weight: AnyWeight) -> tuple[Tensor, Tensor | None]:
@@ -63,6 +76,8 @@ def dequantize(weight: AnyWeight, dtype: torch.dtype) -> Tensor:
     """Return the values [.., N, K] of a weight, products in float32, rounded once."""
     if isinstance(weight, Tensor):
         return weight.to(dtype)
+    if isinstance(weight, GroupFp8):
+        return _scale_groups(weight.codes.float(), from_e8m0(weight.scales), dtype)
     if isinstance(weight, GroupFp4):
         codes = _unpack_codes(weight.codes)
         sizes = torch.tensor(_E2M1, device=codes.device)[codes & 7]
@@ -97,9 +112,14 @@ def cut(size: int, rank: int, num_ranks: int, in_blocks: bool = False) -> slice:
 
 
 def reorder_rows(weight: AnyWeight, order: Tensor) -> AnyWeight:
-    """Return a matrix with the rows of every head in another order; in fp8 if all rows stay in their block."""
+    """Return a matrix with the rows of every head in another order; in fp8 if all rows stay in their block, or have
+    scales of their own.
+    """
     if isinstance(weight, BlockFp8) and BLOCK % len(order) == 0:
         return BlockFp8(_reorder(weight.codes.view(torch.uint8), order).view(weight.codes.dtype), weight.scales)
+    if isinstance(weight, GroupFp8):
+        codes = _reorder(weight.codes.view(torch.uint8), order).view(weight.codes.dtype)
+        return GroupFp8(codes, _reorder(weight.scales, order))
     return _reorder(weight if isinstance(weight, Tensor) else dequantize(weight, torch.float32), order)
 
 
