@@ -50,11 +50,6 @@ class CachePlan(ABC):
     def bytes_per_rank(self) -> int: ...
 
     @property
-    def token_id_bytes(self) -> int:
-        """Return the bytes of all tokens' ids, which each rank keeps; part of `bytes_per_rank`."""
-        return 4 * self.tokens_total if self.keeps_token_ids else 0
-
-    @property
     def bytes_total(self) -> int:
         return self.bytes_per_rank * self.dcp_size
 
@@ -87,12 +82,6 @@ class CachePlan(ABC):
             ValueError: The device has too little memory.
         """
 
-    def allocate_token_ids(self, device: torch.device) -> Tensor | None:
-        """Allocate `Cache.token_ids`."""
-        if not self.keeps_token_ids:
-            return None
-        return torch.zeros(self.num_blocks, self.block_tokens, dtype=torch.int32, device=device)
-
     def check_fits(self, device: torch.device) -> None:
         """Raise ValueError if a device has too little memory for a rank's bytes."""
         free = _free_bytes(device)
@@ -110,8 +99,7 @@ class Cache(ABC):
     Attributes:
         sizes: Plan of the cache.
         per_layer: Memory of each layer.
-        token_ids: Ids of the tokens at all positions, int32 [num_blocks, block_tokens], the same on every rank; None
-            unless the plan keeps them.
+        token_ids: Ids of tokens, int32 [num_blocks, block_tokens], the same on all ranks; None if not kept.
     """
 
     sizes: CachePlan

@@ -81,7 +81,7 @@ class NgramHash(nn.Module):
 
 
 def _slots(cached_ids: Tensor, rows: TokenRows, positions: Tensor) -> Tensor:
-    """Return the places of positions [T] in cached ids [num_blocks, block_tokens], flat; -1 before the first."""
+    """Return the slots of positions [T] in cached ids [num_blocks, block_tokens], flat; -1 before the first."""
     block_tokens = cached_ids.shape[1]
     blocks = rows.block_table[rows.request.long(), positions.clamp(min=0) // block_tokens].long()
     return (blocks * block_tokens + positions % block_tokens).where(positions >= 0, -1)
@@ -101,7 +101,7 @@ def store_ids(cached_ids: Tensor, token_ids: Tensor, token_map: Tensor, rows: To
         cached_ids: Compressed ids of all positions, int32 [num_blocks, block_tokens].
         token_ids: Tokens, int64, T and maybe padding after them.
         token_map: Same as in `NgramHash`.
-        rows: Places of T tokens. Tokens of padding are not written.
+        rows: Slots of T tokens. Tokens of padding are not written.
     """
     slots = _slots(cached_ids, rows, rows.seq_lens.long() - 1)
     is_real = slots >= 0

@@ -2,8 +2,7 @@
 
 Custom ops (`torch.ops.dcpmla`). The torch code here specifies them and runs on CPUs, on GPUs without e4m3 and in
 float64: products with the dequantized weight, exact but for their sums. GPUs of compute capability 8.9 and later
-multiply e4m3 by e4m3, so rows are quantized in groups of 128 columns before. Rows stay in bfloat16 for weights with a
-scale per 32 columns, whose values bfloat16 represents exactly. No gradients.
+multiply e4m3 by e4m3, so rows are quantized in groups of 128 columns before. No gradients.
 """
 
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dcpmla.operators import operator
-from dcpmla.parallel.quantized import BLOCK, BlockFp8, GroupFp8, dequantize, empty_groups, quantize_groups
+from dcpmla.parallel.quantized import BLOCK, BlockFp8, dequantize, empty_groups, quantize_groups
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -126,35 +125,10 @@ def fp8_linear(
     """
     if x_scales is not None:
         x = (x.float().unflatten(-1, (-1, BLOCK)) * x_scales[..., None]).flatten(-2).to(dtype)
-    return _multiply(x, dequantize(BlockFp8(weight, weight_scale), x.dtype)).to(dtype)
-
-
-@operator(
-    "group_fp8_linear",
-    kernel="dcpmla.parallel.kernels.group_linear:group_fp8_linear",
-    fake=lambda x, weight: x.new_empty(x.shape[0], weight.shape[0]),
-    runs=lambda x: runs_fp8(x.device) and x.dtype == torch.bfloat16,
-    mutates_args=("arrivals",),
-)
-def group_fp8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, arrivals: Tensor) -> Tensor:
-    """Multiply rows [T, G K] by a `GroupFp8` [N, K]: each of G groups of K columns by N / G of its rows.
-
-    Args:
-        x: Rows, not quantized.
-        weight: Codes, e4m3 [N, K], contiguous; K is a multiple of 128, and so is N / G with several groups.
-        weight_scale: Scales, uint8 [N, K / 32], contiguous.
-        arrivals: Same as in `fp8_linear`.
-    Returns:
-        [T, N] in the dtype of x, sums in float32.
-    """
-    return _multiply(x, dequantize(GroupFp8(weight, weight_scale), x.dtype))
-
-
-def _multiply(x: Tensor, values: Tensor) -> Tensor:
-    """Multiply rows [T, G K] by values [N, K], groups of columns by groups of rows."""
-    if x.shape[1] == values.shape[1]:
-        return F.linear(x, values)
-    return multiply_groups(x, values.unflatten(0, (x.shape[1] // values.shape[1], -1)))
+    values = dequantize(BlockFp8(weight, weight_scale), x.dtype)
+    if x.shape[1] == weight.shape[1]:
+        return F.linear(x, values).to(dtype)
+    return multiply_groups(x, values.unflatten(0, (x.shape[1] // weight.shape[1], -1))).to(dtype)
 
 
 def multiply_groups(x: Tensor, weight: Tensor) -> Tensor:

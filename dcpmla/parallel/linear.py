@@ -21,10 +21,10 @@ from dcpmla.parallel.fp8 import (
     QuantizedRows,
     dequantize_blocks,
     fp8_linear,
-    group_fp8_linear,
     plain,
     runs_fp8,
 )
+from dcpmla.parallel.group_fp8 import group_fp8_linear
 from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, GroupFp8, dequantize
 
 
@@ -103,10 +103,7 @@ class Linear(nn.Module):
             return F.linear(plain(x), self.weight[rows])
         start, stop, _ = rows.indices(self.out_features)
         if self.weight_scale.dtype == torch.uint8:
-            values = plain(x)
-            flat = values.flatten(0, -2)
-            out = group_fp8_linear(flat, self.weight[rows], self.weight_scale[rows], self._arrivals)
-            return out.unflatten(0, values.shape[:-1])
+            return self._multiply_groups(plain(x), self.weight[rows], self.weight_scale[rows])
         if start % BLOCK:  # the rows begin inside a block
             return self.product(x)[..., rows]
         x = x.quantized if isinstance(x, NormedRows) else x
@@ -117,11 +114,14 @@ class Linear(nn.Module):
         out = fp8_linear(values, scales, self.weight[rows], blocks, self._arrivals, self.dtype)
         return out if isinstance(x, QuantizedRows) else out.unflatten(0, x.shape[:-1])
 
+    def _multiply_groups(self, x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+        out: Tensor = group_fp8_linear(x.flatten(0, -2), codes, scales, self._arrivals)
+        return out.unflatten(0, x.shape[:-1])
+
     def _stays_quantized(self, parts: tuple[AnyWeight, ...]) -> bool:
-        if self.in_features % BLOCK:
-            return False
+        has_groups = all(isinstance(part, GroupFp8) for part in parts)
         on_grid = all(isinstance(part, BlockFp8) and len(part.codes) % BLOCK == 0 for part in parts[:-1])
-        return (on_grid and isinstance(parts[-1], BlockFp8)) or all(isinstance(part, GroupFp8) for part in parts)
+        return (has_groups or (on_grid and isinstance(parts[-1], BlockFp8))) and self.in_features % BLOCK == 0
 
     def _become_fp8(self, has_groups: bool) -> None:
         """Replace the weight's memory by codes, scales, and counters of programs that finished a part of a product."""

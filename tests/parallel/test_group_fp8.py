@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dcpmla.attention.compressed.weights import GroupedLinear
-from dcpmla.parallel.fp8 import group_fp8_linear
+from dcpmla.parallel.group_fp8 import group_fp8_linear
 from dcpmla.parallel.linear import Linear
-from dcpmla.parallel.quantized import BlockFp8, GroupFp8, dequantize, reorder_rows
+from dcpmla.parallel.quantized import BlockFp8, GroupFp8, dequantize
+from dcpmla.parallel.reformat import reorder_rows
 from tests.support.shared_memory import run_interpreted
 
 FP8 = torch.float8_e4m3fn

@@ -11,7 +11,7 @@ _TOKENS = 64  # tokens of a program
 
 @triton.jit
 def _slot(position, request, table_ptr, table_stride, block_tokens, is_known):
-    """Return the places of positions in the cached ids."""
+    """Return the slots of positions in the cached ids."""
     column = position // block_tokens
     block = tl.load(table_ptr + request.to(tl.int64) * table_stride + column, mask=is_known, other=0)
     return block.to(tl.int64) * block_tokens + position % block_tokens

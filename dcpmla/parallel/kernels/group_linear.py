@@ -1,7 +1,8 @@
-"""Triton kernels of weights in e4m3 with a scale per 32 columns, and their launchers; `parallel/fp8.py` specifies them.
+"""Triton kernels of products with weights in e4m3 that have a scale per 32 columns.
 
-Hopper's matrix units take no such scales. Values are dequantized to bfloat16, which represents them exactly: in
-registers for few rows, whose products wait for the weight's bytes, and in memory for many.
+`parallel/group_fp8.py` specifies them. Hopper's matrix units take no such scales. Values are dequantized to bfloat16,
+which represents them exactly: in registers for few rows, whose products wait for the weight's bytes, and in memory for
+many.
 """
 
 import torch
@@ -77,7 +78,7 @@ def dequantize_groups_kernel(codes_ptr, scales_ptr, out_ptr, num_groups, GROUPS:
 
 
 def group_fp8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, arrivals: Tensor) -> Tensor:
-    """Compute `fp8.group_fp8_linear`: many rows by cuBLAS, few in one kernel."""
+    """Compute `group_fp8.group_fp8_linear`: many rows by cuBLAS, few in one kernel."""
     if len(x) <= _FEW_TOKENS:
         return multiply(x, weight, weight_scale, arrivals)
     values = dequantize_groups(weight, weight_scale, x.dtype)
@@ -89,7 +90,7 @@ def group_fp8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, arrivals: 
 
 
 def multiply(x: Tensor, weight: Tensor, weight_scale: Tensor, arrivals: Tensor) -> Tensor:
-    """Compute `fp8.group_fp8_linear` by the Triton kernel."""
+    """Compute `group_fp8.group_fp8_linear` by the Triton kernel."""
     num_tokens, (num_rows, width) = len(x), weight.shape
     out = x.new_empty(num_tokens, num_rows)
     if num_tokens == 0:
