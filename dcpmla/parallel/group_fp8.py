@@ -1,6 +1,7 @@
 """Products with fp8 weights that have a scale per 32 columns (`GroupFp8`).
 
-Rows stay as they are: GPUs before Blackwell multiply no such codes, and bfloat16 represents the weights' values exactly.
+Rows are not quantized: GPUs before Blackwell multiply no such codes, and bfloat16 represents the weights' values
+exactly.
 """
 
 import torch
