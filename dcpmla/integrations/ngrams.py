@@ -187,7 +187,7 @@ def load_memory(parts: Parts, name: str, number: int, sizes: NgramSizes) -> Ngra
     shape = (num_streams + 1) * hidden_size, sizes.num_columns * sizes.width
     projection = Linear(len(columns) * sizes.width, shape[0], **placement.factory_kwargs)
     part = slice(columns.start * sizes.width, columns.stop * sizes.width)
-    projection.load(read_linear(parts.weights, f"{name}.wkv.weight", shape, cols=part))
+    projection.load(read_linear(parts.weights, f"{name}.kv_proj.weight", shape, cols=part))
     of_queries, of_keys = (
         read_weight(parts.weights, f"{name}.{which}_weight", (num_streams, hidden_size)).float() for which in "qk"
     )

@@ -180,7 +180,7 @@ def save_model(directory: Path) -> None:
     for layer, num_rows in zip(FIELDS["engram_layer_ids"], FIELDS["engram_num_embeddings"], strict=True):
         name = f"layers.{layer}.engram"
         shape = (num_streams + 1) * width, 6 * FIELDS["engram_head_dim"]
-        for which, size, block in (("embed", (num_rows, 64), (1, 32)), ("wkv", shape, (32, 32))):
+        for which, size, block in (("embed", (num_rows, 64), (1, 32)), ("kv_proj", shape, (32, 32))):
             codes, scales = quantize(torch.randn(size, generator=generator) / size[1] ** 0.5, block, True)
             tensors |= {f"{name}.{which}.weight": codes}
             tensors |= {f"{name}.{which}.weight_scale_inv": scales.to(torch.float8_e8m0fnu)}
@@ -294,6 +294,11 @@ def whole_sequences(directory: Path, sequences: list[list[int]]) -> list[Tensor]
         requests = StepRequests([len(tokens)], [len(tokens)], [[*range(cache.sizes.num_blocks)]], [0])
         step = steps_of(cache.sizes, dcp, 0, CPU).build(requests)
         results.append(model.logits(model.hidden(torch.tensor(tokens), step, cache)))
+    for block in model.hidden_states.blocks:
+        block.memory = None
+    cache = new_cache(model, dcp, 0)  # the last sequence again
+    without = model.logits(model.hidden(torch.tensor(sequences[-1]), step, cache))
+    assert (without - results[-1]).abs().max() > 0.05
     return results
 
 
