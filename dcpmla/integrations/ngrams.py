@@ -15,8 +15,9 @@ from dcpmla.config import LARGEST_SIZE
 from dcpmla.fields import check_fields, list_of, whole
 from dcpmla.integrations.parts import Parts
 from dcpmla.integrations.tokenizer import load_tokenizer
+from dcpmla.model.buckets import Buckets
 from dcpmla.model.memory import NgramMemory
-from dcpmla.model.ngrams import Buckets, NgramHash
+from dcpmla.model.ngrams import NgramHash
 from dcpmla.parallel.linear import Linear, read_linear, read_weight
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.parallel.quantized import GroupFp8, cut, unpack

@@ -7,31 +7,14 @@ reads the tokens before its own, whether an earlier chunk, another request with 
 Source: the Engram paper (Cheng et al., 2026), section 2.2, and vLLM's DeepSeek-V4.1.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
 from dcpmla.attention.step import StepMetadata
 from dcpmla.attention.token_rows import TokenRows
 from dcpmla.cache.plan import Cache
+from dcpmla.model.buckets import Buckets
 from dcpmla.operators import nothing, operator
-
-
-class Buckets(NamedTuple):
-    """The hash functions of L layers with a memory. Each of C columns has a bucket, a range of a layer's table.
-
-    Attributes:
-        multipliers: Factors of compressed ids, by distance from the last token, int64 [L, N].
-        orders: Number of tokens of each column's n-grams, int64 [C].
-        primes: Rows of each column's bucket, int64 [L, C].
-        starts: First row of each bucket, int64 [L, C].
-    """
-
-    multipliers: Tensor
-    orders: Tensor
-    primes: Tensor
-    starts: Tensor
 
 
 class NgramHash(nn.Module):

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from dcpmla.attention.step import StepMetadata
 from dcpmla.attention.token_rows import TokenRows
-from dcpmla.model.ngrams import Buckets, NgramHash, hash_ngrams, store_ids
+from dcpmla.model.buckets import Buckets
+from dcpmla.model.ngrams import NgramHash, hash_ngrams, store_ids
 from tests.attention.test_decode_compile import compile_for_hopper
 from tests.support.shared_memory import run_interpreted
 

@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dcpmla.attention.token_rows import TokenRows
+from dcpmla.model.buckets import Buckets
 
 _TOKENS = 64  # tokens of a program
 
@@ -98,9 +99,7 @@ def store_ids(cached_ids: Tensor, token_ids: Tensor, token_map: Tensor, rows: To
         )
 
 
-def hash_ngrams(
-    hashes: Tensor, cached_ids: Tensor, rows: TokenRows, buckets: tuple[Tensor, Tensor, Tensor, Tensor], pad_id: int
-) -> None:
+def hash_ngrams(hashes: Tensor, cached_ids: Tensor, rows: TokenRows, buckets: Buckets, pad_id: int) -> None:
     """Compute `model.ngrams.hash_ngrams` in one kernel."""
     num_layers, num_rows, num_columns = hashes.shape
     num_tokens = len(rows.seq_lens)
@@ -115,7 +114,7 @@ def hash_ngrams(
             pad_id,
             num_tokens,
             num_rows,
-            DISTANCES=buckets[0].shape[1],
+            DISTANCES=buckets.multipliers.shape[1],
             COLUMNS=num_columns,
             COLUMNS_P=triton.next_power_of_2(num_columns),
             TOKENS=_TOKENS,
