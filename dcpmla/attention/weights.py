@@ -255,7 +255,8 @@ class AttentionWeights(nn.Module):
         self._load_down(weights)
         kv_b_shape = config.num_heads * kv_b_width, rank
         kv_b = read_linear(weights, "kv_b_proj.weight", kv_b_shape, self.kv_heads.rows(kv_b_width))
-        shares_blocks = config.qk_nope_head_dim % BLOCK or config.v_head_dim % BLOCK  # of W_UK and W_UV
+        # W_UK and W_UV may share blocks, and take no other scales than a block's.
+        shares_blocks = config.qk_nope_head_dim % BLOCK or config.v_head_dim % BLOCK
         if shares_blocks or not isinstance(kv_b, BlockFp8):
             kv_b = unquantized(kv_b, self.kv_b_proj.weight)
         self.kv_b_proj.load(kv_b)

@@ -269,7 +269,7 @@ def serve(model: Any, mesh: Any, dcp: DCPConfig, chunk: int, drafter: Any, graph
 
 
 def serve_all(directory: Path, tp: int, dcp_size: int) -> list[list[Any]]:
-    """On one rank: outcomes in chunks of odd sizes, in graphs, and with drafts of which most are right."""
+    """Return a rank's outcomes in chunks of odd sizes, in graphs, and with drafts, mostly right ones."""
     dcp = dcp_config(tp, dcp_size, dcp_size, block_size=4, context_workspace_tokens=16 * dcp_size * dcp_size)
     model, mesh = open_model(directory, tp, dcp)
     outcomes = [serve(model, mesh, dcp, chunk, None, graphs) for chunk, graphs in ((64, False), (7, False), (13, True))]

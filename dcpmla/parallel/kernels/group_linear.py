@@ -1,8 +1,7 @@
 """Triton kernels of products with weights in e4m3 that have a scale per 32 columns.
 
 `parallel/group_fp8.py` specifies them. Hopper's matrix units take no such scales. Values are dequantized to bfloat16,
-which represents them exactly: in registers for few rows, whose products wait for the weight's bytes, and in memory for
-many.
+which represents them exactly: in registers for few rows, when the weight's bytes take the time, and in memory for many.
 """
 
 import torch

@@ -100,7 +100,7 @@ class Tiling(NamedTuple):
     splits: int
 
 
-TILE_ROWS, NUM_WARPS, NUM_STAGES = 64, 4, 4  # of every program
+TILE_ROWS, NUM_WARPS, NUM_STAGES = 64, 4, 4  # the same in every program
 _PART = 7  # minimum blocks per part
 
 
