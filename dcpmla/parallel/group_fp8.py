@@ -32,3 +32,8 @@ def group_fp8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, arrivals: 
     """
     values = dequantize(GroupFp8(weight, weight_scale), x.dtype)
     return multiply_groups(x, values.unflatten(0, (x.shape[1] // weight.shape[1], -1)))
+
+
+def multiply_group_fp8(x: Tensor, weight: Tensor, weight_scale: Tensor, arrivals: Tensor) -> Tensor:
+    """Return `group_fp8_linear` of rows x [.., G K], with the same leading dims."""
+    return group_fp8_linear(x.flatten(0, -2), weight, weight_scale, arrivals).unflatten(0, x.shape[:-1])

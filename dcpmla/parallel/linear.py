@@ -19,13 +19,13 @@ from dcpmla.parallel.fp8 import (
     AnyRows,
     NormedRows,
     QuantizedRows,
-    dequantize_blocks,
     fp8_linear,
     plain,
     runs_fp8,
+    unquantized,
 )
-from dcpmla.parallel.group_fp8 import group_fp8_linear
-from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, GroupFp8, dequantize
+from dcpmla.parallel.group_fp8 import multiply_group_fp8
+from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, GroupFp8
 
 
 class Weight(Protocol):
@@ -81,8 +81,7 @@ class Linear(nn.Module):
     def load(self, *parts: AnyWeight) -> None:
         """Fill the weight with parts stacked along dim 0.
 
-        It holds e4m3 codes and scales if all parts are `BlockFp8` and their blocks form one grid, or all are
-        `GroupFp8`; else values in dtype.
+        It holds codes and scales if all parts are `GroupFp8`, or `BlockFp8` on one grid; else values in dtype.
         """
         if self._stays_quantized(parts):
             self._become_fp8(has_groups=isinstance(parts[0], GroupFp8))
@@ -104,7 +103,7 @@ class Linear(nn.Module):
             return F.linear(plain(x), self.weight[rows])
         start, stop, _ = rows.indices(self.out_features)
         if self.weight_scale.dtype == torch.uint8:
-            return self._multiply_groups(plain(x), self.weight[rows], self.weight_scale[rows])
+            return multiply_group_fp8(plain(x), self.weight[rows], self.weight_scale[rows], self._arrivals)
         if start % BLOCK:  # the rows begin inside a block
             return self.product(x)[..., rows]
         x = x.quantized if isinstance(x, NormedRows) else x
@@ -114,10 +113,6 @@ class Linear(nn.Module):
         blocks = self.weight_scale[start // BLOCK : -(-stop // BLOCK)]
         out = fp8_linear(values, scales, self.weight[rows], blocks, self._arrivals, self.dtype)
         return out if isinstance(x, QuantizedRows) else out.unflatten(0, x.shape[:-1])
-
-    def _multiply_groups(self, x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-        out: Tensor = group_fp8_linear(x.flatten(0, -2), codes, scales, self._arrivals)
-        return out.unflatten(0, x.shape[:-1])
 
     def _stays_quantized(self, parts: tuple[AnyWeight, ...]) -> bool:
         has_groups = all(isinstance(part, GroupFp8) for part in parts)
@@ -132,8 +127,8 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(codes, requires_grad=False)
         self._arrivals = torch.zeros(4 * num_blocks, dtype=torch.int32, device=device)
         if has_groups:
-            shape = self.out_features, self.in_features // GROUP
-            self.weight_scale = torch.empty(shape, dtype=torch.uint8, device=device)
+            columns = self.in_features // GROUP
+            self.weight_scale = torch.empty(self.out_features, columns, dtype=torch.uint8, device=device)
             return
         columns = self.in_features // BLOCK
         scales = torch.zeros(num_blocks, -(-columns // 4) * 4, device=device)  # cuBLAS requires this layout
@@ -238,12 +233,3 @@ def fill(parameter: nn.Parameter | Tensor | None, *parts: Tensor) -> None:
     with torch.no_grad():
         for target, part in zip(parameter.split([part.shape[0] for part in parts]), parts, strict=True):
             target.copy_(part)
-
-
-def unquantized(weight: AnyWeight, target: Tensor) -> Tensor:
-    """Return a plain weight unchanged, or a quantized weight's values in the dtype and on the device of `target`."""
-    if isinstance(weight, BlockFp8):
-        return dequantize_blocks(weight.codes.to(target.device), weight.scales.to(target.device), target.dtype)
-    if isinstance(weight, Tensor):
-        return weight
-    return dequantize(type(weight)(*(part.to(target.device) for part in weight)), target.dtype)
