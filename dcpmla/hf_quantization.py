@@ -122,6 +122,11 @@ def expert_codes(config: Any) -> str | None:
     return "fp4" if is_fp4 else packed_codes(quantization)
 
 
+def has_mxfp8(quantization: Mapping[str, Any]) -> bool:
+    """Return whether e4m3 weights have e8m0 scales per 32 columns, of one row or of more (DeepSeek-V4.1)."""
+    return scale_block(quantization)[1] == 32 and quantization.get("scale_fmt") == "ue8m0"
+
+
 def scale_block(quantization: Mapping[str, Any] | None) -> tuple[int, int]:
     """Return the rows and columns of a quantized matrix that share a scale; WHOLE means all.
 

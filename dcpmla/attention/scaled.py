@@ -14,8 +14,8 @@ from dcpmla.attention.projections import Tokens, rows_of
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.latent import LayerCache
 from dcpmla.config import MLAConfig
-from dcpmla.parallel.fp8 import PlainRows, QuantizedRows
-from dcpmla.parallel.linear import Linear, Weight, unquantized
+from dcpmla.parallel.fp8 import PlainRows, QuantizedRows, unquantized
+from dcpmla.parallel.linear import Linear, Weight
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from dcpmla.attention.placement import Placement
 from dcpmla.attention.projections import MHAInputs, Tokens, absorb_query, finish_latents, rotate_query_
 from dcpmla.attention.scales import KV_SCALE_NAMES, OUTPUT_SCALE_NAMES, Q_SCALE_NAMES, new_scale, read_scale
 from dcpmla.config import MLAConfig
-from dcpmla.parallel.fp8 import NormedRows, PlainRows
-from dcpmla.parallel.linear import Linear, RowParallelLinear, Weight, fill, read_linear, read_weight, shard, unquantized
+from dcpmla.parallel.fp8 import NormedRows, PlainRows, unquantized
+from dcpmla.parallel.linear import Linear, RowParallelLinear, Weight, fill, read_linear, read_weight, shard
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.parallel.quantized import BLOCK, BlockFp8, unpack
 
@@ -257,7 +257,8 @@ class AttentionWeights(nn.Module):
         self._load_down(weights)
         kv_b_shape = config.num_heads * kv_b_width, rank
         kv_b = read_linear(weights, "kv_b_proj.weight", kv_b_shape, self.kv_heads.rows(kv_b_width))
-        if config.qk_nope_head_dim % BLOCK or config.v_head_dim % BLOCK:  # W_UK and W_UV share blocks
+        # W_UK and W_UV stay in fp8 only in blocks that they do not share.
+        if not isinstance(kv_b, BlockFp8) or config.qk_nope_head_dim % BLOCK or config.v_head_dim % BLOCK:
             kv_b = unquantized(kv_b, self.kv_b_proj.weight)
         self.kv_b_proj.load(kv_b)
         self.o_proj.load(read_linear(weights, "o_proj.weight", (hidden, o_cols), cols=shard(o_cols, tp_group)))

@@ -20,6 +20,7 @@ class CachePlan(ABC):
         dtype, index_dtype: Dtypes of the tensors of cached rows and of index keys, which name their formats
             (`dcpmla.cache.formats`, `dcpmla.cache.index_keys`).
         num_states: Number of requests' states, memory of fixed size; 0 if requests need only blocks.
+        keeps_token_ids: Whether each rank also keeps an id of every token, for memories of n-grams.
     """
 
     num_blocks: int
@@ -27,6 +28,7 @@ class CachePlan(ABC):
     dtype: torch.dtype
     index_dtype: torch.dtype = torch.uint8
     num_states: int = 0
+    keeps_token_ids: bool = False
 
     @property
     @abstractmethod
@@ -97,10 +99,12 @@ class Cache(ABC):
     Attributes:
         sizes: Plan of the cache.
         per_layer: Memory of each layer.
+        token_ids: Ids of tokens, int32 [num_blocks, block_tokens], the same on all ranks; None if not kept.
     """
 
     sizes: CachePlan
     per_layer: Sequence[Any]
+    token_ids: Tensor | None = None
 
     def __getitem__(self, layer: int) -> Any:
         return self.per_layer[layer]

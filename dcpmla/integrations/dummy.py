@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpmla.hf_quantization import expert_codes, packed_codes
+from dcpmla.hf_quantization import expert_codes, has_mxfp8, packed_codes
 from dcpmla.parallel.linear import Weight
-from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize
+from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, GroupFp4, GroupFp8, GroupInt4, dequantize
 
 _STD = 0.02  # standard deviation of weights, as in initialized models
 # Formats in 4 bits, with the scale of all groups.
@@ -34,6 +34,7 @@ def dummy_weights(
     """
     quantization, codes = getattr(config, "quantization_config", None), expert_codes(config)
     is_fp8 = quantization is not None and packed_codes(quantization) is None
+    has_groups = quantization is not None and has_mxfp8(quantization)
 
     def new(name: str, shape: tuple[int, ...]) -> Weight:
         if name.endswith(".tid2eid"):
@@ -41,7 +42,7 @@ def dummy_weights(
         if codes is not None and _ROUTED.search(name):
             return _DummyGroups(codes, name, shape, dtype, device)
         if is_fp8 and len(shape) == 2 and _QUANTIZED.search(name) and not _NOT_QUANTIZED.search(name):
-            return _DummyFp8(name, shape, dtype, device)
+            return (_DummyGroupFp8 if has_groups else _DummyFp8)(name, shape, dtype, device)
         return _DummyWeight(name, shape, dtype, device)
 
     return {name: new(name, shape) for name, shape in shapes.items()}
@@ -87,6 +88,18 @@ class _DummyFp8(_DummyWeight):
         bounds = [(*part.indices(size)[:2], size) for part, size in zip((rows, cols), self.shape, strict=True)]
         is_on_grid = all(start % BLOCK == 0 and (end % BLOCK == 0 or end == size) for start, end, size in bounds)
         return weight if is_on_grid else dequantize(weight, self._dtype)
+
+
+class _DummyGroupFp8(_DummyWeight):
+    """A matrix in MXFP8."""
+
+    def stored(self, rows: slice, cols: slice) -> AnyWeight:
+        codes = self._draw((rows, cols)).to(torch.float8_e4m3fn)
+        first, end, _ = cols.indices(self.shape[1])
+        if first % GROUP or end % GROUP:
+            return codes.to(self._dtype) * _STD
+        exponents = torch.full((len(codes), codes.shape[1] // GROUP), 121, dtype=torch.uint8, device=self._device)
+        return GroupFp8(codes, exponents)
 
 
 class _DummyGroups(_DummyWeight):

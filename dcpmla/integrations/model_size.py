@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dcpmla.hf_quantization import expert_codes, packed_codes, scale_block
+from dcpmla.hf_quantization import expert_codes, has_mxfp8, packed_codes, scale_block
 from dcpmla.integrations.decoder import Shapes
 from dcpmla.integrations.families.routing import num_routed_experts
 from dcpmla.integrations.families.table import family_of
@@ -144,8 +144,8 @@ def _held_itemsize(name: str, tensor: Tensor, model: Any, itemsize: int) -> int:
 
 
 def _codes(model: Any, config: Any, quantization: dict[str, Any]) -> dict[str, str]:
-    """Return "fp8", "fp4" or "int4" for each of the parameters (linear layers, experts) that a checkpoint has in blocks
-    which the runtime can keep, if no cut runs through them.
+    """Return "fp8", "mxfp8", "fp4" or "int4" for each of the parameters (linear layers, experts) that a checkpoint has
+    in blocks which the runtime can keep, if no cut runs through them.
     """
     if not quantization:
         return {}
@@ -160,6 +160,7 @@ def _codes(model: Any, config: Any, quantization: dict[str, Any]) -> dict[str, s
     }
     shapes |= {name: parameter.shape for name, parameter in model.named_parameters() if ".experts." in name}
     block = scale_block(quantization)
+    has_groups = has_mxfp8(quantization)
     packed, of_experts, codes = packed_codes(quantization), expert_codes(config), {}
     for name, shape in shapes.items():
         if _is_among(name, wide):
@@ -168,6 +169,9 @@ def _codes(model: Any, config: Any, quantization: dict[str, Any]) -> dict[str, s
         if of_experts and (len(shape) == 3 or (packed and ".shared_experts." in name)):
             if block[1] % GROUP == 0:
                 codes[name] = of_experts
+        elif not packed and has_groups:
+            if len(shape) == 2:  # routed experts in this format are dequantized
+                codes[name] = "mxfp8"
         elif not packed and all(
             side % BLOCK == 0 or side >= size for side, size in zip(block, shape[-2:], strict=True)
         ):
@@ -183,12 +187,17 @@ def _is_kept(name: str, codes: dict[str, str], shapes: dict[str, torch.Size], mo
     prefix, word = found.groups()
     if word == "kv_b_proj":
         attention = model.get_submodule(prefix)
-        return attention.qk_nope_head_dim % BLOCK == 0 == attention.v_head_dim % BLOCK
+        is_whole = attention.qk_nope_head_dim % BLOCK == 0 == attention.v_head_dim % BLOCK
+        return is_whole and codes[name] == "fp8"
     if word == "o_a_proj":
         return model.config.o_lora_rank % BLOCK == 0
     for product in _PRODUCTS:
         names = [other for part in product if (other := f"{prefix}.{part}.weight") in shapes]
-        if name in names and (not codes.keys() >= set(names) or any(shapes[other][0] % BLOCK for other in names[:-1])):
+        if name not in names:
+            continue
+        if not codes.keys() >= set(names):
+            return False
+        if codes[name] == "fp8" and any(shapes[other][0] % BLOCK for other in names[:-1]):
             return False
     return True
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class Parts:
         kind: Kind of attention.
         reduce: Sums over the TP ranks.
         eps: Epsilon of the norms of hidden states.
+        directory: Directory of the checkpoint.
         bounds_mlps: Whether swiglu_limit bounds dense MLPs and shared experts, as it bounds routed experts.
         default_scales: Names of scales that are 1 because the checkpoint lacks them.
         num_layers: Number of layers of attention that are loaded.
@@ -55,6 +57,7 @@ class Parts:
     kind: AttentionKind
     reduce: Reduce
     eps: float
+    directory: Path
     bounds_mlps: bool = True
     default_scales: set[str] = field(default_factory=set)
     num_layers: int = 0

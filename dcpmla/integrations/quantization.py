@@ -8,7 +8,17 @@ import torch
 from torch import Tensor
 
 from dcpmla.parallel.linear import QuantizedWeight
-from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize, from_e8m0
+from dcpmla.parallel.quantized import (
+    BLOCK,
+    GROUP,
+    AnyWeight,
+    BlockFp8,
+    GroupFp4,
+    GroupFp8,
+    GroupInt4,
+    dequantize,
+    from_e8m0,
+)
 
 # Names of dtypes as safetensors has them.
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -51,12 +61,15 @@ def quantized_matrix(name: str, codes: StoredTensor, scales: StoredTensor, block
         name: Name in messages.
         codes: e4m3 [N, K], bytes [N, K / 2] with two e2m1 codes each, or int32 [N, K / 8] with eight integers each.
         scales: float32, bfloat16 or float16 [ceil(N / rows), ceil(K / columns)], or, of e4m3, bytes that are exponents
-            (e8m0); of e2m1 exponents alone, [N, K / 32]. A single one may have any shape.
+            (e8m0), also [N, K / 32] whatever the block; of e2m1 exponents alone, [N, K / 32]. A single one may have any
+            shape.
         block: Rows and columns of e4m3 codes or of integers that share a scale.
     Raises:
         ValueError: Codes or scales have another shape or dtype.
     """
     if codes.dtype == _E4M3 and scales.dtype in (*FLOATS, *_EXPONENTS):
+        if scales.dtype in _EXPONENTS and list(scales.shape) == [codes.shape[0], codes.shape[-1] / GROUP]:
+            block = (1, GROUP)
         return _Fp8Matrix(name, codes, scales, codes.shape, block)
     if codes.dtype in _TWO_CODES and scales.dtype in _EXPONENTS and 2 * codes.shape[-1:].numel() % GROUP == 0:
         return _Fp4Matrix(name, codes, scales, _wider(codes.shape, 2), (1, GROUP))
@@ -104,7 +117,9 @@ class _QuantizedMatrix:
     @cached_property
     def _scales(self) -> Tensor:
         """All scales, float32, or the bytes of exponents."""
-        scales = self._stored_scales[()].reshape(self._num_blocks)
+        return self._checked(self._stored_scales[()].reshape(self._num_blocks))
+
+    def _checked(self, scales: Tensor) -> Tensor:
         scales = scales.view(torch.uint8) if scales.itemsize == 1 else scales.float()
         values = from_e8m0(scales) if scales.dtype == torch.uint8 else scales
         if not (values.isfinite() & (values >= 0)).all():
@@ -122,8 +137,10 @@ class _Fp8Matrix(_QuantizedMatrix):
 
     def stored(self, rows: slice, cols: slice) -> AnyWeight:
         """Return a slice as `BlockFp8` if it begins and ends where blocks of 128 x 128 do, and these have one scale
-        each; else its values.
+        each; as `GroupFp8` of whole groups, if e8m0 scales are for 32 columns; else its values.
         """
+        if self._block[1] == GROUP and self._stored_scales.dtype in _EXPONENTS:
+            return self._groups(rows, cols)
         at = []
         for part, size, side in zip((rows, cols), self.shape, self._block, strict=True):
             first, end, _ = part.indices(size)
@@ -131,6 +148,17 @@ class _Fp8Matrix(_QuantizedMatrix):
                 return self[rows, cols]
             at.append(torch.arange(first, end, BLOCK) // side)
         return BlockFp8(self._codes[rows, cols], self._scales_at(*at))
+
+    def _groups(self, rows: slice, cols: slice) -> AnyWeight:
+        first, end, _ = cols.indices(self.shape[1])
+        if first % GROUP or end % GROUP:
+            return self[rows, cols]
+        groups = slice(first // GROUP, end // GROUP)
+        if self._block[0] == 1:  # a table has more scales than should be read at once
+            scales = self._checked(self._stored_scales[rows, groups])
+        else:
+            scales = self._scales[torch.arange(self.shape[0])[rows] // self._block[0], groups]
+        return GroupFp8(self._codes[rows, cols], scales)
 
     def _scales_at(self, rows: Tensor, cols: Tensor) -> Tensor:
         scales = self._scales[rows][:, cols]

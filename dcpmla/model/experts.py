@@ -13,9 +13,8 @@ from dcpmla.parallel.fp8 import NormedRows, PlainRows, QuantizedRows, plain, run
 from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize, unpack
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_Kind = type[BlockFp8] | type[GroupFp4] | type[GroupInt4]
 # Dtypes of codes and of scales, and rows and columns that share a scale.
-_FORMATS: dict[_Kind, tuple[torch.dtype, torch.dtype, int, int]] = {
+_FORMATS: dict[type, tuple[torch.dtype, torch.dtype, int, int]] = {
     BlockFp8: (FP8, torch.float32, BLOCK, BLOCK),
     GroupFp4: (torch.uint8, torch.uint8, 1, GROUP),
     GroupInt4: (torch.uint8, torch.bfloat16, 1, GROUP),

@@ -16,7 +16,8 @@ from dcpmla.model.mlp import MLP, MLPPart
 from dcpmla.model.router import Router, route, router_logits, weigh
 from dcpmla.parallel.fp8 import PlainRows, plain
 from dcpmla.parallel.linear import Weight, fill
-from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize, to_block_fp8
+from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize
+from dcpmla.parallel.reformat import to_block_fp8
 
 
 class Gate(nn.Module):

@@ -9,9 +9,11 @@ from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.plan import Cache
 from dcpmla.comm.norm import rms_norm
 from dcpmla.comm.reduce import Reduce
+from dcpmla.model.memory import NgramMemory
 from dcpmla.model.mixing import Streams
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import MoE
+from dcpmla.model.ngrams import NgramHash
 from dcpmla.model.streams import Connection, StreamMean, finish
 from dcpmla.parallel.fp8 import plain
 from dcpmla.parallel.linear import Linear
@@ -24,6 +26,7 @@ class StreamBlock(nn.Module):
         layer: Number of the layer in the cache.
         connections: Connections before attention and before the MLP.
         reduce: Sums over the TP group.
+        memory: Memory of n-grams, which is added to the streams before attention; None without.
     """
 
     def __init__(
@@ -33,20 +36,31 @@ class StreamBlock(nn.Module):
         mlp: MLP | MoE,
         connections: tuple[Connection, Connection],
         reduce: Reduce,
+        memory: NgramMemory | None = None,
     ) -> None:
         super().__init__()
         self.layer, self.attention, self.mlp, self.reduce = layer, attention, mlp, reduce
         self.to_attention, self.to_mlp = connections
+        self.memory = memory
 
     def forward(
-        self, streams: Streams, token_ids: Tensor | None, cache: Cache | None, step: StepMetadata | None
+        self,
+        streams: Streams,
+        token_ids: Tensor | None,
+        cache: Cache | None,
+        step: StepMetadata | None,
+        hashes: Tensor | None = None,
     ) -> Streams:
         """Run one step of a batch. Collective over the TP group.
 
         Args:
             token_ids: [T] int64, for gates that read them.
             cache: Cache of the model; None, like step, if only memory is claimed.
+            hashes: [L, T, C] int32 (`NgramHash`), for the memory.
         """
+        if self.memory is not None:
+            assert hashes is not None
+            streams = self.memory(streams, hashes)
         x, streams = self.to_attention(streams, self.attention.takes_quantized)
         attended = self.attention.partial(x, None if cache is None else cache[self.layer], step)
         streams = streams._replace(out=self.reduce.all_reduce(attended))
@@ -63,6 +77,7 @@ class StreamDecoder(nn.Module):
         num_streams: Number of streams of the residual, which all begin as the embedding.
         to_head: Collapse of the streams.
         collapses: Whether the hidden states are collapsed already, as HY V4's MTP module takes them.
+        ngrams: Hashes for the blocks' memories; None without.
     """
 
     def __init__(
@@ -72,8 +87,10 @@ class StreamDecoder(nn.Module):
         num_streams: int,
         to_head: Connection | StreamMean,
         collapses: bool = False,
+        ngrams: NgramHash | None = None,
     ) -> None:
         super().__init__()
+        self.ngrams = ngrams
         self.embedding, self.collapses = nn.Parameter(embedding, requires_grad=False), collapses
         self.blocks, self.num_streams, self.to_head = nn.ModuleList(blocks), num_streams, to_head
 
@@ -83,8 +100,9 @@ class StreamDecoder(nn.Module):
         """
         embedded = nn.functional.embedding(token_ids, self.embedding)
         streams = Streams(embedded[:, None].repeat(1, self.num_streams, 1))
+        hashes = None if self.ngrams is None else self.ngrams(token_ids, step, cache)
         for block in self.blocks:
-            streams = block(streams, token_ids, cache, step)
+            streams = block(streams, token_ids, cache, step, hashes)
         return plain(self.to_head(streams)[0]) if self.collapses else finish(streams).flatten(1)
 
     def collapse(self, hidden_states: Tensor) -> Tensor:

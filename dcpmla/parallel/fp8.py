@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dcpmla.operators import operator
-from dcpmla.parallel.quantized import BLOCK, BlockFp8, dequantize, empty_groups, quantize_groups
+from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, dequantize, empty_groups, quantize_groups
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -146,3 +146,12 @@ def multiply_groups(x: Tensor, weight: Tensor) -> Tensor:
 def dequantize_blocks(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values of a `BlockFp8`: codes [.., N, K], scales [.., ceil(N / 128), ceil(K / 128)]."""
     return dequantize(BlockFp8(codes, scales), dtype)
+
+
+def unquantized(weight: AnyWeight, target: Tensor) -> Tensor:
+    """Return a plain weight unchanged, or a quantized weight's values in the dtype and on the device of `target`."""
+    if isinstance(weight, BlockFp8):
+        return dequantize_blocks(weight.codes.to(target.device), weight.scales.to(target.device), target.dtype)
+    if isinstance(weight, Tensor):
+        return weight
+    return dequantize(type(weight)(*(part.to(target.device) for part in weight)), target.dtype)

@@ -19,12 +19,13 @@ from dcpmla.parallel.fp8 import (
     AnyRows,
     NormedRows,
     QuantizedRows,
-    dequantize_blocks,
     fp8_linear,
     plain,
     runs_fp8,
+    unquantized,
 )
-from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, dequantize
+from dcpmla.parallel.group_fp8 import multiply_group_fp8
+from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, GroupFp8
 
 
 class Weight(Protocol):
@@ -48,7 +49,8 @@ class Linear(nn.Module):
 
     Attributes:
         weight: Weight [out, in] in dtype, or e4m3 codes; not initialized before `load`.
-        weight_scale: Scale per block of codes, float32 [ceil(out / 128), in / 128]; None for a weight in dtype.
+        weight_scale: Scale per block of codes, float32 [ceil(out / 128), in / 128], or per 32 columns of a row, e8m0
+            bytes [out, in / 32]; None for a weight in dtype.
         input_scale: Static scale of inputs, float32 [1], from the checkpoint's calibration, for callers that quantize
             an input before they pass it (`quant_for`); None if the checkpoint has none. The layer itself does not read
             it: when it quantizes a plain input, the input determines its own scales.
@@ -79,10 +81,10 @@ class Linear(nn.Module):
     def load(self, *parts: AnyWeight) -> None:
         """Fill the weight with parts stacked along dim 0.
 
-        It holds e4m3 codes and scales if all parts are `BlockFp8` and their blocks form one grid; else values in dtype.
+        It holds codes and scales if all parts are `GroupFp8`, or `BlockFp8` on one grid; else values in dtype.
         """
         if self._stays_quantized(parts):
-            self._become_fp8()
+            self._become_fp8(has_groups=isinstance(parts[0], GroupFp8))
             fill(self.weight, *(part[0] for part in parts))
             fill(self.weight_scale, *(part[1] for part in parts))
         else:
@@ -100,6 +102,8 @@ class Linear(nn.Module):
         if self.weight_scale is None:
             return F.linear(plain(x), self.weight[rows])
         start, stop, _ = rows.indices(self.out_features)
+        if self.weight_scale.dtype == torch.uint8:
+            return multiply_group_fp8(plain(x), self.weight[rows], self.weight_scale[rows], self._arrivals)
         if start % BLOCK:  # the rows begin inside a block
             return self.product(x)[..., rows]
         x = x.quantized if isinstance(x, NormedRows) else x
@@ -111,19 +115,24 @@ class Linear(nn.Module):
         return out if isinstance(x, QuantizedRows) else out.unflatten(0, x.shape[:-1])
 
     def _stays_quantized(self, parts: tuple[AnyWeight, ...]) -> bool:
+        has_groups = all(isinstance(part, GroupFp8) for part in parts)
         on_grid = all(isinstance(part, BlockFp8) and len(part.codes) % BLOCK == 0 for part in parts[:-1])
-        return on_grid and isinstance(parts[-1], BlockFp8) and self.in_features % BLOCK == 0
+        return (has_groups or (on_grid and isinstance(parts[-1], BlockFp8))) and self.in_features % BLOCK == 0
 
-    def _become_fp8(self) -> None:
+    def _become_fp8(self, has_groups: bool) -> None:
         """Replace the weight's memory by codes, scales, and counters of programs that finished a part of a product."""
         device, num_blocks = self.weight.device, -(-self.out_features // BLOCK)
         del self.weight  # frees the weight's memory before codes are allocated
         codes = torch.empty(self.out_features, self.in_features, dtype=torch.float8_e4m3fn, device=device)
         self.weight = nn.Parameter(codes, requires_grad=False)
+        self._arrivals = torch.zeros(4 * num_blocks, dtype=torch.int32, device=device)
+        if has_groups:
+            columns = self.in_features // GROUP
+            self.weight_scale = torch.empty(self.out_features, columns, dtype=torch.uint8, device=device)
+            return
         columns = self.in_features // BLOCK
         scales = torch.zeros(num_blocks, -(-columns // 4) * 4, device=device)  # cuBLAS requires this layout
         self.weight_scale = scales[:, :columns]
-        self._arrivals = torch.zeros(4 * num_blocks, dtype=torch.int32, device=device)
         self.takes_quantized = runs_fp8(device)
 
 
@@ -185,8 +194,9 @@ def read_linear(
 
     Returns:
         `BlockFp8` of e4m3 codes, where the slice begins and ends at multiples of 128 (or at the matrix's end) and each
-        block of 128 x 128 has one scale; `GroupFp4` or `GroupInt4` (`parallel/quantized.py`) of codes in 4 bits, where
-        columns are cut at multiples of 32. Else the values, float32 or in the dtype of a weight that is not quantized.
+        block of 128 x 128 has one scale; `GroupFp8` of such codes with e8m0 scales of 32 columns, `GroupFp4` or
+        `GroupInt4` (`parallel/quantized.py`) of codes in 4 bits, where columns are cut at multiples of 32. Else the
+        values, float32 or in the dtype of a weight that is not quantized.
     Raises:
         ValueError: Same cases as `read_weight`.
     """
@@ -223,12 +233,3 @@ def fill(parameter: nn.Parameter | Tensor | None, *parts: Tensor) -> None:
     with torch.no_grad():
         for target, part in zip(parameter.split([part.shape[0] for part in parts]), parts, strict=True):
             target.copy_(part)
-
-
-def unquantized(weight: AnyWeight, target: Tensor) -> Tensor:
-    """Return a plain weight unchanged, or a quantized weight's values in the dtype and on the device of `target`."""
-    if isinstance(weight, BlockFp8):
-        return dequantize_blocks(weight.codes.to(target.device), weight.scales.to(target.device), target.dtype)
-    if isinstance(weight, Tensor):
-        return weight
-    return dequantize(type(weight)(*(part.to(target.device) for part in weight)), target.dtype)

@@ -3,10 +3,10 @@
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 BLOCK = 128  # rows and columns that share a scale in block-quantized fp8
-GROUP = 32  # columns that share a scale in 4 bits
+GROUP = 32  # columns that share a scale in 4 bits, and in MXFP8
 _FP8_MAX = 448.0
 SMALLEST_AMAX = 1e-10  # lower bound on a group's largest magnitude, since its scale divides
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # indexed by the lower three bits of a code; the fourth is the sign
@@ -18,6 +18,19 @@ class BlockFp8(NamedTuple):
     Attributes:
         codes: Codes, e4m3 [.., N, K].
         scales: Scales, float32 [.., ceil(N / 128), ceil(K / 128)]; a value is its code times its block's scale.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+
+class GroupFp8(NamedTuple):
+    """A matrix [.., N, K] in e4m3 with a scale per 32 columns of a row (MXFP8). A matrix with a scale per block of
+    32 x 32, as DeepSeek-V4.1 ships it, repeats the scale for the block's rows.
+
+    Attributes:
+        codes: Codes, e4m3 [.., N, K].
+        scales: Scales, uint8 [.., N, K / 32], e8m0: a value is its code's times 2^(scale - 127).
     """
 
     codes: Tensor
@@ -51,7 +64,7 @@ class GroupInt4(NamedTuple):
     scales: Tensor
 
 
-AnyWeight = Tensor | BlockFp8 | GroupFp4 | GroupInt4
+AnyWeight = Tensor | BlockFp8 | GroupFp8 | GroupFp4 | GroupInt4
 
 
 def unpack(weight: AnyWeight) -> tuple[Tensor, Tensor | None]:
@@ -63,13 +76,15 @@ def dequantize(weight: AnyWeight, dtype: torch.dtype) -> Tensor:
     """Return the values [.., N, K] of a weight, products in float32, rounded once."""
     if isinstance(weight, Tensor):
         return weight.to(dtype)
+    if isinstance(weight, GroupFp8):
+        return _scale_groups(weight.codes.float(), from_e8m0(weight.scales), dtype)
     if isinstance(weight, GroupFp4):
         codes = _unpack_codes(weight.codes)
         sizes = torch.tensor(_E2M1, device=codes.device)[codes & 7]
         return _scale_groups(torch.where(codes >= 8, -sizes, sizes), from_e8m0(weight.scales), dtype)
     if isinstance(weight, GroupInt4):
         return _scale_groups((_unpack_codes(weight.codes) - 8).float(), weight.scales.float(), dtype)
-    return (weight.codes.float() * _spread(weight.scales, BLOCK, BLOCK, weight.codes)).to(dtype)
+    return (weight.codes.float() * spread(weight.scales, BLOCK, BLOCK, weight.codes)).to(dtype)
 
 
 def _unpack_codes(codes: Tensor) -> Tensor:
@@ -96,38 +111,6 @@ def cut(size: int, rank: int, num_ranks: int, in_blocks: bool = False) -> slice:
     return slice(size // unit * rank // num_ranks * unit, size // unit * (rank + 1) // num_ranks * unit)
 
 
-def reorder_rows(weight: AnyWeight, order: Tensor) -> AnyWeight:
-    """Return a matrix with the rows of every head in another order; in fp8 if all rows stay in their block."""
-    if isinstance(weight, BlockFp8) and BLOCK % len(order) == 0:
-        return BlockFp8(_reorder(weight.codes.view(torch.uint8), order).view(weight.codes.dtype), weight.scales)
-    return _reorder(weight if isinstance(weight, Tensor) else dequantize(weight, torch.float32), order)
-
-
-def _reorder(x: Tensor, order: Tensor) -> Tensor:
-    return x.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
-
-
-def to_block_fp8(weight: GroupFp4) -> BlockFp8 | None:
-    """Return a matrix of the same values in e4m3, or None if a block of 128 x 128 has no scale that represents all its
-    values exactly.
-
-    The scale puts the largest of a block's groups at 6 x 2^6 = 384 of e4m3's 448. A group may then have a scale 2^14
-    times as small: e2m1's 0.5 is 2^-9 there, e4m3's smallest number. Groups of zeros may have any scale.
-
-    Source: DeepSeek-V4's conversion for experts in fp8 (inference/convert.py).
-    """
-    groups_a_block = BLOCK // GROUP
-    is_zero = (weight.codes & 0x77).unflatten(-1, (-1, GROUP // 2)).amax(-1) == 0
-    exponents = weight.scales.int().masked_fill(is_zero, 0)
-    padding = (0, -exponents.shape[-1] % groups_a_block, 0, -exponents.shape[-2] % BLOCK)
-    blocks = nn.functional.pad(exponents, padding).unflatten(-1, (-1, groups_a_block)).unflatten(-3, (-1, BLOCK))
-    base = (blocks.amax((-3, -1)) - 6).clamp(min=1)  # the exponent of float32's smallest normal number
-    shifts = exponents - _spread(base, BLOCK, groups_a_block, exponents)
-    values = dequantize(GroupFp4(weight.codes, (shifts + 127).clamp(0, 254).to(torch.uint8)), torch.float32)
-    codes = values.to(torch.float8_e4m3fn)
-    return BlockFp8(codes, from_e8m0(base.to(torch.uint8))) if torch.equal(codes.float(), values) else None
-
-
 def quantize_groups(x: Tensor, group_size: int, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
     """Quantize rows x [T, N] to e4m3 [T, N], saturated, with float32 scales [T, N / G].
 
@@ -152,7 +135,7 @@ def empty_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device), scales
 
 
-def _spread(scales: Tensor, num_rows: int, num_cols: int, target: Tensor) -> Tensor:
+def spread(scales: Tensor, num_rows: int, num_cols: int, target: Tensor) -> Tensor:
     """Repeat each scale over its rows and columns, cut to the shape of another matrix."""
     rows = scales.repeat_interleave(num_rows, -2)[..., : target.shape[-2], :]
     return rows.repeat_interleave(num_cols, -1)[..., : target.shape[-1]]

@@ -27,7 +27,8 @@ class Parameter:
         count: Number of such parameters.
         style: Cut, "column" (outputs cut), "row" (inputs cut; a sum over the ranks follows) or "whole" (on every rank).
         itemsize: Bytes of an element that is not quantized.
-        codes: Format "fp8", "fp4" or "int4" where the checkpoint has it in blocks that the runtime can keep; else "".
+        codes: Format "fp8", "mxfp8", "fp4" or "int4" where the checkpoint has it in blocks that the runtime can keep;
+            else "".
         num_pieces: Equal parts of the cut dim, cut one by one: gate and up of experts, shared experts.
         in_blocks: True if cuts are moved to multiples of 128 where every rank gets some: MLPs and experts of a
             quantized model.
@@ -111,6 +112,8 @@ class Parameter:
             return False
         shape, pieces = self.shard_shape(tensor_parallel_size, expert_parallel), self._pieces(expert_parallel)
         rows, cols = shape[-2] // (pieces if self._dim == -2 else 1), shape[-1]
+        if self.codes == "mxfp8":
+            return cols % BLOCK == 0  # each row has its own scales
         sizes = [cols]
         if self.is_expert or self.name.endswith(("gate_proj.weight", "up_proj.weight")):
             sizes.append(rows)
@@ -130,6 +133,8 @@ class Parameter:
             return prod(shape) * self.itemsize
         if self.is_packed(tensor_parallel_size, expert_parallel):
             return prod(shape) // 2 + prod(shape) // GROUP * _GROUP_SCALE_BYTES[self.codes]
+        if self.codes == "mxfp8":
+            return prod(shape) + prod(shape) // GROUP
         return prod(shape) + prod(shape[:-2]) * -(-shape[-2] // BLOCK) * (shape[-1] // BLOCK) * _FP8_SCALE_BYTES
 
     @property

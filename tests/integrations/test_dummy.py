@@ -46,6 +46,7 @@ def outcome(directory: Path) -> tuple[list[list[int]], set[str], bool]:
 
 
 FP8 = {"quantization_config": SCHEMES["block"].config, "num_nextn_predict_layers": 1}
+MXFP8 = {"quantization_config": SCHEMES["e8m0_32"].config, "num_nextn_predict_layers": 0}
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,7 @@ FP8 = {"quantization_config": SCHEMES["block"].config, "num_nextn_predict_layers
         ("deepseek_v3", FP8, "BlockFp8"),
         ("deepseek_v4", {"num_nextn_predict_layers": 0}, "Tensor"),
         ("deepseek_v4", FP8 | {"expert_dtype": "fp4"}, "GroupFp4"),
+        ("deepseek_v4", MXFP8 | {"expert_dtype": "fp4"}, "GroupFp4"),
         ("deepseek_v3", {"quantization_config": SCHEMES["int4"].config, "num_nextn_predict_layers": 0}, "GroupInt4"),
         ("deepseek_v3", {"quantization_config": SCHEMES["mxfp4"].config, "num_nextn_predict_layers": 0}, "GroupFp4"),
         *([("axk2", FP8 | {"num_nextn_predict_layers": 0}, "BlockFp8")] if "axk2" in SPARSE_FAMILIES else []),
@@ -66,7 +68,7 @@ def test_a_config_alone_generates(family: str, fields: dict[str, Any], experts: 
     (tmp_path / "config.json").write_text(json.dumps(config | fields))
     first, second = run_ranks(2, outcome, tmp_path)
     assert first[0] == second[0]
-    has_fp8 = fields.get("quantization_config") == SCHEMES["block"].config
+    has_fp8 = fields.get("quantization_config") in (SCHEMES["block"].config, SCHEMES["e8m0_32"].config)
     assert first[1:] == second[1:] == ({experts}, has_fp8)
 
 

@@ -21,19 +21,19 @@ from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.quantization import StoredTensor
 from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.linear import Weight, read_linear, read_weight
-from dcpmla.parallel.quantized import BlockFp8, GroupFp4, GroupInt4, dequantize
+from dcpmla.parallel.quantized import BlockFp8, GroupFp4, GroupFp8, GroupInt4, dequantize, from_e8m0
 from tests.integrations.test_transformers import check, make_cases
 from tests.support.quantized_models import SCHEMES, pack_int4, quantize, save_wide, write_dequantized, write_quantized
 from tests.support.ranks import run_ranks
 
 WHOLE, CUT = slice(None), slice(3, 101)
-MLA_SCHEMES = [scheme for scheme in SCHEMES if scheme != "published"]
+MLA_SCHEMES = [scheme for scheme in SCHEMES if not scheme.startswith("published")]
 KEPT = (
     dict.fromkeys(
         ("block", "ue8m0", "e8m0", "bytes", "tensor", "modelopt", "compressed_tensor", "compressed_block"), BlockFp8
     )
     | dict.fromkeys(("int4", "int4_all"), GroupInt4)
-    | {"mxfp4": GroupFp4}
+    | {"mxfp4": GroupFp4, "e8m0_32": GroupFp8}
 )
 
 
@@ -91,6 +91,36 @@ def test_cuts_at_blocks_keep_codes(v32: Path, tmp_path: Path) -> None:
         assert isinstance(part, Tensor)
         assert part.dtype == torch.float32
         assert torch.equal(part, twin[name][rows, cols])
+
+
+def test_cuts_at_groups_keep_codes(v32: Path, tmp_path: Path) -> None:
+    """Columns at multiples of 32, any rows: each row has the scales of its block."""
+    weights, twin = make_pair(v32, tmp_path, "e8m0_32")
+    name = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
+    for rows, cols, kind in (
+        (slice(5, 71), slice(32, 224), GroupFp8),
+        (WHOLE, slice(128, 256), GroupFp8),
+        (WHOLE, slice(16, 48), Tensor),
+    ):
+        part = read_linear(weights, name, (192, 256), rows, cols)
+        assert isinstance(part, kind)
+        assert torch.equal(dequantize(part, torch.float32), twin[name][rows, cols])
+
+
+def test_rows_with_scales_of_their_own(tmp_path: Path) -> None:
+    """A table's scales are read in parts, whatever the config's block; a broken one is named."""
+    values = torch.randn(70, 64)
+    codes, scales = quantize(values, (1, 32), powers_of_two=True)
+    exponents = scales.to(torch.float8_e8m0fnu)
+    exponents.view(torch.uint8)[60, 1] = 255
+    save_file({"a.weight": codes, "a.weight_scale_inv": exponents}, tmp_path / "model.safetensors")
+    weights = Checkpoint(tmp_path, (32, 32)).weights("")
+    part = read_linear(weights, "a.weight", (70, 64), slice(3, 50))
+    assert isinstance(part, GroupFp8)
+    assert torch.equal(part.codes.float(), codes[3:50].float())
+    assert torch.equal(from_e8m0(part.scales), scales[3:50])
+    with pytest.raises(ValueError, match="tensor a.weight has a scale that is negative, infinite or NaN"):
+        read_linear(weights, "a.weight", (70, 64))
 
 
 def test_scales_are_read_once_and_codes_as_they_are_sliced(

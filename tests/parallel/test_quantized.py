@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla.parallel.quantized import GroupFp4, dequantize, to_block_fp8
+from dcpmla.parallel.quantized import GroupFp4, dequantize
+from dcpmla.parallel.reformat import to_block_fp8
 from tests.support.quantized_models import quantize_fp4
 
 

@@ -76,7 +76,10 @@ def test_quantized_models(tp_size: int, tmp_path: Path) -> None:
     schemes += [("deepseek_v3", "int4"), ("deepseek_v3", "mxfp4"), ("glm4_moe_lite", "int4_all")]
     schemes += [("axk2", "block")] if "axk2" in FAMILIES else []
     directories = []
-    for family, scheme in [*schemes, *([("deepseek_v4", "published")] if tp_size < 4 else [])]:
+    for family, scheme in [
+        *schemes,
+        *([("deepseek_v4", "published_32"), ("deepseek_v4", "published")] if tp_size < 4 else []),
+    ]:
         save_wide(family, tmp_path / "wide" / family)
         directories.append(tmp_path / f"{family}_{scheme}")
         write_quantized(tmp_path / "wide" / family, directories[-1], scheme)

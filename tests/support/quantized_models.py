@@ -87,6 +87,7 @@ SCHEMES = {
     ),  # DeepSeek-V3.1
     "e8m0": Scheme((128, 128), "_scale_inv", _fp8(weight_block_size=_BLOCK, scale_fmt="ue8m0"), _EXPONENTS),
     "bytes": Scheme((128, 128), "_scale_inv", _fp8(weight_block_size=_BLOCK, scale_fmt="ue8m0"), torch.uint8),
+    "e8m0_32": Scheme((32, 32), "_scale_inv", _fp8(weight_block_size=[32, 32], scale_fmt="ue8m0"), _EXPONENTS),
     "tensor": Scheme((ALL, ALL), "_scale", {**_fp8(), "activation_scheme": "static"}, scale_shape=()),
     "modelopt": Scheme(
         (ALL, ALL), "_scale", {"quant_method": "modelopt", "quant_algo": "FP8"}, scale_shape=(), others=("input_scale",)
@@ -111,16 +112,18 @@ SCHEMES = {
     ),
     # DeepSeek-V4 alone: its names, routed experts in e2m1
     "published": Scheme((128, 128), "", _fp8(weight_block_size=_BLOCK, scale_fmt="ue8m0"), _EXPONENTS),
+    # The same with DeepSeek-V4.1's blocks
+    "published_32": Scheme((32, 32), "", _fp8(weight_block_size=[32, 32], scale_fmt="ue8m0"), _EXPONENTS),
 }
 
 
 def write_quantized(source: Path, target: Path, scheme: str) -> None:
-    """Write a checkpoint's linear layers and experts in 8 or 4 bits, as one of SCHEMES; "published" has routed experts
-    in 4 bits, DeepSeek-V4's names, and a norm of multi-token prediction.
+    """Write a checkpoint's linear layers and experts in 8 or 4 bits, as one of SCHEMES; "published" ones have routed
+    experts in 4 bits, DeepSeek-V4's names, and a norm of multi-token prediction.
     """
-    tensors, chosen = {}, SCHEMES[scheme]
+    tensors, chosen, is_published = {}, SCHEMES[scheme], scheme.startswith("published")
     for name, weight, codes, scales in _quantized(source, scheme):
-        stored = published_name(name) if scheme == "published" else name
+        stored = published_name(name) if is_published else name
         if codes is None:
             tensors[stored] = weight
             continue
@@ -132,13 +135,13 @@ def write_quantized(source: Path, target: Path, scheme: str) -> None:
             }
             continue
         tensors[stored] = codes
-        tensors[stored.removesuffix(".weight") + ".scale" if scheme == "published" else stored + chosen.suffix] = (
+        tensors[stored.removesuffix(".weight") + ".scale" if is_published else stored + chosen.suffix] = (
             scales if chosen.scale_shape is None else scales.reshape(chosen.scale_shape)
         )
         tensors |= {stored.removesuffix("weight") + other: torch.ones(()) for other in chosen.others}
-    if scheme == "published":
+    if is_published:
         tensors["mtp.0.norm.weight"] = torch.ones(256)
-    more = {"expert_dtype": "fp4"} if scheme == "published" else {}
+    more = {"expert_dtype": "fp4"} if is_published else {}
     _save(source, target, tensors, {"quantization_config": chosen.config, **more})
 
 
@@ -248,7 +251,7 @@ def _quantized(source: Path, scheme: str) -> Iterator[tuple[str, Tensor, Tensor 
         elif scheme.startswith("int4"):
             codes, scales, values = quantize_int4(weight, chosen.block[1])
             yield name, values.to(weight.dtype), codes, scales
-        elif scheme == "published" and _ROUTED_EXPERT.search(name):
+        elif scheme.startswith("published") and _ROUTED_EXPERT.search(name):
             codes, scales, values = quantize_fp4(weight)
             yield name, values.to(weight.dtype), codes, scales.to(_EXPONENTS)
         else:

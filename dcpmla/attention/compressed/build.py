@@ -13,6 +13,7 @@ from dcpmla.attention.compressed.cache import CompressedPlan
 from dcpmla.attention.compressed.config import LayerKind
 from dcpmla.attention.compressed.step import CompressedMetadata, ContextRows, selects
 from dcpmla.attention.step import ContextChunk, StepMetadata, StepRequests
+from dcpmla.attention.token_rows import with_graph_rows, with_token_rows
 from dcpmla.upload import upload
 
 
@@ -60,14 +61,16 @@ class CompressedStepBuilder(StepBuilder):
         request, (first_position, seq_lens, states) = arrays
         numbers = step.positions, request, first_position, seq_lens, states, block_table
         compressed = CompressedMetadata(self.plan, self.dcp_rank, *numbers, max(host.requests.seq_lens))
-        return step.with_kind(replace(compressed, context=self._context(host, compressed)))
+        step = step.with_kind(replace(compressed, context=self._context(host, compressed)))
+        return with_token_rows(step, request, block_table) if self.plan.keeps_token_ids else step
 
     def extend_graph(self, step: StepMetadata, rows: GraphRows) -> StepMetadata:
         """Return the step of a decode graph with the numbers that layers with entries read."""
         seen = rows.seq_lens.view(-1, rows.query_len)  # 0 for padding
         first, seq_lens = seen[:, 0] - 1, seen[:, -1].contiguous()
         numbers = rows.positions, rows.request, first, seq_lens, rows.states, rows.block_table
-        return step.with_kind(CompressedMetadata(self.plan, self.dcp_rank, *numbers, rows.max_seq_len))
+        step = step.with_kind(CompressedMetadata(self.plan, self.dcp_rank, *numbers, rows.max_seq_len))
+        return with_graph_rows(step, rows) if self.plan.keeps_token_ids else step
 
     def _context(self, host: HostStep, step: CompressedMetadata) -> ContextRows | None:
         """Return the context of prefills; None without prefills."""

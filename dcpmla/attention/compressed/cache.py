@@ -17,6 +17,7 @@ from dcpmla.cache.formats import format_name, storage_dtype
 from dcpmla.cache.index_keys import index_format_name, index_row_width, index_storage_dtype
 from dcpmla.cache.plan import Cache, CachePlan
 from dcpmla.cache.shared_format import PAGE_ROWS, rows_shape
+from dcpmla.cache.token_ids import allocate_token_ids, token_id_bytes
 from dcpmla.config import DCPConfig
 
 NUM_SUMS = 3  # per column of an entry in progress: peak of its gates, sum of their softmax, weighted sum of its values
@@ -100,7 +101,7 @@ class CompressedPlan(CachePlan):
     @property
     def bytes_per_rank(self) -> int:
         tensors = (tensor for kind in self.config.layer_kinds for tensor in self.layer_tensors(kind).values())
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors)
+        return token_id_bytes(self) + sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors)
 
     def allocate(self, device: torch.device) -> "CompressedCache":
         """Allocate the caches (`CachePlan.allocate`)."""
@@ -148,6 +149,7 @@ class CompressedCache(Cache):
         """
         plan.check_fits(device)
         self.sizes, self._plan = plan, plan
+        self.token_ids = allocate_token_ids(plan, device)
         layers = map(plan.layer_tensors, plan.config.layer_kinds)
         self.per_layer = [
             CompressedLayerCache(
@@ -159,7 +161,8 @@ class CompressedCache(Cache):
     @property
     def tensors(self) -> list[Tensor]:
         """All memory of the cache."""
-        return [tensor for layer in self for tensor in layer if tensor is not None]
+        tensors = [tensor for layer in self for tensor in layer if tensor is not None]
+        return tensors if self.token_ids is None else [*tensors, self.token_ids]
 
     def copy_state(self, source: int, target: int) -> None:
         """Copy a request's state: what computing on from there needs besides its blocks."""

@@ -1,7 +1,7 @@
 """DeepSeek-V4's attention, windows and compressed entries, as a kind of attention."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,9 +25,14 @@ from dcpmla.config import DCPConfig
 
 @dataclass(frozen=True)
 class CompressedKind:
-    """DeepSeek-V4's attention: layers of windows alone, and two kinds of layers with entries."""
+    """DeepSeek-V4's attention: layers of windows alone, and two kinds of layers with entries.
+
+    Attributes:
+        keeps_token_ids: Whether the cache keeps the tokens' ids (`CachePlan`).
+    """
 
     config: CompressedConfig
+    keeps_token_ids: bool = False
 
     @property
     def num_index_layers(self) -> int:
@@ -52,7 +57,8 @@ class CompressedKind:
         self, dcp: DCPConfig, seq_lens: Sequence[int], dtype: torch.dtype, num_states: int = 1, num_drafts: int = 0
     ) -> CachePlan:
         """Return the sizes of a cache of windows, entries and states."""
-        return plan_compressed(self.config, dcp, list(seq_lens), dtype, num_states, num_drafts)
+        plan = plan_compressed(self.config, dcp, list(seq_lens), dtype, num_states, num_drafts)
+        return replace(plan, keeps_token_ids=self.keeps_token_ids)
 
     def step_builder(self, plan: CachePlan, dcp: DCPConfig, dcp_rank: int, device: torch.device | str) -> StepBuilder:
         """Return the builder of steps over windows and entries."""

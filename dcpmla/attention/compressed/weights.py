@@ -10,7 +10,8 @@ from dcpmla.attention.placement import Placement
 from dcpmla.attention.weights import HeldHeads
 from dcpmla.parallel.fp8 import AnyRows, multiply_groups, plain
 from dcpmla.parallel.linear import Linear, RowParallelLinear, Weight, fill, read_linear, read_weight
-from dcpmla.parallel.quantized import BLOCK, AnyWeight, reorder_rows
+from dcpmla.parallel.quantized import BLOCK, AnyWeight
+from dcpmla.parallel.reformat import reorder_rows
 
 
 class CompressorWeights(nn.Module):

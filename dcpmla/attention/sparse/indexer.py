@@ -16,7 +16,7 @@ from dcpmla.cache.latent import LayerCache
 from dcpmla.config import IndexerConfig, MLAConfig
 from dcpmla.parallel.fp8 import PlainRows, plain
 from dcpmla.parallel.linear import Linear, Weight, fill, read_linear, read_weight
-from dcpmla.parallel.quantized import reorder_rows
+from dcpmla.parallel.reformat import reorder_rows
 
 
 class Indexer(nn.Module):

@@ -60,6 +60,18 @@ def linear_kernel(
         scale = tl.load(x_scales_ptr + block * x_scales_stride_block, mask=is_token, other=0.0)
         scale *= tl.load(weight_scales_ptr + block)
         acc += tl.dot(weight, x.T) * scale[None, :]
+    finish_tile(acc, out_ptr, partials_ptr, arrivals_ptr, num_tokens, num_rows, SPLITS)
+
+
+@triton.jit
+def finish_tile(acc, out_ptr, partials_ptr, arrivals_ptr, num_tokens, num_rows, SPLITS: tl.constexpr):
+    """Store a tile [ROWS, TOKENS] of the result [num_tokens, num_rows], or a part of its sum and, in the last program
+    to arrive, the sum.
+    """
+    ROWS: tl.constexpr = acc.shape[0]
+    TOKENS: tl.constexpr = acc.shape[1]
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    is_token = token < num_tokens
     is_last = True
     if SPLITS > 1:
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
@@ -75,7 +87,7 @@ def linear_kernel(
             for split in tl.static_range(SPLITS):
                 acc += tl.load(partials_ptr + split * (ROWS * TOKENS), cache_modifier=".cg")
     if is_last:
-        row = first_row + tl.arange(0, ROWS)
+        row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         at = token.to(tl.int64)[:, None] * num_rows + row[None, :]
         is_stored = is_token[:, None] & (row < num_rows)[None, :]
         tl.store(out_ptr + at, acc.T.to(out_ptr.dtype.element_ty), mask=is_stored)
@@ -88,7 +100,7 @@ class Tiling(NamedTuple):
     splits: int
 
 
-_ROWS, _NUM_WARPS, _NUM_STAGES = 64, 4, 4  # tile of every program
+TILE_ROWS, NUM_WARPS, NUM_STAGES = 64, 4, 4  # the same in every program
 _PART = 7  # minimum blocks per part
 
 
@@ -104,7 +116,7 @@ def choose_tiling(num_tokens: int, num_rows: int, width: int) -> Tiling:
         tokens, max_programs = BLOCK, 256
     else:
         tokens, max_programs = (16 if num_tokens <= 32 else 32), 640
-    num_tiles = triton.cdiv(num_rows, _ROWS) * triton.cdiv(num_tokens, tokens)
+    num_tiles = triton.cdiv(num_rows, TILE_ROWS) * triton.cdiv(num_tokens, tokens)
     splits = 1
     while 2 * splits * _PART <= width // BLOCK and 2 * splits * num_tiles <= max_programs:
         splits *= 2
@@ -138,12 +150,12 @@ def multiply(
     if num_tokens == 0:
         return out
     tokens, splits = choose_tiling(num_tokens, num_rows, width)
-    grid = triton.cdiv(num_tokens, tokens), triton.cdiv(num_rows, _ROWS), splits
-    num_partials = grid[0] * grid[1] * splits * _ROWS * tokens if splits > 1 else 0
+    grid = triton.cdiv(num_tokens, tokens), triton.cdiv(num_rows, TILE_ROWS), splits
+    num_partials = grid[0] * grid[1] * splits * TILE_ROWS * tokens if splits > 1 else 0
     linear_kernel[grid](
-        _describe(x.contiguous(), tokens),
+        describe(x.contiguous(), tokens),
         x_scales,
-        _describe(weight, _ROWS),
+        describe(weight, TILE_ROWS),
         weight_scale,
         out,
         torch.empty(num_partials, dtype=torch.float32, device=x.device),
@@ -155,13 +167,13 @@ def multiply(
         *x_scales.stride(),
         weight_scale.stride(0),
         SPLITS=splits,
-        STAGES=_NUM_STAGES,
-        num_warps=_NUM_WARPS,
+        STAGES=NUM_STAGES,
+        num_warps=NUM_WARPS,
     )
     return out
 
 
-def _describe(rows: Tensor, num_rows: int) -> TensorDescriptor:
+def describe(rows: Tensor, num_rows: int) -> TensorDescriptor:
     """Describe contiguous rows for TMA loads of num_rows rows of one block."""
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [num_rows, BLOCK])
 

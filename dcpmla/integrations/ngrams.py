@@ -1,0 +1,249 @@
+"""From a config with engram fields and a checkpoint to memories of n-grams: sizes, hash functions, tables."""
+
+import math
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tokenizers import Regex, normalizers
+from torch import Tensor
+
+from dcpmla.config import LARGEST_SIZE
+from dcpmla.fields import check_fields, list_of, whole
+from dcpmla.integrations.parts import Parts
+from dcpmla.integrations.tokenizer import load_tokenizer
+from dcpmla.model.buckets import Buckets
+from dcpmla.model.memory import NgramMemory
+from dcpmla.model.ngrams import NgramHash
+from dcpmla.parallel.linear import Linear, read_linear, read_weight
+from dcpmla.parallel.mesh import DCPMesh
+from dcpmla.parallel.quantized import GroupFp8, cut, unpack
+
+_LARGEST_TABLE = (1 << 31) - 1  # rows, whose numbers are int32
+_RULES = {
+    "engram_layer_ids": list_of(whole(0, 1023)),
+    "engram_num_embeddings": list_of(whole(1, _LARGEST_TABLE)),
+    "engram_max_ngram_size": whole(2, 16),
+    "engram_n_heads": whole(1, 256),
+    "engram_head_dim": whole(1, LARGEST_SIZE),
+    "engram_vocab_size": whole(2, _LARGEST_TABLE),
+    "engram_compressed_vocab_size": whole(1, LARGEST_SIZE),
+    "engram_pad_token_id": whole(0),
+}
+_PART_ROWS = 1 << 20  # rows of a table that are read at a time
+_SEED = 10007  # times a layer's number is the seed of the layer's multipliers
+# A token that is one space has this private letter as its text until spaces are stripped.
+_LONE_SPACE = "\ue000"
+_SPELLINGS = normalizers.Sequence(
+    [
+        normalizers.NFKC(),
+        normalizers.NFD(),
+        normalizers.StripAccents(),
+        normalizers.Lowercase(),
+        normalizers.Replace(Regex(r"[ \t\r\n]+"), " "),
+    ]
+)
+
+
+class NgramSizes(NamedTuple):
+    """The sizes of a model's memories.
+
+    Attributes:
+        layers: Numbers of the layers with a memory.
+        num_rows: Rows of each layer's table.
+        longest: Tokens of the longest n-grams; the shortest have two.
+        num_heads: Number of hashes of each n-gram.
+        width: Columns of a table.
+        bucket_rows: Lower bound of a bucket's rows.
+        num_ids: Number of compressed ids.
+        pad_token: Token in place of tokens before a sequence's first.
+    """
+
+    layers: tuple[int, ...]
+    num_rows: tuple[int, ...]
+    longest: int
+    num_heads: int
+    width: int
+    bucket_rows: int
+    num_ids: int
+    pad_token: int
+
+    @classmethod
+    def of(cls, config: Any) -> "NgramSizes":
+        """Return the sizes of a transformers config.
+
+        Raises:
+            ValueError: A field is out of its range, or fields do not belong together.
+        """
+        values: dict[str, Any] = {name: getattr(config, name, None) for name in _RULES}
+        check_fields(_RULES, values)
+        layers, num_rows, longest, heads, width, bucket_rows, num_ids, pad_token = values.values()
+        sizes = cls(tuple(layers), tuple(num_rows), longest, heads, width, bucket_rows, num_ids, pad_token)
+        if len(layers) != len(num_rows) or len(set(layers)) != len(layers):
+            raise ValueError(
+                f"engram_layer_ids is {layers} and engram_num_embeddings {num_rows}; each layer must have one table"
+            )
+        if max(layers, default=0) >= config.num_hidden_layers:
+            raise ValueError(f"engram_layer_ids is {layers}; the model has layers 0 to {config.num_hidden_layers - 1}")
+        if pad_token >= config.vocab_size:
+            raise ValueError(
+                f"engram_pad_token_id is {pad_token}; it must be one of the {config.vocab_size} tokens (vocab_size)"
+            )
+        for layer, rows, primes in zip(layers, num_rows, sizes.primes(), strict=True):
+            if sum(primes) > rows:
+                raise ValueError(
+                    f"engram_num_embeddings has {rows} rows for layer {layer}; the buckets of at least "
+                    f"engram_vocab_size {bucket_rows} rows need {sum(primes)}"
+                )
+        return sizes
+
+    @property
+    def num_columns(self) -> int:
+        """Return the number of hashes of a token in each layer."""
+        return (self.longest - 1) * self.num_heads
+
+    def columns(self, mesh: DCPMesh) -> range:
+        """Return the hashes whose buckets a rank holds.
+
+        Raises:
+            ValueError: There are more ranks than hashes.
+        """
+        if mesh.tp_size > self.num_columns:
+            raise ValueError(
+                f"tensor_parallel_size (-tp) is {mesh.tp_size}; the {self.num_columns} buckets of a memory's table "
+                f"(engram_n_heads, engram_max_ngram_size) are spread over at most as many ranks"
+            )
+        part = cut(self.num_columns, mesh.tp_rank, mesh.tp_size)
+        return range(part.start, part.stop)
+
+    def primes(self) -> list[list[int]]:
+        """Return the rows of each layer's buckets: primes, none twice in the model, ascending for each length."""
+        used: set[int] = set()
+        layers = []
+        for _ in self.layers:
+            sizes: list[int] = []
+            for _ in range(self.longest - 1):
+                following = _primes_from(self.bucket_rows)
+                fresh = (prime for prime in following if prime not in used)
+                sizes += [next(fresh) for _ in range(self.num_heads)]
+                used.update(sizes)
+            layers.append(sizes)
+        return layers
+
+    def multipliers(self) -> np.ndarray:
+        """Return the factors of ids, by layer and distance, int64: odd, and so small that products do not overflow."""
+        bound = max(1, np.iinfo(np.int64).max // self.num_ids // 2)
+        drawn = [np.random.default_rng(_SEED * layer).integers(0, bound, self.longest) for layer in self.layers]
+        return 2 * np.stack(drawn) + 1
+
+
+def load_hash(parts: Parts, sizes: NgramSizes) -> NgramHash:
+    """Return the hashes of a rank's columns. Tokens past the tokenizer's count as the pad token.
+
+    Raises:
+        ValueError: There is no tokenizer, or it does not make as many compressed ids as the config says.
+    """
+    directory, vocab_size, placement = parts.directory, parts.model.config.vocab_size, parts.placement
+    ids = _compress_vocabulary(directory)
+    if max(ids) + 1 != sizes.num_ids:
+        raise ValueError(
+            f"engram_compressed_vocab_size is {sizes.num_ids}; the tokenizer in {directory} makes {max(ids) + 1}, and "
+            f"all hashes of n-grams depend on this number"
+        )
+    if sizes.pad_token >= len(ids):
+        raise ValueError(
+            f"engram_pad_token_id is {sizes.pad_token}; the tokenizer in {directory} has {len(ids)} tokens"
+        )
+    pad_id = ids[sizes.pad_token]
+    token_map = torch.full((vocab_size,), pad_id, dtype=torch.int32)
+    token_map[: len(ids)] = torch.tensor(ids[:vocab_size], dtype=torch.int32)
+    columns = list(sizes.columns(placement.mesh))
+    primes = torch.tensor(sizes.primes())[:, columns]
+    buckets = Buckets(
+        torch.from_numpy(sizes.multipliers()),
+        torch.tensor(columns) // sizes.num_heads + 2,
+        primes,
+        primes.cumsum(1) - primes,
+    )
+    return NgramHash(token_map, pad_id, buckets).to(placement.device)
+
+
+def load_memory(parts: Parts, name: str, number: int, sizes: NgramSizes) -> NgramMemory:
+    """Load a rank's part of a layer's memory.
+
+    Args:
+        name: Prefix of the names of its tensors, without the last dot.
+        number: Index of the layer among the layers with a memory.
+    Raises:
+        ValueError: A tensor is missing, or has another shape or dtype.
+    """
+    placement, config, columns = parts.placement, parts.model.config, sizes.columns(parts.placement.mesh)
+    hidden_size, num_streams = config.hidden_size, config.hc_mult
+    starts = list(accumulate(sizes.primes()[number], initial=0))
+    rows = slice(starts[columns.start], starts[columns.stop])
+    table = _load_table(parts, f"{name}.embed.weight", (sizes.num_rows[number], sizes.width), rows)
+    shape = (num_streams + 1) * hidden_size, sizes.num_columns * sizes.width
+    projection = Linear(len(columns) * sizes.width, shape[0], **placement.factory_kwargs)
+    part = slice(columns.start * sizes.width, columns.stop * sizes.width)
+    projection.load(read_linear(parts.weights, f"{name}.kv_proj.weight", shape, cols=part))
+    of_queries, of_keys = (
+        read_weight(parts.weights, f"{name}.{which}_weight", (num_streams, hidden_size)).float() for which in "qk"
+    )
+    weight = (of_queries * of_keys).to(placement.device)
+    return NgramMemory(number, table, projection, weight, parts.eps, parts.reduce)
+
+
+def _load_table(parts: Parts, name: str, shape: tuple[int, int], rows: slice) -> Tensor | GroupFp8:
+    """Read rows of a table, some at a time: a table may be larger than a host's memory."""
+    whole_table: list[Tensor] = []
+    kind: type = Tensor
+    for first in range(rows.start, rows.stop, _PART_ROWS):
+        end = min(first + _PART_ROWS, rows.stop)
+        part = read_linear(parts.weights, name, shape, slice(first, end))
+        if isinstance(part, Tensor):
+            part = part.to(parts.placement.dtype)
+        tensors = [tensor for tensor in unpack(part) if tensor is not None]
+        if not whole_table:
+            kind, num_rows = type(part), rows.stop - rows.start
+            whole_table = [
+                tensor.new_empty(num_rows, tensor.shape[1], device=parts.placement.device) for tensor in tensors
+            ]
+        for target, tensor in zip(whole_table, tensors, strict=True):
+            target[first - rows.start : end - rows.start].copy_(tensor)
+    return GroupFp8(*whole_table) if kind is GroupFp8 else whole_table[0]
+
+
+def _compress_vocabulary(directory: Path) -> list[int]:
+    """Return the compressed id of each token of a tokenizer: ids in order of first use, one for all tokens whose texts
+    are alike without case, accents and space around them.
+    """
+    tokenizer, reason = load_tokenizer(directory)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        reason = reason or f"{type(tokenizer).__name__} is not one of the tokenizers library"
+        raise ValueError(f"model (--model): {directory} has no tokenizer for its hashes of n-grams: {reason}")
+    ids: dict[str, int] = {}
+    return [ids.setdefault(_spelling(backend, token), len(ids)) for token in range(len(tokenizer))]
+
+
+def _spelling(backend: Any, token: int) -> str:
+    """Return the text that tokens of one compressed id share; for a part of a character the token's own name."""
+    text: str = backend.decode([token], skip_special_tokens=False)
+    if "\ufffd" in text:
+        return str(backend.id_to_token(token))
+    alike = _SPELLINGS.normalize_str(text)
+    alike = _LONE_SPACE if alike == " " else alike
+    # Training took a letter for the lone space, too, so a text with this letter has a space instead.
+    return normalizers.Strip().normalize_str(alike).replace(_LONE_SPACE, " ") or text
+
+
+def _primes_from(low: int) -> Iterator[int]:
+    """Yield the primes from a number on."""
+    number = max(low, 2)
+    while True:
+        if all(number % divisor for divisor in range(2, math.isqrt(number) + 1)):
+            yield number
+        number += 1
