@@ -52,9 +52,12 @@ class IndexerConfig:
 
     Attributes:
         num_heads, head_dim: Sizes of the indexer's queries; its keys have one head.
-        topk: Number of tokens selected, where more exist.
+        topk: Number of tokens selected, where more exist; it includes the pool_size - 1 tokens that may follow the last
+            whole pool.
         rope_interleaved: Whether to rotate pairs (2i, 2i+1) (GLM-5) instead of halves (DeepSeek-V3.2) of the first
             qk_rope_head_dim dims.
+        pool_size: Number of consecutive tokens that one key represents, and that are selected together (GLM-5-Next).
+            Tokens after the last whole pool are always selected.
         norms_hidden: Whether queries are made from hidden states after a LayerNorm of their own (Mistral Large 4)
             instead of from the query latent.
         rope_last: Whether a checkpoint's rotated dims are the last ones (HY V4); they are put first when they load.
@@ -66,11 +69,17 @@ class IndexerConfig:
     topk: _Size
     rope_interleaved: Flag
     norms_hidden: Flag = False
+    pool_size: Annotated[int, whole(1, 1024)] = 1
     rope_last: Flag = False
     norm_eps: Annotated[float, number(0)] = 1e-6
 
     def __post_init__(self) -> None:
         check_fields(rules_of(IndexerConfig), vars(self), "indexer.{}".format)
+
+    @property
+    def num_pools(self) -> int:
+        """Return the number of keys that are selected."""
+        return self.topk // self.pool_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +136,7 @@ class MLAConfig:
             raise ValueError(f"window is {self.window}; it must be None in a layer with an indexer")
         if self.query_gates:
             self._check_gates()
-        if self.indexer is not None and self.indexer.head_dim < self.qk_rope_head_dim:
+        if self.indexer is not None and self.use_rope and self.indexer.head_dim < self.qk_rope_head_dim:
             raise ValueError(
                 f"indexer.head_dim is {self.indexer.head_dim}; it must be at least qk_rope_head_dim "
                 f"{self.qk_rope_head_dim}"

@@ -85,8 +85,8 @@ class LatentCosts(RouteCosts):
 
 
 def score_us(indexer: IndexerConfig, dcp: DCPConfig, rates: Rates) -> float:
-    """Return the microseconds that an indexer takes for one token's scores of one key, which one rank has."""
-    flops = 2 * indexer.num_heads * indexer.head_dim / dcp.decode_context_parallel_size
+    """Return the microseconds that an indexer takes for one token's score of another token, whose key one rank has."""
+    flops = 2 * indexer.num_heads * indexer.head_dim / indexer.pool_size / dcp.decode_context_parallel_size
     return flops / rates.decode_tflops / 1e6
 
 

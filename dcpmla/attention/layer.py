@@ -72,7 +72,11 @@ class MLAAttention(AttentionWeights):
         self.exchange, self.cache_dtype = placement.exchange, placement.cache_dtype
         self.cache_width = row_width(self.cache_dtype, config.kv_lora_rank, config.qk_rope_head_dim)
         self._lacks_scales = self.dcp.calculate_kv_scales
-        self.indexer = Indexer(config, placement) if config.indexer is not None and not skip_topk else None
+        self.indexer = self.new_indexer() if config.indexer is not None and not skip_topk else None
+
+    def new_indexer(self) -> Indexer:
+        """Return the layer's indexer."""
+        return Indexer(self.config, self._placement)
 
     def load_weights(self, weights: Mapping[str, Weight]) -> None:
         """Load weights as `AttentionWeights.load_weights` documents; names of an indexer's start with "indexer."."""
@@ -171,7 +175,7 @@ class MLAAttention(AttentionWeights):
         output.restart(step.num_decode_tokens if step.decode is None else 0)
         decodes, prefills = slice(0, step.num_decode_tokens), slice(step.num_decode_tokens, step.num_tokens)
         hidden_states, q_c = hidden_states[: step.num_tokens], q_c[: step.num_tokens]
-        selection = self._select(hidden_states, q_c, cache.index_keys, step)
+        selection = self._select(hidden_states, q_c, cache, step)
         tokens = Tokens(q_c, step.cos_sin, step.query_factor, selection)
         if step.decode is not None:
             self._decode(tokens.rows(decodes), cache.latents, step.decode, output)
@@ -203,8 +207,8 @@ class MLAAttention(AttentionWeights):
         if self.config.topk is not None and step.cut is None:  # replays after cuts bring selections
             check_selection(self.config.topk, cache.latents, step)
         if self.indexer is not None:
-            num_blocks, block_size = cache.latents.shape[:2]
-            self.indexer.selector.check_cache(cache.index_keys, num_blocks, block_size, self.kv_b_proj.dtype)
+            num_blocks, num_keys = cache.latents.shape[0], dcp.block_size // self.indexer.config.pool_size
+            self.indexer.selector.check_cache(cache.index_keys, num_blocks, num_keys, self.kv_b_proj.dtype)
         return cache
 
     def _calculate_scales(self, hidden_states: PlainRows, kv_cache: Tensor, step: StepMetadata) -> None:
@@ -227,7 +231,7 @@ class MLAAttention(AttentionWeights):
         calculate_scale_(self.q_scale, absorbed, self.mesh.tp_group)
 
     def _select(
-        self, hidden_states: PlainRows, q_c: PlainRows, index_keys: Tensor | None, step: StepMetadata
+        self, hidden_states: PlainRows, q_c: PlainRows, cache: LayerCache, step: StepMetadata
     ) -> SelectedTokens | None:
         """Return the tokens that each token attends to; None if each attends to all up to itself: in a dense layer,
         and where no token could attend to more than topk. Collective.
@@ -236,8 +240,7 @@ class MLAAttention(AttentionWeights):
         if self.config.topk is None or sparse is None:
             return None
         if self.indexer is not None:
-            assert index_keys is not None
-            self.indexer(hidden_states, q_c, index_keys, step)  # writes the selection
+            self.indexer(hidden_states, q_c, cache, step)  # writes the selection
         return sparse.selection if sparse.max_seq_len > self.config.topk else None
 
     def _decode(self, tokens: Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:

@@ -2,8 +2,8 @@
 W_UV applied to outputs.
 
 Most are custom ops (`torch.ops.dcpmla`) without gradients. The torch code here specifies them and runs on CPUs and in
-float64. On GPUs kernels of `attention/triton/projections.py` and `rope.py` run instead, but for a W_UV in the model's
-dtype, and for weights in fp8 on GPUs that do not multiply in fp8.
+float64. On GPUs kernels run instead, but for a W_UV in the model's dtype, and for weights in fp8 on GPUs that do
+not multiply in fp8.
 """
 
 from typing import NamedTuple
@@ -200,7 +200,7 @@ def rotate_query_(q: Tensor, cos_sin: Tensor, rope_interleaved: bool) -> None:
 
 @operator(
     "project_values",
-    kernel="dcpmla.attention.triton.projections:project_values",
+    kernel="dcpmla.attention.output.kernels:project_values",
     fake=lambda out, w_uv: out.new_empty(out.shape[0], w_uv.shape[0] * w_uv.shape[1]),
     runs=lambda out, w_scales: w_scales is not None and out.dtype in _DTYPES and runs_fp8(out.device),
 )

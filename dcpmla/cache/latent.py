@@ -25,6 +25,7 @@ class LatentPlan(CachePlan):
         index_layers: Layers of sparse MLA that also have an index cache, ascending.
         sources: For each layer, the layer whose latents it attends to; empty if each has its own.
         index_row_width, index_dtype: Row width and dtype of the index caches' tensors (`dcpmla.cache.index_keys`).
+        pool_size: Tokens that one index key represents.
     """
 
     num_layers: int
@@ -43,17 +44,12 @@ class LatentPlan(CachePlan):
         windows = self.window_layers
         return [self.window_row_width if layer in windows else self.row_width for layer in range(self.num_layers)]
 
+    pool_size: int = 1
+
     @property
     def source_of_layers(self) -> Sequence[int]:
         """Return for each layer the layer whose latents it attends to."""
         return self.sources or range(self.num_layers)
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes in all layers, on the rank that owns the token."""
-        widths = self.row_widths
-        latents = sum(widths[source] for source in set(self.source_of_layers)) * self.dtype.itemsize
-        return latents + len(self.index_layers) * self.index_row_width * self.index_dtype.itemsize
 
     @property
     def tokens_per_gb(self) -> int:
@@ -67,7 +63,10 @@ class LatentPlan(CachePlan):
     @property
     def bytes_per_block(self) -> int:
         """Bytes of a block in all layers, on one rank."""
-        return self.block_size * self.bytes_per_token
+        widths = self.row_widths
+        latents = sum(widths[source] for source in set(self.source_of_layers)) * self.dtype.itemsize
+        key = len(self.index_layers) * self.index_row_width * self.index_dtype.itemsize
+        return self.block_size * latents + self.block_size // self.pool_size * key
 
     @property
     def bytes_per_rank(self) -> int:
@@ -94,12 +93,15 @@ class LayerCache(NamedTuple):
 
     Attributes:
         latents: Latents [num_blocks, block_size, row_width] in one of the formats of `dcpmla.cache.formats`.
-        index_keys: Index keys [num_blocks, block_size, index_row_width] (`dcpmla.cache.index_keys`), under the same
-            block ids; None in layers without an indexer.
+        index_keys: Index keys [num_blocks, block_size / pool_size, index_row_width] (`dcpmla.cache.index_keys`), under
+            the same block ids; None in layers without an indexer.
+        index_sums: Sums of index keys in progress [num_states, num_copies, 1, 3, D] float32
+            (`attention/pooled/compressor.py`); None without pools.
     """
 
     latents: Tensor
     index_keys: Tensor | None = None
+    index_sums: Tensor | None = None
 
 
 class LatentCache(Cache):
@@ -124,7 +126,8 @@ class LatentCache(Cache):
         self.layers = [torch.empty(*blocks, widths[layer], dtype=plan.dtype, device=device) for layer in own]
         latents = dict(zip(own, self.layers, strict=True))
         index: dict[str, Any] = {"dtype": plan.index_dtype, "device": device}
-        self.index_layers = [torch.empty(*blocks, plan.index_row_width, **index) for _ in plan.index_layers]
+        keys = plan.num_blocks, plan.block_size // plan.pool_size, plan.index_row_width
+        self.index_layers = [torch.empty(keys, **index) for _ in plan.index_layers]
         index_keys = dict(zip(plan.index_layers, self.index_layers, strict=True))
         self.per_layer = [
             LayerCache(latents[source], index_keys.get(layer)) for layer, source in enumerate(plan.source_of_layers)
@@ -174,6 +177,7 @@ class LatentCache(Cache):
             sources=sources,
             index_row_width=0 if indexer is None else index_row_width(index_storage, indexer.head_dim),
             index_dtype=index_storage,
+            pool_size=1 if indexer is None else indexer.pool_size,
         )
 
 

@@ -38,7 +38,8 @@ _CONFIG_RULES = {
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "ffn_hidden_size"), _SIZE),
     **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "num_attention_heads"), _SIZE),
     **dict.fromkeys(("num_key_value_heads", "q_lora_rank", "qk_head_dim"), optional(_SIZE)),
-    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "head_dim", "v_head_dim"), _SIZE),
+    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"), _SIZE),
+    "head_dim": whole(0, LARGEST_SIZE),  # 0 without a rotary embedding
     "max_position_embeddings": whole(2, (1 << 31) - 1),
     **dict.fromkeys(("rms_norm_eps", "hc_eps"), number(0, 1)),
     "hidden_act": one_of(("silu", "swish")),  # one function; no MLA model has another

@@ -19,7 +19,7 @@ from dcpmla.planning.parameter import Parameter
 from dcpmla.planning.weights import ModelSize
 
 _STYLES = {  # the last word of a module's name -> the features that ranks divide
-    **dict.fromkeys(("q_proj", "q_b_proj", "q_gate_proj", "kv_b_proj", "sinks", "o_a_proj", "lm_head"), "column"),
+    **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "sinks", "o_a_proj", "lm_head"), "column"),
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "column"),
     **dict.fromkeys(("k_proj", "v_proj", "f_proj", "g_proj", "f_b_proj", "g_b_proj", "b_proj"), "column"),
     **dict.fromkeys(("conv1d", "A_log", "dt_bias"), "column"),
@@ -150,7 +150,7 @@ def _is_kept(name: str, codes: dict[str, str], shapes: dict[str, torch.Size], mo
     """Return whether a quantized parameter stays so in the product that it is a part of."""
     found = re.match(r"(.*\.self_attn(?:\.\d+)?)\.(.*)\.weight$", name)
     if not found:
-        return not name.endswith((".fc1.weight", ".fc2.weight"))  # of gates of norms, which are held in dtype
+        return not name.endswith((".fc1.weight", ".fc2.weight"))  # gates of norms keep the model's dtype
     prefix, word = found.groups()
     if word == "kv_b_proj":
         attention = model.get_submodule(prefix)

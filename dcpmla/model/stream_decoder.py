@@ -1,4 +1,4 @@
-"""The decoder of DeepSeek-V4 and HY V4, blocks over several streams of the residual, and DeepSeek-V4's MTP module."""
+"""The decoder of DeepSeek-V4, HY V4 and GLM-5-Next, blocks over several streams, and DeepSeek-V4's MTP module."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from dcpmla.comm.reduce import Reduce
 from dcpmla.model.mixing import Streams
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import MoE
-from dcpmla.model.streams import Connection, finish
+from dcpmla.model.streams import Connection, StreamMean, finish
 from dcpmla.parallel.fp8 import plain
 from dcpmla.parallel.linear import Linear
 
@@ -70,7 +70,7 @@ class StreamDecoder(nn.Module):
         embedding: Tensor,
         blocks: Sequence[StreamBlock],
         num_streams: int,
-        to_head: Connection,
+        to_head: Connection | StreamMean,
         collapses: bool = False,
     ) -> None:
         super().__init__()

@@ -53,6 +53,29 @@ class Connection(nn.Module):
         return plain(self(Streams(rows.unflatten(1, (-1, len(self.norm)))))[0])
 
 
+class StreamMean(nn.Module):
+    """The mean of all streams and the norm after it, before the head (GLM-5-Next).
+
+    Args:
+        norm: Weight [hidden].
+    """
+
+    def __init__(self, norm: Tensor, eps: float) -> None:
+        super().__init__()
+        self.norm, self.eps = nn.Parameter(norm.float(), requires_grad=False), eps
+
+    def forward(self, streams: Streams) -> tuple[PlainRows, Streams]:
+        """Return the head's input [T, hidden], normalized, and the streams."""
+        values = finish(streams)
+        mean = values.float().mean(1)
+        normed = mean * torch.rsqrt(mean.square().mean(-1, keepdim=True) + self.eps) * self.norm
+        return normed.to(values.dtype), Streams(values)
+
+    def collapse(self, rows: Tensor) -> Tensor:
+        """Return [n, hidden], normalized, of all streams [n, S hidden]."""
+        return plain(self(Streams(rows.unflatten(1, (-1, len(self.norm)))))[0])
+
+
 class DelayedCollapse(nn.Module):
     """The collapse before the head of delayed connections, which has a norm alone.
 

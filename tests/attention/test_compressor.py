@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dcpmla import DCPConfig
-from dcpmla.attention.compressed import compressor
 from dcpmla.attention.compressed.build import CompressedStepBuilder
 from dcpmla.attention.compressed.cache import CompressedPlan, plan_compressed
 from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
-from dcpmla.attention.compressed.step import CompressedMetadata, EntryLayout, Part
+from dcpmla.attention.compressed.step import CompressedMetadata
+from dcpmla.attention.pooled import compressor
+from dcpmla.attention.pooled.entries import EntryLayout, Part
 from dcpmla.attention.step import StepRequests
 from dcpmla.cache.shared_format import ROPE_DIM
 from dcpmla.config import IndexerConfig
@@ -190,7 +191,7 @@ def check_steps(
     dtype: torch.dtype,
     steps: Steps,
 ) -> None:
-    from dcpmla.attention.compressed.kernels import compressor as kernels
+    from dcpmla.attention.pooled.kernels import compressor as kernels
 
     moved_sums = moved_cache = None
     for arguments, (sums, cache) in compressor_cases(config, dcp, rank, is_index, dtype, steps):
@@ -300,7 +301,7 @@ def test_operator_on_a_gpu() -> None:
 @pytest.mark.parametrize("cache", ["plain", "u8"])
 def test_the_kernel_compiles_for_hopper(dtype: str, cache: str) -> None:
     pytest.importorskip("triton")
-    from dcpmla.attention.compressed.kernels.compressor import compress_kernel
+    from dcpmla.attention.pooled.kernels.compressor import compress_kernel
 
     numbers = dict.fromkeys(("end_ptr", "source_ptr", "target_ptr"), "*i32")
     types = {**TYPES, **numbers, "cache_ptr": "*u8" if cache == "u8" else f"*{dtype}"}

@@ -1,6 +1,8 @@
-"""A.X-K2 beyond what the tests of all families cover: routing without groups, names, formats, kernels of its gates."""
+"""A.X-K2 beyond the tests of all families: routing without groups, names, mistakes, kernels of its gates."""
 
 import json
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dcpmla.integrations.families.table import find_family
+from dcpmla.integrations.families.table import attention_kind, find_family
 from dcpmla.integrations.model_files import load_config
+from dcpmla.integrations.model_size import read_model
 from dcpmla.model.norm_gate import gate_norm
 from tests.attention.test_small_kernels import compile_for_hopper, randn
-from tests.integrations.test_transformers import check, make_cases
+from tests.integrations.test_transformers import Case, check, make_cases, prompts, run_cases
 from tests.support.interpreter import convert_as_torch
+from tests.support.layouts import dcp_config
 from tests.support.models import SPARSE_FAMILIES, random_model, tiny_config
+from tests.support.ranks import run_ranks
 from tests.support.shared_memory import run_interpreted
 
 pytestmark = pytest.mark.skipif("axk2" not in SPARSE_FAMILIES, reason="needs a transformers with A.X-K2")
@@ -22,7 +27,7 @@ pytestmark = pytest.mark.skipif("axk2" not in SPARSE_FAMILIES, reason="needs a t
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_without_groups(tp: int, tmp_path: Path) -> None:
-    """With corrections of both signs, and layers whose MLPs alternate; names are those that checkpoints have."""
+    """With corrections of both signs, and layers whose MLPs alternate; tensors have their published names."""
     config = tiny_config("axk2")
     config.n_group = config.topk_group = None
     config.num_hidden_layers, config.mlp_layer_types = 3, ["sparse", "dense", "sparse"]
@@ -34,6 +39,21 @@ def test_without_groups(tp: int, tmp_path: Path) -> None:
     names = load_file(tmp_path / "model.safetensors").keys()
     assert {"model.layers.1.input_layernorm.W_up.weight", "model.layers.1.self_attn.q_b_proj.weight"} <= names
     check(reference, tmp_path, tp, make_cases(tp, [tp], (1, 2), ("auto",)))
+
+
+def test_an_fp8_cache(tmp_path: Path) -> None:
+    """All tokens are selected, so that rounded latents change no selection; e4m3 keeps three bits."""
+    config = tiny_config("axk2")
+    config.index_topk = 128
+    reference = random_model(config)
+    reference.save_pretrained(tmp_path)
+    dcp = dcp_config(2, 2, 2, block_size=16, kv_cache_dtype="fp8", kv_cache_scale=0.02)
+    for prompt, (tokens, logits) in zip(
+        prompts(), run_ranks(2, run_cases, tmp_path, [Case(dcp, 33)], "cpu")[0][0], strict=True
+    ):
+        with torch.no_grad():
+            expected = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+        assert (logits - expected).square().mean().sqrt() < 0.2 * expected.std()
 
 
 @pytest.mark.parametrize(
@@ -55,6 +75,18 @@ def test_bad_configs(changes: dict[str, Any], message: str, tmp_path: Path) -> N
     file.write_text(json.dumps(config | changes))
     with pytest.raises(ValueError, match=message):
         load_config(file)
+
+
+def test_sizes_of_the_light_model() -> None:
+    """Values are the defaults of transformers' config: 20.3 billion parameters."""
+    model = read_model(load_config(Path(__file__).parents[1] / "planning" / "configs" / "axk2_light.json"))
+    assert round(sum(p.count * prod(p.shape) for p in model.parameters) / 1e8) == 203
+
+
+def test_gates_without_query_latents() -> None:
+    config = attention_kind(tiny_config("axk2")).config
+    with pytest.raises(ValueError, match="query_gates is True; it must be False with q_lora_rank None"):
+        replace(config, q_lora_rank=None)
 
 
 def test_no_mtp_module() -> None:

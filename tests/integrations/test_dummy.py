@@ -20,6 +20,7 @@ from dcpmla.parallel.linear import Linear, read_linear
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.parallel.quantized import BlockFp8, dequantize
 from dcpmla.runtime.sampling import SamplingParams
+from tests.support.models import SPARSE_FAMILIES
 from tests.support.quantized_models import SCHEMES, save_wide
 from tests.support.ranks import run_ranks
 
@@ -55,6 +56,7 @@ FP8 = {"quantization_config": SCHEMES["block"].config, "num_nextn_predict_layers
         ("deepseek_v4", FP8 | {"expert_dtype": "fp4"}, "GroupFp4"),
         ("deepseek_v3", {"quantization_config": SCHEMES["int4"].config, "num_nextn_predict_layers": 0}, "GroupInt4"),
         ("deepseek_v3", {"quantization_config": SCHEMES["mxfp4"].config, "num_nextn_predict_layers": 0}, "GroupFp4"),
+        *([("axk2", FP8 | {"num_nextn_predict_layers": 0}, "BlockFp8")] if "axk2" in SPARSE_FAMILIES else []),
     ],
 )
 def test_a_config_alone_generates(family: str, fields: dict[str, Any], experts: str, tmp_path: Path) -> None:

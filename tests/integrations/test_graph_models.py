@@ -21,7 +21,7 @@ from tests.integrations.test_transformers import prompts
 from tests.support.costs import DrawnCosts
 from tests.support.engines import new_engine
 from tests.support.graph_checks import BATCHES, check_model, check_stack, open_model_on
-from tests.support.models import FAMILIES, save_tiny
+from tests.support.models import FAMILIES, SPARSE_FAMILIES, save_tiny
 from tests.support.ranks import run_ranks
 from tests.support.recording import capture
 
@@ -112,7 +112,12 @@ def serve_all(directories: list[Path], dcp: DCPConfig, enable_expert_parallel: b
     ("tp", "dcp_size", "enable_expert_parallel", "families"),
     [
         (1, 1, False, FAMILIES),
-        (2, 2, False, ["deepseek_v2", "longcat_flash", "glm_moe_dsa"]),
+        (
+            2,
+            2,
+            False,
+            ["deepseek_v2", "longcat_flash", *SPARSE_FAMILIES[1:]],
+        ),
         (2, 1, True, ["deepseek_v3", "longcat_flash"]),
     ],
     ids=["one rank", "dcp", "expert parallel"],
@@ -122,7 +127,7 @@ def test_models_with_and_without_graph(
 ) -> None:
     for family in families:
         save_tiny(family, tmp_path / family)
-    layout = {"decode_context_parallel_size": dcp_size, "cp_kv_cache_interleave_size": 2, "block_size": 4}
+    layout = {"decode_context_parallel_size": dcp_size, "cp_kv_cache_interleave_size": 2, "block_size": 8}
     dcp = DCPConfig(tensor_parallel_size=tp, context_workspace_tokens=512, **layout)
     directories = [tmp_path / family for family in families]
     for results in run_ranks(tp, serve_all, directories, dcp, enable_expert_parallel, timeout=300):

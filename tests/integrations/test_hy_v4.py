@@ -159,7 +159,7 @@ def run_twice(directory: Path, layouts: list[DCPConfig]) -> list[list[tuple[list
         cpu, mesh = torch.device("cpu"), init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
         selection = select_exchange(dcp, mesh.dcp_group, cpu)
         model = load_model(directory, load_config(directory), dcp, mesh, selection, torch.float32, cpu)
-        cache = model.attention.plan_cache(dcp, [80] * 6, model.dtype).allocate(cpu)
+        cache = model.attention.plan_cache(dcp, [80] * 6, model.dtype, num_states=12).allocate(cpu)
         for memory in cache.tensors:
             memory.view(torch.uint8).fill_(0xFF)
         engine = new_engine(model, cache, dcp, mesh, 80, 33, max_num_seqs=4)

@@ -18,7 +18,7 @@ from dcpmla.parallel.linear import Linear
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.engines import new_engine
-from tests.support.models import VOCAB_SIZE
+from tests.support.models import SPARSE_FAMILIES, VOCAB_SIZE
 from tests.support.quantized_models import save_wide, write_dequantized, write_quantized
 from tests.support.ranks import run_ranks
 
@@ -35,6 +35,7 @@ CASES = [  # family, how it is stored, what its experts are then
     ("deepseek_v3", "int4", "GroupInt4"),
     ("deepseek_v3", "mxfp4", "GroupFp4"),
     ("deepseek_v2", "int4_all", "GroupInt4"),
+    *([("axk2", "block", "BlockFp8")] if "axk2" in SPARSE_FAMILIES else []),
 ]
 
 

@@ -132,6 +132,8 @@ def test_logits_and_tokens(family: str, tp: int, tmp_path: Path) -> None:
     # Interleaves and backends at the largest DCP size; smaller sizes once, with the rest alternating.
     is_v4 = family == "deepseek_v4"
     interleaves = (1, 2) if is_v4 else (1, 16) if tp == 4 else (1, 2, 16)
+    if family == "glm5_next_text":  # a block holds 4 pools
+        interleaves = (1, 2, 4)
     cases = make_cases(tp, [tp], interleaves, ("ag_rs", "a2a") if tp > 1 else ("auto",), is_v4)
     cases += make_cases(tp, divisors(tp)[:-1], (2,), ("auto",), is_v4)
     check(reference, tmp_path, tp, cases)

@@ -3,6 +3,7 @@
 Kernels run on a GPU, in Triton's interpreter without one, and are compiled for Hopper.
 """
 
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -76,6 +77,15 @@ def test_as_transformers(family: str) -> None:
     ids, weights = sorted_routes(ids, weights)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected_weights)
+
+
+def test_experts_of_unchosen_groups_that_precede_others() -> None:
+    """Experts 2 and 3 count as 0, which is above the score of expert 1 in the chosen group."""
+    logits, bias = torch.tensor([[3.0, -9, 1, 1]]), torch.tensor([0.5, -1, 0, 0])
+    groups = {"num_groups": 2, "topk_groups": 1}
+    router = Router(scoring="sigmoid", top_k=3, **groups, unchosen_score=0.0)
+    assert route(logits, bias, router)[0].tolist() == [[0, 2, 3]]
+    assert route(logits, bias, replace(router, unchosen_score=-torch.inf))[0].tolist() == [[0, 1, 2]]
 
 
 @torch.no_grad()
@@ -167,6 +177,11 @@ CASES = [
         64,
         True,
     ),
+    (
+        Router(scoring="sigmoid", top_k=6, num_groups=4, topk_groups=1, group_score="top2_sum", unchosen_score=0.0),
+        24,
+        True,
+    ),
     (Router(scoring="softmax", top_k=6, num_groups=8, topk_groups=3, routed_scaling_factor=16.0), 160, False),
     (Router(scoring="softmax", top_k=3, num_shared=2), 7, True),
     (Router(scoring="sqrtsoftplus", top_k=6, renormalize=True, routed_scaling_factor=1.5), 60, True),
@@ -233,7 +248,9 @@ def test_kernels_compile_for_hopper() -> None:
     sizes = {"NUM_EXPERTS": 256, "NUM_GROUPS": 8, "TOPK_GROUPS": 4, "TOP_K": 8, "NUM_SHARED": 1}
     padded = {"GROUPS": 8, "GROUP": 32, "OUT": 16}
     flags = {"SCORING": "sqrtsoftplus", "TOP2": True, "RENORMALIZE": True}
-    compile_for_hopper(route_kernel, "fp32", {**sizes, **padded, **flags}, ids_ptr="*i32", factor="fp32")
+    compile_for_hopper(
+        route_kernel, "fp32", {**sizes, **padded, **flags}, ids_ptr="*i32", factor="fp32", unchosen_score="fp32"
+    )
     ptx = compile_for_hopper(logits_kernel, "bf16", {"TERMS": 3, "WIDTH": 7168, "COLUMNS": 8192}, out_ptr="*fp32")
     assert "ld.global.v4.b32" in ptx
 

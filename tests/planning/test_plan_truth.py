@@ -75,6 +75,7 @@ def test_quantized_models(tp_size: int, tmp_path: Path) -> None:
     """Two ranks cut between blocks; four cut through blocks of experts and of queries, and hold these dequantized."""
     schemes = [("deepseek_v32", "block"), ("longcat_flash", "tensor"), ("deepseek_v3", "compressed_channel")]
     schemes += [("deepseek_v3", "int4"), ("deepseek_v3", "mxfp4"), ("glm4_moe_lite", "int4_all")]
+    schemes += [("axk2", "block")] if "axk2" in FAMILIES else []
     directories = []
     for family, scheme in [*schemes, *([("deepseek_v4", "published")] if tp_size < 4 else [])]:
         save_wide(family, tmp_path / "wide" / family)

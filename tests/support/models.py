@@ -34,7 +34,8 @@ MLA_FAMILIES = (
     *SPARSE_FAMILIES,
     *LARGE4_FAMILIES,
 )
-STATE_FAMILIES = _known("deepseek_v4", "kimi_linear", "kimi_k3", "bailing_hybrid")  # a state of fixed size per request
+# Families with a state of fixed size per request.
+STATE_FAMILIES = _known("deepseek_v4", "kimi_linear", "kimi_k3", "bailing_hybrid", "glm5_next_text")
 WINDOW_FAMILIES = _known("dots3_note_text")  # layers of MLA of two sizes
 FAMILIES = (*MLA_FAMILIES, *WINDOW_FAMILIES, *STATE_FAMILIES)
 VOCAB_SIZE = 192  # also the eos id's home: 191 is left out of what prompts use
@@ -135,6 +136,9 @@ _DOTS3 = {
 }
 
 
+_GLM_VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 48}
+
+
 def tiny_config(family: str) -> Any:
     common = {**_COMMON, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.8}}
     match family:
@@ -212,6 +216,16 @@ def tiny_config(family: str) -> Any:
             return transformers.BailingHybridConfig(
                 **common, **_HYBRID, head_dim=8, layer_group_size=2, kda_lower_bound=-2.0
             )
+        case "glm5_next_text":
+            fields = {name: value for name, value in _COMMON.items() if name != "qk_rope_head_dim"}
+            layers = {**_HYBRID, "num_hidden_layers": 5, "layer_types": [*_HYBRID["layer_types"], "full_attention"]}
+            layers |= {"mlp_layer_types": [*_HYBRID["mlp_layer_types"], "sparse"]}
+            own = {"index_kpool": 4, "swiglu_limit": 1.0, "rms_norm_eps": 1e-3}
+            types = {"indexer_types": ["full", "full", "shared", "full", "shared"]}
+            streams = {"hc_mult": 2, "hc_sinkhorn_iters": 3}
+            return transformers.Glm5NextTextConfig(
+                **fields, **layers, **_INDEXER, **types, **streams, **own, linear_num_heads=24, linear_head_dim=8
+            )
         case "deepseek_v4":
             return transformers.DeepseekV4Config(**_V4, rope_parameters=dict(_YARN), attn_implementation="eager")
     raise ValueError(family)
@@ -221,6 +235,9 @@ def random_model(config: Any, seed: int = 0) -> Any:
     """Make a transformers model in float32 with every norm weight and bias drawn at random."""
     torch.manual_seed(seed)
     class_name = type(config).__name__.replace("Config", "ForCausalLM")  # Sarvam's is DeepSeek-V3's
+    if class_name == "Glm5NextTextForCausalLM":
+        config = transformers.Glm5NextConfig(text_config=config, vision_config=_GLM_VISION)
+        class_name = "Glm5NextForConditionalGeneration"
     if class_name == "MistralLarge4TextForCausalLM":  # only the multimodal model has a head
         config = transformers.MistralLarge4Config(text_config=config, vision_config=_VISION)
         class_name = "MistralLarge4ForConditionalGeneration"
@@ -230,14 +247,16 @@ def random_model(config: Any, seed: int = 0) -> Any:
         if "norm" in name:
             tensor.data.uniform_(0.5, 1.5)
         elif config.model_type == "axk2" and name.endswith("e_score_correction_bias"):
-            tensor.data.uniform_(0, 0.4)  # if experts had negative scores, those of other groups would tie at 0
+            tensor.data.uniform_(0, 0.4)  # transformers leaves ties open, and unchosen experts tie at 0
         elif name.endswith(("bias", "sinks", "_hc.base", "hc_head.hc_base")):
             tensor.data.normal_(0, 0.2)
         elif name.endswith("softmax_scaling.scale"):
             tensor.data.normal_(0, 0.3)
-        elif name.endswith("rotary_emb.alpha"):
+        elif name.endswith(("rotary_emb.alpha", "kpool_compress_ape", "kpool_compress_gate", "gate.dt_bias")):
             tensor.data.normal_(0, 0.5)
-        elif config.model_type == "hy_v4" and name.endswith(("_hc.scale", "hc_scale")):  # they begin at 0.01
+        elif config.model_type in ("hy_v4", "glm5_next") and name.endswith(
+            ("_hc.scale", "hc_scale")
+        ):  # they begin at 0.01
             tensor.data.uniform_(0.5, 1.5)
         elif name.endswith("A_log"):  # states that remember tokens for a while
             tensor.data.uniform_(-4, 0)

@@ -11,6 +11,7 @@ from dcpmla import ownership
 from dcpmla.attention.compressed.cache import CompressedPlan
 from dcpmla.attention.compressed.config import LayerKind
 from dcpmla.attention.compressed.visible import visible_rows
+from dcpmla.attention.pooled.entries import Part, cut_parts
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
 from dcpmla.attention.step import ContextChunk, DecodeMetadata, StepMetadata, tokens_of
 
@@ -47,40 +48,6 @@ class ContextRows:
     first_row: Tensor
     new_row: Tensor
     chunks: dict[LayerKind, tuple[ContextChunk, ...]]
-
-
-class Part(NamedTuple):
-    """The part of each request's tokens that is added to its sums at once.
-
-    Attributes:
-        positions, request: Positions [T] int64 and requests [T] int32 of all tokens of the step.
-        first_position, end: Bounds of its tokens [num_reqs] int32, equal if it has none.
-        source, target: Indices of the sums before and after these tokens, [num_reqs] int32; negative for padding.
-    """
-
-    positions: Tensor
-    request: Tensor
-    first_position: Tensor
-    end: Tensor
-    source: Tensor
-    target: Tensor
-
-
-class EntryLayout(NamedTuple):
-    """The layout of a step's entries in a cache.
-
-    Attributes:
-        cos_sin: Angles of the entry that each token belongs to [T, R] float32.
-        block_table: Block table [num_reqs, max_blocks] int32, in blocks of the cache.
-        dcp_rank, dcp_size, interleave: Owners of the entries, as in `dcpmla.ownership`.
-    """
-
-    cos_sin: Tensor
-    block_table: Tensor
-    entries_per_block: int
-    dcp_rank: int
-    dcp_size: int
-    interleave: int
 
 
 @dataclass(frozen=True)
@@ -138,21 +105,9 @@ class CompressedMetadata:
         return replace(step, angles={}, entries={}, parts=(), decode_rows={}, selection=None)
 
     def parts_of(self, decode: DecodeMetadata | None) -> tuple[Part, ...]:
-        """Return the parts of a step: one, or if tokens may be rejected one per decode token, because each token's sums
-        are kept; prefills are in the first part.
-        """
-        first, end, num_sums = self.first_position, self.seq_lens, 1 + self.plan.num_drafts
-        tokens = self.positions, self.request
-        if num_sums == 1:
-            return (Part(*tokens, first, end, self.states, self.states),)
-        sums, num_decodes = self.states * num_sums, 0 if decode is None else len(decode.block_table)
-        parts = []
-        for _ in range(1 if decode is None else decode.max_query_len):
-            part_end = torch.cat([torch.minimum(first + 1, end)[:num_decodes], end[num_decodes:]])
-            source, target = sums + (first - 1) % num_sums, sums + (part_end - 1) % num_sums
-            parts.append(Part(*tokens, first, part_end, source, target))
-            first = part_end
-        return tuple(parts)
+        """Return the parts of a step (`cut_parts`)."""
+        tokens, requests = (self.positions, self.request), (self.first_position, self.seq_lens, self.states)
+        return cut_parts(tokens, requests, 1 + self.plan.num_drafts, decode)
 
     def max_entries(self, ratio: int) -> int:
         """Return an upper bound on the entries that any token sees; the same on all ranks."""

@@ -93,8 +93,9 @@ class HybridKind(DenseKind):
 
     def costs(self, dcp: DCPConfig, rates: Rates) -> AttentionCosts:
         """Return the modelled time of pieces of prompts in layers of MLA, without the time of linear attention."""
-        return LatentCosts(self.config, dcp, rates, num_layers=self.num_latent_layers, num_index_layers=0)
+        sizes = {"num_layers": self.num_latent_layers, "num_index_layers": self.num_index_layers}
+        return LatentCosts(self.config, dcp, rates, **sizes)
 
     def dense_stack(self) -> AttentionKind | None:
         """Return the layers of MLA alone."""
-        return DenseKind(self.config, self.num_latent_layers)
+        return DenseKind(replace(self.config, indexer=None), self.num_latent_layers)

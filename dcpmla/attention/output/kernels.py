@@ -188,6 +188,13 @@ def project_rows(
     )
 
 
+def project_values(out: Tensor, w_uv: Tensor, w_scales: Tensor | None = None) -> Tensor:
+    """Compute `projections.project_values` in one kernel."""
+    values = out.new_empty(out.shape[0], w_uv.shape[0] * w_uv.shape[1])
+    project_rows(out, w_uv, 0, values, None, None, False, w_scales)
+    return values
+
+
 def _group_of(values: Tensor, scales: Tensor | None) -> int:
     """Return how many columns share a scale; 1, the kernels' word for fp8, where one scale is given for all."""
     if scales is None:

@@ -12,6 +12,7 @@ from dcpmla.attention.sparse.projections import finish_index_keys, finish_index_
 from dcpmla.attention.sparse.selector import TokenSelector
 from dcpmla.attention.sparse.step import SparseMetadata
 from dcpmla.attention.step import StepMetadata
+from dcpmla.cache.latent import LayerCache
 from dcpmla.config import IndexerConfig, MLAConfig
 from dcpmla.parallel.fp8 import PlainRows, plain
 from dcpmla.parallel.linear import Linear, Weight, fill, read_linear, read_weight
@@ -54,18 +55,19 @@ class Indexer(nn.Module):
         self.fused_wk_weights_proj = Linear(config.hidden_size, width + num_heads, **new)
         self.k_norm = skip_init(nn.LayerNorm, width, **new)
 
-    def forward(self, hidden_states: PlainRows, q_c: PlainRows, index_keys: Tensor, step: StepMetadata) -> None:
+    def forward(self, hidden_states: PlainRows, q_c: PlainRows, cache: LayerCache, step: StepMetadata) -> None:
         """Cache the tokens' keys, and write the step's selection if a token may have more than topk keys. Collective.
 
         Args:
             hidden_states: Hidden states [T, hidden].
             q_c: Query latent [T, Lq] after its norm; further columns are ignored (query_gates).
-            index_keys: Index cache [num_blocks, block_size, width] of this layer (`dcpmla.cache.index_keys`); written
-                and read.
+            cache: Cache of this layer, whose index keys (`dcpmla.cache.index_keys`) are written and read.
             step: Metadata of the T tokens, with a sparse part.
         """
         config, dcp, cos_sin, sparse = self.config, self.dcp, step.cos_sin, step.get(SparseMetadata)
+        index_keys = cache.index_keys
         assert sparse is not None
+        assert index_keys is not None
         keys, weights = self.fused_wk_weights_proj(hidden_states).tensor_split((config.head_dim,), -1)
         norm, rope = (self.k_norm.weight, self.k_norm.bias), (cos_sin, config.rope_interleaved)
         finish_index_keys(keys, index_keys, step.slot_mapping, *norm, *rope, dcp.index_hadamard, config.norm_eps)

@@ -50,7 +50,7 @@ class TokenSelector:
             index_keys: Index keys of the layer [num_blocks, block_size, width] (`dcpmla.cache.index_keys`).
             slot_table: Block table of the cache that slots are in: sparse.block_table, or the same for another cache.
         """
-        topk, size = self.config.topk, self.dcp.decode_context_parallel_size
+        topk, size = self.config.num_pools, self.dcp.decode_context_parallel_size
         layout = self.dcp_rank, size, self.dcp.cp_kv_cache_interleave_size
         tile = self._tile_tokens(sparse.block_table.shape[1] * index_keys.shape[1])
         for index in range(-(-len(q) // tile)):  # a compiler guards the number of tiles, not of tokens
@@ -86,7 +86,9 @@ class TokenSelector:
         """Return how many tokens to select for at a time. All ranks get the same number, since each tile makes an
         exchange.
         """
-        candidate_bytes = 8 * candidate_width(self.config.topk, num_columns) * self.dcp.decode_context_parallel_size
+        candidate_bytes = (
+            8 * candidate_width(self.config.num_pools, num_columns) * self.dcp.decode_context_parallel_size
+        )
         return max(1, _WORKSPACE_BYTES // max(4 * num_columns, candidate_bytes))
 
 

@@ -72,13 +72,33 @@ def choose_tokens(
     best = _best(candidates, min(topk, candidates.shape[1]))
     positions.fill_(-1)
     positions[:, : best.shape[1]] = unpack_positions(best)
+    layout = dcp_rank, dcp_size, interleave
+    find_slots(positions, block_table, request, block_size, layout, num_first, slots, num_slots)
+
+
+def find_slots(
+    positions: Tensor,
+    block_table: Tensor,
+    request: Tensor,
+    block_size: int,
+    layout: tuple[int, int, int],
+    num_first: Tensor | None,
+    slots: Tensor,
+    num_slots: Tensor,
+) -> None:
+    """Write the slots of selected positions that this rank owns, and their number (`choose_tokens`).
+
+    Args:
+        layout: dcp_rank, dcp_size and interleave.
+    """
+    dcp_rank, dcp_size, interleave = layout
     known = positions.clamp(min=0).long()
     is_mine = (positions >= 0) & (ownership.owner_rank(known, dcp_size, interleave) == dcp_rank)
     index = ownership.local_index(known, dcp_size, interleave)
     blocks = block_table[request.long()].gather(1, (index // block_size).clamp(max=block_table.shape[1] - 1))
     owned = blocks * block_size + index % block_size
     first = torch.sort(~is_mine, dim=1, stable=True).indices  # this rank's tokens first, in stable order
-    index = torch.arange(topk, device=slots.device).expand(len(slots), topk)
+    index = torch.arange(positions.shape[1], device=slots.device).expand_as(positions)
     if num_first is not None:
         index = index + num_first[:, None]
     slots.scatter_(1, index, owned.gather(1, first).to(slots.dtype))

@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.attention.output.kernels import project_rows
 from dcpmla.attention.triton.rope import load_pairs, rotate, rotate_pairs, store_pairs
 from dcpmla.cache.formats import FP8, check_kv_scale, row_width
 from dcpmla.cache.kernels import k_pe_of, quantize, store_kv_c
@@ -248,10 +247,3 @@ def absorb_query(
         INTERLEAVED=rope_interleaved,
     )
     return out
-
-
-def project_values(out: Tensor, w_uv: Tensor, w_scales: Tensor | None = None) -> Tensor:
-    """Compute `projections.project_values` in one kernel."""
-    values = out.new_empty(out.shape[0], w_uv.shape[0] * w_uv.shape[1])
-    project_rows(out, w_uv, 0, values, None, None, False, w_scales)
-    return values

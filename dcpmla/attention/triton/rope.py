@@ -61,6 +61,25 @@ def store_pairs(out_ptr, x, y, mask, ROPE: tl.constexpr, PAIRS: tl.constexpr, IN
         tl.store(out_ptr + ROPE // 2 + pair, y, mask=mask & (pair < ROPE // 2))
 
 
+@triton.jit
+def norm_factor(x, y, WIDTH, eps):
+    """Return the factors [N, 1] float32 of the RMS norm of rows given as pairs [N, PAIRS]."""
+    x, y = x.to(tl.float32), y.to(tl.float32)
+    return tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / WIDTH + eps)[:, None]
+
+
+@triton.jit
+def rotate_range(x, y, cos_sin_ptr, mask, sign, FIRST: tl.constexpr, ROPE: tl.constexpr):
+    """Rotate ROPE / 2 of the pairs [N, PAIRS], from FIRST on, by the angles at cos_sin_ptr [N, 1] times sign."""
+    pair = tl.arange(0, x.shape[1])[None, :] - FIRST
+    is_rotated = (pair >= 0) & (pair < ROPE // 2)
+    cos = tl.load(cos_sin_ptr + pair, mask=mask & is_rotated, other=0.0)
+    sin = tl.load(cos_sin_ptr + ROPE // 2 + pair, mask=mask & is_rotated, other=0.0) * sign
+    wide_x, wide_y = x.to(tl.float32), y.to(tl.float32)
+    rotated_x, rotated_y = wide_x * cos - wide_y * sin, wide_y * cos + wide_x * sin
+    return tl.where(is_rotated, rotated_x.to(x.dtype), x), tl.where(is_rotated, rotated_y.to(y.dtype), y)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def rotate_kernel(
     x_ptr,

@@ -56,10 +56,10 @@ class WindowAttention(GatedAttention):
         super()._attend(hidden_states, q_c, latents, mha, cache, output, of_window(step))
 
     def _select(
-        self, hidden_states: PlainRows, q_c: PlainRows, index_keys: Tensor | None, step: StepMetadata
+        self, hidden_states: PlainRows, q_c: PlainRows, cache: LayerCache, step: StepMetadata
     ) -> SelectedTokens | None:
         """Return each token's window; None where no token has more tokens before it."""
-        selection, sparse = super()._select(hidden_states, q_c, index_keys, step), step.get(SparseMetadata)
+        selection, sparse = super()._select(hidden_states, q_c, cache, step), step.get(SparseMetadata)
         if selection is not None and sparse is not None and self._selects:
             tokens = sparse.block_table, sparse.request, sparse.seq_lens
             dcp = self.dcp

@@ -26,7 +26,7 @@ _RULES = {
 }
 
 
-# Names in checkpoints -> names of transformers' modules; attention reads q_b_proj, which transformers renames.
+# Names in checkpoints, and in files with transformers' names -> names of modules.
 _NAMES = [
     (re.compile(pattern), name)
     for pattern, name in (
@@ -50,6 +50,12 @@ class _AXK2(SparseFamily):
         """Return sparse MLA with gates."""
         kind = super().attention(config)
         return replace(kind, config=replace(kind.config, query_gates=True))
+
+    def extend(self, model: Any) -> None:
+        """Give the query projections the name that checkpoints have."""
+        for layer in model.model.layers:
+            layer.self_attn.q_b_proj = layer.self_attn.q_gate_proj
+            del layer.self_attn.q_gate_proj
 
     def module_name(self, name: str, num_layers: int) -> str:
         """Return the name of transformers' module for a tensor of a checkpoint."""

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import transformers
-from torch import nn
 
 from dcpmla.attention.sparse.mixed import MixedKind
 from dcpmla.fields import Rule, check_fields, list_of, number, one_of, optional, whole
@@ -15,6 +14,7 @@ from dcpmla.integrations.decoder import load_decoder
 from dcpmla.integrations.families.family import NO_MTP
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.sparse import SparseFamily
+from dcpmla.integrations.families.text_model import TextModel
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.block import Decoder
 from dcpmla.parallel.linear import fill, read_weight
@@ -56,17 +56,6 @@ _NAMES = [
 ]
 
 
-class _TextModel(nn.Module):
-    """transformers' text model with the head, which only its multimodal model has."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.config, self.model = model.config, model
-        self.lm_head = nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False)
-        self._keep_in_fp32_modules = model._keep_in_fp32_modules
-        self._keep_in_fp32_modules_strict = model._keep_in_fp32_modules_strict
-
-
 @dataclass(frozen=True)
 class _MistralLarge4(SparseFamily):
     """Mistral Large 4, whose layers have latents of their own or attend to an earlier layer's."""
@@ -89,9 +78,9 @@ class _MistralLarge4(SparseFamily):
         sources = tuple(config.kv_source_layers)
         return MixedKind(mla, kind.num_layers, kind.index_layers, nope_layers=nope_layers, sources=sources)
 
-    def new_model(self, config: Any) -> Any:
+    def new_model(self, config: Any) -> TextModel:
         """Return transformers' text model of a config, with the head."""
-        return _TextModel(getattr(transformers, f"{self.class_prefix}Model")(config))
+        return TextModel(config, getattr(transformers, f"{self.class_prefix}Model")(config))
 
     def module_name(self, name: str, num_layers: int) -> str:
         """Return the name of transformers' module, by Mistral's own names, too."""

@@ -1,4 +1,4 @@
-"""Families of sparse MLA: DeepSeek-V3.2 and GLM-5."""
+"""Families of sparse MLA: DeepSeek-V3.2 and GLM-5; `axk2.py` has A.X-K2."""
 
 from dataclasses import dataclass, replace
 from typing import Any

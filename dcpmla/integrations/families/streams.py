@@ -1,16 +1,27 @@
-"""From a checkpoint to a decoder over several streams of the residual (DeepSeek-V4, HY V4)."""
+"""From a checkpoint to a decoder over several streams of the residual (DeepSeek-V4, HY V4, GLM-5-Next)."""
 
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.mixing import Constants, Projection
 from dcpmla.model.stream_decoder import StreamBlock, StreamDecoder
-from dcpmla.model.streams import Connection
+from dcpmla.model.streams import Connection, StreamMean
 from dcpmla.parallel.linear import read_weight
 
 
-def load_streams(parts: Parts, num_layers: int, constants: Constants, collapses: bool = False) -> StreamDecoder:
-    """Load the decoder (`StreamDecoder`)."""
+def load_streams(
+    parts: Parts,
+    num_layers: int,
+    constants: Constants,
+    collapses: bool = False,
+    to_head: Connection | StreamMean | None = None,
+) -> StreamDecoder:
+    """Load the decoder (`StreamDecoder`).
+
+    Args:
+        to_head: Collapse of the streams; None to load it.
+    """
     blocks = [load_stream_block(parts, name, constants) for name in parts.layer_names(num_layers)]
-    to_head = load_connection(parts, "model.hc_head.hc_", "model.norm.weight", constants, is_head=True)
+    if to_head is None:
+        to_head = load_connection(parts, "model.hc_head.hc_", "model.norm.weight", constants, is_head=True)
     num_streams = parts.model.config.hc_mult
     return StreamDecoder(parts.vector("model.embed_tokens.weight"), blocks, num_streams, to_head, collapses)
 

@@ -11,6 +11,7 @@ from dcpmla.integrations.families.axk2 import AXK2
 from dcpmla.integrations.families.deepseek_v4 import DEEPSEEK_V4
 from dcpmla.integrations.families.dots3 import DOTS3
 from dcpmla.integrations.families.family import Family
+from dcpmla.integrations.families.glm5_next import GLM5_NEXT
 from dcpmla.integrations.families.hy_v4 import HY_V4, HY_V4_VL
 from dcpmla.integrations.families.hybrid import LING
 from dcpmla.integrations.families.kimi import KIMI_LINEAR
@@ -68,13 +69,13 @@ FAMILIES: dict[str, Family] = {
     "hy_v4_vl_text": HY_V4_VL,
     "dots3_note": DOTS3,
     "dots3_note_text": DOTS3,
+    "glm5_next_text": GLM5_NEXT,
 }
 
 
 # Families that transformers or vLLM has, with the parts that this package does not compute.
 REFUSED = {
     "deepseek_v41": "layers that share entries and selections, indexers over candidate blocks, and n-gram tables",
-    "glm5_next": "hyper-connections around MLA, and an indexer over pools of keys",
 }
 
 

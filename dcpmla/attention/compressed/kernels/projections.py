@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.attention.triton.rope import load_pairs, store_pairs
+from dcpmla.attention.triton.rope import load_pairs, norm_factor, rotate_range, store_pairs
 from dcpmla.cache import index_keys
 from dcpmla.cache.formats import FP8
 from dcpmla.cache.kernels import quantize_pairs, store_shared
@@ -21,25 +21,6 @@ from dcpmla.parallel.quantized import BLOCK
 _GROUP_PAIRS = tl.constexpr(BLOCK // 2)
 _SMALLEST_AMAX = tl.constexpr(index_keys.SMALLEST_AMAX)
 _MANY_ROWS = 4096  # rows from which a warp processes more than one
-
-
-@triton.jit
-def norm_factor(x, y, WIDTH, eps):
-    """Return the factors [N, 1] float32 of the RMS norm of rows given as pairs [N, PAIRS]."""
-    x, y = x.to(tl.float32), y.to(tl.float32)
-    return tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / WIDTH + eps)[:, None]
-
-
-@triton.jit
-def rotate_pairs(x, y, cos_sin_ptr, mask, sign, FIRST: tl.constexpr, ROPE: tl.constexpr):
-    """Rotate ROPE / 2 of the pairs [N, PAIRS], from FIRST on, by the angles at cos_sin_ptr [N, 1] times sign."""
-    pair = tl.arange(0, x.shape[1])[None, :] - FIRST
-    is_rotated = (pair >= 0) & (pair < ROPE // 2)
-    cos = tl.load(cos_sin_ptr + pair, mask=mask & is_rotated, other=0.0)
-    sin = tl.load(cos_sin_ptr + ROPE // 2 + pair, mask=mask & is_rotated, other=0.0) * sign
-    wide_x, wide_y = x.to(tl.float32), y.to(tl.float32)
-    rotated_x, rotated_y = wide_x * cos - wide_y * sin, wide_y * cos + wide_x * sin
-    return tl.where(is_rotated, rotated_x.to(x.dtype), x), tl.where(is_rotated, rotated_y.to(y.dtype), y)
 
 
 @triton.jit(do_not_specialize=["scales_stride"])
@@ -79,7 +60,7 @@ def rows_kernel(
         factor = norm_factor(x, y, WIDTH, eps)
         x = (weight_x * (x.to(tl.float32) * factor)).to(x.dtype)
         y = (weight_y * (y.to(tl.float32) * factor)).to(y.dtype)
-        x, y = rotate_pairs(x, y, cos_sin_ptr + token * ROPE + one, is_row, 1.0, (WIDTH - ROPE) // 2, ROPE)
+        x, y = rotate_range(x, y, cos_sin_ptr + token * ROPE + one, is_row, 1.0, (WIDTH - ROPE) // 2, ROPE)
         request = tl.load(request_ptr + token)
         position = tl.load(positions_ptr + token)
         state = tl.load(states_ptr + request).to(tl.int64)
@@ -165,7 +146,7 @@ def query_kernel(
     x, y = load_pairs(q_ptr, is_row, WIDTH, PAIRS, True)
     factor = norm_factor(x, y, WIDTH, eps).to(x.dtype).to(tl.float32)
     x, y = (x.to(tl.float32) * factor).to(x.dtype), (y.to(tl.float32) * factor).to(y.dtype)
-    x, y = rotate_pairs(x, y, cos_sin_ptr + token * ROPE, is_row, 1.0, (WIDTH - ROPE) // 2, ROPE)
+    x, y = rotate_range(x, y, cos_sin_ptr + token * ROPE, is_row, 1.0, (WIDTH - ROPE) // 2, ROPE)
     store_pairs(q_ptr, x, y, is_row, WIDTH, PAIRS, True)
 
 
@@ -206,7 +187,7 @@ def heads_kernel(
     wide_x = tl.where(is_there, x.to(tl.float32) * share, 0.0)
     wide_y = tl.where(is_there, y.to(tl.float32) * share, 0.0)
     cos_sin_ptr += token * ROPE
-    wide_x, wide_y = rotate_pairs(wide_x, wide_y, cos_sin_ptr, is_row, -1.0, (WIDTH - ROPE) // 2, ROPE)
+    wide_x, wide_y = rotate_range(wide_x, wide_y, cos_sin_ptr, is_row, -1.0, (WIDTH - ROPE) // 2, ROPE)
     x, y = wide_x.to(x.dtype), wide_y.to(y.dtype)
     if scales_ptr is not None:
         NUM_GROUPS: tl.constexpr = PAIRS // _GROUP_PAIRS

@@ -15,6 +15,7 @@ from torch import Tensor
 from dcpmla.attention.sparse import candidates as packing
 from dcpmla.attention.sparse.kernels.candidates import EMPTY, by_thread, load_best, load_sample, pack
 from dcpmla.attention.sparse.kernels.compaction import compact, fill
+from dcpmla.attention.sparse.kernels.slots import store_slots
 from dcpmla.attention.sparse.kernels.threshold import best_of, sample_guesses
 
 TILE = 16384  # keys of a program
@@ -116,18 +117,13 @@ def choose_kernel(
     tl.debug_barrier()  # makes the positions visible to all threads
     index = tl.arange(0, SELECTED)
     position = tl.load(positions_ptr + index, mask=index < topk, other=-1)
-    is_mine = (position >= 0) & (position // INTERLEAVE % DCP_SIZE == DCP_RANK)
-    at = position // (DCP_SIZE * INTERLEAVE) * INTERLEAVE + position % INTERLEAVE
-    request = tl.load(request_ptr + row).to(tl.int64)
-    block = tl.load(
-        block_table_ptr + request * table_stride + tl.minimum(at // BLOCK_SIZE, num_blocks - 1), mask=is_mine
-    )
-    mine, num_first = is_mine.to(tl.int32), 0
+    request, num_first = tl.load(request_ptr + row).to(tl.int64), 0
     if num_first_ptr is not None:
         num_first = tl.load(num_first_ptr + row)
     slots_ptr += row * slots_stride + num_first
-    tl.store(slots_ptr + tl.cumsum(mine, 0) - mine, block * BLOCK_SIZE + at % BLOCK_SIZE, mask=is_mine)
-    tl.store(num_slots_ptr + row, num_first + tl.sum(mine, 0))
+    table_ptr = block_table_ptr + request * table_stride
+    num_owned = store_slots(slots_ptr, position, table_ptr, num_blocks, BLOCK_SIZE, DCP_RANK, DCP_SIZE, INTERLEAVE)
+    tl.store(num_slots_ptr + row, num_first + num_owned)
 
 
 def local_candidates(

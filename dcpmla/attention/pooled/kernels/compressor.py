@@ -1,13 +1,12 @@
-"""The Triton kernel of the compressor with its launcher; `attention/compressed/compressor.py` specifies it."""
+"""The Triton kernel of the compressor with its launcher; `attention/pooled/compressor.py` specifies it."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.attention.compressed.kernels.projections import norm_factor, rotate_pairs
-from dcpmla.attention.compressed.kernels.sums import add_tokens, choose, load_sums, merge, store_sums
-from dcpmla.attention.compressed.step import EntryLayout, Part
-from dcpmla.attention.triton.rope import load_pairs, store_pairs
+from dcpmla.attention.pooled.entries import EntryLayout, Part
+from dcpmla.attention.pooled.kernels.sums import add_tokens, choose, load_sums, merge, store_sums
+from dcpmla.attention.triton.rope import load_pairs, norm_factor, rotate_range, store_pairs
 from dcpmla.cache import index_keys
 from dcpmla.cache.kernels import quantize_pairs, store_shared
 
@@ -132,12 +131,15 @@ def compress_kernel(
         if is_complete & (entry // interleave % dcp_size == dcp_rank):
             one = tl.zeros([1, 1], tl.int64)
             x, y = tl.split(tl.reshape(sums[2] / tl.where(column < WIDTH, sums[1], 1.0), [1, COLUMNS // 2, 2]))
-            factor = norm_factor(x, y, WIDTH, eps)
-            weight_x, weight_y = load_pairs(weight_ptr + one, one == 0, WIDTH, COLUMNS // 2, True)
+            if weight_ptr is not None:
+                factor = norm_factor(x, y, WIDTH, eps)
+                weight_x, weight_y = load_pairs(weight_ptr + one, one == 0, WIDTH, COLUMNS // 2, True)
+                x, y = x * factor * weight_x, y * factor * weight_y
             dtype: tl.constexpr = pairs_ptr.dtype.element_ty
-            x, y = (x * factor * weight_x).to(dtype), (y * factor * weight_y).to(dtype)
-            FIRST: tl.constexpr = 0 if IS_INDEX else (WIDTH - ROPE) // 2
-            x, y = rotate_pairs(x, y, cos_sin_ptr + row * ROPE + one, one == 0, 1.0, FIRST, ROPE)
+            x, y = x.to(dtype), y.to(dtype)
+            if cos_sin_ptr is not None:
+                FIRST: tl.constexpr = 0 if IS_INDEX else (WIDTH - ROPE) // 2
+                x, y = rotate_range(x, y, cos_sin_ptr + row * ROPE + one, one == 0, 1.0, FIRST, ROPE)
             local = entry // (dcp_size * interleave) * interleave + entry % interleave
             block = tl.load(table_ptr + request.to(tl.int64) * table_stride + local // per_block).to(tl.int64)
             if IS_INDEX:
@@ -152,7 +154,7 @@ def compress_kernel(
 def compress_(
     pairs: Tensor,
     bias: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     eps: float,
     sums: Tensor,
     cache: Tensor,
@@ -174,7 +176,7 @@ def compress_(
         sums,
         cache,
         *part,
-        layout.cos_sin.contiguous(),
+        None if layout.cos_sin is None else layout.cos_sin.contiguous(),
         layout.block_table,
         pairs.stride(0),
         cache.stride(0),
@@ -184,7 +186,7 @@ def compress_(
         RATIO=len(bias),
         HALVES=num_halves,
         WIDTH=width,
-        ROPE=layout.cos_sin.shape[1],
+        ROPE=0 if layout.cos_sin is None else layout.cos_sin.shape[1],
         COLUMNS=triton.next_power_of_2(width),
         TOKENS=1 if num_tokens <= len(part.end) else _TOKENS,  # one a request, in most steps of decodes alone
         IS_INDEX=is_index,

@@ -1,0 +1,73 @@
+"""The part of a step that the compressor reads: its tokens' places in entries, and the layout of entries in a cache.
+
+An entry (a pool) represents consecutive tokens of a request.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dcpmla.attention.step import DecodeMetadata
+
+
+class Part(NamedTuple):
+    """The part of each request's tokens that is added to its sums at once.
+
+    Attributes:
+        positions, request: Positions [T] int64 and requests [T] int32 of all tokens of the step; a position of -1 is no
+            token.
+        first_position, end: Bounds of its tokens [num_reqs] int32, equal if it has none.
+        source, target: Indices of the sums before and after these tokens, [num_reqs] int32; negative for padding.
+    """
+
+    positions: Tensor
+    request: Tensor
+    first_position: Tensor
+    end: Tensor
+    source: Tensor
+    target: Tensor
+
+
+class EntryLayout(NamedTuple):
+    """The layout of a step's entries in a cache.
+
+    Attributes:
+        cos_sin: Angles of the entry that each token belongs to [T, R] float32; None for entries without positions.
+        block_table: Block table [num_reqs, max_blocks] int32, in blocks of the cache.
+        dcp_rank, dcp_size, interleave: Owners of the entries, as in `dcpmla.ownership`.
+    """
+
+    cos_sin: Tensor | None
+    block_table: Tensor
+    entries_per_block: int
+    dcp_rank: int
+    dcp_size: int
+    interleave: int
+
+
+def cut_parts(
+    tokens: tuple[Tensor, Tensor],
+    requests: tuple[Tensor, Tensor, Tensor],
+    num_sums: int,
+    decode: DecodeMetadata | None,
+) -> tuple[Part, ...]:
+    """Return the parts of a step: one, or if tokens may be rejected one per decode token, because each token's sums are
+    kept; prefills are in the first part.
+
+    Args:
+        tokens: Positions [T] int64 and requests [T] int32 of the step's tokens.
+        requests: First position, end and state of each request [num_reqs], int32.
+        num_sums: Copies of a request's sums: one, and one for each draft that may be rejected.
+    """
+    first, end, states = requests
+    if num_sums == 1:
+        return (Part(*tokens, first, end, states, states),)
+    sums, num_decodes = states * num_sums, 0 if decode is None else len(decode.block_table)
+    parts = []
+    for _ in range(1 if decode is None else decode.max_query_len):
+        part_end = torch.cat([torch.minimum(first + 1, end)[:num_decodes], end[num_decodes:]])
+        source, target = sums + (first - 1) % num_sums, sums + (part_end - 1) % num_sums
+        parts.append(Part(*tokens, first, part_end, source, target))
+        first = part_end
+    return tuple(parts)

@@ -1,0 +1,99 @@
+"""Sparse MLA without positions that attends to pools of tokens (GLM-5-Next), and its indexer."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dcpmla.attention.layer import MLAAttention
+from dcpmla.attention.placement import Placement
+from dcpmla.attention.pooled.compressor import compress_
+from dcpmla.attention.pooled.expand import expand_pools
+from dcpmla.attention.pooled.step import PoolMetadata
+from dcpmla.attention.projections import Tokens
+from dcpmla.attention.sparse.indexer import Indexer
+from dcpmla.attention.sparse.projections import finish_index_queries
+from dcpmla.attention.sparse.step import SparseMetadata
+from dcpmla.attention.step import StepMetadata
+from dcpmla.cache.latent import LayerCache
+from dcpmla.config import MLAConfig
+from dcpmla.parallel.fp8 import PlainRows
+from dcpmla.parallel.linear import Linear, Weight, fill, read_linear, read_weight
+
+
+class PoolIndexer(Indexer):
+    """The scorer of all whole pools before each token, and the selector of the best.
+
+    A pool's key is the sum of its tokens' keys, column by column weighted by a softmax over the tokens' gates. The sums
+    of an unfinished pool are part of a request's state, the same on all ranks; the rank that owns the pool caches its
+    key with the last token.
+
+    Args:
+        config, placement: Arguments of `Indexer`; keys and queries have no positions.
+    Source: transformers' GLM-5-Next; vLLM's, whose cache holds whole pools, too.
+    """
+
+    pool_bias: Tensor
+
+    def __init__(self, config: MLAConfig, placement: Placement) -> None:
+        super().__init__(config, placement)
+        self.pool_gate = Linear(config.hidden_size, self.config.head_dim, **placement.factory_kwargs)
+        shape = self.config.pool_size, self.config.head_dim
+        self.register_buffer("pool_bias", torch.empty(shape, device=placement.device))
+
+    def forward(self, hidden_states: PlainRows, q_c: PlainRows, cache: LayerCache, step: StepMetadata) -> None:
+        """Cache the keys of the pools that the tokens complete, and write the step's selection (`Indexer.forward`).
+        Collective.
+        """
+        config, dcp, sparse, pools = self.config, self.dcp, step.get(SparseMetadata), step.get(PoolMetadata)
+        assert sparse is not None
+        assert pools is not None
+        assert cache.index_keys is not None
+        assert cache.index_sums is not None
+        keys, weights = self.fused_wk_weights_proj(hidden_states).tensor_split((config.head_dim,), -1)
+        keys = F.layer_norm(keys, keys.shape[1:], self.k_norm.weight, self.k_norm.bias, config.norm_eps)
+        pairs, sums = torch.cat([keys, self.pool_gate(hidden_states)], -1), cache.index_sums.flatten(0, 1)
+        for part in pools.parts:
+            written = sums, cache.index_keys, part, pools.entries
+            compress_(pairs, self.pool_bias, None, 0.0, *written, True, dcp.index_hadamard)
+        if sparse.selection is None:
+            return
+        assert pools.visible is not None
+        assert pools.selection is not None
+        q = self.wq_b(q_c).unflatten(-1, (config.num_heads, config.head_dim))
+        is_fp8 = dcp.index_cache_dtype == "fp8"
+        q, weights = finish_index_queries(q, weights, None, False, dcp.index_hadamard, is_fp8)
+        self.selector.select(q, weights, cache.index_keys, pools.visible, sparse.block_table, pools.selection)
+        table, chosen = (sparse.block_table, sparse.request, dcp.block_size), sparse.selection
+        expand_pools(
+            pools.selection.positions,
+            sparse.seq_lens,
+            config.pool_size,
+            *table,
+            *pools.layout,
+            chosen.positions,
+            chosen.slots,
+            chosen.num_slots,
+        )
+
+    def load_weights(self, weights: Mapping[str, Weight]) -> None:
+        """Read every parameter (`Indexer.load_weights`), with the gates' projection and bias."""
+        super().load_weights(weights)
+        self.pool_gate.load(
+            read_linear(weights, "index_kpool_compress_gate", (self.config.head_dim, self.pool_gate.in_features))
+        )
+        fill(self.pool_bias, read_weight(weights, "index_kpool_compress_ape", tuple(self.pool_bias.shape)))
+
+
+class PooledAttention(MLAAttention):
+    """Sparse MLA over pools, whose q_pe and k_pe are zeros (config.projects_pe false)."""
+
+    def new_indexer(self) -> PoolIndexer:
+        """Return the layer's indexer."""
+        return PoolIndexer(self.config, self._placement)
+
+    def project_query(self, tokens: Tokens, heads: slice) -> tuple[Tensor, Tensor | None]:
+        """Return queries [T, n, P + R], the last R columns zeros; `heads` is a slice of the held q_heads."""
+        q, gates = super().project_query(tokens, heads)
+        return F.pad(q, (0, self.config.qk_rope_head_dim)), gates

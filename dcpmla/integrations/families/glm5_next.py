@@ -1,0 +1,146 @@
+"""The text model of GLM-5-Next: linear attention and sparse MLA over pools, over several streams of the residual."""
+
+import copy
+import re
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import transformers
+
+from dcpmla.attention.linear.config import DeltaConfig
+from dcpmla.attention.pooled.kind import PooledKind
+from dcpmla.config import LARGEST_SIZE, IndexerConfig
+from dcpmla.fields import FLAG, Rule, check_fields, list_of, number, one_of, optional, rules_of, whole
+from dcpmla.integrations.checkpoint_names import rename
+from dcpmla.integrations.families.hybrid import HybridFamily
+from dcpmla.integrations.families.streams import load_streams
+from dcpmla.integrations.families.text_model import TextModel
+from dcpmla.integrations.parts import Parts
+from dcpmla.model.mixing import Constants
+from dcpmla.model.stream_decoder import StreamDecoder
+from dcpmla.model.streams import StreamMean
+from dcpmla.parallel.linear import read_weight
+
+_PADDING = 64  # columns of zeros where other models have k_pe: rows have the width that kernels take
+_IN_FLOAT32 = ("attn_hc.fn", "ffn_hc.fn", "index_kpool_compress_ape")
+_TRUE = Rule("true", lambda value: value is True)
+_ZERO = whole(0, 0)
+_FLOOR = optional(number(-100, 0))
+_RAW_RULES = {
+    **dict.fromkeys(("qk_rope_head_dim", "head_dim"), _ZERO),
+    "mla_use_nope": _TRUE,  # vLLM's config has the field
+    "index_kpool_always_select_tail": _TRUE,  # else a request's first tokens would attend to nothing
+    "norm_topk_prob": FLAG,
+    "index_kpool": whole(2, 1024),
+    "linear_lower_bound": _FLOOR,
+    "linear_attn_config": optional(Rule("an object", lambda value: isinstance(value, dict))),
+    "layer_types": optional(list_of(one_of(("linear_attention", "indexed_attention", "full_attention")))),
+    "mlp_layer_types": optional(list_of(one_of(("dense", "sparse")))),
+}
+_SIZE = whole(1, LARGEST_SIZE)
+_LINEAR_RULES = {
+    **dict.fromkeys(("num_heads", "head_dim"), _SIZE),
+    "short_conv_kernel_size": whole(2, 64),
+    "gate_lower_bound": _FLOOR,
+    "safe_gate": FLAG,
+}
+_DELTA_FIELDS = {"num_heads": "linear_num_heads", "head_dim": "linear_head_dim", "conv_size": "linear_conv_kernel_dim"}
+_NAMES = [(re.compile(r"\.hc_(attn|ffn)_(fn|base|scale)$"), r".\1_hc.\2")]
+
+
+@dataclass(frozen=True)
+class _Glm5Next(HybridFamily):
+    """GLM-5-Next, whose layers without positions have no config of a rotary embedding."""
+
+    def read_config(self, raw: dict[str, Any]) -> Any:
+        """Return the text model's config of the fields."""
+        check_fields(_RAW_RULES, raw)
+        check_fields(_LINEAR_RULES, raw.get("linear_attn_config") or {}, "linear_attn_config.{}".format)
+        for name in ("qk_rope_head_dim", "head_dim"):
+            raw.pop(name, None)
+        return super().read_config(raw)
+
+    def attention(self, config: Any, has_mtp: bool = False) -> PooledKind:
+        """Return layers of linear attention and of sparse MLA over pools."""
+        padded = copy.copy(config)
+        padded.qk_rope_head_dim = _PADDING
+        kind = super().attention(padded)
+        indexer = IndexerConfig(
+            num_heads=config.index_n_heads,
+            head_dim=config.index_head_dim,
+            topk=config.index_topk + config.index_kpool - 1,
+            rope_interleaved=False,
+            pool_size=config.index_kpool,
+        )
+        mla = replace(
+            kind.config,
+            scale=config.qk_nope_head_dim**-0.5,
+            rms_norm_eps=config.rms_norm_eps,
+            use_rope=False,
+            projects_pe=False,
+            indexer=indexer,
+        )
+        values = {field.name: getattr(kind, field.name) for field in fields(kind)}
+        values |= {"config": mla, "delta": replace(kind.delta, decay_floor=config.linear_lower_bound)}
+        return PooledKind(**values, index_layers=_index_layers(config))
+
+    def new_model(self, config: Any) -> TextModel:
+        """Return transformers' text model of a config, with the head."""
+        return TextModel(config, getattr(transformers, f"{self.class_prefix}Model")(config))
+
+    def extend(self, model: Any) -> None:
+        """Name the weights that are held in float32."""
+        model._keep_in_fp32_modules_strict = {*model._keep_in_fp32_modules_strict, *_IN_FLOAT32}
+
+    def module_name(self, name: str, num_layers: int) -> str:
+        """Return the name of transformers' module."""
+        return rename(super().module_name(name, num_layers), _NAMES)
+
+
+def _index_layers(config: Any) -> tuple[int, ...]:
+    """Return the numbers of the layers of MLA with an indexer.
+
+    Raises:
+        ValueError: The first layer of MLA has none.
+    """
+    of_mla = [layer for layer, kind in enumerate(config.layer_types) if kind != "linear_attention"]
+    types = config.indexer_types
+    if len(types) < config.num_hidden_layers or types[of_mla[0]] != "full":
+        raise ValueError(
+            f"indexer_types is {types}; each of {config.num_hidden_layers} layers has one, and layer {of_mla[0]}, the "
+            "first of MLA, must be full"
+        )
+    return tuple(layer for layer in of_mla if types[layer] == "full")
+
+
+def _check(config: Any) -> None:
+    """Raise ValueError for inconsistent fields of attention and of layers."""
+    rules = {_DELTA_FIELDS[name]: rule for name, rule in rules_of(DeltaConfig).items() if name in _DELTA_FIELDS}
+    check_fields(rules | {"linear_lower_bound": _FLOOR, "q_lora_rank": _SIZE}, vars(config))
+    if config.index_topk % config.index_kpool:
+        raise ValueError(
+            f"index_topk is {config.index_topk}; it must be a multiple of index_kpool {config.index_kpool}"
+        )
+    for name in ("layer_types", "mlp_layer_types"):
+        if len(getattr(config, name)) != config.num_hidden_layers:
+            raise ValueError(
+                f"{name} is {getattr(config, name)}; each of {config.num_hidden_layers} layers (num_hidden_layers) has "
+                "one"
+            )
+    if len({*config.layer_types}) != 2:
+        raise ValueError(
+            f"layer_types is {config.layer_types}; linear_attention and indexed_attention must both be there"
+        )
+    _index_layers(config)
+
+
+def _load_decoder(parts: Parts, num_layers: int) -> StreamDecoder:
+    """Load a decoder whose head takes the mean of the streams."""
+    config = parts.model.config
+    constants = Constants(config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters)
+    norm = read_weight(parts.weights, "model.norm.weight", (config.hidden_size,))
+    to_head = StreamMean(norm, config.rms_norm_eps).to(parts.placement.device)
+    return load_streams(parts, num_layers, constants, to_head=to_head)
+
+
+GLM5_NEXT = _Glm5Next("Glm5NextText", check_attention=_check, load_decoder=_load_decoder)

@@ -1,0 +1,116 @@
+"""From selected pools to tokens: the torch code against sets, kernels against the torch code; pools without norms."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcpmla import ownership
+from dcpmla.attention.pooled import compressor
+from dcpmla.attention.pooled.entries import EntryLayout, Part
+from dcpmla.attention.pooled.expand import expand_pools
+from tests.attention.test_small_kernels import compile_for_hopper
+from tests.support.shared_memory import run_interpreted
+
+TABLE = torch.tensor([[3, 0, 5, 8, 1, 7], [2, 4, 6, 9, 10, 11]], dtype=torch.int32)
+BLOCK_SIZE = 8
+
+
+def new_selection(num_tokens: int, width: int, device: str = "cpu") -> tuple[torch.Tensor, ...]:
+    positions, slots = (torch.full((num_tokens, width), -7, dtype=torch.int32, device=device) for _ in range(2))
+    return positions, slots, torch.full((num_tokens,), -7, dtype=torch.int32, device=device)
+
+
+def make_case(seed: int, pool_size: int, num_pools: int) -> tuple[Any, ...]:
+    """Return pools, lengths and requests of rows with no pools, some, and as many as are selected."""
+    generator = torch.Generator().manual_seed(seed)
+    seq_lens = torch.randint(0, 40, (9,), generator=generator, dtype=torch.int32)
+    seq_lens[0], seq_lens[1] = 0, pool_size - 1
+    pools = torch.full((9, num_pools), -1, dtype=torch.int32)
+    for row, seq_len in enumerate(seq_lens.tolist()):
+        chosen = torch.randperm(seq_len // pool_size, generator=generator)[:num_pools]
+        pools[row, : len(chosen)] = chosen.int()
+    return pools, seq_lens, pool_size, TABLE, torch.tensor([0, 1] * 4 + [0], dtype=torch.int32), BLOCK_SIZE
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 99), st.sampled_from([2, 3, 4]), st.integers(1, 5), st.sampled_from([(1, 1), (2, 1), (2, 4), (3, 2)])
+)
+def test_tokens_of_pools(seed: int, pool_size: int, num_pools: int, layout: tuple[int, int]) -> None:
+    case, (size, interleave) = make_case(seed, pool_size, num_pools), layout
+    pools, seq_lens, _, table, request, _ = case
+    width = num_pools * pool_size + pool_size - 1
+    owned = [set[int]() for _ in seq_lens]
+    for rank in range(size):
+        positions, slots, num_slots = new_selection(len(seq_lens), width)
+        expand_pools(*case, rank, size, interleave, positions, slots, num_slots)
+        for row, seq_len in enumerate(seq_lens.tolist()):
+            whole = {int(pool) * pool_size + at for pool in pools[row] if pool >= 0 for at in range(pool_size)}
+            expected = whole | set(range(seq_len // pool_size * pool_size, seq_len))
+            found = positions[row].tolist()
+            assert sorted(found[: len(expected)]) == sorted(expected)
+            assert found[len(expected) :] == [-1] * (width - len(expected))
+            mine = [p for p in found if p >= 0 and ownership.owner_rank(p, size, interleave) == rank]
+            index = [ownership.local_index(p, size, interleave) for p in mine]
+            blocks = table[request[row]].tolist()
+            assert slots[row, : num_slots[row]].tolist() == [
+                blocks[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in index
+            ]
+            owned[row] |= set(mine)
+    assert [len(tokens) for tokens in owned] == [
+        int((pools[row] >= 0).sum()) * pool_size + seq_len % pool_size for row, seq_len in enumerate(seq_lens.tolist())
+    ]
+
+
+def check_kernels(device: str) -> None:
+    from dcpmla.attention.pooled.kernels import compressor as pooling
+    from dcpmla.attention.pooled.kernels import expand as kernels
+
+    for pool_size, num_pools, layout in ((4, 3, (0, 1, 1)), (2, 5, (1, 2, 4)), (3, 1, (0, 2, 1))):
+        case = make_case(pool_size, pool_size, num_pools)
+        width = num_pools * pool_size + pool_size - 1
+        expected, found = new_selection(9, width), new_selection(9, width, device)
+        expand_pools(*case, *layout, *expected)
+        there = [value.to(device) if isinstance(value, torch.Tensor) else value for value in case]
+        kernels.expand_pools(*there, *layout, *found)
+        assert torch.equal(found[0].cpu(), expected[0])
+        assert torch.equal(found[2].cpu(), expected[2])
+        for row, number in enumerate(expected[2].tolist()):
+            assert torch.equal(found[1][row, :number].cpu(), expected[1][row, :number])
+    torch.manual_seed(0)
+    pairs, bias = torch.randn(11, 32), torch.randn(4, 16)
+    positions = torch.tensor([*range(2, 12), -1])
+    numbers = (torch.zeros(11), torch.tensor([2]), torch.tensor([12]), torch.tensor([0]), torch.tensor([1]))
+    part = Part(positions, *(number.int() for number in numbers))
+    sums = torch.randn(2, 1, 3, 16).abs()
+    results = []
+    for run, where in ((compressor.compress_, "cpu"), (pooling.compress_, device)):
+        cache, copies = torch.zeros(12, 2, 16, device=where), sums.to(where, copy=True)
+        layout = EntryLayout(None, TABLE[:1].to(where), 2, 0, 1, 1)
+        moved = Part(*(column.to(where) for column in part))
+        run(pairs.to(where), bias.to(where), None, 0.0, copies, cache, moved, layout, True, False)
+        results.append((cache.cpu(), copies.cpu()))
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert results[0][0].flatten(0, 1).any(1).sum() == 3  # pools 0, 1 and 2
+
+
+def test_kernels() -> None:
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        check_kernels("cuda")
+    else:
+        run_interpreted(1, check_kernels, "cpu")
+
+
+def test_the_kernel_compiles_for_hopper() -> None:
+    pytest.importorskip("triton")
+    from dcpmla.attention.pooled.kernels.expand import expand_kernel
+
+    names = ("pools", "seq_lens", "block_table", "request", "positions", "slots", "num_slots")
+    constants = {"NUM_POOLS": 128, "POOL_SIZE": 16, "WIDTH": 2063, "COLUMNS": 4096, "BLOCK_SIZE": 64}
+    constants |= {"DCP_RANK": 1, "DCP_SIZE": 4, "INTERLEAVE": 1}
+    compile_for_hopper(expand_kernel, "bf16", constants, **{f"{name}_ptr": "*i32" for name in names})

@@ -1,0 +1,140 @@
+"""GLM-5-Next: published names, other sizes of pools, caches of 8 bits and prefixes, block fp8, fields of its config.
+
+test_transformers.py has more layouts, test_drafts.py and test_graph_models.py drafts and graphs.
+"""
+
+import json
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dcpmla.attention.pooled.kind import PooledKind
+from dcpmla.config import DCPConfig
+from dcpmla.integrations.families.table import attention_kind, find_family
+from dcpmla.integrations.model_files import load_config
+from dcpmla.integrations.model_size import read_model
+from tests.integrations.test_hy_v4 import run_twice
+from tests.integrations.test_transformers import check, make_cases, prompts
+from tests.planning.test_plan_truth import check as check_bytes
+from tests.support.layouts import dcp_config
+from tests.support.models import STATE_FAMILIES, random_model, tiny_config
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif("glm5_next_text" not in STATE_FAMILIES, reason="needs a transformers with GLM-5-Next")
+PUBLISHED = Path(__file__).parents[1] / "planning" / "configs" / "glm5_next.json"
+
+
+def save(directory: Path, **changes: Any) -> Any:
+    config = tiny_config("glm5_next_text")
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model = random_model(config)
+    model.save_pretrained(directory)
+    return model
+
+
+def test_published_names_beside_an_mtp_module(tmp_path: Path) -> None:
+    """On four ranks. transformers saves the names that it reads."""
+    reference, file = save(tmp_path), tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    assert {
+        "model.language_model.layers.0.hc_attn_fn",
+        "model.language_model.layers.0.self_attn.A_log",
+        "model.language_model.layers.0.self_attn.f_b_proj.weight",
+        "model.language_model.layers.0.self_attn.q_conv1d.weight",
+        "model.language_model.layers.1.hc_ffn_scale",
+        "model.language_model.layers.1.mlp.experts.3.up_proj.weight",
+        "model.language_model.layers.1.self_attn.indexer.index_kpool_compress_gate",
+    } <= set(tensors)
+    save_file(tensors | {"model.language_model.layers.5.eh_proj.weight": torch.ones(48, 96)}, file)
+    check(reference, tmp_path, 4, make_cases(4, [4], (2,), ("a2a",)))
+    with pytest.raises(ValueError, match="MTP modules of glm5_next_text are not computed"):
+        find_family("glm5_next_text").check_mtp(load_config(tmp_path))
+
+
+def test_other_sizes(tmp_path: Path) -> None:
+    """A pool as long as a block, four streams, decays without a bound, a width that is no power of two."""
+    changes = {"index_kpool": 8, "hc_mult": 4, "linear_lower_bound": None, "index_head_dim": 24}
+    reference = save(tmp_path, **changes)
+    check(reference, tmp_path, 2, make_cases(2, [2, 1], (1, 2), ("auto",)))
+
+
+def test_caches_of_8_bits_and_prefixes(tmp_path: Path) -> None:
+    """Every token is selected, for rounded index keys may tip the choice among pools."""
+    reference = save(tmp_path, index_topk=128)
+    plain = dcp_config(2, 2, block_size=16, dcp_comm_backend="a2a")
+    fp8 = replace(plain, kv_cache_dtype="fp8", kv_cache_scale=0.1, index_cache_dtype="fp8", index_hadamard=True)
+    one = replace(fp8, decode_context_parallel_size=1)
+    for bound, outcomes in zip((1e-4, 0.1, 0.1), run_ranks(2, run_twice, tmp_path, [plain, fp8, one])[0], strict=True):
+        for prompt, (tokens, logits) in zip(prompts(), outcomes, strict=True):
+            with torch.no_grad():
+                expected = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+            assert float((logits - expected).norm() / expected.norm()) < bound, len(prompt)
+
+
+def test_a_prefix_is_selected_from(tmp_path: Path) -> None:
+    """The sums of a pool in progress are part of a remembered state; 24 of up to 73 tokens are selected."""
+    reference = save(tmp_path)
+    layout = dcp_config(2, 2, 2, block_size=16, dcp_comm_backend="a2a")
+    for prompt, (tokens, logits) in zip(prompts(), run_ranks(2, run_twice, tmp_path, [layout])[0][0], strict=True):
+        with torch.no_grad():
+            expected = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+def test_bytes(tmp_path: Path) -> None:
+    config = tiny_config("glm5_next_text")
+    random_model(config).save_pretrained(tmp_path)
+    config.dtype = torch.bfloat16
+    random_model(config).bfloat16().save_pretrained(tmp_path / "narrow")
+    check_bytes([tmp_path, tmp_path / "narrow"], 2)
+    kind = attention_kind(load_config(tmp_path))
+    plan = kind.plan_cache(DCPConfig(block_size=16), [64], torch.float32, num_states=3, num_drafts=2)
+    assert plan.bytes_per_block == 16 * 3 * (16 + 64) * 4 + 4 * 2 * 16 * 4  # three layers of MLA, two with an indexer
+    tensors = plan.allocate(torch.device("cpu")).tensors
+    assert sum(tensor.nbytes for tensor in tensors) == plan.bytes_per_rank
+
+
+def test_published_sizes() -> None:
+    """The sizes are defaults of transformers' config."""
+    size = read_model(load_config(PUBLISHED))
+    kind = size.attention
+    assert isinstance(kind, PooledKind)
+    assert kind.index_layers == tuple(range(3, 45, 4))
+    assert round(sum(p.count * prod(p.shape) for p in size.parameters) / 1e9) == 313
+    plan = kind.plan_cache(DCPConfig(tensor_parallel_size=8, decode_context_parallel_size=8), [4096], torch.bfloat16)
+    assert plan.bytes_per_token == 11 * (576 * 2 + 256 // 16)
+    assert [(reads.num_rows, reads.num_keys) for reads in kind.reads(32768)] == [(2063, 2048), (2063, 0), (0, 0)]
+
+
+def test_blocks_hold_whole_pools() -> None:
+    kind = attention_kind(load_config(PUBLISHED))
+    with pytest.raises(ValueError, match=r"block_size \(--block-size\) is 64; it must be a multiple of 128"):
+        kind.check_layout(DCPConfig(cp_kv_cache_interleave_size=8, block_size=64))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"qk_rope_head_dim": 64}, "qk_rope_head_dim is 64; it must be"),
+        ({"mla_use_nope": False}, "mla_use_nope is False; it must be true"),
+        ({"index_kpool_always_select_tail": False}, "index_kpool_always_select_tail is False; it must be true"),
+        ({"index_kpool": 1}, "index_kpool is 1; it must be"),
+        ({"index_kpool": 5}, "index_topk .*24.* index_kpool .*5"),
+        ({"indexer_types": ["full", "shared", "full", "full", "full"]}, "indexer_types is .* layer 1, .* must be full"),
+        ({"layer_types": ["linear_attention"] * 5}, "layer_types is .* must both be there"),
+        ({"linear_lower_bound": 1.0}, "linear_lower_bound is 1.0; it must be"),
+        ({"linear_attn_config": {"safe_gate": 3}}, "linear_attn_config.safe_gate is 3; it must be"),
+        ({"swiglu_limit": 0.0}, "swiglu_limit is 0.0; it must be"),
+    ],
+)
+def test_fields_without_a_meaning_here(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(tiny_config("glm5_next_text").to_dict() | changes))
+    with pytest.raises(ValueError, match=message):
+        load_config(file)
