@@ -1,4 +1,4 @@
-"""The tensor-parallel layer of DeepSeek-V4's attention. `CompressedAttention.attend` reads top to bottom."""
+"""The tensor-parallel layer of DeepSeek-V4's and V4.1's attention. `CompressedAttention.attend` reads top to bottom."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from dcpmla.attention.compressed.step import CompressedMetadata, selects
 from dcpmla.attention.compressed.weights import CompressedWeights, CompressorWeights
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.placement import Placement
-from dcpmla.attention.sparse.projections import finish_index_queries
+from dcpmla.attention.sparse.blocks import Candidates
+from dcpmla.attention.sparse.projections import finish_index_keys, finish_index_queries
 from dcpmla.attention.sparse.selector import TokenSelector
 from dcpmla.attention.sparse.step import SelectedTokens
 from dcpmla.attention.step import DecodeMetadata, StepMetadata
@@ -34,18 +35,20 @@ class CompressedAttention(CompressedWeights):
     Args:
         config: Geometry of the model's attention, before it is sharded.
         kind: Kind of this layer.
+        ring: Number of its windows in the rows that layers share (`CompressedConfig.rings`).
         placement: Ranks of the layer, and dtype and device of its parameters, uninitialized until `load_weights`.
     Raises:
         ValueError: Groups of heads do not divide by the TP size, or the layer does not support an option.
     Source: DeepSeek-V4's report, section 2.3; names of weights as in transformers.
     """
 
-    def __init__(self, config: CompressedConfig, kind: LayerKind, placement: Placement) -> None:
+    def __init__(self, config: CompressedConfig, kind: LayerKind, placement: Placement, ring: int = 0) -> None:
         super().__init__(config, kind, placement)
-        self.cache_dtype = placement.cache_dtype
+        self.ring, self.cache_dtype = ring, placement.cache_dtype
         # Every rank has all windows, so its own heads attend to them without an exchange.
         self.exchange = LocalExchange() if kind == WINDOW_ONLY else placement.exchange
         self.selector = TokenSelector(config.indexer, placement) if kind.has_indexer else None
+        self.query_eps = config.rms_norm_eps if config.norms_queries else None
 
     @property
     def takes_quantized(self) -> bool:
@@ -101,19 +104,23 @@ class CompressedAttention(CompressedWeights):
         # Windows are read before this step's tokens overwrite them.
         window = None
         if context is not None:
-            window = read_rows(cache.rows, context.window_slots, self.config.head_dim, self.down_proj.dtype)
+            slots = context.window_slots + self.ring * compressed.plan.rows_per_ring
+            window = read_rows(cache.rows, slots, self.config.head_dim, self.down_proj.dtype)
         down = self.down_proj(hidden_states[: step.num_tokens]).split(self.down_widths, -1)
         norms = self.q_norm, self.kv_norm, self.config.rms_norm_eps
-        requests = compressed.positions, compressed.request, compressed.seq_lens, compressed.states
+        states = compressed.ring_states(self.ring)
+        requests = compressed.positions, compressed.request, compressed.seq_lens, states
         options = compressed.plan.ring_rows, self.q_b_proj.takes_quantized
         latents, rows, *codes = finish_rows(down[0], cache.rows, *norms, cos_sin, *requests, *options)
         q_c = NormedRows.join(latents, *codes)
+        if cache.sums is not None and self.config.has_entry_keys:
+            self._write_entries(down[1], compressed, cache)
         # In decode these kernels are too small to fill a GPU. The exchange is used on one stream at a time.
         with fork(rows.device, self.selector is not None and context is None) as join:
             if cache.index_sums is not None and cache.index_keys is not None:
                 self._compress(down[2], self.index_compressor, compressed, cache.index_sums, cache.index_keys)
             selection = self.select(q_c, down, cache, compressed)
-        if cache.sums is not None:
+        if cache.sums is not None and not self.config.has_entry_keys:
             self._compress(down[1], self.compressor, compressed, cache.sums, cache.rows)
         parts = []
         if step.decode is not None:
@@ -161,6 +168,19 @@ class CompressedAttention(CompressedWeights):
         hadamard = is_index and self.dcp.index_hadamard
         compress(pairs, *options, step, sums, cache, is_index=is_index, hadamard=hadamard)
 
+    def _write_entries(self, pairs: Tensor, step: CompressedMetadata, cache: CompressedLayerCache) -> None:
+        """Write the entries that the step's tokens complete, and the index keys that are projected from them."""
+        assert cache.sums is not None
+        entries = step.entries[self.kind.ratio]
+        latents = pairs.new_empty(len(pairs), self.config.head_dim)
+        first_row = step.plan.window_rows(self.kind.ratio)
+        slots = torch.full((len(pairs),), first_row - 1, dtype=torch.int64, device=pairs.device)
+        options = self.compressor.bias, self.compressor.norm, self.config.rms_norm_eps, self.kind.ratio
+        compress(pairs, *options, step, cache.sums, cache.rows, is_index=False, latents=latents, slots=slots)
+        if cache.index_keys is not None:
+            written = cache.index_keys, slots - first_row, self.index_k_norm, None, entries.cos_sin, True
+            finish_index_keys(self.index_k_proj(latents), *written, self.dcp.index_hadamard, self.config.rms_norm_eps)
+
     def select(
         self, q_c: PlainRows, down: tuple[Tensor, ...], cache: CompressedLayerCache, compressed: CompressedMetadata
     ) -> SelectedTokens | None:
@@ -172,24 +192,34 @@ class CompressedAttention(CompressedWeights):
             down: Parts of `down_proj`'s output, [T, ..] each.
         """
         config = self.config.indexer
-        if self.selector is None or not selects(compressed, self.kind):
+        if not selects(compressed, self.kind):
             return None
         assert compressed.selection is not None
+        if self.selector is None:
+            return compressed.selection
         assert cache.index_keys is not None
         q = self.index_q_proj(q_c).unflatten(-1, (config.num_heads, config.head_dim))
         is_fp8 = self.dcp.index_cache_dtype == "fp8"
         options = compressed.angles[True], True, self.dcp.index_hadamard, is_fp8
-        q, weights = finish_index_queries(q, down[3], *options)
+        q, weights = finish_index_queries(q, down[-1], *options)
         entries = compressed.entries[self.kind.ratio]
         assert entries.visible is not None
-        self.selector.select(q, weights, cache.index_keys, entries.visible, entries.block_table, compressed.selection)
+        tables = entries.visible, entries.block_table, compressed.selection
+        self.selector.select(q, weights, cache.index_keys, *tables, self._candidates(compressed))
         return compressed.selection
 
+    def _candidates(self, compressed: CompressedMetadata) -> Candidates | None:
+        """Return the candidate blocks that the indexer chooses or selects among; None for all blocks."""
+        blocks = compressed.candidates
+        if blocks is None or self.config.candidates is None or not self.kind.candidates:
+            return None
+        return Candidates(blocks, self.config.candidates.block_size, self.kind.candidates == "source")
+
     def _project_query(self, q_c: PlainRows, cos_sin: Tensor, heads: slice) -> Tensor:
-        """Return the queries [T, n, D] of n heads on this rank, normalized and rotated."""
+        """Return the queries [T, n, D] of n heads on this rank, rotated, after their norm where they have one."""
         width = self.config.head_dim
         q = self.q_b_proj.product(q_c, slice(heads.start * width, heads.stop * width)).unflatten(-1, (-1, width))
-        finish_query_(q, self.config.rms_norm_eps, cos_sin)
+        finish_query_(q, self.query_eps, cos_sin)
         return q
 
     def _decode(
@@ -202,9 +232,9 @@ class CompressedAttention(CompressedWeights):
     ) -> tuple[Tensor, Tensor]:
         """Return attention of decode tokens over all ranks' rows: out [T, h, D], lse [T, h]. Collective."""
         if selection is None:
-            slots, num_slots = compressed.decode_rows[self.kind.ratio]
+            slots, num_slots = (part[self.ring] for part in compressed.decode_rows[self.kind.ratio])
         else:
-            slots, num_slots = selection.slots[: len(q)], selection.num_slots[: len(q)]
+            slots, num_slots = compressed.decode_slots(selection, len(q), self.ring), selection.num_slots[: len(q)]
         return dcp_mla_decode(
             q,
             cache.rows,
