@@ -41,7 +41,7 @@ class ContextRows:
         first_row: Row of that token among the gathered rows, [T] int32.
         new_row: Row that a new token at position 0 of its request would have, [T] int32.
         chunks: Entries of all ranks, by their ratio and whether they are selected: each request's, from its first to
-            the last that this step completes; none where entries stay on their ranks (`CompressedConfig.moves_queries`).
+            the last that this step completes; none where entries stay (`CompressedConfig.moves_queries`).
     """
 
     window_slots: Tensor

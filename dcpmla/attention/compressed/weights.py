@@ -169,6 +169,6 @@ class CompressedWeights(nn.Module):
         elif self.writes:
             k_proj = read_linear(weights, f"{prefix}k_proj.weight", (width, self.config.head_dim))
             self.index_k_proj.load(reorder_rows(k_proj, order))
-            fill(self.index_k_norm, read_weight(weights, f"{prefix}k_norm.weight", (width,))[order])
+            fill(self.index_k_norm, read_weight(weights, f"{prefix}kv_norm.weight", (width,))[order])
         heads_shape = indexer.num_heads, self.config.hidden_size
         return [*pairs, read_linear(weights, f"{prefix}scorer.weights_proj.weight", heads_shape)]
