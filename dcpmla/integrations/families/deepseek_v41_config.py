@@ -5,7 +5,7 @@ from typing import Any
 
 from dcpmla.attention.compressed.config import WINDOW_ONLY, CandidateConfig, CompressedConfig, LayerKind
 from dcpmla.config import LARGEST_SIZE
-from dcpmla.fields import FLAG, Rule, check_fields, list_of, optional, whole
+from dcpmla.fields import FLAG, Rule, check_fields, even, list_of, optional, whole
 from dcpmla.integrations.families.deepseek_v4_config import check_compressed, compressed_config
 
 _LAYERS = list_of(whole(0, 1023))
@@ -22,6 +22,8 @@ _NEEDED = (
 )
 _RAW_RULES = {
     "num_hidden_layers": whole(1, 1024),
+    "head_dim": whole(1, LARGEST_SIZE),
+    "qk_rope_head_dim": even(LARGEST_SIZE),
     **dict.fromkeys(("num_key_value_heads", "n_shared_experts", "gate_temp"), _ONE),
     "attention_bias": _FALSE,
     "norm_topk_prob": FLAG,
@@ -41,6 +43,10 @@ def check_raw(raw: dict[str, Any]) -> None:
     needed = _NEEDED + (_BLOCKS if raw.get("candidate_source_layer_id", -1) >= 0 else ())
     if missing := [name for name in needed if raw.get(name) is None]:
         raise ValueError(f"{missing[0]} is missing; a DeepSeek-V4.1 config has {', '.join(needed)}")
+    if raw["head_dim"] < raw["qk_rope_head_dim"]:
+        raise ValueError(
+            f"head_dim is {raw['head_dim']}; it must be at least qk_rope_head_dim {raw['qk_rope_head_dim']}"
+        )
 
 
 def shared_config(config: Any) -> CompressedConfig:
@@ -77,13 +83,16 @@ def check_shared(config: Any) -> None:
     check_compressed(config)
     ratios, num_layers = config.entry_ratios, config.num_hidden_layers
     if len(ratios) < num_layers:
-        raise ValueError(f"compress_ratios has {len(ratios)} entries; each of {num_layers} layers has one")
+        raise ValueError(
+            f"compress_ratios has {len(ratios)} entries; each of {num_layers} layers (num_hidden_layers) has one"
+        )
     for name in _SOURCES:
         layers = getattr(config, name)
         is_right = layers == sorted({*layers}) and all(layer < num_layers and ratios[layer] for layer in layers)
         if not is_right:
             raise ValueError(
-                f"{name} is {layers}; it must be ascending layers of {num_layers} whose compress_ratios are not 0"
+                f"{name} is {layers}; it must be ascending layers of num_hidden_layers {num_layers}, whose "
+                "compress_ratios are not 0"
             )
         _check_readers(name, layers, ratios[:num_layers])
     if others := {*config.kv_source_layer_ids} - {*config.index_source_layer_ids}:
