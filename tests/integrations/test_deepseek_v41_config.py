@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from dcpmla.attention.compressed.config import WINDOW_ONLY, LayerKind
+from dcpmla.config import DCPConfig
 from dcpmla.integrations.families.table import attention_kind, family_of
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.open_model import check_layout, open_model
 from tests.integrations.test_broken_models import NONSENSE, QUANTIZATION, changed, is_named, paths_of
 from tests.support.deepseek_v41_files import TEXT
-from tests.support.layouts import dcp_config
 
 
 def read(directory: Path, **changes: Any) -> Any:
@@ -80,14 +80,17 @@ def test_bad_configs(changes: dict[str, Any], message: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cp_kv_cache_interleave_size": 2}, "interleave_size .*is 2; it must be a multiple of 4, the config's candid"),
+        (
+            {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 2},
+            "interleave_size .*is 2; it must be a multiple of 4, the config's candid",
+        ),
         ({"block_size": 6}, "block_size .*is 6; of entries of 1 tokens, blocks must hold whole candidate blocks of 4"),
     ],
 )
 def test_layouts_with_split_candidate_blocks(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     read(tmp_path)
     with pytest.raises(ValueError, match=message):
-        check_layout(open_model(str(tmp_path)), dcp_config(2, 1 if "block_size" in options else 2, **options))
+        check_layout(open_model(str(tmp_path)), DCPConfig(tensor_parallel_size=2, **options))
 
 
 def test_drafts_are_refused(tmp_path: Path) -> None:
