@@ -1,18 +1,74 @@
-"""DeepSeek-V4.1's checkpoints as they are published, against float64."""
+"""DeepSeek-V4.1's checkpoints as published, against float64: layouts, prefixes, drafts, graphs, caches of 8 bits."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from dcpmla.fields import divisors
-from tests.integrations.test_transformers import check, make_cases
-from tests.support.deepseek_v41_files import save_v41
+from dcpmla.config import DCPConfig
+from tests.integrations.test_drafts import PROMPTS, serve_families
+from tests.integrations.test_hy_v4 import run_twice
+from tests.integrations.test_transformers import check, make_cases, prompts
+from tests.runtime.test_graph_caches import compare
+from tests.support.deepseek_v41_files import Reference, save_v41
+from tests.support.layouts import dcp_config
+from tests.support.ranks import run_ranks
+
+Outcomes = list[tuple[list[int], torch.Tensor]]
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_logits_and_tokens(tp: int, tmp_path: Path) -> None:
-    """Candidate blocks of four are whole on a rank."""
+@pytest.mark.parametrize(
+    ("tp", "dcp_sizes", "interleaves"),
+    [(1, [1], (1,)), (2, [2], (2, 8)), (2, [1], (1,)), (4, [4], (4,)), (4, [2], (2,))],
+)
+def test_logits_and_tokens(tp: int, dcp_sizes: list[int], interleaves: tuple[int, ...], tmp_path: Path) -> None:
     reference = save_v41(tmp_path)
-    cases = make_cases(tp, [tp], (4, 8), ("ag_rs", "a2a") if tp > 1 else ("auto",), is_compressed=True)
-    cases += make_cases(tp, divisors(tp)[:-1], (4,), ("auto",), is_compressed=True)
-    check(reference, tmp_path, tp, cases)
+    check(reference, tmp_path, tp, make_cases(tp, dcp_sizes, interleaves, ("auto",), is_compressed=True))
+
+
+def test_indexers_without_candidate_blocks(tmp_path: Path) -> None:
+    """Only layers of one ratio, and a layer with windows alone between readers."""
+    changes = {"compress_ratios": [2, 2, 0, 2, 0, 2, 2], "kv_source_layer_ids": [0, 5]}
+    changes |= {"index_source_layer_ids": [0, 3, 5], "candidate_source_layer_id": -1}
+    check(save_v41(tmp_path, **changes), tmp_path, 2, make_cases(2, [2], (1,), ("auto",), is_compressed=True))
+
+
+def errors(reference: Reference, given: list[list[int]], outcomes: Outcomes) -> list[float]:
+    """Return the relative error of each prompt's logits."""
+    found = []
+    for prompt, (tokens, logits) in zip(given, outcomes, strict=True):
+        expected = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+        found.append(float((logits - expected).norm() / expected.norm()))
+    return found
+
+
+def test_a_prefix_is_selected_from(tmp_path: Path) -> None:
+    """States hold the windows of layers that share rows."""
+    reference = save_v41(tmp_path)
+    layout = dcp_config(2, 2, 2, block_size=8)
+    assert max(errors(reference, prompts(), run_ranks(2, run_twice, tmp_path, [layout])[0][0])) < 1e-4
+
+
+WIDE = {"head_dim": 128, "qk_rope_head_dim": 64, "index_head_dim": 64}  # what fp8_ds_mla takes
+
+
+def test_caches_of_8_bits(tmp_path: Path) -> None:
+    """Every entry is selected, for rounded index keys may tip the choice among entries."""
+    reference = save_v41(tmp_path, **WIDE, index_topk=128, candidate_topk_blocks=128)
+    fp8 = dcp_config(2, 2, 2, block_size=8, kv_cache_dtype="fp8_ds_mla", index_cache_dtype="fp8")
+    for outcomes in run_ranks(2, run_twice, tmp_path, [fp8, replace(fp8, decode_context_parallel_size=1)])[0]:
+        assert max(errors(reference, prompts(), outcomes)) < 0.1
+
+
+def test_drafts_change_no_token(tmp_path: Path) -> None:
+    reference = save_v41(tmp_path)
+    for outcomes in run_ranks(2, serve_families, [tmp_path], 2, 2, 2)[0]:
+        assert max(errors(reference, PROMPTS, outcomes)) < 1e-4
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_replayed_graphs(tp: int, tmp_path: Path) -> None:
+    save_v41(tmp_path)
+    dcp = DCPConfig(tensor_parallel_size=tp, decode_context_parallel_size=tp, cp_kv_cache_interleave_size=2 * tp)
+    run_ranks(tp, compare, tmp_path, replace(dcp, block_size=8, index_cache_dtype="fp8"))

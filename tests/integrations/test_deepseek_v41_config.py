@@ -35,7 +35,7 @@ def test_kinds_of_layers(tmp_path: Path) -> None:
     )
     assert config.row_groups == {0: (0,), 1: (1, 2), 3: (3, 4, 5, 6)}
     assert config.rings == (0, 0, 1, 0, 1, 2, 3)
-    assert config.candidates == (5, 4)
+    assert config.candidates == (5, 2)
     without = attention_kind(read(tmp_path, candidate_source_layer_id=-1, candidate_topk_blocks=...)).config
     assert without.candidates is None
     assert not any(kind.candidates for kind in without.layer_kinds)
@@ -69,7 +69,7 @@ def test_a_field_is_taken_or_named(tmp_path: Path) -> None:
         ({"kv_source_layer_ids": [1, 3, 4]}, "index_source_layer_ids is .*it must have layer 4 of kv_source_layer_ids"),
         ({"candidate_source_layer_id": 4}, "candidate_source_layer_id is 4; it must be in index_source_layer_ids"),
         ({"candidate_source_layer_id": 1}, "candidate_source_layer_id is 1; .* compress_ratios of all later ones"),
-        ({"candidate_topk_blocks": 2}, "candidate_topk_blocks is 2 and candidate_block_size 4, which hold 5"),
+        ({"candidate_topk_blocks": 3}, "candidate_topk_blocks is 3 and candidate_block_size 2, which hold 5"),
     ],
 )
 def test_bad_configs(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_bad_configs(changes: dict[str, Any], message: str, tmp_path: Path) -> N
     ],
 )
 def test_layouts_with_split_candidate_blocks(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    read(tmp_path)
+    read(tmp_path, candidate_block_size=2 if "cp_kv_cache_interleave_size" in options else 4)
     with pytest.raises(ValueError, match=message):
         check_layout(open_model(str(tmp_path)), DCPConfig(tensor_parallel_size=2, **options))
 

@@ -58,7 +58,7 @@ TEXT: dict[str, Any] = {
     "index_topk": 6,
     "candidate_source_layer_id": 3,
     "candidate_topk_blocks": 5,
-    "candidate_block_size": 4,
+    "candidate_block_size": 2,
     "hc_mult": 2,
     "hc_sinkhorn_iters": 3,
     "hc_eps": 1e-6,
