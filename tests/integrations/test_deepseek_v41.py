@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from dcpmla.config import DCPConfig
+from tests.integrations.test_deepseek_v4 import generate, rounded
 from tests.integrations.test_drafts import PROMPTS, serve_families
 from tests.integrations.test_hy_v4 import run_twice
 from tests.integrations.test_transformers import check, make_cases, prompts
 from tests.runtime.test_graph_caches import compare
+from tests.support import deepseek_v41
 from tests.support.deepseek_v41_files import Reference, save_v41
 from tests.support.layouts import dcp_config
 from tests.support.ranks import run_ranks
@@ -53,12 +55,22 @@ def test_a_prefix_is_selected_from(tmp_path: Path) -> None:
 WIDE = {"head_dim": 128, "qk_rope_head_dim": 64, "index_head_dim": 64}  # what fp8_ds_mla takes
 
 
-def test_caches_of_8_bits(tmp_path: Path) -> None:
-    """Every entry is selected, for rounded index keys may tip the choice among entries."""
+def test_caches_of_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are those of a model that rounds them after RoPE. Every entry is selected, for rounded index keys may change
+    the choice.
+    """
     reference = save_v41(tmp_path, **WIDE, index_topk=128, candidate_topk_blocks=128)
     fp8 = dcp_config(2, 2, 2, block_size=8, kv_cache_dtype="fp8_ds_mla", index_cache_dtype="fp8")
-    for outcomes in run_ranks(2, run_twice, tmp_path, [fp8, replace(fp8, decode_context_parallel_size=1)])[0]:
-        assert max(errors(reference, prompts(), outcomes)) < 0.1
+    results = run_ranks(2, generate, tmp_path, [fp8, replace(fp8, decode_context_parallel_size=1)])[0]
+    rotate = deepseek_v41._rotate
+
+    def rotate_and_round(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        is_row = x.shape[1:] == (WIDE["head_dim"],)
+        return rounded(rotate(x, angles).float()).double() if is_row else rotate(x, angles)
+
+    monkeypatch.setattr(deepseek_v41, "_rotate", rotate_and_round)
+    for outcomes in results:
+        assert max(errors(reference, prompts(), outcomes)) < 1e-2  # few codes are others
 
 
 def test_drafts_change_no_token(tmp_path: Path) -> None:
@@ -67,8 +79,6 @@ def test_drafts_change_no_token(tmp_path: Path) -> None:
         assert max(errors(reference, PROMPTS, outcomes)) < 1e-4
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_replayed_graphs(tp: int, tmp_path: Path) -> None:
+def test_replayed_graphs(tmp_path: Path) -> None:
     save_v41(tmp_path)
-    dcp = DCPConfig(tensor_parallel_size=tp, decode_context_parallel_size=tp, cp_kv_cache_interleave_size=2 * tp)
-    run_ranks(tp, compare, tmp_path, replace(dcp, block_size=8, index_cache_dtype="fp8"))
+    run_ranks(1, compare, tmp_path, DCPConfig(block_size=8, index_cache_dtype="fp8"))
