@@ -22,7 +22,7 @@ Outcomes = list[tuple[list[int], torch.Tensor]]
 
 @pytest.mark.parametrize(
     ("tp", "dcp_sizes", "interleaves"),
-    [(1, [1], (1,)), (2, [2], (2, 8)), (2, [1], (1,)), (4, [4], (4,)), (4, [2], (2,))],
+    [(1, [1], (1,)), (2, [2], (1, 8)), (2, [1], (1,)), (4, [4], (4,)), (4, [2], (2,))],
 )
 def test_logits_and_tokens(tp: int, dcp_sizes: list[int], interleaves: tuple[int, ...], tmp_path: Path) -> None:
     reference = save_v41(tmp_path)

@@ -13,6 +13,7 @@ from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.open_model import check_layout, open_model
 from tests.integrations.test_broken_models import NONSENSE, QUANTIZATION, changed, is_named, paths_of
 from tests.support.deepseek_v41_files import TEXT
+from tests.support.layouts import dcp_config
 
 
 def read(directory: Path, **changes: Any) -> Any:
@@ -77,20 +78,16 @@ def test_bad_configs(changes: dict[str, Any], message: str, tmp_path: Path) -> N
         read(tmp_path, **changes)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 2},
-            "interleave_size .*is 2; it must be a multiple of 4, the config's candid",
-        ),
-        ({"block_size": 6}, "block_size .*is 6; of entries of 1 tokens, blocks must hold whole candidate blocks of 4"),
-    ],
-)
-def test_layouts_with_split_candidate_blocks(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    read(tmp_path, candidate_block_size=2 if "cp_kv_cache_interleave_size" in options else 4)
+def test_candidate_blocks_are_whole_on_a_rank(tmp_path: Path) -> None:
+    """The interleave of entries is whole candidate blocks, whatever is asked for."""
+    config = attention_kind(read(tmp_path)).config
+    for interleave, expected in ((1, 2), (3, 6), (4, 4)):
+        found = config.with_whole_blocks(dcp_config(2, 2, interleave, block_size=12))
+        assert found.cp_kv_cache_interleave_size == expected
+    read(tmp_path, candidate_block_size=4)
+    message = r"block_size \(--block-size\) is 6; it must be a multiple of 4, of candidate blocks of 4 entries"
     with pytest.raises(ValueError, match=message):
-        check_layout(open_model(str(tmp_path)), DCPConfig(tensor_parallel_size=2, **options))
+        check_layout(open_model(str(tmp_path)), DCPConfig(block_size=6))
 
 
 def test_drafts_are_refused(tmp_path: Path) -> None:

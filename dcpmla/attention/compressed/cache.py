@@ -216,6 +216,7 @@ def plan_compressed(
     if not seq_lens or min(seq_lens) < 0:
         raise ValueError(f"seq_lens is {seq_lens}; it must be a list of lengths that are not negative")
     config.check_layout(dcp)
+    dcp = config.with_whole_blocks(dcp)
     plan = CompressedPlan(
         config=config,
         dcp=dcp,

@@ -3,7 +3,7 @@ and values.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, NamedTuple
 
@@ -184,6 +184,7 @@ class CompressedConfig:
 
     def chunk_alignment(self, dcp: DCPConfig) -> int:
         """Return how many tokens a request's part of the workspace for contexts is a multiple of."""
+        dcp = self.with_whole_blocks(dcp)
         ranks = dcp.decode_context_parallel_size * dcp.cp_kv_cache_interleave_size
         return math.lcm(dcp.block_size * self.row_tokens, ranks)
 
@@ -201,6 +202,7 @@ class CompressedConfig:
         for name, is_asked, advice in refused:
             if is_asked:
                 raise ValueError(f"{name} does not go with DeepSeek-V4's attention; {advice}")
+        dcp = self.with_whole_blocks(dcp)
         granule = math.lcm(1, *self.ratios) * dcp.cp_kv_cache_interleave_size
         if dcp.block_size * self.row_tokens % granule:
             raise ValueError(
@@ -209,24 +211,23 @@ class CompressedConfig:
                 f"{dcp.cp_kv_cache_interleave_size} (--cp-kv-cache-interleave-size): a multiple of "
                 f"{granule // self.row_tokens}"
             )
-        if self.candidates is not None:
-            self._check_candidates(dcp, self.candidates.block_size)
 
-    def _check_candidates(self, dcp: DCPConfig, size: int) -> None:
-        """Raise ValueError unless candidate blocks are whole in a cache's blocks and on a rank."""
-        ratio = next(kind.ratio for kind in self.layer_kinds if kind.candidates)
-        if self.entries_per_block(ratio, dcp.block_size) % size:
+    def with_whole_blocks(self, dcp: DCPConfig) -> DCPConfig:
+        """Return the layout of entries: its interleave is whole candidate blocks, so that each block is on one rank.
+
+        Raises:
+            ValueError: A cache's block does not hold whole candidate blocks, in groups of the interleave.
+        """
+        if self.candidates is None:
+            return dcp
+        interleave = math.lcm(dcp.cp_kv_cache_interleave_size, self.candidates.block_size)
+        if dcp.block_size % interleave:
             raise ValueError(
-                f"block_size (--block-size) is {dcp.block_size}; of entries of {ratio} tokens, blocks must hold whole "
-                f"candidate blocks of {size} (the config's candidate_block_size): {dcp.block_size} x "
-                f"{self.row_tokens} / {ratio} must be a multiple of {size}"
+                f"block_size (--block-size) is {dcp.block_size}; it must be a multiple of {interleave}, of candidate "
+                f"blocks of {self.candidates.block_size} entries (the config's candidate_block_size) and of "
+                f"cp_kv_cache_interleave_size (--cp-kv-cache-interleave-size) {dcp.cp_kv_cache_interleave_size}"
             )
-        if dcp.decode_context_parallel_size > 1 and dcp.cp_kv_cache_interleave_size % size:
-            raise ValueError(
-                f"cp_kv_cache_interleave_size (--cp-kv-cache-interleave-size) is {dcp.cp_kv_cache_interleave_size}; it "
-                f"must be a multiple of {size}, the config's candidate_block_size, so that each candidate block is "
-                "whole on a rank"
-            )
+        return replace(dcp, cp_kv_cache_interleave_size=interleave)
 
     def entries_per_block(self, ratio: int, block_size: int) -> int:
         """Return how many entries of that ratio a block holds on one rank."""

@@ -1,5 +1,7 @@
 """The tensor-parallel layer of DeepSeek-V4's and V4.1's attention. `CompressedAttention.attend` reads top to bottom."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -43,6 +45,7 @@ class CompressedAttention(CompressedWeights):
     """
 
     def __init__(self, config: CompressedConfig, kind: LayerKind, placement: Placement, ring: int = 0) -> None:
+        placement = replace(placement, dcp=config.with_whole_blocks(placement.dcp))
         super().__init__(config, kind, placement)
         self.ring, self.cache_dtype = ring, placement.cache_dtype
         # Every rank has all windows, so its own heads attend to them without an exchange.

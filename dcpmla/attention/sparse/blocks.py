@@ -43,7 +43,7 @@ class Candidates(NamedTuple):
         Args:
             scores: Result [T, N] of `index_scores` for this rank's keys; N is whole blocks.
             lens: Number of each token's keys, and of those on this rank [T] int32.
-            layout: Rank, ranks and interleave of keys; the interleave is whole blocks if there are several ranks.
+            layout: Rank, ranks and interleave of keys, which is whole blocks.
             gather: Gather of all ranks' candidates (`Exchange.gather_candidates`).
         """
         size, (rank, num_ranks, interleave) = self.block_size, self._block_layout(layout)
@@ -76,4 +76,4 @@ class Candidates(NamedTuple):
     def _block_layout(self, layout: tuple[int, int, int]) -> tuple[int, int, int]:
         """Return the layout of blocks among the ranks."""
         rank, num_ranks, interleave = layout
-        return rank, num_ranks, max(1, interleave // self.block_size)
+        return rank, num_ranks, interleave // self.block_size
