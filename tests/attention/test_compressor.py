@@ -189,7 +189,7 @@ def check_compressor(
         (LayerKind(4, True), True, True),
         (LayerKind(4, True), True, False),
         (LayerKind(6, False), False, False),
-        (LayerKind(2, True), False, rope == ROPE_DIM),  # without overlaps, as the next one
+        (LayerKind(2, True), False, rope == ROPE_DIM),  # Neither this nor the next one overlaps.
         (LayerKind(1, True), False, False),
     )
     for number, ((kind, is_index, is_quantized), dtype) in enumerate(itertools.product(cases, dtypes)):
@@ -342,7 +342,7 @@ def test_the_kernel_compiles_for_hopper(dtype: str, cache: str) -> None:
     for ratio, halves, tokens in itertools.product((4, 128), (1, 2), (1, 8)):
         constants = {"RATIO": ratio, "HALVES": halves, "GATES": halves * 512, "TOKENS": tokens}
         compile_for_hopper(compress_kernel, dtype, {**pooled, **constants, **none}, **types)
-    for ratio in (1, 2):  # with entries before RoPE
+    for ratio in (1, 2):  # These write entries before RoPE, too.
         constants = {"RATIO": ratio, "HALVES": 1, "GATES": 512 * (ratio - 1), "TOKENS": 1}
         compile_for_hopper(compress_kernel, dtype, {**pooled, **constants}, **types, slots_ptr="*i64")
     constants = {"RATIO": 4, "HALVES": 2, "GATES": 256, "TOKENS": 8}

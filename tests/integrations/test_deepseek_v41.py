@@ -36,13 +36,13 @@ def test_indexers_without_candidate_blocks(tmp_path: Path) -> None:
     check(save_v41(tmp_path, **changes), tmp_path, 2, make_cases(2, [2], (1,), ("auto",), is_compressed=True))
 
 
-def errors(reference: Reference, given: list[list[int]], outcomes: Outcomes) -> list[float]:
+def errors(reference: Reference, token_ids: list[list[int]], outcomes: Outcomes) -> list[float]:
     """Return the relative error of each prompt's logits."""
-    found = []
-    for prompt, (tokens, logits) in zip(given, outcomes, strict=True):
+    relative = []
+    for prompt, (tokens, logits) in zip(token_ids, outcomes, strict=True):
         expected = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
-        found.append(float((logits - expected).norm() / expected.norm()))
-    return found
+        relative.append(float((logits - expected).norm() / expected.norm()))
+    return relative
 
 
 def test_a_prefix_is_selected_from(tmp_path: Path) -> None:
@@ -52,11 +52,11 @@ def test_a_prefix_is_selected_from(tmp_path: Path) -> None:
     assert max(errors(reference, prompts(), run_ranks(2, run_twice, tmp_path, [layout])[0][0])) < 1e-4
 
 
-WIDE = {"head_dim": 128, "qk_rope_head_dim": 64, "index_head_dim": 64}  # what fp8_ds_mla takes
+WIDE = {"head_dim": 128, "qk_rope_head_dim": 64, "index_head_dim": 64}  # fp8_ds_mla takes these sizes
 
 
 def test_caches_of_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are those of a model that rounds them after RoPE. Every entry is selected, for rounded index keys may change
+    """The reference rounds rows after RoPE. Every entry is selected, for rounded index keys may change
     the choice.
     """
     reference = save_v41(tmp_path, **WIDE, index_topk=128, candidate_topk_blocks=128)

@@ -82,8 +82,8 @@ def test_candidate_blocks_are_whole_on_a_rank(tmp_path: Path) -> None:
     """The interleave of entries is whole candidate blocks, whatever is asked for."""
     config = attention_kind(read(tmp_path)).config
     for interleave, expected in ((1, 2), (3, 6), (4, 4)):
-        found = config.with_whole_blocks(dcp_config(2, 2, interleave, block_size=12))
-        assert found.cp_kv_cache_interleave_size == expected
+        layout = config.with_whole_blocks(dcp_config(2, 2, interleave, block_size=12))
+        assert layout.cp_kv_cache_interleave_size == expected
     read(tmp_path, candidate_block_size=4)
     message = r"block_size \(--block-size\) is 6; it must be a multiple of 4, of candidate blocks of 4 entries"
     with pytest.raises(ValueError, match=message):

@@ -50,9 +50,9 @@ def test_a_step_reads_windows_and_selected_entries(flash: ModelSize) -> None:
     readers and later indexers of entries of one.
     """
     reads = flash.attention.reads(1 << 20)
-    found = sorted((each.num_layers, each.num_rows, each.num_keys) for each in reads)
+    per_kind = sorted((each.num_layers, each.num_rows, each.num_keys) for each in reads)
     expected = [(2, 128, 0), (3, 640, 1 << 19), (15, 640, 0), (1, 640, 1 << 20), (15, 640, 0), (4, 640, 1 << 20)]
-    assert found == sorted(expected)
+    assert per_kind == sorted(expected)
 
 
 @pytest.mark.parametrize("dcp_size", [1, 2])

@@ -53,7 +53,7 @@ TEXT: dict[str, Any] = {
     "compress_ratios": [0, 2, 2, 1, 1, 1, 1, 0],  # the last one is a draft's
     "kv_source_layer_ids": [1, 3],
     "index_source_layer_ids": [1, 3, 5],
-    "index_n_heads": 32,  # with fewer, exact ties at 0
+    "index_n_heads": 32,  # fewer heads have exact ties at 0
     "index_head_dim": 16,
     "index_topk": 6,
     "candidate_source_layer_id": 3,
@@ -128,7 +128,7 @@ def save_v41(directory: Path, **changes: Any) -> Reference:
     whole |= {"vision_config": {"num_hidden_layers": 1}, "eos_token_id": 191, "pad_token_id": 2, "dtype": "float32"}
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(whole))
-    others = {name: torch.zeros(4, 4) for name in ("vision.patch_embed.weight", "mtp.0.main_proj.weight")}
-    save_file(tensors | others, directory / "model.safetensors", metadata={"format": "pt"})
+    ignored = {name: torch.zeros(4, 4) for name in ("vision.patch_embed.weight", "mtp.0.main_proj.weight")}
+    save_file(tensors | ignored, directory / "model.safetensors", metadata={"format": "pt"})
     rotary = build_skeleton(load_config(directory)).model.rotary_emb
     return Reference(DeepseekV41(config, tensors, (rotary.main_inv_freq, rotary.compress_inv_freq)))

@@ -17,7 +17,7 @@ class LayerKind(NamedTuple):
     Attributes:
         ratio: Number of tokens of an entry; 0 for a layer without entries.
         has_indexer: Whether an indexer of the layer's own selects among them (CSA); else attention reads all (HCA).
-        writes: Whether the layer writes the entries; else it reads those of the latest layer that does.
+        writes: Whether the layer writes the entries; else it reads what the latest writer before it wrote.
         reuses: Whether the layer attends to the selection of the latest indexer, without one of its own.
         candidates: "source" for an indexer that also chooses candidate blocks, "within" for a later one, which selects
             among these blocks, else empty (`CandidateConfig`).
@@ -58,7 +58,7 @@ class CandidateConfig(NamedTuple):
     """The blocks of entries that later indexers select among.
 
     Attributes:
-        num_blocks: Number of blocks of a token: those with the best scores, and the last one.
+        num_blocks: Number of blocks of a token: the best by their scores, and the last one.
         block_size: Number of consecutive entries of a block; its score is the best of theirs.
     """
 
@@ -141,7 +141,7 @@ class CompressedConfig:
 
     @cached_property
     def row_groups(self) -> dict[int, tuple[int, ...]]:
-        """The layers that share rows, by the first of them, which writes the entries."""
+        """The layers that share rows, by the number of the first, which writes the entries."""
         groups: dict[int, tuple[int, ...]] = {}
         source = 0
         for layer, kind in enumerate(self.layer_kinds):
@@ -152,7 +152,7 @@ class CompressedConfig:
 
     @cached_property
     def rings(self) -> tuple[int, ...]:
-        """The number of each layer's windows among those of the layers that share rows."""
+        """The place of each layer's windows in the rows that it shares: its place among these layers."""
         numbers = {layer: ring for group in self.row_groups.values() for ring, layer in enumerate(group)}
         return tuple(numbers[layer] for layer in range(len(self.layer_kinds)))
 

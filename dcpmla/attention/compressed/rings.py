@@ -23,7 +23,7 @@ class RingWindows(NamedTuple):
 
     @classmethod
     def of(cls, windows: Tensor, selection: SelectedTokens) -> "RingWindows":
-        """Return the windows [rings, n, width] int32 beside a selection."""
+        """Return the windows [rings, n, width] int32 as the first slots of a selection."""
         assert selection.num_first is not None
         num_slots = selection.slots.shape[1]
         column = torch.arange(num_slots, device=windows.device)

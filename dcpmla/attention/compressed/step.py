@@ -73,7 +73,7 @@ class CompressedMetadata:
         decode_rows: Results of `visible_rows` for decodes in layers without selection, by ratio; empty before
             `with_angles`.
         selection: Memory for the entries that layers with an indexer select; None if they select nothing.
-        windows: Windows of decodes beside that selection, in layers that share rows; None without such layers.
+        windows: Windows of decodes in layers that share rows and select; None without such layers.
         candidates: Memory for candidate blocks [T, num_blocks] int32, -1 after the last; None while all blocks are.
         states_in_rings: Result of `ring_states`; None if no layers share rows, and before `with_angles`.
     """

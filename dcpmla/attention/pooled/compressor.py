@@ -81,16 +81,16 @@ def compress_(
         rotated = slice(0, cos_sin.shape[1]) if is_index else slice(width - cos_sin.shape[1], width)
         entries[:, rotated] = apply_rope(entries[:, rotated], cos_sin[token], True)
     index, rows = positions[token] // ratio, block_table[request[token].long()]
-    found = ownership.slot_mapping(index, rows, entries_per_block, dcp_size, dcp_rank, interleave)
+    row_slots = ownership.slot_mapping(index, rows, entries_per_block, dcp_size, dcp_rank, interleave)
     if not is_index:
-        write_rows(cache, entries, found)
+        write_rows(cache, entries, row_slots)
         if latents is not None and slots is not None:
-            is_mine = found >= 0
-            latents[token[is_mine]], slots[token[is_mine]] = unrotated[is_mine], found[is_mine]
+            is_mine = row_slots >= 0
+            latents[token[is_mine]], slots[token[is_mine]] = unrotated[is_mine], row_slots[is_mine]
         return
     if hadamard:
         entries = (entries.float() @ hadamard_matrix(width, torch.float32, entries.device)).to(entries.dtype)
-    write_index_keys(cache, entries, found)
+    write_index_keys(cache, entries, row_slots)
 
 
 def _pool(pairs: Tensor, bias: Tensor, sums: Tensor, part: Part, token: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,8 +129,8 @@ def _pool(pairs: Tensor, bias: Tensor, sums: Tensor, part: Part, token: Tensor) 
 
 def _halves(pairs: Tensor, bias: Tensor, num_halves: int, width: int) -> list[tuple[Tensor, Tensor]]:
     """Return values and gates [T, D] of each half."""
-    values, *others = pairs.float().split(num_halves * width, -1)
-    (gates,) = others or (values,)  # one token has all weight, whatever its gate
+    values, *gates_after = pairs.float().split(num_halves * width, -1)
+    gates = gates_after[0] if gates_after else values  # one token has all weight, whatever its gate
     return list(zip(values.split(width, -1), gates.split(width, -1), strict=True))
 
 

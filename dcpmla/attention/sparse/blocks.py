@@ -42,7 +42,7 @@ class Candidates(NamedTuple):
 
         Args:
             scores: Result [T, N] of `index_scores` for this rank's keys; N is whole blocks.
-            lens: Number of each token's keys, and of those on this rank [T] int32.
+            lens: Number of each token's keys on all ranks, and on this rank, [T] int32.
             layout: Rank, ranks and interleave of keys, which is whole blocks.
             gather: Gather of all ranks' candidates (`Exchange.gather_candidates`).
         """

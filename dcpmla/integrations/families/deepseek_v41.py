@@ -37,7 +37,7 @@ class _DeepseekV41(Family):
     def read_config(self, raw: dict[str, Any]) -> Any:
         """Return transformers' config of DeepSeek-V4 with the fields of V4.1."""
         check_raw(raw)
-        # transformers takes other ratios; its own layers are those with windows alone.
+        # transformers refuses these ratios, so its layers have windows alone.
         fields = raw | {"entry_ratios": raw["compress_ratios"], "num_hash_layers": 0}
         fields |= {"layer_types": ["sliding_attention"] * raw["num_hidden_layers"], "compress_ratios": None}
         config = super().read_config(fields)

@@ -95,9 +95,9 @@ def check_shared(config: Any) -> None:
                 "compress_ratios are not 0"
             )
         _check_readers(name, layers, ratios[:num_layers])
-    if others := {*config.kv_source_layer_ids} - {*config.index_source_layer_ids}:
+    if keyless := {*config.kv_source_layer_ids} - {*config.index_source_layer_ids}:
         raise ValueError(
-            f"index_source_layer_ids is {config.index_source_layer_ids}; it must have layer {min(others)} of "
+            f"index_source_layer_ids is {config.index_source_layer_ids}; it must have layer {min(keyless)} of "
             "kv_source_layer_ids, whose indexer has the projection of index keys"
         )
     if _has_candidates(config):

@@ -197,7 +197,7 @@ def compress_(
         RATIO=len(bias),
         HALVES=num_halves,
         WIDTH=width,
-        GATES=pairs.shape[1] - num_halves * width,  # columns before the gates; without gates values stand for them
+        GATES=pairs.shape[1] - num_halves * width,  # values are their own gates if there are none
         ROPE=0 if layout.cos_sin is None else layout.cos_sin.shape[1],
         COLUMNS=triton.next_power_of_2(width),
         TOKENS=1 if num_tokens <= len(part.end) else _TOKENS,  # one a request, in most steps of decodes alone
