@@ -10,7 +10,7 @@ from dcpmla.config import DCPConfig
 from tests.integrations.test_deepseek_v4 import generate, rounded
 from tests.integrations.test_drafts import PROMPTS, serve_families
 from tests.integrations.test_hy_v4 import run_twice
-from tests.integrations.test_transformers import check, make_cases, prompts
+from tests.integrations.test_transformers import Case, check, make_cases, prompts
 from tests.runtime.test_graph_caches import compare
 from tests.support import deepseek_v41
 from tests.support.deepseek_v41_files import Reference, save_v41
@@ -34,6 +34,13 @@ def test_indexers_without_candidate_blocks(tmp_path: Path) -> None:
     changes = {"compress_ratios": [2, 2, 0, 2, 0, 2, 2], "kv_source_layer_ids": [0, 5]}
     changes |= {"index_source_layer_ids": [0, 3, 5], "candidate_source_layer_id": -1}
     check(save_v41(tmp_path, **changes), tmp_path, 2, make_cases(2, [2], (1,), ("auto",), is_compressed=True))
+
+
+def test_prompts_over_a_small_workspace(tmp_path: Path) -> None:
+    """Entries come in many chunks, or queries go to them: two heads are fewer rows than the longest context."""
+    reference = save_v41(tmp_path, num_attention_heads=2, o_groups=2)
+    dcp = dcp_config(2, 2, block_size=4, context_workspace_tokens=8, dcp_comm_backend="a2a", check_exchange=True)
+    check(reference, tmp_path, 2, [Case(dcp, 4), Case(replace(dcp, cp_kv_cache_interleave_size=2), 33)])
 
 
 def errors(reference: Reference, token_ids: list[list[int]], outcomes: Outcomes) -> list[float]:

@@ -31,7 +31,7 @@ class LayerKind(NamedTuple):
 
     @property
     def selects(self) -> bool:
-        """Whether tokens attend to selected entries."""
+        """Return whether tokens attend to selected entries."""
         return self.has_indexer or self.reuses
 
     @property
@@ -152,7 +152,7 @@ class CompressedConfig:
 
     @cached_property
     def rings(self) -> tuple[int, ...]:
-        """The place of each layer's windows in the rows that it shares: its place among these layers."""
+        """The index of each layer's windows in the rows that it shares, in the order of the layers."""
         numbers = {layer: ring for group in self.row_groups.values() for ring, layer in enumerate(group)}
         return tuple(numbers[layer] for layer in range(len(self.layer_kinds)))
 

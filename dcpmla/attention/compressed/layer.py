@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.compressed.cache import CompressedLayerCache
-from dcpmla.attention.compressed.compressor import compress
+from dcpmla.attention.compressed.checks import check_cache, check_step
+from dcpmla.attention.compressed.compressor import compress, compress_and_keep
 from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.attention.compressed.fork import fork
 from dcpmla.attention.compressed.prefill import attend_prefill, claim_prefill
@@ -173,16 +174,13 @@ class CompressedAttention(CompressedWeights):
 
     def _write_entries(self, pairs: Tensor, step: CompressedMetadata, cache: CompressedLayerCache) -> None:
         """Write the entries that the step's tokens complete, and the index keys that are projected from them."""
-        assert cache.sums is not None
-        entries = step.entries[self.kind.ratio]
-        latents = pairs.new_empty(len(pairs), self.config.head_dim)
-        first_row = step.plan.window_rows(self.kind.ratio)
-        slots = torch.full((len(pairs),), first_row - 1, dtype=torch.int64, device=pairs.device)
         options = self.compressor.bias, self.compressor.norm, self.config.rms_norm_eps, self.kind.ratio
-        compress(pairs, *options, step, cache.sums, cache.rows, is_index=False, latents=latents, slots=slots)
+        latents, slots = compress_and_keep(pairs, *options, step, cache)
         if cache.index_keys is not None:
-            written = cache.index_keys, slots - first_row, self.index_k_norm, None, entries.cos_sin, True
-            finish_index_keys(self.index_k_proj(latents), *written, self.dcp.index_hadamard, self.config.rms_norm_eps)
+            keys, cos_sin = self.index_k_proj(latents), step.entries[self.kind.ratio].cos_sin
+            rotation = cos_sin, True, self.dcp.index_hadamard
+            norm = self.index_k_norm, None
+            finish_index_keys(keys, cache.index_keys, slots, *norm, *rotation, self.config.rms_norm_eps)
 
     def select(
         self, q_c: PlainRows, down: tuple[Tensor, ...], cache: CompressedLayerCache, compressed: CompressedMetadata
@@ -253,28 +251,11 @@ class CompressedAttention(CompressedWeights):
         self, hidden_states: Tensor, cache: CompressedLayerCache | None, step: StepMetadata
     ) -> tuple[CompressedLayerCache, CompressedMetadata, Tensor]:
         """Return the cache, the step's part for this attention, and its angles for this layer."""
-        compressed, width = step.get(CompressedMetadata), self.config.hidden_size
-        if compressed is None or not compressed.angles:
-            raise ValueError(
-                "step has no compressed part, or no angles; build it with a CompressedStepBuilder, and call with_angles"
-            )
-        if hidden_states.ndim != 2 or hidden_states.shape[0] < step.num_tokens or hidden_states.shape[1] != width:
-            shape = tuple(hidden_states.shape)
-            raise ValueError(f"hidden_states has shape {shape}; expected [at least {step.num_tokens}, {width}]")
-        if not isinstance(cache, CompressedLayerCache):
-            raise ValueError(
-                f"cache is {type(cache).__name__}; expected a CompressedLayerCache, such as a CompressedCache's "
-                f"cache[layer]"
-            )
-        plan = compressed.plan
-        expected = plan.rows_shape(self.kind.ratio), plan.dtype
-        if (tuple(cache.rows.shape), cache.rows.dtype) != expected or plan.dtype != self.cache_dtype:
-            raise ValueError(
-                f"cache.rows has shape {tuple(cache.rows.shape)} and dtype {cache.rows.dtype}; expected {expected} for "
-                f"kv_cache_dtype (--kv-cache-dtype) {self.dcp.kv_cache_dtype!r}"
-            )
+        compressed = check_step(hidden_states, step, self.config.hidden_size)
+        plan, ratio = compressed.plan, self.kind.ratio
+        cache = check_cache(cache, plan, ratio, self.cache_dtype)
         if self.selector is not None:
-            per_block = plan.entries_per_block(self.kind.ratio)
+            per_block = plan.entries_per_block(ratio)
             self.selector.check_cache(cache.index_keys, plan.num_blocks, per_block, self.down_proj.dtype)
         step.check_blocks(plan.num_blocks)
-        return cache, compressed, compressed.angles[self.kind.ratio > 0]
+        return cache, compressed, compressed.angles[ratio > 0]

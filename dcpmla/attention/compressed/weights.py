@@ -72,8 +72,8 @@ class CompressedWeights(nn.Module):
     Attributes:
         down_proj: Projection of hidden states to, in this order, query latent and shared row together, values and gates
             of entries, values and gates of index keys, weights of the indexer's heads (`down_widths`); a layer
-            leaves out what it does not need. Checkpoints quantize only the query latent and the shared row, whose weights are
-            dequantized to join the others.
+            leaves out the ones it does not need. Checkpoints quantize only the query latent and the shared row, whose
+            weights are dequantized to join the others.
         index_q_proj: Projection to the indexer's queries; their rotated columns come first, as in its keys.
         index_k_proj, index_k_norm: Projection of entries to index keys, and its norm, where keys come from entries.
         o_a_proj: Projection of each group of heads, from heads of a group x D to o_lora_rank.
