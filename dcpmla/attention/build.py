@@ -160,6 +160,19 @@ class StepBuilder:
         """Return the step of a decode graph with the metadata that only this kind of attention reads."""
         return step
 
+    def mixed_numbers(self, requests: StepRequests, num_reqs: int, num_tokens: int) -> np.ndarray:
+        """Return the numbers, int32, that layers of this kind read inside the graphs of a step with prompts.
+
+        Args:
+            requests: Requests of the step; one of state -1 is padding.
+            num_reqs, num_tokens: Number of requests and of tokens that the step is padded to.
+        """
+        return np.empty(0, dtype=np.int32)
+
+    def extend_mixed(self, step: StepMetadata, numbers: Tensor, num_reqs: int) -> StepMetadata:
+        """Return the step of such graphs with its numbers (`mixed_numbers`), in static memory."""
+        return step
+
     def check(self, requests: StepRequests) -> None:
         """Raise ValueError for lengths that do not match, a short block table, and states as `build` documents."""
         query_lens, seq_lens, block_tables, states = requests

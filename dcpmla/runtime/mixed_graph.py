@@ -1,7 +1,7 @@
 """Steps with pieces of prompts as CUDA graphs, padded to numbers of tokens (`MixedGraph`)."""
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -109,19 +109,22 @@ class MixedGraph:
         return self._out[: len(token_ids)], self._inputs.step(size)
 
     @torch.inference_mode()
-    def run(self, size: MixedSize, token_ids: Tensor, step: StepMetadata, requests: StepRequests) -> Tensor:
+    def run(
+        self, size: MixedSize, token_ids: Tensor, step: StepMetadata, requests: StepRequests, num_absorbed: int
+    ) -> Tensor:
         """Run a step with MHA, which is launched between graphs. Collective over the TP group.
 
         Args:
             token_ids: Tokens of the step [n], int64 on the device.
             step: Metadata of the step, without what its layers share.
-            requests: Requests that attend with absorbed queries, the first of the step.
+            requests: Requests of the step.
+            num_absorbed: Number of requests that attend with absorbed queries, the first ones.
         Returns:
             The hidden states [n, width] in static memory, valid until the next run.
         Raises:
             ValueError: The step has blocks that the cache lacks.
         """
-        if self._inputs.fill(size, token_ids, step, requests):
+        if self._inputs.fill(size, token_ids, step, requests, num_absorbed):
             step = replace(step, decode=None)
         self._graphs.run(size, self._model.prepare(step))
         assert self._out is not None
@@ -137,8 +140,14 @@ class MixedGraph:
             CannotCapture: A step cannot be captured on some rank.
             RuntimeError: A step fails, or breaks a capture off (`GraphSet.capture`).
         """
-        self._inputs.clear()
-        self._graphs.capture(self.sizes[::-1][:num_sizes], track)
+        self._graphs.capture(self.sizes[::-1][:num_sizes], lambda sizes: self._cleared(track(sizes)))
+
+    def _cleared(self, sizes: Iterable[Hashable]) -> Iterator[Hashable]:
+        """Yield sizes, each when its inputs are padding."""
+        for size in sizes:
+            assert isinstance(size, MixedSize)
+            self._inputs.clear(size)
+            yield size
 
     def release(self) -> None:
         """Free the graphs (`GraphSet.release`)."""

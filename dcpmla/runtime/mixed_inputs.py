@@ -75,6 +75,8 @@ class MixedInputs:
         def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        numbers = steps.mixed_numbers(_padding(limits.num_tokens), limits.num_reqs, limits.num_tokens)
+        self._numbers = new(len(numbers))
         absorbed = limits.num_absorbed_tokens
         self._columns = PieceColumns(
             positions=new(limits.num_tokens, dtype=torch.int64),
@@ -87,12 +89,13 @@ class MixedInputs:
             block_table=new(limits.num_reqs, limits.num_blocks),
         )
 
-    def clear(self) -> None:
-        """Make all tokens padding."""
+    def clear(self, size: MixedSize) -> None:
+        """Make all tokens of a size padding."""
         self._token_ids.zero_()
         for column in self._columns:
             column.zero_()
         self._columns.slot_mapping.fill_(-1)
+        self._set_numbers(size, _padding(size.num_tokens))
 
     def fill_absorbed(self, size: MixedSize, token_ids: Tensor, requests: StepRequests) -> None:
         """Copy a step whose pieces all attend with absorbed queries.
@@ -112,13 +115,16 @@ class MixedInputs:
         self._copy(columns._asdict())
         self._set_tokens(size, token_ids)
 
-    def fill(self, size: MixedSize, token_ids: Tensor, step: StepMetadata, requests: StepRequests) -> bool:
+    def fill(
+        self, size: MixedSize, token_ids: Tensor, step: StepMetadata, requests: StepRequests, num_absorbed: int
+    ) -> bool:
         """Copy a step with MHA; return whether its decodes attend inside the graphs.
 
         Args:
             token_ids: Tokens of the step [n], int64 on the device.
             step: Metadata of the step.
-            requests: Requests that attend with absorbed queries, the first of the step.
+            requests: Requests of the step.
+            num_absorbed: Number of requests that attend with absorbed queries, the first ones.
         Raises:
             ValueError: The step has blocks that the cache lacks.
         """
@@ -129,7 +135,8 @@ class MixedInputs:
         columns.slot_mapping[:num_tokens].copy_(step.slot_mapping)
         columns.slot_mapping[num_tokens : size.num_tokens].fill_(-1)
         self._set_tokens(size, token_ids)
-        return self._fill_decodes(self._room(size), requests)
+        self._set_numbers(size, requests)
+        return self._fill_decodes(self._room(size), requests.first(num_absorbed))
 
     def step(self, size: MixedSize, cut: Cut | None = None) -> StepMetadata:
         """Return the metadata of a size, in static memory."""
@@ -145,7 +152,7 @@ class MixedInputs:
             cut=None if size.is_absorbed else cut,
         )
         if not size.is_absorbed:
-            return step
+            return self._steps.extend_mixed(step, self._numbers, self._limits.num_reqs)
         rows = GraphRows(
             query_len=0,
             max_seq_len=self._limits.max_model_len,
@@ -190,6 +197,12 @@ class MixedInputs:
         self._token_ids[: len(token_ids)].copy_(token_ids)
         self._token_ids[len(token_ids) : size.num_tokens].zero_()
 
+    def _set_numbers(self, size: MixedSize, requests: StepRequests) -> None:
+        """Copy the numbers that layers of the steps' kind read."""
+        if len(self._numbers):
+            numbers = self._steps.mixed_numbers(requests, self._limits.num_reqs, size.num_tokens)
+            self._numbers[: len(numbers)].copy_(upload([numbers], self._device)[0])
+
     def _decode(self, num_tokens: int) -> DecodeMetadata:
         columns = self._columns
         return DecodeMetadata(
@@ -200,3 +213,8 @@ class MixedInputs:
             workspace=self._workspace,
             request_index=columns.request_index,
         )
+
+
+def _padding(num_tokens: int) -> StepRequests:
+    """Return a request of padding that has all tokens, so that kernels run as long as they do for a prompt."""
+    return StepRequests([num_tokens], [num_tokens], [()], [-1])

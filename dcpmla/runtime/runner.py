@@ -164,8 +164,7 @@ class StepRunner:
         token_ids = inputs.on(self._model.device)
         if graph is None:
             return self._model.hidden(token_ids, metadata, self._cache), metadata
-        absorbed = requests.first(batch.num_absorbed)
-        return graph[0].run(graph[1], token_ids, metadata, absorbed), metadata
+        return graph[0].run(graph[1], token_ids, metadata, requests, batch.num_absorbed), metadata
 
     def _decode_width(self, batch: Batch) -> int:
         """Return the number of a request's tokens that absorbed attention takes at a time: a decode and its drafts, or

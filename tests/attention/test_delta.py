@@ -2,27 +2,27 @@
 
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn import functional as F
 from transformers.models.kimi_linear import modeling_kimi_linear as theirs
 
-from dcpmla.attention.linear import step as step_module
+from dcpmla.attention.linear import layout as layout_module
 from dcpmla.attention.linear.cache import HybridPlan
 from dcpmla.attention.linear.calls import DeltaRequests, DeltaState, DeltaTokens, DeltaWeights
 from dcpmla.attention.linear.chunked import attend_in_chunks, has_library
 from dcpmla.attention.linear.config import DeltaConfig
 from dcpmla.attention.linear.delta import delta_attention, log_decay
-from dcpmla.attention.linear.step import HybridStepBuilder
+from dcpmla.attention.linear.layout import LONG_PIECE, DeltaLayout
 from dcpmla.attention.step import StepRequests
 from dcpmla.cache.latent import LatentPlan
-from dcpmla.config import DCPConfig
 from tests.attention.test_decode_compile import compile_for_hopper
 from tests.support.shared_memory import run_interpreted
 
@@ -85,7 +85,7 @@ class Model:
             numbers = [[0, new[0], sum(new)], [*done, -1], [done[0] + new[0], done[1] + new[1], 0], [3, 1, -1]]
             requests = DeltaRequests(*(torch.tensor(column, dtype=torch.int32, **self.new) for column in numbers))
             attend(out, DeltaTokens(*columns), self.weights, self.state, requests, EPS, decay_floor)
-            assert (out[-1] == 0).all()
+            assert out[-1].isnan().all()  # padding
             for output, part in zip(outputs, out[:-1].split(new), strict=True):
                 output.append(part)
             done = [before + n for before, n in zip(done, new, strict=True)]
@@ -146,7 +146,7 @@ def compare(
 
 
 def check_in_the_interpreter() -> None:
-    from dcpmla.attention.linear.kernels import delta_attention as launch
+    from dcpmla.attention.linear.kernels.recurrence import delta_attention as launch
     from tests.support.interpreter import convert_as_torch
 
     convert_as_torch()
@@ -164,102 +164,117 @@ def test_kernel_on_a_gpu(dtype: torch.dtype, tolerance: float) -> None:
     compare(delta_attention, dtype, "cuda", (3, 128), tolerance)
 
 
-def attend_by_chunks(model_plan: HybridPlan) -> Any:
-    """Return a function like `delta_attention`, which attends with long pieces in chunks."""
+def attend_by_chunks(attend_long: Any) -> Any:
+    """Return a function like `delta_attention`, which calls attend_long for long pieces."""
 
     def attend(out: Tensor, tokens: DeltaTokens, weights: Any, state: Any, requests: DeltaRequests, *rest: Any) -> None:
-        starts, first, end, states = (column.tolist() for column in requests)
-        lens = [last - begin for last, begin in zip(end[:-1], first[:-1], strict=True)]
-        order = sorted(range(len(lens)), key=lambda index: lens[index])  # the longest last, as in a step
-        builder = HybridStepBuilder(model_plan, DCPConfig(block_size=1024), 0, out.device)
-        step = StepRequests([lens[i] for i in order], [end[i] for i in order], [], [states[i] for i in order])
-        pieces = builder._pieces(step)
-        recurrent = order[: len(order) if pieces is None else pieces.num_requests]
-        for index in recurrent:
-            one = DeltaRequests(*(column[index : index + 1] for column in requests))
-            rows = slice(starts[index], starts[index] + lens[index])
-            one = one._replace(start=torch.zeros_like(one.start))
-            delta_attention(out[rows], DeltaTokens(*(x[rows] for x in tokens)), weights, state, one, *rest)
-        if pieces is not None:
-            rows = torch.cat([torch.arange(starts[i], starts[i] + lens[i]) for i in order[pieces.num_requests :]])
-            part = out[: len(rows)].clone()
-            attend_in_chunks(part, DeltaTokens(*(x[rows] for x in tokens)), weights, state, pieces, *rest)
-            out[rows] = part
-        out[sum(lens) :] = 0
+        _, first, end, states = (column.tolist() for column in requests)
+        lens = [last - begin for begin, last in zip(first, end, strict=True)]
+        layout = DeltaLayout.of_step(len(lens) + 1, len(out) + 3, takes_chunks=True)
+        numbers = torch.from_numpy(layout.pack(StepRequests(lens, end, [], states)))
+        metadata = layout.unpack(numbers.to(out.device))
+        delta_attention(out, tokens, weights, state, metadata.recurrent, *rest)
+        if metadata.pieces is not None:
+            attend_long(out, tokens, weights, state, metadata.pieces, *rest)
 
     return attend
 
 
-def imitate_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put transformers' functions in the place of the library's, with its arguments."""
+def imitate_library() -> None:
+    """Put transformers' function in the place of the library's, with its arguments."""
 
-    def causal_conv1d(
-        x: Tensor, weight: Tensor, initial_state: Tensor, activation: str, cu_seqlens: Tensor, **_: Any
-    ) -> tuple[Tensor, None]:
-        assert activation == "silu"
-        parts = []
-        for piece, before in zip(x[0].split(cu_seqlens.diff().tolist()), initial_state, strict=True):
-            inputs = torch.cat([before[:, 1:], piece.T], 1)
-            parts.append(F.silu(F.conv1d(inputs, weight[:, None], groups=len(weight))).T)
-        return torch.cat(parts)[None], None
-
-    def chunk_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    def chunk_kda_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
         assert options["use_gate_in_kernel"]
-        assert options["use_beta_sigmoid_in_kernel"]
+        assert options["use_graph"]
         weights = DeltaWeights(q, options["A_log"], options["dt_bias"], q)
-        g, beta, outs, states = (
-            log_decay(g[0].flatten(1), weights, options["lower_bound"])[None],
-            beta.sigmoid(),
-            [],
-            [],
-        )
-        ends = options["cu_seqlens"].tolist()
-        for index, (first, last) in enumerate(zip(ends, ends[1:], strict=False)):
-            out, state = theirs.chunk_kimi_delta_attention(
-                *(x[:, first:last] for x in (q, k, v)),
-                g=g[:, first:last],
-                beta=beta[:, first:last],
+        g = log_decay(g[0].flatten(1), weights, options["lower_bound"])[None]
+        ends, out = options["cu_seqlens"].tolist(), torch.full_like(v, torch.nan)
+        after = options["initial_state"].clone()
+        expected = [[i, n] for i, (one, end) in enumerate(pairwise(ends)) for n in range(-(-(end - one) // 64))]
+        assert [chunk for chunk in options["chunk_indices"].tolist() if chunk[0] >= 0] == expected
+        assert options["chunk_offsets"].tolist()[-1] == len(expected)
+        for index, (first, last) in enumerate(pairwise(ends)):
+            if first == last:
+                continue
+            rows = slice(first, last)
+            out[:, rows], after[index] = theirs.chunk_kimi_delta_attention(
+                *(x[:, rows].float() for x in (q, k, v)),
+                g=g[:, rows],
+                beta=beta[:, rows],
                 initial_state=options["initial_state"][index : index + 1],
                 output_final_state=True,
                 use_qk_l2norm_in_kernel=True,
             )
-            outs.append(out)
-            states.append(state)
-        return torch.cat(outs, 1), torch.cat(states)
+        return out, after
 
-    convolution, chunks = ModuleType("fla.modules.causal_conv1d"), ModuleType("fla.ops.kda")
-    convolution.causal_conv1d, chunks.chunk_kda = causal_conv1d, chunk_kda  # type: ignore[attr-defined]
-    for name, module in (("fla.modules.causal_conv1d", convolution), ("fla.ops.kda", chunks)):
-        monkeypatch.setitem(sys.modules, name, module)
+    module = ModuleType("fla.ops.kda.chunk_fwd")
+    module.chunk_kda_fwd = chunk_kda_fwd  # type: ignore[attr-defined]
+    sys.modules["fla.ops.kda.chunk_fwd"] = module
 
 
-def test_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_module, "LONG_PIECE", 64)
-    imitate_library(monkeypatch)
-    plan = Model(2, 16, torch.float32, "cpu").plan
-    compare(attend_by_chunks(plan), torch.float32, "cpu", (2, 16), 1e-5)
+def check_chunks_in_the_interpreter() -> None:
+    imitate_library()
+    from dcpmla.attention.linear.kernels.chunks import attend_in_chunks as launch
+    from tests.support.interpreter import convert_as_torch
+
+    convert_as_torch()
+    compare(attend_by_chunks(launch), torch.float32, "cpu", (2, 16), 1e-5, (LONG,))
+    compare(attend_by_chunks(launch), torch.bfloat16, "cpu", (1, 24), 0.02, (LONG,), (None,))
+    layout_module.MAX_PIECES = 1  # the shorter piece goes through the recurrence
+    compare(attend_by_chunks(launch), torch.float32, "cpu", (2, 16), 1e-5, (LONG,), (None,))
+
+
+def test_chunks_in_the_interpreter() -> None:
+    run_interpreted(1, check_chunks_in_the_interpreter)
+
+
+@pytest.mark.parametrize("max_pieces", [1, 32])
+def test_chunks(max_pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout_module, "MAX_PIECES", max_pieces)
+    compare(attend_by_chunks(attend_in_chunks), torch.float32, "cpu", (2, 16), 1e-5)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not has_library(), reason="flash-linear-attention is not installed")
-def test_chunks_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_module, "LONG_PIECE", 64)
-    plan = Model(3, 128, torch.bfloat16, "cuda").plan
-    compare(attend_by_chunks(plan), torch.bfloat16, "cuda", (3, 128), 0.03)
+def test_chunks_on_a_gpu() -> None:
+    compare(attend_by_chunks(attend_in_chunks), torch.bfloat16, "cuda", (3, 128), 0.03)
 
 
-def test_pieces_are_the_last_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_module, "LONG_PIECE", 64)
-    plan = Model(2, 16, torch.float32, "cpu").plan
-    builder = HybridStepBuilder(plan, DCPConfig(block_size=1024), 0, takes_chunks=True)
-    assert builder._pieces(StepRequests([1, 63], [9, 63], [], [0, 1])) is None
-    pieces = builder._pieces(StepRequests([1, 64, 100], [9, 64, 700], [], [0, 1, 2]))
-    assert pieces is not None
-    assert (pieces.num_requests, pieces.first_row) == (1, 1)
-    assert pieces.host_start_loc.tolist() == [0, 64, 164]
-    assert pieces.has_memory.tolist() == [False, True]
-    assert pieces.has_before.sum(1).tolist() == [0, 4]
-    assert np.diff(pieces.kept_rows.numpy())[:4].tolist() == [1, 1, 1, 1]
+@given(
+    lens=st.lists(st.tuples(st.integers(1, 200), st.integers(0, 300)), min_size=1, max_size=6),
+    padding=st.tuples(st.integers(0, 3), st.integers(0, 300)),
+    takes_chunks=st.booleans(),
+)
+@settings(deadline=None)
+def test_layout(lens: list[tuple[int, int]], padding: tuple[int, int], takes_chunks: bool) -> None:
+    new, ends = [number for number, _ in lens], [number + context for number, context in lens]
+    layout = DeltaLayout.of_step(len(lens) + padding[0], sum(new) + padding[1], takes_chunks)
+    numbers = torch.from_numpy(layout.pack(StepRequests(new, ends, [], range(len(lens)))))
+    metadata = layout.unpack(numbers)
+    requests, recurrent, pieces = metadata.requests, metadata.recurrent, metadata.pieces
+    assert requests.state.tolist() == [*range(len(lens)), *[-1] * padding[0]]
+    assert (requests.end - requests.first_position).tolist()[: len(lens)] == new
+    assert requests.start.tolist()[: len(lens)] == [sum(new[:index]) for index in range(len(lens))]
+    chosen = [] if pieces is None else [state for state in pieces.state.tolist() if state >= 0]
+    assert recurrent.state.tolist()[: len(lens)] == [-1 if index in chosen else index for index in range(len(lens))]
+    if pieces is None:
+        assert not takes_chunks or layout.num_tokens < LONG_PIECE
+        return
+    longest = sorted(new)[-len(chosen) :] if chosen else []
+    assert sorted(new[index] for index in chosen) == longest
+    assert len(chosen) == min(layout.num_pieces, sum(number >= LONG_PIECE for number in new))
+    assert pieces.start_loc.diff().tolist()[: len(chosen)] == [new[index] for index in chosen]
+    assert pieces.token.tolist()[: len(chosen)] == [sum(new[:index]) for index in chosen]
+    assert pieces.start_loc.tolist()[len(chosen) :] == [sum(longest)] * (1 + len(pieces.state) - len(chosen))
+    assert set(map(tuple, pieces.chunks.tolist())) - {(-1, -1)} == {
+        (order, chunk) for order, index in enumerate(chosen) for chunk in range(-(-new[index] // 64))
+    }
+
+
+def test_a_step_larger_than_its_layout_is_refused() -> None:
+    layout = DeltaLayout.of_step(1, 8, takes_chunks=False)
+    with pytest.raises(ValueError, match="query_lens has 2 requests with 2 tokens; at most 1 requests and 8"):
+        layout.pack(StepRequests([1, 1], [1, 1], [], [0, 1]))
 
 
 @pytest.mark.parametrize("has_floor", [False, True])
@@ -268,7 +283,7 @@ def test_the_kernel_compiles(has_floor: bool) -> None:
     pytest.importorskip("triton")
     from triton.compiler import ASTSource
 
-    from dcpmla.attention.linear.kernels import _attend
+    from dcpmla.attention.linear.kernels.recurrence import _attend
 
     halves = ("out", "qkv", "decay", "beta", "gate", "conv", "norm", "recent")
     types = dict.fromkeys(halves, "*bf16") | dict.fromkeys(("log_rate", "decay_bias", "memory"), "*fp32")
@@ -277,3 +292,39 @@ def test_the_kernel_compiles(has_floor: bool) -> None:
     constants |= {"NUM_COPIES": 1, "NORM_EPS": 1e-6, "LINEAR_FROM": 20.0}
     _, log = compile_for_hopper(_attend, ASTSource, types, constants, num_warps=4)
     assert "0 bytes spill stores" in log
+
+
+def test_kernels_of_pieces_compile() -> None:
+    pytest.importorskip("triton")
+    from triton.compiler import ASTSource
+
+    from dcpmla.attention.linear.kernels import read, write
+
+    sizes = {"HEADS": 32, "DIM": 128, "WIDTH": 128}
+    rows = {"PIECES": 32, "ROWS": 16}
+    for kernel, constants in (
+        (read._read_tokens, {**sizes, **rows, "CONV": 4, "NUM_RECENT": 3, "NORM_EPS": 1e-6}),
+        (read._read_memory, {**sizes, "NUM_COPIES": 1}),
+        (write._write_state, {**sizes, "NUM_RECENT": 3, "NUM_COPIES": 1}),
+        (write._write_outputs, {**sizes, **rows}),
+    ):
+        types = dict.fromkeys(("start_loc", "token", "first_position", "state"), "*i32") | {"eps": "fp32"}
+        types |= dict.fromkeys(("memory", "memory_after", "before", "beta_out"), "*fp32")
+        halves = (
+            "q",
+            "k",
+            "v",
+            "qkv",
+            "decay",
+            "decay_out",
+            "beta",
+            "conv",
+            "recent",
+            "out",
+            "attended",
+            "gate",
+            "norm",
+        )
+        types |= dict.fromkeys(halves, "*bf16")
+        _, log = compile_for_hopper(kernel, ASTSource, types, constants, num_warps=4)
+        assert "0 bytes spill stores" in log, kernel.fn.__name__

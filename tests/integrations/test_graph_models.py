@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dcpmla.attention.linear import kind as linear_kind
+from dcpmla.attention.linear import layout
+from dcpmla.attention.pooled import kind as pooled_kind
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.runtime.costs import TOKEN_COSTS
@@ -136,6 +139,27 @@ def test_models_with_and_without_graph(
                 for (tokens, logits), (other_tokens, other_logits) in zip(eager, graphs, strict=True):
                     torch.testing.assert_close(other_logits, logits, atol=1e-4, rtol=0)
                     assert other_tokens == tokens, family
+
+
+def serve_in_chunks(directories: list[Path], dcp: DCPConfig) -> list[Any]:
+    """Serve models of linear attention whose long pieces take the operator of chunks, here its reference."""
+    for module in (linear_kind, pooled_kind):
+        module.takes_chunks = lambda device, dtype: True
+    layout.LONG_PIECE, layout.TOKENS_PER_PIECE = 5, 16
+    return serve_all(directories, dcp, False)
+
+
+def test_long_pieces_inside_graphs(tmp_path: Path) -> None:
+    families = ["kimi_linear", "glm5_next_text"]
+    for family in families:
+        save_tiny(family, tmp_path / family)
+    directories = [tmp_path / family for family in families]
+    (results,) = run_ranks(1, serve_in_chunks, directories, DCPConfig(block_size=8), timeout=300)
+    for eager, *others in results:
+        for graphs in others:
+            for (tokens, logits), (other_tokens, other_logits) in zip(eager, graphs, strict=True):
+                torch.testing.assert_close(other_logits, logits, atol=1e-4, rtol=0)
+                assert other_tokens == tokens
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -152,4 +152,4 @@ def test_blocks_that_the_cache_lacks_are_named() -> None:
     with pytest.raises(ValueError, match="block_tables has block 20; the cache has 20 blocks"):
         graph.run_absorbed(MixedSize(16, True), token_ids, requests)
     with pytest.raises(ValueError, match="block_tables has block 20; the cache has 20 blocks"):
-        graph.run(MixedSize(64, False), token_ids, step, requests.first(0))
+        graph.run(MixedSize(64, False), token_ids, step, requests, 0)

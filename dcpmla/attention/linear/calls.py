@@ -6,6 +6,7 @@ from torch import Tensor
 
 NORM_EPS = 1e-6  # norms of queries and keys divide by sqrt(x^2 + this)
 LINEAR_FROM = 20.0  # softplus(x) is x from here on
+CHUNK = 64  # tokens of a chunk
 
 
 class DeltaTokens(NamedTuple):
@@ -67,3 +68,23 @@ class DeltaRequests(NamedTuple):
     first_position: Tensor
     end: Tensor
     state: Tensor
+
+
+class DeltaPieces(NamedTuple):
+    """Requests of a step that attend in chunks, int32. Their tokens in a row, without others between them, are rows.
+
+    Attributes:
+        start_loc: First row of each request [num_pieces + 1]; the last is the number of rows.
+        token: Index of each request's first token among the step's tokens [num_pieces].
+        first_position: Position of its first token [num_pieces].
+        state: Number of its state [num_pieces]; negative for padding.
+        chunks: Request of each chunk, and the chunk's number in it [num_chunks, 2]; -1 for padding.
+        chunk_starts: Number of chunks before each request's [num_pieces + 1].
+    """
+
+    start_loc: Tensor
+    token: Tensor
+    first_position: Tensor
+    state: Tensor
+    chunks: Tensor
+    chunk_starts: Tensor

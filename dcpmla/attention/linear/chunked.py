@@ -8,13 +8,13 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from dcpmla.attention.linear.calls import DeltaState, DeltaTokens, DeltaWeights
-from dcpmla.attention.linear.step import DeltaPieces
+from dcpmla.attention.linear.calls import DeltaPieces, DeltaRequests, DeltaState, DeltaTokens, DeltaWeights
+from dcpmla.attention.linear.delta import delta_attention
+from dcpmla.operators import nothing, operator
 
-# Bytes for each element of the output: the convolved rows, their decays, chunks' products and states, gates in float32.
-# The number is summed from shapes, not measured.
+# Bytes for each element of the output: the rows that kernels read and write, decays in float32, products within chunks,
+# and the memory before each chunk. The number is summed from shapes, not measured.
 _BYTES_PER_ELEMENT = 40
 
 
@@ -34,6 +34,12 @@ def claim_chunks(out: Tensor) -> None:
     out.new_empty(out.numel() * _BYTES_PER_ELEMENT, dtype=torch.uint8)
 
 
+@operator(
+    "delta_chunks",
+    kernel="dcpmla.attention.linear.kernels.chunks:attend_in_chunks",
+    fake=nothing,
+    mutates_args=("out", "recent", "memory"),
+)
 def attend_in_chunks(
     out: Tensor,
     tokens: DeltaTokens,
@@ -43,44 +49,14 @@ def attend_in_chunks(
     eps: float,
     decay_floor: float | None,
 ) -> None:
-    """Attend with the tokens of long pieces alone, as `delta_attention` does.
+    """Attend with long pieces, as `delta_attention` does. A custom op; its kernels need `takes_chunks`.
 
     Args:
-        out: Output [T, h D] of the pieces' tokens.
-        tokens: Projections of the pieces' tokens.
-        pieces: Rows and states of the pieces.
+        out: Output [T, h D] of the step's tokens, written at those of pieces.
         eps: Epsilon of the output's norm.
         decay_floor: Lower bound of the decay's logarithm, or None.
+    Source: Kimi Linear's report, section 3.1.
     """
-    from fla.modules.causal_conv1d import causal_conv1d
-    from fla.ops.kda import chunk_kda
-
-    num_heads = len(weights.log_rate)
-    recent, memory = state.recent.flatten(0, 1), state.memory.flatten(0, 1)
-    lens: dict[str, Tensor] = {"cu_seqlens": pieces.start_loc, "cu_seqlens_cpu": pieces.host_start_loc}
-    before = torch.where(pieces.has_before[..., None], recent[pieces.before], 0).transpose(1, 2).contiguous()
-    qkv, _ = causal_conv1d(tokens.qkv[None], weights.conv, initial_state=before, activation="silu", **lens)
-    recent.index_copy_(0, pieces.kept_slots, tokens.qkv.index_select(0, pieces.kept_rows))
-    q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).unbind(2)
-    memory_before = torch.where(pieces.has_memory[:, None, None, None], memory[pieces.memory_before], 0)
-    attended, memory_after = chunk_kda(
-        q,
-        k,
-        v,
-        tokens.decay.unflatten(-1, (num_heads, -1))[None],
-        tokens.beta[None],
-        initial_state=memory_before,
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
-        use_gate_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True,
-        safe_gate=decay_floor is not None,
-        lower_bound=decay_floor,
-        A_log=weights.log_rate,
-        dt_bias=weights.decay_bias,
-        **lens,
-    )
-    memory.index_copy_(0, pieces.memory_after, memory_after)
-    gate = tokens.gate.float().unflatten(-1, (num_heads, -1)).sigmoid()
-    normed = F.rms_norm(attended[0].float(), attended.shape[-1:], weights.norm.float(), eps)
-    out.copy_((normed * gate).flatten(1))
+    lens = pieces.start_loc.diff()
+    requests = DeltaRequests(pieces.token, pieces.first_position, pieces.first_position + lens, pieces.state)
+    delta_attention.reference(out, tokens, weights, state, requests, eps, decay_floor)

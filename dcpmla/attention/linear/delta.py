@@ -12,13 +12,13 @@ from dcpmla.attention.linear.calls import (
     DeltaTokens,
     DeltaWeights,
 )
-from dcpmla.operators import operator
+from dcpmla.operators import nothing, operator
 
 
 @operator(
     "delta_attention",
-    kernel="dcpmla.attention.linear.kernels:delta_attention",
-    fake=lambda: None,
+    kernel="dcpmla.attention.linear.kernels.recurrence:delta_attention",
+    fake=nothing,
     mutates_args=("out", "recent", "memory"),
 )
 def delta_attention(
@@ -36,21 +36,17 @@ def delta_attention(
     S <- S + beta k (v - S^T k)^T, and the output is norm(S^T q / sqrt(D)) sigmoid(gate).
 
     Args:
-        out: Output [T, h D], written at the rows of requests that are not padding; a request's rows past its last
-            token get zeros, up to the next request.
+        out: Output [T, h D], written at the tokens of requests that are not padding.
         eps: Epsilon of the output's norm.
         decay_floor: Factor of sigmoid(exp(log_rate) (decay + bias)), which is the logarithm g of the decay; None for
             g = -exp(log_rate) softplus(decay + bias).
     Source: Kimi Linear's report, equations 1 and 10; transformers' kimi_linear and glm5_next.
     """
     num_heads = len(weights.log_rate)
-    starts = [*requests.start.tolist(), len(out)]
-    numbers = zip(*(column.tolist() for column in requests[1:]), strict=True)
-    for index, (first, end, number) in enumerate(numbers):
-        out[starts[index] : starts[index + 1]] = 0
-        if number < 0:
+    for start, first, end, number in zip(*(column.tolist() for column in requests), strict=True):
+        if number < 0 or first == end:
             continue
-        rows = slice(starts[index], starts[index] + end - first)
+        rows = slice(start, start + end - first)
         q, k, v = _convolve(tokens.qkv[rows], weights.conv, state.recent[number], first).float().chunk(3, -1)
         q, k, v = (x.unflatten(-1, (num_heads, -1)) for x in (q, k, v))
         q, k = _unit(q) * q.shape[-1] ** -0.5, _unit(k)

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dcpmla.attention.linear.calls import DeltaRequests, DeltaState, DeltaTokens, DeltaWeights
+from dcpmla.attention.linear.calls import DeltaState, DeltaTokens, DeltaWeights
 from dcpmla.attention.linear.chunked import attend_in_chunks, claim_chunks, takes_chunks
 from dcpmla.attention.linear.config import DeltaConfig
 from dcpmla.attention.linear.delta import delta_attention
-from dcpmla.attention.linear.step import DeltaMetadata
+from dcpmla.attention.linear.layout import DeltaMetadata
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.step import StepMetadata
 from dcpmla.parallel.fp8 import PlainRows, plain
@@ -113,23 +113,18 @@ class DeltaAttention(nn.Module):
         tokens = DeltaTokens(qkv, self.decay_proj(decay), beta, self.gate_proj(gate))
         out = plain(hidden_states).new_zeros(len(qkv), self.num_heads * self.config.head_dim)
         if step is not None:
-            step.vary(self._attend, out, tokens, cache)
+            assert cache is not None
+            self._attend(out, tokens, cache, step)
         elif takes_chunks(out.device, out.dtype):
             claim_chunks(out)
         return self.o_proj.partial(out)
 
     def _attend(self, out: Tensor, tokens: DeltaTokens, state: DeltaState, step: StepMetadata) -> None:
-        """Write the output of a step's tokens, the first rows."""
+        """Write the output of a step's tokens."""
         metadata = step.get(DeltaMetadata)
         assert metadata is not None
         weights = DeltaWeights(self.conv, self.log_rate, self.decay_bias, self.norm)
         constants = self.config.rms_norm_eps, self.config.decay_floor
-        requests, num_rows, pieces = metadata.requests, step.num_tokens, metadata.pieces
-        if pieces is not None:
-            rows = slice(pieces.first_row, num_rows)
-            tokens_there = DeltaTokens(*(column[rows] for column in tokens))
-            attend_in_chunks(out[rows], tokens_there, weights, state, pieces, *constants)
-            requests, num_rows = DeltaRequests(*(x[: pieces.num_requests] for x in requests)), pieces.first_row
-        if num_rows:
-            tokens = DeltaTokens(*(column[:num_rows] for column in tokens))
-            delta_attention(out[:num_rows], tokens, weights, state, requests, *constants)
+        delta_attention(out, tokens, weights, state, metadata.recurrent, *constants)
+        if metadata.pieces is not None:
+            attend_in_chunks(out, tokens, weights, state, metadata.pieces, *constants)

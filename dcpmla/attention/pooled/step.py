@@ -9,7 +9,8 @@ from torch import Tensor
 
 from dcpmla import ownership
 from dcpmla.attention.build import GraphRows, HostStep
-from dcpmla.attention.linear.step import DeltaMetadata, HybridStepBuilder
+from dcpmla.attention.linear.layout import DeltaMetadata
+from dcpmla.attention.linear.step import HybridStepBuilder
 from dcpmla.attention.pooled.cache import PooledPlan
 from dcpmla.attention.pooled.entries import EntryLayout, Part, cut_parts
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata, with_selection
@@ -65,8 +66,8 @@ class PooledStepBuilder(HybridStepBuilder):
 
     def extend(self, step: StepMetadata, host: HostStep, block_table: Tensor, arrays: Sequence[Tensor]) -> StepMetadata:
         """Return the step with its requests' states, and the tokens that each token may select from."""
-        requests, request, seq_lens, local_seq_lens = arrays
-        step = super().extend(step, host, block_table, [requests])
+        numbers, request, seq_lens, local_seq_lens = arrays
+        step = super().extend(step, host, block_table, [numbers])
         sparse = SparseMetadata(block_table, request, seq_lens, local_seq_lens, max(host.requests.seq_lens))
         return step.with_kind(sparse).with_kind(self._pools)
 

@@ -21,15 +21,12 @@ def delta_attention(
 ) -> None:
     """Launch the kernel of `dcpmla.attention.linear.delta.delta_attention`."""
     num_heads, dim = len(weights.log_rate), len(weights.norm)
-    num_reqs = len(requests.state)
-    _attend[num_reqs, num_heads](
+    _attend[len(requests.state), num_heads](
         out,
         *tokens,
         *weights,
         *state,
         *requests,
-        len(out),
-        num_reqs,
         tokens.qkv.stride(0),
         tokens.decay.stride(0),
         tokens.beta.stride(0),
@@ -49,7 +46,7 @@ def delta_attention(
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_reqs"])
+@triton.jit
 def _attend(
     out,
     qkv,
@@ -66,8 +63,6 @@ def _attend(
     first_position,
     end,
     state,
-    num_rows,
-    num_reqs,
     qkv_stride,
     decay_stride,
     beta_stride,
@@ -90,11 +85,8 @@ def _attend(
     in_head = columns < DIM
     first, number = tl.load(first_position + request), tl.load(state + request).to(tl.int64)
     row = tl.load(start + request).to(tl.int64)
-    next_row = tl.load(start + request + 1, request + 1 < num_reqs, num_rows)
     num_tokens = tl.where(number < 0, 0, tl.load(end + request) - first)
     own = head * DIM + columns
-    for unused in range(row + num_tokens, next_row):
-        tl.store(out + unused * HEADS * DIM + own, tl.zeros([WIDTH], out.dtype.element_ty), in_head)
     if num_tokens == 0:
         return
     recent += number * NUM_RECENT * 3 * HEADS * DIM
