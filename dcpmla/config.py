@@ -52,8 +52,8 @@ class IndexerConfig:
 
     Attributes:
         num_heads, head_dim: Sizes of the indexer's queries; its keys have one head.
-        topk: Number of tokens selected, where more exist; it includes the pool_size - 1 tokens that may follow the last
-            whole pool.
+        topk: Maximum number of tokens selected: num_pools x pool_size in pools, and up to pool_size - 1 after the last
+            whole pool. So topk is num_pools x pool_size + pool_size - 1.
         rope_interleaved: Whether to rotate pairs (2i, 2i+1) (GLM-5) instead of halves (DeepSeek-V3.2) of the first
             qk_rope_head_dim dims.
         pool_size: Number of consecutive tokens that one key represents, and that are selected together (GLM-5-Next).
@@ -104,8 +104,8 @@ class MLAConfig:
         window: Number of tokens that a token attends to, the last ones up to itself; None for all. A layer has a window
             or an indexer, not both.
         norms_k_pe: Whether k_pe is normalized before RoPE, as kv_c is (dots3).
-        query_gates: Whether the query projection also makes the logits of a gate for each column of the output, and
-            its input is the query latent after and before its norm (A.X-K2).
+        query_gates: Whether the query projection also makes a gate's logit for each column of the output (A.X-K2). Its
+            input then has 2 Lq columns: the query latent after its norm, beside the query latent before the norm.
     """
 
     hidden_size: _Size
@@ -145,9 +145,8 @@ class MLAConfig:
     def _check_gates(self) -> None:
         if self.q_lora_rank is None or self.llama_4_scaling is not None or self.has_query_factors:
             raise ValueError(
-                f"query_gates is True; it must be False with q_lora_rank {self.q_lora_rank}, llama_4_scaling "
-                f"{self.llama_4_scaling}, has_query_factors {self.has_query_factors}: gates are made from the query "
-                f"latent, and queries have no factor"
+                f"query_gates is True, which needs a q_lora_rank, llama_4_scaling None and has_query_factors False; "
+                f"they are {self.q_lora_rank}, {self.llama_4_scaling} and {self.has_query_factors}"
             )
 
     @property
@@ -196,7 +195,8 @@ class MLAConfig:
         return self.num_heads // tensor_parallel_size
 
 
-_LABELS = {  # names of fields in errors, where `option_label` has another option or the field has none
+# What errors call a field that has no option, or whose option is another than `option_label` makes from its name.
+_LABELS = {
     "tensor_parallel_size": "tensor_parallel_size (-tp)",
     "decode_context_parallel_size": "decode_context_parallel_size (-dcp)",
     "exchange_timeout": "exchange_timeout (--dcp-exchange-timeout)",

@@ -5,7 +5,7 @@ without values, for tracing; `kernel` runs instead of the reference where the co
 names the arguments that are written. If `kernel` is given, the reference is plain torch, which specifies the kernel and
 runs on any device. If it is not, the reference always runs, and may itself choose and launch kernels.
 
-A parameter's type may be a class X of NamedTuples, or X | None. A schema has no tuples, so the custom op has the
+A parameter's type may be a NamedTuple class X, or X | None. A schema has no tuples, so the custom op has the
 tuple's fields as arguments, and the reference's signature does not repeat them. Callers pass tuples by position.
 """
 

@@ -144,10 +144,10 @@ def window_bound(window: int, dcp_size: int, interleave: int) -> int:
 
 
 def check_block_size(block_size: int, interleave: int) -> None:
-    """Raise ValueError unless the `interleave` tokens that a rank stores in turn never cross a block's boundary."""
+    """Raise ValueError if block_size is below 1, or interleave does not divide it."""
     if block_size < 1:
         raise ValueError(f"block_size (--block-size) is {block_size}; it must be at least 1")
-    if block_size % interleave:
+    if block_size % interleave:  # a block would end between consecutive tokens of a rank
         raise ValueError(
             f"cp_kv_cache_interleave_size (--cp-kv-cache-interleave-size) is {interleave}; "
             f"it must divide block_size (--block-size) {block_size}"

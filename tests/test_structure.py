@@ -66,7 +66,7 @@ def test_circles_are_found() -> None:
 def test_the_core_needs_torch_triton_and_numpy_alone(module: str) -> None:
     optional = {  # used if installed
         "dcpmla.attention.flashinfer": {"flashinfer"},
-        "dcpmla.attention.linear.chunked": {"fla"},
+        "dcpmla.attention.linear.kernels.chunks": {"fla"},
         "dcpmla.comm.reach": {"pynvml"},
     }
     assert packages_of(module) <= {"torch", "triton", "numpy"} | optional.get(module, set())

@@ -116,8 +116,8 @@ class StepBuilder:
                 outside [0, num_reqs], or states are missing, out of range or given twice.
         """
         self.check(requests)
-        longest = self.decode_query_len(max_decode_query_len)
-        host = self.on_host(requests, longest, num_decodes)
+        max_query_len = self.decode_query_len(max_decode_query_len)
+        host = self.on_host(requests, max_query_len, num_decodes)
         arrays = [
             host.table.astype(np.int32),
             self.local_seq_lens(host.positions[: host.num_decode_tokens]),
@@ -128,7 +128,7 @@ class StepBuilder:
         block_table, local_seq_lens, positions, slot_mapping, *of_kind = upload(arrays, self.device)
         decode = prefill = None
         if host.num_decodes:
-            decode = self._decode(host, longest, block_table, local_seq_lens, workspace)
+            decode = self._decode(host, max_query_len, block_table, local_seq_lens, workspace)
         if self.has_slots and host.num_decodes < len(requests.query_lens):
             prefills = slice(host.num_decodes, None)
             prefill = self.prefill(requests.query_lens[prefills], requests.seq_lens[prefills], block_table[prefills])
@@ -206,7 +206,7 @@ class StepBuilder:
         return max_decode_query_len
 
     def local_seq_lens(self, positions: np.ndarray) -> np.ndarray:
-        """Return the number of this rank's tokens up to each position [T], int32 [T]."""
+        """Return the number of this rank's tokens up to and including each position [T], int32 [T]."""
         return ownership.local_seq_lens(positions + 1, *self._layout)
 
     def prefill(self, query_lens: Sequence[int], seq_lens: Sequence[int], table: Tensor) -> PrefillMetadata:
@@ -223,13 +223,13 @@ class StepBuilder:
             context_chunks=self.chunks.build_all(context_lens, self.dcp.chunk_alignment, table),
         )
 
-    def on_host(self, requests: StepRequests, longest: int, num_decodes: int | None) -> HostStep:
-        """Return a step on the host. Without num_decodes, the requests before the first one with more than `longest`
-        new tokens are decodes.
+    def on_host(self, requests: StepRequests, max_query_len: int, num_decodes: int | None) -> HostStep:
+        """Return a step on the host. Without num_decodes, the requests before the first one with more than
+        max_query_len new tokens are decodes.
         """
         query_lens, seq_lens, block_tables, _ = requests
         if num_decodes is None:
-            longer = (index for index, length in enumerate(query_lens) if length > longest)
+            longer = (index for index, length in enumerate(query_lens) if length > max_query_len)
             num_decodes = next(longer, len(query_lens))
         elif not 0 <= num_decodes <= len(query_lens):
             raise ValueError(f"num_decodes is {num_decodes}; it must be in [0, {len(query_lens)}], 0 to all requests")
@@ -261,14 +261,14 @@ class StepBuilder:
     def _decode(
         self,
         host: HostStep,
-        longest: int,
+        max_query_len: int,
         block_table: Tensor,
         local_seq_lens: Tensor,
         workspace: Tensor | None,
     ) -> DecodeMetadata:
         lens, index = np.asarray(host.requests.query_lens[: host.num_decodes]), None
-        if lens.max() > longest:
-            lens, request = cut_queries(lens, longest)
+        if lens.max() > max_query_len:
+            lens, request = cut_queries(lens, max_query_len)
             index = upload([request], self.device)[0]
         num_columns = -(-max(host.requests.seq_lens[: host.num_decodes]) // self.block_tokens)
         return DecodeMetadata(

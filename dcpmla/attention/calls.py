@@ -72,10 +72,10 @@ class DecodeCall(NamedTuple):
         self._check_requests()
         if not self.scale > 0:
             raise ValueError(f"scale is {self.scale}; it must be positive")
-        kind = torch.float32, 1, q.device
-        if workspace is not None and (workspace.dtype, workspace.ndim, workspace.device) != kind:
+        expected = torch.float32, 1, q.device
+        if workspace is not None and (workspace.dtype, workspace.ndim, workspace.device) != expected:
             raise ValueError(
-                f"workspace is {workspace.dtype} {tuple(workspace.shape)} on {workspace.device}; it comes from "
+                f"workspace is {workspace.dtype} {tuple(workspace.shape)} on {workspace.device}; expected one from "
                 f"decode_workspace({str(q.device)!r})"
             )
         for name, value in zip(self._fields, self, strict=True):
@@ -88,13 +88,13 @@ class DecodeCall(NamedTuple):
         """Raise ValueError for a cache whose shape does not match the queries' widths."""
         if self.is_planar:
             _, *page = shared_format.rows_shape(0, self.kv_lora_rank, self.kv_cache.dtype)
-            expected, reason = ["num_pages", *page], f"for fp8_ds_mla rows of {self.kv_lora_rank} shared keys"
+            expected, reason = ["num_pages", *page], f"for shared keys of width {self.kv_lora_rank} in fp8_ds_mla"
         else:
             width = formats.row_width(self.kv_cache.dtype, self.kv_lora_rank, self.rope_dim)
             expected, reason = ["num_blocks", "block_size", width], "to match q"
         shape = tuple(self.kv_cache.shape)
-        sizes = zip(shape, expected, strict=False)
-        if len(shape) != 3 or any(isinstance(bound, int) and size != bound for size, bound in sizes):
+        pairs = zip(shape, expected, strict=False)  # `expected` has a name where every size is allowed
+        if len(shape) != 3 or any(isinstance(allowed, int) and size != allowed for size, allowed in pairs):
             raise ValueError(f"kv_cache has shape {shape}; expected [{', '.join(map(str, expected))}] {reason}")
 
     def _check_requests(self) -> None:
@@ -247,8 +247,8 @@ class PrefillCall(NamedTuple):
         mask: Bits [T, ceil(N / 32)] in words of int32, contiguous. N is the largest number of keys of a request; a
             query sees the keys whose bits are set (`selection_mask`). None for no mask.
         backend: Name of the backend that must run the call, or "auto".
-        window: Number of last keys, its own included, among which a query of a causal call sees keys. A kernel may
-            leave out earlier keys. None for no bound.
+        window: Hint for a causal call with a mask: all keys that a query sees are among the last `window` ones up to
+            and including its own, so a kernel may skip earlier keys. None for no hint.
 
     A backend returns out [T, h, V] in the dtype of q and lse [T, h] float32, natural log, contiguous; (0, -inf) for
     a query that sees no key.

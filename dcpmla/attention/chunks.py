@@ -57,17 +57,18 @@ class ChunkBuilder:
         numbers, first_position = upload(
             [np.stack([lens, padded_lens, end, *offsets]), begin.astype(np.int32)], self.device
         )
-        num_tokens, num_rows, end_there, token_offset, row_offset = numbers
+        # The same numbers on the device, [num_reqs] each.
+        range_tokens, range_rows, range_end, token_offset, row_offset = numbers
 
-        request = torch.repeat_interleave(num_tokens, output_size=start[-1])
+        request = torch.repeat_interleave(range_tokens, output_size=start[-1])
         position = torch.arange(start[-1], device=self.device) + token_offset[request]
         row = ownership.local_index(position, size, interleave) - row_offset[request]
         order = ownership.owner_rank(position, size, interleave) * padded_start[-1] + row
 
-        request = torch.repeat_interleave(num_rows, output_size=padded_start[-1])
+        request = torch.repeat_interleave(range_rows, output_size=padded_start[-1])
         index = torch.arange(padded_start[-1], device=self.device) + row_offset[request]
         position = ownership.global_position(index, self.dcp_rank, size, interleave)
-        tokens = torch.where(position < end_there[request], position - token_offset[request], -1)
+        tokens = torch.where(position < range_end[request], position - token_offset[request], -1)
         # A padding row reads a slot of the block of its request's last token in the chunk; `order` never points to it.
         block = table[request, index // self.rows_per_block].to(torch.int64)
         slots = block * self.rows_per_block + index % self.rows_per_block

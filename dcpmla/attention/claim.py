@@ -17,7 +17,7 @@ def claim_attention(
     config: MLAConfig,
     placement: Placement,
     num_heads: int,
-    num_weights: int,
+    num_dequantized: int,
     selector: TokenSelector | None,
 ) -> None:
     """Allocate and free the memory of attention in the largest step of num_tokens, one part after the other: an
@@ -25,7 +25,7 @@ def claim_attention(
 
     Args:
         num_heads: Number of heads of this rank.
-        num_weights: Number of elements of an up-projection in fp8, which is dequantized; 0 for other dtypes.
+        num_dequantized: Maximum number of weights in fp8 that are dequantized at a time; 0 without such weights.
         selector: Selector of a layer with an indexer, else None.
     """
     dcp, cache_dtype, num_keys = placement.dcp, placement.cache_dtype, placement.dcp.context_workspace_tokens
@@ -46,7 +46,7 @@ def claim_attention(
     joins_keys = select_backend(PREFILL_BACKENDS, call).joins_keys
     buffers = [
         new(num_keys, num_heads, config.qk_nope_head_dim + config.v_head_dim),
-        new(num_weights),
+        new(num_dequantized),
         new(num_keys if joins_keys else 0, num_heads, config.qk_head_dim),
         new(num_keys if is_quantized(cache_dtype) else 0, config.latent_dim),
         new(0 if config.topk is None else num_tokens * num_keys // 8, dtype=torch.uint8),  # a mask

@@ -45,9 +45,9 @@ def mla_decode(
             (`cache/shared_format.py`), which are addressed row by row.
         block_table: Block ids of each request [num_rows, max_blocks], int32, or row numbers where the cache is
             addressed by row; entries after its last block are not read.
-        seq_lens: Number of tokens in this cache that each query token sees [T], int32: the first tokens of its request.
-            Under DCP this is the causal bound on this rank: a token sees no fewer than the token before it. It must not
-            change while a kernel runs.
+        seq_lens: Number of tokens that each query token sees [T], int32: the first tokens of its request in this cache,
+            which under DCP stores only this rank's tokens. Within a request the numbers must not decrease. The tensor
+            must not be written while a kernel runs.
         scale: Softmax scale, positive.
         kv_lora_rank: Width of the latent, which is the value.
         request_index: Row of block_table of each segment [num_segments], int32. A segment is what a kernel treats as
@@ -70,8 +70,23 @@ def mla_decode(
     Source: DeepSeek-V2, section 2.1 (the up-projections absorbed into query and output).
     """
     q, q_pe = split_queries(q, kv_lora_rank)
-    sizes = block_table, seq_lens, scale, kv_lora_rank, request_index, query_start_loc, max_query_len
-    call = DecodeCall(q, q_pe, kv_cache, *sizes, workspace, kv_scale, q_scale, dtype, backend)
+    call = DecodeCall(
+        q,
+        q_pe,
+        kv_cache,
+        block_table,
+        seq_lens,
+        scale,
+        kv_lora_rank,
+        request_index=request_index,
+        query_start_loc=query_start_loc,
+        max_query_len=max_query_len,
+        workspace=workspace,
+        kv_scale=kv_scale,
+        q_scale=q_scale,
+        dtype=dtype,
+        backend=backend,
+    )
     return run_call(call.checked(), None)
 
 
@@ -108,10 +123,23 @@ def dcp_mla_decode(
     if not q_is_replicated:
         q = exchange.gather_heads(q if isinstance(q, Tensor) else torch.cat(q, -1))
     q, q_pe = split_queries(q, kv_lora_rank)
-    sizes = decode.block_table, decode.local_seq_lens, scale, kv_lora_rank
-    requests = decode.request_index, decode.query_start_loc, decode.max_query_len
-    call = DecodeCall(q, q_pe, kv_cache, *sizes, *requests, decode.workspace, kv_scale, q_scale, dtype, backend)
-    call = call.checked()
+    call = DecodeCall(
+        q,
+        q_pe,
+        kv_cache,
+        decode.block_table,
+        decode.local_seq_lens,
+        scale,
+        kv_lora_rank,
+        request_index=decode.request_index,
+        query_start_loc=decode.query_start_loc,
+        max_query_len=decode.max_query_len,
+        workspace=decode.workspace,
+        kv_scale=kv_scale,
+        q_scale=q_scale,
+        dtype=dtype,
+        backend=backend,
+    ).checked()
     # A kernel sends rows itself (`Mailbox`) only for segments of one token without padding: owners wait for every row,
     # and kernels skip rows after the last segment.
     if w_uv is None and call.has_one_token_each:

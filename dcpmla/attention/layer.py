@@ -26,8 +26,8 @@ from dcpmla.config import MLAConfig
 from dcpmla.parallel.fp8 import PlainRows, QuantizedRows, plain
 from dcpmla.parallel.linear import Weight
 
-# Number of decode tokens in a call from which dcp_project_before_merge pays: exchanged rows are narrower, but each rank
-# reads W_UV of all the group's heads. Measured with `direct` on 4 H200s: slower at 32 tokens, faster at 128.
+# Smallest number of decode tokens in a call for which dcp_project_before_merge pays: exchanged rows are narrower, but
+# each rank reads W_UV of all the group's heads. Measured with `direct` on 4 H200s: slower at 32 tokens, faster at 128.
 PROJECT_FIRST_TOKENS = 64
 # Number of tokens whose queries set q_scale: more tokens hardly raise the maximum. With 128 heads they take 144 MiB.
 _SCALED_TOKENS = 1024
@@ -50,8 +50,8 @@ class MLAAttention(AttentionWeights):
         placement: Ranks of the layer, and dtype and device of its parameters. `load_weights` initializes them.
         skip_topk: Whether the layer has no indexer of its own and attends to the tokens that an earlier layer selected
             (IndexCache, GLM-5).
-        modules: Projections and norms that another engine has made and loaded; `load_weights` then reads scales and an
-            indexer's weights alone.
+        modules: Projections and norms that another engine has made and loaded; `load_weights` then reads only the
+            scales of the cache and of queries, and an indexer's weights.
     Attributes:
         indexer: Indexer of a sparse layer; None in a dense layer, and with skip_topk.
         kv_scale, q_scale: Scales of an fp8 cache and of fp8 queries (`dcpmla.attention.scales`), float32 [1], or None.
@@ -139,8 +139,9 @@ class MLAAttention(AttentionWeights):
         q_c, latents = self.latents_of(hidden_states, cache.latents, step)
         mha = None
         # `step.cut` is set while a graph of a step with prompts is captured. The graph contains what has the same
-        # shapes in each replay: projections of MHA, and attention of decodes, whose metadata are static tensors.
-        # `_attend` runs after the cut, outside of the graph, and finds step.decode None if the graph did the decodes.
+        # shapes in each replay: the projections of MHA, and in dense MLA the attention of decodes, whose metadata are
+        # static tensors. `_attend` runs outside of the graph, with an indexer if there is one; it finds step.decode
+        # None if the graph has computed the decodes.
         if step.cut is not None:
             output.reserve()
             tokens = Tokens(q_c, step.cos_sin, step.query_factor)
@@ -189,9 +190,11 @@ class MLAAttention(AttentionWeights):
         """Allocate and free the memory of attention in the largest step of num_tokens, so that a measurement of the
         peak includes it (`claim_attention`). Nothing is computed. Collective.
         """
-        num_weights = self.kv_b_proj.weight.numel() if self.kv_b_proj.weight_scale is not None else 0
+        # This is an upper bound: `up_projection` dequantizes the weights of this rank's own heads, and a GPU that does
+        # not multiply in fp8 dequantizes those of all the heads that the rank holds.
+        num_dequantized = self.kv_b_proj.weight.numel() if self.kv_b_proj.weight_scale is not None else 0
         selector = None if self.indexer is None else self.indexer.selector
-        claim_attention(num_tokens, self.config, self._placement, self.num_heads, num_weights, selector)
+        claim_attention(num_tokens, self.config, self._placement, self.num_heads, num_dequantized, selector)
 
     def _check(self, hidden_states: Tensor, cache: LayerCache | None, step: StepMetadata) -> LayerCache:
         if not isinstance(step, StepMetadata):
@@ -216,13 +219,13 @@ class MLAAttention(AttentionWeights):
         prefills = slice(step.num_decode_tokens, step.num_tokens)
         assert self.kv_scale is not None
         self._lacks_scales = False
-        nowhere, cos_sin = torch.full_like(step.slot_mapping[prefills], -1), rows_of(step.cos_sin, prefills)
-        q_c, latents = self.down_project(hidden_states[prefills], kv_cache, nowhere, cos_sin)
+        no_slots, cos_sin = torch.full_like(step.slot_mapping[prefills], -1), rows_of(step.cos_sin, prefills)
+        q_c, latents = self.down_project(hidden_states[prefills], kv_cache, no_slots, cos_sin)
         calculate_scale_(self.kv_scale, latents, self.mesh.tp_group)
         self._calculate_q_scale(Tokens(q_c, cos_sin, rows_of(step.query_factor, prefills)))
 
     def _calculate_q_scale(self, tokens: Tokens) -> None:
-        """Set the scale of fp8 queries, if they have one, from the first of a prompt's tokens. Collective."""
+        """Set the scale of fp8 queries, if they have one, from the first `_SCALED_TOKENS` tokens. Collective."""
         if self.q_scale is None:
             return
         tokens = tokens.rows(slice(0, _SCALED_TOKENS))
@@ -264,7 +267,7 @@ class MLAAttention(AttentionWeights):
     ) -> None:
         """Append the output of prefill tokens, whose own latents are `latents`. Collective."""
         kv_c, k_pe = latents.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], -1)
-        positions = None if tokens.selection is None else tokens.selection.positions
+        selected_positions = None if tokens.selection is None else tokens.selection.positions
         out, lse = dcp_mla_prefill(
             mha.q,
             kv_c,
@@ -275,7 +278,7 @@ class MLAAttention(AttentionWeights):
             self.config.scale,
             self.exchange,
             self.kv_scale,
-            positions,
+            selected_positions,
             mha.kv,
             backend=self.dcp.prefill_backend,
         )

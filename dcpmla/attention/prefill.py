@@ -28,16 +28,16 @@ def dcp_mla_prefill(
     scale: float,
     exchange: Exchange,
     kv_scale: Tensor | None = None,
-    positions: Tensor | None = None,
+    selected_positions: Tensor | None = None,
     kv: Tensor | None = None,
     *,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Attend from prefill tokens to each other and to a context cached on all ranks of the DCP group. Collective.
 
-    No merge across ranks is needed: after the gather each rank has all keys for its own heads. A chunk's gather
-    runs during the attention before it: over the previous chunk, or for the first chunk among the new tokens. Rows of
-    8-bit caches are dequantized after the gather, so that fewer bytes travel.
+    No merge across ranks is needed: after the gather each rank has all keys for its own heads. The first chunk is
+    gathered while new tokens attend to each other, every other chunk during the attention to the chunk before it. Rows
+    of 8-bit caches are dequantized after the gather, so that fewer bytes travel.
     Latents of new tokens are used as they are before the cache rounds them. In sparse attention a mask, made for the
     new tokens and for each chunk, excludes keys that a token did not select.
 
@@ -48,25 +48,26 @@ def dcp_mla_prefill(
         w_kv_b: Up-projection [h, P + V, L] of this rank's heads, each head's W_UK stacked on its W_UV; or a function
             that applies it.
         kv_scale: Scale of an fp8 cache, float32 of one element; None for other caches.
-        positions: Positions of the tokens that each token selected [T, topk] int32 (`SelectedTokens.positions`), none
-            after its own; None if each token attends to all up to itself.
+        selected_positions: Positions of the tokens that each token selected [T, topk] int32
+            (`SelectedTokens.positions`), none after its own; None if each token attends to all up to itself.
         kv: Keys' nope part and values of the new tokens [T, h (P + V)], if they are projected already.
         backend: Name of a backend; "auto" takes the first of `backends.PREFILL_BACKENDS` that supports the call.
     Returns:
         out [T, h, V] in the dtype of q, lse [T, h] float32.
     Raises:
-        ValueError: A scale is missing or superfluous, positions has another number of tokens, or the backend does not
-            exist or cannot run the call.
+        ValueError: A scale is missing or superfluous, selected_positions has another number of tokens, or the backend
+            does not exist or cannot run the call.
     """
     check_kv_scale(kv_cache.dtype, kv_scale)
-    if positions is not None and positions.shape[0] != q.shape[0]:
+    if selected_positions is not None and selected_positions.shape[0] != q.shape[0]:
         raise ValueError(
-            f"positions has {positions.shape[0]} rows; expected one for each of the {q.shape[0]} tokens of q"
+            f"selected_positions has {selected_positions.shape[0]} rows; expected one for each of the {q.shape[0]} "
+            f"tokens of q"
         )
     queries, chunks = prefill.queries, prefill.context_chunks
 
     def start_gather(chunk: ContextChunk) -> Callable[[], Tensor]:
-        return exchange.start_context(read_latents(kv_cache, chunk.local_slots), chunk.order, chunk.tokens)
+        return exchange.start_context(read_cache_rows(kv_cache, chunk.local_slots), chunk.order, chunk.tokens)
 
     def attend(
         kv_c: Tensor, k_pe: Tensor, keys: Segments, first_position: Tensor, causal: bool, kv: Tensor | None = None
@@ -74,8 +75,8 @@ def dcp_mla_prefill(
         # Keys and values, the largest tensors of a step, are freed after this call.
         k_nope, v = up_project(kv_c, w_kv_b, q.shape[1], q.shape[-1] - k_pe.shape[-1], kv)
         mask = None
-        if positions is not None:
-            mask = selection_mask(positions, queries.start_loc, first_position, max(keys.lens))
+        if selected_positions is not None:
+            mask = selection_mask(selected_positions, queries.start_loc, first_position, max(keys.lens))
         window = prefill.window if causal and mask is not None else None
         return mha_prefill(PrefillCall(q, k_nope, k_pe, v, *queries, *keys, scale, causal, mask, backend, window))
 
@@ -102,13 +103,13 @@ def _latents_of(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype:
 
 
 @operator(
-    "read_latents",
-    kernel="dcpmla.cache.kernels:read_latents",
+    "read_cache_rows",
+    kernel="dcpmla.cache.kernels:read_cache_rows",
     fake=lambda kv_cache, slots: kv_cache.new_empty(slots.shape[0], kv_cache.shape[-1]),
     runs=lambda kv_cache: kv_cache.is_cuda,
 )
-def read_latents(kv_cache: Tensor, slots: Tensor) -> Tensor:
-    """Return rows [N, width] of a layer's cache at slots [N] int64, in the cache's format. A custom op."""
+def read_cache_rows(kv_cache: Tensor, slots: Tensor) -> Tensor:
+    """Return rows [N, width] of a layer's cache at slots [N] int64, as they are stored. A custom op."""
     return kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]]
 
 

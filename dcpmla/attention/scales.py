@@ -1,8 +1,8 @@
 """The scales of fp8 caches, fp8 queries and fp8 outputs: a float32 number for each layer, the same on every rank, at a
 fixed address.
 
-Reading multiplies cached values by their scale. The scale comes from the options, else from the checkpoint, else it is
-1; or it is calculated once.
+Reading multiplies cached values by their scale. The scale of a cache or of queries comes from the options, else from
+the checkpoint, else it is 1; or it is calculated once. Outputs have a scale only if the checkpoint has it.
 """
 
 import math

@@ -15,8 +15,8 @@ from torch import Tensor
 from dcpmla.attention.calls import Segments
 from dcpmla.config import MLAConfig
 
-# Maximum query rows (tokens x heads of a group) of a segment, two tiles of 64 that read the same keys. By it
-# `attention/routes.py` chooses max_decode_query_len.
+# Maximum query rows (tokens x heads of a group) of a segment, two tiles of 64 that read the same keys.
+# `attention/routes.py` divides it by the group's heads, which gives the maximum tokens of a segment.
 SEGMENT_ROWS = 128
 PART_ROWS = 1 << 16  # Maximum query rows of a part. With DeepSeek's widths they take 75 MB.
 
@@ -54,7 +54,7 @@ class DecodeMetadata:
     Attributes:
         block_table: Block ids of each request [num_decodes, max_blocks], int32.
         local_seq_lens: Number of this rank's tokens that each new token sees [num_decode_tokens], int32: tokens of the
-            same request, up to the new token's position. A new token that another rank stores sees as many tokens
+            same request, up to and including the new token. A new token that another rank stores sees as many tokens
             here as the token before it.
         queries: Rows of each segment among the new tokens; None when all segments have max_query_len tokens.
         max_query_len: Maximum tokens of a segment.
@@ -97,11 +97,11 @@ class DecodeMetadata:
         if queries is not None:
             start = tuple(at - tokens.start for at in queries.start[first : last + 1])
             queries = Segments(start, queries.start_loc[first : last + 1] - tokens.start)
+        # Slices are copied, because they may begin between multiples of 16 bytes: Triton would compile another kernel.
         if index is None:
-            table = table[first:last]
+            table = table[first:last].clone()
         else:
             index = index[first:last].clone()
-        # Slices of numbers may begin between multiples of 16 bytes, for which Triton compiles another kernel.
         lens = self.local_seq_lens[tokens].clone()
         return DecodeMetadata(table, lens, queries, self.max_query_len, self.workspace, index)
 
@@ -120,7 +120,7 @@ class ContextChunk:
             reorder by `order` after the gather; `direct` stores each row at its token's row by `tokens`.
         keys: Rows of each request among the S tokens.
         first_position: Position of each request's first token in the chunk [num_prefills], int32; for a request
-            without tokens in the chunk, the end of its range in the chunk before.
+            without tokens in the chunk, the number of its tokens in the chunks before.
     """
 
     local_slots: Tensor

@@ -55,9 +55,10 @@ class AttentionWeights(nn.Module):
     Models that compress queries have fused_qkv_a_proj and q_b_proj, others kv_a_proj and q_proj. kv_b_proj holds W_UK
     and W_UV. Every rank holds the down-projection and the norms whole. Other weights are of this rank's `num_heads`
     heads; with dcp_q_replicate the query projection and kv_b_proj have all heads of the DCP group (`q_heads`,
-    `kv_heads`), with dcp_project_before_merge kv_b_proj has them. A weight in fp8 is dequantized if the rank's slice
-    cuts a block of 128 x 128, if its columns are no multiple of 128, or if W_UK and W_UV share a block; otherwise it
-    stays fp8.
+    `kv_heads`), with dcp_project_before_merge kv_b_proj has them. A weight in fp8 stays fp8 where blocks of 128 x 128
+    remain whole. It is dequantized if the rank's slice cuts a block, if its columns are no multiple of 128, or if W_UK
+    and W_UV share a block. fused_qkv_a_proj stacks q_a on kv_a: both are dequantized if q_a's rows are no multiple of
+    128, or if one of the two is not in fp8.
     """
 
     kv_scale: Tensor | None
@@ -205,8 +206,9 @@ class AttentionWeights(nn.Module):
     def project_query(self, tokens: Tokens, heads: slice) -> tuple[Tensor, Tensor | None]:
         """Return queries [T, n, P + R] before RoPE, times query_factor, and with query_gates logits [T, n, V].
 
-        `heads` is a slice of q_heads. Layers without projects_pe add zeros for q_pe (`ScaledAttention`, which also has
-        factors for each head, and `PooledAttention`).
+        `heads` is a slice of q_heads. Layers with has_query_factors or without projects_pe override this method
+        (`ScaledAttention`, `PooledAttention`): they apply each head's own factor, and append R zeros to each query of P
+        columns.
         """
         width, qk_head_dim = self.config.query_width, self.config.qk_head_dim
         q = self.query_proj.product(tokens.q_c, slice(heads.start * width, heads.stop * width))
@@ -231,9 +233,9 @@ class AttentionWeights(nn.Module):
 
         Args:
             weights: Whole weights by their names in a checkpoint, from "q_a_proj.weight" to "o_proj.weight"; only the
-                slices that this rank needs are read. With modules no weight is read. Scales are read by the names of
-                `dcpmla.attention.scales`, and a missing one is 1; "o_proj.input_scale" exists where the checkpoint was
-                calibrated.
+                slices that this rank needs are read. `dcpmla.attention.scales` has the names of scales; a missing scale
+                of the cache or of queries is 1. Without "o_proj.input_scale" each input of o_proj determines its own
+                scales. With modules only the scales of the cache and of queries are read.
         Raises:
             ValueError: A weight is missing, or its shape does not match the config; or a scale is not a
                 finite number above 0.
@@ -258,8 +260,7 @@ class AttentionWeights(nn.Module):
         if config.qk_nope_head_dim % BLOCK or config.v_head_dim % BLOCK:  # W_UK and W_UV share blocks
             kv_b = unquantized(kv_b, self.kv_b_proj.weight)
         self.kv_b_proj.load(kv_b)
-        o_part = slice(None), shard(o_cols, tp_group)
-        self.o_proj.load(read_linear(weights, "o_proj.weight", (hidden, o_cols), *o_part))
+        self.o_proj.load(read_linear(weights, "o_proj.weight", (hidden, o_cols), cols=shard(o_cols, tp_group)))
         if OUTPUT_SCALE_NAMES[0] in weights:
             self.o_proj.input_scale = new_scale(read_scale(weights, OUTPUT_SCALE_NAMES), self.o_proj.weight.device)
         if self.sinks is not None:

@@ -144,8 +144,8 @@ def rope_dim_of(row_width: int, storage: torch.dtype, kv_lora_rank: int) -> int:
 
 
 def planes(pages: Tensor, num_rows: int, row_bytes: int, scale_bytes: int) -> tuple[Tensor, Tensor]:
-    """Return views of the rows [num_pages, num_rows, row_bytes] with which pages of bytes begin, and of the scales
-    [num_pages, num_rows, scale_bytes] that follow: pages of caches of index keys and of shared keys.
+    """Split pages into views of their rows [num_pages, num_rows, row_bytes] and of their scales [num_pages, num_rows,
+    scale_bytes]. A page is a block of index keys or of shared keys, in bytes: first all rows, then all scales.
     """
     rows, scales, _ = pages.flatten(1).tensor_split([num_rows * row_bytes, num_rows * (row_bytes + scale_bytes)], 1)
     return rows.unflatten(1, (num_rows, row_bytes)), scales.unflatten(1, (num_rows, scale_bytes))

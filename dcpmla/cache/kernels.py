@@ -137,8 +137,8 @@ def read_kernel(
     )
 
 
-def read_latents(kv_cache: Tensor, slots: Tensor) -> Tensor:
-    """Compute `read_latents` in one kernel."""
+def read_cache_rows(kv_cache: Tensor, slots: Tensor) -> Tensor:
+    """Compute `read_cache_rows` in one kernel."""
     num_rows, width = len(slots), kv_cache.shape[-1]
     out = torch.empty(num_rows, width, dtype=kv_cache.dtype, device=kv_cache.device)
     read_kernel[(triton.cdiv(num_rows, _COPIED_ROWS),)](

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.cache.kernels import PAGE_ROPE, PAGE_ROWS, PAGE_SCALE_BYTES, PAGE_TILE, read_latents
+from dcpmla.cache.kernels import PAGE_ROPE, PAGE_ROWS, PAGE_SCALE_BYTES, PAGE_TILE, read_cache_rows
 
 _ROWS = 8  # rows per program
 
@@ -47,7 +47,7 @@ def read_pages_kernel(
 def read_shared_rows(cache: Tensor, slots: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
     """Compute `cache.shared_rows.read_rows` in one kernel."""
     if cache.dtype != torch.uint8:
-        return read_latents(cache, slots.flatten()).to(dtype).view(*slots.shape, head_dim)
+        return read_cache_rows(cache, slots.flatten()).to(dtype).view(*slots.shape, head_dim)
     out = torch.empty(*slots.shape, head_dim, dtype=dtype, device=cache.device)
     if slots.numel():
         read_pages_kernel[(triton.cdiv(slots.numel(), _ROWS),)](

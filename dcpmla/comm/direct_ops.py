@@ -111,14 +111,10 @@ def gather(q: Tensor, mailbox: Mailbox, is_fp8: bool, operation: str) -> Tensor:
             milliseconds(mailbox.timeout),
             OPERATIONS.index(operation),
             WIDTH=row_width,
-            SIZE=size,
-            PEERS=triton.next_power_of_2(size),
             COLUMNS=tiling.columns,
             IS_FP8=is_fp8,
-            PROGRAMS=NUM_PROGRAMS,
-            SHARE=share(tiling.num_programs),
-            REPEAT=32 // triton.next_power_of_2(size),
             num_warps=1,
+            **sizes(size, tiling.num_programs),
         )
     return gathered
 
@@ -179,15 +175,11 @@ def _launch_combine(
         mailbox.landing_bytes,
         milliseconds(mailbox.timeout),
         WIDTH=width,
-        SIZE=size,
-        PEERS=triton.next_power_of_2(size),
         COLUMNS=tiling.columns,
         IS_FP8=is_fp8,
         IS_SENT=is_sent,
-        PROGRAMS=NUM_PROGRAMS,
-        SHARE=share(tiling.num_programs),
-        REPEAT=32 // triton.next_power_of_2(size),
         num_warps=1,
+        **sizes(size, tiling.num_programs),
     )
 
 
@@ -233,9 +225,13 @@ def _turns(num_tokens: int, token_bytes: int, token_words: int, landing_bytes: i
         yield slice(first, min(first + at_once, num_tokens))
 
 
-def share(num_programs: int) -> int:
-    """Return the number of counters per program of a launch, rounded up to a power of two."""
-    return triton.next_power_of_2(-(-NUM_PROGRAMS // num_programs))
+def sizes(size: int, num_programs: int) -> dict[str, int]:
+    """Return the constants of all kernels: the ranks of the group, and the counters of a launch's programs.
+
+    SHARE is the number of counters per program, and like PEERS rounded up to a power of two.
+    """
+    peers, share = triton.next_power_of_2(size), triton.next_power_of_2(-(-NUM_PROGRAMS // num_programs))
+    return {"SIZE": size, "PEERS": peers, "PROGRAMS": NUM_PROGRAMS, "SHARE": share}
 
 
 def milliseconds(seconds: float) -> int:

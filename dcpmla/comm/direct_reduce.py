@@ -5,14 +5,7 @@ import triton
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dcpmla.comm.direct_ops import (
-    CARRIERS,
-    enter,
-    milliseconds,
-    open_mailbox,
-    raise_fault,
-    share,
-)
+from dcpmla.comm.direct_ops import CARRIERS, enter, milliseconds, open_mailbox, raise_fault, sizes
 from dcpmla.comm.exchange import Mailbox
 from dcpmla.comm.faults import OPERATIONS
 from dcpmla.comm.kernels.landings import NUM_PROGRAMS
@@ -170,11 +163,8 @@ def _reduce(
             OPERATIONS.index(operation),
             eps,
             WIDTH=width,
-            SIZE=size,
-            PEERS=triton.next_power_of_2(size),
             COLUMNS=columns,
             TILES=triton.next_power_of_2(tiles),
-            PROGRAMS=NUM_PROGRAMS,
-            SHARE=share(num_programs),
             num_warps=1,
+            **sizes(size, num_programs),
         )

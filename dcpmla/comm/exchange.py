@@ -1,7 +1,7 @@
 """The exchange: one interface for all data that ranks send each other in decode context parallelism.
 
-A backend implements `Exchange`. Every rank of the group makes the same calls with the same shapes, even a rank that
-owns no tokens: its partial rows have lse -inf.
+A backend implements `Exchange`. Every rank of the group makes the same calls, in the same order, with the same shapes,
+even a rank that owns no tokens: its partial rows have lse -inf.
 """
 
 from collections.abc import Callable
@@ -17,11 +17,13 @@ class Mailbox(NamedTuple):
     Exchange `direct` alone has one, for calls with one token a segment. With a mailbox `dcp_mla_decode` does not call
     `Exchange.combine`: the attention kernel stores its rows into landings (a rank's memory for its peers' rows), waits
     for the rows of this rank's heads, and merges them. If the chosen kernel stores no rows, `direct_ops.combine` stores
-    and merges the rows that it returns.
+    and merges the rows that it returns. A rank has two landings. Exchanges use them in turn, and clear each row that
+    they have read, so that no kernel takes rows of an earlier exchange for its own (`comm/kernels/landings.py`).
 
     Attributes:
         addresses: Start of each rank's landings in this rank's address space, [W] int64.
-        state: Counters of the exchanges, int32, on the device.
+        state: Count of exchanges so far for each program of a kernel, by which the program chooses the landing; the
+            last element is 1 after a fault. int32 [N], on the device.
         fault: Fault record, [1] int64 in pinned memory, written by a kernel whose wait for a peer timed out.
         landing_bytes: Maximum bytes of rows that a rank receives at a time.
         timeout: Seconds to wait for a peer.

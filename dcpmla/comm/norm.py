@@ -14,21 +14,21 @@ from dcpmla.parallel.fp8 import empty_codes, quantize_rows
 from dcpmla.parallel.quantized import BLOCK
 
 
-def check_rows(partial: Tensor, residual: Tensor, weight: Tensor, quantizes: bool) -> None:
+def check_rows(rows: Tensor, residual: Tensor, weight: Tensor, quantizes: bool) -> None:
     """Check the arguments of `add_norm`, for its callers (`comm/reduce.py`).
 
     Raises:
         ValueError: Shapes or dtypes do not match.
     """
-    if partial.dim() != 2 or residual.shape != partial.shape or residual.dtype != partial.dtype:
+    if rows.dim() != 2 or residual.shape != rows.shape or residual.dtype != rows.dtype:
         raise ValueError(
             f"residual is {residual.dtype} {tuple(residual.shape)}; "
-            f"expected the same as partial [T, D], {partial.dtype} {tuple(partial.shape)}"
+            f"expected the same as the rows [T, D] to add, {rows.dtype} {tuple(rows.shape)}"
         )
-    if weight.shape != partial.shape[1:]:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}; rows of partial have {partial.shape[1]} columns")
-    if quantizes and partial.shape[1] % BLOCK:
-        raise ValueError(f"partial has {partial.shape[1]} columns; rows are quantized in groups of {BLOCK}")
+    if weight.shape != rows.shape[1:]:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; the rows to add have {rows.shape[1]} columns")
+    if quantizes and rows.shape[1] % BLOCK:
+        raise ValueError(f"the rows to add have {rows.shape[1]} columns; rows are quantized in groups of {BLOCK}")
 
 
 def empty_results(residual: Tensor, quantizes: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -39,15 +39,16 @@ def empty_results(residual: Tensor, quantizes: bool) -> tuple[Tensor, Tensor, Te
 
 @operator("add_norm", kernel="dcpmla.comm.kernels.norm:add_norm", fake=empty_results)
 def add_norm(
-    partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False
+    rows: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Add rows [T, D], summed over the ranks, to the residual [T, D] in float32 at least, and norm the sum.
+    """Add rows [T, D] to the residual [T, D] in float32 at least, and norm the result. The caller has already summed
+    the rows over the ranks.
 
     Returns:
         `rms_norm` of the new residual, and the new residual, rounded to its dtype; codes and scales of the first,
         with 0 columns unless quantizes.
     """
-    new_residual = (residual.to(wide_dtype(residual.dtype)) + partial).to(residual.dtype)
+    new_residual = (residual.to(wide_dtype(residual.dtype)) + rows).to(residual.dtype)
     normed = rms_norm(new_residual, weight, eps)
     return normed, new_residual, *(quantize_rows(normed) if quantizes else empty_codes(normed, False))
 

@@ -1,12 +1,10 @@
 """The operation of `direct` that stores rows at their final position in each rank's memory, as a custom op."""
 
-import triton
 from torch import Tensor
 
-from dcpmla.comm.direct_ops import CARRIERS, check_carried, milliseconds, share
+from dcpmla.comm.direct_ops import CARRIERS, check_carried, milliseconds, sizes
 from dcpmla.comm.exchange import Mailbox
 from dcpmla.comm.faults import OPERATIONS
-from dcpmla.comm.kernels.landings import NUM_PROGRAMS
 from dcpmla.comm.kernels.window import place_kernel
 from dcpmla.operators import nothing, operator
 
@@ -48,12 +46,9 @@ def place(
         milliseconds(mailbox.timeout),
         OPERATION=OPERATIONS.index(operation),
         WIDTH=width,
-        SIZE=len(mailbox.addresses),
-        PEERS=triton.next_power_of_2(len(mailbox.addresses)),
         ROWS=_PLACED // columns,
         COLUMNS=columns,
         THREADS=_THREADS,
-        PROGRAMS=NUM_PROGRAMS,
-        SHARE=share(num_programs),
         num_warps=_THREADS // 32,
+        **sizes(len(mailbox.addresses), num_programs),
     )

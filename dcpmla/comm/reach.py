@@ -139,32 +139,27 @@ class Nvml:
         handle = self._handle(gpu)
         if handle is None:
             return None
-        return sum(self._is_active(handle, link) for link in range(self._nvml.NVML_NVLINK_MAX_LINKS))
+        # NVML's maximum exceeds the GPU's number of links: there is no answer for the rest.
+        states = [
+            self._ask("nvmlDeviceGetNvLinkState", handle, link) for link in range(self._nvml.NVML_NVLINK_MAX_LINKS)
+        ]
+        return states.count(self._nvml.NVML_FEATURE_ENABLED)
 
     def has_nvlink(self, one: str, other: str) -> bool | None:
         """Return whether NVLink connects two GPUs, directly or through switches; None if NVML gives no answer."""
         handles = self._handle(one), self._handle(other)
         if any(handle is None for handle in handles):
             return None
-        try:
-            return (
-                self._nvml.nvmlDeviceGetP2PStatus(*handles, self._nvml.NVML_P2P_CAPS_INDEX_NVLINK)
-                == self._nvml.NVML_P2P_STATUS_OK
-            )
-        except self._nvml.NVMLError:
-            return None
+        status = self._ask("nvmlDeviceGetP2PStatus", *handles, self._nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+        return None if status is None else status == self._nvml.NVML_P2P_STATUS_OK
 
     def _handle(self, gpu: str) -> Any:
         """Return NVML's handle; None if NVML is not available, or does not know the GPU."""
-        if self._nvml is None:
-            return None
+        return None if self._nvml is None else self._ask("nvmlDeviceGetHandleByUUID", gpu)
+
+    def _ask(self, function: str, *arguments: Any) -> Any:
+        """Return the answer of one of NVML's functions; None if there is none."""
         try:
-            return self._nvml.nvmlDeviceGetHandleByUUID(gpu)
+            return getattr(self._nvml, function)(*arguments)
         except self._nvml.NVMLError:
             return None
-
-    def _is_active(self, handle: Any, link: int) -> bool:
-        try:
-            return self._nvml.nvmlDeviceGetNvLinkState(handle, link) == self._nvml.NVML_FEATURE_ENABLED
-        except self._nvml.NVMLError:  # NVML's maximum exceeds the GPU's number of links
-            return False

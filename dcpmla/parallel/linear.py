@@ -38,7 +38,7 @@ class Weight(Protocol):
 
 @runtime_checkable
 class QuantizedWeight(Weight, Protocol):
-    """A [rows, cols] weight in 8 or 4 bits: indexing gives its values, `stored` its codes and scales."""
+    """A [rows, cols] weight in 8 or 4 bits: indexing gives values, `stored` codes and scales (`read_linear`)."""
 
     def stored(self, rows: slice, cols: slice, /) -> AnyWeight: ...
 
@@ -49,8 +49,9 @@ class Linear(nn.Module):
     Attributes:
         weight: Weight [out, in] in dtype, or e4m3 codes; not initialized before `load`.
         weight_scale: Scale per block of codes, float32 [ceil(out / 128), in / 128]; None for a weight in dtype.
-        input_scale: Static scale of the layer's input, float32 [1], from the checkpoint's calibration; None if each
-            input determines its own scales.
+        input_scale: Static scale of inputs, float32 [1], from the checkpoint's calibration, for callers that quantize
+            an input before they pass it (`quant_for`); None if the checkpoint has none. The layer itself does not read
+            it: when it quantizes a plain input, the input determines its own scales.
         takes_quantized: Whether an input that is already quantized (`QuantizedRows`, `NormedRows`) saves work: the
             weight is fp8 and the device multiplies in fp8, so the layer would quantize a plain input itself.
     """

@@ -92,7 +92,8 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + new
-        ends = [(start + len(stop), start) for stop in self._stop if (start := self._find(stop, text)) >= 0]
+        starts = [(text.find(stop, max(0, self._num_exempt + 1 - len(stop))), stop) for stop in self._stop]
+        ends = [(start + len(stop), start) for start, stop in starts if start >= 0]
         if ends:
             self.stopped = True
             num_given = min(ends)[0 if self._includes_stop else 1]
@@ -103,16 +104,11 @@ class TextStream:
         self._pieces.append(text[:num_given])
         return text[:num_given]
 
-    def _find(self, stop: str, text: str) -> int:
-        """Return the start of a stop string that ends after the exempt characters, -1 without one."""
-        return text.find(stop, max(0, self._num_exempt + 1 - len(stop)))
-
     def _num_held(self, text: str) -> int:
         """Return the length of the longest end of the text that begins a stop string, and is not all of it."""
         longest = min(len(text), max(map(len, self._stop), default=1) - 1)
-        starts = (text[-num:] for num in range(longest, 0, -1))
         return next(
-            (len(start) for start in starts if any(stop.startswith(start) and stop != start for stop in self._stop)), 0
+            (num for num in range(longest, 0, -1) if any(stop[:-1].startswith(text[-num:]) for stop in self._stop)), 0
         )
 
 

@@ -17,20 +17,17 @@ def guarded(app: ASGIApp, api_key: str | None, allowed_origins: Sequence[str]) -
     A browser's preflight request has no key and needs none.
     """
     if api_key is not None:
-        app = _Guard(app, api_key)
+        app = _with_key(app, f"Bearer {api_key}".encode())
     return CORSMiddleware(app, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"])
 
 
-class _Guard:
-    """A wrapper that asks for the API key, except on routes of a server's health."""
+def _with_key(app: ASGIApp, expected: bytes) -> ASGIApp:
+    """Return an application that asks for the API key, except on routes of a server's health."""
+    error = ApiError(401, "give the server's API key: Authorization: Bearer KEY", code="invalid_api_key")
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
-        self._app, self._expected = app, f"Bearer {api_key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def check_key(scope: Scope, receive: Receive, send: Send) -> None:
         key = dict(scope.get("headers", [])).get(b"authorization", b"")
-        if scope["type"] == "http" and scope["path"] not in _OPEN and not hmac.compare_digest(key, self._expected):
-            error = ApiError(401, "give the server's API key: Authorization: Bearer KEY", code="invalid_api_key")
-            await error.response()(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+        is_allowed = scope["type"] != "http" or scope["path"] in _OPEN or hmac.compare_digest(key, expected)
+        await (app if is_allowed else error.response())(scope, receive, send)
+
+    return check_key

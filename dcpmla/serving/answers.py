@@ -107,18 +107,21 @@ class Answers:
 
     def _extras(self, index: int, output: Output, is_first: bool) -> Json:
         """Return fields of a choice beyond OpenAI's."""
-        extras: Json = {}
-        if self.shown.token_ids:
-            extras["token_ids"] = list(output.token_ids)
-            if is_first:
-                extras["prompt_token_ids"] = self._prompt_token_ids[index // self.num_choices]
-        if self.shown.num_prompt_logprobs is not None:
-            extras["prompt_logprobs"] = self._prompt_logprobs(output)
-        return extras
+        extras: Json = {"token_ids": list(output.token_ids)} if self.shown.token_ids else {}
+        return {**extras, **self._prompt_extras(index, output)} if is_first else extras
 
     def _whole_extras(self, output: Output) -> Json:
         """Return fields of a whole answer beyond OpenAI's, from the first choice's output."""
         return {}
+
+    def _prompt_extras(self, index: int, output: Output) -> Json:
+        """Return fields of a choice's prompt."""
+        extras: Json = {}
+        if self.shown.token_ids:
+            extras["prompt_token_ids"] = self._prompt_token_ids[index // self.num_choices]
+        if self.shown.num_prompt_logprobs is not None:
+            extras["prompt_logprobs"] = [self._ranked(entry) for entry in output.prompt_logprobs]
+        return extras
 
     def _counted(self, index: int, output: Output) -> tuple[bool, Output]:
         """Count an output; return whether it is its choice's first, and the part of it that is shown."""
@@ -130,8 +133,8 @@ class Answers:
                 self.usage.cached_tokens += output.num_cached_tokens
         if self.shown.drops_new:
             output = output._replace(text="", token_ids=(), logprobs=())
-        self.usage.count(output)
-        self._usages[index].count(output)
+        for usage in (self.usage, self._usages[index]):
+            usage.completion_tokens += output.num_tokens
         if self.shown.echo and is_first:
             output = output._replace(text=self.prompts[index // self.num_choices].text + output.text)
         return is_first, output
@@ -170,13 +173,10 @@ class Answers:
             best.setdefault(self.texts.token(token_id), _in_json(logprob))
         return best
 
-    def _prompt_logprobs(self, output: Output) -> list[Json | None]:
-        """Return the log probabilities of a prompt's tokens in vLLM's shape; only the best tokens have a rank."""
-        return [
-            None if entry.logprob is None else self._ranked(entry, entry.logprob) for entry in output.prompt_logprobs
-        ]
-
-    def _ranked(self, entry: TokenLogprobs, logprob: float) -> Json:
+    def _ranked(self, entry: TokenLogprobs) -> Json | None:
+        """Return the log probabilities of a prompt's token in vLLM's shape; only the best tokens have a rank."""
+        if entry.logprob is None:
+            return None  # the first token of a prompt
         top = entry.top[: self.shown.num_prompt_logprobs]
         ranks = {token_id: rank for rank, (token_id, _) in enumerate(top, start=1)}
         return {
@@ -185,7 +185,7 @@ class Answers:
                 "rank": ranks.get(token_id),
                 "decoded_token": self.texts.token(token_id),
             }
-            for token_id, value in dict([(entry.token_id, logprob), *top]).items()
+            for token_id, value in dict([(entry.token_id, entry.logprob), *top]).items()
         }
 
 
@@ -210,10 +210,7 @@ class ChatAnswers(Answers):
         return {"token_ids": list(output.token_ids)} if self.shown.token_ids else {}
 
     def _whole_extras(self, output: Output) -> Json:
-        extras: Json = {"prompt_token_ids": self._prompt_token_ids[0]} if self.shown.token_ids else {}
-        if self.shown.num_prompt_logprobs is not None:
-            extras["prompt_logprobs"] = self._prompt_logprobs(output)
-        return extras
+        return self._prompt_extras(0, output)
 
     def _choice(self, index: int, output: Output, logprobs: Json | None, is_chunk: bool) -> Json:
         message = {"content": output.text} if is_chunk else {"role": "assistant", "content": output.text}

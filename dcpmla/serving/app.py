@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -100,7 +100,7 @@ class Api:
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
         self._engine.check_room(1)
-        async with self._body(request, CompletionBody, CompletionBody.check) as body:
+        async with self._body(request, CompletionBody) as body:
             texts = self._texts(body.model)
             self._engine.check_room(len(body.prompts) * body.num_choices)
             max_tokens = _NUM_NEW if body.token_limit is None else body.token_limit
@@ -108,8 +108,8 @@ class Api:
             num_kept = body.num_kept_tokens(self._engine.ready().max_model_len, num_new)
             prompts = [await texts.prompt(prompt, echo, adds_special, num_kept) for prompt in body.prompts]
             body.prompt = ""  # The answer may take minutes.
-        echoed = body.logprobs if echo else None
-        params = body.params(num_new, body.logprobs, _greatest(echoed, body.prompt_logprobs))
+        prompt_logprobs = [num for num in (body.logprobs if echo else None, body.prompt_logprobs) if num is not None]
+        params = body.params(num_new, body.logprobs, max(prompt_logprobs, default=None))
         shown = body.shown(echo=echo, num_logprobs=body.logprobs, drops_new=max_tokens == 0)
         answers = Answers(texts, self._settings.name, prompts, body.num_choices, shown)
         return await self._answer(request, body, answers, params)
@@ -117,28 +117,22 @@ class Api:
     async def chat_completions(self, request: Request) -> Response:
         """Continue a conversation."""
         self._engine.check_room(1)
-        async with self._body(request, ChatBody, ChatBody.check) as body:
+        async with self._body(request, ChatBody) as body:
             texts = self._texts(body.model)
-            longest, variables, arguments = (
-                self._engine.ready().max_model_len,
-                body.chat_template_kwargs,
-                body.template(),
-            )
+            longest, adds_special = self._engine.ready().max_model_len, bool(body.add_special_tokens)
             num_kept = body.num_kept_tokens(longest, body.token_limit or 1)
-            prompts = [
-                await texts.chat(body.messages, variables, arguments, bool(body.add_special_tokens), num_kept),
-            ]
+            prompt = await texts.chat(body.messages, body.chat_template_kwargs, body.template(), adds_special, num_kept)
             body.messages.clear()  # The answer may take minutes.
-        max_tokens = body.token_limit or longest - len(prompts[0].token_ids)
+        max_tokens = body.token_limit or longest - len(prompt.token_ids)
         shown = body.shown(echo=False, num_logprobs=body.num_logprobs, drops_new=False)
-        answers = ChatAnswers(texts, self._settings.name, prompts, body.num_choices, shown)
+        answers = ChatAnswers(texts, self._settings.name, [prompt], body.num_choices, shown)
         params = body.params(max_tokens, body.num_logprobs, body.prompt_logprobs)
         return await self._answer(request, body, answers, params)
 
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a text, or of a conversation."""
         self._engine.ready()
-        async with self._body(request, TokenizeBody, TokenizeBody.check) as body:
+        async with self._body(request, TokenizeBody) as body:
             texts, adds_special = self._texts(body.model), bool(body.add_special_tokens)
             if body.messages is not None:
                 arguments = body.template()
@@ -156,9 +150,7 @@ class Api:
             return JSONResponse({"prompt": await self._texts(body.model).decode(body.tokens)})
 
     @asynccontextmanager
-    async def _body(
-        self, request: Request, kind: type[Body], check: Callable[[Body], None] = lambda body: None
-    ) -> AsyncIterator[Body]:
+    async def _body(self, request: Request, kind: type[Body]) -> AsyncIterator[Body]:
         """Receive and parse a body, which counts towards the total until the end of the block.
 
         Raises:
@@ -167,7 +159,7 @@ class Api:
         content = bytearray()
         try:
             await self._receive(request, content)
-            yield parse(kind, content, check)
+            yield parse(kind, content)
         finally:
             self._num_body_bytes -= len(content)
 
@@ -232,8 +224,3 @@ class Api:
                 found = ApiError(500, "the server has made a mistake; its log says more")
         self._engine.metrics.refused(found.status)
         return found.response()
-
-
-def _greatest(*numbers: int | None) -> int | None:
-    """Return the greatest number, None where there is none."""
-    return max((number for number in numbers if number is not None), default=None)

@@ -128,10 +128,8 @@ class Engine:
 
     def close(self) -> None:
         """Abort all requests, and let the ranks end."""
-        for request_id, generation in self._open.items():
-            generation.queue.put_nowait(Output(request_id, finish_reason="abort"))
         self.outbox.abort(self._open)
-        self._open.clear()
+        self._end_all("abort")
         self.outbox.close()
 
     async def listen(self) -> None:
@@ -149,8 +147,11 @@ class Engine:
                 case Stopped():
                     return
         self.has_failed = True
+        self._end_all("error")
+
+    def _end_all(self, reason: str) -> None:
         for request_id, generation in self._open.items():
-            generation.queue.put_nowait(Output(request_id, finish_reason="error"))
+            generation.queue.put_nowait(Output(request_id, finish_reason=reason))
         self._open.clear()
 
     async def _messages(self) -> AsyncIterator[Any]:

@@ -30,12 +30,7 @@ class ChatMessage(BaseModel):
             ApiError: The content is no text.
         """
         content = "" if self.content is None else "".join(_texts(self.content, f"messages.{number}.content"))
-        named = {"name": self.name, "reasoning_content": self.reasoning_content, "tool_call_id": self.tool_call_id}
-        return {
-            "role": self.role,
-            "content": content,
-            **{key: value for key, value in named.items() if value is not None},
-        }
+        return self.model_copy(update={"content": content}).model_dump(exclude_none=True)
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)]

@@ -1,6 +1,7 @@
 """Measurements of a server, as Prometheus reads them."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -26,23 +27,26 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._requests = self._counter("requests", "Finished requests, by why they ended.", ["finish_reason"])
-        self._refused = self._counter("refused_requests", "HTTP requests that were refused, by status.", ["status"])
-        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
-        self._cached_tokens = self._counter("cached_prompt_tokens", "Tokens of prompts that were cached already.")
-        self._new_tokens = self._counter("generation_tokens", "New tokens.")
+        counter = partial(Counter, namespace="dcpmla", registry=self.registry)
+        gauge = partial(Gauge, namespace="dcpmla", registry=self.registry)
+        histogram = partial(Histogram, namespace="dcpmla", buckets=_SECONDS, registry=self.registry)
+        self._requests = counter("requests", "Finished requests, by why they ended.", ["finish_reason"])
+        self._refused = counter("refused_requests", "HTTP requests that were refused, by status.", ["status"])
+        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
+        self._cached_tokens = counter("cached_prompt_tokens", "Tokens of prompts that were cached already.")
+        self._new_tokens = counter("generation_tokens", "New tokens.")
         self._totals = {
-            "preemptions": self._counter("preemptions", "Times that finished requests gave up their blocks."),
-            "draft_tokens": self._counter("draft_tokens", "Drafts that steps have tried."),
-            "accepted_draft_tokens": self._counter("accepted_draft_tokens", "Drafts that became tokens."),
+            "preemptions": counter("preemptions", "Times that finished requests gave up their blocks."),
+            "draft_tokens": counter("draft_tokens", "Drafts that steps have tried."),
+            "accepted_draft_tokens": counter("accepted_draft_tokens", "Drafts that became tokens."),
         }
         self._seen = dict.fromkeys(self._totals, 0)
-        self._running = self._gauge("requests_running", "Requests that hold blocks of the cache.")
-        self._waiting = self._gauge("requests_waiting", "Requests that wait for blocks.")
-        self._cache_use = self._gauge("kv_cache_use", "Part of the cache's blocks that requests hold.")
-        self._first_token = self._histogram("time_to_first_token", "Seconds from a request to its first token.")
-        self._per_token = self._histogram("time_per_output_token", "Seconds per token after a request's first one.")
-        self._end_to_end = self._histogram("request", "Seconds from a request to its last token.")
+        self._running = gauge("requests_running", "Requests that hold blocks of the cache.")
+        self._waiting = gauge("requests_waiting", "Requests that wait for blocks.")
+        self._cache_use = gauge("kv_cache_use", "Part of the cache's blocks that requests hold.")
+        self._first_token = histogram("time_to_first_token_seconds", "Seconds from a request to its first token.")
+        self._per_token = histogram("time_per_output_token_seconds", "Seconds per token after a request's first one.")
+        self._end_to_end = histogram("request_seconds", "Seconds from a request to its last token.")
 
     def submitted(self, num_tokens: int) -> None:
         """Count a request's prompt."""
@@ -83,12 +87,3 @@ class Metrics:
     def text(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
         return generate_latest(self.registry)
-
-    def _counter(self, name: str, words: str, labels: list[str] | None = None) -> Counter:
-        return Counter(f"dcpmla_{name}", words, labels or [], registry=self.registry)
-
-    def _gauge(self, name: str, words: str) -> Gauge:
-        return Gauge(f"dcpmla_{name}", words, registry=self.registry)
-
-    def _histogram(self, name: str, words: str) -> Histogram:
-        return Histogram(f"dcpmla_{name}_seconds", words, buckets=_SECONDS, registry=self.registry)

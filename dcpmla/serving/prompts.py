@@ -122,12 +122,7 @@ class Texts:
         return list(encoded["input_ids"])
 
     async def decode(self, token_ids: list[int]) -> str:
-        """Return the text of tokens."""
-        text: str = await asyncio.to_thread(self._tokenizer.decode, self.known(token_ids))
-        return text
-
-    def known(self, token_ids: list[int]) -> list[int]:
-        """Return token ids.
+        """Return the text of tokens.
 
         Raises:
             ApiError: The model does not have a token.
@@ -136,7 +131,8 @@ class Texts:
         if outside is not None:
             words = f"token id {outside} is outside the model's vocabulary, [0, {self._model.vocab_size})"
             raise ApiError(400, words, param="tokens")
-        return token_ids
+        text: str = await asyncio.to_thread(self._tokenizer.decode, token_ids)
+        return text
 
     def token(self, token_id: int) -> str:
         """Return the text of one token inside a text, where a leading space is not dropped."""

@@ -3,7 +3,6 @@
 Source: OpenAI's API reference for completions and chat completions; fields beyond it carry vLLM's names.
 """
 
-from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
@@ -43,7 +42,7 @@ class _Generation(SamplingFields):
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
 
-    def check(self) -> None:
+    def model_post_init(self, context: Any, /) -> None:
         """Forget unknown fields.
 
         Raises:
@@ -95,9 +94,9 @@ class CompletionBody(_Generation):
             return [self.prompt]
         return list(self.prompt)
 
-    def check(self) -> None:
+    def model_post_init(self, context: Any, /) -> None:
         """Raise ApiError as well if neither a new token nor the prompt is wanted."""
-        super().check()
+        super().model_post_init(context)
         if self.token_limit == 0 and not self.echo:
             raise ApiError(400, "max_tokens is 0; it must be at least 1, except with echo", param="max_tokens")
 
@@ -131,9 +130,9 @@ class ChatBody(_Generation, TemplateFields):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
-    def check(self) -> None:
+    def model_post_init(self, context: Any, /) -> None:
         """Raise ApiError as well for alternatives without log probabilities, and if no token is wanted."""
-        super().check()
+        super().model_post_init(context)
         check_messages(self.messages)
         self.template()
         if self.top_logprobs and not self.logprobs:
@@ -156,7 +155,7 @@ class TokenizeBody(TemplateFields):
     messages: Messages | None = None
     add_special_tokens: bool | None = None
 
-    def check(self) -> None:
+    def model_post_init(self, context: Any, /) -> None:
         """Raise ApiError if a field would change the tokens and is not served, or for no text or two."""
         check_fields_of_body(self.model_extra or {})
         if (self.prompt is None) == (self.messages is None):
@@ -172,23 +171,22 @@ class DetokenizeBody(BaseModel):
     tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 
 
-def parse(kind: type[Body], content: bytes | bytearray, check: Callable[[Body], None] = lambda body: None) -> Body:
+def parse(kind: type[Body], content: bytes | bytearray) -> Body:
     """Return a body of a kind.
 
     Raises:
-        ApiError: The body is no JSON, or one of its fields is wrong; the message names the first such field.
+        ApiError: The body is no JSON, or one of its fields is wrong or not served; the message names the first such
+            field.
     """
     _check_size(content)
     try:
-        body = kind.model_validate_json(content)
+        return kind.model_validate_json(content)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False, include_context=False)
         path, words = _closest([(each["loc"], each["type"], each["msg"]) for each in errors])
         item = f"[{path[-1]}]" if path and isinstance(path[-1], int) else ""
         param = str(path[0]) if path else None
         raise ApiError(400, f"{param or 'the body'}{item}: {words}", param=param) from None
-    check(body)
-    return body
 
 
 def _check_size(content: bytes | bytearray) -> None:

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from dcpmla.serving.answers import DONE, Answers, event
 from dcpmla.serving.client import Generation
 from dcpmla.serving.errors import ApiError
-from dcpmla.serving.messages import Output, merged
+from dcpmla.serving.messages import Output, joined
 from dcpmla.serving.shown import Json
 
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -22,7 +22,7 @@ async def collect(generation: Generation, answers: Answers) -> Json:
     outputs: list[list[Output]] = [[] for _ in generation.indices]
     async for index, output in generation.outputs():
         outputs[index].append(output)
-    return answers.whole([merged(parts)[0] for parts in outputs])
+    return answers.whole([joined(parts) for parts in outputs])
 
 
 async def events(generation: Generation, answers: Answers) -> AsyncIterator[str]:

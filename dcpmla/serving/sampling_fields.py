@@ -1,6 +1,7 @@
 """Fields of completions and chats that decide which tokens are chosen and when an answer ends."""
 
 import secrets
+from dataclasses import fields
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
@@ -104,23 +105,13 @@ class SamplingFields(BaseModel):
         if (self.min_tokens or 0) > max_new_tokens:
             words = f"min_tokens is {self.min_tokens}; at most max_tokens, {max_new_tokens}, is allowed"
             raise ApiError(400, words, param="min_tokens")
-        return SamplingParams(
-            max_new_tokens=max_new_tokens,
-            min_tokens=self.min_tokens or 0,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(0, self.top_k or 0),
-            min_p=self.min_p or 0.0,
-            seed=secrets.randbits(32) if self.seed is None else self.seed % _SEEDS,
-            stop=self.stop or (),
-            stop_token_ids=self.stop_token_ids or (),
-            ignore_eos=bool(self.ignore_eos),
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            repetition_penalty=self.repetition_penalty or 1.0,
-            logit_bias=[(int(token), bias) for token, bias in (self.logit_bias or {}).items()],
-            include_stop_str_in_output=bool(self.include_stop_str_in_output),
-            skip_special_tokens=not self.shows_special_tokens,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-        )
+        values = {
+            "temperature": 1.0,
+            **self.model_dump(include={field.name for field in fields(SamplingParams)}, exclude_none=True),
+            "max_new_tokens": max_new_tokens,
+            "top_k": max(0, self.top_k or 0),
+            "seed": secrets.randbits(32) if self.seed is None else self.seed % _SEEDS,
+            "logprobs": logprobs,
+            "prompt_logprobs": prompt_logprobs,
+        }
+        return SamplingParams(**values)

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-from dcpmla.serving.messages import Output
-
 Json = dict[str, Any]
 
 
@@ -15,10 +13,6 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
-
-    def count(self, output: Output) -> None:
-        """Add an output."""
-        self.completion_tokens += output.num_tokens
 
     def body(self) -> Json:
         """Return OpenAI's object."""

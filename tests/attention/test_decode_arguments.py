@@ -55,7 +55,8 @@ def test_decode_names_the_wrong_shape(argument: str, value: Tensor, expected: st
 )
 def test_decode_names_a_wrong_workspace(workspace: Tensor) -> None:
     with pytest.raises(
-        ValueError, match=f"^workspace is {workspace.dtype} .* on {workspace.device}; it comes from decode_workspace"
+        ValueError,
+        match=f"^workspace is {workspace.dtype} .* on {workspace.device}; expected one from decode_workspace",
     ):
         mla_decode(**{**decode_arguments(), "workspace": workspace})
 

@@ -84,6 +84,8 @@ ON_GPU = [
     Case([(1, 4097), (61, 3000), (1, 0), (9, 65)], num_heads=16, is_sharded=True, max_query_len=8),
     Case([(1, 4097), (4, 700), (61, 3000), (1, 0), (2, 65)], num_heads=128, is_sharded=True, max_query_len=1),
     Case([(17, 200)] * 3, num_heads=64, block_size=16, is_sharded=True, max_query_len=2),
+    long_case(9, 3000, num_heads=64, kv_lora_rank=1024),
+    Case([(3, 2048), (1, 0), (2, 65), (1, 1)], num_heads=40, block_size=1, is_sharded=True, kv_lora_rank=1024),
 ]
 ON_GPU += [replace(case, **kind) for kind in QUANTIZED for case in ON_GPU]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention import projections
-from dcpmla.attention.prefill import dequantize_rows, read_latents
+from dcpmla.attention.prefill import dequantize_rows, read_cache_rows
 from dcpmla.cache.formats import FP8, row_width, to_fp8, to_latents, write_latents
 from tests.attention.test_small_kernels import (
     BLOCK_SIZE,
@@ -127,7 +127,7 @@ def check_reading(device: str) -> None:
             :, 1
         ]
         slots = torch.tensor([3, 3, 0, 27, 9, 14, 22, 1, 6, 13, 20])
-        rows, wanted = kernels.read_latents(*on(device, [cache, slots])), read_latents(cache, slots)
+        rows, wanted = kernels.read_cache_rows(*on(device, [cache, slots])), read_cache_rows(cache, slots)
         assert torch.equal(bytes_of(rows), bytes_of(wanted))
         on_device = None if kv_scale is None else kv_scale.to(device)
         for dtype in DTYPES:
@@ -170,8 +170,8 @@ def test_a_chunk_through_the_operators(storage: torch.dtype) -> None:
     cache = random_rows(1024 * 64, storage, 512, 64).unflatten(0, (1024, 64))
     kv_scale = torch.tensor([0.37]) if storage == FP8 else None
     slots = torch.randperm(1024 * 64, generator=torch.Generator().manual_seed(0))
-    rows = read_latents(cache.cuda(), slots.cuda())
-    assert torch.equal(bytes_of(rows), bytes_of(read_latents(cache, slots)))
+    rows = read_cache_rows(cache.cuda(), slots.cuda())
+    assert torch.equal(bytes_of(rows), bytes_of(read_cache_rows(cache, slots)))
     for dtype in (*DTYPES, torch.float64):
         decoded = dequantize_rows(rows, 512, None if kv_scale is None else kv_scale.cuda(), dtype)
         torch.testing.assert_close(
@@ -189,8 +189,8 @@ def check_operators(device: str) -> None:
             checks.append("test_schema")
         rows = [arguments[1], torch.tensor([3, 0])]
         torch.library.opcheck(projections.finish_latents.op, on(device, arguments), test_utils=checks)
-        torch.library.opcheck(read_latents.op, on(device, rows), test_utils=checks)
-        codes = [read_latents(*rows), sizes[1], arguments[-1], torch.bfloat16]
+        torch.library.opcheck(read_cache_rows.op, on(device, rows), test_utils=checks)
+        codes = [read_cache_rows(*rows), sizes[1], arguments[-1], torch.bfloat16]
         torch.library.opcheck(dequantize_rows.op, on(device, codes), test_utils=checks)
     query = [*query_case(ODD, 3, torch.float32, True, False)[:-1], torch.tensor([0.01])]
     torch.library.opcheck(projections.absorb_query.op, on(device, query))

@@ -98,12 +98,14 @@ def check_kernels(device: str) -> None:
     assert results[0][0].flatten(0, 1).any(1).sum() == 3  # pools 0, 1 and 2
 
 
-def test_kernels() -> None:
+def test_kernels_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        check_kernels("cuda")
-    else:
-        run_interpreted(1, check_kernels, "cpu")
+    run_interpreted(1, check_kernels, "cpu")
+
+
+@pytest.mark.gpu
+def test_kernels() -> None:
+    check_kernels("cuda")
 
 
 def test_the_kernel_compiles_for_hopper() -> None:

@@ -13,7 +13,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 )
 
 from dcpmla.attention import projections
-from dcpmla.attention.prefill import read_latents
+from dcpmla.attention.prefill import read_cache_rows
 from dcpmla.comm.nccl import merge_rows, weigh_rows
 from tests.attention.test_small_kernels import (
     BLOCK_SIZE,
@@ -98,7 +98,7 @@ def check_operators(device: str) -> None:
         values = [randn(len(slots), 3, 40), randn(3, 17, 40)[:, 12:]]
         torch.library.opcheck(projections.project_values.op, on(device, values))
         rows = [randn(NUM_BLOCKS, 2, BLOCK_SIZE, 7)[:, 1], torch.tensor(slots, dtype=torch.int64).abs()]
-        torch.library.opcheck(read_latents.op, on(device, rows))
+        torch.library.opcheck(read_cache_rows.op, on(device, rows))
         for num_heads in (1, 3):
             received = randn(
                 2, len(slots), num_heads, 16

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dcpmla import StepMetadata, dcp_mla_prefill, merge_partials, mla_decode
 from dcpmla.attention.build import StepBuilder
-from dcpmla.attention.prefill import read_latents
+from dcpmla.attention.prefill import read_cache_rows
 from dcpmla.attention.step import PrefillMetadata, StepRequests
 from dcpmla.cache.formats import FP8, row_width, storage_dtype, to_cache_rows, to_fp8, to_latents
 from dcpmla.cache.latent import num_blocks
@@ -29,7 +29,7 @@ class AllRanks(LocalExchange):
 
     def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
         pieces = zip(self.caches, next(self.chunks), strict=True)
-        everybody = torch.cat([read_latents(cache, piece.local_slots).view(torch.uint8) for cache, piece in pieces])
+        everybody = torch.cat([read_cache_rows(cache, piece.local_slots).view(torch.uint8) for cache, piece in pieces])
         return lambda: everybody[order].view(rows.dtype)
 
 

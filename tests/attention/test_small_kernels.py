@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention import head_factors, projections
-from dcpmla.attention.prefill import read_latents
+from dcpmla.attention.prefill import read_cache_rows
 from tests.support.shared_memory import run_interpreted
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 7
@@ -142,8 +142,8 @@ def check_rows(device: str, width: int) -> None:
         cache = randn(NUM_BLOCKS, 3, BLOCK_SIZE, width, dtype=dtype)[:, 1]
         slots = torch.tensor([3, 3, 0, 27, 9])
         (moved,) = on(device, [cache])
-        assert torch.equal(kernels.read_latents(moved, slots.to(device)).cpu(), read_latents(cache, slots))
-        assert kernels.read_latents(moved, slots[:0].to(device)).shape == (0, width)
+        assert torch.equal(kernels.read_cache_rows(moved, slots.to(device)).cpu(), read_cache_rows(cache, slots))
+        assert kernels.read_cache_rows(moved, slots[:0].to(device)).shape == (0, width)
 
 
 @pytest.mark.gpu
@@ -178,8 +178,8 @@ def test_operators_run_the_kernels_and_match_the_torch_code() -> None:
             projections.project_values(*on("cuda", [out, w_uv])),
         ]
         slots = torch.tensor([5, 0])
-        wanted.append(read_latents(arguments[1], slots))
-        got.append(read_latents(moved[1], slots.cuda()))
+        wanted.append(read_cache_rows(arguments[1], slots))
+        got.append(read_cache_rows(moved[1], slots.cuda()))
         for mine, theirs in zip(got, wanted, strict=True):
             torch.testing.assert_close(mine.cpu(), theirs, atol=tolerance, rtol=tolerance)
 
@@ -192,7 +192,7 @@ def test_offsets_past_2_to_the_31() -> None:
     arguments = on("cuda", latents_case(NO_Q_LORA, [num_blocks * 64 - 1], torch.bfloat16, True, True))
     _, latents, *_ = projections.finish_latents(arguments[0], cache, *arguments[2:])
     assert torch.equal(cache[-1, -1], latents[0])
-    assert torch.equal(read_latents(cache, arguments[2]), latents)
+    assert torch.equal(read_cache_rows(cache, arguments[2]), latents)
     assert cache[-1, :-1].isnan().all()
     assert cache[0].isnan().all()
 

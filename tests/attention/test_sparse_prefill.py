@@ -43,8 +43,8 @@ def test_positions_of_other_tokens() -> None:
         torch.zeros(1, 4, L + R),
         torch.zeros(2, P + V, L),
     )
-    with pytest.raises(ValueError, match="positions has 4 rows; expected one for each of the 3 tokens of q"):
-        dcp_mla_prefill(*rows, prefill, SCALE, LocalExchange(), positions=select([1, 2, 3, 4], 2))
+    with pytest.raises(ValueError, match="selected_positions has 4 rows; expected one for each of the 3 tokens of q"):
+        dcp_mla_prefill(*rows, prefill, SCALE, LocalExchange(), selected_positions=select([1, 2, 3, 4], 2))
 
 
 @pytest.mark.gpu
@@ -71,7 +71,7 @@ def test_dcp_mla_prefill_over_selected_positions_on_a_gpu(workspace: int, dims: 
 
     def run(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         cast = [tensor.to(dtype) for tensor in inputs]
-        out, lse = dcp_mla_prefill(*cast, prefill, (nope + rope) ** -0.5, LocalExchange(), positions=positions)
+        out, lse = dcp_mla_prefill(*cast, prefill, (nope + rope) ** -0.5, LocalExchange(), selected_positions=positions)
         return out.double(), lse
 
     (out, lse), (wanted, wanted_lse) = run(torch.bfloat16), run(torch.float64)

@@ -169,6 +169,8 @@ def test_parts_of_decodes_are_whole_requests(query_lens: list[int], width: int, 
         num_tokens = some.stop - some.start
         assert num_tokens <= max(max_tokens, width)
         assert each.local_seq_lens.tolist() == decode.local_seq_lens[some].tolist()
+        columns = each.block_table, each.local_seq_lens, each.request_index, each.query_start_loc
+        assert all(column is None or column.data_ptr() % 16 == 0 for column in columns)  # kernels are compiled for this
         index = range(len(each.block_table)) if each.request_index is None else each.request_index.tolist()
         starts = range(0, num_tokens + 1, each.max_query_len) if each.queries is None else each.queries.start
         if each.query_start_loc is not None:

@@ -26,12 +26,14 @@ LAYOUTS = ((1, 1), (2, 1), (3, 4), (4, 8))  # DCP size, interleave
 SEQ_LENS = (1, 7, 0, 40, 12, 13, 95)  # 0 is padding
 
 
-def selected(function: Any, window: int, seq_lens: tuple[int, ...], rank: int, layout: tuple[int, int]) -> Any:
+def selected(
+    function: Any, window: int, seq_lens: tuple[int, ...], rank: int, layout: tuple[int, int], device: str = "cpu"
+) -> Any:
     table = torch.randperm(len(seq_lens) * 12, generator=torch.Generator().manual_seed(1)).view(-1, 12).to(torch.int32)
     lens, request = torch.tensor(seq_lens, dtype=torch.int32), torch.arange(len(seq_lens), dtype=torch.int32)
-    memory = SelectedTokens.empty(len(seq_lens), window, "cpu")
+    memory = SelectedTokens.empty(len(seq_lens), window, device)
     written = memory.positions, memory.slots, memory.num_slots
-    function(table, request, lens, BLOCK_SIZE, rank, *layout, *written)
+    function(table.to(device), request.to(device), lens.to(device), BLOCK_SIZE, rank, *layout, *written)
     return table, memory
 
 
@@ -51,24 +53,25 @@ def test_windows(window: int, seq_lens: tuple[int, ...], layout: tuple[int, int]
             assert memory.slots[row, : memory.num_slots[row]].tolist() == [slot for slot in slots if slot >= 0]
 
 
-def check_kernel() -> None:
+def check_kernel(device: str) -> None:
     from dcpmla.attention.windowed.kernels.select import select_window as kernel
 
     for layout in LAYOUTS:
         for rank in range(layout[0]):
-            (_, expected), (_, result) = (selected(run, 12, SEQ_LENS, rank, layout) for run in (select_window, kernel))
-            assert torch.equal(result.positions, expected.positions)
-            assert torch.equal(result.num_slots, expected.num_slots)
-            for slots, expected_slots, num in zip(result.slots, expected.slots, expected.num_slots, strict=True):
+            _, expected = selected(select_window, 12, SEQ_LENS, rank, layout)
+            _, result = selected(kernel, 12, SEQ_LENS, rank, layout, device)
+            assert torch.equal(result.positions.cpu(), expected.positions)
+            assert torch.equal(result.num_slots.cpu(), expected.num_slots)
+            for slots, expected_slots, num in zip(result.slots.cpu(), expected.slots, expected.num_slots, strict=True):
                 assert torch.equal(slots[:num], expected_slots[:num])
 
 
 def test_the_kernel() -> None:
     pytest.importorskip("triton")
-    run_interpreted(1, check_kernel)
+    run_interpreted(1, check_kernel, "cpu")
 
 
-def check_prefill_kernel() -> None:
+def check_prefill_kernel(device: str) -> None:
     from dcpmla.attention.triton.prefill import run
 
     generator, window, query_lens = torch.Generator().manual_seed(0), 20, (300, 5, 170)
@@ -78,21 +81,29 @@ def check_prefill_kernel() -> None:
     mask = selection_mask(positions, rows.start_loc, torch.zeros(3, dtype=torch.int32), 300)
     q, k_nope, v = (torch.randn(475, 2, width, generator=generator).half() for width in (48, 32, 32))
     k_pe = torch.randn(475, 16, generator=generator).half()
+    expected, expected_lse = run_prefill(PrefillCall(q, k_nope, k_pe, v, *rows, *rows, 0.2, True, mask))
+    q, k_nope, k_pe, v, mask = (tensor.to(device) for tensor in (q, k_nope, k_pe, v, mask))
+    rows = segments(query_lens, device)
     call = PrefillCall(q, k_nope, k_pe, v, *rows, *rows, 0.2, True, mask)
     for bound in (window, window + 100):
         out, lse = run(call._replace(window=bound))
-        expected, expected_lse = run_prefill(call)
-        torch.testing.assert_close(out, expected, atol=5e-3, rtol=5e-3)
-        torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-3)
-    hidden = call._replace(k_nope=k_nope.clone().fill_(torch.nan))  # a key before all windows of its tile is not read
-    hidden.k_nope[120:] = k_nope[120:]
+        torch.testing.assert_close(out.cpu(), expected, atol=5e-3, rtol=5e-3)
+        torch.testing.assert_close(lse.cpu(), expected_lse, atol=1e-3, rtol=1e-3)
+    hidden = call._replace(k_nope=k_nope.clone())  # a key before all windows of its tile is not read
+    hidden.k_nope[:120] = torch.nan
     out, _ = run(hidden._replace(window=window))
     assert torch.equal(out[299], run(call._replace(window=window))[0][299])
 
 
 def test_prefill_leaves_out_keys_before_the_window() -> None:
     pytest.importorskip("triton")
-    run_interpreted(1, check_prefill_kernel)
+    run_interpreted(1, check_prefill_kernel, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", [check_kernel, check_prefill_kernel])
+def test_kernels(check: Any) -> None:
+    check("cuda")
 
 
 def test_the_kernel_compiles() -> None:

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from dcpmla import DCPConfig, LatentCache, MLAConfig
 from dcpmla.attention.kind import DenseKind
-from dcpmla.attention.prefill import read_latents
+from dcpmla.attention.prefill import read_cache_rows
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.formats import write_latents
 from dcpmla.cache.latent import LayerCache, num_blocks
@@ -249,9 +249,9 @@ def test_rows_come_back_as_written_and_no_others_change(dtype: torch.dtype) -> N
     slots = torch.tensor(random.Random(1).sample(range(24), 7))
     write_latents(kv_cache, kv_c, k_pe, slots)
     expected = torch.cat([kv_c, k_pe], -1).to(dtype)
-    assert torch.equal(read_latents(kv_cache, slots), expected)
+    assert torch.equal(read_cache_rows(kv_cache, slots), expected)
     order = torch.tensor([3, 3, 0])
-    assert torch.equal(read_latents(kv_cache, slots[order]), expected[order])
+    assert torch.equal(read_cache_rows(kv_cache, slots[order]), expected[order])
     for token, slot in enumerate(slots.tolist()):
         assert torch.equal(kv_cache[slot // 4, slot % 4], expected[token])
     untouched = torch.ones(24, dtype=torch.bool).index_fill(0, slots, False)
@@ -265,7 +265,7 @@ def test_writing_again_replaces_and_writing_nothing_changes_nothing() -> None:
     write_latents(kv_cache, torch.full((1, 2), 5.0), torch.full((1, 1), 6.0), slots[:1])
     write_latents(kv_cache, torch.empty(0, 2), torch.empty(0, 1), slots[:0])
     assert kv_cache.view(4, 3).tolist() == [[0, 0, 0], [1, 1, 1], [5, 5, 6], [0, 0, 0]]
-    assert read_latents(kv_cache, slots[:0]).shape == (0, 3)
+    assert read_cache_rows(kv_cache, slots[:0]).shape == (0, 3)
 
 
 def test_shards_together_hold_the_sequence() -> None:
@@ -280,7 +280,7 @@ def test_shards_together_hold_the_sequence() -> None:
         slots = torch.tensor([places[token][1] for token in mine])
         write_latents(kv_cache, kv[mine, :4], kv[mine, 4:], slots)
         assert int((~kv_cache.isnan()).any(-1).sum()) == len(mine)
-    rows = torch.stack([read_latents(caches[rank], torch.tensor([slot]))[0] for rank, slot in places])
+    rows = torch.stack([read_cache_rows(caches[rank], torch.tensor([slot]))[0] for rank, slot in places])
     assert torch.equal(rows, kv)
 
 
@@ -289,4 +289,4 @@ def test_a_cache_that_is_a_slice_of_a_larger_one_is_written() -> None:
     write_latents(layer, torch.ones(2, 4), torch.full((2, 2), 2.0), torch.tensor([0, 5]))
     assert layer[0, 0].tolist() == layer[1, 1].tolist() == [1, 1, 1, 1, 2, 2]
     assert layer.sum() == 16
-    assert torch.equal(read_latents(layer, torch.tensor([5, 1])), torch.stack([layer[1, 1], layer[0, 1]]))
+    assert torch.equal(read_cache_rows(layer, torch.tensor([5, 1])), torch.stack([layer[1, 1], layer[0, 1]]))

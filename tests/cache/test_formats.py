@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dcpmla import DCPConfig
-from dcpmla.attention.prefill import dequantize_rows, read_latents
+from dcpmla.attention.prefill import dequantize_rows, read_cache_rows
 from dcpmla.cache.formats import (
     FP8,
     check_kv_scale,
@@ -171,7 +171,7 @@ def test_what_is_not_finite_is_refused_by_name(storage: torch.dtype, bad: float,
         to_cache_rows(**latents, storage=storage, kv_scale=kv_scale)
     cache = torch.zeros(1, 2, row_width(storage, 128, 6), dtype=storage)
     write_latents(cache, **latents, slots=torch.tensor([1, -1]), kv_scale=kv_scale)  # another rank's row
-    rows = dequantize_rows(read_latents(cache, torch.tensor([1, 0])), 128, kv_scale, torch.float32)
+    rows = dequantize_rows(read_cache_rows(cache, torch.tensor([1, 0])), 128, kv_scale, torch.float32)
     assert torch.equal(rows, torch.tensor([[1.0], [0.0]]).expand(2, 134))
 
 

@@ -120,15 +120,7 @@ def test_landings_compile_for_hopper(dtype: str, carrier: str, is_fp8: bool, siz
     from dcpmla.comm.kernels.exchange import combine_kernel, gather_kernel
 
     peers = triton.next_power_of_2(size)
-    common = {
-        "SIZE": size,
-        "PEERS": peers,
-        "COLUMNS": 128,
-        "IS_FP8": is_fp8,
-        "PROGRAMS": 2048,
-        "SHARE": 4,
-        "REPEAT": 32 // peers,
-    }
+    common = {"SIZE": size, "PEERS": peers, "COLUMNS": 128, "IS_FP8": is_fp8, "PROGRAMS": 2048, "SHARE": 4}
     rows = {"q_ptr": f"*{carrier}", "gathered_ptr": f"*{dtype}", "out_ptr": f"*{carrier}", "merged_ptr": f"*{dtype}"}
     lses = {"lse_ptr": "*fp32", "merged_lse_ptr": "*fp32"}
     for kernel, constants, num_words in (

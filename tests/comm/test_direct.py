@@ -109,14 +109,15 @@ def check_missing_rank() -> None:
         exchange._mailbox.state[:-1] = 6
         if rank == 1:
             continue
-        assert 2.0 <= seconds(call, exchange) < 6.0
+        assert seconds(call, exchange) >= 2.0
         words = f"{operation} failed on rank {rank} of the group [0, 1, 2]: nothing came from rank 1 for 2 s"
         words += f", in exchange {number}"
         for again in (exchange.check, lambda: call(exchange)):  # noqa: B023
             with pytest.raises(PeerFault, match=f"{re.escape(words)}$"):
                 again()
         exchange.fault.zero_()  # so that kernels run as they do in graphs
-        assert seconds(call, exchange) < 2.0
+        exchange.timeout = 3600.0
+        call(exchange)  # a call that waited for rank 1 would outlast the test
     rest = dist.new_group([0, 2])
     if rank != 1:
         exchange = new_exchange(group=rest)

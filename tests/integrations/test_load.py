@@ -143,7 +143,10 @@ def check_loads(
     with_drafts: bool = False,
 ) -> None:
     reference = save_tiny(family, directory)
-    dcp = dcp_config(tp, dcp_size, interleave, block_size=4, context_workspace_tokens=5 * 4 * dcp_size * interleave)
+    # A block has at most 32 tokens (a row of DeepSeek-V4 has 4), so that requests outgrow theirs and are preempted.
+    block_size = 4 if dcp_size < 4 else 2
+    workspace = 5 * block_size * dcp_size * interleave
+    dcp = dcp_config(tp, dcp_size, interleave, block_size=block_size, context_workspace_tokens=workspace)
     seeds = list(range(6 if tp < 3 and family == "deepseek_v3" else 2 if family == "deepseek_v4" else 4))
     arguments = directory, dcp, seeds, device_type, with_drafts
     ranks = run_ranks(tp, serve, *arguments, device=device_type, timeout=300)

@@ -50,4 +50,6 @@ def test_logits_and_tokens(num_gpus: int, family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_gpus", NUM_GPUS)
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v4"])
 def test_loads(num_gpus: int, family: str, tmp_path: Path) -> None:
-    check_loads(num_gpus, num_gpus, 1, tmp_path, "cuda", family)
+    # Over eight ranks, DeepSeek-V4's smallest block has 64 tokens: too many for requests that outgrow their blocks.
+    dcp_size = min(num_gpus, 4) if family == "deepseek_v4" else num_gpus
+    check_loads(num_gpus, dcp_size, 1, tmp_path, "cuda", family)

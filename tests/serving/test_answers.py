@@ -60,7 +60,7 @@ def rendered(**fields: Any) -> str:
     texts = texts_of("straddling")
     texts._tokenizer.chat_template = TEMPLATE
     messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
-    body = parse(ChatBody, json.dumps({"messages": messages, **fields}).encode(), ChatBody.check)
+    body = parse(ChatBody, json.dumps({"messages": messages, **fields}).encode())
     prompt = asyncio.run(texts.chat(body.messages, None, body.template()))
     return str(texts._tokenizer.decode(prompt.token_ids))
 

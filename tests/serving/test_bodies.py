@@ -41,8 +41,8 @@ def test_nothing_is_kept_of_unknown_fields() -> None:
         (ChatBody, {"messages": [{**MESSAGE, "x": ["y"]}]}),
     ]
     for kind, fields in bodies:
-        body = parse(kind, json.dumps({**fields, "x": ["y"] * 1000}).encode(), kind.check)
+        body = parse(kind, json.dumps({**fields, "x": ["y"] * 1000}).encode())
         assert not body.model_extra
     assert '"x"' not in body.model_dump_json().replace('"content":"x"', "")
     with pytest.raises(ApiError, match="tools is not supported"):
-        parse(ChatBody, json.dumps({**fields, "tools": ["x"]}).encode(), ChatBody.check)
+        parse(ChatBody, json.dumps({**fields, "tools": ["x"]}).encode())

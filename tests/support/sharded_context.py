@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dcpmla import DCPConfig, StepMetadata, dcp_mla_prefill
 from dcpmla.attention.build import StepBuilder
-from dcpmla.attention.prefill import read_latents
+from dcpmla.attention.prefill import read_cache_rows
 from dcpmla.attention.step import StepRequests
 from dcpmla.cache.formats import write_latents
 from dcpmla.cache.latent import num_blocks
@@ -24,7 +24,7 @@ class AllRanks:
     def __init__(self, caches: Sequence[Tensor], steps: Sequence[StepMetadata]) -> None:
         chunks = [step.prefill.context_chunks for step in steps if step.prefill is not None]
         self.chunks: Iterator[list[Tensor]] = (
-            [read_latents(cache, piece.local_slots) for cache, piece in zip(caches, pieces, strict=True)]
+            [read_cache_rows(cache, piece.local_slots) for cache, piece in zip(caches, pieces, strict=True)]
             for pieces in zip(*chunks, strict=True)
         )
 
@@ -100,5 +100,5 @@ class ShardedContext:
             assert step.prefill is not None
             assert len(step.prefill.context_chunks) >= min_chunks
             rows, exchange = (self.q, new[:, :L], new[:, L:], cache), AllRanks(self.caches, self.steps)
-            got = dcp_mla_prefill(*rows, self.w_kv_b, step.prefill, SCALE, exchange, positions=positions)
+            got = dcp_mla_prefill(*rows, self.w_kv_b, step.prefill, SCALE, exchange, selected_positions=positions)
             check_close(got, expected, atol=1e-4)

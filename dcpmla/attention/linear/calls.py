@@ -71,7 +71,7 @@ class DeltaRequests(NamedTuple):
 
 
 class DeltaPieces(NamedTuple):
-    """Requests of a step that attend in chunks, int32. Their tokens in a row, without others between them, are rows.
+    """Requests of a step that attend in chunks, int32. Their tokens, one request after the other, are rows.
 
     Attributes:
         start_loc: First row of each request [num_pieces + 1]; the last is the number of rows.

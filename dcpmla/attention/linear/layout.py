@@ -56,8 +56,8 @@ class DeltaLayout(NamedTuple):
             takes_chunks: Whether long pieces attend in chunks.
         """
         has_pieces = takes_chunks and num_tokens >= LONG_PIECE
-        most = min(num_reqs, MAX_PIECES, max(1, num_tokens // TOKENS_PER_PIECE))
-        return cls(num_reqs, num_tokens, most if has_pieces else 0)
+        num_pieces = min(num_reqs, MAX_PIECES, max(1, num_tokens // TOKENS_PER_PIECE))
+        return cls(num_reqs, num_tokens, num_pieces if has_pieces else 0)
 
     @property
     def size(self) -> int:

@@ -78,7 +78,8 @@ def quant_for(linear: Linear, head_dim: int) -> OutputQuant | None:
 class OutputRows:
     """Output to which parts of a batch append their rows, quantized on the way if quant is given.
 
-    A part that makes up the whole of a plain output becomes the output, so a step of decodes alone copies nothing.
+    If one call of `append` or `project` brings all rows, and nothing is quantized, its tensor is the output: a step of
+    decodes alone copies nothing.
 
     Args:
         num_rows: Number of rows T, padding included.

@@ -13,7 +13,7 @@ from torch import Tensor
 from dcpmla.attention.calls import COUNTER_WORDS, DecodeCall, num_programs, request_bound
 from dcpmla.attention.triton.device import shared_memory
 from dcpmla.attention.triton.keys import load_keys, load_planar
-from dcpmla.attention.triton.partials import finish_part
+from dcpmla.attention.triton.partials import finish_part, store_rows
 
 _LOG2E = 1.4426950408889634
 _LATENT = 512  # width of DeepSeek's latents
@@ -87,16 +87,6 @@ def _attend(q, q_pe, cache, table_ptr, tiles, num_keys, num_seen, scale, ROPE: t
     return acc / total[:, None], tl.where(is_any, (peak + tl.log2(total)) * LN2, -float("inf"))
 
 
-@triton.jit
-def _store(out_ptr, lse_ptr, first_row, num_rows, out, lse):
-    """Store num_rows rows of the output and their LSE."""
-    row, column = tl.arange(0, out.shape[0]), tl.arange(0, out.shape[1])
-    out_row = (first_row + row).to(tl.int64)
-    at = out_ptr + out_row[:, None] * out.shape[1] + column[None, :]
-    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=row[:, None] < num_rows)
-    tl.store(lse_ptr + out_row, lse, mask=row < num_rows)
-
-
 # Sizes of a step change, as do addresses of layers' scales: if specialized on them, Triton would recompile while
 # requests wait.
 @triton.jit(
@@ -167,7 +157,7 @@ def decode_kernel(
         first_row, num_rows, num_keys = _find_request(empty, batch, ROWS)
         if num_keys == 0:
             lse = tl.full([ROWS], -float("inf"), tl.float32)
-            _store(out_ptr, lse_ptr, first_row, num_rows, tl.zeros([ROWS, LATENT], tl.float32), lse)
+            store_rows(out_ptr, lse_ptr, first_row, num_rows, tl.zeros([ROWS, LATENT], tl.float32), lse)
 
     while start < end:
         first_row, num_rows, num_keys = _find_request(request, batch, ROWS)
@@ -195,7 +185,7 @@ def decode_kernel(
             num_parts = (begin + tl.cdiv(num_keys, _KEYS) - 1) // size - first_part + 1
             is_last, out, lse = finish_part(out, lse, counters_ptr, partials_ptr, first_part, num_parts, start == begin)
             if is_last:
-                _store(out_ptr, lse_ptr, first_row, num_rows, out, lse)
+                store_rows(out_ptr, lse_ptr, first_row, num_rows, out, lse)
             start = stop
         begin += tl.cdiv(num_keys, _KEYS)
         request += 1

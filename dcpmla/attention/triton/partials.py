@@ -1,5 +1,5 @@
-"""Partial outputs of requests that the portable decode kernel cuts: each part stores one, and the last part to arrive
-merges them.
+"""Outputs of the portable decode kernel. Each part of a request that is cut stores a partial output, and the last part
+to arrive merges them.
 """
 
 import triton
@@ -56,3 +56,13 @@ def finish_part(out, lse, counters_ptr, partials_ptr, first_part, num_parts, beg
             tl.store(counter, 0)  # the next launch starts from 0
             out, lse = _merge_parts(partials_ptr, partial_lse_ptr, first_part, num_parts, ROWS, LATENT)
     return is_last, out, lse
+
+
+@triton.jit
+def store_rows(out_ptr, lse_ptr, first_row, num_rows, out, lse):
+    """Store num_rows rows of the output and their LSE."""
+    row, column = tl.arange(0, out.shape[0]), tl.arange(0, out.shape[1])
+    out_row = (first_row + row).to(tl.int64)
+    at = out_ptr + out_row[:, None] * out.shape[1] + column[None, :]
+    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=row[:, None] < num_rows)
+    tl.store(lse_ptr + out_row, lse, mask=row < num_rows)

@@ -43,7 +43,6 @@ def gather_kernel(
     IS_FP8: tl.constexpr,
     PROGRAMS: tl.constexpr,
     SHARE: tl.constexpr,
-    REPEAT: tl.constexpr,
 ):
     """Gather rows [T, WIDTH] of each rank -> [T, SIZE, WIDTH].
 
@@ -87,7 +86,7 @@ def gather_kernel(
         num_missing, is_early = 1, True
         while (num_missing != 0) & is_early:
             if IS_FP8:
-                scale = read_words(my_scales + landed * tiles + tile, is_peer, 1.0, epoch, REPEAT)
+                scale = read_words(my_scales + landed * tiles + tile, is_peer, 1.0, epoch)
             x = tl.load(at, mask=mask, other=0, volatile=True)
             num_missing = tl.max(((scale == -1)[:, None] | (x == -1)).to(tl.int32), None)
             is_early = now() < deadline
@@ -127,7 +126,6 @@ def combine_kernel(
     IS_SENT: tl.constexpr,
     PROGRAMS: tl.constexpr,
     SHARE: tl.constexpr,
-    REPEAT: tl.constexpr,
 ):
     """Merge partial rows [T, SIZE h, WIDTH] of each rank -> rows [T, h, WIDTH] of its own heads.
 
@@ -176,9 +174,9 @@ def combine_kernel(
         lse, scale = tl.zeros([PEERS], tl.int64), tl.zeros([PEERS], tl.int64)
         num_missing, is_early = 1, True
         while (num_missing != 0) & is_early:
-            lse = read_words(my_lses + landed, is_peer, -float("inf"), epoch, REPEAT)
+            lse = read_words(my_lses + landed, is_peer, -float("inf"), epoch)
             if IS_FP8:
-                scale = read_words(my_scales + landed * tiles + tile, is_peer, 1.0, epoch, REPEAT)
+                scale = read_words(my_scales + landed * tiles + tile, is_peer, 1.0, epoch)
             x = tl.load(at, mask=mask, other=0, volatile=True)
             is_missing = (lse == -1) | (scale == -1)
             has_row = as_float(lse) != -float("inf")

@@ -65,23 +65,13 @@ def store_sums(sums, item, is_item, epoch, sums_ptr, weight_ptr, squares_ptr, WI
 
 
 @triton.jit
-def norm_items(
-    first,
-    last,
-    epoch,
-    sums_ptr,
-    weight_ptr,
-    normed_ptr,
-    codes_ptr,
-    scales_ptr,
-    scales_stride,
-    squares_ptr,
-    eps,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TILES: tl.constexpr,
-):
-    """Norm this program's items from first to last, each once the squares of its row have arrived."""
+def norm_items(first, last, epoch, sums_ptr, norm, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr):
+    """Norm this program's items from first to last, each once the squares of its row have arrived.
+
+    norm: weight_ptr (None for no norm), normed_ptr, codes_ptr, scales_ptr, scales_stride, squares_ptr and eps of the
+    kernels.
+    """
+    weight_ptr, normed_ptr, codes_ptr, scales_ptr, scales_stride, squares_ptr, eps = norm
     if weight_ptr is not None:
         tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
         tile = tl.arange(0, TILES)
@@ -89,13 +79,7 @@ def norm_items(
         for item in range(first, last):
             squares, num_missing = tl.zeros([TILES], tl.int64), 1
             while num_missing != 0:
-                squares = read_words(
-                    squares_ptr + item // tiles * tiles + tile,
-                    tile < tiles,
-                    0.0,
-                    epoch,
-                    REPEAT=32 // TILES if TILES < 32 else 1,
-                )
+                squares = read_words(squares_ptr + item // tiles * tiles + tile, tile < tiles, 0.0, epoch)
                 num_missing = tl.max((squares == -1).to(tl.int32), 0)
             row, first_column = tl.cast(item // tiles, tl.int64), item % tiles * COLUMNS
             column = first_column + tl.arange(0, COLUMNS)

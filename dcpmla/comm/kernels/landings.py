@@ -96,13 +96,14 @@ def as_word(value, epoch):
 
 
 @triton.jit
-def read_words(words, is_peer, nothing, epoch, REPEAT: tl.constexpr):
+def read_words(words, is_peer, nothing, epoch):
     """Read words of an exchange [N], as integers: -1 for a word that has not arrived, `nothing` for no peer.
 
-    Every thread loads a word, because with fewer loads than threads the compiler repeats the load at each use, and
-    words may arrive in between.
+    Every thread of the warp loads a word, because with fewer loads than threads the compiler repeats the load at each
+    use, and words may arrive in between.
     """
-    at = tl.broadcast_to(words[:, None], [words.shape[0], REPEAT])
+    repeat: tl.constexpr = 32 // words.shape[0] if words.shape[0] < 32 else 1
+    at = tl.broadcast_to(words[:, None], [words.shape[0], repeat])
     word = tl.load(at, mask=is_peer[:, None], other=as_word(nothing, epoch), volatile=True)
     return tl.max(tl.where((word >> 32) == epoch, word & 0xFFFFFFFF, -1), 1)
 

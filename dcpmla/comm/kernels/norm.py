@@ -18,7 +18,7 @@ def normalize(x, squares, weight, eps, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["scales_stride"])
 def add_norm_kernel(
-    partial_ptr,
+    rows_ptr,
     residual_ptr,
     weight_ptr,
     normed_ptr,
@@ -30,10 +30,10 @@ def add_norm_kernel(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Add a row of partial and residual [T, WIDTH], rounded once, and norm it: one program a row."""
+    """Add rows and residual [T, WIDTH], round each sum once, and norm it: one program a row."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
     at, mask = row * WIDTH + column, column < WIDTH
-    total = tl.load(partial_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    total = tl.load(rows_ptr + at, mask=mask, other=0.0).to(tl.float32)
     total += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
     sums = total.to(sums_ptr.dtype.element_ty)
     tl.store(sums_ptr + at, sums, mask=mask)
@@ -46,17 +46,17 @@ def add_norm_kernel(
 
 
 def add_norm(
-    partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False
+    rows: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute `comm.norm.add_norm` in one kernel."""
-    partial, residual = partial.contiguous(), residual.contiguous()
+    rows, residual = rows.contiguous(), residual.contiguous()
     normed, sums = torch.empty_like(residual), torch.empty_like(residual)
     codes, scales = empty_codes(normed, quantizes)
     num_tokens, width = residual.shape
     columns = triton.next_power_of_2(width)
     if num_tokens:
         add_norm_kernel[(num_tokens,)](
-            partial,
+            rows,
             residual,
             weight,
             normed,

@@ -70,12 +70,8 @@ def one_shot_kernel(
         x = take(landed, mask, peer, epoch, operation, deadline, state_ptr, fault_ptr, carrier, PROGRAMS)
         sums = add(x, residual_ptr, at, is_column, type)
         store_sums(sums, item + one, one == 0, epoch, sums_ptr, weight_ptr, squares_ptr, WIDTH)
-    # fmt: off
-    norm_items(
-        first, last, epoch, sums_ptr, weight_ptr, normed_ptr, codes_ptr, scales_ptr, scales_stride, squares_ptr, eps,
-        WIDTH, COLUMNS, TILES,
-    )
-    # fmt: on
+    norm = (weight_ptr, normed_ptr, codes_ptr, scales_ptr, scales_stride, squares_ptr, eps)
+    norm_items(first, last, epoch, sums_ptr, norm, WIDTH, COLUMNS, TILES)
 
 
 @triton.jit(
@@ -154,10 +150,5 @@ def two_shot_kernel(
         x = take(landed, mask, peer, epoch, operation, deadline, state_ptr, fault_ptr, carrier, PROGRAMS)
         sums = x.to(type, bitcast=True)
         store_sums(sums, item, is_item, epoch, sums_ptr, weight_ptr, squares_ptr, WIDTH)
-    last = tl.minimum(last * SIZE, num_items)
-    # fmt: off
-    norm_items(
-        first * SIZE, last, epoch, sums_ptr, weight_ptr, normed_ptr, codes_ptr, scales_ptr, scales_stride, squares_ptr,
-        eps, WIDTH, COLUMNS, TILES,
-    )
-    # fmt: on
+    norm = (weight_ptr, normed_ptr, codes_ptr, scales_ptr, scales_stride, squares_ptr, eps)
+    norm_items(first * SIZE, tl.minimum(last * SIZE, num_items), epoch, sums_ptr, norm, WIDTH, COLUMNS, TILES)

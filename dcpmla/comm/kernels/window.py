@@ -13,20 +13,18 @@ from dcpmla.comm.kernels.landings import count_exchange, give_up, next_epoch, no
 @triton.jit
 def _meet(
     phase,
-    flags_at,
-    epoch,
-    deadline,
-    rank,
-    operation,
-    addresses_ptr,
-    state_ptr,
-    fault_ptr,
+    exchange,
+    OPERATION: tl.constexpr,
     SIZE: tl.constexpr,
     PEERS: tl.constexpr,
     THREADS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """Signal to this program's peers that it has reached a phase, with all its stores done, and wait for them."""
+    """Signal to this program's peers that it has reached a phase, with all its stores done, and wait for them.
+
+    exchange: epoch and deadline; rank, flags_at, addresses_ptr, state_ptr and fault_ptr of `place_kernel`.
+    """
+    epoch, deadline, rank, flags_at, addresses_ptr, state_ptr, fault_ptr = exchange
     peer = tl.arange(0, PEERS)
     is_peer = peer < SIZE
     program = (phase * SIZE) * PROGRAMS + tl.program_id(0)
@@ -42,7 +40,7 @@ def _meet(
         # 2 means wait, 1 give up. The maximum is the same in all warps, although their clocks differ.
         waits = tl.max(tl.where(seen != epoch, tl.where(now() < deadline, 2, 1), 0), None)
     if waits != 0:
-        give_up(tl.max((seen != epoch).to(tl.int32), 1) != 0, peer, epoch, operation, state_ptr, fault_ptr, PROGRAMS)
+        give_up(tl.max((seen != epoch).to(tl.int32), 1) != 0, peer, epoch, OPERATION, state_ptr, fault_ptr, PROGRAMS)
     tl.atomic_add(mine, 0, mask=is_peer, sem="acquire", scope="sys")
     tl.debug_barrier()
 
@@ -75,22 +73,9 @@ def place_kernel(
     """
     epoch = next_epoch(state_ptr)
     deadline = count_exchange(epoch, state_ptr, limit, PROGRAMS, SHARE)
+    exchange = (epoch, deadline, rank, flags_at, addresses_ptr, state_ptr, fault_ptr)
     # A rank may read its window until it reaches this point.
-    _meet(
-        0,
-        flags_at,
-        epoch,
-        deadline,
-        rank,
-        OPERATION,
-        addresses_ptr,
-        state_ptr,
-        fault_ptr,
-        SIZE,
-        PEERS,
-        THREADS,
-        PROGRAMS,
-    )
+    _meet(0, exchange, OPERATION, SIZE, PEERS, THREADS, PROGRAMS)
     carrier: tl.constexpr = rows_ptr.dtype.element_ty
     tiles: tl.constexpr = WIDTH // COLUMNS  # COLUMNS divides WIDTH
     for item in range(tl.program_id(0), tl.cdiv(num_rows, ROWS) * tiles, tl.num_programs(0)):
@@ -105,18 +90,4 @@ def place_kernel(
         at = target[:, None] * WIDTH + column[None, :]
         for step in tl.static_range(SIZE):  # each rank starts with a different peer
             tl.store(own_address(addresses_ptr, (rank + step) % SIZE, window_at, carrier) + at, x, mask=mask)
-    _meet(
-        1,
-        flags_at,
-        epoch,
-        deadline,
-        rank,
-        OPERATION,
-        addresses_ptr,
-        state_ptr,
-        fault_ptr,
-        SIZE,
-        PEERS,
-        THREADS,
-        PROGRAMS,
-    )
+    _meet(1, exchange, OPERATION, SIZE, PEERS, THREADS, PROGRAMS)

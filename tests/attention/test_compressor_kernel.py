@@ -1,0 +1,209 @@
+"""The compressor: the Triton kernel against the torch code.
+
+The kernel runs on a GPU, in Triton's interpreter without one, and is compiled for Hopper.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dcpmla import DCPConfig
+from dcpmla.attention.compressed.cache import plan_compressed
+from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
+from dcpmla.attention.compressed.projections import rotate
+from dcpmla.attention.pooled import compressor
+from dcpmla.attention.pooled.entries import EntryLayout
+from dcpmla.cache.shared_format import ROPE_DIM
+from tests.attention.test_compressed_kernels import DTYPES, POISON, TYPES, assert_near
+from tests.attention.test_small_kernels import compile_for_hopper, cut, on, randn
+from tests.support.compressor_steps import build, config_of, tables_of
+from tests.support.shared_memory import run_interpreted
+
+# New tokens of each request, step by step: prefills of one span and of many, in the middle of spans and at their ends,
+# decodes. No request has the last state.
+STEPS = (
+    (5, 0, 1),
+    (3, 1, 1),
+    (1, 1, 1),
+    (1, 26, 2),
+    (1, 1, 1),
+    (2, 3, 17),
+    (1, 0, 1),
+    (23, 4, 1),
+    (1, 1, 1),
+    (1, 1, 1),
+)
+Steps = tuple[tuple[int, ...], ...]
+
+
+def check_compressor(
+    device: str, width: int, rope: int, dtypes: tuple[torch.dtype, ...] = DTYPES, steps: Steps = STEPS
+) -> None:
+    """Check entries and sums after every step, of rows and of index keys, in every format; poison stays elsewhere."""
+    layouts = ((1, 0, 1), (3, 1, 1), (2, 0, 2))
+    cases = (  # Each case is a kind of layer, whether it has index keys, and whether they are quantized.
+        (LayerKind(4, True), False, rope == ROPE_DIM),
+        (LayerKind(4, True), True, True),
+        (LayerKind(4, True), True, False),
+        (LayerKind(6, False), False, False),
+        (LayerKind(2, True), False, rope == ROPE_DIM),  # Neither this nor the next one overlaps.
+        (LayerKind(1, True), False, False),
+    )
+    for number, ((kind, is_index, is_quantized), dtype) in enumerate(itertools.product(cases, dtypes)):
+        size, rank, interleave = layouts[number % len(layouts)]
+        layout = {"tensor_parallel_size": size, "decode_context_parallel_size": size}
+        formats = {
+            "index_cache_dtype": "fp8" if is_index and is_quantized else "auto",
+            "kv_cache_dtype": "fp8_ds_mla" if is_quantized and not is_index else "auto",
+        }
+        sizes = {"cp_kv_cache_interleave_size": interleave, "block_size": (2 if kind.has_indexer else 1) * interleave}
+        dcp = DCPConfig(**layout, **sizes, **formats)  # type: ignore[arg-type]
+        check_steps(device, config_of(kind, width, rope, kind.ratio < 4), dcp, rank, is_index, dtype, steps)
+
+
+def check_steps(
+    device: str,
+    config: CompressedConfig,
+    dcp: DCPConfig,
+    rank: int,
+    is_index: bool,
+    dtype: torch.dtype,
+    steps: Steps,
+) -> None:
+    from dcpmla.attention.pooled.kernels import compressor as kernels
+
+    moved_sums = moved_cache = None
+    for arguments, (sums, cache) in compressor_cases(config, dcp, rank, is_index, dtype, steps):
+        moved = on(device, arguments)
+        if moved_sums is None:
+            moved_sums, moved_cache = moved[4:6]
+        kernels.compress_(*moved[:4], moved_sums, moved_cache, *moved[6:])
+        compressor.compress_(*arguments)
+        if not is_index:
+            latents, slots = arguments[10:]
+            assert torch.equal(moved[11].cpu(), slots)
+            assert_near(moved[10], latents)
+        torch.testing.assert_close(moved_sums.cpu(), sums, atol=1e-5, rtol=1e-5, equal_nan=True)
+        if cache.dtype == torch.uint8:  # a code turns where a rounding before it does
+            assert (moved_cache.cpu() != cache).double().mean() < 0.01
+        else:
+            assert_near(moved_cache, cache)
+        moved_sums.copy_(sums)
+        moved_cache.copy_(cache)
+    assert (cache.flatten(1).view(torch.uint8) != POISON).any()
+
+
+def compressor_cases(
+    config: CompressedConfig,
+    dcp: DCPConfig,
+    rank: int,
+    is_index: bool,
+    dtype: torch.dtype = torch.float32,
+    steps: Steps = STEPS,
+) -> Iterator[tuple[list[Any], tuple[Tensor, Tensor]]]:
+    """Yield arguments of `compress_`, step by step, over the same sums and the same cache."""
+    kind, width, rope = config.layer_kinds[0], config.head_dim, config.rope_dim
+    totals = [sum(new) for new in zip(*steps, strict=True)]
+    plan = plan_compressed(config, dcp, totals, dtype, 4, num_drafts=2 * (rank % 2))
+    shape = plan.index_shape(kind.ratio) if is_index else plan.rows_shape(kind.ratio)
+    cache = torch.empty(shape, dtype=plan.index_dtype if is_index else plan.dtype)
+    sums = torch.full(plan.sums_shape(kind, width), torch.nan)
+    cache.view(torch.uint8).fill_(POISON)
+    tables = tables_of(plan, totals)
+    halves, num_columns = config.num_halves(kind), 2 if kind.ratio > 1 else 1
+    bias, norm = randn(kind.ratio, halves * width, seed=1), 0.5 + randn(width, seed=2).abs()
+    done = [0] * len(totals)
+    for number, new in enumerate(steps):
+        step, parts = build(plan, rank, new, done, tables)
+        done = [a + b for a, b in zip(done, new, strict=True)]
+        num_tokens = len(step.positions)
+        pairs = cut(randn(num_tokens, num_columns * halves * width, dtype=dtype, seed=number))
+        cos_sin = torch.rand(num_tokens, rope, generator=torch.Generator().manual_seed(number))
+        table = step.block_table if is_index else step.entry_table(kind.ratio)
+        layout = EntryLayout(cos_sin, table, plan.entries_per_block(kind.ratio), *step.layout)
+        options = is_index, is_index and width & (width - 1) == 0
+        for each in parts:
+            arguments = [pairs, bias, norm, 1e-3, sums, cache, each, layout, *options]
+            if not is_index:
+                latents = torch.full((num_tokens, width), 5.0, dtype=dtype)
+                arguments += [latents, torch.full((num_tokens,), -1)]
+            yield arguments, (sums, cache)
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_entries_before_rope(ratio: int) -> None:
+    """They are the cached ones, not rotated yet; a token that completes no entry of this rank has none."""
+    config = config_of(LayerKind(ratio, True), 6, 4, True)
+    dcp = DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=2, block_size=4)
+    num_written = 0
+    for arguments, (_, cache) in compressor_cases(config, dcp, 1, False):
+        compressor.compress_(*arguments)
+        layout, latents, slots = arguments[7], *arguments[10:]
+        written = slots >= 0
+        num_written += int(written.sum())
+        rotated = rotate(latents, layout.cos_sin)[written]
+        torch.testing.assert_close(cache[slots[written], 0], rotated)
+        assert (latents[~written] == 5).all()
+    lens = [sum(new) // ratio for new in zip(*STEPS, strict=True)]
+    assert num_written == sum(length // 2 for length in lens)
+
+
+def check_compressor_in_the_interpreter() -> None:
+    from tests.support.interpreter import convert_as_torch
+
+    convert_as_torch()
+    check_compressor("cpu", 16, 8, (torch.float32, torch.bfloat16))
+    check_compressor("cpu", 24, 6, (torch.float32,), STEPS[:4])
+    check_compressor("cpu", 128, 64, (torch.bfloat16,), STEPS[:5])
+
+
+def test_the_kernel_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run_interpreted(1, check_compressor_in_the_interpreter)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("width", "rope"), [(16, 8), (24, 6), (128, 64), (512, 64)])
+def test_the_kernel(width: int, rope: int) -> None:
+    check_compressor("cuda", width, rope)
+
+
+def check_operator(device: str) -> None:
+    arguments, _ = next(compressor_cases(config_of(LayerKind(4, True), 16, 8), DCPConfig(block_size=2), 0, False))
+    *tensors, each, layout, is_index, hadamard, latents, slots = on(device, arguments)
+    options = is_index, hadamard, latents, slots
+    torch.library.opcheck(compressor.compress_.op, (*tensors, *each, *layout, *options))
+
+
+def test_operator() -> None:
+    check_operator("cpu")
+
+
+@pytest.mark.gpu
+def test_operator_on_a_gpu() -> None:
+    check_operator("cuda")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("cache", ["plain", "u8"])
+def test_the_kernel_compiles_for_hopper(dtype: str, cache: str) -> None:
+    pytest.importorskip("triton")
+    from dcpmla.attention.pooled.kernels.compressor import compress_kernel
+
+    numbers = dict.fromkeys(("end_ptr", "source_ptr", "target_ptr"), "*i32")
+    types = {**TYPES, **numbers, "cache_ptr": "*u8" if cache == "u8" else f"*{dtype}"}
+    pooled: dict[str, Any] = {"ROPE": 64, "HADAMARD_BITS": 0, "IS_INDEX": False, "WIDTH": 512, "COLUMNS": 512}
+    index = {**pooled, "IS_INDEX": True, "WIDTH": 128, "COLUMNS": 128, "HADAMARD_BITS": 7}
+    none: dict[str, Any] = dict.fromkeys(("latents_ptr", "slots_ptr"))
+    for ratio, halves, tokens in itertools.product((4, 128), (1, 2), (1, 8)):
+        constants = {"RATIO": ratio, "HALVES": halves, "GATES": halves * 512, "TOKENS": tokens}
+        compile_for_hopper(compress_kernel, dtype, {**pooled, **constants, **none}, **types)
+    for ratio in (1, 2):  # These write entries before RoPE, too.
+        constants = {"RATIO": ratio, "HALVES": 1, "GATES": 512 * (ratio - 1), "TOKENS": 1}
+        compile_for_hopper(compress_kernel, dtype, {**pooled, **constants}, **types, slots_ptr="*i64")
+    constants = {"RATIO": 4, "HALVES": 2, "GATES": 256, "TOKENS": 8}
+    compile_for_hopper(compress_kernel, dtype, {**index, **constants, **none}, **types)

@@ -1,0 +1,117 @@
+"""The load of `dcpmla bench serve`, as requested and the same under every cut, and its rows by hand."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcpmla.bench.http_load import Answer, describe_lost
+from dcpmla.bench.load import make_load, served_row, summarize
+from dcpmla.cache.latent import LatentPlan
+from dcpmla.config import DCPConfig
+from dcpmla.runtime.request import Request
+from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.runtime.stats import Stats
+from tests.support.models import VOCAB_SIZE
+from tests.support.ranks import run_ranks
+
+
+@given(rate=st.sampled_from([0.1, 3.0, 1e4]), seed=st.integers(0, 1 << 40))
+@settings(max_examples=20, deadline=None)
+def test_arrivals_are_poisson(rate: float, seed: int) -> None:
+    """The n-th arrival is a sum of n exponential gaps: mean n / rate, standard deviation sqrt(n) / rate.
+
+    5.5 of those: once in 10^7.
+    """
+    num = 4000
+    gaps = np.diff(make_load(num, rate, [1], [1], VOCAB_SIZE, seed).arrival_times, prepend=0.0) * rate
+    assert abs(gaps.sum() - num) < 5.5 * math.sqrt(num)
+    for length in (0.5, 1.0, 2.0):  # P(gap > x) = exp(-x)
+        share = math.exp(-length)
+        assert abs((gaps > length).mean() - share) < 5.5 * math.sqrt(share * (1 - share) / num)
+    assert abs(np.corrcoef(gaps[1:], gaps[:-1])[0, 1]) < 5.5 / math.sqrt(num)
+
+
+def test_all_at_once() -> None:
+    assert make_load(5, math.inf, [1], [1], VOCAB_SIZE, 0).arrival_times == 5 * [0.0]
+
+
+@given(input_lens=st.lists(st.integers(1, 9), min_size=1, max_size=3, unique=True), seed=st.integers(0, 99))
+@settings(max_examples=20, deadline=None)
+def test_lengths_are_drawn_evenly_from_the_lists(input_lens: list[int], seed: int) -> None:
+    num, output_lens, vocab_size = 900, [2, 50], 20  # prompts of one token, too, draw every id
+    load = make_load(num, 1.0, input_lens, output_lens, vocab_size, seed)
+    drawn = [len(prompt) for prompt in load.prompts]
+    assert set(drawn) == set(input_lens)
+    assert set(load.output_lens) == set(output_lens)
+    for values, allowed in ((drawn, input_lens), (load.output_lens, output_lens)):
+        share = 1 / len(allowed)
+        assert all(
+            abs(values.count(length) - num * share) < 6 * math.sqrt(num * share * (1 - share)) + 1 for length in allowed
+        )
+    both = sum(length == input_lens[0] and output == 2 for length, output in zip(drawn, load.output_lens, strict=True))
+    assert abs(both - drawn.count(input_lens[0]) / 2) < 6 * math.sqrt(num / 4)  # drawn independently
+    tokens = {token for prompt in load.prompts for token in prompt}
+    assert tokens == set(range(vocab_size))
+
+
+def test_a_load_depends_on_its_arguments_alone() -> None:
+    arguments = (40, 3.0, [5, 9], [2, 4], VOCAB_SIZE)
+    first, second = run_ranks(2, make_load, *arguments, 7)
+    assert first == second == make_load(*arguments, 7)
+    assert make_load(*arguments, 8) != first
+    faster, longer = make_load(40, 6.0, *arguments[2:], 7), make_load(60, *arguments[1:], 7)
+    assert (faster.prompts, faster.output_lens) == (first.prompts, first.output_lens)
+    np.testing.assert_allclose(np.array(faster.arrival_times) * 2, first.arrival_times)
+    assert (longer.prompts[:40], longer.output_lens[:40], longer.arrival_times[:40]) == (
+        first.prompts,
+        first.output_lens,
+        first.arrival_times,
+    )
+
+
+def test_summaries() -> None:
+    assert summarize([*range(101)]) == {"mean": 50, "p50": 50, "p90": 90, "p99": 99}
+    assert summarize([3.0]) == {"mean": 3, "p50": 3, "p90": 3, "p99": 3}
+    assert summarize([]) == {"mean": None, "p50": None, "p90": None, "p99": None}
+
+
+def test_rows_by_hand() -> None:
+    """Two requests, on a clock that showed 0 when the load began."""
+    params = SamplingParams(max_new_tokens=3)
+    early = Request([1, 2, 3, 4], params, arrival_time=1.0, scheduled_time=1.5, first_token_time=3.0, finish_time=7.0)
+    late = Request([1, 2], params, arrival_time=4.0, scheduled_time=6.0, first_token_time=7.0, finish_time=8.0)
+    for request in (early, late):
+        request.token_ids = [7, 8, 9]
+    plan = LatentPlan(num_layers=1, num_blocks=11, block_size=1, row_width=2, dtype=torch.float32, dcp_size=2)
+    stats = Stats(max_num_running=2, num_preemptions=5, num_cached_tokens=6)
+    engine: Any = SimpleNamespace(
+        cache=SimpleNamespace(sizes=plan),
+        dcp=DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=2, block_size=1),
+        stats=stats,
+    )
+    expected = {
+        "kv_cache_bytes_per_rank": 88,
+        "kv_tokens_total": 22,
+        "num_fit_mean": 4,
+        "num_fit_largest": 3,
+    }  # 3 and 2 blocks of 2
+    expected |= {"max_num_running": 2, "num_preemptions": 5, "num_cached_tokens": 6}
+    expected |= {"queue_seconds_mean": 1.25, "time_to_first_token_mean": 2.5, "time_per_token_mean": 1.25}
+    expected |= {"end_to_end_seconds_mean": 5.0, "queue_seconds_p50": 1.25}
+    row = served_row(engine, [early, late])
+    assert {name: row[name] for name in expected} == expected
+    rates = ("seconds", "requests_per_second", "input_tokens_per_second", "output_tokens_per_second")
+    assert [row[name] for name in rates] == [8.0, 0.25, 0.8, 0.8]  # 0.75 to one digit
+    assert len(row) == 7 + len(rates) + 4 * 4
+
+
+def test_lost_requests_are_described_in_a_line() -> None:
+    assert describe_lost([Answer(0.0), Answer(1.0)]) == ""
+    errors = [*["status 429: {\n  busy\n}"] * 3, "a", "b", "b", "c"]
+    answers = [Answer(0.0, error=error) for error in errors] + [Answer(0.0)]
+    assert describe_lost(answers) == "7 of 8 are lost: 3 x status 429: { busy }; 2 x b; 1 x a"

@@ -1,0 +1,51 @@
+"""Steps of DeepSeek-V4 for tests of the compressor."""
+
+from dcpmla.attention.compressed.build import CompressedStepBuilder
+from dcpmla.attention.compressed.cache import CompressedPlan
+from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
+from dcpmla.attention.compressed.step import CompressedMetadata
+from dcpmla.attention.pooled.entries import Part
+from dcpmla.attention.step import StepRequests
+from dcpmla.config import IndexerConfig
+from tests.support.steps import part
+
+
+def tables_of(plan: CompressedPlan, totals: list[int]) -> list[list[int]]:
+    blocks = iter(range(plan.num_blocks))
+    return [[next(blocks) for _ in range(-(-total // plan.block_tokens))] for total in totals]
+
+
+def config_of(kind: LayerKind, width: int, rope: int, has_entry_keys: bool = False) -> CompressedConfig:
+    return CompressedConfig(
+        hidden_size=8,
+        num_heads=12,  # a multiple of all sizes of a group
+        head_dim=width,
+        rope_dim=rope,
+        q_lora_rank=8,
+        o_groups=12,
+        o_lora_rank=8,
+        sliding_window=8,
+        rms_norm_eps=1e-3,
+        indexer=IndexerConfig(num_heads=1, head_dim=width, topk=4, rope_interleaved=True),
+        layer_kinds=(kind,),
+        has_entry_keys=has_entry_keys,
+    )
+
+
+def decodes_first(plan: CompressedPlan, new: tuple[int, ...]) -> list[int]:
+    return sorted((i for i, count in enumerate(new) if count), key=lambda i: new[i] > 1 + plan.num_drafts)
+
+
+def build(
+    plan: CompressedPlan, rank: int, new: tuple[int, ...], done: list[int], tables: list[list[int]]
+) -> tuple[CompressedMetadata, tuple[Part, ...]]:
+    requests = decodes_first(plan, new)
+    lens = [new[i] for i in requests]
+    step = CompressedStepBuilder(plan, rank).build(
+        StepRequests(
+            lens, [done[i] + new[i] for i in requests], [tables[i] for i in requests], [2 - i for i in requests]
+        ),
+        max_decode_query_len=1 + plan.num_drafts,
+    )
+    compressed = part(step, CompressedMetadata)
+    return compressed, compressed.parts_of(step.decode)
