@@ -204,6 +204,6 @@ def test_the_kernel_compiles_for_hopper(dtype: str, cache: str) -> None:
         compile_for_hopper(compress_kernel, dtype, {**pooled, **constants, **none}, **types)
     for ratio in (1, 2):  # These write entries before RoPE, too.
         constants = {"RATIO": ratio, "HALVES": 1, "GATES": 512 * (ratio - 1), "TOKENS": 1}
-        compile_for_hopper(compress_kernel, dtype, {**pooled, **constants}, **types, slots_ptr="*i64")
+        compile_for_hopper(compress_kernel, dtype, {**pooled, **constants}, **types)
     constants = {"RATIO": 4, "HALVES": 2, "GATES": 256, "TOKENS": 8}
     compile_for_hopper(compress_kernel, dtype, {**index, **constants, **none}, **types)
