@@ -220,6 +220,8 @@ def _style(name: str) -> str:
     """Return how the runtime cuts a parameter."""
     if ".indexer." in name or ".compressor." in name:
         return "whole"
+    if ".engram." in name:  # each rank holds some of a table's buckets, and their columns of the projection
+        return "column" if ".embed." in name else "row" if ".kv_proj." in name else "whole"
     return _STYLES.get(re.sub(r"\.(weight|bias)$", "", name).rpartition(".")[2], "whole")
 
 

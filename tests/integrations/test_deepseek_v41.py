@@ -29,6 +29,12 @@ def test_logits_and_tokens(tp: int, dcp_sizes: list[int], interleaves: tuple[int
     check(reference, tmp_path, tp, make_cases(tp, dcp_sizes, interleaves, ("auto",), is_compressed=True))
 
 
+@pytest.mark.parametrize(("tp", "dcp_size", "interleave"), [(1, 1, 1), (2, 2, 1), (4, 2, 2)])
+def test_memories(tp: int, dcp_size: int, interleave: int, tmp_path: Path) -> None:
+    reference = save_v41(tmp_path, engram_layer_ids=[1, 4])
+    check(reference, tmp_path, tp, make_cases(tp, [dcp_size], (interleave,), ("auto",), is_compressed=True))
+
+
 def test_indexers_without_candidate_blocks(tmp_path: Path) -> None:
     """Only layers of one ratio, and a layer with windows alone between readers."""
     changes = {"compress_ratios": [2, 2, 0, 2, 0, 2, 2], "kv_source_layer_ids": [0, 5]}

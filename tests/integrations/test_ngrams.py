@@ -4,8 +4,6 @@ again, drafts and graphs give what the whole sequence gives at once.
 The models are DeepSeek-V4's with memories added. The hashes that they are compared with come from plain Python.
 """
 
-import re
-import unicodedata
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.step import StepRequests
@@ -33,6 +31,7 @@ from tests.support.costs import DrawnCosts
 from tests.support.engines import new_engine
 from tests.support.layouts import dcp_config
 from tests.support.models import VOCAB_SIZE, save_tiny
+from tests.support.plain_ngrams import FIELDS, PRIMES, PlainHash, compress, save_tokenizer
 from tests.support.quantized_models import quantize
 from tests.support.ranks import run_ranks
 from tests.support.recorded import RecordedDrafter
@@ -42,16 +41,6 @@ from tests.support.small_tokenizers import tokenizer_of
 CPU = torch.device("cpu")
 PROMPTS = [[5, 9, 2, 7, 7, 1, 30], [11, 12], [*range(40, 71)]]
 NUM_NEW = 9
-FIELDS: dict[str, Any] = {
-    "engram_layer_ids": [1, 2],
-    "engram_num_embeddings": [700, 650],
-    "engram_max_ngram_size": 4,
-    "engram_n_heads": 2,
-    "engram_head_dim": 64,
-    "engram_vocab_size": 64,
-    "engram_pad_token_id": 2,
-}
-PRIMES = [[67, 71, 73, 79, 83, 89], [97, 101, 103, 107, 109, 113]]
 
 
 def config_of(**fields: Any) -> Any:
@@ -109,31 +98,6 @@ def test_more_ranks_than_buckets() -> None:
         NgramSizes.of(config_of()).columns(mesh)
 
 
-def compress(tokenizer: Any) -> list[int]:
-    """Return the compressed id of each token, by Python's own tables of characters."""
-    seen: dict[str, int] = {}
-    ids = []
-    for token in range(len(tokenizer)):
-        text = tokenizer.decode([token])
-        key = tokenizer.convert_ids_to_tokens(token)
-        if "\ufffd" not in text:
-            letters = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
-            letters = "".join(letter for letter in letters if unicodedata.category(letter) != "Mn").lower()
-            letters = re.sub(r"[ \t\r\n]+", " ", letters)
-            key = (letters if letters == " " else letters.strip()) or text
-        ids.append(seen.setdefault(key, len(seen)))
-    return ids
-
-
-def save_tokenizer(directory: Path) -> int:
-    """Save a tokenizer; return its number of compressed ids."""
-    tokenizer = tokenizer_of("byte_level")
-    tokenizer.save_pretrained(directory)
-    ids = compress(tokenizer)
-    assert len(ids) > max(ids) + 1
-    return max(ids) + 1
-
-
 def parts_of(directory: Path, config: Any, dcp: DCPConfig, mesh: Any) -> Any:
     exchange = select_exchange(dcp, mesh.dcp_group, CPU).exchange
     weights = Checkpoint(directory / "memories", (32, 32)).weights("") if (directory / "memories").exists() else {}
@@ -189,30 +153,6 @@ def save_model(directory: Path) -> None:
             tensors[f"{name}.{which}_weight"] = weight.bfloat16()
     (directory / "memories").mkdir()
     save_file(tensors, directory / "memories" / "model.safetensors")
-
-
-class PlainHash(nn.Module):
-    """The hashes of a step that is one whole sequence."""
-
-    def __init__(self, token_map: list[int], pad_id: int, multipliers: list[list[int]]) -> None:
-        super().__init__()
-        self.token_map, self.pad_id, self.multipliers = token_map, pad_id, multipliers
-
-    def forward(self, token_ids: Tensor, step: Any, cache: Any) -> Tensor:
-        ids = [self.token_map[token] for token in token_ids.tolist()]
-        layers = [
-            [self._row(ids[: end + 1], *functions) for end in range(len(ids))]
-            for functions in zip(self.multipliers, PRIMES, strict=True)
-        ]
-        return torch.tensor(layers, dtype=torch.int32)
-
-    def _row(self, ids: list[int], multipliers: list[int], primes: list[int]) -> list[int]:
-        row, number = [], 0
-        for distance, multiplier in enumerate(multipliers):
-            number ^= (ids[-1 - distance] if distance < len(ids) else self.pad_id) * multiplier
-            buckets = range(2 * distance - 2, 2 * distance) if distance else range(0)
-            row += [number % primes[column] + sum(primes[:column]) for column in buckets]
-        return row
 
 
 def open_model(directory: Path, tp: int, dcp: DCPConfig) -> tuple[Any, Any]:

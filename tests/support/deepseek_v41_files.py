@@ -1,4 +1,4 @@
-"""Tiny checkpoints as DeepSeek-V4.1's is published, without n-gram tables."""
+"""Tiny checkpoints as DeepSeek-V4.1's is published."""
 
 import json
 from collections.abc import Iterator
@@ -11,8 +11,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dcpmla.integrations.model_files import load_config
+from dcpmla.integrations.ngrams import NgramSizes
 from dcpmla.integrations.skeleton import build_skeleton
 from tests.support.deepseek_v41 import DeepseekV41
+from tests.support.plain_ngrams import FIELDS, PlainHash, compress, save_tokenizer
+from tests.support.small_tokenizers import tokenizer_of
 
 TEXT: dict[str, Any] = {
     "model_type": "deepseek_v41_text",
@@ -70,13 +73,15 @@ TEXT: dict[str, Any] = {
 class Reference:
     """The oracle with the interface of transformers' models."""
 
-    def __init__(self, model: DeepseekV41) -> None:
-        self.model = model
+    def __init__(self, model: DeepseekV41, hashes: PlainHash | None) -> None:
+        self.model, self.hashes = model, hashes
 
     def __call__(self, ids: Tensor) -> SimpleNamespace:
         """Return logits [1, T, vocab] float32 of token ids [1, T]."""
         self.model.entries, self.model.chosen, self.model.candidates = {}, {}, None
-        return SimpleNamespace(logits=self.model(ids[0], {})[None].float())
+        rows = [] if self.hashes is None else self.hashes(ids[0], None, None).long()
+        hashes = dict(zip(self.model.config["engram_layer_ids"], rows, strict=True))
+        return SimpleNamespace(logits=self.model(ids[0], hashes)[None].float())
 
 
 def v41_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -89,6 +94,13 @@ def v41_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield from ((f"{name}.{part}_norm.weight", (hidden,)), (f"{name}.hc_{part}_fn", (num, streams * hidden)))
             yield from ((f"{name}.hc_{part}_base", (num,)), (f"{name}.hc_{part}_scale", (3,)))
         yield from ((f"{name}.attn.{key}", shape) for key, shape in _attention(config, layer))
+        if layer in config["engram_layer_ids"]:
+            num_rows = config["engram_num_embeddings"][config["engram_layer_ids"].index(layer)]
+            dim = config["engram_head_dim"]
+            num_columns = (config["engram_max_ngram_size"] - 1) * config["engram_n_heads"]
+            yield f"{name}.engram.embed.weight", (num_rows, dim)
+            yield f"{name}.engram.wkv.weight", ((streams + 1) * hidden, num_columns * dim)
+            yield from ((f"{name}.engram.{which}_weight", (streams, hidden)) for which in "qk")
         yield f"{name}.ffn.gate.weight", (config["n_routed_experts"], hidden)
         yield f"{name}.ffn.gate.bias", (config["n_routed_experts"],)
         for expert in ("shared_experts", *(f"experts.{number}" for number in range(config["n_routed_experts"]))):
@@ -118,7 +130,15 @@ def _attention(config: dict[str, Any], layer: int) -> Iterator[tuple[str, tuple[
 def save_v41(directory: Path, **changes: Any) -> Reference:
     """Save a tiny checkpoint of random weights as DeepSeek-V4.1 is published, and return its model."""
     generator, tensors = torch.Generator().manual_seed(0), {}
-    config = TEXT | changes
+    config, hashes = TEXT | changes, None
+    directory.mkdir(parents=True, exist_ok=True)
+    if config["engram_layer_ids"]:
+        config |= {**FIELDS, "engram_layer_ids": config["engram_layer_ids"]}
+        config["engram_compressed_vocab_size"] = save_tokenizer(directory)
+        sizes, ids = NgramSizes.of(SimpleNamespace(**config)), compress(tokenizer_of("byte_level"))
+        pad_id = ids[config["engram_pad_token_id"]]
+        ids += [pad_id] * (config["vocab_size"] - len(ids))
+        hashes = PlainHash(ids, pad_id, sizes.multipliers().tolist())
     for name, shape in v41_shapes(config):
         values = torch.randn(shape, generator=generator) * 0.2
         if "norm" in name or name.endswith("scale"):
@@ -126,9 +146,8 @@ def save_v41(directory: Path, **changes: Any) -> Reference:
         tensors[name] = values
     whole = {"model_type": "deepseek_v41", "architectures": ["DeepseekV41ForCausalLM"], "text_config": config}
     whole |= {"vision_config": {"num_hidden_layers": 1}, "eos_token_id": 191, "pad_token_id": 2, "dtype": "float32"}
-    directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(whole))
     ignored = {name: torch.zeros(4, 4) for name in ("vision.patch_embed.weight", "mtp.0.main_proj.weight")}
     save_file(tensors | ignored, directory / "model.safetensors", metadata={"format": "pt"})
     rotary = build_skeleton(load_config(directory)).model.rotary_emb
-    return Reference(DeepseekV41(config, tensors, (rotary.main_inv_freq, rotary.compress_inv_freq)))
+    return Reference(DeepseekV41(config, tensors, (rotary.main_inv_freq, rotary.compress_inv_freq)), hashes)

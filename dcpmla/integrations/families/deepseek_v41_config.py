@@ -7,6 +7,7 @@ from dcpmla.attention.compressed.config import WINDOW_ONLY, CandidateConfig, Com
 from dcpmla.config import LARGEST_SIZE
 from dcpmla.fields import FLAG, Rule, check_fields, even, list_of, optional, whole
 from dcpmla.integrations.families.deepseek_v4_config import check_compressed, compressed_config
+from dcpmla.integrations.ngrams import NgramSizes
 
 _LAYERS = list_of(whole(0, 1023))
 _FALSE = Rule("false", lambda value: value is False)
@@ -33,7 +34,7 @@ _RAW_RULES = {
     **dict.fromkeys(_SOURCES, _LAYERS),
     "candidate_source_layer_id": whole(-1, 1023),  # -1 for no candidate blocks
     **dict.fromkeys(_BLOCKS, whole(1, LARGEST_SIZE)),
-    "engram_layer_ids": optional(list_of(whole(0), 0)),  # n-gram tables are not computed yet
+    "engram_layer_ids": optional(_LAYERS),
 }
 
 
@@ -102,6 +103,8 @@ def check_shared(config: Any) -> None:
         )
     if _has_candidates(config):
         _check_candidates(config)
+    if config.engram_layer_ids:
+        NgramSizes.of(config)
 
 
 def _check_readers(name: str, sources: list[int], ratios: list[int]) -> None:
