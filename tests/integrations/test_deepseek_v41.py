@@ -35,6 +35,13 @@ def test_memories(tp: int, dcp_size: int, interleave: int, tmp_path: Path) -> No
     check(reference, tmp_path, tp, make_cases(tp, [dcp_size], (interleave,), ("auto",), is_compressed=True))
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_published_formats(tp: int, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "q_lora_rank": 128}
+    reference = save_v41(tmp_path, is_quantized=True, engram_layer_ids=[1, 4], **sizes)
+    check(reference, tmp_path, tp, make_cases(tp, [tp], (1,), ("auto",), is_compressed=True))
+
+
 def test_indexers_without_candidate_blocks(tmp_path: Path) -> None:
     """Only layers of one ratio, and a layer with windows alone between readers."""
     changes = {"compress_ratios": [2, 2, 0, 2, 0, 2, 2], "kv_source_layer_ids": [0, 5]}

@@ -1,6 +1,7 @@
 """Tiny checkpoints as DeepSeek-V4.1's is published."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from dcpmla.integrations.ngrams import NgramSizes
 from dcpmla.integrations.skeleton import build_skeleton
 from tests.support.deepseek_v41 import DeepseekV41
 from tests.support.plain_ngrams import FIELDS, PlainHash, compress, save_tokenizer
+from tests.support.quantized_models import dequantize, quantize, quantize_fp4
 from tests.support.small_tokenizers import tokenizer_of
 
 TEXT: dict[str, Any] = {
@@ -68,6 +70,16 @@ TEXT: dict[str, Any] = {
     "engram_layer_ids": [],
     "num_nextn_predict_layers": 1,
 }
+
+QUANTIZATION = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [32, 32],
+    "scale_fmt": "ue8m0",
+    "expert_dtype": "fp4",
+}
+_IN_FP4 = re.compile(r"\.experts\.")
+_IN_FP8 = re.compile(r"\.attn\.(indexer\.)?w(q_a|q_b|kv|o_a|o_b)\.|\.shared_experts\.|\.engram\.(embed|wkv)\.")
 
 
 class Reference:
@@ -127,9 +139,13 @@ def _attention(config: dict[str, Any], layer: int) -> Iterator[tuple[str, tuple[
         yield "indexer.weights_proj.weight", (config["index_n_heads"], hidden)
 
 
-def save_v41(directory: Path, **changes: Any) -> Reference:
-    """Save a tiny checkpoint of random weights as DeepSeek-V4.1 is published, and return its model."""
-    generator, tensors = torch.Generator().manual_seed(0), {}
+def save_v41(directory: Path, is_quantized: bool = False, **changes: Any) -> Reference:
+    """Save a tiny checkpoint of random weights as DeepSeek-V4.1 is published, and return its model.
+
+    Args:
+        is_quantized: Whether routed experts are in e2m1, other linear layers and tables in e4m3.
+    """
+    generator, tensors, stored = torch.Generator().manual_seed(0), {}, {}
     config, hashes = TEXT | changes, None
     directory.mkdir(parents=True, exist_ok=True)
     if config["engram_layer_ids"]:
@@ -144,10 +160,27 @@ def save_v41(directory: Path, **changes: Any) -> Reference:
         if "norm" in name or name.endswith("scale"):
             values = torch.rand(shape, generator=generator) + 0.5
         tensors[name] = values
+        stored |= _quantized(tensors, name) if is_quantized else {name: values}
     whole = {"model_type": "deepseek_v41", "architectures": ["DeepseekV41ForCausalLM"], "text_config": config}
     whole |= {"vision_config": {"num_hidden_layers": 1}, "eos_token_id": 191, "pad_token_id": 2, "dtype": "float32"}
+    if is_quantized:
+        whole["quantization_config"] = QUANTIZATION
     (directory / "config.json").write_text(json.dumps(whole))
     ignored = {name: torch.zeros(4, 4) for name in ("vision.patch_embed.weight", "mtp.0.main_proj.weight")}
-    save_file(tensors | ignored, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(stored | ignored, directory / "model.safetensors", metadata={"format": "pt"})
     rotary = build_skeleton(load_config(directory)).model.rotary_emb
     return Reference(DeepseekV41(config, tensors, (rotary.main_inv_freq, rotary.compress_inv_freq)), hashes)
+
+
+def _quantized(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    """Round a tensor as the published checkpoint does; return it as it is stored."""
+    values, scale = tensors[name], name.replace(".weight", ".scale")
+    if _IN_FP4.search(name):
+        codes, scales, tensors[name] = quantize_fp4(values)
+    elif _IN_FP8.search(name):
+        block = (1, 32) if ".embed." in name else (32, 32)
+        codes, scales = quantize(values, block, powers_of_two=True)
+        tensors[name] = dequantize(codes, scales, block)
+    else:
+        return {name: values}
+    return {name: codes, scale: scales.to(torch.float8_e8m0fnu)}
