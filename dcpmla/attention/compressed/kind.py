@@ -79,10 +79,12 @@ class CompressedKind:
         """Return the layer of a number, of the config's kind for it."""
         return CompressedAttention(self.config, self.config.layer_kinds[layer], placement, self.config.rings[layer])
 
-    def claim_step(self, num_tokens: int, device: torch.device | str) -> SelectedTokens:
-        """Return memory for a selection of num_tokens."""
+    def claim_step(self, num_tokens: int, device: torch.device | str) -> tuple[SelectedTokens, Tensor]:
+        """Return memory for a selection of num_tokens, and for their candidate blocks."""
         # Slots begin with the windows' slots.
-        return SelectedTokens.empty(num_tokens, self.config.sliding_window + self.config.indexer.topk, device)
+        selection = SelectedTokens.empty(num_tokens, self.config.sliding_window + self.config.indexer.topk, device)
+        num_blocks = 0 if self.config.candidates is None else self.config.candidates.num_blocks
+        return selection, torch.empty(num_tokens, num_blocks, dtype=torch.int32, device=device)
 
     def reads(self, context: int) -> list[LayerReads]:
         """Return that layers read windows, entries and keys of entries."""

@@ -1,4 +1,7 @@
-"""Windows in rows that several layers share: each layer's windows are a ring of their own, before the entries."""
+"""Windows in rows that several layers share: each layer's windows are a ring of their own, before the entries.
+
+Data of each ring starts at multiples of 16 bytes, because Triton would compile another kernel for other addresses.
+"""
 
 from typing import NamedTuple
 
@@ -8,6 +11,8 @@ from torch.nn import functional
 
 from dcpmla.attention.compressed.visible import visible_rows
 from dcpmla.attention.sparse.step import SelectedTokens
+
+_ALIGNMENT = 4  # int32 of 16 bytes
 
 
 class RingWindows(NamedTuple):
@@ -43,7 +48,8 @@ def ring_states(states: Tensor, num_rings: int, num_states: int) -> Tensor:
         num_states: Windows of a ring.
     """
     first = num_states * torch.arange(num_rings, dtype=states.dtype, device=states.device)[:, None]
-    return torch.where(states < 0, states, states + first)
+    padded = functional.pad(states, (0, -len(states) % _ALIGNMENT), value=-1)
+    return torch.where(padded < 0, padded, padded + first)[:, : len(states)]
 
 
 def visible_in_rings(
@@ -63,8 +69,10 @@ def visible_in_rings(
     Returns:
         Rows [rings, n, N] int32; their number [rings, n] int32.
     """
-    num_rings, num_reqs = states.shape
+    (num_rings, num_reqs), num_tokens = states.shape, len(positions)
+    positions, request = (functional.pad(column, (0, -num_tokens % _ALIGNMENT)) for column in (positions, request))
     first = num_reqs * torch.arange(num_rings, dtype=request.dtype, device=request.device)[:, None]
     tokens = positions.repeat(num_rings), (request + first).flatten()
     rows, num = visible_rows(*tokens, states.flatten(), entry_table.repeat(num_rings, 1), *sizes, *layout)
-    return rows.view(num_rings, len(positions), rows.shape[1]), num.view(num_rings, len(positions))
+    by_ring = rows.view(num_rings, len(positions), rows.shape[1]), num.view(num_rings, len(positions))
+    return by_ring[0][:, :num_tokens], by_ring[1][:, :num_tokens]

@@ -41,15 +41,15 @@ class Candidates(NamedTuple):
         """Write the blocks of the best scores, and the block of each token's last key. Collective.
 
         Args:
-            scores: Result [T, N] of `index_scores` for this rank's keys; N is whole blocks.
+            scores: Result [T, N] of `index_scores` for this rank's keys, set to -inf after a token's keys; N is whole
+                blocks.
             lens: Number of each token's keys on all ranks, and on this rank, [T] int32.
             layout: Rank, ranks and interleave of keys, which is whole blocks.
             gather: Gather of all ranks' candidates (`Exchange.gather_candidates`).
         """
         size, (rank, num_ranks, interleave) = self.block_size, self._block_layout(layout)
         index = torch.arange(scores.shape[1], device=scores.device)
-        known = scores.masked_fill(index >= lens[1][:, None], -torch.inf)
-        best = known.unflatten(1, (-1, size)).amax(2)
+        best = scores.masked_fill_(index >= lens[1][:, None], -torch.inf).unflatten(1, (-1, size)).amax(2)
         num_blocks, num_local = ((each + size - 1) // size for each in lens)
         last = (num_blocks - 1).clamp(min=0)
         position = ownership.local_index(last, num_ranks, interleave)[:, None].long()
