@@ -19,6 +19,7 @@ from torch import Tensor
 from dcpmla import ownership
 from dcpmla.attention.sparse import topk as spec
 from dcpmla.attention.sparse.candidates import EMPTY, candidate_width, unpack_positions
+from dcpmla.attention.sparse.slots import SlotLayout
 from dcpmla.attention.sparse.step import SelectedTokens
 from tests.support.shared_memory import run_interpreted
 
@@ -77,7 +78,8 @@ def test_every_layout_selects_what_sorting_does(rows: list[list[float]], topk: i
         selections.append(SelectedTokens.empty(len(rows), topk, "cpu"))
         chosen = selections[rank].positions, selections[rank].slots, selections[rank].num_slots
         request = torch.arange(len(rows), dtype=torch.int32)
-        spec.choose_tokens(torch.cat(parts, 1), blocks, request, block_size, rank, size, interleave, None, *chosen)
+        table = SlotLayout(blocks, request, block_size, rank, size, interleave)
+        spec.choose_tokens(torch.cat(parts, 1), table, None, *chosen)
     for row, known in enumerate(rows):
         wanted = sorted_positions(known, topk)
         for rank, selection in enumerate(selections):
@@ -155,9 +157,9 @@ def check(scores: Tensor, seq_lens: Tensor, topk: int, size: int, interleave: in
         selection = dataclasses.replace(SelectedTokens.empty(num_tokens, topk, place), slots=slots, num_first=num_first)
         for memory in (selection.positions, selection.slots, selection.num_slots):
             memory.fill_(-7)
-        inputs = [x.to(place) for x in (candidates, blocks, request)]
+        layout = SlotLayout(blocks.to(place), request.to(place), block_size, rank, size, interleave)
         chosen = selection.positions, selection.slots, selection.num_slots
-        choose(*inputs, block_size, rank, size, interleave, num_first, *chosen)
+        choose(candidates.to(place), layout, num_first, *chosen)
         selections.append(selection)
     mine, theirs = selections
     assert torch.equal(mine.positions.sort(1).values, theirs.positions.cpu().sort(1).values)
@@ -189,7 +191,8 @@ def check_garbage(device: str, num_candidates: int, topk: int) -> None:
     request = torch.zeros(len(rows), dtype=torch.int32, device=device)
     memory = torch.full((3, len(rows) + 2, topk), -7, dtype=torch.int32, device=device)
     positions, slots, num_slots = memory[:, 1:-1]
-    kernels.choose_tokens(candidates, blocks, request, 8, 0, 2, 1, None, positions, slots, num_slots[:, 0].contiguous())
+    layout = SlotLayout(blocks, request, 8, 0, 2, 1)
+    kernels.choose_tokens(candidates, layout, None, positions, slots, num_slots[:, 0].contiguous())
     assert (memory[:2, [0, -1]] == -7).all()
     assert (positions >= -1).all()
     assert ((slots == -7) | ((slots >= 2 * 8) & (slots < 14 * 8))).all()

@@ -11,6 +11,7 @@ from dcpmla import ownership
 from dcpmla.attention.calls import PrefillCall
 from dcpmla.attention.reference import run_prefill
 from dcpmla.attention.sparse.mask import selection_mask
+from dcpmla.attention.sparse.slots import SlotLayout
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
 from dcpmla.attention.step import StepRequests
 from dcpmla.attention.windowed.build import WindowedStepBuilder
@@ -31,7 +32,7 @@ def selected(function: Any, window: int, seq_lens: tuple[int, ...], rank: int, l
     lens, request = torch.tensor(seq_lens, dtype=torch.int32), torch.arange(len(seq_lens), dtype=torch.int32)
     memory = SelectedTokens.empty(len(seq_lens), window, "cpu")
     written = memory.positions, memory.slots, memory.num_slots
-    function(table, request, lens, BLOCK_SIZE, rank, *layout, *written)
+    function(lens, SlotLayout(table, request, BLOCK_SIZE, rank, *layout), *written)
     return table, memory
 
 
