@@ -11,6 +11,7 @@ from torch import Tensor
 from dcpmla import ownership
 from dcpmla.attention.sparse.candidates import EMPTY
 from dcpmla.attention.sparse.scores import index_scores
+from dcpmla.attention.sparse.slots import SlotLayout
 from dcpmla.attention.sparse.step import SelectedTokens
 from dcpmla.attention.sparse.topk import choose_tokens, local_candidates
 from dcpmla.bench.cache_formats import (
@@ -147,8 +148,8 @@ class SelectionInputs:
 
     def _choose(self, candidates: Tensor, table: Tensor, request: Tensor, selection: SelectedTokens) -> None:
         case = self.case
-        layout = table, request, BLOCK_SIZE, case.dcp_rank, case.dcp_size, 1
-        choose_tokens(candidates.flatten(1), *layout, None, selection.positions, selection.slots, selection.num_slots)
+        layout = SlotLayout(table, request, BLOCK_SIZE, case.dcp_rank, case.dcp_size, 1)
+        choose_tokens(candidates.flatten(1), layout, None, selection.positions, selection.slots, selection.num_slots)
 
     def select(self, index: int) -> None:
         """Run all operations."""

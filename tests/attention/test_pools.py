@@ -11,6 +11,7 @@ from dcpmla import ownership
 from dcpmla.attention.pooled import compressor
 from dcpmla.attention.pooled.entries import EntryLayout, Part
 from dcpmla.attention.pooled.expand import expand_pools
+from dcpmla.attention.sparse.slots import SlotLayout
 from tests.attention.test_small_kernels import compile_for_hopper
 from tests.support.shared_memory import run_interpreted
 
@@ -46,7 +47,8 @@ def test_tokens_of_pools(seed: int, pool_size: int, num_pools: int, layout: tupl
     owned = [set[int]() for _ in seq_lens]
     for rank in range(size):
         positions, slots, num_slots = new_selection(len(seq_lens), width)
-        expand_pools(*case, rank, size, interleave, positions, slots, num_slots)
+        cache = SlotLayout(table, request, BLOCK_SIZE, rank, size, interleave)
+        expand_pools(pools, seq_lens, pool_size, cache, positions, slots, num_slots)
         for row, seq_len in enumerate(seq_lens.tolist()):
             whole = {int(pool) * pool_size + at for pool in pools[row] if pool >= 0 for at in range(pool_size)}
             expected = whole | set(range(seq_len // pool_size * pool_size, seq_len))
@@ -73,9 +75,9 @@ def check_kernels(device: str) -> None:
         case = make_case(pool_size, pool_size, num_pools)
         width = num_pools * pool_size + pool_size - 1
         expected, found = new_selection(9, width), new_selection(9, width, device)
-        expand_pools(*case, *layout, *expected)
         there = [value.to(device) if isinstance(value, torch.Tensor) else value for value in case]
-        kernels.expand_pools(*there, *layout, *found)
+        expand_pools(*case[:3], SlotLayout(*case[3:], *layout), *expected)
+        kernels.expand_pools(*there[:3], SlotLayout(*there[3:], *layout), *found)
         assert torch.equal(found[0].cpu(), expected[0])
         assert torch.equal(found[2].cpu(), expected[2])
         for row, number in enumerate(expected[2].tolist()):

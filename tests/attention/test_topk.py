@@ -10,6 +10,7 @@ from torch import Tensor
 from dcpmla import ownership
 from dcpmla.attention.sparse import topk as spec
 from dcpmla.attention.sparse.candidates import candidate_width, unpack_positions
+from dcpmla.attention.sparse.slots import SlotLayout
 from dcpmla.attention.sparse.step import SelectedTokens
 
 SCORES = [0.0, -0.0, 1.0, -1.0, 1e-42, -1e-42, 3e38, math.inf, -math.inf, math.nan, 0.5]
@@ -67,7 +68,8 @@ def test_every_layout_selects_what_sorting_does(rows: list[list[float]], topk: i
         selections.append(SelectedTokens.empty(len(rows), topk, "cpu"))
         chosen = selections[rank].positions, selections[rank].slots, selections[rank].num_slots
         request = torch.arange(len(rows), dtype=torch.int32)
-        spec.choose_tokens(torch.cat(parts, 1), blocks, request, block_size, rank, size, interleave, None, *chosen)
+        table = SlotLayout(blocks, request, block_size, rank, size, interleave)
+        spec.choose_tokens(torch.cat(parts, 1), table, None, *chosen)
     for row, known in enumerate(rows):
         wanted = sorted_positions(known, topk)
         for rank, selection in enumerate(selections):

@@ -16,6 +16,7 @@ from torch import Tensor
 from dcpmla import ownership
 from dcpmla.attention.sparse import topk as spec
 from dcpmla.attention.sparse.candidates import EMPTY
+from dcpmla.attention.sparse.slots import SlotLayout
 from dcpmla.attention.sparse.step import SelectedTokens
 from tests.attention.test_topk import owned
 from tests.support.shared_memory import run_interpreted
@@ -83,9 +84,9 @@ def check(scores: Tensor, seq_lens: Tensor, topk: int, size: int, interleave: in
         selection = dataclasses.replace(SelectedTokens.empty(num_tokens, topk, place), slots=slots, num_first=num_first)
         for memory in (selection.positions, selection.slots, selection.num_slots):
             memory.fill_(-7)
-        inputs = [x.to(place) for x in (candidates, blocks, request)]
+        layout = SlotLayout(blocks.to(place), request.to(place), block_size, rank, size, interleave)
         chosen = selection.positions, selection.slots, selection.num_slots
-        choose(*inputs, block_size, rank, size, interleave, num_first, *chosen)
+        choose(candidates.to(place), layout, num_first, *chosen)
         selections.append(selection)
     mine, theirs = selections
     assert torch.equal(mine.positions.sort(1).values, theirs.positions.cpu().sort(1).values)
@@ -117,7 +118,8 @@ def check_garbage(device: str, num_candidates: int, topk: int) -> None:
     request = torch.zeros(len(rows), dtype=torch.int32, device=device)
     memory = torch.full((3, len(rows) + 2, topk), -7, dtype=torch.int32, device=device)
     positions, slots, num_slots = memory[:, 1:-1]
-    kernels.choose_tokens(candidates, blocks, request, 8, 0, 2, 1, None, positions, slots, num_slots[:, 0].contiguous())
+    layout = SlotLayout(blocks, request, 8, 0, 2, 1)
+    kernels.choose_tokens(candidates, layout, None, positions, slots, num_slots[:, 0].contiguous())
     assert (memory[:2, [0, -1]] == -7).all()
     assert (positions >= -1).all()
     assert ((slots == -7) | ((slots >= 2 * 8) & (slots < 14 * 8))).all()

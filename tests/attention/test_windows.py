@@ -11,6 +11,7 @@ from dcpmla import ownership
 from dcpmla.attention.calls import PrefillCall
 from dcpmla.attention.reference import run_prefill
 from dcpmla.attention.sparse.mask import selection_mask
+from dcpmla.attention.sparse.slots import SlotLayout
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
 from dcpmla.attention.step import StepRequests
 from dcpmla.attention.windowed.build import WindowedStepBuilder
@@ -27,13 +28,14 @@ SEQ_LENS = (1, 7, 0, 40, 12, 13, 95)  # 0 is padding
 
 
 def selected(
-    function: Any, window: int, seq_lens: tuple[int, ...], rank: int, layout: tuple[int, int], device: str = "cpu"
+    function: Any, window: int, seq_lens: tuple[int, ...], rank: int, cut: tuple[int, int], device: str = "cpu"
 ) -> Any:
     table = torch.randperm(len(seq_lens) * 12, generator=torch.Generator().manual_seed(1)).view(-1, 12).to(torch.int32)
     lens, request = torch.tensor(seq_lens, dtype=torch.int32), torch.arange(len(seq_lens), dtype=torch.int32)
     memory = SelectedTokens.empty(len(seq_lens), window, device)
     written = memory.positions, memory.slots, memory.num_slots
-    function(table.to(device), request.to(device), lens.to(device), BLOCK_SIZE, rank, *layout, *written)
+    layout = SlotLayout(table.to(device), request.to(device), BLOCK_SIZE, rank, *cut)
+    function(lens.to(device), layout, *written)
     return table, memory
 
 

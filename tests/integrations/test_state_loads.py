@@ -42,7 +42,7 @@ def serve_loads(directory: Path, dcp: DCPConfig, seeds: tuple[int, ...]) -> Coun
 )
 def test_requests_get_the_tokens_of_lone_ones(family: str, tp: int, tmp_path: Path) -> None:
     save_tiny(family, tmp_path)
-    block_size = 2 * tp if family == "deepseek_v4" else 4  # blocks of 8 tokens there
+    block_size = 2 if family == "deepseek_v4" else 4  # blocks of 8 tokens a rank there
     dcp = dcp_config(tp, tp, block_size=block_size, context_workspace_tokens=64)
     counts = run_ranks(tp, serve_loads, tmp_path, dcp, LOADS if tp == 1 else LOADS[:1], timeout=300)[0]
-    assert all(counts[event] for event in EVENTS if tp == 1 or event != "preemptions"), counts
+    assert all(counts[event] for event in (EVENTS if tp == 1 else ("hits", "evicted_blocks", "aborts"))), counts

@@ -7,7 +7,7 @@ A custom op (`torch.ops.dcpmla`). The torch code here specifies it and runs on C
 import torch
 from torch import Tensor
 
-from dcpmla.attention.sparse.topk import find_slots
+from dcpmla.attention.sparse.slots import SlotLayout, find_slots
 from dcpmla.operators import nothing, operator
 
 
@@ -22,12 +22,7 @@ def expand_pools(
     pools: Tensor,
     seq_lens: Tensor,
     pool_size: int,
-    block_table: Tensor,
-    request: Tensor,
-    block_size: int,
-    dcp_rank: int,
-    dcp_size: int,
-    interleave: int,
+    layout: SlotLayout,
     positions: Tensor,
     slots: Tensor,
     num_slots: Tensor,
@@ -36,7 +31,8 @@ def expand_pools(
 
     Args:
         pools: Selected pools [T, K] int32, -1 after the last.
-        seq_lens, block_table, request: Columns of `SparseMetadata`.
+        seq_lens: Column of `SparseMetadata`.
+        layout: Cache that slots are in.
         positions, slots, num_slots: Fields of `SelectedTokens` of at least K pool_size + pool_size - 1 columns;
             written.
     Source: transformers' GLM-5-Next.
@@ -48,4 +44,4 @@ def expand_pools(
     after, lens = column - num_selected, seq_lens[:, None]
     unfinished = torch.where(after < lens % pool_size, lens // pool_size * pool_size + after, -1)
     positions.copy_(torch.where(after < 0, selected, unfinished))
-    find_slots(positions, block_table, request, block_size, (dcp_rank, dcp_size, interleave), None, slots, num_slots)
+    find_slots(positions, layout, None, slots, num_slots)

@@ -14,6 +14,7 @@ from dcpmla.attention.pooled.step import PoolMetadata
 from dcpmla.attention.projections import Tokens
 from dcpmla.attention.sparse.indexer import Indexer
 from dcpmla.attention.sparse.projections import finish_index_queries
+from dcpmla.attention.sparse.slots import SlotLayout
 from dcpmla.attention.sparse.step import SparseMetadata
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.latent import LayerCache
@@ -65,17 +66,10 @@ class PoolIndexer(Indexer):
         is_fp8 = dcp.index_cache_dtype == "fp8"
         q, weights = finish_index_queries(q, weights, None, False, dcp.index_hadamard, is_fp8)
         self.selector.select(q, weights, cache.index_keys, pools.visible, sparse.block_table, pools.selection)
-        table, chosen = (sparse.block_table, sparse.request, dcp.block_size), sparse.selection
-        expand_pools(
-            pools.selection.positions,
-            sparse.seq_lens,
-            config.pool_size,
-            *table,
-            *pools.layout,
-            chosen.positions,
-            chosen.slots,
-            chosen.num_slots,
-        )
+        layout = SlotLayout(sparse.block_table, sparse.request, dcp.block_size, *pools.layout)
+        chosen, selected = sparse.selection, pools.selection.positions
+        memory = chosen.positions, chosen.slots, chosen.num_slots
+        expand_pools(selected, sparse.seq_lens, config.pool_size, layout, *memory)
 
     def load_weights(self, weights: Mapping[str, Weight]) -> None:
         """Read every parameter (`Indexer.load_weights`), with the gates' projection and bias."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dcpmla import ownership
+from dcpmla.attention.sparse.slots import SlotLayout
 from dcpmla.attention.sparse.topk import choose_tokens, local_candidates
 
 
@@ -59,8 +60,8 @@ class Candidates(NamedTuple):
         local = local_candidates(best, num_blocks, num_local, self.blocks.shape[1], rank, num_ranks, interleave)
         table, request = index[None, : best.shape[1]].int(), torch.zeros_like(num_blocks)
         unread = torch.empty_like(self.blocks), torch.empty_like(num_blocks)
-        order = table, request, 1, rank, num_ranks, interleave
-        choose_tokens(gather(local).flatten(1), *order, None, self.blocks, *unread)
+        order = SlotLayout(table, request, 1, rank, num_ranks, interleave)
+        choose_tokens(gather(local).flatten(1), order, None, self.blocks, *unread)
 
     def exclude_(self, scores: Tensor, layout: tuple[int, int, int]) -> None:
         """Set the scores [T, N] of this rank's keys outside the blocks to -inf."""

@@ -7,6 +7,7 @@ from dcpmla.attention.placement import Placement
 from dcpmla.attention.sparse.blocks import Candidates
 from dcpmla.attention.sparse.candidates import candidate_width
 from dcpmla.attention.sparse.scores import index_scores
+from dcpmla.attention.sparse.slots import SlotLayout
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
 from dcpmla.attention.sparse.topk import choose_tokens, local_candidates
 from dcpmla.attention.step import DecodeMetadata
@@ -67,9 +68,9 @@ class TokenSelector:
             elif candidates is not None:
                 candidates.rows(tokens).exclude_(scores, layout)
             best = self.exchange.gather_candidates(local_candidates(scores, *lens, topk, *layout))
-            cache = slot_table, part.request, index_keys.shape[1], *layout
+            cache = SlotLayout(slot_table, part.request, index_keys.shape[1], *layout)
             written = chosen.positions, chosen.slots, chosen.num_slots
-            choose_tokens(best.flatten(1), *cache, chosen.num_first, *written)
+            choose_tokens(best.flatten(1), cache, chosen.num_first, *written)
 
     def workspace_bytes(self, num_tokens: int, element_size: int) -> int:
         """Return the peak bytes of a step's selection: all tokens' queries, as projected in elements of this size and

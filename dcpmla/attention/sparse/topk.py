@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from dcpmla import ownership
 from dcpmla.attention.sparse.candidates import EMPTY, candidate_width, pack_candidates, unpack_positions
+from dcpmla.attention.sparse.slots import SlotLayout, find_slots
 from dcpmla.operators import nothing, operator
 
 
@@ -49,12 +50,7 @@ def local_candidates(
 )
 def choose_tokens(
     candidates: Tensor,
-    block_table: Tensor,
-    request: Tensor,
-    block_size: int,
-    dcp_rank: int,
-    dcp_size: int,
-    interleave: int,
+    layout: SlotLayout,
     num_first: Tensor | None,
     positions: Tensor,
     slots: Tensor,
@@ -64,7 +60,7 @@ def choose_tokens(
 
     Args:
         candidates: Candidates of all ranks, in any order, some EMPTY, [T, M] int64.
-        block_table, request: Columns of `SparseMetadata`.
+        layout: Cache that slots are in.
         num_first: Number of slots of each token that are filled already and kept, [T] int32; None for none.
         positions, slots, num_slots: Fields of `SelectedTokens`; written. topk is the width of positions.
     """
@@ -72,37 +68,7 @@ def choose_tokens(
     best = _best(candidates, min(topk, candidates.shape[1]))
     positions.fill_(-1)
     positions[:, : best.shape[1]] = unpack_positions(best)
-    layout = dcp_rank, dcp_size, interleave
-    find_slots(positions, block_table, request, block_size, layout, num_first, slots, num_slots)
-
-
-def find_slots(
-    positions: Tensor,
-    block_table: Tensor,
-    request: Tensor,
-    block_size: int,
-    layout: tuple[int, int, int],
-    num_first: Tensor | None,
-    slots: Tensor,
-    num_slots: Tensor,
-) -> None:
-    """Write the slots of selected positions that this rank owns, and their number (`choose_tokens`).
-
-    Args:
-        layout: dcp_rank, dcp_size and interleave.
-    """
-    dcp_rank, dcp_size, interleave = layout
-    known = positions.clamp(min=0).long()
-    is_mine = (positions >= 0) & (ownership.owner_rank(known, dcp_size, interleave) == dcp_rank)
-    index = ownership.local_index(known, dcp_size, interleave)
-    blocks = block_table[request.long()].gather(1, (index // block_size).clamp(max=block_table.shape[1] - 1))
-    owned = blocks * block_size + index % block_size
-    first = torch.sort(~is_mine, dim=1, stable=True).indices  # this rank's tokens first, in stable order
-    index = torch.arange(positions.shape[1], device=slots.device).expand_as(positions)
-    if num_first is not None:
-        index = index + num_first[:, None]
-    slots.scatter_(1, index, owned.gather(1, first).to(slots.dtype))
-    num_slots.copy_(is_mine.sum(1) + (0 if num_first is None else num_first))
+    find_slots(positions, layout, num_first, slots, num_slots)
 
 
 def _best(candidates: Tensor, num: int) -> Tensor:

@@ -6,6 +6,7 @@ from dcpmla.attention.gated import GatedAttention
 from dcpmla.attention.output.rows import OutputQuant, OutputRows
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.projections import MHAInputs
+from dcpmla.attention.sparse.slots import SlotLayout
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
 from dcpmla.attention.step import StepMetadata
 from dcpmla.attention.windowed.select import select_window
@@ -61,9 +62,8 @@ class WindowAttention(GatedAttention):
         """Return each token's window; None where no token has more tokens before it."""
         selection, sparse = super()._select(hidden_states, q_c, cache, step), step.get(SparseMetadata)
         if selection is not None and sparse is not None and self._selects:
-            tokens = sparse.block_table, sparse.request, sparse.seq_lens
-            dcp = self.dcp
-            layout = self.mesh.dcp_rank, dcp.decode_context_parallel_size, dcp.cp_kv_cache_interleave_size
-            memory = selection.positions, selection.slots, selection.num_slots
-            select_window(*tokens, dcp.block_size, *layout, *memory)
+            dcp, memory = self.dcp, (selection.positions, selection.slots, selection.num_slots)
+            owners = self.mesh.dcp_rank, dcp.decode_context_parallel_size, dcp.cp_kv_cache_interleave_size
+            layout = SlotLayout(sparse.block_table, sparse.request, dcp.block_size, *owners)
+            select_window(sparse.seq_lens, layout, *memory)
         return selection

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dcpmla import ownership
+from dcpmla.attention.sparse.slots import SlotLayout
 from dcpmla.operators import nothing, operator
 
 
@@ -18,31 +19,19 @@ from dcpmla.operators import nothing, operator
     runs=lambda seq_lens: seq_lens.is_cuda,
     mutates_args=("positions", "slots", "num_slots"),
 )
-def select_window(
-    block_table: Tensor,
-    request: Tensor,
-    seq_lens: Tensor,
-    block_size: int,
-    dcp_rank: int,
-    dcp_size: int,
-    interleave: int,
-    positions: Tensor,
-    slots: Tensor,
-    num_slots: Tensor,
-) -> None:
+def select_window(seq_lens: Tensor, layout: SlotLayout, positions: Tensor, slots: Tensor, num_slots: Tensor) -> None:
     """Select the last tokens up to each token, and find the slots of this rank's tokens among them.
 
     Args:
-        block_table, request, seq_lens: Columns of `SparseMetadata`.
+        seq_lens: Column of `SparseMetadata`.
+        layout: Cache that slots are in.
         positions, slots, num_slots: Fields of `SelectedTokens`, written. The width of positions is the window.
     """
-    window, layout = positions.shape[1], (dcp_size, dcp_rank, interleave)
+    window, owners = positions.shape[1], (layout.dcp_size, layout.dcp_rank, layout.interleave)
     column = torch.arange(window, device=positions.device)
     last = seq_lens[:, None] - 1
     positions.copy_((last - column).clamp(min=-1))
     # A rank's tokens of a window are neighbours among its tokens.
-    first = ownership.local_seq_lens((seq_lens - window).clamp(min=0), *layout)
-    num_slots.copy_(ownership.local_seq_lens(seq_lens, *layout) - first)
-    index = first[:, None] + column
-    blocks = block_table[request.long()].gather(1, (index // block_size).clamp(max=block_table.shape[1] - 1))
-    slots.copy_(blocks * block_size + index % block_size)
+    first = ownership.local_seq_lens((seq_lens - window).clamp(min=0), *owners)
+    num_slots.copy_(ownership.local_seq_lens(seq_lens, *owners) - first)
+    slots.copy_(layout.slots(first[:, None] + column))

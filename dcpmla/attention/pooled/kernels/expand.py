@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dcpmla.attention.sparse.kernels.slots import store_slots
+from dcpmla.attention.sparse.slots import SlotLayout
 
 
 @triton.jit
@@ -50,12 +51,7 @@ def expand_pools(
     pools: Tensor,
     seq_lens: Tensor,
     pool_size: int,
-    block_table: Tensor,
-    request: Tensor,
-    block_size: int,
-    dcp_rank: int,
-    dcp_size: int,
-    interleave: int,
+    layout: SlotLayout,
     positions: Tensor,
     slots: Tensor,
     num_slots: Tensor,
@@ -67,23 +63,23 @@ def expand_pools(
     expand_kernel[(num_tokens,)](
         pools,
         seq_lens,
-        block_table,
-        request,
+        layout.block_table,
+        layout.request,
         positions,
         slots,
         num_slots,
         pools.stride(0),
         positions.stride(0),
         slots.stride(0),
-        block_table.stride(0),
-        block_table.shape[1],
+        layout.block_table.stride(0),
+        layout.block_table.shape[1],
         NUM_POOLS=pools.shape[1],
         POOL_SIZE=pool_size,
         WIDTH=width,
         COLUMNS=triton.next_power_of_2(width),
-        BLOCK_SIZE=block_size,
-        DCP_RANK=dcp_rank,
-        DCP_SIZE=dcp_size,
-        INTERLEAVE=interleave,
+        BLOCK_SIZE=layout.block_size,
+        DCP_RANK=layout.dcp_rank,
+        DCP_SIZE=layout.dcp_size,
+        INTERLEAVE=layout.interleave,
         num_warps=8,
     )

@@ -17,6 +17,7 @@ from dcpmla.attention.sparse.kernels.candidates import EMPTY, by_thread, load_be
 from dcpmla.attention.sparse.kernels.compaction import compact, fill
 from dcpmla.attention.sparse.kernels.slots import store_slots
 from dcpmla.attention.sparse.kernels.threshold import best_of, sample_guesses
+from dcpmla.attention.sparse.slots import SlotLayout
 
 TILE = 16384  # keys of a program
 WARPS = 8  # warps per program; each repeats the scalar work between counts, so more would take longer
@@ -159,12 +160,7 @@ def local_candidates(
 
 def choose_tokens(
     candidates: Tensor,
-    block_table: Tensor,
-    request: Tensor,
-    block_size: int,
-    dcp_rank: int,
-    dcp_size: int,
-    interleave: int,
+    layout: SlotLayout,
     num_first: Tensor | None,
     positions: Tensor,
     slots: Tensor,
@@ -178,8 +174,8 @@ def choose_tokens(
         candidates = _cut(candidates, topk)
     choose_kernel[(num_tokens,)](
         candidates,
-        block_table,
-        request,
+        layout.block_table,
+        layout.request,
         num_first,
         positions,
         slots,
@@ -187,12 +183,12 @@ def choose_tokens(
         candidates.shape[1],
         candidates.stride(0),
         slots.stride(0),
-        block_table.stride(0),
-        block_table.shape[1],
-        BLOCK_SIZE=block_size,
-        DCP_RANK=dcp_rank,
-        DCP_SIZE=dcp_size,
-        INTERLEAVE=interleave,
+        layout.block_table.stride(0),
+        layout.block_table.shape[1],
+        BLOCK_SIZE=layout.block_size,
+        DCP_RANK=layout.dcp_rank,
+        DCP_SIZE=layout.dcp_size,
+        INTERLEAVE=layout.interleave,
         topk=topk,
         SELECTED=triton.next_power_of_2(topk),
         **_tiling(tile, candidates),

@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dcpmla.attention.sparse.slots import SlotLayout
+
 
 @triton.jit
 def _local_len(seq_len, dcp_rank, dcp_size, interleave):
@@ -44,22 +46,11 @@ def window_kernel(
     tl.store(num_slots_ptr + token, num_slots)
 
 
-def select_window(
-    block_table: Tensor,
-    request: Tensor,
-    seq_lens: Tensor,
-    block_size: int,
-    dcp_rank: int,
-    dcp_size: int,
-    interleave: int,
-    positions: Tensor,
-    slots: Tensor,
-    num_slots: Tensor,
-) -> None:
+def select_window(seq_lens: Tensor, layout: SlotLayout, positions: Tensor, slots: Tensor, num_slots: Tensor) -> None:
     """Compute `windowed.select.select_window` in one kernel."""
     num_tokens, window = positions.shape
     if num_tokens:
-        tensors = block_table, request, seq_lens, positions, slots, num_slots
-        layout = block_size, dcp_rank, dcp_size, interleave
+        table, request, *sizes = layout
+        tensors = table, request, seq_lens, positions, slots, num_slots
         columns = triton.next_power_of_2(window)
-        window_kernel[(num_tokens,)](*tensors, block_table.stride(0), *layout, WINDOW=window, COLUMNS=columns)
+        window_kernel[(num_tokens,)](*tensors, table.stride(0), *sizes, WINDOW=window, COLUMNS=columns)

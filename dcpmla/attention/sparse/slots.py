@@ -1,0 +1,48 @@
+"""The cache slots of selected tokens."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dcpmla import ownership
+
+
+class SlotLayout(NamedTuple):
+    """The cache in which selected tokens have their slots.
+
+    Attributes:
+        block_table: Block ids of each request [num_reqs, max_blocks] int32.
+        request: Request of each token [T] int32.
+        block_size: Slots of a block on one rank.
+        dcp_rank, dcp_size, interleave: Owners of tokens (`dcpmla.ownership`).
+    """
+
+    block_table: Tensor
+    request: Tensor
+    block_size: int
+    dcp_rank: int
+    dcp_size: int
+    interleave: int
+
+    def slots(self, index: Tensor) -> Tensor:
+        """Return the slots of local indices [T, N]; those beyond the block table are undefined."""
+        size = self.block_size
+        last = self.block_table.shape[1] - 1
+        blocks = self.block_table[self.request.long()].gather(1, (index // size).clamp(max=last))
+        return blocks * size + index % size
+
+
+def find_slots(
+    positions: Tensor, layout: SlotLayout, num_first: Tensor | None, slots: Tensor, num_slots: Tensor
+) -> None:
+    """Write the slots of selected positions that this rank owns, and their number (`choose_tokens`)."""
+    known = positions.clamp(min=0).long()
+    is_mine = (positions >= 0) & (ownership.owner_rank(known, layout.dcp_size, layout.interleave) == layout.dcp_rank)
+    owned = layout.slots(ownership.local_index(known, layout.dcp_size, layout.interleave))
+    first = torch.sort(~is_mine, dim=1, stable=True).indices  # this rank's tokens first, in stable order
+    index = torch.arange(positions.shape[1], device=slots.device).expand_as(positions)
+    if num_first is not None:
+        index = index + num_first[:, None]
+    slots.scatter_(1, index, owned.gather(1, first).to(slots.dtype))
+    num_slots.copy_(is_mine.sum(1) + (0 if num_first is None else num_first))
