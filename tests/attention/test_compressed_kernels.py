@@ -311,7 +311,7 @@ def test_kernels_compile_for_hopper(dtype: str, cache: str) -> None:
         )
         compile_for_hopper(heads_kernel, dtype, {**ROW, "NUM_HEADS": 64, "ROWS": 1}, **types, out_ptr="*fp8e4nv")
         return
-    for kernel, constants in ((query_kernel, {}), (heads_kernel, {"scales_ptr": None})):
+    for kernel, constants in ((query_kernel, {}), (query_kernel, {"eps": None}), (heads_kernel, {"scales_ptr": None})):
         for rows in (1, 4):
             ptx = compile_for_hopper(kernel, dtype, {**ROW, "NUM_HEADS": 64, "ROWS": rows, **constants}, **types)
             assert re.search(r"ld\.global\.v[24]\.b32", ptx)

@@ -233,6 +233,7 @@ def test_projections_compile_for_hopper() -> None:
     types = {"slots_ptr": "*i64", "cos_sin_ptr": "*fp32", "eps": "fp32", "factor": "fp32", "factors_ptr": "*fp32"}
     for kernel, more, formats in (
         (keys_kernel, {"BLOCK_SIZE": 64}, {"cache_ptr": "*u8"}),
+        (keys_kernel, {"BLOCK_SIZE": 64, "bias_ptr": None}, {"cache_ptr": "*u8"}),
         (queries_kernel, {"NUM_HEADS": 64}, {"out_ptr": "*fp8e4nv"}),
     ):
         ptx = compile_for_hopper(kernel, "bf16", {**sizes, **more}, **types, **formats)
