@@ -108,7 +108,9 @@ class CompressedStack(Stack):
         """Run all of a layer's step until it gathers its queries, but for its selection."""
         hidden, metadata = self._inputs(index)
         selectors = [layer.selector for layer in self.layers]
-        unselected = replace(self._compressed(metadata), decode_rows={self.kind.ratio: self._listed(metadata)})
+        slots, num_slots = self._listed(metadata)
+        listed = {self.kind.ratio: (slots[None], num_slots[None])}
+        unselected = replace(self._compressed(metadata), decode_rows=listed)
         try:
             for layer in self.layers:
                 layer.selector = None
@@ -151,7 +153,8 @@ class CompressedStack(Stack):
         compressed = self._compressed(metadata)
         if compressed.selection is not None:
             return compressed.selection.slots, compressed.selection.num_slots
-        return compressed.decode_rows[self.kind.ratio]
+        rows, num_rows = compressed.decode_rows[self.kind.ratio]
+        return rows[0], num_rows[0]
 
     def _compressed(self, metadata: StepMetadata) -> CompressedMetadata:
         compressed = metadata.get(CompressedMetadata)

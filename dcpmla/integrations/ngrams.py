@@ -18,6 +18,7 @@ from dcpmla.integrations.tokenizer import load_tokenizer
 from dcpmla.model.buckets import Buckets
 from dcpmla.model.memory import NgramMemory
 from dcpmla.model.ngrams import NgramHash
+from dcpmla.model.stream_decoder import StreamBlock, StreamDecoder
 from dcpmla.parallel.linear import Linear, read_linear, read_weight
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.parallel.quantized import GroupFp8, cut, unpack
@@ -138,6 +139,16 @@ class NgramSizes(NamedTuple):
         bound = max(1, np.iinfo(np.int64).max // self.num_ids // 2)
         drawn = [np.random.default_rng(_SEED * layer).integers(0, bound, self.longest) for layer in self.layers]
         return 2 * np.stack(drawn) + 1
+
+
+def load_memories(parts: Parts, decoder: StreamDecoder) -> None:
+    """Load the memories of a decoder's blocks, and their hashes."""
+    sizes = NgramSizes.of(parts.model.config)
+    decoder.ngrams = load_hash(parts, sizes)
+    for number, layer in enumerate(sizes.layers):
+        block = decoder.blocks[layer]
+        assert isinstance(block, StreamBlock)
+        block.memory = load_memory(parts, f"model.layers.{layer}.engram", number, sizes)
 
 
 def load_hash(parts: Parts, sizes: NgramSizes) -> NgramHash:

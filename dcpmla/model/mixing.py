@@ -24,11 +24,14 @@ class Streams(NamedTuple):
         values: [T, S, hidden].
         mixing: Weights of the part's output; None if there is nothing to mix.
         out: [T, hidden], output of the part.
+        pre: Weights of the streams in the next part's input, float32 [T, S], if connections are delayed. None before
+            the first part, which takes stream 0.
     """
 
     values: Tensor
     mixing: Mixing | None = None
     out: Tensor | None = None
+    pre: Tensor | None = None
 
 
 class Projection(NamedTuple):
@@ -54,6 +57,8 @@ class Constants(NamedTuple):
         stream_eps: Epsilon of the streams' weights, and of their iterations.
         num_iters: Iterations of Sinkhorn and Knopp, which make comb doubly stochastic; 0 for no comb.
         post_scale, post_eps: post is post_scale times a sigmoid, plus post_eps.
+        delays: Whether a part's input takes the streams' weights of the connection before. The head's input takes the
+            last connection's.
     """
 
     eps: float
@@ -61,3 +66,4 @@ class Constants(NamedTuple):
     num_iters: int
     post_scale: float = 2.0
     post_eps: float = 0.0
+    delays: bool = False

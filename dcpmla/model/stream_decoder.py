@@ -1,4 +1,4 @@
-"""The decoder of DeepSeek-V4, HY V4 and GLM-5-Next, blocks over several streams, and DeepSeek-V4's MTP module."""
+"""The decoder of DeepSeek-V4, V4.1, HY V4 and GLM-5-Next, blocks over several streams, and DeepSeek-V4's MTP module."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from dcpmla.model.mixing import Streams
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import MoE
 from dcpmla.model.ngrams import NgramHash
-from dcpmla.model.streams import Connection, StreamMean, finish
+from dcpmla.model.streams import Connection, DelayedCollapse, StreamMean, finish
 from dcpmla.parallel.fp8 import plain
 from dcpmla.parallel.linear import Linear
 
@@ -76,7 +76,8 @@ class StreamDecoder(nn.Module):
         embedding: Weight [vocab, hidden].
         num_streams: Number of streams of the residual, which all begin as the embedding.
         to_head: Collapse of the streams.
-        collapses: Whether the hidden states are collapsed already, as HY V4's MTP module takes them.
+        collapses: Whether the hidden states are collapsed already, as HY V4's MTP module takes them; always with a
+            `DelayedCollapse`, whose weights come from the last layer.
         ngrams: Hashes for the blocks' memories; None without.
     """
 
@@ -85,7 +86,7 @@ class StreamDecoder(nn.Module):
         embedding: Tensor,
         blocks: Sequence[StreamBlock],
         num_streams: int,
-        to_head: Connection | StreamMean,
+        to_head: Connection | StreamMean | DelayedCollapse,
         collapses: bool = False,
         ngrams: NgramHash | None = None,
     ) -> None:
@@ -107,7 +108,9 @@ class StreamDecoder(nn.Module):
 
     def collapse(self, hidden_states: Tensor) -> Tensor:
         """Return hidden states [n, width] as the head takes them, [n, hidden]."""
-        return hidden_states if self.collapses else self.to_head.collapse(hidden_states)
+        if self.collapses or isinstance(self.to_head, DelayedCollapse):
+            return hidden_states
+        return self.to_head.collapse(hidden_states)
 
 
 class StreamMtpLayer(nn.Module):

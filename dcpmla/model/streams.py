@@ -5,6 +5,9 @@ every stream, while the streams are mixed: that waits for the next part, whose w
 
 Independent hyper-connections (HY V4) add the output to the streams without mixing these.
 
+Delayed hyper-connections (DeepSeek-V4.1) weigh a part's input as the connection before found, so that the sum does not
+wait for the products with the streams.
+
 Source: DeepSeek-V4's report, section 2.2 (mHC), and the code published with it (inference/model.py); transformers'
 hy_v4.
 """
@@ -73,6 +76,23 @@ class StreamMean(nn.Module):
         return plain(self(Streams(rows.unflatten(1, (-1, len(self.norm)))))[0])
 
 
+class DelayedCollapse(nn.Module):
+    """The collapse before the head of delayed connections, which has a norm alone.
+
+    Args:
+        norm: Weight [hidden].
+    """
+
+    def __init__(self, norm: Tensor, eps: float) -> None:
+        super().__init__()
+        self.norm, self.eps = nn.Parameter(norm.float(), requires_grad=False), eps
+
+    def forward(self, streams: Streams) -> tuple[Tensor, Streams]:
+        """Return the head's input [T, hidden], and the streams with everything mixed in."""
+        values = finish(streams)
+        return weigh(values, streams.pre, self.norm, self.eps), Streams(values)
+
+
 def finish(streams: Streams) -> Tensor:
     """Return the streams [T, S, hidden] with everything mixed in."""
     if streams.mixing is not None and streams.values.is_cuda:
@@ -84,7 +104,7 @@ def finish(streams: Streams) -> Tensor:
 
 def mix(streams: Streams) -> Tensor:
     """Compute `finish`: sums in float32, rounded once."""
-    values, mixing, out = streams
+    values, mixing, out, _ = streams
     if mixing is None:
         return values
     assert out is not None
@@ -104,13 +124,20 @@ def enter(streams: Streams, projection: Projection, norm: Tensor, constants: Con
     sizes = [num_streams, num_streams, num_streams**2][: len(projection.scale)]
     parts = zip(numbers.split(sizes, -1), projection.base.split(sizes), projection.scale, strict=True)
     pre, *others = (number * scale + base for number, base, scale in parts)
-    row = ((torch.sigmoid(pre) + eps)[..., None] * values.float()).sum(1).to(values.dtype).float()
-    x = (row * torch.rsqrt(row.square().mean(-1, keepdim=True) + constants.eps) * norm).to(values.dtype)
+    pre = torch.sigmoid(pre) + eps
+    x = weigh(values, streams.pre if constants.delays else pre, norm, constants.eps)
     if not others:
         return x, Streams(values)
     post = constants.post_scale * torch.sigmoid(others[0]) + constants.post_eps
     comb = _balance(others[1].unflatten(-1, (num_streams, num_streams)), constants) if len(others) > 1 else None
-    return x, Streams(values, Mixing(post, comb))
+    return x, Streams(values, Mixing(post, comb), pre=pre if constants.delays else None)
+
+
+def weigh(values: Tensor, pre: Tensor | None, norm: Tensor, eps: float) -> Tensor:
+    """Return the sum [T, hidden] of streams [T, S, hidden] with weights [T, S], normalized; None takes stream 0."""
+    row = values[:, 0] if pre is None else (pre[..., None] * values.float()).sum(1).to(values.dtype)
+    row = row.float()
+    return (row * torch.rsqrt(row.square().mean(-1, keepdim=True) + eps) * norm).to(values.dtype)
 
 
 def _balance(logits: Tensor, constants: Constants) -> Tensor:

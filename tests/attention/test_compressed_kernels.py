@@ -131,12 +131,14 @@ def check_heads(device: str, *shapes: tuple[int, int, int, int]) -> None:
             wanted = projections.index_to_fp8(got.cpu().unflatten(-1, (-1, projections.GROUP)))
             assert torch.equal(bytes_of(codes), bytes_of(wanted[0].flatten(-2)))
             assert torch.equal(scales.cpu(), wanted[1])
-        q, eps, cos_sin = arguments[0].nan_to_num(0.5), 1e-3, arguments[3]
-        (moved_q,) = on(device, [cut(q)])
-        kernels.finish_query_(moved_q, eps, cos_sin.to(device))
-        projections.finish_query_(q, eps, cos_sin)
-        assert_near(moved_q, q)
-        assert moved_q._base[..., shape[2] :].isnan().all()
+        q, cos_sin = arguments[0].nan_to_num(0.5), arguments[3]
+        for eps in (1e-3, None):
+            (moved_q,) = on(device, [cut(q)])
+            kernels.finish_query_(moved_q, eps, cos_sin.to(device))
+            wanted_q = q.clone()
+            projections.finish_query_(wanted_q, eps, cos_sin)
+            assert_near(moved_q, wanted_q)
+            assert moved_q._base[..., shape[2] :].isnan().all()
 
 
 def check_reading(device: str) -> None:

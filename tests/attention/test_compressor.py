@@ -93,7 +93,7 @@ def test_entries_are_those_of_whole_prompts(data: st.DataObject) -> None:
                 if entry // interleave % size == rank:
                     local = entry // (size * interleave) * interleave + entry % interleave
                     block, offset = divmod(local, plan.entries_per_block(ratio))
-                    row = plan.window_rows + table[block] * plan.entries_per_block(ratio) + offset
+                    row = plan.window_rows(ratio) + table[block] * plan.entries_per_block(ratio) + offset
                     found[i][entry] = cache[row, 0]
                     written += 1
         # Rejected tokens may have completed an entry more.

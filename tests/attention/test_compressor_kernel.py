@@ -14,6 +14,7 @@ from torch import Tensor
 from dcpmla import DCPConfig
 from dcpmla.attention.compressed.cache import plan_compressed
 from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
+from dcpmla.attention.compressed.projections import rotate
 from dcpmla.attention.pooled import compressor
 from dcpmla.attention.pooled.entries import EntryLayout
 from dcpmla.cache.shared_format import ROPE_DIM
@@ -49,6 +50,8 @@ def check_compressor(
         (LayerKind(4, True), True, True),
         (LayerKind(4, True), True, False),
         (LayerKind(6, False), False, False),
+        (LayerKind(2, True), False, rope == ROPE_DIM),  # Neither this nor the next one overlaps.
+        (LayerKind(1, True), False, False),
     )
     for number, ((kind, is_index, is_quantized), dtype) in enumerate(itertools.product(cases, dtypes)):
         size, rank, interleave = layouts[number % len(layouts)]
@@ -59,7 +62,7 @@ def check_compressor(
         }
         sizes = {"cp_kv_cache_interleave_size": interleave, "block_size": (2 if kind.has_indexer else 1) * interleave}
         dcp = DCPConfig(**layout, **sizes, **formats)  # type: ignore[arg-type]
-        check_steps(device, config_of(kind, width, rope), dcp, rank, is_index, dtype, steps)
+        check_steps(device, config_of(kind, width, rope, kind.ratio < 4), dcp, rank, is_index, dtype, steps)
 
 
 def check_steps(
@@ -80,6 +83,10 @@ def check_steps(
             moved_sums, moved_cache = moved[4:6]
         kernels.compress_(*moved[:4], moved_sums, moved_cache, *moved[6:])
         compressor.compress_(*arguments)
+        if not is_index:
+            latents, slots = arguments[10:]
+            assert torch.equal(moved[11].cpu(), slots)
+            assert_near(moved[10], latents)
         torch.testing.assert_close(moved_sums.cpu(), sums, atol=1e-5, rtol=1e-5, equal_nan=True)
         if cache.dtype == torch.uint8:  # a code turns where a rounding before it does
             assert (moved_cache.cpu() != cache).double().mean() < 0.01
@@ -107,20 +114,42 @@ def compressor_cases(
     sums = torch.full(plan.sums_shape(kind, width), torch.nan)
     cache.view(torch.uint8).fill_(POISON)
     tables = tables_of(plan, totals)
-    halves = 2 if kind.has_indexer else 1
+    halves, num_columns = config.num_halves(kind), 2 if kind.ratio > 1 else 1
     bias, norm = randn(kind.ratio, halves * width, seed=1), 0.5 + randn(width, seed=2).abs()
     done = [0] * len(totals)
     for number, new in enumerate(steps):
         step, parts = build(plan, rank, new, done, tables)
         done = [a + b for a, b in zip(done, new, strict=True)]
         num_tokens = len(step.positions)
-        pairs = cut(randn(num_tokens, 2 * halves * width, dtype=dtype, seed=number))
+        pairs = cut(randn(num_tokens, num_columns * halves * width, dtype=dtype, seed=number))
         cos_sin = torch.rand(num_tokens, rope, generator=torch.Generator().manual_seed(number))
         table = step.block_table if is_index else step.entry_table(kind.ratio)
         layout = EntryLayout(cos_sin, table, plan.entries_per_block(kind.ratio), *step.layout)
         options = is_index, is_index and width & (width - 1) == 0
         for each in parts:
-            yield [pairs, bias, norm, 1e-3, sums, cache, each, layout, *options], (sums, cache)
+            arguments = [pairs, bias, norm, 1e-3, sums, cache, each, layout, *options]
+            if not is_index:
+                latents = torch.full((num_tokens, width), 5.0, dtype=dtype)
+                arguments += [latents, torch.full((num_tokens,), -1)]
+            yield arguments, (sums, cache)
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_entries_before_rope(ratio: int) -> None:
+    """They are the cached ones, not rotated yet; a token that completes no entry of this rank has none."""
+    config = config_of(LayerKind(ratio, True), 6, 4, True)
+    dcp = DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=2, block_size=4)
+    num_written = 0
+    for arguments, (_, cache) in compressor_cases(config, dcp, 1, False):
+        compressor.compress_(*arguments)
+        layout, latents, slots = arguments[7], *arguments[10:]
+        written = slots >= 0
+        num_written += int(written.sum())
+        rotated = rotate(latents, layout.cos_sin)[written]
+        torch.testing.assert_close(cache[slots[written], 0], rotated)
+        assert (latents[~written] == 5).all()
+    lens = [sum(new) // ratio for new in zip(*STEPS, strict=True)]
+    assert num_written == sum(length // 2 for length in lens)
 
 
 def check_compressor_in_the_interpreter() -> None:
@@ -145,8 +174,9 @@ def test_the_kernel(width: int, rope: int) -> None:
 
 def check_operator(device: str) -> None:
     arguments, _ = next(compressor_cases(config_of(LayerKind(4, True), 16, 8), DCPConfig(block_size=2), 0, False))
-    *tensors, each, layout, is_index, hadamard = on(device, arguments)
-    torch.library.opcheck(compressor.compress_.op, (*tensors, *each, *layout, is_index, hadamard))
+    *tensors, each, layout, is_index, hadamard, latents, slots = on(device, arguments)
+    options = is_index, hadamard, latents, slots
+    torch.library.opcheck(compressor.compress_.op, (*tensors, *each, *layout, *options))
 
 
 def test_operator() -> None:
@@ -168,7 +198,12 @@ def test_the_kernel_compiles_for_hopper(dtype: str, cache: str) -> None:
     types = {**TYPES, **numbers, "cache_ptr": "*u8" if cache == "u8" else f"*{dtype}"}
     pooled: dict[str, Any] = {"ROPE": 64, "HADAMARD_BITS": 0, "IS_INDEX": False, "WIDTH": 512, "COLUMNS": 512}
     index = {**pooled, "IS_INDEX": True, "WIDTH": 128, "COLUMNS": 128, "HADAMARD_BITS": 7}
+    none: dict[str, Any] = dict.fromkeys(("latents_ptr", "slots_ptr"))
     for ratio, halves, tokens in itertools.product((4, 128), (1, 2), (1, 8)):
-        constants = {"RATIO": ratio, "HALVES": halves, "TOKENS": tokens}
+        constants = {"RATIO": ratio, "HALVES": halves, "GATES": halves * 512, "TOKENS": tokens}
+        compile_for_hopper(compress_kernel, dtype, {**pooled, **constants, **none}, **types)
+    for ratio in (1, 2):  # These write entries before RoPE, too.
+        constants = {"RATIO": ratio, "HALVES": 1, "GATES": 512 * (ratio - 1), "TOKENS": 1}
         compile_for_hopper(compress_kernel, dtype, {**pooled, **constants}, **types)
-    compile_for_hopper(compress_kernel, dtype, {**index, "RATIO": 4, "HALVES": 2, "TOKENS": 8}, **types)
+    constants = {"RATIO": 4, "HALVES": 2, "GATES": 256, "TOKENS": 8}
+    compile_for_hopper(compress_kernel, dtype, {**index, **constants, **none}, **types)

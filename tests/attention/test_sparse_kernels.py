@@ -104,7 +104,8 @@ def check_projections(device: str, *cases: tuple[int, int, int, int, torch.dtype
             keys[:1] = 0
             cache = empty_cache(7, 16, head_dim, torch.uint8 if fp8 else dtype)
             slots = (torch.arange(num_tokens) * 37 % 112).where(torch.arange(num_tokens) % 3 < 2, -1)
-            norm = 0.5 + randn(head_dim, dtype=dtype, seed=1).abs(), randn(head_dim, dtype=dtype, seed=2)
+            bias = None if interleaved else randn(head_dim, dtype=dtype, seed=2)  # without one it is an RMSNorm
+            norm = 0.5 + randn(head_dim, dtype=dtype, seed=1).abs(), bias
             rotation = cos_sin, interleaved, hadamard
             arguments = [keys, cache, slots, *norm, *rotation, 1e-2]
             moved = on(device, arguments)

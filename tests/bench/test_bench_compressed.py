@@ -150,7 +150,7 @@ def rotated_rows() -> tuple[int, int, list[list[int]]]:
     listed = [
         selection.slots[0, : int(selection.num_slots[0])].tolist() for selection in selections if selection is not None
     ]
-    return sizes.num_blocks, sizes.window_rows, listed
+    return sizes.num_blocks, sizes.window_rows(CSA.ratio), listed
 
 
 def test_steps_read_other_rows() -> None:

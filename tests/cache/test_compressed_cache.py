@@ -100,12 +100,14 @@ def test_a_plan_counts_what_is_allocated(size: int, num_states: int, seq_lens: l
     assert plan.num_blocks * plan.block_tokens == plan.tokens_total
     assert plan.bytes_total == size * plan.bytes_per_rank
     for kind, layer in zip(config.layer_kinds, cache, strict=True):
-        rows = plan.window_rows + (plan.num_blocks * plan.entries_per_block(kind.ratio) if kind.ratio else 0)
+        rows = plan.window_rows(kind.ratio) + (
+            plan.num_blocks * plan.entries_per_block(kind.ratio) if kind.ratio else 0
+        )
         assert layer.rows.shape[0] * layer.rows.shape[1] >= rows
         assert (layer.sums is None, layer.index_keys is None) == (not kind.ratio, not kind.has_indexer)
         if kind.ratio:  # entries begin with a block of their own
-            assert plan.window_rows % plan.entries_per_block(kind.ratio) == 0
-            assert plan.window_rows >= num_states * plan.ring_rows
+            assert plan.window_rows(kind.ratio) % plan.entries_per_block(kind.ratio) == 0
+            assert plan.window_rows(kind.ratio) >= num_states * plan.ring_rows
     assert f"{num_states} states" in str(plan)
 
 

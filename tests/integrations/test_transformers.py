@@ -71,7 +71,9 @@ def run_cases(directory: Path, cases: list[Case], device_type: str) -> list[list
         seq_lens = [length + NUM_NEW - 1 for length in PROMPT_LENS]
         cache = model.attention.plan_cache(dcp, seq_lens, model.dtype, num_states=6).allocate(device)
         for memory in cache.tensors:
-            memory.fill_(torch.nan)  # no step may read a row that was never written
+            memory.fill_(
+                torch.nan if memory.is_floating_point() else 10**6
+            )  # no step may read a row that was never written
         engine = new_engine(model, cache, dcp, mesh, max(seq_lens) + 1, case.max_num_batched_tokens, max_num_seqs=4)
         requests = [
             engine.add(prompt, SamplingParams(max_new_tokens=NUM_NEW), keep_logits=True) for prompt in prompts()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.model.mixing import Constants, Mixing, Projection, Streams
-from dcpmla.model.streams import Connection, enter, finish, mix
+from dcpmla.model.streams import Connection, DelayedCollapse, enter, finish, mix
 from dcpmla.parallel.fp8 import AnyRows, NormedRows, plain
 from dcpmla.parallel.quantized import quantize_groups
 from tests.attention.test_decode_compile import compile_for_hopper
@@ -95,6 +95,53 @@ def test_the_head_as_transformers() -> None:
     torch.testing.assert_close(found, their_norm(theirs(streams.values[None]))[0])
 
 
+def weights_in_float64(values: Tensor, projection: Projection, constants: Constants) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the weights [T, S], [T, S], [T, S, S] of streams [T, S, hidden], stream by stream."""
+    (num_tokens, num_streams, _), flat = values.shape, values.flatten(1)
+    rms = (flat.square().mean(1) + constants.eps).sqrt()
+    numbers = flat @ projection.fn.double().T / rms[:, None]
+    base, scale = projection.base.double(), projection.scale.double()
+    pre = (numbers[:, :num_streams] * scale[0] + base[:num_streams]).sigmoid() + constants.stream_eps
+    middle = slice(num_streams, 2 * num_streams)
+    post = constants.post_scale * (numbers[:, middle] * scale[1] + base[middle]).sigmoid()
+    logits = numbers[:, 2 * num_streams :] * scale[2] + base[2 * num_streams :]
+    comb = logits.view(num_tokens, num_streams, num_streams).softmax(2) + constants.stream_eps
+    for iteration in range(constants.num_iters):
+        if iteration:
+            comb = comb / (comb.sum(2, keepdim=True) + constants.stream_eps)
+        comb = comb / (comb.sum(1, keepdim=True) + constants.stream_eps)
+    return pre, post, comb
+
+
+@pytest.mark.parametrize("num_streams", [1, 2, 4])
+@torch.no_grad()
+def test_delayed_connections_in_float64(num_streams: int) -> None:
+    """Three parts and the head: each takes the weights of the connection before, the first one stream 0."""
+    constants = CONSTANTS._replace(delays=True)
+    cases = [make_case(num_tokens, num_streams, 48, torch.float32, False, False, "cpu") for num_tokens in (7, 8, 9)]
+    streams = cases[0][0]
+    values = streams.values.double()
+    pre = torch.zeros(7, num_streams, dtype=torch.float64)
+    pre[:, 0] = 1
+
+    def collapse(norm: Tensor) -> Tensor:
+        row = torch.stack([pre[:, j, None] * values[:, j] for j in range(num_streams)]).sum(0)
+        return row / (row.square().mean(1, keepdim=True) + constants.eps).sqrt() * norm.double()
+
+    for number, (_, projection, norm) in enumerate(cases):
+        x, streams = Connection(projection, norm, constants)(streams)
+        torch.testing.assert_close(plain(x).double(), collapse(norm), atol=2e-5, rtol=2e-5)
+        out = torch.randn(7, 48, generator=torch.Generator().manual_seed(number))
+        streams = streams._replace(out=out)
+        pre, post, comb = weights_in_float64(values, projection, constants)
+        mixed = [sum(comb[:, j, s, None] * values[:, j] for j in range(num_streams)) for s in range(num_streams)]
+        values = torch.stack([post[:, s, None] * out.double() + mixed[s] for s in range(num_streams)], 1)
+    norm = cases[0][2]
+    x, streams = DelayedCollapse(norm, constants.eps)(streams)
+    torch.testing.assert_close(x.double(), collapse(norm), atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(finish(streams).double(), values, atol=2e-5, rtol=2e-5)
+
+
 def check_quantized(rows: AnyRows, x: Tensor) -> None:
     assert isinstance(rows, NormedRows)
     assert torch.equal(rows.plain, x)
@@ -112,16 +159,28 @@ def check_kernels(device: str, dtype: torch.dtype, cases: tuple[tuple[int, int, 
     try:
         for num_tokens, num_streams, width in cases:
             kinds = [(False, False, True), (True, False, True), (True, True, True), (False, True, True)]
-            for has_mixing, is_head, mixes in [*kinds, (True, False, False)]:
-                case = make_case(num_tokens, num_streams, width, dtype, has_mixing, is_head, device, mixes)
+            kinds += [(True, False, False)]
+            delayed = [(False, False, True), (True, False, True)]  # at the first connection, and after
+            for index, (has_mixing, is_head, mixes) in enumerate(kinds + delayed):
+                streams, projection, norm = make_case(
+                    num_tokens, num_streams, width, dtype, has_mixing, is_head, device, mixes
+                )
                 constants = CONSTANTS if mixes else INDEPENDENT
+                if index >= len(kinds):
+                    constants = constants._replace(delays=True)
+                    pre = torch.rand(num_tokens, num_streams, device=device)
+                    streams = streams._replace(pre=pre if has_mixing else None)
+                case = streams, projection, norm
                 wanted, wanted_streams = enter(*case, constants)
                 x, found = kernels.enter(*case, constants)
-                pairs = [(plain(x), wanted), (found.values, wanted_streams.values)]
+                pairs: list[Any] = [(plain(x), wanted), (found.values, wanted_streams.values)]
                 assert (found.mixing is None) == is_head
                 if found.mixing is not None and wanted_streams.mixing is not None:
                     assert (found.mixing.comb is None) == (not mixes)
                     pairs += list(zip(found.mixing, wanted_streams.mixing, strict=True))[: 1 + mixes]
+                assert (found.pre is None) == (wanted_streams.pre is None) == (not constants.delays)
+                if found.pre is not None and wanted_streams.pre is not None:
+                    pairs += [(found.pre, wanted_streams.pre)]
                 pairs += [(mixing_kernels.mix(case[0]), mix(case[0]))]
                 for got, expected in pairs:
                     tolerance = TOLERANCE[dtype]
@@ -174,21 +233,26 @@ def test_the_first_kernel_compiles(has_out: bool, num: int, is_few: bool) -> Non
     assert int(spilled) <= (0 if is_few else 512)  # the largest tile was measured to be worth it
 
 
-@pytest.mark.parametrize(("is_head", "mixes"), [(False, True), (True, True), (False, False)])
-def test_the_second_kernel_compiles(is_head: bool, mixes: bool) -> None:
+@pytest.mark.parametrize(
+    ("is_head", "mixes", "delays"),
+    [(False, True, False), (True, True, False), (False, False, False), (False, True, True)],
+)
+def test_the_second_kernel_compiles(is_head: bool, mixes: bool, delays: bool) -> None:
     pytest.importorskip("triton")
     from triton.compiler import ASTSource
 
     from dcpmla.model.kernels.streams import weigh_kernel
 
-    floats = ("products_ptr", "squares_ptr", "base_ptr", "scale_ptr", "norm_ptr", "post_ptr", "comb_ptr")
-    types = dict.fromkeys(floats, "*fp32") | dict.fromkeys(("values_ptr", "x_ptr"), "*bf16")
+    inputs = ("products_ptr", "squares_ptr", "base_ptr", "scale_ptr", "norm_ptr", "pre_ptr")
+    outputs = ("post_ptr", "comb_ptr", "next_pre_ptr")
+    types = dict.fromkeys(inputs + outputs, "*fp32") | dict.fromkeys(("values_ptr", "x_ptr"), "*bf16")
     types |= dict.fromkeys(("eps", "stream_eps", "post_scale", "post_eps"), "fp32")
     types |= {"codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
     constants: dict[str, Any] = {"WIDTH": 7168, "WIDTH_P": 8192, "STREAMS": 4, "STREAMS_P": 4}
     constants |= {"NUM_P": 16 if is_head else 32, "PARTS_P": 128, "NUM_ITERS": 20}
     constants |= dict.fromkeys(("post_ptr", "comb_ptr", "codes_ptr", "scales_ptr")) if is_head else {}
     constants |= {} if mixes else {"comb_ptr": None, "NUM_P": 16}
+    constants |= {} if delays else dict.fromkeys(("pre_ptr", "next_pre_ptr"))
     ptx, said = compile_for_hopper(weigh_kernel, ASTSource, types, constants, num_warps=16)
     assert "0 bytes spill stores" in said
     assert ptx.count("bar.sync") < 40  # none in an iteration

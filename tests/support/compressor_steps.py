@@ -15,7 +15,7 @@ def tables_of(plan: CompressedPlan, totals: list[int]) -> list[list[int]]:
     return [[next(blocks) for _ in range(-(-total // plan.block_tokens))] for total in totals]
 
 
-def config_of(kind: LayerKind, width: int, rope: int) -> CompressedConfig:
+def config_of(kind: LayerKind, width: int, rope: int, has_entry_keys: bool = False) -> CompressedConfig:
     return CompressedConfig(
         hidden_size=8,
         num_heads=12,  # a multiple of all sizes of a group
@@ -28,6 +28,7 @@ def config_of(kind: LayerKind, width: int, rope: int) -> CompressedConfig:
         rms_norm_eps=1e-3,
         indexer=IndexerConfig(num_heads=1, head_dim=width, topk=4, rope_interleaved=True),
         layer_kinds=(kind,),
+        has_entry_keys=has_entry_keys,
     )
 
 

@@ -97,8 +97,8 @@ class CompressedStepBuilder(StepBuilder):
             first_row=first_row,
             new_row=new_row,
             chunks={
-                kind: self._chunks_of(kind, int(new.sum()), end // kind.ratio, step)
-                for kind in dict.fromkeys(self.plan.config.layer_kinds)
+                (kind.ratio, kind.selects): self._chunks_of(kind, int(new.sum()), end // kind.ratio, step)
+                for kind in {(kind.ratio, kind.selects): kind for kind in self.plan.config.layer_kinds}.values()
                 if kind.ratio
             },
         )

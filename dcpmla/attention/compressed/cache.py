@@ -1,8 +1,9 @@
 """The caches of a model with DeepSeek-V4's attention on one rank: entries under block ids, and one state a request.
 
 A layer's rows (`cache/shared_format.py`) are the windows of all requests, then entries, so that one call of attention
-reads both. Entries and an indexer's keys grow with the context and are sharded over the DCP ranks by entry. A request's
-state has a fixed size and is the same on every rank: its window, and the sums of the entries in progress.
+reads both. Layers that read the same entries share rows, which begin with the windows of all these layers in turn.
+Entries and an indexer's keys grow with the context and are sharded over the DCP ranks by entry. A request's state has a
+fixed size and is the same on every rank: its windows, and the sums of the entries in progress.
 """
 
 import math
@@ -50,10 +51,14 @@ class CompressedPlan(CachePlan):
         return -(-num_rows // PAGE_ROWS) * PAGE_ROWS if self.dtype == torch.uint8 else num_rows
 
     @property
-    def window_rows(self) -> int:
-        """Rows of all windows, before the entries of a layer: whole blocks of every ratio, and whole pages."""
+    def rows_per_ring(self) -> int:
+        """Rows of all windows of one layer."""
+        return self.num_states * self.ring_rows
+
+    def window_rows(self, ratio: int) -> int:
+        """Return the rows of all windows, before the entries: whole blocks of every ratio, and whole pages."""
         granule = math.lcm(PAGE_ROWS, *(self.entries_per_block(ratio) for ratio in self.config.ratios))
-        return -(-self.num_states * self.ring_rows // granule) * granule
+        return -(-self.config.num_rings(ratio) * self.rows_per_ring // granule) * granule
 
     def entries_per_block(self, ratio: int) -> int:
         """Return the number of entries of a ratio that a block holds on one rank."""
@@ -62,7 +67,7 @@ class CompressedPlan(CachePlan):
     def rows_shape(self, ratio: int) -> tuple[int, int, int]:
         """Return the shape of a layer's rows."""
         num_entries = self.num_blocks * self.entries_per_block(ratio) if ratio else 0
-        return rows_shape(self.window_rows + num_entries, self.config.head_dim, self.dtype)
+        return rows_shape(self.window_rows(ratio) + num_entries, self.config.head_dim, self.dtype)
 
     def index_shape(self, ratio: int) -> tuple[int, int, int]:
         """Return the shape of the index cache of a layer with an indexer."""
@@ -70,19 +75,22 @@ class CompressedPlan(CachePlan):
         return self.num_blocks, self.entries_per_block(ratio), width
 
     def sums_shape(self, kind: LayerKind, width: int) -> tuple[int, int, int, int]:
-        """Return the shape of a layer's sums of entries in progress: two entries if they overlap, else one.
+        """Return the shape of a layer's sums of entries in progress.
 
         A state has 1 + num_drafts copies: copy p % (1 + num_drafts) holds the sums after the token at position p.
         """
-        return self.num_states * (1 + self.num_drafts), 2 if kind.has_indexer else 1, NUM_SUMS, width
+        return self.num_states * (1 + self.num_drafts), self.config.num_halves(kind), NUM_SUMS, width
 
     def layer_tensors(self, kind: LayerKind) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return the shape and dtype of each tensor of a layer's `CompressedLayerCache`, by its field."""
+        """Return the shape and dtype of each tensor that a layer adds to its `CompressedLayerCache`, by the field."""
+        if not kind.writes:
+            return {}
         tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"rows": (self.rows_shape(kind.ratio), self.dtype)}
         if kind.ratio:
             tensors["sums"] = self.sums_shape(kind, self.config.head_dim), torch.float32
         if kind.has_indexer:
             tensors["index_keys"] = self.index_shape(kind.ratio), self.index_dtype
+        if kind.has_indexer and not self.config.has_entry_keys:
             tensors["index_sums"] = self.sums_shape(kind, self.config.indexer.head_dim), torch.float32
         return tensors
 
@@ -121,11 +129,13 @@ class CompressedLayerCache(NamedTuple):
     """The cache of one layer on one rank.
 
     Attributes:
-        rows: Windows, then entries (`dcpmla.cache.shared_format`).
-        sums: Sums of entries in progress, float32 [num_states (1 + num_drafts), 1 or 2, 3, D]; None in a layer without
-            entries.
-        index_keys: [num_blocks, entries_per_block, width] of a layer with an indexer (`dcpmla.cache.index_keys`).
-        index_sums: Sums of index keys in progress, float32 [num_states (1 + num_drafts), 2, 3, indexer's D].
+        rows: Windows, then entries (`dcpmla.cache.shared_format`); the same memory in layers that share them.
+        sums: Sums of entries in progress, float32 [num_states (1 + num_drafts), 1 or 2, 3, D]; None in a layer that
+            writes no entries.
+        index_keys: Keys of the entries [num_blocks, entries_per_block, width] (`dcpmla.cache.index_keys`), as shared as
+            these; None if no indexer selects among them.
+        index_sums: Sums of index keys in progress, float32 [num_states (1 + num_drafts), 2, 3, indexer's D]; None if
+            keys are projected from entries.
     """
 
     rows: Tensor
@@ -151,17 +161,21 @@ class CompressedCache(Cache):
         self.sizes, self._plan = plan, plan
         self.token_ids = allocate_token_ids(plan, device)
         layers = map(plan.layer_tensors, plan.config.layer_kinds)
-        self.per_layer = [
-            CompressedLayerCache(
-                **{field: torch.empty(shape, dtype=dtype, device=device) for field, (shape, dtype) in tensors.items()}
-            )
+        new = [
+            {field: torch.empty(shape, dtype=dtype, device=device) for field, (shape, dtype) in tensors.items()}
             for tensors in layers
+        ]
+        self._own = {layer: CompressedLayerCache(**new[layer]) for layer in plan.config.row_groups}
+        sources = {layer: first for first, group in plan.config.row_groups.items() for layer in group}
+        self.per_layer = [
+            self._own[layer] if layer in self._own else self._own[sources[layer]]._replace(sums=None)
+            for layer in range(len(new))
         ]
 
     @property
     def tensors(self) -> list[Tensor]:
         """All memory of the cache."""
-        tensors = [tensor for layer in self for tensor in layer if tensor is not None]
+        tensors = [tensor for layer in self._own.values() for tensor in layer if tensor is not None]
         return tensors if self.token_ids is None else [*tensors, self.token_ids]
 
     def copy_state(self, source: int, target: int) -> None:
@@ -174,8 +188,10 @@ class CompressedCache(Cache):
         if self.sizes.dtype == torch.uint8:
             ring //= PAGE_ROWS
         views = []
-        for layer in self:
-            views.append(layer.rows[state * ring : (state + 1) * ring])
+        for number, layer in self._own.items():
+            for index in range(len(self._plan.config.row_groups[number])):
+                first = (index * self._plan.num_states + state) * ring
+                views.append(layer.rows[first : first + ring])
             of_state = slice(state * num_sums, (state + 1) * num_sums)
             views += [sums[of_state] for sums in (layer.sums, layer.index_sums) if sums is not None]
         return views
@@ -203,6 +219,7 @@ def plan_compressed(
     if not seq_lens or min(seq_lens) < 0:
         raise ValueError(f"seq_lens is {seq_lens}; it must be a list of lengths that are not negative")
     config.check_layout(dcp)
+    dcp = config.with_whole_blocks(dcp)
     plan = CompressedPlan(
         config=config,
         dcp=dcp,

@@ -1,11 +1,14 @@
-"""The geometry of DeepSeek-V4's attention: a window and compressed entries, over one shared head of keys and values."""
+"""The geometry of DeepSeek-V4's and V4.1's attention: a window and compressed entries, over one shared head of keys
+and values.
+"""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated, NamedTuple
 
 from dcpmla.config import LARGEST_SIZE, DCPConfig, IndexerConfig
-from dcpmla.fields import Rule, check_fields, check_tp_size, instance_of, number, rules_of, whole
+from dcpmla.fields import Flag, Rule, check_fields, check_tp_size, instance_of, number, rules_of, whole
 
 
 class LayerKind(NamedTuple):
@@ -13,28 +16,54 @@ class LayerKind(NamedTuple):
 
     Attributes:
         ratio: Number of tokens of an entry; 0 for a layer without entries.
-        has_indexer: Whether entries overlap and an indexer selects among them (CSA); else attention reads all (HCA).
+        has_indexer: Whether an indexer of the layer's own selects among them (CSA); else attention reads all (HCA).
+        writes: Whether the layer writes the entries; else it reads what the latest writer before it wrote.
+        reuses: Whether the layer attends to the selection of the latest indexer, without one of its own.
+        candidates: "source" for an indexer that also chooses candidate blocks, "within" for a later one, which selects
+            among these blocks, else empty (`CandidateConfig`).
     """
 
     ratio: int
     has_indexer: bool
+    writes: bool = True
+    reuses: bool = False
+    candidates: str = ""
+
+    @property
+    def selects(self) -> bool:
+        """Return whether tokens attend to selected entries."""
+        return self.has_indexer or self.reuses
 
     @property
     def label(self) -> str:
         """The name of the kind: "window", "csa" or "hca"."""
-        return ("csa" if self.has_indexer else "hca") if self.ratio else "window"
+        return ("csa" if self.selects else "hca") if self.ratio else "window"
 
 
 WINDOW_ONLY = LayerKind(0, False)
 _Size = Annotated[int, whole(1, LARGEST_SIZE)]
 _KINDS = Rule(
-    "LayerKinds of a ratio of at least 2, or of 0 without an indexer",
+    "LayerKinds of a ratio of at least 2, of 1 with a selection, or of 0 without an indexer",
     lambda value: (
         isinstance(value, tuple)
         and value != ()
-        and all(isinstance(kind, LayerKind) and (kind.ratio >= 2 or kind == WINDOW_ONLY) for kind in value)
+        and all(
+            isinstance(kind, LayerKind) and (kind.ratio >= 2 - kind.selects or kind == WINDOW_ONLY) for kind in value
+        )
     ),
 )
+
+
+class CandidateConfig(NamedTuple):
+    """The blocks of entries that later indexers select among.
+
+    Attributes:
+        num_blocks: Number of blocks of a token: the best by their scores, and the last one.
+        block_size: Number of consecutive entries of a block; its score is the best of theirs.
+    """
+
+    num_blocks: int
+    block_size: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +77,13 @@ class CompressedConfig:
         sliding_window: Number of last tokens that each token attends to, itself included.
         indexer: Sizes of the indexers.
         layer_kinds: Kind of each layer.
+        norms_queries: Whether each head's query is normalized.
+        has_entry_keys: Whether index keys are projected from entries, which do not overlap then and whose gates have no
+            bias (DeepSeek-V4.1); else they are pooled from hidden states, as the entries are, and both overlap.
+        candidates: Candidate blocks; None if indexers select among all entries.
     Raises:
         ValueError: A field has another type or is outside its range, or sizes do not match.
-    Source: DeepSeek-V4's report, section 2.3.
+    Source: DeepSeek-V4's report, section 2.3; vLLM's DeepSeek-V4.1.
     """
 
     hidden_size: _Size
@@ -64,6 +97,9 @@ class CompressedConfig:
     rms_norm_eps: Annotated[float, number(0)]
     indexer: Annotated[IndexerConfig, instance_of(IndexerConfig)]
     layer_kinds: Annotated[tuple[LayerKind, ...], _KINDS]
+    norms_queries: Flag = True
+    has_entry_keys: Flag = False
+    candidates: CandidateConfig | None = None
 
     def __post_init__(self) -> None:
         check_fields(rules_of(CompressedConfig), vars(self))
@@ -79,6 +115,19 @@ class CompressedConfig:
             )
         if self.num_heads % self.o_groups:
             raise ValueError(f"o_groups is {self.o_groups}; it must divide num_heads {self.num_heads}")
+        self._check_sharing()
+
+    def _check_sharing(self) -> None:
+        """Raise ValueError unless each layer that shares entries or a selection comes after a layer that makes them."""
+        written = selected = None
+        for layer, kind in enumerate(self.layer_kinds):
+            written = kind.ratio if kind.ratio and kind.writes else written
+            selected = kind.ratio if kind.has_indexer else selected
+            if kind.ratio and (kind.ratio != written or (kind.reuses and kind.ratio != selected)):
+                raise ValueError(
+                    f"layer_kinds[{layer}] is {kind}; the latest entries have ratio {written} and the latest selection "
+                    f"{selected}, which must be the layer's"
+                )
 
     @property
     def scale(self) -> float:
@@ -89,6 +138,34 @@ class CompressedConfig:
     def ratios(self) -> tuple[int, ...]:
         """The distinct ratios of layers that compress, ascending."""
         return tuple(sorted({kind.ratio for kind in self.layer_kinds} - {0}))
+
+    @cached_property
+    def row_groups(self) -> dict[int, tuple[int, ...]]:
+        """The layers that share rows, by the number of the first, which writes the entries."""
+        groups: dict[int, tuple[int, ...]] = {}
+        source = 0
+        for layer, kind in enumerate(self.layer_kinds):
+            source = layer if kind.ratio and kind.writes else source
+            first = source if kind.ratio else layer
+            groups[first] = (*groups.get(first, ()), layer)
+        return groups
+
+    @cached_property
+    def rings(self) -> tuple[int, ...]:
+        """The index of each layer's windows in the rows that it shares, in the order of the layers."""
+        numbers = {layer: ring for group in self.row_groups.values() for ring, layer in enumerate(group)}
+        return tuple(numbers[layer] for layer in range(len(self.layer_kinds)))
+
+    def num_rings(self, ratio: int) -> int:
+        """Return how many layers' windows the rows of a ratio begin with; the same for all groups of the ratio, so that
+        layers of several groups may share a selection's slots.
+        """
+        sizes = (len(group) for first, group in self.row_groups.items() if self.layer_kinds[first].ratio == ratio)
+        return max(sizes, default=1)
+
+    def num_halves(self, kind: LayerKind) -> int:
+        """Return how many entries a token is pooled into: two if entries overlap, else one."""
+        return 2 if kind.has_indexer and not self.has_entry_keys else 1
 
     @property
     def row_tokens(self) -> int:
@@ -107,6 +184,7 @@ class CompressedConfig:
 
     def chunk_alignment(self, dcp: DCPConfig) -> int:
         """Return how many tokens a request's part of the workspace for contexts is a multiple of."""
+        dcp = self.with_whole_blocks(dcp)
         ranks = dcp.decode_context_parallel_size * dcp.cp_kv_cache_interleave_size
         return math.lcm(dcp.block_size * self.row_tokens, ranks)
 
@@ -124,6 +202,7 @@ class CompressedConfig:
         for name, is_asked, advice in refused:
             if is_asked:
                 raise ValueError(f"{name} does not go with DeepSeek-V4's attention; {advice}")
+        dcp = self.with_whole_blocks(dcp)
         granule = math.lcm(1, *self.ratios) * dcp.cp_kv_cache_interleave_size
         if dcp.block_size * self.row_tokens % granule:
             raise ValueError(
@@ -132,6 +211,23 @@ class CompressedConfig:
                 f"{dcp.cp_kv_cache_interleave_size} (--cp-kv-cache-interleave-size): a multiple of "
                 f"{granule // self.row_tokens}"
             )
+
+    def with_whole_blocks(self, dcp: DCPConfig) -> DCPConfig:
+        """Return the layout of entries: its interleave is whole candidate blocks, so that each block is on one rank.
+
+        Raises:
+            ValueError: A cache's block does not hold whole candidate blocks, in groups of the interleave.
+        """
+        if self.candidates is None:
+            return dcp
+        interleave = math.lcm(dcp.cp_kv_cache_interleave_size, self.candidates.block_size)
+        if dcp.block_size % interleave:
+            raise ValueError(
+                f"block_size (--block-size) is {dcp.block_size}; it must be a multiple of {interleave}, of candidate "
+                f"blocks of {self.candidates.block_size} entries (the config's candidate_block_size) and of "
+                f"cp_kv_cache_interleave_size (--cp-kv-cache-interleave-size) {dcp.cp_kv_cache_interleave_size}"
+            )
+        return replace(dcp, cp_kv_cache_interleave_size=interleave)
 
     def entries_per_block(self, ratio: int, block_size: int) -> int:
         """Return how many entries of that ratio a block holds on one rank."""

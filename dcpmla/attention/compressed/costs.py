@@ -41,11 +41,11 @@ class CompressedCosts:
         # token moves, then times of a token's share of an entry.
         self._kinds = [
             (
-                kind.ratio * config.indexer.topk if kind.has_indexer else inf,
+                kind.ratio * config.indexer.topk if kind.selects else inf,
                 kind.ratio * num_moved,
                 number * gather_us / kind.ratio,
                 number * row_us / kind.ratio,
-                number * score_us(config.indexer, dcp, rates) / kind.ratio,
+                number * score_us(config.indexer, dcp, rates) / kind.ratio if kind.has_indexer else 0.0,
             )
             for kind, number in Counter(config.layer_kinds).items()
             if kind.ratio
@@ -79,8 +79,10 @@ def layer_reads(config: CompressedConfig, context: int) -> list[LayerReads]:
 def _reads(config: CompressedConfig, kind: LayerKind, num_layers: int, context: int) -> LayerReads:
     window, widths = min(context, config.sliding_window), (config.head_dim, config.head_dim)
     num_entries, topk = context // kind.ratio if kind.ratio else 0, config.indexer.topk
-    if not kind.has_indexer or num_entries <= topk:
+    if not kind.selects or num_entries <= topk:
         return LayerReads(num_layers, window + num_entries, *widths)
+    if not kind.has_indexer:
+        return LayerReads(num_layers, window + topk, *widths)
     return LayerReads(num_layers, window + topk, *widths, num_keys=num_entries, num_candidates=topk)
 
 

@@ -69,16 +69,15 @@ class CompressedKind:
         self, step: StepMetadata, rotary: Rotary, dtype: torch.dtype, layers: Sequence[int] | None = None
     ) -> StepMetadata:
         """Return a step with the angles of tokens and entries, and memory for a selection."""
-        kinds = None if layers is None else [self.config.layer_kinds[layer] for layer in layers]
 
         def of_layers(positions: Tensor, is_compressed: bool) -> Tensor:
             return rotary(positions, "compress" if is_compressed else MAIN_ROTARY)
 
-        return with_angles(step, of_layers, kinds)
+        return with_angles(step, of_layers, layers)
 
     def new_layer(self, layer: int, placement: Placement) -> CompressedAttention:
         """Return the layer of a number, of the config's kind for it."""
-        return CompressedAttention(self.config, self.config.layer_kinds[layer], placement)
+        return CompressedAttention(self.config, self.config.layer_kinds[layer], placement, self.config.rings[layer])
 
     def claim_step(self, num_tokens: int, device: torch.device | str) -> SelectedTokens:
         """Return memory for a selection of num_tokens."""

@@ -1,10 +1,13 @@
-"""The tensor-parallel layer of DeepSeek-V4's attention. `CompressedAttention.attend` reads top to bottom."""
+"""The tensor-parallel layer of DeepSeek-V4's and V4.1's attention. `CompressedAttention.attend` reads top to bottom."""
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from dcpmla.attention.compressed.cache import CompressedLayerCache
-from dcpmla.attention.compressed.compressor import compress
+from dcpmla.attention.compressed.checks import check_cache, check_step
+from dcpmla.attention.compressed.compressor import compress, compress_and_keep
 from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.attention.compressed.fork import fork
 from dcpmla.attention.compressed.prefill import attend_prefill, claim_prefill
@@ -13,7 +16,8 @@ from dcpmla.attention.compressed.step import CompressedMetadata, selects
 from dcpmla.attention.compressed.weights import CompressedWeights, CompressorWeights
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.placement import Placement
-from dcpmla.attention.sparse.projections import finish_index_queries
+from dcpmla.attention.sparse.blocks import Candidates
+from dcpmla.attention.sparse.projections import finish_index_keys, finish_index_queries
 from dcpmla.attention.sparse.selector import TokenSelector
 from dcpmla.attention.sparse.step import SelectedTokens
 from dcpmla.attention.step import DecodeMetadata, StepMetadata
@@ -34,18 +38,21 @@ class CompressedAttention(CompressedWeights):
     Args:
         config: Geometry of the model's attention, before it is sharded.
         kind: Kind of this layer.
+        ring: Number of its windows in the rows that layers share (`CompressedConfig.rings`).
         placement: Ranks of the layer, and dtype and device of its parameters, uninitialized until `load_weights`.
     Raises:
         ValueError: Groups of heads do not divide by the TP size, or the layer does not support an option.
     Source: DeepSeek-V4's report, section 2.3; names of weights as in transformers.
     """
 
-    def __init__(self, config: CompressedConfig, kind: LayerKind, placement: Placement) -> None:
+    def __init__(self, config: CompressedConfig, kind: LayerKind, placement: Placement, ring: int = 0) -> None:
+        placement = replace(placement, dcp=config.with_whole_blocks(placement.dcp))
         super().__init__(config, kind, placement)
-        self.cache_dtype = placement.cache_dtype
+        self.ring, self.cache_dtype = ring, placement.cache_dtype
         # Every rank has all windows, so its own heads attend to them without an exchange.
         self.exchange = LocalExchange() if kind == WINDOW_ONLY else placement.exchange
         self.selector = TokenSelector(config.indexer, placement) if kind.has_indexer else None
+        self.query_eps = config.rms_norm_eps if config.norms_queries else None
 
     @property
     def takes_quantized(self) -> bool:
@@ -101,19 +108,23 @@ class CompressedAttention(CompressedWeights):
         # Windows are read before this step's tokens overwrite them.
         window = None
         if context is not None:
-            window = read_rows(cache.rows, context.window_slots, self.config.head_dim, self.down_proj.dtype)
+            slots = context.window_slots + self.ring * compressed.plan.rows_per_ring
+            window = read_rows(cache.rows, slots, self.config.head_dim, self.down_proj.dtype)
         down = self.down_proj(hidden_states[: step.num_tokens]).split(self.down_widths, -1)
         norms = self.q_norm, self.kv_norm, self.config.rms_norm_eps
-        requests = compressed.positions, compressed.request, compressed.seq_lens, compressed.states
+        states = compressed.ring_states(self.ring)
+        requests = compressed.positions, compressed.request, compressed.seq_lens, states
         options = compressed.plan.ring_rows, self.q_b_proj.takes_quantized
         latents, rows, *codes = finish_rows(down[0], cache.rows, *norms, cos_sin, *requests, *options)
         q_c = NormedRows.join(latents, *codes)
+        if cache.sums is not None and self.config.has_entry_keys:
+            self._write_entries(down[1], compressed, cache)
         # In decode these kernels are too small to fill a GPU. The exchange is used on one stream at a time.
         with fork(rows.device, self.selector is not None and context is None) as join:
             if cache.index_sums is not None and cache.index_keys is not None:
                 self._compress(down[2], self.index_compressor, compressed, cache.index_sums, cache.index_keys)
             selection = self.select(q_c, down, cache, compressed)
-        if cache.sums is not None:
+        if cache.sums is not None and not self.config.has_entry_keys:
             self._compress(down[1], self.compressor, compressed, cache.sums, cache.rows)
         parts = []
         if step.decode is not None:
@@ -161,6 +172,16 @@ class CompressedAttention(CompressedWeights):
         hadamard = is_index and self.dcp.index_hadamard
         compress(pairs, *options, step, sums, cache, is_index=is_index, hadamard=hadamard)
 
+    def _write_entries(self, pairs: Tensor, step: CompressedMetadata, cache: CompressedLayerCache) -> None:
+        """Write the entries that the step's tokens complete, and the index keys that are projected from them."""
+        options = self.compressor.bias, self.compressor.norm, self.config.rms_norm_eps, self.kind.ratio
+        latents, slots = compress_and_keep(pairs, *options, step, cache)
+        if cache.index_keys is not None:
+            keys, cos_sin = self.index_k_proj(latents), step.entries[self.kind.ratio].cos_sin
+            rotation = cos_sin, True, self.dcp.index_hadamard
+            norm = self.index_k_norm, None
+            finish_index_keys(keys, cache.index_keys, slots, *norm, *rotation, self.config.rms_norm_eps)
+
     def select(
         self, q_c: PlainRows, down: tuple[Tensor, ...], cache: CompressedLayerCache, compressed: CompressedMetadata
     ) -> SelectedTokens | None:
@@ -172,24 +193,34 @@ class CompressedAttention(CompressedWeights):
             down: Parts of `down_proj`'s output, [T, ..] each.
         """
         config = self.config.indexer
-        if self.selector is None or not selects(compressed, self.kind):
+        if not selects(compressed, self.kind):
             return None
         assert compressed.selection is not None
+        if self.selector is None:
+            return compressed.selection
         assert cache.index_keys is not None
         q = self.index_q_proj(q_c).unflatten(-1, (config.num_heads, config.head_dim))
         is_fp8 = self.dcp.index_cache_dtype == "fp8"
         options = compressed.angles[True], True, self.dcp.index_hadamard, is_fp8
-        q, weights = finish_index_queries(q, down[3], *options)
+        q, weights = finish_index_queries(q, down[-1], *options)
         entries = compressed.entries[self.kind.ratio]
         assert entries.visible is not None
-        self.selector.select(q, weights, cache.index_keys, entries.visible, entries.block_table, compressed.selection)
+        tables = entries.visible, entries.block_table, compressed.selection
+        self.selector.select(q, weights, cache.index_keys, *tables, self._candidates(compressed))
         return compressed.selection
 
+    def _candidates(self, compressed: CompressedMetadata) -> Candidates | None:
+        """Return the candidate blocks that the indexer chooses or selects among; None for all blocks."""
+        blocks = compressed.candidates
+        if blocks is None or self.config.candidates is None or not self.kind.candidates:
+            return None
+        return Candidates(blocks, self.config.candidates.block_size, self.kind.candidates == "source")
+
     def _project_query(self, q_c: PlainRows, cos_sin: Tensor, heads: slice) -> Tensor:
-        """Return the queries [T, n, D] of n heads on this rank, normalized and rotated."""
+        """Return the queries [T, n, D] of n heads on this rank, rotated, after their norm where they have one."""
         width = self.config.head_dim
         q = self.q_b_proj.product(q_c, slice(heads.start * width, heads.stop * width)).unflatten(-1, (-1, width))
-        finish_query_(q, self.config.rms_norm_eps, cos_sin)
+        finish_query_(q, self.query_eps, cos_sin)
         return q
 
     def _decode(
@@ -202,9 +233,9 @@ class CompressedAttention(CompressedWeights):
     ) -> tuple[Tensor, Tensor]:
         """Return attention of decode tokens over all ranks' rows: out [T, h, D], lse [T, h]. Collective."""
         if selection is None:
-            slots, num_slots = compressed.decode_rows[self.kind.ratio]
+            slots, num_slots = (part[self.ring] for part in compressed.decode_rows[self.kind.ratio])
         else:
-            slots, num_slots = selection.slots[: len(q)], selection.num_slots[: len(q)]
+            slots, num_slots = compressed.decode_slots(selection, len(q), self.ring), selection.num_slots[: len(q)]
         return dcp_mla_decode(
             q,
             cache.rows,
@@ -220,28 +251,11 @@ class CompressedAttention(CompressedWeights):
         self, hidden_states: Tensor, cache: CompressedLayerCache | None, step: StepMetadata
     ) -> tuple[CompressedLayerCache, CompressedMetadata, Tensor]:
         """Return the cache, the step's part for this attention, and its angles for this layer."""
-        compressed, width = step.get(CompressedMetadata), self.config.hidden_size
-        if compressed is None or not compressed.angles:
-            raise ValueError(
-                "step has no compressed part, or no angles; build it with a CompressedStepBuilder, and call with_angles"
-            )
-        if hidden_states.ndim != 2 or hidden_states.shape[0] < step.num_tokens or hidden_states.shape[1] != width:
-            shape = tuple(hidden_states.shape)
-            raise ValueError(f"hidden_states has shape {shape}; expected [at least {step.num_tokens}, {width}]")
-        if not isinstance(cache, CompressedLayerCache):
-            raise ValueError(
-                f"cache is {type(cache).__name__}; expected a CompressedLayerCache, such as a CompressedCache's "
-                f"cache[layer]"
-            )
-        plan = compressed.plan
-        expected = plan.rows_shape(self.kind.ratio), plan.dtype
-        if (tuple(cache.rows.shape), cache.rows.dtype) != expected or plan.dtype != self.cache_dtype:
-            raise ValueError(
-                f"cache.rows has shape {tuple(cache.rows.shape)} and dtype {cache.rows.dtype}; expected {expected} for "
-                f"kv_cache_dtype (--kv-cache-dtype) {self.dcp.kv_cache_dtype!r}"
-            )
+        compressed = check_step(hidden_states, step, self.config.hidden_size)
+        plan, ratio = compressed.plan, self.kind.ratio
+        cache = check_cache(cache, plan, ratio, self.cache_dtype)
         if self.selector is not None:
-            per_block = plan.entries_per_block(self.kind.ratio)
+            per_block = plan.entries_per_block(ratio)
             self.selector.check_cache(cache.index_keys, plan.num_blocks, per_block, self.down_proj.dtype)
         step.check_blocks(plan.num_blocks)
-        return cache, compressed, compressed.angles[self.kind.ratio > 0]
+        return cache, compressed, compressed.angles[ratio > 0]

@@ -45,7 +45,7 @@ def attend_prefill(
     """
     assert step.context is not None
     prefill = _Prefill(q, step, kind, selection, dcp.attention_backend, decode_workspace(q.device))
-    chunks = step.context.chunks.get(kind, ())
+    chunks = step.context.chunks.get((kind.ratio, kind.selects), ())
     if selection is None or chunks:
         parts = _attend_gathered(prefill, new_rows, rows, chunks, exchange)
     else:

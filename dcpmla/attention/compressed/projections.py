@@ -78,9 +78,11 @@ def finish_rows(
     fake=nothing,
     mutates_args=("q",),
 )
-def finish_query_(q: Tensor, eps: float, cos_sin: Tensor) -> None:
-    """Normalize each head of q [T, h, D], without a weight, and rotate its last columns by cos_sin [T, R], in place."""
-    q.copy_(rotate(rms_norm(q, eps), cos_sin))
+def finish_query_(q: Tensor, eps: float | None, cos_sin: Tensor) -> None:
+    """Normalize each head of q [T, h, D], without a weight, and rotate its last columns by cos_sin [T, R], in place; an
+    eps of None is for no norm.
+    """
+    q.copy_(rotate(q if eps is None else rms_norm(q, eps), cos_sin))
 
 
 @operator(

@@ -1,6 +1,6 @@
 """The part of a step that layers of DeepSeek-V4's attention need: its tokens' requests and visible rows."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from dcpmla import ownership
 from dcpmla.attention.compressed.cache import CompressedPlan
 from dcpmla.attention.compressed.config import LayerKind
+from dcpmla.attention.compressed.rings import RingWindows, ring_states, visible_in_rings
 from dcpmla.attention.compressed.visible import visible_rows
 from dcpmla.attention.pooled.entries import Part, cut_parts
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
@@ -39,15 +40,15 @@ class ContextRows:
         first_position: Position of the first such token of each prefill token's request, [T] int32.
         first_row: Row of that token among the gathered rows, [T] int32.
         new_row: Row that a new token at position 0 of its request would have, [T] int32.
-        chunks: Entries of all ranks, by kind of layer: each request's, from its first to the last that this step
-            completes. A kind has none where its entries stay on their ranks (`CompressedConfig.moves_queries`).
+        chunks: Entries of all ranks, by their ratio and whether they are selected: each request's, from its first to
+            the last that this step completes; none where entries stay (`CompressedConfig.moves_queries`).
     """
 
     window_slots: Tensor
     first_position: Tensor
     first_row: Tensor
     new_row: Tensor
-    chunks: dict[LayerKind, tuple[ContextChunk, ...]]
+    chunks: dict[tuple[int, bool], tuple[ContextChunk, ...]]
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,9 @@ class CompressedMetadata:
         decode_rows: Results of `visible_rows` for decodes in layers without selection, by ratio; empty before
             `with_angles`.
         selection: Memory for the entries that layers with an indexer select; None if they select nothing.
+        windows: Windows of decodes in layers that share rows and select; None without such layers.
+        candidates: Memory for candidate blocks [T, num_blocks] int32, -1 after the last; None while all blocks are.
+        states_in_rings: Result of `ring_states`; None if no layers share rows, and before `with_angles`.
     """
 
     plan: CompressedPlan
@@ -89,6 +93,9 @@ class CompressedMetadata:
     parts: tuple[Part, ...] = ()
     decode_rows: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     selection: SelectedTokens | None = None
+    windows: RingWindows | None = None
+    candidates: Tensor | None = None
+    states_in_rings: Tensor | None = None
 
     @property
     def layout(self) -> tuple[int, int, int]:
@@ -102,7 +109,19 @@ class CompressedMetadata:
         first = positions.to(torch.int32)
         seen = (first + 1).where(self.seq_lens > 0, 0)
         step = replace(self, positions=positions, request=request, first_position=first, seq_lens=seen)
-        return replace(step, angles={}, entries={}, parts=(), decode_rows={}, selection=None)
+        return replace(
+            step, angles={}, entries={}, parts=(), decode_rows={}, selection=None, windows=None, candidates=None
+        )
+
+    def ring_states(self, ring: int) -> Tensor:
+        """Return the numbers of requests' windows in a layer's rows [num_reqs] int32; negative for padding."""
+        return self.states if self.states_in_rings is None else self.states_in_rings[ring]
+
+    def decode_slots(self, selection: SelectedTokens, num_decode_tokens: int, ring: int) -> Tensor:
+        """Return the slots of a selection's decodes in a layer's rows [n, N]."""
+        if self.windows is None or not ring:
+            return selection.slots[:num_decode_tokens]
+        return self.windows.slots_in(ring, selection)
 
     def parts_of(self, decode: DecodeMetadata | None) -> tuple[Part, ...]:
         """Return the parts of a step (`cut_parts`)."""
@@ -123,52 +142,77 @@ class CompressedMetadata:
 
     def entry_table(self, ratio: int) -> Tensor:
         """Return the block table in blocks of a layer's rows (`Entries.block_table`)."""
-        return self.block_table + self.plan.window_rows // self.plan.entries_per_block(ratio)
+        return self.block_table + self.plan.window_rows(ratio) // self.plan.entries_per_block(ratio)
 
-    def visible_rows(self, tokens: slice, ratio: int, layout: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    def visible_rows(
+        self, tokens: slice, ratio: int, layout: tuple[int, int, int], num_rings: int = 1
+    ) -> tuple[Tensor, Tensor]:
         """Return the rows that some tokens attend to without selection: a rank's rows of their windows and of all
         entries that they see.
 
         Args:
             ratio: Ratio of the layer; 0 for windows alone.
             layout: Rank, ranks that share the rows, and interleave.
+            num_rings: Number of layers that share the layer's rows (`rings.py`).
         Returns:
-            Rows [n, N] int32, arbitrary after the last; the number of rows, [n] int32.
+            Rows of each layer [num_rings, n, N] int32, arbitrary after the last; their number [num_rings, n] int32.
         """
         per_block = self.plan.entries_per_block(ratio) if ratio else 1
         table = self.entry_table(ratio) if ratio else self.block_table
         sizes = ratio, per_block, self.plan.config.sliding_window, self.plan.ring_rows
-        return visible_rows(self.positions[tokens], self.request[tokens], self.states, table, *sizes, *layout)
+        of_tokens = self.positions[tokens], self.request[tokens]
+        if self.states_in_rings is not None and num_rings > 1:
+            return visible_in_rings(*of_tokens, self.states_in_rings[:num_rings], table, sizes, layout)
+        rows, num = visible_rows(*of_tokens, self.states, table, *sizes, *layout)
+        return rows[None], num[None]
 
-    def new_selection(self, num_decode_tokens: int) -> SelectedTokens:
-        """Return memory for the entries that layers with an indexer select; slots begin with the decodes' windows."""
+    def new_selection(self, num_decode_tokens: int, num_rings: int) -> tuple[SelectedTokens, RingWindows | None]:
+        """Return memory for the entries that layers with an indexer select, whose slots begin with the decodes' windows
+        in the first ring, and their windows in all rings; None for one ring.
+        """
         topk = self.plan.config.indexer.topk
-        windows, num_windows = self.visible_rows(slice(0, num_decode_tokens), 0, self.layout)
-        num_tokens, width = len(self.positions), windows.shape[1]
+        windows, num_windows = self.visible_rows(slice(0, num_decode_tokens), 0, self.layout, num_rings)
+        num_tokens, width = len(self.positions), windows.shape[2]
         slots = windows.new_empty(num_tokens, width + topk)
-        slots[:num_decode_tokens, :width] = windows
+        slots[:num_decode_tokens, :width] = windows[0]
         num_first = windows.new_zeros(num_tokens)
-        num_first[:num_decode_tokens] = num_windows
-        return SelectedTokens(windows.new_empty(num_tokens, topk), slots, torch.empty_like(num_first), num_first)
+        num_first[:num_decode_tokens] = num_windows[0]
+        positions = windows.new_empty(num_tokens, topk)
+        selection = SelectedTokens(positions, slots, torch.empty_like(num_first), num_first)
+        return selection, RingWindows.of(windows, selection) if num_rings > 1 else None
+
+    def new_candidates(self, kinds: Iterable[LayerKind]) -> Tensor | None:
+        """Return memory for candidate blocks; None if no token has other blocks."""
+        candidates = self.plan.config.candidates
+        ratio = next((kind.ratio for kind in kinds if kind.candidates), 0)
+        if candidates is None or not ratio or self.max_entries(ratio) <= candidates.num_blocks * candidates.block_size:
+            return None
+        return self.request.new_empty(len(self.positions), candidates.num_blocks)
 
 
 def with_angles(
-    step: StepMetadata, rotary: Callable[[Tensor, bool], Tensor], kinds: Iterable[LayerKind] | None = None
+    step: StepMetadata, rotary: Callable[[Tensor, bool], Tensor], layers: Sequence[int] | None = None
 ) -> StepMetadata:
     """Return a step with data that layers share: its tokens' angles, the rows that its decodes see, and memory for
     selected entries.
 
     Args:
         rotary: Function of positions [T] and of whether layers compress; returns cos_sin [T, R] float32 (`apply_rope`).
-        kinds: Kinds of layers that run the step; None for all of the plan's.
+        layers: Numbers of the layers that run the step; None for all of the plan's.
     """
     compressed = step.get(CompressedMetadata)
     if compressed is None:  # a step whose requests vary (`StepMetadata.vary`)
         return step
-    kinds = dict.fromkeys(compressed.plan.config.layer_kinds if kinds is None else kinds)
-    positions, decodes = step.positions, slice(0, step.num_decode_tokens)
+    config = compressed.plan.config
+    kinds = dict.fromkeys(config.layer_kinds if layers is None else (config.layer_kinds[layer] for layer in layers))
+    positions, num_decodes = step.positions, step.num_decode_tokens
+    decodes = slice(0, num_decodes)
     selecting = {kind.ratio for kind in kinds if selects(compressed, kind)}
-    seen = {kind.ratio for kind in kinds if step.num_decode_tokens and not selects(compressed, kind)}
+    seen = {kind.ratio for kind in kinds if num_decodes and not selects(compressed, kind)}
+    num_rings = 1 + max(config.rings)
+    if num_rings > 1:
+        states = ring_states(compressed.states, num_rings, compressed.plan.num_states)
+        compressed = replace(compressed, states_in_rings=states)
     ratios = {kind.ratio: None for kind in kinds if kind.ratio}
     angles, entries = {False: rotary(positions, False)}, {}
     if ratios:
@@ -178,6 +222,7 @@ def with_angles(
             is_asked = ratio in selecting or compressed.context is not None
             visible = compressed.visible_entries(ratio) if is_asked else None
             entries[ratio] = Entries(cos_sin, compressed.entry_table(ratio), visible)
+    selection, windows = compressed.new_selection(num_decodes, num_rings) if selecting else (None, None)
     return step.with_kind(
         replace(
             compressed,
@@ -186,14 +231,16 @@ def with_angles(
             parts=compressed.parts_of(step.decode) if entries else (),
             # Every rank reads all of a window without entries, so such layers exchange nothing.
             decode_rows={
-                ratio: compressed.visible_rows(decodes, ratio, compressed.layout if ratio else (0, 1, 1))
-                for ratio in seen
+                ratio: compressed.visible_rows(decodes, ratio, layout, config.num_rings(ratio))
+                for ratio, layout in ((ratio, compressed.layout if ratio else (0, 1, 1)) for ratio in seen)
             },
-            selection=compressed.new_selection(step.num_decode_tokens) if selecting else None,
+            selection=selection,
+            windows=windows,
+            candidates=compressed.new_candidates(kinds),
         )
     )
 
 
 def selects(step: CompressedMetadata, kind: LayerKind) -> bool:
     """Return whether tokens of a step may see more entries than a layer's indexer selects; the same on all ranks."""
-    return kind.has_indexer and step.max_entries(kind.ratio) > step.plan.config.indexer.topk
+    return kind.selects and step.max_entries(kind.ratio) > step.plan.config.indexer.topk

@@ -15,19 +15,32 @@ from dcpmla.parallel.reformat import reorder_rows
 
 
 class CompressorWeights(nn.Module):
-    """The weights that pool tokens into entries [D], without their projection, which is part of the down-projection."""
+    """The weights that pool tokens into entries [D], without their projection, which is part of the down-projection.
 
-    def __init__(self, ratio: int, num_halves: int, width: int, device: torch.device | str) -> None:
+    Attributes:
+        bias: Bias of the gates; zeros in models that have none.
+    """
+
+    bias: Tensor
+
+    def __init__(
+        self, ratio: int, num_halves: int, width: int, device: torch.device | str, has_bias: bool = True
+    ) -> None:
         super().__init__()
-        self.bias = nn.Parameter(torch.empty(ratio, num_halves * width, dtype=torch.float32, device=device))
+        bias = torch.zeros(ratio, num_halves * width, dtype=torch.float32, device=device)
+        if has_bias:
+            self.bias = nn.Parameter(bias)
+        else:
+            self.register_buffer("bias", bias, persistent=False)
         self.norm = nn.Parameter(torch.empty(width, dtype=torch.float32, device=device))
 
     def load_weights(self, weights: Mapping[str, Weight], prefix: str, order: Tensor | None = None) -> None:
         """Read bias and norm by their names in a checkpoint, columns of D in another order if one is given."""
         (ratio, columns), width = self.bias.shape, len(self.norm)
         order = torch.arange(width) if order is None else order
-        bias = read_weight(weights, f"{prefix}position_bias", (ratio, columns))
-        fill(self.bias, bias.unflatten(1, (-1, width))[..., order].flatten(1))
+        if isinstance(self.bias, nn.Parameter):
+            bias = read_weight(weights, f"{prefix}position_bias", (ratio, columns))
+            fill(self.bias, bias.unflatten(1, (-1, width))[..., order].flatten(1))
         fill(self.norm, read_weight(weights, f"{prefix}kv_norm.weight", (width,))[order])
 
 
@@ -59,9 +72,11 @@ class CompressedWeights(nn.Module):
 
     Attributes:
         down_proj: Projection of hidden states to, in this order, query latent and shared row together, values and gates
-            of entries, values and gates of index keys, weights of the indexer's heads (`down_widths`). Checkpoints
-            quantize only the query latent and the shared row, whose weights are dequantized to join the others.
+            of entries, values and gates of index keys, weights of the indexer's heads (`down_widths`); a layer
+            leaves out the ones it does not need. Checkpoints quantize only the query latent and the shared row, whose
+            weights are dequantized to join the others.
         index_q_proj: Projection to the indexer's queries; their rotated columns come first, as in its keys.
+        index_k_proj, index_k_norm: Projection of entries to index keys, and its norm, where keys come from entries.
         o_a_proj: Projection of each group of heads, from heads of a group x D to o_lora_rank.
     """
 
@@ -74,15 +89,22 @@ class CompressedWeights(nn.Module):
         self.q_is_replicated = dcp.dcp_q_replicate and kind != WINDOW_ONLY
         self.q_heads = HeldHeads.of(mesh, self.num_heads, self.q_is_replicated)
         self.num_groups = config.o_groups // mesh.tp_size
-        self.num_halves = 2 if kind.has_indexer else 1
+        self.num_halves, self.writes = config.num_halves(kind), kind.ratio > 0 and kind.writes
+        self.pair_names = ("kv", "gate") if kind.ratio > 1 else ("kv",)
         indexer = config.indexer
         self.down_widths = [config.q_lora_rank + config.head_dim]
-        if kind.ratio:
-            self.down_widths.append(2 * self.num_halves * config.head_dim)
-            self.compressor = CompressorWeights(kind.ratio, self.num_halves, config.head_dim, device)
+        if self.writes:
+            num_columns, has_bias = len(self.pair_names) * self.num_halves, not config.has_entry_keys
+            self.down_widths.append(num_columns * config.head_dim)
+            self.compressor = CompressorWeights(kind.ratio, self.num_halves, config.head_dim, device, has_bias)
         if kind.has_indexer:
-            self.down_widths += [2 * self.num_halves * indexer.head_dim, indexer.num_heads]
-            self.index_compressor = CompressorWeights(kind.ratio, self.num_halves, indexer.head_dim, device)
+            if not config.has_entry_keys:
+                self.down_widths.append(2 * self.num_halves * indexer.head_dim)
+                self.index_compressor = CompressorWeights(kind.ratio, self.num_halves, indexer.head_dim, device)
+            elif self.writes:
+                self.index_k_proj = Linear(config.head_dim, indexer.head_dim, **new)
+                self.index_k_norm = nn.Parameter(torch.empty(indexer.head_dim, dtype=torch.float32, device=device))
+            self.down_widths.append(indexer.num_heads)
             index_width = indexer.num_heads * indexer.head_dim
             self.index_q_proj = Linear(config.q_lora_rank, index_width, **new)
         self.down_proj = Linear(config.hidden_size, sum(self.down_widths), **new)
@@ -109,7 +131,7 @@ class CompressedWeights(nn.Module):
             read_linear(weights, f"{name}.weight", (rows, hidden))
             for name, rows in (("q_a_proj", rank), ("kv_proj", width))
         ]
-        if self.kind.ratio:
+        if self.writes:
             down += self._pairs(weights, "compressor.", width)
             self.compressor.load_weights(weights, "compressor.")
         if self.kind.has_indexer:
@@ -130,7 +152,7 @@ class CompressedWeights(nn.Module):
     def _pairs(self, weights: Mapping[str, Weight], prefix: str, width: int) -> list[AnyWeight]:
         """Read the projections of values and gates."""
         shape = self.num_halves * width, self.config.hidden_size
-        return [read_linear(weights, f"{prefix}{name}_proj.weight", shape) for name in ("kv", "gate")]
+        return [read_linear(weights, f"{prefix}{name}_proj.weight", shape) for name in self.pair_names]
 
     def _load_indexer(self, weights: Mapping[str, Weight]) -> list[AnyWeight]:
         """Read the indexer, and return its rows of the down-projection. Rotated columns are put first: kernels that
@@ -141,7 +163,13 @@ class CompressedWeights(nn.Module):
         order = torch.arange(width).roll(rope)
         q_shape = indexer.num_heads * width, self.config.q_lora_rank
         self.index_q_proj.load(reorder_rows(read_linear(weights, f"{prefix}q_b_proj.weight", q_shape), order))
-        self.index_compressor.load_weights(weights, prefix, order)
-        pairs = [reorder_rows(pair, order) for pair in self._pairs(weights, prefix, width)]
+        pairs = []
+        if not self.config.has_entry_keys:
+            self.index_compressor.load_weights(weights, prefix, order)
+            pairs = [reorder_rows(pair, order) for pair in self._pairs(weights, prefix, width)]
+        elif self.writes:
+            k_proj = read_linear(weights, f"{prefix}k_proj.weight", (width, self.config.head_dim))
+            self.index_k_proj.load(reorder_rows(k_proj, order))
+            fill(self.index_k_norm, read_weight(weights, f"{prefix}kv_norm.weight", (width,))[order])
         heads_shape = indexer.num_heads, self.config.hidden_size
         return [*pairs, read_linear(weights, f"{prefix}scorer.weights_proj.weight", heads_shape)]

@@ -35,7 +35,7 @@ class _Sums(NamedTuple):
     "compress_",
     kernel="dcpmla.attention.pooled.kernels.compressor:compress_",
     fake=nothing,
-    mutates_args=("sums", "cache"),
+    mutates_args=("sums", "cache", "latents", "slots"),
 )
 def compress_(
     pairs: Tensor,
@@ -48,17 +48,21 @@ def compress_(
     layout: EntryLayout,
     is_index: bool,
     hadamard: bool,
+    latents: Tensor | None = None,
+    slots: Tensor | None = None,
 ) -> None:
     """Pool a part of a step's tokens into entries, and write this rank's complete entries into a cache.
 
     Args:
         pairs: Values, then gates of each token, projected from the hidden states, [T, 2 A D]; A = 2 if entries overlap
-            (first the part for the next span's entry), else 1. Contiguous columns.
+            (first the part for the next span's entry), else 1. Contiguous columns. Spans of one token may lack gates.
         bias: Bias of the gates by their token's position in its span, [ratio, A D] float32.
         norm_weight: Weight of the entries' RMSNorm, [D] float32; None for no norm.
         sums: Sums of entries in progress, own and next, float32 [num_sums, A, 3, D]; written.
         cache: Rows of a layer, or with is_index an indexer's keys, whose rotated columns come first; written.
         hadamard: Whether index keys are transformed (`finish_index_keys`).
+        latents, slots: Entries that are written as rows, before RoPE [T, D], and their slots [T] int64, each at the
+            first token of its span in the part; others stay. None if nothing reads them.
     Source: DeepSeek-V4's report, equations 9-12 and 20-23; transformers' GLM-5-Next.
     """
     ratio, width = bias.shape[0], sums.shape[-1]
@@ -71,18 +75,22 @@ def compress_(
     if norm_weight is not None:
         entries = entries * torch.rsqrt(entries.square().mean(-1, keepdim=True) + eps) * norm_weight
     entries = entries.to(pairs.dtype)
+    unrotated = entries.clone()
     cos_sin, block_table, entries_per_block, dcp_rank, dcp_size, interleave = layout
     if cos_sin is not None:
         rotated = slice(0, cos_sin.shape[1]) if is_index else slice(width - cos_sin.shape[1], width)
         entries[:, rotated] = apply_rope(entries[:, rotated], cos_sin[token], True)
     index, rows = positions[token] // ratio, block_table[request[token].long()]
-    slots = ownership.slot_mapping(index, rows, entries_per_block, dcp_size, dcp_rank, interleave)
+    row_slots = ownership.slot_mapping(index, rows, entries_per_block, dcp_size, dcp_rank, interleave)
     if not is_index:
-        write_rows(cache, entries, slots)
+        write_rows(cache, entries, row_slots)
+        if latents is not None and slots is not None:
+            is_mine = row_slots >= 0
+            latents[token[is_mine]], slots[token[is_mine]] = unrotated[is_mine], row_slots[is_mine]
         return
     if hadamard:
         entries = (entries.float() @ hadamard_matrix(width, torch.float32, entries.device)).to(entries.dtype)
-    write_index_keys(cache, entries, slots)
+    write_index_keys(cache, entries, row_slots)
 
 
 def _pool(pairs: Tensor, bias: Tensor, sums: Tensor, part: Part, token: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,7 +129,8 @@ def _pool(pairs: Tensor, bias: Tensor, sums: Tensor, part: Part, token: Tensor) 
 
 def _halves(pairs: Tensor, bias: Tensor, num_halves: int, width: int) -> list[tuple[Tensor, Tensor]]:
     """Return values and gates [T, D] of each half."""
-    values, gates = pairs.float().split(num_halves * width, -1)
+    values, *gates_after = pairs.float().split(num_halves * width, -1)
+    gates = gates_after[0] if gates_after else values  # one token has all weight, whatever its gate
     return list(zip(values.split(width, -1), gates.split(width, -1), strict=True))
 
 

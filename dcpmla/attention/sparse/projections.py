@@ -26,7 +26,7 @@ def finish_index_keys(
     index_cache: Tensor,
     slots: Tensor,
     norm_weight: Tensor,
-    norm_bias: Tensor,
+    norm_bias: Tensor | None,
     cos_sin: Tensor | None,
     rope_interleaved: bool,
     hadamard: bool,
@@ -35,19 +35,22 @@ def finish_index_keys(
     """Normalize and rotate the indexer's keys, and write the rows that this rank owns into the cache.
 
     Args:
-        keys: [T, D], projected from the hidden states; contiguous columns.
+        keys: [T, D], projected from the hidden states or from entries; contiguous columns.
         index_cache: [num_blocks, block_size, width] in one of the formats of `dcpmla.cache.index_keys`, written at the
             slots.
         slots: [T] int64, -1 where another rank owns the token.
-        norm_weight, norm_bias: [D].
+        norm_weight, norm_bias: [D] of a LayerNorm; without a bias of an RMSNorm.
         cos_sin: [T, R] float32 as in `apply_rope`, for the first R of D columns; None leaves them as they are.
         hadamard: Whether to transform keys and queries by a Hadamard matrix over sqrt(D): scores stay, but e4m3 rounds
             more even values.
         eps: Epsilon of the norm.
-    Source: DeepSeek-V3.2's indexer; rounded to the dtype of keys where transformers' models round.
+    Source: DeepSeek-V3.2's and V4.1's indexers; rounded to the dtype of keys where transformers' models round.
     """
     wide = torch.promote_types(keys.dtype, torch.float32)
-    normed = F.layer_norm(keys.to(wide), keys.shape[1:], norm_weight.to(wide), norm_bias.to(wide), eps)
+    if norm_bias is None:
+        normed = F.rms_norm(keys.to(wide), keys.shape[1:], norm_weight.to(wide), eps)
+    else:
+        normed = F.layer_norm(keys.to(wide), keys.shape[1:], norm_weight.to(wide), norm_bias.to(wide), eps)
     rotated = _rotate(normed.to(keys.dtype), cos_sin, rope_interleaved)
     write_index_keys(index_cache, _transform(rotated, hadamard), slots)
 

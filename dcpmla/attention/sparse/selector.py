@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.placement import Placement
+from dcpmla.attention.sparse.blocks import Candidates
 from dcpmla.attention.sparse.candidates import candidate_width
 from dcpmla.attention.sparse.scores import index_scores
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
@@ -43,25 +44,32 @@ class TokenSelector:
         sparse: SparseMetadata,
         slot_table: Tensor,
         selection: SelectedTokens,
+        candidates: Candidates | None = None,
     ) -> None:
         """Write the selection of T tokens by their queries [T, H, D] and weights [T, H] float32. Collective.
 
         Args:
             index_keys: Index keys of the layer [num_blocks, block_size, width] (`dcpmla.cache.index_keys`).
             slot_table: Block table of the cache that slots are in: sparse.block_table, or the same for another cache.
+            candidates: Blocks to choose, too, or to select among; None for all keys.
         """
         topk, size = self.config.num_pools, self.dcp.decode_context_parallel_size
         layout = self.dcp_rank, size, self.dcp.cp_kv_cache_interleave_size
-        tile = self._tile_tokens(sparse.block_table.shape[1] * index_keys.shape[1])
+        num_blocks = 0 if candidates is None else candidates.blocks.shape[1]
+        tile = self._tile_tokens(sparse.block_table.shape[1] * index_keys.shape[1], num_blocks)
         for index in range(-(-len(q) // tile)):  # a compiler guards the number of tiles, not of tokens
             tokens = slice(index * tile, (index + 1) * tile)
             part, chosen = sparse.rows(tokens), selection.rows(tokens)
             lens = part.seq_lens, part.local_seq_lens
             scores = index_scores(q[tokens], weights[tokens], index_keys, part.block_table, part.request, *lens, topk)
-            candidates = self.exchange.gather_candidates(local_candidates(scores, *lens, topk, *layout))
+            if candidates is not None and candidates.is_source:
+                candidates.rows(tokens).choose(scores, lens, layout, self.exchange.gather_candidates)
+            elif candidates is not None:
+                candidates.rows(tokens).exclude_(scores, layout)
+            best = self.exchange.gather_candidates(local_candidates(scores, *lens, topk, *layout))
             cache = slot_table, part.request, index_keys.shape[1], *layout
             written = chosen.positions, chosen.slots, chosen.num_slots
-            choose_tokens(candidates.flatten(1), *cache, chosen.num_first, *written)
+            choose_tokens(best.flatten(1), *cache, chosen.num_first, *written)
 
     def workspace_bytes(self, num_tokens: int, element_size: int) -> int:
         """Return the peak bytes of a step's selection: all tokens' queries, as projected in elements of this size and
@@ -82,13 +90,12 @@ class TokenSelector:
             asked = f"index_cache_dtype (--index-cache-dtype) {self.dcp.index_cache_dtype!r}"
             raise ValueError(f"cache.index_keys is {found}; expected {storage} {shape}, contiguous, for {asked}")
 
-    def _tile_tokens(self, num_columns: int) -> int:
-        """Return how many tokens to select for at a time. All ranks get the same number, since each tile makes an
-        exchange.
+    def _tile_tokens(self, num_columns: int, num_blocks: int) -> int:
+        """Return how many tokens to select for at a time, and to choose num_blocks for. All ranks get the same number,
+        since each tile makes an exchange.
         """
-        candidate_bytes = (
-            8 * candidate_width(self.config.num_pools, num_columns) * self.dcp.decode_context_parallel_size
-        )
+        width = max(candidate_width(self.config.num_pools, num_columns), num_blocks)
+        candidate_bytes = 8 * width * self.dcp.decode_context_parallel_size
         return max(1, _WORKSPACE_BYTES // max(4 * num_columns, candidate_bytes))
 
 

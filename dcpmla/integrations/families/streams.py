@@ -3,7 +3,7 @@
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.mixing import Constants, Projection
 from dcpmla.model.stream_decoder import StreamBlock, StreamDecoder
-from dcpmla.model.streams import Connection, StreamMean
+from dcpmla.model.streams import Connection, DelayedCollapse, StreamMean
 from dcpmla.parallel.linear import read_weight
 
 
@@ -12,7 +12,7 @@ def load_streams(
     num_layers: int,
     constants: Constants,
     collapses: bool = False,
-    to_head: Connection | StreamMean | None = None,
+    to_head: Connection | StreamMean | DelayedCollapse | None = None,
 ) -> StreamDecoder:
     """Load the decoder (`StreamDecoder`).
 

@@ -9,6 +9,7 @@ from dcpmla.attention.kind import AttentionKind, DenseKind
 from dcpmla.fields import choices
 from dcpmla.integrations.families.axk2 import AXK2
 from dcpmla.integrations.families.deepseek_v4 import DEEPSEEK_V4
+from dcpmla.integrations.families.deepseek_v41 import DEEPSEEK_V41
 from dcpmla.integrations.families.dots3 import DOTS3
 from dcpmla.integrations.families.family import Family
 from dcpmla.integrations.families.glm5_next import GLM5_NEXT
@@ -65,17 +66,12 @@ FAMILIES: dict[str, Family] = {
     "glm_moe_dsa": SparseFamily("GlmMoeDsa", rope_interleaved=True),
     "mistral_large4_text": MISTRAL_LARGE4,
     "deepseek_v4": DEEPSEEK_V4,
+    "deepseek_v41_text": DEEPSEEK_V41,
     "hy_v4": HY_V4,
     "hy_v4_vl_text": HY_V4_VL,
     "dots3_note": DOTS3,
     "dots3_note_text": DOTS3,
     "glm5_next_text": GLM5_NEXT,
-}
-
-
-# Families that transformers or vLLM has, with the parts that this package does not compute.
-REFUSED = {
-    "deepseek_v41": "layers that share entries and selections, indexers over candidate blocks, and n-gram tables",
 }
 
 
@@ -88,9 +84,6 @@ def find_family(model_type: str) -> Family:
     name = str(model_type)  # a file may have a value of any type
     if name in FAMILIES:
         return FAMILIES[name]
-    for refused, reason in REFUSED.items():
-        if name.startswith(refused):  # the text model of a multimodal one, too
-            raise ValueError(f"model: architecture {model_type!r} has {reason}, which this runtime does not compute")
     raise ValueError(
         f"model: architecture {model_type!r} is not an MLA model this runtime knows; {choices(tuple(FAMILIES))}"
     )

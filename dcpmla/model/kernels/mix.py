@@ -146,7 +146,7 @@ def mix(streams: Streams) -> Tensor:
 
 def mix_and_multiply(streams: Streams, fn: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mixed streams, and the results of `mix_kernel` for them with weights fn."""
-    values, mixing, out = streams
+    values, mixing, out, _ = streams
     values = values.contiguous()
     num_tokens, num_streams, width = values.shape
     mixed = values if mixing is None else torch.empty_like(values)

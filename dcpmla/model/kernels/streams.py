@@ -28,6 +28,8 @@ def weigh_kernel(
     scales_ptr,
     post_ptr,
     comb_ptr,
+    pre_ptr,
+    next_pre_ptr,
     num_parts,
     scales_stride,
     eps,
@@ -47,6 +49,8 @@ def weigh_kernel(
     products_ptr, squares_ptr: Outputs of `mix_kernel`.
     x_ptr: [T, WIDTH]; codes_ptr, scales_ptr: Quantized input, or None.
     post_ptr: [T, STREAMS], comb_ptr: [T, STREAMS, STREAMS]; None before the head, comb_ptr also without a comb.
+    next_pre_ptr: [T, STREAMS], weights of the streams for the next part's input; None if this part's input takes them.
+    pre_ptr: [T, STREAMS], the weights for this part's input with next_pre_ptr; None to take stream 0.
     """
     token = tl.program_id(0).to(tl.int64)
     parts, stream = tl.arange(0, PARTS_P), tl.arange(0, STREAMS_P)
@@ -62,10 +66,16 @@ def weigh_kernel(
         for j in tl.static_range(STREAMS):
             values += (tl.load(values_ptr + (token * STREAMS + j) * WIDTH + column, mask=is_column, other=0.0),)
         norm = tl.load(norm_ptr + column, mask=is_column, other=0.0)
+        carried = tl.where(stream == 0, 1.0, 0.0)
+        if pre_ptr is not None:
+            carried = tl.load(pre_ptr + token * STREAMS + stream, mask=is_stream, other=0.0)
         factor = tl.rsqrt(tl.sum(squares) / (STREAMS * WIDTH) + eps)
         numbers = tl.sum(products, 0) * factor * tl.load(scale_ptr)
         numbers += tl.load(base_ptr + stream, mask=is_stream, other=0.0)
         pre = tl.where(is_stream, tl.sigmoid(numbers) + stream_eps, 0.0)
+        if next_pre_ptr is not None:
+            tl.store(next_pre_ptr + token * STREAMS + stream, pre, mask=is_stream)
+            pre = carried
         row = tl.zeros([WIDTH_P], tl.float32)
         for j in tl.static_range(STREAMS):
             row += tl.sum(tl.where(stream == j, pre, 0.0)) * values[j].to(tl.float32)
@@ -128,6 +138,7 @@ def enter(
     if has_post:
         comb = squares.new_empty(num_tokens, num_streams, num_streams) if has_comb else None
         mixing = Mixing(squares.new_empty(num_tokens, num_streams), comb)
+    next_pre = squares.new_empty(num_tokens, num_streams) if constants.delays else None
     x = values.new_empty(num_tokens, width)
     quantized = QuantizedRows(*empty_groups(x)) if quantizes else None
     if num_tokens:
@@ -141,6 +152,8 @@ def enter(
             x,
             *(quantized or (None, None)),
             *(mixing or (None, None)),
+            streams.pre,
+            next_pre,
             num_parts,
             quantized.scales.stride(1) if quantized else 0,
             constants.eps,
@@ -156,4 +169,4 @@ def enter(
             NUM_ITERS=constants.num_iters,
             num_warps=8 if width <= 4096 else 16,
         )
-    return NormedRows(x, quantized) if quantized else x, Streams(values, mixing)
+    return NormedRows(x, quantized) if quantized else x, Streams(values, mixing, pre=next_pre)

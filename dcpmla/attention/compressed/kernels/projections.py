@@ -144,13 +144,14 @@ def query_kernel(
     token, is_row = row // NUM_HEADS, row < num_rows
     q_ptr += token * stride_token + row % NUM_HEADS * stride_head
     x, y = load_pairs(q_ptr, is_row, WIDTH, PAIRS, True)
-    factor = norm_factor(x, y, WIDTH, eps).to(x.dtype).to(tl.float32)
-    x, y = (x.to(tl.float32) * factor).to(x.dtype), (y.to(tl.float32) * factor).to(y.dtype)
+    if eps is not None:
+        factor = norm_factor(x, y, WIDTH, eps).to(x.dtype).to(tl.float32)
+        x, y = (x.to(tl.float32) * factor).to(x.dtype), (y.to(tl.float32) * factor).to(y.dtype)
     x, y = rotate_range(x, y, cos_sin_ptr + token * ROPE, is_row, 1.0, (WIDTH - ROPE) // 2, ROPE)
     store_pairs(q_ptr, x, y, is_row, WIDTH, PAIRS, True)
 
 
-def finish_query_(q: Tensor, eps: float, cos_sin: Tensor) -> None:
+def finish_query_(q: Tensor, eps: float | None, cos_sin: Tensor) -> None:
     """Compute `projections.finish_query_` in one kernel."""
     if len(q):
         # One warp works in place: a row must be loaded whole before it is stored.

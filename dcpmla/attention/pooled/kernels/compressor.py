@@ -60,6 +60,8 @@ def compress_kernel(
     target_ptr,
     cos_sin_ptr,
     table_ptr,
+    latents_ptr,
+    slots_ptr,
     pairs_stride,
     cache_stride,
     table_stride,
@@ -71,6 +73,7 @@ def compress_kernel(
     RATIO: tl.constexpr,
     HALVES: tl.constexpr,
     WIDTH: tl.constexpr,
+    GATES: tl.constexpr,
     ROPE: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -108,18 +111,18 @@ def compress_kernel(
         is_carried = (order == 0) & (start > 0)
         own_half = (own_ptr + (HALVES - 1) * WIDTH, own_bias_ptr + (HALVES - 1) * WIDTH)
         sums = load_sums(sums_ptr, column, is_carried, WIDTH)
-        sums = add_tokens(sums, own_half, num, pairs_stride, column, WIDTH, HALVES, TOKENS)
+        sums = add_tokens(sums, own_half, num, pairs_stride, column, WIDTH, HALVES, GATES, TOKENS)
         following = load_sums(sums_ptr, column, False, WIDTH)
         if HALVES == 2:
             num_before = tl.where(order > 0, tl.minimum(begin - start, RATIO), 0)
             before = (pairs_ptr + (row - num_before) * pairs_stride, bias_ptr + (RATIO - num_before) * (HALVES * WIDTH))
-            sums = add_tokens(sums, before, num_before, pairs_stride, column, WIDTH, HALVES, TOKENS)
+            sums = add_tokens(sums, before, num_before, pairs_stride, column, WIDTH, HALVES, GATES, TOKENS)
             # The span before was in progress when the step began: its part from then on is in the next entry's sums.
             is_unfinished = (order == 1) & (start % RATIO > 0)
             sums = merge(sums, load_sums(sums_ptr + 3 * WIDTH, column, is_unfinished, WIDTH))
             following = load_sums(sums_ptr + 3 * WIDTH, column, is_carried, WIDTH)
             own_token = (own_ptr, own_bias_ptr)
-            following = add_tokens(following, own_token, num, pairs_stride, column, WIDTH, HALVES, TOKENS)
+            following = add_tokens(following, own_token, num, pairs_stride, column, WIDTH, HALVES, GATES, TOKENS)
         is_complete = begin - at + RATIO <= end
         if order == last:
             tl.debug_barrier()  # other threads may still read the old values
@@ -137,6 +140,8 @@ def compress_kernel(
                 x, y = x * factor * weight_x, y * factor * weight_y
             dtype: tl.constexpr = pairs_ptr.dtype.element_ty
             x, y = x.to(dtype), y.to(dtype)
+            if latents_ptr is not None:
+                store_pairs(latents_ptr + row * WIDTH + one, x, y, one == 0, WIDTH, COLUMNS // 2, True)
             if cos_sin_ptr is not None:
                 FIRST: tl.constexpr = 0 if IS_INDEX else (WIDTH - ROPE) // 2
                 x, y = rotate_range(x, y, cos_sin_ptr + row * ROPE + one, one == 0, 1.0, FIRST, ROPE)
@@ -147,8 +152,10 @@ def compress_kernel(
                     x, y = _transform(x, y, HADAMARD_BITS)
                 _store_index_key(cache_ptr, cache_stride, block, local % per_block, per_block, x, y, one == 0, WIDTH)
             else:
-                slot = block * per_block + local % per_block + one
-                store_shared(cache_ptr, cache_stride, slot, x, y, WIDTH)
+                slot = block * per_block + local % per_block
+                if slots_ptr is not None:
+                    tl.store(slots_ptr + row, slot)
+                store_shared(cache_ptr, cache_stride, slot + one, x, y, WIDTH)
 
 
 def compress_(
@@ -162,6 +169,8 @@ def compress_(
     layout: EntryLayout,
     is_index: bool,
     hadamard: bool,
+    latents: Tensor | None = None,
+    slots: Tensor | None = None,
 ) -> None:
     """Compute `compressor.compress_` in one kernel."""
     num_tokens, (_, num_halves, _, width) = len(part.positions), sums.shape
@@ -178,6 +187,8 @@ def compress_(
         *part,
         None if layout.cos_sin is None else layout.cos_sin.contiguous(),
         layout.block_table,
+        latents,
+        slots,
         pairs.stride(0),
         cache.stride(0),
         layout.block_table.stride(0),
@@ -186,6 +197,7 @@ def compress_(
         RATIO=len(bias),
         HALVES=num_halves,
         WIDTH=width,
+        GATES=pairs.shape[1] - num_halves * width,  # values are their own gates if there are none
         ROPE=0 if layout.cos_sin is None else layout.cos_sin.shape[1],
         COLUMNS=triton.next_power_of_2(width),
         TOKENS=1 if num_tokens <= len(part.end) else _TOKENS,  # one a request, in most steps of decodes alone

@@ -38,8 +38,21 @@ def merge(sums, second):
 
 
 @triton.jit
-def add_tokens(sums, first, num, stride, column, WIDTH: tl.constexpr, HALVES: tl.constexpr, TOKENS: tl.constexpr):
-    """Add num tokens to an entry's sums. first: Pointers to the first token's values and bias."""
+def add_tokens(
+    sums,
+    first,
+    num,
+    stride,
+    column,
+    WIDTH: tl.constexpr,
+    HALVES: tl.constexpr,
+    GATES: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Add num tokens to an entry's sums.
+
+    first: Pointers to the first token's values and bias. GATES: Columns from a value to its gate.
+    """
     pairs_ptr, bias_ptr = first
     for start in range(0, num, TOKENS):
         token = (start + tl.arange(0, TOKENS))[:, None]
@@ -47,7 +60,7 @@ def add_tokens(sums, first, num, stride, column, WIDTH: tl.constexpr, HALVES: tl
         token_ptr = pairs_ptr + token * stride + column[None, :]
         value = tl.load(token_ptr, mask=mask, other=0.0).to(tl.float32)
         bias = tl.load(bias_ptr + token * (HALVES * WIDTH) + column[None, :], mask=mask, other=0.0)
-        gate = tl.load(token_ptr + HALVES * WIDTH, mask=mask, other=0.0).to(tl.float32) + bias
+        gate = tl.load(token_ptr + GATES, mask=mask, other=0.0).to(tl.float32) + bias
         gate = tl.where(token < num, gate, float("-inf"))
         peak = tl.max(gate, 0)
         weights = tl.exp(gate - _shift(peak)[None, :])

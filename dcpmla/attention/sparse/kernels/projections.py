@@ -80,11 +80,13 @@ def keys_kernel(
     is_row, is_column = (token < num_tokens)[:, None], column < WIDTH
     x = tl.load(keys_ptr + token[:, None] * key_stride + column[None, :], mask=is_row & is_column[None, :], other=0.0)
     wide = x.to(tl.float32)
-    centred = tl.where(is_column[None, :], wide - tl.sum(wide, 1)[:, None] / WIDTH, 0.0)
-    normed = centred * tl.rsqrt(tl.sum(centred * centred, 1) / WIDTH + eps)[:, None]
+    if bias_ptr is not None:
+        wide = tl.where(is_column[None, :], wide - tl.sum(wide, 1)[:, None] / WIDTH, 0.0)
     weight = tl.load(weight_ptr + column, mask=is_column, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)
-    keys = (normed * weight[None, :] + bias[None, :]).to(x.dtype)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + eps)[:, None] * weight[None, :]
+    if bias_ptr is not None:
+        normed += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    keys = normed.to(x.dtype)
     if cos_sin_ptr is not None:
         keys = _rotate(keys, cos_sin_ptr, token[:, None], is_row, ROPE, INTERLEAVED)
     if HADAMARD:
@@ -111,7 +113,7 @@ def finish_index_keys(
     index_cache: Tensor,
     slots: Tensor,
     norm_weight: Tensor,
-    norm_bias: Tensor,
+    norm_bias: Tensor | None,
     cos_sin: Tensor | None,
     rope_interleaved: bool,
     hadamard: bool,

@@ -1,0 +1,70 @@
+"""Windows in rows that several layers share: each layer's windows are a ring of their own, before the entries."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dcpmla.attention.compressed.visible import visible_rows
+from dcpmla.attention.sparse.step import SelectedTokens
+
+
+class RingWindows(NamedTuple):
+    """The windows of n decode tokens in each layer's ring, as the first of the N slots of a selection.
+
+    Attributes:
+        slots: Slots by ring [rings, n, N] int32, zeros after the last.
+        is_window: Whether a slot is a window's [n, N].
+    """
+
+    slots: Tensor
+    is_window: Tensor
+
+    @classmethod
+    def of(cls, windows: Tensor, selection: SelectedTokens) -> "RingWindows":
+        """Return the windows [rings, n, width] int32 as the first slots of a selection."""
+        assert selection.num_first is not None
+        num_slots = selection.slots.shape[1]
+        column = torch.arange(num_slots, device=windows.device)
+        is_window = column < selection.num_first[: windows.shape[1], None]
+        return cls(functional.pad(windows, (0, num_slots - windows.shape[2])), is_window)
+
+    def slots_in(self, ring: int, selection: SelectedTokens) -> Tensor:
+        """Return the slots of a selection in a layer's rows [n, N]."""
+        return torch.where(self.is_window, self.slots[ring], selection.slots[: len(self.is_window)])
+
+
+def ring_states(states: Tensor, num_rings: int, num_states: int) -> Tensor:
+    """Return the numbers of requests' windows in rows that begin with num_rings rings [num_rings, num_reqs] int32.
+
+    Args:
+        states: State of each request [num_reqs] int32, which stay where they are negative (padding).
+        num_states: Windows of a ring.
+    """
+    first = num_states * torch.arange(num_rings, dtype=states.dtype, device=states.device)[:, None]
+    return torch.where(states < 0, states, states + first)
+
+
+def visible_in_rings(
+    positions: Tensor,
+    request: Tensor,
+    states: Tensor,
+    entry_table: Tensor,
+    sizes: tuple[int, int, int, int],
+    layout: tuple[int, int, int],
+) -> tuple[Tensor, Tensor]:
+    """List `visible_rows` for each ring.
+
+    Args:
+        states: Result of `ring_states`.
+        sizes: Ratio, entries per block, window and rows of a request's window.
+        layout: Rank, ranks that share the rows, and interleave.
+    Returns:
+        Rows [rings, n, N] int32; their number [rings, n] int32.
+    """
+    num_rings, num_reqs = states.shape
+    first = num_reqs * torch.arange(num_rings, dtype=request.dtype, device=request.device)[:, None]
+    tokens = positions.repeat(num_rings), (request + first).flatten()
+    rows, num = visible_rows(*tokens, states.flatten(), entry_table.repeat(num_rings, 1), *sizes, *layout)
+    return rows.view(num_rings, len(positions), rows.shape[1]), num.view(num_rings, len(positions))

@@ -1,0 +1,79 @@
+"""Candidate blocks: an indexer chooses the blocks of consecutive keys that later indexers select among.
+
+A block's score is the best of its keys' scores. All ranks know each token's blocks: the ranks' best ones are merged as
+their best keys are, because each block is whole on one rank.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dcpmla import ownership
+from dcpmla.attention.sparse.topk import choose_tokens, local_candidates
+
+
+class Candidates(NamedTuple):
+    """The candidate blocks of a step's tokens.
+
+    Attributes:
+        blocks: Numbers of each token's blocks [T, K] int32, -1 after the last; the same on all DCP ranks.
+        block_size: Number of keys of a block.
+        is_source: Whether the indexer chooses the blocks; else it selects among their keys.
+    """
+
+    blocks: Tensor
+    block_size: int
+    is_source: bool
+
+    def rows(self, tokens: slice) -> "Candidates":
+        """Return the candidates of some of the tokens, in the same memory."""
+        return self._replace(blocks=self.blocks[tokens])
+
+    def choose(
+        self,
+        scores: Tensor,
+        lens: tuple[Tensor, Tensor],
+        layout: tuple[int, int, int],
+        gather: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Write the blocks of the best scores, and the block of each token's last key. Collective.
+
+        Args:
+            scores: Result [T, N] of `index_scores` for this rank's keys; N is whole blocks.
+            lens: Number of each token's keys on all ranks, and on this rank, [T] int32.
+            layout: Rank, ranks and interleave of keys, which is whole blocks.
+            gather: Gather of all ranks' candidates (`Exchange.gather_candidates`).
+        """
+        size, (rank, num_ranks, interleave) = self.block_size, self._block_layout(layout)
+        index = torch.arange(scores.shape[1], device=scores.device)
+        known = scores.masked_fill(index >= lens[1][:, None], -torch.inf)
+        best = known.unflatten(1, (-1, size)).amax(2)
+        num_blocks, num_local = ((each + size - 1) // size for each in lens)
+        last = (num_blocks - 1).clamp(min=0)
+        position = ownership.local_index(last, num_ranks, interleave)[:, None].long()
+        is_mine = (ownership.owner_rank(last, num_ranks, interleave) == rank)[:, None]
+        position = position.clamp(max=best.shape[1] - 1)
+        best.scatter_(1, position, torch.where(is_mine, torch.inf, best.gather(1, position)))
+        local = local_candidates(best, num_blocks, num_local, self.blocks.shape[1], rank, num_ranks, interleave)
+        table, request = index[None, : best.shape[1]].int(), torch.zeros_like(num_blocks)
+        unread = torch.empty_like(self.blocks), torch.empty_like(num_blocks)
+        order = table, request, 1, rank, num_ranks, interleave
+        choose_tokens(gather(local).flatten(1), *order, None, self.blocks, *unread)
+
+    def exclude_(self, scores: Tensor, layout: tuple[int, int, int]) -> None:
+        """Set the scores [T, N] of this rank's keys outside the blocks to -inf."""
+        rank, num_ranks, interleave = self._block_layout(layout)
+        by_block = scores.unflatten(1, (-1, self.block_size))
+        known = self.blocks.clamp(min=0).long()
+        is_mine = (self.blocks >= 0) & (ownership.owner_rank(known, num_ranks, interleave) == rank)
+        index = ownership.local_index(known, num_ranks, interleave).where(is_mine, by_block.shape[1])
+        is_outside = torch.ones(len(scores), by_block.shape[1] + 1, dtype=torch.bool, device=scores.device)
+        is_outside.scatter_(1, index, False)
+        by_block.masked_fill_(is_outside[:, :-1, None], -torch.inf)
+
+    def _block_layout(self, layout: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Return the layout of blocks among the ranks."""
+        rank, num_ranks, interleave = layout
+        return rank, num_ranks, interleave // self.block_size

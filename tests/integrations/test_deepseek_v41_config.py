@@ -1,0 +1,96 @@
+"""Configs of DeepSeek-V4.1: every field is used, has no effect on text, or is refused by its name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcpmla.attention.compressed.config import WINDOW_ONLY, LayerKind
+from dcpmla.config import DCPConfig
+from dcpmla.integrations.families.table import attention_kind, family_of
+from dcpmla.integrations.model_files import load_config
+from dcpmla.integrations.open_model import check_layout, open_model
+from tests.integrations.test_broken_models import NONSENSE, QUANTIZATION, changed, is_named, paths_of
+from tests.support.deepseek_v41_files import TEXT
+from tests.support.layouts import dcp_config
+
+
+def read(directory: Path, **changes: Any) -> Any:
+    fields = {name: value for name, value in (TEXT | changes).items() if value is not ...}
+    whole = {"model_type": "deepseek_v41", "image_token_id": 129264, "text_config": fields}
+    (directory / "config.json").write_text(json.dumps(whole))
+    return load_config(directory)
+
+
+def test_kinds_of_layers(tmp_path: Path) -> None:
+    config = attention_kind(read(tmp_path)).config
+    assert config.layer_kinds == (
+        WINDOW_ONLY,
+        LayerKind(2, True),
+        LayerKind(2, False, writes=False, reuses=True),
+        LayerKind(1, True, candidates="source"),
+        LayerKind(1, False, writes=False, reuses=True),
+        LayerKind(1, True, writes=False, candidates="within"),
+        LayerKind(1, False, writes=False, reuses=True),
+    )
+    assert config.row_groups == {0: (0,), 1: (1, 2), 3: (3, 4, 5, 6)}
+    assert config.rings == (0, 0, 1, 0, 1, 2, 3)
+    assert config.candidates == (5, 2)
+    without = attention_kind(read(tmp_path, candidate_source_layer_id=-1, candidate_topk_blocks=...)).config
+    assert without.candidates is None
+    assert not any(kind.candidates for kind in without.layer_kinds)
+
+
+def test_a_field_is_taken_or_named(tmp_path: Path) -> None:
+    whole = TEXT | {"quantization_config": QUANTIZATION | {"expert_dtype": "fp4"}, "gate_temp": 1.0}
+    for path in [*paths_of(whole), *(("rope_scaling", name) for name in whole["rope_scaling"])]:
+        for value in NONSENSE:
+            (tmp_path / "config.json").write_text(json.dumps(changed(whole, path, value)))
+            try:
+                attention_kind(load_config(tmp_path))
+            except ValueError as error:
+                assert is_named(path[-1], str(error)), (path, value, error)  # noqa: PT017
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"engram_layer_ids": [1]}, "engram_layer_ids is .1.; it must be"),
+        ({"q_lora_rank": ...}, "q_lora_rank is missing; a DeepSeek-V4.1 config has vocab_size,"),
+        ({"candidate_block_size": ...}, "candidate_block_size is missing"),
+        ({"n_shared_experts": 2}, "n_shared_experts is 2; it must be 1"),
+        ({"attention_bias": True}, "attention_bias is True; it must be false"),
+        ({"compress_ratios": [0, 4, 4, 1, 1, 1, 1]}, "compress_ratios is .*each a whole number in .0, 2."),
+        ({"compress_ratios": [0, 2, 2, 1, 1, 1]}, "compress_ratios has 6 entries; each of 7 layers .* has one"),
+        ({"kv_source_layer_ids": [3, 1]}, "kv_source_layer_ids is .3, 1.; it must be ascending layers"),
+        ({"kv_source_layer_ids": [0, 1, 3]}, "kv_source_layer_ids is .*whose compress_ratios are not 0"),
+        ({"kv_source_layer_ids": [1]}, "kv_source_layer_ids is .1.; for layer 3, .* the latest source is 1"),
+        ({"index_source_layer_ids": [3, 5]}, "index_source_layer_ids is .3, 5.; for layer 1, .* source is None"),
+        ({"kv_source_layer_ids": [1, 3, 4]}, "index_source_layer_ids is .*it must have layer 4 of kv_source_layer_ids"),
+        ({"candidate_source_layer_id": 4}, "candidate_source_layer_id is 4; it must be in index_source_layer_ids"),
+        ({"candidate_source_layer_id": 1}, "candidate_source_layer_id is 1; .* compress_ratios of all later ones"),
+        ({"candidate_topk_blocks": 3}, "candidate_topk_blocks is 3 and candidate_block_size 2, which hold 5"),
+    ],
+)
+def test_bad_configs(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, **changes)
+
+
+def test_candidate_blocks_are_whole_on_a_rank(tmp_path: Path) -> None:
+    """The interleave of entries is whole candidate blocks, whatever is asked for."""
+    config = attention_kind(read(tmp_path)).config
+    for interleave, expected in ((1, 2), (3, 6), (4, 4)):
+        layout = config.with_whole_blocks(dcp_config(2, 2, interleave, block_size=12))
+        assert layout.cp_kv_cache_interleave_size == expected
+    read(tmp_path, candidate_block_size=4)
+    message = r"block_size \(--block-size\) is 6; it must be a multiple of 4, of candidate blocks of 4 entries"
+    with pytest.raises(ValueError, match=message):
+        check_layout(open_model(str(tmp_path)), DCPConfig(block_size=6))
+
+
+def test_drafts_are_refused(tmp_path: Path) -> None:
+    config = read(tmp_path)
+    with pytest.raises(ValueError, match="'mtp'; the drafts of deepseek_v41_text come from a DSpark module"):
+        family_of(config).check_mtp(config)

@@ -1,0 +1,74 @@
+"""Plans of DeepSeek-V4.1, whose layers share entries: sizes of caches, reads of a step, weights."""
+
+import json
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+
+from dcpmla.attention.compressed.cache import CompressedPlan
+from dcpmla.config import DCPConfig
+from dcpmla.integrations.model_files import load_config
+from dcpmla.integrations.model_size import read_model
+from dcpmla.planning.machine import H200X8
+from dcpmla.planning.recommend import make_plan
+from dcpmla.planning.setting import Setting
+from dcpmla.planning.weights import ModelSize
+from tests.planning.test_plan_truth import check as check_bytes
+from tests.support.deepseek_v41_files import save_v41
+
+PUBLISHED = Path(__file__).parent / "configs" / "deepseek_v41_flash.json"
+
+
+@pytest.fixture(scope="module")
+def flash(tmp_path_factory: pytest.TempPathFactory) -> ModelSize:
+    """DeepSeek-V4.1-Flash as it is published, but for its n-gram tables."""
+    raw = json.loads(PUBLISHED.read_text())
+    raw["text_config"]["engram_layer_ids"] = []
+    file = tmp_path_factory.mktemp("flash") / "config.json"
+    file.write_text(json.dumps(raw))
+    return read_model(load_config(file))
+
+
+def test_parameters_are_as_published(flash: ModelSize) -> None:
+    assert round(sum(p.count * prod(p.shape) for p in flash.parameters) / 1e9) == 552
+
+
+def test_bytes_of_a_token_and_of_a_state_by_hand(flash: ModelSize) -> None:
+    """Three caches of entries of two tokens, one of one; windows of 40 layers."""
+    fp8 = Setting(tp=8, dcp=8, kv_cache_dtype="fp8_ds_mla", index_cache_dtype="fp8")
+    plan = make_plan(H200X8, flash, fp8, 1, 4096)
+    assert plan.kv_bytes_per_token == -(-(3 / 2 + 1) * (585 + 132) // 1)
+    assert plan.bytes_per_state == 40 * 128 * 585 + 4 * 4 * 3 * 512
+    plain = make_plan(H200X8, flash, Setting(tp=8, dcp=1, kv_cache_dtype="bf16"), 1, 4096)
+    assert plain.kv_bytes_per_token == (3 / 2 + 1) * 2 * (512 + 128)
+
+
+def test_a_step_reads_windows_and_selected_entries(flash: ModelSize) -> None:
+    """By two layers with windows alone; indexers and readers of entries of two tokens; the source of candidate blocks,
+    readers and later indexers of entries of one.
+    """
+    reads = flash.attention.reads(1 << 20)
+    per_kind = sorted((each.num_layers, each.num_rows, each.num_keys) for each in reads)
+    expected = [(2, 128, 0), (3, 640, 1 << 19), (15, 640, 0), (1, 640, 1 << 20), (15, 640, 0), (4, 640, 1 << 20)]
+    assert per_kind == sorted(expected)
+
+
+@pytest.mark.parametrize("dcp_size", [1, 2])
+def test_bytes_are_what_the_cache_allocates(dcp_size: int, tmp_path: Path) -> None:
+    save_v41(tmp_path)
+    attention = read_model(load_config(tmp_path)).attention
+    dcp = DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=dcp_size, block_size=8)
+    plan = attention.plan_cache(dcp, [200], torch.float32, num_states=64)
+    assert isinstance(plan, CompressedPlan)
+    cache = plan.allocate(torch.device("cpu"))
+    assert sum(tensor.nbytes for tensor in cache.tensors) == plan.bytes_per_rank
+    assert cache[2].rows is cache[1].rows
+    assert cache[5].index_keys is cache[3].index_keys
+    assert plan.bytes_per_block == (8 // 2 + 8) * (16 + 16) * 4
+
+
+def test_weights_that_ranks_hold(tmp_path: Path) -> None:
+    save_v41(tmp_path)
+    check_bytes([tmp_path], 2)
