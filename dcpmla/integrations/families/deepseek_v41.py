@@ -16,7 +16,7 @@ from dcpmla.integrations.families.deepseek_v41_config import check_raw, check_sh
 from dcpmla.integrations.families.family import NO_MTP, Family
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.streams import load_streams
-from dcpmla.integrations.ngrams import load_memories
+from dcpmla.integrations.ngrams import NgramSizes, add_memories, load_memories
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.mixing import Constants
 from dcpmla.model.stream_decoder import StreamDecoder
@@ -50,7 +50,7 @@ class _DeepseekV41(Family):
         return CompressedKind(shared_config(config), bool(getattr(config, "engram_layer_ids", None)))
 
     def extend(self, model: Any) -> None:
-        """Add the weights of entries and of indexers; the head has no hyper-connection."""
+        """Add the weights of entries, indexers and memories; the head has no hyper-connection."""
         del model.model.hc_head
         config = model.config
         for layer, kind in zip(model.model.layers, shared_config(config).layer_kinds, strict=True):
@@ -62,6 +62,8 @@ class _DeepseekV41(Family):
             if kind.has_indexer:
                 compressor.indexer = _new_indexer(config, writes)
             layer.self_attn.compressor = compressor
+        if getattr(config, "engram_layer_ids", None):
+            add_memories(model, NgramSizes.of(config))
         model._keep_in_fp32_modules = [*(model._keep_in_fp32_modules or ()), _NOT_QUANTIZED]
 
     def module_name(self, name: str, num_layers: int) -> str:

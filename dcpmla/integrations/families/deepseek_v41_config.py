@@ -5,7 +5,7 @@ from typing import Any
 
 from dcpmla.attention.compressed.config import WINDOW_ONLY, CandidateConfig, CompressedConfig, LayerKind
 from dcpmla.config import LARGEST_SIZE
-from dcpmla.fields import FLAG, Rule, check_fields, even, list_of, whole
+from dcpmla.fields import FLAG, Rule, check_fields, even, list_of, optional, whole
 from dcpmla.integrations.families.deepseek_v4_config import check_compressed, compressed_config
 from dcpmla.integrations.ngrams import NgramSizes
 
@@ -34,6 +34,7 @@ _RAW_RULES = {
     **dict.fromkeys(_SOURCES, _LAYERS),
     "candidate_source_layer_id": whole(-1, 1023),  # -1 for no candidate blocks
     **dict.fromkeys(_BLOCKS, whole(1, LARGEST_SIZE)),
+    "engram_layer_ids": optional(_LAYERS),
 }
 
 
