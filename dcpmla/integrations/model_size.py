@@ -131,9 +131,9 @@ def _codes(model: Any, config: Any, quantization: dict[str, Any]) -> dict[str, s
     shapes = {
         f"{name}.weight": module.weight.shape for name, module in model.named_modules() if isinstance(module, nn.Linear)
     }
-    others = (".experts.", ".engram.embed.")
+    words = (".experts.", ".engram.embed.")
     shapes |= {
-        name: parameter.shape for name, parameter in model.named_parameters() if any(part in name for part in others)
+        name: parameter.shape for name, parameter in model.named_parameters() if any(word in name for word in words)
     }
     block = scale_block(quantization)
     has_groups = has_mxfp8(quantization)
