@@ -95,7 +95,7 @@ def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
             _held_itemsize(name, tensor, model, itemsize),
             codes.get(name, ""),
             _num_pieces(name, shape, config),
-            bool(quantization) and ".self_attn." not in name and "lm_head" not in name,
+            bool(quantization) and not re.search(r"\.self_attn\.|\.engram\.|lm_head", name),
         )
         groups[parameter] += 1
     if config.tie_word_embeddings:  # the runtime's head is a separate tensor
@@ -135,6 +135,8 @@ def _held_itemsize(name: str, tensor: Tensor, model: Any, itemsize: int) -> int:
         return itemsize if name.endswith("weight") else 4
     if name.endswith(("_res_norm.weight", "_res_proj.weight")):  # `model.sums.Mixer` holds their product in float32
         return 4 if name.endswith("_proj.weight") else 0
+    if name.endswith((".engram.q_weight", ".engram.k_weight")):  # `model.memory` holds their product in float32
+        return 4 if name.endswith("q_weight") else 0
     if name.endswith((".weights_proj.weight", ".k_norm.weight", ".k_norm.bias", "lm_head.weight")):
         return itemsize  # transformers widens HY V4's
     if name.endswith(_STREAM_NORMS) and _has_streams(name, model):
@@ -158,7 +160,10 @@ def _codes(model: Any, config: Any, quantization: dict[str, Any]) -> dict[str, s
     shapes = {
         f"{name}.weight": module.weight.shape for name, module in model.named_modules() if isinstance(module, nn.Linear)
     }
-    shapes |= {name: parameter.shape for name, parameter in model.named_parameters() if ".experts." in name}
+    words = (".experts.", ".engram.embed.")
+    shapes |= {
+        name: parameter.shape for name, parameter in model.named_parameters() if any(word in name for word in words)
+    }
     block = scale_block(quantization)
     has_groups = has_mxfp8(quantization)
     packed, of_experts, codes = packed_codes(quantization), expert_codes(config), {}
@@ -218,10 +223,10 @@ def _pattern(module: str) -> str:
 
 def _style(name: str) -> str:
     """Return how the runtime cuts a parameter."""
+    if ".engram." in name:  # a rank holds some buckets of a table, and their columns of the projection
+        return {"embed": "column", "kv_proj": "row"}.get(name.removesuffix(".weight").rpartition(".")[2], "whole")
     if ".indexer." in name or ".compressor." in name:
         return "whole"
-    if ".engram." in name:  # each rank holds some of a table's buckets, and their columns of the projection
-        return "column" if ".embed." in name else "row" if ".kv_proj." in name else "whole"
     return _STYLES.get(re.sub(r"\.(weight|bias)$", "", name).rpartition(".")[2], "whole")
 
 

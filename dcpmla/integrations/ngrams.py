@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from tokenizers import Regex, normalizers
-from torch import Tensor
+from torch import Tensor, nn
 
 from dcpmla.config import LARGEST_SIZE
 from dcpmla.fields import check_fields, list_of, whole
@@ -18,6 +18,7 @@ from dcpmla.integrations.tokenizer import load_tokenizer
 from dcpmla.model.buckets import Buckets
 from dcpmla.model.memory import NgramMemory
 from dcpmla.model.ngrams import NgramHash
+from dcpmla.model.stream_decoder import StreamBlock, StreamDecoder
 from dcpmla.parallel.linear import Linear, read_linear, read_weight
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.parallel.quantized import GroupFp8, cut, unpack
@@ -79,6 +80,8 @@ class NgramSizes(NamedTuple):
             ValueError: A field is out of its range, or fields do not belong together.
         """
         values: dict[str, Any] = {name: getattr(config, name, None) for name in _RULES}
+        if missing := [name for name, value in values.items() if value is None]:
+            raise ValueError(f"{missing[0]} is missing; layers in engram_layer_ids need {', '.join(_RULES)}")
         check_fields(_RULES, values)
         layers, num_rows, longest, heads, width, bucket_rows, num_ids, pad_token = values.values()
         sizes = cls(tuple(layers), tuple(num_rows), longest, heads, width, bucket_rows, num_ids, pad_token)
@@ -138,6 +141,28 @@ class NgramSizes(NamedTuple):
         bound = max(1, np.iinfo(np.int64).max // self.num_ids // 2)
         drawn = [np.random.default_rng(_SEED * layer).integers(0, bound, self.longest) for layer in self.layers]
         return 2 * np.stack(drawn) + 1
+
+
+def add_memories(model: Any, sizes: NgramSizes) -> None:
+    """Add the weights of memories to transformers' model, which has no memory for weights."""
+    config = model.config
+    for layer, num_rows in zip(sizes.layers, sizes.num_rows, strict=True):
+        engram = model.model.layers[layer].engram = nn.Module()
+        engram.embed = nn.Embedding(num_rows, sizes.width)
+        num_outputs = (config.hc_mult + 1) * config.hidden_size
+        engram.kv_proj = nn.Linear(sizes.num_columns * sizes.width, num_outputs, bias=False)
+        for name in ("q_weight", "k_weight"):
+            setattr(engram, name, nn.Parameter(torch.empty(config.hc_mult, config.hidden_size)))
+
+
+def load_memories(parts: Parts, decoder: StreamDecoder) -> None:
+    """Load the memories of a decoder's blocks, and their hashes."""
+    sizes = NgramSizes.of(parts.model.config)
+    decoder.ngrams = load_hash(parts, sizes)
+    for number, layer in enumerate(sizes.layers):
+        block = decoder.blocks[layer]
+        assert isinstance(block, StreamBlock)
+        block.memory = load_memory(parts, f"model.layers.{layer}.engram", number, sizes)
 
 
 def load_hash(parts: Parts, sizes: NgramSizes) -> NgramHash:

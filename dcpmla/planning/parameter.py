@@ -8,7 +8,7 @@ from dcpmla.parallel.quantized import BLOCK, GROUP, cut
 
 PARTS = ("attention", "mlp", "experts", "embedding", "head", "rest")
 _NAMED = {
-    **{"embed_tokens": "embedding", "lm_head": "head"},
+    **{"embed_tokens": "embedding", "engram.embed": "embedding", "lm_head": "head"},
     **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp"),
 }
 # Of DeepSeek-V4's one product of the hidden states: all but the query latent's part.

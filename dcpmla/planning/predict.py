@@ -160,7 +160,7 @@ def parameter_us(
     if parameter.is_hyper_connection:
         num_bytes = _STREAM_PASSES * num_tokens * parameter.shape[-1] * _ACTIVATION_BYTES
         return {part: _matmul_us(machine, parameter, setting, num_tokens) + num_bytes / machine.hbm_gb_per_s / 1e3}
-    if "embed_tokens" in parameter.name:
+    if parameter.part == "embedding":
         return {"rest": machine.kernel_us}
     if "lm_head" in parameter.name:
         return {"rest": _head_us(machine, parameter, setting, num_tokens)}

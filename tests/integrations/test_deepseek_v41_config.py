@@ -56,7 +56,7 @@ def test_a_field_is_taken_or_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"engram_layer_ids": [1]}, "engram_layer_ids is .1.; it must be"),
+        ({"engram_layer_ids": [1]}, "engram_num_embeddings is missing; layers in engram_layer_ids"),
         ({"q_lora_rank": ...}, "q_lora_rank is missing; a DeepSeek-V4.1 config has vocab_size,"),
         ({"candidate_block_size": ...}, "candidate_block_size is missing"),
         ({"n_shared_experts": 2}, "n_shared_experts is 2; it must be 1"),

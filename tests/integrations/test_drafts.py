@@ -33,7 +33,7 @@ def serve(
     plan = model.attention.plan_cache(dcp, [len(prompt) + num_new for prompt in PROMPTS], model.dtype, 8, num_drafts)
     cache = plan.allocate(CPU)
     for memory in cache.tensors:
-        memory.fill_(torch.nan)
+        memory.fill_(torch.nan if memory.is_floating_point() else 10**6)
     graph = (
         DecodeGraph(
             model.decode,

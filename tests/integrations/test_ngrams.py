@@ -83,7 +83,7 @@ def test_sizes_of_the_published_model() -> None:
         ({"engram_layer_ids": [1, 4]}, r"engram_layer_ids is \[1, 4\]; the model has layers 0 to 3"),
         ({"engram_num_embeddings": [700, 629]}, "engram_num_embeddings has 629 rows for layer 2.*need 630"),
         ({"engram_max_ngram_size": 1}, "engram_max_ngram_size is 1; it must be"),
-        ({"engram_n_heads": None}, "engram_n_heads is None; it must be"),
+        ({"engram_n_heads": None}, "engram_n_heads is missing; layers in engram_layer_ids need"),
         ({"engram_pad_token_id": 97}, "engram_pad_token_id is 97; it must be one of the 97 tokens"),
     ],
 )

@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from dcpmla.attention.compressed.kind import CompressedKind
@@ -17,7 +16,7 @@ from dcpmla.integrations.families.deepseek_v41_config import check_raw, check_sh
 from dcpmla.integrations.families.family import NO_MTP, Family
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.streams import load_streams
-from dcpmla.integrations.ngrams import NgramSizes, load_hash, load_memory
+from dcpmla.integrations.ngrams import NgramSizes, add_memories, load_memories
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.mixing import Constants
 from dcpmla.model.stream_decoder import StreamDecoder
@@ -48,10 +47,10 @@ class _DeepseekV41(Family):
 
     def attention(self, config: Any, has_mtp: bool = False) -> CompressedKind:
         """Return the attention of all layers."""
-        return CompressedKind(shared_config(config), keeps_token_ids=bool(config.engram_layer_ids))
+        return CompressedKind(shared_config(config), bool(getattr(config, "engram_layer_ids", None)))
 
     def extend(self, model: Any) -> None:
-        """Add the weights of entries, of indexers and of memories; the head has no hyper-connection."""
+        """Add the weights of entries, indexers and memories; the head has no hyper-connection."""
         del model.model.hc_head
         config = model.config
         for layer, kind in zip(model.model.layers, shared_config(config).layer_kinds, strict=True):
@@ -63,10 +62,8 @@ class _DeepseekV41(Family):
             if kind.has_indexer:
                 compressor.indexer = _new_indexer(config, writes)
             layer.self_attn.compressor = compressor
-        if config.engram_layer_ids:
-            sizes = NgramSizes.of(config)
-            for layer, num_rows in zip(sizes.layers, sizes.num_rows, strict=True):
-                model.model.layers[layer].engram = _new_memory(config, sizes, num_rows)
+        if getattr(config, "engram_layer_ids", None):
+            add_memories(model, NgramSizes.of(config))
         model._keep_in_fp32_modules = [*(model._keep_in_fp32_modules or ()), _NOT_QUANTIZED]
 
     def module_name(self, name: str, num_layers: int) -> str:
@@ -93,15 +90,6 @@ def _new_indexer(config: Any, has_keys: bool) -> nn.Module:
     return indexer
 
 
-def _new_memory(config: Any, sizes: NgramSizes, num_rows: int) -> nn.Module:
-    """Return the weights of a layer's memory of n-grams."""
-    memory, shape = nn.Module(), (config.hc_mult, config.hidden_size)
-    memory.embed = nn.Linear(sizes.width, num_rows, bias=False)  # a table, in the format of linear layers
-    memory.kv_proj = nn.Linear(sizes.num_columns * sizes.width, (config.hc_mult + 1) * config.hidden_size, bias=False)
-    memory.q_weight, memory.k_weight = (nn.Parameter(torch.empty(shape)) for _ in range(2))
-    return memory
-
-
 def _load_delayed_streams(parts: Parts, num_layers: int) -> StreamDecoder:
     """Load the decoder."""
     config = parts.model.config
@@ -109,11 +97,8 @@ def _load_delayed_streams(parts: Parts, num_layers: int) -> StreamDecoder:
     norm = read_weight(parts.weights, "model.norm.weight", (config.hidden_size,))
     to_head = DelayedCollapse(norm, config.rms_norm_eps).to(parts.placement.device)
     decoder = load_streams(parts, num_layers, constants, collapses=True, to_head=to_head)
-    if config.engram_layer_ids:
-        sizes = NgramSizes.of(config)
-        decoder.ngrams = load_hash(parts, sizes)
-        for number, layer in enumerate(sizes.layers):
-            decoder.blocks[layer].memory = load_memory(parts, f"model.layers.{layer}.engram", number, sizes)
+    if getattr(config, "engram_layer_ids", None):
+        load_memories(parts, decoder)
     return decoder
 
 

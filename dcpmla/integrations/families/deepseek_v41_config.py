@@ -103,7 +103,7 @@ def check_shared(config: Any) -> None:
         )
     if _has_candidates(config):
         _check_candidates(config)
-    if config.engram_layer_ids:
+    if getattr(config, "engram_layer_ids", None):
         NgramSizes.of(config)
 
 
