@@ -208,6 +208,8 @@ def test_entries(path: Path) -> None:
     module = import_module(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts))
     found = {value.op._name: value for value in vars(module).values() if isinstance(value, Operator)}
     for name in names:
+        written = [arg for arg in found[name].op._opoverload._schema.arguments if arg.alias_info is not None]
+        assert not any(arg.has_default_value() for arg in written), name  # torch looks for each in the call
         if (kernel := found[name].kernel) is not None:
             pytest.importorskip("triton")
             wanted, got = inspect.signature(found[name].reference), inspect.signature(import_kernel(kernel))

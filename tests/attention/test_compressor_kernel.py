@@ -128,7 +128,9 @@ def compressor_cases(
         options = is_index, is_index and width & (width - 1) == 0
         for each in parts:
             arguments = [pairs, bias, norm, 1e-3, sums, cache, each, layout, *options]
-            if not is_index:
+            if is_index:
+                arguments += [None, None]
+            else:
                 latents = torch.full((num_tokens, width), 5.0, dtype=dtype)
                 arguments += [latents, torch.full((num_tokens,), -1)]
             yield arguments, (sums, cache)

@@ -93,7 +93,7 @@ def check_kernels(device: str) -> None:
         cache, copies = torch.zeros(12, 2, 16, device=where), sums.to(where, copy=True)
         layout = EntryLayout(None, TABLE[:1].to(where), 2, 0, 1, 1)
         moved = Part(*(column.to(where) for column in part))
-        run(pairs.to(where), bias.to(where), None, 0.0, copies, cache, moved, layout, True, False)
+        run(pairs.to(where), bias.to(where), None, 0.0, copies, cache, moved, layout, True, False, None, None)
         results.append((cache.cpu(), copies.cpu()))
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

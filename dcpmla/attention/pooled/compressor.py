@@ -48,8 +48,8 @@ def compress_(
     layout: EntryLayout,
     is_index: bool,
     hadamard: bool,
-    latents: Tensor | None = None,
-    slots: Tensor | None = None,
+    latents: Tensor | None,
+    slots: Tensor | None,
 ) -> None:
     """Pool a part of a step's tokens into entries, and write this rank's complete entries into a cache.
 

@@ -57,7 +57,7 @@ class PoolIndexer(Indexer):
         pairs, sums = torch.cat([keys, self.pool_gate(hidden_states)], -1), cache.index_sums.flatten(0, 1)
         for part in pools.parts:
             written = sums, cache.index_keys, part, pools.entries
-            compress_(pairs, self.pool_bias, None, 0.0, *written, True, dcp.index_hadamard)
+            compress_(pairs, self.pool_bias, None, 0.0, *written, True, dcp.index_hadamard, None, None)
         if sparse.selection is None:
             return
         assert pools.visible is not None

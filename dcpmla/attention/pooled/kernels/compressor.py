@@ -169,8 +169,8 @@ def compress_(
     layout: EntryLayout,
     is_index: bool,
     hadamard: bool,
-    latents: Tensor | None = None,
-    slots: Tensor | None = None,
+    latents: Tensor | None,
+    slots: Tensor | None,
 ) -> None:
     """Compute `compressor.compress_` in one kernel."""
     num_tokens, (_, num_halves, _, width) = len(part.positions), sums.shape
