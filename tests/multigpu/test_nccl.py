@@ -9,6 +9,7 @@ from tests.comm.test_exchange import check_combine, check_gathers
 from tests.integrations.test_load import check_loads
 from tests.integrations.test_transformers import check, make_cases
 from tests.parallel.test_collectives import check_values
+from tests.support.deepseek_v41_files import save_v41
 from tests.support.models import FAMILIES, save_tiny
 from tests.support.ranks import run_ranks
 
@@ -36,6 +37,16 @@ def test_values_of_all_ranks(num_gpus: int) -> None:
 def test_one_gpu(family: str, tmp_path: Path) -> None:
     cases = make_cases(1, [1], (1, 2), ("auto",), family == "deepseek_v4")
     check(save_tiny(family, tmp_path), tmp_path, 1, cases, "cuda")
+
+
+@pytest.mark.parametrize("num_gpus", [pytest.param(1, marks=pytest.mark.gpu), *NUM_GPUS])
+def test_deepseek_v41(num_gpus: int, tmp_path: Path) -> None:
+    """Shared entries, candidate blocks and memories of n-grams, unquantized and as published."""
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "q_lora_rank": 128, "engram_layer_ids": [1, 4]}
+    cases = make_cases(num_gpus, [num_gpus], (1, 2), ("auto",), is_compressed=True)
+    for is_quantized in (False, True):
+        directory = tmp_path / str(is_quantized)
+        check(save_v41(directory, is_quantized, **sizes), directory, num_gpus, cases, "cuda")
 
 
 @pytest.mark.parametrize("num_gpus", NUM_GPUS)
