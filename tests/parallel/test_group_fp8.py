@@ -15,6 +15,7 @@ from dcpmla.parallel.group_fp8 import group_fp8_linear
 from dcpmla.parallel.linear import Linear
 from dcpmla.parallel.quantized import BlockFp8, GroupFp8, dequantize
 from dcpmla.parallel.reformat import reorder_rows
+from tests.attention.test_decode_compile import compile_for_hopper
 from tests.support.shared_memory import run_interpreted
 
 FP8 = torch.float8_e4m3fn
@@ -164,3 +165,15 @@ def test_groups_of_columns() -> None:
         assert (linear.weight_scale is not None) == is_fp8
         halves = zip(x.chunk(2, 1), dequantize(weight, torch.bfloat16).chunk(2), strict=True)
         torch.testing.assert_close(linear(x), torch.cat([F.linear(*half) for half in halves], 1))
+
+
+def test_dequantizing_compiles_for_hopper() -> None:
+    pytest.importorskip("triton")
+    from triton.compiler import ASTSource
+
+    from dcpmla.parallel.kernels.group_linear import dequantize_groups_kernel
+
+    types = {"codes_ptr": "*fp8e4nv", "scales_ptr": "*u8", "out_ptr": "*bf16"}
+    ptx, log = compile_for_hopper(dequantize_groups_kernel, ASTSource, types, {"GROUPS": 64}, num_warps=4)
+    assert "ld.global.v4" in ptx  # 16 codes at a time
+    assert "0 bytes spill stores" in log
