@@ -3,18 +3,16 @@
 import math
 from collections.abc import Iterator
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tokenizers import Regex, normalizers
 from torch import Tensor, nn
 
 from dcpmla.config import LARGEST_SIZE
 from dcpmla.fields import check_fields, list_of, whole
 from dcpmla.integrations.parts import Parts
-from dcpmla.integrations.tokenizer import load_tokenizer
+from dcpmla.integrations.vocabulary import compress_vocabulary
 from dcpmla.model.buckets import Buckets
 from dcpmla.model.memory import NgramMemory
 from dcpmla.model.ngrams import NgramHash
@@ -36,17 +34,6 @@ _RULES = {
 }
 _PART_ROWS = 1 << 20  # rows of a table that are read at a time
 _SEED = 10007  # times a layer's number is the seed of the layer's multipliers
-# A token that is one space has this private letter as its text until spaces are stripped.
-_LONE_SPACE = "\ue000"
-_SPELLINGS = normalizers.Sequence(
-    [
-        normalizers.NFKC(),
-        normalizers.NFD(),
-        normalizers.StripAccents(),
-        normalizers.Lowercase(),
-        normalizers.Replace(Regex(r"[ \t\r\n]+"), " "),
-    ]
-)
 
 
 class NgramSizes(NamedTuple):
@@ -172,7 +159,7 @@ def load_hash(parts: Parts, sizes: NgramSizes) -> NgramHash:
         ValueError: There is no tokenizer, or it does not make as many compressed ids as the config says.
     """
     directory, vocab_size, placement = parts.directory, parts.model.config.vocab_size, parts.placement
-    ids = _compress_vocabulary(directory)
+    ids = compress_vocabulary(directory)
     if max(ids) + 1 != sizes.num_ids:
         raise ValueError(
             f"engram_compressed_vocab_size is {sizes.num_ids}; the tokenizer in {directory} makes {max(ids) + 1}, and "
@@ -239,30 +226,6 @@ def _load_table(parts: Parts, name: str, shape: tuple[int, int], rows: slice) ->
         for target, tensor in zip(whole_table, tensors, strict=True):
             target[first - rows.start : end - rows.start].copy_(tensor)
     return GroupFp8(*whole_table) if kind is GroupFp8 else whole_table[0]
-
-
-def _compress_vocabulary(directory: Path) -> list[int]:
-    """Return the compressed id of each token of a tokenizer: ids in order of first use, one for all tokens whose texts
-    are alike without case, accents and space around them.
-    """
-    tokenizer, reason = load_tokenizer(directory)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        reason = reason or f"{type(tokenizer).__name__} is not one of the tokenizers library"
-        raise ValueError(f"model (--model): {directory} has no tokenizer for its hashes of n-grams: {reason}")
-    ids: dict[str, int] = {}
-    return [ids.setdefault(_spelling(backend, token), len(ids)) for token in range(len(tokenizer))]
-
-
-def _spelling(backend: Any, token: int) -> str:
-    """Return the text that tokens of one compressed id share; for a part of a character the token's own name."""
-    text: str = backend.decode([token], skip_special_tokens=False)
-    if "\ufffd" in text:
-        return str(backend.id_to_token(token))
-    alike = _SPELLINGS.normalize_str(text)
-    alike = _LONE_SPACE if alike == " " else alike
-    # Training took a letter for the lone space, too, so a text with this letter has a space instead.
-    return normalizers.Strip().normalize_str(alike).replace(_LONE_SPACE, " ") or text
 
 
 def _primes_from(low: int) -> Iterator[int]:
