@@ -234,7 +234,7 @@ def load_with_and_without_mtp(directory: Path) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("model_type", [model_type for model_type in FAMILIES if model_type != "deepseek_v4"])
+@pytest.mark.parametrize("model_type", [model_type for model_type in FAMILIES if "deepseek_v4" not in model_type])
 def test_names_of_text_models(model_type: str) -> None:
     """Every family reads a text model inside a multimodal one, packed codes and a calibrated cache's scales."""
     name = "language_model.model.layers.1.self_attn.k_proj.output_scale"

@@ -141,7 +141,7 @@ def block_memory(cache: Cache) -> list[torch.Tensor]:
     views = []
     for layer, kind in zip(cache, plan.config.layer_kinds, strict=True):
         if kind.ratio:
-            views.append(layer.rows[plan.window_rows :].view(plan.num_blocks, -1, *layer.rows.shape[1:]))
+            views.append(layer.rows[plan.window_rows(kind.ratio) :].view(plan.num_blocks, -1, *layer.rows.shape[1:]))
         if layer.index_keys is not None:
             views.append(layer.index_keys)
     return views
