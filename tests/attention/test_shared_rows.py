@@ -123,7 +123,7 @@ def test_attention_in_parts(format: str) -> None:
         (
             "kv_cache",
             lambda cache: cache[..., :-1],
-            r"^kv_cache has shape .*; expected \[num_pages, 64, 201\] .* in fp8",
+            r"^kv_cache has shape .*; expected \[num_pages, 64, 201\] .* fp8",
         ),
         ("kv_cache", lambda cache: cache.flatten(0, 1)[:, None], r"^kv_cache has shape .*; expected \[num_pages, 64"),
         ("kv_cache", lambda cache: torch.zeros(9, 1, 64), r"^kv_cache has shape .*; expected \[num_blocks, .*, 128\]"),
