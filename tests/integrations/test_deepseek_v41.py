@@ -28,14 +28,14 @@ def test_logits_and_tokens(tp: int, dcp_sizes: list[int], interleaves: tuple[int
     check(reference, tmp_path, tp, make_cases(tp, dcp_sizes, interleaves, ("auto",), is_compressed=True))
 
 
-@pytest.mark.parametrize(("tp", "dcp_size", "interleave"), [(1, 1, 1), (2, 2, 1), (4, 2, 2)])
-def test_memories(tp: int, dcp_size: int, interleave: int, tmp_path: Path) -> None:
+def test_memories_over_four_ranks(tmp_path: Path) -> None:
     reference = save_v41(tmp_path, engram_layer_ids=[1, 4])
-    check(reference, tmp_path, tp, make_cases(tp, [dcp_size], (interleave,), ("auto",), is_compressed=True))
+    check(reference, tmp_path, 4, make_cases(4, [2], (2,), ("auto",), is_compressed=True))
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_published_formats(tp: int, tmp_path: Path) -> None:
+    """With memories of n-grams."""
     sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "q_lora_rank": 128}
     reference = save_v41(tmp_path, is_quantized=True, engram_layer_ids=[1, 4], **sizes)
     check(reference, tmp_path, tp, make_cases(tp, [tp], (1,), ("auto",), is_compressed=True))
