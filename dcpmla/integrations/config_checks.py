@@ -17,7 +17,6 @@ from dcpmla.hf_quantization import check_quantization
 from dcpmla.integrations.families.routing import Routing, num_routed_experts
 
 _SIZE = whole(1, LARGEST_SIZE)
-_NUM_LAYERS = whole(1, 1024)
 _NUM_EXPERTS = whole(1, 1 << 16)
 _THETA = number(1, above=True)
 _POSITIVE = number(0, above=True)
@@ -34,7 +33,8 @@ _POSITIONS = whole(1, (1 << 31) - 1)
 _ROPE_TYPE = one_of(("default", *ROPE_INIT_FUNCTIONS))
 # Rules for the fields of all families; fields that a config lacks are skipped.
 _CONFIG_RULES = {
-    **dict.fromkeys(("num_hidden_layers", "num_layers"), _NUM_LAYERS),
+    "num_layers": whole(1, 512),  # LongCat's, of two layers each
+    "num_hidden_layers": whole(1, 1024),
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "ffn_hidden_size"), _SIZE),
     **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "num_attention_heads"), _SIZE),
     **dict.fromkeys(("num_key_value_heads", "q_lora_rank", "qk_head_dim"), optional(_SIZE)),
