@@ -190,8 +190,8 @@ class MLAAttention(AttentionWeights):
         """Allocate and free the memory of attention in the largest step of num_tokens, so that a measurement of the
         peak includes it (`claim_attention`). Nothing is computed. Collective.
         """
-        # This is an upper bound: `up_projection` dequantizes the weights of this rank's own heads, and a GPU that does
-        # not multiply in fp8 dequantizes those of all the heads that the rank holds.
+        # This is an upper bound: `up_projection` dequantizes the weights of this rank's own heads. A GPU that does not
+        # multiply in fp8 dequantizes the weights of all the heads that the rank holds.
         num_dequantized = self.kv_b_proj.weight.numel() if self.kv_b_proj.weight_scale is not None else 0
         selector = None if self.indexer is None else self.indexer.selector
         claim_attention(num_tokens, self.config, self._placement, self.num_heads, num_dequantized, selector)

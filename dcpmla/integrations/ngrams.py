@@ -131,7 +131,7 @@ class NgramSizes(NamedTuple):
 
 
 def add_memories(model: Any, sizes: NgramSizes) -> None:
-    """Add the weights of memories to transformers' model, which has no memory for weights."""
+    """Add the weights of memories to transformers' model, which is on the meta device."""
     config = model.config
     for layer, num_rows in zip(sizes.layers, sizes.num_rows, strict=True):
         engram = model.model.layers[layer].engram = nn.Module()

@@ -52,7 +52,7 @@ def attend_in_chunks(
     """Attend with long pieces, as `delta_attention` does. A custom op; its kernels need `takes_chunks`.
 
     Args:
-        out: Output [T, h D] of the step's tokens, written at those of pieces.
+        out: Output [T, h D] of the step's tokens. Only the rows of tokens in pieces are written.
         eps: Epsilon of the output's norm.
         decay_floor: Lower bound of the decay's logarithm, or None.
     Source: Kimi Linear's report, section 3.1.
