@@ -113,6 +113,7 @@ class Watchdog:
         self._signals.interrupt()
         for thread in self._threads:
             thread.join(_GRACE)
+        faulthandler.cancel_dump_traceback_later()  # A thread that still waits for the store has not done it.
         self._signals.close()
         if isinstance(error, ValueError):
             raise Reported(*error.args) from error
@@ -139,12 +140,13 @@ class Watchdog:
             self._resumed = now
         self._beaten = now
         count, operation, since, limit = self._operation
-        # Native code that holds the interpreter's lock stops both threads. This timer needs no lock, and prints where.
-        # It is a thread: with no memory left for one, this rank is about to report that anyway.
-        with suppress(RuntimeError):
-            faulthandler.dump_traceback_later(limit + 2 * _GRACE, exit=True, file=2)
-        line, waits = current_line(self._main_thread)
         left, failed = self._left.is_set(), self._ending is not None
+        if not left:
+            # Native code that holds the interpreter's lock stops both threads. This timer needs no lock, and prints
+            # where. It is a thread: with no memory left for one, this rank is about to report that anyway.
+            with suppress(RuntimeError):
+                faulthandler.dump_traceback_later(limit + 2 * _GRACE, exit=True, file=2)
+        line, waits = current_line(self._main_thread)
         self._board.write(Post(self._num_beats, count, operation, now - since, limit, line, waits, left, failed))
 
     def _follow(self) -> None:

@@ -1,8 +1,11 @@
 """The watchdog in real processes over gloo: ranks that die, hang or fail, and the one line that follows."""
 
+import faulthandler
 import os
 import re
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -11,6 +14,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from dcpmla.job import watchdog
+from dcpmla.job.board import Board
+from dcpmla.job.faults import Post
 from dcpmla.job.flight_record import write_flight_record
 from dcpmla.job.watchdog import Reported, Watchdog
 from tests.support.watched_jobs import (
@@ -175,6 +181,28 @@ def test_one_process_is_left_as_it_was() -> None:
         raise ValueError("wrong")
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_store_that_hangs_at_the_end_leaves_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native code that hangs ends a watched process by a timer, which would end an unwatched one later."""
+    armed, hangs, is_over = set[str](), threading.Event(), threading.Event()
+    monkeypatch.setattr(watchdog, "_GRACE", 0.1)
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: armed.add("timer"))
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", armed.clear)
+    write = Board.write
+
+    def write_or_hang(board: Board, post: Post) -> None:
+        if hangs.is_set():
+            is_over.wait()
+        write(board, post)
+
+    monkeypatch.setattr(Board, "write", write_or_hang)
+    with Watchdog(dist.HashStore(), 0, 1, 60):
+        while not armed:
+            time.sleep(0.01)
+        hangs.set()
+    assert not armed
+    is_over.set()
 
 
 def test_flight_records_replace_only_this_user_s_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
