@@ -2,7 +2,7 @@
 started.
 """
 
-from collections.abc import Iterator
+import os
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,12 @@ _NUM_GPUS = {"gpu": 1, "gpu_2": 2, "gpu_4": 4, "gpu_8": 8}
 
 
 def pytest_configure() -> None:
-    """Keep transformers' models from kernels of packages that are installed: oracles run on CPUs."""
+    """Keep transformers' models from kernels of packages that are installed: oracles run on CPUs.
+
+    One thread for each process: products are tiny, and threads that wait for each other keep cores from other tests.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)  # torch has read the variable already
     name = "use_kernel_func_from_hub_with_fallback"  # from 5.24 on
     if hasattr(hub_kernels, name):
         setattr(hub_kernels, name, lambda *_: lambda function: function)
@@ -43,15 +48,6 @@ def one_process_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # --device cpu sets it
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """For tiny products here: threads would only wait for each other."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture

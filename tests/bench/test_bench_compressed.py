@@ -94,7 +94,7 @@ def test_two_ranks_measure_each_kind(tmp_path: Path) -> None:
     assert result.stdout.count("is faster than tp 2: ") == 3
 
 
-@pytest.mark.usefixtures("one_process_on_cpu", "one_thread")
+@pytest.mark.usefixtures("one_process_on_cpu")
 def test_formats_of_rows_and_of_index_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "layer.json"
     options = ["--kv-cache-dtype", "bf16,fp8,fp8_ds_mla", "--index-cache-dtype", "auto,fp8", "--variants", ",pbm"]

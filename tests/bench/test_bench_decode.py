@@ -21,7 +21,7 @@ from dcpmla.cache.formats import to_latents
 from tests.support.fake_peers import write_peers
 from tests.support.launchers import run_together
 
-pytestmark = pytest.mark.usefixtures("one_process_on_cpu", "one_thread")
+pytestmark = pytest.mark.usefixtures("one_process_on_cpu")
 CPU = torch.device("cpu")
 H200 = Ceilings(794e12, 4.46e12, 1500e12)
 FORMATS = [("bf16", "auto"), ("fp8", "auto"), ("fp8", "fp8"), ("fp8_ds_mla", "auto")]

@@ -108,7 +108,7 @@ def test_two_ranks_on_each_of_two_nodes(tmp_path: Path) -> None:
     assert gathers[4] - gathers[2] == pytest.approx(H200X8.network_us, abs=0.2)
 
 
-@pytest.mark.usefixtures("one_process_on_cpu", "one_thread")
+@pytest.mark.usefixtures("one_process_on_cpu")
 def test_caches_and_queries_of_every_dtype(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "layer.json"
     options = ["--batch", "2", "--context", "70", "--kv-cache-dtype", "fp8_ds_mla,fp8,bf16", "--json", str(out)]

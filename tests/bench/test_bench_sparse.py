@@ -24,7 +24,7 @@ from tests.support.launchers import run_forked, unattended
 CPU = torch.device("cpu")
 OPERATIONS = ["index_scores_us", "local_candidates_us", "gather_candidates_us", "choose_tokens_us", "median_us"]
 TINY = ["bench", "sparse", "--topk", "16", "--index-heads", "2", "--context", "70"]
-alone = pytest.mark.usefixtures("one_process_on_cpu", "one_thread")
+alone = pytest.mark.usefixtures("one_process_on_cpu")
 
 
 def read(

@@ -37,7 +37,6 @@ MODULES: dict[str, tuple[str, dict[str, Any]]] = {
 if WINDOW_FAMILIES:
     MODULES["dots3_indexed"] = "dots3_note_text", {"mtp_layer_types": ["full_attention"]}
 needs_new = pytest.mark.skipif(len(MODULES) < 4, reason="needs a transformers with GLM-5-Next and dots3")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def check_greedy(module: PlainMtp, prompt: list[int], tokens: list[int]) -> None:
