@@ -17,10 +17,10 @@ SIZES = Sizes(
         **{"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
         **{"head_dim": 64, "qk_head_dim": 192, "v_head_dim": 128, "intermediate_size": 256},
         **{"moe_intermediate_size": 256, "n_routed_experts": 4},
-        **{"num_hidden_layers": 2, "max_position_embeddings": 256},
+        **{"num_hidden_layers": 2, "max_position_embeddings": 128},
     },
-    budgets=(16, 64, 256),
-    prompt_lens=(30, 200, 90, 150),
+    budgets=(8, 32, 128),
+    prompt_lens=(15, 100, 45, 75),
     turn_len=5,
     max_num_seqs=3,
 )
@@ -30,6 +30,6 @@ SIZES = Sizes(
 @pytest.mark.parametrize("family", DENSE_FAMILIES)
 def test_regimes_agree(family: str, num_ranks: int, tmp_path: Path) -> None:
     save_models(family, SIZES.config, tmp_path)
-    dcp = DCPConfig(tensor_parallel_size=num_ranks, decode_context_parallel_size=num_ranks, block_size=16)
+    dcp = DCPConfig(tensor_parallel_size=num_ranks, decode_context_parallel_size=num_ranks, block_size=8)
     for regimes in run_ranks(num_ranks, compare, tmp_path, dcp, SIZES, "cpu", timeout=300):
         check(regimes)
