@@ -17,12 +17,12 @@ _NUM_GPUS = {"gpu": 1, "gpu_2": 2, "gpu_4": 4, "gpu_8": 8}
 
 
 def pytest_configure() -> None:
-    """Keep transformers' models from kernels of packages that are installed: oracles run on CPUs.
+    """Give each process one thread, and keep transformers' models, which run on CPUs, from kernels of other packages.
 
-    One thread for each process: products are tiny, and threads that wait for each other keep cores from other tests.
+    Products are tiny: threads of one process would wait for each other on cores that other tests need.
     """
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)  # torch has read the variable already
+    os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start
+    torch.set_num_threads(1)  # This process has read the variable before.
     name = "use_kernel_func_from_hub_with_fallback"  # from 5.24 on
     if hasattr(hub_kernels, name):
         setattr(hub_kernels, name, lambda *_: lambda function: function)

@@ -113,7 +113,7 @@ class Watchdog:
         self._signals.interrupt()
         for thread in self._threads:
             thread.join(_GRACE)
-        faulthandler.cancel_dump_traceback_later()  # A thread that still waits for the store has not done it.
+        faulthandler.cancel_dump_traceback_later()  # The thread that does so may still wait for the store.
         self._signals.close()
         if isinstance(error, ValueError):
             raise Reported(*error.args) from error
@@ -143,7 +143,7 @@ class Watchdog:
         left, failed = self._left.is_set(), self._ending is not None
         if not left:
             # Native code that holds the interpreter's lock stops both threads. This timer needs no lock, and prints
-            # where. It is a thread: with no memory left for one, this rank is about to report that anyway.
+            # the stacks. It is a thread: without memory for one, the main thread fails, too, and that is reported.
             with suppress(RuntimeError):
                 faulthandler.dump_traceback_later(limit + 2 * _GRACE, exit=True, file=2)
         line, waits = current_line(self._main_thread)

@@ -109,7 +109,8 @@ def make_cases(
 
 def check(reference: Any, directory: Path, tp: int, cases: list[Case], device_type: str = "cpu") -> None:
     results = run_ranks(tp, run_cases, directory, cases, device_type, device=device_type, timeout=500)
-    oracle = functools.cache(lambda *tokens: reference(torch.tensor([tokens])).logits[0])  # ranks and cases agree
+    # Ranks and cases share sequences.
+    oracle = functools.cache(lambda *tokens: reference(torch.tensor([tokens])).logits[0])
     for rank, case_index, index in itertools.product(range(tp), range(len(cases)), range(len(PROMPT_LENS))):
         tokens, logits = results[rank][case_index][index]
         prompt, where = prompts()[index], f"rank {rank}, {cases[case_index]}, prompt of {PROMPT_LENS[index]}"

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -184,8 +183,8 @@ def test_one_process_is_left_as_it_was() -> None:
 
 
 def test_a_store_that_hangs_at_the_end_leaves_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Native code that hangs ends a watched process by a timer, which would end an unwatched one later."""
-    armed, hangs, is_over = set[str](), threading.Event(), threading.Event()
+    """A timer ends a watched process whose native code hangs. If it stayed armed, it would end the process later."""
+    armed, hangs, is_hanging, is_over = set[str](), threading.Event(), threading.Event(), threading.Event()
     monkeypatch.setattr(watchdog, "_GRACE", 0.1)
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: armed.add("timer"))
     monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", armed.clear)
@@ -193,14 +192,15 @@ def test_a_store_that_hangs_at_the_end_leaves_no_timer(monkeypatch: pytest.Monke
 
     def write_or_hang(board: Board, post: Post) -> None:
         if hangs.is_set():
+            is_hanging.set()
             is_over.wait()
         write(board, post)
 
     monkeypatch.setattr(Board, "write", write_or_hang)
     with Watchdog(dist.HashStore(), 0, 1, 60):
-        while not armed:
-            time.sleep(0.01)
         hangs.set()
+        assert is_hanging.wait(60)
+        assert armed
     assert not armed
     is_over.set()
 

@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tests.support.ranks import start_process
 
 ROOT = Path(__file__).parents[2]
@@ -115,7 +113,6 @@ def run_program(argv: list[str], env: dict[str, str], *paths: Path) -> None:
     os.chdir(ROOT)
     for descriptor, path in enumerate(paths, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-    torch.set_num_threads(1)  # torch has read OMP_NUM_THREADS already
     is_module = argv[0] == "-m"
     sys.argv = argv[is_module:]
     if is_module:

@@ -122,7 +122,6 @@ def _run(
     args: tuple[Any, ...],
 ) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
-    torch.set_num_threads(1)
     faulthandler.enable()  # a crash in native code shows where Python was
     try:
         if device == "cuda":

@@ -93,7 +93,6 @@ def process_status(pid: int) -> str | None:
 def _rank(errors: Path, rank: int, num_ranks: int, port: int, store_on_rank_0: bool, work: Work) -> None:
     os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
     os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(errors.parent / "flight ")
-    torch.set_num_threads(1)
     store = dist.TCPStore("localhost", port, num_ranks, is_master=store_on_rank_0 and rank == 0, wait_for_workers=False)
     try:
         with Watchdog(store, rank, num_ranks, TIMEOUT) as watchdog:
