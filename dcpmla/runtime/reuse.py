@@ -1,15 +1,46 @@
 """Reuse of computed blocks, and of states, among requests that begin with the same tokens."""
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.states import Worth
+from dcpmla.cache.tier import HostTier
 from dcpmla.runtime.prefixes import ComingBlocks, Forks
 from dcpmla.runtime.request import Request
 
 
+class Found(NamedTuple):
+    """The computed beginning of a request.
+
+    Attributes:
+        blocks: Blocks of the cache.
+        state: State in the cache after the last block; None in a cache without states, and if host memory has it.
+        keys: Keys of the blocks after these, in host memory.
+        state_key: Key of the state in host memory; None if the cache has it.
+    """
+
+    blocks: list[int]
+    state: int | None = None
+    keys: list[bytes] = []
+    state_key: bytes | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the number of blocks in both memories."""
+        return len(self.blocks) + len(self.keys)
+
+
+class StateCopy(NamedTuple):
+    """A state that is worth a copy after the block of a key: to another state of the cache, if there is room."""
+
+    source: int
+    target: int | None
+    key: bytes
+
+
 class PrefixReuse:
-    """The part of a scheduler that remembers blocks and finds them again.
+    """The part of a scheduler that remembers blocks and finds them again, in the cache and in host memory.
 
     In a cache with states a prefix is reused only up to a remembered state. So pieces of prompts end on block borders
     where a state is worth a copy.
@@ -17,10 +48,13 @@ class PrefixReuse:
     Args:
         allocator: Blocks of the cache.
         is_enabled: Whether full blocks are remembered at all.
+        tier: Content of host memory.
+        costs: Costs of loads, which are left out where computing is cheaper.
     """
 
-    def __init__(self, allocator: BlockAllocator, is_enabled: bool) -> None:
+    def __init__(self, allocator: BlockAllocator, is_enabled: bool, tier: HostTier, costs: LoadCosts) -> None:
         self._allocator, self._block_tokens, self.is_enabled = allocator, allocator.block_tokens, is_enabled
+        self._tier, self._costs = tier, costs
         # None without states, and where nothing is reused.
         self._forks = Forks(allocator.block_tokens) if allocator.states.num_states and is_enabled else None
 
@@ -36,20 +70,39 @@ class PrefixReuse:
         if self._forks is not None:
             self._forks.remove(request)
 
-    def find(self, request: Request) -> tuple[list[int], int | None]:
-        """Return the blocks that a request can reuse, and in a cache with states the state after them, or None."""
+    def find(self, request: Request) -> Found:
+        """Return the blocks that a request can reuse, and in a cache with states the state after them."""
         # The last token is always computed, because its logits are needed, and so is a scored prompt.
         if not self.is_enabled or request.is_scored:
-            return [], None
+            return Found([])
         keys = request.block_keys(0, (request.num_tokens - 1) // self._block_tokens, self._block_tokens)
         blocks = self._allocator.find(keys)
-        if self._forks is None:
-            return blocks, None
-        known, state = self._allocator.with_state(blocks)
-        if len(known) < len(blocks):
-            self._forks.mark(keys[len(blocks) - 1])
-        request.latest_key = keys[len(known) - 1] if known else None
-        return known, state
+        num_loaded = self._tier.count(keys[len(blocks) :])
+        found = Found(blocks) if self._forks is None else self._with_state(keys, blocks, 0)
+        if num_loaded or self._tier.states:
+            loaded = Found(blocks, keys=keys[len(blocks) : len(blocks) + num_loaded])
+            loaded = loaded if self._forks is None else self._with_state(keys, blocks, num_loaded)
+            found = loaded if self._pays(loaded, found) else found
+        if self._forks is not None:
+            if found.num_blocks < len(blocks) + num_loaded:
+                self._forks.mark(keys[len(blocks) + num_loaded - 1])
+            request.latest_key = keys[found.num_blocks - 1] if found.num_blocks else None
+        self._tier.blocks.touch(keys[: found.num_blocks])
+        return found
+
+    def _with_state(self, keys: Sequence[bytes], blocks: list[int], num_loaded: int) -> Found:
+        """Return the blocks up to the last one with a state, in the cache or in host memory.
+
+        Args:
+            num_loaded: Number of blocks in host memory after those of the cache; 0 leaves host memory out.
+        """
+
+    def _pays(self, loaded: Found, found: Found) -> bool:
+        """Return whether loading is cheaper than computing what only host memory has."""
+        num_more = loaded.num_blocks - found.num_blocks
+        return num_more > 0 and self._costs.loads(
+            num_more * self._block_tokens, found.num_blocks * self._block_tokens, loaded.state_key is not None
+        )
 
     def coming_blocks(self, running: Iterable[Request]) -> ComingBlocks:
         """Return the blocks that running requests will remember."""
