@@ -10,11 +10,11 @@ class TierCosts:
     """The modelled time of loads into one rank's cache (`dcpmla.runtime.costs.LoadCosts`).
 
     A rank loads its own shard over its own link, at the same time as all others: W ranks that share a cache load W
-    times as many tokens a second. All ranks compute the same times, from sizes that are equal on all of them.
+    times as many tokens a second. All ranks compute the same times, because the sizes are equal on all ranks.
 
     Args:
         plan: Sizes of the cache; its number of blocks does not count.
-        num_layers: Number of layers that have a cache.
+        num_layers: Number of layers with a cache.
         gb_per_s: Rate at which a rank reads the tier (`Machine.host_gb_per_s`).
         pieces: Time of pieces of prompts.
     """
@@ -23,7 +23,7 @@ class TierCosts:
         self._plan, self._num_layers, self._gb_per_s, self._pieces = plan, num_layers, gb_per_s, pieces
 
     def load_bytes(self, num_tokens: int, with_state: bool) -> int:
-        """Return the bytes of so many tokens on one rank, in whole blocks, and those of a request's state."""
+        """Return the bytes of so many tokens on one rank, in whole blocks, plus a request's state."""
         plan = self._plan
         num_blocks = -(-num_tokens // plan.block_tokens)
         return num_blocks * plan.bytes_per_block + with_state * plan.bytes_per_state
