@@ -63,7 +63,8 @@ class HostMemory:
     def store_state(self, state: int, slot: int) -> None:
         """Copy a state into a slot. Later work on the current stream may write to the state."""
         self._last_store.wait()
-        self._states.read(torch.tensor([state], device=self._device), self._state)
+        (number,) = upload([np.array([state])], self._device)
+        self._states.read(number, self._state)
         copy = Copy()
         with copy.on(self._store_stream):
             self._last_load.wait()

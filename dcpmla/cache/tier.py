@@ -102,6 +102,11 @@ class HostTier:
             num_known += 1
         return num_known
 
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Note that a sequence's blocks were used, and the state after them."""
+        self.blocks.touch(keys)
+        self.states.touch(keys[-1:])
+
     def is_overwritten(self, allocator: BlockAllocator) -> bool:
         """Return whether the next step may write to a pending block, which has been allocated again."""
         return any(allocator.find([key]) != [block] for key, block in self._pending.items())

@@ -1,16 +1,16 @@
-"""Blocks and states between the cache and host memory: stored as they fill, loaded when a request continues from them."""
+"""Blocks and states between the cache and host memory (`Offload`)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.copies import Copy
 from dcpmla.cache.host import HostMemory
 from dcpmla.cache.plan import Cache
-from dcpmla.cache.tier import HostTier
 from dcpmla.runtime.batch import Batch
 from dcpmla.runtime.progress import Progress
 from dcpmla.runtime.request import Request
+from dcpmla.runtime.reuse import StateCopy
+from dcpmla.runtime.scheduler import Scheduler
 from dcpmla.runtime.stats import TierTotals
 
 _STORED_TOGETHER = 32  # blocks; a step with a few full blocks would spend more time on launches than on copies
@@ -25,25 +25,23 @@ class _Stored:
 
 
 class Offload:
-    """The host memory of an engine.
+    """The host memory of an engine, behind its cache.
 
     Full blocks are stored together, at the latest before they are overwritten. A request that finds blocks or a state
     in host memory waits until they have arrived while others run; if there is nothing else to run, its step starts at
     once, and each layer waits for its part.
 
     Args:
-        tier: Content of host memory, the same on all ranks.
         memory: Host memory of this rank.
-        cache, allocator: Cache of this rank, and its blocks.
+        cache: Cache of this rank.
+        scheduler: Scheduler over the cache's blocks and the content of host memory.
         progress: Transfers that all ranks agree on.
     Attributes:
         totals: Blocks, bytes and seconds of copies on this rank.
     """
 
-    def __init__(
-        self, tier: HostTier, memory: HostMemory, cache: Cache, allocator: BlockAllocator, progress: Progress
-    ) -> None:
-        self.tier, self._memory, self._cache, self._allocator = tier, memory, cache, allocator
+    def __init__(self, memory: HostMemory, cache: Cache, scheduler: Scheduler, progress: Progress) -> None:
+        self.tier, self._memory, self._cache, self._allocator = scheduler.tier, memory, cache, scheduler.allocator
         self._progress = progress
         self.totals = TierTotals()
         self._stored: list[_Stored] = []  # under way
@@ -83,12 +81,12 @@ class Offload:
         for loads in self._cache.loads:
             loads.wait()
 
-    def store_state(self, request: Request, key: bytes) -> None:
-        """Store a request's state, the one after the block of a key."""
-        assert request.state is not None
-        slot = self.tier.states.add(key)
+    def store_state(self, state: StateCopy) -> None:
+        """Store a request's state, unless it is known."""
+        states = self.tier.states
+        slot = None if state.key in states else states.add(state.key)
         if slot is not None:
-            self._memory.store_state(request.state, slot)
+            self._memory.store_state(state.source, slot)
 
     def reset(self) -> None:
         """Forget all content, of an engine without requests."""

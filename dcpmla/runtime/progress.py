@@ -56,9 +56,11 @@ class Progress:
     def report(self) -> tuple[list[int], list[Watched]]:
         """Return this rank's words for a message, and the transfers that they are about, the oldest ones."""
         reported = self._watched[:_NUM_FIELDS]
-        states = [(each.transfer.is_done, each.transfer.has_failed) for each in reported]
-        ended = sum(is_done << _FIELD_BITS * index for index, (is_done, _) in enumerate(states))
-        failed = sum((is_done and has_failed) << _FIELD_BITS * index for index, (is_done, has_failed) in enumerate(states))
+        ended = failed = 0
+        for index, (transfer, _) in enumerate(reported):
+            if transfer.is_done:
+                ended |= 1 << _FIELD_BITS * index
+                failed |= transfer.has_failed << _FIELD_BITS * index
         return [ended, failed], reported
 
     def apply(self, words: Sequence[int], reported: Sequence[Watched]) -> None:

@@ -143,6 +143,11 @@ class Request:
         return "" if self.text_stream is None else self.text_stream.text
 
     @property
+    def is_loading(self) -> bool:
+        """Return whether some rank may still copy its blocks or its state from host memory."""
+        return self.loading is not None and not self.loading.has_ended
+
+    @property
     def max_seq_len(self) -> int:
         """Return the largest number of tokens in the cache: all but the last new one."""
         return len(self.prompt_token_ids) + self.params.max_new_tokens - 1
