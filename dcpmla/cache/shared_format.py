@@ -14,6 +14,7 @@ import math
 import torch
 from torch import Tensor
 
+from dcpmla.cache.formats import planes
 from dcpmla.cache.items import Items
 
 PAGE_ROWS = 64
@@ -53,6 +54,5 @@ def entry_items(rows: Tensor, head_dim: int, first_row: int, num_rows: int) -> l
     if rows.dtype != torch.uint8:
         entries = rows[first_row:].flatten(1)
         return [Items.in_pages(entries[: len(entries) // num_rows * num_rows].view(-1, 1, num_rows * head_dim))]
-    pages, end = rows.flatten(1), PAGE_ROWS * data_bytes(head_dim)
-    data, scales = pages[:, :end], pages[:, end : end + PAGE_ROWS * SCALE_BYTES]
-    return [Items.in_pages(part.unflatten(1, (PAGE_ROWS, -1)), num_rows, first_row) for part in (data, scales)]
+    parts = planes(rows, PAGE_ROWS, data_bytes(head_dim), SCALE_BYTES)
+    return [Items.in_pages(part, num_rows, first_row) for part in parts]

@@ -49,4 +49,6 @@ def test_requests_get_the_tokens_of_lone_ones(family: str, tp: int, tmp_path: Pa
     block_size = 2 if family == "deepseek_v4" else 4  # blocks of 8 tokens a rank there
     dcp = dcp_config(tp, tp, block_size=block_size, context_workspace_tokens=64)
     counts = run_ranks(tp, serve_loads, tmp_path, dcp, LOADS if tp == 1 else LOADS[1:2], timeout=300)[0]
-    assert all(counts[event] for event in (EVENTS if tp == 1 else ("hits", "evicted_blocks", "loaded_blocks", "aborts"))), counts
+    assert all(
+        counts[event] for event in (EVENTS if tp == 1 else ("hits", "evicted_blocks", "loaded_blocks", "aborts"))
+    ), counts
