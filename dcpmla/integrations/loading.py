@@ -18,12 +18,14 @@ from dcpmla.integrations.decode_graphs import GraphMaker
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.families.table import attention_kind
 from dcpmla.integrations.model_size import read_model
+from dcpmla.integrations.offloading import make_host_memory
 from dcpmla.integrations.open_model import ModelFiles, check_layout, open_model
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.speculation import check_speculation, make_drafter, mtp_graphs
 from dcpmla.integrations.transformers import load_model
 from dcpmla.job.bootstrap import agree, check_equal_arguments
 from dcpmla.parallel.mesh import DCPMesh
+from dcpmla.planning.load import TierCosts
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.prefill import PrefillCosts
 from dcpmla.planning.setting import Setting
@@ -100,6 +102,7 @@ def load_engine(
     plan = plan_cache(sharded, dcp, mesh, seq_lens, num_bytes, num_running, options.max_query_len - 1)
     with agree():
         cache = plan.allocate(device)
+        memory, tier = make_host_memory(cache, options.kv_offloading_size, mesh.tp_size, num_local_ranks)
     mixed_graph = mixed.capture(cache, on_step) if is_captured else None
     graph, *captured = [maker.capture(cache, on_step) if is_captured else None for maker in makers]
     mtp = [graph_of or maker.make(cache) for graph_of, maker in zip(captured, makers[1:], strict=True)]
@@ -108,10 +111,11 @@ def load_engine(
     # The cache has fewer states if seq_lens has fewer requests.
     max_num_seqs = min(options.max_num_seqs, plan.num_states or options.max_num_seqs)
     limits = options.max_num_batched_tokens, max_num_seqs, options.enable_prefix_caching
-    scheduler = Scheduler(BlockAllocator.of(plan), *limits, costs)
+    load_costs = TierCosts(plan, sharded.attention.num_layers, H200X8.host_gb_per_s, costs)
+    scheduler = Scheduler(BlockAllocator.of(plan), *limits, costs, tier, load_costs)
     max_model_len, tokenizer = files.max_model_len, files.tokenizer
-    graphs = graph, drafter, mixed_graph
-    engine = Engine(sharded, cache, dcp, mesh, scheduler, max_model_len, tokenizer, on_step, *graphs)
+    parts = graph, drafter, mixed_graph, memory
+    engine = Engine(sharded, cache, dcp, mesh, scheduler, max_model_len, tokenizer, on_step, *parts)
     if device.type == "cuda" and not dcp.calculate_kv_scales:  # the first prompt sets the scales
         warm_up(engine)
     return engine

@@ -15,11 +15,13 @@ from torch.distributed import ProcessGroup
 from dcpmla.parallel.collectives import PeerFault, named
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.acceptance import StepTime
+from dcpmla.runtime.progress import NUM_WORDS, Progress, Watched
 from dcpmla.upload import upload
 
 _MICROSECOND = 1e-6
 _OPERATION = "agreeing on new tokens"
-_HEAD = 4  # words before the faults: clock, bytes of news, number of stopping ranks, a step's time
+# Words before the faults: clock, bytes of news, number of stopping ranks, a step's time, progress of transfers.
+_HEAD = 4 + NUM_WORDS
 # There is one for each TP group, never destroyed: torch reuses a destroyed group's name for a second group of the same
 # ranks, and with it the stale addresses in the job's store.
 _groups_of_hosts: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
@@ -50,6 +52,7 @@ class Agreed:
         num_bytes: Size of the first rank's news, which `Agreement.share` broadcasts.
         is_told: Whether any rank must stop.
         step_time: Time of an earlier step, on the first rank's clock.
+        progress: Words of `Progress`, summed over the ranks.
         tokens: Tokens of the first rank.
     """
 
@@ -57,6 +60,7 @@ class Agreed:
     num_bytes: int
     is_told: bool
     step_time: StepTime | None
+    progress: list[int]
     tokens: list[int]
 
 
@@ -65,12 +69,13 @@ class Message:
     """A step's one message, summed over the ranks.
 
     Attributes:
-        words: [4 + num_faults + n] int64 on the device: the first rank's clock, bytes of news, number of ranks that
-            must stop, the first rank's time of a step, faults, and the first rank's tokens.
+        words: [6 + num_faults + n] int64 on the device: the first rank's clock, bytes of news, number of ranks that
+            must stop, the first rank's time of a step, progress of transfers, faults, and the first rank's tokens.
         tokens: Tokens [n] int64 on the device, for the next step; 0 in place of NOT_FINITE.
         memory: [len(words) + room] int64: the words, and other data copied to the host with them.
         content: News of this rank.
         step_time: Time of a step on this rank.
+        reported: Transfers whose progress it has.
     """
 
     words: Tensor
@@ -79,6 +84,7 @@ class Message:
     content: bytes
     num_faults: int
     step_time: StepTime | None
+    reported: Sequence[Watched]
 
     def read(self, words: Sequence[int]) -> Agreed:
         """Parse the words, once they are on the host.
@@ -90,18 +96,23 @@ class Message:
         if any(words[_HEAD:tokens_at]):
             raise PeerFault("an exchange of this step failed on another rank, which says what it waited for")
         step_time = self.step_time and self.step_time._replace(seconds=words[3] * _MICROSECOND)
-        return Agreed(words[0] * _MICROSECOND, words[1], words[2] > 0, step_time, list(words[tokens_at:]))
+        progress, tokens = list(words[4:_HEAD]), list(words[tokens_at:])
+        return Agreed(words[0] * _MICROSECOND, words[1], words[2] > 0, step_time, progress, tokens)
 
 
 class Agreement:
     """The engine's clock, and its only collective besides the model's: a message a step, in the order of the device's
     work, so that hosts wait neither for each other nor for the device.
+
+    Attributes:
+        progress: Transfers between tiers of memory.
     """
 
     def __init__(self, mesh: DCPMesh) -> None:
         self._mesh = mesh
         self._hosts: ProcessGroup | None = None if mesh.tp_size == 1 else _group_of_hosts(mesh.tp_group)
         self._outgoing = News()  # of this rank, for the next message
+        self.progress = Progress(mesh.tp_size)
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -128,7 +139,7 @@ class Agreement:
             step_time: Time of the last step as measured on this rank, for the same step on all ranks.
             room: Number of words of memory past the message.
         """
-        news, head = self._take_head(step_time)
+        news, head, reported = self._take_head(step_time)
         num_words = len(head) + len(faults) + len(tokens)
         numbers = np.zeros(num_words + room, dtype=np.int64)
         numbers[: len(head)] = head
@@ -143,18 +154,19 @@ class Agreement:
             with named(_OPERATION, self._mesh.tp_group):
                 dist.all_reduce(words, group=self._mesh.tp_group)
         safe = agreed.clamp(min=0)  # The next step is launched before a request with NOT_FINITE ends.
-        return Message(words, safe, memory, news.content, len(faults), step_time)
+        return Message(words, safe, memory, news.content, len(faults), step_time, reported)
 
     def meet(self) -> tuple[float, News]:
         """Return seconds on the first rank's clock, its news, and whether any rank must stop. Collective over the TP
         group's hosts, which wait for each other, but not for the device.
         """
-        news, head = self._take_head()
+        news, head, reported = self._take_head()
         words = torch.tensor(head)
         if self._hosts is not None:
             with named("agreeing on the time", self._hosts):
                 dist.all_reduce(words, group=self._hosts)
-        now, num_bytes, num_told, _ = words.tolist()
+        now, num_bytes, num_told, _, *progress = words.tolist()
+        self.progress.apply(progress, reported)
         return now * _MICROSECOND, News(self.share(news.content, num_bytes), num_told > 0)
 
     def share(self, content: bytes, num_bytes: int) -> bytes:
@@ -168,12 +180,13 @@ class Agreement:
             dist.broadcast(shared, group=self._hosts, group_src=0)
         return shared.numpy().tobytes()
 
-    def _take_head(self, step_time: StepTime | None = None) -> tuple[News, list[int]]:
-        """Return the news for a message, which begins with the returned words."""
+    def _take_head(self, step_time: StepTime | None = None) -> tuple[News, list[int], Sequence[Watched]]:
+        """Return the news for a message, which begins with the returned words, and the transfers that it reports."""
         news, self._outgoing = self._outgoing, News()
         times = self.clock(), 0.0 if step_time is None else step_time.seconds
         now, taken = (int(seconds / _MICROSECOND) if self._mesh.tp_rank == 0 else 0 for seconds in times)
-        return news, [now, len(news.content), int(news.is_told), taken]
+        progress, reported = self.progress.report()
+        return news, [now, len(news.content), int(news.is_told), taken, *progress], reported
 
 
 def _group_of_hosts(group: ProcessGroup) -> ProcessGroup:

@@ -6,6 +6,22 @@ from dcpmla.runtime.request import Request
 
 
 @dataclass
+class TierTotals:
+    """Totals of a tier of memory behind the cache, on this rank.
+
+    Attributes:
+        num_loaded_blocks: Number of blocks that requests have continued from.
+        load_seconds, store_seconds: Times of copies that have ended, on the GPU's clock.
+    """
+
+    num_loaded_blocks: int = 0
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+    load_seconds: float = 0.0
+    store_seconds: float = 0.0
+
+
+@dataclass
 class Stats:
     """Totals of a run. A step with tokens of a prompt counts as prefill, any other as decode, with all its tokens
     except rejected drafts.
