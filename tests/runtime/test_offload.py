@@ -37,6 +37,7 @@ class Load:
     max_num_seqs: int
     costs: int
     num_polls: int
+    with_graph: bool
 
 
 @st.composite
@@ -58,6 +59,7 @@ def loads(draw: st.DrawFn) -> Load:
         max_num_seqs=draw(st.sampled_from([1, 2, 16])),
         costs=draw(st.integers(0, 3)),
         num_polls=draw(st.sampled_from([0, 1, 4, 1000])),
+        with_graph=draw(st.booleans()),
     )
 
 
@@ -81,7 +83,8 @@ def test_every_request_gets_what_it_gets_alone(load: Load) -> None:
 
 def serve(load: Load) -> Engine:
     limits = load.num_blocks, load.max_num_batched_tokens, load.max_num_seqs
-    engine = make_engine(*limits, num_host_blocks=load.num_host_blocks, memory=LateMemory)
+    options = {"num_host_blocks": load.num_host_blocks, "with_graph": load.with_graph, "mixed": load.with_graph}
+    engine = make_engine(*limits, memory=LateMemory, **options)
     engine.scheduler.reuse._costs = DrawnLoadCosts(load.costs)
     requests: dict[int, Request] = {}
     num_steps = 0
@@ -142,6 +145,30 @@ def test_others_decode_while_a_prompt_loads(monkeypatch: pytest.MonkeyPatch) -> 
     assert loaded.num_cached_tokens > 0
     assert loaded.token_ids == alone_ignoring_eos(prompt, 2)
     assert running.token_ids == alone_ignoring_eos(other, 30)
+
+
+def test_blocks_of_an_aborted_load_are_written_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LateMemory, "num_polls", 1000)
+    engine = make_engine(16, num_host_blocks=60, memory=LateMemory)
+    prompts = [[7, 3, 5] * 8, [2, 9, 9] * 8]
+    for prompt in (*prompts, [1, 2, 3, 4] * 15, [4, 3, 2, 1] * 15):
+        engine.add(prompt, SamplingParams(max_new_tokens=1))
+        list(engine.run())
+    running = engine.add([2, 9], SamplingParams(max_new_tokens=40, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    aborted = engine.add(prompts[0], SamplingParams(max_new_tokens=2))
+    for _ in range(2):
+        engine.step()
+    assert aborted.is_loading
+    engine.abort(aborted)
+    others = [engine.add([index, 4] * 11, SamplingParams(max_new_tokens=9, ignore_eos=True)) for index in range(2)]
+    for _ in range(4):
+        engine.step()
+    engine.add(prompts[1], SamplingParams(max_new_tokens=1))  # its load runs after the aborted one's
+    list(engine.run())
+    assert running.token_ids == alone_ignoring_eos([2, 9], 40)
+    assert [each.token_ids for each in others] == [alone_ignoring_eos([index, 4] * 11, 9) for index in range(2)]
 
 
 def test_a_preempted_request_comes_from_host_memory() -> None:
