@@ -51,6 +51,19 @@ def test_a_conversation_returns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert all(row["scaled_time_to_first_token"] == row["time_to_first_token_mean"] for row in alone)
 
 
+def test_a_conversation_returns_from_host_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Alone and beside decodes; the planner's rule loads so many tokens even into a tiny model."""
+    options = f"{RETURNING} --context 1024 --kv-offloading-size 0.02"
+    rows = run(returning, monkeypatch, tmp_path / "returning.json", options)
+    cases = [(row["source"], row["decodes"], row.get("num_cached_tokens")) for row in rows]
+    assert cases == [
+        *(("prefill", 0, 0), ("gpu", 0, 1024), ("host", 0, 1024)),
+        *(("host", 2, 1024), ("none", 2, None), ("prefill", 2, 0), ("none", 2, None)),
+    ]
+    assert all(row["kv_offloading_size"] == 0.02 for row in rows)
+    assert rows[2]["scaled_time_to_first_token"] == rows[2]["time_to_first_token_mean"]
+
+
 def test_times_are_scaled_by_the_planner() -> None:
     """DeepSeek-V3 has 61 layers, 58 with experts. In a step of few tokens, the weights of experts take longest."""
     parser = argparse.ArgumentParser()
@@ -65,7 +78,12 @@ def test_times_are_scaled_by_the_planner() -> None:
 
 
 def test_conversations_are_served_in_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (row,) = run(conversations, monkeypatch, tmp_path / "conversations.json", CONVERSATIONS)
+    """Once without tiers, then with host memory."""
+    options = f"{CONVERSATIONS} --kv-offloading-size 0.01"
+    row, other = run(conversations, monkeypatch, tmp_path / "conversations.json", options)
+    assert "kv_offloading_size" not in row
+    assert other["kv_offloading_size"] == 0.01
+    assert other["num_prompt_tokens"] == row["num_prompt_tokens"]
     lengths = np.array([192, 192 + 4 + 16, 192 + 2 * (4 + 16)])
     assert row["num_prompt_tokens"] == 5 * lengths.sum()
     assert row["kv_tokens_total"] < 5 * lengths[-1]
