@@ -8,6 +8,23 @@ from collections.abc import Iterable, Sequence
 
 from dcpmla.cache.blocks import BlockAllocator
 
+_TOKENS_PER_STATE = 8192  # of blocks, for each slot of a state
+
+
+def count_slots(num_bytes: int, block_bytes: int, state_bytes: int, block_tokens: int) -> tuple[int, int]:
+    """Return how many blocks and states share a rank's bytes: a state for every 8,192 tokens of blocks, at least one.
+
+    Args:
+        num_bytes: Bytes of the tier on a rank.
+        block_bytes, state_bytes: Bytes of a block, and of a state, 0 in caches without states.
+        block_tokens: Tokens of a block.
+    """
+    if not state_bytes:
+        return num_bytes // block_bytes if block_bytes else 0, 0
+    blocks_per_state = max(1, _TOKENS_PER_STATE // block_tokens)
+    num_states = max(1, num_bytes // (state_bytes + blocks_per_state * block_bytes))
+    return max(0, num_bytes - num_states * state_bytes) // max(1, block_bytes), num_states
+
 
 class SlotTable:
     """Slots in [0, num_slots) by the keys of their content. The least recently used content is evicted first."""

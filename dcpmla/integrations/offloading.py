@@ -4,10 +4,9 @@ import psutil
 
 from dcpmla.cache.host import HostMemory
 from dcpmla.cache.plan import Cache
-from dcpmla.cache.tier import HostTier
+from dcpmla.cache.tier import HostTier, count_slots
 
 _GIB = 1 << 30
-_TOKENS_PER_STATE = 8192  # of blocks, for each slot of a state
 
 
 def make_host_memory(
@@ -31,7 +30,7 @@ def make_host_memory(
             f"kv_offloading_size (--kv-offloading-size) is {size:g} GiB, {num_bytes:,} bytes for each of {num_ranks} "
             f"ranks; this host has {available:,} bytes free for each of its {num_local_ranks} ranks"
         )
-    num_blocks, num_states = divide(num_bytes, memory, cache.sizes.block_tokens)
+    num_blocks, num_states = count_slots(num_bytes, memory.block_bytes, memory.state_bytes, cache.sizes.block_tokens)
     if not num_blocks:
         least = memory.block_bytes + memory.state_bytes
         raise ValueError(
@@ -40,16 +39,3 @@ def make_host_memory(
         )
     memory.allocate(num_blocks, num_states)
     return memory, HostTier(num_blocks, num_states)
-
-
-def divide(num_bytes: int, memory: HostMemory, block_tokens: int) -> tuple[int, int]:
-    """Return how many blocks and states share a rank's bytes: a state for every 8,192 tokens of blocks, at least one.
-
-    Args:
-        block_tokens: Tokens of a block.
-    """
-    if not memory.state_bytes:
-        return num_bytes // memory.block_bytes if memory.block_bytes else 0, 0
-    blocks_per_state = max(1, _TOKENS_PER_STATE // block_tokens)
-    num_states = max(1, num_bytes // (memory.state_bytes + blocks_per_state * memory.block_bytes))
-    return max(0, num_bytes - num_states * memory.state_bytes) // max(1, memory.block_bytes), num_states

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from dcpmla.cache.plan import CachePlan
 from dcpmla.cache.states import num_states
+from dcpmla.cache.tier import count_slots
 from dcpmla.planning.capacity import block_of
 from dcpmla.planning.load import TierCosts
 from dcpmla.planning.machine import Machine
@@ -19,7 +20,7 @@ class Tier:
     Attributes:
         name: One of "GPU", "host" and "disk".
         bytes_per_rank: Bytes of the tier on each rank.
-        num_tokens: Number of tokens of context that fit, in whole blocks, states left out.
+        num_tokens: Number of tokens of context that fit, in whole blocks.
         num_requests: Number of requests of the plan's context that fit, each with a state if the cache has states.
     """
 
@@ -47,12 +48,14 @@ def make_tiers(
 
 
 def _slower_tier(name: str, bytes_per_rank: int, block: CachePlan, context: int) -> Tier:
-    request_bytes = -(-context // block.block_tokens) * block.bytes_per_block + block.bytes_per_state
+    sizes = block.bytes_per_block, block.bytes_per_state, block.block_tokens
+    num_blocks, num_states = count_slots(bytes_per_rank, *sizes)
+    num_requests = num_blocks // -(-context // block.block_tokens)
     return Tier(
         name=name,
         bytes_per_rank=bytes_per_rank,
-        num_tokens=bytes_per_rank // max(1, block.bytes_per_block) * block.block_tokens,
-        num_requests=bytes_per_rank // max(1, request_bytes),
+        num_tokens=num_blocks * block.block_tokens,
+        num_requests=min(num_requests, num_states) if block.bytes_per_state else num_requests,
     )
 
 

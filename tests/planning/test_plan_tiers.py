@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla.__main__ import main
+from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
+from dcpmla.integrations.offloading import make_host_memory
 from dcpmla.planning.load import TierCosts
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.prefill import PrefillCosts
@@ -24,6 +26,8 @@ from tests.support.models import FAMILIES, tiny_config
 from tests.support.plan_cases import read_v3, write
 
 ROW = 61 * 576 * 2  # bytes of a token in DeepSeek-V3's layers, in bfloat16
+CONFIGS = Path(__file__).parent / "configs"
+CPU = torch.device("cpu")
 LAUNCHES_US = 61 * 10
 
 
@@ -58,13 +62,27 @@ def test_a_load_has_the_bytes_of_the_cache(family: str) -> None:
     plan = plan_of(model, 1, 1, 128)
     block = block_of_plan(model, plan)
     cache = replace(block, num_blocks=64, num_states=min(1, block.num_states))
-    num_bytes = sum(tensor.nbytes for tensor in cache.allocate(torch.device("cpu")).tensors)
+    num_bytes = sum(tensor.nbytes for tensor in cache.allocate(CPU).tensors)
     costs = load_costs(H200X8, model, plan, PrefillCosts(H200X8, model, plan, 8192))["host"]
     loaded = costs.load_bytes(cache.tokens_total, with_state=block.bytes_per_state > 0)
     assert cache.tokens_total == 64 * block.block_tokens
     assert 0.9 * num_bytes <= loaded <= num_bytes  # pages of small blocks are padded
-    tier = make_tiers(H200X8, model, plan, cache.tokens_total, 3 * loaded / 2**30)[1]
-    assert tier.num_requests == 3
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek_v4_flash", "kimi_k3", "glm5_next"])
+def test_host_memory_holds_as_many_tokens_as_the_engine_makes_room_for(name: str) -> None:
+    """The engine rounds the bytes of a layer's block up to pages."""
+    path = CONFIGS / f"{name}.json"
+    model = read_model(load_config(path)) if path.exists() else read_v3()
+    plan = plan_of(model, 8, 8, 1000)
+    block = block_of_plan(model, plan)
+    host = make_tiers(H200X8, model, plan, 1000, 4)[1]
+    _, tier = make_host_memory(replace(block, num_states=min(1, block.num_states)).allocate(CPU), 4, 8, 1)
+    assert host.bytes_per_rank == 1 << 29
+    assert 1 <= host.num_tokens / (tier.blocks.num_slots * block.block_tokens) < 1.05
+    num_requests = host.num_tokens // (-(-1000 // block.block_tokens) * block.block_tokens)
+    assert bool(tier.states.num_slots) == (block.bytes_per_state > 0)
+    assert host.num_requests == min(num_requests, tier.states.num_slots or num_requests)
 
 
 @pytest.mark.parametrize("dcp", [1, 4, 8])
