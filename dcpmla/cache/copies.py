@@ -6,8 +6,6 @@ from itertools import pairwise
 
 import torch
 
-from dcpmla.cache.loads import LayerLoads
-
 
 class Copy:
     """A copy under way on a stream of its own; a copy on the CPU has ended.
@@ -61,8 +59,12 @@ class Copy:
         if self._ended is not None:
             torch.cuda.current_stream().wait_event(self._ended)
 
-    def wait_by_layer(self, loads: Sequence[LayerLoads]) -> None:
-        """Let each layer of the next step wait for its part, and the current stream for what all layers read."""
+    def wait_by_layer(self, loads: Sequence[list[torch.cuda.Event]]) -> None:
+        """Let each layer of the next step wait for its part, and the current stream for what all layers read.
+
+        Args:
+            loads: Lists of the layers (`Cache.loads`).
+        """
         for layers, event in self._parts:
             if layers < 0:
                 torch.cuda.current_stream().wait_event(event)
@@ -70,6 +72,6 @@ class Copy:
         events = [event for layer, event in self._parts if layer >= 0]
         for (start, end), event in zip(pairwise(ends), events, strict=True):
             for layer in loads[start + 1 : end + 1]:
-                layer.add(event)
+                layer.append(event)
         for layer in loads[ends[-1] + 1 :] if events else ():  # they read earlier layers' memory
-            layer.add(events[-1])
+            layer.append(events[-1])

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from dcpmla.cache.items import Items
-from dcpmla.cache.loads import LayerLoads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,13 +101,13 @@ class Cache(ABC):
     Attributes:
         sizes: Plan of the cache.
         per_layer: Memory of each layer.
-        loads: For each layer, the copies into its memory that its next step waits for.
+        loads: For each layer, ends of copies into its memory that its next step waits for.
         token_ids: Ids of tokens, int32 [num_blocks, block_tokens], the same on all ranks; None if not kept.
     """
 
     sizes: CachePlan
     per_layer: Sequence[Any]
-    loads: Sequence[LayerLoads]
+    loads: Sequence[list[torch.cuda.Event]]
     token_ids: Tensor | None = None
 
     def __getitem__(self, layer: int) -> Any:

@@ -62,7 +62,7 @@ class Offload:
         """Store full blocks of earlier steps, and let the step wait for the loads of its requests.
 
         Args:
-            waits_by_layer: Whether the step's layers wait for their parts (`LayerLoads.wait`).
+            waits_by_layer: Whether the step's layers wait for their parts (`Cache.loads`).
         """
         if self.tier.num_pending >= _STORED_TOGETHER:
             self._store()
@@ -79,7 +79,8 @@ class Offload:
     def finish(self) -> None:
         """Let later work wait for parts of loads that no layer of the launched step has waited for."""
         for loads in self._cache.loads:
-            loads.wait()
+            while loads:
+                loads.pop().wait()
 
     def store_state(self, state: StateCopy) -> None:
         """Store a request's state, unless it is known."""

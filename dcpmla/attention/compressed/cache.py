@@ -17,7 +17,6 @@ from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
 from dcpmla.cache.formats import format_name, storage_dtype
 from dcpmla.cache.index_keys import index_format_name, index_row_width, index_storage_dtype
 from dcpmla.cache.items import Items
-from dcpmla.cache.loads import LayerLoads
 from dcpmla.cache.plan import Cache, CachePlan
 from dcpmla.cache.shared_format import PAGE_ROWS, entry_items, rows_shape
 from dcpmla.cache.token_ids import allocate_token_ids, token_id_bytes
@@ -138,14 +137,14 @@ class CompressedLayerCache(NamedTuple):
             these; None if no indexer selects among them.
         index_sums: Sums of index keys in progress, float32 [num_states (1 + num_drafts), 2, 3, indexer's D]; None if
             keys are projected from entries.
-        loads: Copies into the layer's memory that its next step waits for.
+        loads: Ends of copies into the layer's memory that its next step waits for.
     """
 
     rows: Tensor
     sums: Tensor | None = None
     index_keys: Tensor | None = None
     index_sums: Tensor | None = None
-    loads: LayerLoads | None = None
+    loads: list[torch.cuda.Event] | None = None
 
 
 class CompressedCache(Cache):
@@ -171,7 +170,7 @@ class CompressedCache(Cache):
         ]
         self._own = {layer: CompressedLayerCache(**new[layer]) for layer in plan.config.row_groups}
         sources = {layer: first for first, group in plan.config.row_groups.items() for layer in group}
-        self.loads = [LayerLoads() for _ in new]
+        self.loads = [list[torch.cuda.Event]() for _ in new]
         self.per_layer = [
             (self._own[layer] if layer in self._own else self._own[sources[layer]]._replace(sums=None))._replace(
                 loads=loads

@@ -14,7 +14,6 @@ from dcpmla.attention.linear.calls import DeltaState
 from dcpmla.attention.linear.config import DeltaConfig
 from dcpmla.cache.items import Items
 from dcpmla.cache.latent import LatentCache, LatentPlan
-from dcpmla.cache.loads import LayerLoads
 from dcpmla.cache.plan import Cache, CachePlan
 
 
@@ -109,7 +108,7 @@ class HybridCache(Cache):
         latents, states = iter(self._latents), iter(self._states)
         self.per_layer = [next(states) if is_linear else next(latents) for is_linear in plan.is_linear]
         loads = iter(self._latents.loads)
-        self.loads = [LayerLoads() if is_linear else next(loads) for is_linear in plan.is_linear]
+        self.loads = [list[torch.cuda.Event]() if is_linear else next(loads) for is_linear in plan.is_linear]
 
     @property
     def tensors(self) -> list[Tensor]:
