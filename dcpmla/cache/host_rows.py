@@ -66,7 +66,7 @@ def pack_layers(layers: Sequence[Sequence[Items]]) -> list[Pack]:
 
 
 def runs(slots: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-    """Yield for each run of successive slots its place in the sequence, and the slots."""
+    """Yield for each run of successive slots its indices in the sequence, and the slots."""
     start = 0
     for end in range(1, len(slots) + 1):
         if end == len(slots) or slots[end] != slots[end - 1] + 1:

@@ -1,4 +1,4 @@
-"""Bookkeeping of a tier of memory behind the GPU's cache: the keys of blocks and states, and their slots.
+"""Bookkeeping of host memory, the tier below the GPU's cache: the keys of blocks and states, and their slots.
 
 Every rank of a TP group makes the same calls, so all ranks know the same content.
 """

@@ -10,7 +10,8 @@ from dcpmla.attention.backends import check_backends
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.chunks import max_chunk_tokens
 from dcpmla.cache.blocks import BlockAllocator
-from dcpmla.cache.plan import Cache
+from dcpmla.cache.plan import Cache, CachePlan
+from dcpmla.cache.tier import HostTier
 from dcpmla.comm.select import ChosenExchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.cache_memory import free_bytes, plan_cache
@@ -108,11 +109,7 @@ def load_engine(
     mtp = [graph_of or maker.make(cache) for graph_of, maker in zip(captured, makers[1:], strict=True)]
     method, num_drafts = options.speculative_method, options.num_speculative_tokens
     drafter = make_drafter(method, num_drafts, sharded, cache, mesh, mtp)
-    # The cache has fewer states if seq_lens has fewer requests.
-    max_num_seqs = min(options.max_num_seqs, plan.num_states or options.max_num_seqs)
-    limits = options.max_num_batched_tokens, max_num_seqs, options.enable_prefix_caching
-    load_costs = TierCosts(plan, sharded.attention.num_layers, H200X8.host_gb_per_s, costs)
-    scheduler = Scheduler(BlockAllocator.of(plan), *limits, costs, tier, load_costs)
+    scheduler = _new_scheduler(plan, sharded.attention.num_layers, options, costs, tier)
     max_model_len, tokenizer = files.max_model_len, files.tokenizer
     parts = graph, drafter, mixed_graph, memory
     engine = Engine(sharded, cache, dcp, mesh, scheduler, max_model_len, tokenizer, on_step, *parts)
@@ -152,6 +149,17 @@ def _graph_makers(
         model.keep_hidden_states(max(limit, num_seqs, MAX_DRAFT_ROWS))
         makers += mtp_graphs(options.num_speculative_tokens, model, dcp, mesh, num_seqs, max_model_len)
     return mixed, *makers
+
+
+def _new_scheduler(
+    plan: CachePlan, num_layers: int, options: EngineOptions, costs: PrefillCosts, tier: HostTier
+) -> Scheduler:
+    """Return the scheduler over a cache and host memory."""
+    # The cache has fewer states if fewer requests are known to come.
+    max_num_seqs = min(options.max_num_seqs, plan.num_states or options.max_num_seqs)
+    limits = options.max_num_batched_tokens, max_num_seqs, options.enable_prefix_caching
+    load_costs = TierCosts(plan, num_layers, H200X8.host_gb_per_s, costs)
+    return Scheduler(BlockAllocator.of(plan), *limits, costs, tier, load_costs)
 
 
 def _piece_costs(config: Any, dcp: DCPConfig, options: EngineOptions) -> PrefillCosts:

@@ -1,4 +1,4 @@
-"""The host memory behind an engine's cache, by the option --kv-offloading-size."""
+"""The host memory below an engine's cache, by the option --kv-offloading-size."""
 
 import psutil
 

@@ -25,7 +25,7 @@ class _Stored:
 
 
 class Offload:
-    """The host memory of an engine, behind its cache.
+    """The host memory of an engine.
 
     Full blocks are stored together, at the latest before they are overwritten. A request that finds blocks or a state
     in host memory waits until they have arrived while others run; if there is nothing else to run, its step starts at

@@ -7,7 +7,7 @@ from dcpmla.runtime.request import Request
 
 @dataclass
 class TierTotals:
-    """Totals of a tier of memory behind the cache, on this rank.
+    """Totals of a tier of memory below the cache, on this rank.
 
     Attributes:
         num_loaded_blocks: Number of blocks that requests have continued from.
