@@ -1,7 +1,6 @@
 """Blocks and states between the cache and host memory (`Offload`)."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from dcpmla.cache.copies import Copy
 from dcpmla.cache.host import HostMemory
@@ -11,17 +10,16 @@ from dcpmla.runtime.progress import Progress
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.reuse import StateCopy
 from dcpmla.runtime.scheduler import Scheduler
-from dcpmla.runtime.stats import TierTotals
+from dcpmla.runtime.stats import CopyTotals
 
 _STORED_TOGETHER = 32  # blocks; a step with a few full blocks would spend more time on launches than on copies
 
 
-@dataclass
-class _Stored:
-    """Blocks that a copy under way reads, by their keys."""
+class _Store(NamedTuple):
+    """A copy under way, and the blocks that it reads, by their keys."""
 
     copy: Copy
-    blocks: dict[bytes, int] = field(default_factory=dict)
+    blocks: dict[bytes, int]
 
 
 class Offload:
@@ -37,24 +35,24 @@ class Offload:
         scheduler: Scheduler over the cache's blocks and the content of host memory.
         progress: Transfers that all ranks agree on.
     Attributes:
-        totals: Blocks, bytes and seconds of copies on this rank.
+        loaded, stored: Totals of copies that have ended.
     """
 
     def __init__(self, memory: HostMemory, cache: Cache, scheduler: Scheduler, progress: Progress) -> None:
         self.tier, self._memory, self._cache, self._allocator = scheduler.tier, memory, cache, scheduler.allocator
         self._progress = progress
-        self.totals = TierTotals()
-        self._stored: list[_Stored] = []  # under way
-        self._loads: list[Copy] = []  # under way
+        self.loaded, self.stored = CopyTotals(), CopyTotals()
+        self._stores: list[_Store] = []  # under way
+        self._loads: list[tuple[Copy, int]] = []  # under way, with their numbers of blocks
 
     def begin(self, batch: Batch) -> None:
         """Store blocks that a scheduled step may overwrite, and start its loads."""
-        self._count()
+        self.count()
         if self.tier.is_overwritten(self._allocator):
             self._store()
-        for stored in self._stored:
-            if any(self._allocator.find([key]) != [block] for key, block in stored.blocks.items()):
-                stored.copy.wait()
+        for copy, blocks in self._stores:
+            if any(self._allocator.find([key]) != [block] for key, block in blocks.items()):
+                copy.wait()
         for request in batch.loads:
             self._load(request)
 
@@ -92,14 +90,14 @@ class Offload:
     def reset(self) -> None:
         """Forget all content, of an engine without requests."""
         self.tier.reset()
-        self._stored.clear()
-        self.totals = TierTotals()
+        self._stores.clear()
+        self.loaded, self.stored = CopyTotals(), CopyTotals()
 
     def _store(self) -> None:
         blocks, slots, keys = self.tier.take_pending()
         if blocks:
             copy = self._memory.store(blocks, slots)
-            self._stored.append(_Stored(copy, dict(zip(keys, blocks, strict=True))))
+            self._stores.append(_Store(copy, dict(zip(keys, blocks, strict=True))))
 
     def _load(self, request: Request) -> None:
         loading = request.loading
@@ -112,22 +110,14 @@ class Offload:
             tier.states.release([key])
         tier.blocks.release(loading.keys)
         loading.copy = copy = self._memory.load(loading.blocks, slots, state)
-        self._loads.append(copy)
+        self._loads.append((copy, len(slots)))
         self._progress.watch(copy, loading.end)
-        self.totals.num_loaded_blocks += len(slots)
-        self.totals.loaded_bytes += copy.num_bytes
 
-    def _count(self) -> None:
-        """Count the copies that have ended."""
-        for copy in _take_done(self._loads):
-            self.totals.load_seconds += copy.seconds
-        for stored in [each for each in self._stored if each.copy.is_done]:
-            self._stored.remove(stored)
-            self.totals.stored_bytes += stored.copy.num_bytes
-            self.totals.store_seconds += stored.copy.seconds
-
-
-def _take_done(copies: list[Copy]) -> Iterable[Copy]:
-    done = [copy for copy in copies if copy.is_done]
-    copies[:] = [copy for copy in copies if copy not in done]
-    return done
+    def count(self) -> None:
+        """Add the copies that have ended to the totals."""
+        for load in [load for load in self._loads if load[0].is_done]:
+            self._loads.remove(load)
+            self.loaded.add(*load)
+        for store in [store for store in self._stores if store.copy.is_done]:
+            self._stores.remove(store)
+            self.stored.add(store.copy, len(store.blocks))

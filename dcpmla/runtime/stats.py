@@ -2,23 +2,27 @@
 
 from dataclasses import dataclass
 
+from dcpmla.cache.copies import Copy
 from dcpmla.runtime.request import Request
 
 
 @dataclass
-class TierTotals:
-    """Totals of a tier of memory below the cache, on this rank.
+class CopyTotals:
+    """Totals of the copies between the cache and a tier of memory below it, in one direction on this rank.
 
     Attributes:
-        num_loaded_blocks: Number of blocks that requests have continued from.
-        load_seconds, store_seconds: Times of copies that have ended, on the GPU's clock.
+        seconds: Times of copies that have ended, on the GPU's clock.
     """
 
-    num_loaded_blocks: int = 0
-    loaded_bytes: int = 0
-    stored_bytes: int = 0
-    load_seconds: float = 0.0
-    store_seconds: float = 0.0
+    blocks: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, copy: Copy, num_blocks: int) -> None:
+        """Add a copy that has ended."""
+        self.blocks += num_blocks
+        self.bytes += copy.num_bytes
+        self.seconds += copy.seconds
 
 
 @dataclass

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
@@ -24,19 +25,18 @@ from tests.support.layouts import dcp_config
 from tests.support.models import VOCAB_SIZE, save_tiny
 from tests.support.ranks import run_ranks
 
-CPU = torch.device("cpu")
 NUM_NEW = 3
 NUM_TURNS = 3
 CACHED, KEPT = 200, 2000  # tokens of the cache and of host memory
 
 
-def offloading_engine(directory: Path, dcp: DCPConfig, cached: int = CACHED, kept: int = KEPT) -> Engine:
+def offloading_engine(directory: Path, dcp: DCPConfig, device: torch.device) -> Engine:
     """Return one rank's engine whose cache and host memory hold so many tokens."""
     mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
-    chosen = select_exchange(dcp, mesh.dcp_group, CPU)
+    chosen = select_exchange(dcp, mesh.dcp_group, device)
     kind = attention_kind(load_config(directory))
-    plan = kind.plan_cache(dcp, [cached], torch.float32, num_states=12)
-    num_host_bytes = -(-kept // plan.block_tokens) * 3 * 2**17 * dcp.tensor_parallel_size  # blocks with padding
+    plan = kind.plan_cache(dcp, [CACHED], torch.float32, num_states=12)
+    num_host_bytes = -(-KEPT // plan.block_tokens) * 3 * 2**17 * dcp.tensor_parallel_size  # blocks with padding
     options = EngineOptions(
         kv_cache_memory_bytes=plan.bytes_per_rank,
         kv_offloading_size=num_host_bytes / 2**30,
@@ -45,14 +45,17 @@ def offloading_engine(directory: Path, dcp: DCPConfig, cached: int = CACHED, kep
         dtype="float32",
     )
     offload._STORED_TOGETHER = 2
-    engine = load_engine(open_model(str(directory), 160), dcp, mesh, chosen, CPU, options)
+    engine = load_engine(open_model(str(directory), 160), dcp, mesh, chosen, device, options)
     engine.scheduler.reuse._costs = TOKEN_COSTS  # by the planner's model a tiny model computes faster than it loads
     return engine
 
 
-def converse(directory: Path, dcp: DCPConfig) -> tuple[list[tuple[list[int], list[int]]], int, int]:
+def converse(
+    directory: Path, dcp: DCPConfig, device_type: str = "cpu"
+) -> tuple[list[tuple[list[int], list[int]]], int, int]:
     """On one rank: return prompts and answers of conversations in turns, loaded blocks, and tokens from any cache."""
-    engine, rng = offloading_engine(directory, dcp), Random(0)
+    device = torch.device(device_type, dist.get_rank()) if device_type == "cuda" else torch.device("cpu")
+    engine, rng = offloading_engine(directory, dcp, device), Random(0)
     conversations: list[list[int]] = [[] for _ in range(5)]
     answers, num_cached = [], 0
     for _ in range(NUM_TURNS):
@@ -66,8 +69,9 @@ def converse(directory: Path, dcp: DCPConfig) -> tuple[list[tuple[list[int], lis
             conversation += request.token_ids
             num_cached += request.num_cached_tokens
     assert engine.offload is not None
+    engine.offload.count()
     assert engine.allocator.num_free == engine.allocator.num_blocks
-    num_loaded = engine.offload.totals.num_loaded_blocks
+    num_loaded = engine.offload.loaded.blocks
     engine.close()
     return answers, num_loaded, num_cached
 
@@ -87,6 +91,16 @@ def test_conversations_return(family: str, tp: int, dcp: int, interleave: int, t
     layout = dcp_config(tp, dcp, interleave, block_size=4)
     results = run_ranks(tp, converse, tmp_path, layout, timeout=300)
     check(reference, results)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
+@pytest.mark.parametrize(
+    ("tp", "dcp"), [pytest.param(1, 1, marks=pytest.mark.gpu), pytest.param(2, 2, marks=pytest.mark.gpu_2)]
+)
+def test_conversations_return_on_gpus(family: str, tp: int, dcp: int, tmp_path: Path) -> None:
+    reference = save_tiny(family, tmp_path)
+    layout = dcp_config(tp, dcp, block_size=16)
+    check(reference, run_ranks(tp, converse, tmp_path, layout, "cuda", device="cuda", timeout=500))
 
 
 def check(reference: Any, results: list[tuple[list[tuple[list[int], list[int]]], int, int]]) -> None:

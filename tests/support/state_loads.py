@@ -21,7 +21,6 @@ from dcpmla.runtime.mixed_graph import MixedGraph
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.scheduler import Scheduler
-from dcpmla.runtime.stats import TierTotals
 from tests.support.costs import DrawnCosts
 from tests.support.late_memory import LateMemory
 from tests.support.models import VOCAB_SIZE
@@ -185,7 +184,10 @@ def serve(model: Any, dcp: DCPConfig, mesh: Any, load: Load, drawn: list[Drawn],
         torch.testing.assert_close(request.logits, [*logits[:num_new]], atol=1e-3, rtol=0)
     allocator: Any = engine.allocator
     assert allocator.num_free == allocator.num_blocks
-    totals = engine.offload.totals if engine.offload is not None else TierTotals()
+    num_loaded = 0
+    if engine.offload is not None:
+        engine.offload.count()
+        num_loaded = engine.offload.loaded.blocks
     engine.close()
     return Counter(
         preemptions=engine.stats.num_preemptions,
@@ -194,7 +196,7 @@ def serve(model: Any, dcp: DCPConfig, mesh: Any, load: Load, drawn: list[Drawn],
         evicted_states=allocator.states.num_evictions,
         aborts=sum(request.finish_reason == "abort" for request in requests),
         accepted_drafts=engine.stats.num_accepted_tokens,
-        loaded_blocks=totals.num_loaded_blocks,
+        loaded_blocks=num_loaded,
         rejected_drafts=engine.stats.num_draft_tokens - engine.stats.num_accepted_tokens,
     )
 
