@@ -7,10 +7,10 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-_CHUNK = 1 << 22  # 64-bit words; bounds the memory of temporary tensors
+_CHUNK = 1 << 25  # bytes; bounds the memory of temporary tensors
 _POSITION = -0x61C8864680B583EB  # odd; 2**64 / golden ratio, so that positions differ in all bits
-# Shifts and factors of a mixing function in which every bit of a word changes half the bits of the result.
-_ROUNDS = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15))
+# Shifts and factors of a mixing function, in which each bit of a word changes half the bits of the result.
+_ROUNDS = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1))
 _WORD = torch.int64.itemsize
 
 
@@ -18,14 +18,14 @@ _WORD = torch.int64.itemsize
 def weights_digest(module: nn.Module) -> bytes:
     """Return a digest [32] of all weights that a rank holds, with their names, shapes and dtypes.
 
-    The weights are the parameters and the buffers, those that no checkpoint has included: buffers must not hold memory
-    that nobody has filled. It is the digest of one rank; a digest of the model is one of all ranks' digests, in order.
+    The weights are the parameters and the buffers, also buffers that no checkpoint has. This is the digest of one rank;
+    the digest of a model is over the digests of all its ranks.
 
-    Each tensor becomes one sum of 64-bit words on its device, each word mixed with its position. A change of one word
-    always changes the sum; any other change, such as a swap, leaves it with a probability of 2**-64. The sums are no
-    defense against weights that someone has constructed for equal sums.
+    Each tensor becomes the sum of its 64-bit words on its device, each mixed with its position. A change of one word
+    always changes the sum. Any other change, such as a swap, leaves it as it is with a probability of 2**-64. The sums
+    do not protect against weights that somebody has made to have equal sums.
 
-    Source: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014), without its last shift.
+    Source: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014).
     """
     named = list(chain(module.named_parameters(), module.named_buffers()))
     sums = [_sum(tensor) for _, tensor in named]  # No wait for the device before all are launched.
@@ -42,7 +42,7 @@ def _sum(tensor: Tensor) -> Tensor:
     for part in _parts(tensor):
         num_bytes = part.numel() * part.itemsize
         words = torch.zeros(-(-num_bytes // _WORD), dtype=torch.int64, device=tensor.device)
-        words.view(torch.uint8)[:num_bytes] = part.view(torch.uint8)
+        words.view(torch.uint8)[:num_bytes].view(part.dtype).view(part.shape).copy_(part)
         words += torch.arange(position + 1, position + 1 + len(words), device=tensor.device).mul_(_POSITION)
         for shift, factor in _ROUNDS:
             # A shift of int64 fills with the sign, and a mixing function without loss needs zeros.
@@ -54,12 +54,13 @@ def _sum(tensor: Tensor) -> Tensor:
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the elements in order, in contiguous tensors of one dimension and at most `_CHUNK` elements."""
+    """Yield views of at most `_CHUNK` bytes, which hold all elements in order."""
+    most = _CHUNK // tensor.itemsize
     if tensor.is_contiguous():
-        yield from tensor.reshape(-1).split(_CHUNK)
-    elif tensor.numel() <= _CHUNK:
-        yield tensor.reshape(-1)
+        yield from tensor.view(-1).split(most)
+    elif tensor.numel() <= most:
+        yield tensor
     else:
-        num_rows = max(1, _CHUNK * len(tensor) // tensor.numel())
+        num_rows = max(1, most * len(tensor) // tensor.numel())
         for rows in tensor.split(num_rows) if len(tensor) > 1 else tensor:
             yield from _parts(rows)
