@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from hashlib import sha256
-from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +14,12 @@ _WORD = torch.int64.itemsize
 
 
 @torch.no_grad()
-def weights_digest(module: nn.Module) -> bytes:
-    """Return a digest [32] of all weights that a rank holds, with their names, shapes and dtypes.
+def weights_digest(*modules: nn.Module) -> bytes:
+    """Return a digest [32] of all weights of modules on this rank, with their names, shapes and dtypes.
 
-    The weights are the parameters and the buffers, also buffers that no checkpoint has. This is the digest of one rank;
-    the digest of a model is over the digests of all its ranks.
+    The weights are parameters, buffers, and tensors in attributes, such as experts. Attributes and buffers that begin
+    with an underscore are scratch memory. This is the digest of one rank; that of a model is over the digests of all
+    its ranks.
 
     Each tensor becomes the sum of its 64-bit words on its device, each mixed with its position. A change of one word
     always changes the sum. Any other change, such as a swap, leaves it as it is with a probability of 2**-64. The sums
@@ -27,12 +27,29 @@ def weights_digest(module: nn.Module) -> bytes:
 
     Source: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014).
     """
-    named = list(chain(module.named_parameters(), module.named_buffers()))
-    sums = [_sum(tensor) for _, tensor in named]  # No wait for the device before all are launched.
+    # No wait for the device before all sums are launched.
+    sums = [(name, tensor, _sum(tensor)) for module in modules for name, tensor in _weights(module)]
     digest = sha256()
-    for (name, tensor), total in zip(named, sums, strict=True):
+    for name, tensor, total in sums:
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {total.item()}\n".encode())
     return digest.digest()
+
+
+def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, part in module.named_modules():
+        held = {**dict(part.named_parameters(recurse=False)), **dict(part.named_buffers(recurse=False)), **vars(part)}
+        for name, value in held.items():
+            if not name.startswith("_"):
+                for tensor in _tensors(value):
+                    yield f"{prefix}.{name}", tensor
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
 
 
 def _sum(tensor: Tensor) -> Tensor:

@@ -1,16 +1,27 @@
 """The digest of weights: equal for equal weights alone."""
 
+import shutil
 from hashlib import sha256
+from pathlib import Path
 from random import Random
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from dcpmla.comm.select import select_exchange
+from dcpmla.config import DCPConfig
 from dcpmla.integrations import weights_digest as module
+from dcpmla.integrations.model_files import load_config
+from dcpmla.integrations.model_size import read_model
+from dcpmla.integrations.transformers import load_model
 from dcpmla.integrations.weights_digest import weights_digest
+from dcpmla.parallel.mesh import init_mesh
+from tests.support.models import FAMILIES, save_tiny
+from tests.support.ranks import run_ranks
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int64, torch.bool, torch.float64)
 
@@ -48,7 +59,7 @@ def plain_digest(weights: nn.Module) -> bytes:
             word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & mask
             total = (total + (word ^ (word >> 31))) & mask
         signed = total - (total >> 63 << 64)
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {signed}\n".encode())
+        digest.update(f".{name} {tuple(tensor.shape)} {tensor.dtype} {signed}\n".encode())
     return digest.digest()
 
 
@@ -123,6 +134,63 @@ def test_memory_in_any_order(dtype: torch.dtype) -> None:
     changed = around.clone()
     changed[0, 1, 0] = 99  # between the elements of the view
     assert digest_of(changed[:, ::2]) == digest_of(around[:, ::2])
+
+
+def test_tensors_in_attributes_count() -> None:
+    weights, outer = Weights(), nn.Sequential(nn.Linear(2, 2))
+    outer.append(weights)
+    digests = {weights_digest(outer)}
+    weights.experts = (random_tensor((2, 3)), [random_tensor((2, 3)), None])
+    digests.add(weights_digest(outer))
+    weights.experts[1][0][1, 1] = 99
+    digests.add(weights_digest(outer))
+    weights._scratch = random_tensor((3,))
+    digests.add(weights_digest(outer))
+    assert len(digests) == 3
+
+
+def load_and_digest(directories: list[Path]) -> list[tuple[bytes, int]]:
+    """On one rank: each model's digest, and the bytes that it covers."""
+    dcp, mesh, cpu = DCPConfig(), init_mesh(1, 1), torch.device("cpu")
+    exchange, digests = select_exchange(dcp, mesh.dcp_group, cpu), []
+    for directory in directories:
+        model = load_model(directory, load_config(directory), dcp, mesh, exchange, None, cpu)
+        roots = [root for root in vars(model).values() if isinstance(root, nn.Module)]
+        tensors = {id(tensor): tensor for root in roots for _, tensor in module._weights(root)}
+        digests.append((weights_digest(*roots), sum(tensor.nbytes for tensor in tensors.values())))
+    return digests
+
+
+def load_twice(directories: list[Path]) -> tuple[list[tuple[bytes, int]], list[tuple[bytes, int]]]:
+    """On one rank: load each model twice, the second time with NaN in memory that nobody has filled."""
+    first = load_and_digest(directories)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    return first, load_and_digest(directories)
+
+
+def test_every_family(tmp_path: Path) -> None:
+    """A digest covers all weights that a rank holds, and no memory that has no content."""
+    directories = [tmp_path / family for family in FAMILIES]
+    for directory in directories:
+        save_tiny(directory.name, directory)
+    ((first, second),) = run_ranks(1, load_twice, directories)
+    assert [digest for digest, _ in first] == [digest for digest, _ in second]
+    assert len({digest for digest, _ in first}) == len(FAMILIES)
+    for directory, (_, num_bytes) in zip(directories, first, strict=True):
+        assert num_bytes >= read_model(load_config(directory), False).weight_bytes(1, False)["total"]
+
+
+def test_every_tensor_of_a_checkpoint_counts(model: Path, tmp_path: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    directories = [model]
+    for number, name in enumerate(tensors):
+        changed = tensors[name].clone()
+        changed.view(-1)[-1] *= -2
+        directories.append(tmp_path / str(number))
+        shutil.copytree(model, directories[-1])
+        save_file({**tensors, name: changed}, directories[-1] / "model.safetensors", {"format": "pt"})
+    (digests,) = run_ranks(1, load_and_digest, directories)
+    assert len({digest for digest, _ in digests}) == len(tensors) + 1
 
 
 @pytest.mark.gpu
