@@ -33,7 +33,7 @@ class DamagedBlockError(Exception):
 
 class _Record(NamedTuple):
     key: bytes
-    digest: bytes  # of the key and the content
+    digest: bytes  # SHA-256 of the content
 
 
 def slots_within(num_bytes: int, slot_bytes: int) -> int:
@@ -94,7 +94,7 @@ class BlockFile:
         """
         self._records.pop(slot, None)
         _move(os.pwritev, self._index, [memoryview(_NO_RECORD)], slot * RECORD_BYTES)
-        digest = _digest(key, pieces)
+        digest = _digest(pieces)
         _move(os.pwritev, self._blocks, pieces, slot * self.slot_bytes)
         fields = next(self._sequence), key, digest
         record = _RECORD.pack(*fields, self._seal(slot, *fields))
@@ -112,7 +112,7 @@ class BlockFile:
         if record is None or record.key != key:
             raise DamagedBlockError("the slot holds another block")
         _move(os.preadv, self._blocks, pieces, slot * self.slot_bytes)
-        if _digest(key, pieces) != record.digest:
+        if _digest(pieces) != record.digest:
             raise DamagedBlockError("the content does not match its checksum")
 
     def close(self) -> None:
@@ -139,8 +139,8 @@ class BlockFile:
         return sha256(self._owner + struct.pack("<QQ", slot, number) + key + digest).digest()
 
 
-def _digest(key: bytes, pieces: Sequence[memoryview]) -> bytes:
-    hashed = sha256(key)
+def _digest(pieces: Sequence[memoryview]) -> bytes:
+    hashed = sha256()
     for piece in pieces:
         hashed.update(piece)  # releases the GIL
     return hashed.digest()
