@@ -1,4 +1,4 @@
-"""A file of blocks: slots of equal size, each with a record of its key and its content in an index beside it.
+"""A file of blocks: slots of equal size, each with a record of its key and its content in an index file.
 
 A write clears the slot's record, writes the content, then writes the record. When the process is killed, the kernel
 keeps all writes before the kill, so a record that is found describes its slot. When power fails, the disk may hold any
@@ -20,7 +20,7 @@ from dcpmla.cache.disk_folder import ClaimedFile
 
 ALIGNMENT = 4096  # bytes of addresses, offsets and sizes, for reads and writes that bypass the page cache
 _MAX_PIECES = os.sysconf("SC_IOV_MAX")
-# Sequence number, key and content digest of a slot; then a digest of these, the slot's number and the file's owner.
+# Sequence number, key, content digest, seal: a digest of the other fields, the slot's number and the file's owner.
 _RECORD = struct.Struct("<Q32s32s32s24x")
 RECORD_BYTES = _RECORD.size  # divides a sector, so that a record is written whole
 _NO_RECORD = bytes(RECORD_BYTES)
@@ -28,7 +28,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class DamagedBlockError(Exception):
-    """A slot that does not hold the block that was asked for."""
+    """A slot without the requested block, or with a damaged one."""
 
 
 class _Record(NamedTuple):
@@ -52,14 +52,14 @@ class BlockFile:
         num_slots: Size in slots, at least 1 (`slots_within`). All of it is allocated on the disk.
         slot_bytes: Size of a slot, a multiple of `ALIGNMENT`.
     Attributes:
-        found: Slots by key, of the blocks that the file already holds; the first was written longest ago.
+        stored: Slots by key of the blocks in the file when it was opened, the oldest block first.
     Raises:
-        ValueError: A size is wrong, or the disk has less room than that.
+        ValueError: A size is wrong, or the disk does not have the room.
     """
 
     def __init__(self, claimed: ClaimedFile, num_slots: int, slot_bytes: int) -> None:
         self._descriptors = [claimed.lock]
-        self.slot_bytes = slot_bytes
+        self.num_slots, self.slot_bytes = num_slots, slot_bytes
         # A file with slots of another size is a foreign one.
         self._owner = sha256(claimed.owner + slot_bytes.to_bytes(8, "little")).digest()
         try:
@@ -76,7 +76,7 @@ class BlockFile:
             _resize(claimed.lock, num_slots * slot_bytes)
             self._blocks = _open_direct(claimed)
             self._descriptors.append(self._blocks)
-            self._records, self.found, last = self._read_index(num_slots)
+            self._records, self.stored, last = self._read_index()
             self._sequence = itertools.count(last + 1)
         except BaseException:
             self.close()
@@ -91,7 +91,9 @@ class BlockFile:
                 of `ALIGNMENT`.
         Raises:
             OSError: The disk refuses the write.
+            ValueError: The file does not have this slot, or `pieces` has another size.
         """
+        self._check(slot, pieces)
         self._records.pop(slot, None)
         _move(os.pwritev, self._index, [memoryview(_NO_RECORD)], slot * RECORD_BYTES)
         digest = _digest(pieces)
@@ -102,12 +104,14 @@ class BlockFile:
         self._records[slot] = _Record(key, digest)
 
     def read(self, slot: int, key: bytes, pieces: Sequence[memoryview]) -> None:
-        """Read a block from a slot into memory like that of `write`. If this fails, the memory holds any bytes.
+        """Read a block from a slot; arguments are as in `write`. If this fails, the memory holds any bytes.
 
         Raises:
             OSError: The disk refuses the read.
-            DamagedBlockError: The slot does not hold the block of this key, or its content is not what was written.
+            DamagedBlockError: The slot does not hold the block of this key, or its content has changed on the disk.
+            ValueError: The file does not have this slot, or `pieces` has another size.
         """
+        self._check(slot, pieces)
         record = self._records.get(slot)
         if record is None or record.key != key:
             raise DamagedBlockError("the slot holds another block")
@@ -118,13 +122,22 @@ class BlockFile:
     def close(self) -> None:
         """Write the page cache to the disk and release the lock."""
         with ExitStack() as stack:
+            for descriptor in self._descriptors:  # The first one, which has the lock, is closed last.
+                stack.callback(os.close, descriptor)
             while self._descriptors:
-                stack.callback(os.close, self._descriptors[-1])
                 os.fdatasync(self._descriptors.pop())
 
-    def _read_index(self, num_slots: int) -> tuple[dict[int, _Record], dict[bytes, int], int]:
+    def _check(self, slot: int, pieces: Sequence[memoryview]) -> None:
+        num_bytes = sum(piece.nbytes for piece in pieces)
+        if not 0 <= slot < self.num_slots or num_bytes != self.slot_bytes:
+            raise ValueError(
+                f"slot is {slot} and pieces has {num_bytes} bytes; there are {self.num_slots} slots of "
+                f"{self.slot_bytes} bytes"
+            )
+
+    def _read_index(self) -> tuple[dict[int, _Record], dict[bytes, int], int]:
         """Return the valid records by slot, slots by key from the oldest to the newest, and the last number."""
-        index = bytearray(num_slots * RECORD_BYTES)
+        index = bytearray(self.num_slots * RECORD_BYTES)
         _move(os.preadv, self._index, [memoryview(index)], 0)
         records, numbers = {}, {}
         for slot, (number, key, digest, seal) in enumerate(_RECORD.iter_unpack(index)):
@@ -132,8 +145,8 @@ class BlockFile:
                 records[slot], numbers[slot] = _Record(key, digest), number
         ordered = sorted(numbers, key=numbers.__getitem__)
         slots = {records[slot].key: slot for slot in ordered}  # If slots share a key, the newest counts.
-        found = {records[slot].key: slot for slot in ordered if slots[records[slot].key] == slot}
-        return records, found, max(numbers.values(), default=0)
+        stored = {records[slot].key: slot for slot in ordered if slots[records[slot].key] == slot}
+        return records, stored, max(numbers.values(), default=0)
 
     def _seal(self, slot: int, number: int, key: bytes, digest: bytes) -> bytes:
         return sha256(self._owner + struct.pack("<QQ", slot, number) + key + digest).digest()
@@ -177,8 +190,8 @@ def _resize(descriptor: int, num_bytes: int) -> None:
             raise
         disk = os.fstatvfs(descriptor)
         raise ValueError(
-            f"kv_offloading_disk_size (--kv-offloading-disk-size) needs {num_bytes} bytes on this rank, of which "
-            f"{before} exist; the disk of kv_offloading_path (--kv-offloading-path) has "
+            f"kv_offloading_disk_size (--kv-offloading-disk-size) needs {num_bytes} bytes on this rank, and its "
+            f"file has {before}; the disk of kv_offloading_path (--kv-offloading-path) has "
             f"{disk.f_bavail * disk.f_frsize} bytes free ({error.strerror})"
         ) from error
 

@@ -1,12 +1,12 @@
 """Folders of blocks on local disks: one for each identity of a cache, one file of blocks for each rank and job.
 
-    DIR/<SHA-256 of the identity>/identity.json      what the digest stands for, for people
+    DIR/<SHA-256 of the identity>/identity.json      the identity, to be read by people
     DIR/<SHA-256 of the identity>/rank3.0.blocks     the blocks of rank 3, generation 0
     DIR/<SHA-256 of the identity>/rank3.0.index      their records (`disk_file.py`)
 
 A job holds an exclusive lock on each of its files. A second job with the same identity finds them locked and takes
 the next generation: a server can start while its predecessor still finishes requests, and a process that hangs cannot
-keep others from starting. Files without a lock are either reused or removed, those of other identities included, so a
+keep others from starting. Files without a lock are either reused or removed, also files of other identities, so a
 directory never holds more than --kv-offloading-disk-size for each running job. The lock ends with its process.
 """
 
@@ -46,10 +46,10 @@ class DiskFolder:
 
     Args:
         directory: Path of --kv-offloading-path, made if it does not exist. Its other contents are not touched.
-        identity: Names and values of all that the bytes of a block depend on: digest of the model, format of the
-            cache, layout over ranks.
+        identity: Names and values of everything on which the bytes of a block depend: digest of the model, format of
+            the cache, layout over ranks.
     Attributes:
-        others: Identities for which the directory holds blocks, too. This cache cannot use them.
+        others: Other identities for which the directory holds blocks. This cache cannot use them.
     Raises:
         ValueError: The directory cannot be made or written.
     """
@@ -69,7 +69,7 @@ class DiskFolder:
     def claim(self, rank: int) -> ClaimedFile:
         """Lock a file of a rank: the newest generation that no process holds, or a new one.
 
-        All other files of the rank that no process holds are removed, and so are those of other identities.
+        Other files that no process holds are removed: of this rank, and of all ranks of other identities.
 
         Raises:
             ValueError: The files cannot be made or locked.

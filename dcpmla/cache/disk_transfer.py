@@ -9,7 +9,7 @@ from threading import Lock, Thread
 from dcpmla.cache.disk_file import BlockFile
 
 _NUM_READERS = 8  # Fast disks need many reads at a time, and a core computes SHA-256 at 1 to 2 GB/s.
-_NUM_WRITERS = 2  # Nobody waits for writes, so reads get most of the disk.
+_NUM_WRITERS = 2  # Requests do not wait for writes, so reads get most of the disk.
 _MAX_WAITING = 4096  # transfers of a kind, so that a slow disk cannot fill the memory
 
 _logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class DiskTransfers:
         return self._submit(self._reads, _Task(self._file.read, slot, key, pieces, Transfer()))
 
     def write(self, slot: int, key: bytes, pieces: Sequence[memoryview]) -> Transfer:
-        """Start to write a block from memory (`BlockFile.write`); after a failure the slot holds no block."""
+        """Start to write a block (`BlockFile.write`); after a failure the slot holds no block, or its last."""
         return self._submit(self._writes, _Task(self._file.write, slot, key, pieces, Transfer()))
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class DiskTransfers:
         try:
             self._file.close()
         except OSError as error:
-            self._log(f"close: {error}")
+            self._log("close", error)
 
     def _submit(self, tasks: "Queue[_Task | None]", task: _Task) -> Transfer:
         if self._is_closed:
@@ -98,7 +98,7 @@ class DiskTransfers:
         try:
             tasks.put_nowait(task)
         except Full:
-            self._log(f"{task.move.__name__}: more than {_MAX_WAITING} transfers wait")
+            self._log(task.move.__name__, Full(f"more than {_MAX_WAITING} transfers wait"))
             task.transfer.end(has_failed=True)
         return task.transfer
 
@@ -110,16 +110,19 @@ class DiskTransfers:
                     task.move(task.slot, task.key, task.pieces)
                     has_failed = False
             except Exception as error:  # Whatever it is, the block is a miss and the engine goes on.
-                self._log(f"{task.move.__name__}: {error}")
+                self._log(task.move.__name__, error)
             task.transfer.end(has_failed)
             del task  # The thread holds no memory while it waits for the next one.
 
-    def _log(self, reason: str) -> None:
+    def _log(self, action: str, error: Exception) -> None:
+        kind = f"{action} {type(error).__name__} {getattr(error, 'errno', '')}"
         with self._log_lock:
-            if reason in self._logged:
+            if kind in self._logged:
                 return
-            self._logged.add(reason)
+            self._logged.add(kind)
         _logger.warning(
-            "blocks on the disk of --kv-offloading-path: %s; they count as misses, and further ones are not logged",
-            reason,
+            "%s of a block on the disk of --kv-offloading-path: %s; such blocks count as misses, and further ones of "
+            "this kind are not logged",
+            action,
+            error,
         )

@@ -17,13 +17,13 @@ _WORD = torch.int64.itemsize
 def weights_digest(*modules: nn.Module) -> bytes:
     """Return a digest [32] of all weights of modules on this rank, with their names, shapes and dtypes.
 
-    The weights are parameters, buffers, and tensors in attributes, such as experts. Attributes and buffers that begin
-    with an underscore are scratch memory. This is the digest of one rank; that of a model is over the digests of all
-    its ranks.
+    The weights are parameters, buffers, and tensors in attributes (experts, for one). Attributes and buffers whose
+    names begin with an underscore are scratch memory. Each rank has a digest of its own; a model's digest combines the
+    digests of all its ranks.
 
     Each tensor becomes the sum of its 64-bit words on its device, each mixed with its position. A change of one word
-    always changes the sum. Any other change, such as a swap, leaves it as it is with a probability of 2**-64. The sums
-    do not protect against weights that somebody has made to have equal sums.
+    always changes the sum. Any other change, for example a swap, leaves the sum unchanged with a probability of 2**-64.
+    The sums do not protect against weights constructed to have equal sums.
 
     Source: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014).
     """
@@ -37,8 +37,8 @@ def weights_digest(*modules: nn.Module) -> bytes:
 
 def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, part in module.named_modules():
-        held = {**dict(part.named_parameters(recurse=False)), **dict(part.named_buffers(recurse=False)), **vars(part)}
-        for name, value in held.items():
+        values = {**dict(part.named_parameters(recurse=False)), **dict(part.named_buffers(recurse=False)), **vars(part)}
+        for name, value in values.items():
             if not name.startswith("_"):
                 for tensor in _tensors(value):
                     yield f"{prefix}.{name}", tensor
@@ -72,12 +72,12 @@ def _sum(tensor: Tensor) -> Tensor:
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yield views of at most `_CHUNK` bytes, which hold all elements in order."""
-    most = _CHUNK // tensor.itemsize
+    num_elements = _CHUNK // tensor.itemsize
     if tensor.is_contiguous():
-        yield from tensor.view(-1).split(most)
-    elif tensor.numel() <= most:
+        yield from tensor.view(-1).split(num_elements)
+    elif tensor.numel() <= num_elements:
         yield tensor
     else:
-        num_rows = max(1, most * len(tensor) // tensor.numel())
+        num_rows = max(1, num_elements * len(tensor) // tensor.numel())
         for rows in tensor.split(num_rows) if len(tensor) > 1 else tensor:
             yield from _parts(rows)

@@ -1,4 +1,4 @@
-"""Files of blocks: what was written is read, and whatever else a file may hold is refused."""
+"""Files of blocks: blocks are read as they were written, and damaged or foreign ones are refused."""
 
 import contextlib
 import errno
@@ -40,9 +40,9 @@ def fill(directory: Path, num_slots: int = 4) -> None:
 
 
 def readable(file: BlockFile) -> dict[int, bytes]:
-    """Contents by slot of all blocks that `found` offers and that can be read."""
+    """Contents by slot of all blocks that `stored` offers and that can be read."""
     contents = {}
-    for key, slot in file.found.items():
+    for key, slot in file.stored.items():
         try:
             contents[slot] = read_slot(file, slot, key)
         except DamagedBlockError:
@@ -64,14 +64,14 @@ def test_blocks_are_read_after_a_restart(directory: Path) -> None:
     fill(directory)
     assert path_of(directory).read_bytes() == b"".join(map(content_of, range(4)))
     file = open_file(directory)
-    assert list(file.found.items()) == [(key_of(slot), slot) for slot in range(4)]
+    assert list(file.stored.items()) == [(key_of(slot), slot) for slot in range(4)]
     assert readable(file) == {slot: content_of(slot) for slot in range(4)}
     file.write(1, key_of(9), pieces_of(content_of(9)))
     assert read_slot(file, 1, key_of(9)) == content_of(9)
     with pytest.raises(DamagedBlockError, match="another block"):
         file.read(1, key_of(1), pieces_of())
     file.close()
-    assert list(open_file(directory).found.items()) == [(key_of(number), number % 8) for number in (0, 2, 3)] + [
+    assert list(open_file(directory).stored.items()) == [(key_of(number), number % 8) for number in (0, 2, 3)] + [
         (key_of(9), 1)
     ]
 
@@ -81,7 +81,7 @@ def test_of_two_slots_with_a_key_the_newest_counts(tmp_path: Path) -> None:
     for slot, number in ((2, 0), (3, 1), (0, 0)):
         file.write(slot, key_of(number), pieces_of(content_of(number)))
     file.close()
-    assert list(open_file(tmp_path).found.items()) == [(key_of(1), 3), (key_of(0), 0)]
+    assert list(open_file(tmp_path).stored.items()) == [(key_of(1), 3), (key_of(0), 0)]
 
 
 @pytest.mark.parametrize("num_slots", [1, 3, 6])
@@ -146,21 +146,21 @@ def test_a_file_that_shrinks_under_the_reader(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_file_of_another_identity_or_rank_is_a_miss(tmp_path: Path, rank: int) -> None:
-    """Files that somebody copied to where they do not belong."""
+    """The files were copied into a folder that is not their own."""
     fill(tmp_path)
     identity = {**IDENTITY, "model": "d2"} if rank == 0 else IDENTITY
     folder = DiskFolder(tmp_path / "other", identity)
     for suffix in ("blocks", "index"):
         (folder.path / f"rank{rank}.0.{suffix}").write_bytes(path_of(tmp_path, suffix).read_bytes())
     file = BlockFile(folder.claim(rank), 4, SLOT_BYTES)
-    assert not file.found
+    assert not file.stored
     with pytest.raises(DamagedBlockError, match="another block"):
         file.read(0, key_of(0), pieces_of())
 
 
 def test_slots_of_another_size_are_misses(tmp_path: Path) -> None:
     fill(tmp_path)
-    assert not BlockFile(DiskFolder(tmp_path, IDENTITY).claim(0), 4, SLOT_BYTES // 5).found
+    assert not BlockFile(DiskFolder(tmp_path, IDENTITY).claim(0), 4, SLOT_BYTES // 5).stored
 
 
 Move = tuple[int, int] | None  # slot and number of a block to write; None to close and open the file
@@ -170,7 +170,7 @@ MOVES = st.lists(st.one_of(st.none(), st.tuples(st.integers(0, 3), st.integers(0
 @given(moves=MOVES)
 @settings(max_examples=40, deadline=None)
 def test_any_writes(tmp_path_factory: pytest.TempPathFactory, moves: list[Move]) -> None:
-    """Against a dict: what each slot holds, in the order of writes."""
+    """Compare with a dict of slots in the order of writes."""
     directory = tmp_path_factory.mktemp("blocks")
     file, expected = open_file(directory), dict[int, int]()
     for move in [*moves, None]:
@@ -186,7 +186,7 @@ def test_any_writes(tmp_path_factory: pytest.TempPathFactory, moves: list[Move])
         file = open_file(directory)
         newest = {number: slot for slot, number in expected.items()}
         order = [(key_of(number), slot) for slot, number in expected.items() if newest[number] == slot]
-        assert list(file.found.items()) == order
+        assert list(file.stored.items()) == order
     file.close()
 
 
@@ -317,8 +317,8 @@ def test_kills_in_the_middle_of_writes(tmp_path: Path) -> None:
                 key, number = receiver.recv()
                 numbers[key] = number
         file = open_file(tmp_path)
-        assert len(file.found) >= 3
-        for key, slot in file.found.items():
+        assert len(file.stored) >= 3
+        for key, slot in file.stored.items():
             assert read_slot(file, slot, key) == content_of(numbers[key])
         for slot in range(4):
             file.write(slot, key_of(slot), pieces_of(content_of(slot)))

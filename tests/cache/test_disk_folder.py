@@ -1,4 +1,4 @@
-"""Folders of blocks: which file a job gets, what is removed, what is never touched."""
+"""Folders of blocks: the file of a job, files to remove, files of others."""
 
 import fcntl
 import json
@@ -46,14 +46,14 @@ def test_two_jobs_on_one_directory(tmp_path: Path) -> None:
     """The second job gets a file of its own; when both have ended, the newest is kept and the other one removed."""
     with other_job(tmp_path):
         file = open_file(tmp_path)
-        assert not file.found
+        assert not file.stored
         file.write(0, key_of(2), pieces_of(content_of(2)))
         folder = DiskFolder(tmp_path, IDENTITY).path
         both = {f"rank0.{generation}.{suffix}" for generation in (0, 1) for suffix in ("blocks", "index")}
         assert names(folder) == both | {"identity.json"}
         file.close()
     file = open_file(tmp_path)
-    assert list(file.found) == [key_of(2)]
+    assert list(file.stored) == [key_of(2)]
     assert read_slot(file, 0, key_of(2)) == content_of(2)
     assert names(folder) == {"rank0.1.blocks", "rank0.1.index", "identity.json"}
 
@@ -106,7 +106,7 @@ def test_another_identity_is_reported_and_then_removed(tmp_path: Path) -> None:
     DiskFolder(tmp_path, OTHER).claim(1)
     assert not DiskFolder(tmp_path, OTHER).others
     assert names(DiskFolder(tmp_path, IDENTITY).path) == {"identity.json"}
-    assert not open_file(tmp_path).found
+    assert not open_file(tmp_path).stored
 
 
 def test_files_of_others_are_not_touched(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from dcpmla.cache import disk_transfer
 from dcpmla.cache.disk_transfer import DiskTransfers, Transfer
-from tests.support.disk import bytes_of, content_of, key_of, open_file, pieces_of
+from tests.support.disk import SLOT_BYTES, bytes_of, content_of, key_of, open_file, pieces_of
 
 NUM_SLOTS = 64
 
@@ -53,11 +53,11 @@ def test_close_finishes_writes_and_frees_the_file(tmp_path: Path) -> None:
         assert late.is_done
         assert late.has_failed
     transfers.close()
-    assert set(open_file(tmp_path, NUM_SLOTS).found) == {key_of(slot) for slot in range(NUM_SLOTS)}
+    assert set(open_file(tmp_path, NUM_SLOTS).stored) == {key_of(slot) for slot in range(NUM_SLOTS)}
 
 
 def test_close_ends_reads_that_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads under way end as they do; those in the queue fail."""
+    """Reads under way succeed; reads in the queue fail."""
     file = open_file(tmp_path, NUM_SLOTS)
     begun, may_go, read = Semaphore(0), Event(), file.read
 
@@ -97,21 +97,23 @@ def test_failures_are_logged_once_for_each_kind(
         for _ in range(3):
             assert wait(transfers.read(0, key_of(0), pieces_of())) == [False]  # damaged
             assert wait(transfers.read(1, key_of(2), pieces_of())) == [False]  # another key
-            assert wait(transfers.read(NUM_SLOTS + 1, key_of(2), pieces_of())) == [False]  # no such slot
-            assert wait(transfers.read(1, key_of(1), [])) == [False]  # a mistake of the caller
+            assert wait(transfers.read(NUM_SLOTS, key_of(1), pieces_of())) == [False]  # no such slot
+            assert wait(transfers.write(1, key_of(1), pieces_of()[1:])) == [False]  # too few bytes
             with monkeypatch.context() as patch:
                 patch.setattr(os, "pwritev", fail)
                 assert wait(transfers.write(3, key_of(3), pieces_of(content_of(3)))) == [False]
             with monkeypatch.context() as patch:
                 patch.setattr(os, "preadv", fail)
                 assert wait(transfers.read(4, key_of(4), pieces_of())) == [False]
-    reasons = [record.getMessage().partition("--kv-offloading-path: ")[2] for record in caplog.records]
-    assert sorted(reason.partition(";")[0] for reason in reasons) == [
-        "read: [Errno 28] No space left on device",
-        "read: the content does not match its checksum",
-        "read: the slot holds another block",
-        "write: [Errno 28] No space left on device",
+    sizes = f"there are {NUM_SLOTS} slots of {SLOT_BYTES} bytes"
+    assert [(action, str(error)) for action, error in (record.args for record in caplog.records)] == [
+        ("read", "the content does not match its checksum"),
+        ("read", f"slot is {NUM_SLOTS} and pieces has {SLOT_BYTES} bytes; {sizes}"),
+        ("write", f"slot is 1 and pieces has {SLOT_BYTES - 4096} bytes; {sizes}"),
+        ("write", "[Errno 28] No space left on device"),
+        ("read", "[Errno 28] No space left on device"),
     ]
+    assert "read of a block on the disk of --kv-offloading-path: the content" in caplog.records[0].getMessage()
     assert wait(transfers.read(5, key_of(5), pieces_of())) == [True]  # All threads still serve.
     transfers.close()
 
@@ -129,7 +131,7 @@ def test_a_slow_disk_cannot_fill_the_memory(
     assert 13 <= sum(write.is_done and write.has_failed for write in writes) <= 15
     may_go.set()
     assert 5 <= sum(wait(*writes)) <= 7  # The threads had taken two at most.
-    assert [record.args for record in caplog.records] == [("write: more than 5 transfers wait",)]
+    assert [str(error) for _, error in (record.args for record in caplog.records)] == ["more than 5 transfers wait"]
     transfers.close()
 
 
@@ -141,7 +143,7 @@ def test_memory_is_released(tmp_path: Path) -> None:
     deadline = time.monotonic() + 60
     while True:
         try:
-            memory.clear()  # BufferError as long as a view exists
+            memory.clear()  # It raises BufferError while a view exists.
             break
         except BufferError:
             assert time.monotonic() < deadline

@@ -162,7 +162,7 @@ def load_and_digest(directories: list[Path]) -> list[tuple[bytes, int]]:
 
 
 def load_twice(directories: list[Path]) -> tuple[list[tuple[bytes, int]], list[tuple[bytes, int]]]:
-    """On one rank: load each model twice, the second time with NaN in memory that nobody has filled."""
+    """On one rank: load each model twice, the second time with NaN in memory that is allocated and not filled."""
     first = load_and_digest(directories)
     torch.use_deterministic_algorithms(True, warn_only=True)
     return first, load_and_digest(directories)

@@ -8,7 +8,7 @@ from random import Random
 from dcpmla.cache.disk_file import BlockFile
 from dcpmla.cache.disk_folder import DiskFolder
 
-PIECE_BYTES = (4096, 12288, 4096)  # of a block; of several sizes, as layers have
+PIECE_BYTES = (4096, 12288, 4096)  # A block has pieces of several sizes.
 SLOT_BYTES = sum(PIECE_BYTES)
 IDENTITY = {"model": "d1", "kv_cache_dtype": "auto", "layout": "tp 2, dcp 2, interleave 16"}
 
@@ -22,7 +22,7 @@ def content_of(number: int) -> bytes:
 
 
 def pieces_of(content: bytes = bytes(SLOT_BYTES)) -> list[memoryview]:
-    """Memory of a block with this content, each piece aligned to pages, in an order that is not that of the memory."""
+    """Memory of a block with this content, in aligned pieces whose addresses decrease."""
     memory = mmap.mmap(-1, 2 * SLOT_BYTES)
     pieces, end = [], 2 * SLOT_BYTES
     for start, size in zip((0, 4096, 16384), PIECE_BYTES, strict=True):
