@@ -124,5 +124,5 @@ class DiskTransfers:
             "%s of a block on the disk of --kv-offloading-path: %s; such blocks count as misses, and further ones of "
             "this kind are not logged",
             action,
-            error,
+            str(error),  # The error itself refers to the memory of the transfer.
         )
