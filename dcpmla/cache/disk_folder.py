@@ -3,6 +3,7 @@
     DIR/<SHA-256 of the identity>/identity.json      the identity, to be read by people
     DIR/<SHA-256 of the identity>/rank3.0.blocks     the blocks of rank 3, generation 0
     DIR/<SHA-256 of the identity>/rank3.0.index      their records (`disk_file.py`)
+    DIR/<SHA-256 of the identity>/states3.0.blocks   the states of rank 3, in caches with states; likewise
 
 A job holds an exclusive lock on each of its files. A second job with the same identity finds them locked and takes
 the next generation: a server can start while its predecessor still finishes requests, and a process that hangs cannot
@@ -66,34 +67,37 @@ class DiskFolder:
         except OSError as error:
             raise _path_error(directory, error) from error
 
-    def claim(self, rank: int) -> ClaimedFile:
+    def claim(self, rank: int, content: str = "rank") -> ClaimedFile:
         """Lock a file of a rank: the newest generation that no process holds, or a new one.
 
-        Other files that no process holds are removed: of this rank, and of all ranks of other identities.
+        Other files that no process holds are removed: of this rank and content, and of all ranks of other identities.
+
+        Args:
+            content: Content of the file, "rank" for blocks or "states".
 
         Raises:
             ValueError: The files cannot be made or locked.
         """
         try:
-            lock, path = self._lock_generation(rank)
+            lock, path = self._lock_generation(f"{content}{rank}")
             for folder, _ in _folders(self._directory):
                 if folder != self.path:
                     _remove_unlocked(folder.glob(f"*{_BLOCKS}"))
         except OSError as error:
             raise _path_error(self._directory, error) from error
-        owner = sha256(f"{self._digest} rank {rank}".encode()).digest()
+        owner = sha256(f"{self._digest} {content} {rank}".encode()).digest()
         return ClaimedFile(path, path.with_suffix(_INDEX), lock, owner)
 
-    def _lock_generation(self, rank: int) -> tuple[int, Path]:
+    def _lock_generation(self, name: str) -> tuple[int, Path]:
         while True:
-            paths = self.path.glob(f"rank{rank}.*{_BLOCKS}")
+            paths = self.path.glob(f"{name}.*{_BLOCKS}")
             generations = sorted(int(path.name.split(".")[1]) for path in paths)
-            existing = [self.path / f"rank{rank}.{generation}{_BLOCKS}" for generation in reversed(generations)]
+            existing = [self.path / f"{name}.{generation}{_BLOCKS}" for generation in reversed(generations)]
             for path in existing:
                 if (lock := _lock(path)) is not None:
                     _remove_unlocked(existing)  # The lock keeps the file itself.
                     return lock, path
-            path = self.path / f"rank{rank}.{max(generations, default=-1) + 1}{_BLOCKS}"
+            path = self.path / f"{name}.{max(generations, default=-1) + 1}{_BLOCKS}"
             if (lock := _lock(path, os.O_CREAT)) is not None:
                 return lock, path
             # Another job has made this file since: look again.

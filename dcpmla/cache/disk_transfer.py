@@ -1,6 +1,7 @@
 """Threads that read and write blocks on a disk while the engine runs."""
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Full, Queue
@@ -22,13 +23,15 @@ class Transfer:
     Attributes:
         is_done: Whether it has ended, successfully or not. Its memory is in use until then.
         has_failed: Whether the block was not read or written; final once `is_done`.
+        end_time: Time of its end, of `time.perf_counter`; final once `is_done`.
     """
 
     is_done: bool = False
     has_failed: bool = False
+    end_time: float = 0.0
 
     def end(self, has_failed: bool) -> None:
-        self.has_failed = has_failed
+        self.has_failed, self.end_time = has_failed, time.perf_counter()
         self.is_done = True
 
 

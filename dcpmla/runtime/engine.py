@@ -24,6 +24,7 @@ from dcpmla.runtime.stats import Stats
 from dcpmla.runtime.text import Tokenizer
 
 _MAX_SLEEP = 1.0  # longest seconds between calls of on_step in an idle engine
+_POLL_SECONDS = 2e-4  # between two looks whether blocks have come from the disk
 
 
 class Engine(Admission):
@@ -69,7 +70,7 @@ class Engine(Admission):
         self.stats, self.speculation = Stats(), Speculation(drafter or NoDrafter())
         scheduler.max_absorbed_tokens = 0 if mixed_graph is None else mixed_graph.max_absorbed_tokens
         self._agreement = Agreement(mesh)
-        self.offload = None if memory is None else Offload(memory, cache, scheduler, self._agreement.progress)
+        self.offload = Offload(memory, cache, scheduler, self._agreement.progress)
         self._runner = StepRunner(model, cache, dcp, mesh.dcp_rank, scheduler.costs.tokens_per_request)
         self._first_now = 0.0  # seconds on the first rank's, sent to all: requests that arrived by then are served
         self._in_flight: InFlightStep | None = None  # launched, its tokens not yet taken
@@ -114,9 +115,7 @@ class Engine(Admission):
                 return StepEvents([], [], self._heard)
             self._in_flight = self._launch()
         if self._in_flight is None:
-            self.on_step("waiting for the next request")
-            if self._coming:
-                time.sleep(min(_MAX_SLEEP, max(0.0, self._coming[0].arrival_time - self._first_now)))
+            self._pause()
             return StepEvents([], [])
         step = self._in_flight
         if self.speculation.waits_for(step, self.scheduler.running, self._can_move):
@@ -131,11 +130,23 @@ class Engine(Admission):
             self._in_flight = None
         return StepEvents(tokens, self._finished, self._heard)
 
+    def _pause(self) -> None:
+        """Sleep until there may be something to compute: requests that wait are waiting for the disk."""
+        is_reading = bool(self.scheduler.waiting)
+        self.on_step("reading blocks from the disk" if is_reading else "waiting for the next request")
+        if is_reading:
+            time.sleep(_POLL_SECONDS)
+        elif self._coming:
+            time.sleep(min(_MAX_SLEEP, max(0.0, self._coming[0].arrival_time - self._first_now)))
+
     def close(self) -> None:
-        """Free the graphs. To be called before the process groups are destroyed (see `DecodeGraph.release`)."""
+        """Write blocks to the disk, and free the graphs. To be called before the process groups are destroyed (see
+        `DecodeGraph.release`).
+        """
         if self._in_flight is not None:
             self._in_flight.wait()
             self._in_flight = None
+        self.offload.close()
         for graph in (self.graph, self.mixed_graph):
             if graph is not None:
                 graph.release()
@@ -150,8 +161,7 @@ class Engine(Admission):
         if self.has_requests:
             raise ValueError("reset() is for an engine without requests; abort them or run to their end")
         self.allocator.reset()
-        if self.offload is not None:
-            self.offload.reset()
+        self.offload.reset()
         self.stats, self.speculation = Stats(), Speculation(self.speculation.drafter)
         self._latest = None
         self.restart_clock()
@@ -181,31 +191,28 @@ class Engine(Admission):
         is_ahead = self._in_flight is not None
         num_drafts = self.speculation.num_wanted(self.scheduler.running, is_ahead)
         batch = self.scheduler.schedule(self._agreement.clock(), num_drafts)
+        self.offload.begin(batch)
         if not batch.pieces:
             return None
-        if self.offload is not None:
-            self.offload.begin(batch)
         drafts = self.speculation.draft(batch, self._latest)
         self.stats.max_num_running = max(self.stats.max_num_running, len(self.scheduler.running))
         started = time.perf_counter()
         graph = self._runner.graph_of(batch, self.graph, self.mixed_graph)
         self.on_step(batch.describe(self.stats.num_steps + is_ahead, graph and graph[1]))
-        if self.offload is not None:
-            self.offload.prepare(batch, reads_between_graphs(batch, graph))
+        self.offload.prepare(batch, reads_between_graphs(batch, graph))
         self._latest = self._runner.launch(
             batch, self._in_flight, drafts, graph, self.speculation, self._agreement, started
         )
-        if self.offload is not None:
-            self.offload.finish()
+        self.offload.finish()
         for piece in batch.pieces:
             self._remember(piece.request)
         return self._latest
 
     def _remember(self, request: Request) -> None:
         state = self.scheduler.reuse.remember(request)
-        if state is not None and state.target is not None:
-            self.cache.copy_state(state.source, state.target)
-        if state is not None and self.offload is not None:
+        if state is not None:
+            if state.target is not None:
+                self.cache.copy_state(state.source, state.target)
             self.offload.store_state(state)
 
     def _collect(self, step: InFlightStep) -> list[tuple[Request, str]]:

@@ -1,0 +1,129 @@
+"""Engines with a disk below a small host memory: every request gets the tokens that it gets alone."""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcpmla.runtime import disk_reads, offload
+from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.request import Request
+from dcpmla.runtime.sampling import SamplingParams
+from tests.runtime.test_offload import DrawnLoadCosts
+from tests.support.hash_model import BLOCK, EOS, alone, make_engine
+from tests.support.late_disk import late_disk, threaded_disk
+from tests.support.late_memory import LateMemory
+
+PROMPT = [7, 3, 5] * 8
+OTHERS = [[1, 2, 3, 4] * 6, [4, 3, 2, 1] * 6, [6, 6, 1, 0] * 6]
+
+
+@dataclass(frozen=True)
+class Load:
+    """Prompts are a shared beginning and an own end; each arrives after a number of steps, and may be aborted."""
+
+    prompts: list[tuple[list[int], int, int, int]]  # tokens, max_new_tokens, step of arrival, steps until an abort
+    num_blocks: int
+    num_host_blocks: int
+    num_disk_blocks: int
+    num_stored_together: int
+    num_part_blocks: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    costs: int
+    num_polls: int
+    share_of_failures: float
+    seed: int
+
+
+@st.composite
+def loads(draw: st.DrawFn) -> Load:
+    tokens = st.lists(st.integers(0, EOS - 1), min_size=8, max_size=40)
+    beginnings = draw(st.lists(tokens, min_size=1, max_size=4))
+    prompts = []
+    for _ in range(draw(st.integers(1, 20))):
+        prompt = [*draw(st.sampled_from(beginnings)), *draw(st.lists(st.integers(0, EOS - 1), min_size=1, max_size=6))]
+        abort = draw(st.sampled_from([1000, 1000, 1000, 0, 1, 3]))
+        prompts.append((prompt, draw(st.integers(1, 10)), draw(st.integers(0, 60)), abort))
+    largest = max(-(-(len(prompt) + num_new - 1) // BLOCK) for prompt, num_new, *_ in prompts)
+    return Load(
+        prompts,
+        num_blocks=largest + draw(st.integers(0, 6)),
+        num_host_blocks=draw(st.sampled_from([1, 4, 12, 16, 24])),
+        num_disk_blocks=draw(st.sampled_from([1, 6, 40, 200])),
+        num_stored_together=draw(st.sampled_from([1, 3, 32])),
+        num_part_blocks=draw(st.sampled_from([1, 3, 32])),
+        max_num_batched_tokens=draw(st.sampled_from([3, 7, 64])),
+        max_num_seqs=draw(st.sampled_from([1, 2, 16])),
+        costs=draw(st.integers(0, 3)),
+        num_polls=draw(st.sampled_from([0, 1, 4, 30])),
+        share_of_failures=draw(st.sampled_from([0, 0, 0.1, 1])),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+def settle(engine: Engine) -> None:
+    """Step until all transfers have ended."""
+    for _ in range(10_000):
+        engine.step()
+        if engine._agreement.progress.is_empty and not engine.scheduler.tier.num_pending:
+            return
+    raise AssertionError("transfers do not end")
+
+
+def check_empty(engine: Engine) -> None:
+    """Assert that no block of the cache is held, and each slot of host memory and of the disk has at most one key."""
+    settle(engine)
+    assert engine.allocator.num_free == engine.allocator.num_blocks
+    tier, reads = engine.scheduler.tier, engine.scheduler.reads
+    for table in (tier.blocks, tier.states, tier.disk.blocks, tier.disk.states):
+        assert sorted([*table._slots.values(), *table._free]) == list(range(table.num_slots))
+        assert not table._holders
+    assert not (reads.queue or reads._readings or reads._awaited or reads._coming or reads._num_kept)
+
+
+def serve(engine: Engine, load: Load) -> list[Request]:
+    requests: dict[int, Request] = {}
+    num_steps = 0
+    while len(requests) < len(load.prompts) or engine.has_requests:
+        for index, (prompt, num_new, arrival, abort) in enumerate(load.prompts):
+            if arrival == num_steps:
+                requests[index] = engine.add(prompt, SamplingParams(max_new_tokens=num_new))
+            if arrival + abort == num_steps:
+                engine.abort(requests[index])
+        engine.step()
+        num_steps += 1
+        assert num_steps < 20_000
+    for index, (prompt, num_new, *_) in enumerate(load.prompts):
+        expected = alone(prompt, num_new)
+        assert requests[index].token_ids == expected[: len(requests[index].token_ids)]
+        assert requests[index].finish_reason == "abort" or requests[index].token_ids == expected
+    return [requests[index] for index in range(len(load.prompts))]
+
+
+def engine_of(load: Load, directory: Path) -> Engine:
+    limits = load.num_blocks, load.max_num_batched_tokens, load.max_num_seqs
+    disk = late_disk(directory, load.num_disk_blocks, load.seed, load.num_polls, load.share_of_failures)
+    engine = make_engine(*limits, memory=LateMemory, num_host_blocks=load.num_host_blocks, open_disk=disk)
+    engine.scheduler.reuse._costs = DrawnLoadCosts(load.costs)
+    engine.scheduler.reuse._disk_costs = DrawnLoadCosts(load.costs and load.costs + 3)
+    return engine
+
+
+@given(load=loads())
+@settings(max_examples=150, deadline=None)
+def test_every_request_gets_what_it_gets_alone(load: Load) -> None:
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as directory:
+        patch.setattr(offload, "_STORED_TOGETHER", load.num_stored_together)
+        patch.setattr(disk_reads, "_PART_BLOCKS", load.num_part_blocks)
+        patch.setattr(LateMemory, "num_polls", load.num_polls)
+        patch.setattr("dcpmla.runtime.engine._POLL_SECONDS", 0)
+        for _ in range(2):  # the second engine finds the first one's blocks
+            engine = engine_of(load, Path(directory))
+            serve(engine, load)
+            check_empty(engine)
+            engine.close()
