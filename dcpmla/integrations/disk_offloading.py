@@ -72,7 +72,8 @@ def make_disk_tier(
         _log_others(folder, options.kv_offloading_path, identity)
     with agree():
         opened = open_files(folder, mesh.tp_rank, memory, num_bytes, plan.block_tokens)
-    return share_content(memory, opened, mesh.tp_group)
+    memory.disk = DiskFiles(*map(DiskTransfers, opened))
+    return share_content(opened, mesh.tp_group)
 
 
 def cache_identity(
@@ -108,13 +109,12 @@ def open_files(folder: DiskFolder, rank: int, memory: HostMemory, num_bytes: int
     return opened
 
 
-def share_content(memory: HostMemory, opened: list[BlockFile], group: ProcessGroup | None) -> Tier:
-    """Give host memory its files, and return what they hold on all ranks of a group: collective over it.
+def share_content(opened: list[BlockFile], group: ProcessGroup | None) -> Tier:
+    """Return what a rank's files hold on all ranks of a group. Collective over it.
 
     Args:
         group: Ranks that share the blocks; None for one rank.
     """
-    memory.disk = DiskFiles(*(DiskTransfers(file) for file in opened))
     tier = Tier(*(file.num_slots for file in opened))
     for table, file in zip((tier.blocks, tier.states), opened, strict=False):
         table.fill(_common(file.stored, group))

@@ -1,15 +1,17 @@
 """Engines with a disk below a small host memory: every request gets the tokens that it gets alone."""
 
+import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla.runtime import disk_reads, offload
+from dcpmla.runtime.disk_offload import DiskOffload
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
@@ -83,7 +85,7 @@ def check_empty(engine: Engine) -> None:
     for table in (tier.blocks, tier.states, tier.disk.blocks, tier.disk.states):
         assert sorted([*table._slots.values(), *table._free]) == list(range(table.num_slots))
         assert not table._holders
-    assert not (reads.queue or reads._readings or reads._awaited or reads._coming or reads._num_kept)
+    assert not any([reads.queue, reads._readings, reads._awaited, reads._coming, reads._num_kept])
 
 
 def serve(engine: Engine, load: Load) -> list[Request]:
@@ -127,3 +129,88 @@ def test_every_request_gets_what_it_gets_alone(load: Load) -> None:
             serve(engine, load)
             check_empty(engine)
             engine.close()
+
+
+def answer(engine: Engine, prompt: list[int], num_new: int = 3) -> Request:
+    """Serve a request, whose tokens must be those that it gets alone."""
+    request = engine.add(prompt, SamplingParams(max_new_tokens=num_new))
+    list(engine.run())
+    assert request.token_ids == alone(prompt, num_new)
+    return request
+
+
+def disk_of(engine: Engine) -> DiskOffload:
+    assert engine.offload.disk is not None
+    return engine.offload.disk
+
+
+FULL = (len(PROMPT) - 1) // BLOCK * BLOCK  # tokens of its full blocks
+
+
+@pytest.mark.parametrize("open_disk", [late_disk, threaded_disk])
+def test_a_prompt_that_has_left_host_memory_comes_from_the_disk(open_disk: Any, tmp_path: Path) -> None:
+    engine = make_engine(8, num_host_blocks=9, open_disk=open_disk(tmp_path, 40))
+    for prompt in (PROMPT, *OTHERS):
+        answer(engine, prompt)
+        settle(engine)
+    assert answer(engine, PROMPT).num_cached_tokens == FULL
+    assert disk_of(engine).loaded.blocks == FULL // BLOCK
+    assert disk_of(engine).loaded.bytes == FULL // BLOCK * 4096
+    totals = engine.offload.totals()
+    assert set(totals) == {(tier, direction) for tier in ("host", "disk") for direction in ("load", "store")}
+    assert totals["disk", "store"].blocks == 4 * 6
+    check_empty(engine)
+    engine.close()
+
+
+def test_a_conversation_continues_after_a_restart(tmp_path: Path) -> None:
+    """Also its last blocks, which nothing has pushed out of the cache."""
+    engine = make_engine(40, num_host_blocks=40, open_disk=threaded_disk(tmp_path, 40))
+    conversation = PROMPT + answer(engine, PROMPT, 9).token_ids
+    engine.close()
+    engine = make_engine(40, num_host_blocks=40, open_disk=threaded_disk(tmp_path, 40))
+    assert answer(engine, [*conversation, 1, 2, 3]).num_cached_tokens == (len(conversation) - 1) // BLOCK * BLOCK
+    engine.close()
+
+
+def test_an_idle_engine_writes_all_blocks(tmp_path: Path) -> None:
+    """A killed server loses nothing that was computed before it was idle."""
+    engine = make_engine(40, num_host_blocks=40, open_disk=threaded_disk(tmp_path, 40))
+    answer(engine, PROMPT)
+    settle(engine)
+    shutil.copytree(tmp_path, tmp_path / "copy")  # as it is found after a kill
+    engine = make_engine(40, num_host_blocks=40, open_disk=threaded_disk(tmp_path / "copy", 40))
+    assert answer(engine, PROMPT).num_cached_tokens == FULL
+    engine.close()
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "swap", "no index"])
+def test_damaged_files(damage: str, tmp_path: Path) -> None:
+    engine = make_engine(40, num_host_blocks=40, open_disk=threaded_disk(tmp_path, 40))
+    answer(engine, PROMPT)
+    settle(engine)
+    slots = engine.scheduler.tier.disk.blocks
+    engine.close()
+    (blocks,) = tmp_path.glob("*/rank0.0.blocks")
+    content = bytearray(blocks.read_bytes())
+    third, fourth = slots.slots([*slots._slots][2:4])
+    if damage == "flip":
+        content[third * 4096 + 5] ^= 1
+    elif damage == "truncate":
+        del content[third * 4096 :]
+    elif damage == "swap":
+        both = [slice(slot * 4096, (slot + 1) * 4096) for slot in (third, fourth)]
+        content[both[0]], content[both[1]] = content[both[1]], content[both[0]]
+    else:
+        blocks.with_suffix(".index").unlink()
+    blocks.write_bytes(content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk_reads, "_PART_BLOCKS", 1)
+        engine = make_engine(40, num_host_blocks=40, open_disk=threaded_disk(tmp_path, 40))
+        known = engine.scheduler.tier.disk.blocks
+        assert len(known) == (0 if damage == "no index" else FULL // BLOCK + 1)
+        assert answer(engine, PROMPT).num_cached_tokens == (0 if damage == "no index" else 2 * BLOCK)
+    check_empty(engine)
+    assert len(engine.scheduler.tier.disk.blocks) == FULL // BLOCK + 1  # what was damaged is written again
+    engine.reset()
+    engine.close()

@@ -5,14 +5,15 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from dcpmla.cache.disk_file import RECORD_BYTES, DamagedBlockError
+from dcpmla.cache.disk_file import RECORD_BYTES, BlockFile, DamagedBlockError
 from dcpmla.cache.disk_files import DiskFiles
 from dcpmla.cache.disk_folder import DiskFolder
-from dcpmla.cache.disk_transfer import Transfer
+from dcpmla.cache.disk_transfer import DiskTransfers, Transfer
 from dcpmla.cache.host import HostMemory
 from dcpmla.cache.tier import Tier
 from dcpmla.integrations.disk_offloading import open_files, share_content
 
+OpenDisk = Callable[[HostMemory], Tier]
 IDENTITY = {"model": "hash", "layout": "one"}
 
 
@@ -77,28 +78,32 @@ class LateTransfers:
 
 
 def late_disk(
-    directory: Path, num_blocks: int, seed: int = 0, num_polls: int = 3, share: float = 0.0, rank: int = 0
-) -> Callable[[HostMemory], Tier]:
+    directory: Path,
+    num_blocks: int,
+    seed: int = 0,
+    num_polls: int = 3,
+    share: float = 0.0,
+    rank: int = 0,
+    group: Any = None,
+) -> OpenDisk:
     """Return a function that gives host memory a file of so many blocks, with late transfers."""
 
-    def open_disk(memory: HostMemory) -> Tier:
-        tier = threaded_disk(directory, num_blocks, rank)(memory)
-        assert memory.disk is not None
-        blocks, states = memory.disk
-        rng = Random(f"{seed} {rank}")
-        late = [each and LateTransfers(each._file, rng, num_polls, share) for each in (blocks, states)]
-        memory.disk = DiskFiles(*late)  # type: ignore[arg-type]
-        return tier
-
-    return open_disk
+    rng = Random(f"{seed} {rank}")
+    return _opener(directory, num_blocks, rank, group, lambda file: LateTransfers(file, rng, num_polls, share))
 
 
-def threaded_disk(directory: Path, num_blocks: int, rank: int = 0, group: Any = None) -> Callable[[HostMemory], Tier]:
+def threaded_disk(directory: Path, num_blocks: int, rank: int = 0, group: Any = None) -> OpenDisk:
     """Return a function that gives host memory a file of so many blocks, read and written by threads."""
+    return _opener(directory, num_blocks, rank, group, DiskTransfers)
 
+
+def _opener(directory: Path, num_blocks: int, rank: int, group: Any, transfers: Callable[[BlockFile], Any]) -> OpenDisk:
     def open_disk(memory: HostMemory) -> Tier:
         folder = DiskFolder(directory, IDENTITY)
         num_bytes = num_blocks * (memory.block_bytes + RECORD_BYTES)
-        return share_content(memory, open_files(folder, rank, memory, num_bytes, 4), group)
+        num_bytes += num_blocks // 4 * (memory.state_bytes + RECORD_BYTES) if memory.state_bytes else 0
+        opened = open_files(folder, rank, memory, num_bytes, 4)
+        memory.disk = DiskFiles(*map(transfers, opened))
+        return share_content(opened, group)
 
     return open_disk
