@@ -96,7 +96,7 @@ class DiskOffload:
     def _forget(self) -> None:
         tier = self._tier
         self._blocks, self._states = _Writer(tier.blocks, tier.disk.blocks), _Writer(tier.states, tier.disk.states)
-        self._moves: list[DiskMove] = []  # under way
+        self._moves: dict[DiskMove, Callable[[bool], None]] = {}  # under way, with the functions of their ends
         self._num_reads = 0
         self.loaded, self.stored = CopyTotals(), CopyTotals()
 
@@ -118,9 +118,17 @@ class DiskOffload:
                 self._write(writer, places, is_state)
 
     def close(self) -> None:
-        """Finish writes, also of what has just been copied to host memory, unless they take very long."""
+        """Write what host memory has and the disk lacks, unless that takes very long. From here on ranks do not agree:
+        the next job compares their files.
+        """
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        self._reads.queue.clear()
         self.begin()
-        if self._wait(_CLOSE_SECONDS):
+        while self._moves and self._wait(deadline):
+            for move, on_end in list(self._moves.items()):
+                on_end(not move.has_failed)
+            self.begin()
+        if not self._moves:
             self._files.close()
 
     def reset(self) -> None:
@@ -157,11 +165,11 @@ class DiskOffload:
         self._begin(move, end)
 
     def _begin(self, move: DiskMove, on_end: Callable[[bool], None]) -> None:
-        self._moves.append(move)
+        self._moves[move] = on_end
         self._progress.watch(move, on_end)
 
     def _end(self, move: DiskMove, totals: CopyTotals | None, is_state: bool) -> None:
-        self._moves.remove(move)
+        del self._moves[move]
         if totals is not None:
             totals.add(move, 0 if is_state else len(move.places))
 
@@ -172,9 +180,8 @@ class DiskOffload:
         assert self._files.states is not None
         return self._files.states, self._memory.state, self._memory.state_bytes
 
-    def _wait(self, seconds: float) -> bool:
-        """Wait for all transfers under way on this rank; return whether all have ended within so many seconds."""
-        deadline = time.monotonic() + seconds
+    def _wait(self, deadline: float) -> bool:
+        """Wait for all transfers under way on this rank; return whether all have ended by then."""
         while not all([move.is_done for move in self._moves]):
             if time.monotonic() > deadline:
                 return False

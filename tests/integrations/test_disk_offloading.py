@@ -1,0 +1,97 @@
+"""Conversations that continue after a restart of the engine, from files on a disk: transformers' tokens."""
+
+import functools
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dcpmla.comm.select import select_exchange
+from dcpmla.config import DCPConfig
+from dcpmla.integrations.engine_options import EngineOptions
+from dcpmla.integrations.loading import load_engine
+from dcpmla.integrations.open_model import open_model
+from dcpmla.parallel.mesh import init_mesh
+from dcpmla.runtime.costs import TOKEN_COSTS
+from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.sampling import SamplingParams
+from tests.support.layouts import dcp_config
+from tests.support.models import VOCAB_SIZE, save_tiny
+from tests.support.ranks import run_ranks
+
+PROMPTS = [[1 + (number * 7 + index * index) % (VOCAB_SIZE - 2) for index in range(61)] for number in range(3)]
+
+
+def engine_on(model: Path, disk: Path, dcp: DCPConfig, device_type: str = "cpu") -> Engine:
+    """Return one rank's engine with host memory and files."""
+    device = torch.device(device_type, dist.get_rank()) if device_type == "cuda" else torch.device("cpu")
+    mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
+    chosen = select_exchange(dcp, mesh.dcp_group, device)
+    options = EngineOptions(
+        kv_cache_memory_bytes=1 << 23,
+        kv_offloading_size=0.03 * mesh.tp_size,
+        kv_offloading_path=str(disk),
+        kv_offloading_disk_size=0.04 * mesh.tp_size,
+        max_num_seqs=4,
+        max_num_batched_tokens=48,
+        dtype="float32",
+    )
+    engine = load_engine(open_model(str(model), 160), dcp, mesh, chosen, device, options)
+    engine.scheduler.reuse._costs = engine.scheduler.reuse._disk_costs = TOKEN_COSTS
+    return engine
+
+
+def converse(
+    model: Path, disk: Path, dcp: DCPConfig, conversations: list[list[int]], device_type: str = "cpu"
+) -> tuple[list[list[int]], list[int], list[str]]:
+    """On one rank: return answers, numbers of their cached tokens, and lines of the log."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dcpmla").addHandler(handler)
+    engine = engine_on(model, disk, dcp, device_type)
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    requests = [engine.add(list(conversation), params) for conversation in conversations]
+    list(engine.run())
+    assert engine.allocator.num_free == engine.allocator.num_blocks
+    engine.close()
+    return [request.token_ids for request in requests], [request.num_cached_tokens for request in requests], lines
+
+
+def check(reference: Any, prompts: list[list[int]], answers: list[list[int]]) -> None:
+    """Assert that answers are transformers' own."""
+    for prompt, tokens in zip(prompts, answers, strict=True):
+        with torch.no_grad():
+            expected = reference(torch.tensor([prompt + tokens[:-1]])).logits[0][len(prompt) - 1 :]
+        assert tokens == expected.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "dcp", "interleave"),
+    [
+        ("deepseek_v3", 1, 1, 1),
+        ("deepseek_v32", 2, 2, 4),
+        ("kimi_linear", 2, 2, 1),
+        ("deepseek_v4", 1, 1, 1),
+        ("glm5_next_text", 3, 3, 1),
+    ],
+)
+def test_conversations_continue_after_a_restart(
+    family: str, tp: int, dcp: int, interleave: int, tmp_path: Path
+) -> None:
+    reference = save_tiny(family, tmp_path / "model")
+    layout = dcp_config(tp, dcp, interleave, block_size=4)
+    serve = functools.partial(run_ranks, tp, converse, tmp_path / "model", tmp_path / "disk", layout, timeout=300)
+    results = serve(PROMPTS)
+    answers, num_cached, lines = results[0]
+    assert all(result[:2] == results[0][:2] for result in results)
+    assert not any(num_cached)
+    assert not lines
+    prompts = [prompt + answer + [5, 6, 7] for prompt, answer in zip(PROMPTS, answers, strict=True)]
+    for answers, num_cached, lines in serve(prompts):
+        check(reference, prompts, answers)
+        assert all(number >= len(PROMPTS[0]) - layout.block_size * dcp for number in num_cached), num_cached
+        assert not lines
