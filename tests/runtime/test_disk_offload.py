@@ -4,12 +4,15 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime import disk_reads, offload
 from dcpmla.runtime.disk_offload import DiskOffload
 from dcpmla.runtime.engine import Engine
@@ -19,6 +22,7 @@ from tests.runtime.test_offload import DrawnLoadCosts
 from tests.support.hash_model import BLOCK, EOS, alone, make_engine
 from tests.support.late_disk import late_disk, threaded_disk
 from tests.support.late_memory import LateMemory
+from tests.support.ranks import run_ranks
 
 PROMPT = [7, 3, 5] * 8
 OTHERS = [[1, 2, 3, 4] * 6, [4, 3, 2, 1] * 6, [6, 6, 1, 0] * 6]
@@ -214,3 +218,63 @@ def test_damaged_files(damage: str, tmp_path: Path) -> None:
     assert len(engine.scheduler.tier.disk.blocks) == FULL // BLOCK + 1  # what was damaged is written again
     engine.reset()
     engine.close()
+
+
+def drawn_load(seed: int) -> Load:
+    rng = Random(seed)
+    beginnings = [[rng.randrange(EOS) for _ in range(rng.randint(8, 40))] for _ in range(3)]
+    prompts = []
+    for _ in range(25):
+        prompt = [*rng.choice(beginnings), *(rng.randrange(EOS) for _ in range(rng.randint(1, 6)))]
+        prompts.append((prompt, rng.randint(1, 6), rng.randrange(80), rng.choice([1000, 1000, 1000, 2])))
+    return Load(
+        prompts,
+        num_blocks=14 + rng.randrange(4),
+        num_host_blocks=rng.choice([12, 20]),
+        num_disk_blocks=rng.choice([10, 60]),
+        num_stored_together=rng.choice([1, 3]),
+        num_part_blocks=rng.choice([1, 3]),
+        max_num_batched_tokens=rng.choice([7, 64]),
+        max_num_seqs=rng.choice([1, 4]),
+        costs=0,
+        num_polls=rng.choice([0, 3, 10]),
+        share_of_failures=rng.choice([0, 0.05, 0.2]),
+        seed=seed,
+    )
+
+
+def serve_on_rank(directory: Path, num_ranks: int, seeds: list[int]) -> list[tuple[Any, ...]]:
+    """On one rank: serve loads, and return cached tokens, contents of the tiers and numbers of blocks read."""
+    mesh, rank, results = init_mesh(num_ranks, 1), dist.get_rank(), []
+    for seed in seeds:
+        load = drawn_load(seed)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(offload, "_STORED_TOGETHER", load.num_stored_together)
+            patch.setattr(disk_reads, "_PART_BLOCKS", load.num_part_blocks)
+            patch.setattr(LateMemory, "num_polls", load.num_polls + rank)
+            for _ in range(2):  # the second engine finds the first one's blocks
+                disk = (load.num_disk_blocks, seed, load.num_polls, load.share_of_failures, rank, mesh.tp_group)
+                engine = make_engine(
+                    load.num_blocks,
+                    load.max_num_batched_tokens,
+                    load.max_num_seqs,
+                    mesh=mesh,
+                    memory=LateMemory,
+                    num_host_blocks=load.num_host_blocks,
+                    open_disk=late_disk(directory / str(seed), *disk),
+                )
+                requests = serve(engine, load)
+                check_empty(engine)
+                tier = engine.scheduler.tier
+                contents = [dict(table._slots) for table in (tier.blocks, tier.disk.blocks)]
+                results.append((contents, [each.num_cached_tokens for each in requests], disk_of(engine).loaded.blocks))
+                engine.close()
+    return results
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_whose_disks_fail_differently(num_ranks: int, tmp_path: Path) -> None:
+    """All ranks know the same content after each load, and every request gets what it gets alone."""
+    results = run_ranks(num_ranks, serve_on_rank, tmp_path, num_ranks, list(range(7)))
+    assert all(result == results[0] for result in results)
+    assert sum(num_read for *_, num_read in results[0]) > 50

@@ -45,8 +45,9 @@ class LateMemory(HostMemory):
 
         def run() -> None:
             before.wait()
+            latest = self._last_load
             copy_in(blocks, slots, state)
-            self._last_load = late
+            self._last_load = latest
 
         late = self._last_load = LateCopy(run, self.num_polls)
         return late
@@ -57,8 +58,9 @@ class LateMemory(HostMemory):
 
         def run() -> None:
             before.wait()
+            latest = self._last_store
             copy_out(blocks, slots)
-            self._last_store = late
+            self._last_store = latest
 
         late = self._last_store = LateCopy(run, self.num_polls)
         return late
