@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from dcpmla.cache.disk_files import DiskFiles, DiskMove, Place
+from dcpmla.cache.disk_files import DiskMove, Place
 from dcpmla.cache.disk_transfer import DiskTransfers, Transfer
 from dcpmla.cache.host import HostMemory
 from dcpmla.cache.tier import HostTier, SlotTable
@@ -74,12 +74,11 @@ class _Writer:
 class DiskOffload:
     """The files of a rank below its host memory.
 
-    Blocks and states are written behind: after they have been copied to host memory, if they are still there. Writes
-    keep at most a quarter of host memory from other uses.
+    Blocks and states are written after they have been copied to host memory, as long as they are there. No request
+    waits for a write. Writes keep at most a quarter of host memory from other uses.
 
     Args:
-        files: Files of this rank.
-        memory: Host memory of this rank.
+        memory: Host memory of this rank, with files.
         tier: Content of host memory and of the disk.
         reads: Blocks that waiting requests want.
         progress: Transfers that all ranks agree on.
@@ -87,10 +86,9 @@ class DiskOffload:
         loaded, stored: Totals of transfers that have ended on all ranks.
     """
 
-    def __init__(
-        self, files: DiskFiles, memory: HostMemory, tier: HostTier, reads: DiskReads, progress: Progress
-    ) -> None:
-        self._files, self._memory, self._tier, self._reads, self._progress = files, memory, tier, reads, progress
+    def __init__(self, memory: HostMemory, tier: HostTier, reads: DiskReads, progress: Progress) -> None:
+        assert memory.disk is not None
+        self._files, self._memory, self._tier, self._reads, self._progress = memory.disk, memory, tier, reads, progress
         self._forget()
 
     def _forget(self) -> None:
@@ -133,6 +131,7 @@ class DiskOffload:
 
     def reset(self) -> None:
         """Forget all content, of an engine without requests whose tiers have forgotten theirs."""
+        self._reads.reset()
         self._wait(math.inf)  # threads use the memory until then
         self._forget()
 

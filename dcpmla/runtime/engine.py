@@ -70,7 +70,7 @@ class Engine(Admission):
         self.stats, self.speculation = Stats(), Speculation(drafter or NoDrafter())
         scheduler.max_absorbed_tokens = 0 if mixed_graph is None else mixed_graph.max_absorbed_tokens
         self._agreement = Agreement(mesh)
-        self.offload = Offload(memory, cache, scheduler, self._agreement.progress)
+        self.offload = None if memory is None else Offload(memory, cache, scheduler, self._agreement.progress)
         self._runner = StepRunner(model, cache, dcp, mesh.dcp_rank, scheduler.costs.tokens_per_request)
         self._first_now = 0.0  # seconds on the first rank's, sent to all: requests that arrived by then are served
         self._in_flight: InFlightStep | None = None  # launched, its tokens not yet taken
@@ -146,7 +146,8 @@ class Engine(Admission):
         if self._in_flight is not None:
             self._in_flight.wait()
             self._in_flight = None
-        self.offload.close()
+        if self.offload is not None:
+            self.offload.close()
         for graph in (self.graph, self.mixed_graph):
             if graph is not None:
                 graph.release()
@@ -161,7 +162,8 @@ class Engine(Admission):
         if self.has_requests:
             raise ValueError("reset() is for an engine without requests; abort them or run to their end")
         self.allocator.reset()
-        self.offload.reset()
+        if self.offload is not None:
+            self.offload.reset()
         self.stats, self.speculation = Stats(), Speculation(self.speculation.drafter)
         self._latest = None
         self.restart_clock()
@@ -191,7 +193,8 @@ class Engine(Admission):
         is_ahead = self._in_flight is not None
         num_drafts = self.speculation.num_wanted(self.scheduler.running, is_ahead)
         batch = self.scheduler.schedule(self._agreement.clock(), num_drafts)
-        self.offload.begin(batch)
+        if self.offload is not None:
+            self.offload.begin(batch)
         if not batch.pieces:
             return None
         drafts = self.speculation.draft(batch, self._latest)
@@ -199,20 +202,22 @@ class Engine(Admission):
         started = time.perf_counter()
         graph = self._runner.graph_of(batch, self.graph, self.mixed_graph)
         self.on_step(batch.describe(self.stats.num_steps + is_ahead, graph and graph[1]))
-        self.offload.prepare(batch, reads_between_graphs(batch, graph))
+        if self.offload is not None:
+            self.offload.prepare(batch, reads_between_graphs(batch, graph))
         self._latest = self._runner.launch(
             batch, self._in_flight, drafts, graph, self.speculation, self._agreement, started
         )
-        self.offload.finish()
+        if self.offload is not None:
+            self.offload.finish()
         for piece in batch.pieces:
             self._remember(piece.request)
         return self._latest
 
     def _remember(self, request: Request) -> None:
         state = self.scheduler.reuse.remember(request)
-        if state is not None:
-            if state.target is not None:
-                self.cache.copy_state(state.source, state.target)
+        if state is not None and state.target is not None:
+            self.cache.copy_state(state.source, state.target)
+        if state is not None and self.offload is not None:
             self.offload.store_state(state)
 
     def _collect(self, step: InFlightStep) -> list[tuple[Request, str]]:

@@ -25,14 +25,14 @@ class _Store(NamedTuple):
 
 
 class Offload:
-    """The tiers of memory below an engine's cache, if it has any.
+    """The tiers of memory below an engine's cache.
 
     Full blocks are stored together, at the latest before they are overwritten. A request that finds blocks or a state
     in host memory waits until they have arrived while others run; if there is nothing else to run, its step starts at
     once, and each layer waits for its part.
 
     Args:
-        memory: Host memory of this rank; None without.
+        memory: Host memory of this rank.
         cache: Cache of this rank.
         scheduler: Scheduler over the cache's blocks and the content of host memory.
         progress: Transfers that all ranks agree on.
@@ -41,12 +41,10 @@ class Offload:
         disk: Transfers between host memory and the disk; None without.
     """
 
-    def __init__(self, memory: HostMemory | None, cache: Cache, scheduler: Scheduler, progress: Progress) -> None:
+    def __init__(self, memory: HostMemory, cache: Cache, scheduler: Scheduler, progress: Progress) -> None:
         self.tier, self._memory, self._cache, self._allocator = scheduler.tier, memory, cache, scheduler.allocator
-        self._progress, self._reads = progress, scheduler.reads
-        self.disk: DiskOffload | None = None
-        if memory is not None and memory.disk is not None:
-            self.disk = DiskOffload(memory.disk, memory, scheduler.tier, scheduler.reads, progress)
+        self._progress = progress
+        self.disk = None if scheduler.reads is None else DiskOffload(memory, scheduler.tier, scheduler.reads, progress)
         self.loaded, self.stored = CopyTotals(), CopyTotals()
         self._stores: list[_Store] = []  # under way
         self._loads: list[tuple[Copy, int]] = []  # under way, with their numbers of blocks
@@ -97,7 +95,6 @@ class Offload:
         states = self.tier.states
         slot = None if state.key in states else states.add(state.key)
         if slot is not None:
-            assert self._memory is not None
             self._memory.store_state(state.source, slot)
             if self.disk is not None:
                 self.disk.add_state(state.key)
@@ -105,7 +102,7 @@ class Offload:
     def totals(self) -> dict[tuple[str, str], CopyTotals]:
         """Return the totals of transfers by tier ("host", "disk") and direction ("load", "store")."""
         self.count()
-        tiers: dict[str, Offload | DiskOffload] = {} if self._memory is None else {"host": self}
+        tiers: dict[str, Offload | DiskOffload] = {"host": self}
         if self.disk is not None:
             tiers["disk"] = self.disk
         return {
@@ -124,7 +121,6 @@ class Offload:
     def reset(self) -> None:
         """Forget all content, of an engine without requests."""
         self.tier.reset()
-        self._reads.reset()
         self._progress.reset()
         if self.disk is not None:
             self.disk.reset()
@@ -134,7 +130,6 @@ class Offload:
     def _store(self) -> None:
         blocks, slots, keys = self.tier.take_pending()
         if blocks:
-            assert self._memory is not None
             copy = self._memory.store(blocks, slots)
             self._stores.append(_Store(copy, dict(zip(keys, blocks, strict=True))))
         if self.disk is not None:
@@ -143,7 +138,6 @@ class Offload:
     def _load(self, request: Request) -> None:
         loading = request.loading
         assert loading is not None
-        assert self._memory is not None
         tier = self.tier
         slots, state = tier.blocks.slots(loading.keys), None
         if loading.state is not None:

@@ -37,10 +37,9 @@ class Scheduler:
         costs: Model of the time that pieces of prompts take, which bounds them where requests decode.
         enable_prefix_caching: Whether full blocks are remembered for requests that begin with the same tokens.
         tier: Content of host memory; None without.
-        load_costs, disk_costs: Choices between loading blocks from host memory, or from disks, and computing them
-            again.
+        load_costs, disk_costs: Choices between loading blocks from host memory, from disks, and computing them.
     Attributes:
-        reads: Blocks of waiting requests on their way from disks.
+        reads: Blocks of waiting requests on their way from disks; None without disks.
         max_absorbed_tokens: Tokens of the largest step that is one graph, if all its pieces are absorbed.
     Raises:
         ValueError: A limit is below 1, or the cache has fewer states than max_num_seqs.
@@ -67,7 +66,7 @@ class Scheduler:
             )
         self.allocator, self.tier, self.costs = allocator, tier or HostTier(), costs
         self.reuse = PrefixReuse(allocator, enable_prefix_caching, self.tier, load_costs, disk_costs)
-        self.reads = DiskReads(self.reuse, self.tier)
+        self.reads = DiskReads(self.reuse, self.tier) if self.tier.disk.blocks.num_slots else None
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self.max_absorbed_tokens = 0
         self.waiting: deque[Request] = deque()
@@ -118,7 +117,7 @@ class Scheduler:
         (self.running if request.block_ids else self.waiting).remove(request)
         self._free(request)
         self.reuse.remove(request)
-        self.reads.release(request)
+        self._release(request)
 
     def _schedule_decodes(self, batch: Batch) -> None:
         index = 0
@@ -151,11 +150,10 @@ class Scheduler:
             if has_room and (request.num_in_flight or self._was_refused(request)):
                 break
             is_held = has_room and self.reuse.is_held(request, coming)
-            if has_room and not is_held:
-                readiness = self.reads.check(request, not self.running)
+            if has_room and not is_held and self.reads is not None:
+                is_held = (readiness := self.reads.check(request, not self.running)) is Readiness.COMING
                 if readiness is Readiness.NO_ROOM:
                     break
-                is_held = readiness is Readiness.COMING
             if is_held or not has_room:
                 num_held += is_held
                 passed.append(self.waiting.popleft())
@@ -163,7 +161,7 @@ class Scheduler:
             if not self._take_blocks(request, batch):
                 break
             self.running.append(self.waiting.popleft())
-            self.reads.release(request)
+            self._release(request)
             self.reuse.add_coming(request, coming)
             if request.loading is None or not batch.pieces:
                 self._add_piece(batch, request)
@@ -243,6 +241,11 @@ class Scheduler:
             request.loading.cancel()
             request.loading = None
         request.num_computed_tokens = request.num_remembered_blocks = 0
+
+    def _release(self, request: Request) -> None:
+        """Keep nothing for it in host memory."""
+        if self.reads is not None:
+            self.reads.release(request)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.allocator.block_tokens)

@@ -171,8 +171,10 @@ def started(engine: Engine, tokenizer: object, no_tokenizer: str) -> Started:
     )
 
 
-def _tier_totals(offload: Offload) -> dict[tuple[str, str, str], float]:
+def _tier_totals(offload: Offload | None) -> dict[tuple[str, str, str], float]:
     """Return `Report.tier_totals`."""
+    if offload is None:
+        return {}
     return {
         (name, *labels): total for labels, totals in offload.totals().items() for name, total in vars(totals).items()
     }

@@ -1,6 +1,7 @@
 """Conversations that continue after a restart of the engine, from files on a disk: transformers' tokens."""
 
 import functools
+import itertools
 import logging
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
@@ -95,3 +97,69 @@ def test_conversations_continue_after_a_restart(
         check(reference, prompts, answers)
         assert all(number >= len(PROMPTS[0]) - layout.block_size * dcp for number in num_cached), num_cached
         assert not lines
+
+
+def test_another_layout_is_a_miss_and_said_once(tmp_path: Path) -> None:
+    reference = save_tiny("deepseek_v3", tmp_path / "model")
+    serve = functools.partial(run_ranks, 2, converse, tmp_path / "model", tmp_path / "disk", timeout=300)
+    serve(dcp_config(2, 2, 1, block_size=4), PROMPTS)
+    results = serve(dcp_config(2, 2, 2, block_size=4), PROMPTS)
+    for answers, num_cached, _ in results:
+        check(reference, PROMPTS, answers)
+        assert not any(num_cached)
+    (line,) = [line for *_, lines in results for line in lines]
+    assert "they have layout 'tp 2, dcp 2, interleave 1, block size 4' instead of 'tp 2, dcp 2, interleave 2" in line
+    assert f"--kv-offloading-path) is {tmp_path / 'disk'}, whose blocks" in line
+
+
+def test_another_model_is_a_miss(tmp_path: Path) -> None:
+    """Its config is the same, and one of its weights differs."""
+    save_tiny("deepseek_v3", tmp_path / "model")
+    layout = dcp_config(1, 1, 1, block_size=4)
+    serve = functools.partial(run_ranks, 1, converse, tmp_path / "model", tmp_path / "disk", layout, PROMPTS)
+    ((_, first, _),) = serve()
+    (weights,) = (tmp_path / "model").glob("*.safetensors")
+    tensors = load_file(weights)
+    name = next(name for name in tensors if name.endswith("layers.1.mlp.shared_experts.up_proj.weight"))
+    tensors[name][0, 0] += 1
+    save_file(tensors, weights, {"format": "pt"})
+    ((_, num_cached, lines),) = serve()
+    assert not any(first + num_cached)
+    assert "they have other weights" in lines[0]
+    ((_, num_cached, lines),) = serve()
+    assert all(num_cached)
+    assert not lines
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "swap", "other rank's"])
+def test_one_rank_s_damaged_file_is_a_miss_on_all(damage: str, tmp_path: Path) -> None:
+    reference = save_tiny("deepseek_v3", tmp_path / "model")
+    layout = dcp_config(2, 2, 1, block_size=4)
+    serve = functools.partial(run_ranks, 2, converse, tmp_path / "model", tmp_path / "disk", layout, PROMPTS)
+    serve()
+    files = {int(path.name[4]): path for path in (tmp_path / "disk").glob("*/rank?.0.blocks")}
+    content, block = bytearray(files[1].read_bytes()), 4096
+    used = [start for start in range(0, len(content), block) if any(content[start : start + block])]
+    assert len(used) > 15
+    if damage == "flip":
+        for start in used:
+            content[start + 77] ^= 4
+    elif damage == "truncate":
+        del content[used[0] :]
+    elif damage == "swap":
+        for start, other in itertools.pairwise(used):
+            content[start : start + block], content[other : other + block] = (
+                content[other : other + block],
+                content[start : start + block],
+            )
+    else:
+        content = bytearray(files[0].read_bytes())
+        files[1].with_suffix(".index").write_bytes(files[0].with_suffix(".index").read_bytes())
+    files[1].write_bytes(content)
+    for answers, num_cached, lines in serve():
+        check(reference, PROMPTS, answers)
+        assert not any(num_cached)
+        assert not lines or damage != "other rank's"
+    for answers, num_cached, _ in serve():  # what was damaged has been written again
+        check(reference, PROMPTS, answers)
+        assert all(num_cached)

@@ -86,6 +86,7 @@ def check_empty(engine: Engine) -> None:
     settle(engine)
     assert engine.allocator.num_free == engine.allocator.num_blocks
     tier, reads = engine.scheduler.tier, engine.scheduler.reads
+    assert reads is not None
     for table in (tier.blocks, tier.states, tier.disk.blocks, tier.disk.states):
         assert sorted([*table._slots.values(), *table._free]) == list(range(table.num_slots))
         assert not table._holders
@@ -144,6 +145,7 @@ def answer(engine: Engine, prompt: list[int], num_new: int = 3) -> Request:
 
 
 def disk_of(engine: Engine) -> DiskOffload:
+    assert engine.offload is not None
     assert engine.offload.disk is not None
     return engine.offload.disk
 
@@ -160,6 +162,7 @@ def test_a_prompt_that_has_left_host_memory_comes_from_the_disk(open_disk: Any, 
     assert answer(engine, PROMPT).num_cached_tokens == FULL
     assert disk_of(engine).loaded.blocks == FULL // BLOCK
     assert disk_of(engine).loaded.bytes == FULL // BLOCK * 4096
+    assert engine.offload is not None
     totals = engine.offload.totals()
     assert set(totals) == {(tier, direction) for tier in ("host", "disk") for direction in ("load", "store")}
     assert totals["disk", "store"].blocks == 4 * 6
