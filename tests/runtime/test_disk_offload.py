@@ -1,10 +1,15 @@
 """Engines with a disk below a small host memory: every request gets the tokens that it gets alone."""
 
+import itertools
+import multiprocessing
+import os
 import shutil
 import tempfile
+import time
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from random import Random
+from random import Random, random
 from typing import Any
 
 import pytest
@@ -12,6 +17,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dcpmla.parallel.collectives import is_failed_collective
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime import disk_reads, offload
 from dcpmla.runtime.disk_offload import DiskOffload
@@ -22,7 +28,7 @@ from tests.runtime.test_offload import DrawnLoadCosts
 from tests.support.hash_model import BLOCK, EOS, alone, make_engine
 from tests.support.late_disk import late_disk, threaded_disk
 from tests.support.late_memory import LateMemory
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, start_process
 
 PROMPT = [7, 3, 5] * 8
 OTHERS = [[1, 2, 3, 4] * 6, [4, 3, 2, 1] * 6, [6, 6, 1, 0] * 6]
@@ -281,3 +287,125 @@ def test_ranks_whose_disks_fail_differently(num_ranks: int, tmp_path: Path) -> N
     results = run_ranks(num_ranks, serve_on_rank, tmp_path, num_ranks, list(range(7)))
     assert all(result == results[0] for result in results)
     assert sum(num_read for *_, num_read in results[0]) > 50
+
+
+def test_two_jobs_on_one_directory(tmp_path: Path) -> None:
+    """The second one has a file of its own; the next job finds its blocks."""
+    first, second = (make_engine(40, num_host_blocks=40, open_disk=threaded_disk(tmp_path, 40)) for _ in range(2))
+    for engine, prompt in ((first, OTHERS[0]), (second, PROMPT)):
+        assert answer(engine, prompt).num_cached_tokens == 0
+    for engine in (first, second):
+        engine.close()
+    third = make_engine(40, num_host_blocks=40, open_disk=threaded_disk(tmp_path, 40))
+    assert answer(third, PROMPT).num_cached_tokens == FULL
+    assert answer(third, OTHERS[0]).num_cached_tokens == 0
+    third.close()
+
+
+def serve_for_ever(directory: Path, sender: Connection) -> None:
+    engine = make_engine(20, num_host_blocks=40, open_disk=threaded_disk(directory, 60))
+    for number in itertools.count():
+        answer(engine, [number % 5, *PROMPT[number % 7 :]])
+        settle(engine)
+        sender.send(number)
+
+
+def test_blocks_of_a_killed_process(tmp_path: Path) -> None:
+    """Killed while it writes, at any time: what is found is right."""
+    for _ in range(4):
+        receiver, sender = multiprocessing.Pipe(duplex=False)
+        process = start_process(serve_for_ever, (tmp_path, sender))
+        assert receiver.poll(100)
+        time.sleep(random() / 2)
+        process.kill()
+        process.join()
+        engine = make_engine(40, num_host_blocks=40, open_disk=threaded_disk(tmp_path, 60))
+        assert len(engine.scheduler.tier.disk.blocks) > 0
+        for number in range(35):
+            answer(engine, [number % 5, *PROMPT[number % 7 :]])
+        assert disk_of(engine).loaded.blocks > 0
+        check_empty(engine)
+        engine.close()
+
+
+def test_an_abort_while_blocks_are_read(tmp_path: Path) -> None:
+    """The blocks arrive, and serve the next request; a second one that waits for them goes on."""
+    engine = make_engine(8, num_host_blocks=9, open_disk=late_disk(tmp_path, 40, num_polls=0))
+    for prompt in (PROMPT, *OTHERS):
+        answer(engine, prompt)
+        settle(engine)
+    disk = disk_of(engine)
+    disk._files.blocks._num_polls = 20
+    first, second = (engine.add(PROMPT, SamplingParams(max_new_tokens=3)) for _ in range(2))
+    engine.step()
+    assert disk._num_reads == 1
+    engine.abort(first)
+    list(engine.run())
+    assert second.token_ids == alone(PROMPT, 3)
+    assert second.num_cached_tokens == FULL
+    assert disk.loaded.blocks == FULL // BLOCK
+    check_empty(engine)
+    engine.close()
+
+
+def test_others_run_while_blocks_are_read(tmp_path: Path) -> None:
+    engine = make_engine(16, num_host_blocks=9, open_disk=late_disk(tmp_path, 60, num_polls=0))
+    for prompt in (PROMPT, *OTHERS, OTHERS[0][::-1], OTHERS[1][1:]):
+        answer(engine, prompt)
+        settle(engine)
+    disk_of(engine)._files.blocks._num_polls = 50
+    read = engine.add(PROMPT, SamplingParams(max_new_tokens=3))
+    other = engine.add([9, 9, 9], SamplingParams(max_new_tokens=12, ignore_eos=True))
+    while not read.token_ids:
+        num_before = len(other.token_ids)
+        engine.step()
+        assert len(other.token_ids) > num_before or num_before in (0, 12)
+    assert len(other.token_ids) == 12
+    list(engine.run())
+    assert read.num_cached_tokens == FULL
+    engine.close()
+
+
+def test_nothing_is_kept_after_a_reset(tmp_path: Path) -> None:
+    engine = make_engine(8, num_host_blocks=9, open_disk=late_disk(tmp_path, 40, num_polls=30))
+    for prompt in (PROMPT, *OTHERS):
+        answer(engine, prompt)
+    engine.reset()
+    check_empty(engine)
+    assert len(engine.scheduler.tier.disk.blocks) == 0
+    assert answer(engine, PROMPT).num_cached_tokens == 0
+    check_empty(engine)
+    engine.close()
+
+
+def lose_rank_1(directory: Path, rank: int, sender: Connection) -> None:
+    """On one rank: rank 1 ends while blocks are read; send the error of rank 0."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), 2), rank=rank, world_size=2)
+    mesh = init_mesh(2, 1)
+    open_disk = late_disk(directory, 40, num_polls=0, rank=rank, group=mesh.tp_group)
+    engine = make_engine(8, mesh=mesh, num_host_blocks=9, open_disk=open_disk)
+    for prompt in (PROMPT, *OTHERS):
+        answer(engine, prompt)
+        settle(engine)
+    disk_of(engine)._files.blocks._num_polls = 1_000_000
+    engine.add(PROMPT, SamplingParams(max_new_tokens=3))
+    engine.step()
+    assert disk_of(engine)._num_reads == 1
+    if rank == 1:
+        os._exit(1)
+    with pytest.raises(RuntimeError) as caught:
+        list(engine.run())
+    assert is_failed_collective(caught.value)
+    sender.send(str(caught.value.__notes__))
+
+
+def test_a_rank_that_dies_while_blocks_are_read(tmp_path: Path) -> None:
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    processes = [start_process(lose_rank_1, (tmp_path, rank, sender)) for rank in range(2)]
+    try:
+        assert receiver.poll(60)
+        assert "agreeing on the time failed on rank 0" in receiver.recv()
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
