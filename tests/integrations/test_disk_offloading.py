@@ -3,6 +3,7 @@
 import functools
 import itertools
 import logging
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
+from dcpmla.integrations.disk_offloading import _common, check_scales
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.loading import load_engine
 from dcpmla.integrations.open_model import open_model
@@ -163,3 +165,49 @@ def test_one_rank_s_damaged_file_is_a_miss_on_all(damage: str, tmp_path: Path) -
     for answers, num_cached, _ in serve():  # what was damaged has been written again
         check(reference, PROMPTS, answers)
         assert all(num_cached)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"kv_offloading_path": "/d", "kv_offloading_disk_size": 1},
+            r"kv_offloading_path \(--kv-offloading-path\) is '/d'; .* kv_offloading_size \(--kv-offloading-size\) must",
+        ),
+        (
+            {"kv_offloading_path": "/d", "kv_offloading_size": 1},
+            r"\(--kv-offloading-path\) is '/d' and .*--kv-offloading-disk-size\) is None; give both or neither",
+        ),
+        ({"kv_offloading_disk_size": 1, "kv_offloading_size": 1}, r"is None and .* is 1; give both or neither"),
+        ({"kv_offloading_disk_size": 0}, r"kv_offloading_disk_size \(--kv-offloading-disk-size\) is 0; it must be"),
+        ({"kv_offloading_path": ""}, r"kv_offloading_path \(--kv-offloading-path\) is ''; it must be"),
+    ],
+)
+def test_options_that_do_not_go_together(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineOptions(**options)
+
+
+def test_scales_of_first_prompts_are_refused() -> None:
+    options = EngineOptions(kv_offloading_size=1, kv_offloading_path="/d", kv_offloading_disk_size=1)
+    with pytest.raises(ValueError, match=r"--kv-offloading-path\) .*--calculate-kv-scales\); give kv_cache_scale"):
+        check_scales(DCPConfig(kv_cache_dtype="fp8", calculate_kv_scales=True), options)
+    check_scales(DCPConfig(), options)
+
+
+def compare_many(num_blocks: int) -> tuple[int, bool]:
+    """On one rank: return the number of common blocks of files with other blocks at the end, and whether they are in
+    the first rank's order.
+    """
+    rank = dist.get_rank()
+    stored = {sha256(b"%d" % number).digest(): number for number in range(num_blocks)}
+    stored |= {sha256(b"%d %d" % (rank, number)).digest(): num_blocks + number for number in range(1000)}
+    stored[sha256(b"7").digest()] = 2 * num_blocks + rank
+    if rank:
+        stored = dict(reversed(stored.items()))
+    common = _common(stored, dist.group.WORLD)
+    return len(common), list(common.values()) == sorted(common.values())
+
+
+def test_many_blocks_are_compared() -> None:
+    assert run_ranks(2, compare_many, 250_000) == [(249_999, True)] * 2
