@@ -40,7 +40,7 @@ class Pack:
         Raises:
             ValueError: The host has too little memory, or does not pin as much.
         """
-        self.rows = _pages(num_slots * self.row_bytes, is_pinned).view(num_slots, self.row_bytes)
+        self.rows = host_bytes(num_slots * self.row_bytes, is_pinned).view(num_slots, self.row_bytes)
 
     def read(self, items: Tensor, rows: Tensor) -> None:
         """Copy items [k] of the device into rows [k, row_bytes] of the device."""
@@ -74,24 +74,26 @@ def runs(slots: Sequence[int]) -> Iterator[tuple[slice, slice]]:
             start = end
 
 
-def _pages(num_bytes: int, is_pinned: bool) -> Tensor:
-    """Return zeroed memory that begins at a page, pinned if asked to.
+def host_bytes(num_bytes: int, is_pinned: bool) -> Tensor:
+    """Return memory that begins at a page, pinned if asked to.
 
     torch's own pinned memory is rounded up to a power of two, up to twice the bytes.
+
+    Raises:
+        ValueError: The host does not give or pin as much.
     """
     try:
         memory = torch.from_numpy(np.frombuffer(mmap.mmap(-1, max(num_bytes, PAGE_BYTES)), dtype=np.uint8))
     except OSError as error:
         raise ValueError(_too_large(num_bytes, str(error))) from error
-    if is_pinned:
-        error_code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
-        if int(error_code):
-            raise ValueError(_too_large(num_bytes, f"CUDA error {int(error_code)}"))
+    code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) if is_pinned else 0
+    if code:
+        raise ValueError(_too_large(num_bytes, f"CUDA error {code}"))
     return memory[:num_bytes]
 
 
 def _too_large(num_bytes: int, reason: str) -> str:
     return (
-        f"kv_offloading_size (--kv-offloading-size): the host does not give {num_bytes:,} bytes of a rank's memory "
+        f"kv_offloading_size (--kv-offloading-size): the host does not give {num_bytes:,} bytes of pinned memory "
         f"({reason}); choose a smaller size"
     )
