@@ -40,7 +40,7 @@ def measure(name: str, num_bytes: int, run: Callable[[], Copy]) -> Row:
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         times.append(float(seconds))
     median = sorted(times)[REPEATS // 2]
-    return {"call": name, "num_ranks": dist.get_world_size(), "seconds": median, "gb_per_s": num_bytes / median / 1e9}
+    return {"call": name, "dcp": dist.get_world_size(), "seconds": median, "gb_per_s": num_bytes / median / 1e9}
 
 
 def plain(source: torch.Tensor, target: torch.Tensor) -> Copy:
