@@ -66,11 +66,11 @@ def main() -> None:
     )
     cache, blocks = LatentCache(plan, device), list(range(num_blocks))
     memory = HostMemory(cache)
-    memory.allocate(num_blocks, 0)
+    memory.allocate(2 * num_blocks, 0)
     random.Random(0).shuffle(blocks)
     num_bytes = num_blocks * plan.bytes_per_block
     on_device, on_host = torch.empty(num_bytes, dtype=torch.uint8, device=device), host_bytes(num_bytes, is_pinned=True)
-    in_order, scattered = list(range(num_blocks)), random.Random(1).sample(range(num_blocks), num_blocks)
+    in_order, scattered = list(range(num_blocks)), random.Random(1).sample(range(2 * num_blocks), num_blocks)
     rows = [
         measure("plain load", num_bytes, lambda: plain(on_host, on_device)),
         measure("plain store", num_bytes, lambda: plain(on_device, on_host)),

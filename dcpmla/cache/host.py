@@ -12,7 +12,7 @@ from dcpmla.cache.items import Items
 from dcpmla.cache.plan import Cache
 from dcpmla.upload import upload
 
-STAGING_BYTES = 1 << 25  # of the device, in each direction
+STAGING_BYTES = 1 << 23  # of the device; a longer copy would delay the small ones of steps
 
 
 class HostMemory:
@@ -34,8 +34,8 @@ class HostMemory:
         self._device = device = cache.tensors[0].device
         self._is_cuda = device.type == "cuda"
         self._store_stream, self._load_stream = (torch.cuda.Stream(device) if self._is_cuda else None for _ in range(2))
-        width = max([STAGING_BYTES, self.state_bytes, *(pack.row_bytes for pack in self._blocks)])
-        self._store_staging, self._load_staging = torch.empty(2, width, dtype=torch.uint8, device=device)
+        width = max([STAGING_BYTES, *(pack.row_bytes for pack in self._blocks)])
+        self._staging = torch.empty(width, dtype=torch.uint8, device=device)
         # A state changes with the next step, so it is first copied on the current stream.
         self._state = torch.empty(1, self.state_bytes, dtype=torch.uint8, device=device)
         self._last_load, self._last_store = Copy(), Copy()
@@ -52,11 +52,13 @@ class HostMemory:
 
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Copy:
         """Copy blocks into slots. What writes to the blocks waits for the copy (`Copy.wait`)."""
-        copy = Copy()
+        copy, order = Copy(), np.argsort(slots)  # successive slots are copied together
         with copy.on(self._store_stream):
             self._last_load.wait()
+            (items,) = upload([np.asarray(blocks, dtype=np.int64)[order]], self._device)
             for pack in self._blocks:
-                self._store(copy, pack, blocks, slots)
+                self._store(pack, items, np.asarray(slots)[order].tolist())
+        copy.num_bytes = len(blocks) * self.block_bytes
         self._last_store = copy
         return copy
 
@@ -79,38 +81,24 @@ class HostMemory:
         copy = Copy()
         with copy.on(self._load_stream):
             self._last_store.wait()
-            if state is not None:
-                self._load(copy, self._states, [state[1]], [state[0]])
-            for pack in self._blocks:
-                self._load(copy, pack, blocks, slots)
+            numbers = [blocks, slots, *([number] for number in state or ())]
+            items, places, *of_state = upload([np.array(each, dtype=np.int64) for each in numbers], self._device)
+            if of_state:
+                slot, number = of_state
+                self._states.load(number, slot)
+                copy.end_part(self._states.last_layer)
+            for pack in self._blocks if blocks else ():
+                pack.load(items, places)
+                copy.end_part(pack.last_layer)
+        copy.num_bytes = len(blocks) * self.block_bytes + (state is not None) * self.state_bytes
         self._last_load = copy
         return copy
 
-    def _store(self, copy: Copy, pack: Pack, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        for items, part in self._parts(pack, blocks, slots):
-            staged = self._store_staging[: len(part) * pack.row_bytes].view(len(part), -1)
-            pack.read(items, staged)
+    def _store(self, pack: Pack, blocks: Tensor, slots: Sequence[int]) -> None:
+        size = len(self._staging) // pack.row_bytes
+        for start in range(0, len(slots), size):
+            part = slots[start : start + size]
+            staged = self._staging[: len(part) * pack.row_bytes].view(len(part), -1)
+            pack.read(blocks[start : start + size], staged)
             for rows, places in runs(part):
                 pack.rows[places].copy_(staged[rows], non_blocking=True)
-        copy.num_bytes += len(blocks) * pack.row_bytes
-
-    def _load(self, copy: Copy, pack: Pack, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        for items, part in self._parts(pack, blocks, slots):
-            staged = self._load_staging[: len(part) * pack.row_bytes].view(len(part), -1)
-            for rows, places in runs(part):
-                staged[rows].copy_(pack.rows[places], non_blocking=True)
-            pack.write(items, staged)
-        copy.num_bytes += len(blocks) * pack.row_bytes
-        copy.end_part(pack.last_layer)
-
-    def _parts(self, pack: Pack, items: Sequence[int], slots: Sequence[int]) -> list[tuple[Tensor, list[int]]]:
-        """Return items and slots in parts that fit into the staging memory, in the order of slots: the longer the runs,
-        the fewer copies.
-        """
-        order = np.argsort(slots, kind="stable")
-        sorted_slots = np.asarray(slots)[order].tolist()
-        (there,) = upload([np.asarray(items, dtype=np.int64)[order]], self._device)
-        size = len(self._store_staging) // pack.row_bytes
-        return [
-            (there[start : start + size], sorted_slots[start : start + size]) for start in range(0, len(slots), size)
-        ]

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dcpmla.cache.host_kernels import load_rows
 from dcpmla.cache.items import Items
 
 PAGE_BYTES = 4096  # rows are multiples, so that files are read and written without a copy
@@ -47,10 +48,18 @@ class Pack:
         for memory, columns in zip(self._items, self._columns, strict=True):
             memory.read(items, rows[:, columns])
 
-    def write(self, items: Tensor, rows: Tensor) -> None:
-        """Copy rows [k, row_bytes] of the device into items [k] of the device."""
+    def load(self, items: Tensor, slots: Tensor) -> None:
+        """Copy slots [k] of host memory into items [k], both int64 on the device."""
         for memory, columns in zip(self._items, self._columns, strict=True):
-            memory.write(items, rows[:, columns])
+            if not items.is_cuda:
+                memory.write(items, self.rows[slots, columns])
+                continue
+            host, width = self.rows.view(memory.pages.dtype), memory.pages.shape[-1]
+            first = columns.start // memory.pages.itemsize
+            column = first + width * torch.arange(memory.num_rows, device=items.device)
+            page, row = memory.locate(items)
+            starts = page * memory.pages.stride(0) + row * memory.pages.stride(1)
+            load_rows(host, (slots[:, None] * host.shape[1] + column).flatten(), memory.pages, starts, width)
 
 
 def pack_layers(layers: Sequence[Sequence[Items]]) -> list[Pack]:
