@@ -48,7 +48,7 @@ class SlotTable:
     def add(self, key: bytes) -> int | None:
         """Return a slot for new content, from older content if none is free; None if all content is held."""
         if not self._free:
-            oldest = next((each for each in self._slots if each not in self._holders), None)
+            oldest = next((each for each in self._slots if not self._holders[each]), None)
             if oldest is None:
                 return None
             self.remove(oldest)
@@ -78,10 +78,9 @@ class SlotTable:
 
     def release(self, keys: Iterable[bytes]) -> None:
         """End the protection of one call of `hold`."""
-        for key in keys:
-            self._holders[key] -= 1
-            if not self._holders[key]:
-                del self._holders[key]
+        self._holders.subtract(keys)
+        if not any(self._holders.values()):
+            self._holders.clear()
 
 
 class HostTier:

@@ -6,6 +6,7 @@ from dcpmla.cache.copies import Copy
 from dcpmla.cache.host import HostMemory
 from dcpmla.cache.plan import Cache
 from dcpmla.runtime.batch import Batch
+from dcpmla.runtime.loading import Loading
 from dcpmla.runtime.progress import Progress
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.reuse import StateCopy
@@ -48,6 +49,7 @@ class Offload:
     def begin(self, batch: Batch) -> None:
         """Store blocks that a scheduled step may overwrite, and start its loads."""
         self.count()
+        self._memory.advance()
         if self.tier.is_overwritten(self._allocator):
             self._store()
         for copy, blocks in self._stores:
@@ -90,6 +92,7 @@ class Offload:
     def reset(self) -> None:
         """Forget all content, of an engine without requests."""
         self.tier.reset()
+        self._progress.reset()
         self._stores.clear()
         self.loaded, self.stored = CopyTotals(), CopyTotals()
 
@@ -107,11 +110,16 @@ class Offload:
         if loading.state is not None:
             key, number = loading.state
             state = tier.states.slots([key])[0], number
-            tier.states.release([key])
-        tier.blocks.release(loading.keys)
         loading.copy = copy = self._memory.load(loading.blocks, slots, state)
         self._loads.append((copy, len(slots)))
-        self._progress.watch(copy, loading.end)
+        self._progress.watch(copy, lambda _: self._end(loading))
+
+    def _end(self, loading: Loading) -> None:
+        """Note on all ranks that a load has ended."""
+        loading.has_ended = True
+        self.tier.blocks.release(loading.keys)
+        if loading.state is not None:
+            self.tier.states.release([loading.state[0]])
 
     def count(self) -> None:
         """Add the copies that have ended to the totals."""
