@@ -36,17 +36,17 @@ class DiskFiles(NamedTuple):
 class DiskMove:
     """Blocks or states on their way between a disk and host memory, on this rank.
 
-    It begins when copies between host memory and the cache have ended, which `is_done` looks after.
+    It begins when copies into host memory have ended, which `is_done` looks after.
 
     Args:
         places: Slots of the blocks or states.
-        after: Copies that write to the slots of host memory, or read from them.
+        after: Last copy that may write to the slots of host memory.
         start: Function that starts the transfer of a block or state.
         slot_bytes: Bytes of each.
     """
 
     def __init__(
-        self, places: Sequence[Place], after: Sequence[Copy], start: Callable[[Place], Transfer], slot_bytes: int
+        self, places: Sequence[Place], after: Copy, start: Callable[[Place], Transfer], slot_bytes: int
     ) -> None:
         self.places, self._after, self._start = places, after, start
         self.num_bytes = len(places) * slot_bytes
@@ -59,7 +59,7 @@ class DiskMove:
     def is_done(self) -> bool:
         """Return whether all have ended, successfully or not."""
         if self._transfers is None:
-            if not all([copy.is_done for copy in self._after]):
+            if not self._after.is_done:
                 return False
             self._begin_time = time.perf_counter()
             self._transfers = [self._start(place) for place in self.places]

@@ -3,6 +3,7 @@
 import mmap
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -40,7 +41,7 @@ class Pack:
         Raises:
             ValueError: The host has too little memory, or does not pin as much.
         """
-        self.rows = _pages(num_slots * self.row_bytes, is_pinned).view(num_slots, self.row_bytes)
+        self.rows = host_bytes(num_slots * self.row_bytes, is_pinned).view(num_slots, self.row_bytes)
 
     def read(self, items: Tensor, rows: Tensor) -> None:
         """Copy items [k] of the device into rows [k, row_bytes] of the device."""
@@ -74,24 +75,30 @@ def runs(slots: Sequence[int]) -> Iterator[tuple[slice, slice]]:
             start = end
 
 
-def _pages(num_bytes: int, is_pinned: bool) -> Tensor:
-    """Return zeroed memory that begins at a page, pinned if asked to.
+def host_bytes(num_bytes: int, is_pinned: bool) -> Tensor:
+    """Return memory that begins at a page, pinned if asked to.
 
     torch's own pinned memory is rounded up to a power of two, up to twice the bytes.
+
+    Raises:
+        ValueError: The host does not give or pin as much.
     """
     try:
-        memory = torch.from_numpy(np.frombuffer(mmap.mmap(-1, max(num_bytes, PAGE_BYTES)), dtype=np.uint8))
+        memory = np.frombuffer(mmap.mmap(-1, max(num_bytes, PAGE_BYTES)), dtype=np.uint8)
     except OSError as error:
         raise ValueError(_too_large(num_bytes, str(error))) from error
     if is_pinned:
-        error_code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
-        if int(error_code):
-            raise ValueError(_too_large(num_bytes, f"CUDA error {int(error_code)}"))
-    return memory[:num_bytes]
+        address, cudart = memory.ctypes.data, torch.cuda.cudart()
+        code = int(cudart.cudaHostRegister(address, memory.nbytes, 0))
+        if code:
+            raise ValueError(_too_large(num_bytes, f"CUDA error {code}"))
+        # Memory that is freed while it is registered cannot be registered again.
+        finalize(memory, cudart.cudaHostUnregister, address).atexit = False
+    return torch.from_numpy(memory)[:num_bytes]
 
 
 def _too_large(num_bytes: int, reason: str) -> str:
     return (
-        f"kv_offloading_size (--kv-offloading-size): the host does not give {num_bytes:,} bytes of a rank's memory "
+        f"kv_offloading_size (--kv-offloading-size): the host does not give {num_bytes:,} bytes of pinned memory "
         f"({reason}); choose a smaller size"
     )

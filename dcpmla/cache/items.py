@@ -41,26 +41,15 @@ class Items(NamedTuple):
 
     def read(self, items: Tensor, out: Tensor) -> None:
         """Copy items [k], int64 on the device of the memory, into out [k, num_bytes] uint8."""
-        page, row = self._places(items)
-        out = out.view(self.pages.dtype)
-        if row is None:
-            out.copy_(self.pages[:, 0].index_select(0, page))
-        else:
-            out.copy_(self.pages[page, row].view(len(items), -1))
+        page, row = self._locate(items)
+        out.view(self.pages.dtype).copy_(self.pages[page, row].view(len(items), -1))
 
     def write(self, items: Tensor, content: Tensor) -> None:
         """Overwrite items [k], int64 on the device of the memory, with content [k, num_bytes] uint8."""
-        page, row = self._places(items)
-        content = content.view(self.pages.dtype)
-        if row is None:
-            self.pages[:, 0].index_copy_(0, page, content)
-        else:
-            self.pages[page, row] = content.reshape(len(page), -1)
+        page, row = self._locate(items)
+        self.pages[page, row] = content.view(self.pages.dtype).reshape(len(page), -1)
 
-    def _places(self, items: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the page and the row of each row of the items; None for the row if pages have one row."""
-        rows_per_page = self.pages.shape[1]
-        if rows_per_page == self.num_rows == 1:
-            return items, None
-        rows = self.first_row + (items[:, None] * self.num_rows + torch.arange(self.num_rows, device=items.device))
-        return rows.flatten() // rows_per_page, rows.flatten() % rows_per_page
+    def _locate(self, items: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the page and the row in it of each row of the items [k num_rows]."""
+        rows = self.first_row + items[:, None] * self.num_rows + torch.arange(self.num_rows, device=items.device)
+        return rows.flatten() // self.pages.shape[1], rows.flatten() % self.pages.shape[1]

@@ -102,7 +102,7 @@ class SlotTable:
         """End the protection of one call of `hold`."""
         for key in keys:
             self._holders[key] -= 1
-            if not self._holders[key]:
+            if not self._holders[key]:  # else it would be there for ever: something is held nearly always
                 del self._holders[key]
 
 

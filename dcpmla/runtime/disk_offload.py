@@ -147,7 +147,7 @@ class DiskOffload:
             return transfers.read(place.disk_slot, place.key, memory_of(place.host_slot))
 
         self._num_reads += 1
-        move = DiskMove(part.places, self._memory.last_copies, start, num_bytes)
+        move = DiskMove(part.places, self._memory.last_store, start, num_bytes)
         self._begin(move, end)
 
     def _write(self, writer: _Writer, places: list[Place], is_state: bool) -> None:
@@ -160,7 +160,7 @@ class DiskOffload:
         def start(place: Place) -> Transfer:
             return transfers.write(place.disk_slot, place.key, memory_of(place.host_slot))
 
-        move = DiskMove(places, self._memory.last_copies, start, num_bytes)
+        move = DiskMove(places, self._memory.last_store, start, num_bytes)
         self._begin(move, end)
 
     def _begin(self, move: DiskMove, on_end: Callable[[bool], None]) -> None:

@@ -8,6 +8,7 @@ from dcpmla.cache.host import HostMemory
 from dcpmla.cache.plan import Cache
 from dcpmla.runtime.batch import Batch
 from dcpmla.runtime.disk_offload import DiskOffload
+from dcpmla.runtime.loading import Loading
 from dcpmla.runtime.progress import Progress
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.reuse import StateCopy
@@ -55,6 +56,7 @@ class Offload:
         Without anything to compute, all full blocks are stored, so that they reach the disk.
         """
         self.count()
+        self._memory.advance()
         is_idle = self.disk is not None and not batch.pieces
         if is_idle or self.tier.is_overwritten(self._allocator):
             self._store()
@@ -143,11 +145,16 @@ class Offload:
         if loading.state is not None:
             key, number = loading.state
             state = tier.states.slots([key])[0], number
-            tier.states.release([key])
-        tier.blocks.release(loading.keys)
         loading.copy = copy = self._memory.load(loading.blocks, slots, state)
         self._loads.append((copy, len(slots)))
-        self._progress.watch(copy, loading.end)
+        self._progress.watch(copy, lambda _: self._end(loading))
+
+    def _end(self, loading: Loading) -> None:
+        """Note on all ranks that a load has ended."""
+        loading.has_ended = True
+        self.tier.blocks.release(loading.keys)
+        if loading.state is not None:
+            self.tier.states.release([loading.state[0]])
 
     def count(self) -> None:
         """Add the copies that have ended to the totals."""

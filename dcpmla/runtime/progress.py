@@ -54,7 +54,7 @@ class Progress:
         self._watched.append(Watched(transfer, on_end))
 
     def reset(self) -> None:
-        """Watch no transfer any more."""
+        """Forget all transfers, whose ends no longer matter."""
         self._watched.clear()
 
     def report(self) -> tuple[list[int], list[Watched]]:

@@ -22,13 +22,13 @@ CPU = torch.device("cpu")
 FORMATS = ("auto", "fp8", "fp8_ds_mla")
 
 
-def new_cache(family: str, kv_cache_dtype: str, num_blocks: int = 12) -> Cache:
+def new_cache(family: str, kv_cache_dtype: str, num_blocks: int = 12, device: torch.device = CPU) -> Cache:
     """Return a cache with random bytes; ValueError where a family does not have the format."""
     dcp = DCPConfig(block_size=64, kv_cache_dtype=kv_cache_dtype)
     kind = attention_kind(tiny_config(family))
     plan = kind.plan_cache(dcp, [1], torch.bfloat16, num_states=4, num_drafts=2)
     tokens = num_blocks * plan.block_tokens
-    cache = kind.plan_cache(dcp, [tokens], torch.bfloat16, num_states=4, num_drafts=2).allocate(CPU)
+    cache = kind.plan_cache(dcp, [tokens], torch.bfloat16, num_states=4, num_drafts=2).allocate(device)
     randomize(cache)
     return cache
 
@@ -43,9 +43,10 @@ def digests(cache: Cache, number: int, kind: str) -> list[bytes]:
     layers = cache.block_items if kind == "block" else [cache.state_items]
     parts = []
     for items in (items for layer in layers for items in layer):
-        out = torch.empty(1, items.num_bytes, dtype=torch.uint8)
-        items.read(torch.tensor([number]), out)
-        parts.append(sha256(out.numpy().tobytes()).digest())
+        device = items.pages.device
+        out = torch.empty(1, items.num_bytes, dtype=torch.uint8, device=device)
+        items.read(torch.tensor([number], device=device), out)
+        parts.append(sha256(out.cpu().numpy().tobytes()).digest())
     return parts
 
 
@@ -173,3 +174,31 @@ def test_a_tier_with_all_content_held_takes_nothing() -> None:
     tier.blocks.hold([bytes([1]), bytes([2])])
     tier.remember(5, b"new")
     assert tier.take_pending() == ([], [], [])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_and_states_return_from_pinned_memory(family: str) -> None:
+    """Copies run on streams of their own, into slots in no order; what is computed meanwhile waits for them."""
+    device = torch.device("cuda")
+    cache = new_cache(family, "auto", num_blocks=40, device=device)
+    memory = HostMemory(cache)
+    memory.allocate(64, 3)
+    blocks = [digests(cache, block, "block") for block in range(40)]
+    slots = Random(0).sample(range(64), 40)
+    memory.store(list(range(40)), slots).wait()
+    state = digests(cache, 2, "state")
+    if state:
+        memory.store_state(2, 1)
+    randomize(cache)
+    order = Random(1).sample(range(40), 40)
+    copy = memory.load(order, slots, (1, 3) if state else None)
+    copy.wait_by_layer(cache.loads)
+    for loads in cache.loads:
+        while loads:
+            loads.pop().wait()
+    for source, block in enumerate(order):
+        assert digests(cache, block, "block") == blocks[source], block
+    assert digests(cache, 3, "state") == state
+    assert copy.is_done
+    assert copy.num_bytes == 40 * memory.block_bytes + bool(state) * memory.state_bytes
