@@ -96,7 +96,7 @@ def cache_identity(
 
 
 def open_files(folder: DiskFolder, rank: int, memory: HostMemory, num_bytes: int, block_tokens: int) -> list[BlockFile]:
-    """Open a rank's file of blocks, and that of states if the cache has any, within so many bytes.
+    """Open a rank's file of blocks, and a file of states if the cache has any, within so many bytes.
 
     Raises:
         ValueError: The bytes hold no block, or the disk has less room.

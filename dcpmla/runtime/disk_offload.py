@@ -21,7 +21,7 @@ _POLL_SECONDS = 1e-3
 
 
 class _Writer:
-    """Blocks, or states, that are on their way to the disk, and those that are yet to be written.
+    """Blocks, or states, on their way to the disk, and others that wait for it.
 
     Args:
         host, disk: Content of host memory and of the disk.
@@ -74,8 +74,8 @@ class _Writer:
 class DiskOffload:
     """The files of a rank below its host memory.
 
-    Blocks and states are written after they have been copied to host memory, as long as they are there. No request
-    waits for a write. Writes keep at most a quarter of host memory from other uses.
+    Blocks and states are written after they have been copied to host memory, unless they have left it by then. No
+    request waits for a write. Writes keep at most a quarter of host memory from other uses.
 
     Args:
         memory: Host memory of this rank, with files.

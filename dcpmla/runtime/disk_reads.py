@@ -14,12 +14,13 @@ from dcpmla.runtime.request import Request
 from dcpmla.runtime.reuse import Found, PrefixReuse
 
 _PART_BLOCKS = 32  # blocks that ranks agree on together, and lose together if one cannot be read on a rank
+_MOST_SECONDS = 30.0  # of a reading; a disk that takes longer hangs
 
 
 class Readiness(Enum):
     """The answer to whether a waiting request can be admitted."""
 
-    READY = "all that is worth reading is in host memory"
+    READY = "host memory has everything that is worth reading"
     COMING = "its blocks are on their way from the disk"
     NO_ROOM = "host memory has no room for its blocks"
 
@@ -29,11 +30,13 @@ class Reading:
     """Blocks and a state of one waiting request, on their way from the disk or kept in host memory for it.
 
     Attributes:
+        start: Seconds at its beginning, on the first rank's clock.
         num_left: Number of parts on their way.
         blocks, states: Keys of content that host memory keeps for the request.
         is_wanted: Whether the request still waits.
     """
 
+    start: float
     num_left: int = 0
     blocks: list[bytes] = field(default_factory=list)
     states: list[bytes] = field(default_factory=list)
@@ -54,7 +57,7 @@ class DiskReads:
 
     A request whose next blocks are on the disk waits until all ranks have read them, or have failed to. Then they are
     blocks of host memory, which are kept until the request runs or ends. What a rank cannot read is forgotten on all
-    ranks, and the request computes it.
+    ranks, and the request computes it. While a disk hangs, no request waits for any.
 
     Args:
         reuse: Search for a request's blocks.
@@ -72,28 +75,32 @@ class DiskReads:
         self.queue: deque[Part] = deque()
         self._readings: dict[Request, Reading] = {}  # each request's own
         self._awaited: dict[Request, Reading] = {}  # readings of others that requests wait for
+        self._under_way: dict[Reading, None] = {}  # the oldest first
         self._coming: dict[tuple[bool, bytes], Reading] = {}  # whether it is a state, and its key
         self._num_kept = 0  # blocks of all readings
 
-    def check(self, request: Request, is_idle: bool) -> Readiness:
+    def check(self, request: Request, now: float, is_idle: bool) -> Readiness:
         """Return whether a waiting request can be admitted; begin to read blocks that are worth it.
 
         Args:
+            now: Seconds on the first rank's clock, the same on all ranks.
             is_idle: Whether no request runs. Then none waits for room that only the end of a reading can make.
         """
         if not len(self._tier.disk.blocks) and not self._readings:
+            return Readiness.READY
+        if self._under_way and now - next(iter(self._under_way)).start > _MOST_SECONDS:
             return Readiness.READY
         reading = self._readings.get(request)
         if reading is not None:
             return Readiness.COMING if reading.num_left else Readiness.READY
         awaited = self._awaited.pop(request, None)
         if awaited is None or not awaited.num_left:
-            found = self._reuse.find_with_disk(request, self._limit)
-            if found is None:
+            content = self._reuse.find_with_disk(request, self._limit)
+            if content is None:
                 return Readiness.READY
-            awaited = self._find_coming(found)
+            awaited = self._find_coming(content)
             if awaited is None:
-                if self._begin(request, found):
+                if self._begin(request, content, now):
                     return Readiness.COMING
                 return Readiness.READY if is_idle and not self._coming else Readiness.NO_ROOM
         self._awaited[request] = awaited
@@ -126,34 +133,36 @@ class DiskReads:
         if has_arrived and reading.is_wanted:
             self._keep(reading, [place.key for place in part.places], part.is_state)
         reading.num_left -= 1
+        if not reading.num_left:
+            del self._under_way[reading]
 
     @property
     def _limit(self) -> int:
         """Return the blocks of host memory that readings may keep; writes to the disk keep the others."""
         return self._tier.blocks.num_slots - writing_limit(self._tier.blocks)
 
-    def _find_coming(self, found: Found) -> Reading | None:
-        """Return a reading of another request, under way, that brings something of what was found."""
-        wanted = [(False, key) for key in found.keys]
-        if found.state_key is not None:
-            wanted.append((True, found.state_key))
-        return next((self._coming[each] for each in wanted if each in self._coming), None)
+    def _find_coming(self, content: Found) -> Reading | None:
+        """Return another request's reading, under way, of some of the content; None without one."""
+        keys = [(False, key) for key in content.keys]
+        if content.state_key is not None:
+            keys.append((True, content.state_key))
+        return next((self._coming[each] for each in keys if each in self._coming), None)
 
-    def _begin(self, request: Request, found: Found) -> bool:
-        """Begin to read what was found; return whether there is room for it."""
+    def _begin(self, request: Request, content: Found, now: float) -> bool:
+        """Begin to read; return whether host memory has room."""
         tier = self._tier
-        known = [key for key in found.keys if key in tier.blocks]
-        if self._num_kept + len(self._coming) + len(found.keys) > self._limit:
+        known = [key for key in content.keys if key in tier.blocks]
+        if self._num_kept + len(self._coming) + len(content.keys) > self._limit:
             return False
-        states = [] if found.state_key is None else [found.state_key]
+        states = [] if content.state_key is None else [content.state_key]
         known_states = [key for key in states if key in tier.states]
-        tier.touch(found.keys)
-        self._readings[request] = reading = Reading()
+        tier.touch(content.keys)
+        self._readings[request] = reading = Reading(now)
         self._keep(reading, known)
         self._keep(reading, known_states, is_state=True)
-        places = _take(tier.blocks, tier.disk.blocks, found.keys)
+        places = _take(tier.blocks, tier.disk.blocks, content.keys)
         state_places = _take(tier.states, tier.disk.states, states)
-        if len(known + known_states) + len(places + state_places) < len([*found.keys, *states]):
+        if len(known + known_states) + len(places + state_places) < len([*content.keys, *states]):
             for table, taken in ((tier.blocks, places), (tier.states, state_places)):
                 for place in taken:
                     table.free(place.host_slot)
@@ -166,6 +175,7 @@ class DiskReads:
             self._coming |= dict.fromkeys(((part.is_state, place.key) for place in part.places), reading)
         self.queue += parts
         reading.num_left = len(parts)
+        self._under_way[reading] = None
         return True
 
     def _keep(self, reading: Reading, keys: Sequence[bytes], is_state: bool = False) -> None:
@@ -176,7 +186,7 @@ class DiskReads:
 
 
 def _take(host: SlotTable, disk: SlotTable, keys: Sequence[bytes]) -> list[Place]:
-    """Return places for content of the disk that host memory does not have, as far as it has room."""
+    """Return places for content that the disk has and host memory lacks, until host memory is full."""
     places: list[Place] = []
     for key in keys:
         if key in host:

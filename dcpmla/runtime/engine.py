@@ -192,7 +192,7 @@ class Engine(Admission):
         self.admit_due(self._first_now)
         is_ahead = self._in_flight is not None
         num_drafts = self.speculation.num_wanted(self.scheduler.running, is_ahead)
-        batch = self.scheduler.schedule(self._agreement.clock(), num_drafts)
+        batch = self.scheduler.schedule(self._agreement.clock(), num_drafts, self._first_now)
         if self.offload is not None:
             self.offload.begin(batch)
         if not batch.pieces:

@@ -88,14 +88,16 @@ class Scheduler:
                 f"raise --kv-cache-memory-bytes, or shard over more ranks (-dcp)"
             )
 
-    def schedule(self, now: float, num_drafts: int = 0) -> Batch:
+    def schedule(self, now: float, num_drafts: int = 0, agreed_now: float = 0.0) -> Batch:
         """Return the next step, without pieces if there are no requests.
 
         Its blocks are allocated, from the youngest requests if necessary; drafts get only blocks that no other request
         needs.
 
         Args:
+            now: Seconds on this rank's clock.
             num_drafts: Limit of the drafts of a request that can draft.
+            agreed_now: Seconds on the first rank's clock, the same on all ranks.
         """
         batch = Batch(self.max_num_batched_tokens)
         self._schedule_decodes(batch)
@@ -108,7 +110,7 @@ class Scheduler:
         self._schedule_prefills(batch)
         if not batch.pieces:
             self._join_loading(batch)
-        self._admit(batch, now)
+        self._admit(batch, now, agreed_now)
         batch.arrange(self.costs, self.max_absorbed_tokens)
         return batch
 
@@ -139,7 +141,7 @@ class Scheduler:
             if request.is_loading and batch.room(request):
                 self._add_piece(batch, request)
 
-    def _admit(self, batch: Batch, now: float) -> None:
+    def _admit(self, batch: Batch, now: float, agreed_now: float) -> None:
         coming = self.reuse.coming_blocks(self.running)
         passed: list[Request] = []
         num_held = 0
@@ -151,9 +153,10 @@ class Scheduler:
                 break
             is_held = has_room and self.reuse.is_held(request, coming)
             if has_room and not is_held and self.reads is not None:
-                is_held = (readiness := self.reads.check(request, not self.running)) is Readiness.COMING
+                readiness = self.reads.check(request, agreed_now, not self.running)
                 if readiness is Readiness.NO_ROOM:
                     break
+                is_held = readiness is Readiness.COMING
             if is_held or not has_room:
                 num_held += is_held
                 passed.append(self.waiting.popleft())

@@ -101,6 +101,24 @@ def test_conversations_continue_after_a_restart(
         assert not lines
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "kimi_linear", "deepseek_v4"])
+@pytest.mark.parametrize(
+    ("tp", "dcp"), [pytest.param(1, 1, marks=pytest.mark.gpu), pytest.param(2, 2, marks=pytest.mark.gpu_2)]
+)
+def test_conversations_continue_on_gpus(family: str, tp: int, dcp: int, tmp_path: Path) -> None:
+    reference = save_tiny(family, tmp_path / "model")
+    layout = dcp_config(tp, dcp, block_size=16 // dcp)
+    serve = functools.partial(run_ranks, tp, converse, tmp_path / "model", tmp_path / "disk", layout, device="cuda")
+    ((answers, num_cached, lines), *_) = serve(PROMPTS, "cuda")
+    assert not any(num_cached)
+    assert not lines
+    prompts = [prompt + answer + [5, 6, 7] for prompt, answer in zip(PROMPTS, answers, strict=True)]
+    for answers, num_cached, lines in serve(prompts, "cuda"):
+        check(reference, prompts, answers)
+        assert all(num_cached), num_cached
+        assert not lines
+
+
 def test_another_layout_is_a_miss_and_said_once(tmp_path: Path) -> None:
     reference = save_tiny("deepseek_v3", tmp_path / "model")
     serve = functools.partial(run_ranks, 2, converse, tmp_path / "model", tmp_path / "disk", timeout=300)
@@ -162,7 +180,7 @@ def test_one_rank_s_damaged_file_is_a_miss_on_all(damage: str, tmp_path: Path) -
         check(reference, PROMPTS, answers)
         assert not any(num_cached)
         assert not lines or damage != "other rank's"
-    for answers, num_cached, _ in serve():  # what was damaged has been written again
+    for answers, num_cached, _ in serve():  # damaged blocks have been written again
         check(reference, PROMPTS, answers)
         assert all(num_cached)
 

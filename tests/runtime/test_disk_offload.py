@@ -143,7 +143,7 @@ def test_every_request_gets_what_it_gets_alone(load: Load) -> None:
 
 
 def answer(engine: Engine, prompt: list[int], num_new: int = 3) -> Request:
-    """Serve a request, whose tokens must be those that it gets alone."""
+    """Serve a request, and compare its tokens with a lone request's."""
     request = engine.add(prompt, SamplingParams(max_new_tokens=num_new))
     list(engine.run())
     assert request.token_ids == alone(prompt, num_new)
@@ -191,7 +191,7 @@ def test_an_idle_engine_writes_all_blocks(tmp_path: Path) -> None:
     engine = make_engine(40, num_host_blocks=40, open_disk=threaded_disk(tmp_path, 40))
     answer(engine, PROMPT)
     settle(engine)
-    shutil.copytree(tmp_path, tmp_path / "copy")  # as it is found after a kill
+    shutil.copytree(tmp_path, tmp_path / "copy")  # a kill leaves the same files
     engine = make_engine(40, num_host_blocks=40, open_disk=threaded_disk(tmp_path / "copy", 40))
     assert answer(engine, PROMPT).num_cached_tokens == FULL
     engine.close()
@@ -224,7 +224,7 @@ def test_damaged_files(damage: str, tmp_path: Path) -> None:
         assert len(known) == (0 if damage == "no index" else FULL // BLOCK + 1)
         assert answer(engine, PROMPT).num_cached_tokens == (0 if damage == "no index" else 2 * BLOCK)
     check_empty(engine)
-    assert len(engine.scheduler.tier.disk.blocks) == FULL // BLOCK + 1  # what was damaged is written again
+    assert len(engine.scheduler.tier.disk.blocks) == FULL // BLOCK + 1  # damaged blocks have been written again
     engine.reset()
     engine.close()
 
@@ -283,7 +283,7 @@ def serve_on_rank(directory: Path, num_ranks: int, seeds: list[int]) -> list[tup
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_whose_disks_fail_differently(num_ranks: int, tmp_path: Path) -> None:
-    """All ranks know the same content after each load, and every request gets what it gets alone."""
+    """All ranks know the same content after each load, and every request gets its tokens."""
     results = run_ranks(num_ranks, serve_on_rank, tmp_path, num_ranks, list(range(7)))
     assert all(result == results[0] for result in results)
     assert sum(num_read for *_, num_read in results[0]) > 50
@@ -311,7 +311,7 @@ def serve_for_ever(directory: Path, sender: Connection) -> None:
 
 
 def test_blocks_of_a_killed_process(tmp_path: Path) -> None:
-    """Killed while it writes, at any time: what is found is right."""
+    """A process that is killed while it writes leaves right blocks, or none."""
     for _ in range(4):
         receiver, sender = multiprocessing.Pipe(duplex=False)
         process = start_process(serve_for_ever, (tmp_path, sender))
@@ -364,6 +364,22 @@ def test_others_run_while_blocks_are_read(tmp_path: Path) -> None:
     list(engine.run())
     assert read.num_cached_tokens == FULL
     engine.close()
+
+
+def test_no_request_waits_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(8, num_host_blocks=9, open_disk=late_disk(tmp_path, 40, num_polls=0))
+    for prompt in (PROMPT, *OTHERS):
+        answer(engine, prompt)
+        settle(engine)
+    disk = disk_of(engine)
+    disk._files.blocks._num_polls = 10**12
+    monkeypatch.setattr(disk_reads, "_MOST_SECONDS", 0.2)
+    for prompt in (PROMPT, OTHERS[0], OTHERS[1]):
+        assert answer(engine, prompt).num_cached_tokens < FULL
+    assert disk._num_reads == 1
+    for transfer in disk._files.blocks.busy.values():  # the disk is back
+        transfer._num_polls = 0
+    check_empty(engine)
 
 
 def test_nothing_is_kept_after_a_reset(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class LateTransfer(Transfer):
 
 
 class LateTransfers:
-    """Transfers (`DiskTransfers`) of a file in any order, of which some fail.
+    """Transfers (`DiskTransfers`) of a file in any order. Some fail.
 
     Args:
         share: Share of transfers that fail.
@@ -45,7 +45,7 @@ class LateTransfers:
 
     def __init__(self, file: Any, rng: Random, num_polls: int, share: float) -> None:
         self.file, self._rng, self._num_polls, self._share = file, rng, num_polls, share
-        self.busy: dict[int, LateTransfer] = {}  # by slot
+        self.busy: dict[int, LateTransfer] = {}  # the keys are slots
 
     def read(self, slot: int, key: bytes, pieces: Sequence[memoryview]) -> LateTransfer:
         def run() -> None:
