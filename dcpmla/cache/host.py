@@ -118,8 +118,8 @@ class HostMemory:
         for items, part in self._divide(pack, blocks, slots):
             staged = self._store_staging[: len(part) * pack.row_bytes].view(len(part), -1)
             pack.read(items, staged)
-            for rows, places in runs(part):
-                pack.rows[places].copy_(staged[rows], non_blocking=True)
+            targets, sources = zip(*((pack.rows[places], staged[rows]) for rows, places in runs(part)), strict=True)
+            torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
             yield None
 
     def _store_staged(self, slot: int) -> Parts:
@@ -130,8 +130,8 @@ class HostMemory:
         num_left = len(slots)
         for there, part in self._divide(pack, items, slots):
             staged = self._load_staging[: len(part) * pack.row_bytes].view(len(part), -1)
-            for rows, places in runs(part):
-                staged[rows].copy_(pack.rows[places], non_blocking=True)
+            targets, sources = zip(*((staged[rows], pack.rows[places]) for rows, places in runs(part)), strict=True)
+            torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
             pack.write(there, staged)
             num_left -= len(part)
             yield None if num_left else pack.last_layer
