@@ -5,13 +5,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from dcpmla.cache.disk_file import RECORD_BYTES, BlockFile, DamagedBlockError
+from dcpmla.cache.disk_file import BlockFile, DamagedBlockError
 from dcpmla.cache.disk_files import DiskFiles
 from dcpmla.cache.disk_folder import DiskFolder
 from dcpmla.cache.disk_transfer import DiskTransfers, Transfer
 from dcpmla.cache.host import HostMemory
 from dcpmla.cache.tier import Tier
-from dcpmla.integrations.disk_offloading import open_files, share_content
+from dcpmla.integrations.disk_offloading import share_content
 
 OpenDisk = Callable[[HostMemory], Tier]
 IDENTITY = {"model": "hash", "layout": "one"}
@@ -93,16 +93,16 @@ def late_disk(
 
 
 def threaded_disk(directory: Path, num_blocks: int, rank: int = 0, group: Any = None) -> OpenDisk:
-    """Return a function that gives host memory a file of so many blocks, read and written by threads."""
+    """Return a function that gives host memory a file of so many blocks, and a quarter as many states, with threads."""
     return _opener(directory, num_blocks, rank, group, DiskTransfers)
 
 
 def _opener(directory: Path, num_blocks: int, rank: int, group: Any, transfers: Callable[[BlockFile], Any]) -> OpenDisk:
     def open_disk(memory: HostMemory) -> Tier:
         folder = DiskFolder(directory, IDENTITY)
-        num_bytes = num_blocks * (memory.block_bytes + RECORD_BYTES)
-        num_bytes += num_blocks // 4 * (memory.state_bytes + RECORD_BYTES) if memory.state_bytes else 0
-        opened = open_files(folder, rank, memory, num_bytes, 4)
+        opened = [BlockFile(folder.claim(rank), num_blocks, memory.block_bytes)]
+        if memory.state_bytes:
+            opened.append(BlockFile(folder.claim(rank, "states"), num_blocks // 4, memory.state_bytes))
         memory.disk = DiskFiles(*map(transfers, opened))
         return share_content(opened, group)
 

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -22,6 +23,7 @@ from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.scheduler import Scheduler
 from tests.support.costs import DrawnCosts
+from tests.support.late_disk import late_disk
 from tests.support.late_memory import LateMemory
 from tests.support.models import VOCAB_SIZE
 from tests.support.recorded import RecordedDrafter
@@ -41,7 +43,8 @@ class Load:
         num_remembered_states: Number of states beyond max_num_seqs.
         num_spare_tokens: Room beyond the longest request's.
         has_graphs: Whether steps have rows of padding, as graphs do.
-        num_host_blocks: Blocks of host memory, with a state for every four; 0 for none.
+        num_host_blocks: Blocks of host memory, with a state for every four; 0 for none. Below is a disk, of which a
+            transfer in ten fails.
     """
 
     seed: int
@@ -163,10 +166,12 @@ def latents_of(layer: Any) -> list[torch.Tensor]:
     return [memory for memory in layer[:2] if memory is not None] if isinstance(layer, LayerCache) else []
 
 
-def serve(model: Any, dcp: DCPConfig, mesh: Any, load: Load, drawn: list[Drawn], num_drafts: int) -> Counter[str]:
+def serve(
+    model: Any, dcp: DCPConfig, mesh: Any, load: Load, drawn: list[Drawn], num_drafts: int, disk: Path
+) -> Counter[str]:
     """Serve a load, compare tokens and logits with a lone request's, and return counts of events."""
     longest = max(len(prompt) + len(tokens) for prompt, tokens, _ in drawn)
-    engine = make_engine(model, dcp, mesh, load, longest, drafter_of(drawn, num_drafts))
+    engine = make_engine(model, dcp, mesh, load, longest, drafter_of(drawn, num_drafts), disk)
     requests: list[Request] = []
     num_steps = 0
     while len(requests) < len(drawn) or engine.has_requests:
@@ -184,10 +189,12 @@ def serve(model: Any, dcp: DCPConfig, mesh: Any, load: Load, drawn: list[Drawn],
         torch.testing.assert_close(request.logits, [*logits[:num_new]], atol=1e-3, rtol=0)
     allocator: Any = engine.allocator
     assert allocator.num_free == allocator.num_blocks
-    num_loaded = 0
+    num_loaded = num_read = 0
     if engine.offload is not None:
         engine.offload.count()
         num_loaded = engine.offload.loaded.blocks
+        if engine.offload.disk is not None:
+            num_read = engine.offload.disk.loaded.bytes
     engine.close()
     return Counter(
         preemptions=engine.stats.num_preemptions,
@@ -197,6 +204,7 @@ def serve(model: Any, dcp: DCPConfig, mesh: Any, load: Load, drawn: list[Drawn],
         aborts=sum(request.finish_reason == "abort" for request in requests),
         accepted_drafts=engine.stats.num_accepted_tokens,
         loaded_blocks=num_loaded,
+        read_bytes=num_read,
         rejected_drafts=engine.stats.num_draft_tokens - engine.stats.num_accepted_tokens,
     )
 
@@ -208,7 +216,13 @@ def drafter_of(drawn: list[Drawn], num_drafts: int) -> Drafter | None:
 
 
 def make_engine(
-    model: Any, dcp: DCPConfig, mesh: Any, load: Load, longest: int, drafter: Drafter | None = None
+    model: Any,
+    dcp: DCPConfig,
+    mesh: Any,
+    load: Load,
+    longest: int,
+    drafter: Drafter | None = None,
+    disk: Path | None = None,
 ) -> Engine:
     """Return an engine over a cache with little more room than the longest request needs."""
     num_drafts = 0 if drafter is None else drafter.num_speculative_tokens
@@ -223,6 +237,8 @@ def make_engine(
     memory = LateMemory(cache) if load.num_host_blocks else None
     if memory is not None:
         memory.allocate(tier.blocks.num_slots, tier.states.num_slots)
+        if disk is not None:
+            tier.disk = late_disk(disk, 200, load.seed, 2, 0.1, mesh.tp_rank, mesh.tp_group)(memory)
     scheduler = Scheduler(allocator, load.max_num_batched_tokens, load.max_num_seqs, costs=costs, tier=tier)
     Poison(model, cache, scheduler)
     graphs: dict[str, Any] = {}
