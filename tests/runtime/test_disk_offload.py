@@ -25,7 +25,7 @@ from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from tests.runtime.test_offload import DrawnLoadCosts
-from tests.support.hash_model import BLOCK, EOS, alone, make_engine
+from tests.support.hash_model import BLOCK, EOS, alone, alone_ignoring_eos, make_engine
 from tests.support.late_disk import late_disk, threaded_disk
 from tests.support.late_memory import LateMemory
 from tests.support.ranks import run_ranks, start_process
@@ -364,6 +364,25 @@ def test_others_run_while_blocks_are_read(tmp_path: Path) -> None:
     list(engine.run())
     assert read.num_cached_tokens == FULL
     engine.close()
+
+
+def test_host_memory_keeps_the_beginning_while_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "_STORED_TOGETHER", 1)
+    engine = make_engine(24, num_host_blocks=9, open_disk=late_disk(tmp_path, 60, num_polls=0))
+    keys = answer(engine, PROMPT).block_keys(0, FULL // BLOCK, BLOCK)
+    settle(engine)
+    engine.allocator.reset()
+    for key in keys[2:]:
+        engine.scheduler.tier.blocks.remove(key)
+    disk_of(engine)._files.blocks._num_polls = 70
+    read = engine.add(PROMPT, SamplingParams(max_new_tokens=3))
+    other = engine.add([9, 9, 9], SamplingParams(max_new_tokens=40, ignore_eos=True))
+    list(engine.run())
+    assert read.num_cached_tokens == FULL
+    assert read.token_ids == alone(PROMPT, 3)
+    assert other.token_ids == alone_ignoring_eos([9, 9, 9], 40)
+    assert disk_of(engine).loaded.blocks == len(keys[2:])
+    check_empty(engine)
 
 
 def test_no_request_waits_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
