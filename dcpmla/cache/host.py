@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.cache.copies import Copy, Parts
+from dcpmla.cache.disk_files import DiskFiles
 from dcpmla.cache.host_rows import Pack, pack_layers, runs
 from dcpmla.cache.items import Items
 from dcpmla.cache.plan import Cache
@@ -30,7 +31,10 @@ class HostMemory:
         cache: Cache of this rank.
     Attributes:
         block_bytes, state_bytes: Bytes of host memory for a block and for a state; 0 for caches without states.
+        disk: Files on this rank's disk, which keep copies of blocks and states; None without.
     """
+
+    disk: DiskFiles | None = None
 
     def __init__(self, cache: Cache) -> None:
         shared = [] if cache.token_ids is None else [Pack([Items.of(cache.token_ids)], -1)]
@@ -63,6 +67,19 @@ class HostMemory:
         self._last_store = Copy(parts, self._store_stream, len(blocks) * self.block_bytes)
         self._last_store.queue()
         return self._last_store
+
+    @property
+    def last_store(self) -> Copy:
+        """Return the last copy into host memory. When it has ended, all earlier ones have."""
+        return self._last_store
+
+    def block(self, slot: int) -> list[memoryview]:
+        """Return the memory of a slot for a block."""
+        return [memoryview(pack.rows[slot].numpy().data) for pack in self._blocks]
+
+    def state(self, slot: int) -> list[memoryview]:
+        """Return the memory of a slot for a state."""
+        return [memoryview(self._states.rows[slot].numpy().data)]
 
     def store_state(self, state: int, slot: int) -> None:
         """Copy a state into a slot. Later work on the current stream may write to the state."""

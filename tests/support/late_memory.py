@@ -52,8 +52,9 @@ class LateMemory(HostMemory):
 
         def run() -> None:
             before.wait()
+            latest = self._last_store
             copy_out(blocks, slots)
-            self._last_store = late
+            self._last_store = latest
 
         late = self._last_store = LateCopy(run, self.num_polls)
         return late
