@@ -155,7 +155,7 @@ class ServingLoop:
         self._frontend.send(Report(outputs, num_bytes, num_running, num_waiting, cache_use, totals))
 
 
-def started(engine: Engine, tokenizer: object, no_tokenizer: str) -> Started:
+def started(engine: Engine, tokenizer: object, no_tokenizer: str, model_type: str) -> Started:
     """Return the HTTP process's message on an engine."""
     sizes = engine.cache.sizes
     num_cache_tokens = sizes.num_blocks * sizes.block_tokens
@@ -166,6 +166,7 @@ def started(engine: Engine, tokenizer: object, no_tokenizer: str) -> Started:
         min(engine.max_model_len, num_cache_tokens),
         engine.scheduler.max_num_seqs,
         num_cache_tokens,
+        model_type,
     )
 
 

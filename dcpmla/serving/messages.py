@@ -33,6 +33,7 @@ class Started:
         max_model_len: Longest sequence, prompt and new tokens, that the model takes and the cache holds.
         max_num_seqs: Limit of requests that run at the same time.
         num_cache_tokens: Tokens that the whole cache holds.
+        model_type: Name of the model's family in its config.
     """
 
     tokenizer: Any
@@ -41,6 +42,7 @@ class Started:
     max_model_len: int
     max_num_seqs: int
     num_cache_tokens: int
+    model_type: str = ""
 
 
 @dataclass(frozen=True)

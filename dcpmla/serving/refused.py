@@ -16,11 +16,8 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
-    "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
     # vLLM
@@ -35,7 +32,6 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "guided_whitespace_pattern": (),
-    "include_reasoning": (True,),
     "kv_transfer_params": ({},),
     "length_penalty": (1,),
     "logits_processors": ([],),
@@ -95,8 +91,12 @@ _OTHER_ROUTE = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "echo": (False,),
+    "include_reasoning": (True,),
     "messages": (),
     "prompt": (),
+    "reasoning_effort": (),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
     "top_logprobs": (0,),
 }
 _STREAM_OPTIONS: dict[str, tuple[object, ...]] = {"include_obfuscation": (False,)}
@@ -106,7 +106,6 @@ _MESSAGE: dict[str, tuple[object, ...]] = {
     "partial": (False,),
     "prefix": (False,),
     "refusal": (),
-    "tool_calls": ([],),
     "tools": ([],),
 }
 

@@ -1,0 +1,200 @@
+"""Chats of one model: conversations -> prompts, and readers of its answers."""
+
+import asyncio
+import inspect
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from dcpmla.serving.chat.encodings import find_encoding
+from dcpmla.serving.chat.events import AnswerParser
+from dcpmla.serving.chat.formats import FORMATS, AnswerFormat, find_format
+from dcpmla.serving.conversation import Conversation
+from dcpmla.serving.errors import ApiError
+from dcpmla.serving.messages import Started
+from dcpmla.serving.prompts import Prompt, Texts
+from dcpmla.serving.reader import AnswerReader, ChainedParser, HiddenTokens, PlainParser
+from dcpmla.serving.shown import Json
+
+_NO_REASONING = "none"  # effort
+_PROBE = '{"probe":[1,2]}'  # arguments of a call
+_SWITCHES = ("thinking", "enable_thinking")  # variables of templates that turn the reasoning on and off
+
+
+class Chats:
+    """The form of a model's conversations.
+
+    Args:
+        chat_template: Template in place of the tokenizer's, None for that.
+        call_parser: Name of the format of tool calls, None for the model's.
+        reasoning_parser: Name of the format of reasoning, None for the model's.
+    """
+
+    def __init__(
+        self,
+        model: Started,
+        chat_template: str | None = None,
+        call_parser: str | None = None,
+        reasoning_parser: str | None = None,
+    ) -> None:
+        self._texts, self._given_template = Texts(model), chat_template
+        found = chat_template or getattr(model.tokenizer, "chat_template", None) or ""
+        self._template = found if isinstance(found, str) else "".join(found.values())  # Some have several, by name.
+        self._words = set(re.findall(r"\w+", self._template))
+        self._encoding = None if self._template else find_encoding(model.model_type)
+        own = find_format(model.model_type, self._template or None)
+        self._call_format = own if call_parser is None else FORMATS[call_parser]
+        self._reasoning_format = own if reasoning_parser is None else FORMATS[reasoning_parser]
+
+    @cached_property
+    def _hidden(self) -> HiddenTokens:
+        added = self._texts.tokenizer.added_tokens_decoder.values()
+        return HiddenTokens([token.content for token in added if token.special])
+
+    async def prompt(
+        self, conversation: Conversation, add_special_tokens: bool = False, num_kept: int | None = None
+    ) -> Prompt:
+        """Return a conversation as the chat template, or the model's published encoding, writes it.
+
+        Args:
+            add_special_tokens: Whether the tokenizer adds its special tokens to the template's.
+            num_kept: Number of its last tokens to keep, None for all.
+        Raises:
+            ApiError: No template, a template that refuses the messages, a conversation that is too long.
+        """
+        self._check(conversation)
+        try:
+            text = await asyncio.to_thread(self._render, conversation)
+        except Exception as error:  # whatever a template runs into with this client's messages
+            raise ApiError(400, f"the chat template refuses the messages: {error}", param="messages") from error
+        prompt = await self._texts.encoded(text, add_special_tokens, num_kept)
+        return replace(prompt, in_reasoning=text.rstrip().endswith("<think>"))
+
+    def reader(self, conversation: Conversation, prompt: Prompt, skip_special_tokens: bool) -> AnswerReader:
+        """Return the reader of an answer to a prompt.
+
+        Args:
+            skip_special_tokens: Whether special tokens that are no markup of the format are left out of the text.
+        """
+        hidden = self._hidden if skip_special_tokens and self.has_format else HiddenTokens([])
+        counts = self._reasoning_format is not None
+        return AnswerReader(
+            self._parser(conversation, prompt),
+            hidden,
+            self._texts.offsets(prompt, 0, skip_special_tokens=False) if counts else None,
+            in_reasoning=prompt.in_reasoning,
+            is_parallel=conversation.tool_use.is_parallel,
+        )
+
+    @property
+    def has_format(self) -> bool:
+        """Return whether answers are parsed, and so need their special tokens."""
+        return self._call_format is not None or self._reasoning_format is not None
+
+    def _check(self, conversation: Conversation) -> None:
+        """Raise ApiError if the prompt would not show what the client gives, or the answer could not be read."""
+        tools, apply = conversation.tool_use.tools, self._texts.tokenizer.apply_chat_template
+        if tools and self._call_format is None:
+            raise ApiError(400, "tools need --tool-call-parser: the model's format is unknown", param="tools")
+        if self._encoding is not None:
+            return
+        if not self._template:
+            words = "the model's tokenizer has no chat template; use /v1/completions"
+            raise ApiError(400, words, param="messages")
+        # They are variables of the template, not arguments of the function that renders it.
+        if reserved := conversation.variables.keys() & inspect.signature(apply).parameters.keys():
+            raise ApiError(400, f"{min(reserved)} is no variable of a chat template", param="chat_template_kwargs")
+        if tools and "tools" not in self._words:
+            raise ApiError(400, "tools are not supported by the model's chat template", param="tools")
+        if conversation.num_calls and "tool_calls" not in self._words:
+            raise ApiError(400, "tool_calls are not supported by the model's chat template", param="messages")
+        if conversation.effort not in (None, _NO_REASONING) and not self._words & {"reasoning_effort", *_SWITCHES}:
+            name = conversation.effort_field
+            raise ApiError(400, f"{name} is not supported by the model's chat template; leave it out", param=name)
+
+    def _render(self, conversation: Conversation) -> str:
+        """Return the text of a conversation."""
+        effort, variables = conversation.effort, dict(conversation.variables)
+        if effort is not None:
+            switches = dict.fromkeys(_SWITCHES, effort != _NO_REASONING)
+            variables = {**switches, "reasoning_effort": effort, **variables}
+        arguments = {
+            "add_generation_prompt": conversation.add_generation_prompt,
+            "continue_final_message": conversation.continue_final_message,
+        }
+        if self._encoding is not None:
+            chosen = variables.get("reasoning_effort")
+            thinking = any(variables.get(name) for name in _SWITCHES)
+            return self._encoding.render(
+                conversation.messages,
+                conversation.tool_use.tools,
+                thinking=thinking,
+                reasoning_effort=chosen,
+                **arguments,
+            )
+        messages = conversation.messages
+        if conversation.num_calls and not self._takes_texts:
+            messages = _with_objects(messages)
+        if "developer" not in self._words:  # Most templates ignore messages of roles that they do not know.
+            messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
+        return self._apply(messages, list(conversation.tool_use.tools) or None, **arguments, **variables)
+
+    @cached_property
+    def _takes_texts(self) -> bool:
+        """Return whether the template writes arguments of calls as they are if they are texts.
+
+        Others read objects: they write each value, or JSON of their own.
+        """
+        call = {"type": "function", "id": "call00000", "function": {"name": "probe", "arguments": _PROBE}}
+        messages: list[Json] = [
+            {"role": "user", "content": "probe"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "probe", "tool_call_id": "call00000"},
+        ]
+        try:
+            return _PROBE in self._apply(messages, None, add_generation_prompt=True)
+        except Exception:  # whatever a template runs into with a text
+            return False
+
+    def _apply(self, messages: Sequence[Json], tools: list[Json] | None, **arguments: Any) -> str:
+        """Return what the template writes."""
+        text: str = self._texts.tokenizer.apply_chat_template(
+            messages, tools=tools, chat_template=self._given_template, tokenize=False, **arguments
+        )
+        return text
+
+    def _parser(self, conversation: Conversation, prompt: Prompt) -> AnswerParser:
+        """Return the parser of an answer to a prompt."""
+        tools, num_calls = conversation.tool_use.tools, conversation.num_calls
+        calls, reasoning = self._call_format, self._reasoning_format
+
+        def parser(chosen: AnswerFormat, parses_calls: bool, parses_reasoning: bool) -> AnswerParser:
+            return chosen.parser(
+                tools,
+                in_reasoning=prompt.in_reasoning and parses_reasoning,
+                parses_calls=parses_calls,
+                parses_reasoning=parses_reasoning,
+                first_call=num_calls,
+            )
+
+        if calls is None:
+            return PlainParser() if reasoning is None else parser(reasoning, False, True)
+        if reasoning is None or calls is reasoning:
+            return parser(calls, bool(tools), reasoning is not None)
+        return ChainedParser(parser(reasoning, False, True), parser(calls, bool(tools), False))
+
+
+def _with_objects(messages: Sequence[Json]) -> list[Json]:
+    """Return messages whose calls have their arguments as objects."""
+
+    def converted(call: Json) -> Json:
+        function = call["function"]
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+
+    return [
+        {**each, "tool_calls": [*map(converted, each["tool_calls"])]} if "tool_calls" in each else each
+        for each in messages
+    ]
