@@ -71,7 +71,7 @@ class Chats:
         except Exception as error:  # whatever a template runs into with this client's messages
             raise ApiError(400, f"the chat template refuses the messages: {error}", param="messages") from error
         prompt = await self._texts.encoded(text, add_special_tokens, num_kept)
-        return replace(prompt, in_reasoning=text.rstrip().endswith("<think>"))
+        return replace(prompt, in_reasoning=self._opens_reasoning(text, conversation.continue_final_message))
 
     def reader(self, conversation: Conversation, prompt: Prompt, skip_special_tokens: bool) -> AnswerReader:
         """Return the reader of an answer to a prompt.
@@ -165,6 +165,13 @@ class Chats:
             messages, tools=tools, chat_template=self._given_template, tokenize=False, **arguments
         )
         return text
+
+    def _opens_reasoning(self, text: str, is_continued: bool) -> bool:
+        """Return whether a prompt opens the reasoning: at its end, or somewhere in a message that is continued."""
+        if self._reasoning_format is None:
+            return False
+        start, end = self._reasoning_format.markup.reasoning
+        return text.rfind(start) > text.rfind(end) if is_continued else text.rstrip().endswith(start)
 
     def _parser(self, conversation: Conversation, prompt: Prompt) -> AnswerParser:
         """Return the parser of an answer to a prompt."""

@@ -44,5 +44,5 @@ def test_nothing_is_kept_of_unknown_fields() -> None:
         body = parse(kind, json.dumps({**fields, "x": ["y"] * 1000}).encode())
         assert not body.model_extra
     assert '"x"' not in body.model_dump_json().replace('"content":"x"', "")
-    with pytest.raises(ApiError, match="tools is not supported"):
-        parse(ChatBody, json.dumps({**fields, "tools": ["x"]}).encode())
+    with pytest.raises(ApiError, match="functions is not supported"):
+        parse(ChatBody, json.dumps({**fields, "functions": ["x"]}).encode())

@@ -1,10 +1,8 @@
 """An HTTP process over a model that follows a script, so that clients' conversations have exact results."""
 
-import json
-import re
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -14,8 +12,6 @@ from transformers import PreTrainedTokenizerFast
 from dcpmla.runtime.request import Request, TokenLogprobs
 from dcpmla.runtime.text import TextStream
 from dcpmla.serving.app import Settings
-from dcpmla.serving.chat.events import CallPiece, Pieces
-from dcpmla.serving.chat.formats import FORMATS, AnswerFormat
 from dcpmla.serving.frontend import listen
 from dcpmla.serving.http import serve_http
 from dcpmla.serving.messages import LENGTH, Close, Output, Report, Started, Stopped, Submit, pack, unpack_commands
@@ -35,52 +31,6 @@ def scripted_tokenizer(template: str) -> PreTrainedTokenizerFast:
     backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKUP])
     backend.add_special_tokens(ROLES)
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS, chat_template=template)
-
-
-class TagParser:
-    """A parser of <think>...</think> and <tool_call>{"name": ..., "arguments": ...}</tool_call>."""
-
-    def __init__(self, in_reasoning: bool, parses_calls: bool, first_call: int) -> None:
-        self._mode, self._text = "reasoning" if in_reasoning else "content", ""
-        self._parses_calls, self._first_call, self._num_calls = parses_calls, first_call, 0
-
-    def push(self, text: str) -> Pieces:
-        self._text += text
-        out = {"reasoning": "", "content": ""}
-        calls: list[CallPiece] = []
-        while match := re.search("|".join(MARKUP), self._text):
-            before, self._text = self._text[: match.start()], self._text[match.end() :]
-            if self._mode == "call" and match[0] == "</tool_call>":
-                calls.append(self._call(json.loads(before)))
-                self._mode = "content"
-                continue
-            out[self._mode] += before
-            modes = {"<think>": "reasoning", "<tool_call>": "call" if self._parses_calls else "content"}
-            self._mode = modes.get(match[0], "content")
-            if "tool" in match[0] and not self._parses_calls:
-                out["content"] += match[0]
-        if self._mode != "call":
-            out[self._mode] += self._text
-            self._text = ""
-        return Pieces(out["reasoning"], out["content"], tuple(calls))
-
-    def finish(self) -> Pieces:
-        return Pieces()
-
-    def _call(self, fields: dict[str, Any]) -> CallPiece:
-        index, self._num_calls = self._num_calls, self._num_calls + 1
-        arguments = json.dumps(fields["arguments"])
-        return CallPiece(index, f"call_{self._first_call + index}", fields["name"], arguments)
-
-
-class TagFormat(AnswerFormat):
-    def parser(self, tools: Sequence[Mapping[str, Any]], **options: Any) -> Any:
-        return TagParser(options["in_reasoning"], options["parses_calls"], options["first_call"])
-
-
-def serve_with_tags(*arguments: Any) -> None:
-    FORMATS["tags"] = TagFormat("tags")  # type: ignore[index]
-    serve_http(*arguments)
 
 
 class ScriptedModel:
@@ -161,11 +111,11 @@ def serve_script(tokenizer: Any, script: Script, **settings: Any) -> Iterator[Ru
     arguments = (
         theirs,
         listener,
-        Settings("scripted", KEY, 60, **{"tool_call_parser": "tags", "reasoning_parser": "tags", **settings}),
+        Settings("scripted", KEY, 60, **settings),
         16,
         1,
     )
-    process = start_process(serve_with_tags, arguments)
+    process = start_process(serve_http, arguments)
     theirs.close()
     listener.close()
     model = ScriptedModel(tokenizer, script, ours)

@@ -1,0 +1,103 @@
+"""Prompts of conversations and readers of answers, without a server."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from dcpmla.cli.serve import _read_template
+from dcpmla.serving.chats import Chats
+from dcpmla.serving.conversation import Conversation, tool_call
+from dcpmla.serving.errors import ApiError
+from dcpmla.serving.messages import Output, Started
+from dcpmla.serving.prompts import Prompt
+from dcpmla.serving.reader import HiddenTokens, _Shown
+from dcpmla.serving.tools import ToolUse
+from tests.support.agent import TEMPLATE, WEATHER
+from tests.support.scripted import scripted_tokenizer
+
+# As templates of DeepSeek, of GLM and of Qwen write arguments.
+JOINED = "{{ '' + call.function.arguments }}"
+ITEMS = "{% for key, value in call.function.arguments.items() %}{{ key }}={{ value }};{% endfor %}"
+DUMPED = "{{ call.function.arguments | tojson }}"
+EITHER = "{{ call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}"
+CALLS = "{% for m in messages %}{% for call in m.tool_calls or [] %}ARGUMENTS{% endfor %}{% endfor %}"
+
+
+def model(template: str | None = None, model_type: str = "") -> Started:
+    tokenizer = scripted_tokenizer(template or TEMPLATE)
+    return Started(tokenizer, "", len(tokenizer), 10_000, 4, 10_000, model_type)
+
+
+def rendered(chats: Chats, conversation: Conversation) -> str:
+    return asyncio.run(chats.prompt(conversation)).text
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [(JOINED, '{"a":1}'), (ITEMS, "a=1;"), (DUMPED, '{"a": 1}'), (EITHER, '{"a":1}')],
+)
+def test_arguments_have_the_form_that_the_template_reads(written: str, expected: str) -> None:
+    """The client's own text where that is possible: blocks of earlier answers are then reused."""
+    chats = Chats(model(), CALLS.replace("ARGUMENTS", written))
+    call = tool_call("a", "f", '{"a":1}', "x")
+    assert rendered(chats, Conversation([{"role": "assistant", "content": "", "tool_calls": [call]}])) == expected
+
+
+def test_roles_that_the_template_does_not_know() -> None:
+    message = {"role": "developer", "content": "a"}
+    assert "<|system|>a" in rendered(Chats(model()), Conversation([message]))
+    own = "{% for m in messages %}{% if m.role == 'developer' %}D{% endif %}{% endfor %}"
+    assert rendered(Chats(model(), own), Conversation([message])) == "D"
+
+
+def test_what_the_template_would_not_show() -> None:
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    user: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
+    called = [{"role": "assistant", "content": "", "tool_calls": [tool_call("a", "f", "", "x")]}]
+    tools = ToolUse([WEATHER])
+    for template, parser, conversation, words in (
+        (plain, "ling", Conversation(user, tools), "tools are not supported by"),
+        (plain + "{{ tools }}", None, Conversation(user, tools), "tools need --tool-call-parser"),
+        (plain, None, Conversation(called), "tool_calls are not supported by"),
+        (plain, None, Conversation(user, effort="low", effort_field="reasoning"), "reasoning is not supported by"),
+    ):
+        with pytest.raises(ApiError, match=words):
+            rendered(Chats(model(), template, parser), conversation)
+    assert rendered(Chats(model(), plain), Conversation(user, effort="none")) == "a"
+    without = model()
+    without.tokenizer.chat_template = None
+    with pytest.raises(ApiError, match="has no chat template"):
+        rendered(Chats(without), Conversation(user))
+
+
+def test_two_formats_in_one_answer() -> None:
+    """Reasoning as Mistral writes it, calls as Kimi does."""
+    chats = Chats(model(), call_parser="kimi_k2", reasoning_parser="mistral")
+    conversation = Conversation([], ToolUse([WEATHER]))
+    reader = chats.reader(conversation, Prompt([1], ""), skip_special_tokens=True)
+    call = '<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"city": "Rome"}<|tool_call_end|>'
+    text = f"[THINK]hm[/THINK]I look<|tool_calls_section_begin|>{call}<|tool_calls_section_end|>"
+    pieces = reader.push(Output(0, text, (1,), (), "stop"))
+    assert (pieces.reasoning, pieces.content) == ("hm", "I look")
+    assert [(piece.name, piece.arguments) for piece in pieces.calls] == [("weather", '{"city": "Rome"}')]
+    assert reader.finish_reason("stop") == "tool_calls"
+
+
+def test_hidden_tokens_in_pieces() -> None:
+    text = "a<|end|>b<|e<|end|>c<|e"
+    for size in range(1, len(text) + 1):
+        shown = _Shown(HiddenTokens(["<|end|>", "<|e2|>"]))
+        parts = [shown.push(text[start : start + size]) for start in range(0, len(text), size)]
+        assert "".join(parts) + shown.finish() == "ab<|ec<|e"
+
+
+def test_files_of_templates(tmp_path: Any) -> None:
+    path = tmp_path / "template"
+    for content, words in ((None, "cannot be read"), (b" ", "is empty"), (b"\xff", "cannot be read")):
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(ValueError, match=words):
+            _read_template(str(path))
+    path.write_text("é")
+    assert (_read_template(str(path)), _read_template(None)) == ("é", None)
