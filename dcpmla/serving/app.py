@@ -26,6 +26,8 @@ from dcpmla.serving.protocol import ChatBody, ChatRequest, CompletionBody, Detok
 from dcpmla.serving.reader import AnswerReader
 from dcpmla.serving.receive import Receiver
 from dcpmla.serving.replies import EventStream, Reply, collect, events, while_connected
+from dcpmla.serving.responses_body import ResponsesBody
+from dcpmla.serving.responses_reply import responses_reply
 
 _NUM_NEW = 16  # new tokens of a completion without max_tokens
 Chat = TypeVar("Chat", bound=ChatRequest)
@@ -73,6 +75,7 @@ class Api:
             Route("/v1/models/{name:path}", self.model),
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+            Route("/v1/responses", self.responses, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
         ]
@@ -128,6 +131,10 @@ class Api:
     async def chat_completions(self, request: Request) -> Response:
         """Continue a conversation of chat completions."""
         return await self._chat(request, ChatBody, chat_answers)
+
+    async def responses(self, request: Request) -> Response:
+        """Continue a conversation of responses."""
+        return await self._chat(request, ResponsesBody, responses_reply)
 
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a text, or of a conversation."""

@@ -117,22 +117,28 @@ def check_fields_of_body(fields: Mapping[str, object]) -> None:
             continue
         if name in _MISPLACED:
             raise ApiError(400, f"{name} is not supported; {_MISPLACED[name]}", param=name)
-        _refuse(name, value, _REFUSED.get(name), "leave it out")
-        _refuse(name, value, _OTHER_ROUTE.get(name), "this route does not have it")
+        refuse(name, value, _REFUSED.get(name), "leave it out")
+        refuse(name, value, _OTHER_ROUTE.get(name), "this route does not have it")
 
 
 def check_fields_of_message(fields: Mapping[str, object], path: str) -> None:
     """Raise ApiError if one of a message's fields would change the prompt, and is not served."""
     for name, value in fields.items():
-        _refuse(f"{path}.{name}", value, _MESSAGE.get(name), "leave it out")
+        refuse(f"{path}.{name}", value, _MESSAGE.get(name), "leave it out")
 
 
 def check_stream_options(fields: Mapping[str, object]) -> None:
     """Raise ApiError for an option of streams that is not served."""
     for name, value in fields.items():
-        _refuse(f"stream_options.{name}", value, _STREAM_OPTIONS.get(name, (False,)), "leave it out")
+        refuse(f"stream_options.{name}", value, _STREAM_OPTIONS.get(name, (False,)), "leave it out")
 
 
-def _refuse(path: str, value: object, allowed: tuple[object, ...] | None, words: str) -> None:
+def refuse(path: str, value: object, allowed: tuple[object, ...] | None, words: str) -> None:
+    """Raise ApiError for a value that is not allowed.
+
+    Args:
+        allowed: Values that change nothing, besides null; None if all may.
+        words: Advice for the client.
+    """
     if allowed is not None and value is not None and value not in allowed:
         raise ApiError(400, f"{path} is not supported; {words}", param=path)

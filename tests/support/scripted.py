@@ -45,6 +45,7 @@ class ScriptedModel:
         self._tokenizer, self._script, self._socket, self.step = tokenizer, script, connection, step
         self._eos = frozenset([tokenizer.convert_tokens_to_ids(EOS)])
         self._num_bytes = 0
+        self.is_mute = False
         self.prompts: list[str] = []
         self.submitted: list[Submit] = []
         self._send(Started(tokenizer, "", len(tokenizer), 100_000, 4, 100_000, "scripted"))
@@ -72,7 +73,7 @@ class ScriptedModel:
                         case Submit():
                             self.submitted.append(message)
                             self.prompts.append(self._tokenizer.decode(message.prompt_token_ids))
-                            for request_id in message.request_ids:
+                            for request_id in () if self.is_mute else message.request_ids:
                                 self._answer(request_id, message)
                         case Close():
                             return
@@ -111,7 +112,7 @@ def serve_script(tokenizer: Any, script: Script, **settings: Any) -> Iterator[Ru
     arguments = (
         theirs,
         listener,
-        Settings("scripted", KEY, 60, **settings),
+        Settings(**{"name": "scripted", "api_key": KEY, "request_timeout": 60, **settings}),
         16,
         1,
     )
