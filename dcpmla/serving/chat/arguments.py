@@ -11,7 +11,8 @@ from dcpmla.serving.chat.values import dumps, json_inside, json_of, schema_types
 _SPACES = " \t\r\n"
 _LONGEST_KEY = 4096  # characters of a key with its markup; a longer one is no key
 _WRAPPED = re.compile(r'\s*,\s*"(?:arguments|parameters)"\s*:\s*')
-_LONGEST_OPENING = len(',"parameters":') + 8  # with a few spaces
+_WRAPPED_FIELDS = (',"arguments":', ',"parameters":')
+_NO_NAME = '{"":0'  # the beginning of an object, in place of its field `name`
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')  # characters of a JSON string that need no attention
 _OUTSIDE = re.compile(r"[-+.0-9A-Za-z:, \t\r\n]*")  # characters between brackets and strings
 _LETTERS = frozenset("truefalsnNaIityE")  # those of true, false, null, NaN, Infinity and exponents
@@ -188,23 +189,23 @@ class WrappedArguments:
         """Take the next text."""
         if self._is_inside:
             return self._inner.push(text)
-        self._held += text
         if self._scanner is None:
+            self._held += text
             opening = _WRAPPED.match(self._held)
             if opening is not None:
                 self._is_inside = True
                 return self._inner.push(self._held[opening.end() :])
-            if len(self._held.lstrip(_SPACES)) < _LONGEST_OPENING and "}" not in self._held:
+            begun = "".join(self._held.split())
+            if any(field.startswith(begun) for field in _WRAPPED_FIELDS):
                 return "", None
-            self._scanner, text = JsonScanner(), '{"":0' + self._held
-            self._held = ""
+            self._scanner = JsonScanner()
+            text, self._held = _NO_NAME + self._held, ""
         length = self._scanner.scan(text)
         self._held += text[:length]
         if not (self._scanner.is_complete or self._scanner.is_broken):
             return "", None
         self._is_inside = True
-        whole, rest = self._inner.push(self._arguments() + text[length:])
-        return whole, rest
+        return self._inner.push(self._arguments() + text[length:])
 
     def finish(self) -> str:
         """Return what the arguments' reader holds; of another field nothing is certain."""
@@ -214,9 +215,8 @@ class WrappedArguments:
         try:
             fields = json.loads(self._held)
         except (ValueError, RecursionError):
-            return self._held
-        value = fields.get("arguments", fields.get("parameters", {}))
-        return value if isinstance(value, str) else dumps(value)
+            return self._held.removeprefix(_NO_NAME)
+        return dumps(fields.get("arguments", fields.get("parameters", {})))
 
 
 class ParameterArguments:
