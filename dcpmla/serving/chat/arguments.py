@@ -26,7 +26,9 @@ class ArgumentReader(Protocol):
         ...
 
     def finish(self) -> str:
-        """Return the JSON text of what was held back, when the answer ends inside the call."""
+        """Return the JSON text that becomes certain when the answer ends inside the call. Beginnings of markup are
+        dropped, so the arguments of a cut answer begin those of the whole one.
+        """
         ...
 
 
@@ -140,8 +142,8 @@ class JsonArguments:
         return json_text, None
 
     def finish(self) -> str:
-        """Return the held text of broken JSON; what follows a whole object is not part of the arguments."""
-        return "" if self._scanner.is_complete else self._held
+        """Return nothing: only the beginning of an end is held."""
+        return ""
 
     def _without_object(self, text: str) -> tuple[str, str | None]:
         """Read text where the object should begin: the call's end, or text that is no JSON."""
@@ -208,8 +210,8 @@ class WrappedArguments:
         return self._inner.push(self._arguments() + text[length:])
 
     def finish(self) -> str:
-        """Return what the arguments' reader holds; of another field nothing is certain."""
-        return self._inner.finish()
+        """Return nothing: of other fields nothing is certain."""
+        return ""
 
     def _arguments(self) -> str:
         try:
@@ -251,13 +253,12 @@ class ParameterArguments:
         return "".join(pieces), None
 
     def finish(self) -> str:
-        """Return the rest of a value that the answer's end cuts."""
-        if self._value is None:
+        """Return the end of a value that has ended if nothing else follows."""
+        end = self._parameters.end
+        if self._value is None or not self._held.startswith(end):
             return ""
-        if self._held.rstrip(_SPACES).endswith(self._parameters.end):
-            self._held += self._parameters.start
-            return self._read_value(self._value)
-        return json_inside(self._held) if self._is_text else ""
+        self._held = end + self._parameters.start
+        return self._read_value(self._value)
 
     def _read_key(self) -> tuple[str, str | None]:
         """Read up to a value, or to the call's end."""
