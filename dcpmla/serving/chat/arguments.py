@@ -11,7 +11,8 @@ from dcpmla.serving.chat.values import dumps, json_inside, json_of, schema_types
 _SPACES = " \t\r\n"
 _LONGEST_KEY = 4096  # characters of a key with its markup; a longer one is no key
 _WRAPPED = re.compile(r'\s*,\s*"(?:arguments|parameters)"\s*:\s*')
-_LONGEST_OPENING = len(',"parameters":') + 8  # with a few spaces
+_WRAPPED_FIELDS = (',"arguments":', ',"parameters":')
+_NO_NAME = '{"":0'  # the beginning of an object, in place of its field `name`
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')  # characters of a JSON string that need no attention
 _OUTSIDE = re.compile(r"[-+.0-9A-Za-z:, \t\r\n]*")  # characters between brackets and strings
 _LETTERS = frozenset("truefalsnNaIityE")  # those of true, false, null, NaN, Infinity and exponents
@@ -25,7 +26,9 @@ class ArgumentReader(Protocol):
         ...
 
     def finish(self) -> str:
-        """Return the JSON text of what was held back, when the answer ends inside the call."""
+        """Return the JSON text that becomes certain when the answer ends inside the call. Beginnings of markup are
+        dropped, so the arguments of a cut answer begin those of the whole one.
+        """
         ...
 
 
@@ -139,8 +142,8 @@ class JsonArguments:
         return json_text, None
 
     def finish(self) -> str:
-        """Return the held text of broken JSON; what follows a whole object is not part of the arguments."""
-        return "" if self._scanner.is_complete else self._held
+        """Return nothing: only the beginning of an end is held."""
+        return ""
 
     def _without_object(self, text: str) -> tuple[str, str | None]:
         """Read text where the object should begin: the call's end, or text that is no JSON."""
@@ -188,35 +191,34 @@ class WrappedArguments:
         """Take the next text."""
         if self._is_inside:
             return self._inner.push(text)
-        self._held += text
         if self._scanner is None:
+            self._held += text
             opening = _WRAPPED.match(self._held)
             if opening is not None:
                 self._is_inside = True
                 return self._inner.push(self._held[opening.end() :])
-            if len(self._held.lstrip(_SPACES)) < _LONGEST_OPENING and "}" not in self._held:
+            begun = "".join(self._held.split())
+            if any(field.startswith(begun) for field in _WRAPPED_FIELDS):
                 return "", None
-            self._scanner, text = JsonScanner(), '{"":0' + self._held
-            self._held = ""
+            self._scanner = JsonScanner()
+            text, self._held = _NO_NAME + self._held, ""
         length = self._scanner.scan(text)
         self._held += text[:length]
         if not (self._scanner.is_complete or self._scanner.is_broken):
             return "", None
         self._is_inside = True
-        whole, rest = self._inner.push(self._arguments() + text[length:])
-        return whole, rest
+        return self._inner.push(self._arguments() + text[length:])
 
     def finish(self) -> str:
-        """Return what the arguments' reader holds; of another field nothing is certain."""
-        return self._inner.finish()
+        """Return nothing: of other fields nothing is certain."""
+        return ""
 
     def _arguments(self) -> str:
         try:
             fields = json.loads(self._held)
         except (ValueError, RecursionError):
-            return self._held
-        value = fields.get("arguments", fields.get("parameters", {}))
-        return value if isinstance(value, str) else dumps(value)
+            return self._held.removeprefix(_NO_NAME)
+        return dumps(fields.get("arguments", fields.get("parameters", {})))
 
 
 class ParameterArguments:
@@ -251,13 +253,12 @@ class ParameterArguments:
         return "".join(pieces), None
 
     def finish(self) -> str:
-        """Return the rest of a value that the answer's end cuts."""
-        if self._value is None:
+        """Return the end of a value that has ended if nothing else follows."""
+        end = self._parameters.end
+        if self._value is None or not self._held.startswith(end):
             return ""
-        if self._held.rstrip(_SPACES).endswith(self._parameters.end):
-            self._held += self._parameters.start
-            return self._read_value(self._value)
-        return json_inside(self._held) if self._is_text else ""
+        self._held = end + self._parameters.start
+        return self._read_value(self._value)
 
     def _read_key(self) -> tuple[str, str | None]:
         """Read up to a value, or to the call's end."""

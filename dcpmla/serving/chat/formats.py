@@ -185,7 +185,7 @@ FORMATS: Mapping[str, AnswerFormat] = {
         AnswerFormat("glm47", _tagged()),
         AnswerFormat("longcat", _tagged("longcat_", wraps=True)),
         AnswerFormat("mistral", _MISTRAL, _mistral_id),
-        AnswerFormat("ling", _tagged(wraps=True)),
+        AnswerFormat("ling", _tagged(wraps=True, separator="\n")),
     )
 }
 

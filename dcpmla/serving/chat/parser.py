@@ -124,7 +124,7 @@ class MarkupParser:
         self._show(self._cut(position))
         self._cut(len(marker))
         if marker == self._markup.reasoning[0]:
-            self._in_reasoning = True
+            self._in_reasoning, self._space = True, ""
         elif marker == self._markup.reasoning[1]:
             self._in_reasoning = self._may_reason = False
             self._after_reasoning = self._markup.after_reasoning
