@@ -16,6 +16,8 @@ from starlette.types import ASGIApp
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.access import guarded
 from dcpmla.serving.answers import Answers
+from dcpmla.serving.anthropic_body import CountBody, MessagesBody
+from dcpmla.serving.anthropic_reply import messages_reply
 from dcpmla.serving.chat_answers import chat_answers
 from dcpmla.serving.chats import Chats
 from dcpmla.serving.client import Engine
@@ -76,6 +78,8 @@ class Api:
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
             Route("/v1/responses", self.responses, methods=["POST"]),
+            Route("/v1/messages", self.messages, methods=["POST"]),
+            Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
         ]
@@ -135,6 +139,18 @@ class Api:
     async def responses(self, request: Request) -> Response:
         """Continue a conversation of responses."""
         return await self._chat(request, ResponsesBody, responses_reply)
+
+    async def messages(self, request: Request) -> Response:
+        """Continue a conversation of Anthropic's messages."""
+        return await self._chat(request, MessagesBody, messages_reply)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Return the number of tokens of a conversation of Anthropic's messages."""
+        self._engine.ready()
+        async with self._receiver.body(request, CountBody) as body:
+            self._texts(body.model)
+            prompt = await self._chats().prompt(body.conversation())
+        return JSONResponse({"input_tokens": len(prompt.token_ids)})
 
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a text, or of a conversation."""
@@ -236,4 +252,4 @@ class Api:
             case _:
                 found = ApiError(500, "the server has made a mistake; its log says more")
         self._engine.metrics.refused(found.status)
-        return found.response()
+        return found.response(request.url.path)

@@ -87,6 +87,7 @@ class BlockReply:
 
     Attributes:
         finish_reason: Reason of the end, None before.
+        stop_string: Stop string that ended the answer, if one did.
     """
 
     ending = ""
@@ -97,6 +98,7 @@ class BlockReply:
         self.usage = Usage(sum(len(prompt.token_ids) for prompt in prompts))
         self.blocks = Blocks()
         self.finish_reason: str | None = None
+        self.stop_string: str | None = None
 
     def drop_prompts(self) -> None:
         """Forget the prompts."""
@@ -115,4 +117,5 @@ class BlockReply:
         self.usage.reasoning_tokens = self._reader.num_reasoning_tokens
         if output.finish_reason:
             self.finish_reason = self._reader.finish_reason(output.finish_reason)
+            self.stop_string = output.stop_string
             yield from self.blocks.finish()

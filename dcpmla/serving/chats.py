@@ -19,7 +19,6 @@ from dcpmla.serving.prompts import Prompt, Texts
 from dcpmla.serving.reader import AnswerReader, ChainedParser, HiddenTokens, PlainParser
 from dcpmla.serving.shown import Json
 
-_NO_REASONING = "none"  # effort
 _PROBE = '{"probe":[1,2]}'  # arguments of a call
 _SWITCHES = ("thinking", "enable_thinking")  # variables of templates that turn the reasoning on and off
 
@@ -111,28 +110,28 @@ class Chats:
             raise ApiError(400, "tools are not supported by the model's chat template", param="tools")
         if conversation.num_calls and "tool_calls" not in self._words:
             raise ApiError(400, "tool_calls are not supported by the model's chat template", param="messages")
-        if conversation.effort not in (None, _NO_REASONING) and not self._words & {"reasoning_effort", *_SWITCHES}:
-            name = conversation.effort_field
+        name = conversation.reasoning_field
+        if name and conversation.thinking and not self._words & {"reasoning_effort", *_SWITCHES}:
             raise ApiError(400, f"{name} is not supported by the model's chat template; leave it out", param=name)
 
     def _render(self, conversation: Conversation) -> str:
         """Return the text of a conversation."""
-        effort, variables = conversation.effort, dict(conversation.variables)
-        if effort is not None:
-            switches = dict.fromkeys(_SWITCHES, effort != _NO_REASONING)
-            variables = {**switches, "reasoning_effort": effort, **variables}
+        variables: Json = {}
+        if conversation.thinking is not None:
+            variables = dict.fromkeys(_SWITCHES, conversation.thinking)
+        if conversation.effort is not None:
+            variables["reasoning_effort"] = conversation.effort
+        variables |= conversation.variables
         arguments = {
             "add_generation_prompt": conversation.add_generation_prompt,
             "continue_final_message": conversation.continue_final_message,
         }
         if self._encoding is not None:
-            chosen = variables.get("reasoning_effort")
-            thinking = any(variables.get(name) for name in _SWITCHES)
             return self._encoding.render(
                 conversation.messages,
-                conversation.tool_use.tools,
-                thinking=thinking,
-                reasoning_effort=chosen,
+                conversation.tool_use.tools or None,
+                thinking=any(variables.get(name) for name in _SWITCHES),
+                reasoning_effort=variables.get("reasoning_effort"),
                 **arguments,
             )
         messages = conversation.messages

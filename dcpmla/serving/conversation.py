@@ -25,8 +25,9 @@ class Conversation:
         messages: Messages of chat completions; contents and arguments of calls are text.
         tool_use: Tools, and what the answer may do with them.
         variables: Variables of the template that the client gives.
-        effort: Reasoning effort that the client asks for, None for the template's default; "none" is no reasoning.
-        effort_field: Name of the field that asks for it.
+        thinking: Whether the model reasons first, None for the template's default.
+        effort: Level of the reasoning's effort, None for the template's default.
+        reasoning_field: Name of the field that asks for reasoning; empty if a model without it is fine.
         add_generation_prompt: Whether the prompt begins the answer.
         continue_final_message: Whether the prompt leaves the last message open.
     """
@@ -34,8 +35,9 @@ class Conversation:
     messages: list[Json]
     tool_use: ToolUse = field(default_factory=ToolUse)
     variables: Mapping[str, Any] = field(default_factory=dict)
+    thinking: bool | None = None
     effort: str | None = None
-    effort_field: str = "reasoning_effort"
+    reasoning_field: str = ""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
@@ -60,6 +62,48 @@ def tool_call(call_id: str | None, name: str, arguments: str | Mapping[str, Any]
         raise ApiError(400, f"{path} is no JSON object", param=path)
     call: Json = {"type": "function", "function": {"name": name, "arguments": text or "{}"}}
     return call if call_id is None else {"id": call_id, **call}
+
+
+def thinking_of(effort: str | None) -> tuple[bool | None, str | None]:
+    """Return whether an effort is reasoning at all, and its level; None where nothing is asked for."""
+    return (None, None) if effort is None else (effort != "none", None if effort == "none" else effort)
+
+
+class History:
+    """Messages, written part by part. Reasoning, then text, then calls of one answer are one message."""
+
+    def __init__(self) -> None:
+        self.messages: list[Json] = []
+        self._answer: Json | None = None  # the last message, if it is an answer
+
+    def add(self, message: Json) -> None:
+        """Add a whole message."""
+        self.messages.append(message)
+        self._answer = None
+
+    def add_part(self, part: Json) -> None:
+        """Add a part of an answer: content, reasoning, or calls."""
+        if not part:
+            return
+        if self._answer is None or not self._follows(part, self._answer):
+            self._answer = {"role": "assistant", "content": ""}
+            self.messages.append(self._answer)
+        calls = [*self._answer.get("tool_calls", []), *part.get("tool_calls", [])]
+        self._answer |= part
+        if calls:
+            self._answer["tool_calls"] = calls
+
+    @staticmethod
+    def _follows(part: Json, answer: Json) -> bool:
+        """Return whether a part comes after those that an answer has."""
+        if "tool_calls" in part:
+            return True
+        return not answer["content"] and "tool_calls" not in answer and not part.keys() & {"reasoning"} & answer.keys()
+
+
+def reasoning_part(text: str) -> Json:
+    """Return the fields of a message with a reasoning, none for an empty one."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
 class _Function(BaseModel):
@@ -103,8 +147,7 @@ class ChatMessage(BaseModel):
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
-        if reasoning is not None:
-            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        message |= reasoning_part(reasoning or "")
         if self.tool_calls:
             message["tool_calls"] = [
                 tool_call(

@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from dcpmla.serving.conversation import ChatMessage, Conversation, Messages, check_messages
+from dcpmla.serving.conversation import ChatMessage, Conversation, Messages, check_messages, thinking_of
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.refused import check_fields_of_body, check_stream_options
 from dcpmla.serving.sampling_fields import MAX_LOGPROBS, SamplingFields
@@ -162,7 +162,8 @@ class ChatFields(BaseModel):
             [message.for_template(number) for number, message in enumerate(messages)],
             tool_use(chat_tools(self.tools or []), self.tool_choice, self.parallel_tool_calls),
             self.chat_template_kwargs or {},
-            self.reasoning_effort,
+            *thinking_of(self.reasoning_effort),
+            reasoning_field="reasoning_effort",
             add_generation_prompt=not continues if self.add_generation_prompt is None else self.add_generation_prompt,
             continue_final_message=continues,
         )

@@ -8,7 +8,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from dcpmla.serving.conversation import MAX_MESSAGES, Conversation, texts_of, tool_call
+from dcpmla.serving.conversation import (
+    MAX_MESSAGES,
+    Conversation,
+    History,
+    reasoning_part,
+    texts_of,
+    thinking_of,
+    tool_call,
+)
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.protocol import ChatRequest, Effort
 from dcpmla.serving.refused import check_fields_of_body, check_stream_options, refuse
@@ -105,7 +113,8 @@ class ResponsesBody(ChatRequest):
         self.input = ""
         effort = None if self.reasoning is None else self.reasoning.effort
         use = tool_use(tools, self.tool_choice, self.parallel_tool_calls)
-        return Conversation(messages, use, effort=effort, effort_field="reasoning.effort")
+        thinking, level = thinking_of(effort)
+        return Conversation(messages, use, thinking=thinking, effort=level, reasoning_field="reasoning.effort")
 
 
 def messages_of(items: Sequence[Mapping[str, Any]]) -> list[Json]:
@@ -114,26 +123,19 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[Json]:
     Raises:
         ApiError: An item is of another type, or has a wrong field.
     """
-    messages: list[Json] = []
-    is_open = False  # whether the last message is an answer that further items may belong to
+    history = History()
     for number, item in enumerate(items):
         path, kind = f"input.{number}", item.get("type", "message")
-        if kind == "message" and item.get("role") != "assistant":
-            messages.append({"role": _text(item, "role", path), "content": _content(item, "content", path)})
-            is_open = False
+        if kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant"):
+            history.add_part(_part(kind, item, path))
+        elif kind == "message":
+            history.add({"role": _text(item, "role", path), "content": _content(item, "content", path)})
         elif kind == "function_call_output":
             call_id = _text(item, "call_id", path)
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": _content(item, "output", path)})
-            is_open = False
-        elif kind in ("message", "reasoning", "function_call"):
-            part = _part(kind, item, path)
-            if not is_open or not _follows(part, messages[-1]):
-                messages.append({"role": "assistant", "content": ""})
-            _extend(messages[-1], part)
-            is_open = True
+            history.add({"role": "tool", "tool_call_id": call_id, "content": _content(item, "output", path)})
         else:
             raise ApiError(400, f"{path}: items of type {kind!r} are not supported", param=path)
-    return messages
+    return history.messages
 
 
 def _part(kind: str, item: Mapping[str, Any], path: str) -> Json:
@@ -144,26 +146,10 @@ def _part(kind: str, item: Mapping[str, Any], path: str) -> Json:
         parts = item.get("content") or item.get("summary") or []
         if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
             raise ApiError(400, f"{path} has content that is no list of texts", param=path)
-        reasoning = "".join(_text(part, "text", path) for part in parts)
-        return {"reasoning_content": reasoning, "reasoning": reasoning} if reasoning else {}
+        return reasoning_part("".join(_text(part, "text", path) for part in parts))
     arguments = _text(item, "arguments", path)
     call = tool_call(_text(item, "call_id", path), _text(item, "name", path), arguments, f"{path}.arguments")
     return {"tool_calls": [call]}
-
-
-def _follows(part: Json, message: Json) -> bool:
-    """Return whether a part can belong to an answer: it has reasoning, then text, then calls."""
-    has_calls = "tool_calls" in message
-    if "tool_calls" in part:
-        return True
-    return not has_calls and not message["content"] and not ("reasoning" in part and "reasoning" in message)
-
-
-def _extend(message: Json, part: Json) -> None:
-    calls = [*message.get("tool_calls", []), *part.get("tool_calls", [])]
-    message |= part
-    if calls:
-        message["tool_calls"] = calls
 
 
 def _text(item: Mapping[str, Any], name: str, path: str) -> str:

@@ -60,11 +60,11 @@ def test_what_the_template_would_not_show() -> None:
         (plain, "ling", Conversation(user, tools), "tools are not supported by"),
         (plain + "{{ tools }}", None, Conversation(user, tools), "tools need --tool-call-parser"),
         (plain, None, Conversation(called), "tool_calls are not supported by"),
-        (plain, None, Conversation(user, effort="low", effort_field="reasoning"), "reasoning is not supported by"),
+        (plain, None, Conversation(user, thinking=True, reasoning_field="reasoning"), "reasoning is not supported by"),
     ):
         with pytest.raises(ApiError, match=words):
             rendered(Chats(model(), template, parser), conversation)
-    assert rendered(Chats(model(), plain), Conversation(user, effort="none")) == "a"
+    assert rendered(Chats(model(), plain), Conversation(user, thinking=False, reasoning_field="x")) == "a"
     without = model()
     without.tokenizer.chat_template = None
     with pytest.raises(ApiError, match="has no chat template"):

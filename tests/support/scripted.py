@@ -90,7 +90,8 @@ class ScriptedModel:
                 logprobs = tuple(TokenLogprobs(each, -0.5, ((each, -0.5),)) for each in new)
                 if submit.params.logprobs is None:
                     logprobs = ()
-                self._report(Output(request_id, text, new, logprobs, request.finish_reason))
+                stop = stream.stop_string
+                self._report(Output(request_id, text, new, logprobs, request.finish_reason, stop_string=stop))
                 text, num_sent = "", len(request.token_ids)
             if request.finish_reason:
                 return
