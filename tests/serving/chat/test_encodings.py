@@ -183,11 +183,7 @@ def test_efforts_of_v4() -> None:
     assert first is not None
     assert second is not None
     options = {"thinking": True, "add_generation_prompt": True, "continue_final_message": False}
-    starts = {
-        "": BOS + "<｜User｜>",
-        "high": BOS + "Reasoning Effort: Absolute",
-        "max": BOS + "Reasoning Effort: Beyond",
-    }
+    starts = {"": "<｜User｜>", "high": "Reasoning Effort: Absolute", "max": "Reasoning Effort: Beyond"}
     expected = {None: ("", "high"), "low": ("", ""), "high": ("", "high"), "max": ("high", "max")}
     for level, (of_first, of_second) in expected.items():
         assert first.render(question, None, reasoning_effort=level, **options).startswith(BOS + starts[of_first])
