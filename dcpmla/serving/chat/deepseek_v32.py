@@ -12,9 +12,8 @@ from dcpmla.serving.chat.dsml import (
     THINK,
     USER,
     Message,
-    add_tools,
     check_last,
-    check_roles,
+    prepare,
     render_answer,
     schemas_of,
     text_of,
@@ -64,7 +63,7 @@ class DeepseekV32:
     """The encoding of DeepSeek V3.2.
 
     The text that opens an answer follows each user's message and each group of results. Reasoning before the last
-    user's message is dropped; so are, when the model reasons, developers' messages before it.
+    user's message is dropped.
     """
 
     def render(
@@ -85,13 +84,8 @@ class DeepseekV32:
             ValueError: An unknown role, a result without its call, a call without its result, or a last message that
                 cannot be continued.
         """
-        check_roles(messages, _ROLES)
-        conversation: list[Message] = list(add_tools(messages, tools))
+        conversation = prepare(messages, tools, _ROLES)
         last_user = _last_user(conversation)
-        if thinking and last_user > 0:
-            earlier = [message for message in conversation[:last_user] if message["role"] != "developer"]
-            conversation = [*earlier, *conversation[last_user:]]
-            last_user = len(earlier)
         if continue_final_message:
             check_last(conversation)
         pieces = [

@@ -16,9 +16,8 @@ from dcpmla.serving.chat.dsml import (
     THINK,
     USER,
     Message,
-    add_tools,
     check_last,
-    check_roles,
+    prepare,
     render_answer,
     schemas_of,
     text_of,
@@ -92,8 +91,8 @@ EFFORTS_V41: Mapping[str | None, str] = {
 class DeepseekV4:
     """The encoding of DeepSeek V4 or V4.1.
 
-    Results of calls are parts of user's messages. Without tools, reasoning before the last user's message is dropped;
-    so are, when the model reasons, developers' messages before it.
+    Results of calls are parts of user's messages. Without tools, reasoning before the last user's message is dropped.
+    The published encoders then drop developers' messages as well, which are kept here: clients have instructions there.
 
     Attributes:
         section: Name of the element around calls.
@@ -121,21 +120,13 @@ class DeepseekV4:
         Raises:
             ValueError: An unknown role or level of effort, or a last message that cannot be continued.
         """
-        check_roles(messages, _ROLES)
         if reasoning_effort not in self.efforts:
             names = ", ".join(str(name) for name in self.efforts if name and not name.isdigit())
             raise ValueError(f"reasoning_effort: {reasoning_effort!r} is not in {names}")
-        conversation = _merge_results(add_tools(messages, tools))
+        conversation = _merge_results(prepare(messages, tools, _ROLES))
         if continue_final_message:
             check_last(conversation)
         keeps_reasoning = any(message.get("tools") for message in conversation)
-        if thinking and not keeps_reasoning:
-            last_user = self._last_user(conversation)
-            conversation = [
-                message
-                for number, message in enumerate(conversation)
-                if message["role"] != "developer" or number >= last_user
-            ]
         last_user = -1 if keeps_reasoning else self._last_user(conversation)
         effort = self.efforts[reasoning_effort] if thinking and conversation else ""
         is_marked = self.marks_systems and conversation and (effort or conversation[0]["role"] == "system")

@@ -30,11 +30,24 @@ def reasoning_of(message: Message) -> str:
     return str(message.get("reasoning_content") or message.get("reasoning") or "")
 
 
-def add_tools(messages: Sequence[Message], tools: Sequence[Message] | None) -> list[dict[str, Any]]:
-    """Return messages whose first one, a system's or developer's, has the request's tools in place of its own."""
+def prepare(messages: Sequence[Message], tools: Sequence[Message] | None, roles: Sequence[str]) -> list[dict[str, Any]]:
+    """Return messages whose first one is a system's and has the request's tools in place of its own.
+
+    Developers' messages at the start are a system's messages: the encoders' role of that name is that of users.
+
+    Raises:
+        ValueError: A message has another role.
+    """
     copied = [dict(message) for message in messages]
+    for number, message in enumerate(copied):
+        if message["role"] not in roles:
+            raise ValueError(f"messages: role {message['role']!r} of message {number} is not in {', '.join(roles)}")
+    for message in copied:
+        if message["role"] not in ("system", "developer"):
+            break
+        message["role"] = "system"
     if tools:
-        if not copied or copied[0]["role"] not in ("system", "developer"):
+        if not copied or copied[0]["role"] != "system":
             copied.insert(0, {"role": "system", "content": ""})
         copied[0]["tools"] = tools
     return copied
@@ -92,17 +105,6 @@ def render_answer(message: Message, section: str, space: str = "", *, reasons: b
     is_reasoning = goes_on and reasoning and not text and not calls
     start = reasoning + ("" if is_reasoning else END_THINK) if reasons else ""
     return start + text + calls + ("" if goes_on else EOS)
-
-
-def check_roles(messages: Sequence[Message], roles: Sequence[str]) -> None:
-    """Check the roles of messages.
-
-    Raises:
-        ValueError: A message has another role.
-    """
-    for number, message in enumerate(messages):
-        if message["role"] not in roles:
-            raise ValueError(f"messages: role {message['role']!r} of message {number} is not in {', '.join(roles)}")
 
 
 def check_last(messages: Sequence[Message]) -> None:

@@ -13,7 +13,7 @@ class CallPiece(NamedTuple):
         arguments: The next characters of the call's arguments, as JSON text.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides a method of tuples that nobody needs here
     call_id: str | None
     name: str | None
     arguments: str
