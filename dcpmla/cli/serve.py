@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
         job.watchdog.on_stop(loop.stop)
         if frontend is not None:
             frontend.start()
-            frontend.send(started(engine, files.tokenizer, files.no_tokenizer, files.config.model_type))
+            frontend.send(started(engine, files))
             print(f"serving on {frontend.address}", flush=True)
         # Garbage collection skips all objects loaded so far: a pass takes 0.2 s and more, and all ranks wait.
         gc.collect()
@@ -83,8 +83,8 @@ def _start_frontend(args: argparse.Namespace, api_key: str | None) -> Frontend |
     """
     if claimed_rank(os.environ) not in (None, "0"):
         return None
-    from dcpmla.serving.app import Settings  # starlette and uvicorn are needed on this rank alone
-    from dcpmla.serving.http import serve_http
+    from dcpmla.serving.http import serve_http  # starlette and uvicorn are needed on this rank alone
+    from dcpmla.serving.settings import Settings
 
     check_template_sandbox()
     settings = Settings(

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from dcpmla.serving.chat_body import ChatRequest, Effort
 from dcpmla.serving.conversation import MAX_MESSAGES, Conversation, History, reasoning_part, tool_call
 from dcpmla.serving.errors import ApiError
-from dcpmla.serving.protocol import ChatRequest, Effort
 from dcpmla.serving.refused import check_fields_of_body, refuse
 from dcpmla.serving.sampling_fields import MAX_TOKENS, SamplingFields, StopText
 from dcpmla.serving.shown import Json

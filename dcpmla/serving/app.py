@@ -1,8 +1,8 @@
 """The HTTP API: its routes over an engine."""
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from importlib import metadata
 from typing import Any, TypeVar
 
@@ -19,43 +19,22 @@ from dcpmla.serving.answers import Answers
 from dcpmla.serving.anthropic_body import CountBody, MessagesBody
 from dcpmla.serving.anthropic_reply import messages_reply
 from dcpmla.serving.chat_answers import chat_answers
+from dcpmla.serving.chat_body import ChatBody, ChatRequest, TokenizeBody
 from dcpmla.serving.chats import Chats
 from dcpmla.serving.client import Engine
 from dcpmla.serving.connections import Limits
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.prompts import Prompt, Texts
-from dcpmla.serving.protocol import ChatBody, ChatRequest, CompletionBody, DetokenizeBody, TokenizeBody
+from dcpmla.serving.protocol import CompletionBody, DetokenizeBody
 from dcpmla.serving.reader import AnswerReader
 from dcpmla.serving.receive import Receiver
 from dcpmla.serving.replies import EventStream, Reply, collect, events, while_connected
 from dcpmla.serving.responses_body import ResponsesBody
 from dcpmla.serving.responses_reply import responses_reply
+from dcpmla.serving.settings import Settings
 
 _NUM_NEW = 16  # new tokens of a completion without max_tokens
 Chat = TypeVar("Chat", bound=ChatRequest)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The user's choices.
-
-    Attributes:
-        name: Name of the model.
-        api_key: Key that every route except /health and /ping requires, None for no key.
-        request_timeout: Maximum duration of one request, in seconds.
-        allowed_origins: Origins whose web pages may use the server; "*" is any.
-        chat_template: Template in place of the model's, None for that.
-        tool_call_parser: Name of the format of tool calls, None for the model's.
-        reasoning_parser: Name of the format of reasoning, None for the model's.
-    """
-
-    name: str
-    api_key: str | None
-    request_timeout: float
-    allowed_origins: Sequence[str] = ("*",)
-    chat_template: str | None = None
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
 
 
 class Api:

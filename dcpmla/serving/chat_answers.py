@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from dcpmla.serving.answers import Answers, in_json
 from dcpmla.serving.chat.events import CallPiece, Pieces
+from dcpmla.serving.chat_body import ChatBody
 from dcpmla.serving.messages import Output
 from dcpmla.serving.prompts import Prompt, Texts
-from dcpmla.serving.protocol import ChatBody
 from dcpmla.serving.reader import AnswerReader
 from dcpmla.serving.shown import Json
 

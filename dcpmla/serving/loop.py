@@ -6,6 +6,8 @@ The first rank posts the HTTP process's commands, which a step brings to all ran
 import threading
 from dataclasses import replace
 
+from dcpmla.integrations.model_files import read_encoder
+from dcpmla.integrations.open_model import ModelFiles
 from dcpmla.runtime.agreement import News
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.request import Request, TokenLogprobs
@@ -156,18 +158,19 @@ class ServingLoop:
         self._frontend.send(Report(outputs, num_bytes, num_running, num_waiting, cache_use, totals))
 
 
-def started(engine: Engine, tokenizer: object, no_tokenizer: str, model_type: str) -> Started:
+def started(engine: Engine, files: ModelFiles) -> Started:
     """Return the HTTP process's message on an engine."""
     sizes = engine.cache.sizes
     num_cache_tokens = sizes.num_blocks * sizes.block_tokens
     return Started(
-        tokenizer,
-        no_tokenizer,
+        files.tokenizer,
+        files.no_tokenizer,
         engine.model.vocab_size,
         min(engine.max_model_len, num_cache_tokens),
         engine.scheduler.max_num_seqs,
         num_cache_tokens,
-        model_type,
+        files.config.model_type,
+        read_encoder(files.directory),
     )
 
 

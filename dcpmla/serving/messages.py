@@ -34,6 +34,7 @@ class Started:
         max_num_seqs: Limit of requests that run at the same time.
         num_cache_tokens: Tokens that the whole cache holds.
         model_type: Name of the model's family in its config.
+        encoder: Text of the checkpoint's own encoder of chats, empty without one.
     """
 
     tokenizer: Any
@@ -43,6 +44,7 @@ class Started:
     max_num_seqs: int
     num_cache_tokens: int
     model_type: str = ""
+    encoder: str = ""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from dcpmla.serving.chat_body import ChatRequest, Effort
 from dcpmla.serving.conversation import (
     MAX_MESSAGES,
     Conversation,
@@ -18,7 +19,6 @@ from dcpmla.serving.conversation import (
     tool_call,
 )
 from dcpmla.serving.errors import ApiError
-from dcpmla.serving.protocol import ChatRequest, Effort
 from dcpmla.serving.refused import check_fields_of_body, check_stream_options, refuse
 from dcpmla.serving.sampling_fields import MAX_TOKENS, SamplingFields
 from dcpmla.serving.shown import Json

@@ -11,12 +11,13 @@ from dcpmla.cli.serve import _origin
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.serving.answers import Answers
 from dcpmla.serving.chat_answers import ChatAnswers
+from dcpmla.serving.chat_body import ChatBody
 from dcpmla.serving.chats import Chats
 from dcpmla.serving.client import _check
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Output, Started
 from dcpmla.serving.prompts import Prompt
-from dcpmla.serving.protocol import ChatBody, parse
+from dcpmla.serving.protocol import parse
 from dcpmla.serving.reader import AnswerReader, HiddenTokens, PlainParser
 from dcpmla.serving.replies import event
 from dcpmla.serving.shown import Shown

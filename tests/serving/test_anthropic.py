@@ -139,11 +139,7 @@ def test_what_is_refused(client: Any, scripted: RunningScript) -> None:
         ("messages.0.content.0: blocks of type 'image'", {"messages": [{"role": "user", "content": [image]}]}),
         (
             "messages.0.content.0.content: blocks of type 'image'",
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [image]}]}
-                ]
-            },
+            {"messages": [{"role": "user", "content": [{**result, "content": [image]}]}]},
         ),
         ("tools.0: type 'bash_20250124'", {"tools": [{"type": "bash_20250124", "name": "bash"}]}),
         ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "any"}}),
@@ -153,16 +149,12 @@ def test_what_is_refused(client: Any, scripted: RunningScript) -> None:
         ("seed", {"extra_body": {"seed": 1}}),
         (
             "context_management",
-            {"extra_body": {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}},
+            {"extra_body": {"context_management": {"edits": [{"type": "clear_tool_uses"}]}}},
         ),
         ("max_tokens", {"max_tokens": 0}),
         (
             "tool_use without a tool_result",
-            {
-                "messages": [
-                    {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}
-                ]
-            },
+            {"messages": [{"role": "assistant", "content": [use]}]},
         ),
     ]
     for words, fields in wrong:

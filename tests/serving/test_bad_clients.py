@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dcpmla.serving.chat_body import ChatBody
 from dcpmla.serving.errors import ApiError
-from dcpmla.serving.protocol import ChatBody, CompletionBody, parse
+from dcpmla.serving.protocol import CompletionBody, parse
 from tests.support.servers import KEY, QUESTION, RunningServer
 
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from dcpmla.serving.chat_body import ChatBody
 from dcpmla.serving.errors import ApiError
-from dcpmla.serving.protocol import ChatBody, CompletionBody, parse
+from dcpmla.serving.protocol import CompletionBody, parse
 
 MESSAGE = {"role": "user", "content": "x"}
 

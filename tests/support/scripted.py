@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerFast
 
 from dcpmla.runtime.request import Request, TokenLogprobs
 from dcpmla.runtime.text import TextStream
-from dcpmla.serving.app import Settings
 from dcpmla.serving.frontend import listen
 from dcpmla.serving.http import serve_http
 from dcpmla.serving.messages import LENGTH, Close, Output, Report, Started, Stopped, Submit, pack, unpack_commands
+from dcpmla.serving.settings import Settings
 from tests.support.ranks import start_process
 from tests.support.servers import KEY, wait_until_healthy
 from tests.support.small_tokenizers import byte_level
