@@ -78,7 +78,7 @@ class TextStream:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has ended the text."""
+        """Return whether a stop string has ended the text."""
         return self.stop_string is not None
 
     def push(self, token_ids: Sequence[int]) -> str:

@@ -62,7 +62,7 @@ class ChatAnswers(Answers):
     def _count_reasoning(self, index: int) -> None:
         numbers = [reader.num_reasoning_tokens for reader in self.readers]
         self._usages[index].reasoning_tokens = numbers[index]
-        if numbers[index] is not None:  # as for all choices
+        if numbers[index] is not None:  # all choices have one, or none has
             self.usage.reasoning_tokens = sum(number or 0 for number in numbers)
 
     def _logprobs(self, index: int, output: Output) -> Json | None:

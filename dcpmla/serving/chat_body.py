@@ -1,4 +1,4 @@
-"""Bodies of chats, checked: what those of all routes have in common, and those of chat completions.
+"""Bodies of chats, checked: the base of all routes' bodies, and the bodies of chat completions.
 
 Source: OpenAI's API reference for chat completions; fields beyond it carry vLLM's names.
 """
@@ -27,17 +27,17 @@ class ChatRequest(BaseModel):
 
     @property
     def sampling(self) -> SamplingFields:
-        """The fields that decide which tokens are chosen."""
+        """Return the fields that decide which tokens are chosen."""
         raise NotImplementedError
 
     @property
     def num_logprobs(self) -> int | None:
-        """Alternatives of each token, or None without log probabilities."""
+        """Return the number of alternatives of each token, None without log probabilities."""
         return None
 
     @property
     def adds_special_tokens(self) -> bool:
-        """Whether the tokenizer adds its special tokens to the template's."""
+        """Return whether the tokenizer adds its special tokens to the template's."""
         return False
 
     def conversation(self) -> Conversation:

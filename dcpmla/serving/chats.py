@@ -40,8 +40,10 @@ class Chats:
         reasoning_parser: str | None = None,
     ) -> None:
         self._texts, self._given_template = Texts(model), chat_template
-        found = chat_template or getattr(model.tokenizer, "chat_template", None) or ""
-        self._template = found if isinstance(found, str) else "".join(found.values())  # Some have several, by name.
+        own_template = chat_template or getattr(model.tokenizer, "chat_template", None) or ""
+        self._template = (
+            own_template if isinstance(own_template, str) else "".join(own_template.values())
+        )  # Some have several, by name.
         self._words = set(re.findall(r"\w+", self._template))
         self._encoding = None if self._template else find_encoding(model.model_type, model.encoder)
         own = find_format(model.model_type, self._template or None)

@@ -1,4 +1,4 @@
-"""Conversations: what all routes of chats come to, and the messages of chat completions."""
+"""Conversations, the common form of all routes of chats, and the messages of chat completions."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -95,7 +95,7 @@ class History:
 
     @staticmethod
     def _follows(part: Json, answer: Json) -> bool:
-        """Return whether a part comes after those that an answer has."""
+        """Return whether a part comes after the present parts of an answer."""
         if "tool_calls" in part:
             return True
         return not answer["content"] and "tool_calls" not in answer and not part.keys() & {"reasoning"} & answer.keys()

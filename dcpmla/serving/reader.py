@@ -27,12 +27,12 @@ class ChainedParser:
         self._reasoning, self._calls = reasoning, calls
 
     def push(self, text: str) -> Pieces:
-        """Return what is certain now."""
+        """Return the pieces that are certain now."""
         first = self._reasoning.push(text)
         return joined_pieces([Pieces(first.reasoning), self._calls.push(first.content)])
 
     def finish(self) -> Pieces:
-        """Return what was held back."""
+        """Return the pieces that were held back."""
         first = self._reasoning.finish()
         return joined_pieces([Pieces(first.reasoning), self._calls.push(first.content), self._calls.finish()])
 
@@ -69,8 +69,8 @@ class _Shown:
 
     def finish(self) -> str:
         """Return the text that was held back."""
-        held, self._held = self._held, ""
-        return held
+        text, self._held = self._held, ""
+        return text
 
 
 class AnswerReader:

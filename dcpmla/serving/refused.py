@@ -1,4 +1,4 @@
-"""Fields of completions and chats that would change an answer, and are not served.
+"""Fields that would change an answer, and are not served: those that all routes refuse.
 
 Sources: OpenAI's API reference; the protocols of vLLM's and SGLang's servers. Other names are ignored.
 """
@@ -81,20 +81,30 @@ _MISPLACED = {
     "extra_body": "give its fields in the body itself",
     "include_usage": "give it in stream_options",
     "max_new_tokens": "it is max_tokens here",
+    "max_output_tokens": "it is max_tokens here",
     "min_new_tokens": "it is min_tokens here",
     "sampling_params": "give its fields in the body itself",
+    "stop_sequences": "it is stop here",
     "thinking": "give it in chat_template_kwargs",
 }
-# Fields of one route only.
-_OTHER_ROUTE = {
-    "chat_template_kwargs": ({},),
+# Fields of other routes.
+_OTHER_ROUTE: dict[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
+    "add_special_tokens": (),
+    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "echo": (False,),
     "include_reasoning": (True,),
+    "input": (),
+    "instructions": ("",),
+    "logprobs": (False,),
     "messages": (),
+    "parallel_tool_calls": (True,),
     "prompt": (),
     "reasoning_effort": (),
+    "return_token_ids": (False,),
+    "stream_options": ({},),
+    "system": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_logprobs": (0,),

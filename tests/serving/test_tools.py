@@ -170,9 +170,9 @@ def test_langchain_s_loop(scripted: RunningScript) -> None:
         messages: list[Any] = [HumanMessage("hi")]
         while True:
             if streams:
-                message, *others = model.stream(messages)
-                for other in others:
-                    message += other
+                message, *chunks = model.stream(messages)
+                for chunk in chunks:
+                    message += chunk
             else:
                 message = model.invoke(messages)
             messages.append(message)

@@ -107,18 +107,18 @@ class RunningScript:
 @contextmanager
 def serve_script(tokenizer: Any, script: Script, **settings: Any) -> Iterator[RunningScript]:
     """Serve a script; yield once the server is healthy."""
-    ours, theirs = socket.socketpair()
+    ours, other_end = socket.socketpair()
     listener = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     arguments = (
-        theirs,
+        other_end,
         listener,
         Settings(**{"name": "scripted", "api_key": KEY, "request_timeout": 60, **settings}),
         16,
         1,
     )
     process = start_process(serve_http, arguments)
-    theirs.close()
+    other_end.close()
     listener.close()
     model = ScriptedModel(tokenizer, script, ours)
     try:
