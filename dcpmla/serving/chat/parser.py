@@ -15,8 +15,7 @@ _NAME = re.compile(r"[\w.:/-]{1,256}")  # names of functions if the request has 
 _LONGEST_HEADER = 1024  # characters between a call's start and its arguments
 _PARTIAL_HEADER = re.compile(r"\s*[^\s<>{}]*(?:\s[^\s<>{}]*)?\s*")  # names and numbers, not sentences
 _WRAPPED_START = '{"name":"'
-_WRAPPED_CHUNK = 1024  # characters that are searched for markers at once: time grows with the text's length alone
-_NAME = re.compile(r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")')
+_WRAPPED_NAME = re.compile(r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")')
 
 
 class _Opening(NamedTuple):
