@@ -67,12 +67,12 @@ class JsonArguments:
         if self._is_empty:
             text = text.lstrip(SPACES)
             if not text.startswith(("{", "[", '"')):
-                return self._without_object(text)
+                return self._without_start(text)
             self._is_empty = False
         length = self._scanner.scan(text)
         json_text, text = text[:length], text[length:]
         if self._scanner.is_complete:
-            return json_text, self._after_object(text)
+            return json_text, self._after_value(text)
         if self._scanner.is_broken:
             broken, following = self._broken(text)
             return json_text + broken, following
@@ -82,7 +82,7 @@ class JsonArguments:
         """Return nothing: only the beginning of an end is held."""
         return ""
 
-    def _without_object(self, text: str) -> tuple[str, str | None]:
+    def _without_start(self, text: str) -> tuple[str, str | None]:
         """Read text where the object should begin: the call's end, or text that is no JSON."""
         end = self._ends.find(text)
         if end is not None and end[0] == 0:
@@ -93,7 +93,7 @@ class JsonArguments:
         self._is_empty, self._scanner.is_broken = False, True
         return self._broken(text)
 
-    def _after_object(self, text: str) -> str | None:
+    def _after_value(self, text: str) -> str | None:
         """Return the text after the call's end; text between the object and the end is dropped."""
         if not self._ends.end:
             return text

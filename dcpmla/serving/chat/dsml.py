@@ -1,4 +1,4 @@
-"""What DeepSeek's encodings share: tokens, tools, calls in DSML, and the fields of messages."""
+"""Parts of DeepSeek's encodings: tokens, tools, calls in DSML, the fields of messages."""
 
 import contextlib
 import json

@@ -20,7 +20,7 @@ class CallPiece(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """What a text adds to an answer."""
+    """The pieces that a text adds to an answer."""
 
     reasoning: str = ""
     content: str = ""
