@@ -71,6 +71,33 @@ def test_what_the_template_would_not_show() -> None:
         rendered(Chats(without), Conversation(user))
 
 
+def test_a_published_encoding_in_place_of_a_template() -> None:
+    """Of DeepSeek V3.2: the prompt opens the reasoning if it is asked for, and the answer has calls in DSML."""
+    without = model(model_type="deepseek_v32")
+    without.tokenizer.chat_template = None
+    chats = Chats(without)
+    called = [tool_call("a", "weather", '{"city": "Rome"}', "x")]
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": called},
+        {"role": "tool", "tool_call_id": "a", "content": "20"},
+    ]
+    plain = asyncio.run(chats.prompt(Conversation(messages, ToolUse([WEATHER]))))
+    assert (plain.text.endswith("</think>"), plain.in_reasoning) == (True, False)
+    conversation = Conversation(messages, ToolUse([WEATHER]), thinking=True, effort="high")
+    prompt = asyncio.run(chats.prompt(conversation))
+    assert (prompt.text.endswith("<think>"), prompt.in_reasoning) == (True, True)
+    assert '<｜DSML｜parameter name="city" string="true">Rome' in prompt.text
+    reader = chats.reader(conversation, prompt, skip_special_tokens=True)
+    invoke = '<｜DSML｜invoke name="weather"><｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>'
+    text = f"hm</think>I look\n\n<｜DSML｜function_calls>{invoke}</｜DSML｜invoke></｜DSML｜function_calls>"
+    pieces = reader.push(Output(0, text, (1,), (), "stop"))
+    assert (pieces.reasoning, pieces.content) == ("hm", "I look")
+    assert [(piece.name, piece.arguments) for piece in pieces.calls] == [("weather", '{"city": "Oslo"}')]
+    with pytest.raises(ApiError, match="refuses the messages"):
+        rendered(chats, Conversation([messages[-1]]))
+
+
 def test_two_formats_in_one_answer() -> None:
     """Reasoning as Mistral writes it, calls as Kimi does."""
     chats = Chats(model(), call_parser="kimi_k2", reasoning_parser="mistral")

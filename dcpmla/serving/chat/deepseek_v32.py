@@ -1,6 +1,6 @@
 """The published encoding of DeepSeek V3.2, whose checkpoint has no chat template.
 
-Source: `encoding/encoding_dsv32.py` of the checkpoint, and the examples beside it.
+Source: `encoding/encoding_dsv32.py` of the checkpoint, and its examples.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """The published encodings of DeepSeek V4 and V4.1, whose checkpoints have no chat template.
 
-Source: `encoding/encoding_dsv4.py` and its V4.1 successor in the checkpoints, and the examples beside them.
+Source: `encoding/encoding_dsv4.py` and its V4.1 successor in the checkpoints, and their examples.
 """
 
 from collections.abc import Mapping, Sequence
@@ -176,7 +176,7 @@ class DeepseekV4:
 def _merge_results(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return messages with neighbouring users' messages and results merged, results in the order of their calls."""
     merged: list[dict[str, Any]] = []
-    parts: list[tuple[int, str]] = []  # of the last message: order of the result's call, -1 for other text
+    parts: list[tuple[int, str]] = []  # texts of the last message, with the order of the result's call, else -1
     order: dict[str, int] = {}
     for message in messages:
         if message["role"] not in ("user", "tool"):

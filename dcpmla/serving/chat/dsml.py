@@ -1,4 +1,4 @@
-"""What DeepSeek's encodings share: tokens, tools, calls in DSML, and the fields of messages."""
+"""Parts of DeepSeek's encodings: tokens, tools, calls in DSML, the fields of messages."""
 
 import contextlib
 import json
@@ -33,7 +33,7 @@ def reasoning_of(message: Message) -> str:
 def prepare(messages: Sequence[Message], tools: Sequence[Message] | None, roles: Sequence[str]) -> list[dict[str, Any]]:
     """Return messages whose first one is a system's and has the request's tools in place of its own.
 
-    Developers' messages at the start are a system's messages: the encoders' role of that name is that of users.
+    Developers' messages at the start are a system's messages: the encoders write that role as a user's.
 
     Raises:
         ValueError: A message has another role.

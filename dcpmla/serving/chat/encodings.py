@@ -25,7 +25,7 @@ class Encoding(Protocol):
         Args:
             messages: Messages of OpenAI's API; reasoning is in `reasoning_content` or `reasoning`. Contents are texts,
                 None, or lists of parts with a field `text`.
-            tools: Tools of OpenAI's API, which replace those of the first message.
+            tools: Tools of OpenAI's API, which replace the first message's own.
             thinking: Whether the model reasons before it answers.
             reasoning_effort: Level of effort, None for the model's default.
             add_generation_prompt: Whether the text ends with what opens the next answer.
@@ -46,7 +46,7 @@ _ENCODINGS: Mapping[str, Encoding] = {
 
 
 def find_encoding(model_type: str, published: str = "") -> Encoding | None:
-    """Return the encoding of a model, None if it has none of these.
+    """Return the encoding of a model, None if it needs none, or is unknown.
 
     Args:
         model_type: Field `model_type` of the model's config.

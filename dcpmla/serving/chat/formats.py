@@ -22,7 +22,7 @@ def _random_id(name: str, written: str | None, number: int) -> str:
 
 
 def _kimi_id(name: str, written: str | None, number: int) -> str:
-    """Return the id that the model wrote, which its template repeats, or what it should have written."""
+    """Return the id that the model wrote, which its template repeats, or an id of the same form."""
     return written if written and _KIMI_ID.fullmatch(written) else f"functions.{name}:{number}"
 
 
@@ -201,7 +201,7 @@ _MARKS = (
     ("<arg_key>", "glm47"),
     ("<tool_call>", "ling"),
 )
-# The formats of types whose template does not show them, or who have none.
+# Formats of types whose template does not show them, or is absent.
 _TYPES = {
     "deepseek_v3": "deepseek_v3",
     "deepseek_v32": "deepseek_v32",

@@ -3,6 +3,8 @@
 import re
 from dataclasses import dataclass
 
+SPACES = " \t\r\n"  # between the parts of a call
+
 
 @dataclass(frozen=True)
 class Parameters:
@@ -10,8 +12,8 @@ class Parameters:
 
     Attributes:
         start: Text before a key.
-        key: Pattern of the key with all that separates it from the value. The group `key` is the key; a group `type`,
-            if there is one, is the value's type as the model declares it.
+        key: Pattern of the key and of the markup between it and the value. Its group `key` is the key; a group `type`
+            is the value's type as the model declares it.
         end: Text after a value.
         string_type: The declared type of texts.
         escapes: Whether the key has `&amp;` and `&quot;` in place of `&` and `"`.
@@ -34,7 +36,7 @@ class Markup:
         call: Start and end of a call. An empty end: the call ends with its arguments.
         header: Pattern of the text between a call's start and its arguments, with groups `name` and maybe `id`.
         stops: Texts that end the header.
-        consumed: The one of `stops` that is no part of the arguments, empty for none.
+        consumed: Stop that is no part of the arguments, empty if there is none.
         parameters: Markup of arguments by key and value; None if arguments are a JSON object.
         wraps: Whether a call may be a JSON object with fields `name` and `arguments`.
         before_calls: Text between the content and the first call.
@@ -67,5 +69,5 @@ def held_length(text: str, markers: tuple[str, ...]) -> int:
 
 def find_first(text: str, markers: tuple[str, ...]) -> tuple[int, str] | None:
     """Return the position of the first marker in a text, and the marker: the longest one at that position."""
-    found = [(position, -len(marker), marker) for marker in markers if (position := text.find(marker)) >= 0]
-    return (min(found)[0], min(found)[2]) if found else None
+    hits = [(position, -len(marker), marker) for marker in markers if (position := text.find(marker)) >= 0]
+    return (min(hits)[0], min(hits)[2]) if hits else None

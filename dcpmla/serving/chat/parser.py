@@ -5,16 +5,12 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from dcpmla.serving.chat.arguments import (
-    ArgumentReader,
-    CallEnds,
-    JsonArguments,
-    ParameterArguments,
-    WrappedArguments,
-)
-from dcpmla.serving.chat.events import CallPiece, Pieces
+from dcpmla.serving.chat.arguments import ArgumentReader, CallEnds, JsonArguments, WrappedArguments
+from dcpmla.serving.chat.events import CallPiece, PieceCollector, Pieces
 from dcpmla.serving.chat.markup import Markup, find_first, held_length
+from dcpmla.serving.chat.parameters import ParameterArguments
 
+_CHUNK = 1024  # characters that are searched for markers at once: time grows with the text's length alone
 _NAME = re.compile(r"[\w.:/-]{1,256}")  # names of functions if the request has no tools
 _LONGEST_HEADER = 1024  # characters between a call's start and its arguments
 _PARTIAL_HEADER = re.compile(r"\s*[^\s<>{}]*(?:\s[^\s<>{}]*)?\s*")  # names and numbers, not sentences
@@ -28,7 +24,7 @@ class _Opening(NamedTuple):
     Attributes:
         call_id: Id that the model wrote, None if it wrote none.
         position: Position of the arguments in the text.
-        is_wrapped: Whether the rest is that of a JSON object whose first field was the name.
+        is_wrapped: Whether the call is a JSON object, whose first field was the name.
     """
 
     name: str
@@ -71,19 +67,20 @@ class MarkupParser:
         self._in_reasoning = in_reasoning and parses_reasoning
         self._may_reason = parses_reasoning  # until the answer has other text
         self._in_section = False
-        self._text = ""  # of the answer, not parsed yet
+        self._text = ""  # it is not parsed yet
         self._space = ""  # white space that is content if other content follows
         self._has_content = False  # since the last call
         self._after_reasoning = ""
         self._reader: ArgumentReader | None = None
         self._num_calls = 0
-        self._out = _Pieces()
+        self._out = PieceCollector()
 
     def push(self, text: str) -> Pieces:
         """Take the next text of the answer."""
-        self._text += text
-        while self._text and (self._read_text() if self._reader is None else self._read_arguments(self._reader)):
-            pass
+        for start in range(0, len(text), _CHUNK):
+            self._text += text[start : start + _CHUNK]
+            while self._text and (self._read_text() if self._reader is None else self._read_arguments(self._reader)):
+                pass
         return self._out.take()
 
     def finish(self) -> Pieces:
@@ -99,23 +96,23 @@ class MarkupParser:
 
     def _read_arguments(self, reader: ArgumentReader) -> bool:
         """Read a call's arguments and return whether the call has ended."""
-        json_text, rest = reader.push(self._text)
+        json_text, following = reader.push(self._text)
         self._out.extend_call(json_text)
-        self._text = rest or ""
-        if rest is not None:
+        self._text = following or ""
+        if following is not None:
             self._reader = None
-        return rest is not None
+        return following is not None
 
     def _read_text(self) -> bool:
         """Read text up to the next marker, and return whether there may be more markers."""
         markers, calls = self._markers()
-        found = find_first(self._text, markers)
-        if found is None:
+        next_marker = find_first(self._text, markers)
+        if next_marker is None:
             before = self._markup.before_calls
-            held = held_length(self._text, (*markers, *(before + call for call in calls)))
-            self._show(self._cut(len(self._text) - held))
+            kept = held_length(self._text, (*markers, *(before + call for call in calls)))
+            self._show(self._cut(len(self._text) - kept))
             return False
-        position, marker = found
+        position, marker = next_marker
         if marker in calls:
             return self._read_call(position, marker)
         if marker == self._markup.reasoning[0] and self._text[:position].strip():
@@ -133,7 +130,7 @@ class MarkupParser:
         return True
 
     def _markers(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the markers that count now, and those of them that begin calls."""
+        """Return the markers that count now, and the beginnings of calls among them."""
         markup = self._markup
         calls = tuple(start for start in (markup.section[0], markup.call[0]) if start and self._parses_calls)
         start = (markup.reasoning[0],) if self._may_reason else ()
@@ -176,11 +173,11 @@ class MarkupParser:
         header = text[position:]
         if markup.wraps and header.lstrip()[:1] in ("", "{"):
             return self._open_wrapped(position)
-        found = find_first(header, markup.stops)
-        if found is None:
+        next_marker = find_first(header, markup.stops)
+        if next_marker is None:
             name = header[: len(header) - held_length(header, markup.stops)]
             return len(header) <= _LONGEST_HEADER and bool(_PARTIAL_HEADER.fullmatch(name))
-        length, stop = found
+        length, stop = next_marker
         match = markup.header.fullmatch(header[:length].strip())
         if match is None or not self._is_tool(match["name"]):
             return False
@@ -235,28 +232,3 @@ class MarkupParser:
         space, self._space = self._space.removeprefix(self._after_reasoning), ""
         self._after_reasoning = ""
         return space
-
-
-class _Pieces:
-    """Pieces that are collected until they are taken."""
-
-    def __init__(self) -> None:
-        self.reasoning = self.content = ""
-        self.calls: list[CallPiece] = []
-        self._index = -1
-
-    def extend_call(self, json_text: str) -> None:
-        """Add JSON text to the arguments of the last call."""
-        if self.calls and json_text:
-            last = self.calls[-1]
-            self.calls[-1] = last._replace(arguments=last.arguments + json_text)
-        elif json_text:
-            self.calls.append(CallPiece(self._index, None, None, json_text))
-
-    def take(self) -> Pieces:
-        """Return the pieces, and forget them."""
-        pieces = Pieces(self.reasoning, self.content, tuple(self.calls))
-        self._index = self.calls[-1].index if self.calls else self._index
-        self.reasoning = self.content = ""
-        self.calls = []
-        return pieces

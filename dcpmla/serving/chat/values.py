@@ -36,7 +36,7 @@ def schema_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
     """Return the types that a function's schema allows for an argument, none if it does not say."""
     properties = schema.get("properties")
     pending: list[Any] = [properties.get(key)] if isinstance(properties, Mapping) else []
-    found: set[str] = set()
+    names: set[str] = set()
     for _ in range(_MAX_SCHEMAS):
         if not pending:
             break
@@ -44,13 +44,13 @@ def schema_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
         if not isinstance(part, Mapping):
             continue
         declared = part.get("type")
-        found.update(name for name in _items(declared) + [declared] if isinstance(name, str))
+        names.update(name for name in _items(declared) + [declared] if isinstance(name, str))
         if declared is None:
-            found.update(*map(_types_of, [*_items(part.get("enum")), *([part["const"]] if "const" in part else [])]))
+            names.update(*map(_types_of, [*_items(part.get("enum")), *([part["const"]] if "const" in part else [])]))
         pending += [each for union in ("anyOf", "oneOf", "allOf") for each in _items(part.get(union))]
         if isinstance(reference := part.get("$ref"), str):
             pending.append(_refer(schema, reference))
-    return frozenset(found)
+    return frozenset(names)
 
 
 def _reject(constant: str) -> None:
@@ -63,8 +63,8 @@ def _types_of(value: object) -> frozenset[str]:
         return frozenset(("boolean",))
     if isinstance(value, int):
         return frozenset(("integer", "number"))
-    names = {float: "number", str: "string", list: "array", dict: "object"}
-    return frozenset((names.get(type(value), "null"),))
+    by_class = {float: "number", str: "string", list: "array", dict: "object"}
+    return frozenset((by_class.get(type(value), "null"),))
 
 
 def _items(value: object) -> list[Any]:

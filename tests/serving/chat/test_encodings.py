@@ -1,7 +1,7 @@
 """The encodings of DeepSeek V3.2, V4 and V4.1 next to the published encoders.
 
-The digests are those of what the published encoders write for the conversations of this test: encoding_dsv32.py (with
-the description of tools in its published example) and encoding_dsv4.py. The texts of V4.1 follow its published
+The digests belong to the texts that the published encoders write for these conversations: encoding_dsv32.py (with the
+description of tools in its published example) and encoding_dsv4.py. The texts of V4.1 follow its published
 specification; its two published examples were compared once and are not repeated here.
 """
 
@@ -135,8 +135,8 @@ def test_the_generation_prompt_opens_an_answer(name: str, conversation: str, thi
 
 @pytest.mark.parametrize("name", NAMES)
 def test_developers_at_the_start_are_systems(name: str) -> None:
-    rest = CONVERSATIONS["turns"][1:]
-    assert render(name, [said("developer", "You fix code."), *rest], TOOLS) == render(
+    turns = CONVERSATIONS["turns"][1:]
+    assert render(name, [said("developer", "You fix code."), *turns], TOOLS) == render(
         name, CONVERSATIONS["turns"], TOOLS
     )
 

@@ -1,4 +1,4 @@
-"""Formats: which one a model has, ids of calls, types of arguments."""
+"""The format of a model, the ids of its calls, the types of arguments."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def kimi(header: str) -> str:
 @pytest.mark.parametrize(
     ("header", "call_id"),
     [
-        ("functions.search:7", "functions.search:7"),  # what the model wrote is what its template repeats
+        ("functions.search:7", "functions.search:7"),  # the template repeats the model's id
         ("functions.fs.write-file:0", "functions.fs.write-file:0"),
         ("search:1", "functions.search:5"),  # five calls came before
         ("functions.search", "functions.search:5"),
@@ -61,9 +61,9 @@ def test_the_markup_of_a_template_finds_the_format(name: str) -> None:
     if name == "glm45":
         template = "{{ '\\n<tool_call>' + call.name }}<arg_key>"
     for model_type in ("llama", "deepseek_v3", "kimi_k2"):
-        found = find_format(model_type, template)
-        assert found is not None
-        assert found.name == name
+        chosen = find_format(model_type, template)
+        assert chosen is not None
+        assert chosen.name == name
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,8 @@ def test_the_markup_of_a_template_finds_the_format(name: str) -> None:
 )
 @pytest.mark.parametrize("template", [None, "{{ messages[0].content }}"])
 def test_the_type_finds_the_format(model_type: str, name: str | None, template: str | None) -> None:
-    found = find_format(model_type, template)
-    assert (found and found.name) == name
+    chosen = find_format(model_type, template)
+    assert (chosen and chosen.name) == name
 
 
 def test_longcat_and_ling_write_two_forms() -> None:

@@ -134,8 +134,8 @@ def test_pieces_come_as_soon_as_they_are_certain(name: str) -> None:
         expected = answer.index('"search"') + len('"search"') - 1
     else:
         after = answer.index("search")
-        found = min((answer.index(stop, after), stop) for stop in markup.stops if stop in answer[after:])
-        expected = found[0] + len(found[1]) - 1
+        stop_at = min((answer.index(stop, after), stop) for stop in markup.stops if stop in answer[after:])
+        expected = stop_at[0] + len(stop_at[1]) - 1
     assert names == [expected]
     assert "".join(each.content for each in shown[: names[0]]) == "Hi"
     before = calls_of(shown)[0]["arguments"]
@@ -189,3 +189,15 @@ def test_broken_json_ends_with_the_call(name: str, broken: str) -> None:
     _, _, calls = stream(parser_of(name), cut(answer, [3]))
     assert calls[0]["arguments"].removesuffix("\n```") == broken
     assert as_values(calls[1:]) == [CALL]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("start", ["", "call"])
+def test_the_size_of_a_piece_changes_nothing(name: str, start: str) -> None:
+    """A whole answer of 100,000 characters that repeats markup is read as its pieces are."""
+    markup = FORMATS[name].markup
+    spam = (markup.call[0] + (markup.parameters.start if markup.parameters else "{")) * 3000
+    answer = (answer_of(name, [CALL]) if start else "") + "x" + spam[:100_000]
+    whole, pieces = (stream(parser_of(name), each) for each in ([answer], cut(answer, [997])))
+    assert whole[:2] == pieces[:2]
+    assert as_values(whole[2]) == as_values(pieces[2]) == ([CALL] if start else [])

@@ -13,7 +13,7 @@ chat_parsing = pytest.importorskip("transformers.utils.chat_parsing", reason="tr
 _FUNCTION = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 _THINK = {"open": "<think>", "close": "</think>", "content": "text", "content_args": {"strip": False}}
 _TEXT = {"content": "text", "content_args": {"strip": False}}
-RESPONSES = {  # the templates of this test: transformers ships none of these families
+RESPONSES = {  # this test's own templates: transformers has none for these families
     "kimi_k2": {
         "reasoning": _THINK,
         "calls": {
