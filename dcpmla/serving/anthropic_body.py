@@ -176,8 +176,7 @@ def _part(block: Mapping[str, Any], path: str) -> Json:
             values = block.get("input")
             if not isinstance(values, dict):
                 raise ApiError(400, f"{path}.input must be a JSON object", param=f"{path}.input")
-            call = tool_call(_field(block, "id", path), _field(block, "name", path), values, f"{path}.input")
-            return {"tool_calls": [call]}
+            return {"tool_calls": [tool_call(_field(block, "id", path), _field(block, "name", path), values)]}
         case _:
             return {"content": _texts([block], path)}
 

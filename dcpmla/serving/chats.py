@@ -196,11 +196,16 @@ class Chats:
 
 
 def _with_objects(messages: Sequence[Json]) -> list[Json]:
-    """Return messages whose calls have their arguments as objects."""
+    """Return messages whose calls have their arguments as objects; text that is none becomes an argument of its own."""
 
     def converted(call: Json) -> Json:
-        function = call["function"]
-        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+        text = call["function"]["arguments"]
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError):
+            values = None
+        arguments = values if isinstance(values, dict) else {"arguments": text}
+        return {**call, "function": {**call["function"], "arguments": arguments}}
 
     return [
         {**each, "tool_calls": [*map(converted, each["tool_calls"])]} if "tool_calls" in each else each

@@ -147,9 +147,8 @@ def _part(kind: str, item: Mapping[str, Any], path: str) -> Json:
         if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
             raise ApiError(400, f"{path} has content that is no list of texts", param=path)
         return reasoning_part("".join(_text(part, "text", path) for part in parts))
-    arguments = _text(item, "arguments", path)
-    call = tool_call(_text(item, "call_id", path), _text(item, "name", path), arguments, f"{path}.arguments")
-    return {"tool_calls": [call]}
+    fields = [_text(item, name, path) for name in ("call_id", "name", "arguments")]
+    return {"tool_calls": [tool_call(*fields)]}
 
 
 def _text(item: Mapping[str, Any], name: str, path: str) -> str:

@@ -40,8 +40,10 @@ def rendered(chats: Chats, conversation: Conversation) -> str:
 def test_arguments_have_the_form_that_the_template_reads(written: str, expected: str) -> None:
     """The client's own text where that is possible: blocks of earlier answers are then reused."""
     chats = Chats(model(), CALLS.replace("ARGUMENTS", written))
-    call = tool_call("a", "f", '{"a":1}', "x")
+    call = tool_call("a", "f", '{"a":1}')
     assert rendered(chats, Conversation([{"role": "assistant", "content": "", "tool_calls": [call]}])) == expected
+    broken = tool_call("a", "f", '{"a": [')
+    assert '{"a": [' in rendered(chats, Conversation([{"role": "assistant", "tool_calls": [broken]}])).replace("\\", "")
 
 
 def test_roles_that_the_template_does_not_know() -> None:
@@ -54,7 +56,7 @@ def test_roles_that_the_template_does_not_know() -> None:
 def test_what_the_template_would_not_show() -> None:
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
     user: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
-    called = [{"role": "assistant", "content": "", "tool_calls": [tool_call("a", "f", "", "x")]}]
+    called = [{"role": "assistant", "content": "", "tool_calls": [tool_call("a", "f", "")]}]
     tools = ToolUse([WEATHER])
     for template, parser, conversation, words in (
         (plain, "ling", Conversation(user, tools), "tools are not supported by"),
@@ -76,7 +78,7 @@ def test_a_published_encoding_in_place_of_a_template() -> None:
     without = model(model_type="deepseek_v32")
     without.tokenizer.chat_template = None
     chats = Chats(without)
-    called = [tool_call("a", "weather", '{"city": "Rome"}', "x")]
+    called = [tool_call("a", "weather", '{"city": "Rome"}')]
     messages = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "", "tool_calls": called},

@@ -179,7 +179,7 @@ def test_what_is_refused(client: openai.OpenAI) -> None:
         ("input.0", {"input": [{"type": "computer_call_output", "call_id": "a"}]}),
         ("input.0.content", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}),
         ("input.0.call_id", {"input": [{"type": "function_call_output", "output": "x"}]}),
-        ("input.0.arguments", {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "1"}]}),
+        ("input.0.arguments", {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": 1}]}),
         ("input", {"input": []}),
         ("seed", {"extra_body": {"seed": 1}}),
         ("max_tokens", {"extra_body": {"max_tokens": 1}}),
