@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from dcpmla.serving.chat.deepseek_v4 import EFFORTS_V4, EFFORTS_V4_0731, EFFORTS_V41, DeepseekV4
 from dcpmla.serving.chat.deepseek_v32 import DeepseekV32
+from dcpmla.serving.chat.kimi_k3 import KimiK3
 
 
 class Encoding(Protocol):
@@ -42,6 +43,7 @@ _ENCODINGS: Mapping[str, Encoding] = {
     "deepseek_v32": DeepseekV32(),
     "deepseek_v4": _V4,
     "deepseek_v41": DeepseekV4(EFFORTS_V41, section="calls", space=" ", marks_systems=True),
+    "kimi_k3": KimiK3(),
 }
 
 

@@ -1,8 +1,9 @@
-"""The encodings of DeepSeek V3.2, V4 and V4.1 next to the published encoders.
+"""The encodings of DeepSeek V3.2, V4, V4.1 and Kimi-K3 next to the published encoders.
 
 The digests belong to the texts that the published encoders write for these conversations: encoding_dsv32.py (with the
-description of tools in its published example) and encoding_dsv4.py. The texts of V4.1 follow its published
-specification; its two published examples were compared once and are not repeated here.
+description of tools in its published example), encoding_dsv4.py, and encoding_k3.py without its splits into tokens. The
+texts of V4.1 follow its published specification; its two published examples were compared once and are not repeated
+here.
 """
 
 import hashlib
@@ -16,6 +17,7 @@ from tests.serving.chat.answers import cut, stream
 from tests.serving.chat.conversations import CONVERSATIONS, SYSTEM, TOOLS, Message, called, result, said
 
 NAMES = ("deepseek_v32", "deepseek_v4", "deepseek_v41")
+ALL_NAMES = (*NAMES, "kimi_k3")
 PUBLISHED = {  # (encoding, conversation): without tools, and with them, each without and with reasoning
     ("deepseek_v32", "question"): "9a5c60724e94ebac 44af1e73cdfeaac0 c133557391f69b4c 1fd9ba881a1ba7ba",
     ("deepseek_v32", "system"): "c87f03d1f8b26972 7c0e690b628c64f8 c01b4f12336f19b4 1659331e4c3b2d7a",
@@ -31,6 +33,12 @@ PUBLISHED = {  # (encoding, conversation): without tools, and with them, each wi
     ("deepseek_v4", "developer"): "f800a6906913479e d9885c55ba68e2fa 9c7bf0a16928340b 0b134d185bd126cc",
     ("deepseek_v4", "calls"): "1c3745cc346b2773 f6ea68b53e54f7c5 94388d60294e971f f9ff1cc8ca6f4f05",
     ("deepseek_v4", "after calls"): "c3dd8212d2f7a3f5 5bfd2ed2419666cc 4f21cc0fde0b4eb0 2ddb3535b7fea09b",
+    ("kimi_k3", "question"): "e4dfefd275ebb0a2 1e0fa1c82ff8a7cd bfbf22de3adece40 7f71fba572c5924b",
+    ("kimi_k3", "system"): "6a0b369e989caef5 3754f7e89632b788 22144bbfe9410a79 ec4bb6d8db6bf63a",
+    ("kimi_k3", "turns"): "fd470358cb0f20c2 4556dfa250c9a7dc c24bd9e77f89bd85 a833e45691f74493",
+    ("kimi_k3", "answered"): "64e00c6f4d7b3caa 7d939892a8a8629f e783f1add5aa908c a527b01c1ebe7d20",
+    ("kimi_k3", "calls"): "810276d19f6b708c 26f184f597f307c6 13912a3c7370f73f 37a651074e439ac3",
+    ("kimi_k3", "after calls"): "ebd8f609a2655b09 26ac4282ae4f0bd8 b80d29fbc0c8f2ad ffaf1b02df601f7b",
 }
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 
@@ -88,7 +96,7 @@ def test_v41_writes_calls_with_spaces() -> None:
     assert described == of_v4.replace(BOS, f"{BOS}<｜System｜>")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL_NAMES)
 def test_an_answer_is_parsed_back(name: str) -> None:
     """What the encoding writes for the assistant is what the format of the same name reads."""
     answers = [number for number, message in enumerate(CONVERSATIONS["calls"]) if message["role"] == "assistant"]
@@ -133,7 +141,7 @@ def test_the_generation_prompt_opens_an_answer(name: str, conversation: str, thi
     assert opened == closed + ("" if is_result else "<｜Assistant｜>") + mark
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL_NAMES)
 def test_developers_at_the_start_are_systems(name: str) -> None:
     turns = CONVERSATIONS["turns"][1:]
     assert render(name, [said("developer", "You fix code."), *turns], TOOLS) == render(
@@ -141,7 +149,7 @@ def test_developers_at_the_start_are_systems(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL_NAMES)
 def test_a_developer_s_later_message_is_kept(name: str) -> None:
     """The published encoders drop it or fail; clients give instructions there."""
     messages = [*CONVERSATIONS["developer"], said("assistant", "Long."), said("user", "Thanks")]
@@ -194,7 +202,7 @@ def test_efforts_of_v4() -> None:
             render(name, question, reasoning_effort="huge")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL_NAMES)
 def test_bad_conversations_are_named(name: str) -> None:
     with pytest.raises(ValueError, match="role 'critic' of message 1"):
         render(name, [said("user", "Go."), said("critic", "x")])
@@ -213,3 +221,59 @@ def test_v32_needs_a_result_for_each_call(results: list[int]) -> None:
 def test_models_with_a_template_have_no_encoding() -> None:
     assert find_encoding("deepseek_v3") is None
     assert find_encoding("deepseek_v41_text") is find_encoding("deepseek_v41")
+
+
+def test_kimi_k3_has_elements() -> None:
+    def message(attributes: str, text: str) -> str:
+        return f"<|open|>message {attributes}<|sep|>{text}<|close|>message<|sep|><|end_of_msg|>"
+
+    call = {"id": "x", "function": {"name": "list_files", "arguments": '{"a\\"&": "<b>", "n": null, "o": {"z": [1]}}'}}
+    asked = {**said("user", "Go."), "name": "Ada"}
+    messages = [asked, said("assistant", "Sure.", "Hm.", [call]), {**result(1, "ok"), "tool_call_id": "x"}]
+    assert render("kimi_k3", messages) == (
+        message('role="user" name="Ada"', "Go.")
+        + message(
+            'role="assistant"',
+            "<|open|>response<|sep|>Sure.<|close|>response<|sep|><|open|>tools<|sep|>"
+            '<|open|>call tool="list_files" index="1"<|sep|>'
+            '<|open|>argument key="a&quot;&amp;" type="string"<|sep|><b><|close|>argument<|sep|>'
+            '<|open|>argument key="n" type="null"<|sep|>null<|close|>argument<|sep|>'
+            '<|open|>argument key="o" type="object"<|sep|>{"z": [1]}<|close|>argument<|sep|>'
+            "<|close|>call<|sep|><|close|>tools<|sep|>",
+        )
+        + message('role="tool" tool="list_files" index="1"', "ok")
+        + '<|open|>message role="assistant"<|sep|><|open|>response<|sep|>'
+    )
+    for level, effort in ((None, "max"), ("minimal", "low"), ("medium", "high"), ("xhigh", "max")):
+        text = render("kimi_k3", messages, thinking=True, reasoning_effort=level)
+        assert f"`thinking_effort={effort}`" in text
+        assert text.endswith('<|open|>message role="assistant"<|sep|><|open|>think<|sep|>')
+
+
+@pytest.mark.parametrize(
+    ("message", "thinking", "end"),
+    [
+        (said("assistant", "So"), False, "<|open|>response<|sep|>So"),
+        (said("assistant", "So", "Hm."), True, "Hm.<|close|>think<|sep|><|open|>response<|sep|>So"),
+        (said("assistant", None, "Hm"), True, "<|open|>think<|sep|>Hm"),
+        (said("assistant", None, "Hm"), False, "<|open|>response<|sep|>"),
+        (said("assistant", "", "", [called(1, "list_files")]), False, "<|close|>call<|sep|><|close|>tools<|sep|>"),
+    ],
+)
+def test_the_last_message_of_kimi_k3_goes_on(message: Message, thinking: bool, end: str) -> None:
+    text = render("kimi_k3", [said("user", "Go."), message], thinking=thinking, continue_final_message=True)
+    assert text.endswith(end)
+
+
+def test_kimi_k3_refuses_what_it_cannot_write() -> None:
+    asked = said("user", "Go.")
+    with pytest.raises(ValueError, match="result 1 has no call 'call_1'"):
+        render("kimi_k3", [asked, result(1, "x")])
+    with pytest.raises(ValueError, match="reasoning_effort: 'huge'"):
+        render("kimi_k3", [asked], reasoning_effort="huge")
+    with pytest.raises(ValueError, match="arguments '\\[1\\]' are no JSON object"):
+        render(
+            "kimi_k3", [asked, said("assistant", "", "", [{"id": "x", "function": {"name": "a", "arguments": "[1]"}}])]
+        )
+    with pytest.raises(ValueError, match="continue_final_message"):
+        render("kimi_k3", [asked], continue_final_message=True)
