@@ -57,7 +57,7 @@ class TextStream:
         self._num_exempt = 0  # characters of the held text that no stop string may end in
         self._held = ""
         self._pieces: list[str] = []
-        self.stop_string: str | None = None  # the one that ended the text
+        self.stopped, self.stop_string = False, ""  # the stop string that ended the text
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]) -> Self:
@@ -75,11 +75,6 @@ class TextStream:
     def text(self) -> str:
         """All text returned so far."""
         return "".join(self._pieces)
-
-    @property
-    def stopped(self) -> bool:
-        """Return whether a stop string has ended the text."""
-        return self.stop_string is not None
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return new text that is certain: whole characters that are part of no stop string, and nothing after one."""
@@ -100,9 +95,8 @@ class TextStream:
         starts = [(text.find(stop, max(0, self._num_exempt + 1 - len(stop))), stop) for stop in self._stop]
         ends = [(start + len(stop), start) for start, stop in starts if start >= 0]
         if ends:
-            end, start = min(ends)
-            self.stop_string = text[start:end]
-            num_given = end if self._includes_stop else start
+            self.stopped, (end, start) = True, min(ends)
+            self.stop_string, num_given = text[start:end], end if self._includes_stop else start
         else:
             num_given = len(text) if is_end else len(text) - self._num_held(text)
         self._held = text[num_given:]

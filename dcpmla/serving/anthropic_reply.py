@@ -49,7 +49,7 @@ class MessagesReply(BlockReply):
     def _message(self) -> Json:
         """Return the message without its content."""
         usage, reason = self.usage, _REASONS.get(self.finish_reason or "")
-        stop = self.stop_string if reason == "end_turn" else None
+        stop = self.stop_string if reason == "end_turn" and self.stop_string else None
         return {
             "id": f"msg_{self._id}",
             "type": "message",

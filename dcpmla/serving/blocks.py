@@ -87,7 +87,7 @@ class BlockReply:
 
     Attributes:
         finish_reason: Reason of the end, None before.
-        stop_string: Stop string that ended the answer, if one did.
+        stop_string: Stop string that ended the answer, empty for any other end.
     """
 
     ending = ""
@@ -98,7 +98,7 @@ class BlockReply:
         self.usage = Usage(sum(len(prompt.token_ids) for prompt in prompts))
         self.blocks = Blocks()
         self.finish_reason: str | None = None
-        self.stop_string: str | None = None
+        self.stop_string = ""
 
     def drop_prompts(self) -> None:
         """Forget the prompts."""

@@ -130,7 +130,7 @@ class ServingLoop:
                 finish_reason=request.finish_reason,
                 num_cached_tokens=request.num_cached_tokens,
                 prompt_logprobs=_taken(request.prompt_logprobs),
-                stop_string=None if request.text_stream is None else request.text_stream.stop_string,
+                stop_string=request.text_stream.stop_string if request.text_stream else "",
             )
         )
 

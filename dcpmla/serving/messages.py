@@ -92,7 +92,7 @@ class Output(NamedTuple):
         num_cached_tokens: Tokens of the prompt that an earlier request had computed.
         prompt_logprobs: Log probabilities of the prompt's next tokens, before or with the first new token.
         error: Reason of the finish_reason "error"; without one, the reason for which the engine refuses the request.
-        stop_string: Stop string that ended the request, with the last token; None for any other end.
+        stop_string: Stop string that ended the request, with the last token; empty for any other end.
     """
 
     request_id: int
@@ -103,7 +103,7 @@ class Output(NamedTuple):
     num_cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     error: str = ""
-    stop_string: str | None = None
+    stop_string: str = ""
 
     @property
     def num_tokens(self) -> int:
