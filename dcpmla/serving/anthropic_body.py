@@ -76,9 +76,8 @@ class CountBody(ChatRequest):
             refuse(name, extra[name], (), "this route does not have it")
         for name, value in ((self.output_config and self.output_config.model_extra) or {}).items():
             refuse(f"output_config.{name}", value, (), "leave it out")
-        edits = (self.context_management or {}).get("edits") or []
-        if not all(isinstance(edit, dict) and str(edit.get("type")).startswith(_KEPT_THINKING) for edit in edits):
-            raise ApiError(400, "context_management.edits is not supported; leave it out", param="context_management")
+        if not all(map(_keeps_thinking, (self.context_management or {}).values())):
+            raise ApiError(400, "context_management is not supported; leave it out", param="context_management")
         extra.clear()  # The answer may take minutes.
 
     def conversation(self) -> Conversation:
@@ -141,6 +140,14 @@ class MessagesBody(CountBody):
     def sampling(self) -> SamplingFields:
         fields = self.model_dump(include={"max_tokens", "temperature", "top_p", "top_k"})
         return SamplingFields.model_validate({**fields, "stop": self.stop_sequences})
+
+
+def _keeps_thinking(edits: Any) -> bool:
+    """Return whether edits of a context are about thinking alone."""
+    kinds = (
+        [edit.get("type") if isinstance(edit, dict) else None for edit in edits] if isinstance(edits, list) else [None]
+    )
+    return all(isinstance(kind, str) and kind.startswith(_KEPT_THINKING) for kind in kinds)
 
 
 def _add(history: History, message: _Message, path: str) -> None:

@@ -110,7 +110,7 @@ def test_a_bad_field_is_named(server: RunningServer, check: None) -> None:
         assert client.post("/v1/completions", json={**GOOD, **neutral}).status_code == 200
         chat = {"messages": [{"role": "user", "content": "x"}]}
         for name, value in [
-            ("tools", [{"type": "function"}]),
+            ("tools", ["x"]),
             ("top_logprobs", 3),
             ("messages", []),
             ("max_tokens", 0),

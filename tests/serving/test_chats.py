@@ -1,17 +1,25 @@
 """Prompts of conversations and readers of answers, without a server."""
 
 import asyncio
+import json
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dcpmla.cli.serve import _read_template
+from dcpmla.serving.anthropic_body import MessagesBody
+from dcpmla.serving.chat_body import ChatBody, ChatRequest
 from dcpmla.serving.chats import Chats
 from dcpmla.serving.conversation import Conversation, tool_call
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Output, Started
 from dcpmla.serving.prompts import Prompt
+from dcpmla.serving.protocol import parse
 from dcpmla.serving.reader import HiddenTokens, _Shown
+from dcpmla.serving.responses_body import ResponsesBody
 from dcpmla.serving.tools import ToolUse
 from tests.support.agent import TEMPLATE, WEATHER
 from tests.support.scripted import scripted_tokenizer
@@ -27,6 +35,9 @@ CALLS = "{% for m in messages %}{% for call in m.tool_calls or [] %}ARGUMENTS{% 
 def model(template: str | None = None, model_type: str = "") -> Started:
     tokenizer = scripted_tokenizer(template or TEMPLATE)
     return Started(tokenizer, "", len(tokenizer), 10_000, 4, 10_000, model_type)
+
+
+CHATS = Chats(model())
 
 
 def rendered(chats: Chats, conversation: Conversation) -> str:
@@ -119,6 +130,47 @@ def test_hidden_tokens_in_pieces() -> None:
         shown = _Shown(HiddenTokens(["<|end|>", "<|e2|>"]))
         parts = [shown.push(text[start : start + size]) for start in range(0, len(text), size)]
         assert "".join(parts) + shown.finish() == "ab<|ec<|e"
+
+
+WORDS = ["type", "role", "content", "text", "tool_calls", "function", "name", "arguments", "id", "input", "call_id"]
+WORDS += ["output", "summary", "tool_use_id", "thinking", "strict", "parameters", "input_schema", "format", "edits"]
+KINDS = [
+    "message",
+    "reasoning",
+    "function_call",
+    "function_call_output",
+    "tool_result",
+    "tool_use",
+    "user",
+    "assistant",
+]
+KINDS += ["function", "text", "input_text", "tool", "system", "thinking", "custom", "auto", "none", "{}"]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(KINDS),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=5),
+    max_leaves=16,
+)
+BODIES: list[tuple[type[ChatRequest], str, dict[str, Any]]] = [
+    (ChatBody, "messages", {"messages": [{"role": "user", "content": "a"}]}),
+    (ResponsesBody, "input", {"input": "a"}),
+    (MessagesBody, "messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}),
+]
+
+
+@pytest.mark.parametrize(("kind", "items", "good"), BODIES)
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_any_json_is_a_conversation_or_an_error(
+    kind: type[ChatRequest], items: str, good: dict[str, Any], data: st.DataObject
+) -> None:
+    name = data.draw(st.sampled_from([items, *kind.model_fields]))
+    value = data.draw(st.lists(st.dictionaries(st.sampled_from(WORDS), JSON, max_size=6)) | JSON)
+    with suppress(ApiError):
+        body = parse(kind, json.dumps({**good, name: value}).encode())
+        conversation = body.conversation()
+        assert all(isinstance(message["content"], str) for message in conversation.messages)
+        body.sampling.params(5, None, None)
+        CHATS._render(conversation)
 
 
 def test_files_of_templates(tmp_path: Any) -> None:
