@@ -46,7 +46,7 @@ class Chats:
         )  # Some have several, by name.
         self._words = set(re.findall(r"\w+", self._template))
         self._encoding = None if self._template else find_encoding(model.model_type, model.encoder)
-        own = find_format(model.model_type, self._template or None)
+        own = find_format(model.model_type, self._template or model.encoder)
         self._call_format = own if call_parser is None else FORMATS[call_parser]
         self._reasoning_format = own if reasoning_parser is None else FORMATS[reasoning_parser]
 

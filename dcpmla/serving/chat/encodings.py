@@ -39,11 +39,12 @@ class Encoding(Protocol):
 
 _V4 = DeepseekV4(EFFORTS_V4)
 _V4_0731 = DeepseekV4(EFFORTS_V4_0731)
+_KIMI_K3 = KimiK3()
 _ENCODINGS: Mapping[str, Encoding] = {
     "deepseek_v32": DeepseekV32(),
     "deepseek_v4": _V4,
     "deepseek_v41": DeepseekV4(EFFORTS_V41, section="calls", space=" ", marks_systems=True),
-    "kimi_k3": KimiK3(),
+    "kimi_k3": _KIMI_K3,
 }
 
 
@@ -52,8 +53,10 @@ def find_encoding(model_type: str, published: str = "") -> Encoding | None:
 
     Args:
         model_type: Field `model_type` of the model's config.
-        published: Text of the checkpoint's own encoder, if it has one: V4 of 0731 has other levels of effort, and no
-            other mark.
+        published: Text of the checkpoint's own encoder, if it has one. It shows what configs do not: V4 of 0731, which
+            has other levels of effort, and Kimi-K3, whose text model is a Kimi Linear.
     """
+    if "<|open|>" in published:
+        return _KIMI_K3
     encoding = _ENCODINGS.get(model_type.removesuffix("_text"))
     return _V4_0731 if encoding is _V4 and "Beyond maximum" in published else encoding

@@ -195,6 +195,7 @@ _MARKS = (
     ("｜DSML｜tool_calls", "deepseek_v4"),
     ("｜DSML｜function_calls", "deepseek_v32"),
     ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("<|open|>", "kimi_k3"),
     ("<longcat_tool_call>", "longcat"),
     ("[TOOL_CALLS]", "mistral"),
     ("\\n<tool_call>' +", "glm45"),
@@ -229,7 +230,7 @@ def find_format(model_type: str, chat_template: str | None) -> AnswerFormat | No
 
     Args:
         model_type: Field `model_type` of the model's config.
-        chat_template: The model's template, None if it has none.
+        chat_template: The model's template, or the text of the checkpoint's own encoder; None if it has neither.
     """
     template = chat_template or ""
     if "<｜tool▁sep｜>" in template:

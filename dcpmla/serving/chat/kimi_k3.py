@@ -91,8 +91,8 @@ def _messages(messages: Sequence[Message], thinking: bool) -> Iterator[str]:
         role = "system" if message["role"] == "developer" else message["role"]
         if role == "assistant":
             num_results = 0
-            made = enumerate(message.get("tool_calls") or ())
-            calls = {call.get("id") or "": (order, call["function"]["name"]) for order, call in made}
+            ordered = enumerate(message.get("tool_calls") or ())
+            calls = {call.get("id") or "": (order, call["function"]["name"]) for order, call in ordered}
         content = _answer(message, thinking) if role == "assistant" else text_of(message, "")
         yield _message(content, **{**_names(message), "role": role})
 

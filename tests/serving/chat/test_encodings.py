@@ -221,6 +221,8 @@ def test_v32_needs_a_result_for_each_call(results: list[int]) -> None:
 def test_models_with_a_template_have_no_encoding() -> None:
     assert find_encoding("deepseek_v3") is None
     assert find_encoding("deepseek_v41_text") is find_encoding("deepseek_v41")
+    assert find_encoding("kimi_linear") is None
+    assert find_encoding("kimi_linear", 'OPEN_TOKEN = "<|open|>"') is find_encoding("kimi_k3")
 
 
 def test_kimi_k3_has_elements() -> None:
