@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla.cli.serve import _read_template
+from dcpmla.integrations.model_files import read_encoder
 from dcpmla.serving.anthropic_body import MessagesBody
 from dcpmla.serving.chat_body import ChatBody, ChatRequest
 from dcpmla.serving.chats import Chats
@@ -182,3 +183,11 @@ def test_files_of_templates(tmp_path: Any) -> None:
             _read_template(str(path))
     path.write_text("é")
     assert (_read_template(str(path)), _read_template(None)) == ("é", None)
+
+
+def test_a_checkpoint_s_encoder_is_read(tmp_path: Any) -> None:
+    assert read_encoder(tmp_path) == ""
+    (tmp_path / "encoding").mkdir()
+    (tmp_path / "encoding" / "encoding_dsv4.py").write_text("Beyond maximum")
+    (tmp_path / "other.py").write_text("x")
+    assert read_encoder(tmp_path) == "Beyond maximum"
