@@ -12,6 +12,7 @@ from dcpmla.runtime.agreement import Agreement, News
 from dcpmla.runtime.drafts import Drafter, NoDrafter
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.in_flight import InFlightStep, StepEvents
+from dcpmla.runtime.masks import NO_TOKEN
 from dcpmla.runtime.mixed_graph import MixedGraph
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.runner import Model, StepRunner
@@ -59,13 +60,14 @@ class Engine(Admission):
         drafter: Drafter | None = None,
         mixed_graph: MixedGraph | None = None,
     ) -> None:
-        super().__init__(model, scheduler, max_model_len, tokenizer)
+        super().__init__(model, scheduler, max_model_len, tokenizer, is_first=mesh.tp_rank == 0)
         self.cache, self.dcp, self.mesh, self.on_step = cache, dcp, mesh, on_step
         self.graph, self.mixed_graph = graph, mixed_graph
         self.stats, self.speculation = Stats(), Speculation(drafter or NoDrafter())
         scheduler.max_absorbed_tokens = 0 if mixed_graph is None else mixed_graph.max_absorbed_tokens
         self._agreement = Agreement(mesh)
-        self._runner = StepRunner(model, cache, dcp, mesh.dcp_rank, scheduler.costs.tokens_per_request)
+        tokens_per_request = scheduler.costs.tokens_per_request
+        self._runner = StepRunner(model, cache, dcp, mesh.dcp_rank, tokens_per_request, self.grammars)
         self._first_now = 0.0  # seconds on the first rank's, sent to all: requests that arrived by then are served
         self._in_flight: InFlightStep | None = None  # launched, its tokens not yet taken
         self._latest: InFlightStep | None = None  # the last launched step, even after its tokens are taken
@@ -78,7 +80,8 @@ class Engine(Admission):
     @property
     def has_requests(self) -> bool:
         """Return whether any request is still to be served, or to be read from `run`."""
-        return bool(self._coming or self.scheduler.waiting or self.scheduler.running or self._unread)
+        is_served = bool(self._coming or self.scheduler.waiting or self.scheduler.running or self._unread)
+        return is_served or self.grammars.is_pending
 
     def post(self, news: News) -> None:
         """Queue news of this rank, which the next message sends to all ranks (`StepEvents.news`)."""
@@ -103,24 +106,26 @@ class Engine(Admission):
         self._finished, self._heard = [], News()
         if self._in_flight is None:
             if not self._has_met:  # the clock advanced while nothing was computed
-                self._first_now, self._heard = self._agreement.meet()
+                self._first_now, self._heard, num_compiled = self._agreement.meet(self.grammars.num_compiled)
+                self.admit_compiled(num_compiled)
             self._has_met = any(self._heard)
             if self._has_met:
                 return StepEvents([], [], self._heard)
-            self._in_flight = self._launch()
+            self._in_flight = self._launch([])
         if self._in_flight is None:
             self.on_step("waiting for the next request")
-            if self._coming:
+            if self.grammars.is_pending:
+                self.grammars.wait(_MAX_SLEEP)
+            elif self._coming:
                 time.sleep(min(_MAX_SLEEP, max(0.0, self._coming[0].arrival_time - self._first_now)))
             return StepEvents([], [])
-        step = self._in_flight
+        step, tokens = self._in_flight, list[tuple[Request, str]]()
         if self.speculation.waits_for(step, self.scheduler.running, self._can_move):
             self._in_flight = None
-            tokens = self._collect(step)
-            self._in_flight = self._launch()
-        else:
-            self._in_flight = self._launch()
-            tokens = self._collect(step)
+            tokens += self._collect(step)
+        self._in_flight = self._launch(tokens)
+        if step.is_under_way:
+            tokens += self._collect(step)
         if self._in_flight is not None and not (self.scheduler.running or self.scheduler.waiting):
             tokens += self._collect(self._in_flight)  # its requests have ended, and no step follows
             self._in_flight = None
@@ -135,6 +140,7 @@ class Engine(Admission):
             if graph is not None:
                 graph.release()
         self.speculation.close()
+        self.grammars.close()
 
     def reset(self) -> None:
         """Forget all requests that have ended: blocks that others could reuse, counts and times. Collective.
@@ -168,8 +174,13 @@ class Engine(Admission):
             return False
         return all(graph.takes(len(running), query_len) for query_len in (1, 1 + drafter.num_speculative_tokens))
 
-    def _launch(self) -> InFlightStep | None:
-        """Schedule a step and start it after the one in flight; return None if there is nothing to compute."""
+    def _launch(self, tokens: list[tuple[Request, str]]) -> InFlightStep | None:
+        """Schedule a step and start it after the one in flight; return None if there is nothing to compute.
+
+        Args:
+            tokens: Tokens of the one in flight (`_collect`), to which they are added if this step's masks need them:
+                the device then computes this step already.
+        """
         self.admit_due(self._first_now)
         is_ahead = self._in_flight is not None
         num_drafts = self.speculation.num_wanted(self.scheduler.running, is_ahead)
@@ -181,9 +192,12 @@ class Engine(Admission):
         started = time.perf_counter()
         graph = self._runner.graph_of(batch, self.graph, self.mixed_graph)
         self.on_step(batch.describe(self.stats.num_steps + is_ahead, graph and graph[1]))
-        self._latest = self._runner.launch(
-            batch, self._in_flight, drafts, graph, self.speculation, self._agreement, started
-        )
+        previous = self._in_flight
+        computed = self._runner.start(batch, previous, drafts, graph, started)
+        if previous is not None and computed.needs_tokens:
+            tokens += self._collect(previous)
+            previous = None
+        self._latest = self._runner.finish(computed, previous, self.speculation, self._agreement)
         for piece in batch.pieces:
             self._remember(piece.request)
         return self._latest
@@ -201,6 +215,7 @@ class Engine(Admission):
         self.now, self._first_now = self._agreement.clock(), agreed.now
         content = self._agreement.share(step.message.content, agreed.num_bytes)
         self._heard = self._heard.joined(News(content, agreed.is_told))
+        self.admit_compiled(agreed.num_compiled)
         step.logprobs.give()
         texts, num_rejected = [], 0
         for piece, drafts, tokens in step.results(agreed.tokens):
@@ -224,8 +239,9 @@ class Engine(Admission):
         if request.first_token_time is None:
             request.first_token_time = self.now
         for index, token_id in enumerate(tokens):
-            if token_id == NOT_FINITE:
-                request.error = _not_finite(len(request.token_ids), str(self.model.dtype).removeprefix("torch."))
+            if token_id in (NOT_FINITE, NO_TOKEN):
+                is_finite, dtype = token_id == NO_TOKEN, str(self.model.dtype).removeprefix("torch.")
+                request.error = self.grammars.failure(request) if is_finite else _not_finite(request, dtype)
                 request.end("error")
             else:
                 if request.keep_logits:
@@ -242,8 +258,8 @@ class Engine(Admission):
         return text
 
 
-def _not_finite(num_tokens: int, dtype: str) -> FloatingPointError:
+def _not_finite(request: Request, dtype: str) -> FloatingPointError:
     return FloatingPointError(
-        f"logits are NaN or infinite after {num_tokens} new tokens; the model's numbers exceed the range of "
+        f"logits are NaN or infinite after {len(request.token_ids)} new tokens; the model's numbers exceed the range of "
         f"{dtype} (try another --dtype), or its weights are damaged"
     )

@@ -1,0 +1,85 @@
+"""The place of a request's tokens in its grammar."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+Bits = np.ndarray[Any, np.dtype[np.uint32]]  # [words], a bit for each token, the lowest first
+
+
+class Follower:
+    """The place of a request's tokens in its grammar, on the first rank.
+
+    Args:
+        matcher: Matcher at the beginning of the grammar; None if it could not be compiled, for the reason `error`.
+        eos_token_ids: End-of-sequence tokens.
+        starts_after: Tokens after which the grammar begins (`Grammar.starts_after`).
+
+    Attributes:
+        error: Reason why the grammar cannot be followed; empty if it can.
+    """
+
+    def __init__(
+        self, matcher: "LLMatcher | None", error: str, eos_token_ids: Sequence[int], starts_after: Sequence[int]
+    ) -> None:
+        self.matcher, self.error = matcher, error
+        self._eos_token_ids, self._starts_after = list(eos_token_ids), list(starts_after)
+        self._num_seen = 0  # new tokens that are known here
+        self._has_begun = not starts_after
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Follow a request's new tokens, of which those seen before are skipped."""
+        if not self._has_begun:
+            start = self._begins(token_ids, self._num_seen)
+            self._num_seen, self._has_begun = (len(token_ids), False) if start is None else (start, True)
+        new = list(token_ids[self._num_seen :])
+        self._num_seen = len(token_ids)
+        if new and self.matcher is not None and not self.matcher.consume_tokens(new):
+            self.error = self.error or self.matcher.get_error()
+
+    def num_free(self, token_ids: Sequence[int], drafts: Sequence[int]) -> int:
+        """Return the number of choices that come before the grammar begins, of those after the known tokens and after
+        each draft.
+        """
+        if self._has_begun:
+            return 0
+        start = self._begins([*token_ids, *drafts], len(token_ids))
+        return 1 + len(drafts) if start is None else start - len(token_ids)
+
+    def finish(self, bits: Bits, stop_token_ids: Sequence[int], is_free: bool, is_short: bool) -> None:
+        """Complete the mask of a choice: tokens that end the request are allowed where the grammar may end.
+
+        Args:
+            bits: Tokens that the grammar allows, in place; all before it begins.
+            is_free: Whether the choice comes before the grammar begins, where none of these tokens is allowed.
+            is_short: Whether the request must not end yet. It ends where nothing else is left.
+        """
+        may_end = not is_free and any(_has(bits, token) for token in self._eos_token_ids)
+        ends = [token for token in {*self._eos_token_ids, *stop_token_ids} if token < 32 * len(bits)]
+        for token in ends:
+            bits[token >> 5] &= ~np.uint32(1 << (token & 31))
+        if may_end and not (is_short and bits.any()):
+            for token in ends:
+                bits[token >> 5] |= np.uint32(1 << (token & 31))
+        if not bits.any():
+            self.error = self.error or "no token of the vocabulary continues it"
+
+    def _begins(self, token_ids: Sequence[int], first: int) -> int | None:
+        """Return the number of tokens before the grammar's first one, None if it has not begun.
+
+        Args:
+            first: Number of tokens in which it is known not to have begun.
+        """
+        length = len(self._starts_after)
+        for end in range(max(first + 1, length), len(token_ids) + 1):
+            if list(token_ids[end - length : end]) == self._starts_after:
+                return end
+        return None
+
+
+def _has(bits: Bits, token: int) -> bool:
+    return token < 32 * len(bits) and bool(bits[token >> 5] >> np.uint32(token & 31) & np.uint32(1))
