@@ -10,13 +10,12 @@ from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.admission import Admission
 from dcpmla.runtime.agreement import Agreement, News
 from dcpmla.runtime.drafts import Drafter, NoDrafter
+from dcpmla.runtime.failures import failure
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.in_flight import InFlightStep, StepEvents
-from dcpmla.runtime.masks import NO_TOKEN
 from dcpmla.runtime.mixed_graph import MixedGraph
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.runner import Model, StepRunner
-from dcpmla.runtime.sampling import NOT_FINITE
 from dcpmla.runtime.scheduler import Scheduler
 from dcpmla.runtime.speculation import Speculation
 from dcpmla.runtime.stats import Stats
@@ -66,8 +65,8 @@ class Engine(Admission):
         self.stats, self.speculation = Stats(), Speculation(drafter or NoDrafter())
         scheduler.max_absorbed_tokens = 0 if mixed_graph is None else mixed_graph.max_absorbed_tokens
         self._agreement = Agreement(mesh)
-        tokens_per_request = scheduler.costs.tokens_per_request
-        self._runner = StepRunner(model, cache, dcp, mesh.dcp_rank, tokens_per_request, self.grammars)
+        width = scheduler.costs.tokens_per_request
+        self._runner = StepRunner(model, cache, dcp, mesh.dcp_rank, width, self.grammars)
         self._first_now = 0.0  # seconds on the first rank's, sent to all: requests that arrived by then are served
         self._in_flight: InFlightStep | None = None  # launched, its tokens not yet taken
         self._latest: InFlightStep | None = None  # the last launched step, even after its tokens are taken
@@ -177,9 +176,7 @@ class Engine(Admission):
     def _launch(self, tokens: list[tuple[Request, str]]) -> InFlightStep | None:
         """Schedule a step and start it after the one in flight; return None if there is nothing to compute.
 
-        Args:
-            tokens: Tokens of the one in flight (`_collect`), to which they are added if this step's masks need them:
-                the device then computes this step already.
+        If its masks need the tokens of the one in flight, these are added to `tokens`, while the device goes on.
         """
         self.admit_due(self._first_now)
         is_ahead = self._in_flight is not None
@@ -239,9 +236,8 @@ class Engine(Admission):
         if request.first_token_time is None:
             request.first_token_time = self.now
         for index, token_id in enumerate(tokens):
-            if token_id in (NOT_FINITE, NO_TOKEN):
-                is_finite, dtype = token_id == NO_TOKEN, str(self.model.dtype).removeprefix("torch.")
-                request.error = self.grammars.failure(request) if is_finite else _not_finite(request, dtype)
+            request.error = failure(token_id, request, self.grammars, self.model.dtype)
+            if request.error is not None:
                 request.end("error")
             else:
                 if request.keep_logits:
@@ -256,10 +252,3 @@ class Engine(Admission):
                 return text
         self._remember(request)  # these tokens may complete a block that the step in flight fills
         return text
-
-
-def _not_finite(request: Request, dtype: str) -> FloatingPointError:
-    return FloatingPointError(
-        f"logits are NaN or infinite after {len(request.token_ids)} new tokens; the model's numbers exceed the range of "
-        f"{dtype} (try another --dtype), or its weights are damaged"
-    )

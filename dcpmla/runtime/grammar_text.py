@@ -114,7 +114,7 @@ def find_fault(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> tuple
 def _wrong_part(
     tokenizer: llguidance.LLTokenizer, schema: Any, definitions: dict[str, Any], num_left: int
 ) -> tuple[list[str | int], Any, str, int] | None:
-    """Return the first part of a schema that cannot be compiled: its path, itself, the reason, and the attempts left."""
+    """Return the first part of a schema that cannot be compiled: its path, itself, the reason, the attempts left."""
     for path, part in _parts(schema):
         if num_left == 0:
             return None

@@ -3,6 +3,7 @@
 import os
 from collections import OrderedDict, deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -117,15 +118,13 @@ class Grammars:
         return ValueError(f"the grammar cannot be followed after {len(request.token_ids)} new tokens: {words}")
 
     def load(self) -> None:
-        """Read the tokenizer's vocabulary, so that the first request with a grammar does not wait for it. It takes about
-        a second, in which no other thread runs. Without the extra, on other ranks, or without a tokenizer that can be
+        """Read the tokenizer's vocabulary, so that the first request with a grammar does not wait for it: for about a
+        second, in which no other thread runs. Without the extra, on other ranks, or without a tokenizer that can be
         read, nothing happens.
         """
         if self._is_first and self._tokenizer is not None and find_spec("llguidance") is not None:
-            try:
+            with suppress(ValueError):  # each request with a grammar gets the reason
                 self._read_vocabulary()
-            except ValueError:
-                pass  # each request with a grammar gets the reason
 
     def close(self) -> None:
         """End the threads."""

@@ -108,12 +108,7 @@ class Masks:
                 jobs.append((own.follower.matcher, start + num_free, known[num_free:]))
             nums_free.append(num_free)
             start += 1 + len(own.drafts)
-        if jobs:
-            from llguidance import LLExecutor  # of the extra structured
-
-            self._executor = self._executor or LLExecutor(num_threads())
-            width = bits.shape[1] * bits.itemsize
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(jobs, bits.ctypes.data, width, num_rows)
+        self._run(jobs, bits)
         start = 0
         for own, num_free in zip(choices, nums_free, strict=True):
             for index in range(1 + len(own.drafts)):
@@ -122,6 +117,19 @@ class Masks:
                 )
             start += 1 + len(own.drafts)
         return bits
+
+    def _run(self, jobs: Sequence[tuple["LLMatcher", int, list[int]]], bits: "np.ndarray[Any, Any]") -> None:
+        """Fill masks in threads: of each matcher's next choice, from a row on, and after each of its drafts."""
+        if not jobs:
+            return
+        from llguidance import LLExecutor  # of the extra structured
+
+        self._executor = self._executor or LLExecutor(num_threads())
+        target = bits.ctypes.data, bits.shape[1] * bits.itemsize, len(bits)
+        if plain := [(matcher, row) for matcher, row, drafts in jobs if not drafts]:
+            self._executor.unsafe_compute_mask_ptr(plain, *target)
+        if drafted := [job for job in jobs if job[2]]:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *target)
 
 
 class _Choices(NamedTuple):
@@ -138,7 +146,7 @@ class _Choices(NamedTuple):
 
 
 def _masked(logits: Tensor, rows: "np.ndarray[Any, np.dtype[np.int64]]", bits: "np.ndarray[Any, Any]") -> Tensor:
-    """Return a copy of logits [n, vocab], minus infinity where the masks [len(rows), words] of some rows have no bit."""
+    """Return a copy of logits [n, vocab], minus infinity where the masks [len(rows), words] of rows have no bit."""
     vocab_size, masked = logits.shape[-1], logits.clone()
     at, words = upload([rows, bits.view(np.int32)], logits.device)
     shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
