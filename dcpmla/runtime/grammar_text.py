@@ -12,12 +12,14 @@ from typing import Any
 
 import llguidance
 
-# Objects in the order of the schema's properties. Whitespace is bounded: a model that may go on with it for ever does.
+# Whitespace is bounded, because some models never stop to write it. A character has one form, without \u: otherwise a
+# second form of a property's name would be another property.
 _OPTIONS: Any = {
     "item_separator": ",",
     "key_separator": ":",
     "whitespace_flexible": True,
     "whitespace_pattern": r"( |\n[ \t]{0,64})?",
+    "json_allowed_escapes": 'bfnrt"\\',
     "coerce_one_of": False,
     "lenient": False,
 }
@@ -135,9 +137,16 @@ def _of_schema(schema: dict[str, Any]) -> str:
 
 
 def _served(schema: Any) -> Any:
-    """Return a schema without formats that are not enforced, and without llguidance's own options."""
+    """Return a schema without formats that are not enforced, and without llguidance's own options.
+
+    Raises:
+        ValueError: A keyword cannot be enforced.
+    """
     if not isinstance(schema, dict):
         return schema
+    least, required = schema.get("minProperties", 0), schema.get("required", [])
+    if isinstance(least, int) and isinstance(required, list) and least > len(required):
+        raise ValueError(f"minProperties is {least}, above the {len(required)} required: a name may occur twice")
     kept = {key: value for key, value in schema.items() if key != "x-guidance"}
     named = kept.get("format")
     if isinstance(named, str) and named not in _FORMATS:
