@@ -38,7 +38,13 @@ class Follower:
             self._num_seen, self._has_begun = (len(token_ids), False) if start is None else (start, True)
         new = list(token_ids[self._num_seen :])
         self._num_seen = len(token_ids)
-        if new and self.matcher is not None and not self.matcher.consume_tokens(new):
+        if new and self.matcher is not None:
+            self.matcher.consume_tokens(new)
+            self.check()
+
+    def check(self) -> None:
+        """Set the error if the matcher has failed: it then goes on as if the grammar were complete."""
+        if self.matcher is not None and self.matcher.is_error():
             self.error = self.error or self.matcher.get_error()
 
     def num_free(self, token_ids: Sequence[int], drafts: Sequence[int]) -> int:
@@ -60,11 +66,14 @@ class Follower:
         """
         may_end = not is_free and any(_has(bits, token) for token in self._eos_token_ids)
         ends = [token for token in {*self._eos_token_ids, *stop_token_ids} if token < 32 * len(bits)]
+        before = bits.copy()
         for token in ends:
             bits[token >> 5] &= ~np.uint32(1 << (token & 31))
         if may_end and not (is_short and bits.any()):
             for token in ends:
                 bits[token >> 5] |= np.uint32(1 << (token & 31))
+        elif not bits.any():
+            bits[:] = before  # nothing but a stop token goes on with the text
         if not bits.any():
             self.error = self.error or "no token of the vocabulary continues it"
 

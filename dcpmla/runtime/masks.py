@@ -111,6 +111,7 @@ class Masks:
         self._run(jobs, bits)
         start = 0
         for own, num_free in zip(choices, nums_free, strict=True):
+            own.follower.check()
             for index in range(1 + len(own.drafts)):
                 own.follower.finish(
                     bits[start + index], own.request.params.stop_token_ids, index < num_free, own.request.is_short
