@@ -24,6 +24,7 @@ from dcpmla.serving.errors import ApiError
 from dcpmla.serving.prompts import Texts
 from dcpmla.serving.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
 from dcpmla.serving.replies import EventStream, collect, events, while_connected
+from dcpmla.serving.structured import GrammarChecks
 
 _NUM_NEW = 16  # new tokens of a completion without max_tokens
 
@@ -50,6 +51,7 @@ class Api:
 
     def __init__(self, engine: Engine, settings: Settings, limits: Limits) -> None:
         self._engine, self._settings, self._limits, self._created = engine, settings, limits, int(time.time())
+        self._grammars = GrammarChecks()
         self._num_body_bytes = 0  # Bodies of all requests that are being received or tokenized.
 
     def app(self) -> ASGIApp:
@@ -199,6 +201,7 @@ class Api:
             params.check_vocabulary(self._engine.ready().vocab_size)
         except ValueError as error:
             raise ApiError(400, str(error), param="logit_bias") from error
+        await self._grammars.check(params.grammar, body.grammar_source, self._engine.ready().vocab_size)
         generation = self._engine.submit(
             [prompt.token_ids for prompt in answers.prompts],
             params,
