@@ -39,7 +39,7 @@ LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 _MAX_ATTEMPTS = 200  # compilations to find a fault
-_CPU_SECONDS, _BYTES = 2, 1 << 30  # limits of the program
+_CPU_SECONDS, _BYTES = 1, 1 << 30  # limits of the program
 
 
 def llguidance_text(kind: str, text: str) -> str:

@@ -35,8 +35,7 @@ from tests.runtime.test_engine import Load, loads
 from tests.support.engines import new_engine
 from tests.support.hash_model import HashDrafter, make_engine
 from tests.support.layouts import dcp_config
-from tests.support.models import random_model, tiny_config
-from tests.support.random_model import EOS, TOKENIZER, TOOL, VOCAB_SIZE, RandomModel, text_of
+from tests.support.random_model import EOS, TOKENIZER, TOOL, VOCAB_SIZE, RandomModel, save_random_model, text_of
 from tests.support.ranks import run_ranks
 from tests.support.schemas import SCHEMAS
 from tests.support.small_tokenizers import tokenizer_of
@@ -367,12 +366,6 @@ def test_a_tokenizer_without_bytes_is_refused() -> None:
     assert "can't determine decoder type" in str(request.error)
 
 
-def save_model(directory: Path) -> None:
-    config = tiny_config("deepseek_v3")
-    config.vocab_size, config.eos_token_id = VOCAB_SIZE, EOS
-    random_model(config).save_pretrained(directory)
-
-
 def serve_ranks(directory: Path) -> list[tuple[list[int], str | None, bool]]:
     """On one of two ranks, of which the first alone has matchers: with drafts and preemption."""
     dcp = dcp_config(2, 2, 1, block_size=4, context_workspace_tokens=64)
@@ -381,10 +374,10 @@ def serve_ranks(directory: Path) -> list[tuple[list[int], str | None, bool]]:
     model = load_model(directory, load_config(directory), dcp, mesh, exchange, torch.float32, cpu)
     outcomes = []
     for drafter in (None, AlwaysLooks(3, cpu)):
-        plan = model.attention.plan_cache(dcp, [80], model.dtype, 4, drafter.num_speculative_tokens if drafter else 0)
+        plan = model.attention.plan_cache(dcp, [50], model.dtype, 4, drafter.num_speculative_tokens if drafter else 0)
         engine = new_engine(model, plan.allocate(cpu), dcp, mesh, 100, 64, 4, tokenizer=TOKENIZER, drafter=drafter)
         bad = Grammar("regex", "(((")
-        own = [None, *GRAMMARS, bad] * 2
+        own = [None, *GRAMMARS, bad]
         requests = [
             engine.add(
                 [5, 6, 7, index], SamplingParams(max_new_tokens=30, temperature=1.0, seed=index, grammar=grammar)
@@ -403,9 +396,9 @@ def serve_ranks(directory: Path) -> list[tuple[list[int], str | None, bool]]:
 
 
 def test_ranks_agree(tmp_path: Path) -> None:
-    save_model(tmp_path)
+    save_random_model(tmp_path)
     first, second = run_ranks(2, serve_ranks, tmp_path)
     assert first == second
     half = len(first) // 2
     assert first[:half] == first[half:], "drafts change no token"
-    assert [reason for _, reason, _ in first].count("error") == 4
+    assert [reason for _, reason, _ in first].count("error") == 2

@@ -2,6 +2,8 @@
 
 import hashlib
 from collections.abc import Sequence
+from copy import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.latent import LatentCache
 from tests.support.hash_model import HashModel
+from tests.support.models import random_model, tiny_config
 from tests.support.small_tokenizers import tokenizer_of
 
 TOKENIZER = tokenizer_of("byte_level")
@@ -51,6 +54,16 @@ class RandomModel(HashModel):
         digest = hashlib.sha256(repr(list(sequence)).encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
         return torch.randn(VOCAB_SIZE, generator=generator) + self.biases
+
+
+def save_random_model(directory: Path, template: str | None = None) -> None:
+    """Save a tiny DeepSeek-V3 with the vocabulary, its tokenizer and a chat template."""
+    config = tiny_config("deepseek_v3")
+    config.vocab_size, config.eos_token_id = VOCAB_SIZE, EOS
+    random_model(config).save_pretrained(directory)
+    tokenizer = copy(TOKENIZER)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(directory)
 
 
 def text_of(token_ids: Sequence[int]) -> Any:
