@@ -132,6 +132,15 @@ def _wrong_part(
     return None
 
 
+def schema_in_grammar(schema: dict[str, Any]) -> str:
+    """Return a schema as it is written after %json in a grammar.
+
+    Raises:
+        ValueError: A keyword cannot be enforced.
+    """
+    return json.dumps({**_served(schema), "x-guidance": _OPTIONS}, ensure_ascii=False)
+
+
 def _of_schema(schema: dict[str, Any]) -> str:
     return llguidance.LLMatcher.grammar_from_json_schema(_served(schema), overrides=_OPTIONS)
 
