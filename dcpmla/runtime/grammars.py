@@ -78,7 +78,7 @@ class Grammars:
         check_extra()
         if self._tokenizer is None:
             raise ValueError("grammar needs a tokenizer, and the engine has none")
-        assert isinstance(request.params.grammar, Grammar)
+        assert request.params.grammar is not None
         self._waiting.append(request)
         if self._is_first:
             if self._threads is None:

@@ -62,8 +62,8 @@ class SamplingParams:
         logprobs: Number of best tokens whose log probabilities are kept besides each new token's (`Request.logprobs`);
             None keeps none.
         prompt_logprobs: Number like logprobs, for the prompt's tokens (`Request.prompt_logprobs`); None keeps none.
-        grammar: Grammar that the new tokens follow, or its fields. End-of-sequence and stop tokens are chosen only
-            where it may end, and one of them is chosen where it ends. Needs the extra structured.
+        grammar: Grammar that the new tokens follow; of a JSON object, its fields. End-of-sequence and stop tokens are
+            chosen only where it may end, and one of them where it ends. Needs the extra structured.
     Raises:
         ValueError: A value has another type, or is outside its range.
     """
@@ -86,7 +86,7 @@ class SamplingParams:
     repetition_penalty: Annotated[float, number(0, _LARGEST_PENALTY, above=True)] = 1.0
     logprobs: _NumLogprobs = None
     prompt_logprobs: _NumLogprobs = None
-    grammar: Annotated[Grammar | Mapping[str, Any] | None, optional(instance_of(Grammar))] = None
+    grammar: Annotated[Grammar | None, optional(instance_of(Grammar))] = None
 
     def __post_init__(self) -> None:
         stop: object = ((self.stop,) if self.stop else ()) if isinstance(self.stop, str) else self.stop
@@ -131,7 +131,7 @@ class SamplingParams:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError if logit_bias or the grammar has a token that the model does not have."""
-        marker = self.grammar.starts_after if isinstance(self.grammar, Grammar) else ()
+        marker = () if self.grammar is None else self.grammar.starts_after
         for name, tokens in (("logit_bias", self.biases[0].tolist()), ("grammar.starts_after", marker)):
             outside = [token for token in tokens if token >= vocab_size]
             if outside:
