@@ -65,8 +65,7 @@ class Engine(Admission):
         self.stats, self.speculation = Stats(), Speculation(drafter or NoDrafter())
         scheduler.max_absorbed_tokens = 0 if mixed_graph is None else mixed_graph.max_absorbed_tokens
         self._agreement = Agreement(mesh)
-        width = scheduler.costs.tokens_per_request
-        self._runner = StepRunner(model, cache, dcp, mesh.dcp_rank, width, self.grammars)
+        self._runner = StepRunner(model, cache, dcp, mesh.dcp_rank, scheduler.costs, self.grammars)
         self._first_now = 0.0  # seconds on the first rank's, sent to all: requests that arrived by then are served
         self._in_flight: InFlightStep | None = None  # launched, its tokens not yet taken
         self._latest: InFlightStep | None = None  # the last launched step, even after its tokens are taken
@@ -79,8 +78,8 @@ class Engine(Admission):
     @property
     def has_requests(self) -> bool:
         """Return whether any request is still to be served, or to be read from `run`."""
-        is_served = bool(self._coming or self.scheduler.waiting or self.scheduler.running or self._unread)
-        return is_served or self.grammars.is_pending
+        is_coming = bool(self._coming) or self.grammars.is_pending
+        return is_coming or bool(self.scheduler.waiting or self.scheduler.running or self._unread)
 
     def post(self, news: News) -> None:
         """Queue news of this rank, which the next message sends to all ranks (`StepEvents.news`)."""
@@ -113,10 +112,11 @@ class Engine(Admission):
             self._in_flight = self._launch([])
         if self._in_flight is None:
             self.on_step("waiting for the next request")
+            seconds = min([_MAX_SLEEP, *(max(0.0, each.arrival_time - self._first_now) for each in self._coming[:1])])
             if self.grammars.is_pending:
-                self.grammars.wait(_MAX_SLEEP)
+                self.grammars.wait(seconds)
             elif self._coming:
-                time.sleep(min(_MAX_SLEEP, max(0.0, self._coming[0].arrival_time - self._first_now)))
+                time.sleep(seconds)
             return StepEvents([], [])
         step, tokens = self._in_flight, list[tuple[Request, str]]()
         if self.speculation.waits_for(step, self.scheduler.running, self._can_move):
@@ -174,10 +174,7 @@ class Engine(Admission):
         return all(graph.takes(len(running), query_len) for query_len in (1, 1 + drafter.num_speculative_tokens))
 
     def _launch(self, tokens: list[tuple[Request, str]]) -> InFlightStep | None:
-        """Schedule a step and start it after the one in flight; return None if there is nothing to compute.
-
-        If its masks need the tokens of the one in flight, these are added to `tokens`, while the device goes on.
-        """
+        """Start a step after the one in flight, whose tokens are added if masks need them; None if there is no work."""
         self.admit_due(self._first_now)
         is_ahead = self._in_flight is not None
         num_drafts = self.speculation.num_wanted(self.scheduler.running, is_ahead)
@@ -222,22 +219,20 @@ class Engine(Admission):
             num_rejected += len(drafts) + 1 - len(tokens)
             self.stats.count_drafts(num_drafts, len(tokens) - 1)
             texts.append((piece.request, self._append(piece.request, tokens, step)))
-        ended = time.perf_counter()
+        ended, num_tokens = time.perf_counter(), sum(piece.num_tokens for piece in step.pieces)
         self.speculation.learn(agreed.step_time)
         self.speculation.end(step, ended - self._last_end)
-        num_tokens = sum(piece.num_tokens for piece in step.pieces) - num_rejected
-        self.stats.count_step(step.is_prefill, num_tokens, ended - max(step.started, self._last_end))
+        self.stats.count_step(step.is_prefill, num_tokens - num_rejected, ended - max(step.started, self._last_end))
         self._last_end = ended
         return texts
 
     def _append(self, request: Request, tokens: Sequence[int], step: InFlightStep) -> str:
         """Append a request's tokens, finish it at one that ends it, and return the text that became certain."""
         text = ""
-        if request.first_token_time is None:
-            request.first_token_time = self.now
+        request.first_token_time = self.now if request.first_token_time is None else request.first_token_time
         for index, token_id in enumerate(tokens):
-            request.error = failure(token_id, request, self.grammars, self.model.dtype)
-            if request.error is not None:
+            if token_id < 0:
+                request.error = failure(token_id, request, self.grammars, self.model.dtype)
                 request.end("error")
             else:
                 if request.keep_logits:

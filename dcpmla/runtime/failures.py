@@ -8,17 +8,16 @@ from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import NOT_FINITE
 
 
-def failure(token_id: int, request: Request, grammars: Grammars, dtype: torch.dtype) -> Exception | None:
-    """Return the error that replaces a request's next token, None if it is a token.
+def failure(token_id: int, request: Request, grammars: Grammars, dtype: torch.dtype) -> Exception:
+    """Return the error of a request that gets no token.
 
     Args:
-        token_id: The token, NOT_FINITE or NO_TOKEN.
+        token_id: NOT_FINITE or NO_TOKEN, instead of the token.
         dtype: Type of the model's numbers.
     """
     if token_id == NO_TOKEN:
         return grammars.failure(request)
-    if token_id != NOT_FINITE:
-        return None
+    assert token_id == NOT_FINITE
     return FloatingPointError(
         f"logits are NaN or infinite after {len(request.token_ids)} new tokens; the model's numbers exceed the range "
         f"of {str(dtype).removeprefix('torch.')} (try another --dtype), or its weights are damaged"

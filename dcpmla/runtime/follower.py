@@ -1,4 +1,4 @@
-"""The place of a request's tokens in its grammar."""
+"""The position of a request in its grammar."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ Bits = np.ndarray[Any, np.dtype[np.uint32]]  # [words], a bit for each token, th
 
 
 class Follower:
-    """The place of a request's tokens in its grammar, on the first rank.
+    """The position of a request in its grammar, on the first rank.
 
     Args:
         matcher: Matcher at the beginning of the grammar; None if it could not be compiled, for the reason `error`.

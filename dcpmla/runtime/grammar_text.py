@@ -31,7 +31,7 @@ _SINGLE = ("items", "additionalItems", "additionalProperties", "not", "if", "the
 # A step's work on the host is at most a few milliseconds, and a request's memory about 20 MB.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 100_000,
+    "step_lexer_fuel": 50_000,
     "step_max_items": 20_000,
     "max_lexer_states": 20_000,
     "max_grammar_size": 200_000,

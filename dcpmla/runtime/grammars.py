@@ -103,7 +103,7 @@ class Grammars:
             wait([self._compiling[0]], seconds)
 
     def follower(self, request: Request) -> Follower | None:
-        """Return a request's place in its grammar, advanced past all of its known tokens; None on other ranks."""
+        """Return a request's position in its grammar, advanced past all of its known tokens; None on other ranks."""
         future = self._followers.get(request)
         if future is None:
             return None

@@ -41,7 +41,7 @@ class Masked(NamedTuple):
 
 
 class HostDrafts:
-    """A step's drafts on their way to the host, before the model computes it.
+    """A step's drafts on their way to the host, from before the model computes it.
 
     Args:
         drafts: [N] int64, piece after piece.
@@ -67,11 +67,6 @@ class Masks:
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
         self._executor: LLExecutor | None = None
-
-    def fetch(self, drafts: Tensor | None, pieces: Sequence[Piece]) -> HostDrafts | None:
-        """Start to copy a step's drafts to the host, if masks depend on them. To be called before the model runs."""
-        needs = any(piece.num_drafts and piece.request.params.grammar is not None for piece in pieces)
-        return HostDrafts(drafts) if needs and drafts is not None else None
 
     def apply(self, logits: Tensor, ready: Sequence[Piece], drafts: HostDrafts | None) -> Masked:
         """Return a step's logits under the masks of its grammars: the same tensor without any.

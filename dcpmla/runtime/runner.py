@@ -15,6 +15,7 @@ from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.agreement import Agreement
 from dcpmla.runtime.batch import Batch, Piece
+from dcpmla.runtime.costs import PieceCosts
 from dcpmla.runtime.grammars import Grammars
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.graph_inputs import GraphSize
@@ -55,23 +56,17 @@ class StepRunner:
     """The model over its cache, one step after the other.
 
     Args:
-        tokens_per_request: Width of the pieces that absorbed attention cuts requests into.
+        costs: Costs of pieces, with the width of the pieces that absorbed attention cuts requests into.
         grammars: Grammars of the requests.
     """
 
     def __init__(
-        self,
-        model: Model,
-        cache: Cache,
-        dcp: DCPConfig,
-        dcp_rank: int,
-        tokens_per_request: int,
-        grammars: Grammars,
+        self, model: Model, cache: Cache, dcp: DCPConfig, dcp_rank: int, costs: PieceCosts, grammars: Grammars
     ) -> None:
         self._model, self._cache = model, cache
         self._penalties, self._grammars, self._masks = Penalties(model.eos_token_ids), grammars, Masks(grammars)
         self._steps = model.attention.step_builder(cache.sizes, dcp, dcp_rank, model.device)
-        self._tokens_per_request = tokens_per_request
+        self._tokens_per_request = costs.tokens_per_request
         self._workspace = decode_workspace(model.device)
         # Layers take scales from the first prefill, before which nothing may be cached.
         self._lacks_scales = dcp.calculate_kv_scales
@@ -101,7 +96,9 @@ class StepRunner:
             graph: Graphs that run the step, and its size (`graph_of`); None for the model itself.
             started: Seconds on the host's clock.
         """
-        prompts, host_drafts = PromptRows.of(batch), self._masks.fetch(drafts, batch.pieces)
+        prompts, host_drafts = PromptRows.of(batch), None
+        if drafts is not None and any(piece.request.params.grammar is not None for piece in batch.pieces):
+            host_drafts = HostDrafts(drafts)
         inputs, computed, logits = self.run(batch, previous, drafts, graph, prompts)
         batch.advance()
         return ComputedStep(batch, inputs, drafts, host_drafts, prompts, computed, logits, started)
@@ -196,10 +193,13 @@ class StepRunner:
         """Choose a token after each of the requests' last tokens and drafts, [n] int64 on the device."""
         ready, logits = step.inputs.ready, step.logits
         requests = [piece.request for piece in ready for _ in range(1 + piece.num_drafts)]
-        masked = self._masks.apply(logits[: len(requests)], ready, step.host_drafts)
-        shaped = self._penalties.shape_logits(masked.logits, requests, previous)
-        uniforms = _draw(ready, previous, logits.device)
-        return masked.reject(sample(shaped, [request.params for request in requests], uniforms))
+        params, allowed, masked = [request.params for request in requests], logits[: len(requests)], None
+        if any(each.grammar is not None for each in params):
+            masked = self._masks.apply(allowed, ready, step.host_drafts)
+            allowed = masked.logits
+        shaped = self._penalties.shape_logits(allowed, requests, previous)
+        tokens = sample(shaped, params, _draw(ready, previous, logits.device))
+        return tokens if masked is None else masked.reject(tokens)
 
 
 @dataclass(frozen=True)
@@ -225,9 +225,7 @@ class ComputedStep:
     @property
     def needs_tokens(self) -> bool:
         """Return whether the choice of its tokens depends on the previous step's tokens on the host."""
-        return any(
-            piece.request.params.grammar is not None and piece.request.num_in_flight for piece in self.inputs.ready
-        )
+        return any(request.params.grammar and request.num_in_flight for request, _, _ in self.inputs.ready)
 
 
 def _draw(ready: Sequence[Piece], previous: InFlightStep | None, device: torch.device) -> Sequence[float] | Tensor:
