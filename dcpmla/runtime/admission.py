@@ -128,7 +128,7 @@ class Admission:
         request.finish_time = self.now
 
     def admit_compiled(self, num_compiled: int) -> None:
-        """Admit the requests whose grammars are compiled, by the first rank's number of them."""
+        """Admit the requests whose grammars the first rank has compiled, num_compiled in all."""
         for request in self.grammars.take(num_compiled):
             insort(self._coming, request, key=_arrival_time)
 

@@ -51,29 +51,29 @@ def nucleus(logits: Tensor, masses: Tensor, top_p: Tensor) -> Tensor:
     bits = (logits + 0.0).view(torch.int32).long()  # the zeros are equal
     ranks = torch.where(bits < 0, bits + (1 << 32), (1 << 31) - 1 - bits)  # 0 for the greatest float32
     total = masses.sum(-1, keepdim=True)
-    wanted = (total * top_p).ceil().long().minimum(total)
-    last, mass_before = _find_last(ranks, masses, wanted)
+    target = (total * top_p).ceil().long().minimum(total)
+    last, mass_before = _find_last(ranks, masses, target)
     is_last = ranks == last
     mass_before = mass_before + (is_last.cumsum(-1) - 1) * masses  # valid for tokens with the last rank
-    return (ranks < last) | (is_last & (mass_before < wanted)) | (top_p >= 1)
+    return (ranks < last) | (is_last & (mass_before < target)) | (top_p >= 1)
 
 
-def _find_last(ranks: Tensor, weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+def _find_last(ranks: Tensor, weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Find the rank at which the weights of the lowest ranks reach a sum, digit by digit.
 
     Args:
         ranks: [n, vocab] int64 in [0, 2^32).
         weights: [n, vocab] int64, not negative.
-        wanted: [n, 1] int64, at most the sum of all.
+        target: [n, 1] int64, at most the sum of all.
     Returns:
         [n, 1] int64 the rank; [n, 1] int64 the sum before it.
     """
-    last, before = torch.zeros_like(wanted), torch.zeros_like(wanted)
+    last, before = torch.zeros_like(target), torch.zeros_like(target)
     for shift, size in _DIGITS:
         digits = ranks >> shift & (size - 1)
         sums = weights.new_zeros(len(ranks), size).scatter_add_(-1, digits, weights)
         reached = sums.cumsum(-1)
-        digit = (reached < wanted - before).sum(-1, keepdim=True).clamp(max=size - 1)
+        digit = (reached < target - before).sum(-1, keepdim=True).clamp(max=size - 1)
         last += digit << shift
         before += (reached - sums).gather(-1, digit)
         weights = weights.where(digits == digit, 0)

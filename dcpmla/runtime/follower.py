@@ -32,7 +32,7 @@ class Follower:
         self._has_begun = not starts_after
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Follow a request's new tokens, of which those seen before are skipped."""
+        """Follow a request's new tokens. Tokens that it has followed before are skipped."""
         if not self._has_begun:
             start = self._begins(token_ids, self._num_seen)
             self._num_seen, self._has_begun = (len(token_ids), False) if start is None else (start, True)
@@ -48,7 +48,7 @@ class Follower:
             self.error = self.error or self.matcher.get_error()
 
     def num_free(self, token_ids: Sequence[int], drafts: Sequence[int]) -> int:
-        """Return the number of choices that come before the grammar begins, of those after the known tokens and after
+        """Return how many of a step's choices come before the grammar begins: one follows the known tokens, and one
         each draft.
         """
         if self._has_begun:
@@ -61,7 +61,7 @@ class Follower:
 
         Args:
             bits: Tokens that the grammar allows, in place; all before it begins.
-            is_free: Whether the choice comes before the grammar begins, where none of these tokens is allowed.
+            is_free: Whether the choice comes before the grammar begins. No token may end the request there.
             is_short: Whether the request must not end yet. It ends where nothing else is left.
         """
         may_end = not is_free and any(_has(bits, token) for token in self._eos_token_ids)

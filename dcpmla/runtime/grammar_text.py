@@ -103,8 +103,8 @@ def find_fault(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> tuple
             return path, words
         part, num_left = root, _MAX_ATTEMPTS
         definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
-        while (found := _wrong_part(tokenizer, part, definitions, num_left)) is not None:
-            steps, part, words, num_left = found
+        while (wrong := _wrong_part(tokenizer, part, definitions, num_left)) is not None:
+            steps, part, words, num_left = wrong
             path += steps
             keyword, _, name = str(part.get("$ref") if isinstance(part, dict) else "").removeprefix("#/").partition("/")
             if name in definitions.get(keyword, {}):

@@ -115,10 +115,10 @@ class Masks:
         return bits
 
     def _run(self, jobs: Sequence[tuple["LLMatcher", int, list[int]]], bits: "np.ndarray[Any, Any]") -> None:
-        """Fill masks in threads: of each matcher's next choice, from a row on, and after each of its drafts."""
+        """Fill each matcher's masks, in threads: one at its row, and one more for each draft."""
         if not jobs:
             return
-        from llguidance import LLExecutor  # of the extra structured
+        from llguidance import LLExecutor  # the extra structured brings it
 
         self._executor = self._executor or LLExecutor(num_threads())
         target = bits.ctypes.data, bits.shape[1] * bits.itemsize, len(bits)

@@ -63,7 +63,7 @@ class SamplingParams:
             None keeps none.
         prompt_logprobs: Number like logprobs, for the prompt's tokens (`Request.prompt_logprobs`); None keeps none.
         grammar: Grammar that the new tokens follow; of a JSON object, its fields. End-of-sequence and stop tokens are
-            chosen only where it may end, and one of them where it ends. Needs the extra structured.
+            chosen only where it may end. Needs the extra structured.
     Raises:
         ValueError: A value has another type, or is outside its range.
     """

@@ -38,15 +38,15 @@ class Either(NamedTuple):
 
 
 class Repeat(NamedTuple):
-    """A sequence several times, at least once, with another one between two of them.
+    """A sequence that is repeated, at least once, with another sequence between two repetitions.
 
     Attributes:
-        most: Limit of the times; None is none.
+        limit: Limit of repetitions; None is none.
     """
 
     parts: "Parts"
     between: "Parts" = ()
-    most: int | None = None
+    limit: int | None = None
 
 
 Part = str | Schema | Pattern | Until | Either | Repeat
@@ -60,7 +60,7 @@ def call_grammar(
     before: str = "",
     between: str = "",
     after: str = "",
-    most: int | None = None,
+    limit: int | None = None,
 ) -> Grammar:
     """Return the grammar of answers that consist of tool calls, at least one.
 
@@ -69,13 +69,13 @@ def call_grammar(
             ["<call>name\\n", Schema(parameters), "</call>"].
         special_tokens: Ids of the vocabulary's added tokens, by text: these are tokens of their own in the markup.
         before, between, after: Markup around all calls, and between two.
-        most: Limit of the number of calls; None is none.
+        limit: Limit of the number of calls; None is none.
     Raises:
         ValueError: The extra structured is not installed, or there is no call.
     """
     if not calls:
         raise ValueError("calls is empty; it must have a call of one function or more")
-    return parts_grammar([before, Repeat([Either(calls)], [between], most), after], special_tokens)
+    return parts_grammar([before, Repeat([Either(calls)], [between], limit), after], special_tokens)
 
 
 def parts_grammar(parts: Parts, special_tokens: Mapping[str, int]) -> Grammar:
@@ -121,9 +121,9 @@ class _Writer:
                 return f"({' | '.join(map(self.sequence, part.options))})"
             case Repeat():
                 one = self._rule(self.sequence(part.parts))
-                if part.most == 1:
+                if part.limit == 1:
                     return one
-                times = "*" if part.most is None else f"{{0,{part.most - 1}}}"
+                times = "*" if part.limit is None else f"{{0,{part.limit - 1}}}"
                 return f"{one} ({self.sequence(part.between)} {one}){times}"
 
     def _literal(self, text: str) -> list[str]:
@@ -137,10 +137,10 @@ class _Writer:
 
     def _until(self, end: str) -> str:
         """Return the expression of any text up to the first `end`. No text has a special token."""
-        first, *others = self._literal(end)
+        first, *following = self._literal(end)
         attribute = "" if first.startswith("<[") else f"[suffix={first}]"
         text = self._rule(r"/(.|\n)*/", attribute)
-        return " ".join([text, *([first] if not attribute else []), *others])
+        return " ".join([text, *([first] if not attribute else []), *following])
 
     def _rule(self, expression: str, attribute: str = "") -> str:
         name = f"r{len(self.rules)}"
@@ -150,4 +150,4 @@ class _Writer:
 
 def _in_slashes(regex: str) -> str:
     """Return a regular expression with its unescaped slashes escaped."""
-    return re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], regex, flags=re.DOTALL)
+    return re.sub(r"\\.|/", lambda match: r"\/" if match[0] == "/" else match[0], regex, flags=re.DOTALL)

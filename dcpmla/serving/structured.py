@@ -36,7 +36,7 @@ class StructuredFields(BaseModel):
         """Return the path of the field that has the grammar."""
         if self.structured_outputs is None:
             return "response_format.json_schema.schema"
-        return f"structured_outputs.{next(iter(_given(self.structured_outputs)), '')}"
+        return f"structured_outputs.{next(iter(_entries(self.structured_outputs)), '')}"
 
     def grammar(self) -> Grammar | None:
         """Return the grammar that the fields ask for, None for any text.
@@ -44,10 +44,10 @@ class StructuredFields(BaseModel):
         Raises:
             ApiError: A field is wrong, or both ask for a grammar.
         """
-        found = _of_response_format(self.response_format or {"type": "text"})
+        grammar = _of_response_format(self.response_format or {"type": "text"})
         if self.structured_outputs is None:
-            return found
-        if found is not None:
+            return grammar
+        if grammar is not None:
             raise ApiError(400, "give response_format or structured_outputs, not both", param="structured_outputs")
         return _of_structured_outputs(self.structured_outputs)
 
@@ -69,15 +69,17 @@ def _of_response_format(value: dict[str, Any]) -> Grammar | None:
 
 
 def _of_structured_outputs(value: dict[str, Any]) -> Grammar | None:
-    given = _given(value)
+    entries = _entries(value)
     for name in value:
-        if name not in _KINDS and name != "json_object" and name in given:
+        if name not in _KINDS and name != "json_object" and name in entries:
             path = f"structured_outputs.{name}"
             raise ApiError(400, f"{path} is not supported; leave it out", param=path)
-    if len(given) != 1:
-        words = f"structured_outputs has {sorted(given)}; it must have one of json, json_object, regex, choice, grammar"
+    if len(entries) != 1:
+        words = (
+            f"structured_outputs has {sorted(entries)}; give one of json, json_object, regex, choice, grammar"
+        )
         raise ApiError(400, words, param="structured_outputs")
-    ((name, content),) = given.items()
+    ((name, content),) = entries.items()
     path = f"structured_outputs.{name}"
     if name == "json_object":
         return Grammar("json_object")
@@ -89,7 +91,7 @@ def _of_structured_outputs(value: dict[str, Any]) -> Grammar | None:
     return _grammar(_KINDS[name], content, path)
 
 
-def _given(value: dict[str, Any]) -> dict[str, Any]:
+def _entries(value: dict[str, Any]) -> dict[str, Any]:
     """Return the entries of structured_outputs that are set."""
     return {name: content for name, content in value.items() if content is not None and content is not False}
 

@@ -1,4 +1,4 @@
-"""Requests with grammars: every text is in its grammar, and it is the one that a plain loop chooses."""
+"""Requests with grammars get texts of their grammars: the texts that a plain loop chooses."""
 
 import itertools
 import json
@@ -367,7 +367,7 @@ def test_a_tokenizer_without_bytes_is_refused() -> None:
 
 
 def serve_ranks(directory: Path) -> list[tuple[list[int], str | None, bool]]:
-    """On one of two ranks, of which the first alone has matchers: with drafts and preemption."""
+    """Serve requests on one of two ranks, with drafts and preemption. Only the first rank has matchers."""
     dcp = dcp_config(2, 2, 1, block_size=4, context_workspace_tokens=64)
     mesh, cpu = init_mesh(2, 2), torch.device("cpu")
     exchange = select_exchange(dcp, mesh.dcp_group, cpu)

@@ -32,10 +32,10 @@ def answers(grammar: Grammar, num_answers: int = 12) -> list[str]:
     return [request.text for request in ended]
 
 
-@pytest.mark.parametrize("most", [None, 1, 2])
-def test_calls_are_of_their_functions(most: int | None) -> None:
+@pytest.mark.parametrize("limit", [None, 1, 2])
+def test_calls_are_of_their_functions(limit: int | None) -> None:
     calls = [[f"<tool>{name}:", Pattern("[0-9]/"), Schema(schema), "</tool>"] for name, schema in SCHEMAS.items()]
-    texts = answers(call_grammar(calls, SPECIAL, before="<calls>", between="\n", after="</calls>", most=most))
+    texts = answers(call_grammar(calls, SPECIAL, before="<calls>", between="\n", after="</calls>", limit=limit))
     assert texts
     nums, names = set(), set()
     for text in texts:
@@ -46,16 +46,16 @@ def test_calls_are_of_their_functions(most: int | None) -> None:
         for name, arguments in parts:
             names.add(name)
             jsonschema.validate(json.loads(arguments), SCHEMAS[name])
-    assert names == {"weather", "clock"} or most == 1
+    assert names == {"weather", "clock"} or limit == 1
     assert min(nums) == 1
-    assert max(nums) <= (most or 99)
+    assert max(nums) <= (limit or 99)
 
 
 def test_texts_end_where_their_markup_says() -> None:
     """As in families whose string arguments are not JSON."""
     option = ["<v>", Until("</v>")]
     texts = answers(
-        parts_grammar([Repeat([Either([option, ["<n>", Pattern("[0-9]+"), "</n>"]])], most=3), "."], SPECIAL)
+        parts_grammar([Repeat([Either([option, ["<n>", Pattern("[0-9]+"), "</n>"]])], limit=3), "."], SPECIAL)
     )
     assert texts
     for text in texts:

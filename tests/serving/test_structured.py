@@ -1,4 +1,4 @@
-"""Structured output over HTTP: what real clients get and validate, and what is refused with which path."""
+"""Structured output over HTTP: answers that real clients validate, and refusals with their paths."""
 
 import asyncio
 import json
@@ -129,8 +129,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "no JSON"),
     ({"structured_outputs": {"json": [1]}}, "structured_outputs.json", "no JSON schema"),
-    ({"structured_outputs": {"json": False}}, "structured_outputs", "must have one of"),
-    ({"structured_outputs": {"regex": "a(", "choice": ["a"]}}, "structured_outputs", "must have one of"),
+    ({"structured_outputs": {"json": False}}, "structured_outputs", "give one of"),
+    ({"structured_outputs": {"regex": "a(", "choice": ["a"]}}, "structured_outputs", "give one of"),
     ({"structured_outputs": {"regex": "a("}}, "structured_outputs.regex", "unclosed group"),
     ({"structured_outputs": {"regex": 1}}, "structured_outputs.regex", "must be text"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "a JSON list"),
