@@ -54,7 +54,6 @@ def run(args: argparse.Namespace) -> None:
             check_layout(files, dcp)
         engine, _ = build_engine(args, job, dcp, files, None)
         to_close.callback(engine.close)
-        engine.grammars.load()
         loop = ServingLoop(engine, frontend)
         job.watchdog.on_stop(loop.stop)
         if frontend is not None:

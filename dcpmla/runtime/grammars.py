@@ -3,7 +3,6 @@
 import os
 from collections import OrderedDict, deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -117,14 +116,21 @@ class Grammars:
         words = "the first rank says why" if future is None else future.result().error
         return ValueError(f"the grammar cannot be followed after {len(request.token_ids)} new tokens: {words}")
 
-    def load(self) -> None:
-        """Read the tokenizer's vocabulary, so that the first request with a grammar does not wait for it: for about a
-        second, in which no other thread runs. Without the extra, on other ranks, or without a tokenizer that can be
-        read, nothing happens.
+    def load(self) -> str:
+        """Read the tokenizer's vocabulary, so that the first request with a grammar does not wait for it. To be called on the
+        first rank. No other thread runs meanwhile, for about a second.
+
+        Returns:
+            The reason why no request may have a grammar; empty if requests may.
         """
-        if self._is_first and self._tokenizer is not None and find_spec("llguidance") is not None:
-            with suppress(ValueError):  # each request with a grammar gets the reason
-                self._read_vocabulary()
+        try:
+            check_extra()
+            if self._tokenizer is None:
+                return "the model has no tokenizer"
+            self._read_vocabulary()
+        except ValueError as error:
+            return str(error)
+        return ""
 
     def close(self) -> None:
         """End the threads."""

@@ -201,7 +201,7 @@ class Api:
             params.check_vocabulary(self._engine.ready().vocab_size)
         except ValueError as error:
             raise ApiError(400, str(error), param="logit_bias") from error
-        await self._grammars.check(params.grammar, body.grammar_source, self._engine.ready().vocab_size)
+        await self._grammars.check(params.grammar, body.grammar_source, self._engine.ready())
         generation = self._engine.submit(
             [prompt.token_ids for prompt in answers.prompts],
             params,

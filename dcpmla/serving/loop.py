@@ -167,6 +167,7 @@ def started(engine: Engine, tokenizer: object, no_tokenizer: str) -> Started:
         min(engine.max_model_len, num_cache_tokens),
         engine.scheduler.max_num_seqs,
         num_cache_tokens,
+        no_grammars=engine.grammars.load(),
     )
 
 

@@ -33,6 +33,7 @@ class Started:
         max_model_len: Longest sequence, prompt and new tokens, that the model takes and the cache holds.
         max_num_seqs: Limit of requests that run at the same time.
         num_cache_tokens: Tokens that the whole cache holds.
+        no_grammars: Reason why no request may have a grammar; empty if requests may.
     """
 
     tokenizer: Any
@@ -41,6 +42,7 @@ class Started:
     max_model_len: int
     max_num_seqs: int
     num_cache_tokens: int
+    no_grammars: str = ""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import dcpmla.runtime
 from dcpmla.extras import install, missing
 from dcpmla.runtime.grammar import Grammar
 from dcpmla.serving.errors import ApiError
+from dcpmla.serving.messages import Started
 
 _PROGRAM = f"{dcpmla.runtime.__path__[0]}/grammar_text.py"
 _MAX_CHARACTERS = 1 << 16
@@ -75,9 +76,7 @@ def _of_structured_outputs(value: dict[str, Any]) -> Grammar | None:
             path = f"structured_outputs.{name}"
             raise ApiError(400, f"{path} is not supported; leave it out", param=path)
     if len(entries) != 1:
-        words = (
-            f"structured_outputs has {sorted(entries)}; give one of json, json_object, regex, choice, grammar"
-        )
+        words = f"structured_outputs has {sorted(entries)}; give one of json, json_object, regex, choice, grammar"
         raise ApiError(400, words, param="structured_outputs")
     ((name, content),) = entries.items()
     path = f"structured_outputs.{name}"
@@ -127,25 +126,30 @@ class GrammarChecks:
         self._passed: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._room = asyncio.Semaphore(_MAX_CHECKS)
 
-    async def check(self, grammar: Grammar | None, source: str, vocab_size: int) -> None:
+    async def check(self, grammar: Grammar | None, source: str, model: Started) -> None:
         """Check a grammar, unless an equal one has passed.
 
         Args:
             source: Path of the field that has it.
+            model: The model, whose tokenizer must be one that grammars can use.
         Raises:
             ApiError: It cannot be served; the message has the path of the part of a schema that is at fault.
         """
         if grammar is None:
             return
+        field = source.partition(".")[0]
         if missing("structured"):
-            field = source.partition(".")[0]
             raise ApiError(400, f"{field} needs the extra structured: {install('structured')}", param=field)
+        if model.no_grammars:
+            raise ApiError(
+                400, f"{field} is not supported with this model's tokenizer: {model.no_grammars}", param=field
+            )
         key = grammar.kind, grammar.text
         if key in self._passed:
             self._passed.move_to_end(key)
             return
         async with self._room:
-            fault = await _find_fault(grammar, vocab_size)
+            fault = await _find_fault(grammar, model.vocab_size)
         if fault is not None:
             path = ".".join([source, *map(str, fault[0])])
             raise ApiError(400, f"{path}: {fault[1]}", param=path)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -16,6 +17,7 @@ from dcpmla.extras import EXTRAS
 from dcpmla.runtime.grammar import Grammar
 from dcpmla.serving import structured
 from dcpmla.serving.errors import ApiError
+from dcpmla.serving.messages import Started
 from dcpmla.serving.sampling_fields import SamplingFields
 from dcpmla.serving.structured import GrammarChecks
 from tests.support.random_model import save_random_model
@@ -40,6 +42,7 @@ class Machine(BaseModel):
     is_new: bool
 
 
+MODEL = Started(None, "", 300, 100, 4, 1000)
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"a": {"enum": [1, 2, "x"]}},
@@ -181,11 +184,13 @@ def test_equal_grammars_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> Non
     async def check() -> None:
         checks = GrammarChecks()
         for text in ("a", "b", "a", "b"):
-            await checks.check(Grammar("regex", text), "x", 300)
-        await checks.check(None, "x", 300)
+            await checks.check(Grammar("regex", text), "x", MODEL)
+        await checks.check(None, "x", MODEL)
+        with pytest.raises(ApiError, match="x is not supported with this model's tokenizer: no bytes"):
+            await checks.check(Grammar("regex", "c"), "x.y", replace(MODEL, no_grammars="no bytes"))
         monkeypatch.setitem(EXTRAS, "structured", ("no_such_package",))
         with pytest.raises(ApiError, match=r"x needs the extra structured: pip install 'dcpmla\[structured\]'"):
-            await checks.check(Grammar("regex", "c"), "x.y", 300)
+            await checks.check(Grammar("regex", "c"), "x.y", MODEL)
 
     monkeypatch.setattr(structured, "_find_fault", find_fault)
     asyncio.run(check())
