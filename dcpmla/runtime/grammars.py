@@ -117,8 +117,8 @@ class Grammars:
         return ValueError(f"the grammar cannot be followed after {len(request.token_ids)} new tokens: {words}")
 
     def load(self) -> str:
-        """Read the tokenizer's vocabulary, so that the first request with a grammar does not wait for it. To be called on the
-        first rank. No other thread runs meanwhile, for about a second.
+        """Read the tokenizer's vocabulary on the first rank, so that the first request with a grammar does not wait for
+        it. No other thread runs meanwhile, for about a second.
 
         Returns:
             The reason why no request may have a grammar; empty if requests may.

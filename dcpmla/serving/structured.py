@@ -4,6 +4,7 @@ Sources: OpenAI's API reference (response_format); the protocol of vLLM's server
 """
 
 import asyncio
+import hashlib
 import json
 import sys
 from collections import OrderedDict
@@ -106,7 +107,10 @@ def _grammar(kind: str, content: Any, path: str) -> Grammar:
             raise ApiError(400, f"{path} must be text", param=path)
         text = content
     else:
-        text = json.dumps(content, ensure_ascii=False)
+        try:
+            text = json.dumps(content, ensure_ascii=False)
+        except RecursionError:
+            raise ApiError(400, f"{path} is nested too deep", param=path) from None
     if len(text) > _MAX_CHARACTERS:
         words = f"{path} has {len(text):,} characters; at most {_MAX_CHARACTERS:,} are served"
         raise ApiError(400, words, param=path)
@@ -123,7 +127,7 @@ class GrammarChecks:
     """
 
     def __init__(self) -> None:
-        self._passed: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._passed: OrderedDict[bytes, None] = OrderedDict()  # digests
         self._room = asyncio.Semaphore(_MAX_CHECKS)
 
     async def check(self, grammar: Grammar | None, source: str, model: Started) -> None:
@@ -144,7 +148,7 @@ class GrammarChecks:
             raise ApiError(
                 400, f"{field} is not supported with this model's tokenizer: {model.no_grammars}", param=field
             )
-        key = grammar.kind, grammar.text
+        key = hashlib.sha256(f"{grammar.kind} {grammar.text}".encode(errors="surrogatepass")).digest()
         if key in self._passed:
             self._passed.move_to_end(key)
             return

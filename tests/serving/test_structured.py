@@ -131,6 +131,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "minProperties is 2",
     ),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "no JSON"),
+    ({"structured_outputs": {"json": "[" * 60_000}}, "structured_outputs.json", "no JSON"),
     ({"structured_outputs": {"json": [1]}}, "structured_outputs.json", "no JSON schema"),
     ({"structured_outputs": {"json": False}}, "structured_outputs", "give one of"),
     ({"structured_outputs": {"regex": "a(", "choice": ["a"]}}, "structured_outputs", "give one of"),
@@ -159,6 +160,20 @@ def test_what_cannot_be_served_is_refused_with_its_path(
         client.completions.create(model="random", prompt="a", extra_body=body)
     assert caught.value.param == path
     assert words in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        r'{"choice": ["\ud800"]}',
+        r'{"json": "{\"const\": \"\\ud800\"}"}',
+        json.dumps({"json": '{"items":' * 900 + "{}" + "}" * 900}),
+        '{"json": ' + '{"items":' * 150 + '{"not": {}}' + "}" * 151,
+    ],
+)
+def test_strange_texts_are_refused(server: RunningServer, outputs: str) -> None:
+    content = f'{{"prompt": "a", "structured_outputs": {outputs}}}'
+    assert httpx2.post(f"{server.url}/v1/completions", content=content).status_code == 400
 
 
 def test_a_hostile_schema_is_refused_after_a_bounded_time(server: RunningServer) -> None:
