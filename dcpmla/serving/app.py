@@ -32,6 +32,7 @@ from dcpmla.serving.replies import EventStream, Reply, collect, events, while_co
 from dcpmla.serving.responses_body import ResponsesBody
 from dcpmla.serving.responses_reply import responses_reply
 from dcpmla.serving.settings import Settings
+from dcpmla.serving.structured import GrammarChecks
 
 _NUM_NEW = 16  # new tokens of a completion without max_tokens
 Chat = TypeVar("Chat", bound=ChatRequest)
@@ -44,6 +45,7 @@ class Api:
         self._engine, self._settings, self._created = engine, settings, int(time.time())
         self._receiver = Receiver(limits)
         self._form: Chats | None = None
+        self._grammars = GrammarChecks()
 
     def app(self) -> ASGIApp:
         """Return the application."""
@@ -207,6 +209,8 @@ class Api:
             params.check_vocabulary(self._engine.ready().vocab_size)
         except ValueError as error:
             raise ApiError(400, str(error), param="logit_bias") from error
+        sampling = body if isinstance(body, CompletionBody) else body.sampling
+        await self._grammars.check(params.grammar, sampling.grammar_source, self._engine.ready())
         generation = self._engine.submit(
             [prompt.token_ids for prompt in reply.prompts],
             params,

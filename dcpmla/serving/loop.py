@@ -56,8 +56,9 @@ class ServingLoop:
             for request in events.finished:
                 self._forget(int(request.request_id))
                 if request.error is not None:
-                    words = str(request.error)
-                    self._outputs.append(Output(int(request.request_id), finish_reason="error", error=words))
+                    reason = None if isinstance(request.error, ValueError) else "error"  # the client's mistake, or not
+                    output = Output(int(request.request_id), finish_reason=reason, error=str(request.error))
+                    self._outputs.append(output)
             self._report()
         if self._frontend is not None:
             self._frontend.send(Stopped())
@@ -171,6 +172,7 @@ def started(engine: Engine, files: ModelFiles) -> Started:
         num_cache_tokens,
         files.config.model_type,
         read_encoder(files.directory),
+        no_grammars=engine.grammars.load(),
     )
 
 

@@ -35,6 +35,7 @@ class Started:
         num_cache_tokens: Tokens that the whole cache holds.
         model_type: Name of the model's family in its config.
         encoder: Text of the checkpoint's own encoder of chats, empty without one.
+        no_grammars: Reason why no request may have a grammar; empty if requests may.
     """
 
     tokenizer: Any
@@ -45,6 +46,7 @@ class Started:
     num_cache_tokens: int
     model_type: str = ""
     encoder: str = ""
+    no_grammars: str = ""
 
 
 @dataclass(frozen=True)
