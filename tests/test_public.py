@@ -86,6 +86,7 @@ def test_options_of_generate() -> None:
         ("--enable-expert-parallel",),
         ("--block-size",),
         ("--enable-prefix-caching", "--no-enable-prefix-caching"),
+        ("--kv-offloading-size",),
         ("--max-num-batched-tokens",),
         ("--max-num-seqs",),
         ("--max-prefill-ms",),

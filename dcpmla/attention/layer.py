@@ -173,6 +173,8 @@ class MLAAttention(AttentionWeights):
         Args:
             mha: Queries, keys and values of all tokens, if a graph has projected them.
         """
+        while cache.loads:
+            cache.loads.pop().wait()
         output.restart(step.num_decode_tokens if step.decode is None else 0)
         decodes, prefills = slice(0, step.num_decode_tokens), slice(step.num_decode_tokens, step.num_tokens)
         hidden_states, q_c = hidden_states[: step.num_tokens], q_c[: step.num_tokens]
@@ -204,13 +206,12 @@ class MLAAttention(AttentionWeights):
             raise ValueError(
                 f"cache is {type(cache).__name__}; expected a LayerCache, for example a LatentCache's cache[layer]"
             )
-        dcp = self.dcp
-        check_cache(cache.latents, dcp.block_size, self.cache_width, dcp.kv_cache_dtype, self.cache_dtype)
+        check_cache(cache.latents, self.dcp.block_size, self.cache_width, self.dcp.kv_cache_dtype, self.cache_dtype)
         step.check_blocks(cache.latents.shape[0])
         if self.config.topk is not None and step.cut is None:  # replays after cuts bring selections
             check_selection(self.config.topk, cache.latents, step)
         if self.indexer is not None:
-            num_blocks, num_keys = cache.latents.shape[0], dcp.block_size // self.indexer.config.pool_size
+            num_blocks, num_keys = cache.latents.shape[0], self.dcp.block_size // self.indexer.config.pool_size
             self.indexer.selector.check_cache(cache.index_keys, num_blocks, num_keys, self.kv_b_proj.dtype)
         return cache
 

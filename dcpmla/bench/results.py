@@ -29,7 +29,7 @@ _NAMES = """
     engine load call tag num_turns turn_len import_seconds start_seconds url request_rate seconds *_per_second
     queue_seconds_* time_to_first_token_* time_per_token_* end_to_end_seconds_* inter_token_*
     kv_cache_bytes_per_rank kv_tokens_total num_fit_mean num_fit_largest max_num_running num_lost
-    num_preemptions num_cached_tokens
+    num_preemptions num_cached_tokens source scaled_time_to_first_token num_conversations num_prompt_tokens
     num_prompts accuracy tokens_as_* logits_from_* unsharded_bf16_*
 """
 FIELDS = _NAMES.split()
@@ -37,6 +37,7 @@ FIELDS = _NAMES.split()
 OPTIONS = (  # options of engine and load, which rows have by their own names
     *("cp_kv_cache_interleave_size", "dcp_q_replicate", "dcp_project_before_merge", "index_hadamard", "enforce_eager"),
     *("enable_expert_parallel", "enable_prefix_caching", "max_num_batched_tokens", "max_num_seqs", "num_requests"),
+    *("kv_offloading_size", "kv_offloading_disk_size"),
     *("input_len", "input_lens", "output_len", "output_lens", "seed", "speculative_method", "num_speculative_tokens"),
 )
 

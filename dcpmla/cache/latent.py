@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dcpmla.cache.formats import format_name, row_width, storage_dtype
 from dcpmla.cache.index_keys import index_format_name, index_row_width, index_storage_dtype
+from dcpmla.cache.items import Items
 from dcpmla.cache.plan import Cache, CachePlan
 from dcpmla.config import DCPConfig, MLAConfig
 
@@ -97,11 +98,13 @@ class LayerCache(NamedTuple):
             the same block ids; None in layers without an indexer.
         index_sums: Sums of index keys in progress [num_states, num_copies, 1, 3, D] float32
             (`attention/pooled/compressor.py`); None without pools.
+        loads: Ends of copies into the layer's memory that its next step waits for.
     """
 
     latents: Tensor
     index_keys: Tensor | None = None
     index_sums: Tensor | None = None
+    loads: list[torch.cuda.Event] | None = None
 
 
 class LatentCache(Cache):
@@ -112,6 +115,8 @@ class LatentCache(Cache):
         layers: Latent caches, one per layer that has latents of its own.
         index_layers: Index caches of sparse MLA, one for each of sizes.index_layers.
     """
+
+    sizes: LatentPlan
 
     def __init__(self, plan: LatentPlan, device: torch.device) -> None:
         """Allocate a plan's bytes.
@@ -129,14 +134,28 @@ class LatentCache(Cache):
         keys = plan.num_blocks, plan.block_size // plan.pool_size, plan.index_row_width
         self.index_layers = [torch.empty(keys, **index) for _ in plan.index_layers]
         index_keys = dict(zip(plan.index_layers, self.index_layers, strict=True))
+        self.loads = [list[torch.cuda.Event]() for _ in plan.source_of_layers]
         self.per_layer = [
-            LayerCache(latents[source], index_keys.get(layer)) for layer, source in enumerate(plan.source_of_layers)
+            LayerCache(latents[source], index_keys.get(layer), loads=self.loads[layer])
+            for layer, source in enumerate(plan.source_of_layers)
         ]
 
     @property
     def tensors(self) -> list[Tensor]:
         """All memory of the cache."""
         return [*self.layers, *self.index_layers]
+
+    @property
+    def block_items(self) -> list[list[Items]]:
+        """Memory of blocks: each layer's own latents and index keys."""
+        memory: list[list[Tensor]] = [[] for _ in self.per_layer]
+        for layers, tensors in (
+            (sorted(set(self.sizes.source_of_layers)), self.layers),
+            (self.sizes.index_layers, self.index_layers),
+        ):
+            for layer, tensor in zip(layers, tensors, strict=True):
+                memory[layer].append(tensor)
+        return [list(map(Items.of, tensors)) for tensors in memory]
 
     @staticmethod
     def plan(

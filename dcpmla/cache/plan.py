@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcpmla.cache.items import Items
+
 
 @dataclass(frozen=True, kw_only=True)
 class CachePlan(ABC):
@@ -99,11 +101,13 @@ class Cache(ABC):
     Attributes:
         sizes: Plan of the cache.
         per_layer: Memory of each layer.
+        loads: For each layer, ends of copies into its memory that its next step waits for.
         token_ids: Ids of tokens, int32 [num_blocks, block_tokens], the same on all ranks; None if not kept.
     """
 
     sizes: CachePlan
     per_layer: Sequence[Any]
+    loads: Sequence[list[torch.cuda.Event]]
     token_ids: Tensor | None = None
 
     def __getitem__(self, layer: int) -> Any:
@@ -117,9 +121,20 @@ class Cache(ABC):
     def tensors(self) -> list[Tensor]:
         """Return all memory of the cache."""
 
+    @property
+    @abstractmethod
+    def block_items(self) -> list[list[Items]]:
+        """Return the memory of blocks in each layer, none where a layer reads an earlier one's."""
+
+    @property
+    def state_items(self) -> list[Items]:
+        """Return the memory of states in all layers."""
+        return []
+
     def copy_state(self, source: int, target: int) -> None:
         """Copy a request's state, which with the blocks is enough to continue a computation."""
-        raise NotImplementedError("the cache has no states")
+        pages = [items.pages for items in self.state_items]
+        torch._foreach_copy_([page[target] for page in pages], [page[source] for page in pages])
 
 
 def _free_bytes(device: torch.device) -> int:

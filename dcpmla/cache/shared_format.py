@@ -12,6 +12,10 @@ A cache is a tensor of rows numbered from 0, both tokens of a window and compres
 import math
 
 import torch
+from torch import Tensor
+
+from dcpmla.cache.formats import planes
+from dcpmla.cache.items import Items
 
 PAGE_ROWS = 64
 ROPE_DIM = 64  # columns that stay in bfloat16
@@ -43,3 +47,12 @@ def rows_shape(num_rows: int, head_dim: int, storage: torch.dtype) -> tuple[int,
 def data_bytes(head_dim: int) -> int:
     """Return the bytes of a row of fp8_ds_mla without its scales."""
     return head_dim - ROPE_DIM + 2 * ROPE_DIM
+
+
+def entry_items(rows: Tensor, head_dim: int, first_row: int, num_rows: int) -> list[Items]:
+    """Return the memory of blocks of num_rows rows each in a cache of rows, from first_row on."""
+    if rows.dtype != torch.uint8:
+        entries = rows[first_row:].flatten(1)
+        return [Items.in_pages(entries[: len(entries) // num_rows * num_rows].view(-1, 1, num_rows * head_dim))]
+    parts = planes(rows, PAGE_ROWS, data_bytes(head_dim), SCALE_BYTES)
+    return [Items.in_pages(part, num_rows, first_row) for part in parts]

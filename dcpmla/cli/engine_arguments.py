@@ -93,6 +93,12 @@ _OPTIONS = (  # in the order of the help
     _Option(
         "--enable-prefix-caching", bool, "reuse the cached blocks of earlier requests that begin with the same tokens"
     ),
+    _Option(
+        "--kv-offloading-size GIB",
+        float,
+        "host memory, of all ranks together, that keeps blocks which leave the cache, for requests that begin with "
+        "the same tokens; default: none",
+    ),
     _Option("--max-num-batched-tokens C", positive, "most tokens of one step"),
     _Option("--max-num-seqs R", positive, "most requests that run at the same time"),
     _Option(

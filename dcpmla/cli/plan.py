@@ -14,6 +14,7 @@ from dcpmla.cli.options import format_list, positive, positive_list
 from dcpmla.cli.output import write_json
 from dcpmla.cli.plan_prompts import PromptPlan
 from dcpmla.cli.plan_report import measured_report, plot, report
+from dcpmla.cli.plan_tiers import TierPlan, check_sizes
 from dcpmla.config import INDEX_CACHE_DTYPES, DCPConfig
 from dcpmla.fields import check_fields, divisors, option_label, whole
 from dcpmla.integrations.families.table import family_of
@@ -64,6 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-speculative-tokens", type=int, default=0, metavar="K", help=drafts)
     rate = "probability that a draft is accepted, if those before it are"
     add("--acceptance-rate", type=float, default=0.8, metavar="P", help=rate)
+    host = "host memory for cached blocks, of all ranks of a TP group: what it holds, and times to load contexts"
+    add("--kv-offloading-size", type=float, metavar="GIB", help=host)
+    disks = "disks for cached blocks, likewise; goes with --kv-offloading-size"
+    add("--kv-offloading-disk-size", type=float, metavar="GIB", help=disks)
     add("--measured", type=Path, metavar="BENCH.json", help="print the rows of this file with their predictions")
     add("--json", type=Path, metavar="OUT.json", help="write the plan")
     add("--plot", type=Path, metavar="OUT.png", help="draw step times and capacities; needs the extra plot")
@@ -73,6 +78,7 @@ def run(args: argparse.Namespace) -> None:
     """Predict, print, write."""
     check_outputs(args.json, args.plot, _inputs(args))
     check_fields(_LIMITS, {name: getattr(args, name) for name in _LIMITS}, option_label)
+    check_sizes(args.kv_offloading_size, args.kv_offloading_disk_size)
     model = load_model_size(args.model).with_expert_dtype(args.expert_dtype)
     machine = load_machine(args.machine, model)
     rows = read_rows(args.measured, "--measured", model) if args.measured else []
@@ -83,6 +89,10 @@ def run(args: argparse.Namespace) -> None:
     plans = [make_plan(machine, model, setting, args.batch, args.context) for setting in settings]
     best, reason = recommend(machine, plans, args.batch, args.context)
     prompts = PromptPlan(machine, model, best, args.batch, args.context, args.max_num_batched_tokens)
+    tiers = None
+    if args.kv_offloading_size is not None:
+        sizes = args.kv_offloading_size, args.kv_offloading_disk_size
+        tiers = TierPlan(machine, model, best, prompts, args.context, *sizes)
     if args.json:
         content = {
             "model": str(args.model),
@@ -92,6 +102,7 @@ def run(args: argparse.Namespace) -> None:
             "recommended": {**best.as_json(), "reason": reason},
             "measured": [{**row, "predicted_us": round(time, 2)} for row, time in predicted if time is not None],
             "prompts": prompts.as_json(args.input_len),
+            "tiers": tiers and tiers.as_json(),
         }
         write_json(args.json, content)
     if args.plot:
@@ -99,6 +110,8 @@ def run(args: argparse.Namespace) -> None:
         plot(args.plot, plans, f"{load}: {best} is recommended")
     print("\n".join(report(args, machine, model, plans, best, reason)))
     print("\n".join(["", *prompts.report(str(best), args.input_len)]))
+    if tiers is not None:
+        print("\n".join(["", *tiers.report()]))
     if args.measured:
         print("\n".join(measured_report(args.measured, predicted)))
 

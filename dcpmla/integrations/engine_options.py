@@ -32,6 +32,7 @@ class EngineOptions:
         gpu_memory_utilization: Share of a device's memory to use, in (0, 1]; on CPUs, share of the host's free memory,
             divided among the host's ranks.
         enable_prefix_caching: Whether to reuse cached blocks of earlier requests that begin with the same tokens.
+        kv_offloading_size: GiB of host memory, of all ranks together, for blocks that leave the cache; None for none.
         enable_expert_parallel: Whether to distribute whole experts over the ranks instead of slices.
         enforce_eager: Whether to run without CUDA graphs.
         load_format: Source of weights: "auto" reads the checkpoint, "dummy" needs none and draws random weights, for
@@ -52,6 +53,7 @@ class EngineOptions:
     kv_cache_memory_bytes: Annotated[int | None, optional(whole(1))] = None
     gpu_memory_utilization: Annotated[float, number(0, 1, above=True)] = 0.9
     enable_prefix_caching: _Flag = True
+    kv_offloading_size: Annotated[float | None, optional(number(0, above=True))] = None
     enable_expert_parallel: _Flag = False
     enforce_eager: _Flag = False
     load_format: Annotated[str, one_of(("auto", "dummy"))] = "auto"
@@ -62,6 +64,11 @@ class EngineOptions:
     def __post_init__(self) -> None:
         values = vars(self) | {"dtype": str(self.dtype).removeprefix("torch.")}
         check_fields(rules_of(EngineOptions), values, option_label)
+        if self.kv_offloading_size is not None and not self.enable_prefix_caching:
+            raise ValueError(
+                "kv_offloading_size (--kv-offloading-size) keeps blocks for later requests, which "
+                "enable_prefix_caching (--enable-prefix-caching) False rules out; give one of the two"
+            )
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:

@@ -10,7 +10,8 @@ from dcpmla.attention.backends import check_backends
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.chunks import max_chunk_tokens
 from dcpmla.cache.blocks import BlockAllocator
-from dcpmla.cache.plan import Cache
+from dcpmla.cache.plan import Cache, CachePlan
+from dcpmla.cache.tier import HostTier
 from dcpmla.comm.select import ChosenExchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.cache_memory import free_bytes, plan_cache
@@ -18,12 +19,14 @@ from dcpmla.integrations.decode_graphs import GraphMaker
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.families.table import attention_kind
 from dcpmla.integrations.model_size import read_model
+from dcpmla.integrations.offloading import make_host_memory
 from dcpmla.integrations.open_model import ModelFiles, check_layout, open_model
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.speculation import check_speculation, make_drafter, mtp_graphs
 from dcpmla.integrations.transformers import load_model
 from dcpmla.job.bootstrap import agree, check_equal_arguments
 from dcpmla.parallel.mesh import DCPMesh
+from dcpmla.planning.load import TierCosts
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.prefill import PrefillCosts
 from dcpmla.planning.setting import Setting
@@ -100,18 +103,16 @@ def load_engine(
     plan = plan_cache(sharded, dcp, mesh, seq_lens, num_bytes, num_running, options.max_query_len - 1)
     with agree():
         cache = plan.allocate(device)
+        memory, tier = make_host_memory(cache, options.kv_offloading_size, mesh.tp_size, num_local_ranks)
     mixed_graph = mixed.capture(cache, on_step) if is_captured else None
     graph, *captured = [maker.capture(cache, on_step) if is_captured else None for maker in makers]
     mtp = [graph_of or maker.make(cache) for graph_of, maker in zip(captured, makers[1:], strict=True)]
     method, num_drafts = options.speculative_method, options.num_speculative_tokens
     drafter = make_drafter(method, num_drafts, sharded, cache, mesh, mtp)
-    # The cache has fewer states if seq_lens has fewer requests.
-    max_num_seqs = min(options.max_num_seqs, plan.num_states or options.max_num_seqs)
-    limits = options.max_num_batched_tokens, max_num_seqs, options.enable_prefix_caching
-    scheduler = Scheduler(BlockAllocator.of(plan), *limits, costs)
+    scheduler = _new_scheduler(plan, sharded.attention.num_layers, options, costs, tier)
     max_model_len, tokenizer = files.max_model_len, files.tokenizer
-    graphs = graph, drafter, mixed_graph
-    engine = Engine(sharded, cache, dcp, mesh, scheduler, max_model_len, tokenizer, on_step, *graphs)
+    parts = graph, drafter, mixed_graph, memory
+    engine = Engine(sharded, cache, dcp, mesh, scheduler, max_model_len, tokenizer, on_step, *parts)
     if device.type == "cuda" and not dcp.calculate_kv_scales:  # the first prompt sets the scales
         warm_up(engine)
     return engine
@@ -148,6 +149,17 @@ def _graph_makers(
         model.keep_hidden_states(max(limit, num_seqs, MAX_DRAFT_ROWS))
         makers += mtp_graphs(options.num_speculative_tokens, model, dcp, mesh, num_seqs, max_model_len)
     return mixed, *makers
+
+
+def _new_scheduler(
+    plan: CachePlan, num_layers: int, options: EngineOptions, costs: PrefillCosts, tier: HostTier
+) -> Scheduler:
+    """Return the scheduler over a cache and host memory."""
+    # The cache has fewer states if fewer requests are known to come.
+    max_num_seqs = min(options.max_num_seqs, plan.num_states or options.max_num_seqs)
+    limits = options.max_num_batched_tokens, max_num_seqs, options.enable_prefix_caching
+    load_costs = TierCosts(plan, num_layers, H200X8.host_gb_per_s, costs)
+    return Scheduler(BlockAllocator.of(plan), *limits, costs, tier, load_costs)
 
 
 def _piece_costs(config: Any, dcp: DCPConfig, options: EngineOptions) -> PrefillCosts:

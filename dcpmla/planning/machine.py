@@ -80,6 +80,8 @@ class Machine(_Checked):
             use it.
         network_gb_per_s: Rate from one GPU to other nodes, each way.
         network_us: Time added by each step of a collective that crosses nodes.
+        host_gb_per_s: Rate of copies between pinned host memory and one GPU, one way.
+        disk_gb_per_s: Rate at which one rank reads its blocks from the disks of its host.
     """
 
     name: Annotated[str, TEXT]
@@ -104,6 +106,8 @@ class Machine(_Checked):
     nvlink_gb_per_s: _Rate
     network_gb_per_s: _Rate
     network_us: _Time
+    host_gb_per_s: _Rate
+    disk_gb_per_s: _Rate
 
     def num_nodes(self, group_size: int, num_ranks: int) -> int:
         """Return how many nodes a group of neighboring ranks touches at most, in a job of num_ranks that fills a node
@@ -146,7 +150,7 @@ class Machine(_Checked):
         free = {"overhead_us": 0.0, "per_rank_us": 0.0, "gb_per_s": _LARGEST}
         changes: dict[str, Any] = {name: 0.0 for name in vars(self) if name.endswith("_us")}
         changes |= dict.fromkeys(("product_read_share", "packed_read_share", "attention_read_share"), 1.0)
-        changes |= dict.fromkeys(("copy_gb_per_s", "network_gb_per_s"), _LARGEST)
+        changes |= dict.fromkeys(("copy_gb_per_s", "network_gb_per_s", "host_gb_per_s", "disk_gb_per_s"), _LARGEST)
         changes |= {name: Collective(**free) for name in COLLECTIVES}
         return replace(self, **changes, direct=Direct(gather_us=0.0, combine_us=0.0, gb_per_s=_LARGEST))
 
@@ -190,6 +194,8 @@ H200X8 = Machine(
     nvlink_gb_per_s=450,  # published: 18 links of 25 GB/s
     network_gb_per_s=45,  # assumed, not measured: a 400 Gbit/s adapter for each GPU at nine tenths of its 50 GB/s
     network_us=8,  # assumed, not measured: a small message over such a network
+    host_gb_per_s=50,  # assumed, not measured: PCIe 5.0 x16 at eight tenths of its 63 GB/s
+    disk_gb_per_s=5,  # assumed, not measured: a PCIe 4.0 disk for each rank
 )
 PRESETS = {machine.name: machine for machine in (H200X8,)}
 

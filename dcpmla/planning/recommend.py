@@ -212,12 +212,12 @@ def _crossover(machine: Machine, model: ModelSize, setting: Setting, batch: int,
         return sharded_us < plain_us
 
     return {
-        "context_at_batch": _smallest(lambda size: is_faster(batch, size)),
-        "batch_at_context": _smallest(lambda size: is_faster(size, context)),
+        "context_at_batch": smallest(lambda size: is_faster(batch, size)),
+        "batch_at_context": smallest(lambda size: is_faster(size, context)),
     }
 
 
-def _smallest(holds: Callable[[int], bool]) -> int | None:
+def smallest(holds: Callable[[int], bool]) -> int | None:
     """Find the smallest size at which a condition holds that, once it does, holds up to the next power of two; None if
     it holds at none up to _LONGEST.
     """

@@ -15,12 +15,14 @@ from torch.distributed import ProcessGroup
 from dcpmla.parallel.collectives import PeerFault, named
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.acceptance import StepTime
+from dcpmla.runtime.progress import NUM_WORDS, Progress, Watched
 from dcpmla.upload import upload
 
 _MICROSECOND = 1e-6
 _OPERATION = "agreeing on new tokens"
-# Words before the faults: clock, bytes of news, number of stopping ranks, a step's time, compiled grammars.
-_HEAD = 5
+# Words before the faults: clock, bytes of news, number of stopping ranks, a step's time, compiled grammars, progress of
+# transfers.
+_HEAD = 5 + NUM_WORDS
 # There is one for each TP group, never destroyed: torch reuses a destroyed group's name for a second group of the same
 # ranks, and with it the stale addresses in the job's store.
 _groups_of_hosts: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
@@ -52,6 +54,7 @@ class Agreed:
         is_told: Whether any rank must stop.
         step_time: Time of an earlier step, on the first rank's clock.
         num_compiled: Number of grammars that the first rank has compiled (`Grammars.num_compiled`).
+        progress: Words of `Progress`, summed over the ranks.
         tokens: Tokens of the first rank.
     """
 
@@ -60,6 +63,7 @@ class Agreed:
     is_told: bool
     step_time: StepTime | None
     num_compiled: int
+    progress: list[int]
     tokens: list[int]
 
 
@@ -68,13 +72,14 @@ class Message:
     """A step's one message, summed over the ranks.
 
     Attributes:
-        words: [5 + num_faults + n] int64 on the device: the first rank's clock, bytes of news, number of ranks that
-            must stop, the first rank's time of a step and number of compiled grammars, faults, and the first rank's
-            tokens.
+        words: [7 + num_faults + n] int64 on the device: the first rank's clock, bytes of news, number of ranks that
+            must stop, the first rank's time of a step and number of compiled grammars, progress of transfers, faults,
+            and the first rank's tokens.
         tokens: Tokens [n] int64 on the device, for the next step; 0 in place of NOT_FINITE.
         memory: [len(words) + room] int64: the words, and other data copied to the host with them.
         content: News of this rank.
         step_time: Time of a step on this rank.
+        reported: Transfers whose progress it has.
     """
 
     words: Tensor
@@ -83,6 +88,7 @@ class Message:
     content: bytes
     num_faults: int
     step_time: StepTime | None
+    reported: Sequence[Watched]
 
     def read(self, words: Sequence[int]) -> Agreed:
         """Parse the words, once they are on the host.
@@ -95,18 +101,23 @@ class Message:
             raise PeerFault("an exchange of this step failed on another rank, which says what it waited for")
         step_time = self.step_time and self.step_time._replace(seconds=words[3] * _MICROSECOND)
         now, num_bytes, is_told = words[0] * _MICROSECOND, words[1], words[2] > 0
-        return Agreed(now, num_bytes, is_told, step_time, words[4], list(words[tokens_at:]))
+        progress, tokens = list(words[5:_HEAD]), list(words[tokens_at:])
+        return Agreed(now, num_bytes, is_told, step_time, words[4], progress, tokens)
 
 
 class Agreement:
     """The engine's clock, and its only collective besides the model's: a message a step, in the order of the device's
     work, so that hosts wait neither for each other nor for the device.
+
+    Attributes:
+        progress: Transfers between tiers of memory.
     """
 
     def __init__(self, mesh: DCPMesh) -> None:
         self._mesh = mesh
         self._hosts: ProcessGroup | None = None if mesh.tp_size == 1 else _group_of_hosts(mesh.tp_group)
         self._outgoing = News()  # of this rank, for the next message
+        self.progress = Progress(mesh.tp_size)
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -139,7 +150,7 @@ class Agreement:
             room: Number of words of memory past the message.
             num_compiled: Number of grammars that this rank has compiled.
         """
-        news, head = self._take_head(num_compiled, step_time)
+        news, head, reported = self._take_head(num_compiled, step_time)
         num_words = len(head) + len(faults) + len(tokens)
         numbers = np.zeros(num_words + room, dtype=np.int64)
         numbers[: len(head)] = head
@@ -154,18 +165,19 @@ class Agreement:
             with named(_OPERATION, self._mesh.tp_group):
                 dist.all_reduce(words, group=self._mesh.tp_group)
         safe = agreed.clamp(min=0)  # The next step is launched before a request with NOT_FINITE ends.
-        return Message(words, safe, memory, news.content, len(faults), step_time)
+        return Message(words, safe, memory, news.content, len(faults), step_time, reported)
 
     def meet(self, num_compiled: int = 0) -> tuple[float, News, int]:
         """Return seconds on the first rank's clock, its news and whether any rank must stop, and its number of compiled
         grammars. Collective over the TP group's hosts, which wait for each other, but not for the device.
         """
-        news, head = self._take_head(num_compiled)
+        news, head, reported = self._take_head(num_compiled)
         words = torch.tensor(head)
         if self._hosts is not None:
             with named("agreeing on the time", self._hosts):
                 dist.all_reduce(words, group=self._hosts)
-        now, num_bytes, num_told, _, num_compiled = words.tolist()
+        now, num_bytes, num_told, _, num_compiled, *progress = words.tolist()
+        self.progress.apply(progress, reported)
         return now * _MICROSECOND, News(self.share(news.content, num_bytes), num_told > 0), num_compiled
 
     def share(self, content: bytes, num_bytes: int) -> bytes:
@@ -179,13 +191,16 @@ class Agreement:
             dist.broadcast(shared, group=self._hosts, group_src=0)
         return shared.numpy().tobytes()
 
-    def _take_head(self, num_compiled: int, step_time: StepTime | None = None) -> tuple[News, list[int]]:
-        """Return the news for a message, which begins with the returned words."""
+    def _take_head(
+        self, num_compiled: int, step_time: StepTime | None = None
+    ) -> tuple[News, list[int], Sequence[Watched]]:
+        """Return the news for a message, which begins with the returned words, and the transfers that it reports."""
         news, self._outgoing = self._outgoing, News()
         times = self.clock(), 0.0 if step_time is None else step_time.seconds
         now, taken = (int(seconds / _MICROSECOND) for seconds in times)
         own = (now, taken, num_compiled) if self._mesh.tp_rank == 0 else (0, 0, 0)
-        return news, [own[0], len(news.content), int(news.is_told), *own[1:]]
+        progress, reported = self.progress.report()
+        return news, [own[0], len(news.content), int(news.is_told), *own[1:], *progress], reported
 
 
 def _group_of_hosts(group: ProcessGroup) -> ProcessGroup:

@@ -1,4 +1,4 @@
-"""Cost of pieces of prompts in a step, for the scheduler."""
+"""Cost of pieces of prompts in a step, and of loading cached blocks instead, for the scheduler."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -39,8 +39,17 @@ class PieceCosts(Protocol):
         """Return whether a step is faster as one graph, in which all pieces attend with absorbed queries."""
 
 
+class LoadCosts(Protocol):
+    """The choice between loading blocks from a slower tier of the cache and prefilling their tokens again;
+    `dcpmla.planning.load.TierCosts` is one. It depends only on numbers that are the same on all ranks.
+    """
+
+    def should_load(self, num_tokens: int, context: int) -> bool:
+        """Return whether to load the tokens at positions [context, context + num_tokens), not to prefill them."""
+
+
 class TokenCosts:
-    """Cost model of equal tokens: only their number bounds a step, and all pieces attend by MHA."""
+    """Cost model of equal tokens: only their number bounds a step, all pieces attend by MHA, and every load pays."""
 
     max_prefill_us = max_loss = float("inf")
     tokens_per_request = 1
@@ -56,6 +65,10 @@ class TokenCosts:
     def absorbs_all(self, pieces: Sequence[tuple[int, int]]) -> bool:
         """Return False."""
         return False
+
+    def should_load(self, num_tokens: int, context: int) -> bool:
+        """Return True."""
+        return True
 
 
 TOKEN_COSTS = TokenCosts()

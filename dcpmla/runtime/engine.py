@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+from dcpmla.cache.host import HostMemory
 from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.parallel.mesh import DCPMesh
@@ -14,8 +15,9 @@ from dcpmla.runtime.failures import failure
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.in_flight import InFlightStep, StepEvents
 from dcpmla.runtime.mixed_graph import MixedGraph
+from dcpmla.runtime.offload import Offload
 from dcpmla.runtime.request import Request
-from dcpmla.runtime.runner import Model, StepRunner
+from dcpmla.runtime.runner import Model, StepRunner, reads_between_graphs
 from dcpmla.runtime.scheduler import Scheduler
 from dcpmla.runtime.speculation import Speculation
 from dcpmla.runtime.stats import Stats
@@ -43,6 +45,7 @@ class Engine(Admission):
         graph: Graph of the model's decode step over the cache, for steps of only decodes up to its largest batch.
         drafter: Source of drafts, which steps verify.
         mixed_graph: Graphs of the model's steps with pieces of prompts over the cache.
+        memory: Host memory that keeps blocks which leave the cache; None without.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Engine(Admission):
         graph: DecodeGraph | None = None,
         drafter: Drafter | None = None,
         mixed_graph: MixedGraph | None = None,
+        memory: HostMemory | None = None,
     ) -> None:
         super().__init__(model, scheduler, max_model_len, tokenizer, is_first=mesh.tp_rank == 0)
         self.cache, self.dcp, self.mesh, self.on_step = cache, dcp, mesh, on_step
@@ -65,6 +69,7 @@ class Engine(Admission):
         self.stats, self.speculation = Stats(), Speculation(drafter or NoDrafter())
         scheduler.max_absorbed_tokens = 0 if mixed_graph is None else mixed_graph.max_absorbed_tokens
         self._agreement = Agreement(mesh)
+        self.offload = None if memory is None else Offload(memory, cache, scheduler, self._agreement.progress)
         self._runner = StepRunner(model, cache, dcp, mesh.dcp_rank, scheduler.costs, self.grammars)
         self._first_now = 0.0  # seconds on the first rank's, sent to all: requests that arrived by then are served
         self._in_flight: InFlightStep | None = None  # launched, its tokens not yet taken
@@ -150,6 +155,8 @@ class Engine(Admission):
         if self.has_requests:
             raise ValueError("reset() is for an engine without requests; abort them or run to their end")
         self.allocator.reset()
+        if self.offload is not None:
+            self.offload.reset()
         self.stats, self.speculation = Stats(), Speculation(self.speculation.drafter)
         self._latest = None
         self.restart_clock()
@@ -181,13 +188,19 @@ class Engine(Admission):
         batch = self.scheduler.schedule(self._agreement.clock(), num_drafts)
         if not batch.pieces:
             return None
+        if self.offload is not None:
+            self.offload.begin(batch)
         drafts = self.speculation.draft(batch, self._latest)
         self.stats.max_num_running = max(self.stats.max_num_running, len(self.scheduler.running))
         started = time.perf_counter()
         graph = self._runner.graph_of(batch, self.graph, self.mixed_graph)
         self.on_step(batch.describe(self.stats.num_steps + is_ahead, graph and graph[1]))
+        if self.offload is not None:
+            self.offload.prepare(batch, reads_between_graphs(batch, graph))
         previous = self._in_flight
         computed = self._runner.start(batch, previous, drafts, graph, started)
+        if self.offload is not None:
+            self.offload.finish()
         if previous is not None and computed.needs_tokens:
             tokens += self._collect(previous)
             previous = None
@@ -197,9 +210,11 @@ class Engine(Admission):
         return self._latest
 
     def _remember(self, request: Request) -> None:
-        copied = self.scheduler.reuse.remember(request)
-        if copied is not None:
-            self.cache.copy_state(*copied)
+        state = self.scheduler.reuse.remember(request)
+        if state is not None and state.target is not None:
+            self.cache.copy_state(state.source, state.target)
+        if state is not None and self.offload is not None:
+            self.offload.store_state(state)
 
     def _collect(self, step: InFlightStep) -> list[tuple[Request, str]]:
         """Wait for a step; return its requests with new tokens, each with the text that became certain."""
@@ -207,6 +222,7 @@ class Engine(Admission):
         self.model.check()
         agreed = step.message.read(words)
         self.now, self._first_now = self._agreement.clock(), agreed.now
+        self._agreement.progress.apply(agreed.progress, step.message.reported)
         content = self._agreement.share(step.message.content, agreed.num_bytes)
         self._heard = self._heard.joined(News(content, agreed.is_told))
         self.admit_compiled(agreed.num_compiled)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dcpmla.cache.blocks import block_key, salt_key
 from dcpmla.runtime.acceptance import Acceptance
+from dcpmla.runtime.loading import Loading
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.text import TextStream
 
@@ -54,6 +55,7 @@ class Request:
             max_new_tokens, "abort" by the caller, "error" if logits are not finite; None before.
         error: FloatingPointError of an end as "error".
         state: Index of its state in a cache with states; None while it does not run.
+        loading: Blocks and state that are on their way from host memory; None once a step waits for them.
         num_in_flight: New tokens that steps in flight sample. They count, but are not yet on the host.
         num_tried: Drafts that the step in flight verifies; each may become a token.
         num_computed_tokens: Tokens whose latents are in the cache, or are written by the step in flight.
@@ -88,6 +90,7 @@ class Request:
 
     block_ids: "array[int]" = field(default_factory=lambda: array("q"))
     state: int | None = None
+    loading: Loading | None = None
     num_in_flight: int = 0
     num_tried: int = 0
     num_computed_tokens: int = 0
@@ -138,6 +141,11 @@ class Request:
     def text(self) -> str:
         """Return the text of the new tokens; empty without a tokenizer."""
         return "" if self.text_stream is None else self.text_stream.text
+
+    @property
+    def is_loading(self) -> bool:
+        """Return whether some rank may still copy its blocks or its state from host memory."""
+        return self.loading is not None and not self.loading.has_ended
 
     @property
     def max_seq_len(self) -> int:

@@ -1,15 +1,48 @@
 """Reuse of computed blocks, and of states, among requests that begin with the same tokens."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.states import Worth
+from dcpmla.cache.tier import HostTier
+from dcpmla.runtime.costs import LoadCosts
+from dcpmla.runtime.loading import Loading
 from dcpmla.runtime.prefixes import ComingBlocks, Forks
 from dcpmla.runtime.request import Request
 
 
+class Found(NamedTuple):
+    """The computed beginning of a request.
+
+    Attributes:
+        blocks: Blocks of the cache.
+        state: State in the cache after the last block; None in a cache without states, and if host memory has it.
+        keys: Keys of the blocks after these, in host memory.
+        state_key: Key of the state in host memory; None if the cache has it.
+    """
+
+    blocks: list[int]
+    state: int | None = None
+    keys: list[bytes] = []
+    state_key: bytes | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the number of blocks in both memories."""
+        return len(self.blocks) + len(self.keys)
+
+
+class StateCopy(NamedTuple):
+    """A state that is worth a copy after the block of a key: to another state of the cache, if there is room."""
+
+    source: int
+    target: int | None
+    key: bytes
+
+
 class PrefixReuse:
-    """The part of a scheduler that remembers blocks and finds them again.
+    """The part of a scheduler that remembers blocks and finds them again, in the cache and in host memory.
 
     In a cache with states a prefix is reused only up to a remembered state. So pieces of prompts end on block borders
     where a state is worth a copy.
@@ -17,10 +50,13 @@ class PrefixReuse:
     Args:
         allocator: Blocks of the cache.
         is_enabled: Whether full blocks are remembered at all.
+        tier: Content of host memory.
+        costs: Costs of loads, which are left out where computing is cheaper.
     """
 
-    def __init__(self, allocator: BlockAllocator, is_enabled: bool) -> None:
+    def __init__(self, allocator: BlockAllocator, is_enabled: bool, tier: HostTier, costs: LoadCosts) -> None:
         self._allocator, self._block_tokens, self.is_enabled = allocator, allocator.block_tokens, is_enabled
+        self._tier, self._costs = tier, costs
         # None without states, and where nothing is reused.
         self._forks = Forks(allocator.block_tokens) if allocator.states.num_states and is_enabled else None
 
@@ -36,20 +72,61 @@ class PrefixReuse:
         if self._forks is not None:
             self._forks.remove(request)
 
-    def find(self, request: Request) -> tuple[list[int], int | None]:
-        """Return the blocks that a request can reuse, and in a cache with states the state after them, or None."""
+    def find(self, request: Request) -> Found:
+        """Return the blocks that a request can reuse, and in a cache with states the state after them."""
         # The last token is always computed, because its logits are needed, and so is a scored prompt.
         if not self.is_enabled or request.is_scored:
-            return [], None
+            return Found([])
         keys = request.block_keys(0, (request.num_tokens - 1) // self._block_tokens, self._block_tokens)
         blocks = self._allocator.find(keys)
+        num_in_host = self._tier.count(keys[len(blocks) :])
+        found = self._reusable(keys, blocks, 0)
+        loaded = self._reusable(keys, blocks, num_in_host)
+        if loaded.num_blocks > found.num_blocks and self._pays(loaded, found):
+            found = loaded
+        if self._forks is not None:
+            if found.num_blocks < len(blocks) + num_in_host:
+                self._forks.mark(keys[len(blocks) + num_in_host - 1])
+            request.latest_key = keys[found.num_blocks - 1] if found.num_blocks else None
+        self._tier.touch(keys[: found.num_blocks])
+        return found
+
+    def _reusable(self, keys: list[bytes], blocks: list[int], num_in_host: int) -> Found:
+        """Return the blocks that a request can reuse, with states those up to the last one that has a state.
+
+        Args:
+            keys: Keys of all its full blocks.
+            blocks: Remembered blocks of the cache, which come first.
+            num_in_host: Number of blocks after these that host memory has; 0 also leaves out its states.
+        """
+        end = len(blocks) + num_in_host
         if self._forks is None:
-            return blocks, None
+            return Found(blocks, keys=keys[len(blocks) : end])
         known, state = self._allocator.with_state(blocks)
-        if len(known) < len(blocks):
-            self._forks.mark(keys[len(blocks) - 1])
-        request.latest_key = keys[len(known) - 1] if known else None
-        return known, state
+        for last in range(end, len(known), -1):
+            if keys[last - 1] in self._tier.states:
+                return Found(blocks[:last], keys=keys[len(blocks) : last], state_key=keys[last - 1])
+        return Found(known, state)
+
+    def _pays(self, loaded: Found, found: Found) -> bool:
+        """Return whether loading blocks and a state is cheaper than computing their tokens again."""
+        num_tokens = (loaded.num_blocks - found.num_blocks) * self._block_tokens
+        return self._costs.should_load(num_tokens, found.num_blocks * self._block_tokens)
+
+    def load(self, found: Found, blocks: Sequence[int], state: int | None) -> Loading:
+        """Return the load of what was found in host memory, which keeps it until its copy is queued.
+
+        Args:
+            blocks: All blocks of the request.
+            state: State of the request.
+        """
+        self._tier.blocks.hold(found.keys)
+        of_state = None
+        if found.state_key is not None:
+            assert state is not None
+            self._tier.states.hold([found.state_key])
+            of_state = found.state_key, state
+        return Loading(found.keys, blocks[len(found.blocks) : found.num_blocks], of_state)
 
     def coming_blocks(self, running: Iterable[Request]) -> ComingBlocks:
         """Return the blocks that running requests will remember."""
@@ -70,7 +147,7 @@ class PrefixReuse:
         if self._forks is None or not num_coming:
             return num_coming > 0  # without states, a block that is still to come is always one more
         keys = request.block_keys(num_coming - 1, (request.num_tokens - 1) // self._block_tokens, self._block_tokens)
-        return not any(map(self._allocator.has_state, keys))
+        return not any(self._allocator.has_state(key) or key in self._tier.states for key in keys)
 
     def longest_piece(self, request: Request) -> int:
         """Return the number of a request's tokens to compute next: all, or up to the next border where its state is to
@@ -90,11 +167,11 @@ class PrefixReuse:
         num_over = (request.num_computed_tokens + num_tokens) % self._block_tokens
         return num_tokens - num_over if 2 * num_over < num_tokens else num_tokens
 
-    def remember(self, request: Request) -> tuple[int, int] | None:
+    def remember(self, request: Request) -> StateCopy | None:
         """Let requests that start with the same tokens find this one's full, computed blocks of known tokens.
 
         Returns:
-            The copy of its state to make before the next step, (source, target); None without one.
+            The copies of its state to make before the next step; None without one.
         """
         block_tokens, blocks = self._block_tokens, request.block_ids
         if not self.is_enabled or request.num_computed_tokens // block_tokens == request.num_remembered_blocks:
@@ -103,13 +180,14 @@ class PrefixReuse:
         start, end = request.num_remembered_blocks, num_known // block_tokens
         for block, key in zip(blocks[start:end], request.block_keys(start, end, block_tokens), strict=True):
             self._allocator.remember(block, key)
+            self._tier.remember(block, key)
         request.num_remembered_blocks = end
         if self._forks is None or num_known % block_tokens or num_known < request.num_computed_tokens:
             return None  # the state is the one after all tokens computed
         return self._remember_state(self._forks, request, start, end)
 
-    def _remember_state(self, forks: Forks, request: Request, start: int, end: int) -> tuple[int, int] | None:
-        """Return the copy of a request's state after `end` blocks (`remember`), if the state is worth one: where
+    def _remember_state(self, forks: Forks, request: Request, start: int, end: int) -> StateCopy | None:
+        """Return the copies of a request's state after `end` blocks (`remember`), if the state is worth any: where
         sequences part, after all full blocks, and in a long prompt where the number of blocks has doubled.
         """
         assert request.state is not None
@@ -117,13 +195,13 @@ class PrefixReuse:
         is_latest = end >= (len(request.prompt_token_ids) - 1) // self._block_tokens
         if is_latest and request.latest_key is not None:
             self._allocator.supersede_state(request.latest_key)
+            self._tier.states.expire(request.latest_key)
         if is_latest:
             request.latest_key = key
         elif key not in forks and end.bit_length() == start.bit_length():
             return None
         worth = Worth.SHARED if key in forks else Worth.LATEST if is_latest else Worth.PASSED
-        target = self._allocator.remember_state(key, worth)
-        return None if target is None else (request.state, target)
+        return StateCopy(request.state, self._allocator.remember_state(key, worth), key)
 
     def _borders(self, forks: Forks, request: Request) -> list[int]:
         """Return the numbers of blocks after which a running request will remember its state."""

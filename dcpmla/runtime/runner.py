@@ -228,6 +228,14 @@ class ComputedStep:
         return any(request.params.grammar and request.num_in_flight for request, _, _ in self.inputs.ready)
 
 
+def reads_between_graphs(batch: Batch, graph: Graph | None) -> bool:
+    """Return whether attention to blocks that are loading is launched for each layer, not inside of a graph."""
+    if graph is None:
+        return True
+    is_absorbed = not isinstance(graph[1], MixedSize) or graph[1].is_absorbed
+    return not is_absorbed and all(piece.request.loading is None for piece in batch.pieces[: batch.num_absorbed])
+
+
 def _draw(ready: Sequence[Piece], previous: InFlightStep | None, device: torch.device) -> Sequence[float] | Tensor:
     """Return a random number for each token [n], 0 if it is not drawn; float64 on the device if they depend on the
     number of drafts that the step in flight accepts.

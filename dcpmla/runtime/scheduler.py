@@ -9,9 +9,10 @@ from array import array
 from collections import deque
 
 from dcpmla.cache.blocks import BlockAllocator
+from dcpmla.cache.tier import HostTier
 from dcpmla.fields import check_fields, option_label, whole
 from dcpmla.runtime.batch import Batch
-from dcpmla.runtime.costs import TOKEN_COSTS, PieceCosts, piece_tokens
+from dcpmla.runtime.costs import TOKEN_COSTS, LoadCosts, PieceCosts, piece_tokens
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.reuse import PrefixReuse
 
@@ -33,6 +34,8 @@ class Scheduler:
         max_num_seqs: Limit of requests that run at the same time.
         costs: Model of the time that pieces of prompts take, which bounds them where requests decode.
         enable_prefix_caching: Whether full blocks are remembered for requests that begin with the same tokens.
+        tier: Content of host memory; None without.
+        load_costs: Choice between loading blocks from host memory and computing them again.
     Attributes:
         max_absorbed_tokens: Tokens of the largest step that is one graph, if all its pieces are absorbed.
     Raises:
@@ -46,6 +49,8 @@ class Scheduler:
         max_num_seqs: int,
         enable_prefix_caching: bool = True,
         costs: PieceCosts = TOKEN_COSTS,
+        tier: HostTier | None = None,
+        load_costs: LoadCosts = TOKEN_COSTS,
     ) -> None:
         limits = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs}
         check_fields(dict.fromkeys(limits, whole(1)), limits, option_label)
@@ -55,7 +60,8 @@ class Scheduler:
                 f"max_num_seqs (--max-num-seqs) is {max_num_seqs}, but the cache has {num_states} states, one for each "
                 f"request that runs"
             )
-        self.allocator, self.reuse, self.costs = allocator, PrefixReuse(allocator, enable_prefix_caching), costs
+        self.allocator, self.tier, self.costs = allocator, tier or HostTier(), costs
+        self.reuse = PrefixReuse(allocator, enable_prefix_caching, self.tier, load_costs)
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self.max_absorbed_tokens = 0
         self.waiting: deque[Request] = deque()
@@ -95,6 +101,8 @@ class Scheduler:
         if batch.pieces:
             batch.room_us = self.costs.max_prefill_us
         self._schedule_prefills(batch)
+        if not batch.pieces:
+            self._join_loading(batch)
         self._admit(batch, now)
         batch.arrange(self.costs, self.max_absorbed_tokens)
         return batch
@@ -109,13 +117,20 @@ class Scheduler:
         index = 0
         while index < len(self.running) and batch.budget:  # growing may shorten the list from its end
             request = self.running[index]
-            if request.num_pending_tokens == 1 and self._grow(request):
+            if request.num_pending_tokens == 1 and not request.is_loading and self._grow(request):
                 batch.add(request, 1)
             index += 1
 
     def _schedule_prefills(self, batch: Batch) -> None:
         for request in self.running:
-            if request.num_pending_tokens > 1 and batch.room(request) and batch.room_us > 0:
+            is_due = request.num_pending_tokens > 1 and not request.is_loading
+            if is_due and batch.room(request) and batch.room_us > 0:
+                self._add_piece(batch, request)
+
+    def _join_loading(self, batch: Batch) -> None:
+        """Add pieces of requests whose blocks are still loading: without other work, their step waits for the parts."""
+        for request in self.running:
+            if request.is_loading and batch.room(request):
                 self._add_piece(batch, request)
 
     def _admit(self, batch: Batch, now: float) -> None:
@@ -137,7 +152,8 @@ class Scheduler:
                 break
             self.running.append(self.waiting.popleft())
             self.reuse.add_coming(request, coming)
-            self._add_piece(batch, request)
+            if request.loading is None or not batch.pieces:
+                self._add_piece(batch, request)
             if request.scheduled_time is None:
                 request.scheduled_time, request.num_cached_tokens = now, request.num_computed_tokens
         self.waiting.extendleft(reversed(passed))
@@ -157,7 +173,8 @@ class Scheduler:
 
     def _take_blocks(self, request: Request, batch: Batch) -> bool:
         """Take blocks for all known tokens, remembered and new ones, and a state if the cache has any; or nothing."""
-        known, remembered = self.reuse.find(request)
+        found = self.reuse.find(request)
+        known = found.blocks
         self.allocator.share(known)
         num_new = self._num_blocks(request.num_tokens) - len(known)
         # Each running request may need a block soon. Without one left for it, the new request would be preempted.
@@ -168,11 +185,14 @@ class Scheduler:
         if self.allocator.states.num_states:
             request.state = self.allocator.states.take()  # there is one for each running request
             assert request.state is not None
-            if remembered is not None:
-                batch.copies.append((remembered, request.state))
+            if found.state is not None:
+                batch.copies.append((found.state, request.state))
         request.block_ids = array("q", known + self.allocator.allocate(num_new))
+        if found.keys or found.state_key is not None:
+            request.loading = self.reuse.load(found, request.block_ids, request.state)
+            batch.loads.append(request)
         request.num_remembered_blocks = len(known)
-        request.num_computed_tokens = len(known) * self.allocator.block_tokens
+        request.num_computed_tokens = found.num_blocks * self.allocator.block_tokens
         return True
 
     def _grow(self, request: Request) -> bool:
@@ -206,6 +226,9 @@ class Scheduler:
         if request.state is not None:
             self.allocator.states.free(request.state)
             request.state = None
+        if request.loading is not None:
+            request.loading.cancel()
+            request.loading = None
         request.num_computed_tokens = request.num_remembered_blocks = 0
 
     def _num_blocks(self, num_tokens: int) -> int:

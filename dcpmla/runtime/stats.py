@@ -2,7 +2,27 @@
 
 from dataclasses import dataclass
 
+from dcpmla.cache.copies import Copy
 from dcpmla.runtime.request import Request
+
+
+@dataclass
+class CopyTotals:
+    """Totals of the copies between the cache and a tier of memory below it, in one direction on this rank.
+
+    Attributes:
+        seconds: Times of copies that have ended, on the GPU's clock.
+    """
+
+    blocks: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, copy: Copy, num_blocks: int) -> None:
+        """Add a copy that has ended."""
+        self.blocks += num_blocks
+        self.bytes += copy.num_bytes
+        self.seconds += copy.seconds
 
 
 @dataclass

@@ -10,6 +10,7 @@ from dcpmla.integrations.model_files import read_encoder
 from dcpmla.integrations.open_model import ModelFiles
 from dcpmla.runtime.agreement import News
 from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.offload import Offload
 from dcpmla.runtime.request import Request, TokenLogprobs
 from dcpmla.serving.frontend import Frontend
 from dcpmla.serving.messages import Abort, Close, Drain, Output, Report, Started, Stopped, Submit, unpack_commands
@@ -156,7 +157,8 @@ class ServingLoop:
         }
         num_running, num_waiting = len(scheduler.running), len(scheduler.waiting)
         cache_use, num_bytes = self._engine.cache_use(), self._frontend.num_taken
-        self._frontend.send(Report(outputs, num_bytes, num_running, num_waiting, cache_use, totals))
+        tiers = _tier_totals(self._engine.offload)
+        self._frontend.send(Report(outputs, num_bytes, num_running, num_waiting, cache_use, totals, tiers))
 
 
 def started(engine: Engine, files: ModelFiles) -> Started:
@@ -174,6 +176,19 @@ def started(engine: Engine, files: ModelFiles) -> Started:
         read_encoder(files.directory),
         no_grammars=engine.grammars.load(),
     )
+
+
+def _tier_totals(offload: Offload | None) -> dict[tuple[str, str, str], float]:
+    """Return `Report.tier_totals`."""
+    if offload is None:
+        return {}
+    offload.count()
+    directions = {"load": offload.loaded, "store": offload.stored}
+    return {
+        (name, "host", direction): total
+        for direction, totals in directions.items()
+        for name, total in vars(totals).items()
+    }
 
 
 def _taken(entries: list[TokenLogprobs]) -> tuple[TokenLogprobs, ...]:

@@ -9,7 +9,7 @@ import json
 import pickle
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -139,6 +139,8 @@ class Report:
         num_bytes: Bytes of commands that the ranks took since the start.
         cache_use: Part of the cache's blocks that running requests hold, in [0, 1].
         totals: Totals since the engine's start, by the names of metrics.
+        tier_totals: Totals of copies between the cache and other tiers of memory on the first rank, by the name of a
+            metric, the tier and the direction ("load" or "store").
     """
 
     outputs: list[Output]
@@ -147,6 +149,7 @@ class Report:
     num_waiting: int
     cache_use: float
     totals: dict[str, int]
+    tier_totals: dict[tuple[str, str, str], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,13 @@ class Metrics:
             "accepted_draft_tokens": counter("accepted_draft_tokens", "Drafts that became tokens."),
         }
         self._seen = dict.fromkeys(self._totals, 0)
+        tier = ["tier", "direction"]
+        self._tiers = {
+            "blocks": counter("kv_offload_blocks", "Blocks that were copied to and from a tier of memory.", tier),
+            "bytes": counter("kv_offload_bytes", "Bytes of these copies on the first rank.", tier),
+            "seconds": counter("kv_offload_seconds", "Seconds of these copies on the first rank's GPU.", tier),
+        }
+        self._seen_tiers: dict[tuple[str, str, str], float] = {}
         self._running = gauge("requests_running", "Requests that hold blocks of the cache.")
         self._waiting = gauge("requests_waiting", "Requests that wait for blocks.")
         self._cache_use = gauge("kv_cache_use", "Part of the cache's blocks that requests hold.")
@@ -68,6 +75,10 @@ class Metrics:
         for name, total in report.totals.items():
             self._totals[name].inc(total - self._seen[name])
         self._seen |= report.totals
+        for key, amount in report.tier_totals.items():
+            name, *labels = key
+            self._tiers[name].labels(*labels).inc(amount - self._seen_tiers.get(key, 0))
+        self._seen_tiers |= report.tier_totals
 
     def observe(self, output: Output, timings: Timings, now: float) -> None:
         """Take a request's new tokens."""

@@ -144,6 +144,15 @@ def test_command_plans_sparse_models(tmp_path: Path, capfd: pytest.CaptureFixtur
             ["--index-cache-dtype", "fp8"],
             "index_cache_dtype (--index-cache-dtype) fp8 goes with sparse MLA, whose layers have indexers",
         ),
+        (
+            ["--kv-offloading-size", "0"],
+            "kv_offloading_size (--kv-offloading-size) is 0.0; it must be a finite number above 0, or none",
+        ),
+        (["--kv-offloading-size", "nan"], "kv_offloading_size (--kv-offloading-size) is nan"),
+        (
+            ["--kv-offloading-disk-size", "3"],
+            "kv_offloading_disk_size (--kv-offloading-disk-size) is 3; blocks reach disks through host memory",
+        ),
         (["--machine", "h100x8"], "choose a preset (h200x8) or a JSON file"),
         (["--measured", "nowhere.json"], "--measured is nowhere.json"),
         (["--json", "/nowhere/out.json"], "--json is /nowhere/out.json"),

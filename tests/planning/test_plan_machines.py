@@ -136,6 +136,12 @@ def test_machine_files_change_what_comes_before_them(v3: ModelSize, tmp_path: Pa
     )
 
 
+def test_machine_files_name_the_rates_of_host_and_disks_or_keep_them(v3: ModelSize, tmp_path: Path) -> None:
+    changed = load_machine(write(tmp_path / "gh200.json", {"host_gb_per_s": 350}), v3)
+    assert (changed.host_gb_per_s, changed.disk_gb_per_s) == (350, H200X8.disk_gb_per_s)
+    assert load_machine(write(tmp_path / "other.json", {}), v3).host_gb_per_s == H200X8.host_gb_per_s
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -148,6 +154,8 @@ def test_machine_files_change_what_comes_before_them(v3: ModelSize, tmp_path: Pa
         ({"hbm_gb_per_s": "fast"}, "hbm_gb_per_s is 'fast'"),
         ({"hbm_gb_per_s": 0}, "hbm_gb_per_s is 0"),
         ({"workspace_share": 1}, "workspace_share is 1"),
+        ({"host_gb_per_s": 0}, "host_gb_per_s is 0"),
+        ({"disk_gb_per_s": "slow"}, "disk_gb_per_s is 'slow'"),
         ({"gpus_per_node": 0}, "gpus_per_node is 0"),
         ({"gpus_per_node": 1.5}, "gpus_per_node is 1.5"),
         ({"all_to_all": {"per_rank_us": -1}}, "per_rank_us is -1"),

@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.states import StatePool, Worth, num_states
+from dcpmla.cache.tier import HostTier
+from dcpmla.runtime.costs import TOKEN_COSTS
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.reuse import PrefixReuse
 from dcpmla.runtime.sampling import SamplingParams
@@ -173,7 +175,7 @@ def test_more_requests_than_states() -> None:
 def test_an_aborted_request_leaves_no_prompt_behind() -> None:
     """Running, waiting, or not due yet."""
     engine = make_engine(100)
-    reuse = engine.scheduler.reuse = PrefixReuse(BlockAllocator(100, BLOCK, 20), True)
+    reuse = engine.scheduler.reuse = PrefixReuse(BlockAllocator(100, BLOCK, 20), True, HostTier(), TOKEN_COSTS)
     requests = [engine.add([1] * 20, SamplingParams(max_new_tokens=3), arrival_time=time) for time in (0.0, 1e9)]
     assert reuse._forks is not None
     assert len(reuse._forks._prompts) == 2

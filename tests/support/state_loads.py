@@ -12,6 +12,7 @@ from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.latent import LayerCache
 from dcpmla.cache.plan import Cache, CachePlan
 from dcpmla.cache.states import StatePool, Worth
+from dcpmla.cache.tier import HostTier
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.drafts import Drafter
 from dcpmla.runtime.engine import Engine
@@ -21,6 +22,7 @@ from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.scheduler import Scheduler
 from tests.support.costs import DrawnCosts
+from tests.support.late_memory import LateMemory
 from tests.support.models import VOCAB_SIZE
 from tests.support.recorded import RecordedDrafter
 
@@ -39,6 +41,7 @@ class Load:
         num_remembered_states: Number of states beyond max_num_seqs.
         num_spare_tokens: Room beyond the longest request's.
         has_graphs: Whether steps have rows of padding, as graphs do.
+        num_host_blocks: Blocks of host memory, with a state for every four; 0 for none.
     """
 
     seed: int
@@ -49,6 +52,7 @@ class Load:
     num_remembered_states: int
     num_spare_tokens: int
     has_graphs: bool
+    num_host_blocks: int = 0
 
     @classmethod
     def draw(cls, seed: int, num_requests: int) -> Self:
@@ -57,7 +61,7 @@ class Load:
         arrivals = sorted(rng.randrange(3 * num_requests) for _ in range(num_requests))
         aborts = {rng.randrange(4 * num_requests) for _ in range(3)}
         limits = rng.choice([3, 7, 13, 64]), rng.randint(2, 5)
-        return cls(seed, arrivals, aborts, *limits, rng.randint(0, 5), rng.randint(0, 23), seed % 2 == 1)
+        return cls(seed, arrivals, aborts, *limits, rng.randint(0, 5), rng.randint(0, 23), seed % 2 == 1, seed % 3 * 12)
 
 
 def draw_requests(model: Any, dcp: DCPConfig, mesh: Any, num_requests: int) -> list[Drawn]:
@@ -124,8 +128,15 @@ class Poison:
     def _run(self, *step: Any) -> torch.Tensor:
         allocator: Any = self._scheduler.allocator
         free_blocks = [block for block in allocator._free if block not in allocator._keys]
+        block_tokens = allocator.block_tokens
+        loaded = {
+            block
+            for request in self._scheduler.running
+            for block in request.block_ids[: request.num_computed_tokens // block_tokens]
+        }
+        new_blocks = [block for block in allocator.latest if block not in loaded]
         for memory in block_memory(self._cache):
-            memory[free_blocks + allocator.latest] = torch.nan
+            memory[free_blocks + new_blocks] = torch.nan
         allocator.latest.clear()
         begin = [request.state for request in self._scheduler.running if not request.num_computed_tokens]
         for state in allocator.states._free + begin:
@@ -173,6 +184,10 @@ def serve(model: Any, dcp: DCPConfig, mesh: Any, load: Load, drawn: list[Drawn],
         torch.testing.assert_close(request.logits, [*logits[:num_new]], atol=1e-3, rtol=0)
     allocator: Any = engine.allocator
     assert allocator.num_free == allocator.num_blocks
+    num_loaded = 0
+    if engine.offload is not None:
+        engine.offload.count()
+        num_loaded = engine.offload.loaded.blocks
     engine.close()
     return Counter(
         preemptions=engine.stats.num_preemptions,
@@ -181,6 +196,7 @@ def serve(model: Any, dcp: DCPConfig, mesh: Any, load: Load, drawn: list[Drawn],
         evicted_states=allocator.states.num_evictions,
         aborts=sum(request.finish_reason == "abort" for request in requests),
         accepted_drafts=engine.stats.num_accepted_tokens,
+        loaded_blocks=num_loaded,
         rejected_drafts=engine.stats.num_draft_tokens - engine.stats.num_accepted_tokens,
     )
 
@@ -203,7 +219,11 @@ def make_engine(
     allocator = WatchedAllocator(sizes.num_blocks, sizes.block_tokens, num_states)
     steps = model.attention.step_builder(cache.sizes, dcp, mesh.dcp_rank, CPU)
     costs = DrawnCosts(load.seed, absorbs=steps.absorbs_pieces)
-    scheduler = Scheduler(allocator, load.max_num_batched_tokens, load.max_num_seqs, costs=costs)
+    tier = HostTier(load.num_host_blocks, load.num_host_blocks // 4)
+    memory = LateMemory(cache) if load.num_host_blocks else None
+    if memory is not None:
+        memory.allocate(tier.blocks.num_slots, tier.states.num_slots)
+    scheduler = Scheduler(allocator, load.max_num_batched_tokens, load.max_num_seqs, costs=costs, tier=tier)
     Poison(model, cache, scheduler)
     graphs: dict[str, Any] = {}
     if load.has_graphs:
@@ -211,4 +231,4 @@ def make_engine(
         graphs["graph"] = DecodeGraph(model.decode, torch.tensor(0), cache, steps, mesh, *limits, 1 + num_drafts)
         sizes_of = load.max_num_batched_tokens, *limits, costs.tokens_per_request
         graphs["mixed_graph"] = MixedGraph(model, cache, steps, mesh, *sizes_of)
-    return Engine(model, cache, dcp, mesh, scheduler, MAX_MODEL_LEN, drafter=drafter, **graphs)
+    return Engine(model, cache, dcp, mesh, scheduler, MAX_MODEL_LEN, drafter=drafter, memory=memory, **graphs)

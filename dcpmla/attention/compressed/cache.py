@@ -8,7 +8,7 @@ fixed size and is the same on every rank: its windows, and the sums of the entri
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,9 @@ from torch import Tensor
 from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
 from dcpmla.cache.formats import format_name, storage_dtype
 from dcpmla.cache.index_keys import index_format_name, index_row_width, index_storage_dtype
+from dcpmla.cache.items import Items
 from dcpmla.cache.plan import Cache, CachePlan
-from dcpmla.cache.shared_format import PAGE_ROWS, rows_shape
+from dcpmla.cache.shared_format import PAGE_ROWS, entry_items, rows_shape
 from dcpmla.cache.token_ids import allocate_token_ids, token_id_bytes
 from dcpmla.config import DCPConfig
 
@@ -136,12 +137,14 @@ class CompressedLayerCache(NamedTuple):
             these; None if no indexer selects among them.
         index_sums: Sums of index keys in progress, float32 [num_states (1 + num_drafts), 2, 3, indexer's D]; None if
             keys are projected from entries.
+        loads: Ends of copies into the layer's memory that its next step waits for.
     """
 
     rows: Tensor
     sums: Tensor | None = None
     index_keys: Tensor | None = None
     index_sums: Tensor | None = None
+    loads: list[torch.cuda.Event] | None = None
 
 
 class CompressedCache(Cache):
@@ -161,40 +164,52 @@ class CompressedCache(Cache):
         self.sizes, self._plan = plan, plan
         self.token_ids = allocate_token_ids(plan, device)
         layers = map(plan.layer_tensors, plan.config.layer_kinds)
-        new = [
+        new: list[dict[str, Any]] = [
             {field: torch.empty(shape, dtype=dtype, device=device) for field, (shape, dtype) in tensors.items()}
             for tensors in layers
         ]
         self._own = {layer: CompressedLayerCache(**new[layer]) for layer in plan.config.row_groups}
         sources = {layer: first for first, group in plan.config.row_groups.items() for layer in group}
+        self.loads = [list[torch.cuda.Event]() for _ in new]
         self.per_layer = [
-            self._own[layer] if layer in self._own else self._own[sources[layer]]._replace(sums=None)
-            for layer in range(len(new))
+            (self._own[layer] if layer in self._own else self._own[sources[layer]]._replace(sums=None))._replace(
+                loads=loads
+            )
+            for layer, loads in enumerate(self.loads)
         ]
 
     @property
     def tensors(self) -> list[Tensor]:
         """All memory of the cache."""
-        tensors = [tensor for layer in self._own.values() for tensor in layer if tensor is not None]
+        tensors = [tensor for layer in self._own.values() for tensor in layer if isinstance(tensor, Tensor)]
         return tensors if self.token_ids is None else [*tensors, self.token_ids]
 
-    def copy_state(self, source: int, target: int) -> None:
-        """Copy a request's state: what computing on from there needs besides its blocks."""
-        torch._foreach_copy_(self._state(target), self._state(source))
-
-    def _state(self, state: int) -> list[Tensor]:
-        """Return views of one state in all layers."""
-        ring, num_sums = self._plan.ring_rows, 1 + self._plan.num_drafts
-        if self.sizes.dtype == torch.uint8:
-            ring //= PAGE_ROWS
-        views = []
+    @property
+    def block_items(self) -> list[list[Items]]:
+        """Memory of blocks: each layer's own entries and their keys."""
+        plan, memory = self._plan, [list[Items]() for _ in self.per_layer]
         for number, layer in self._own.items():
-            for index in range(len(self._plan.config.row_groups[number])):
-                first = (index * self._plan.num_states + state) * ring
-                views.append(layer.rows[first : first + ring])
-            of_state = slice(state * num_sums, (state + 1) * num_sums)
-            views += [sums[of_state] for sums in (layer.sums, layer.index_sums) if sums is not None]
-        return views
+            ratio = plan.config.layer_kinds[number].ratio
+            if ratio:
+                memory[number] += entry_items(
+                    layer.rows, plan.config.head_dim, plan.window_rows(ratio), plan.entries_per_block(ratio)
+                )
+            if layer.index_keys is not None:
+                memory[number].append(Items.of(layer.index_keys))
+        return memory
+
+    @property
+    def state_items(self) -> list[Items]:
+        """Memory of states: windows, and the sums of entries in progress."""
+        items, num_states = list[Items](), self._plan.num_states
+        num_pages = self._plan.rows_per_ring // (PAGE_ROWS if self._plan.dtype == torch.uint8 else 1)
+        for number, layer in self._own.items():
+            for ring in range(len(self._plan.config.row_groups[number])):
+                pages = layer.rows[ring * num_pages : (ring + 1) * num_pages]
+                items.append(Items.of(pages.view(num_states, -1)))
+            sums = [sums for sums in (layer.sums, layer.index_sums) if sums is not None]
+            items += [Items.of(each.view(num_states, -1)) for each in sums]
+        return items
 
 
 def plan_compressed(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dcpmla.attention.linear.calls import DeltaState
 from dcpmla.attention.linear.config import DeltaConfig
+from dcpmla.cache.items import Items
 from dcpmla.cache.latent import LatentCache, LatentPlan
 from dcpmla.cache.plan import Cache, CachePlan
 
@@ -95,7 +96,7 @@ class HybridCache(Cache):
             ValueError: The device has too little memory.
         """
         plan.check_fits(device)
-        self.sizes = plan
+        self.sizes, self._is_linear = plan, plan.is_linear
         self._latents = LatentCache(replace(plan.latents, num_blocks=plan.num_blocks), device)
         self._states = [
             DeltaState(
@@ -106,13 +107,21 @@ class HybridCache(Cache):
         ]
         latents, states = iter(self._latents), iter(self._states)
         self.per_layer = [next(states) if is_linear else next(latents) for is_linear in plan.is_linear]
+        loads = iter(self._latents.loads)
+        self.loads = [list[torch.cuda.Event]() if is_linear else next(loads) for is_linear in plan.is_linear]
 
     @property
     def tensors(self) -> list[Tensor]:
         """All memory of the cache."""
         return [*self._latents.tensors, *(tensor for state in self._states for tensor in state)]
 
-    def copy_state(self, source: int, target: int) -> None:
-        """Copy a request's state, which with the blocks is enough to continue a computation."""
-        tensors = [tensor for state in self._states for tensor in state]
-        torch._foreach_copy_([tensor[target] for tensor in tensors], [tensor[source] for tensor in tensors])
+    @property
+    def block_items(self) -> list[list[Items]]:
+        """Memory of blocks: latents and index keys of layers of MLA."""
+        latents = iter(self._latents.block_items)
+        return [[] if is_linear else next(latents) for is_linear in self._is_linear]
+
+    @property
+    def state_items(self) -> list[Items]:
+        """Memory of states of layers of linear attention."""
+        return [Items.of(tensor) for state in self._states for tensor in state]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.linear.cache import HybridCache, HybridPlan
+from dcpmla.cache.items import Items
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ class PooledCache(HybridCache):
         """All memory of the cache."""
         return [*super().tensors, *self._sums]
 
-    def copy_state(self, source: int, target: int) -> None:
-        """Copy a request's state, which with the blocks is enough to continue a computation."""
-        super().copy_state(source, target)
-        torch._foreach_copy_([sums[target] for sums in self._sums], [sums[source] for sums in self._sums])
+    @property
+    def state_items(self) -> list[Items]:
+        """Memory of states: linear attention's, and the sums of pools in progress."""
+        return [*super().state_items, *map(Items.of, self._sums)]

@@ -1,0 +1,55 @@
+"""The memory of numbered items, blocks or states, inside the tensors of a cache, as bytes to copy (`Items`)."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_LANES = (torch.int64, torch.int32, torch.int16, torch.uint8)  # widest first: fewer elements are copied faster
+
+
+class Items(NamedTuple):
+    """The memory of numbered items in one tensor. An item is `num_rows` successive rows, and pages hold the rows.
+
+    Attributes:
+        pages: Integers [num_pages, rows_per_page, n] over the memory; the pages and rows need not touch each other.
+        num_rows: Rows of an item.
+        first_row: First row of item 0.
+    """
+
+    pages: Tensor
+    num_rows: int = 1
+    first_row: int = 0
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Items":
+        """Return the items of a contiguous tensor [num_items, ...]."""
+        return cls.in_pages(tensor.flatten(1)[:, None])
+
+    @classmethod
+    def in_pages(cls, pages: Tensor, num_rows: int = 1, first_row: int = 0) -> "Items":
+        """Return the items in pages [num_pages, rows_per_page, n] of any dtype, whose rows are contiguous."""
+        content = pages.view(torch.uint8)
+        sizes = content.shape[-1], *content.stride()[:-1], content.data_ptr()
+        lane = next(lane for lane in _LANES if all(size % lane.itemsize == 0 for size in sizes))
+        return cls(content.view(lane), num_rows, first_row)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of an item."""
+        return self.num_rows * self.pages.shape[-1] * self.pages.itemsize
+
+    def read(self, items: Tensor, out: Tensor) -> None:
+        """Copy items [k], int64 on the device of the memory, into out [k, num_bytes] uint8."""
+        page, row = self.locate(items)
+        out.view(self.pages.dtype).copy_(self.pages[page, row].view(len(items), -1))
+
+    def write(self, items: Tensor, content: Tensor) -> None:
+        """Overwrite items [k], int64 on the device of the memory, with content [k, num_bytes] uint8."""
+        page, row = self.locate(items)
+        self.pages[page, row] = content.view(self.pages.dtype).reshape(len(page), -1)
+
+    def locate(self, items: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the page and the row in it of each row of the items [k num_rows]."""
+        rows = self.first_row + items[:, None] * self.num_rows + torch.arange(self.num_rows, device=items.device)
+        return rows.flatten() // self.pages.shape[1], rows.flatten() % self.pages.shape[1]

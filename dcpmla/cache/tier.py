@@ -1,0 +1,145 @@
+"""Bookkeeping of host memory, the tier below the GPU's cache: the keys of blocks and states, and their slots.
+
+Every rank of a TP group makes the same calls, so all ranks know the same content.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+from dcpmla.cache.blocks import BlockAllocator
+
+_TOKENS_PER_STATE = 8192  # of blocks, for each slot of a state
+
+
+def count_slots(num_bytes: int, block_bytes: int, state_bytes: int, block_tokens: int) -> tuple[int, int]:
+    """Return how many blocks and states share a rank's bytes: a state for every 8,192 tokens of blocks, at least one.
+
+    Args:
+        num_bytes: Bytes of the tier on a rank.
+        block_bytes, state_bytes: Bytes of a block, and of a state, 0 in caches without states.
+        block_tokens: Tokens of a block.
+    """
+    if not state_bytes:
+        return num_bytes // block_bytes if block_bytes else 0, 0
+    blocks_per_state = max(1, _TOKENS_PER_STATE // block_tokens)
+    num_states = max(1, num_bytes // (state_bytes + blocks_per_state * block_bytes))
+    return max(0, num_bytes - num_states * state_bytes) // max(1, block_bytes), num_states
+
+
+class SlotTable:
+    """Slots in [0, num_slots) by the keys of their content. The least recently used content is evicted first."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._free = list(range(num_slots - 1, -1, -1))  # successive slots are copied together
+        self._slots: OrderedDict[bytes, int] = OrderedDict()
+        self._holders: Counter[bytes] = Counter()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._slots
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def slots(self, keys: Iterable[bytes]) -> list[int]:
+        """Return the slots of known keys."""
+        return [self._slots[key] for key in keys]
+
+    def add(self, key: bytes) -> int | None:
+        """Return a slot for new content, from older content if none is free; None if all content is held."""
+        if not self._free:
+            oldest = next((each for each in self._slots if each not in self._holders), None)
+            if oldest is None:
+                return None
+            self.remove(oldest)
+        self._slots[key] = slot = self._free.pop()
+        return slot
+
+    def remove(self, key: bytes) -> None:
+        """Free the slot of a known key."""
+        self._free.append(self._slots.pop(key))
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Note that a sequence's content was used, its end before its beginning: the end is evicted first, because no
+        search finds it alone.
+        """
+        for key in reversed(keys):
+            if key in self._slots:
+                self._slots.move_to_end(key)
+
+    def expire(self, key: bytes) -> None:
+        """Make content, if it is known, the next to be evicted."""
+        if key in self._slots:
+            self._slots.move_to_end(key, last=False)
+
+    def hold(self, keys: Iterable[bytes]) -> None:
+        """Protect content from eviction, once more for each call, until `release`."""
+        self._holders.update(keys)
+
+    def release(self, keys: Iterable[bytes]) -> None:
+        """End the protection of one call of `hold`."""
+        for key in keys:
+            self._holders[key] -= 1
+            if not self._holders[key]:
+                del self._holders[key]
+
+
+class HostTier:
+    """The content of host memory, and blocks that are yet to be stored there.
+
+    Args:
+        num_blocks, num_states: Slots for blocks and for states; 0 for none.
+    """
+
+    def __init__(self, num_blocks: int = 0, num_states: int = 0) -> None:
+        self.blocks, self.states = SlotTable(num_blocks), SlotTable(num_states)
+        self._pending: dict[bytes, int] = {}  # key -> block on the GPU
+
+    def reset(self) -> None:
+        """Forget all content."""
+        self.blocks, self.states = SlotTable(self.blocks.num_slots), SlotTable(self.states.num_slots)
+        self._pending.clear()
+
+    @property
+    def num_pending(self) -> int:
+        """Return the number of blocks that are yet to be stored."""
+        return len(self._pending)
+
+    def remember(self, block: int, key: bytes) -> None:
+        """Note that a block, remembered on the GPU, is to be stored, unless its content is known."""
+        if self.blocks.num_slots and key not in self.blocks:
+            self._pending.setdefault(key, block)
+
+    def count(self, keys: Iterable[bytes]) -> int:
+        """Return how many of a sequence's next blocks are known, up to the first that is not."""
+        num_known = 0
+        for key in keys:
+            if key not in self.blocks:
+                break
+            num_known += 1
+        return num_known
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Note that a sequence's blocks were used, and the state after them."""
+        self.blocks.touch(keys)
+        self.states.touch(keys[-1:])
+
+    def is_overwritten(self, allocator: BlockAllocator) -> bool:
+        """Return whether the next step may write to a pending block, which has been allocated again."""
+        return any(allocator.find([key]) != [block] for key, block in self._pending.items())
+
+    def take_pending(self) -> tuple[list[int], list[int], list[bytes]]:
+        """Return all pending blocks that find room, their slots and their keys, and count their content as known."""
+        blocks: list[int] = []
+        slots: list[int] = []
+        keys: list[bytes] = []
+        for key, block in self._pending.items():
+            if (slot := self.blocks.add(key)) is not None:
+                if slot in slots:  # the tier is smaller than what is pending
+                    index = slots.index(slot)
+                    del blocks[index], slots[index], keys[index]
+                blocks.append(block)
+                slots.append(slot)
+                keys.append(key)
+        self._pending.clear()
+        return blocks, slots, keys

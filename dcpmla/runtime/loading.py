@@ -1,0 +1,39 @@
+"""A request's blocks and state on their way from host memory (`Loading`)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Arrival(Protocol):
+    """A copy into the cache (`dcpmla.cache.copies.Copy`)."""
+
+    def wait(self) -> None: ...
+
+
+@dataclass(eq=False)
+class Loading:
+    """Content of host memory that a request continues from.
+
+    Attributes:
+        keys: Keys of blocks in host memory.
+        blocks: Blocks of the cache that they are copied into.
+        state: Key of the state in host memory, and number of the state that it is copied into; None without one.
+        copy: Copy of it; None until it is queued.
+        has_ended: Whether all ranks have agreed that it has ended.
+    """
+
+    keys: Sequence[bytes]
+    blocks: Sequence[int]
+    state: tuple[bytes, int] | None = None
+    copy: Arrival | None = None
+    has_ended: bool = False
+
+    def end(self, _: bool = True) -> None:
+        """Note that it has ended on all ranks."""
+        self.has_ended = True
+
+    def cancel(self) -> None:
+        """Let later steps write to the blocks only after the copy."""
+        if self.copy is not None:
+            self.copy.wait()

@@ -1,0 +1,123 @@
+"""Blocks and states between the cache and host memory (`Offload`)."""
+
+from typing import NamedTuple
+
+from dcpmla.cache.copies import Copy
+from dcpmla.cache.host import HostMemory
+from dcpmla.cache.plan import Cache
+from dcpmla.runtime.batch import Batch
+from dcpmla.runtime.progress import Progress
+from dcpmla.runtime.request import Request
+from dcpmla.runtime.reuse import StateCopy
+from dcpmla.runtime.scheduler import Scheduler
+from dcpmla.runtime.stats import CopyTotals
+
+_STORED_TOGETHER = 32  # blocks; a step with a few full blocks would spend more time on launches than on copies
+
+
+class _Store(NamedTuple):
+    """A copy under way, and the blocks that it reads, by their keys."""
+
+    copy: Copy
+    blocks: dict[bytes, int]
+
+
+class Offload:
+    """The host memory of an engine.
+
+    Full blocks are stored together, at the latest before they are overwritten. A request that finds blocks or a state
+    in host memory waits until they have arrived while others run; if there is nothing else to run, its step starts at
+    once, and each layer waits for its part.
+
+    Args:
+        memory: Host memory of this rank.
+        cache: Cache of this rank.
+        scheduler: Scheduler over the cache's blocks and the content of host memory.
+        progress: Transfers that all ranks agree on.
+    Attributes:
+        loaded, stored: Totals of copies that have ended.
+    """
+
+    def __init__(self, memory: HostMemory, cache: Cache, scheduler: Scheduler, progress: Progress) -> None:
+        self.tier, self._memory, self._cache, self._allocator = scheduler.tier, memory, cache, scheduler.allocator
+        self._progress = progress
+        self.loaded, self.stored = CopyTotals(), CopyTotals()
+        self._stores: list[_Store] = []  # under way
+        self._loads: list[tuple[Copy, int]] = []  # under way, with their numbers of blocks
+
+    def begin(self, batch: Batch) -> None:
+        """Store blocks that a scheduled step may overwrite, and start its loads."""
+        self.count()
+        if self.tier.is_overwritten(self._allocator):
+            self._store()
+        for copy, blocks in self._stores:
+            if any(self._allocator.find([key]) != [block] for key, block in blocks.items()):
+                copy.wait()
+        for request in batch.loads:
+            self._load(request)
+
+    def prepare(self, batch: Batch, waits_by_layer: bool) -> None:
+        """Store full blocks of earlier steps, and let the step wait for the loads of its requests.
+
+        Args:
+            waits_by_layer: Whether the step's layers wait for their parts (`Cache.loads`).
+        """
+        if self.tier.num_pending >= _STORED_TOGETHER:
+            self._store()
+        for piece in batch.pieces:
+            loading, piece.request.loading = piece.request.loading, None
+            if loading is None:
+                continue
+            assert isinstance(loading.copy, Copy)
+            if waits_by_layer and not loading.has_ended:
+                loading.copy.wait_by_layer(self._cache.loads)
+            else:
+                loading.copy.wait()
+
+    def finish(self) -> None:
+        """Let later work wait for parts of loads that no layer of the launched step has waited for."""
+        for loads in self._cache.loads:
+            while loads:
+                loads.pop().wait()
+
+    def store_state(self, state: StateCopy) -> None:
+        """Store a request's state, unless it is known."""
+        states = self.tier.states
+        slot = None if state.key in states else states.add(state.key)
+        if slot is not None:
+            self._memory.store_state(state.source, slot)
+
+    def reset(self) -> None:
+        """Forget all content, of an engine without requests."""
+        self.tier.reset()
+        self._stores.clear()
+        self.loaded, self.stored = CopyTotals(), CopyTotals()
+
+    def _store(self) -> None:
+        blocks, slots, keys = self.tier.take_pending()
+        if blocks:
+            copy = self._memory.store(blocks, slots)
+            self._stores.append(_Store(copy, dict(zip(keys, blocks, strict=True))))
+
+    def _load(self, request: Request) -> None:
+        loading = request.loading
+        assert loading is not None
+        tier = self.tier
+        slots, state = tier.blocks.slots(loading.keys), None
+        if loading.state is not None:
+            key, number = loading.state
+            state = tier.states.slots([key])[0], number
+            tier.states.release([key])
+        tier.blocks.release(loading.keys)
+        loading.copy = copy = self._memory.load(loading.blocks, slots, state)
+        self._loads.append((copy, len(slots)))
+        self._progress.watch(copy, loading.end)
+
+    def count(self) -> None:
+        """Add the copies that have ended to the totals."""
+        for load in [load for load in self._loads if load[0].is_done]:
+            self._loads.remove(load)
+            self.loaded.add(*load)
+        for store in [store for store in self._stores if store.copy.is_done]:
+            self._stores.remove(store)
+            self.stored.add(store.copy, len(store.blocks))
