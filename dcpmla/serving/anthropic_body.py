@@ -109,12 +109,13 @@ class CountBody(ChatRequest):
             for field, allowed in _TOOL.items():
                 refuse(f"{path}.{field}", tool.get(field), allowed, "leave it out")
             tools.append(function_tool({**tool, "parameters": tool.get("input_schema")}, path))
-        if self.tool_choice is None:
-            return tool_use(tools, None, None)
-        choice: str | Json = "required" if self.tool_choice.type == "any" else self.tool_choice.type
+        chosen = self.tool_choice or _ToolChoice(type="auto")
+        choice: str | Json = "required" if chosen.type == "any" else chosen.type
         if choice == "tool":
-            choice = {"type": "function", "function": {"name": self.tool_choice.name}}
-        return tool_use(tools, choice, not self.tool_choice.disable_parallel_tool_use)
+            choice = {"type": "function", "name": chosen.name}
+        is_strict = any(tool.get("strict") for tool in self.tools or [])
+        is_parallel = not chosen.disable_parallel_tool_use
+        return tool_use(tools, choice, is_parallel, is_strict=is_strict, schema_field="input_schema")
 
     def _thinking(self) -> dict[str, Any]:
         """Return the conversation's fields of reasoning."""

@@ -45,7 +45,7 @@ class Api:
         self._engine, self._settings, self._created = engine, settings, int(time.time())
         self._receiver = Receiver(limits)
         self._form: Chats | None = None
-        self._grammars = GrammarChecks()
+        self._checks = GrammarChecks()
 
     def app(self) -> ASGIApp:
         """Return the application."""
@@ -108,6 +108,7 @@ class Api:
             body.prompt = ""  # The answer may take minutes.
         prompt_logprobs = [num for num in (body.logprobs if echo else None, body.prompt_logprobs) if num is not None]
         params = body.params(num_new, body.logprobs, max(prompt_logprobs, default=None))
+        await self._checks.check(params.grammar, body.grammar_source, self._engine.ready())
         shown = body.shown(echo=echo, num_logprobs=body.logprobs, drops_new=max_tokens == 0)
         answers = Answers(texts, self._settings.name, prompts, body.num_choices, shown)
         num_kept_characters = sum(len(prompt.text) for prompt in prompts) if echo else 0
@@ -176,9 +177,16 @@ class Api:
             prompts = [await chats.prompt(conversation, body.adds_special_tokens, num_kept)]
         skips = not sampling.shows_special_tokens
         readers = [chats.reader(conversation, prompts[0], skips) for _ in range(sampling.num_choices)]
-        del conversation  # The answer may take minutes.
         limit = limit or longest - len(prompts[0].token_ids)
         params = sampling.params(limit, body.num_logprobs, sampling.prompt_logprobs)
+        use, source = conversation.tool_use, sampling.grammar_source
+        grammar = await chats.grammars.grammar(use, prompts[0], params.grammar, source)
+        del conversation, use  # The answer may take minutes.
+        if grammar is not None:
+            if params.ignore_eos:
+                words = "ignore_eos is true; an answer with required or strict calls ends where its grammar does"
+                raise ApiError(400, words, param="ignore_eos")
+            params = replace(params, grammar=grammar)
         if chats.has_format:
             params = replace(params, skip_special_tokens=False)
         return await self._answer(request, body, reply(body, texts, self._settings.name, prompts, readers), params)
@@ -188,7 +196,11 @@ class Api:
         if self._form is None:
             settings = self._settings
             self._form = Chats(
-                self._engine.ready(), settings.chat_template, settings.tool_call_parser, settings.reasoning_parser
+                self._engine.ready(),
+                settings.chat_template,
+                settings.tool_call_parser,
+                settings.reasoning_parser,
+                self._checks,
             )
         return self._form
 
@@ -209,8 +221,6 @@ class Api:
             params.check_vocabulary(self._engine.ready().vocab_size)
         except ValueError as error:
             raise ApiError(400, str(error), param="logit_bias") from error
-        sampling = body if isinstance(body, CompletionBody) else body.sampling
-        await self._grammars.check(params.grammar, sampling.grammar_source, self._engine.ready())
         generation = self._engine.submit(
             [prompt.token_ids for prompt in reply.prompts],
             params,

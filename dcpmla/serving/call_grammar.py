@@ -1,8 +1,4 @@
-"""Grammars of answers in a family's markup: literals, special tokens and JSON schemas in sequence.
-
-They hold the model to tool calls: `tool_choice` required, or a named function. Text of a schema is checked before, by
-itself, for a message with its path (`GrammarChecks`).
-"""
+"""Grammars of answers in a family's markup: literals, special tokens, texts and JSON schemas in sequence."""
 
 import json
 import re
@@ -11,6 +7,8 @@ from typing import Any, NamedTuple
 
 from dcpmla.runtime.grammar import Grammar
 from dcpmla.runtime.grammars import check_extra
+
+_ANY = "(?s:.*)"
 
 
 class Schema(NamedTuple):
@@ -25,10 +23,17 @@ class Pattern(NamedTuple):
     regex: str
 
 
-class Until(NamedTuple):
-    """Any text up to and including its first `end`."""
+class Text(NamedTuple):
+    """Text without special tokens, up to and including its first `end`; an empty end is none.
 
-    end: str
+    Attributes:
+        matches: Regular expressions that all match the whole text before the end.
+        excludes: Regular expressions of which none matches it.
+    """
+
+    end: str = ""
+    matches: Sequence[str] = ()
+    excludes: Sequence[str] = ()
 
 
 class Either(NamedTuple):
@@ -49,42 +54,17 @@ class Repeat(NamedTuple):
     limit: int | None = None
 
 
-Part = str | Schema | Pattern | Until | Either | Repeat
+Part = str | Schema | Pattern | Text | Either | Repeat
 Parts = Sequence[Part]
-
-
-def call_grammar(
-    calls: Sequence[Parts],
-    special_tokens: Mapping[str, int],
-    *,
-    before: str = "",
-    between: str = "",
-    after: str = "",
-    limit: int | None = None,
-) -> Grammar:
-    """Return the grammar of answers that consist of tool calls, at least one.
-
-    Args:
-        calls: Each function's call in the markup of the model, for example
-            ["<call>name\\n", Schema(parameters), "</call>"].
-        special_tokens: Ids of the vocabulary's added tokens, by text: these are tokens of their own in the markup.
-        before, between, after: Markup around all calls, and between two.
-        limit: Limit of the number of calls; None is none.
-    Raises:
-        ValueError: The extra structured is not installed, or there is no call.
-    """
-    if not calls:
-        raise ValueError("calls is empty; it must have a call of one function or more")
-    return parts_grammar([before, Repeat([Either(calls)], [between], limit), after], special_tokens)
 
 
 def parts_grammar(parts: Parts, special_tokens: Mapping[str, int]) -> Grammar:
     """Return the grammar of a sequence of parts.
 
     Args:
-        special_tokens: Ids of the vocabulary's added tokens, by text.
+        special_tokens: Ids of the vocabulary's special tokens, by text: these are tokens of their own in the markup.
     Raises:
-        ValueError: The extra structured is not installed.
+        ValueError: The extra structured is not installed, or a schema has a keyword that cannot be enforced.
     """
     check_extra()
     writer = _Writer(special_tokens)
@@ -92,14 +72,24 @@ def parts_grammar(parts: Parts, special_tokens: Mapping[str, int]) -> Grammar:
     return Grammar("grammar", "\n".join([f"start: {start}", *writer.rules]))
 
 
+def escaped(text: str) -> str:
+    """Return the regular expression of a text, in one line."""
+    return "".join(r"\n" if each == "\n" else each if each in "<> " else re.escape(each) for each in text)
+
+
 class _Writer:
     """The rules of a grammar in llguidance's dialect of Lark."""
 
     def __init__(self, special_tokens: Mapping[str, int]) -> None:
-        self.rules: list[str] = []
+        self._names: dict[str, str] = {}  # of expressions
         self._ids = special_tokens
         longest_first = sorted(special_tokens, key=len, reverse=True)
         self._split = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if special_tokens else None
+
+    @property
+    def rules(self) -> list[str]:
+        """Return the rules besides the first."""
+        return [f"{name}: {expression}" for expression, name in self._names.items()]
 
     def sequence(self, parts: Parts) -> str:
         """Return the expression of parts one after the other."""
@@ -110,42 +100,48 @@ class _Writer:
 
         match part:
             case str():
-                return " ".join(self._literal(part))
+                return " ".join(map(self._literal, self._pieces(part)))
             case Schema():
                 return f"%json {schema_in_grammar(dict(part.value))}"
             case Pattern():
                 return f"/{_in_slashes(part.regex)}/"
-            case Until():
-                return self._until(part.end)
+            case Text():
+                return self._text(part)
             case Either():
                 return f"({' | '.join(map(self.sequence, part.options))})"
             case Repeat():
-                one = self._rule(self.sequence(part.parts))
+                one = self._rule("r", self.sequence(part.parts))
                 if part.limit == 1:
                     return one
                 times = "*" if part.limit is None else f"{{0,{part.limit - 1}}}"
                 return f"{one} ({self.sequence(part.between)} {one}){times}"
 
-    def _literal(self, text: str) -> list[str]:
-        """Return the expressions of a text: its special tokens, and the texts around them."""
-        pieces = [text] if self._split is None else self._split.split(text)
-        return [
-            f"<[{self._ids[piece]}]>" if piece in self._ids else json.dumps(piece, ensure_ascii=False)
-            for piece in pieces
-            if piece
-        ]
+    def _pieces(self, text: str) -> list[str]:
+        """Return a text's special tokens, and the texts around them."""
+        return [piece for piece in ([text] if self._split is None else self._split.split(text)) if piece]
 
-    def _until(self, end: str) -> str:
-        """Return the expression of any text up to the first `end`. No text has a special token."""
-        first, *following = self._literal(end)
-        attribute = "" if first.startswith("<[") else f"[suffix={first}]"
-        text = self._rule(r"/(.|\n)*/", attribute)
-        return " ".join([text, *([first] if not attribute else []), *following])
+    def _literal(self, piece: str) -> str:
+        return f"<[{self._ids[piece]}]>" if piece in self._ids else json.dumps(piece, ensure_ascii=False)
 
-    def _rule(self, expression: str, attribute: str = "") -> str:
-        name = f"r{len(self.rules)}"
-        self.rules.append(f"{name}{attribute}: {expression}")
-        return name
+    def _text(self, part: Text) -> str:
+        """Return the expression of a text and its end.
+
+        The text and the end up to its first special token are one lexeme: the longest one counts, and nothing but the
+        special token ends it. So the text may have the beginning of its end.
+        """
+        pieces = self._pieces(part.end)
+        number = next((number for number, piece in enumerate(pieces) if piece in self._ids), len(pieces))
+        begun = escaped("".join(pieces[:number]))
+        terms = [f"/{_in_slashes(f'(?:{regex}){begun}')}/" for regex in part.matches or [_ANY]]
+        terms += [f"~/{_in_slashes(f'(?:{regex}){begun}')}/" for regex in part.excludes]
+        if part.end:
+            after = _ANY if number < len(pieces) else "(?s:.+)"
+            terms.append(f"~/{_in_slashes(_ANY + escaped(part.end) + after)}/")
+        return " ".join([self._rule("T", " & ".join(terms)), *map(self._literal, pieces[number:])])
+
+    def _rule(self, prefix: str, expression: str) -> str:
+        """Return the name of a rule; equal ones have one."""
+        return self._names.setdefault(expression, f"{prefix}{len(self._names)}")
 
 
 def _in_slashes(regex: str) -> str:

@@ -71,9 +71,11 @@ class ChatFields(BaseModel):
             words = "continue_final_message and add_generation_prompt are both true; give one of the two"
             raise ApiError(400, words, param="continue_final_message")
         continues = bool(self.continue_final_message)
+        tools = chat_tools(self.tools or [])
+        is_strict = any(tool["function"].get("strict") for tool in self.tools or [])
         conversation = Conversation(
             [message.for_template(number) for number, message in enumerate(messages)],
-            tool_use(chat_tools(self.tools or []), self.tool_choice, self.parallel_tool_calls),
+            tool_use(tools, self.tool_choice, self.parallel_tool_calls, is_strict=is_strict),
             self.chat_template_kwargs or {},
             *thinking_of(self.reasoning_effort),
             reasoning_field="reasoning_effort",

@@ -9,15 +9,18 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from dcpmla.serving.answer_grammars import AnswerGrammars
 from dcpmla.serving.chat.encodings import find_encoding
 from dcpmla.serving.chat.events import AnswerParser
 from dcpmla.serving.chat.formats import FORMATS, AnswerFormat, find_format
+from dcpmla.serving.chat.writing import WRITINGS
 from dcpmla.serving.conversation import Conversation
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Started
 from dcpmla.serving.prompts import Prompt, Texts
 from dcpmla.serving.reader import AnswerReader, ChainedParser, HiddenTokens, PlainParser
 from dcpmla.serving.shown import Json
+from dcpmla.serving.structured import GrammarChecks
 
 _PROBE = '{"probe":[1,2]}'  # arguments of a call
 _SWITCHES = ("thinking", "enable_thinking")  # variables of templates that turn the reasoning on and off
@@ -30,6 +33,10 @@ class Chats:
         chat_template: Template in place of the tokenizer's, None for that.
         call_parser: Name of the format of tool calls, None for the model's.
         reasoning_parser: Name of the format of reasoning, None for the model's.
+        checks: Checks of grammars.
+
+    Attributes:
+        grammars: Grammars of answers.
     """
 
     def __init__(
@@ -38,6 +45,7 @@ class Chats:
         chat_template: str | None = None,
         call_parser: str | None = None,
         reasoning_parser: str | None = None,
+        checks: GrammarChecks | None = None,
     ) -> None:
         self._texts, self._given_template = Texts(model), chat_template
         own_template = chat_template or getattr(model.tokenizer, "chat_template", None) or ""
@@ -49,6 +57,7 @@ class Chats:
         own = find_format(model.model_type, self._template or model.encoder)
         self._call_format = own if call_parser is None else FORMATS[call_parser]
         self._reasoning_format = own if reasoning_parser is None else FORMATS[reasoning_parser]
+        self.grammars = AnswerGrammars(model, self._call_format, self._reasoning_format, checks or GrammarChecks())
 
     @cached_property
     def _hidden(self) -> HiddenTokens:
@@ -72,7 +81,9 @@ class Chats:
         except Exception as error:  # whatever a template runs into with this client's messages
             raise ApiError(400, f"the chat template refuses the messages: {error}", param="messages") from error
         prompt = await self._texts.encoded(text, add_special_tokens, num_kept)
-        return replace(prompt, in_reasoning=self._opens_reasoning(text, conversation.continue_final_message))
+        in_reasoning = self._opens_reasoning(text, conversation.continue_final_message)
+        may_reason = not in_reasoning and self._may_reason(text, conversation)
+        return replace(prompt, in_reasoning=in_reasoning, may_reason=may_reason)
 
     def reader(self, conversation: Conversation, prompt: Prompt, skip_special_tokens: bool) -> AnswerReader:
         """Return the reader of an answer to a prompt.
@@ -173,6 +184,13 @@ class Chats:
             return False
         start, end = self._reasoning_format.markup.reasoning
         return text.rfind(start) > text.rfind(end) if is_continued else text.rstrip().endswith(start)
+
+    def _may_reason(self, text: str, conversation: Conversation) -> bool:
+        """Return whether the answer to a prompt that opens no reasoning may open one itself."""
+        if self._reasoning_format is None or conversation.thinking is False or conversation.continue_final_message:
+            return False
+        closed = self._reasoning_format.markup.reasoning[1], WRITINGS[self._reasoning_format.name].content_start
+        return not text.rstrip().endswith(tuple(filter(None, closed)))
 
     def _parser(self, conversation: Conversation, prompt: Prompt) -> AnswerParser:
         """Return the parser of an answer to a prompt."""

@@ -21,12 +21,14 @@ class Prompt:
         text: Text of the request, or the whole characters of its tokens.
         offsets: Index of each token's first character in the text; empty unless the text is wanted.
         in_reasoning: Whether the prompt opens the reasoning, so that the answer begins inside it.
+        may_reason: Whether the answer may open a reasoning itself.
     """
 
     token_ids: list[int]
     text: str
     offsets: Sequence[int] = ()
     in_reasoning: bool = False
+    may_reason: bool = False
 
 
 class Texts:

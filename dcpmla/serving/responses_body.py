@@ -112,7 +112,10 @@ class ResponsesBody(ChatRequest):
             tools.append(function_tool(tool, f"tools.{number}"))
         self.input = ""
         effort = None if self.reasoning is None else self.reasoning.effort
-        use = tool_use(tools, self.tool_choice, self.parallel_tool_calls)
+        is_strict = any(tool.get("strict") for tool in self.tools or [])
+        use = tool_use(
+            tools, self.tool_choice, self.parallel_tool_calls, is_strict=is_strict, schema_field="parameters"
+        )
         thinking, level = thinking_of(effort)
         return Conversation(messages, use, thinking=thinking, effort=level, reasoning_field="reasoning.effort")
 

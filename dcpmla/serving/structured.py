@@ -120,6 +120,15 @@ def _grammar(kind: str, content: Any, path: str) -> Grammar:
         raise ApiError(400, f"{path}: {str(error).removeprefix('grammar.text ')}", param=path) from None
 
 
+def check_support(field: str, model: Started) -> None:
+    """Raise ApiError if no field may ask for a grammar: the extra is not installed, or the tokenizer is of no use."""
+    if missing("structured"):
+        raise ApiError(400, f"{field} needs the extra structured: {install('structured')}", param=field)
+    if model.no_grammars:
+        words = f"{field} is not supported with this model's tokenizer: {model.no_grammars}"
+        raise ApiError(400, words, param=field)
+
+
 class GrammarChecks:
     """Checks of grammars by compiling them in a program of its own, with limits of time and memory.
 
@@ -141,13 +150,7 @@ class GrammarChecks:
         """
         if grammar is None:
             return
-        field = source.partition(".")[0]
-        if missing("structured"):
-            raise ApiError(400, f"{field} needs the extra structured: {install('structured')}", param=field)
-        if model.no_grammars:
-            raise ApiError(
-                400, f"{field} is not supported with this model's tokenizer: {model.no_grammars}", param=field
-            )
+        check_support(source.partition(".")[0], model)
         key = hashlib.sha256(f"{grammar.kind} {grammar.text}".encode(errors="surrogatepass")).digest()
         if key in self._passed:
             self._passed.move_to_end(key)

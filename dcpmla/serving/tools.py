@@ -23,10 +23,21 @@ class ToolUse:
     Attributes:
         tools: Tools that the prompt shows, in the shape of chat completions.
         is_parallel: Whether an answer may have several calls; of others only the first is kept.
+        required: Names of functions of which the answer must call one; empty if it need not call any.
+        is_strict: Whether calls must follow the schemas also where none is required.
+        schema_field: Path of the schema in a tool of the body.
     """
 
     tools: Sequence[Json] = ()
     is_parallel: bool = True
+    required: Sequence[str] = ()
+    is_strict: bool = False
+    schema_field: str = "function.parameters"
+
+    @property
+    def needs_grammar(self) -> bool:
+        """Return whether a grammar must hold the answer to its calls."""
+        return bool(self.required) or self.is_strict
 
 
 def function_tool(fields: Mapping[str, Any], path: str) -> Json:
@@ -36,7 +47,7 @@ def function_tool(fields: Mapping[str, Any], path: str) -> Json:
         fields: Name, maybe a description and the schema of the parameters; others are ignored.
         path: Path of the fields in the body.
     Raises:
-        ApiError: A field has another type, the name has other characters, or the schema is to be enforced.
+        ApiError: A field has another type, or the name has other characters.
     """
     name = fields.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -50,8 +61,8 @@ def function_tool(fields: Mapping[str, Any], path: str) -> Json:
                 words = f"{path}.{key} is {value!r:.100}; it must be a JSON {'string' if kind is str else 'object'}"
                 raise ApiError(400, words, param=f"{path}.{key}")
             function[key] = value
-    if fields.get("strict"):
-        raise ApiError(400, f"{path}.strict is not supported; leave it out", param=f"{path}.strict")
+    if not isinstance(fields.get("strict"), bool | None):
+        raise ApiError(400, f"{path}.strict must be true or false", param=f"{path}.strict")
     return {"type": "function", "function": function}
 
 
@@ -72,17 +83,45 @@ def chat_tools(tools: Sequence[Mapping[str, Any]]) -> list[Json]:
     return checked
 
 
-def tool_use(tools: Sequence[Json], choice: str | Mapping[str, Any] | None, is_parallel: bool | None) -> ToolUse:
+def tool_use(
+    tools: Sequence[Json],
+    choice: str | Mapping[str, Any] | None,
+    is_parallel: bool | None,
+    *,
+    is_strict: bool = False,
+    schema_field: str = "function.parameters",
+) -> ToolUse:
     """Return what an answer may do with tools.
 
     Args:
         choice: "auto", "none", "required", or the object that names a function.
         is_parallel: Whether it may call several; None is true.
+        is_strict, schema_field: Attributes of `ToolUse`.
     Raises:
         ApiError: The choice is not served, or there is no tool to choose.
     """
     if choice in (None, "auto"):
-        return ToolUse(tools, is_parallel is not False)
+        return ToolUse(tools, is_parallel is not False, (), is_strict, schema_field)
     if choice == "none":
         return ToolUse()  # The model cannot call what the prompt does not show.
-    raise ApiError(400, f"tool_choice is {choice!r}; only 'auto' and 'none' are served", param="tool_choice")
+    names = [tool["function"]["name"] for tool in tools]
+    if choice == "required":
+        if not names:
+            raise ApiError(400, "tool_choice is 'required', and there are no tools", param="tool_choice")
+        return ToolUse(tools, is_parallel is not False, names, is_strict, schema_field)
+    name = _chosen(choice)
+    if name is None:
+        words = f"tool_choice is {str(choice)[:100]!r}; it must be 'auto', 'none', 'required' or a function's name"
+        raise ApiError(400, words, param="tool_choice")
+    if name not in names:
+        raise ApiError(400, f"tool_choice names {name[:100]!r}, which tools does not have", param="tool_choice")
+    return ToolUse(tools, False, [name], is_strict, schema_field)
+
+
+def _chosen(choice: str | Mapping[str, Any] | None) -> str | None:
+    """Return the name of the function that must be called, None if the choice is of another kind."""
+    if not isinstance(choice, Mapping) or choice.get("type") != "function":
+        return None
+    function = choice.get("function", choice)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None

@@ -25,7 +25,7 @@ ROUTES: list[tuple[Any, dict[str, Any]]] = [  # in the order of the columns
 def rows() -> Iterator[tuple[str, list[str]]]:
     """Yield each field of the table with its cells."""
     text = (ROOT / "docs" / "serving.md").read_text()
-    (table,) = re.findall(r"^\| field \|.*?\n\n", text, re.MULTILINE | re.DOTALL)
+    (table,) = re.findall(r"^\| field \| completions.*?\n\n", text, re.MULTILINE | re.DOTALL)
     for line in table.strip().splitlines()[2:]:
         fields, *cells = (cell.strip() for cell in line.split("|")[1:6])
         for name in re.findall(r"`(\w+)`", fields):

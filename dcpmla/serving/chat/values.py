@@ -28,7 +28,7 @@ def json_of(text: str, types: frozenset[str]) -> str:
         value = json.loads(stripped, parse_constant=_reject)
     except (ValueError, RecursionError):
         return dumps(text)
-    is_text = "string" in types and (isinstance(value, str) or not types & _types_of(value))
+    is_text = "string" in types and (isinstance(value, str) or not types & types_of(value))
     return dumps(text) if is_text else stripped
 
 
@@ -46,10 +46,10 @@ def schema_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
         declared = part.get("type")
         names.update(name for name in _items(declared) + [declared] if isinstance(name, str))
         if declared is None:
-            names.update(*map(_types_of, [*_items(part.get("enum")), *([part["const"]] if "const" in part else [])]))
+            names.update(*map(types_of, [*_items(part.get("enum")), *([part["const"]] if "const" in part else [])]))
         pending += [each for union in ("anyOf", "oneOf", "allOf") for each in _items(part.get(union))]
         if isinstance(reference := part.get("$ref"), str):
-            pending.append(_refer(schema, reference))
+            pending.append(refer(schema, reference))
     return frozenset(names)
 
 
@@ -57,8 +57,8 @@ def _reject(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 
 
-def _types_of(value: object) -> frozenset[str]:
-    """Return the types of JSON schema that a value has."""
+def types_of(value: object) -> frozenset[str]:
+    """Return the types that JSON schema has for a value."""
     if isinstance(value, bool):
         return frozenset(("boolean",))
     if isinstance(value, int):
@@ -71,7 +71,7 @@ def _items(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _refer(schema: Mapping[str, Any], reference: str) -> Any:
+def refer(schema: Mapping[str, Any], reference: str) -> Any:
     """Return the part of a schema that a reference names, None if it is not there."""
     part: Any = schema
     for name in reference.removeprefix("#").split("/")[1:]:
