@@ -12,6 +12,7 @@ EXTRAS = {
     ),
     "serve": ("starlette", "uvicorn", "httptools", "uvloop", "h11", "pydantic", "prometheus_client", "jinja2"),
     "plot": ("matplotlib",),
+    "structured": ("llguidance",),
 }
 
 

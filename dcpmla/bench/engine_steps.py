@@ -64,7 +64,7 @@ def mixed_times(engine: Engine, num_tokens: int, num_decodes: int, context: int,
         in_graphs: Whether the engine's graphs run the steps.
     """
     costs, device = engine.scheduler.costs, engine.model.device
-    runner = StepRunner(engine.model, engine.cache, engine.dcp, engine.mesh.dcp_rank, costs.tokens_per_request)
+    runner = StepRunner(engine.model, engine.cache, engine.dcp, engine.mesh.dcp_rank, costs, engine.grammars)
     mixed = engine.mixed_graph if in_graphs else None
     batch = Batch(0, pieces=_pieces(engine, num_tokens, num_decodes, context))
     batch.arrange(costs, 0 if mixed is None else mixed.max_absorbed_tokens)

@@ -6,6 +6,7 @@ import os
 import re
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 from dcpmla.cli.engine_arguments import add_engine_arguments
 from dcpmla.cli.options import build_engine, dcp_config, positive, seconds, start
@@ -14,6 +15,7 @@ from dcpmla.integrations.tokenizer import check_template_sandbox
 from dcpmla.job.bootstrap import agree
 from dcpmla.job.join import LOAD_TIMEOUT
 from dcpmla.job.launcher import claimed_rank
+from dcpmla.serving.chat.formats import FORMATS
 from dcpmla.serving.frontend import Frontend, listen
 from dcpmla.serving.loop import ServingLoop, started
 
@@ -28,6 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address to listen on, of the first rank's host; 0.0.0.0: all it has")
     add("--port", type=_port, default=8000, metavar="P", help="0: any that is free")
     add("--served-model-name", metavar="NAME", help="the model's name for clients; default: --model as it is given")
+    template = "file of a chat template, in place of the model's, on the first rank's host"
+    add("--chat-template", metavar="FILE", help=template)
+    formats = "format of answers, in place of the model's: " + ", ".join(FORMATS)
+    add("--tool-call-parser", choices=FORMATS, metavar="NAME", help=f"{formats}; for tool calls")
+    add("--reasoning-parser", choices=FORMATS, metavar="NAME", help="the same, for reasoning")
     add("--api-key", metavar="KEY", help=f"that clients must give; default: the variable {_KEY}, else none")
     origins = "origins whose web pages may use the server, such as https://chat.example; *: any"
     add("--allowed-origins", nargs="+", type=_origin, default=["*"], metavar="ORIGIN", help=origins)
@@ -58,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
         job.watchdog.on_stop(loop.stop)
         if frontend is not None:
             frontend.start()
-            frontend.send(started(engine, files.tokenizer, files.no_tokenizer))
+            frontend.send(started(engine, files))
             print(f"serving on {frontend.address}", flush=True)
         # Garbage collection skips all objects loaded so far: a pass takes 0.2 s and more, and all ranks wait.
         gc.collect()
@@ -76,11 +83,19 @@ def _start_frontend(args: argparse.Namespace, api_key: str | None) -> Frontend |
     """
     if claimed_rank(os.environ) not in (None, "0"):
         return None
-    from dcpmla.serving.app import Settings  # starlette and uvicorn are needed on this rank alone
-    from dcpmla.serving.http import serve_http
+    from dcpmla.serving.http import serve_http  # starlette and uvicorn are needed on this rank alone
+    from dcpmla.serving.settings import Settings
 
     check_template_sandbox()
-    settings = Settings(args.served_model_name or args.model, api_key, args.request_timeout, args.allowed_origins)
+    settings = Settings(
+        args.served_model_name or args.model,
+        api_key,
+        args.request_timeout,
+        args.allowed_origins,
+        _read_template(args.chat_template),
+        args.tool_call_parser,
+        args.reasoning_parser,
+    )
     listener = listen(args.host, args.port)
     with listener:
         serve = partial(
@@ -91,6 +106,23 @@ def _start_frontend(args: argparse.Namespace, api_key: str | None) -> Frontend |
             drain_seconds=args.drain_seconds,
         )
         return Frontend(serve, listener)
+
+
+def _read_template(path: str | None) -> str | None:
+    """Read a chat template.
+
+    Raises:
+        ValueError: The file cannot be read, or is empty.
+    """
+    if path is None:
+        return None
+    try:
+        text = Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"chat_template (--chat-template) is {path!r}, which cannot be read: {error}") from error
+    if not text.strip():
+        raise ValueError(f"chat_template (--chat-template) is {path!r}, which is empty")
+    return text
 
 
 def _origin(text: str) -> str:

@@ -14,11 +14,19 @@ from dcpmla.integrations.families.table import find_family
 
 # What a multimodal model's config may say of its text model outside text_config.
 _SHARED = ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "tie_word_embeddings")
-_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # no code, no pickles
+_ENCODERS = ("encoding_*.py", "encoding/encoding_*.py")
+# No pickles, and no code that runs: encoders of chats are read as text.
+_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", *_ENCODERS]
+
+
+def read_encoder(directory: Path) -> str:
+    """Return the text of the checkpoint's own encoder of chats, which is never run; empty without one."""
+    paths = sorted(path for pattern in _ENCODERS for path in directory.glob(pattern))
+    return "".join(path.read_text("utf-8", "replace") for path in paths)
 
 
 def find_model(model: str, revision: str | None = None) -> Path:
-    """Return a directory as it is, or a hub id downloaded to the local cache (safetensors and JSON only).
+    """Return a directory as it is, or a hub id downloaded to the local cache (no pickles).
 
     Args:
         revision: Branch, tag or commit of a hub id; None for its main branch.

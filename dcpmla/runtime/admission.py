@@ -7,6 +7,7 @@ from operator import attrgetter, index
 from typing import Annotated
 
 from dcpmla.fields import Flag, Rule, check_fields, is_number, is_whole, option_label, optional, rules_of, whole
+from dcpmla.runtime.grammars import Grammars
 from dcpmla.runtime.request import Prompt, Request
 from dcpmla.runtime.runner import Model
 from dcpmla.runtime.sampling import SamplingParams
@@ -30,14 +31,18 @@ class Admission:
         scheduler: Scheduler over the cache's blocks.
         max_model_len: Longest sequence, prompt and new tokens.
         tokenizer: Tokenizer of prompts, new tokens and stop strings; None serves token ids only.
+        is_first: Whether this is the first rank, which compiles grammars.
     Raises:
         ValueError: max_model_len is below 2.
     """
 
-    def __init__(self, model: Model, scheduler: Scheduler, max_model_len: int, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, model: Model, scheduler: Scheduler, max_model_len: int, tokenizer: Tokenizer | None, is_first: bool
+    ) -> None:
         check_fields({"max_model_len": whole(2)}, {"max_model_len": max_model_len}, option_label)
         self.model, self.scheduler, self.allocator = model, scheduler, scheduler.allocator
         self.max_model_len, self.tokenizer = max_model_len, tokenizer
+        self.grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids, is_first)
         self.now = 0.0  # seconds on this rank's clock when the last step ended
         self._coming: list[Request] = []  # not yet due, by arrival time, then in the order of `add`
 
@@ -79,7 +84,8 @@ class Admission:
             keep_logprobs: Whether this rank keeps the log probabilities that params ask for.
         Raises:
             ValueError: An argument has another type, the model cannot continue the prompt, the whole cache has no room
-                for it, a text or a stop string has no tokenizer, or arrival_time is not finite.
+                for it, a text, a stop string or a grammar has no tokenizer, the extra of grammars is not installed,
+                or arrival_time is not finite. A grammar that cannot be compiled ends the request with an error.
         """
         check_fields(rules_of(Admission.add), locals())
         params = params or SamplingParams()
@@ -100,8 +106,11 @@ class Admission:
             text_stream=text_stream,
         )
         self.scheduler.check_fits(request)
+        if params.grammar is None:
+            insort(self._coming, request, key=_arrival_time)
+        else:
+            self.grammars.add(request)
         self.scheduler.reuse.add(request)
-        insort(self._coming, request, key=_arrival_time)
         return request
 
     def abort(self, request: Request) -> None:
@@ -111,10 +120,17 @@ class Admission:
         if request in self._coming:
             self._coming.remove(request)
             self.scheduler.reuse.remove(request)
+        elif self.grammars.holds(request):
+            self.scheduler.reuse.remove(request)
         else:
             self.scheduler.remove(request)
         request.end("abort")
         request.finish_time = self.now
+
+    def admit_compiled(self, num_compiled: int) -> None:
+        """Admit the requests whose grammars the first rank has compiled, num_compiled in all."""
+        for request in self.grammars.take(num_compiled):
+            insort(self._coming, request, key=_arrival_time)
 
     def admit_due(self, now: float) -> None:
         """Hand the requests that are due to the scheduler, in order."""

@@ -20,8 +20,9 @@ from dcpmla.upload import upload
 
 _MICROSECOND = 1e-6
 _OPERATION = "agreeing on new tokens"
-# Words before the faults: clock, bytes of news, number of stopping ranks, a step's time, progress of transfers.
-_HEAD = 4 + NUM_WORDS
+# Words before the faults: clock, bytes of news, number of stopping ranks, a step's time, compiled grammars, progress of
+# transfers.
+_HEAD = 5 + NUM_WORDS
 # There is one for each TP group, never destroyed: torch reuses a destroyed group's name for a second group of the same
 # ranks, and with it the stale addresses in the job's store.
 _groups_of_hosts: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
@@ -52,6 +53,7 @@ class Agreed:
         num_bytes: Size of the first rank's news, which `Agreement.share` broadcasts.
         is_told: Whether any rank must stop.
         step_time: Time of an earlier step, on the first rank's clock.
+        num_compiled: Number of grammars that the first rank has compiled (`Grammars.num_compiled`).
         progress: Words of `Progress`, summed over the ranks.
         tokens: Tokens of the first rank.
     """
@@ -60,6 +62,7 @@ class Agreed:
     num_bytes: int
     is_told: bool
     step_time: StepTime | None
+    num_compiled: int
     progress: list[int]
     tokens: list[int]
 
@@ -69,8 +72,9 @@ class Message:
     """A step's one message, summed over the ranks.
 
     Attributes:
-        words: [6 + num_faults + n] int64 on the device: the first rank's clock, bytes of news, number of ranks that
-            must stop, the first rank's time of a step, progress of transfers, faults, and the first rank's tokens.
+        words: [7 + num_faults + n] int64 on the device: the first rank's clock, bytes of news, number of ranks that
+            must stop, the first rank's time of a step and number of compiled grammars, progress of transfers, faults,
+            and the first rank's tokens.
         tokens: Tokens [n] int64 on the device, for the next step; 0 in place of NOT_FINITE.
         memory: [len(words) + room] int64: the words, and other data copied to the host with them.
         content: News of this rank.
@@ -96,8 +100,9 @@ class Message:
         if any(words[_HEAD:tokens_at]):
             raise PeerFault("an exchange of this step failed on another rank, which says what it waited for")
         step_time = self.step_time and self.step_time._replace(seconds=words[3] * _MICROSECOND)
-        progress, tokens = list(words[4:_HEAD]), list(words[tokens_at:])
-        return Agreed(words[0] * _MICROSECOND, words[1], words[2] > 0, step_time, progress, tokens)
+        now, num_bytes, is_told = words[0] * _MICROSECOND, words[1], words[2] > 0
+        progress, tokens = list(words[5:_HEAD]), list(words[tokens_at:])
+        return Agreed(now, num_bytes, is_told, step_time, words[4], progress, tokens)
 
 
 class Agreement:
@@ -128,7 +133,12 @@ class Agreement:
         self._outgoing = self._outgoing.joined(news)
 
     def start(
-        self, tokens: Tensor, faults: Sequence[Tensor], step_time: StepTime | None = None, room: int = 0
+        self,
+        tokens: Tensor,
+        faults: Sequence[Tensor],
+        step_time: StepTime | None = None,
+        room: int = 0,
+        num_compiled: int = 0,
     ) -> Message:
         """Send a step's message. Collective over the TP group; all ranks pass the same numbers of tokens and faults.
 
@@ -138,8 +148,9 @@ class Agreement:
                 order of the device's work.
             step_time: Time of the last step as measured on this rank, for the same step on all ranks.
             room: Number of words of memory past the message.
+            num_compiled: Number of grammars that this rank has compiled.
         """
-        news, head, reported = self._take_head(step_time)
+        news, head, reported = self._take_head(num_compiled, step_time)
         num_words = len(head) + len(faults) + len(tokens)
         numbers = np.zeros(num_words + room, dtype=np.int64)
         numbers[: len(head)] = head
@@ -156,18 +167,18 @@ class Agreement:
         safe = agreed.clamp(min=0)  # The next step is launched before a request with NOT_FINITE ends.
         return Message(words, safe, memory, news.content, len(faults), step_time, reported)
 
-    def meet(self) -> tuple[float, News]:
-        """Return seconds on the first rank's clock, its news, and whether any rank must stop. Collective over the TP
-        group's hosts, which wait for each other, but not for the device.
+    def meet(self, num_compiled: int = 0) -> tuple[float, News, int]:
+        """Return seconds on the first rank's clock, its news and whether any rank must stop, and its number of compiled
+        grammars. Collective over the TP group's hosts, which wait for each other, but not for the device.
         """
-        news, head, reported = self._take_head()
+        news, head, reported = self._take_head(num_compiled)
         words = torch.tensor(head)
         if self._hosts is not None:
             with named("agreeing on the time", self._hosts):
                 dist.all_reduce(words, group=self._hosts)
-        now, num_bytes, num_told, _, *progress = words.tolist()
+        now, num_bytes, num_told, _, num_compiled, *progress = words.tolist()
         self.progress.apply(progress, reported)
-        return now * _MICROSECOND, News(self.share(news.content, num_bytes), num_told > 0)
+        return now * _MICROSECOND, News(self.share(news.content, num_bytes), num_told > 0), num_compiled
 
     def share(self, content: bytes, num_bytes: int) -> bytes:
         """Return the first rank's content on every rank. Collective like `meet` if num_bytes is not 0."""
@@ -180,13 +191,16 @@ class Agreement:
             dist.broadcast(shared, group=self._hosts, group_src=0)
         return shared.numpy().tobytes()
 
-    def _take_head(self, step_time: StepTime | None = None) -> tuple[News, list[int], Sequence[Watched]]:
+    def _take_head(
+        self, num_compiled: int, step_time: StepTime | None = None
+    ) -> tuple[News, list[int], Sequence[Watched]]:
         """Return the news for a message, which begins with the returned words, and the transfers that it reports."""
         news, self._outgoing = self._outgoing, News()
         times = self.clock(), 0.0 if step_time is None else step_time.seconds
-        now, taken = (int(seconds / _MICROSECOND) if self._mesh.tp_rank == 0 else 0 for seconds in times)
+        now, taken = (int(seconds / _MICROSECOND) for seconds in times)
+        own = (now, taken, num_compiled) if self._mesh.tp_rank == 0 else (0, 0, 0)
         progress, reported = self.progress.report()
-        return news, [now, len(news.content), int(news.is_told), taken, *progress], reported
+        return news, [own[0], len(news.content), int(news.is_told), *own[1:], *progress], reported
 
 
 def _group_of_hosts(group: ProcessGroup) -> ProcessGroup:

@@ -11,13 +11,13 @@ from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.admission import Admission
 from dcpmla.runtime.agreement import Agreement, News
 from dcpmla.runtime.drafts import Drafter, NoDrafter
+from dcpmla.runtime.failures import failure
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.in_flight import InFlightStep, StepEvents
 from dcpmla.runtime.mixed_graph import MixedGraph
 from dcpmla.runtime.offload import Offload
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.runner import Model, StepRunner, reads_between_graphs
-from dcpmla.runtime.sampling import NOT_FINITE
 from dcpmla.runtime.scheduler import Scheduler
 from dcpmla.runtime.speculation import Speculation
 from dcpmla.runtime.stats import Stats
@@ -64,14 +64,14 @@ class Engine(Admission):
         mixed_graph: MixedGraph | None = None,
         memory: HostMemory | None = None,
     ) -> None:
-        super().__init__(model, scheduler, max_model_len, tokenizer)
+        super().__init__(model, scheduler, max_model_len, tokenizer, is_first=mesh.tp_rank == 0)
         self.cache, self.dcp, self.mesh, self.on_step = cache, dcp, mesh, on_step
         self.graph, self.mixed_graph = graph, mixed_graph
         self.stats, self.speculation = Stats(), Speculation(drafter or NoDrafter())
         scheduler.max_absorbed_tokens = 0 if mixed_graph is None else mixed_graph.max_absorbed_tokens
         self._agreement = Agreement(mesh)
         self.offload = None if memory is None else Offload(memory, cache, scheduler, self._agreement.progress)
-        self._runner = StepRunner(model, cache, dcp, mesh.dcp_rank, scheduler.costs.tokens_per_request)
+        self._runner = StepRunner(model, cache, dcp, mesh.dcp_rank, scheduler.costs, self.grammars)
         self._first_now = 0.0  # seconds on the first rank's, sent to all: requests that arrived by then are served
         self._in_flight: InFlightStep | None = None  # launched, its tokens not yet taken
         self._latest: InFlightStep | None = None  # the last launched step, even after its tokens are taken
@@ -84,7 +84,8 @@ class Engine(Admission):
     @property
     def has_requests(self) -> bool:
         """Return whether any request is still to be served, or to be read from `run`."""
-        return bool(self._coming or self.scheduler.waiting or self.scheduler.running or self._unread)
+        is_coming = bool(self._coming) or self.grammars.is_pending
+        return is_coming or bool(self.scheduler.waiting or self.scheduler.running or self._unread)
 
     def post(self, news: News) -> None:
         """Queue news of this rank, which the next message sends to all ranks (`StepEvents.news`)."""
@@ -109,22 +110,22 @@ class Engine(Admission):
         self._finished, self._heard = [], News()
         if self._in_flight is None:
             if not self._has_met:  # the clock advanced while nothing was computed
-                self._first_now, self._heard = self._agreement.meet()
+                self._first_now, self._heard, num_compiled = self._agreement.meet(self.grammars.num_compiled)
+                self.admit_compiled(num_compiled)
             self._has_met = any(self._heard)
             if self._has_met:
                 return StepEvents([], [], self._heard)
-            self._in_flight = self._launch()
+            self._in_flight = self._launch([])
         if self._in_flight is None:
             self._pause()
             return StepEvents([], [])
-        step = self._in_flight
+        step, tokens = self._in_flight, list[tuple[Request, str]]()
         if self.speculation.waits_for(step, self.scheduler.running, self._can_move):
             self._in_flight = None
-            tokens = self._collect(step)
-            self._in_flight = self._launch()
-        else:
-            self._in_flight = self._launch()
-            tokens = self._collect(step)
+            tokens += self._collect(step)
+        self._in_flight = self._launch(tokens)
+        if step.is_under_way:
+            tokens += self._collect(step)
         if self._in_flight is not None and not (self.scheduler.running or self.scheduler.waiting):
             tokens += self._collect(self._in_flight)  # its requests have ended, and no step follows
             self._in_flight = None
@@ -134,10 +135,13 @@ class Engine(Admission):
         """Sleep until there may be something to compute: requests that wait are waiting for the disk."""
         is_reading = bool(self.scheduler.waiting)
         self.on_step("reading blocks from the disk" if is_reading else "waiting for the next request")
+        seconds = min([_MAX_SLEEP, *(max(0.0, each.arrival_time - self._first_now) for each in self._coming[:1])])
         if is_reading:
             time.sleep(_POLL_SECONDS)
+        elif self.grammars.is_pending:
+            self.grammars.wait(seconds)
         elif self._coming:
-            time.sleep(min(_MAX_SLEEP, max(0.0, self._coming[0].arrival_time - self._first_now)))
+            time.sleep(seconds)
 
     def close(self) -> None:
         """Write blocks to the disk, and free the graphs. To be called before the process groups are destroyed (see
@@ -152,6 +156,7 @@ class Engine(Admission):
             if graph is not None:
                 graph.release()
         self.speculation.close()
+        self.grammars.close()
 
     def reset(self) -> None:
         """Forget all requests that have ended: blocks that others could reuse, counts and times. Collective.
@@ -187,8 +192,8 @@ class Engine(Admission):
             return False
         return all(graph.takes(len(running), query_len) for query_len in (1, 1 + drafter.num_speculative_tokens))
 
-    def _launch(self) -> InFlightStep | None:
-        """Schedule a step and start it after the one in flight; return None if there is nothing to compute."""
+    def _launch(self, tokens: list[tuple[Request, str]]) -> InFlightStep | None:
+        """Start a step after the one in flight, whose tokens are added if masks need them; None if there is no work."""
         self.admit_due(self._first_now)
         is_ahead = self._in_flight is not None
         num_drafts = self.speculation.num_wanted(self.scheduler.running, is_ahead)
@@ -204,11 +209,14 @@ class Engine(Admission):
         self.on_step(batch.describe(self.stats.num_steps + is_ahead, graph and graph[1]))
         if self.offload is not None:
             self.offload.prepare(batch, reads_between_graphs(batch, graph))
-        self._latest = self._runner.launch(
-            batch, self._in_flight, drafts, graph, self.speculation, self._agreement, started
-        )
+        previous = self._in_flight
+        computed = self._runner.start(batch, previous, drafts, graph, started)
         if self.offload is not None:
             self.offload.finish()
+        if previous is not None and computed.needs_tokens:
+            tokens += self._collect(previous)
+            previous = None
+        self._latest = self._runner.finish(computed, previous, self.speculation, self._agreement)
         for piece in batch.pieces:
             self._remember(piece.request)
         return self._latest
@@ -229,6 +237,7 @@ class Engine(Admission):
         self._agreement.progress.apply(agreed.progress, step.message.reported)
         content = self._agreement.share(step.message.content, agreed.num_bytes)
         self._heard = self._heard.joined(News(content, agreed.is_told))
+        self.admit_compiled(agreed.num_compiled)
         step.logprobs.give()
         texts, num_rejected = [], 0
         for piece, drafts, tokens in step.results(agreed.tokens):
@@ -238,22 +247,20 @@ class Engine(Admission):
             num_rejected += len(drafts) + 1 - len(tokens)
             self.stats.count_drafts(num_drafts, len(tokens) - 1)
             texts.append((piece.request, self._append(piece.request, tokens, step)))
-        ended = time.perf_counter()
+        ended, num_tokens = time.perf_counter(), sum(piece.num_tokens for piece in step.pieces)
         self.speculation.learn(agreed.step_time)
         self.speculation.end(step, ended - self._last_end)
-        num_tokens = sum(piece.num_tokens for piece in step.pieces) - num_rejected
-        self.stats.count_step(step.is_prefill, num_tokens, ended - max(step.started, self._last_end))
+        self.stats.count_step(step.is_prefill, num_tokens - num_rejected, ended - max(step.started, self._last_end))
         self._last_end = ended
         return texts
 
     def _append(self, request: Request, tokens: Sequence[int], step: InFlightStep) -> str:
         """Append a request's tokens, finish it at one that ends it, and return the text that became certain."""
         text = ""
-        if request.first_token_time is None:
-            request.first_token_time = self.now
+        request.first_token_time = self.now if request.first_token_time is None else request.first_token_time
         for index, token_id in enumerate(tokens):
-            if token_id == NOT_FINITE:
-                request.error = _not_finite(len(request.token_ids), str(self.model.dtype).removeprefix("torch."))
+            if token_id < 0:
+                request.error = failure(token_id, request, self.grammars, self.model.dtype)
                 request.end("error")
             else:
                 if request.keep_logits:
@@ -268,10 +275,3 @@ class Engine(Admission):
                 return text
         self._remember(request)  # these tokens may complete a block that the step in flight fills
         return text
-
-
-def _not_finite(num_tokens: int, dtype: str) -> FloatingPointError:
-    return FloatingPointError(
-        f"logits are NaN or infinite after {num_tokens} new tokens; the model's numbers exceed the range of "
-        f"{dtype} (try another --dtype), or its weights are damaged"
-    )

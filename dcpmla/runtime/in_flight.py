@@ -43,11 +43,13 @@ class StepInputs:
         token_ids: [T] int64 on the device; on the CPU if the host knows all of them and needs logits of all rows.
         ready: Pieces of requests whose tokens are all computed after this step.
         logits_at: [n] int64 on the device, rows of their last tokens and of all drafts; None if these are all rows.
+        positions: Position of each piece's first token.
     """
 
     token_ids: Tensor
     ready: list[Piece]
     logits_at: Tensor | None
+    positions: list[int]
 
     @classmethod
     def of(
@@ -71,6 +73,7 @@ class StepInputs:
         unknown: list[int] = []  # rows of tokens that the host does not know
         sources: list[int] = []  # indices of these tokens in `there`
         ready = []
+        positions = [piece.request.num_computed_tokens for piece in batch.pieces]
         for piece in batch.pieces:
             request, num_tokens, num_drafts = piece
             start, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens - num_drafts
@@ -94,7 +97,8 @@ class StepInputs:
                 logits_rows += range(len(token_ids) - 1 - num_drafts, len(token_ids))
         if previous is not None and num_there == len(token_ids) and batch.goes_on(previous.rows):
             columns = [tokens.view(len(batch.pieces), -1) for tokens in there]
-            return cls(there[0] if len(there) == 1 else torch.cat(columns, 1).flatten().clamp_(min=0), ready, None)
+            joined = there[0] if len(there) == 1 else torch.cat(columns, 1).flatten().clamp_(min=0)
+            return cls(joined, ready, None, positions)
         rows = [] if len(logits_rows) == len(token_ids) else [logits_rows]
         rows += [unknown, sources] if unknown else []
         numbers = [np.array(column, dtype=np.int64) for column in (token_ids, *rows)]
@@ -102,7 +106,7 @@ class StepInputs:
         if unknown:
             *rows_there, unknown_rows, source_rows = rows_there
             known.index_copy_(0, unknown_rows, torch.cat(there).clamp_(min=0).index_select(0, source_rows))
-        return cls(known, ready, rows_there[0] if rows_there else None)
+        return cls(known, ready, rows_there[0] if rows_there else None, positions)
 
     def on(self, device: torch.device) -> Tensor:
         """Return the tokens on the device."""
@@ -114,7 +118,7 @@ class InFlightStep:
 
     Args:
         batch: Batch that the step computes.
-        ready: Pieces of requests that get new tokens: one, and one more after each draft.
+        inputs: Its inputs; the ready pieces' requests get new tokens: one, and one more after each draft.
         computed: The step as the model computes it.
         message: Message that all ranks share.
         drafts: Drafts that the step verifies, piece after piece; None without any.
@@ -135,7 +139,7 @@ class InFlightStep:
     def __init__(
         self,
         batch: Batch,
-        ready: Sequence[Piece],
+        inputs: StepInputs,
         computed: Computed,
         message: Message,
         drafts: Tensor | None,
@@ -144,25 +148,23 @@ class InFlightStep:
         logprobs: Logprobs,
         started: float,
     ) -> None:
-        self.pieces, self.ready, self.computed = batch.pieces, ready, computed
+        self.pieces, self.ready, self.computed = batch.pieces, inputs.ready, computed
         self.message, self.logprobs = message, logprobs
         self.is_prefill, self.started = batch.has_prompts, started
         self.num_drafts = 0 if drafts is None else len(drafts)
         self.is_under_way = True
-        self.drafts, self.num_accepted = list[int](), [0] * len(ready)
-        self.positions = [
-            request.num_computed_tokens - num_tokens + num_drafts for request, num_tokens, num_drafts in batch.pieces
-        ]
+        self.drafts, self.num_accepted = list[int](), [0] * len(self.ready)
+        self.positions = inputs.positions
         self.verified, self.newest = verified, message.tokens
         if verified is not None:
             self.newest = verified.newest
-        self.rows = {piece.request: row for row, piece in enumerate(ready)}
-        self.starts = [*accumulate((1 + piece.num_drafts for piece in ready), initial=0)]
+        self.rows = {piece.request: row for row, piece in enumerate(self.ready)}
+        self.starts = [*accumulate((1 + piece.num_drafts for piece in self.ready), initial=0)]
         # Copies follow the device's work, into pinned memory on a GPU, so the host does not wait here.
         self._on_host = message.memory.to("cpu", non_blocking=True)
         self.logits = {
             piece.request: logits[row : row + 1 + piece.num_drafts].to("cpu", non_blocking=True, copy=True)
-            for piece, row in zip(ready, self.starts, strict=False)
+            for piece, row in zip(self.ready, self.starts, strict=False)
             if piece.request.keep_logits
         }
         self._done = torch.cuda.Event() if message.words.is_cuda else None  # the CPU is done already

@@ -72,7 +72,7 @@ class Penalties:
             ids, biases = request.params.biases
             entries.append(ids + row * vocab_size)
             numbers.append(biases)
-            if request.is_short:
+            if request.is_short and request.params.grammar is None:  # masks of grammars know what else may follow
                 ends = self._eos_token_ids.union(request.params.stop_token_ids)
                 entries.append(_indices([row * vocab_size + token for token in ends if token < vocab_size]))
                 numbers.append(np.full(len(entries[-1]), -math.inf, dtype=np.float32))

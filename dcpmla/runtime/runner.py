@@ -1,6 +1,7 @@
 """A step on the device: run by the model or its graphs, then the choice of tokens and the message on them."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -14,10 +15,13 @@ from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.agreement import Agreement
 from dcpmla.runtime.batch import Batch, Piece
+from dcpmla.runtime.costs import PieceCosts
+from dcpmla.runtime.grammars import Grammars
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.graph_inputs import GraphSize
 from dcpmla.runtime.in_flight import Computed, InFlightStep, StepInputs
 from dcpmla.runtime.logprobs import Logprobs, PromptRows
+from dcpmla.runtime.masks import HostDrafts, Masks
 from dcpmla.runtime.mixed_graph import MixedGraph
 from dcpmla.runtime.mixed_inputs import MixedSize
 from dcpmla.runtime.penalties import Penalties
@@ -52,14 +56,17 @@ class StepRunner:
     """The model over its cache, one step after the other.
 
     Args:
-        tokens_per_request: Width of the pieces that absorbed attention cuts requests into.
+        costs: Costs of pieces, with the width of the pieces that absorbed attention cuts requests into.
+        grammars: Grammars of the requests.
     """
 
-    def __init__(self, model: Model, cache: Cache, dcp: DCPConfig, dcp_rank: int, tokens_per_request: int) -> None:
+    def __init__(
+        self, model: Model, cache: Cache, dcp: DCPConfig, dcp_rank: int, costs: PieceCosts, grammars: Grammars
+    ) -> None:
         self._model, self._cache = model, cache
-        self._penalties = Penalties(model.eos_token_ids)
+        self._penalties, self._grammars, self._masks = Penalties(model.eos_token_ids), grammars, Masks(grammars)
         self._steps = model.attention.step_builder(cache.sizes, dcp, dcp_rank, model.device)
-        self._tokens_per_request = tokens_per_request
+        self._tokens_per_request = costs.tokens_per_request
         self._workspace = decode_workspace(model.device)
         # Layers take scales from the first prefill, before which nothing may be cached.
         self._lacks_scales = dcp.calculate_kv_scales
@@ -78,37 +85,46 @@ class StepRunner:
         size = absorbed or mixed.size(batch.num_tokens, num_reqs, False)
         return None if size is None else (mixed, size)
 
-    def launch(
-        self,
-        batch: Batch,
-        previous: InFlightStep | None,
-        drafts: Tensor | None,
-        graph: Graph | None,
-        speculation: Speculation,
-        agreement: Agreement,
-        started: float,
-    ) -> InFlightStep:
-        """Compute a step, choose its tokens, and send the message on them. Collective over the TP group.
+    def start(
+        self, batch: Batch, previous: InFlightStep | None, drafts: Tensor | None, graph: Graph | None, started: float
+    ) -> "ComputedStep":
+        """Compute a step. Its tokens are chosen by `finish`. Collective over the TP group.
 
         Args:
             previous: Step in flight, whose tokens may only be on the device.
             drafts: Tokens to verify (`Drafts.token_ids`).
             graph: Graphs that run the step, and its size (`graph_of`); None for the model itself.
-            agreement: Messages of the ranks, one a step.
             started: Seconds on the host's clock.
         """
-        prompts = PromptRows.of(batch)
+        prompts, host_drafts = PromptRows.of(batch), None
+        if drafts is not None and any(piece.request.params.grammar is not None for piece in batch.pieces):
+            host_drafts = HostDrafts(drafts)
         inputs, computed, logits = self.run(batch, previous, drafts, graph, prompts)
         batch.advance()
-        ready = inputs.ready
-        tokens = prompts.reject_not_finite(self._choose_tokens(ready, logits, previous), logits, ready)
+        return ComputedStep(batch, inputs, drafts, host_drafts, prompts, computed, logits, started)
+
+    def finish(
+        self, step: "ComputedStep", previous: InFlightStep | None, speculation: Speculation, agreement: Agreement
+    ) -> InFlightStep:
+        """Choose the tokens of a step, and send the message on them. Collective over the TP group.
+
+        Args:
+            previous: Step in flight, None if its tokens have been taken since the start of this one.
+            agreement: Messages of the ranks, one a step.
+        """
+        ready, drafts, logits = step.inputs.ready, step.drafts, step.logits
+        tokens = self._choose_tokens(step, previous)
+        tokens = step.prompts.reject_not_finite(tokens, logits, ready)
         num_verified = 0 if drafts is None else len(ready) + len(drafts)
-        message = agreement.start(tokens, self._model.faults, speculation.step_time, num_verified)
+        num_compiled = self._grammars.num_compiled
+        message = agreement.start(tokens, self._model.faults, speculation.step_time, num_verified, num_compiled)
         verified = speculation.verify(drafts, ready, message)
-        logprobs = Logprobs(logits, ready, message.tokens, prompts)
-        step = InFlightStep(batch, ready, computed, message, drafts, verified, logits, logprobs, started)
-        step.begin()
-        return step
+        logprobs = Logprobs(logits, ready, message.tokens, step.prompts)
+        in_flight = InFlightStep(
+            step.batch, step.inputs, step.computed, message, drafts, verified, logits, logprobs, step.started
+        )
+        in_flight.begin()
+        return in_flight
 
     def run(
         self,
@@ -118,7 +134,7 @@ class StepRunner:
         graph: Graph | None,
         prompts: PromptRows,
     ) -> tuple[StepInputs, Computed, Tensor]:
-        """Compute a step's tokens (arguments of `launch`); return them, their layout, and the logits of tokens that new
+        """Compute a step's tokens (arguments of `start`); return them, their layout, and the logits of tokens that new
         ones follow, then of the prompts' scored tokens.
         """
         inputs = StepInputs.of(batch, previous, drafts, self._model.device)
@@ -173,11 +189,43 @@ class StepRunner:
         is_cut = batch.longest_absorbed > batch.most_drafts + 1
         return self._tokens_per_request if is_cut else batch.most_drafts + 1
 
-    def _choose_tokens(self, ready: Sequence[Piece], logits: Tensor, previous: InFlightStep | None) -> Tensor:
+    def _choose_tokens(self, step: "ComputedStep", previous: InFlightStep | None) -> Tensor:
         """Choose a token after each of the requests' last tokens and drafts, [n] int64 on the device."""
+        ready, logits = step.inputs.ready, step.logits
         requests = [piece.request for piece in ready for _ in range(1 + piece.num_drafts)]
-        shaped = self._penalties.shape_logits(logits[: len(requests)], requests, previous)
-        return sample(shaped, [request.params for request in requests], _draw(ready, previous, logits.device))
+        params, allowed, masked = [request.params for request in requests], logits[: len(requests)], None
+        if any(each.grammar is not None for each in params):
+            masked = self._masks.apply(allowed, ready, step.host_drafts)
+            allowed = masked.logits
+        shaped = self._penalties.shape_logits(allowed, requests, previous)
+        tokens = sample(shaped, params, _draw(ready, previous, logits.device))
+        return tokens if masked is None else masked.reject(tokens)
+
+
+@dataclass(frozen=True)
+class ComputedStep:
+    """A step that the device computes, before its tokens are chosen.
+
+    Attributes:
+        drafts, host_drafts: Drafts to verify, and their copy on the host where masks depend on it.
+        prompts: Tokens of prompts that it scores.
+        logits: [n + p, vocab] float32 (`StepRunner.run`).
+        started: Seconds on the host's clock.
+    """
+
+    batch: Batch
+    inputs: StepInputs
+    drafts: Tensor | None
+    host_drafts: HostDrafts | None
+    prompts: PromptRows
+    computed: Computed
+    logits: Tensor
+    started: float
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Return whether the choice of its tokens depends on the previous step's tokens on the host."""
+        return any(request.params.grammar and request.num_in_flight for request, _, _ in self.inputs.ready)
 
 
 def reads_between_graphs(batch: Batch, graph: Graph | None) -> bool:

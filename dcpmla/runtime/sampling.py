@@ -6,7 +6,6 @@ from functools import cached_property
 from typing import Annotated, Any, Self
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from dcpmla.fields import (
@@ -15,6 +14,7 @@ from dcpmla.fields import (
     Flag,
     Rule,
     check_fields,
+    instance_of,
     number,
     option_label,
     optional,
@@ -23,11 +23,11 @@ from dcpmla.fields import (
     whole,
 )
 from dcpmla.runtime.biases import BIASES, bias_pairs
+from dcpmla.runtime.draws import draw_tokens
+from dcpmla.runtime.grammar import Grammar, as_grammar
 from dcpmla.upload import upload
 
 _MAX_ROWS = 64  # drawn at once: float64 copies of [rows, vocab] stay small compared with the logits of a large batch
-_DIGITS = (21, 1 << 11), (10, 1 << 11), (0, 1 << 10)  # lowest bit and number of values of each digit of a 32-bit rank
-_ONE = float(1 << 44)  # the mass of the best token, relative to which masses are computed
 _LARGEST_PENALTY = 100.0
 _Natural = Annotated[int, whole(0)]
 _Penalty = Annotated[float, number(-_LARGEST_PENALTY, _LARGEST_PENALTY)]
@@ -62,6 +62,8 @@ class SamplingParams:
         logprobs: Number of best tokens whose log probabilities are kept besides each new token's (`Request.logprobs`);
             None keeps none.
         prompt_logprobs: Number like logprobs, for the prompt's tokens (`Request.prompt_logprobs`); None keeps none.
+        grammar: Grammar that the new tokens follow; of a JSON object, its fields. End-of-sequence and stop tokens are
+            chosen only where it may end. Needs the extra structured.
     Raises:
         ValueError: A value has another type, or is outside its range.
     """
@@ -84,15 +86,19 @@ class SamplingParams:
     repetition_penalty: Annotated[float, number(0, _LARGEST_PENALTY, above=True)] = 1.0
     logprobs: _NumLogprobs = None
     prompt_logprobs: _NumLogprobs = None
+    grammar: Annotated[Grammar | None, optional(instance_of(Grammar))] = None
 
     def __post_init__(self) -> None:
         stop: object = ((self.stop,) if self.stop else ()) if isinstance(self.stop, str) else self.stop
         for name, value in (("stop", stop), ("stop_token_ids", self.stop_token_ids)):
             object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
         object.__setattr__(self, "logit_bias", bias_pairs(self.logit_bias))
+        object.__setattr__(self, "grammar", as_grammar(self.grammar))
         check_fields(rules_of(SamplingParams), vars(self), option_label)
         if self.min_tokens > self.max_new_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens}; max_new_tokens, {self.max_new_tokens}, is the most")
+        if self.ignore_eos and self.grammar is not None:
+            raise ValueError("ignore_eos is True; a request with a grammar ends where the grammar does")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object], defaults: "SamplingParams") -> "SamplingParams":
@@ -124,10 +130,12 @@ class SamplingParams:
         return np.array(ids, dtype=np.int64), np.array(numbers, dtype=np.float32)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise ValueError if logit_bias has a token that the model does not have."""
-        outside = [token for token in self.biases[0].tolist() if token >= vocab_size]
-        if outside:
-            raise ValueError(f"logit_bias has token id {outside[0]}; the model's vocabulary is [0, {vocab_size})")
+        """Raise ValueError if logit_bias or the grammar has a token that the model does not have."""
+        marker = () if self.grammar is None else self.grammar.starts_after
+        for name, tokens in (("logit_bias", self.biases[0].tolist()), ("grammar.starts_after", marker)):
+            outside = [token for token in tokens if token >= vocab_size]
+            if outside:
+                raise ValueError(f"{name} has token id {outside[0]}; the model's vocabulary is [0, {vocab_size})")
 
     def at_most(self, num_tokens: int) -> Self:
         """Return these params with at most num_tokens new tokens."""
@@ -172,78 +180,5 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[
 
             sampling.draw(logits, tokens, at, numbers, limits)
         else:
-            tokens[at] = _draw(logits[at], numbers, limits)
+            tokens[at] = draw_tokens(logits[at], numbers, limits)
     return tokens.where(best - best == 0, NOT_FINITE)
-
-
-def _draw(logits: Tensor, numbers: Tensor, top_k: Tensor) -> Tensor:
-    """Invert each row's cumulative distribution, in the vocabulary's order, at a number in [0, 1).
-
-    In this order a small change of the logits moves every boundary between tokens a little, and seldom past the number.
-    Probability masses are whole numbers, 2^44 for the best token, so that no sum depends on its order (a vocabulary of
-    2^18 tokens fits): devices differ by the last bit of an exponential at most, 1 in few masses. Tokens whose
-    probability is below 2^-44 of the best one's are never drawn. A row with NaN may yield any token.
-
-    Args:
-        logits: [n, vocab] float32.
-        numbers: [n, 3] float64: temperature, top_p, the number.
-        top_k: [n] int64, at most vocab.
-    Returns:
-        [n] int64.
-    """
-    temperature, top_p, uniform = numbers.split(1, dim=-1)
-    scores = logits.double()
-    scores -= scores.amax(-1, keepdim=True)  # before the division: a tiny temperature may overflow, to -inf only
-    scores /= temperature
-    masses = (scores.exp().nan_to_num(0.0) * _ONE).long()
-    if largest := int(top_k.max()):
-        best = logits.topk(largest).values.gather(-1, (top_k[:, None] - 1).clamp(min=0))
-        masses = masses.where((logits >= best) | (top_k[:, None] == 0), 0)  # ties with the last one stay
-    if (top_p < 1).any():
-        masses = masses.where(_nucleus(logits, masses, top_p), 0)
-    cumulative = masses.cumsum(-1)
-    total = cumulative[:, -1:]
-    targets = (uniform * total).long().minimum(total - 1)  # the product may round to the total
-    return torch.searchsorted(cumulative, targets, right=True).squeeze(-1)
-
-
-def _nucleus(logits: Tensor, masses: Tensor, top_p: Tensor) -> Tensor:
-    """Return the mask of tokens that top-p keeps; among equal logits the lowest ids are kept first.
-
-    The mask is computed without sorting, from the logits' order as whole numbers.
-
-    Args:
-        logits: [n, vocab] float32.
-        masses: [n, vocab] int64, in the same order; 0 for tokens that are left out already.
-        top_p: [n, 1] float64.
-    """
-    bits = (logits + 0.0).view(torch.int32).long()  # the zeros are equal
-    ranks = torch.where(bits < 0, bits + (1 << 32), (1 << 31) - 1 - bits)  # 0 for the greatest float32
-    total = masses.sum(-1, keepdim=True)
-    wanted = (total * top_p).ceil().long().minimum(total)
-    last, mass_before = _find_last(ranks, masses, wanted)
-    is_last = ranks == last
-    mass_before = mass_before + (is_last.cumsum(-1) - 1) * masses  # valid for tokens with the last rank
-    return (ranks < last) | (is_last & (mass_before < wanted)) | (top_p >= 1)
-
-
-def _find_last(ranks: Tensor, weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the rank at which the weights of the lowest ranks reach a sum, digit by digit.
-
-    Args:
-        ranks: [n, vocab] int64 in [0, 2^32).
-        weights: [n, vocab] int64, not negative.
-        wanted: [n, 1] int64, at most the sum of all.
-    Returns:
-        [n, 1] int64 the rank; [n, 1] int64 the sum before it.
-    """
-    last, before = torch.zeros_like(wanted), torch.zeros_like(wanted)
-    for shift, size in _DIGITS:
-        digits = ranks >> shift & (size - 1)
-        sums = weights.new_zeros(len(ranks), size).scatter_add_(-1, digits, weights)
-        reached = sums.cumsum(-1)
-        digit = (reached < wanted - before).sum(-1, keepdim=True).clamp(max=size - 1)
-        last += digit << shift
-        before += (reached - sums).gather(-1, digit)
-        weights = weights.where(digits == digit, 0)
-    return last, before

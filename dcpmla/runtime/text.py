@@ -57,7 +57,7 @@ class TextStream:
         self._num_exempt = 0  # characters of the held text that no stop string may end in
         self._held = ""
         self._pieces: list[str] = []
-        self.stopped = False
+        self.stopped, self.stop_string = False, ""  # the stop string that ended the text
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]) -> Self:
@@ -95,8 +95,8 @@ class TextStream:
         starts = [(text.find(stop, max(0, self._num_exempt + 1 - len(stop))), stop) for stop in self._stop]
         ends = [(start + len(stop), start) for start, stop in starts if start >= 0]
         if ends:
-            self.stopped = True
-            num_given = min(ends)[0 if self._includes_stop else 1]
+            self.stopped, (end, start) = True, min(ends)
+            self.stop_string, num_given = text[start:end], end if self._includes_stop else start
         else:
             num_given = len(text) if is_end else len(text) - self._num_held(text)
         self._held = text[num_given:]

@@ -17,17 +17,22 @@ def guarded(app: ASGIApp, api_key: str | None, allowed_origins: Sequence[str]) -
     A browser's preflight request has no key and needs none.
     """
     if api_key is not None:
-        app = _with_key(app, f"Bearer {api_key}".encode())
+        app = _with_key(app, api_key.encode())
     return CORSMiddleware(app, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"])
 
 
-def _with_key(app: ASGIApp, expected: bytes) -> ASGIApp:
-    """Return an application that asks for the API key, except on routes of a server's health."""
-    error = ApiError(401, "give the server's API key: Authorization: Bearer KEY", code="invalid_api_key")
+def _with_key(app: ASGIApp, key: bytes) -> ASGIApp:
+    """Return an application that asks for the API key, except on routes of a server's health.
+
+    Clients of OpenAI's API give it as a bearer, those of Anthropic's in a header of its own.
+    """
+    error = ApiError(401, "give the server's API key: Authorization: Bearer KEY, or x-api-key", code="invalid_api_key")
+    expected = ((b"authorization", b"Bearer " + key), (b"x-api-key", key))
 
     async def check_key(scope: Scope, receive: Receive, send: Send) -> None:
-        key = dict(scope.get("headers", [])).get(b"authorization", b"")
-        is_allowed = scope["type"] != "http" or scope["path"] in _OPEN or hmac.compare_digest(key, expected)
-        await (app if is_allowed else error.response())(scope, receive, send)
+        headers = dict(scope.get("headers", []))
+        has_key = any(hmac.compare_digest(headers.get(name, b""), value) for name, value in expected)
+        is_allowed = scope["type"] != "http" or scope["path"] in _OPEN or has_key
+        await (app if is_allowed else error.response(scope["path"]))(scope, receive, send)
 
     return check_key

@@ -1,6 +1,5 @@
-"""Answers in OpenAI's shapes: completions and chat completions, whole and in chunks."""
+"""Answers in OpenAI's shape of completions, whole and in chunks."""
 
-import json
 import time
 import uuid
 from collections.abc import Sequence
@@ -8,18 +7,13 @@ from dataclasses import dataclass, field, replace
 
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.runtime.text import TokenOffsets
+from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Output
 from dcpmla.serving.prompts import Prompt, Texts
 from dcpmla.serving.shown import Json, Shown, Usage
 
 _LEAST = -9999.0
-DONE = "data: [DONE]\n\n"
 _NUM_LAST = 256  # tokens of a prompt, more than the offsets of new ones depend on (`TokenOffsets`)
-
-
-def event(value: Json) -> str:
-    """Return an object as a server-sent event."""
-    return f"data: {json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n"
 
 
 @dataclass
@@ -45,6 +39,8 @@ class Answers:
 
     prefix = "cmpl-"
     kind = chunk_kind = "text_completion"
+    part = "text"  # field of a choice's chunk that has the new text
+    ending = "data: [DONE]\n\n"
 
     def __post_init__(self) -> None:
         lengths = [len(prompt.token_ids) for prompt in self.prompts]
@@ -71,21 +67,25 @@ class Answers:
         """Return the chunks that come before any token."""
         return []
 
-    def chunk(self, index: int, output: Output) -> Json | None:
-        """Return the chunk with an output of a choice, None if there is nothing to show yet."""
+    def chunks(self, index: int, output: Output) -> list[Json]:
+        """Return the chunk with an output of a choice, none if there is nothing to show yet."""
         is_first, output = self._counted(index, output)
         logprobs = self._logprobs(index, output)
         has_tokens = self.shown.token_ids and output.token_ids
-        if not (output.text or logprobs or output.finish_reason or has_tokens):
-            return None
         choice = self._choice(index, output, logprobs, is_chunk=True)
-        return self._chunk_of({**choice, **self._extras(index, output, is_first)})
+        if not (choice[self.part] or logprobs or output.finish_reason or has_tokens):
+            return []
+        return [self._chunk_of({**choice, **self._extras(index, output, is_first)})]
 
     def last_chunks(self) -> list[Json]:
         """Return the chunks that come after all tokens."""
         if not self.shown.usage_at_end:
             return []
         return [{**self._around([], self.chunk_kind), "usage": self.usage.body()}]
+
+    def error(self, error: ApiError) -> Json:
+        """Return the chunk of an error, which is the last one."""
+        return error.body()
 
     def _chunk_of(self, choice: Json) -> Json:
         chunk = self._around([choice], self.chunk_kind)
@@ -159,7 +159,7 @@ class Answers:
             offsets = [min(offset, length) for offset in offsets]
         return {
             "tokens": [text for text, _ in tokens],
-            "token_logprobs": [None if entry.logprob is None else _in_json(entry.logprob) for _, entry in tokens],
+            "token_logprobs": [None if entry.logprob is None else in_json(entry.logprob) for _, entry in tokens],
             "top_logprobs": [self._alternatives(entry) for _, entry in tokens],
             "text_offset": offsets,
         }
@@ -170,7 +170,7 @@ class Answers:
             return None  # the first token of a prompt
         best: dict[str, float] = {}
         for token_id, logprob in (*entry.top[: self.shown.num_logprobs], (entry.token_id, entry.logprob)):
-            best.setdefault(self.texts.token(token_id), _in_json(logprob))
+            best.setdefault(self.texts.token(token_id), in_json(logprob))
         return best
 
     def _ranked(self, entry: TokenLogprobs) -> Json | None:
@@ -181,7 +181,7 @@ class Answers:
         ranks = {token_id: rank for rank, (token_id, _) in enumerate(top, start=1)}
         return {
             str(token_id): {
-                "logprob": _in_json(value),
+                "logprob": in_json(value),
                 "rank": ranks.get(token_id),
                 "decoded_token": self.texts.token(token_id),
             }
@@ -189,52 +189,6 @@ class Answers:
         }
 
 
-class ChatAnswers(Answers):
-    """The choices of a chat completion."""
-
-    prefix = "chatcmpl-"
-    kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
-
-    def first_chunks(self) -> list[Json]:
-        delta = {"role": "assistant", "content": ""}
-        chunks = [
-            self._chunk_of({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
-            for index in range(self.num_choices)
-        ]
-        if self.shown.token_ids:
-            chunks[0]["prompt_token_ids"] = self._prompt_token_ids[0]
-        return chunks
-
-    def _extras(self, index: int, output: Output, is_first: bool) -> Json:
-        return {"token_ids": list(output.token_ids)} if self.shown.token_ids else {}
-
-    def _whole_extras(self, output: Output) -> Json:
-        return self._prompt_extras(0, output)
-
-    def _choice(self, index: int, output: Output, logprobs: Json | None, is_chunk: bool) -> Json:
-        message = {"content": output.text} if is_chunk else {"role": "assistant", "content": output.text}
-        key = "delta" if is_chunk else "message"
-        return {"index": index, key: message, "logprobs": logprobs, "finish_reason": output.finish_reason}
-
-    def _logprobs(self, index: int, output: Output) -> Json | None:
-        if self.shown.num_logprobs is None:
-            return None
-        content = [
-            {
-                **self._token(entry.token_id, entry.logprob or 0.0),
-                "top_logprobs": [self._token(token_id, logprob) for token_id, logprob in entry.top],
-            }
-            for entry in output.logprobs
-        ]
-        return {"content": content}
-
-    def _token(self, token_id: int, logprob: float) -> Json:
-        text = self.texts.token(token_id)
-        # A token that is a part of a character has no text; which bytes it is, the tokenizer does not say.
-        return {"token": text, "logprob": _in_json(logprob), "bytes": None if "\ufffd" in text else list(text.encode())}
-
-
-def _in_json(logprob: float) -> float:
+def in_json(logprob: float) -> float:
     """Return a log probability as a number of JSON, which has no infinity, as vLLM does."""
     return min(logprob, 0.0) if logprob > _LEAST else _LEAST  # also for NaN

@@ -1,56 +1,51 @@
 """The HTTP API: its routes over an engine."""
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from importlib import metadata
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.access import guarded
-from dcpmla.serving.answers import Answers, ChatAnswers
+from dcpmla.serving.answers import Answers
+from dcpmla.serving.anthropic_body import CountBody, MessagesBody
+from dcpmla.serving.anthropic_reply import messages_reply
+from dcpmla.serving.chat_answers import chat_answers
+from dcpmla.serving.chat_body import ChatBody, ChatRequest, TokenizeBody
+from dcpmla.serving.chats import Chats
 from dcpmla.serving.client import Engine
 from dcpmla.serving.connections import Limits
 from dcpmla.serving.errors import ApiError
-from dcpmla.serving.prompts import Texts
-from dcpmla.serving.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
-from dcpmla.serving.replies import EventStream, collect, events, while_connected
+from dcpmla.serving.prompts import Prompt, Texts
+from dcpmla.serving.protocol import CompletionBody, DetokenizeBody
+from dcpmla.serving.reader import AnswerReader
+from dcpmla.serving.receive import Receiver
+from dcpmla.serving.replies import EventStream, Reply, collect, events, while_connected
+from dcpmla.serving.responses_body import ResponsesBody
+from dcpmla.serving.responses_reply import responses_reply
+from dcpmla.serving.settings import Settings
+from dcpmla.serving.structured import GrammarChecks
 
 _NUM_NEW = 16  # new tokens of a completion without max_tokens
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The user's choices.
-
-    Attributes:
-        name: Name of the model.
-        api_key: Key that every route except /health and /ping requires, None for no key.
-        request_timeout: Maximum duration of one request, in seconds.
-        allowed_origins: Origins whose web pages may use the server; "*" is any.
-    """
-
-    name: str
-    api_key: str | None
-    request_timeout: float
-    allowed_origins: Sequence[str] = ("*",)
+Chat = TypeVar("Chat", bound=ChatRequest)
 
 
 class Api:
     """The routes over an engine."""
 
     def __init__(self, engine: Engine, settings: Settings, limits: Limits) -> None:
-        self._engine, self._settings, self._limits, self._created = engine, settings, limits, int(time.time())
-        self._num_body_bytes = 0  # Bodies of all requests that are being received or tokenized.
+        self._engine, self._settings, self._created = engine, settings, int(time.time())
+        self._receiver = Receiver(limits)
+        self._form: Chats | None = None
+        self._checks = GrammarChecks()
 
     def app(self) -> ASGIApp:
         """Return the application."""
@@ -63,6 +58,9 @@ class Api:
             Route("/v1/models/{name:path}", self.model),
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+            Route("/v1/responses", self.responses, methods=["POST"]),
+            Route("/v1/messages", self.messages, methods=["POST"]),
+            Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
         ]
@@ -100,7 +98,7 @@ class Api:
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
         self._engine.check_room(1)
-        async with self._body(request, CompletionBody) as body:
+        async with self._receiver.body(request, CompletionBody) as body:
             texts = self._texts(body.model)
             self._engine.check_room(len(body.prompts) * body.num_choices)
             max_tokens = _NUM_NEW if body.token_limit is None else body.token_limit
@@ -110,33 +108,39 @@ class Api:
             body.prompt = ""  # The answer may take minutes.
         prompt_logprobs = [num for num in (body.logprobs if echo else None, body.prompt_logprobs) if num is not None]
         params = body.params(num_new, body.logprobs, max(prompt_logprobs, default=None))
+        await self._checks.check(params.grammar, body.grammar_source, self._engine.ready())
         shown = body.shown(echo=echo, num_logprobs=body.logprobs, drops_new=max_tokens == 0)
         answers = Answers(texts, self._settings.name, prompts, body.num_choices, shown)
-        return await self._answer(request, body, answers, params)
+        num_kept_characters = sum(len(prompt.text) for prompt in prompts) if echo else 0
+        return await self._answer(request, body, answers, params, num_kept_characters)
 
     async def chat_completions(self, request: Request) -> Response:
-        """Continue a conversation."""
-        self._engine.check_room(1)
-        async with self._body(request, ChatBody) as body:
-            texts = self._texts(body.model)
-            longest, adds_special = self._engine.ready().max_model_len, bool(body.add_special_tokens)
-            num_kept = body.num_kept_tokens(longest, body.token_limit or 1)
-            prompt = await texts.chat(body.messages, body.chat_template_kwargs, body.template(), adds_special, num_kept)
-            body.messages.clear()  # The answer may take minutes.
-        max_tokens = body.token_limit or longest - len(prompt.token_ids)
-        shown = body.shown(echo=False, num_logprobs=body.num_logprobs, drops_new=False)
-        answers = ChatAnswers(texts, self._settings.name, [prompt], body.num_choices, shown)
-        params = body.params(max_tokens, body.num_logprobs, body.prompt_logprobs)
-        return await self._answer(request, body, answers, params)
+        """Continue a conversation of chat completions."""
+        return await self._chat(request, ChatBody, chat_answers)
+
+    async def responses(self, request: Request) -> Response:
+        """Continue a conversation of responses."""
+        return await self._chat(request, ResponsesBody, responses_reply)
+
+    async def messages(self, request: Request) -> Response:
+        """Continue a conversation of Anthropic's messages."""
+        return await self._chat(request, MessagesBody, messages_reply)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Return the number of tokens of a conversation of Anthropic's messages."""
+        self._engine.ready()
+        async with self._receiver.body(request, CountBody) as body:
+            self._texts(body.model)
+            prompt = await self._chats().prompt(body.conversation())
+        return JSONResponse({"input_tokens": len(prompt.token_ids)})
 
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a text, or of a conversation."""
         self._engine.ready()
-        async with self._body(request, TokenizeBody) as body:
+        async with self._receiver.body(request, TokenizeBody) as body:
             texts, adds_special = self._texts(body.model), bool(body.add_special_tokens)
             if body.messages is not None:
-                arguments = body.template()
-                tokens = (await texts.chat(body.messages, body.chat_template_kwargs, arguments, adds_special)).token_ids
+                tokens = (await self._chats().prompt(body.conversation_of(body.messages), adds_special)).token_ids
             else:
                 tokens = await texts.encode(body.prompt or "", body.add_special_tokens is not False)
         return JSONResponse(
@@ -146,43 +150,8 @@ class Api:
     async def detokenize(self, request: Request) -> Response:
         """Return the text of tokens."""
         self._engine.ready()
-        async with self._body(request, DetokenizeBody) as body:
+        async with self._receiver.body(request, DetokenizeBody) as body:
             return JSONResponse({"prompt": await self._texts(body.model).decode(body.tokens)})
-
-    @asynccontextmanager
-    async def _body(self, request: Request, kind: type[Body]) -> AsyncIterator[Body]:
-        """Receive and parse a body, which counts towards the total until the end of the block.
-
-        Raises:
-            ApiError: The body is too long, too slow or wrong, or the bodies of other requests leave no room.
-        """
-        content = bytearray()
-        try:
-            await self._receive(request, content)
-            yield parse(kind, content)
-        finally:
-            self._num_body_bytes -= len(content)
-
-    async def _receive(self, request: Request, content: bytearray) -> None:
-        self._check_length(int(request.headers.get("content-length", 0)))
-        try:
-            async with asyncio.timeout(self._limits.body_seconds):
-                async for part in request.stream():
-                    content += part
-                    self._num_body_bytes += len(part)
-                    self._check_length(len(content))
-        except TimeoutError:
-            raise ApiError(408, "the body takes too long", headers={"Connection": "close"}) from None
-        except ClientDisconnect:
-            raise ApiError(400, "the body is not complete") from None
-
-    def _check_length(self, length: int) -> None:
-        """Raise ApiError for a body that is too long, or where all bodies together are."""
-        if length > self._limits.body_bytes:
-            raise ApiError(413, f"the body has more than {self._limits.body_bytes:,} bytes")
-        if self._num_body_bytes > self._limits.total_bytes:
-            words = f"requests that are being received have more than {self._limits.total_bytes:,} bytes; try again"
-            raise ApiError(503, words, code="overloaded", headers={"Retry-After": "1"})
 
     def _texts(self, name: str | None) -> Texts:
         """Return the tokenizer of the model that a client names, or of the one there is."""
@@ -192,26 +161,79 @@ class Api:
             raise ApiError(404, words, param="model", code="model_not_found")
         return Texts(model)
 
-    async def _answer(
-        self, request: Request, body: CompletionBody | ChatBody, answers: Answers, params: SamplingParams
+    async def _chat(
+        self,
+        request: Request,
+        kind: type[Chat],
+        reply: Callable[[Chat, Texts, str, list[Prompt], list[AnswerReader]], Reply],
     ) -> Response:
+        """Continue a conversation in the shape of any route."""
+        self._engine.check_room(1)
+        async with self._receiver.body(request, kind) as body:
+            texts, chats, sampling = self._texts(body.model), self._chats(), body.sampling
+            longest, limit = self._engine.ready().max_model_len, sampling.token_limit
+            num_kept = sampling.num_kept_tokens(longest, limit or 1)
+            conversation = body.conversation()
+            prompts = [await chats.prompt(conversation, body.adds_special_tokens, num_kept)]
+        skips = not sampling.shows_special_tokens
+        readers = [chats.reader(conversation, prompts[0], skips) for _ in range(sampling.num_choices)]
+        limit = limit or longest - len(prompts[0].token_ids)
+        params = sampling.params(limit, body.num_logprobs, sampling.prompt_logprobs)
+        use, source = conversation.tool_use, sampling.grammar_source
+        grammar = await chats.grammars.grammar(use, prompts[0], params.grammar, source)
+        del conversation, use  # The answer may take minutes.
+        if grammar is not None:
+            if params.ignore_eos:
+                words = "ignore_eos is true; an answer with required or strict calls ends where its grammar does"
+                raise ApiError(400, words, param="ignore_eos")
+            params = replace(params, grammar=grammar)
+        if chats.has_format:
+            params = replace(params, skip_special_tokens=False)
+        return await self._answer(request, body, reply(body, texts, self._settings.name, prompts, readers), params)
+
+    def _chats(self) -> Chats:
+        """Return the form of the model's conversations."""
+        if self._form is None:
+            settings = self._settings
+            self._form = Chats(
+                self._engine.ready(),
+                settings.chat_template,
+                settings.tool_call_parser,
+                settings.reasoning_parser,
+                self._checks,
+            )
+        return self._form
+
+    async def _answer(
+        self,
+        request: Request,
+        body: CompletionBody | ChatRequest,
+        reply: Reply,
+        params: SamplingParams,
+        num_kept_characters: int = 0,
+    ) -> Response:
+        """Submit prompts, and send the answer.
+
+        Args:
+            num_kept_characters: Characters of the prompts that are kept for the answer.
+        """
         try:
             params.check_vocabulary(self._engine.ready().vocab_size)
         except ValueError as error:
             raise ApiError(400, str(error), param="logit_bias") from error
         generation = self._engine.submit(
-            [prompt.token_ids for prompt in answers.prompts],
+            [prompt.token_ids for prompt in reply.prompts],
             params,
             self._settings.request_timeout,
-            num_choices=body.num_choices,
+            num_choices=reply.num_choices,
             cache_salt=body.cache_salt or "",
-            num_characters=sum(len(prompt.text) for prompt in answers.prompts) if answers.shown.echo else 0,
+            num_characters=num_kept_characters,
         )
-        answers.drop_prompts()
+        reply.drop_prompts()
         if body.stream:
-            return EventStream(generation, events(generation, answers))
+            return EventStream(generation, events(generation, reply))
         with generation:
-            value = await while_connected(request.receive, collect(generation, answers))
+            value = await while_connected(request.receive, collect(generation, reply))
         return Response(status_code=499) if value is None else JSONResponse(value)
 
     async def _refuse(self, request: Request, error: Exception) -> Response:
@@ -223,4 +245,4 @@ class Api:
             case _:
                 found = ApiError(500, "the server has made a mistake; its log says more")
         self._engine.metrics.refused(found.status)
-        return found.response()
+        return found.response(request.url.path)

@@ -1,10 +1,20 @@
-"""Errors in OpenAI's shape."""
+"""Errors in OpenAI's and Anthropic's shapes."""
 
 from collections.abc import Mapping
 
 from starlette.responses import JSONResponse
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_ANTHROPIC_ROUTES = "/v1/messages"
 
 
 class ApiError(Exception):
@@ -31,10 +41,16 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
 
     def body(self) -> dict[str, object]:
-        """Return the JSON object of the error."""
+        """Return the JSON object of the error as OpenAI has it."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        """Return the answer."""
-        return JSONResponse(self.body(), self.status, dict(self.headers or {}))
+    def anthropic_body(self) -> dict[str, object]:
+        """Return the JSON object of the error as Anthropic has it."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def response(self, path: str) -> JSONResponse:
+        """Return the answer in the shape of a path's API."""
+        body = self.anthropic_body() if path.startswith(_ANTHROPIC_ROUTES) else self.body()
+        return JSONResponse(body, self.status, dict(self.headers or {}))

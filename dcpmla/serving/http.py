@@ -10,11 +10,12 @@ from functools import partial
 import uvicorn
 import uvloop
 
-from dcpmla.serving.app import Api, Settings
+from dcpmla.serving.app import Api
 from dcpmla.serving.client import Engine
 from dcpmla.serving.connections import Connection, Limits, limit_connections
 from dcpmla.serving.metrics import Metrics
 from dcpmla.serving.outbox import Outbox
+from dcpmla.serving.settings import Settings
 
 _FLUSH = 3  # Seconds for the remaining answers at the end.
 _POLL = 0.1

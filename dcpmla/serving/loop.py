@@ -6,6 +6,8 @@ The first rank posts the HTTP process's commands, which a step brings to all ran
 import threading
 from dataclasses import replace
 
+from dcpmla.integrations.model_files import read_encoder
+from dcpmla.integrations.open_model import ModelFiles
 from dcpmla.runtime.agreement import News
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.offload import Offload
@@ -55,8 +57,9 @@ class ServingLoop:
             for request in events.finished:
                 self._forget(int(request.request_id))
                 if request.error is not None:
-                    words = str(request.error)
-                    self._outputs.append(Output(int(request.request_id), finish_reason="error", error=words))
+                    reason = None if isinstance(request.error, ValueError) else "error"  # the client's mistake, or not
+                    output = Output(int(request.request_id), finish_reason=reason, error=str(request.error))
+                    self._outputs.append(output)
             self._report()
         if self._frontend is not None:
             self._frontend.send(Stopped())
@@ -129,6 +132,7 @@ class ServingLoop:
                 finish_reason=request.finish_reason,
                 num_cached_tokens=request.num_cached_tokens,
                 prompt_logprobs=_taken(request.prompt_logprobs),
+                stop_string=request.text_stream.stop_string if request.text_stream else "",
             )
         )
 
@@ -157,17 +161,20 @@ class ServingLoop:
         self._frontend.send(Report(outputs, num_bytes, num_running, num_waiting, cache_use, totals, tiers))
 
 
-def started(engine: Engine, tokenizer: object, no_tokenizer: str) -> Started:
+def started(engine: Engine, files: ModelFiles) -> Started:
     """Return the HTTP process's message on an engine."""
     sizes = engine.cache.sizes
     num_cache_tokens = sizes.num_blocks * sizes.block_tokens
     return Started(
-        tokenizer,
-        no_tokenizer,
+        files.tokenizer,
+        files.no_tokenizer,
         engine.model.vocab_size,
         min(engine.max_model_len, num_cache_tokens),
         engine.scheduler.max_num_seqs,
         num_cache_tokens,
+        files.config.model_type,
+        read_encoder(files.directory),
+        no_grammars=engine.grammars.load(),
     )
 
 

@@ -33,6 +33,9 @@ class Started:
         max_model_len: Longest sequence, prompt and new tokens, that the model takes and the cache holds.
         max_num_seqs: Limit of requests that run at the same time.
         num_cache_tokens: Tokens that the whole cache holds.
+        model_type: Name of the model's family in its config.
+        encoder: Text of the checkpoint's own encoder of chats, empty without one.
+        no_grammars: Reason why no request may have a grammar; empty if requests may.
     """
 
     tokenizer: Any
@@ -41,6 +44,9 @@ class Started:
     max_model_len: int
     max_num_seqs: int
     num_cache_tokens: int
+    model_type: str = ""
+    encoder: str = ""
+    no_grammars: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,7 @@ class Output(NamedTuple):
         num_cached_tokens: Tokens of the prompt that an earlier request had computed.
         prompt_logprobs: Log probabilities of the prompt's next tokens, before or with the first new token.
         error: Reason of the finish_reason "error"; without one, the reason for which the engine refuses the request.
+        stop_string: Stop string that ended the request, with the last token; empty for any other end.
     """
 
     request_id: int
@@ -98,6 +105,7 @@ class Output(NamedTuple):
     num_cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     error: str = ""
+    stop_string: str = ""
 
     @property
     def num_tokens(self) -> int:

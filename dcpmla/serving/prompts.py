@@ -1,14 +1,12 @@
-"""Prompts of API requests -> token ids, and back: tokenizer and chat template, off the event loop."""
+"""Prompts of API requests -> token ids, and back: the tokenizer, off the event loop."""
 
 import asyncio
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dcpmla.runtime.admission import check_prompt
 from dcpmla.runtime.text import TokenOffsets, joins_words, unfinished_end
-from dcpmla.serving.conversation import ChatMessage
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Started
 
@@ -22,11 +20,15 @@ class Prompt:
     Attributes:
         text: Text of the request, or the whole characters of its tokens.
         offsets: Index of each token's first character in the text; empty unless the text is wanted.
+        in_reasoning: Whether the prompt opens the reasoning, so that the answer begins inside it.
+        may_reason: Whether the answer may open a reasoning itself.
     """
 
     token_ids: list[int]
     text: str
     offsets: Sequence[int] = ()
+    in_reasoning: bool = False
+    may_reason: bool = False
 
 
 class Texts:
@@ -41,7 +43,8 @@ class Texts:
         self._tokens: dict[int, str] = {}
 
     @property
-    def _tokenizer(self) -> Any:
+    def tokenizer(self) -> Any:
+        """The tokenizer of transformers."""
         if self._model.tokenizer is None:
             words = f"the model's tokenizer does not load ({self._model.no_tokenizer}); give prompts as token ids"
             raise ApiError(400, words, param="prompt")
@@ -58,7 +61,7 @@ class Texts:
             ApiError: The model cannot continue the prompt.
         """
         if isinstance(content, str):
-            prompt = self._checked(await self.encode(content, add_special_tokens), content, num_kept)
+            prompt = await self.encoded(content, add_special_tokens, num_kept)
         else:
             prompt = self._checked(content, "", num_kept)
         return await asyncio.to_thread(self._with_offsets, prompt, add_special_tokens) if wants_text else prompt
@@ -66,46 +69,22 @@ class Texts:
     def _with_offsets(self, prompt: Prompt, add_special_tokens: bool) -> Prompt:
         """Return a prompt with its text, which it may have, and offsets."""
         token_ids, text = prompt.token_ids, prompt.text
-        if text and self._tokenizer.is_fast:
-            encoded = self._tokenizer(text, return_offsets_mapping=True, add_special_tokens=add_special_tokens)
+        if text and self.tokenizer.is_fast:
+            encoded = self.tokenizer(text, return_offsets_mapping=True, add_special_tokens=add_special_tokens)
             return Prompt(token_ids, text, _offsets(encoded))
         if not text:
-            text = self._tokenizer.decode(token_ids).removesuffix(unfinished_end(self._tokenizer, token_ids))
-        offsets = TokenOffsets(self._tokenizer, skip_special_tokens=False)
+            text = self.tokenizer.decode(token_ids).removesuffix(unfinished_end(self.tokenizer, token_ids))
+        offsets = TokenOffsets(self.tokenizer, skip_special_tokens=False)
         return Prompt(token_ids, text, [min(offsets.push(token), len(text)) for token in token_ids])
 
-    async def chat(
-        self,
-        messages: Sequence[ChatMessage],
-        variables: Mapping[str, Any] | None,
-        arguments: Mapping[str, bool],
-        add_special_tokens: bool = False,
-        num_kept: int | None = None,
-    ) -> Prompt:
-        """Return a conversation as the chat template writes it.
+    async def encoded(self, text: str, add_special_tokens: bool, num_kept: int | None) -> Prompt:
+        """Return a prompt of a text.
 
         Args:
-            variables: Variables of the template.
-            arguments: Arguments of the tokenizer's `apply_chat_template`.
-            add_special_tokens: Whether the tokenizer adds its special tokens to the template's.
             num_kept: Number of its last tokens to keep, None for all.
         Raises:
-            ApiError: No template, a template that refuses the messages, a conversation that is too long.
+            ApiError: The model cannot continue the prompt.
         """
-        tokenizer, names = self._tokenizer, dict(variables or {})
-        if not tokenizer.chat_template:
-            raise ApiError(400, "the model's tokenizer has no chat template; use /v1/completions", param="messages")
-        # They are variables of the template, not arguments of the function that renders it.
-        reserved = names.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys()
-        if reserved:
-            raise ApiError(400, f"{min(reserved)} is no variable of a chat template", param="chat_template_kwargs")
-        conversation = [message.for_template(number) for number, message in enumerate(messages)]
-        try:
-            text = await asyncio.to_thread(
-                tokenizer.apply_chat_template, conversation, tokenize=False, **arguments, **names
-            )
-        except Exception as error:  # whatever a template runs into with this client's messages
-            raise ApiError(400, f"the chat template refuses the messages: {error}", param="messages") from error
         return self._checked(await self.encode(text, add_special_tokens), text, num_kept)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -118,7 +97,7 @@ class Texts:
         if len(text) > longest:
             words = f"the prompt has {len(text):,} characters; at most {longest:,} are looked at"
             raise ApiError(400, words, param="prompt", code="context_length_exceeded")
-        encoded = await asyncio.to_thread(self._tokenizer, text, add_special_tokens=add_special_tokens)
+        encoded = await asyncio.to_thread(self.tokenizer, text, add_special_tokens=add_special_tokens)
         return list(encoded["input_ids"])
 
     async def decode(self, token_ids: list[int]) -> str:
@@ -131,22 +110,22 @@ class Texts:
         if outside is not None:
             words = f"token id {outside} is outside the model's vocabulary, [0, {self._model.vocab_size})"
             raise ApiError(400, words, param="tokens")
-        text: str = await asyncio.to_thread(self._tokenizer.decode, token_ids)
+        text: str = await asyncio.to_thread(self.tokenizer.decode, token_ids)
         return text
 
     def token(self, token_id: int) -> str:
         """Return the text of one token inside a text, where a leading space is not dropped."""
         if token_id not in self._tokens:
-            text: str = self._tokenizer.decode([token_id])
-            twice = self._tokenizer.decode([token_id] * 2)
-            if twice == f"{text} {text}" and not joins_words(self._tokenizer):
+            text: str = self.tokenizer.decode([token_id])
+            twice = self.tokenizer.decode([token_id] * 2)
+            if twice == f"{text} {text}" and not joins_words(self.tokenizer):
                 text = f" {text}"
             self._tokens[token_id] = text
         return self._tokens[token_id]
 
     def offsets(self, prompt: Prompt, start: int, skip_special_tokens: bool) -> TokenOffsets:
         """Return the offsets of new tokens after a prompt, from `start` on."""
-        return TokenOffsets(self._tokenizer, prompt.token_ids, start, skip_special_tokens)
+        return TokenOffsets(self.tokenizer, prompt.token_ids, start, skip_special_tokens)
 
     def _checked(self, token_ids: list[int], text: str, num_kept: int | None) -> Prompt:
         if num_kept is not None and len(token_ids) > num_kept:

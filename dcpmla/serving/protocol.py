@@ -1,13 +1,12 @@
 """Bodies of requests in OpenAI's API, checked.
 
-Source: OpenAI's API reference for completions and chat completions; fields beyond it carry vLLM's names.
+Source: OpenAI's API reference for completions; fields beyond it carry vLLM's names.
 """
 
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from dcpmla.serving.conversation import Messages, check_messages
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.refused import check_fields_of_body, check_stream_options
 from dcpmla.serving.sampling_fields import MAX_LOGPROBS, SamplingFields
@@ -18,6 +17,7 @@ from dcpmla.serving.shown import Shown
 _MAX_NUMBERS = 1 << 21  # Constants count as well.
 _MAX_ITEMS = 1 << 18  # Strings (names of fields included), lists and objects.
 
+CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 Body = TypeVar("Body", bound=BaseModel)
 _Path = tuple[int | str, ...]
@@ -32,13 +32,13 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class _Generation(SamplingFields):
+class GenerationFields(SamplingFields):
     """Fields of both kinds of completions besides the sampling fields; null is the default."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = None
+    cache_salt: CacheSalt | None = None
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
 
@@ -75,7 +75,7 @@ class _Generation(SamplingFields):
         )
 
 
-class CompletionBody(_Generation):
+class CompletionBody(GenerationFields):
     """A body of /v1/completions."""
 
     prompt: (
@@ -99,68 +99,6 @@ class CompletionBody(_Generation):
         super().model_post_init(context)
         if self.token_limit == 0 and not self.echo:
             raise ApiError(400, "max_tokens is 0; it must be at least 1, except with echo", param="max_tokens")
-
-
-class TemplateFields(BaseModel):
-    """Fields that control the use of the chat template."""
-
-    model_config = ConfigDict(strict=True)
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-    def template(self) -> dict[str, bool]:
-        """Return arguments of the tokenizer's `apply_chat_template`.
-
-        Raises:
-            ApiError: The final message cannot be both continued and followed by a new one.
-        """
-        if self.add_generation_prompt and self.continue_final_message:
-            words = "continue_final_message and add_generation_prompt are both true; give one of the two"
-            raise ApiError(400, words, param="continue_final_message")
-        continues = bool(self.continue_final_message)
-        adds = not continues if self.add_generation_prompt is None else self.add_generation_prompt
-        return {"add_generation_prompt": adds, "continue_final_message": continues}
-
-
-class ChatBody(_Generation, TemplateFields):
-    """A body of /v1/chat/completions."""
-
-    messages: Messages
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-
-    def model_post_init(self, context: Any, /) -> None:
-        """Raise ApiError as well for alternatives without log probabilities, and if no token is wanted."""
-        super().model_post_init(context)
-        check_messages(self.messages)
-        self.template()
-        if self.top_logprobs and not self.logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-        if self.token_limit == 0:
-            raise ApiError(400, "max_tokens is 0; it must be at least 1", param="max_tokens")
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """Alternatives of each token, or None without log probabilities."""
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-
-class TokenizeBody(TemplateFields):
-    """A body of /tokenize."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-    model: str | None = None
-    prompt: str | None = None
-    messages: Messages | None = None
-    add_special_tokens: bool | None = None
-
-    def model_post_init(self, context: Any, /) -> None:
-        """Raise ApiError if a field would change the tokens and is not served, or for no text or two."""
-        check_fields_of_body(self.model_extra or {})
-        if (self.prompt is None) == (self.messages is None):
-            raise ApiError(400, "give either prompt or messages", param="prompt")
-        check_messages(self.messages or [])
 
 
 class DetokenizeBody(BaseModel):

@@ -1,4 +1,4 @@
-"""Fields of completions and chats that would change an answer, and are not served.
+"""Fields that would change an answer, and are not served: those that all routes refuse.
 
 Sources: OpenAI's API reference; the protocols of vLLM's and SGLang's servers. Other names are ignored.
 """
@@ -16,11 +16,7 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
     # vLLM
@@ -29,13 +25,8 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "chat_template": (),
     "detokenize": (True,),
     "documents": ([],),
-    "guided_choice": (),
     "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "guided_whitespace_pattern": (),
-    "include_reasoning": (True,),
     "kv_transfer_params": ({},),
     "length_penalty": (1,),
     "logits_processors": ([],),
@@ -49,7 +40,6 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "structural_tag": (),
-    "structured_outputs": (),
     "thinking_token_budget": (),
     "truncation_side": ("left",),
     "typical_p": (1,),
@@ -62,12 +52,9 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "custom_logit_processor": (),
     "custom_params": ({},),
     "data_parallel_rank": (),
-    "ebnf": (),
     "extra_key": (),
-    "json_schema": (),
     "lora_path": (),
     "no_stop_trim": (False,),
-    "regex": (),
     "return_cached_tokens_details": (False,),
     "return_hidden_states": (False,),
     "return_routed_experts": (False,),
@@ -80,23 +67,41 @@ _REFUSED: dict[str, tuple[object, ...]] = {
 
 # Fields in a wrong place, or under another API's name, with what to do.
 _MISPLACED = {
+    **{f"guided_{kind}": f"it is {kind} in structured_outputs here" for kind in ("choice", "grammar", "json", "regex")},
+    "ebnf": "it is grammar in structured_outputs here",
+    "json_schema": "it is json in structured_outputs here",
+    "regex": "it is regex in structured_outputs here",
     "continuous_usage_stats": "give it in stream_options",
     "enable_thinking": "give it in chat_template_kwargs",
     "extra_body": "give its fields in the body itself",
     "include_usage": "give it in stream_options",
     "max_new_tokens": "it is max_tokens here",
+    "max_output_tokens": "it is max_tokens here",
     "min_new_tokens": "it is min_tokens here",
     "sampling_params": "give its fields in the body itself",
+    "stop_sequences": "it is stop here",
     "thinking": "give it in chat_template_kwargs",
 }
-# Fields of one route only.
-_OTHER_ROUTE = {
-    "chat_template_kwargs": ({},),
+# Fields of other routes.
+_OTHER_ROUTE: dict[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
+    "add_special_tokens": (),
+    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "echo": (False,),
+    "include_reasoning": (True,),
+    "input": (),
+    "instructions": ("",),
+    "logprobs": (False,),
     "messages": (),
+    "parallel_tool_calls": (True,),
     "prompt": (),
+    "reasoning_effort": (),
+    "return_token_ids": (False,),
+    "stream_options": ({},),
+    "system": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
     "top_logprobs": (0,),
 }
 _STREAM_OPTIONS: dict[str, tuple[object, ...]] = {"include_obfuscation": (False,)}
@@ -106,7 +111,6 @@ _MESSAGE: dict[str, tuple[object, ...]] = {
     "partial": (False,),
     "prefix": (False,),
     "refusal": (),
-    "tool_calls": ([],),
     "tools": ([],),
 }
 
@@ -118,22 +122,28 @@ def check_fields_of_body(fields: Mapping[str, object]) -> None:
             continue
         if name in _MISPLACED:
             raise ApiError(400, f"{name} is not supported; {_MISPLACED[name]}", param=name)
-        _refuse(name, value, _REFUSED.get(name), "leave it out")
-        _refuse(name, value, _OTHER_ROUTE.get(name), "this route does not have it")
+        refuse(name, value, _REFUSED.get(name), "leave it out")
+        refuse(name, value, _OTHER_ROUTE.get(name), "this route does not have it")
 
 
 def check_fields_of_message(fields: Mapping[str, object], path: str) -> None:
     """Raise ApiError if one of a message's fields would change the prompt, and is not served."""
     for name, value in fields.items():
-        _refuse(f"{path}.{name}", value, _MESSAGE.get(name), "leave it out")
+        refuse(f"{path}.{name}", value, _MESSAGE.get(name), "leave it out")
 
 
 def check_stream_options(fields: Mapping[str, object]) -> None:
     """Raise ApiError for an option of streams that is not served."""
     for name, value in fields.items():
-        _refuse(f"stream_options.{name}", value, _STREAM_OPTIONS.get(name, (False,)), "leave it out")
+        refuse(f"stream_options.{name}", value, _STREAM_OPTIONS.get(name, (False,)), "leave it out")
 
 
-def _refuse(path: str, value: object, allowed: tuple[object, ...] | None, words: str) -> None:
+def refuse(path: str, value: object, allowed: tuple[object, ...] | None, words: str) -> None:
+    """Raise ApiError for a value that is not allowed.
+
+    Args:
+        allowed: Values that change nothing, besides null; None if all may.
+        words: Advice for the client.
+    """
     if allowed is not None and value is not None and value not in allowed:
         raise ApiError(400, f"{path} is not supported; {words}", param=path)

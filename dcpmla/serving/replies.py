@@ -1,23 +1,68 @@
 """The ways in which an answer follows the engine: whole, or as a stream of events, while its client is connected."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
-from typing import Any, TypeVar
+import json
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from dcpmla.serving.answers import DONE, Answers, event
 from dcpmla.serving.client import Generation
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Output, joined
+from dcpmla.serving.prompts import Prompt
 from dcpmla.serving.shown import Json
 
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 T = TypeVar("T")
 
 
-async def collect(generation: Generation, answers: Answers) -> Json:
+class Reply(Protocol):
+    """An answer in the shape of one route, as it grows.
+
+    Attributes:
+        prompts: Prompts that it answers.
+        num_choices: Number of answers to each.
+        ending: Text after the last event of a stream.
+    """
+
+    prompts: list[Prompt]
+    num_choices: int
+    ending: str
+
+    def drop_prompts(self) -> None:
+        """Keep only the parts of prompts that the answer needs: it may take minutes."""
+        ...
+
+    def whole(self, outputs: Sequence[Output]) -> Json:
+        """Return the whole answer, from one output for each choice."""
+        ...
+
+    def first_chunks(self) -> list[Json]:
+        """Return the chunks that come before any token."""
+        ...
+
+    def chunks(self, index: int, output: Output) -> list[Json]:
+        """Return the chunks with an output of a choice."""
+        ...
+
+    def last_chunks(self) -> list[Json]:
+        """Return the chunks that come after all tokens."""
+        ...
+
+    def error(self, error: ApiError) -> Json:
+        """Return the chunk of an error, which is the last one."""
+        ...
+
+
+def event(chunk: Json) -> str:
+    """Return a chunk as a server-sent event, named after the chunk's type if it has one."""
+    name = f"event: {chunk['type']}\n" if "type" in chunk else ""
+    return f"{name}data: {json.dumps(chunk, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n"
+
+
+async def collect(generation: Generation, answers: Reply) -> Json:
     """Return the whole answer."""
     outputs: list[list[Output]] = [[] for _ in generation.indices]
     async for index, output in generation.outputs():
@@ -25,20 +70,20 @@ async def collect(generation: Generation, answers: Answers) -> Json:
     return answers.whole([joined(parts) for parts in outputs])
 
 
-async def events(generation: Generation, answers: Answers) -> AsyncIterator[str]:
+async def events(generation: Generation, answers: Reply) -> AsyncIterator[str]:
     """Yield the answer as events; an error is the last one, if one comes."""
     try:
         for chunk in answers.first_chunks():
             yield event(chunk)
         async for index, output in generation.outputs():
-            if (new := answers.chunk(index, output)) is not None:
-                yield event(new)
+            for chunk in answers.chunks(index, output):
+                yield event(chunk)
     except ApiError as error:
-        yield event(error.body())
-        return
-    for chunk in answers.last_chunks():
-        yield event(chunk)
-    yield DONE
+        yield event(answers.error(error))
+    else:
+        for chunk in answers.last_chunks():
+            yield event(chunk)
+        yield answers.ending
 
 
 class EventStream(Response):

@@ -4,10 +4,11 @@ import secrets
 from dataclasses import fields
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, ConfigDict, Field, StringConstraints
 
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.errors import ApiError
+from dcpmla.serving.structured import StructuredFields
 
 MAX_CHOICES = 128  # Answers to one prompt.
 MAX_LOGPROBS = 20  # alternatives of a token
@@ -33,7 +34,7 @@ def _kept(value: int | str) -> int:
     return number
 
 
-class SamplingFields(BaseModel):
+class SamplingFields(StructuredFields):
     """Fields that both kinds of completions have; null is the default."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
@@ -100,11 +101,15 @@ class SamplingFields(BaseModel):
         """Return the parameters that one prompt's requests have in common; without a seed they get a secret one.
 
         Raises:
-            ApiError: More tokens must come than may come.
+            ApiError: More tokens must come than may come, or a field of structured output is wrong.
         """
         if (self.min_tokens or 0) > max_new_tokens:
             words = f"min_tokens is {self.min_tokens}; at most max_tokens, {max_new_tokens}, is allowed"
             raise ApiError(400, words, param="min_tokens")
+        grammar = self.grammar()
+        if self.ignore_eos and grammar is not None:
+            words = f"ignore_eos is true; with {self.grammar_source} an answer ends where its grammar does"
+            raise ApiError(400, words, param="ignore_eos")
         values = {
             "temperature": 1.0,
             **self.model_dump(include={field.name for field in fields(SamplingParams)}, exclude_none=True),
@@ -113,5 +118,6 @@ class SamplingFields(BaseModel):
             "seed": secrets.randbits(32) if self.seed is None else self.seed % _SEEDS,
             "logprobs": logprobs,
             "prompt_logprobs": prompt_logprobs,
+            "grammar": grammar,
         }
         return SamplingParams(**values)

@@ -8,20 +8,29 @@ Json = dict[str, Any]
 
 @dataclass
 class Usage:
-    """Tokens of an HTTP request: prompts once each, new tokens of all choices."""
+    """Tokens of an HTTP request: prompts once each, new tokens of all choices.
+
+    Attributes:
+        cached_tokens: Tokens of prompts that earlier requests had computed.
+        reasoning_tokens: New tokens that are reasoning, None where answers are not parsed.
+    """
 
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int | None = None
 
     def body(self) -> Json:
         """Return OpenAI's object."""
-        return {
+        body: Json = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.reasoning_tokens is not None:
+            body["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return body
 
 
 @dataclass(frozen=True, kw_only=True)

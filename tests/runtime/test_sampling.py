@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from dcpmla.runtime.draws import draw_tokens, nucleus
 from dcpmla.runtime.request import Request, new_generator
-from dcpmla.runtime.sampling import SamplingParams, _draw, _nucleus, sample
+from dcpmla.runtime.sampling import SamplingParams, sample
 from tests.attention.test_small_kernels import compile_for_hopper
 from tests.support.shared_memory import run_interpreted
 
@@ -201,7 +202,7 @@ def test_nucleus_is_that_of_a_stable_sort(seed: int, top_p: float, vocab: int, w
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     probs = ordered.softmax(-1)
     expected = torch.zeros(logits.shape, dtype=torch.bool).scatter_(-1, order, probs.cumsum(-1) - probs < top_p)
-    found = _nucleus(logits, masses, torch.full((2, 1), top_p, dtype=torch.float64))
+    found = nucleus(logits, masses, torch.full((2, 1), top_p, dtype=torch.float64))
     assert torch.equal(found, expected)
 
 
@@ -218,7 +219,7 @@ def test_the_ends_of_the_unit_interval(vocab: int) -> None:
     logits = random_logits(2, seed=4, vocab=vocab)
     logits[:, [0, vocab - 1]] = -torch.inf
     numbers = torch.tensor([[1.0, 1.0, number] for number in (0.0, 1 - 2**-53)], dtype=torch.float64)
-    assert _draw(logits, numbers, torch.zeros(2, dtype=torch.int64)).tolist() == [1, vocab - 2]
+    assert draw_tokens(logits, numbers, torch.zeros(2, dtype=torch.int64)).tolist() == [1, vocab - 2]
 
 
 def check_kernel(device: str, num_rows: int, vocab: int, tile: int = 2048) -> None:
@@ -238,7 +239,7 @@ def check_kernel(device: str, num_rows: int, vocab: int, tile: int = 2048) -> No
     top_p, number = torch.rand(2, num_rows, dtype=torch.float64, generator=generator)
     top_p[::3], top_p[1] = 1.0, 1e-9
     numbers, top_k = torch.stack([temperature, top_p, number], 1), torch.tensor([0, 1, 7, 0, vocab, 20, 0])[row % 7]
-    best, expected = logits.argmax(-1), _draw(logits, numbers, top_k)
+    best, expected = logits.argmax(-1), draw_tokens(logits, numbers, top_k)
     rows = torch.randperm(num_rows, generator=generator)[: num_rows - 1]  # one keeps its best token
     (kept,) = set(row.tolist()) - set(rows.tolist())
     expected[kept] = best[kept]

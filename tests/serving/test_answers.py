@@ -9,14 +9,20 @@ import pytest
 
 from dcpmla.cli.serve import _origin
 from dcpmla.runtime.request import TokenLogprobs
-from dcpmla.serving.answers import Answers, ChatAnswers, event
+from dcpmla.serving.answers import Answers
+from dcpmla.serving.chat_answers import ChatAnswers
+from dcpmla.serving.chat_body import ChatBody
+from dcpmla.serving.chats import Chats
 from dcpmla.serving.client import _check
 from dcpmla.serving.errors import ApiError
-from dcpmla.serving.messages import Output
+from dcpmla.serving.messages import Output, Started
 from dcpmla.serving.prompts import Prompt
-from dcpmla.serving.protocol import ChatBody, parse
+from dcpmla.serving.protocol import parse
+from dcpmla.serving.reader import AnswerReader, HiddenTokens, PlainParser
+from dcpmla.serving.replies import event
 from dcpmla.serving.shown import Shown
 from tests.serving.test_texts import texts_of
+from tests.support.small_tokenizers import tokenizer_of
 
 SHOWN = Shown(echo=True, num_logprobs=2, num_prompt_logprobs=2, token_ids=True, usage_in_chunks=True)
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.reasoning_content %}!{% endif %};{% endfor %}"
@@ -31,11 +37,12 @@ def test_no_number_is_outside_of_json(kind: type[Answers], value: float) -> None
     output = Output(0, "a", (5,), (entry,), "stop", prompt_logprobs=(TokenLogprobs(5, None, ()), entry))
 
     def answers() -> Answers:
-        return kind(texts_of("straddling"), "m", [Prompt([5, 5], "ab", [0, 1])], 1, SHOWN)
+        readers = {"readers": [AnswerReader(PlainParser(), HiddenTokens([]))]} if kind is ChatAnswers else {}
+        return kind(texts_of("straddling"), "m", [Prompt([5, 5], "ab", [0, 1])], 1, SHOWN, **readers)
 
     expected = 0.0 if value == math.inf else -9999.0
-    chunk, whole = answers().chunk(0, output), answers().whole([output])
-    for sent in (json.loads(event(chunk or {}).removeprefix("data: ")), json.loads(json.dumps(whole, allow_nan=False))):
+    (chunk,), whole = answers().chunks(0, output), answers().whole([output])
+    for sent in (json.loads(event(chunk).removeprefix("data: ")), json.loads(json.dumps(whole, allow_nan=False))):
         numbers = json.dumps(sent["choices"][0]["logprobs"])
         assert str(expected) in numbers
         assert "-0.5" in numbers
@@ -57,12 +64,11 @@ def test_errors_of_the_model_are_named() -> None:
 
 def rendered(**fields: Any) -> str:
     """Return the text of the tokens that a chat begins with."""
-    texts = texts_of("straddling")
-    texts._tokenizer.chat_template = TEMPLATE
+    model = Started(tokenizer_of("straddling"), "", 1000, 1000, 4, 1000)
     messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
     body = parse(ChatBody, json.dumps({"messages": messages, **fields}).encode())
-    prompt = asyncio.run(texts.chat(body.messages, None, body.template()))
-    return str(texts._tokenizer.decode(prompt.token_ids))
+    prompt = asyncio.run(Chats(model, TEMPLATE).prompt(body.conversation()))
+    return str(model.tokenizer.decode(prompt.token_ids))
 
 
 def test_generation_prompts_and_continued_messages() -> None:

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dcpmla.serving.chat_body import ChatBody
 from dcpmla.serving.errors import ApiError
-from dcpmla.serving.protocol import ChatBody, CompletionBody, parse
+from dcpmla.serving.protocol import CompletionBody, parse
 from tests.support.servers import KEY, QUESTION, RunningServer
 
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
@@ -109,7 +110,7 @@ def test_a_bad_field_is_named(server: RunningServer, check: None) -> None:
         assert client.post("/v1/completions", json={**GOOD, **neutral}).status_code == 200
         chat = {"messages": [{"role": "user", "content": "x"}]}
         for name, value in [
-            ("tools", [{"type": "function"}]),
+            ("tools", ["x"]),
             ("top_logprobs", 3),
             ("messages", []),
             ("max_tokens", 0),

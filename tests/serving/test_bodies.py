@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from dcpmla.serving.chat_body import ChatBody
 from dcpmla.serving.errors import ApiError
-from dcpmla.serving.protocol import ChatBody, CompletionBody, parse
+from dcpmla.serving.protocol import CompletionBody, parse
 
 MESSAGE = {"role": "user", "content": "x"}
 
@@ -44,5 +45,5 @@ def test_nothing_is_kept_of_unknown_fields() -> None:
         body = parse(kind, json.dumps({**fields, "x": ["y"] * 1000}).encode())
         assert not body.model_extra
     assert '"x"' not in body.model_dump_json().replace('"content":"x"', "")
-    with pytest.raises(ApiError, match="tools is not supported"):
-        parse(ChatBody, json.dumps({**fields, "tools": ["x"]}).encode())
+    with pytest.raises(ApiError, match="functions is not supported"):
+        parse(ChatBody, json.dumps({**fields, "functions": ["x"]}).encode())

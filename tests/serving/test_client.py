@@ -12,13 +12,14 @@ import pytest
 import dcpmla.serving.client as client_module
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.runtime.sampling import SamplingParams
-from dcpmla.serving.app import Api, Settings
+from dcpmla.serving.app import Api
 from dcpmla.serving.client import Engine
 from dcpmla.serving.connections import Limits
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Abort, Output, Report, Started, Submit, merged, unpack_commands
 from dcpmla.serving.metrics import Metrics
 from dcpmla.serving.outbox import Outbox
+from dcpmla.serving.settings import Settings
 
 
 class Wire:

@@ -44,7 +44,7 @@ def choice(family: str, prompt: Prompt, new: list[int], echo: bool, stop: tuple[
             "stop" if is_last else None,
             prompt_logprobs=() if number else scored,
         )
-        (chunk,) = (answers.chunk(0, output) or {})["choices"]
+        (chunk,) = answers.chunks(0, output)[0]["choices"]
         joined["text"] += chunk["text"]
         joined["tokens"] += chunk["logprobs"]["tokens"]
         joined["text_offset"] += chunk["logprobs"]["text_offset"]

@@ -11,7 +11,6 @@ from typing import Any
 import httpx2
 import psutil
 
-from dcpmla.serving.app import Settings
 from dcpmla.serving.connections import Limits
 from dcpmla.serving.frontend import listen
 from dcpmla.serving.http import serve_http
@@ -27,6 +26,7 @@ from dcpmla.serving.messages import (
     pack,
     unpack_commands,
 )
+from dcpmla.serving.settings import Settings
 from tests.support.ranks import start_process
 from tests.support.servers import KEY
 

@@ -145,6 +145,8 @@ class HashDrafter(Drafter):
     """
 
     drafts_always = True
+    vocab_size = VOCAB_SIZE
+    next_token = staticmethod(next_token)
 
     def __init__(
         self, num_speculative_tokens: int, share: float, seed: int = 0, always: bool = False, ahead: bool = False
@@ -169,8 +171,8 @@ class HashDrafter(Drafter):
             sequence += previous.message.tokens[start : start + 1 + num_accepted].tolist()
         start = len(sequence)
         for _ in range(num_wanted if self.always else self.rng.randint(0, num_wanted)):
-            right = next_token(sequence)
-            sequence.append(right if self.rng.random() < self.share else (right + 1) % VOCAB_SIZE)
+            right = self.next_token(sequence)
+            sequence.append(right if self.rng.random() < self.share else (right + 1) % self.vocab_size)
         return sequence[start:]
 
 
@@ -192,7 +194,7 @@ def make_engine(
     *,
     model: HashModel | None = None,
     mesh: Any = MESH,
-    tokenizer: Letters | None = None,
+    tokenizer: Any = None,
     with_graph: bool = False,
     drafter: Drafter | None = None,
     mixed: bool = False,

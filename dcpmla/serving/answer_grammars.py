@@ -1,0 +1,151 @@
+"""Grammars of chats' answers: required calls, strict tools and structured output, after the reasoning."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+
+from dcpmla.runtime.grammar import Grammar
+from dcpmla.serving.call_grammar import Either, Part, Parts, Repeat, Schema, Text, escaped, parts_grammar
+from dcpmla.serving.chat.formats import AnswerFormat
+from dcpmla.serving.chat.writing import WRITINGS
+from dcpmla.serving.errors import ApiError
+from dcpmla.serving.messages import Started
+from dcpmla.serving.prompts import Prompt
+from dcpmla.serving.structured import GrammarChecks, check_support
+from dcpmla.serving.tools import ToolUse
+from dcpmla.serving.written_calls import UnwrittenSchema, written_call
+
+
+class AnswerGrammars:
+    """The grammars of one model's answers.
+
+    Args:
+        calls, reasoning: Formats of calls and of reasoning, None if they are unknown.
+    """
+
+    def __init__(
+        self, model: Started, calls: AnswerFormat | None, reasoning: AnswerFormat | None, checks: GrammarChecks
+    ) -> None:
+        self._model, self._checks = model, checks
+        self._writing = None if calls is None else WRITINGS[calls.name]
+        self._reasoning = None if reasoning is None else reasoning.markup.reasoning
+        self._content_start = "" if reasoning is None else WRITINGS[reasoning.name].content_start
+
+    async def grammar(self, use: ToolUse, prompt: Prompt, asked: Grammar | None, source: str) -> Grammar | None:
+        """Return the grammar of an answer, None for any text.
+
+        A grammar of the client's own, or a regular expression, holds for the whole answer: it cannot call tools.
+
+        Args:
+            asked: Grammar that the client asks for, of which required calls are free.
+            source: Path of the field that has it.
+        Raises:
+            ApiError: It cannot be served; the message has the path of the part of a schema that is at fault.
+        """
+        content = None if asked is None else _part(asked)
+        if asked is not None and not use.required:
+            await self._checks.check(asked, source, self._model)
+        grammar = None if use.required else asked
+        is_own = asked is not None and content is None and not use.required
+        if not is_own and (use.needs_grammar or (asked and (use.tools or prompt.may_reason))):
+            grammar = await self._composed(use, prompt, content)
+        if grammar is None or not prompt.in_reasoning or self._reasoning is None:
+            return grammar
+        end = self._reasoning[1] + self._content_start
+        tokens = self._model.tokenizer.encode(end, add_special_tokens=False)
+        return replace(grammar, starts_after=tuple(tokens))
+
+    async def _composed(self, use: ToolUse, prompt: Prompt, content: Part | None) -> Grammar:
+        """Return the grammar of reasoning that the model may open, and then calls, or content."""
+        needs_calls = bool(use.tools) and self._writing is not None
+        field = "tools" if needs_calls else "response_format"
+        check_support(field, self._model)
+        parts: list[Part] = []
+        if prompt.may_reason and self._reasoning is not None:
+            start, end = self._reasoning
+            parts.append(Either([[start, Text(end)], []]))
+        calls = self._calls(use) if needs_calls else {}
+        options = self._options(use, calls, content)
+        parts.append(Either(options))
+        try:
+            grammar = await asyncio.to_thread(parts_grammar, parts, self._special_tokens)
+            await self._checks.check(grammar, field, self._model)
+        except (ValueError, RecursionError, ApiError) as error:
+            await self._find_fault(use, calls)
+            if isinstance(error, ApiError):
+                raise
+            raise ApiError(400, f"{field}: {error}", param=field) from error
+        return grammar
+
+    def _options(self, use: ToolUse, calls: Mapping[str, Parts], content: Part | None) -> list[Parts]:
+        """Return the forms of an answer after its reasoning."""
+        writing = self._writing
+        end: list[Part] = [Either([[writing.content_end], []])] if writing is not None and writing.content_end else []
+        if writing is None or not calls:
+            return [[content or Text(), *end]]
+        begins = writing.before + writing.opening
+        limit = None if use.is_parallel else 1
+        following: Parts = [Repeat([Either([*calls.values()])], [writing.between + writing.opening], limit)]
+        following = [*following, writing.after]
+        if use.required:
+            return [[begins, *following]]
+        if content is not None:
+            return [[begins, *following], [content, *end]]
+        begins = begins.lstrip("\n")  # Content may end in any way.
+        plain = Text(excludes=[f"(?s:.*){escaped(begins)}(?s:.*)"])
+        return [[Text(begins), *following], [plain, *end]]
+
+    def _calls(self, use: ToolUse) -> dict[str, Parts]:
+        """Return the calls of each function that may be called, by the path of its schema."""
+        assert self._writing is not None
+        calls: dict[str, Parts] = {}
+        for number, tool in enumerate(use.tools):
+            function, path = tool["function"], f"tools.{number}.{use.schema_field}"
+            if use.required and function["name"] not in use.required:
+                continue
+            try:
+                calls[path] = written_call(self._writing, function["name"], function.get("parameters"))
+            except UnwrittenSchema as error:
+                path = ".".join([path, *error.path])
+                raise ApiError(400, f"{path}: {error}", param=path) from error
+        return calls
+
+    async def _find_fault(self, use: ToolUse, calls: Mapping[str, Parts]) -> None:
+        """Raise ApiError with the path of a function's schema if it alone cannot be served."""
+        for number, tool in enumerate(use.tools):
+            path = f"tools.{number}.{use.schema_field}"
+            if path not in calls:
+                continue
+            schema = tool["function"].get("parameters", {})
+            await self._checks.check(Grammar("json_schema", json.dumps(schema)), path, self._model)
+            try:
+                alone = parts_grammar(calls[path], self._special_tokens)
+            except ValueError as error:
+                raise ApiError(400, f"{path}: {error}", param=path) from error
+            await self._checks.check(alone, path, self._model)
+
+    @cached_property
+    def _special_tokens(self) -> dict[str, int]:
+        """Return the ids of special tokens by text, among them those that llguidance takes as special by their form.
+
+        Other added tokens are text to a grammar.
+        """
+        added = [(token.content, number, token) for number, token in self._model.tokenizer.added_tokens_decoder.items()]
+        return {
+            text: number for text, number, token in added if token.special or (text[:1] == "<" and text[-1:] == ">")
+        }
+
+
+def _part(grammar: Grammar) -> Part | None:
+    """Return a grammar as a part of another, None for one that stands alone."""
+    match grammar.kind:
+        case "json_object":
+            return Schema({"type": "object"})
+        case "json_schema":
+            value = json.loads(grammar.text)
+            return Schema(value if isinstance(value, dict) else {})
+        case "choice":
+            return Either([[text] for text in json.loads(grammar.text)])
+    return None

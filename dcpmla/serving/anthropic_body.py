@@ -1,0 +1,212 @@
+"""Bodies of /v1/messages, checked, and the conversations that they are.
+
+Source: Anthropic's API reference of messages.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from dcpmla.serving.chat_body import ChatRequest, Effort
+from dcpmla.serving.conversation import MAX_MESSAGES, Conversation, History, reasoning_part, tool_call
+from dcpmla.serving.errors import ApiError
+from dcpmla.serving.refused import check_fields_of_body, refuse
+from dcpmla.serving.sampling_fields import MAX_TOKENS, SamplingFields, StopText
+from dcpmla.serving.shown import Json
+from dcpmla.serving.tools import Tools, ToolUse, function_tool, tool_use
+
+# Values that change nothing, by field.
+_REFUSED: dict[str, tuple[object, ...]] = {"container": (), "mcp_servers": ([],), "prefill": ()}
+_TOOL: dict[str, tuple[object, ...]] = {"defer_loading": (False,), "input_examples": ([],)}
+_KEPT_THINKING = "clear_thinking_"  # Which reasoning a prompt keeps, the chat template decides.
+
+Blocks = list[dict[str, Any]]
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(strict=True)
+    role: Literal["user", "assistant", "system"]
+    content: str | Blocks
+
+
+class _ToolChoice(BaseModel):
+    model_config = ConfigDict(strict=True)
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class _Thinking(BaseModel):
+    model_config = ConfigDict(strict=True)
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=1)
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class _OutputConfig(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    effort: Effort | None = None
+
+
+class CountBody(ChatRequest):
+    """A body of /v1/messages/count_tokens: a conversation."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    messages: Annotated[list[_Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    system: str | Blocks | None = None
+    tools: Tools | None = None
+    tool_choice: _ToolChoice | None = None
+    thinking: _Thinking | None = None
+    output_config: _OutputConfig | None = None
+    context_management: dict[str, Any] | None = None
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Forget unknown fields.
+
+        Raises:
+            ApiError: A field would change the answer, and is not served.
+        """
+        extra = self.model_extra or {}
+        own = {name: value for name, value in extra.items() if name in _REFUSED}
+        for name, value in own.items():
+            refuse(name, value, _REFUSED[name], "leave it out")
+        check_fields_of_body({name: value for name, value in extra.items() if name not in own})
+        for name in SamplingFields.model_fields.keys() & extra.keys():
+            refuse(name, extra[name], (), "this route does not have it")
+        for name, value in ((self.output_config and self.output_config.model_extra) or {}).items():
+            refuse(f"output_config.{name}", value, (), "leave it out")
+        if not all(map(_keeps_thinking, (self.context_management or {}).values())):
+            raise ApiError(400, "context_management is not supported; leave it out", param="context_management")
+        extra.clear()  # The answer may take minutes.
+
+    def conversation(self) -> Conversation:
+        history = History()
+        if self.system:
+            history.add({"role": "system", "content": _texts(self.system, "system")})
+        for number, message in enumerate(self.messages):
+            _add(history, message, f"messages.{number}")
+        last = self.messages[-1].role == "assistant"
+        if last and "tool_calls" in history.messages[-1]:
+            raise ApiError(400, "the last message has tool_use without a tool_result after it", param="messages")
+        conversation = Conversation(
+            history.messages,
+            self._tool_use(),
+            **self._thinking(),
+            add_generation_prompt=not last,
+            continue_final_message=last,
+        )
+        self.messages.clear()
+        self.system = self.tools = None
+        return conversation
+
+    def _tool_use(self) -> ToolUse:
+        tools = []
+        for number, tool in enumerate(self.tools or []):
+            path = f"tools.{number}"
+            if tool.get("type") not in (None, "custom"):
+                raise ApiError(400, f"{path}: type {tool['type']!r} is not supported; give your own tools", param=path)
+            for field, allowed in _TOOL.items():
+                refuse(f"{path}.{field}", tool.get(field), allowed, "leave it out")
+            tools.append(function_tool({**tool, "parameters": tool.get("input_schema")}, path))
+        chosen = self.tool_choice or _ToolChoice(type="auto")
+        choice: str | Json = "required" if chosen.type == "any" else chosen.type
+        if choice == "tool":
+            choice = {"type": "function", "name": chosen.name}
+        is_strict = any(tool.get("strict") for tool in self.tools or [])
+        is_parallel = not chosen.disable_parallel_tool_use
+        return tool_use(tools, choice, is_parallel, is_strict=is_strict, schema_field="input_schema")
+
+    def _thinking(self) -> dict[str, Any]:
+        """Return the conversation's fields of reasoning."""
+        kind = None if self.thinking is None else self.thinking.type
+        effort = None if self.output_config is None else self.output_config.effort
+        if kind == "disabled":
+            return {"thinking": False}
+        if effort is not None:
+            return {"thinking": True, "effort": effort, "reasoning_field": "output_config.effort"}
+        return {"thinking": kind and True, "reasoning_field": "thinking" if kind == "enabled" else ""}
+
+
+class MessagesBody(CountBody):
+    """A body of /v1/messages."""
+
+    max_tokens: int = Field(ge=1, le=MAX_TOKENS)
+    stop_sequences: Annotated[list[StopText], Field(max_length=16, fail_fast=True)] | None = None
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=MAX_TOKENS)
+
+    @property
+    def sampling(self) -> SamplingFields:
+        fields = self.model_dump(include={"max_tokens", "temperature", "top_p", "top_k"})
+        return SamplingFields.model_validate({**fields, "stop": self.stop_sequences})
+
+
+def _keeps_thinking(edits: Any) -> bool:
+    """Return whether edits of a context are about thinking alone."""
+    kinds = (
+        [edit.get("type") if isinstance(edit, dict) else None for edit in edits] if isinstance(edits, list) else [None]
+    )
+    return all(isinstance(kind, str) and kind.startswith(_KEPT_THINKING) for kind in kinds)
+
+
+def _add(history: History, message: _Message, path: str) -> None:
+    """Add a message to a history: results of tools become messages of their own."""
+    blocks = [{"type": "text", "text": message.content}] if isinstance(message.content, str) else message.content
+    if message.role == "assistant":
+        for number, block in enumerate(blocks):
+            history.add_part(_part(block, f"{path}.content.{number}"))
+        return
+    texts: list[str] = []
+    for number, block in enumerate(blocks):
+        place = f"{path}.content.{number}"
+        if block.get("type") == "tool_result" and message.role == "user":
+            if texts:
+                history.add({"role": "user", "content": "".join(texts)})
+                texts.clear()
+            content = _texts(block.get("content") or "", f"{place}.content")
+            history.add({"role": "tool", "tool_call_id": _field(block, "tool_use_id", place), "content": content})
+        else:
+            texts.append(_texts([block], place))
+    if texts:
+        history.add({"role": message.role, "content": "".join(texts)})
+
+
+def _part(block: Mapping[str, Any], path: str) -> Json:
+    """Return the fields of a message that a block of an answer has."""
+    match block.get("type"):
+        case "thinking":
+            return reasoning_part(_field(block, "thinking", path))
+        case "redacted_thinking":
+            return {}
+        case "tool_use":
+            values = block.get("input")
+            if not isinstance(values, dict):
+                raise ApiError(400, f"{path}.input must be a JSON object", param=f"{path}.input")
+            return {"tool_calls": [tool_call(_field(block, "id", path), _field(block, "name", path), values)]}
+        case _:
+            return {"content": _texts([block], path)}
+
+
+def _texts(content: Any, path: str) -> str:
+    """Return the text of a content: a text or blocks of texts.
+
+    Raises:
+        ApiError: A block is no text.
+    """
+    blocks: Sequence[Any] = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list):
+        raise ApiError(400, f"{path} must be a text or a list of blocks", param=path)
+    for block in blocks:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind != "text":
+            raise ApiError(400, f"{path}: blocks of type {kind!r} are not supported here; give texts", param=path)
+    return "".join(_field(block, "text", path) for block in blocks)
+
+
+def _field(block: Mapping[str, Any], name: str, path: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise ApiError(400, f"{path}.{name} is {value!r:.100}; it must be a string", param=f"{path}.{name}")
+    return value

@@ -1,0 +1,234 @@
+"""The streaming parser of answers: reasoning, content and tool calls of all formats, by their markup."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from dcpmla.serving.chat.arguments import ArgumentReader, CallEnds, JsonArguments, WrappedArguments
+from dcpmla.serving.chat.events import CallPiece, PieceCollector, Pieces
+from dcpmla.serving.chat.markup import Markup, find_first, held_length
+from dcpmla.serving.chat.parameters import ParameterArguments
+
+_CHUNK = 1024  # characters that are searched for markers at once: time grows with the text's length alone
+_NAME = re.compile(r"[\w.:/-]{1,256}")  # names of functions if the request has no tools
+_LONGEST_HEADER = 1024  # characters between a call's start and its arguments
+_PARTIAL_HEADER = re.compile(r"\s*[^\s<>{}]*(?:\s[^\s<>{}]*)?\s*")  # names and numbers, not sentences
+_WRAPPED_START = '{"name":"'
+_WRAPPED_NAME = re.compile(r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")')
+
+
+class _Opening(NamedTuple):
+    """The beginning of a call.
+
+    Attributes:
+        call_id: Id that the model wrote, None if it wrote none.
+        position: Position of the arguments in the text.
+        is_wrapped: Whether the call is a JSON object, whose first field was the name.
+    """
+
+    name: str
+    call_id: str | None
+    position: int
+    is_wrapped: bool = False
+
+
+class MarkupParser:
+    """A parser of one answer. Text that only looks like markup passes as it is.
+
+    A call begins as soon as its header is complete and names a tool of the request. Content that has only white space
+    before or between calls is dropped.
+
+    Args:
+        schemas: JSON schema of each tool's parameters by name; without tools any name is one.
+        make_id: Function that returns a call's id from the function's name, the id that the model wrote (None if none)
+            and the number of calls in the conversation before it.
+        in_reasoning: Whether the answer begins inside the reasoning.
+        parses_calls: Whether calls are parsed; otherwise their markup is text.
+        parses_reasoning: Whether reasoning is parsed; otherwise its markup is text.
+        first_call: Number of calls in the conversation before the answer.
+    """
+
+    def __init__(
+        self,
+        markup: Markup,
+        schemas: Mapping[str, Mapping[str, Any]],
+        make_id: Callable[[str, str | None, int], str],
+        *,
+        in_reasoning: bool,
+        parses_calls: bool,
+        parses_reasoning: bool,
+        first_call: int,
+    ) -> None:
+        self._markup, self._schemas, self._make_id = markup, schemas, make_id
+        self._parses_calls, self._parses_reasoning = parses_calls, parses_reasoning
+        self._first_call = first_call
+        self._ends = CallEnds(markup)
+        self._in_reasoning = in_reasoning and parses_reasoning
+        self._may_reason = parses_reasoning  # until the answer has other text
+        self._in_section = False
+        self._text = ""  # it is not parsed yet
+        self._space = ""  # white space that is content if other content follows
+        self._has_content = False  # since the last call
+        self._after_reasoning = ""
+        self._reader: ArgumentReader | None = None
+        self._num_calls = 0
+        self._out = PieceCollector()
+
+    def push(self, text: str) -> Pieces:
+        """Take the next text of the answer."""
+        for start in range(0, len(text), _CHUNK):
+            self._text += text[start : start + _CHUNK]
+            while self._text and (self._read_text() if self._reader is None else self._read_arguments(self._reader)):
+                pass
+        return self._out.take()
+
+    def finish(self) -> Pieces:
+        """End the answer."""
+        if self._reader is not None:
+            self._out.extend_call(self._reader.finish())
+        else:
+            self._show(self._text)
+        if not self._num_calls:
+            self._out.content += self._released()
+        self._text, self._reader = "", None
+        return self._out.take()
+
+    def _read_arguments(self, reader: ArgumentReader) -> bool:
+        """Read a call's arguments and return whether the call has ended."""
+        json_text, following = reader.push(self._text)
+        self._out.extend_call(json_text)
+        self._text = following or ""
+        if following is not None:
+            self._reader = None
+        return following is not None
+
+    def _read_text(self) -> bool:
+        """Read text up to the next marker, and return whether there may be more markers."""
+        markers, calls = self._markers()
+        next_marker = find_first(self._text, markers)
+        if next_marker is None:
+            before = self._markup.before_calls
+            kept = held_length(self._text, (*markers, *(before + call for call in calls)))
+            self._show(self._cut(len(self._text) - kept))
+            return False
+        position, marker = next_marker
+        if marker in calls:
+            return self._read_call(position, marker)
+        if marker == self._markup.reasoning[0] and self._text[:position].strip():
+            self._show(self._cut(position + len(marker)))  # reasoning comes before content
+            return True
+        self._show(self._cut(position))
+        self._cut(len(marker))
+        if marker == self._markup.reasoning[0]:
+            self._in_reasoning, self._space = True, ""
+        elif marker == self._markup.reasoning[1]:
+            self._in_reasoning = self._may_reason = False
+            self._after_reasoning = self._markup.after_reasoning
+        elif marker == self._markup.section[1]:
+            self._in_section = False
+        return True
+
+    def _markers(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the markers that count now, and the beginnings of calls among them."""
+        markup = self._markup
+        calls = tuple(start for start in (markup.section[0], markup.call[0]) if start and self._parses_calls)
+        start = (markup.reasoning[0],) if self._may_reason else ()
+        if self._in_reasoning:
+            return (*calls, *start, markup.reasoning[1]), calls
+        end = (markup.section[1],) if self._in_section else ()
+        return (*calls, *start, *end, *markup.dropped), calls
+
+    def _read_call(self, position: int, marker: str) -> bool:
+        """Read the beginning of a call at a position, and return whether there may be more markers."""
+        before = self._markup.before_calls
+        start = position - (len(before) if self._text.endswith(before, 0, position) else 0)
+        opening = self._open(position, marker)
+        if opening is True:
+            self._show(self._cut(start))
+            return False
+        if opening is False:
+            self._show(self._cut(position + len(marker)))
+            return True
+        self._show(self._text[:start])
+        self._text = self._text[opening.position :]
+        self._in_reasoning = self._may_reason = self._has_content = False
+        self._in_section = bool(self._markup.section[1])
+        self._space = ""
+        number, self._num_calls = self._num_calls, self._num_calls + 1
+        call_id = self._make_id(opening.name, opening.call_id, self._first_call + number)
+        self._out.calls.append(CallPiece(number, call_id, opening.name, ""))
+        self._reader = self._reader_of(opening)
+        return True
+
+    def _open(self, position: int, marker: str) -> _Opening | bool:
+        """Return the beginning of a call at a marker, False if it is none, True if that needs more text."""
+        markup, text = self._markup, self._text
+        position += len(marker)
+        if marker == markup.section[0]:
+            position += len(text[position:]) - len(text[position:].lstrip())
+            if not text.startswith(markup.call[0], position):
+                return markup.call[0].startswith(text[position:])
+            position += len(markup.call[0])
+        header = text[position:]
+        if markup.wraps and header.lstrip()[:1] in ("", "{"):
+            return self._open_wrapped(position)
+        next_marker = find_first(header, markup.stops)
+        if next_marker is None:
+            name = header[: len(header) - held_length(header, markup.stops)]
+            return len(header) <= _LONGEST_HEADER and bool(_PARTIAL_HEADER.fullmatch(name))
+        length, stop = next_marker
+        match = markup.header.fullmatch(header[:length].strip())
+        if match is None or not self._is_tool(match["name"]):
+            return False
+        end = position + length + (len(stop) if stop == markup.consumed else 0)
+        return _Opening(match["name"], match.groupdict().get("id"), end)
+
+    def _open_wrapped(self, position: int) -> _Opening | bool:
+        """Return the beginning of a call that is a JSON object, as `_open` does."""
+        match = _WRAPPED_NAME.match(self._text, position)
+        if match is not None:
+            try:
+                name = json.loads(match["name"])
+            except ValueError:
+                return False
+            return self._is_tool(name) and _Opening(name, None, match.end(), is_wrapped=True)
+        header = self._text[position:]
+        begun = "".join(header.split())[: len(_WRAPPED_START)]
+        return len(header) <= _LONGEST_HEADER and _WRAPPED_START.startswith(begun)
+
+    def _is_tool(self, name: str) -> bool:
+        return name in self._schemas if self._schemas else bool(_NAME.fullmatch(name))
+
+    def _reader_of(self, opening: _Opening) -> ArgumentReader:
+        if opening.is_wrapped:
+            return WrappedArguments(self._ends)
+        if self._markup.parameters is None:
+            return JsonArguments(self._ends)
+        return ParameterArguments(self._ends, self._markup.parameters, self._schemas.get(opening.name, {}))
+
+    def _cut(self, length: int) -> str:
+        """Remove the beginning of the text that is not parsed yet, and return it."""
+        text, self._text = self._text[:length], self._text[length:]
+        return text
+
+    def _show(self, text: str) -> None:
+        """Add a text to the reasoning or the content; leading white space of content waits for other content."""
+        if self._in_reasoning:
+            self._out.reasoning += text
+            self._may_reason = self._may_reason and not text.strip()
+            return
+        if not self._has_content:
+            visible = text.lstrip()
+            self._space += text[: len(text) - len(visible)]
+            if not visible:
+                return
+            self._has_content, self._may_reason = True, False
+            text = self._released() + visible
+        self._out.content += text
+
+    def _released(self) -> str:
+        """Return the white space that waited, without what separates reasoning from content."""
+        space, self._space = self._space.removeprefix(self._after_reasoning), ""
+        self._after_reasoning = ""
+        return space

@@ -1,0 +1,122 @@
+"""Answers in OpenAI's shape of chat completions, whole and in chunks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dcpmla.serving.answers import Answers, in_json
+from dcpmla.serving.chat.events import CallPiece, Pieces
+from dcpmla.serving.chat_body import ChatBody
+from dcpmla.serving.messages import Output
+from dcpmla.serving.prompts import Prompt, Texts
+from dcpmla.serving.reader import AnswerReader
+from dcpmla.serving.shown import Json
+
+
+@dataclass
+class ChatAnswers(Answers):
+    """The choices of a chat completion as they grow.
+
+    Args:
+        readers: Reader of each choice.
+        shows_reasoning: Whether answers have their reasoning.
+    """
+
+    readers: Sequence[AnswerReader] = field(kw_only=True)
+    shows_reasoning: bool = True
+
+    prefix = "chatcmpl-"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    part = "delta"
+
+    def first_chunks(self) -> list[Json]:
+        delta = {"role": "assistant", "content": ""}
+        chunks = [
+            self._chunk_of({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
+            for index in range(self.num_choices)
+        ]
+        if self.shown.token_ids:
+            chunks[0]["prompt_token_ids"] = self._prompt_token_ids[0]
+        return chunks
+
+    def _extras(self, index: int, output: Output, is_first: bool) -> Json:
+        return {"token_ids": list(output.token_ids)} if self.shown.token_ids else {}
+
+    def _whole_extras(self, output: Output) -> Json:
+        return self._prompt_extras(0, output)
+
+    def _choice(self, index: int, output: Output, logprobs: Json | None, is_chunk: bool) -> Json:
+        reader = self.readers[index]
+        pieces = reader.push(output)
+        self._count_reasoning(index)
+        if not self.shows_reasoning:
+            pieces = pieces._replace(reasoning="")
+        said = {"delta": _delta(pieces)} if is_chunk else {"message": _message(pieces)}
+        return {
+            "index": index,
+            **said,
+            "logprobs": logprobs,
+            "finish_reason": reader.finish_reason(output.finish_reason),
+        }
+
+    def _count_reasoning(self, index: int) -> None:
+        numbers = [reader.num_reasoning_tokens for reader in self.readers]
+        self._usages[index].reasoning_tokens = numbers[index]
+        if numbers[index] is not None:  # all choices have one, or none has
+            self.usage.reasoning_tokens = sum(number or 0 for number in numbers)
+
+    def _logprobs(self, index: int, output: Output) -> Json | None:
+        if self.shown.num_logprobs is None:
+            return None
+        content = [
+            {
+                **self._token(entry.token_id, entry.logprob or 0.0),
+                "top_logprobs": [self._token(token_id, logprob) for token_id, logprob in entry.top],
+            }
+            for entry in output.logprobs
+        ]
+        return {"content": content}
+
+    def _token(self, token_id: int, logprob: float) -> Json:
+        text = self.texts.token(token_id)
+        # A token that is a part of a character has no text; which bytes it is, the tokenizer does not say.
+        return {"token": text, "logprob": in_json(logprob), "bytes": None if "\ufffd" in text else list(text.encode())}
+
+
+def _delta(pieces: Pieces) -> Json:
+    """Return the change of a message that pieces make."""
+    delta: Json = {"content": pieces.content} if pieces.content else {}
+    if pieces.calls:
+        delta["tool_calls"] = [{"index": piece.index, **_call(piece)} for piece in pieces.calls]
+    return {**delta, **_reasoning(pieces)}
+
+
+def _message(pieces: Pieces) -> Json:
+    """Return the message of a whole answer."""
+    content = None if pieces.calls and not pieces.content else pieces.content
+    message: Json = {"role": "assistant", "content": content, **_reasoning(pieces)}
+    if pieces.calls:
+        message["tool_calls"] = [_call(piece) for piece in pieces.calls]
+    return message
+
+
+def _reasoning(pieces: Pieces) -> Json:
+    """Return the reasoning under both names that clients know."""
+    return {"reasoning_content": pieces.reasoning, "reasoning": pieces.reasoning} if pieces.reasoning else {}
+
+
+def _call(piece: CallPiece) -> Json:
+    """Return a piece of a call; the first one has id and name."""
+    if piece.name is None:
+        return {"function": {"arguments": piece.arguments}}
+    call: Json = {"id": piece.call_id, "type": "function"}
+    return {**call, "function": {"name": piece.name, "arguments": piece.arguments}}
+
+
+def chat_answers(
+    body: ChatBody, texts: Texts, model: str, prompts: list[Prompt], readers: list[AnswerReader]
+) -> ChatAnswers:
+    """Return the answers to a body, before any token."""
+    shown = body.shown(echo=False, num_logprobs=body.num_logprobs, drops_new=False)
+    shows_reasoning = body.include_reasoning is not False
+    return ChatAnswers(texts, model, prompts, len(readers), shown, readers=readers, shows_reasoning=shows_reasoning)

@@ -1,0 +1,137 @@
+"""Bodies of chats, checked: the base of all routes' bodies, and the bodies of chat completions.
+
+Source: OpenAI's API reference for chat completions; fields beyond it carry vLLM's names.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from dcpmla.serving.conversation import ChatMessage, Conversation, Messages, check_messages, thinking_of
+from dcpmla.serving.errors import ApiError
+from dcpmla.serving.protocol import CacheSalt, GenerationFields
+from dcpmla.serving.refused import check_fields_of_body
+from dcpmla.serving.sampling_fields import MAX_LOGPROBS, SamplingFields
+from dcpmla.serving.tools import Tools, chat_tools, tool_use
+
+Effort = Annotated[str, StringConstraints(min_length=1, max_length=32)]
+
+
+class ChatRequest(BaseModel):
+    """A body of any route that continues a conversation."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    model: str | None = None
+    stream: bool | None = None
+    cache_salt: CacheSalt | None = None
+
+    @property
+    def sampling(self) -> SamplingFields:
+        """Return the fields that decide which tokens are chosen."""
+        raise NotImplementedError
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Return the number of alternatives of each token, None without log probabilities."""
+        return None
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        """Return whether the tokenizer adds its special tokens to the template's."""
+        return False
+
+    def conversation(self) -> Conversation:
+        """Return the conversation, and forget its fields, because the answer may take minutes.
+
+        Raises:
+            ApiError: A field of a message or tool is wrong.
+        """
+        raise NotImplementedError
+
+
+class ChatFields(BaseModel):
+    """Fields of a conversation, and of how its prompt is written."""
+
+    model_config = ConfigDict(strict=True)
+    tools: Tools | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def conversation_of(self, messages: list[ChatMessage]) -> Conversation:
+        """Return the conversation that messages and fields describe; forget both, because the answer may take minutes.
+
+        Raises:
+            ApiError: The final message cannot be both continued and followed by a new one; a tool or message is wrong.
+        """
+        if self.add_generation_prompt and self.continue_final_message:
+            words = "continue_final_message and add_generation_prompt are both true; give one of the two"
+            raise ApiError(400, words, param="continue_final_message")
+        continues = bool(self.continue_final_message)
+        tools = chat_tools(self.tools or [])
+        is_strict = any(tool["function"].get("strict") for tool in self.tools or [])
+        conversation = Conversation(
+            [message.for_template(number) for number, message in enumerate(messages)],
+            tool_use(tools, self.tool_choice, self.parallel_tool_calls, is_strict=is_strict),
+            self.chat_template_kwargs or {},
+            *thinking_of(self.reasoning_effort),
+            reasoning_field="reasoning_effort",
+            add_generation_prompt=not continues if self.add_generation_prompt is None else self.add_generation_prompt,
+            continue_final_message=continues,
+        )
+        messages.clear()
+        self.tools = self.chat_template_kwargs = None
+        return conversation
+
+
+class ChatBody(GenerationFields, ChatFields, ChatRequest):
+    """A body of /v1/chat/completions."""
+
+    messages: Messages
+    include_reasoning: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Raise ApiError as well for alternatives without log probabilities, and if no token is wanted."""
+        super().model_post_init(context)
+        check_messages(self.messages)
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        if self.token_limit == 0:
+            raise ApiError(400, "max_tokens is 0; it must be at least 1", param="max_tokens")
+
+    @property
+    def sampling(self) -> SamplingFields:
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        return bool(self.add_special_tokens)
+
+    def conversation(self) -> Conversation:
+        return self.conversation_of(self.messages)
+
+
+class TokenizeBody(ChatFields):
+    """A body of /tokenize."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Raise ApiError if a field would change the tokens and is not served, or for no text or two."""
+        check_fields_of_body(self.model_extra or {})
+        if (self.prompt is None) == (self.messages is None):
+            raise ApiError(400, "give either prompt or messages", param="prompt")
+        check_messages(self.messages or [])

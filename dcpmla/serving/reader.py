@@ -1,0 +1,170 @@
+"""Readers of answers: outputs of the engine -> reasoning, content and tool calls."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from dcpmla.runtime.text import TokenOffsets
+from dcpmla.serving.chat.events import AnswerParser, CallPiece, Pieces
+from dcpmla.serving.messages import Output
+
+
+class PlainParser:
+    """A parser of answers whose format is unknown: all text is content."""
+
+    def push(self, text: str) -> Pieces:
+        """Return the text as content."""
+        return Pieces(content=text)
+
+    def finish(self) -> Pieces:
+        """Return nothing: no text was held back."""
+        return Pieces()
+
+
+class ChainedParser:
+    """A parser of answers whose reasoning has one format and whose calls have another."""
+
+    def __init__(self, reasoning: AnswerParser, calls: AnswerParser) -> None:
+        self._reasoning, self._calls = reasoning, calls
+
+    def push(self, text: str) -> Pieces:
+        """Return the pieces that are certain now."""
+        first = self._reasoning.push(text)
+        return joined_pieces([Pieces(first.reasoning), self._calls.push(first.content)])
+
+    def finish(self) -> Pieces:
+        """Return the pieces that were held back."""
+        first = self._reasoning.finish()
+        return joined_pieces([Pieces(first.reasoning), self._calls.push(first.content), self._calls.finish()])
+
+
+class HiddenTokens:
+    """Texts of special tokens that answers do not show."""
+
+    def __init__(self, tokens: Sequence[str]) -> None:
+        self.tokens = sorted(tokens, key=len, reverse=True)  # A token may begin as a longer one does.
+        self.beginnings = {token[:length] for token in tokens for length in range(1, len(token))}
+        self.first_letters = {token[0] for token in tokens}
+        self.longest = max(map(len, tokens), default=0)
+
+
+class _Shown:
+    """A text without hidden tokens, in pieces."""
+
+    def __init__(self, hidden: HiddenTokens) -> None:
+        self._hidden, self._held = hidden, ""
+
+    def push(self, new: str) -> str:
+        """Return the text that is certain now."""
+        hidden, text = self._hidden, self._held + new
+        self._held = ""
+        if not any(letter in text for letter in hidden.first_letters):
+            return text
+        for token in hidden.tokens:
+            if token in text:
+                text = text.replace(token, "")
+        lengths = range(min(len(text), hidden.longest - 1), 0, -1)
+        length = next((length for length in lengths if text[-length:] in hidden.beginnings), 0)
+        self._held = text[len(text) - length :]
+        return text[: len(text) - length]
+
+    def finish(self) -> str:
+        """Return the text that was held back."""
+        text, self._held = self._held, ""
+        return text
+
+
+class AnswerReader:
+    """The reader of one answer.
+
+    Args:
+        parser: Parser of the answer's text, which has special tokens.
+        hidden: Tokens that content and reasoning do not show.
+        offsets: Offsets of tokens in the text, to count the tokens of the reasoning; None if it is not parsed.
+        in_reasoning: Whether the answer begins inside the reasoning.
+        is_parallel: Whether the answer may have several calls; otherwise only the first is kept.
+
+    Attributes:
+        has_calls: Whether a call has begun.
+        num_reasoning_tokens: Tokens of the reasoning and of the markup around it, None if it is not parsed.
+    """
+
+    def __init__(
+        self,
+        parser: AnswerParser,
+        hidden: HiddenTokens,
+        offsets: TokenOffsets | None = None,
+        *,
+        in_reasoning: bool = False,
+        is_parallel: bool = True,
+    ) -> None:
+        self._parser, self._offsets, self._is_parallel = parser, offsets, is_parallel
+        self._reasoning, self._content = _Shown(hidden), _Shown(hidden)
+        self._in_reasoning, self._length = in_reasoning, 0
+        self._starts: deque[int] = deque()  # offsets of tokens whose text has not come
+        self.has_calls = False
+        self.num_reasoning_tokens = None if offsets is None else 0
+
+    def push(self, output: Output) -> Pieces:
+        """Return what an output adds to the answer."""
+        parts = [self._counted(text, num_tokens) for text, num_tokens in self._slices(output)]
+        if output.finish_reason:
+            parts.append(self._parser.finish())
+        pieces = joined_pieces(parts)
+        calls = pieces.calls if self._is_parallel else tuple(call for call in pieces.calls if call.index == 0)
+        self.has_calls = self.has_calls or bool(calls)
+        return self._shown(pieces._replace(calls=calls), bool(output.finish_reason))
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """Return the reason of an answer's end, from the engine's: calls are one."""
+        return "tool_calls" if reason == "stop" and self.has_calls else reason
+
+    def _slices(self, output: Output) -> Iterator[tuple[str, int]]:
+        """Yield the text in slices, each with the number of tokens that begin with it.
+
+        Text is cut up to the first content or call, with which the reasoning ends.
+        """
+        start, end = self._length, self._length + len(output.text)
+        self._length, first, num_tokens = end, start, 0
+        if self._offsets is not None:
+            self._starts.extend(self._offsets.push(token) for token in output.token_ids)
+            while self._offsets is not None and self._starts and (self._starts[0] < end or output.finish_reason):
+                cut = min(self._starts.popleft(), end)
+                if cut > start:
+                    yield output.text[start - first : cut - first], num_tokens
+                    start, num_tokens = cut, 0
+                num_tokens += 1
+        if end > start or num_tokens:
+            yield output.text[start - first :], num_tokens
+
+    def _counted(self, text: str, num_tokens: int) -> Pieces:
+        """Parse a slice, and count its tokens if it belongs to the reasoning."""
+        pieces = self._parser.push(text)
+        if pieces.content or pieces.calls:
+            self._in_reasoning, self._offsets = False, None
+        elif pieces.reasoning:
+            self._in_reasoning = True
+        if self._in_reasoning and self.num_reasoning_tokens is not None:
+            self.num_reasoning_tokens += num_tokens
+        return pieces
+
+    def _shown(self, pieces: Pieces, is_end: bool) -> Pieces:
+        """Return pieces without hidden tokens."""
+        reasoning, content = self._reasoning.push(pieces.reasoning), self._content.push(pieces.content)
+        if is_end or pieces.content or pieces.calls:
+            reasoning += self._reasoning.finish()
+        if is_end or pieces.calls:
+            content += self._content.finish()
+        return Pieces(reasoning, content, pieces.calls)
+
+
+def joined_pieces(parts: Sequence[Pieces]) -> Pieces:
+    """Return pieces that follow each other as one, with one piece for each call."""
+    if len(parts) == 1:
+        return parts[0]
+    calls: list[CallPiece] = []
+    for call in (call for part in parts for call in part.calls):
+        if calls and calls[-1].index == call.index:
+            calls[-1] = calls[-1]._replace(arguments=calls[-1].arguments + call.arguments)
+        else:
+            calls.append(call)
+    return Pieces("".join(part.reasoning for part in parts), "".join(part.content for part in parts), tuple(calls))

@@ -1,0 +1,165 @@
+"""Bodies of /v1/responses, checked, and the conversations that their items are.
+
+Source: OpenAI's API reference of responses. What needs storage is refused by name.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from dcpmla.serving.chat_body import ChatRequest, Effort
+from dcpmla.serving.conversation import (
+    MAX_MESSAGES,
+    Conversation,
+    History,
+    reasoning_part,
+    texts_of,
+    thinking_of,
+    tool_call,
+)
+from dcpmla.serving.errors import ApiError
+from dcpmla.serving.refused import check_fields_of_body, check_stream_options, refuse
+from dcpmla.serving.sampling_fields import MAX_TOKENS, SamplingFields
+from dcpmla.serving.shown import Json
+from dcpmla.serving.tools import Tools, function_tool, tool_use
+
+# Values that change nothing, by field.
+_REFUSED: dict[str, tuple[object, ...]] = {
+    "background": (False,),
+    "background_options": (),
+    "context_management": ([],),
+    "conversation": (),
+    "moderation": (),
+    "previous_response_id": (),
+    "prompt": (),
+    "store": (False,),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+_REASONING = {"context": ("auto",), "mode": ("standard",)}
+_INCLUDED = "reasoning.encrypted_content"  # The reasoning itself is in the item, and may be sent back.
+
+
+class ReasoningFields(BaseModel):
+    """Fields of `reasoning`. There are no summaries: the item has the reasoning itself."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class _TextFields(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    format: dict[str, Any] | None = None
+
+
+class ResponsesBody(ChatRequest):
+    """A body of /v1/responses."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    instructions: str | None = None
+    tools: Tools | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    reasoning: ReasoningFields | None = None
+    text: _TextFields | None = None
+    include: list[str] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    stream_options: dict[str, Any] | None = None
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Forget unknown fields.
+
+        Raises:
+            ApiError: A field would change the answer, or needs storage, and is not served.
+        """
+        extra = self.model_extra or {}
+        for name, value in extra.items():
+            refuse(name, value, _REFUSED.get(name), "this server stores nothing and answers at once; leave it out")
+        check_fields_of_body({name: value for name, value in extra.items() if name not in _REFUSED})
+        for name in SamplingFields.model_fields.keys() & extra.keys():
+            refuse(name, extra[name], (), "this route does not have it")
+        check_stream_options(self.stream_options or {})
+        for name in self.include or []:
+            refuse("include", name, (_INCLUDED,), f"only {_INCLUDED!r} is accepted")
+        if self.text is not None:
+            refuse("text.format", self.text.format, ({"type": "text"},), "leave it out")
+            refuse("text.verbosity", (self.text.model_extra or {}).get("verbosity"), ("medium",), "leave it out")
+        for name, value in ((self.reasoning and self.reasoning.model_extra) or {}).items():
+            refuse(f"reasoning.{name}", value, _REASONING.get(name), "leave it out")
+        extra.clear()  # The answer may take minutes.
+
+    @property
+    def sampling(self) -> SamplingFields:
+        fields = {"max_tokens": self.max_output_tokens, "temperature": self.temperature, "top_p": self.top_p}
+        return SamplingFields.model_validate(fields)
+
+    def conversation(self) -> Conversation:
+        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        messages: list[Json] = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        messages += messages_of(items)
+        tools = []
+        for number, tool in enumerate(self.tools or []):
+            if tool.get("type") != "function":
+                words = f"tools.{number}: type {tool.get('type')!r} is not supported; give functions"
+                raise ApiError(400, words, param=f"tools.{number}")
+            tools.append(function_tool(tool, f"tools.{number}"))
+        self.input = ""
+        effort = None if self.reasoning is None else self.reasoning.effort
+        is_strict = any(tool.get("strict") for tool in self.tools or [])
+        use = tool_use(
+            tools, self.tool_choice, self.parallel_tool_calls, is_strict=is_strict, schema_field="parameters"
+        )
+        thinking, level = thinking_of(effort)
+        return Conversation(messages, use, thinking=thinking, effort=level, reasoning_field="reasoning.effort")
+
+
+def messages_of(items: Sequence[Mapping[str, Any]]) -> list[Json]:
+    """Return the messages that items are. Reasoning, text and calls of one answer are one message.
+
+    Raises:
+        ApiError: An item is of another type, or has a wrong field.
+    """
+    history = History()
+    for number, item in enumerate(items):
+        path, kind = f"input.{number}", item.get("type", "message")
+        if kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant"):
+            history.add_part(_part(kind, item, path))
+        elif kind == "message":
+            history.add({"role": _text(item, "role", path), "content": _content(item, "content", path)})
+        elif kind == "function_call_output":
+            call_id = _text(item, "call_id", path)
+            history.add({"role": "tool", "tool_call_id": call_id, "content": _content(item, "output", path)})
+        else:
+            raise ApiError(400, f"{path}: items of type {kind!r} are not supported", param=path)
+    return history.messages
+
+
+def _part(kind: str, item: Mapping[str, Any], path: str) -> Json:
+    """Return the fields of a message that an item of an answer has."""
+    if kind == "message":
+        return {"content": _content(item, "content", path)}
+    if kind == "reasoning":
+        parts = item.get("content") or item.get("summary") or []
+        if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+            raise ApiError(400, f"{path} has content that is no list of texts", param=path)
+        return reasoning_part("".join(_text(part, "text", path) for part in parts))
+    fields = [_text(item, name, path) for name in ("call_id", "name", "arguments")]
+    return {"tool_calls": [tool_call(*fields)]}
+
+
+def _text(item: Mapping[str, Any], name: str, path: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise ApiError(400, f"{path}.{name} is {value!r:.100}; it must be a string", param=f"{path}.{name}")
+    return value
+
+
+def _content(item: Mapping[str, Any], name: str, path: str) -> str:
+    return "".join(texts_of(item.get(name), f"{path}.{name}"))

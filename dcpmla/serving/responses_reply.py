@@ -1,0 +1,157 @@
+"""Answers in OpenAI's shape of responses, whole and as events."""
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from dcpmla.serving.blocks import Block, BlockReply, Change
+from dcpmla.serving.errors import ApiError
+from dcpmla.serving.messages import Output
+from dcpmla.serving.prompts import Prompt, Texts
+from dcpmla.serving.reader import AnswerReader
+from dcpmla.serving.responses_body import ResponsesBody
+from dcpmla.serving.shown import Json
+
+_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
+_PARTS = {"reasoning": "reasoning_text", "text": "output_text"}  # types of content
+
+
+class ResponsesReply(BlockReply):
+    """A response: an item for each block of the answer."""
+
+    def __init__(self, fields: Json, prompts: list[Prompt], reader: AnswerReader) -> None:
+        super().__init__(prompts, reader)
+        self._fields, self._id, self._created, self._number = fields, uuid.uuid4().hex, int(time.time()), 0
+
+    def whole(self, outputs: Sequence[Output]) -> Json:
+        """Return the response."""
+        for _ in self._changes(outputs[0]):
+            pass
+        return self._response(self._status())
+
+    def first_chunks(self) -> list[Json]:
+        """Return the events before any token."""
+        return [
+            self._event(kind, response=self._response("in_progress"))
+            for kind in ("response.created", "response.in_progress")
+        ]
+
+    def chunks(self, index: int, output: Output) -> list[Json]:
+        """Return the events of an output."""
+        return [event for change in self._changes(output) for event in self._events(change)]
+
+    def last_chunks(self) -> list[Json]:
+        """Return the event of the end."""
+        status = self._status()
+        return [self._event(f"response.{status}", response=self._response(status))]
+
+    def error(self, error: ApiError) -> Json:
+        """Return the event of a response that fails."""
+        failure = {"code": error.code or "server_error", "message": error.message}
+        return self._event("response.failed", response={**self._response("failed"), "error": failure})
+
+    def _status(self) -> str:
+        return "incomplete" if self.finish_reason == "length" else "completed"
+
+    def _response(self, status: str) -> Json:
+        """Return the response with the blocks so far."""
+        is_over, usage = status != "in_progress", self.usage
+        return {
+            "id": f"resp_{self._id}",
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            **self._fields,
+            "output": [self._item(block, status) for block in self.blocks.all],
+            "usage": {
+                "input_tokens": usage.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+                "output_tokens": usage.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
+                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            }
+            if is_over
+            else None,
+        }
+
+    def _event(self, kind: str, **fields: Any) -> Json:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number - 1, **fields}
+
+    def _events(self, change: Change) -> Iterator[Json]:
+        """Yield the events of a change."""
+        block = change.block
+        item: Json = {"output_index": block.index, "item_id": self._item_id(block)}
+        if block.kind != "call":
+            item["content_index"] = 0
+        name = "function_call_arguments" if block.kind == "call" else _PARTS[block.kind]
+        logprobs: Json = {"logprobs": []} if block.kind == "text" else {}
+        match change.action:
+            case "open":
+                yield self._event("response.output_item.added", output_index=block.index, item=self._begun(block))
+                if block.kind != "call":
+                    yield self._event("response.content_part.added", **item, part=_part(block, ""))
+            case "add":
+                yield self._event(f"response.{name}.delta", **item, delta=change.text, **logprobs)
+            case "close":
+                whole = {"arguments": block.text, "name": block.name} if block.kind == "call" else {"text": block.text}
+                yield self._event(f"response.{name}.done", **item, **whole, **logprobs)
+                if block.kind != "call":
+                    yield self._event("response.content_part.done", **item, part=_part(block, block.text))
+                done = self._item(block, self._status())
+                yield self._event("response.output_item.done", output_index=block.index, item=done)
+
+    def _begun(self, block: Block) -> Json:
+        """Return the item of a block that begins."""
+        item = self._item(block, "in_progress")
+        return item if block.kind == "call" else {**item, "content": []}
+
+    def _item(self, block: Block, status: str) -> Json:
+        """Return the item of a block; only the last one may be incomplete."""
+        if status != "in_progress" and block is not self.blocks.all[-1]:
+            status = "completed"
+        item: Json = {"id": self._item_id(block), "status": "incomplete" if status == "failed" else status}
+        match block.kind:
+            case "reasoning":
+                return {**item, "type": "reasoning", "summary": [], "content": [_part(block, block.text)]}
+            case "text":
+                return {**item, "type": "message", "role": "assistant", "content": [_part(block, block.text)]}
+            case "call":
+                call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
+                return {**item, "type": "function_call", **call}
+
+    def _item_id(self, block: Block) -> str:
+        return f"{_PREFIXES[block.kind]}_{self._id}_{block.index}"
+
+
+def _part(block: Block, text: str) -> Json:
+    """Return the content of a block."""
+    part: Json = {"type": _PARTS[block.kind], "text": text}
+    return {**part, "annotations": [], "logprobs": []} if block.kind == "text" else part
+
+
+def responses_reply(
+    body: ResponsesBody, texts: Texts, model: str, prompts: list[Prompt], readers: list[AnswerReader]
+) -> ResponsesReply:
+    """Return the answer to a body, before any token."""
+    reasoning = body.reasoning
+    fields = {
+        "model": model,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": reasoning and reasoning.effort, "summary": reasoning and reasoning.summary},
+        "store": False,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": "disabled",
+    }
+    return ResponsesReply(fields, prompts, readers[0])

@@ -1,0 +1,27 @@
+"""The user's choices for the HTTP process."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The user's choices.
+
+    Attributes:
+        name: Name of the model.
+        api_key: Key that every route except /health and /ping requires, None for no key.
+        request_timeout: Maximum duration of one request, in seconds.
+        allowed_origins: Origins whose web pages may use the server; "*" is any.
+        chat_template: Template in place of the model's, None for that.
+        tool_call_parser: Name of the format of tool calls, None for the model's.
+        reasoning_parser: Name of the format of reasoning, None for the model's.
+    """
+
+    name: str
+    api_key: str | None
+    request_timeout: float
+    allowed_origins: Sequence[str] = ("*",)
+    chat_template: str | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None

@@ -1,0 +1,187 @@
+"""Fields for structured output, as grammars, and the check of a client's grammar outside of all other processes.
+
+Sources: OpenAI's API reference (response_format); the protocol of vLLM's server (structured_outputs).
+"""
+
+import asyncio
+import hashlib
+import json
+import sys
+from collections import OrderedDict
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+import dcpmla.runtime
+from dcpmla.extras import install, missing
+from dcpmla.runtime.grammar import Grammar
+from dcpmla.serving.errors import ApiError
+from dcpmla.serving.messages import Started
+
+_PROGRAM = f"{dcpmla.runtime.__path__[0]}/grammar_text.py"
+_MAX_CHARACTERS = 1 << 16
+_MAX_CHECKS = 2  # at once
+_MAX_KEPT = 1024  # latest grammars that need no other check
+_SECONDS = 20.0  # limit of a check, whose program has its own limit of processor time
+_KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+
+
+class StructuredFields(BaseModel):
+    """Fields that describe the form of an answer; null is the default."""
+
+    model_config = ConfigDict(strict=True)
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+
+    @property
+    def grammar_source(self) -> str:
+        """Return the path of the field that has the grammar."""
+        if self.structured_outputs is None:
+            return "response_format.json_schema.schema"
+        return f"structured_outputs.{next(iter(_entries(self.structured_outputs)), '')}"
+
+    def grammar(self) -> Grammar | None:
+        """Return the grammar that the fields ask for, None for any text.
+
+        Raises:
+            ApiError: A field is wrong, or both ask for a grammar.
+        """
+        grammar = _of_response_format(self.response_format or {"type": "text"})
+        if self.structured_outputs is None:
+            return grammar
+        if grammar is not None:
+            raise ApiError(400, "give response_format or structured_outputs, not both", param="structured_outputs")
+        return _of_structured_outputs(self.structured_outputs)
+
+
+def _of_response_format(value: dict[str, Any]) -> Grammar | None:
+    match value.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return Grammar("json_object")
+        case "json_schema":
+            wrapped = value.get("json_schema")
+            path = "response_format.json_schema"
+            if not isinstance(wrapped, dict) or not isinstance(wrapped.get("schema"), dict):
+                raise ApiError(400, f"{path}.schema is missing; it must be a JSON schema", param=f"{path}.schema")
+            return _grammar("json_schema", wrapped["schema"], f"{path}.schema")
+    words = f"response_format.type is {str(value.get('type'))[:40]!r}; it must be text, json_object or json_schema"
+    raise ApiError(400, words, param="response_format.type")
+
+
+def _of_structured_outputs(value: dict[str, Any]) -> Grammar | None:
+    entries = _entries(value)
+    for name in value:
+        if name not in _KINDS and name != "json_object" and name in entries:
+            path = f"structured_outputs.{name}"
+            raise ApiError(400, f"{path} is not supported; leave it out", param=path)
+    if len(entries) != 1:
+        words = f"structured_outputs has {sorted(entries)}; give one of json, json_object, regex, choice, grammar"
+        raise ApiError(400, words, param="structured_outputs")
+    ((name, content),) = entries.items()
+    path = f"structured_outputs.{name}"
+    if name == "json_object":
+        return Grammar("json_object")
+    if name == "json" and isinstance(content, str):
+        try:
+            content = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"{path} is a text that is no JSON: {error}", param=path) from None
+    return _grammar(_KINDS[name], content, path)
+
+
+def _entries(value: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of structured_outputs that are set."""
+    return {name: content for name, content in value.items() if content is not None and content is not False}
+
+
+def _grammar(kind: str, content: Any, path: str) -> Grammar:
+    """Return the grammar of a field's content.
+
+    Raises:
+        ApiError: The content is of another type, or too long.
+    """
+    if kind in ("regex", "grammar"):
+        if not isinstance(content, str):
+            raise ApiError(400, f"{path} must be text", param=path)
+        text = content
+    else:
+        try:
+            text = json.dumps(content, ensure_ascii=False)
+        except RecursionError:
+            raise ApiError(400, f"{path} is nested too deep", param=path) from None
+    if len(text) > _MAX_CHARACTERS:
+        words = f"{path} has {len(text):,} characters; at most {_MAX_CHARACTERS:,} are served"
+        raise ApiError(400, words, param=path)
+    try:
+        return Grammar(kind, text)
+    except ValueError as error:
+        raise ApiError(400, f"{path}: {str(error).removeprefix('grammar.text ')}", param=path) from None
+
+
+def check_support(field: str, model: Started) -> None:
+    """Raise ApiError if no field may ask for a grammar: the extra is not installed, or the tokenizer is of no use."""
+    if missing("structured"):
+        raise ApiError(400, f"{field} needs the extra structured: {install('structured')}", param=field)
+    if model.no_grammars:
+        words = f"{field} is not supported with this model's tokenizer: {model.no_grammars}"
+        raise ApiError(400, words, param=field)
+
+
+class GrammarChecks:
+    """Checks of grammars by compiling them in a program of its own, with limits of time and memory.
+
+    A grammar that passes takes the ranks a bounded time, and crashes none.
+    """
+
+    def __init__(self) -> None:
+        self._passed: OrderedDict[bytes, None] = OrderedDict()  # digests
+        self._room = asyncio.Semaphore(_MAX_CHECKS)
+
+    async def check(self, grammar: Grammar | None, source: str, model: Started) -> None:
+        """Check a grammar, unless an equal one has passed.
+
+        Args:
+            source: Path of the field that has it.
+            model: The model, whose tokenizer must be one that grammars can use.
+        Raises:
+            ApiError: It cannot be served; the message has the path of the part of a schema that is at fault.
+        """
+        if grammar is None:
+            return
+        check_support(source.partition(".")[0], model)
+        key = hashlib.sha256(f"{grammar.kind} {grammar.text}".encode(errors="surrogatepass")).digest()
+        if key in self._passed:
+            self._passed.move_to_end(key)
+            return
+        async with self._room:
+            fault = await _find_fault(grammar, model.vocab_size)
+        if fault is not None:
+            path = ".".join([source, *map(str, fault[0])])
+            raise ApiError(400, f"{path}: {fault[1]}", param=path)
+        self._passed[key] = None
+        while len(self._passed) > _MAX_KEPT:
+            self._passed.popitem(last=False)
+
+
+async def _find_fault(grammar: Grammar, vocab_size: int) -> tuple[list[str | int], str] | None:
+    """Return the path and the reason of a grammar's fault (`grammar_text.find_fault`), None without one."""
+    pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+    program = await asyncio.create_subprocess_exec(
+        sys.executable, "-P", _PROGRAM, stdin=pipe, stdout=pipe, stderr=nothing
+    )
+    order = {"kind": grammar.kind, "text": grammar.text, "vocab_size": vocab_size}
+    try:
+        async with asyncio.timeout(_SECONDS):
+            answer, _ = await program.communicate(json.dumps(order).encode())
+    except TimeoutError:
+        return [], "it takes too long to compile"
+    finally:
+        if program.returncode is None:
+            program.kill()
+            await program.wait()
+    if program.returncode != 0:
+        return [], "it takes too much time or memory to compile"
+    path, words = json.loads(answer) or ([], "")
+    return (path, words) if words else None

@@ -1,0 +1,127 @@
+"""Tools of a request, and what the answer may do with them."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from dcpmla.serving.errors import ApiError
+from dcpmla.serving.shown import Json
+
+_NAME = re.compile(r"[a-zA-Z0-9_.:-]{1,128}")
+_MAX_TOOLS = 1024
+
+Tools = Annotated[list[dict[str, Any]], Field(max_length=_MAX_TOOLS)]
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """Tools of a request.
+
+    Attributes:
+        tools: Tools that the prompt shows, in the shape of chat completions.
+        is_parallel: Whether an answer may have several calls; of others only the first is kept.
+        required: Names of functions of which the answer must call one; empty if it need not call any.
+        is_strict: Whether calls must follow the schemas also where none is required.
+        schema_field: Path of the schema in a tool of the body.
+    """
+
+    tools: Sequence[Json] = ()
+    is_parallel: bool = True
+    required: Sequence[str] = ()
+    is_strict: bool = False
+    schema_field: str = "function.parameters"
+
+    @property
+    def needs_grammar(self) -> bool:
+        """Return whether a grammar must hold the answer to its calls."""
+        return bool(self.required) or self.is_strict
+
+
+def function_tool(fields: Mapping[str, Any], path: str) -> Json:
+    """Return a tool in the shape of chat completions.
+
+    Args:
+        fields: Name, maybe a description and the schema of the parameters; others are ignored.
+        path: Path of the fields in the body.
+    Raises:
+        ApiError: A field has another type, or the name has other characters.
+    """
+    name = fields.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        words = f"{path}.name is {name!r}; it must have 1 to 128 letters, digits and _ . : -"
+        raise ApiError(400, words, param=f"{path}.name")
+    function: Json = {"name": name}
+    for key, kind in (("description", str), ("parameters", dict)):
+        value = fields.get(key)
+        if value is not None:
+            if not isinstance(value, kind):
+                words = f"{path}.{key} is {value!r:.100}; it must be a JSON {'string' if kind is str else 'object'}"
+                raise ApiError(400, words, param=f"{path}.{key}")
+            function[key] = value
+    if not isinstance(fields.get("strict"), bool | None):
+        raise ApiError(400, f"{path}.strict must be true or false", param=f"{path}.strict")
+    return {"type": "function", "function": function}
+
+
+def chat_tools(tools: Sequence[Mapping[str, Any]]) -> list[Json]:
+    """Return the tools of a chat completion.
+
+    Raises:
+        ApiError: A tool is no function, or has a wrong field.
+    """
+    checked = []
+    for number, tool in enumerate(tools):
+        function, path = tool.get("function"), f"tools.{number}"
+        if tool.get("type") != "function":
+            raise ApiError(400, f"{path}: type {tool.get('type')!r} is not supported; give functions", param=path)
+        if not isinstance(function, dict):
+            raise ApiError(400, f"{path}.function is missing", param=f"{path}.function")
+        checked.append(function_tool(function, f"{path}.function"))
+    return checked
+
+
+def tool_use(
+    tools: Sequence[Json],
+    choice: str | Mapping[str, Any] | None,
+    is_parallel: bool | None,
+    *,
+    is_strict: bool = False,
+    schema_field: str = "function.parameters",
+) -> ToolUse:
+    """Return what an answer may do with tools.
+
+    Args:
+        choice: "auto", "none", "required", or the object that names a function.
+        is_parallel: Whether it may call several; None is true.
+        is_strict, schema_field: Attributes of `ToolUse`.
+    Raises:
+        ApiError: The choice is not served, or there is no tool to choose.
+    """
+    if choice in (None, "auto"):
+        return ToolUse(tools, is_parallel is not False, (), is_strict, schema_field)
+    if choice == "none":
+        return ToolUse()  # The model cannot call what the prompt does not show.
+    names = [tool["function"]["name"] for tool in tools]
+    if choice == "required":
+        if not names:
+            raise ApiError(400, "tool_choice is 'required', and there are no tools", param="tool_choice")
+        return ToolUse(tools, is_parallel is not False, names, is_strict, schema_field)
+    name = _chosen(choice)
+    if name is None:
+        words = f"tool_choice is {str(choice)[:100]!r}; it must be 'auto', 'none', 'required' or a function's name"
+        raise ApiError(400, words, param="tool_choice")
+    if name not in names:
+        raise ApiError(400, f"tool_choice names {name[:100]!r}, which tools does not have", param="tool_choice")
+    return ToolUse(tools, False, [name], is_strict, schema_field)
+
+
+def _chosen(choice: str | Mapping[str, Any] | None) -> str | None:
+    """Return the name of the function that must be called, None if the choice is of another kind."""
+    if not isinstance(choice, Mapping) or choice.get("type") != "function":
+        return None
+    function = choice.get("function", choice)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None

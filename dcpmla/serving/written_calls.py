@@ -1,0 +1,175 @@
+"""Calls of one function in a family's markup, as parts of a grammar: their arguments follow the function's schema."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from dcpmla.serving.call_grammar import Either, Part, Parts, Pattern, Schema, Text
+from dcpmla.serving.chat.values import refer, types_of
+from dcpmla.serving.chat.writing import Form, Tags, Writing
+
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+_TYPES = ("string", "number", "boolean", "null", "array", "object")
+# Keywords of the schema of all arguments that tags cannot keep to.
+_UNWRITTEN = ("$ref", "allOf", "anyOf", "const", "dependencies", "dependentRequired", "dependentSchemas", "else")
+_UNWRITTEN += ("enum", "if", "not", "oneOf", "patternProperties", "propertyNames", "then", "unevaluatedProperties")
+_ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$comment"}
+# What a text without a declared type must not be, to be read as a text where another type is allowed.
+_READ_AS = {
+    "null": r"\s*null\s*",
+    "boolean": r"\s*(true|false)\s*",
+    "integer": r"\s*-?[0-9](?s:.*)",
+    "number": r"\s*-?[0-9](?s:.*)",
+    "array": r"\s*\[(?s:.*)",
+    "object": r"\s*\{(?s:.*)",
+}
+_MAX_DEPTH = 64  # references and unions: they may form a circle
+
+
+class UnwrittenSchema(ValueError):
+    """A schema that a family's markup cannot keep to, with the path of the part that is at fault."""
+
+    def __init__(self, path: Sequence[str], words: str) -> None:
+        super().__init__(words)
+        self.path = list(path)
+
+
+def written_call(writing: Writing, name: str, parameters: Mapping[str, Any] | None) -> Parts:
+    """Return a call of a function after its opening.
+
+    Args:
+        parameters: JSON schema of the arguments, None for a function without any.
+    Raises:
+        UnwrittenSchema: No form of the family's calls can keep to the schema.
+    """
+    schema = _NO_ARGUMENTS if parameters is None else {"type": "object", **parameters}
+    if schema["type"] != "object":
+        raise UnwrittenSchema(["type"], f"it is {str(schema['type'])[:40]!r}; it must be 'object'")
+    options, fault = list[Parts](), None
+    for form in writing.forms:
+        try:
+            options.append([*_start(form, name), *_arguments(form.tags, schema), form.end])
+        except UnwrittenSchema as error:
+            fault = error
+    if not options and fault is not None:
+        raise fault
+    return options[0] if len(options) == 1 else [Either(options)]
+
+
+def _start(form: Form, name: str) -> Parts:
+    start, _, end = form.start.partition("{number}")
+    texts = [part.format(name=name) for part in (start, end)]
+    return [texts[0], Pattern("[0-9]{1,4}"), texts[1]] if end else texts[:1]
+
+
+def _arguments(tags: Tags | None, schema: Mapping[str, Any]) -> Parts:
+    """Return all arguments, those by key in the order of the schema."""
+    if tags is None:
+        return [Schema(schema)]
+    for keyword in _UNWRITTEN:
+        if keyword in schema:
+            raise UnwrittenSchema([keyword], "the arguments of this model's calls cannot keep to it")
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        raise UnwrittenSchema([], "properties must be an object, and required a list")
+    others = schema.get("additionalProperties", {})
+    properties = {**properties, **{key: others for key in required if key not in properties}}
+    if schema.get("minProperties", 0) > len(required) or schema.get("maxProperties", len(properties)) < len(properties):
+        raise UnwrittenSchema([], "the arguments of this model's calls cannot keep to minProperties and maxProperties")
+    parts: list[Part] = []
+    for key, value in properties.items():
+        options = list(_argument(tags, key, _values(schema, value, ["properties", key])))
+        if options or key in required:
+            parts.append(Either(options if key in required else [*options, []]))
+    return parts
+
+
+def _argument(tags: Tags, key: str, values: Sequence[tuple[str, Part]]) -> Iterator[Parts]:
+    """Yield an argument with a value of each type."""
+    if tags.escapes:
+        key = key.replace("&", "&amp;").replace('"', "&quot;")
+    others = {kind for kind, value in values if not isinstance(value, Text)}
+    for kind, value in values:
+        start = tags.start.format(key=key, type=tags.types.get(kind, ""))
+        if isinstance(value, Text):
+            excludes = () if tags.types else tuple(_READ_AS[other] for other in sorted(others & _READ_AS.keys()))
+            yield [start, value._replace(end=tags.end, excludes=excludes)]
+        else:
+            yield [start, value, tags.end]
+
+
+def _values(root: Mapping[str, Any], schema: Any, path: list[str], depth: int = 0) -> list[tuple[str, Part]]:
+    """Return the types of a value with the part for each: texts are written as they are, other values as JSON.
+
+    Raises:
+        UnwrittenSchema: The schema has texts that the markup cannot keep to.
+    """
+    if schema is False:
+        return []
+    schema = {} if schema is True else schema
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        raise UnwrittenSchema(path, "it is no JSON schema, or nested too deep")
+    if "$ref" in schema:
+        rest = {key: value for key, value in schema.items() if key != "$ref"}
+        found = refer(root, str(schema["$ref"]))
+        return _values(root, _joined(rest, True if found is None else found, path), path, depth + 1)
+    for union in ("anyOf", "oneOf", "allOf"):
+        if union in schema:
+            return _union(root, schema, union, path, depth)
+    types = schema.get("type", _TYPES)
+    types = [types] if isinstance(types, str) else list(types)
+    if "enum" in schema or "const" in schema:
+        options = [schema["const"]] if "const" in schema else schema["enum"]
+        kept = [value for value in options if "type" not in schema or types_of(value) & {*types}]
+        return [(min(types_of(value)), value if isinstance(value, str) else json.dumps(value)) for value in kept]
+    definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
+    return [
+        (kind, _text(schema, path) if kind == "string" else Schema({**schema, "type": kind, **definitions}))
+        for kind in types
+    ]
+
+
+def _union(
+    root: Mapping[str, Any], schema: Mapping[str, Any], union: str, path: list[str], depth: int
+) -> list[tuple[str, Part]]:
+    """Return the types and parts of a value that is one of several."""
+    rest, branches = {key: value for key, value in schema.items() if key != union}, schema[union]
+    if not isinstance(branches, list) or (union == "allOf" and len(branches) != 1):
+        raise UnwrittenSchema([*path, union], "the arguments of this model's calls cannot keep to it")
+    values: list[tuple[str, Part]] = []
+    for number, branch in enumerate(branches):
+        place = [*path, union, str(number)]
+        values += _values(root, _joined(rest, branch, place), place, depth + 1)
+    kinds = ["number" if kind == "integer" else kind for kind, value in values if not isinstance(value, str)]
+    if union == "oneOf" and len(set(kinds)) < len(kinds):
+        raise UnwrittenSchema([*path, union], "its parts may overlap")
+    return values
+
+
+def _joined(rest: Mapping[str, Any], branch: Any, path: list[str]) -> Any:
+    """Return a schema with the keywords around it, which must be others."""
+    if not isinstance(branch, Mapping):
+        return branch
+    kept = {key: value for key, value in rest.items() if key not in _ANNOTATIONS}
+    if twice := kept.keys() & branch.keys():
+        raise UnwrittenSchema(path, f"{min(twice)} is there twice")
+    return {**kept, **branch}
+
+
+def _text(schema: Mapping[str, Any], path: list[str]) -> Text:
+    """Return a text of a schema. Formats are annotations."""
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    matches = [] if (least, most) == (0, "") else [f"(?s:.{{{least},{most}}})"]
+    if (pattern := schema.get("pattern")) is not None:
+        matches.append(_whole(str(pattern), [*path, "pattern"]))
+    return Text(matches=matches)
+
+
+def _whole(pattern: str, path: list[str]) -> str:
+    """Return the expression of whole texts in which a pattern is found."""
+    begins, ends = pattern.startswith("^"), bool(re.search(r"(?<!\\)(\\\\)*\$$", pattern))
+    inner = pattern[begins : len(pattern) - ends]
+    if "|" in inner and (begins or ends) and not (begins and ends and re.fullmatch(r"\((?:[^()\\]|\\.)*\)", inner)):
+        raise UnwrittenSchema(path, "an anchor beside a choice is not supported; write ^(a|b)$")
+    return f"{'' if begins else '(?s:.*)'}(?:{inner}){'' if ends else '(?s:.*)'}"

@@ -1,0 +1,191 @@
+"""Anthropic's messages, as its client and its agents speak them, with a script."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.support.agent import SUM, TEMPLATE, WEATHER, answer, call, run
+from tests.support.scripted import RunningScript, scripted_tokenizer, serve_script
+from tests.support.servers import KEY
+
+anthropic = pytest.importorskip("anthropic")
+TOOLS: Any = [
+    {
+        "name": tool["function"]["name"],
+        "description": tool["function"].get("description", "x"),
+        "input_schema": tool["function"]["parameters"],
+        "cache_control": {"type": "ephemeral"},
+    }
+    for tool in (WEATHER, SUM)
+]
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.fixture(scope="module")
+def scripted() -> Iterator[RunningScript]:
+    with serve_script(scripted_tokenizer(TEMPLATE), answer) as running:
+        yield running
+
+
+@pytest.fixture
+def client(scripted: RunningScript) -> Any:
+    return anthropic.Anthropic(base_url=scripted.url, api_key=KEY, max_retries=0, timeout=60)
+
+
+def ask(client: Any, **fields: Any) -> Any:
+    return client.messages.create(**{"model": "scripted", "messages": [USER], "max_tokens": 500, **fields})
+
+
+def kinds(message: Any) -> list[str]:
+    return [block.type for block in message.content]
+
+
+def test_a_text_with_thinking(client: Any, scripted: RunningScript) -> None:
+    message = ask(client, extra_body={"temperature": 0.5, "top_k": 7, "top_p": 0.9})
+    assert (kinds(message), message.stop_reason, message.role) == (["thinking", "text"], "end_turn", "assistant")
+    assert (message.content[0].thinking, message.content[1].text) == ("so so", "hello you")
+    encode = scripted.model._tokenizer.encode
+    assert message.usage.output_tokens == len(encode("so so</think>hello<|pad|> you<|end|>"))
+    assert message.usage.input_tokens == len(encode(scripted.model.prompts[-1]))
+    params = scripted.model.submitted[-1].params
+    assert (params.temperature, params.top_k, params.top_p, params.max_new_tokens) == (0.5, 7, 0.9, 500)
+    plain = ask(client, thinking={"type": "disabled"})
+    assert (kinds(plain), plain.content[0].text) == (["text"], "hello you")
+    for thinking in ({"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"}):
+        ask(client, thinking=thinking)
+        assert scripted.model.prompts[-1].endswith("<think>")
+    omitted = ask(client, thinking={"type": "adaptive", "display": "omitted"})
+    assert (omitted.content[0].thinking, omitted.content[1].text) == ("", "hello you")
+    counted = client.messages.count_tokens(model="scripted", messages=[USER])
+    assert counted.input_tokens == message.usage.input_tokens
+
+
+def test_ends(client: Any, scripted: RunningScript) -> None:
+    cut = ask(client, max_tokens=2)
+    assert (cut.stop_reason, cut.stop_sequence) == ("max_tokens", None)
+    stopped = ask(client, stop_sequences=["zz", "lo"])
+    assert (stopped.stop_reason, stopped.stop_sequence, stopped.content[-1].text) == ("stop_sequence", "lo", "hel")
+    ask(client, messages=[USER, {"role": "assistant", "content": "It is"}])
+    assert scripted.model.prompts[-1].endswith("<|assistant|>It is")
+
+
+@pytest.mark.parametrize("step", [1, 3, 100])
+def test_events(client: Any, scripted: RunningScript, step: int) -> None:
+    scripted.model.step = step
+    events = list(ask(client, tools=TOOLS, stream=True))
+    with client.messages.stream(model="scripted", messages=[USER], max_tokens=500, tools=TOOLS) as stream:
+        final = stream.get_final_message()
+    scripted.model.step = 1
+    names = [event.type for event in events if event.type != "content_block_delta"]
+    blocks = ["content_block_start", "content_block_stop"] * 4
+    assert [name for name in names if name != "ping"] == ["message_start", *blocks, "message_delta", "message_stop"]
+    deltas = [event.delta for event in events if event.type == "content_block_delta"]
+    order = ["thinking_delta", "signature_delta", "text_delta", "input_json_delta"]
+    assert list(dict.fromkeys(delta.type for delta in deltas)) == order
+    whole = ask(client, tools=TOOLS)
+    assert (whole.stop_reason, kinds(whole)) == ("tool_use", ["thinking", "text", "tool_use", "tool_use"])
+    assert [block.input for block in whole.content[2:]] == [{"city": "Bärlin"}, {"city": "Rome"}]
+    assert (final.stop_reason, kinds(final)) == ("tool_use", kinds(whole))
+    assert [block.input for block in final.content[2:]] == [block.input for block in whole.content[2:]]
+    assert (final.content[0].thinking, final.content[1].text) == ("two cities", "I look. ")
+    assert final.usage.output_tokens == whole.usage.output_tokens == events[-2].usage.output_tokens
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_agent_of_three_turns(client: Any, scripted: RunningScript, streams: bool) -> None:
+    """It sends back all blocks, as Claude Code does, which marks blocks for the cache."""
+    system = [{"type": "text", "text": "Be short.", "cache_control": {"type": "ephemeral"}}]
+    messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    for _ in range(3):
+        fields = {"model": "scripted", "max_tokens": 500, "system": system, "tools": TOOLS, "messages": messages}
+        if streams:
+            with client.messages.stream(**fields) as stream:
+                message = stream.get_final_message()
+        else:
+            message = client.messages.create(**fields)
+        messages.append({"role": "assistant", "content": message.content})
+        results = [
+            {"type": "tool_result", "tool_use_id": block.id, "content": run(block.name, block.input)}
+            for block in message.content
+            if block.type == "tool_use"
+        ]
+        if not results:
+            break
+        messages.append({"role": "user", "content": results})
+    assert message.content[-1].text == "It is 23."
+    prompt = scripted.model.prompts[-1]
+    calls = (call("weather", city="Bärlin") + call("weather", city="Rome")).replace("\\u00e4", "ä")
+    assert f"<|system|>Be short.<|end|><|user|>hi<|end|><|assistant|><think>two cities</think>I look. {calls}" in prompt
+    assert f"<|assistant|><think>now add</think>{call('add', a=3, b=20)}<|end|><|tool|>23" in prompt
+
+
+def test_results_with_texts_around_them(client: Any, scripted: RunningScript) -> None:
+    use = {"type": "tool_use", "id": "t1", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "r"}], "is_error": True}
+    text = {"type": "text", "text": "go on"}
+    hidden = {"type": "redacted_thinking", "data": "x"}
+    messages = [USER, {"role": "assistant", "content": [hidden, use]}, {"role": "user", "content": [result, text]}]
+    ask(client, messages=messages)
+    assert "<|tool|>r [t1]<|end|><|user|>go on<|end|>" in scripted.model.prompts[-1]
+
+
+def test_what_is_refused(client: Any, scripted: RunningScript) -> None:
+    use = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "a"}
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("messages.0.content.0: blocks of type 'image'", {"messages": [{"role": "user", "content": [image]}]}),
+        (
+            "messages.0.content.0.content: blocks of type 'image'",
+            {"messages": [{"role": "user", "content": [{**result, "content": [image]}]}]},
+        ),
+        ("tools.0: type 'bash_20250124'", {"tools": [{"type": "bash_20250124", "name": "bash"}]}),
+        ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "any"}}),
+        ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "tool", "name": "add"}}),
+        ("container", {"container": "c"}),
+        ("output_config.format", {"output_config": {"format": {"type": "json_schema", "schema": {}}}}),
+        ("seed", {"extra_body": {"seed": 1}}),
+        (
+            "context_management",
+            {"extra_body": {"context_management": {"edits": [{"type": "clear_tool_uses"}]}}},
+        ),
+        ("max_tokens", {"max_tokens": 0}),
+        (
+            "tool_use without a tool_result",
+            {"messages": [{"role": "assistant", "content": [use]}]},
+        ),
+    ]
+    for words, fields in wrong:
+        with pytest.raises(anthropic.BadRequestError) as refused:
+            ask(client, **fields)
+        assert refused.value.body["error"]["type"] == "invalid_request_error"
+        assert words in refused.value.body["error"]["message"]
+    none = ask(client, tools=TOOLS, tool_choice={"type": "none"}, metadata={"user_id": "u"}, service_tier="auto")
+    assert "weather" not in scripted.model.prompts[-1]
+    assert none.content[-1].text == "hello you"
+    single = ask(client, tools=TOOLS, tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    assert kinds(single) == ["thinking", "text", "tool_use"]
+    edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    ask(client, extra_body={"context_management": edits}, output_config={"effort": "high"})
+    assert scripted.model.prompts[-1].endswith("<think>")
+
+
+def test_keys_and_errors(client: Any, scripted: RunningScript) -> None:
+    stranger = anthropic.Anthropic(base_url=scripted.url, api_key="wrong", max_retries=0)
+    with pytest.raises(anthropic.AuthenticationError) as refused:
+        ask(stranger)
+    assert refused.value.body["error"]["type"] == "authentication_error"
+    bearer = anthropic.Anthropic(base_url=scripted.url, auth_token=KEY, api_key=None, max_retries=0)
+    assert kinds(ask(bearer)) == ["thinking", "text"]
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        ask(client, model="other")
+    assert missing.value.body["error"]["type"] == "not_found_error"
+    wrong = httpx2.get(f"{scripted.url}/v1/messages", headers={"x-api-key": KEY})
+    assert (wrong.status_code, wrong.json()["type"]) == (405, "error")
+    with serve_script(scripted_tokenizer(TEMPLATE), answer, request_timeout=0.5) as slow:
+        slow.model.is_mute = True
+        late = anthropic.Anthropic(base_url=slow.url, api_key=KEY, max_retries=0)
+        with pytest.raises(anthropic.APIStatusError, match="--request-timeout"):
+            list(ask(late, stream=True))

@@ -1,0 +1,250 @@
+"""Grammars of tool calls: every answer is read as calls of the functions, with arguments of their schemas."""
+
+import asyncio
+import json
+import random
+from functools import cache
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from llguidance.hf import from_tokenizer
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from dcpmla.runtime.follower import Follower
+from dcpmla.runtime.grammar import Grammar
+from dcpmla.runtime.grammar_text import compile_grammar
+from dcpmla.serving.answer_grammars import AnswerGrammars
+from dcpmla.serving.call_grammar import Either, Pattern, Repeat, Schema, Text, parts_grammar
+from dcpmla.serving.chat.formats import FORMATS
+from dcpmla.serving.chat.writing import WRITINGS
+from dcpmla.serving.errors import ApiError
+from dcpmla.serving.messages import Started
+from dcpmla.serving.prompts import Prompt
+from dcpmla.serving.structured import GrammarChecks
+from dcpmla.serving.tools import ToolUse
+from tests.serving.chat.answers import markers_of, stream
+from tests.support.small_tokenizers import byte_level
+
+TEXT = {"type": "string", "maxLength": 4}
+DAY = {"type": "string", "pattern": "^[0-3][0-9]\\.$"}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "city": {"enum": ["Bonn", "x\n</y>", 7]},
+            "day": {"$ref": "#/$defs/day"},
+            "note": {
+                "anyOf": [{"type": "string", "maxLength": 4}, {"type": "null"}, {"type": "integer", "maximum": 9}]
+            },
+            "any": {},
+        },
+        "required": ["city", "note"],
+        "additionalProperties": False,
+        "$defs": {"day": DAY},
+    },
+    "clock.set": {
+        "type": "object",
+        "properties": {"zone": {"type": "integer"}, "on": {"type": ["boolean", "string"]}, "text": {"type": "string"}},
+        "additionalProperties": False,
+    },
+    "list": {
+        "type": "object",
+        "properties": {"tags": {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 2}},
+        "required": ["tags"],
+        "additionalProperties": False,
+    },
+}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()]
+TOOLS.append({"type": "function", "function": {"name": "refresh"}})
+ENDS = '"}]/<>1'
+
+
+@cache
+def tokenizer_of(name: str, is_special: bool = True) -> Any:
+    """Return a byte-level tokenizer with a family's markup: boundaries are special tokens, or tokens of plain text."""
+    texts = {text.strip() for text in markers_of(name)} - {'">', "```json"}
+    if "DSML" in str(texts):
+        texts = {"<think>", "</think>", "｜DSML｜"}
+    if name == "kimi_k3":
+        texts = {"<|open|>", "<|close|>", "<|sep|>"}
+    backend = byte_level().backend_tokenizer
+    backend.add_tokens([AddedToken(text, special=is_special, normalized=False) for text in sorted(texts)])
+    backend.add_special_tokens(["<eos>"])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+
+
+def written(tokenizer: Any, grammar: Grammar, seed: int, begun: str = "", limit: int = 500) -> str | None:
+    """Return a random text of a grammar after its beginning, with special tokens; None if it does not end."""
+    eos = tokenizer.eos_token_id
+    matcher = compile_grammar(vocabulary_of(tokenizer), grammar.kind, grammar.text)
+    follower = Follower(matcher, "", [eos], ())
+    chooser, tokens = random.Random(seed), list[int]()
+    weights = np.ones(len(tokenizer))
+    weights[list(tokenizer.added_tokens_decoder)] = 40
+    for letter in ENDS:
+        weights[tokenizer(letter)["input_ids"]] = 20
+    tokens += tokenizer(begun)["input_ids"]
+    follower.advance(tokens)
+    assert not follower.error
+    for _ in range(limit):
+        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint32).copy()
+        follower.finish(bits, (), is_free=False, is_short=False)
+        allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")[: len(tokenizer)])
+        assert len(allowed), follower.error
+        (token,) = chooser.choices(allowed.tolist(), weights[allowed])
+        if token == eos:
+            return str(tokenizer.decode(tokens))
+        tokens.append(token)
+        follower.advance(tokens)
+        assert not follower.error
+    return None
+
+
+@cache
+def vocabulary_of(tokenizer: Any) -> Any:
+    return from_tokenizer(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+
+
+def grammars_of(name: str, is_special: bool = True) -> AnswerGrammars:
+    tokenizer = tokenizer_of(name, is_special)
+    model = Started(tokenizer, "", len(tokenizer), 10_000, 4, 10_000)
+    return AnswerGrammars(model, FORMATS[name], FORMATS[name], GrammarChecks())
+
+
+def grammar_of(name: str, use: ToolUse, asked: Grammar | None = None, **prompt: Any) -> Grammar:
+    found = asyncio.run(grammars_of(name).grammar(use, Prompt([1], "", **prompt), asked, "response_format"))
+    assert found is not None
+    return found
+
+
+def read(name: str, text: str) -> tuple[str, str, list[dict[str, Any]]]:
+    """Return the reasoning, the content and the calls of an answer, whose arguments must be valid."""
+    parser = FORMATS[name].parser(TOOLS, in_reasoning=False, parses_calls=True, parses_reasoning=True)
+    reasoning, content, calls = stream(parser, [text])
+    for call in calls:
+        schema = SCHEMAS.get(call["name"], {"additionalProperties": False})
+        jsonschema.validate(json.loads(call["arguments"]), schema)
+    return reasoning, content, calls
+
+
+def test_every_format_has_a_form_of_calls() -> None:
+    assert WRITINGS.keys() == FORMATS.keys()
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+@pytest.mark.parametrize("name", FORMATS)
+def test_required_calls_are_read_by_the_parser(name: str, is_special: bool) -> None:
+    tokenizer, names = tokenizer_of(name, is_special), list(SCHEMAS) + ["refresh"]
+    use, one = ToolUse(TOOLS, required=names), ToolUse(TOOLS, False, ["weather"])
+    grammars, prompt = grammars_of(name, is_special), Prompt([1], "")
+    many = asyncio.run(grammars.grammar(use, prompt, None, ""))
+    single = asyncio.run(grammars.grammar(one, prompt, None, ""))
+    assert many is not None
+    assert single is not None
+    found, num_read = set(), 0
+    for seed in range(12):
+        text = written(tokenizer, many if seed % 3 else single, seed)
+        if text is None:
+            continue
+        reasoning, content, calls = read(name, text)
+        assert (reasoning, content) == ("", ""), text
+        assert calls, text
+        assert seed % 3 or [call["name"] for call in calls] == ["weather"]
+        found |= {call["name"] for call in calls}
+        num_read += 1
+    assert num_read > 5
+    assert len(found) > 1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_strict_calls_come_after_any_text(name: str) -> None:
+    """Without markup the answer is a text; with it, calls follow the schemas. The model may reason first."""
+    grammar = grammar_of(name, ToolUse(TOOLS, is_strict=True), may_reason=True)
+    writing, (start, end) = WRITINGS[name], FORMATS[name].markup.reasoning
+    called = f"I look </ here{writing.before}{writing.opening}"
+    for begun, expected in ((called, "I look </ here"), (f"{start}hm{end}{called}", "I look </ here"), ("plain", None)):
+        num_read = 0
+        for seed in range(6):
+            text = written(tokenizer_of(name), grammar, seed, begun)
+            if text is not None:
+                reasoning, content, calls = read(name, text)
+                assert content == expected or (expected is None and content.startswith("plain")), text
+                assert calls or expected is None, text
+                assert reasoning == ("hm" if begun.startswith(start) else ""), text
+                num_read += 1
+        assert num_read, begun
+
+
+@pytest.mark.parametrize("name", ["glm47", "kimi_k3", "mistral"])
+def test_structured_output_beside_tools(name: str) -> None:
+    """The answer calls a tool, or is JSON of the schema, after the reasoning that the model may open."""
+    asked = Grammar("json_schema", json.dumps(SCHEMAS["list"]))
+    grammar = grammar_of(name, ToolUse(TOOLS), asked, may_reason=True)
+    writing, (start, end) = WRITINGS[name], FORMATS[name].markup.reasoning
+    for begun in (writing.before + writing.opening, "{", f"{start}hm{end}" + "{"):
+        texts = [written(tokenizer_of(name), grammar, seed, begun) for seed in range(8)]
+        for text in filter(None, texts):
+            _, content, calls = read(name, text)
+            if begun.endswith("{"):
+                jsonschema.validate(json.loads(content), SCHEMAS["list"])
+            assert bool(calls) is not begun.endswith("{")
+        assert any(texts)
+
+
+def test_a_grammar_starts_after_the_reasoning() -> None:
+    asked = Grammar("json_object")
+    for name, length in (("glm47", 1), ("kimi_k3", 6 + len("thinkresponse"))):
+        grammar = grammar_of(name, ToolUse(), asked, in_reasoning=True)
+        end = FORMATS[name].markup.reasoning[1] + WRITINGS[name].content_start
+        assert tokenizer_of(name).decode(grammar.starts_after) == end
+        assert len(grammar.starts_after) <= length
+        assert (grammar.kind, grammar_of(name, ToolUse(), asked)) == ("json_object", asked)
+        required = ToolUse(TOOLS, required=["list"])
+        assert grammar_of(name, required, asked, in_reasoning=True).starts_after == grammar.starts_after
+    regex = Grammar("regex", "a+")
+    assert grammar_of("glm47", ToolUse(TOOLS), regex, may_reason=True) == regex
+
+
+def tool(**schema: Any) -> list[dict[str, Any]]:
+    return [TOOLS[2], {"type": "function", "function": {"name": "f", "parameters": {"type": "object", **schema}}}]
+
+
+@pytest.mark.parametrize(
+    ("name", "schema", "path", "words"),
+    [
+        ("mistral", {"properties": {"a": {"uniqueItems": True}}}, ".properties.a", "uniqueItems"),
+        ("glm47", {"properties": {"a": {"type": "array", "uniqueItems": True}}}, ".properties.a", "uniqueItems"),
+        ("glm47", {"anyOf": [{"required": ["a"]}]}, ".anyOf", "cannot keep to it"),
+        ("ling", {"minProperties": 1}, "", "minProperties"),
+        ("kimi_k3", {"properties": {"a": {"pattern": "^a|b"}}}, ".properties.a.pattern", "beside a choice"),
+        ("kimi_k3", {"properties": {"a": {"pattern": "a(?=b)"}}}, ".properties.a", ""),
+        ("glm47", {"properties": {"a": {"$ref": "#/properties/a"}}}, ".properties.a", "nested too deep"),
+        ("glm47", {"type": "array"}, ".type", "must be 'object'"),
+    ],
+)
+def test_a_fault_has_its_path(name: str, schema: dict[str, Any], path: str, words: str) -> None:
+    use = ToolUse(tool(**schema), required=["f"], schema_field="parameters")
+    with pytest.raises(ApiError) as caught:
+        grammar_of(name, use)
+    assert caught.value.param == f"tools.1.parameters{path}"
+    assert words in caught.value.message
+
+
+def test_wrapped_calls_keep_to_schemas_that_tags_cannot() -> None:
+    use = ToolUse(tool(anyOf=[{"required": ["a"], "properties": {"a": {"type": "integer"}}}]), required=["f"])
+    text = next(filter(None, (written(tokenizer_of("ling"), grammar_of("ling", use), seed) for seed in range(9))))
+    assert "arg_key" not in text
+
+
+def test_parts_without_special_tokens() -> None:
+    parts = ["a", Repeat([Either([[Text("</v>")], [Pattern("[0-9]/")]])], "-", 2), Schema({"type": "null"})]
+    matcher = compile_grammar(vocabulary_of(tokenizer_of("mistral")), "grammar", parts_grammar(parts, {}).text)
+    tokenizer = tokenizer_of("mistral")
+    for text, is_whole in (("ax\n</v>null", True), ("a1/-b</v>null", True), ("a1/-2/-3/null", False)):
+        tokens = tokenizer(text)["input_ids"]
+        is_consumed = matcher.try_consume_tokens(tokens) == len(tokens)
+        assert (is_consumed and matcher.is_accepting()) is is_whole
+        matcher.reset()

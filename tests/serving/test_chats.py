@@ -1,0 +1,193 @@
+"""Prompts of conversations and readers of answers, without a server."""
+
+import asyncio
+import json
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcpmla.cli.serve import _read_template
+from dcpmla.integrations.model_files import read_encoder
+from dcpmla.serving.anthropic_body import MessagesBody
+from dcpmla.serving.chat_body import ChatBody, ChatRequest
+from dcpmla.serving.chats import Chats
+from dcpmla.serving.conversation import Conversation, tool_call
+from dcpmla.serving.errors import ApiError
+from dcpmla.serving.messages import Output, Started
+from dcpmla.serving.prompts import Prompt
+from dcpmla.serving.protocol import parse
+from dcpmla.serving.reader import HiddenTokens, _Shown
+from dcpmla.serving.responses_body import ResponsesBody
+from dcpmla.serving.tools import ToolUse
+from tests.support.agent import TEMPLATE, WEATHER
+from tests.support.scripted import scripted_tokenizer
+
+# As templates of DeepSeek, of GLM and of Qwen write arguments.
+JOINED = "{{ '' + call.function.arguments }}"
+ITEMS = "{% for key, value in call.function.arguments.items() %}{{ key }}={{ value }};{% endfor %}"
+DUMPED = "{{ call.function.arguments | tojson }}"
+EITHER = "{{ call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}"
+CALLS = "{% for m in messages %}{% for call in m.tool_calls or [] %}ARGUMENTS{% endfor %}{% endfor %}"
+
+
+def model(template: str | None = None, model_type: str = "") -> Started:
+    tokenizer = scripted_tokenizer(template or TEMPLATE)
+    return Started(tokenizer, "", len(tokenizer), 10_000, 4, 10_000, model_type)
+
+
+CHATS = Chats(model())
+
+
+def rendered(chats: Chats, conversation: Conversation) -> str:
+    return asyncio.run(chats.prompt(conversation)).text
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [(JOINED, '{"a":1}'), (ITEMS, "a=1;"), (DUMPED, '{"a": 1}'), (EITHER, '{"a":1}')],
+)
+def test_arguments_have_the_form_that_the_template_reads(written: str, expected: str) -> None:
+    """The client's own text where that is possible: blocks of earlier answers are then reused."""
+    chats = Chats(model(), CALLS.replace("ARGUMENTS", written))
+    call = tool_call("a", "f", '{"a":1}')
+    assert rendered(chats, Conversation([{"role": "assistant", "content": "", "tool_calls": [call]}])) == expected
+    broken = tool_call("a", "f", '{"a": [')
+    assert '{"a": [' in rendered(chats, Conversation([{"role": "assistant", "tool_calls": [broken]}])).replace("\\", "")
+
+
+def test_roles_that_the_template_does_not_know() -> None:
+    message = {"role": "developer", "content": "a"}
+    assert "<|system|>a" in rendered(Chats(model()), Conversation([message]))
+    own = "{% for m in messages %}{% if m.role == 'developer' %}D{% endif %}{% endfor %}"
+    assert rendered(Chats(model(), own), Conversation([message])) == "D"
+
+
+def test_what_the_template_would_not_show() -> None:
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    user: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
+    called = [{"role": "assistant", "content": "", "tool_calls": [tool_call("a", "f", "")]}]
+    tools = ToolUse([WEATHER])
+    for template, parser, conversation, words in (
+        (plain, "ling", Conversation(user, tools), "tools are not supported by"),
+        (plain + "{{ tools }}", None, Conversation(user, tools), "tools need --tool-call-parser"),
+        (plain, None, Conversation(called), "tool_calls are not supported by"),
+        (plain, None, Conversation(user, thinking=True, reasoning_field="reasoning"), "reasoning is not supported by"),
+    ):
+        with pytest.raises(ApiError, match=words):
+            rendered(Chats(model(), template, parser), conversation)
+    assert rendered(Chats(model(), plain), Conversation(user, thinking=False, reasoning_field="x")) == "a"
+    without = model()
+    without.tokenizer.chat_template = None
+    with pytest.raises(ApiError, match="has no chat template"):
+        rendered(Chats(without), Conversation(user))
+
+
+def test_a_published_encoding_in_place_of_a_template() -> None:
+    """Of DeepSeek V3.2: the prompt opens the reasoning if it is asked for, and the answer has calls in DSML."""
+    without = model(model_type="deepseek_v32")
+    without.tokenizer.chat_template = None
+    chats = Chats(without)
+    called = [tool_call("a", "weather", '{"city": "Rome"}')]
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": called},
+        {"role": "tool", "tool_call_id": "a", "content": "20"},
+    ]
+    plain = asyncio.run(chats.prompt(Conversation(messages, ToolUse([WEATHER]))))
+    assert (plain.text.endswith("</think>"), plain.in_reasoning) == (True, False)
+    conversation = Conversation(messages, ToolUse([WEATHER]), thinking=True, effort="high")
+    prompt = asyncio.run(chats.prompt(conversation))
+    assert (prompt.text.endswith("<think>"), prompt.in_reasoning) == (True, True)
+    assert '<｜DSML｜parameter name="city" string="true">Rome' in prompt.text
+    reader = chats.reader(conversation, prompt, skip_special_tokens=True)
+    invoke = '<｜DSML｜invoke name="weather"><｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>'
+    text = f"hm</think>I look\n\n<｜DSML｜function_calls>{invoke}</｜DSML｜invoke></｜DSML｜function_calls>"
+    pieces = reader.push(Output(0, text, (1,), (), "stop"))
+    assert (pieces.reasoning, pieces.content) == ("hm", "I look")
+    assert [(piece.name, piece.arguments) for piece in pieces.calls] == [("weather", '{"city": "Oslo"}')]
+    with pytest.raises(ApiError, match="refuses the messages"):
+        rendered(chats, Conversation([messages[-1]]))
+
+
+def test_two_formats_in_one_answer() -> None:
+    """Reasoning as Mistral writes it, calls as Kimi does."""
+    chats = Chats(model(), call_parser="kimi_k2", reasoning_parser="mistral")
+    conversation = Conversation([], ToolUse([WEATHER]))
+    reader = chats.reader(conversation, Prompt([1], ""), skip_special_tokens=True)
+    call = '<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"city": "Rome"}<|tool_call_end|>'
+    text = f"[THINK]hm[/THINK]I look<|tool_calls_section_begin|>{call}<|tool_calls_section_end|>"
+    pieces = reader.push(Output(0, text, (1,), (), "stop"))
+    assert (pieces.reasoning, pieces.content) == ("hm", "I look")
+    assert [(piece.name, piece.arguments) for piece in pieces.calls] == [("weather", '{"city": "Rome"}')]
+    assert reader.finish_reason("stop") == "tool_calls"
+
+
+def test_hidden_tokens_in_pieces() -> None:
+    text = "a<|end|>b<|e<|end|>c<|e"
+    for size in range(1, len(text) + 1):
+        shown = _Shown(HiddenTokens(["<|end|>", "<|e2|>"]))
+        parts = [shown.push(text[start : start + size]) for start in range(0, len(text), size)]
+        assert "".join(parts) + shown.finish() == "ab<|ec<|e"
+
+
+WORDS = ["type", "role", "content", "text", "tool_calls", "function", "name", "arguments", "id", "input", "call_id"]
+WORDS += ["output", "summary", "tool_use_id", "thinking", "strict", "parameters", "input_schema", "format", "edits"]
+KINDS = [
+    "message",
+    "reasoning",
+    "function_call",
+    "function_call_output",
+    "tool_result",
+    "tool_use",
+    "user",
+    "assistant",
+]
+KINDS += ["function", "text", "input_text", "tool", "system", "thinking", "custom", "auto", "none", "{}"]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(KINDS),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=5),
+    max_leaves=16,
+)
+BODIES: list[tuple[type[ChatRequest], str, dict[str, Any]]] = [
+    (ChatBody, "messages", {"messages": [{"role": "user", "content": "a"}]}),
+    (ResponsesBody, "input", {"input": "a"}),
+    (MessagesBody, "messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}),
+]
+
+
+@pytest.mark.parametrize(("kind", "items", "good"), BODIES)
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_any_json_is_a_conversation_or_an_error(
+    kind: type[ChatRequest], items: str, good: dict[str, Any], data: st.DataObject
+) -> None:
+    name = data.draw(st.sampled_from([items, *kind.model_fields]))
+    value = data.draw(st.lists(st.dictionaries(st.sampled_from(WORDS), JSON, max_size=6)) | JSON)
+    with suppress(ApiError):
+        body = parse(kind, json.dumps({**good, name: value}).encode())
+        conversation = body.conversation()
+        assert all(isinstance(message["content"], str) for message in conversation.messages)
+        body.sampling.params(5, None, None)
+        CHATS._render(conversation)
+
+
+def test_files_of_templates(tmp_path: Any) -> None:
+    path = tmp_path / "template"
+    for content, words in ((None, "cannot be read"), (b" ", "is empty"), (b"\xff", "cannot be read")):
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(ValueError, match=words):
+            _read_template(str(path))
+    path.write_text("é")
+    assert (_read_template(str(path)), _read_template(None)) == ("é", None)
+
+
+def test_a_checkpoint_s_encoder_is_read(tmp_path: Any) -> None:
+    assert read_encoder(tmp_path) == ""
+    (tmp_path / "encoding").mkdir()
+    (tmp_path / "encoding" / "encoding_dsv4.py").write_text("Beyond maximum")
+    (tmp_path / "other.py").write_text("x")
+    assert read_encoder(tmp_path) == "Beyond maximum"

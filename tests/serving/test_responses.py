@@ -1,0 +1,216 @@
+"""OpenAI's responses, as its client and agents without storage speak them, with a script."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from dcpmla.serving.responses_body import messages_of
+from tests.support.agent import SUM, TEMPLATE, WEATHER, answer, call, run
+from tests.support.scripted import RunningScript, scripted_tokenizer, serve_script
+from tests.support.servers import KEY
+
+TOOLS: Any = [{"type": "function", "strict": False, **tool["function"]} for tool in (WEATHER, SUM)]
+
+
+@pytest.fixture(scope="module")
+def scripted() -> Iterator[RunningScript]:
+    with serve_script(scripted_tokenizer(TEMPLATE), answer) as running:
+        yield running
+
+
+@pytest.fixture
+def client(scripted: RunningScript) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{scripted.url}/v1", api_key=KEY, max_retries=0, timeout=60)
+
+
+def ask(client: openai.OpenAI, **fields: Any) -> Any:
+    return client.responses.create(**{"model": "scripted", "input": "hi", "store": False, **fields})
+
+
+def kinds(items: Any) -> list[str]:
+    return [item.type for item in items]
+
+
+def test_a_text_with_reasoning(client: openai.OpenAI, scripted: RunningScript) -> None:
+    response = ask(client, metadata={"a": "b"}, temperature=0.5, max_output_tokens=100)
+    assert (response.status, response.output_text, response.incomplete_details) == ("completed", "hello you", None)
+    assert kinds(response.output) == ["reasoning", "message"]
+    assert response.output[0].content[0].text == "so so"
+    assert (response.metadata, response.temperature, response.top_p, response.max_output_tokens) == (
+        {"a": "b"},
+        0.5,
+        1.0,
+        100,
+    )
+    usage, encode = response.usage, scripted.model._tokenizer.encode
+    assert usage.output_tokens_details.reasoning_tokens == len(encode("so so</think>"))
+    assert usage.output_tokens == len(encode("so so</think>hello<|pad|> you<|end|>"))
+    assert usage.input_tokens == len(encode(scripted.model.prompts[-1]))
+    assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+    params = scripted.model.submitted[-1].params
+    assert (params.temperature, params.max_new_tokens) == (0.5, 100)
+    plain = ask(client, reasoning={"effort": "none"})
+    assert kinds(plain.output) == ["message"]
+    assert plain.output[0].content[0].text == "hello you"
+
+
+def test_an_answer_that_is_cut(client: openai.OpenAI) -> None:
+    response = ask(client, max_output_tokens=2)
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert [item.status for item in response.output] == ["incomplete"]
+    events = list(ask(client, max_output_tokens=2, stream=True))
+    assert events[-1].type == "response.incomplete"
+    assert events[-2].item.status == "incomplete"
+
+
+@pytest.mark.parametrize("step", [1, 3, 100])
+def test_events(client: openai.OpenAI, scripted: RunningScript, step: int) -> None:
+    scripted.model.step = step
+    events = list(ask(client, tools=TOOLS, input=[{"role": "user", "content": "hi"}], stream=True))
+    scripted.model.step = 1
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    names = [event.type.removeprefix("response.") for event in events]
+    assert list(dict.fromkeys(names[:10]))[:5] == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        "reasoning_text.delta",
+    ]
+    without_deltas = [name for name in names if not name.endswith("delta")]
+    call_events = ["output_item.added", "function_call_arguments.done", "output_item.done"]
+    text_events = ["output_item.added", "content_part.added", "NAME.done", "content_part.done", "output_item.done"]
+    assert without_deltas == [
+        "created",
+        "in_progress",
+        *[name.replace("NAME", "reasoning_text") for name in text_events],
+        *[name.replace("NAME", "output_text") for name in text_events],
+        *call_events,
+        *call_events,
+        "completed",
+    ]
+    whole = ask(client, tools=TOOLS, input=[{"role": "user", "content": "hi"}])
+    final = events[-1].response
+    assert kinds(final.output) == kinds(whole.output) == ["reasoning", "message", "function_call", "function_call"]
+    for item, other in zip(final.output, whole.output, strict=True):
+        changed = {"id": "", "call_id": ""}
+        assert {**item.model_dump(), **changed} == {**other.model_dump(), **changed}
+    assert final.usage == whole.usage
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert [item.model_dump() for item in done] == [item.model_dump() for item in final.output]
+    arguments = "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta")
+    assert arguments == "".join(item.arguments for item in final.output[2:])
+
+
+def test_the_client_s_own_stream(client: openai.OpenAI) -> None:
+    with client.responses.stream(model="scripted", input="hi", tools=TOOLS, store=False) as stream:
+        snapshots = [event.snapshot for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert snapshots[-1] == "I look. "
+    assert json.loads(final.output[-1].arguments) == {"city": "Rome"}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_agent_of_three_turns(client: openai.OpenAI, scripted: RunningScript, streams: bool) -> None:
+    """It sends back all items, as agents do that rely on no storage."""
+    items: list[Any] = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}]
+    for _ in range(3):
+        fields = {
+            "tools": TOOLS,
+            "input": items,
+            "instructions": "Be short.",
+            "include": ["reasoning.encrypted_content"],
+        }
+        response = [*ask(client, stream=True, **fields)][-1].response if streams else ask(client, **fields)
+        items += [item.model_dump(exclude_none=True) for item in response.output]
+        for each in response.output:
+            if each.type == "function_call":
+                result = run(each.name, json.loads(each.arguments))
+                items.append({"type": "function_call_output", "call_id": each.call_id, "output": result})
+    assert response.output_text == "It is 23."
+    prompt = scripted.model.prompts[-1]
+    calls = call("weather", city="Bärlin") + call("weather", city="Rome")
+    assert f"<|system|>Be short.<|end|><|user|>hi<|end|><|assistant|><think>two cities</think>I look. {calls}" in prompt
+    assert f"<|assistant|><think>now add</think>{call('add', a=3, b=20)}<|end|><|tool|>23" in prompt
+
+
+def test_items_of_one_answer_are_one_message() -> None:
+    def reasoning(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+    function = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+    said = {"role": "assistant", "content": "b"}
+    called = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    thought = {"reasoning_content": "r", "reasoning": "r"}
+    assert messages_of([reasoning("r"), said, function, function]) == [
+        {"role": "assistant", "content": "b", **thought, "tool_calls": [called, called]}
+    ]
+    assert messages_of([function, said, reasoning("r"), function]) == [
+        {"role": "assistant", "content": "", "tool_calls": [called]},
+        {"role": "assistant", "content": "b"},
+        {"role": "assistant", "content": "", **thought, "tool_calls": [called]},
+    ]
+    hidden = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
+    summed = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "r"}]}
+    assert messages_of([hidden, summed, said]) == [{"role": "assistant", "content": "b", **thought}]
+
+
+def test_what_is_refused(client: openai.OpenAI) -> None:
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("store", {"store": True}),
+        ("previous_response_id", {"previous_response_id": "resp_1"}),
+        ("conversation", {"conversation": "conv_1"}),
+        ("background", {"background": True}),
+        ("truncation", {"truncation": "auto"}),
+        ("prompt", {"prompt": {"id": "p"}}),
+        ("include", {"include": ["file_search_call.results"]}),
+        ("text.format", {"text": {"format": {"type": "json_object"}}}),
+        ("text.verbosity", {"text": {"verbosity": "low"}}),
+        ("reasoning.mode", {"reasoning": {"mode": "pro"}}),
+        ("tools.0", {"tools": [{"type": "web_search"}]}),
+        ("tools.1", {"tools": [TOOLS[0], {"type": "custom", "name": "apply_patch"}]}),
+        ("tools.0.strict", {"tools": [{**TOOLS[0], "strict": True}]}),
+        ("tool_choice", {"tools": TOOLS, "tool_choice": "required"}),
+        ("input.0", {"input": [{"type": "item_reference", "id": "a"}]}),
+        ("input.0", {"input": [{"type": "computer_call_output", "call_id": "a"}]}),
+        ("input.0.content", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}),
+        ("input.0.call_id", {"input": [{"type": "function_call_output", "output": "x"}]}),
+        ("input.0.arguments", {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": 1}]}),
+        ("input", {"input": []}),
+        ("seed", {"extra_body": {"seed": 1}}),
+        ("max_tokens", {"extra_body": {"max_tokens": 1}}),
+        ("response_format", {"extra_body": {"response_format": {"type": "json_object"}}}),
+        ("max_output_tokens", {"max_output_tokens": 0}),
+    ]
+    for param, fields in wrong:
+        with pytest.raises(openai.BadRequestError) as refused:
+            ask(client, **fields)
+        assert refused.value.param == param, fields
+    neutral = {
+        "background": False,
+        "truncation": "disabled",
+        "service_tier": "auto",
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
+        "text": {"format": {"type": "text"}, "verbosity": "medium"},
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "extra_body": {"client_metadata": {}, "cache_salt": "x", "max_tool_calls": 3},
+    }
+    assert ask(client, **neutral).output_text == "hello you"
+
+
+def test_errors_in_a_stream() -> None:
+    """The request's time is over."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    body = {"input": "hi", "stream": True}
+    with serve_script(scripted_tokenizer(TEMPLATE), answer, request_timeout=0.5) as slow:
+        slow.model.is_mute = True
+        text = httpx2.post(f"{slow.url}/v1/responses", json=body, headers=headers, timeout=60).text
+    name, data = text.strip().split("\n\n")[-1].split("\n")
+    failed = json.loads(data.removeprefix("data: "))
+    assert (name, failed["type"]) == ("event: response.failed", "response.failed")
+    assert (failed["response"]["status"], failed["response"]["error"]["code"]) == ("failed", "timeout")

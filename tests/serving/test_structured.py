@@ -1,0 +1,218 @@
+"""Structured output over HTTP: answers that real clients validate, and refusals with their paths."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from enum import Enum
+from typing import Any
+
+import httpx2
+import jsonschema
+import pytest
+from openai import BadRequestError, OpenAI
+from pydantic import BaseModel, Field
+
+from dcpmla.extras import EXTRAS
+from dcpmla.runtime.grammar import Grammar
+from dcpmla.serving import structured
+from dcpmla.serving.errors import ApiError
+from dcpmla.serving.messages import Started
+from dcpmla.serving.sampling_fields import SamplingFields
+from dcpmla.serving.structured import GrammarChecks
+from tests.support.random_model import save_random_model
+from tests.support.servers import TEMPLATE, RunningServer, serve
+
+
+class Colour(Enum):
+    RED = "red"
+    BLUE = "deep blue"
+
+
+class Part(BaseModel):
+    name: str = Field(max_length=4)
+    colour: Colour | None
+    size: int = Field(ge=0, le=99)
+
+
+class Machine(BaseModel):
+    """A machine of parts."""
+
+    parts: list[Part] = Field(max_length=1)
+    is_new: bool
+
+
+MODEL = Started(None, "", 300, 100, 4, 1000)
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"enum": [1, 2, "x"]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    model = tmp_path_factory.mktemp("model")
+    save_random_model(model, TEMPLATE)
+    options = ["--served-model-name", "random", "--dtype", "float32", "--speculative-method", "ngram"]
+    with serve(tmp_path_factory.mktemp("server"), model, 2, *options) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: RunningServer) -> OpenAI:
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def test_openai_s_client_parses_answers(client: OpenAI) -> None:
+    for seed in range(2):
+        completion = client.chat.completions.parse(
+            model="random",
+            messages=[{"role": "user", "content": "a machine"}],
+            response_format=Machine,
+            temperature=2.0,
+            seed=seed,
+            n=2,
+        )
+        for choice in completion.choices:
+            assert choice.finish_reason == "stop"
+            assert isinstance(choice.message.parsed, Machine)
+
+
+def test_streams_are_in_their_grammars(client: OpenAI) -> None:
+    wrapped = {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": SCHEMA}}
+    stream = client.chat.completions.create(
+        model="random", messages=[{"role": "user", "content": "x"}], response_format=wrapped, stream=True
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    jsonschema.validate(json.loads(text), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "texts"),
+    [
+        ({"choice": ["né", "two words"]}, ["né", "two words"]),
+        ({"regex": "(ab|c){2}", "choice": None, "json_object": False}, ["abab", "abc", "cab", "cc"]),
+        ({"grammar": 'root ::= "x" ("1" | "2")'}, ["x1", "x2"]),
+        ({"json": json.dumps({"enum": ["q", 7]})}, ['"q"', "7"]),
+        ({"json": {"const": {"k": []}}}, None),
+        ({"json_object": True}, None),
+    ],
+)
+def test_completions_are_in_their_grammars(client: OpenAI, outputs: dict[str, Any], texts: list[str] | None) -> None:
+    body = {"structured_outputs": outputs}
+    completion = client.completions.create(
+        model="random", prompt=["a", "b"], n=2, max_tokens=60, temperature=1.0, logit_bias={}, extra_body=body
+    )
+    for choice in completion.choices:
+        if choice.finish_reason == "stop":
+            assert choice.text in texts if texts else isinstance(json.loads(choice.text), dict)
+        else:
+            assert texts is None
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": {"type": "xml"}}, "response_format.type", "must be text, json_object or json_schema"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "is missing"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"properties": {"a": {"not": {}}}}}}},
+        "response_format.json_schema.schema.properties.a",
+        'Unimplemented keys: ["not"]',
+    ),
+    (
+        {"structured_outputs": {"json": {"anyOf": [{"type": "null"}, {"type": "array", "items": {"type": "strin"}}]}}},
+        "structured_outputs.json.anyOf.1.items",
+        "Invalid type: strin",
+    ),
+    (
+        {"structured_outputs": {"json": {"$defs": {"d": {"minProperties": 2}}, "items": {"$ref": "#/$defs/d"}}}},
+        "structured_outputs.json.$defs.d",
+        "minProperties is 2",
+    ),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "no JSON"),
+    ({"structured_outputs": {"json": "[" * 60_000}}, "structured_outputs.json", "no JSON"),
+    ({"structured_outputs": {"json": [1]}}, "structured_outputs.json", "no JSON schema"),
+    ({"structured_outputs": {"json": False}}, "structured_outputs", "give one of"),
+    ({"structured_outputs": {"regex": "a(", "choice": ["a"]}}, "structured_outputs", "give one of"),
+    ({"structured_outputs": {"regex": "a("}}, "structured_outputs.regex", "unclosed group"),
+    ({"structured_outputs": {"regex": 1}}, "structured_outputs.regex", "must be text"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "a JSON list"),
+    ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar", "unknown name"),
+    ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs.regex", "at most 65,536"),
+    ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag", "not supported"),
+    ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs", "both"),
+    ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "where its grammar does"),
+    ({"guided_json": {}}, "guided_json", "it is json in structured_outputs here"),
+    (
+        {"structured_outputs": {"json": {"multipleOf": 999_983, "type": "integer"}}},
+        "structured_outputs.json",
+        "too much",
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "path", "words"), REFUSED)
+def test_what_cannot_be_served_is_refused_with_its_path(
+    client: OpenAI, body: dict[str, Any], path: str, words: str
+) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        client.completions.create(model="random", prompt="a", extra_body=body)
+    assert caught.value.param == path
+    assert words in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        r'{"choice": ["\ud800"]}',
+        r'{"json": "{\"const\": \"\\ud800\"}"}',
+        json.dumps({"json": '{"items":' * 900 + "{}" + "}" * 900}),
+        '{"json": ' + '{"items":' * 150 + '{"not": {}}' + "}" * 151,
+    ],
+)
+def test_strange_texts_are_refused(server: RunningServer, outputs: str) -> None:
+    content = f'{{"prompt": "a", "structured_outputs": {outputs}}}'
+    assert httpx2.post(f"{server.url}/v1/completions", content=content).status_code == 400
+
+
+def test_a_hostile_schema_is_refused_after_a_bounded_time(server: RunningServer) -> None:
+    """Its program ends, and others are answered meanwhile."""
+    hostile = {"prompt": "a", "structured_outputs": {"json": {"multipleOf": 999_979, "type": "integer"}}}
+    plain = {"prompt": "a", "max_tokens": 2}
+
+    async def ask() -> list[Any]:
+        async with httpx2.AsyncClient(base_url=server.url, timeout=60) as client:
+            return await asyncio.gather(*(client.post("/v1/completions", json=body) for body in (hostile, plain)))
+
+    refused, answered = asyncio.run(ask())
+    assert (refused.status_code, answered.status_code) == (400, 200)
+    assert "it takes too much time or memory to compile" in refused.json()["error"]["message"]
+
+
+def test_equal_grammars_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+
+    async def find_fault(grammar: Grammar, vocab_size: int) -> None:
+        checked.append(grammar.text)
+
+    async def check() -> None:
+        checks = GrammarChecks()
+        for text in ("a", "b", "a", "b"):
+            await checks.check(Grammar("regex", text), "x", MODEL)
+        await checks.check(None, "x", MODEL)
+        with pytest.raises(ApiError, match="x is not supported with this model's tokenizer: no bytes"):
+            await checks.check(Grammar("regex", "c"), "x.y", replace(MODEL, no_grammars="no bytes"))
+        monkeypatch.setitem(EXTRAS, "structured", ("no_such_package",))
+        with pytest.raises(ApiError, match=r"x needs the extra structured: pip install 'dcpmla\[structured\]'"):
+            await checks.check(Grammar("regex", "c"), "x.y", MODEL)
+
+    monkeypatch.setattr(structured, "_find_fault", find_fault)
+    asyncio.run(check())
+    assert checked == ["a", "b"]
+
+
+def test_null_is_the_default() -> None:
+    fields = SamplingFields.model_validate({"response_format": None, "structured_outputs": None})
+    assert fields.params(3, None, None).grammar is None
+    assert SamplingFields.model_validate({"response_format": {"type": "text"}}).grammar() is None
