@@ -192,6 +192,8 @@ class HostTier(Tier):
         slots: list[int] = []
         keys: list[bytes] = []
         for key, block in self._pending.items():
+            if key in self.blocks:  # it has come from the disk meanwhile
+                continue
             if (slot := self.blocks.add(key)) is not None:
                 if slot in slots:  # the tier is smaller than what is pending
                     index = slots.index(slot)

@@ -385,6 +385,18 @@ def test_host_memory_keeps_the_beginning_while_the_end_is_read(tmp_path: Path, m
     check_empty(engine)
 
 
+def test_a_block_that_is_read_and_computed_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps one slot of host memory."""
+    monkeypatch.setattr(disk_reads, "_PART_BLOCKS", 1)
+    for _ in range(2):
+        engine = make_engine(5, 3, 2, num_host_blocks=12, open_disk=late_disk(tmp_path, 6, num_polls=0))
+        requests = [engine.add([0] * num, SamplingParams(max_new_tokens=1)) for num in (17, 16)]
+        list(engine.run())
+        assert [request.token_ids for request in requests] == [alone([0] * num, 1) for num in (17, 16)]
+        check_empty(engine)
+        engine.close()
+
+
 def test_no_request_waits_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(8, num_host_blocks=9, open_disk=late_disk(tmp_path, 40, num_polls=0))
     for prompt in (PROMPT, *OTHERS):
