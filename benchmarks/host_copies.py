@@ -10,7 +10,7 @@ import argparse
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -35,6 +35,7 @@ def measure(name: str, num_bytes: int, run: Callable[[], Copy]) -> Row:
         torch.cuda.synchronize()
         dist.barrier()
         copy = run()
+        copy.queue()
         torch.cuda.synchronize()
         seconds = torch.tensor(copy.seconds, device="cuda")
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
@@ -45,10 +46,12 @@ def measure(name: str, num_bytes: int, run: Callable[[], Copy]) -> Row:
 
 def plain(source: torch.Tensor, target: torch.Tensor) -> Copy:
     """Copy all bytes at once, on a stream of its own."""
-    copy = Copy()
-    with copy.on(torch.cuda.Stream()):
+
+    def part() -> Iterator[None]:
         target.copy_(source, non_blocking=True)
-    return copy
+        yield None
+
+    return Copy(part(), torch.cuda.Stream())
 
 
 def main() -> None:

@@ -87,6 +87,8 @@ def test_options_of_generate() -> None:
         ("--block-size",),
         ("--enable-prefix-caching", "--no-enable-prefix-caching"),
         ("--kv-offloading-size",),
+        ("--kv-offloading-path",),
+        ("--kv-offloading-disk-size",),
         ("--max-num-batched-tokens",),
         ("--max-num-seqs",),
         ("--max-prefill-ms",),

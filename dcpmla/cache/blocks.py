@@ -159,4 +159,5 @@ class BlockAllocator:
         key = self._keys.pop(block, None)
         if key is not None:
             del self._by_key[key]
-            self.states.forget(block)
+            if self._num_states:
+                self.states.forget(block)

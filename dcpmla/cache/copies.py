@@ -1,46 +1,60 @@
-"""A copy between the cache on a GPU and the host's memory, under way (`Copy`)."""
+"""A copy between the cache on a GPU and the host's memory, queued part by part (`Copy`)."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
 
+# Iterator that queues a part of a copy at each step, and yields the last layer that is complete with it: -1 where the
+# part belongs to all layers, None where its layer is not complete.
+Parts = Iterator[int | None]
+
 
 class Copy:
-    """A copy under way on a stream of its own; a copy on the CPU has ended.
+    """A copy on a stream of its own, after all work that is queued on the current stream; on the CPU it runs at once.
 
-    Attributes:
+    Args:
+        parts: Parts of the copy; None for a copy of nothing.
+        stream: Stream of the copy; None on the CPU.
         num_bytes: Bytes that it moves on this rank.
     """
 
-    def __init__(self) -> None:
-        self.num_bytes = 0
+    def __init__(self, parts: Parts | None = None, stream: torch.cuda.Stream | None = None, num_bytes: int = 0) -> None:
+        self.num_bytes, self._parts, self._stream = num_bytes, iter(parts or ()), stream
+        self._layers: list[tuple[int, torch.cuda.Event]] = []
         self._started: torch.cuda.Event | None = None
-        self._ended: torch.cuda.Event | None = None
-        self._parts: list[tuple[int, torch.cuda.Event]] = []
-
-    @contextmanager
-    def on(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        """Run what the block queues on a stream, after all work of the current one."""
+        self._ended: torch.cuda.Event | None = None  # set when all parts are queued
         if stream is None:
-            yield
-            return
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+            for _ in self._parts:
+                pass
+        else:
+            stream.wait_stream(torch.cuda.current_stream())
             self._started = stream.record_event(torch.cuda.Event(enable_timing=True))
-            yield
-            self._ended = stream.record_event(torch.cuda.Event(enable_timing=True))
 
-    def end_part(self, last_layer: int) -> None:
-        """Record that layers up to a number are copied; -1 for memory that all layers read."""
-        if self._started is not None:
-            self._parts.append((last_layer, torch.cuda.current_stream().record_event()))
+    def queue_part(self) -> torch.cuda.Event | None:
+        """Queue the next part; return an event after it, or None if all are queued."""
+        if self._stream is None or self._ended is not None:
+            return None
+        with torch.cuda.stream(self._stream):
+            try:
+                layer = next(self._parts)
+            except StopIteration:
+                self._ended = self._stream.record_event(torch.cuda.Event(enable_timing=True))
+                return None
+            event = self._stream.record_event()
+        if layer is not None:
+            self._layers.append((layer, event))
+        return event
+
+    def queue(self) -> None:
+        """Queue all parts."""
+        while self.queue_part() is not None:
+            pass
 
     @property
     def is_done(self) -> bool:
         """Return whether it has ended."""
-        return self._ended is None or self._ended.query()
+        return self._stream is None or (self._ended is not None and self._ended.query())
 
     @property
     def has_failed(self) -> bool:
@@ -55,23 +69,31 @@ class Copy:
         return self._started.elapsed_time(self._ended) / 1e3
 
     def wait(self) -> None:
-        """Let the current stream wait for it. The host does not wait."""
+        """Queue all parts, and let the current stream wait for them. The host does not wait."""
+        self.queue()
         if self._ended is not None:
             torch.cuda.current_stream().wait_event(self._ended)
 
+    def cancel(self) -> None:
+        """Leave out the parts that are not queued, and let the current stream wait for the others."""
+        self._parts = iter(())
+        self.wait()
+
     def wait_by_layer(self, loads: Sequence[list[torch.cuda.Event]]) -> None:
-        """Let each layer of the next step wait for its part, and the current stream for what all layers read.
+        """Queue all parts, let each layer of the next step wait for its own, and the current stream for those of all
+        layers.
 
         Args:
             loads: Lists of the layers (`Cache.loads`).
         """
-        for layers, event in self._parts:
-            if layers < 0:
+        self.queue()
+        for layer, event in self._layers:
+            if layer < 0:
                 torch.cuda.current_stream().wait_event(event)
-        ends = [-1, *(layer for layer, _ in self._parts if layer >= 0)]
-        events = [event for layer, event in self._parts if layer >= 0]
+        ends = [-1, *(layer for layer, _ in self._layers if layer >= 0)]
+        events = [event for layer, event in self._layers if layer >= 0]
         for (start, end), event in zip(pairwise(ends), events, strict=True):
-            for layer in loads[start + 1 : end + 1]:
-                layer.append(event)
-        for layer in loads[ends[-1] + 1 :] if events else ():  # they read earlier layers' memory
-            layer.append(events[-1])
+            for events_of_layer in loads[start + 1 : end + 1]:
+                events_of_layer.append(event)
+        for events_of_layer in loads[ends[-1] + 1 :] if events else ():  # they read earlier layers' memory
+            events_of_layer.append(events[-1])

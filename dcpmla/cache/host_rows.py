@@ -3,12 +3,12 @@
 import mmap
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from weakref import finalize
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dcpmla.cache.host_kernels import load_rows
 from dcpmla.cache.items import Items
 
 PAGE_BYTES = 4096  # rows are multiples, so that files are read and written without a copy
@@ -48,18 +48,10 @@ class Pack:
         for memory, columns in zip(self._items, self._columns, strict=True):
             memory.read(items, rows[:, columns])
 
-    def load(self, items: Tensor, slots: Tensor) -> None:
-        """Copy slots [k] of host memory into items [k], both int64 on the device."""
+    def write(self, items: Tensor, rows: Tensor) -> None:
+        """Copy rows [k, row_bytes] of the device into items [k] of the device."""
         for memory, columns in zip(self._items, self._columns, strict=True):
-            if not items.is_cuda:
-                memory.write(items, self.rows[slots, columns])
-                continue
-            host, width = self.rows.view(memory.pages.dtype), memory.pages.shape[-1]
-            first = columns.start // memory.pages.itemsize
-            column = first + width * torch.arange(memory.num_rows, device=items.device)
-            page, row = memory.locate(items)
-            starts = page * memory.pages.stride(0) + row * memory.pages.stride(1)
-            load_rows(host, (slots[:, None] * host.shape[1] + column).flatten(), memory.pages, starts, width)
+            memory.write(items, rows[:, columns])
 
 
 def pack_layers(layers: Sequence[Sequence[Items]]) -> list[Pack]:
@@ -92,13 +84,17 @@ def host_bytes(num_bytes: int, is_pinned: bool) -> Tensor:
         ValueError: The host does not give or pin as much.
     """
     try:
-        memory = torch.from_numpy(np.frombuffer(mmap.mmap(-1, max(num_bytes, PAGE_BYTES)), dtype=np.uint8))
+        memory = np.frombuffer(mmap.mmap(-1, max(num_bytes, PAGE_BYTES)), dtype=np.uint8)
     except OSError as error:
         raise ValueError(_too_large(num_bytes, str(error))) from error
-    code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) if is_pinned else 0
-    if code:
-        raise ValueError(_too_large(num_bytes, f"CUDA error {code}"))
-    return memory[:num_bytes]
+    if is_pinned:
+        address, cudart = memory.ctypes.data, torch.cuda.cudart()
+        code = int(cudart.cudaHostRegister(address, memory.nbytes, 0))
+        if code:
+            raise ValueError(_too_large(num_bytes, f"CUDA error {code}"))
+        # Memory that is freed while it is registered cannot be registered again.
+        finalize(memory, cudart.cudaHostUnregister, address).atexit = False
+    return torch.from_numpy(memory)[:num_bytes]
 
 
 def _too_large(num_bytes: int, reason: str) -> str:

@@ -41,15 +41,26 @@ class Items(NamedTuple):
 
     def read(self, items: Tensor, out: Tensor) -> None:
         """Copy items [k], int64 on the device of the memory, into out [k, num_bytes] uint8."""
-        page, row = self.locate(items)
-        out.view(self.pages.dtype).copy_(self.pages[page, row].view(len(items), -1))
+        out = out.view(self.pages.dtype)
+        if self._is_plain:
+            out.copy_(self.pages[:, 0].index_select(0, items))
+        else:
+            out.copy_(self.pages[self._locate(items)].view(len(items), -1))
 
     def write(self, items: Tensor, content: Tensor) -> None:
         """Overwrite items [k], int64 on the device of the memory, with content [k, num_bytes] uint8."""
-        page, row = self.locate(items)
-        self.pages[page, row] = content.view(self.pages.dtype).reshape(len(page), -1)
+        content = content.view(self.pages.dtype)
+        if self._is_plain:
+            self.pages[:, 0].index_copy_(0, items, content)
+        else:
+            self.pages[self._locate(items)] = content.reshape(-1, self.pages.shape[-1])
 
-    def locate(self, items: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def _is_plain(self) -> bool:
+        """Return whether each item is one page of one row, which is copied by a third of the launches."""
+        return self.pages.shape[1] == self.num_rows == 1 and not self.first_row
+
+    def _locate(self, items: Tensor) -> tuple[Tensor, Tensor]:
         """Return the page and the row in it of each row of the items [k num_rows]."""
         rows = self.first_row + items[:, None] * self.num_rows + torch.arange(self.num_rows, device=items.device)
         return rows.flatten() // self.pages.shape[1], rows.flatten() % self.pages.shape[1]

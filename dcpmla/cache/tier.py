@@ -1,10 +1,10 @@
-"""Bookkeeping of host memory, the tier below the GPU's cache: the keys of blocks and states, and their slots.
+"""Bookkeeping of the tiers below the GPU's cache (host memory, disks): keys of blocks and states, and their slots.
 
 Every rank of a TP group makes the same calls, so all ranks know the same content.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from dcpmla.cache.blocks import BlockAllocator
 
@@ -45,15 +45,37 @@ class SlotTable:
         """Return the slots of known keys."""
         return [self._slots[key] for key in keys]
 
-    def add(self, key: bytes) -> int | None:
-        """Return a slot for new content, from older content if none is free; None if all content is held."""
+    def take(self) -> int | None:
+        """Return a slot for content on its way, from older content if none is free; None if all content is held."""
         if not self._free:
             oldest = next((each for each in self._slots if each not in self._holders), None)
             if oldest is None:
                 return None
             self.remove(oldest)
-        self._slots[key] = slot = self._free.pop()
+        return self._free.pop()
+
+    def put(self, key: bytes, slot: int) -> None:
+        """Make the content of a slot from `take` known, unless another slot has it by now."""
+        if key in self._slots:
+            self.free(slot)
+        else:
+            self._slots[key] = slot
+
+    def free(self, slot: int) -> None:
+        """Free a slot from `take` whose content has not come."""
+        self._free.append(slot)
+
+    def add(self, key: bytes) -> int | None:
+        """Return a slot for new content, which is known at once; None if all content is held."""
+        if (slot := self.take()) is not None:
+            self._slots[key] = slot
         return slot
+
+    def fill(self, content: Mapping[bytes, int]) -> None:
+        """Make content known that an empty table's slots have, from the least to the most recently used."""
+        self._slots.update(content)
+        used = {*content.values()}
+        self._free = [slot for slot in self._free if slot not in used]
 
     def remove(self, key: bytes) -> None:
         """Free the slot of a known key."""
@@ -80,12 +102,12 @@ class SlotTable:
         """End the protection of one call of `hold`."""
         for key in keys:
             self._holders[key] -= 1
-            if not self._holders[key]:
+            if not self._holders[key]:  # else it would be there for ever: something is held nearly always
                 del self._holders[key]
 
 
-class HostTier:
-    """The content of host memory, and blocks that are yet to be stored there.
+class Tier:
+    """The content of one tier.
 
     Args:
         num_blocks, num_states: Slots for blocks and for states; 0 for none.
@@ -93,12 +115,49 @@ class HostTier:
 
     def __init__(self, num_blocks: int = 0, num_states: int = 0) -> None:
         self.blocks, self.states = SlotTable(num_blocks), SlotTable(num_states)
-        self._pending: dict[bytes, int] = {}  # key -> block on the GPU
 
     def reset(self) -> None:
         """Forget all content."""
         self.blocks, self.states = SlotTable(self.blocks.num_slots), SlotTable(self.states.num_slots)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Note that a sequence's blocks were used, and the state after them."""
+        self.blocks.touch(keys)
+        self.states.touch(keys[-1:])
+
+    def expire_state(self, key: bytes) -> None:
+        """Make a state, if it is known, the next to be evicted."""
+        self.states.expire(key)
+
+
+class HostTier(Tier):
+    """The content of host memory, and blocks that are yet to be stored there.
+
+    Args:
+        num_blocks, num_states: Slots for blocks and for states; 0 for none.
+        disk: Content of the disks below; None without.
+    """
+
+    def __init__(self, num_blocks: int = 0, num_states: int = 0, disk: Tier | None = None) -> None:
+        super().__init__(num_blocks, num_states)
+        self.disk = disk or Tier()
+        self._pending: dict[bytes, int] = {}  # key -> block on the GPU
+
+    def reset(self) -> None:
+        """Forget all content, that of the disks, too."""
+        super().reset()
+        self.disk.reset()
         self._pending.clear()
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Note in both tiers that a sequence's blocks were used, and the state after them."""
+        super().touch(keys)
+        self.disk.touch(keys)
+
+    def expire_state(self, key: bytes) -> None:
+        """Make a state the next to be evicted from both tiers."""
+        super().expire_state(key)
+        self.disk.expire_state(key)
 
     @property
     def num_pending(self) -> int:
@@ -110,19 +169,18 @@ class HostTier:
         if self.blocks.num_slots and key not in self.blocks:
             self._pending.setdefault(key, block)
 
-    def count(self, keys: Iterable[bytes]) -> int:
-        """Return how many of a sequence's next blocks are known, up to the first that is not."""
+    def count(self, keys: Iterable[bytes], with_disk: bool = False) -> int:
+        """Return how many of a sequence's next blocks are known, up to the first that is not.
+
+        Args:
+            with_disk: Whether the disks' content counts, too.
+        """
         num_known = 0
         for key in keys:
-            if key not in self.blocks:
+            if key not in self.blocks and not (with_disk and key in self.disk.blocks):
                 break
             num_known += 1
         return num_known
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """Note that a sequence's blocks were used, and the state after them."""
-        self.blocks.touch(keys)
-        self.states.touch(keys[-1:])
 
     def is_overwritten(self, allocator: BlockAllocator) -> bool:
         """Return whether the next step may write to a pending block, which has been allocated again."""

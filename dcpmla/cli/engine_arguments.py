@@ -99,6 +99,13 @@ _OPTIONS = (  # in the order of the help
         "host memory, of all ranks together, that keeps blocks which leave the cache, for requests that begin with "
         "the same tokens; default: none",
     ),
+    _Option(
+        "--kv-offloading-path DIR",
+        str,
+        "directory on each host's local disk for copies of these blocks, which survive restarts; goes with "
+        "--kv-offloading-size and --kv-offloading-disk-size; default: none",
+    ),
+    _Option("--kv-offloading-disk-size GIB", float, "files of all ranks together in that directory"),
     _Option("--max-num-batched-tokens C", positive, "most tokens of one step"),
     _Option("--max-num-seqs R", positive, "most requests that run at the same time"),
     _Option(

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 import torch
 
 from dcpmla.config import MODEL_DTYPES
-from dcpmla.fields import FLAG, check_fields, number, one_of, option_label, optional, rules_of, whole
+from dcpmla.fields import FLAG, TEXT, check_fields, number, one_of, option_label, optional, rules_of, whole
 
 SPECULATIVE_METHODS = ("none", "ngram", "mtp")
 MAX_SPECULATIVE_TOKENS = 15  # a batch of several requests fits into `MAX_DRAFT_ROWS`
@@ -33,6 +33,9 @@ class EngineOptions:
             divided among the host's ranks.
         enable_prefix_caching: Whether to reuse cached blocks of earlier requests that begin with the same tokens.
         kv_offloading_size: GiB of host memory, of all ranks together, for blocks that leave the cache; None for none.
+        kv_offloading_path: Directory on local disks for copies of these blocks, which later jobs find; None for none.
+            It needs kv_offloading_size and kv_offloading_disk_size.
+        kv_offloading_disk_size: GiB of all ranks' files in that directory together.
         enable_expert_parallel: Whether to distribute whole experts over the ranks instead of slices.
         enforce_eager: Whether to run without CUDA graphs.
         load_format: Source of weights: "auto" reads the checkpoint, "dummy" needs none and draws random weights, for
@@ -54,6 +57,8 @@ class EngineOptions:
     gpu_memory_utilization: Annotated[float, number(0, 1, above=True)] = 0.9
     enable_prefix_caching: _Flag = True
     kv_offloading_size: Annotated[float | None, optional(number(0, above=True))] = None
+    kv_offloading_path: Annotated[str | None, optional(TEXT)] = None
+    kv_offloading_disk_size: Annotated[float | None, optional(number(0, above=True))] = None
     enable_expert_parallel: _Flag = False
     enforce_eager: _Flag = False
     load_format: Annotated[str, one_of(("auto", "dummy"))] = "auto"
@@ -68,6 +73,21 @@ class EngineOptions:
             raise ValueError(
                 "kv_offloading_size (--kv-offloading-size) keeps blocks for later requests, which "
                 "enable_prefix_caching (--enable-prefix-caching) False rules out; give one of the two"
+            )
+        self._check_disk()
+
+    def _check_disk(self) -> None:
+        """Raise ValueError unless all options of the disk are given, or none."""
+        path, size = self.kv_offloading_path, self.kv_offloading_disk_size
+        if path is not None and self.kv_offloading_size is None:
+            raise ValueError(
+                f"kv_offloading_path (--kv-offloading-path) is {path!r}; blocks reach disks through host memory, so "
+                "kv_offloading_size (--kv-offloading-size) must be given, too"
+            )
+        if (path is None) != (size is None):
+            raise ValueError(
+                f"kv_offloading_path (--kv-offloading-path) is {path!r} and kv_offloading_disk_size "
+                f"(--kv-offloading-disk-size) is {size!r}; give both or neither"
             )
 
     @classmethod

@@ -16,6 +16,7 @@ from dcpmla.comm.select import ChosenExchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.cache_memory import free_bytes, plan_cache
 from dcpmla.integrations.decode_graphs import GraphMaker
+from dcpmla.integrations.disk_offloading import check_scales, make_disk_tier
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.families.table import attention_kind
 from dcpmla.integrations.model_size import read_model
@@ -74,6 +75,7 @@ def load_engine(
         check_layout(files, dcp)
         check_backends(dcp, device)
         check_speculation(files.config, dcp, options.speculative_method)
+        check_scales(dcp, options)
     check_equal_arguments({f"{name} of the model's directory": digest for name, digest in files.digests.items()})
     alignment = attention_kind(files.config).chunk_alignment(dcp)
     workspace = max_chunk_tokens(files.max_model_len, options.max_num_seqs, alignment)
@@ -104,6 +106,7 @@ def load_engine(
     with agree():
         cache = plan.allocate(device)
         memory, tier = make_host_memory(cache, options.kv_offloading_size, mesh.tp_size, num_local_ranks)
+    tier.disk = make_disk_tier(memory, options, files, dcp, plan, sharded, mesh)
     mixed_graph = mixed.capture(cache, on_step) if is_captured else None
     graph, *captured = [maker.capture(cache, on_step) if is_captured else None for maker in makers]
     mtp = [graph_of or maker.make(cache) for graph_of, maker in zip(captured, makers[1:], strict=True)]
@@ -154,12 +157,14 @@ def _graph_makers(
 def _new_scheduler(
     plan: CachePlan, num_layers: int, options: EngineOptions, costs: PrefillCosts, tier: HostTier
 ) -> Scheduler:
-    """Return the scheduler over a cache and host memory."""
+    """Return the scheduler over a cache and the tiers below it."""
     # The cache has fewer states if fewer requests are known to come.
     max_num_seqs = min(options.max_num_seqs, plan.num_states or options.max_num_seqs)
     limits = options.max_num_batched_tokens, max_num_seqs, options.enable_prefix_caching
-    load_costs = TierCosts(plan, num_layers, H200X8.host_gb_per_s, costs)
-    return Scheduler(BlockAllocator.of(plan), *limits, costs, tier, load_costs)
+    host, disk = H200X8.host_gb_per_s, H200X8.disk_gb_per_s
+    # Blocks are first read into host memory.
+    tier_costs = [TierCosts(plan, num_layers, rate, costs) for rate in (host, host * disk / (host + disk))]
+    return Scheduler(BlockAllocator.of(plan), *limits, costs, tier, *tier_costs)
 
 
 def _piece_costs(config: Any, dcp: DCPConfig, options: EngineOptions) -> PrefillCosts:

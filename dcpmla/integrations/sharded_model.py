@@ -147,6 +147,10 @@ class ShardedModel:
             drafts.append(self.head.best(self._mtp.collapse(hidden_states)))
         return torch.stack(drafts, 1).flatten()
 
+    def modules(self) -> list[nn.Module]:
+        """Return the modules that have the model's weights."""
+        return [part for part in vars(self).values() if isinstance(part, nn.Module)]
+
     def check(self) -> None:
         """Raise the faults of exchanges in steps whose results are on the host (`Exchange.check`)."""
         for exchange in self._exchanges:

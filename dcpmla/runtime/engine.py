@@ -24,6 +24,7 @@ from dcpmla.runtime.stats import Stats
 from dcpmla.runtime.text import Tokenizer
 
 _MAX_SLEEP = 1.0  # longest seconds between calls of on_step in an idle engine
+_POLL_SECONDS = 2e-4  # between two looks whether blocks have come from the disk
 
 
 class Engine(Admission):
@@ -116,12 +117,7 @@ class Engine(Admission):
                 return StepEvents([], [], self._heard)
             self._in_flight = self._launch([])
         if self._in_flight is None:
-            self.on_step("waiting for the next request")
-            seconds = min([_MAX_SLEEP, *(max(0.0, each.arrival_time - self._first_now) for each in self._coming[:1])])
-            if self.grammars.is_pending:
-                self.grammars.wait(seconds)
-            elif self._coming:
-                time.sleep(seconds)
+            self._pause()
             return StepEvents([], [])
         step, tokens = self._in_flight, list[tuple[Request, str]]()
         if self.speculation.waits_for(step, self.scheduler.running, self._can_move):
@@ -135,11 +131,27 @@ class Engine(Admission):
             self._in_flight = None
         return StepEvents(tokens, self._finished, self._heard)
 
+    def _pause(self) -> None:
+        """Sleep until there may be something to compute: requests that wait are waiting for the disk."""
+        is_reading = bool(self.scheduler.waiting)
+        self.on_step("reading blocks from the disk" if is_reading else "waiting for the next request")
+        seconds = min([_MAX_SLEEP, *(max(0.0, each.arrival_time - self._first_now) for each in self._coming[:1])])
+        if is_reading:
+            time.sleep(_POLL_SECONDS)
+        elif self.grammars.is_pending:
+            self.grammars.wait(seconds)
+        elif self._coming:
+            time.sleep(seconds)
+
     def close(self) -> None:
-        """Free the graphs. To be called before the process groups are destroyed (see `DecodeGraph.release`)."""
+        """Write blocks to the disk, and free the graphs. To be called before the process groups are destroyed (see
+        `DecodeGraph.release`).
+        """
         if self._in_flight is not None:
             self._in_flight.wait()
             self._in_flight = None
+        if self.offload is not None:
+            self.offload.close()
         for graph in (self.graph, self.mixed_graph):
             if graph is not None:
                 graph.release()
@@ -185,11 +197,11 @@ class Engine(Admission):
         self.admit_due(self._first_now)
         is_ahead = self._in_flight is not None
         num_drafts = self.speculation.num_wanted(self.scheduler.running, is_ahead)
-        batch = self.scheduler.schedule(self._agreement.clock(), num_drafts)
-        if not batch.pieces:
-            return None
+        batch = self.scheduler.schedule(self._agreement.clock(), num_drafts, self._first_now)
         if self.offload is not None:
             self.offload.begin(batch)
+        if not batch.pieces:
+            return None
         drafts = self.speculation.draft(batch, self._latest)
         self.stats.max_num_running = max(self.stats.max_num_running, len(self.scheduler.running))
         started = time.perf_counter()

@@ -8,7 +8,7 @@ from typing import Protocol
 class Arrival(Protocol):
     """A copy into the cache (`dcpmla.cache.copies.Copy`)."""
 
-    def wait(self) -> None: ...
+    def cancel(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -29,11 +29,7 @@ class Loading:
     copy: Arrival | None = None
     has_ended: bool = False
 
-    def end(self, _: bool = True) -> None:
-        """Note that it has ended on all ranks."""
-        self.has_ended = True
-
     def cancel(self) -> None:
-        """Let later steps write to the blocks only after the copy."""
+        """Leave out what is not under way. Later steps write to the blocks after what is."""
         if self.copy is not None:
-            self.copy.wait()
+            self.copy.cancel()

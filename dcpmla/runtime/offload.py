@@ -1,11 +1,14 @@
-"""Blocks and states between the cache and host memory (`Offload`)."""
+"""Blocks and states between the cache and the tiers below it, host memory and disks (`Offload`)."""
 
+from contextlib import suppress
 from typing import NamedTuple
 
 from dcpmla.cache.copies import Copy
 from dcpmla.cache.host import HostMemory
 from dcpmla.cache.plan import Cache
 from dcpmla.runtime.batch import Batch
+from dcpmla.runtime.disk_offload import DiskOffload
+from dcpmla.runtime.loading import Loading
 from dcpmla.runtime.progress import Progress
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.reuse import StateCopy
@@ -23,7 +26,7 @@ class _Store(NamedTuple):
 
 
 class Offload:
-    """The host memory of an engine.
+    """The tiers of memory below an engine's cache.
 
     Full blocks are stored together, at the latest before they are overwritten. A request that finds blocks or a state
     in host memory waits until they have arrived while others run; if there is nothing else to run, its step starts at
@@ -35,26 +38,35 @@ class Offload:
         scheduler: Scheduler over the cache's blocks and the content of host memory.
         progress: Transfers that all ranks agree on.
     Attributes:
-        loaded, stored: Totals of copies that have ended.
+        loaded, stored: Totals of copies from and to host memory that have ended.
+        disk: Transfers between host memory and the disk; None without.
     """
 
     def __init__(self, memory: HostMemory, cache: Cache, scheduler: Scheduler, progress: Progress) -> None:
         self.tier, self._memory, self._cache, self._allocator = scheduler.tier, memory, cache, scheduler.allocator
         self._progress = progress
+        self.disk = None if scheduler.reads is None else DiskOffload(memory, scheduler.tier, scheduler.reads, progress)
         self.loaded, self.stored = CopyTotals(), CopyTotals()
         self._stores: list[_Store] = []  # under way
         self._loads: list[tuple[Copy, int]] = []  # under way, with their numbers of blocks
 
     def begin(self, batch: Batch) -> None:
-        """Store blocks that a scheduled step may overwrite, and start its loads."""
+        """Store blocks that a scheduled step may overwrite, and start its loads and the disk's transfers.
+
+        Without anything to compute, all full blocks are stored, so that they reach the disk.
+        """
         self.count()
-        if self.tier.is_overwritten(self._allocator):
+        self._memory.advance()
+        is_idle = self.disk is not None and not batch.pieces
+        if is_idle or self.tier.is_overwritten(self._allocator):
             self._store()
         for copy, blocks in self._stores:
             if any(self._allocator.find([key]) != [block] for key, block in blocks.items()):
                 copy.wait()
         for request in batch.loads:
             self._load(request)
+        if self.disk is not None:
+            self.disk.begin()
 
     def prepare(self, batch: Batch, waits_by_layer: bool) -> None:
         """Store full blocks of earlier steps, and let the step wait for the loads of its requests.
@@ -86,10 +98,34 @@ class Offload:
         slot = None if state.key in states else states.add(state.key)
         if slot is not None:
             self._memory.store_state(state.source, slot)
+            if self.disk is not None:
+                self.disk.add_state(state.key)
+
+    def totals(self) -> dict[tuple[str, str], CopyTotals]:
+        """Return the totals of transfers by tier ("host", "disk") and direction ("load", "store")."""
+        self.count()
+        tiers: dict[str, Offload | DiskOffload] = {"host": self}
+        if self.disk is not None:
+            tiers["disk"] = self.disk
+        return {
+            (name, direction): total
+            for name, tier in tiers.items()
+            for direction, total in (("load", tier.loaded), ("store", tier.stored))
+        }
+
+    def close(self) -> None:
+        """Write all blocks to the disk, if there is one."""
+        if self.disk is not None:
+            with suppress(RuntimeError):  # a device that has failed: the job ends with that error
+                self._store()
+                self.disk.close()
 
     def reset(self) -> None:
         """Forget all content, of an engine without requests."""
         self.tier.reset()
+        self._progress.reset()
+        if self.disk is not None:
+            self.disk.reset()
         self._stores.clear()
         self.loaded, self.stored = CopyTotals(), CopyTotals()
 
@@ -98,6 +134,8 @@ class Offload:
         if blocks:
             copy = self._memory.store(blocks, slots)
             self._stores.append(_Store(copy, dict(zip(keys, blocks, strict=True))))
+        if self.disk is not None:
+            self.disk.add_blocks(keys)
 
     def _load(self, request: Request) -> None:
         loading = request.loading
@@ -107,11 +145,16 @@ class Offload:
         if loading.state is not None:
             key, number = loading.state
             state = tier.states.slots([key])[0], number
-            tier.states.release([key])
-        tier.blocks.release(loading.keys)
         loading.copy = copy = self._memory.load(loading.blocks, slots, state)
         self._loads.append((copy, len(slots)))
-        self._progress.watch(copy, loading.end)
+        self._progress.watch(copy, lambda _: self._end(loading))
+
+    def _end(self, loading: Loading) -> None:
+        """Note on all ranks that a load has ended."""
+        loading.has_ended = True
+        self.tier.blocks.release(loading.keys)
+        if loading.state is not None:
+            self.tier.states.release([loading.state[0]])
 
     def count(self) -> None:
         """Add the copies that have ended to the totals."""

@@ -53,6 +53,10 @@ class Progress:
         """
         self._watched.append(Watched(transfer, on_end))
 
+    def reset(self) -> None:
+        """Forget all transfers, whose ends no longer matter."""
+        self._watched.clear()
+
     def report(self) -> tuple[list[int], list[Watched]]:
         """Return this rank's words for a message, and the transfers that they are about, the oldest ones."""
         reported = self._watched[:_NUM_FIELDS]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.states import Worth
 from dcpmla.cache.tier import HostTier
-from dcpmla.runtime.costs import LoadCosts
+from dcpmla.runtime.costs import TOKEN_COSTS, LoadCosts
 from dcpmla.runtime.loading import Loading
 from dcpmla.runtime.prefixes import ComingBlocks, Forks
 from dcpmla.runtime.request import Request
@@ -51,12 +51,20 @@ class PrefixReuse:
         allocator: Blocks of the cache.
         is_enabled: Whether full blocks are remembered at all.
         tier: Content of host memory.
-        costs: Costs of loads, which are left out where computing is cheaper.
+        costs, disk_costs: Costs of loads from host memory, and from disks, which are left out where computing is
+            cheaper.
     """
 
-    def __init__(self, allocator: BlockAllocator, is_enabled: bool, tier: HostTier, costs: LoadCosts) -> None:
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        is_enabled: bool,
+        tier: HostTier,
+        costs: LoadCosts,
+        disk_costs: LoadCosts = TOKEN_COSTS,
+    ) -> None:
         self._allocator, self._block_tokens, self.is_enabled = allocator, allocator.block_tokens, is_enabled
-        self._tier, self._costs = tier, costs
+        self._tier, self._costs, self._disk_costs = tier, costs, disk_costs
         # None without states, and where nothing is reused.
         self._forks = Forks(allocator.block_tokens) if allocator.states.num_states and is_enabled else None
 
@@ -80,10 +88,7 @@ class PrefixReuse:
         keys = request.block_keys(0, (request.num_tokens - 1) // self._block_tokens, self._block_tokens)
         blocks = self._allocator.find(keys)
         num_in_host = self._tier.count(keys[len(blocks) :])
-        found = self._reusable(keys, blocks, 0)
-        loaded = self._reusable(keys, blocks, num_in_host)
-        if loaded.num_blocks > found.num_blocks and self._pays(loaded, found):
-            found = loaded
+        found = self._best(keys, blocks, num_in_host)
         if self._forks is not None:
             if found.num_blocks < len(blocks) + num_in_host:
                 self._forks.mark(keys[len(blocks) + num_in_host - 1])
@@ -91,27 +96,50 @@ class PrefixReuse:
         self._tier.touch(keys[: found.num_blocks])
         return found
 
-    def _reusable(self, keys: list[bytes], blocks: list[int], num_in_host: int) -> Found:
+    def find_with_disk(self, request: Request, limit: int) -> Found | None:
+        """Return what a waiting request could reuse if host memory had the disk's blocks and states, too; None unless
+        that is worth the time to read them.
+
+        Args:
+            limit: Limit of the blocks that it could reuse from host memory.
+        """
+        if not self.is_enabled or request.is_scored:
+            return None
+        keys = request.block_keys(0, (request.num_tokens - 1) // self._block_tokens, self._block_tokens)
+        blocks = self._allocator.find(keys)
+        below = keys[len(blocks) :]
+        found = self._best(keys, blocks, self._tier.count(below))
+        read = self._reusable(keys, blocks, self._tier.count(below[:limit], with_disk=True), with_disk=True)
+        return read if self._pays(self._disk_costs, read, found) else None
+
+    def _best(self, keys: list[bytes], blocks: list[int], num_in_host: int) -> Found:
+        """Return the blocks of the cache that a request can reuse, and those of host memory if loading them pays."""
+        found = self._reusable(keys, blocks, 0)
+        loaded = self._reusable(keys, blocks, num_in_host)
+        return loaded if self._pays(self._costs, loaded, found) else found
+
+    def _reusable(self, keys: list[bytes], blocks: list[int], num_below: int, with_disk: bool = False) -> Found:
         """Return the blocks that a request can reuse, with states those up to the last one that has a state.
 
         Args:
             keys: Keys of all its full blocks.
             blocks: Remembered blocks of the cache, which come first.
-            num_in_host: Number of blocks after these that host memory has; 0 also leaves out its states.
+            num_below: Number of blocks after these that host memory has; 0 also leaves out its states.
+            with_disk: Whether num_below counts the disk's blocks, and its states count, too.
         """
-        end = len(blocks) + num_in_host
+        end = len(blocks) + num_below
         if self._forks is None:
             return Found(blocks, keys=keys[len(blocks) : end])
         known, state = self._allocator.with_state(blocks)
         for last in range(end, len(known), -1):
-            if keys[last - 1] in self._tier.states:
+            if keys[last - 1] in self._tier.states or (with_disk and keys[last - 1] in self._tier.disk.states):
                 return Found(blocks[:last], keys=keys[len(blocks) : last], state_key=keys[last - 1])
         return Found(known, state)
 
-    def _pays(self, loaded: Found, found: Found) -> bool:
-        """Return whether loading blocks and a state is cheaper than computing their tokens again."""
+    def _pays(self, costs: LoadCosts, loaded: Found, found: Found) -> bool:
+        """Return whether loading more blocks, and a state, is cheaper than computing their tokens again."""
         num_tokens = (loaded.num_blocks - found.num_blocks) * self._block_tokens
-        return self._costs.should_load(num_tokens, found.num_blocks * self._block_tokens)
+        return num_tokens > 0 and costs.should_load(num_tokens, found.num_blocks * self._block_tokens)
 
     def load(self, found: Found, blocks: Sequence[int], state: int | None) -> Loading:
         """Return the load of what was found in host memory, which keeps it until its copy is queued.
@@ -195,7 +223,7 @@ class PrefixReuse:
         is_latest = end >= (len(request.prompt_token_ids) - 1) // self._block_tokens
         if is_latest and request.latest_key is not None:
             self._allocator.supersede_state(request.latest_key)
-            self._tier.states.expire(request.latest_key)
+            self._tier.expire_state(request.latest_key)
         if is_latest:
             request.latest_key = key
         elif key not in forks and end.bit_length() == start.bit_length():

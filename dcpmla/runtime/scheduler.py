@@ -13,15 +13,17 @@ from dcpmla.cache.tier import HostTier
 from dcpmla.fields import check_fields, option_label, whole
 from dcpmla.runtime.batch import Batch
 from dcpmla.runtime.costs import TOKEN_COSTS, LoadCosts, PieceCosts, piece_tokens
+from dcpmla.runtime.disk_reads import DiskReads, Readiness
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.reuse import PrefixReuse
 
 
 class Scheduler:
-    """Continuous batching: decodes first, then prompts in chunks, first come, first served, with two exceptions.
+    """Continuous batching: decodes first, then prompts in chunks, first come, first served, with exceptions.
 
-    A request waits for blocks that a running one will compute (`ComingBlocks`), and a prompt with log probabilities
-    waits for room among the scored tokens of a step (`Batch.room`). Other requests pass them in the queue.
+    A request waits for blocks that a running one will compute (`ComingBlocks`) or that are read from disks
+    (`DiskReads`), and a prompt with log probabilities waits for room among the scored tokens of a step (`Batch.room`).
+    Other requests pass them in the queue.
 
     A request is admitted when there are blocks for all its known tokens, and one more for each running request: a
     prefill never waits half-way, and is seldom preempted. Decodes take a block when they reach it. When no block is
@@ -35,8 +37,9 @@ class Scheduler:
         costs: Model of the time that pieces of prompts take, which bounds them where requests decode.
         enable_prefix_caching: Whether full blocks are remembered for requests that begin with the same tokens.
         tier: Content of host memory; None without.
-        load_costs: Choice between loading blocks from host memory and computing them again.
+        load_costs, disk_costs: Choices between loading blocks from host memory, from disks, and computing them.
     Attributes:
+        reads: Blocks of waiting requests on their way from disks; None without disks.
         max_absorbed_tokens: Tokens of the largest step that is one graph, if all its pieces are absorbed.
     Raises:
         ValueError: A limit is below 1, or the cache has fewer states than max_num_seqs.
@@ -51,6 +54,7 @@ class Scheduler:
         costs: PieceCosts = TOKEN_COSTS,
         tier: HostTier | None = None,
         load_costs: LoadCosts = TOKEN_COSTS,
+        disk_costs: LoadCosts = TOKEN_COSTS,
     ) -> None:
         limits = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs}
         check_fields(dict.fromkeys(limits, whole(1)), limits, option_label)
@@ -61,7 +65,8 @@ class Scheduler:
                 f"request that runs"
             )
         self.allocator, self.tier, self.costs = allocator, tier or HostTier(), costs
-        self.reuse = PrefixReuse(allocator, enable_prefix_caching, self.tier, load_costs)
+        self.reuse = PrefixReuse(allocator, enable_prefix_caching, self.tier, load_costs, disk_costs)
+        self.reads = DiskReads(self.reuse, self.tier) if self.tier.disk.blocks.num_slots else None
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self.max_absorbed_tokens = 0
         self.waiting: deque[Request] = deque()
@@ -83,14 +88,16 @@ class Scheduler:
                 f"raise --kv-cache-memory-bytes, or shard over more ranks (-dcp)"
             )
 
-    def schedule(self, now: float, num_drafts: int = 0) -> Batch:
+    def schedule(self, now: float, num_drafts: int = 0, agreed_now: float = 0.0) -> Batch:
         """Return the next step, without pieces if there are no requests.
 
         Its blocks are allocated, from the youngest requests if necessary; drafts get only blocks that no other request
         needs.
 
         Args:
+            now: Seconds on this rank's clock.
             num_drafts: Limit of the drafts of a request that can draft.
+            agreed_now: Seconds on the first rank's clock, the same on all ranks.
         """
         batch = Batch(self.max_num_batched_tokens)
         self._schedule_decodes(batch)
@@ -103,7 +110,7 @@ class Scheduler:
         self._schedule_prefills(batch)
         if not batch.pieces:
             self._join_loading(batch)
-        self._admit(batch, now)
+        self._admit(batch, now, agreed_now)
         batch.arrange(self.costs, self.max_absorbed_tokens)
         return batch
 
@@ -112,6 +119,7 @@ class Scheduler:
         (self.running if request.block_ids else self.waiting).remove(request)
         self._free(request)
         self.reuse.remove(request)
+        self._release(request)
 
     def _schedule_decodes(self, batch: Batch) -> None:
         index = 0
@@ -133,7 +141,7 @@ class Scheduler:
             if request.is_loading and batch.room(request):
                 self._add_piece(batch, request)
 
-    def _admit(self, batch: Batch, now: float) -> None:
+    def _admit(self, batch: Batch, now: float, agreed_now: float) -> None:
         coming = self.reuse.coming_blocks(self.running)
         passed: list[Request] = []
         num_held = 0
@@ -144,6 +152,11 @@ class Scheduler:
             if has_room and (request.num_in_flight or self._was_refused(request)):
                 break
             is_held = has_room and self.reuse.is_held(request, coming)
+            if has_room and not is_held and self.reads is not None:
+                readiness = self.reads.check(request, agreed_now, not self.running)
+                if readiness is Readiness.NO_ROOM:
+                    break
+                is_held = readiness is Readiness.COMING
             if is_held or not has_room:
                 num_held += is_held
                 passed.append(self.waiting.popleft())
@@ -151,6 +164,7 @@ class Scheduler:
             if not self._take_blocks(request, batch):
                 break
             self.running.append(self.waiting.popleft())
+            self._release(request)
             self.reuse.add_coming(request, coming)
             if request.loading is None or not batch.pieces:
                 self._add_piece(batch, request)
@@ -230,6 +244,11 @@ class Scheduler:
             request.loading.cancel()
             request.loading = None
         request.num_computed_tokens = request.num_remembered_blocks = 0
+
+    def _release(self, request: Request) -> None:
+        """Keep nothing for it in host memory."""
+        if self.reads is not None:
+            self.reads.release(request)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.allocator.block_tokens)

@@ -1,24 +1,35 @@
 """Totals of what an engine has served."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
-from dcpmla.cache.copies import Copy
 from dcpmla.runtime.request import Request
+
+
+class Moved(Protocol):
+    """A copy or a file's transfer that has ended on this rank."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def seconds(self) -> float: ...
 
 
 @dataclass
 class CopyTotals:
-    """Totals of the copies between the cache and a tier of memory below it, in one direction on this rank.
+    """Totals of the copies between two tiers of memory, in one direction on this rank.
 
     Attributes:
-        seconds: Times of copies that have ended, on the GPU's clock.
+        seconds: Times of copies that have ended: the GPU's between the cache and host memory, else from a transfer's
+            beginning to its end.
     """
 
     blocks: int = 0
     bytes: int = 0
     seconds: float = 0.0
 
-    def add(self, copy: Copy, num_blocks: int) -> None:
+    def add(self, copy: Moved, num_blocks: int) -> None:
         """Add a copy that has ended."""
         self.blocks += num_blocks
         self.bytes += copy.num_bytes

@@ -146,7 +146,7 @@ class AnswerGrammars:
 
 
 def _part(grammar: Grammar) -> Part | None:
-    """Return a grammar as a part of another, None for one that stands alone."""
+    """Return a grammar as a part of another, None if it cannot be one."""
     match grammar.kind:
         case "json_object":
             return Schema({"type": "object"})

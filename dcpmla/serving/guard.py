@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from socket import socket
 from typing import NoReturn
 
-_SECONDS = 5.0  # time for the last answers, after the first rank's end
+_SECONDS = 15.0  # time for the last answers, after the first rank's end; a busy host needs more than a few
 
 
 def guard(main: Callable[[], object], sockets: Sequence[socket], owner: int) -> NoReturn:

@@ -183,12 +183,8 @@ def _tier_totals(offload: Offload | None) -> dict[tuple[str, str, str], float]:
     """Return `Report.tier_totals`."""
     if offload is None:
         return {}
-    offload.count()
-    directions = {"load": offload.loaded, "store": offload.stored}
     return {
-        (name, "host", direction): total
-        for direction, totals in directions.items()
-        for name, total in vars(totals).items()
+        (name, *labels): total for labels, totals in offload.totals().items() for name, total in vars(totals).items()
     }
 
 

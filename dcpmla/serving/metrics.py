@@ -45,7 +45,7 @@ class Metrics:
         self._tiers = {
             "blocks": counter("kv_offload_blocks", "Blocks that were copied to and from a tier of memory.", tier),
             "bytes": counter("kv_offload_bytes", "Bytes of these copies on the first rank.", tier),
-            "seconds": counter("kv_offload_seconds", "Seconds of these copies on the first rank's GPU.", tier),
+            "seconds": counter("kv_offload_seconds", "Seconds of these copies on the first rank.", tier),
         }
         self._seen_tiers: dict[tuple[str, str, str], float] = {}
         self._running = gauge("requests_running", "Requests that hold blocks of the cache.")

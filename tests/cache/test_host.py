@@ -9,7 +9,6 @@ import torch
 
 from dcpmla import DCPConfig
 from dcpmla.cache.host import HostMemory
-from dcpmla.cache.host_kernels import load_rows
 from dcpmla.cache.host_rows import PAGE_BYTES, runs
 from dcpmla.cache.latent import LatentCache, LatentPlan
 from dcpmla.cache.plan import Cache
@@ -18,7 +17,6 @@ from dcpmla.cache.shared_rows import read_rows, write_rows
 from dcpmla.cache.tier import HostTier, SlotTable
 from dcpmla.integrations.families.table import attention_kind
 from tests.support.models import FAMILIES, tiny_config
-from tests.support.shared_memory import run_interpreted
 
 CPU = torch.device("cpu")
 FORMATS = ("auto", "fp8", "fp8_ds_mla")
@@ -204,19 +202,3 @@ def test_blocks_and_states_return_from_pinned_memory(family: str) -> None:
     assert digests(cache, 3, "state") == state
     assert copy.is_done
     assert copy.num_bytes == 40 * memory.block_bytes + bool(state) * memory.state_bytes
-
-
-def test_rows_are_loaded_by_the_kernel() -> None:
-    pytest.importorskip("triton")
-    run_interpreted(1, check_loaded_rows)
-
-
-def check_loaded_rows() -> None:
-    """In Triton's interpreter: rows longer and shorter than a tile, with strides."""
-    for dtype, width in ((torch.int64, 5000), (torch.int32, 33), (torch.uint8, 1)):
-        host, memory = torch.arange(20 * width).to(dtype), torch.zeros(9, width + 3, dtype=dtype)
-        host_starts, starts = torch.tensor([3, 0, 19]) * width, torch.tensor([8, 1, 4]) * (width + 3)
-        load_rows(host, host_starts, memory, starts, width)
-        expected = torch.zeros_like(memory)
-        expected[[8, 1, 4], :width] = host.view(20, width)[[3, 0, 19]]
-        assert memory.equal(expected)

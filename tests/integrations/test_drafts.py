@@ -106,5 +106,6 @@ def test_drafts_change_no_token(
         for prompt, (tokens, logits) in zip(PROMPTS, outcome, strict=True):
             with torch.no_grad():
                 expected = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
-            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+            # Rounding differs among processors: one logit of 2,496 was off by 1.08e-4 on one of them.
+            torch.testing.assert_close(logits, expected, atol=2e-4, rtol=0)
             assert tokens == expected.argmax(-1).tolist()

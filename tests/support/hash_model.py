@@ -20,7 +20,7 @@ from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.step import ContextChunk, StepMetadata
 from dcpmla.cache.host import HostMemory
 from dcpmla.cache.latent import LatentCache, LatentPlan
-from dcpmla.cache.tier import HostTier
+from dcpmla.cache.tier import HostTier, Tier
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.costs import TOKEN_COSTS, PieceCosts
 from dcpmla.runtime.drafts import Drafter, Drafts
@@ -202,6 +202,7 @@ def make_engine(
     on_step: Callable[[str], object] = lambda line: None,
     num_host_blocks: int = 0,
     memory: type[HostMemory] = HostMemory,
+    open_disk: Callable[[HostMemory], Tier | None] = lambda memory: None,
 ) -> Engine:
     plan = LatentPlan(
         num_layers=1, num_blocks=num_blocks, block_size=BLOCK, row_width=2, dtype=torch.float32, dcp_size=1
@@ -229,8 +230,9 @@ def make_engine(
         sizes = max_num_batched_tokens, max_num_seqs, max_model_len, costs.tokens_per_request
         options["mixed_graph"] = MixedGraph(model, cache, StepBuilder(dcp, mesh.dcp_rank), mesh, *sizes)
     if num_host_blocks:
-        options["tier"] = memory(cache), HostTier(num_host_blocks)
-        options["tier"][0].allocate(num_host_blocks, 0)
+        host = memory(cache)
+        host.allocate(num_host_blocks, 0)
+        options["tier"] = host, HostTier(num_host_blocks, disk=open_disk(host))
     return new_engine(model, cache, dcp, mesh, *limits, costs=costs, **options)
 
 

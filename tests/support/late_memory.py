@@ -26,6 +26,9 @@ class LateCopy(Copy):
             self._has_run = True
             self._run()
 
+    def cancel(self) -> None:
+        self._has_run = True
+
     def wait_by_layer(self, loads: Sequence[Any]) -> None:
         self.wait()
 
@@ -41,24 +44,17 @@ class LateMemory(HostMemory):
 
     def load(self, blocks: Sequence[int], slots: Sequence[int], state: tuple[int, int] | None = None) -> Copy:
         self._last_store.wait()
-        copy_in, before = super().load, self._last_load
-
-        def run() -> None:
-            before.wait()
-            copy_in(blocks, slots, state)
-            self._last_load = late
-
-        late = self._last_load = LateCopy(run, self.num_polls)
-        return late
+        copy_in = super().load
+        return LateCopy(lambda: copy_in(blocks, slots, state), self.num_polls)
 
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Copy:
-        self._last_load.wait()
         copy_out, before = super().store, self._last_store
 
         def run() -> None:
             before.wait()
+            latest = self._last_store
             copy_out(blocks, slots)
-            self._last_store = late
+            self._last_store = latest
 
         late = self._last_store = LateCopy(run, self.num_polls)
         return late

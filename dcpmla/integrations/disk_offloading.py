@@ -1,0 +1,157 @@
+"""The files of blocks on local disks, by the options --kv-offloading-path and --kv-offloading-disk-size."""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.distributed import ProcessGroup
+
+from dcpmla.cache.disk_file import RECORD_BYTES, BlockFile
+from dcpmla.cache.disk_files import DiskFiles
+from dcpmla.cache.disk_folder import DiskFolder
+from dcpmla.cache.disk_transfer import DiskTransfers
+from dcpmla.cache.host import HostMemory
+from dcpmla.cache.plan import CachePlan
+from dcpmla.cache.tier import Tier, count_slots
+from dcpmla.config import DCPConfig
+from dcpmla.integrations.engine_options import EngineOptions
+from dcpmla.integrations.open_model import ModelFiles
+from dcpmla.integrations.sharded_model import ShardedModel
+from dcpmla.integrations.weights_digest import weights_digest
+from dcpmla.job.bootstrap import agree
+from dcpmla.parallel.collectives import broadcast_value, gather_values
+from dcpmla.parallel.mesh import DCPMesh
+
+_GIB = 1 << 30
+_PAIR = np.dtype([("key", "V32"), ("slot", "<i8")])
+
+_logger = logging.getLogger(__name__)
+
+
+def check_scales(dcp: DCPConfig, options: EngineOptions) -> None:
+    """Raise ValueError if the scale of cached values is only known after the first prompt."""
+    if options.kv_offloading_path is not None and dcp.calculate_kv_scales:
+        raise ValueError(
+            "kv_offloading_path (--kv-offloading-path) keeps blocks for later jobs, whose first prompts set other "
+            "scales with calculate_kv_scales (--calculate-kv-scales); give kv_cache_scale (--kv-cache-scale) instead"
+        )
+
+
+def make_disk_tier(
+    memory: HostMemory | None,
+    options: EngineOptions,
+    files: ModelFiles,
+    dcp: DCPConfig,
+    plan: CachePlan,
+    model: ShardedModel,
+    mesh: DCPMesh,
+) -> Tier:
+    """Open a rank's files below its host memory; return the bookkeeping of their content. Collective over the job.
+
+    Without --kv-offloading-path there are no files.
+
+    Args:
+        memory: Host memory of this rank, which gets the files.
+        plan: Sizes of the cache.
+    Raises:
+        ValueError: The directory, its disk or the size is not suitable.
+    """
+    if options.kv_offloading_path is None or options.kv_offloading_disk_size is None:
+        return Tier()
+    assert memory is not None
+    identity = cache_identity(files, dcp, plan, model, mesh)
+    num_bytes = int(options.kv_offloading_disk_size * _GIB) // mesh.tp_size
+    with agree():
+        folder = DiskFolder(Path(options.kv_offloading_path), identity)
+    if mesh.tp_rank == 0:
+        _log_others(folder, options.kv_offloading_path, identity)
+    with agree():
+        opened = open_files(folder, mesh.tp_rank, memory, num_bytes, plan.block_tokens)
+    memory.disk = DiskFiles(*map(DiskTransfers, opened))
+    return share_content(opened, mesh.tp_group)
+
+
+def cache_identity(
+    files: ModelFiles, dcp: DCPConfig, plan: CachePlan, model: ShardedModel, mesh: DCPMesh
+) -> dict[str, str]:
+    """Return names and values of everything that the bytes of blocks depend on besides tokens. Collective over the job.
+
+    The digest of the weights covers all ranks.
+    """
+    modules = model.modules()
+    digests = gather_values(weights_digest(*modules).hex(), mesh.tp_group, "comparing the weights")
+    sizes = dcp.tensor_parallel_size, dcp.decode_context_parallel_size, dcp.cp_kv_cache_interleave_size
+    return {
+        "weights": sha256("".join(digests).encode()).hexdigest(),
+        "files": sha256(json.dumps(files.digests, sort_keys=True).encode()).hexdigest(),
+        "dtype": str(model.dtype),
+        "layout": "tp {}, dcp {}, interleave {}, block size {}".format(*sizes, dcp.block_size),
+        "cache": repr(replace(plan, num_blocks=1, num_states=min(1, plan.num_states))),
+    }
+
+
+def open_files(folder: DiskFolder, rank: int, memory: HostMemory, num_bytes: int, block_tokens: int) -> list[BlockFile]:
+    """Open a rank's file of blocks, and a file of states if the cache has any, within so many bytes.
+
+    Raises:
+        ValueError: The bytes hold no block, or the disk has less room.
+    """
+    state_bytes = memory.state_bytes and memory.state_bytes + RECORD_BYTES
+    counts = count_slots(num_bytes, memory.block_bytes + RECORD_BYTES, state_bytes, block_tokens)
+    opened = [BlockFile(folder.claim(rank), counts[0], memory.block_bytes)]
+    if memory.state_bytes:
+        opened.append(BlockFile(folder.claim(rank, "states"), counts[1], memory.state_bytes))
+    return opened
+
+
+def share_content(opened: list[BlockFile], group: ProcessGroup | None) -> Tier:
+    """Return what a rank's files hold on all ranks of a group. Collective over it.
+
+    Args:
+        group: Ranks that share the blocks; None for one rank.
+    """
+    tier = Tier(*(file.num_slots for file in opened))
+    for table, file in zip((tier.blocks, tier.states), opened, strict=False):
+        table.fill(_common(file.stored, group))
+    return tier
+
+
+def _common(stored: Mapping[bytes, int], group: ProcessGroup | None) -> dict[bytes, int]:
+    """Return the slots by key that are the same on all ranks, in the order of the first one."""
+    if group is None:
+        return dict(stored)
+    operation = "comparing the blocks on disks"
+    pairs = np.array(list(stored.items()), dtype=_PAIR).tobytes().hex()
+    first = np.frombuffer(bytes.fromhex(broadcast_value(pairs, group, operation)), dtype=_PAIR)
+    known = [(key.tobytes(), int(slot)) for key, slot in zip(first["key"], first["slot"], strict=True)]
+    has = np.packbits(np.array([stored.get(key) == slot for key, slot in known], dtype=bool)).tobytes().hex()
+    masks: list[str] = gather_values(has, group, operation)
+    everyone = np.bitwise_and.reduce([np.frombuffer(bytes.fromhex(mask), dtype=np.uint8) for mask in masks])
+    are_common = np.unpackbits(everyone, count=len(known))
+    return {key: slot for (key, slot), is_common in zip(known, are_common, strict=True) if is_common}
+
+
+def _log_others(folder: DiskFolder, path: str, identity: Mapping[str, Any]) -> None:
+    """Log once which blocks of the directory this job cannot use, and why."""
+    if not folder.others:
+        return
+    named = {"layout", "dtype"}
+    differences = sorted(
+        {
+            f"{name} {other.get(name)!r} instead of {value!r}" if name in named else f"other {name}"
+            for other in folder.others
+            for name, value in identity.items()
+            if other.get(name) != value and not (name == "cache" and other.get("layout") != identity["layout"])
+        }
+    )
+    _logger.warning(
+        "kv_offloading_path (--kv-offloading-path) is %s, whose blocks this job cannot use: they have %s; files that "
+        "no job uses are removed",
+        path,
+        ", ".join(differences),
+    )

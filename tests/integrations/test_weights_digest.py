@@ -1,0 +1,200 @@
+"""The digest of weights: equal for equal weights alone."""
+
+import shutil
+from hashlib import sha256
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from dcpmla.comm.select import select_exchange
+from dcpmla.config import DCPConfig
+from dcpmla.integrations import weights_digest as module
+from dcpmla.integrations.model_files import load_config
+from dcpmla.integrations.model_size import read_model
+from dcpmla.integrations.transformers import load_model
+from dcpmla.integrations.weights_digest import weights_digest
+from dcpmla.parallel.mesh import init_mesh
+from tests.support.models import FAMILIES, save_tiny
+from tests.support.ranks import run_ranks
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int64, torch.bool, torch.float64)
+
+
+class Weights(nn.Module):
+    def __init__(self, **tensors: Tensor) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point():
+                self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+            else:
+                self.register_buffer(name, tensor, persistent=False)
+
+
+def digest_of(tensor: Tensor) -> bytes:
+    return weights_digest(Weights(weight=tensor))
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=generator).mul(20).to(dtype)
+
+
+def plain_digest(weights: nn.Module) -> bytes:
+    """Compute the same digest in Python's integers, for tensors of one part."""
+    digest, mask = sha256(), (1 << 64) - 1
+    for name, tensor in [*weights.named_parameters(), *weights.named_buffers()]:
+        data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        data += bytes(-len(data) % 8)
+        total = 0
+        for position in range(len(data) // 8):
+            word = int.from_bytes(data[8 * position : 8 * position + 8], "little")
+            word = (word + (position + 1) * 0x9E3779B97F4A7C15) & mask
+            word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & mask
+            word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & mask
+            total = (total + (word ^ (word >> 31))) & mask
+        signed = total - (total >> 63 << 64)
+        digest.update(f".{name} {tuple(tensor.shape)} {tensor.dtype} {signed}\n".encode())
+    return digest.digest()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_against_python_s_integers(dtype: torch.dtype) -> None:
+    weights = Weights(a=random_tensor((3, 5), dtype), b=random_tensor((), dtype), c=random_tensor((0, 4), dtype))
+    assert weights_digest(weights) == plain_digest(weights)
+
+
+@pytest.fixture
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CHUNK", 64)
+
+
+@pytest.mark.usefixtures("_small_parts")
+@pytest.mark.parametrize("dtype", DTYPES[:4])
+def test_each_element_and_each_swap_counts(dtype: torch.dtype) -> None:
+    tensor = torch.arange(1, 101).to(dtype).view(4, 25)
+    digests = {digest_of(tensor)}
+    for index in range(100):
+        changed = tensor.clone()
+        changed.view(-1).view(torch.uint8)[index * dtype.itemsize] ^= 1
+        swapped = tensor.clone().view(-1)
+        swapped[index], swapped[index - 1] = tensor.view(-1)[index - 1], tensor.view(-1)[index]
+        digests |= {digest_of(changed), digest_of(swapped.view(4, 25))}
+    equal_neighbors = sum((tensor.view(-1).float() == tensor.view(-1).float().roll(1)).tolist())  # in 8 bits
+    assert len(digests) == 201 - equal_neighbors
+
+
+@pytest.mark.parametrize("distance", [1, 2, 4, 8, 1 << 10, 1 << 16])
+def test_swaps_of_words_that_differ_in_their_sign(distance: int) -> None:
+    """A sum of products with the position does not see them: 2**63 times an even number is 0 in 64 bits."""
+    tensor = torch.zeros(1 << 17, dtype=torch.int64)
+    tensor[5] = -(1 << 63)
+    assert digest_of(tensor) != digest_of(tensor.roll(distance))
+
+
+@given(
+    data=st.lists(st.integers(-(1 << 63), (1 << 63) - 1), min_size=2, max_size=20),
+    permutation=st.randoms(use_true_random=False),
+)
+@settings(max_examples=100, deadline=None)
+def test_any_order_counts(data: list[int], permutation: Random) -> None:
+    other = permutation.sample(data, len(data))
+    assert (digest_of(torch.tensor(data)) == digest_of(torch.tensor(other))) == (data == other)
+
+
+def test_names_shapes_and_dtypes_count() -> None:
+    tensor = random_tensor((4, 6))
+    tensors = [tensor, tensor.view(6, 4), tensor.view(torch.float16), tensor.view(torch.uint8), tensor[:3]]
+    digests = {digest_of(each) for each in tensors} | {weights_digest(Weights(other=tensor))}
+    digests |= {weights_digest(Weights(weight=tensor, other=tensor[:0])), weights_digest(Weights())}
+    digests |= {weights_digest(Weights(a=tensor, b=tensor + 1)), weights_digest(Weights(a=tensor + 1, b=tensor))}
+    assert len(digests) == 10
+
+
+@pytest.mark.usefixtures("_small_parts")
+@pytest.mark.parametrize("dtype", DTYPES[:4])
+def test_memory_in_any_order(dtype: torch.dtype) -> None:
+    """Views of other tensors, at any address: their elements count, and nothing between them."""
+    around = random_tensor((7, 9, 11), dtype)
+    for view in (around[1:, ::2, 3:], around.transpose(0, 2), around[3], around.view(-1)[5:], around[:1, 2, 3]):
+        copy = view.clone(memory_format=torch.preserve_format)
+        before = digest_of(view)
+        assert before == digest_of(view)
+        changed = around.clone()
+        view_of_changed = changed.as_strided(view.shape, view.stride(), view.storage_offset())
+        view_of_changed[(0,) * view.ndim] = 99
+        assert digest_of(view_of_changed) != before
+        if copy.stride() == view.stride():
+            assert digest_of(copy) == before
+    changed = around.clone()
+    changed[0, 1, 0] = 99  # between the elements of the view
+    assert digest_of(changed[:, ::2]) == digest_of(around[:, ::2])
+
+
+def test_tensors_in_attributes_count() -> None:
+    weights, outer = Weights(), nn.Sequential(nn.Linear(2, 2))
+    outer.append(weights)
+    digests = {weights_digest(outer)}
+    weights.experts = (random_tensor((2, 3)), [random_tensor((2, 3)), None])
+    digests.add(weights_digest(outer))
+    weights.experts[1][0][1, 1] = 99
+    digests.add(weights_digest(outer))
+    weights._scratch = random_tensor((3,))
+    digests.add(weights_digest(outer))
+    assert len(digests) == 3
+
+
+def load_and_digest(directories: list[Path]) -> list[tuple[bytes, int]]:
+    """On one rank: each model's digest, and the bytes that it covers."""
+    dcp, mesh, cpu = DCPConfig(), init_mesh(1, 1), torch.device("cpu")
+    exchange, digests = select_exchange(dcp, mesh.dcp_group, cpu), []
+    for directory in directories:
+        model = load_model(directory, load_config(directory), dcp, mesh, exchange, None, cpu)
+        roots = [root for root in vars(model).values() if isinstance(root, nn.Module)]
+        tensors = {id(tensor): tensor for root in roots for _, tensor in module._weights(root)}
+        digests.append((weights_digest(*roots), sum(tensor.nbytes for tensor in tensors.values())))
+    return digests
+
+
+def load_twice(directories: list[Path]) -> tuple[list[tuple[bytes, int]], list[tuple[bytes, int]]]:
+    """On one rank: load each model twice, the second time with NaN in memory that is allocated and not filled."""
+    first = load_and_digest(directories)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    return first, load_and_digest(directories)
+
+
+def test_every_family(tmp_path: Path) -> None:
+    """A digest covers all weights that a rank holds, and no memory that has no content."""
+    directories = [tmp_path / family for family in FAMILIES]
+    for directory in directories:
+        save_tiny(directory.name, directory)
+    ((first, second),) = run_ranks(1, load_twice, directories)
+    assert [digest for digest, _ in first] == [digest for digest, _ in second]
+    assert len({digest for digest, _ in first}) == len(FAMILIES)
+    for directory, (_, num_bytes) in zip(directories, first, strict=True):
+        assert num_bytes >= read_model(load_config(directory), False).weight_bytes(1, False)["total"]
+
+
+def test_every_tensor_of_a_checkpoint_counts(model: Path, tmp_path: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    directories = [model]
+    for number, name in enumerate(tensors):
+        changed = tensors[name].clone()
+        changed.view(-1)[-1] *= -2
+        directories.append(tmp_path / str(number))
+        shutil.copytree(model, directories[-1])
+        save_file({**tensors, name: changed}, directories[-1] / "model.safetensors", {"format": "pt"})
+    (digests,) = run_ranks(1, load_and_digest, directories)
+    assert len({digest for digest, _ in digests}) == len(tensors) + 1
+
+
+@pytest.mark.gpu
+def test_a_gpu_computes_the_same() -> None:
+    for dtype in DTYPES:
+        tensor = random_tensor((1000, 1001), dtype)
+        assert digest_of(tensor.cuda()) == digest_of(tensor)
