@@ -25,6 +25,11 @@ def read_encoder(directory: Path) -> str:
     return "".join(path.read_text("utf-8", "replace") for path in paths)
 
 
+def read_model_type(directory: Path) -> str:
+    """Return `model_type` of the whole checkpoint, of which the text model may have another; empty without one."""
+    return str(json.loads((directory / "config.json").read_text("utf-8")).get("model_type", ""))
+
+
 def find_model(model: str, revision: str | None = None) -> Path:
     """Return a directory as it is, or a hub id downloaded to the local cache (no pickles).
 

@@ -31,6 +31,8 @@ class AnswerGrammars:
         self._model, self._checks = model, checks
         self._writing = None if calls is None else WRITINGS[calls.name]
         self._reasoning = None if reasoning is None else reasoning.markup.reasoning
+        added = {} if model.tokenizer is None else model.tokenizer.added_tokens_decoder
+        self._added = {token.content: (number, token.special) for number, token in added.items()}
         self._content_start = "" if reasoning is None else WRITINGS[reasoning.name].content_start
 
     async def grammar(self, use: ToolUse, prompt: Prompt, asked: Grammar | None, source: str) -> Grammar | None:
@@ -49,7 +51,7 @@ class AnswerGrammars:
             await self._checks.check(asked, source, self._model)
         grammar = None if use.required else asked
         is_own = asked is not None and content is None and not use.required
-        if not is_own and (use.needs_grammar or (asked and (use.tools or prompt.may_reason))):
+        if not is_own and (use.needs_grammar or (asked is not None and (use.tools or self._may_reason(prompt)))):
             grammar = await self._composed(use, prompt, content)
         if grammar is None or not prompt.in_reasoning or self._reasoning is None:
             return grammar
@@ -63,7 +65,7 @@ class AnswerGrammars:
         field = "tools" if needs_calls else "response_format"
         check_support(field, self._model)
         parts: list[Part] = []
-        if prompt.may_reason and self._reasoning is not None:
+        if self._reasoning is not None and self._may_reason(prompt):
             start, end = self._reasoning
             parts.append(Either([[start, Text(end)], []]))
         calls = self._calls(use) if needs_calls else {}
@@ -132,14 +134,19 @@ class AnswerGrammars:
 
         Other added tokens are text to a grammar.
         """
-        added = [(token.content, number, token) for number, token in self._model.tokenizer.added_tokens_decoder.items()]
         return {
-            text: number for text, number, token in added if token.special or (text[:1] == "<" and text[-1:] == ">")
+            text: number
+            for text, (number, is_special) in self._added.items()
+            if is_special or (text[:1] == "<" and text[-1:] == ">")
         }
+
+    def _may_reason(self, prompt: Prompt) -> bool:
+        """Return whether an answer may open a reasoning: it is a token for models that do."""
+        return prompt.may_reason and self._reasoning is not None and self._reasoning[0] in self._added
 
 
 def _part(grammar: Grammar) -> Part | None:
-    """Return a grammar as a part of another, None for one that stands alone."""
+    """Return a grammar as a part of another, None if it cannot be one."""
     match grammar.kind:
         case "json_object":
             return Schema({"type": "object"})

@@ -8,12 +8,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from dcpmla.runtime.grammar import Grammar
 from dcpmla.serving.chat_body import ChatRequest, Effort
 from dcpmla.serving.conversation import MAX_MESSAGES, Conversation, History, reasoning_part, tool_call
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.refused import check_fields_of_body, refuse
 from dcpmla.serving.sampling_fields import MAX_TOKENS, SamplingFields, StopText
 from dcpmla.serving.shown import Json
+from dcpmla.serving.structured import grammar_of_format
 from dcpmla.serving.tools import Tools, ToolUse, function_tool, tool_use
 
 # Values that change nothing, by field.
@@ -47,6 +49,7 @@ class _Thinking(BaseModel):
 class _OutputConfig(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     effort: Effort | None = None
+    format: dict[str, Any] | None = None
 
 
 class CountBody(ChatRequest):
@@ -136,11 +139,17 @@ class MessagesBody(CountBody):
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=MAX_TOKENS)
+    output_format: dict[str, Any] | None = None  # the older name of output_config.format
 
     @property
     def sampling(self) -> SamplingFields:
         fields = self.model_dump(include={"max_tokens", "temperature", "top_p", "top_k"})
         return SamplingFields.model_validate({**fields, "stop": self.stop_sequences})
+
+    def asked_grammar(self) -> tuple[Grammar | None, str]:
+        own = None if self.output_config is None else self.output_config.format
+        wanted, path = (own, "output_config.format") if own else (self.output_format, "output_format")
+        return grammar_of_format(wanted or {"type": "text"}, path), f"{path}.schema"
 
 
 def _keeps_thinking(edits: Any) -> bool:

@@ -179,9 +179,8 @@ class Api:
         readers = [chats.reader(conversation, prompts[0], skips) for _ in range(sampling.num_choices)]
         limit = limit or longest - len(prompts[0].token_ids)
         params = sampling.params(limit, body.num_logprobs, sampling.prompt_logprobs)
-        use, source = conversation.tool_use, sampling.grammar_source
-        grammar = await chats.grammars.grammar(use, prompts[0], params.grammar, source)
-        del conversation, use  # The answer may take minutes.
+        grammar = await chats.grammars.grammar(conversation.tool_use, prompts[0], *body.asked_grammar())
+        del conversation  # The answer may take minutes.
         if grammar is not None:
             if params.ignore_eos:
                 words = "ignore_eos is true; an answer with required or strict calls ends where its grammar does"

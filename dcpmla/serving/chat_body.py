@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+from dcpmla.runtime.grammar import Grammar
 from dcpmla.serving.conversation import ChatMessage, Conversation, Messages, check_messages, thinking_of
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.protocol import CacheSalt, GenerationFields
@@ -39,6 +40,14 @@ class ChatRequest(BaseModel):
     def adds_special_tokens(self) -> bool:
         """Return whether the tokenizer adds its special tokens to the template's."""
         return False
+
+    def asked_grammar(self) -> tuple[Grammar | None, str]:
+        """Return the grammar that the client asks for, None for any text, and the path of the field that has it.
+
+        Raises:
+            ApiError: A field of structured output is wrong.
+        """
+        return self.sampling.grammar(), self.sampling.grammar_source
 
     def conversation(self) -> Conversation:
         """Return the conversation, and forget its fields, because the answer may take minutes.

@@ -53,8 +53,11 @@ class Chats:
             own_template if isinstance(own_template, str) else "".join(own_template.values())
         )  # Some have several, by name.
         self._words = set(re.findall(r"\w+", self._template))
-        self._encoding = None if self._template else find_encoding(model.model_type, model.encoder)
-        own = find_format(model.model_type, self._template or model.encoder)
+        types = model.model_type, model.text_type
+        encodings = (find_encoding(name, model.encoder) for name in types)
+        self._encoding = None if self._template else next(filter(None, encodings), None)
+        formats = (find_format(name, self._template or model.encoder) for name in types)
+        own = next(filter(None, formats), None)
         self._call_format = own if call_parser is None else FORMATS[call_parser]
         self._reasoning_format = own if reasoning_parser is None else FORMATS[reasoning_parser]
         self.grammars = AnswerGrammars(model, self._call_format, self._reasoning_format, checks or GrammarChecks())
@@ -140,11 +143,13 @@ class Chats:
             "continue_final_message": conversation.continue_final_message,
         }
         if self._encoding is not None:
+            effort = variables.get("reasoning_effort")
+            switches = [variables[name] for name in _SWITCHES if variables.get(name) is not None]
             return self._encoding.render(
                 conversation.messages,
                 conversation.tool_use.tools or None,
-                thinking=any(variables.get(name) for name in _SWITCHES),
-                reasoning_effort=variables.get("reasoning_effort"),
+                thinking=effort != "none" and (any(switches) if switches else self._encoding.thinks_by_default),
+                reasoning_effort=None if effort == "none" else effort,
                 **arguments,
             )
         messages = conversation.messages

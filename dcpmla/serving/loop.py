@@ -6,7 +6,7 @@ The first rank posts the HTTP process's commands, which a step brings to all ran
 import threading
 from dataclasses import replace
 
-from dcpmla.integrations.model_files import read_encoder
+from dcpmla.integrations.model_files import read_encoder, read_model_type
 from dcpmla.integrations.open_model import ModelFiles
 from dcpmla.runtime.agreement import News
 from dcpmla.runtime.engine import Engine
@@ -172,6 +172,7 @@ def started(engine: Engine, files: ModelFiles) -> Started:
         min(engine.max_model_len, num_cache_tokens),
         engine.scheduler.max_num_seqs,
         num_cache_tokens,
+        read_model_type(files.directory),
         files.config.model_type,
         read_encoder(files.directory),
         no_grammars=engine.grammars.load(),

@@ -34,6 +34,7 @@ class Started:
         max_num_seqs: Limit of requests that run at the same time.
         num_cache_tokens: Tokens that the whole cache holds.
         model_type: Name of the model's family in its config.
+        text_type: Name of the family of its text model, which may be another.
         encoder: Text of the checkpoint's own encoder of chats, empty without one.
         no_grammars: Reason why no request may have a grammar; empty if requests may.
     """
@@ -45,6 +46,7 @@ class Started:
     max_num_seqs: int
     num_cache_tokens: int
     model_type: str = ""
+    text_type: str = ""
     encoder: str = ""
     no_grammars: str = ""
 

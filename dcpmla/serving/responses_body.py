@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from dcpmla.runtime.grammar import Grammar
 from dcpmla.serving.chat_body import ChatRequest, Effort
 from dcpmla.serving.conversation import (
     MAX_MESSAGES,
@@ -22,6 +23,7 @@ from dcpmla.serving.errors import ApiError
 from dcpmla.serving.refused import check_fields_of_body, check_stream_options, refuse
 from dcpmla.serving.sampling_fields import MAX_TOKENS, SamplingFields
 from dcpmla.serving.shown import Json
+from dcpmla.serving.structured import grammar_of_format
 from dcpmla.serving.tools import Tools, function_tool, tool_use
 
 # Values that change nothing, by field.
@@ -89,7 +91,6 @@ class ResponsesBody(ChatRequest):
         for name in self.include or []:
             refuse("include", name, (_INCLUDED,), f"only {_INCLUDED!r} is accepted")
         if self.text is not None:
-            refuse("text.format", self.text.format, ({"type": "text"},), "leave it out")
             refuse("text.verbosity", (self.text.model_extra or {}).get("verbosity"), ("medium",), "leave it out")
         for name, value in ((self.reasoning and self.reasoning.model_extra) or {}).items():
             refuse(f"reasoning.{name}", value, _REASONING.get(name), "leave it out")
@@ -99,6 +100,10 @@ class ResponsesBody(ChatRequest):
     def sampling(self) -> SamplingFields:
         fields = {"max_tokens": self.max_output_tokens, "temperature": self.temperature, "top_p": self.top_p}
         return SamplingFields.model_validate(fields)
+
+    def asked_grammar(self) -> tuple[Grammar | None, str]:
+        wanted = (self.text and self.text.format) or {"type": "text"}
+        return grammar_of_format(wanted, "text.format"), "text.format.schema"
 
     def conversation(self) -> Conversation:
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input

@@ -46,7 +46,7 @@ class StructuredFields(BaseModel):
         Raises:
             ApiError: A field is wrong, or both ask for a grammar.
         """
-        grammar = _of_response_format(self.response_format or {"type": "text"})
+        grammar = grammar_of_format(self.response_format or {"type": "text"}, "response_format", "json_schema")
         if self.structured_outputs is None:
             return grammar
         if grammar is not None:
@@ -54,20 +54,28 @@ class StructuredFields(BaseModel):
         return _of_structured_outputs(self.structured_outputs)
 
 
-def _of_response_format(value: dict[str, Any]) -> Grammar | None:
+def grammar_of_format(value: dict[str, Any], path: str, wrapper: str = "") -> Grammar | None:
+    """Return the grammar of a format of text, a JSON object or a JSON schema; None for text.
+
+    Args:
+        path: Path of the format in the body.
+        wrapper: Field around the schema, empty for none.
+    Raises:
+        ApiError: The format is of another type, or has no schema.
+    """
     match value.get("type"):
         case "text":
             return None
         case "json_object":
             return Grammar("json_object")
         case "json_schema":
-            wrapped = value.get("json_schema")
-            path = "response_format.json_schema"
-            if not isinstance(wrapped, dict) or not isinstance(wrapped.get("schema"), dict):
-                raise ApiError(400, f"{path}.schema is missing; it must be a JSON schema", param=f"{path}.schema")
-            return _grammar("json_schema", wrapped["schema"], f"{path}.schema")
-    words = f"response_format.type is {str(value.get('type'))[:40]!r}; it must be text, json_object or json_schema"
-    raise ApiError(400, words, param="response_format.type")
+            around = value.get(wrapper) if wrapper else value
+            path = ".".join(filter(None, (path, wrapper, "schema")))
+            if not isinstance(around, dict) or not isinstance(around.get("schema"), dict):
+                raise ApiError(400, f"{path} is missing; it must be a JSON schema", param=path)
+            return _grammar("json_schema", around["schema"], path)
+    words = f"{path}.type is {str(value.get('type'))[:40]!r}; it must be text, json_object or json_schema"
+    raise ApiError(400, words, param=f"{path}.type")
 
 
 def _of_structured_outputs(value: dict[str, Any]) -> Grammar | None:

@@ -12,8 +12,10 @@ from dcpmla.serving.chat.writing import Form, Tags, Writing
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _TYPES = ("string", "number", "boolean", "null", "array", "object")
 # Keywords of the schema of all arguments that tags cannot keep to.
-_UNWRITTEN = ("$ref", "allOf", "anyOf", "const", "dependencies", "dependentRequired", "dependentSchemas", "else")
-_UNWRITTEN += ("enum", "if", "not", "oneOf", "patternProperties", "propertyNames", "then", "unevaluatedProperties")
+_UNWRITTEN = (
+    *("$ref", "allOf", "anyOf", "const", "dependencies", "dependentRequired", "dependentSchemas", "else", "enum"),
+    *("if", "not", "oneOf", "patternProperties", "propertyNames", "then", "unevaluatedProperties"),
+)
 _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$comment"}
 # What a text without a declared type must not be, to be read as a text where another type is allowed.
 _READ_AS = {

@@ -20,6 +20,10 @@ TOOLS: Any = [
     }
     for tool in (WEATHER, SUM)
 ]
+UNIQUE = {
+    "name": "f",
+    "input_schema": {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}},
+}
 USER = {"role": "user", "content": "hi"}
 
 
@@ -142,10 +146,15 @@ def test_what_is_refused(client: Any, scripted: RunningScript) -> None:
             {"messages": [{"role": "user", "content": [{**result, "content": [image]}]}]},
         ),
         ("tools.0: type 'bash_20250124'", {"tools": [{"type": "bash_20250124", "name": "bash"}]}),
-        ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "any"}}),
-        ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "tool", "name": "add"}}),
+        ("tool_choice", {"tool_choice": {"type": "any"}}),
+        ("tool_choice names", {"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}),
+        ("tools.0.input_schema.properties.a: ", {"tools": [UNIQUE], "tool_choice": {"type": "any"}}),
         ("container", {"container": "c"}),
-        ("output_config.format", {"output_config": {"format": {"type": "json_schema", "schema": {}}}}),
+        ("output_config.format.schema", {"output_config": {"format": {"type": "json_schema"}}}),
+        (
+            "output_config.format.schema: ",
+            {"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
+        ),
         ("seed", {"extra_body": {"seed": 1}}),
         (
             "context_management",
@@ -170,6 +179,26 @@ def test_what_is_refused(client: Any, scripted: RunningScript) -> None:
     edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
     ask(client, extra_body={"context_management": edits}, output_config={"effort": "high"})
     assert scripted.model.prompts[-1].endswith("<think>")
+
+
+def test_formats_and_required_calls_have_grammars(client: Any, scripted: RunningScript) -> None:
+    form = {"type": "json_schema", "schema": {"type": "object", "additionalProperties": False}}
+    fields: list[dict[str, Any]] = [
+        {"output_config": {"format": form}},
+        {"extra_body": {"output_format": form}},
+        {"tools": TOOLS, "tool_choice": {"type": "any"}},
+        {"tools": TOOLS, "tool_choice": {"type": "tool", "name": "weather"}},
+        {"tools": [{**TOOLS[0], "strict": True}]},
+    ]
+    texts = set()
+    for each in fields:
+        answered = ask(client, **each)
+        grammar = scripted.model.submitted[-1].params.grammar
+        assert grammar is not None
+        assert grammar.starts_after
+        texts.add(grammar.text)
+        assert (answered.stop_reason == "tool_use") is ("tools" in each)
+    assert len(texts) == 4
 
 
 def test_keys_and_errors(client: Any, scripted: RunningScript) -> None:

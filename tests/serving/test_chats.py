@@ -3,6 +3,7 @@
 import asyncio
 import json
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla.cli.serve import _read_template
-from dcpmla.integrations.model_files import read_encoder
+from dcpmla.integrations.model_files import read_encoder, read_model_type
 from dcpmla.serving.anthropic_body import MessagesBody
 from dcpmla.serving.chat_body import ChatBody, ChatRequest
 from dcpmla.serving.chats import Chats
@@ -112,6 +113,22 @@ def test_a_published_encoding_in_place_of_a_template() -> None:
         rendered(chats, Conversation([messages[-1]]))
 
 
+@pytest.mark.parametrize(("model_type", "thinks"), [("deepseek_v32", False), ("deepseek_v4", True), ("kimi_k3", True)])
+def test_reasoning_of_a_published_encoding_by_default(model_type: str, thinks: bool) -> None:
+    """As vLLM has it. Kimi-K3's text model has another type."""
+    without = replace(model(), model_type=model_type, text_type="kimi_linear")
+    without.tokenizer.chat_template = None
+    chats, user = Chats(without), [{"role": "user", "content": "hi"}]
+
+    def in_reasoning(**variables: Any) -> bool:
+        return asyncio.run(chats.prompt(Conversation(user, variables=variables))).in_reasoning
+
+    assert in_reasoning() is in_reasoning(thinking=None) is thinks
+    assert in_reasoning(enable_thinking=True)
+    assert not in_reasoning(thinking=False)
+    assert not in_reasoning(thinking=True, reasoning_effort="none")
+
+
 def test_two_formats_in_one_answer() -> None:
     """Reasoning as Mistral writes it, calls as Kimi does."""
     chats = Chats(model(), call_parser="kimi_k2", reasoning_parser="mistral")
@@ -190,4 +207,7 @@ def test_a_checkpoint_s_encoder_is_read(tmp_path: Any) -> None:
     (tmp_path / "encoding").mkdir()
     (tmp_path / "encoding" / "encoding_dsv4.py").write_text("Beyond maximum")
     (tmp_path / "other.py").write_text("x")
-    assert read_encoder(tmp_path) == "Beyond maximum"
+    (tmp_path / "encoding_k3.py").write_text("<|open|>")
+    assert read_encoder(tmp_path) == "Beyond maximum<|open|>"
+    (tmp_path / "config.json").write_text('{"model_type": "kimi_k3", "text_config": {"model_type": "kimi_linear"}}')
+    assert read_model_type(tmp_path) == "kimi_k3"

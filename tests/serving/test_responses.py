@@ -15,6 +15,9 @@ from tests.support.servers import KEY
 
 TOOLS: Any = [{"type": "function", "strict": False, **tool["function"]} for tool in (WEATHER, SUM)]
 
+UNIQUE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+FORMAT: Any = {"type": "json_schema", "name": "a", "strict": True, "schema": {"type": "object"}}
+
 
 @pytest.fixture(scope="module")
 def scripted() -> Iterator[RunningScript]:
@@ -168,13 +171,18 @@ def test_what_is_refused(client: openai.OpenAI) -> None:
         ("truncation", {"truncation": "auto"}),
         ("prompt", {"prompt": {"id": "p"}}),
         ("include", {"include": ["file_search_call.results"]}),
-        ("text.format", {"text": {"format": {"type": "json_object"}}}),
+        ("text.format.type", {"text": {"format": {"type": "grammar"}}}),
+        (
+            "text.format.schema.properties.a",
+            {"text": {"format": {**FORMAT, "schema": {"properties": {"a": {"not": {}}}}}}},
+        ),
+        ("tools.0.parameters.properties.a", {"tools": [{**TOOLS[0], "strict": True, "parameters": UNIQUE}]}),
         ("text.verbosity", {"text": {"verbosity": "low"}}),
         ("reasoning.mode", {"reasoning": {"mode": "pro"}}),
         ("tools.0", {"tools": [{"type": "web_search"}]}),
         ("tools.1", {"tools": [TOOLS[0], {"type": "custom", "name": "apply_patch"}]}),
-        ("tools.0.strict", {"tools": [{**TOOLS[0], "strict": True}]}),
-        ("tool_choice", {"tools": TOOLS, "tool_choice": "required"}),
+        ("tools.0.strict", {"tools": [{**TOOLS[0], "strict": 1}]}),
+        ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}),
         ("input.0", {"input": [{"type": "item_reference", "id": "a"}]}),
         ("input.0", {"input": [{"type": "computer_call_output", "call_id": "a"}]}),
         ("input.0.content", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}),
@@ -201,6 +209,22 @@ def test_what_is_refused(client: openai.OpenAI) -> None:
         "extra_body": {"client_metadata": {}, "cache_salt": "x", "max_tool_calls": 3},
     }
     assert ask(client, **neutral).output_text == "hello you"
+
+
+def test_formats_and_required_calls_have_grammars(client: openai.OpenAI, scripted: RunningScript) -> None:
+    fields: list[dict[str, Any]] = [{"text": {"format": FORMAT}}, {"text": {"format": {"type": "json_object"}}}]
+    fields += [
+        {"tools": TOOLS, "tool_choice": choice} for choice in ("required", {"type": "function", "name": "weather"})
+    ]
+    end = scripted.model._tokenizer.convert_tokens_to_ids("</think>")
+    for each in fields:
+        response = ask(client, **each)
+        grammar = scripted.model.submitted[-1].params.grammar
+        assert grammar is not None
+        assert grammar.starts_after == (end,)
+        assert response.text.format.type == each.get("text", {"format": {"type": "text"}})["format"]["type"]
+    assert kinds(response.output)[-1] == "function_call"
+    assert len([item for item in response.output if item.type == "function_call"]) == 1
 
 
 def test_errors_in_a_stream() -> None:

@@ -11,6 +11,12 @@ from tests.support.agent import SUM, TEMPLATE, WEATHER, answer, call, run
 from tests.support.scripted import RunningScript, scripted_tokenizer, serve_script
 from tests.support.servers import KEY
 
+LIST = {"type": "array", "uniqueItems": True}
+UNIQUE = {
+    "type": "function",
+    "function": {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {"a": LIST}}},
+}
+
 
 @pytest.fixture(scope="module")
 def scripted() -> Iterator[RunningScript]:
@@ -114,13 +120,16 @@ def test_tool_choices_and_what_is_refused(client: openai.OpenAI, scripted: Runni
     assert "weather" not in scripted.model.prompts[-1]
     assert none.choices[0].message.content == "hello you"
     wrong: list[tuple[str, dict[str, Any]]] = [
-        ("tool_choice", {"tools": [WEATHER], "tool_choice": "required"}),
-        ("tool_choice", {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "weather"}}}),
+        ("tool_choice", {"tool_choice": "required"}),
+        ("tool_choice", {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}),
+        ("tool_choice", {"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}),
         ("tools.0", {"tools": [{"type": "custom", "custom": {"name": "x"}}]}),
         ("tools.0.function", {"tools": [{"type": "function"}]}),
         ("tools.0.function.name", {"tools": [{"type": "function", "function": {"name": "a b"}}]}),
         ("tools.0.function.parameters", {"tools": [{"type": "function", "function": {"name": "a", "parameters": 1}}]}),
-        ("tools.0.function.strict", {"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}),
+        ("tools.0.function.strict", {"tools": [{"type": "function", "function": {"name": "a", "strict": 1}}]}),
+        ("tools.0.function.parameters.properties.a", {"tools": [UNIQUE], "tool_choice": "required"}),
+        ("ignore_eos", {"tools": [WEATHER], "tool_choice": "required", "extra_body": {"ignore_eos": True}}),
         ("tools", {"tools": 5}),
         ("messages", {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}),
         ("reasoning_effort", {"reasoning_effort": ""}),
@@ -151,6 +160,28 @@ def test_log_probabilities_stops_and_special_tokens(client: openai.OpenAI, scrip
     assert scripted.model.prompts[-1].endswith("<|assistant|>abc")
 
 
+def test_required_and_strict_calls_have_grammars(client: openai.OpenAI, scripted: RunningScript) -> None:
+    """They begin after the reasoning. Other requests have none."""
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    named = {"type": "function", "function": {"name": "weather"}}
+    end = scripted.model._tokenizer.convert_tokens_to_ids("</think>")
+    texts = []
+    for fields in ({"tool_choice": "required"}, {"tool_choice": named}, {"tools": [strict, SUM]}):
+        answered = ask(client, **{"tools": [WEATHER, SUM], **fields}).choices[0]
+        assert answered.finish_reason == "tool_calls"
+        grammar = scripted.model.submitted[-1].params.grammar
+        assert grammar is not None
+        assert grammar.starts_after == (end,)
+        assert ("add" in grammar.text) is (fields.get("tool_choice") != named)
+        texts.append(grammar.text)
+        assert '"strict"' not in scripted.model.prompts[-1]
+    assert len(set(texts)) == 3
+    ask(client, tools=[WEATHER, SUM], tool_choice="required", reasoning_effort="none")
+    assert scripted.model.submitted[-1].params.grammar.starts_after == ()
+    ask(client, tools=[WEATHER, SUM])
+    assert scripted.model.submitted[-1].params.grammar is None
+
+
 def test_langchain_s_loop(scripted: RunningScript) -> None:
     langchain_openai = pytest.importorskip("langchain_openai")
     from langchain_core.messages import HumanMessage, ToolMessage
@@ -173,4 +204,9 @@ def test_langchain_s_loop(scripted: RunningScript) -> None:
             for each in message.tool_calls:
                 messages.append(ToolMessage(run(each["name"], each["args"]), tool_call_id=each["id"]))
         assert message.content == "It is 23."
+    forced = langchain_openai.ChatOpenAI(model="scripted", base_url=f"{scripted.url}/v1", api_key=KEY, max_retries=0)
+    for choice, num_calls in (("any", 2), ("weather", 1)):
+        message = forced.bind_tools([WEATHER, SUM], tool_choice=choice).invoke([HumanMessage("hi")])
+        assert [each["name"] for each in message.tool_calls] == ["weather"] * num_calls
+        assert scripted.model.submitted[-1].params.grammar is not None
         assert len(messages) == 7

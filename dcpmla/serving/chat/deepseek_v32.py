@@ -66,6 +66,8 @@ class DeepseekV32:
     user's message is dropped.
     """
 
+    thinks_by_default = False
+
     def render(
         self,
         messages: Sequence[Message],

@@ -98,12 +98,14 @@ class DeepseekV4:
         section: Name of the element around calls.
         space: Text between the token DSML and the name of an element.
         marks_systems: Whether a system's message has a token, and opens an answer unless it is the first message.
+        thinks_by_default: Attribute of `encodings.Encoding`.
     """
 
     efforts: Mapping[str | None, str] = field(repr=False)
     section: str = "tool_calls"
     space: str = ""
     marks_systems: bool = False
+    thinks_by_default: bool = True
 
     def render(
         self,

@@ -9,7 +9,14 @@ from dcpmla.serving.chat.kimi_k3 import KimiK3
 
 
 class Encoding(Protocol):
-    """A renderer of conversations, in place of a chat template. Special tokens are part of the text."""
+    """A renderer of conversations, in place of a chat template. Special tokens are part of the text.
+
+    Attributes:
+        thinks_by_default: Whether the model reasons if a request does not say, as vLLM has it.
+    """
+
+    @property
+    def thinks_by_default(self) -> bool: ...
 
     def render(
         self,

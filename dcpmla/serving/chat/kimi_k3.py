@@ -33,6 +33,8 @@ class KimiK3:
     Every answer keeps its reasoning. Results follow the order of their calls.
     """
 
+    thinks_by_default = True
+
     def render(
         self,
         messages: Sequence[Message],
