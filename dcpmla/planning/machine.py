@@ -194,7 +194,7 @@ H200X8 = Machine(
     nvlink_gb_per_s=450,  # published: 18 links of 25 GB/s
     network_gb_per_s=45,  # assumed, not measured: a 400 Gbit/s adapter for each GPU at nine tenths of its 50 GB/s
     network_us=8,  # assumed, not measured: a small message over such a network
-    host_gb_per_s=50,  # assumed, not measured: PCIe 5.0 x16 at eight tenths of its 63 GB/s
+    host_gb_per_s=50,  # loads of blocks on one GPU, and on two at the same time
     disk_gb_per_s=5,  # assumed, not measured: a PCIe 4.0 disk for each rank
 )
 PRESETS = {machine.name: machine for machine in (H200X8,)}
