@@ -1,11 +1,11 @@
-"""Measure what grammars cost: the time between tokens of streams without grammars, with a JSON schema on half of them,
-and with one on all.
+"""Measure the cost of grammars: the time between tokens of streams without grammars, with a JSON schema on half of the
+streams, and with one on all.
 
 Usage: `python benchmarks/structured.py --json OUT.json`
 
 The model has the sizes of DeepSeek-V2-Lite and random weights. The tokenizer is one of byte-level BPE with random words
 and as many tokens as the model; the time of a mask grows with both. All streams begin together, and the loads take
-turns, so that a slow moment of the machine meets all of them.
+turns, so that a slow moment of the machine delays each load.
 """
 
 import argparse
@@ -134,8 +134,8 @@ def measure(args: argparse.Namespace, llm: LLM) -> Iterator[Row]:
     firsts: dict[str, list[float]] = {name: [] for name in LOADS}
     for number in range(args.repeats):
         for name, share in LOADS.items():
-            found, first = serve(args, llm, share, 1 + number)
-            gaps[name] += found
+            measured, first = serve(args, llm, share, 1 + number)
+            gaps[name] += measured
             firsts[name].append(first)
     plain = statistics.fmean(gaps["none"])
     for name in LOADS:

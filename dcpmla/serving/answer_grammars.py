@@ -41,7 +41,7 @@ class AnswerGrammars:
         A grammar of the client's own, or a regular expression, holds for the whole answer: it cannot call tools.
 
         Args:
-            asked: Grammar that the client asks for, of which required calls are free.
+            asked: Grammar that the client asks for; required calls need not follow it.
             source: Path of the field that has it.
         Raises:
             ApiError: It cannot be served; the message has the path of the part of a schema that is at fault.
@@ -130,7 +130,7 @@ class AnswerGrammars:
 
     @cached_property
     def _special_tokens(self) -> dict[str, int]:
-        """Return the ids of special tokens by text, among them those that llguidance takes as special by their form.
+        """Return the ids of special tokens by text. For llguidance, tokens in angle brackets are special, too.
 
         Other added tokens are text to a grammar.
         """

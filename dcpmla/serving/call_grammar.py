@@ -28,7 +28,7 @@ class Text(NamedTuple):
 
     Attributes:
         matches: Regular expressions that all match the whole text before the end.
-        excludes: Regular expressions of which none matches it.
+        excludes: Regular expressions that must not match it.
     """
 
     end: str = ""
@@ -81,7 +81,7 @@ class _Writer:
     """The rules of a grammar in llguidance's dialect of Lark."""
 
     def __init__(self, special_tokens: Mapping[str, int]) -> None:
-        self._names: dict[str, str] = {}  # of expressions
+        self._names: dict[str, str] = {}  # the rule of each expression
         self._ids = special_tokens
         longest_first = sorted(special_tokens, key=len, reverse=True)
         self._split = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if special_tokens else None

@@ -23,7 +23,7 @@ class ToolUse:
     Attributes:
         tools: Tools that the prompt shows, in the shape of chat completions.
         is_parallel: Whether an answer may have several calls; of others only the first is kept.
-        required: Names of functions of which the answer must call one; empty if it need not call any.
+        required: Names of functions. The answer must call one or more of them; empty if it need not.
         is_strict: Whether calls must follow the schemas also where none is required.
         schema_field: Path of the schema in a tool of the body.
     """

@@ -75,8 +75,8 @@ def _arguments(tags: Tags | None, schema: Mapping[str, Any]) -> Parts:
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, Mapping) or not isinstance(required, list):
         raise UnwrittenSchema([], "properties must be an object, and required a list")
-    others = schema.get("additionalProperties", {})
-    properties = {**properties, **{key: others for key in required if key not in properties}}
+    additional = schema.get("additionalProperties", {})
+    properties = {**properties, **{key: additional for key in required if key not in properties}}
     if schema.get("minProperties", 0) > len(required) or schema.get("maxProperties", len(properties)) < len(properties):
         raise UnwrittenSchema([], "the arguments of this model's calls cannot keep to minProperties and maxProperties")
     parts: list[Part] = []
@@ -91,11 +91,11 @@ def _argument(tags: Tags, key: str, values: Sequence[tuple[str, Part]]) -> Itera
     """Yield an argument with a value of each type."""
     if tags.escapes:
         key = key.replace("&", "&amp;").replace('"', "&quot;")
-    others = {kind for kind, value in values if not isinstance(value, Text)}
+    other_kinds = {kind for kind, value in values if not isinstance(value, Text)}
     for kind, value in values:
         start = tags.start.format(key=key, type=tags.types.get(kind, ""))
         if isinstance(value, Text):
-            excludes = () if tags.types else tuple(_READ_AS[other] for other in sorted(others & _READ_AS.keys()))
+            excludes = () if tags.types else tuple(_READ_AS[other] for other in sorted(other_kinds & _READ_AS.keys()))
             yield [start, value._replace(end=tags.end, excludes=excludes)]
         else:
             yield [start, value, tags.end]
@@ -113,9 +113,9 @@ def _values(root: Mapping[str, Any], schema: Any, path: list[str], depth: int = 
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         raise UnwrittenSchema(path, "it is no JSON schema, or nested too deep")
     if "$ref" in schema:
-        rest = {key: value for key, value in schema.items() if key != "$ref"}
-        found = refer(root, str(schema["$ref"]))
-        return _values(root, _joined(rest, True if found is None else found, path), path, depth + 1)
+        around = {key: value for key, value in schema.items() if key != "$ref"}
+        target = refer(root, str(schema["$ref"]))
+        return _values(root, _joined(around, True if target is None else target, path), path, depth + 1)
     for union in ("anyOf", "oneOf", "allOf"):
         if union in schema:
             return _union(root, schema, union, path, depth)
@@ -136,24 +136,24 @@ def _union(
     root: Mapping[str, Any], schema: Mapping[str, Any], union: str, path: list[str], depth: int
 ) -> list[tuple[str, Part]]:
     """Return the types and parts of a value that is one of several."""
-    rest, branches = {key: value for key, value in schema.items() if key != union}, schema[union]
+    around, branches = {key: value for key, value in schema.items() if key != union}, schema[union]
     if not isinstance(branches, list) or (union == "allOf" and len(branches) != 1):
         raise UnwrittenSchema([*path, union], "the arguments of this model's calls cannot keep to it")
     values: list[tuple[str, Part]] = []
     for number, branch in enumerate(branches):
         place = [*path, union, str(number)]
-        values += _values(root, _joined(rest, branch, place), place, depth + 1)
+        values += _values(root, _joined(around, branch, place), place, depth + 1)
     kinds = ["number" if kind == "integer" else kind for kind, value in values if not isinstance(value, str)]
     if union == "oneOf" and len(set(kinds)) < len(kinds):
         raise UnwrittenSchema([*path, union], "its parts may overlap")
     return values
 
 
-def _joined(rest: Mapping[str, Any], branch: Any, path: list[str]) -> Any:
+def _joined(around: Mapping[str, Any], branch: Any, path: list[str]) -> Any:
     """Return a schema with the keywords around it, which must be others."""
     if not isinstance(branch, Mapping):
         return branch
-    kept = {key: value for key, value in rest.items() if key not in _ANNOTATIONS}
+    kept = {key: value for key, value in around.items() if key not in _ANNOTATIONS}
     if twice := kept.keys() & branch.keys():
         raise UnwrittenSchema(path, f"{min(twice)} is there twice")
     return {**kept, **branch}
@@ -161,8 +161,8 @@ def _joined(rest: Mapping[str, Any], branch: Any, path: list[str]) -> Any:
 
 def _text(schema: Mapping[str, Any], path: list[str]) -> Text:
     """Return a text of a schema. Formats are annotations."""
-    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    matches = [] if (least, most) == (0, "") else [f"(?s:.{{{least},{most}}})"]
+    shortest, longest = schema.get("minLength", 0), schema.get("maxLength", "")
+    matches = [] if (shortest, longest) == (0, "") else [f"(?s:.{{{shortest},{longest}}})"]
     if (pattern := schema.get("pattern")) is not None:
         matches.append(_whole(str(pattern), [*path, "pattern"]))
     return Text(matches=matches)
@@ -173,5 +173,5 @@ def _whole(pattern: str, path: list[str]) -> str:
     begins, ends = pattern.startswith("^"), bool(re.search(r"(?<!\\)(\\\\)*\$$", pattern))
     inner = pattern[begins : len(pattern) - ends]
     if "|" in inner and (begins or ends) and not (begins and ends and re.fullmatch(r"\((?:[^()\\]|\\.)*\)", inner)):
-        raise UnwrittenSchema(path, "an anchor beside a choice is not supported; write ^(a|b)$")
+        raise UnwrittenSchema(path, "an anchor and a choice need brackets: ^(a|b)$")
     return f"{'' if begins else '(?s:.*)'}(?:{inner}){'' if ends else '(?s:.*)'}"

@@ -13,7 +13,7 @@ class Tags:
     Attributes:
         start: Text before a value, with `{key}` and maybe `{type}`.
         end: Text after a value.
-        types: Word for each type of JSON, which stands for `{type}`; empty if types are not written.
+        types: Word for each type of JSON, in place of `{type}`; empty if types are not written.
         escapes: Whether a key has `&amp;` and `&quot;` in place of `&` and `"`.
     """
 
@@ -94,7 +94,7 @@ _K3_TAGS = Tags(
     '<|open|>argument key="{key}" type="{type}"<|sep|>', "<|close|>argument<|sep|>", _K3_TYPES, escapes=True
 )
 
-# The names are those of `formats.FORMATS`.
+# `formats.FORMATS` has the same names.
 WRITINGS: Mapping[str, Writing] = {
     "deepseek_v3": Writing(
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
