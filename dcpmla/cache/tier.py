@@ -23,7 +23,9 @@ def count_slots(num_bytes: int, block_bytes: int, state_bytes: int, block_tokens
         return num_bytes // block_bytes if block_bytes else 0, 0
     blocks_per_state = max(1, _TOKENS_PER_STATE // block_tokens)
     num_states = max(1, num_bytes // (state_bytes + blocks_per_state * block_bytes))
-    return max(0, num_bytes - num_states * state_bytes) // max(1, block_bytes), num_states
+    if not block_bytes:  # a model with windows alone, whose blocks only name what their states follow
+        return num_states * blocks_per_state, num_states
+    return max(0, num_bytes - num_states * state_bytes) // block_bytes, num_states
 
 
 class SlotTable:
