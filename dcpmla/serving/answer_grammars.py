@@ -74,7 +74,7 @@ class AnswerGrammars:
         try:
             grammar = await asyncio.to_thread(parts_grammar, parts, self._special_tokens)
             await self._checks.check(grammar, field, self._model)
-        except (ValueError, RecursionError, ApiError) as error:
+        except (TypeError, ValueError, AttributeError, RecursionError, ApiError) as error:
             await self._find_fault(use, calls)
             if isinstance(error, ApiError):
                 raise
@@ -112,6 +112,8 @@ class AnswerGrammars:
             except UnwrittenSchema as error:
                 path = ".".join([path, *error.path])
                 raise ApiError(400, f"{path}: {error}", param=path) from error
+            except (TypeError, ValueError, AttributeError, RecursionError) as error:  # keywords of other types
+                raise ApiError(400, f"{path} is no JSON schema: {error}", param=path) from error
         return calls
 
     async def _find_fault(self, use: ToolUse, calls: Mapping[str, Parts]) -> None:
@@ -124,7 +126,7 @@ class AnswerGrammars:
             await self._checks.check(Grammar("json_schema", json.dumps(schema)), path, self._model)
             try:
                 alone = parts_grammar(calls[path], self._special_tokens)
-            except ValueError as error:
+            except (TypeError, ValueError, AttributeError, RecursionError) as error:
                 raise ApiError(400, f"{path}: {error}", param=path) from error
             await self._checks.check(alone, path, self._model)
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from dcpmla.runtime.follower import Follower
 from dcpmla.runtime.grammar import Grammar
 from dcpmla.runtime.grammar_text import compile_grammar
+from dcpmla.serving import structured
 from dcpmla.serving.answer_grammars import AnswerGrammars
 from dcpmla.serving.call_grammar import Either, Pattern, Repeat, Schema, Text, parts_grammar
 from dcpmla.serving.chat.formats import FORMATS
@@ -236,6 +238,18 @@ def test_a_fault_has_its_path(name: str, schema: dict[str, Any], path: str, word
         grammar_of(name, use)
     assert caught.value.param == f"tools.1.parameters{path}"
     assert words in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["glm47", "mistral"])
+@pytest.mark.parametrize("keyword", ["type", "enum", "properties", "required", "minProperties", "minLength", "anyOf"])
+def test_odd_schemas_are_refused_or_served(name: str, keyword: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def no_fault(grammar: Grammar, vocab_size: int) -> None: ...
+
+    monkeypatch.setattr(structured, "_find_fault", no_fault)  # a program for each would take minutes
+    for value in ("a", 7, [7], [{}], {"a": 7}, None):
+        for schema in ({keyword: value}, {"properties": {"a": {keyword: value}}}):
+            with suppress(ApiError):
+                grammar_of(name, ToolUse(tool(**schema), required=["f"]))
 
 
 def test_wrapped_calls_keep_to_schemas_that_tags_cannot() -> None:
