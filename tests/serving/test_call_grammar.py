@@ -19,7 +19,7 @@ from dcpmla.runtime.grammar import Grammar
 from dcpmla.runtime.grammar_text import compile_grammar
 from dcpmla.serving import structured
 from dcpmla.serving.answer_grammars import AnswerGrammars
-from dcpmla.serving.call_grammar import Either, Pattern, Repeat, Schema, Text, parts_grammar
+from dcpmla.serving.call_grammar import Either, Parts, Pattern, Repeat, Schema, Text, parts_grammar
 from dcpmla.serving.chat.formats import FORMATS
 from dcpmla.serving.chat.writing import WRITINGS
 from dcpmla.serving.errors import ApiError
@@ -246,7 +246,8 @@ def test_odd_schemas_are_refused_or_served(name: str, keyword: str, monkeypatch:
     async def no_fault(grammar: Grammar, vocab_size: int) -> None: ...
 
     monkeypatch.setattr(structured, "_find_fault", no_fault)  # a program for each would take minutes
-    for value in ("a", 7, [7], [{}], {"a": 7}, None):
+    odd: list[Any] = ["a", 7, [7], [{}], {"a": 7}, None]
+    for value in odd:
         for schema in ({keyword: value}, {"properties": {"a": {keyword: value}}}):
             with suppress(ApiError):
                 grammar_of(name, ToolUse(tool(**schema), required=["f"]))
@@ -259,7 +260,7 @@ def test_wrapped_calls_keep_to_schemas_that_tags_cannot() -> None:
 
 
 def test_parts_without_special_tokens() -> None:
-    parts = ["a", Repeat([Either([[Text("</v>")], [Pattern("[0-9]/")]])], "-", 2), Schema({"type": "null"})]
+    parts: Parts = ["a", Repeat([Either([[Text("</v>")], [Pattern("[0-9]/")]])], "-", 2), Schema({"type": "null"})]
     matcher = compile_grammar(vocabulary_of(tokenizer_of("mistral")), "grammar", parts_grammar(parts, {}).text)
     tokenizer = tokenizer_of("mistral")
     for text, is_whole in (("ax\n</v>null", True), ("a1/-b</v>null", True), ("a1/-2/-3/null", False)):
