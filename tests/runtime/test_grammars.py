@@ -35,6 +35,7 @@ from dcpmla.runtime.sampling import SamplingParams
 from tests.runtime.test_engine import Load, loads
 from tests.support.engines import new_engine
 from tests.support.hash_model import HashDrafter, make_engine
+from tests.support.late_memory import LateMemory
 from tests.support.layouts import dcp_config
 from tests.support.random_model import EOS, TOKENIZER, TOOL, VOCAB_SIZE, RandomModel, save_random_model, text_of
 from tests.support.ranks import run_ranks
@@ -125,7 +126,9 @@ class Guesses(HashDrafter):
 def test_every_request_gets_what_a_plain_loop_chooses(
     load: Load, order: list[int], share: float, num_drafts: int, with_graph: bool, ahead: bool
 ) -> None:
-    """With drafts right, wrong and forbidden, under preemption, among requests without grammars."""
+    """With drafts right, wrong and forbidden, under preemption, among requests without grammars. Preempted requests
+    come back from host memory.
+    """
     own = [None if index % 3 == 2 else GRAMMARS[order[index % len(order)]] for index in range(len(load.prompts))]
     expected = []
     for (prompt, num_new, _), grammar in zip(load.prompts, own, strict=True):
@@ -133,7 +136,8 @@ def test_every_request_gets_what_a_plain_loop_chooses(
         expected.append([*prompt, *(loop.tokens(prompt, num_new) if grammar else free_tokens(prompt, num_new))])
     drafter = Guesses(expected, num_drafts, share, ahead=ahead) if num_drafts else None
     limits = load.num_blocks, load.max_num_batched_tokens, load.max_num_seqs
-    engine = make_engine(*limits, model=RandomModel(ENDS), tokenizer=TOKENIZER, drafter=drafter, with_graph=with_graph)
+    options: dict[str, Any] = {"tokenizer": TOKENIZER, "drafter": drafter, "with_graph": with_graph}
+    engine = make_engine(*limits, model=RandomModel(ENDS), num_host_blocks=30, memory=LateMemory, **options)
     params = [
         SamplingParams(max_new_tokens=num_new, grammar=grammar)
         for (_, num_new, _), grammar in zip(load.prompts, own, strict=True)
