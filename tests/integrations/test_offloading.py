@@ -21,6 +21,7 @@ from dcpmla.runtime import offload
 from dcpmla.runtime.costs import TOKEN_COSTS
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.sampling import SamplingParams
+from tests.support.deepseek_v41_files import save_v41
 from tests.support.layouts import dcp_config
 from tests.support.models import VOCAB_SIZE, save_tiny
 from tests.support.ranks import run_ranks
@@ -91,6 +92,13 @@ def test_conversations_return(family: str, tp: int, dcp: int, interleave: int, t
     layout = dcp_config(tp, dcp, interleave, block_size=4)
     results = run_ranks(tp, converse, tmp_path, layout, timeout=300)
     check(reference, results)
+
+
+def test_shared_entries_and_ids_of_tokens_return(tmp_path: Path) -> None:
+    """DeepSeek-V4.1: layers share memory, and all layers read ids of tokens and states."""
+    reference = save_v41(tmp_path)
+    layout = dcp_config(2, 2, 1, block_size=4)
+    check(reference, run_ranks(2, converse, tmp_path, layout, timeout=300))
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
