@@ -68,11 +68,11 @@ class Copy:
             return 0.0
         return self._started.elapsed_time(self._ended) / 1e3
 
-    def wait(self) -> None:
-        """Queue all parts, and let the current stream wait for them. The host does not wait."""
+    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Queue all parts, and let a stream, by default the current one, wait for them. The host does not wait."""
         self.queue()
         if self._ended is not None:
-            torch.cuda.current_stream().wait_event(self._ended)
+            (stream or torch.cuda.current_stream()).wait_event(self._ended)
 
     def cancel(self) -> None:
         """Leave out the parts that are not queued, and let the current stream wait for the others."""

@@ -47,7 +47,7 @@ class HostMemory:
         self._store_staging, self._load_staging = torch.empty(2, width, dtype=torch.uint8, device=device)
         # A state changes with the next step, so it is first copied on the current stream.
         self._state = torch.empty(1, self.state_bytes, dtype=torch.uint8, device=device)
-        self._last_store = Copy()
+        self._last_store, self._last_state = Copy(), Copy()
         self._loads: deque[Copy] = deque()  # whose parts are not all queued
         self._queued: deque[torch.cuda.Event] = deque()  # after each part of loads under way
 
@@ -83,10 +83,10 @@ class HostMemory:
 
     def store_state(self, state: int, slot: int) -> None:
         """Copy a state into a slot. Later work on the current stream may write to the state."""
-        self._last_store.wait()
+        self._last_state.wait()  # it has read the staging memory then
         (number,) = upload([np.array([state])], self._device)
         self._states.read(number, self._state)
-        self._last_store = Copy(self._store_staged(slot), self._store_stream, self.state_bytes)
+        self._last_store = self._last_state = Copy(self._store_staged(slot), self._store_stream, self.state_bytes)
         self._last_store.queue()
 
     def load(self, blocks: Sequence[int], slots: Sequence[int], state: tuple[int, int] | None = None) -> Copy:
@@ -94,7 +94,7 @@ class HostMemory:
 
         What reads or writes the blocks and the state waits for the copy (`Copy.wait`, `Copy.wait_by_layer`).
         """
-        self._last_store.wait()
+        self._last_store.wait(self._load_stream)
         parts = [] if state is None else [self._load(self._states, [state[1]], [state[0]])]
         parts += [self._load(pack, blocks, slots) for pack in self._blocks if blocks]
         num_bytes = len(blocks) * self.block_bytes + (state is not None) * self.state_bytes

@@ -21,7 +21,7 @@ class LateCopy(Copy):
             self.wait()
         return self._has_run
 
-    def wait(self) -> None:
+    def wait(self, stream: object = None) -> None:
         if not self._has_run:
             self._has_run = True
             self._run()
