@@ -76,11 +76,9 @@ def check(reference: Any, prompts: list[list[int]], answers: list[list[int]]) ->
 @pytest.mark.parametrize(
     ("family", "tp", "dcp", "interleave"),
     [
-        ("deepseek_v3", 1, 1, 1),
         ("deepseek_v32", 2, 2, 4),
         ("kimi_linear", 2, 2, 1),
         ("deepseek_v4", 1, 1, 1),
-        ("glm5_next_text", 3, 3, 1),
     ],
 )
 def test_conversations_continue_after_a_restart(
