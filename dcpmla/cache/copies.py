@@ -80,8 +80,8 @@ class Copy:
         self.wait()
 
     def wait_by_layer(self, loads: Sequence[list[torch.cuda.Event]]) -> None:
-        """Queue all parts, let each layer of the next step wait for its own, and the current stream for those of all
-        layers.
+        """Queue all parts. Each layer of the next step waits for its part; the current stream waits for the parts that
+        all layers read.
 
         Args:
             loads: Lists of the layers (`Cache.loads`).

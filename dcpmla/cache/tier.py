@@ -146,7 +146,7 @@ class HostTier(Tier):
         self._pending: dict[bytes, int] = {}  # key -> block on the GPU
 
     def reset(self) -> None:
-        """Forget all content, that of the disks, too."""
+        """Forget all content of host memory and of the disks."""
         super().reset()
         self.disk.reset()
         self._pending.clear()
@@ -197,7 +197,7 @@ class HostTier(Tier):
             if key in self.blocks:  # it has come from the disk meanwhile
                 continue
             if (slot := self.blocks.add(key)) is not None:
-                if slot in slots:  # the tier is smaller than what is pending
+                if slot in slots:  # more blocks are pending than the tier has slots
                     index = slots.index(slot)
                     del blocks[index], slots[index], keys[index]
                 blocks.append(block)

@@ -26,7 +26,7 @@ def read_encoder(directory: Path) -> str:
 
 
 def read_model_type(directory: Path) -> str:
-    """Return `model_type` of the whole checkpoint, of which the text model may have another; empty without one."""
+    """Return the checkpoint's `model_type`, empty without one. A text model inside may have a type of its own."""
     return str(json.loads((directory / "config.json").read_text("utf-8")).get("model_type", ""))
 
 

@@ -30,6 +30,6 @@ class Loading:
     has_ended: bool = False
 
     def cancel(self) -> None:
-        """Leave out what is not under way. Later steps write to the blocks after what is."""
+        """Drop the parts that are not queued. Later steps write to the blocks after the queued ones."""
         if self.copy is not None:
             self.copy.cancel()

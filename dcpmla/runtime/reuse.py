@@ -142,7 +142,7 @@ class PrefixReuse:
         return num_tokens > 0 and costs.should_load(num_tokens, found.num_blocks * self._block_tokens)
 
     def load(self, found: Found, blocks: Sequence[int], state: int | None) -> Loading:
-        """Return the load of what was found in host memory, which keeps it until its copy is queued.
+        """Return the load of what was found in host memory, which is kept there until all ranks have loaded it.
 
         Args:
             blocks: All blocks of the request.
