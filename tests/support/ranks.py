@@ -123,6 +123,7 @@ def _run(
 ) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
     faulthandler.enable()  # a crash in native code shows where Python was
+    torch.manual_seed(rank)  # else a rank draws numbers that no second run repeats
     try:
         if device == "cuda":
             torch.cuda.set_device(rank)
