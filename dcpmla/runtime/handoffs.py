@@ -93,7 +93,6 @@ class Handoffs:
         loading = request.loading
         if not isinstance(loading, Arriving) or self._incoming is None:
             return
-        loading.cancel()  # an earlier attempt
         num_tokens = len(request.prompt_token_ids)
         arrival = self._incoming.open(
             engine, handoff, request.num_computed_tokens, num_tokens, request.block_ids, request.state
