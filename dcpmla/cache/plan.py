@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcpmla.cache.events import LayerEvents
 from dcpmla.cache.items import Items
 
 
@@ -101,13 +102,13 @@ class Cache(ABC):
     Attributes:
         sizes: Plan of the cache.
         per_layer: Memory of each layer.
-        loads: For each layer, ends of copies into its memory that its next step waits for.
+        events: Events of each layer's steps, and of copies of its memory.
         token_ids: Ids of tokens, int32 [num_blocks, block_tokens], the same on all ranks; None if not kept.
     """
 
     sizes: CachePlan
     per_layer: Sequence[Any]
-    loads: Sequence[list[torch.cuda.Event]]
+    events: Sequence[LayerEvents]
     token_ids: Tensor | None = None
 
     def __getitem__(self, layer: int) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
+from dcpmla.cache.events import LayerEvents
 from dcpmla.cache.formats import format_name, storage_dtype
 from dcpmla.cache.index_keys import index_format_name, index_row_width, index_storage_dtype
 from dcpmla.cache.items import Items
@@ -137,14 +138,14 @@ class CompressedLayerCache(NamedTuple):
             these; None if no indexer selects among them.
         index_sums: Sums of index keys in progress, float32 [num_states (1 + num_drafts), 2, 3, indexer's D]; None if
             keys are projected from entries.
-        loads: Ends of copies into the layer's memory that its next step waits for.
+        events: Events of the layer's steps, and of copies of its memory.
     """
 
     rows: Tensor
     sums: Tensor | None = None
     index_keys: Tensor | None = None
     index_sums: Tensor | None = None
-    loads: list[torch.cuda.Event] | None = None
+    events: LayerEvents | None = None
 
 
 class CompressedCache(Cache):
@@ -170,12 +171,12 @@ class CompressedCache(Cache):
         ]
         self._own = {layer: CompressedLayerCache(**new[layer]) for layer in plan.config.row_groups}
         sources = {layer: first for first, group in plan.config.row_groups.items() for layer in group}
-        self.loads = [list[torch.cuda.Event]() for _ in new]
+        self.events = [LayerEvents() for _ in new]
         self.per_layer = [
             (self._own[layer] if layer in self._own else self._own[sources[layer]]._replace(sums=None))._replace(
-                loads=loads
+                events=events
             )
-            for layer, loads in enumerate(self.loads)
+            for layer, events in enumerate(self.events)
         ]
 
     @property
