@@ -9,9 +9,9 @@ from torch import Tensor
 
 from dcpmla.cache.events import LayerEvents
 from dcpmla.cache.formats import format_name, row_width, storage_dtype
-from dcpmla.cache.index_keys import index_format_name, index_row_width, index_storage_dtype
-from dcpmla.cache.items import Items
+from dcpmla.cache.index_keys import index_format_name, index_row_width, index_rows, index_storage_dtype
 from dcpmla.cache.plan import Cache, CachePlan
+from dcpmla.cache.rows import TokenRows
 from dcpmla.config import DCPConfig, MLAConfig
 
 
@@ -147,16 +147,14 @@ class LatentCache(Cache):
         return [*self.layers, *self.index_layers]
 
     @property
-    def block_items(self) -> list[list[Items]]:
-        """Memory of blocks: each layer's own latents and index keys."""
-        memory: list[list[Tensor]] = [[] for _ in self.per_layer]
-        for layers, tensors in (
-            (sorted(set(self.sizes.source_of_layers)), self.layers),
-            (self.sizes.index_layers, self.index_layers),
-        ):
-            for layer, tensor in zip(layers, tensors, strict=True):
-                memory[layer].append(tensor)
-        return [list(map(Items.of, tensors)) for tensors in memory]
+    def token_rows(self) -> list[list[TokenRows]]:
+        """Each layer's own latents and index keys."""
+        rows: list[list[TokenRows]] = [[] for _ in self.per_layer]
+        for layer, latents in zip(sorted(set(self.sizes.source_of_layers)), self.layers, strict=True):
+            rows[layer].append(TokenRows.of("latents", latents))
+        for layer, keys in zip(self.sizes.index_layers, self.index_layers, strict=True):
+            rows[layer] += index_rows(keys, self.sizes.pool_size)
+        return rows
 
     @staticmethod
     def plan(
