@@ -1,8 +1,7 @@
 """A request's cache on its way into a decode rank: the engine's side (`Arrival`), and prefill ranks (`Source`)."""
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from dcpmla.transfer.layout import Part, Route
 from dcpmla.transfer.messages import Ready
@@ -76,7 +75,7 @@ class Source:
     position: int
     num_tokens: int
     part_bytes: int
-    heard: float = field(default_factory=time.monotonic)
+    heard: float
     is_complete: bool = False
     parts: Sequence[Part] = ()
     index: int = 0

@@ -107,15 +107,13 @@ class Incoming(Side):
                 Closing(arrival, f"handoff {arrival.name} of prefill server {arrival.engine} {is_open}")
             )
             return
+        start, end, limit, now = arrival.start, arrival.num_tokens, self._staging.part_bytes, time.monotonic()
         sources = {
-            rank: Source(
-                rank_name(arrival.engine, rank), route, arrival.start, arrival.num_tokens, self._staging.part_bytes
-            )
+            rank: Source(rank_name(arrival.engine, rank), route, start, end, limit, now)
             for rank, route in self._peers[arrival.engine].items()
         }
         self._awaited[key] = awaited = _Awaited(arrival, sources)
-        slot_bytes = self._staging.part_bytes + TAGS_BYTES
-        message = Open(arrival.name, arrival.start, arrival.num_tokens, slot_bytes)
+        message = Open(arrival.name, start, end, limit + TAGS_BYTES)
         for source in sources.values():
             if not self._try_to_send(source.name, message):
                 self._end(awaited, f"{source.name} is lost")

@@ -113,7 +113,8 @@ class Outgoing(Side):
 
     def _hear(self, served: Served, engine: str, rank: int, message: Message) -> None:
         """Handle a message about a handoff that has begun."""
-        served.heard[rank] = time.monotonic()
+        if engine in self._peers:
+            served.heard[rank] = time.monotonic()
         target = served.targets.get(rank)
         if isinstance(message, Close):
             self._end(served, f"decode server {engine} gave it up")

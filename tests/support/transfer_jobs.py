@@ -16,7 +16,7 @@ from tests.support.fake_transport import Clock, Network
 
 LEASE, SILENCE = 40.0, 12.0  # seconds of the virtual clock
 NUM_BLOCKS, NUM_STATES = 130, 8
-MODULES = ("outcome", "served", "outgoing", "incoming", "arrival")
+MODULES = ("outcome", "served", "outgoing", "incoming")
 
 
 class StillWorker:

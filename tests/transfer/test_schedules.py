@@ -13,7 +13,7 @@ from dcpmla.transfer.incoming import Incoming
 from dcpmla.transfer.layout import CacheLayout
 from dcpmla.transfer.outgoing import Outgoing
 from tests.support.fake_transport import Clock, Network
-from tests.support.transfer_jobs import LEASE, Job, Prompt, clock, connect  # noqa: F401
+from tests.support.transfer_jobs import LEASE, SILENCE, Job, Prompt, clock, connect  # noqa: F401
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 2, 4), (4, 2, 2), (4, 4, 1)]  # tp, dcp, interleave
 
@@ -85,7 +85,14 @@ class Schedule:
 
     def run(self, faults: Iterable[str] = (), num_prompts: int = 6, limit: int = 4000) -> None:
         """Make calls until all prompts have ended on both sides, where the jobs live."""
-        for _ in range(limit):
+        fault = self.random.randrange(150)
+        for step in range(limit):
+            if step == fault:
+                self.break_something(faults)
+            if step > fault + 400:
+                self.clock.now += 0.5
+                for job in self.jobs:
+                    job.stopped = False
             while len([prompt for prompt in self.prompts if not self.has_ended(prompt)]) < 3 and num_prompts:
                 self.add()
                 num_prompts -= 1
@@ -100,11 +107,31 @@ class Schedule:
         for job in self.jobs:
             job.check_free_blocks()
 
+    def break_something(self, faults: Iterable[str]) -> None:
+        """Stop a job for longer than the lease, or lose one of its ranks, and let the others know or not."""
+        job = self.random.choice(self.jobs)
+        if "stop" in faults:
+            job.stopped = True
+            self.clock.now += self.random.choice([1, SILENCE + 1, LEASE + 1])
+        if "lose" in faults:
+            self.network.lost.add(self.random.choice(job.names))
+            if self.random.random() < 0.5:
+                for other in {self.prefill, *self.decoders} - {job}:
+                    for side in other.sides:
+                        side.disconnect(job.engine)
+
     def has_ended(self, prompt: Prompt) -> bool:
-        return prompt.is_sent and prompt.is_got
+        def is_lost(job: Job) -> bool:
+            return not self.network.lost.isdisjoint(job.names)
+
+        return (prompt.is_sent or is_lost(prompt.prefill)) and (prompt.is_got or is_lost(prompt.decode))
 
     def check_slots(self) -> None:
-        """Check that all slots are free."""
+        """Check that all slots are free after the lease."""
+        for job in self.jobs:
+            job.stopped = False
+        self.clock.now += LEASE
+        self.poll_all(20)
         for job in self.jobs:
             for side in job.sides:
                 assert side._staging.num_free == len(side._transport.memory)
@@ -125,6 +152,18 @@ def test_everything_arrives(seed: int, clock: Clock) -> None:  # noqa: F811
 def test_cancelled_transfers_write_nothing(seed: int, clock: Clock) -> None:  # noqa: F811
     schedule = Schedule(seed, clock, num_decoders=1 + seed % 2)
     schedule.run({"cancel"}, num_prompts=12)
-    schedule.clock.now += LEASE
-    schedule.poll_all(20)
     schedule.check_slots()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_stopped_jobs_use_nothing_wrong(seed: int, clock: Clock) -> None:  # noqa: F811
+    """A stopped rank may wake when its slots hold other content."""
+    schedule = Schedule(seed, clock, num_decoders=1 + seed % 2)
+    schedule.run({"stop", "cancel"}, num_prompts=10)
+    schedule.check_slots()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_lost_ranks_end_their_transfers(seed: int, clock: Clock) -> None:  # noqa: F811
+    schedule = Schedule(seed, clock, num_decoders=1 + seed % 2)
+    schedule.run({"lose"}, num_prompts=10)
