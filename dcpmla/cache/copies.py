@@ -95,7 +95,7 @@ class Copy:
         ends = [-1, *(layer for layer, _ in self._layers if layer >= 0)]
         events = [event for layer, event in self._layers if layer >= 0]
         for (start, end), event in zip(pairwise(ends), events, strict=True):
-            for layer in layers[start + 1 : end + 1]:
-                layer.loads.append(event)
-        for layer in layers[ends[-1] + 1 :] if events else ():  # they read earlier layers' memory
-            layer.loads.append(events[-1])
+            for of_layer in layers[start + 1 : end + 1]:
+                of_layer.loads.append(event)
+        for of_layer in layers[ends[-1] + 1 :] if events else ():  # they read earlier layers' memory
+            of_layer.loads.append(events[-1])

@@ -10,7 +10,7 @@ from dcpmla.runtime.scheduler import Scheduler
 from dcpmla.runtime.stats import TransferTotals
 from dcpmla.transfer.incoming import Incoming
 from dcpmla.transfer.outgoing import Outgoing
-from dcpmla.transfer.peer import Peer
+from dcpmla.transfer.transport import Peer
 
 
 class Handoffs:

@@ -14,7 +14,7 @@ from dcpmla.runtime.acceptance import Acceptance
 from dcpmla.runtime.loading import Arriving, Loading
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.text import TextStream
-from dcpmla.transfer.outgoing import Handoff
+from dcpmla.transfer.handoff import Handoff
 
 
 class TokenLogprobs(NamedTuple):

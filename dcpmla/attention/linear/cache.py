@@ -95,6 +95,8 @@ class HybridCache(Cache):
         sizes: Plan of the caches.
     """
 
+    sizes: HybridPlan
+
     def __init__(self, plan: HybridPlan, device: torch.device) -> None:
         """Allocate a plan's bytes.
 
