@@ -132,8 +132,7 @@ class Target:
         """Return the next part that can be sent, or None; `advance` goes on to the one after it."""
         while self.index == len(self.parts) and self._next_range(computed):
             pass
-        is_there = self.index < len(self.parts) and self.range[1] <= computed.num_tokens
-        if not is_there or (self.has_state_parts and not computed.is_final):
+        if self.index == len(self.parts) or self.range[1] > computed.num_tokens:
             return None
         return self.parts[self.index]
 
