@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from dcpmla.transfer.incoming import Incoming
-from dcpmla.transfer.layout import CacheLayout, owner
+from dcpmla.transfer.layout import CacheLayout
 from dcpmla.transfer.outgoing import Outgoing
-from dcpmla.transfer.parts import RowMover
 from dcpmla.transfer.transport import Peer, rank_name
 from tests.support.fake_transport import Clock, Network
+from tests.support.plain_cache import Content, PlainCache
 
 LEASE, SILENCE = 40.0, 12.0  # seconds of the virtual clock
-NUM_BLOCKS, NUM_STATES = 130, 8
+MOST_TOKENS = 40
+NUM_BLOCKS, NUM_STATES = 3 * MOST_TOKENS, 8
 MODULES = ("outcome", "served", "outgoing", "incoming")
 
 
@@ -53,25 +54,24 @@ class Job:
         self.names = [rank_name(engine, rank) for rank in range(layout.tp_size)]
         slot_bytes = 16 * network.random.randint(4, 12)
         transports = [network.new(name, num_slots, slot_bytes) for name in self.names]
-        per_rank = layout.block_tokens // layout.dcp_size
-        self.rows = [random_bytes(layout.layers, NUM_BLOCKS, per_rank, layout.row) for _ in self.names]
-        self.states = [random_bytes(NUM_STATES, 8) for _ in self.names]
+        self.caches = [PlainCache(layout, rank, NUM_BLOCKS, NUM_STATES) for rank in range(layout.tp_size)]
         limits = {"lease": LEASE} if kind is Outgoing else {"silence": SILENCE}
         self.sides = [
-            kind(transport, RowMover((self.rows[rank], self.states[rank]), layout, rank), layout, rank, **limits)
+            kind(transport, self.caches[rank].mover, layout, rank, **limits)
             for rank, transport in enumerate(transports)
         ]
         self.peer = Peer(engine, layout, [transport.metadata() for transport in transports])
         self.free_blocks, self.free_states = list(range(NUM_BLOCKS)), list(range(NUM_STATES))
-        self._guarded: dict[int, list[torch.Tensor]] = {}
+        self._guarded: dict[int, list[list[torch.Tensor]]] = {}
         self.stopped = False
 
     def poll(self, rank: int) -> None:
         if not self.stopped and self.names[rank] not in self.network.lost:
             self.sides[rank].poll()
 
-    def take(self, num_blocks: int) -> tuple[list[int], int] | None:
-        """Return free blocks and a state; None if too few are free."""
+    def take(self, num_tokens: int) -> tuple[list[int], int] | None:
+        """Return free blocks and a state for a prompt; None if too few are free."""
+        num_blocks = -(-num_tokens // self.layout.block_tokens)
         if len(self.free_blocks) < num_blocks or not self.free_states:
             return None
         self.network.random.shuffle(self.free_blocks)
@@ -84,31 +84,17 @@ class Job:
     def check_free_blocks(self) -> None:
         """Check that nothing was written to blocks since they were free."""
         for block, contents in self._guarded.items():
-            for rows, content in zip(self.rows, contents, strict=True):
-                assert torch.equal(rows[:, block], content)
+            for cache, content in zip(self.caches, contents, strict=True):
+                assert all(map(torch.equal, cache.read([block]), content))
 
     def release(self, blocks: list[int], state: int) -> None:
         """Overwrite blocks and a state, as the next request does."""
-        for rows, states in zip(self.rows, self.states, strict=True):
-            rows[:, blocks] = random_bytes(*rows[:, blocks].shape)
-            states[state] = random_bytes(8)
+        for cache in self.caches:
+            cache.overwrite(blocks, state)
         for block in blocks:
-            self._guarded[block] = [rows[:, block].clone() for rows in self.rows]
+            self._guarded[block] = [cache.read([block]) for cache in self.caches]
         self.free_blocks += blocks
         self.free_states.append(state)
-
-    def places(self, position: int, blocks: list[int]) -> list[tuple[int, int, int]]:
-        """Return the rank, block and offset of each copy of a position's rows."""
-        layout = self.layout
-        share = layout.dcp_size * layout.interleave
-        local = position // share * layout.interleave + position % layout.interleave
-        offset = local % (layout.block_tokens // layout.dcp_size)
-        ranks = [r for r in range(layout.tp_size) if r % layout.dcp_size == owner(layout, position)]
-        return [(rank, blocks[position // layout.block_tokens], offset) for rank in ranks]
-
-
-def random_bytes(*shape: int) -> torch.Tensor:
-    return torch.randint(0, 256, shape, dtype=torch.uint8)
 
 
 def connect(prefill: Job, decode: Job) -> None:
@@ -124,14 +110,12 @@ class Prompt:
 
     def __init__(self, name: str, prefill: Job, decode: Job, random: Random) -> None:
         self.name, self.prefill, self.decode, self.random = name, prefill, decode, random
-        layout = prefill.layout
-        self.num_tokens = random.randint(1, 40)
+        self.content = Content.of(prefill.layout, random.getrandbits(32), MOST_TOKENS)
+        self.num_tokens = self.content.num_tokens
         self.start = random.choice([0, 0, random.randint(0, self.num_tokens)])
-        self.content = random_bytes(layout.layers, self.num_tokens, layout.row)
-        self.state_content = random_bytes(8)
         self.num_computed, self.is_finished = 0, False
         self.sent: SimpleNamespace | None = None  # handoffs, blocks, state
-        self.got: SimpleNamespace | None = None  # arrivals, blocks, state, before
+        self.got: SimpleNamespace | None = None  # arrivals, blocks, state
         self.is_sent = self.is_got = self.has_arrived = False
         self.handoffs: list[Any] | None = None
 
@@ -140,16 +124,15 @@ class Prompt:
     def compute(self) -> None:
         """Compute some tokens, in blocks that are allocated first."""
         if self.sent is None:
-            taken = self.prefill.take(-(-self.num_tokens // self.prefill.layout.block_tokens))
+            taken = self.prefill.take(self.num_tokens)
             if taken is None:
                 return
             self.sent = SimpleNamespace(blocks=taken[0], state=taken[1])
         if self.handoffs is None:
             self.handoffs = [side.begin(self.name) for side in self.prefill.sides]
         end = min(self.num_tokens, self.num_computed + self.random.randint(1, 20))
-        for position in range(self.num_computed, end):
-            for rank, block, offset in self.prefill.places(position, self.sent.blocks):
-                self.prefill.rows[rank][:, block, offset] = self.content[:, position]
+        for cache in self.prefill.caches:
+            cache.fill(self.content, self.sent.blocks, self.num_computed, end)
         self.num_computed = end
         for handoff in self.handoffs:
             handoff.computed(self.sent.blocks, end)
@@ -157,8 +140,8 @@ class Prompt:
 
     def finish(self) -> None:
         self.is_finished = True
-        for states, handoff in zip(self.prefill.states, self.handoffs, strict=True):
-            states[self.sent.state] = self.state_content
+        for cache, handoff in zip(self.prefill.caches, self.handoffs, strict=True):
+            cache.states[self.sent.state] = self.content.state
             handoff.finish(self.num_tokens, self.sent.state)
             self._poll_some()
 
@@ -184,11 +167,12 @@ class Prompt:
     # What the decode server's engine does.
 
     def open(self) -> None:
-        taken = self.decode.take(-(-self.num_tokens // self.decode.layout.block_tokens))
+        taken = self.decode.take(self.num_tokens)
         if taken is None:
             return
-        before = [rows[:, taken[0]].clone() for rows in self.decode.rows]
-        self.got = SimpleNamespace(blocks=taken[0], state=taken[1], before=before, arrivals=[])
+        for cache in self.decode.caches:  # positions before the start are in the cache
+            cache.fill(self.content, taken[0], 0, self.start)
+        self.got = SimpleNamespace(blocks=taken[0], state=taken[1], arrivals=[])
         for side in self.decode.sides:
             self.got.arrivals.append(
                 side.open(self.prefill.engine, self.name, self.start, self.num_tokens, taken[0], taken[1])
@@ -206,22 +190,10 @@ class Prompt:
         assert all(arrival.is_done for arrival in self.got.arrivals)
         self.has_arrived = not any(arrival.has_failed for arrival in self.got.arrivals)
         if self.has_arrived:
-            self.check_content()
+            for cache in self.decode.caches:
+                cache.check(self.content, self.got.blocks, self.got.state)
         self.decode.release(self.got.blocks, self.got.state)
         self.is_got = True
-
-    def check_content(self) -> None:
-        """Compare all rows, those before the start with what was there, and the state."""
-        columns = {block: column for column, block in enumerate(self.got.blocks)}
-        for position in range(self.num_tokens):
-            for rank, block, offset in self.decode.places(position, self.got.blocks):
-                found = self.decode.rows[rank][:, block, offset]
-                if position >= self.start:
-                    assert torch.equal(found, self.content[:, position]), (self.name, position, rank)
-                else:
-                    assert torch.equal(found, self.got.before[rank][:, columns[block], offset])
-        for states in self.decode.states:
-            assert torch.equal(states[self.got.state], self.state_content)
 
     def _poll_some(self) -> None:
         for job in (self.prefill, self.decode):

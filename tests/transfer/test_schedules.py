@@ -13,14 +13,14 @@ from dcpmla.transfer.incoming import Incoming
 from dcpmla.transfer.layout import CacheLayout
 from dcpmla.transfer.outgoing import Outgoing
 from tests.support.fake_transport import Clock, Network
+from tests.support.plain_cache import new_layout
 from tests.support.transfer_jobs import LEASE, SILENCE, Job, Prompt, clock, connect  # noqa: F401
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 2, 4), (4, 2, 2), (4, 4, 1)]  # tp, dcp, interleave
 
 
-def new_layout(random: Random) -> CacheLayout:
-    tp, dcp, interleave = random.choice(LAYOUTS)
-    return CacheLayout(tp, dcp, interleave, random.choice([1, 2]) * dcp * interleave)
+def any_layout(random: Random) -> CacheLayout:
+    return new_layout(*random.choice(LAYOUTS), random.choice([1, 2]))
 
 
 class Schedule:
@@ -31,9 +31,9 @@ class Schedule:
         self.random, self.clock = Random(seed), clock
         self.network = Network(self.random)
         num_slots = self.random.randint(1, 5)
-        self.prefill = Job(Outgoing, "p", new_layout(self.random), self.network, num_slots)
+        self.prefill = Job(Outgoing, "p", any_layout(self.random), self.network, num_slots)
         self.decoders = [
-            Job(Incoming, f"d{number}", new_layout(self.random), self.network, self.random.randint(1, 5))
+            Job(Incoming, f"d{number}", any_layout(self.random), self.network, self.random.randint(1, 5))
             for number in range(num_decoders)
         ]
         for decoder in self.decoders:

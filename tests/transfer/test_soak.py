@@ -3,6 +3,7 @@
 import pytest
 
 from dcpmla.transfer.layout import CacheLayout
+from tests.support.plain_cache import new_layout
 from tests.support.ranks import run_ranks
 from tests.support.transfer_soak import soak
 
@@ -10,10 +11,10 @@ from tests.support.transfer_soak import soak
 @pytest.mark.parametrize(
     ("kind", "source", "target", "number"),
     [
-        ("nixl", CacheLayout(1, 1, 1, 8), CacheLayout(2, 2, 1, 16), 300),
-        ("nixl", CacheLayout(2, 2, 4, 16), CacheLayout(1, 1, 1, 4), 300),
-        ("nixl", CacheLayout(2, 1, 1, 8), CacheLayout(2, 2, 2, 8), 300),
-        ("point to point", CacheLayout(1, 1, 1, 8), CacheLayout(2, 2, 1, 16), 60),
+        ("nixl", new_layout(1, 1, 1, 4), new_layout(2, 2, 1, 4), 100),
+        ("nixl", new_layout(2, 2, 4), new_layout(1, 1, 1, 2), 100),
+        ("nixl", new_layout(2, 1, 1, 4), new_layout(2, 2, 2), 100),
+        ("point to point", new_layout(1, 1, 1, 4), new_layout(2, 2, 1, 4), 30),
     ],
 )
 def test_all_bytes_arrive(kind: str, source: CacheLayout, target: CacheLayout, number: int) -> None:

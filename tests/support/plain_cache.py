@@ -1,0 +1,101 @@
+"""Caches of few bytes with rows of every kind, and the content of prompts in them."""
+
+from dataclasses import dataclass
+from random import Random
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from dcpmla.cache.plan import Cache
+from dcpmla.cache.rows import StateRows, TokenRows
+from dcpmla.transfer.layout import CacheLayout, StateSpec, TokenSpec
+from dcpmla.transfer.parts import RowMover
+
+ROW, ID_ROW, STATE = 16, 8, 8  # bytes
+TENSORS = ("ids", "first", "second", "pairs")  # token ids, two layers, and rows that stand for two positions
+
+
+def new_layout(tp: int, dcp: int, interleave: int, num_shares: int = 1, row: int = ROW) -> CacheLayout:
+    """Return a layout whose blocks have so many runs of two rows on each rank."""
+    rows = 2 * interleave * num_shares
+    tokens = (
+        TokenSpec("ids", -1, ID_ROW, rows * dcp, 1, True),
+        TokenSpec("first", 0, row, rows, 1, False),
+        TokenSpec("second", 1, row, rows, 1, False),
+        TokenSpec("pairs", 1, row, rows // 2, 2, False),
+    )
+    return CacheLayout(tp, dcp, interleave, rows * dcp, tokens, (StateSpec("state", STATE, 1, 1, 0),))
+
+
+def random_bytes(*shape: int, generator: torch.Generator | None = None) -> Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+
+
+@dataclass
+class Content:
+    """The rows [n, row bytes] of a prompt in each tensor, and its state."""
+
+    num_tokens: int
+    rows: list[Tensor]
+    state: Tensor
+
+    @classmethod
+    def of(cls, layout: CacheLayout, number: int, most_tokens: int) -> "Content":
+        """Return the content of a prompt with a number, whatever the layout's ranks."""
+        generator, num_tokens = torch.Generator().manual_seed(number), Random(number).randint(1, most_tokens)
+        rows = [random_bytes(num_tokens // spec.span, spec.row_bytes, generator=generator) for spec in layout.tokens]
+        return cls(num_tokens, rows, random_bytes(STATE, generator=generator))
+
+
+class PlainCache:
+    """The cache of one rank: tensors [num_blocks, rows of a block, row bytes], states [num_states, bytes]."""
+
+    def __init__(self, layout: CacheLayout, rank: int, num_blocks: int, num_states: int) -> None:
+        self.layout, self.rank = layout, rank
+        self.tensors = [random_bytes(num_blocks, spec.per_block, spec.row_bytes) for spec in layout.tokens]
+        self.states = random_bytes(num_states, STATE)
+        rows = [TokenRows.of(spec.name, tensor) for spec, tensor in zip(layout.tokens, self.tensors, strict=True)]
+        cache: Any = SimpleNamespace(
+            tensors=[*self.tensors, self.states],
+            shared_rows=rows[:1],
+            token_rows=[rows[1:2], rows[2:]],
+            state_rows=[StateRows("state", TokenRows.of("state", self.states[:, None]).rows, 1, 1)],
+        )
+        self.mover = RowMover(cast(Cache, cache), layout)
+
+    def place(self, tensor: int, row: int, blocks: list[int]) -> tuple[int, int] | None:
+        """Return the block and the offset of a row of a sequence; None if another rank has it."""
+        layout, spec = self.layout, self.layout.tokens[tensor]
+        if not spec.is_shared:
+            share = layout.dcp_size * layout.interleave
+            if row % share // layout.interleave != self.rank % layout.dcp_size:
+                return None
+            row = row // share * layout.interleave + row % layout.interleave
+        return blocks[row // spec.per_block], row % spec.per_block
+
+    def fill(self, content: Content, blocks: list[int], start: int, end: int) -> None:
+        """Compute positions [start, end) of a prompt."""
+        for tensor, spec in enumerate(self.layout.tokens):
+            for row in range(start // spec.span, end // spec.span):
+                if (place := self.place(tensor, row, blocks)) is not None:
+                    self.tensors[tensor][place] = content.rows[tensor][row]
+
+    def check(self, content: Content, blocks: list[int], state: int, start: int = 0) -> None:
+        """Compare the rows that end at positions from `start` on, and the state."""
+        for tensor, spec in enumerate(self.layout.tokens):
+            for row in range(start // spec.span, content.num_tokens // spec.span):
+                if (place := self.place(tensor, row, blocks)) is not None:
+                    assert torch.equal(self.tensors[tensor][place], content.rows[tensor][row]), (spec.name, row)
+        assert torch.equal(self.states[state], content.state)
+
+    def overwrite(self, blocks: list[int], state: int) -> list[Tensor]:
+        """Write random bytes to blocks and a state; return them."""
+        for tensor in self.tensors:
+            tensor[blocks] = random_bytes(*tensor[blocks].shape)
+        self.states[state] = random_bytes(STATE)
+        return self.read(blocks)
+
+    def read(self, blocks: list[int]) -> list[Tensor]:
+        return [tensor[blocks].clone() for tensor in self.tensors]
