@@ -23,7 +23,7 @@ from dcpmla.bench.results import unknown_fields
 KEY = server_processes.API_KEY
 TOKEN_BYTES, TRANSFER_SECONDS, STEP_SECONDS = 1000, 0.25, 0.002
 TINY = "--geometry tiny --layers 2 --experts 8 --device cpu --max-num-batched-tokens 256 --commit abc"
-SIZES = "--context 96 --repeats 1 --decodes 2 --decode-context 16 --decode-len 60 --input-len 64"
+SIZES = "--context 96 --repeats 1 --decodes 2 --decode-context 16 --decode-len 60 --input-len 80"
 RATE = "--request-rate 10 --seconds 0.3 --delay 0.1"
 
 

@@ -21,6 +21,7 @@ from tests.support.models import tiny_config
 from tests.support.plan_cases import write
 
 MACHINE = replace(H200X8, nvlink_gb_per_s=100.0, network_gb_per_s=10.0)  # transfers reach 80 %
+TP_DCP = [(tp, dcp) for tp in (1, 2, 3, 4, 6, 8) for dcp in range(1, tp + 1) if tp % dcp == 0]
 TRAFFIC = Traffic(request_rate=2.0, input_len=1000, output_len=101)
 
 
@@ -118,6 +119,18 @@ def test_servers_that_do_both_by_hand() -> None:
 def test_bytes_of_a_transfer(sizes: tuple[int, ...], expected: tuple[float, float]) -> None:
     source, target = FakeServer(tp=sizes[0], dcp=sizes[1]), FakeServer(tp=sizes[2], dcp=sizes[3])
     assert transfer_bytes(source, target, 1000) == expected
+
+
+@given(source=st.sampled_from(TP_DCP), target=st.sampled_from(TP_DCP))
+def test_the_busiest_sender(source: tuple[int, int], target: tuple[int, int]) -> None:
+    """A rank t of T reads from replica t x replicas // T, from all its ranks alike."""
+    servers = [FakeServer(tp=tp, dcp=dcp) for tp, dcp in (source, target)]
+    num_replicas, sent = source[0] // source[1], dict.fromkeys(range(source[0]), 0.0)
+    for rank in range(target[0]):
+        replica = rank * num_replicas // target[0]
+        for sender in range(replica * source[1], (replica + 1) * source[1]):
+            sent[sender] += 80e6 / target[1] / source[1]
+    assert transfer_bytes(*servers, 1000) == (pytest.approx(max(sent.values())), 80e6 / target[1])
 
 
 def test_states_are_sent_to_every_rank() -> None:
