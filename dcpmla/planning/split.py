@@ -69,7 +69,7 @@ def predict_split(
     token comes from the prefill server, so only the second one waits for the transfer.
     """
     pieces = prefill.pieces(0)
-    service_us = sum(piece.time_us for piece in pieces)
+    service_us = _total_us(pieces)
     rate, steps = traffic.request_rate / num_prefill, _num_steps(traffic, decode)
     busy = rate * service_us / 1e6
     num_gpus = num_prefill * prefill.setting.tp + num_decode * decode.setting.tp
