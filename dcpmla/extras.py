@@ -13,6 +13,7 @@ EXTRAS = {
     "serve": ("starlette", "uvicorn", "httptools", "uvloop", "h11", "pydantic", "prometheus_client", "jinja2"),
     "plot": ("matplotlib",),
     "structured": ("llguidance",),
+    "disaggregation": ("nixl",),
 }
 
 

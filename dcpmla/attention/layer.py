@@ -173,8 +173,8 @@ class MLAAttention(AttentionWeights):
         Args:
             mha: Queries, keys and values of all tokens, if a graph has projected them.
         """
-        while cache.loads:
-            cache.loads.pop().wait()
+        if cache.events is not None:
+            cache.events.begin()
         output.restart(step.num_decode_tokens if step.decode is None else 0)
         decodes, prefills = slice(0, step.num_decode_tokens), slice(step.num_decode_tokens, step.num_tokens)
         hidden_states, q_c = hidden_states[: step.num_tokens], q_c[: step.num_tokens]

@@ -11,7 +11,6 @@ from torch import Tensor
 from dcpmla.cache.copies import Copy, Parts
 from dcpmla.cache.disk_files import DiskFiles
 from dcpmla.cache.host_rows import Pack, pack_layers, runs
-from dcpmla.cache.items import Items
 from dcpmla.cache.plan import Cache
 from dcpmla.upload import upload
 
@@ -37,7 +36,7 @@ class HostMemory:
     disk: DiskFiles | None = None
 
     def __init__(self, cache: Cache) -> None:
-        shared = [] if cache.token_ids is None else [Pack([Items.of(cache.token_ids)], -1)]
+        shared = [Pack([rows.blocks], -1) for rows in cache.shared_rows]
         self._blocks, self._states = [*shared, *pack_layers(cache.block_items)], Pack(cache.state_items, -1)
         self.block_bytes, self.state_bytes = sum(pack.row_bytes for pack in self._blocks), self._states.row_bytes
         self._device = device = cache.tensors[0].device

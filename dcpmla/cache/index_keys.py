@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.cache.formats import FP8, format_name, planes
+from dcpmla.cache.rows import TokenRows
 from dcpmla.parallel import quantized
 
 SCALE_BYTES = 4
@@ -78,6 +79,14 @@ def read_index_keys(index_cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor
         return index_cache[blocks], None
     code_plane, scale_plane = _planes_of(index_cache)
     return code_plane[blocks].view(FP8), scale_plane[blocks].view(torch.float32)[..., 0]
+
+
+def index_rows(index_cache: Tensor, span: int) -> list[TokenRows]:
+    """Return the rows of an index cache, keys of `span` positions each."""
+    if index_cache.dtype != torch.uint8:
+        return [TokenRows.of("index keys", index_cache, span)]
+    code_plane, scale_plane = _planes_of(index_cache)
+    return [TokenRows.of("index keys", code_plane, span), TokenRows.of("scales of index keys", scale_plane, span)]
 
 
 def _planes_of(index_cache: Tensor) -> tuple[Tensor, Tensor]:

@@ -34,6 +34,13 @@ class Items(NamedTuple):
         lane = next(lane for lane in _LANES if all(size % lane.itemsize == 0 for size in sizes))
         return cls(content.view(lane), num_rows, first_row)
 
+    def grouped(self, num_rows: int) -> "Items":
+        """Return items of so many of these items, which are single rows: item k has items k num_rows and the next."""
+        if not self.pages.is_contiguous():
+            return self._replace(num_rows=num_rows)
+        rows = self.pages.flatten(0, 1)[self.first_row :]
+        return Items.of(rows[: len(rows) // num_rows * num_rows].view(-1, num_rows * rows.shape[1]))
+
     @property
     def num_bytes(self) -> int:
         """Return the bytes of an item."""

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dcpmla.cache.events import LayerEvents
 from dcpmla.cache.formats import format_name, row_width, storage_dtype
-from dcpmla.cache.index_keys import index_format_name, index_row_width, index_storage_dtype
-from dcpmla.cache.items import Items
+from dcpmla.cache.index_keys import index_format_name, index_row_width, index_rows, index_storage_dtype
 from dcpmla.cache.plan import Cache, CachePlan
+from dcpmla.cache.rows import TokenRows
 from dcpmla.config import DCPConfig, MLAConfig
 
 
@@ -98,13 +99,13 @@ class LayerCache(NamedTuple):
             the same block ids; None in layers without an indexer.
         index_sums: Sums of index keys in progress [num_states, num_copies, 1, 3, D] float32
             (`attention/pooled/compressor.py`); None without pools.
-        loads: Ends of copies into the layer's memory that its next step waits for.
+        events: Events of the layer's steps, and of copies of its memory.
     """
 
     latents: Tensor
     index_keys: Tensor | None = None
     index_sums: Tensor | None = None
-    loads: list[torch.cuda.Event] | None = None
+    events: LayerEvents | None = None
 
 
 class LatentCache(Cache):
@@ -134,9 +135,9 @@ class LatentCache(Cache):
         keys = plan.num_blocks, plan.block_size // plan.pool_size, plan.index_row_width
         self.index_layers = [torch.empty(keys, **index) for _ in plan.index_layers]
         index_keys = dict(zip(plan.index_layers, self.index_layers, strict=True))
-        self.loads = [list[torch.cuda.Event]() for _ in plan.source_of_layers]
+        self.events = [LayerEvents() for _ in plan.source_of_layers]
         self.per_layer = [
-            LayerCache(latents[source], index_keys.get(layer), loads=self.loads[layer])
+            LayerCache(latents[source], index_keys.get(layer), events=self.events[layer])
             for layer, source in enumerate(plan.source_of_layers)
         ]
 
@@ -146,16 +147,14 @@ class LatentCache(Cache):
         return [*self.layers, *self.index_layers]
 
     @property
-    def block_items(self) -> list[list[Items]]:
-        """Memory of blocks: each layer's own latents and index keys."""
-        memory: list[list[Tensor]] = [[] for _ in self.per_layer]
-        for layers, tensors in (
-            (sorted(set(self.sizes.source_of_layers)), self.layers),
-            (self.sizes.index_layers, self.index_layers),
-        ):
-            for layer, tensor in zip(layers, tensors, strict=True):
-                memory[layer].append(tensor)
-        return [list(map(Items.of, tensors)) for tensors in memory]
+    def token_rows(self) -> list[list[TokenRows]]:
+        """Each layer's own latents and index keys."""
+        rows: list[list[TokenRows]] = [[] for _ in self.per_layer]
+        for layer, latents in zip(sorted(set(self.sizes.source_of_layers)), self.layers, strict=True):
+            rows[layer].append(TokenRows.of("latents", latents))
+        for layer, keys in zip(self.sizes.index_layers, self.index_layers, strict=True):
+            rows[layer] += index_rows(keys, self.sizes.pool_size)
+        return rows
 
     @staticmethod
     def plan(

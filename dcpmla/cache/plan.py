@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcpmla.cache.events import LayerEvents
 from dcpmla.cache.items import Items
+from dcpmla.cache.rows import StateRows, TokenRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,11 @@ class CachePlan(ABC):
     @abstractmethod
     def block_tokens(self) -> int:
         """Return how many positions a block id covers, over all ranks."""
+
+    @property
+    @abstractmethod
+    def interleave(self) -> int:
+        """Return the number of successive rows of a sequence that one DCP rank stores."""
 
     @property
     @abstractmethod
@@ -101,13 +108,13 @@ class Cache(ABC):
     Attributes:
         sizes: Plan of the cache.
         per_layer: Memory of each layer.
-        loads: For each layer, ends of copies into its memory that its next step waits for.
+        events: Events of each layer's steps, and of copies of its memory.
         token_ids: Ids of tokens, int32 [num_blocks, block_tokens], the same on all ranks; None if not kept.
     """
 
     sizes: CachePlan
     per_layer: Sequence[Any]
-    loads: Sequence[list[torch.cuda.Event]]
+    events: Sequence[LayerEvents]
     token_ids: Tensor | None = None
 
     def __getitem__(self, layer: int) -> Any:
@@ -123,13 +130,29 @@ class Cache(ABC):
 
     @property
     @abstractmethod
+    def token_rows(self) -> list[list[TokenRows]]:
+        """Return the rows under block ids in each layer, none where a layer reads an earlier one's."""
+
+    @property
+    def shared_rows(self) -> list[TokenRows]:
+        """Return the rows under block ids that belong to no layer."""
+        ids = self.token_ids
+        return [] if ids is None else [TokenRows.of("token ids", ids[..., None], is_shared=True)]
+
+    @property
+    def state_rows(self) -> list[StateRows]:
+        """Return the rows of states in all layers."""
+        return []
+
+    @property
     def block_items(self) -> list[list[Items]]:
-        """Return the memory of blocks in each layer, none where a layer reads an earlier one's."""
+        """Return the memory of blocks in each layer."""
+        return [[each.blocks for each in rows] for rows in self.token_rows]
 
     @property
     def state_items(self) -> list[Items]:
         """Return the memory of states in all layers."""
-        return []
+        return [each.states for each in self.state_rows]
 
     def copy_state(self, source: int, target: int) -> None:
         """Copy a request's state, which with the blocks is enough to continue a computation."""

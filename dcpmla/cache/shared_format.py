@@ -49,10 +49,9 @@ def data_bytes(head_dim: int) -> int:
     return head_dim - ROPE_DIM + 2 * ROPE_DIM
 
 
-def entry_items(rows: Tensor, head_dim: int, first_row: int, num_rows: int) -> list[Items]:
-    """Return the memory of blocks of num_rows rows each in a cache of rows, from first_row on."""
+def row_items(rows: Tensor, head_dim: int, first_row: int) -> dict[str, Items]:
+    """Return the rows of a cache of rows as items, from first_row on, by the names of their planes."""
     if rows.dtype != torch.uint8:
-        entries = rows[first_row:].flatten(1)
-        return [Items.in_pages(entries[: len(entries) // num_rows * num_rows].view(-1, 1, num_rows * head_dim))]
-    parts = planes(rows, PAGE_ROWS, data_bytes(head_dim), SCALE_BYTES)
-    return [Items.in_pages(part, num_rows, first_row) for part in parts]
+        return {"rows": Items.in_pages(rows, first_row=first_row)}
+    data, scales = planes(rows, PAGE_ROWS, data_bytes(head_dim), SCALE_BYTES)
+    return {"data": Items.in_pages(data, first_row=first_row), "scales": Items.in_pages(scales, first_row=first_row)}

@@ -3,11 +3,13 @@
 import math
 from bisect import bisect_right, insort
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import attrgetter, index
 from typing import Annotated
 
 from dcpmla.fields import Flag, Rule, check_fields, is_number, is_whole, option_label, optional, rules_of, whole
 from dcpmla.runtime.grammars import Grammars
+from dcpmla.runtime.handoffs import Handoffs
 from dcpmla.runtime.request import Prompt, Request
 from dcpmla.runtime.runner import Model
 from dcpmla.runtime.sampling import SamplingParams
@@ -21,6 +23,11 @@ _Params = Annotated[
 ]
 _Name = Annotated[str | int, Rule("text or a whole number", lambda value: isinstance(value, str) or is_whole(value))]
 _Seconds = Annotated[float | None, optional(Rule("a finite number of seconds", is_number))]
+_Handoff = Annotated[str, Rule("a name", lambda value: isinstance(value, str))]
+_Source = Annotated[
+    tuple[str, str] | None,
+    optional(Rule("two names", lambda value: isinstance(value, tuple) and [*map(type, value)] == [str, str])),
+]
 _Salt = Annotated[str, Rule("text", lambda value: isinstance(value, str))]
 
 
@@ -32,6 +39,8 @@ class Admission:
         max_model_len: Longest sequence, prompt and new tokens.
         tokenizer: Tokenizer of prompts, new tokens and stop strings; None serves token ids only.
         is_first: Whether this is the first rank, which compiles grammars.
+    Attributes:
+        handoffs: Transfers with other jobs; None without.
     Raises:
         ValueError: max_model_len is below 2.
     """
@@ -43,6 +52,7 @@ class Admission:
         self.model, self.scheduler, self.allocator = model, scheduler, scheduler.allocator
         self.max_model_len, self.tokenizer = max_model_len, tokenizer
         self.grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids, is_first)
+        self.handoffs: Handoffs | None = None
         self.now = 0.0  # seconds on this rank's clock when the last step ended
         self._coming: list[Request] = []  # not yet due, by arrival time, then in the order of `add`
 
@@ -73,6 +83,8 @@ class Admission:
         arrival_time: _Seconds = None,
         keep_logits: Flag = False,
         keep_logprobs: Flag = True,
+        handoff: _Handoff = "",
+        source: _Source = None,
     ) -> Request:
         """Queue a prompt: a text, token ids, or what `prompt` returned. Requests are served in the order of their
         arrival, then of the calls.
@@ -82,10 +94,14 @@ class Admission:
             arrival_time: Seconds on the engine's clock before which the request is ignored; default now.
             keep_logits: Whether to keep the logits that each token was chosen from.
             keep_logprobs: Whether this rank keeps the log probabilities that params ask for.
+            handoff: Name under which another job reads its blocks; it ends with its first token. Empty for none.
+            source: Name of a job that has prefilled it, and its handoff there; None if it is prefilled here, or a
+                job that `StepEvents.wanted` asks for prefills it.
         Raises:
             ValueError: An argument has another type, the model cannot continue the prompt, the whole cache has no room
                 for it, a text, a stop string or a grammar has no tokenizer, the extra of grammars is not installed,
-                or arrival_time is not finite. A grammar that cannot be compiled ends the request with an error.
+                arrival_time is not finite, or this job sends or receives no blocks. A grammar that cannot be compiled
+                ends the request with an error.
         """
         check_fields(rules_of(Admission.add), locals())
         params = params or SamplingParams()
@@ -93,6 +109,10 @@ class Admission:
             raise ValueError("stop has strings, but the engine has no tokenizer; give stop_token_ids")
         token_ids, cache_salt, keys = prompt if isinstance(prompt, Prompt) else self.prompt(prompt)
         params.check_vocabulary(self.model.vocab_size)
+        if params.grammar is not None:
+            self.grammars.check()
+        if handoff:
+            params = replace(params, max_new_tokens=1, min_tokens=min(1, params.min_tokens))
         text_stream = None if self.tokenizer is None else TextStream.of(self.tokenizer, params, token_ids)
         request = Request(
             prompt_token_ids=token_ids,
@@ -106,6 +126,8 @@ class Admission:
             text_stream=text_stream,
         )
         self.scheduler.check_fits(request)
+        if handoff or source is not None:
+            self._exchange(request, handoff, source)
         if params.grammar is None:
             insort(self._coming, request, key=_arrival_time)
         else:
@@ -113,10 +135,26 @@ class Admission:
         self.scheduler.reuse.add(request)
         return request
 
+    def _exchange(self, request: Request, handoff: str, source: tuple[str, str] | None) -> None:
+        if self.handoffs is None:
+            raise ValueError(f"handoff is {handoff!r} and source {source}, but this job exchanges no blocks (--role)")
+        if handoff:
+            self.handoffs.begin(request, handoff)
+        if source is not None:
+            self.handoffs.await_room(request, source)
+
     def abort(self, request: Request) -> None:
         """End a request that is not finished: its tokens so far stay, its blocks are freed."""
         if request.finish_reason:
             return
+        self.withdraw(request)
+        request.end("abort")
+        request.finish_time = self.now
+
+    def withdraw(self, request: Request) -> None:
+        """Forget a request, whatever it waits for, and free its blocks."""
+        if request.sending is not None:
+            request.sending.cancel()
         if request in self._coming:
             self._coming.remove(request)
             self.scheduler.reuse.remove(request)
@@ -124,8 +162,6 @@ class Admission:
             self.scheduler.reuse.remove(request)
         else:
             self.scheduler.remove(request)
-        request.end("abort")
-        request.finish_time = self.now
 
     def admit_compiled(self, num_compiled: int) -> None:
         """Admit the requests whose grammars the first rank has compiled, num_compiled in all."""

@@ -72,7 +72,7 @@ class Message:
     """A step's one message, summed over the ranks.
 
     Attributes:
-        words: [7 + num_faults + n] int64 on the device: the first rank's clock, bytes of news, number of ranks that
+        words: [_HEAD + num_faults + n] int64 on the device: the first rank's clock, bytes of news, number of ranks that
             must stop, the first rank's time of a step and number of compiled grammars, progress of transfers, faults,
             and the first rank's tokens.
         tokens: Tokens [n] int64 on the device, for the next step; 0 in place of NOT_FINITE.

@@ -33,6 +33,7 @@ class Batch:
         room_us: Microseconds that further pieces of prompts may take (`PieceCosts.piece_us`).
         copies: States to copy before it, (source, target), in this order.
         loads: Requests whose blocks or states are to be loaded from host memory (`Request.loading`).
+        arrivals: Requests whose prompts another job prefills, from now on (`Arriving`).
         num_scored: Tokens of prompts whose log probabilities are computed.
         num_absorbed: Number of pieces, the first ones, that attend with absorbed queries.
     """
@@ -42,6 +43,7 @@ class Batch:
     pieces: list[Piece] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     loads: list[Request] = field(default_factory=list)
+    arrivals: list[Request] = field(default_factory=list)
     num_scored: int = 0
     num_absorbed: int = 0
 

@@ -68,15 +68,14 @@ class Grammars:
             self._num_compiled += 1
         return self._num_compiled
 
-    def add(self, request: Request) -> None:
-        """Compile a request's grammar, in a thread of the first rank.
-
-        Raises:
-            ValueError: The extra is not installed, or the engine has no tokenizer.
-        """
+    def check(self) -> None:
+        """Raise ValueError if no request may have a grammar: no extra is installed, or the engine has no tokenizer."""
         check_extra()
         if self._tokenizer is None:
             raise ValueError("grammar needs a tokenizer, and the engine has none")
+
+    def add(self, request: Request) -> None:
+        """Compile a request's grammar, in a thread of the first rank."""
         assert request.params.grammar is not None
         self._waiting.append(request)
         if self._is_first:

@@ -229,8 +229,10 @@ class StepEvents(NamedTuple):
             empty. A request that failed is among them.
         finished: Requests that ended, by themselves or with an error.
         news: News that all ranks now have (`Engine.post`), to apply before the next step.
+        wanted: Requests that were admitted for another job to prefill (`Engine.pull`).
     """
 
     tokens: list[tuple[Request, str]]
     finished: list[Request]
     news: News = News()
+    wanted: Sequence[Request] = ()

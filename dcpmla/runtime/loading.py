@@ -1,12 +1,14 @@
-"""A request's blocks and state on their way from host memory (`Loading`)."""
+"""A request's blocks and state on their way into the cache: from host memory (`Loading`), or from the cache of another
+job (`Arriving`).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 
-class Arrival(Protocol):
-    """A copy into the cache (`dcpmla.cache.copies.Copy`)."""
+class Stoppable(Protocol):
+    """A copy into the cache (`dcpmla.cache.copies.Copy`, `dcpmla.transfer.incoming.Arrival`)."""
 
     def cancel(self) -> None: ...
 
@@ -26,10 +28,29 @@ class Loading:
     keys: Sequence[bytes]
     blocks: Sequence[int]
     state: tuple[bytes, int] | None = None
-    copy: Arrival | None = None
+    copy: Stoppable | None = None
     has_ended: bool = False
+    can_join: ClassVar[bool] = True  # a step may begin before it has ended, and wait for it on the device
 
     def cancel(self) -> None:
         """Drop the parts that are not queued. Later steps write to the blocks after the queued ones."""
+        if self.copy is not None:
+            self.copy.cancel()
+
+
+@dataclass(eq=False)
+class Arriving:
+    """A prompt that another job prefills. Its request is no part of a step until this has ended.
+
+    Attributes:
+        copy: Transfer of its blocks and state; None until the other job is known.
+    """
+
+    copy: Stoppable | None = None
+    has_ended: ClassVar[bool] = False  # at its end the request forgets it
+    can_join: ClassVar[bool] = False
+
+    def cancel(self) -> None:
+        """Stop the transfer. Later steps may write to the blocks."""
         if self.copy is not None:
             self.copy.cancel()

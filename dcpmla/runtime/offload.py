@@ -72,7 +72,7 @@ class Offload:
         """Store full blocks of earlier steps, and let the step wait for the loads of its requests.
 
         Args:
-            waits_by_layer: Whether the step's layers wait for their parts (`Cache.loads`).
+            waits_by_layer: Whether the step's layers wait for their parts (`Cache.events`).
         """
         if self.tier.num_pending >= _STORED_TOGETHER:
             self._store()
@@ -80,17 +80,18 @@ class Offload:
             loading, piece.request.loading = piece.request.loading, None
             if loading is None:
                 continue
+            assert isinstance(loading, Loading)
             assert isinstance(loading.copy, Copy)
             if waits_by_layer and not loading.has_ended:
-                loading.copy.wait_by_layer(self._cache.loads)
+                loading.copy.wait_by_layer(self._cache.events)
             else:
                 loading.copy.wait()
 
     def finish(self) -> None:
         """Let later work wait for parts of loads that no layer of the launched step has waited for."""
-        for loads in self._cache.loads:
-            while loads:
-                loads.pop().wait()
+        for layer in self._cache.events:
+            while layer.loads:
+                layer.loads.pop().wait()
 
     def store_state(self, state: StateCopy) -> None:
         """Store a request's state, unless it is known."""
@@ -139,7 +140,7 @@ class Offload:
 
     def _load(self, request: Request) -> None:
         loading = request.loading
-        assert loading is not None
+        assert isinstance(loading, Loading)
         tier = self.tier
         slots, state = tier.blocks.slots(loading.keys), None
         if loading.state is not None:

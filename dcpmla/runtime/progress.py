@@ -5,7 +5,9 @@ from typing import NamedTuple, Protocol
 
 _FIELD_BITS = 9  # a field counts ranks; more than 511 never share a step
 _NUM_FIELDS = 7  # in a word of 63 bits
-NUM_WORDS = 2  # ranks whose transfers have ended, and ranks whose transfers have failed
+_NUM_PAIRS = 4  # of words: ranks whose transfers have ended, and ranks whose transfers have failed
+NUM_WORDS = 2 * _NUM_PAIRS
+_MOST_REPORTED = _NUM_FIELDS * _NUM_PAIRS
 
 
 class Transfer(Protocol):
@@ -38,6 +40,7 @@ class Progress:
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._watched: list[Watched] = []
+        self._first = 0  # to report next, if there are more than a message has room for
 
     @property
     def is_empty(self) -> bool:
@@ -58,14 +61,19 @@ class Progress:
         self._watched.clear()
 
     def report(self) -> tuple[list[int], list[Watched]]:
-        """Return this rank's words for a message, and the transfers that they are about, the oldest ones."""
-        reported = self._watched[:_NUM_FIELDS]
-        ended = failed = 0
+        """Return this rank's words for a message, and the transfers that they are about. Each has its turn: one that
+        takes long does not hide the ends of others.
+        """
+        start = self._first if self._first < len(self._watched) else 0
+        reported = self._watched[start : start + _MOST_REPORTED]
+        self._first = start + len(reported)
+        words = [0] * NUM_WORDS
         for index, (transfer, _) in enumerate(reported):
             if transfer.is_done:
-                ended |= 1 << _FIELD_BITS * index
-                failed |= transfer.has_failed << _FIELD_BITS * index
-        return [ended, failed], reported
+                pair, field = divmod(index, _NUM_FIELDS)
+                words[2 * pair] |= 1 << _FIELD_BITS * field
+                words[2 * pair + 1] |= transfer.has_failed << _FIELD_BITS * field
+        return words, reported
 
     def apply(self, words: Sequence[int], reported: Sequence[Watched]) -> None:
         """End the transfers that have ended on all ranks.
@@ -75,7 +83,10 @@ class Progress:
             reported: Transfers that they are about.
         """
         for index, watched in enumerate(reported):
-            ended, failed = (word >> _FIELD_BITS * index & (1 << _FIELD_BITS) - 1 for word in words)
+            pair, field = divmod(index, _NUM_FIELDS)
+            ended, failed = (
+                word >> _FIELD_BITS * field & (1 << _FIELD_BITS) - 1 for word in words[2 * pair : 2 * pair + 2]
+            )
             if ended == self._num_ranks and watched in self._watched:  # an earlier message may have ended it
                 self._watched.remove(watched)
                 watched.on_end(not failed)

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from dcpmla.cache.blocks import block_key, salt_key
 from dcpmla.runtime.acceptance import Acceptance
-from dcpmla.runtime.loading import Loading
+from dcpmla.runtime.loading import Arriving, Loading
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.text import TextStream
+from dcpmla.transfer.handoff import Handoff
 
 
 class TokenLogprobs(NamedTuple):
@@ -55,7 +56,11 @@ class Request:
             max_new_tokens, "abort" by the caller, "error" if logits are not finite; None before.
         error: FloatingPointError of an end as "error".
         state: Index of its state in a cache with states; None while it does not run.
-        loading: Blocks and state that are on their way from host memory; None once a step waits for them.
+        loading: Blocks and state that are on their way from host memory, until a step waits for them, or from another
+            job, until they are there; else None.
+        sending: Transfer of its blocks and state to another job; None without.
+        source: Name of the job that has prefilled its prompt, and the transfer's name there; None without.
+        is_local: Whether this job prefills it in any case.
         num_in_flight: New tokens that steps in flight sample. They count, but are not yet on the host.
         num_tried: Drafts that the step in flight verifies; each may become a token.
         num_computed_tokens: Tokens whose latents are in the cache, or are written by the step in flight.
@@ -90,7 +95,10 @@ class Request:
 
     block_ids: "array[int]" = field(default_factory=lambda: array("q"))
     state: int | None = None
-    loading: Loading | None = None
+    loading: Loading | Arriving | None = None
+    sending: Handoff | None = None
+    source: tuple[str, str] | None = None
+    is_local: bool = False
     num_in_flight: int = 0
     num_tried: int = 0
     num_computed_tokens: int = 0
@@ -144,7 +152,7 @@ class Request:
 
     @property
     def is_loading(self) -> bool:
-        """Return whether some rank may still copy its blocks or its state from host memory."""
+        """Return whether some rank may still copy its blocks or its state into the cache."""
         return self.loading is not None and not self.loading.has_ended
 
     @property

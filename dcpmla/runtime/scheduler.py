@@ -5,20 +5,18 @@ the engine's clock, which are the same on all ranks. A token that is being sampl
 the search for remembered blocks reads ids.
 """
 
-from array import array
-from collections import deque
-
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.tier import HostTier
 from dcpmla.fields import check_fields, option_label, whole
 from dcpmla.runtime.batch import Batch
 from dcpmla.runtime.costs import TOKEN_COSTS, LoadCosts, PieceCosts, piece_tokens
-from dcpmla.runtime.disk_reads import DiskReads, Readiness
+from dcpmla.runtime.disk_reads import Readiness
+from dcpmla.runtime.queues import Queues
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.reuse import PrefixReuse
 
 
-class Scheduler:
+class Scheduler(Queues):
     """Continuous batching: decodes first, then prompts in chunks, first come, first served, with exceptions.
 
     A request waits for blocks that a running one will compute (`ComingBlocks`) or that are read from disks
@@ -26,9 +24,7 @@ class Scheduler:
     Other requests pass them in the queue.
 
     A request is admitted when there are blocks for all its known tokens, and one more for each running request: a
-    prefill never waits half-way, and is seldom preempted. Decodes take a block when they reach it. When no block is
-    free, the youngest running request is preempted: its blocks are freed, and it is computed again later. Its full
-    blocks can be found until they are allocated again.
+    prefill never waits half-way, and is seldom preempted (`Queues`).
 
     Args:
         allocator: Blocks of the cache.
@@ -39,7 +35,6 @@ class Scheduler:
         tier: Content of host memory; None without.
         load_costs, disk_costs: Choices between loading blocks from host memory, from disks, and computing them.
     Attributes:
-        reads: Blocks of waiting requests on their way from disks; None without disks.
         max_absorbed_tokens: Tokens of the largest step that is one graph, if all its pieces are absorbed.
     Raises:
         ValueError: A limit is below 1, or the cache has fewer states than max_num_seqs.
@@ -64,29 +59,11 @@ class Scheduler:
                 f"max_num_seqs (--max-num-seqs) is {max_num_seqs}, but the cache has {num_states} states, one for each "
                 f"request that runs"
             )
-        self.allocator, self.tier, self.costs = allocator, tier or HostTier(), costs
-        self.reuse = PrefixReuse(allocator, enable_prefix_caching, self.tier, load_costs, disk_costs)
-        self.reads = DiskReads(self.reuse, self.tier) if self.tier.disk.blocks.num_slots else None
+        tier = tier or HostTier()
+        super().__init__(allocator, PrefixReuse(allocator, enable_prefix_caching, tier, load_costs, disk_costs), tier)
+        self.costs = costs
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self.max_absorbed_tokens = 0
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # oldest first
-        # The request that did not fit, and the numbers of free and remembered blocks at that time.
-        self._refused: tuple[Request | None, int, int] = (None, 0, 0)
-
-    def check_fits(self, request: Request) -> None:
-        """Raise ValueError if the whole cache is too small for a request.
-
-        A request that fits is served eventually.
-        """
-        num_blocks = self._num_blocks(request.max_seq_len)
-        if num_blocks > self.allocator.num_blocks:
-            raise ValueError(
-                f"a prompt of {len(request.prompt_token_ids)} tokens and {request.params.max_new_tokens} new ones "
-                f"need {num_blocks} blocks "
-                f"of {self.allocator.block_tokens} tokens, but the cache has {self.allocator.num_blocks}; "
-                f"raise --kv-cache-memory-bytes, or shard over more ranks (-dcp)"
-            )
 
     def schedule(self, now: float, num_drafts: int = 0, agreed_now: float = 0.0) -> Batch:
         """Return the next step, without pieces if there are no requests.
@@ -104,7 +81,7 @@ class Scheduler:
         if num_drafts:
             for index, piece in enumerate(batch.pieces):
                 if piece.request.can_draft:
-                    batch.set_drafts(index, self._take_room(piece.request, min(num_drafts, batch.budget)))
+                    batch.set_drafts(index, self.take_room(piece.request, min(num_drafts, batch.budget)))
         if batch.pieces:
             batch.room_us = self.costs.max_prefill_us
         self._schedule_prefills(batch)
@@ -114,18 +91,11 @@ class Scheduler:
         batch.arrange(self.costs, self.max_absorbed_tokens)
         return batch
 
-    def remove(self, request: Request) -> None:
-        """Remove a request, running or waiting, and free its blocks."""
-        (self.running if request.block_ids else self.waiting).remove(request)
-        self._free(request)
-        self.reuse.remove(request)
-        self._release(request)
-
     def _schedule_decodes(self, batch: Batch) -> None:
         index = 0
         while index < len(self.running) and batch.budget:  # growing may shorten the list from its end
             request = self.running[index]
-            if request.num_pending_tokens == 1 and not request.is_loading and self._grow(request):
+            if request.num_pending_tokens == 1 and not request.is_loading and self.grow(request):
                 batch.add(request, 1)
             index += 1
 
@@ -138,7 +108,7 @@ class Scheduler:
     def _join_loading(self, batch: Batch) -> None:
         """Add pieces of requests whose blocks are still loading: without other work, their step waits for the parts."""
         for request in self.running:
-            if request.is_loading and batch.room(request):
+            if request.loading is not None and request.loading.can_join and batch.room(request):
                 self._add_piece(batch, request)
 
     def _admit(self, batch: Batch, now: float, agreed_now: float) -> None:
@@ -149,7 +119,7 @@ class Scheduler:
             request = self.waiting[0]
             has_room = batch.room(request) > 0
             # A preempted request waits until its token in flight is known, because it would get that token twice.
-            if has_room and (request.num_in_flight or self._was_refused(request)):
+            if has_room and (request.num_in_flight or self.was_refused(request)):
                 break
             is_held = has_room and self.reuse.is_held(request, coming)
             if has_room and not is_held and self.reads is not None:
@@ -161,12 +131,12 @@ class Scheduler:
                 num_held += is_held
                 passed.append(self.waiting.popleft())
                 continue
-            if not self._take_blocks(request, batch):
+            if not self.take_blocks(request, batch):
                 break
             self.running.append(self.waiting.popleft())
-            self._release(request)
+            self.release(request)
             self.reuse.add_coming(request, coming)
-            if request.loading is None or not batch.pieces:
+            if request.loading is None or (request.loading.can_join and not batch.pieces):
                 self._add_piece(batch, request)
             if request.scheduled_time is None:
                 request.scheduled_time, request.num_cached_tokens = now, request.num_computed_tokens
@@ -178,77 +148,3 @@ class Scheduler:
         num_tokens = self.reuse.cut_piece(request, piece_tokens(self.costs, context, limit, batch.room_us))
         batch.add(request, num_tokens)
         batch.room_us -= self.costs.piece_us(num_tokens, context)
-
-    def _was_refused(self, request: Request) -> bool:
-        """Return whether nothing has changed since a request was refused, so that a search for its blocks is futile."""
-        refused, num_free, num_remembered = self._refused
-        is_full = self.allocator.num_free <= num_free and self.allocator.num_remembered == num_remembered
-        return request is refused and is_full
-
-    def _take_blocks(self, request: Request, batch: Batch) -> bool:
-        """Take blocks for all known tokens, remembered and new ones, and a state if the cache has any; or nothing."""
-        found = self.reuse.find(request)
-        known = found.blocks
-        self.allocator.share(known)
-        num_new = self._num_blocks(request.num_tokens) - len(known)
-        # Each running request may need a block soon. Without one left for it, the new request would be preempted.
-        if num_new + len(self.running) > self.allocator.num_free:
-            self.allocator.free(known)
-            self._refused = request, self.allocator.num_free, self.allocator.num_remembered
-            return False
-        if self.allocator.states.num_states:
-            request.state = self.allocator.states.take()  # there is one for each running request
-            assert request.state is not None
-            if found.state is not None:
-                batch.copies.append((found.state, request.state))
-        request.block_ids = array("q", known + self.allocator.allocate(num_new))
-        if found.keys or found.state_key is not None:
-            request.loading = self.reuse.load(found, request.block_ids, request.state)
-            batch.loads.append(request)
-        request.num_remembered_blocks = len(known)
-        request.num_computed_tokens = found.num_blocks * self.allocator.block_tokens
-        return True
-
-    def _grow(self, request: Request) -> bool:
-        """Take a block for the next token, if it needs one; return False if the request was preempted itself."""
-        while len(request.block_ids) < self._num_blocks(request.num_computed_tokens + request.num_tried + 1):
-            if self.allocator.num_free:
-                request.block_ids.extend(self.allocator.allocate(1))
-            else:
-                youngest = self.running.pop()
-                self._free(youngest)
-                youngest.num_preemptions += 1
-                self.waiting.appendleft(youngest)
-                if youngest is request:
-                    return False
-        return True
-
-    def _take_room(self, request: Request, num_drafts: int) -> int:
-        """Return the limit of drafts after a decode's token, and take blocks for them that no other request needs."""
-        num_left = request.params.max_new_tokens - request.num_new_tokens - request.num_tried
-        num_drafts = min(num_drafts, num_left - 1)
-        num_seen = request.num_computed_tokens + request.num_tried + 1
-        num_new = self._num_blocks(num_seen + num_drafts) - len(request.block_ids)
-        spare = self.allocator.num_free - len(self.running)  # each running request may need one
-        if num_new > 0:
-            request.block_ids.extend(self.allocator.allocate(max(0, min(num_new, spare))))
-        return max(0, min(num_drafts, len(request.block_ids) * self.allocator.block_tokens - num_seen))
-
-    def _free(self, request: Request) -> None:
-        self.allocator.free(request.block_ids)
-        request.block_ids = array("q")
-        if request.state is not None:
-            self.allocator.states.free(request.state)
-            request.state = None
-        if request.loading is not None:
-            request.loading.cancel()
-            request.loading = None
-        request.num_computed_tokens = request.num_remembered_blocks = 0
-
-    def _release(self, request: Request) -> None:
-        """Keep nothing for it in host memory."""
-        if self.reads is not None:
-            self.reads.release(request)
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.allocator.block_tokens)

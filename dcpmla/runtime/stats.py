@@ -37,6 +37,28 @@ class CopyTotals:
 
 
 @dataclass
+class TransferTotals:
+    """Totals of transfers from or to other jobs.
+
+    Attributes:
+        num_done, num_failed: Numbers of transfers that have ended.
+        bytes, seconds: This rank's bytes, and times from their beginnings to their ends.
+    """
+
+    num_done: int = 0
+    num_failed: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, transfer: Moved, is_done: bool) -> None:
+        """Add a transfer that has ended on all ranks."""
+        self.num_done += is_done
+        self.num_failed += not is_done
+        self.bytes += transfer.num_bytes
+        self.seconds += transfer.seconds
+
+
+@dataclass
 class Stats:
     """Totals of a run. A step with tokens of a prompt counts as prefill, any other as decode, with all its tokens
     except rejected drafts.

@@ -12,7 +12,7 @@ from dcpmla.cache.host import HostMemory
 from dcpmla.cache.host_rows import PAGE_BYTES, runs
 from dcpmla.cache.latent import LatentCache, LatentPlan
 from dcpmla.cache.plan import Cache
-from dcpmla.cache.shared_format import entry_items, rows_shape
+from dcpmla.cache.shared_format import row_items, rows_shape
 from dcpmla.cache.shared_rows import read_rows, write_rows
 from dcpmla.cache.tier import HostTier, SlotTable
 from dcpmla.integrations.families.table import attention_kind
@@ -94,7 +94,7 @@ def test_entries_in_pages_return(rows_per_block: int) -> None:
     rows = torch.empty(rows_shape(num_rows, head_dim, torch.uint8), dtype=torch.uint8)
     write_rows(rows, torch.randn(num_rows, head_dim), torch.arange(num_rows))
     before = read_rows(rows, torch.arange(num_rows), head_dim, torch.float32)
-    parts = entry_items(rows, head_dim, first_row, rows_per_block)
+    parts = [items.grouped(rows_per_block) for items in row_items(rows, head_dim, first_row).values()]
     source, target = torch.tensor([5, 2]), torch.tensor([0, 11])
     for items in parts:
         content = torch.empty(2, items.num_bytes, dtype=torch.uint8)
@@ -193,10 +193,9 @@ def test_blocks_and_states_return_from_pinned_memory(family: str) -> None:
     randomize(cache)
     order = Random(1).sample(range(40), 40)
     copy = memory.load(order, slots, (1, 3) if state else None)
-    copy.wait_by_layer(cache.loads)
-    for loads in cache.loads:
-        while loads:
-            loads.pop().wait()
+    copy.wait_by_layer(cache.events)
+    for layer in cache.events:
+        layer.begin()
     for source, block in enumerate(order):
         assert digests(cache, block, "block") == blocks[source], block
     assert digests(cache, 3, "state") == state

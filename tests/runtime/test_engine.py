@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla.parallel.collectives import PeerFault
-from dcpmla.runtime.agreement import News
 from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.in_flight import StepEvents
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.hash_model import (
@@ -231,7 +231,7 @@ def test_no_token_of_a_failed_step_is_given_out(with_graph: bool) -> None:
 
 def test_without_requests_a_step_does_nothing() -> None:
     engine = make_engine(num_blocks=5)
-    assert engine.step() == ([], [], News())
+    assert engine.step() == StepEvents([], [])
     assert list(engine.run()) == []
     assert engine.stats.num_steps == 0
 

@@ -76,14 +76,14 @@ def test_an_engine_closes_with_a_step_under_way() -> None:
 def test_who_gives_way_keeps_the_token_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is computed anew once that token is known, and gets no other in its place."""
     preempted: list[int] = []
-    free = Scheduler._free
+    free = Scheduler.free
 
     def record(scheduler: Scheduler, request: Request) -> None:
         if not request.finish_reason:
             preempted.append(request.num_in_flight)
         free(scheduler, request)
 
-    monkeypatch.setattr(Scheduler, "_free", record)
+    monkeypatch.setattr(Scheduler, "free", record)
     engine = make_engine(num_blocks=5)
     params = SamplingParams(max_new_tokens=3 * BLOCK, ignore_eos=True, temperature=50.0, seed=3)
     requests = [engine.add([index, 1, 2, 3], params, keep_logits=True) for index in range(3)]

@@ -23,6 +23,7 @@ ROOMS = {  # first part of a module's name under dcpmla -> floor
     "comm": 2,
     "attention": 3,
     "model": 4,
+    "transfer": 4,
     "runtime": 5,
     "planning": 5,
     "job": 5,

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
+from dcpmla.cache.events import LayerEvents
 from dcpmla.cache.formats import format_name, storage_dtype
-from dcpmla.cache.index_keys import index_format_name, index_row_width, index_storage_dtype
+from dcpmla.cache.index_keys import index_format_name, index_row_width, index_rows, index_storage_dtype
 from dcpmla.cache.items import Items
 from dcpmla.cache.plan import Cache, CachePlan
-from dcpmla.cache.shared_format import PAGE_ROWS, entry_items, rows_shape
+from dcpmla.cache.rows import StateRows, TokenRows
+from dcpmla.cache.shared_format import PAGE_ROWS, row_items, rows_shape
 from dcpmla.cache.token_ids import allocate_token_ids, token_id_bytes
 from dcpmla.config import DCPConfig
 
@@ -39,6 +41,10 @@ class CompressedPlan(CachePlan):
     config: CompressedConfig
     dcp: DCPConfig
     num_drafts: int = 0
+
+    @property
+    def interleave(self) -> int:
+        return self.dcp.cp_kv_cache_interleave_size
 
     @property
     def block_tokens(self) -> int:
@@ -137,14 +143,14 @@ class CompressedLayerCache(NamedTuple):
             these; None if no indexer selects among them.
         index_sums: Sums of index keys in progress, float32 [num_states (1 + num_drafts), 2, 3, indexer's D]; None if
             keys are projected from entries.
-        loads: Ends of copies into the layer's memory that its next step waits for.
+        events: Events of the layer's steps, and of copies of its memory.
     """
 
     rows: Tensor
     sums: Tensor | None = None
     index_keys: Tensor | None = None
     index_sums: Tensor | None = None
-    loads: list[torch.cuda.Event] | None = None
+    events: LayerEvents | None = None
 
 
 class CompressedCache(Cache):
@@ -170,12 +176,12 @@ class CompressedCache(Cache):
         ]
         self._own = {layer: CompressedLayerCache(**new[layer]) for layer in plan.config.row_groups}
         sources = {layer: first for first, group in plan.config.row_groups.items() for layer in group}
-        self.loads = [list[torch.cuda.Event]() for _ in new]
+        self.events = [LayerEvents() for _ in new]
         self.per_layer = [
             (self._own[layer] if layer in self._own else self._own[sources[layer]]._replace(sums=None))._replace(
-                loads=loads
+                events=events
             )
-            for layer, loads in enumerate(self.loads)
+            for layer, events in enumerate(self.events)
         ]
 
     @property
@@ -185,22 +191,38 @@ class CompressedCache(Cache):
         return tensors if self.token_ids is None else [*tensors, self.token_ids]
 
     @property
-    def block_items(self) -> list[list[Items]]:
-        """Memory of blocks: each layer's own entries and their keys."""
-        plan, memory = self._plan, [list[Items]() for _ in self.per_layer]
+    def token_rows(self) -> list[list[TokenRows]]:
+        """Each layer's own entries and their keys."""
+        plan, rows = self._plan, [list[TokenRows]() for _ in self.per_layer]
         for number, layer in self._own.items():
             ratio = plan.config.layer_kinds[number].ratio
             if ratio:
-                memory[number] += entry_items(
-                    layer.rows, plan.config.head_dim, plan.window_rows(ratio), plan.entries_per_block(ratio)
-                )
+                per_block = plan.entries_per_block(ratio)
+                planes = row_items(layer.rows, plan.config.head_dim, plan.window_rows(ratio))
+                rows[number] += [TokenRows(name, items, per_block, ratio) for name, items in planes.items()]
             if layer.index_keys is not None:
-                memory[number].append(Items.of(layer.index_keys))
-        return memory
+                rows[number] += index_rows(layer.index_keys, ratio)
+        return rows
+
+    @property
+    def state_rows(self) -> list[StateRows]:
+        """Windows, and the sums of entries in progress."""
+        plan, rows = self._plan, list[StateRows]()
+        for number, layer in self._own.items():
+            for ring in range(len(plan.config.row_groups[number])):
+                planes = row_items(layer.rows, plan.config.head_dim, ring * plan.rows_per_ring)
+                window = plan.ring_rows, plan.config.sliding_window
+                rows += [StateRows(f"window's {name}", items, *window) for name, items in planes.items()]
+            rows += [
+                StateRows("sums of entries", Items.in_pages(sums.flatten(1)[:, None]), 1 + plan.num_drafts, 1)
+                for sums in (layer.sums, layer.index_sums)
+                if sums is not None
+            ]
+        return rows
 
     @property
     def state_items(self) -> list[Items]:
-        """Memory of states: windows, and the sums of entries in progress."""
+        """Memory of states: windows with whole pages, and the sums of entries in progress."""
         items, num_states = list[Items](), self._plan.num_states
         num_pages = self._plan.rows_per_ring // (PAGE_ROWS if self._plan.dtype == torch.uint8 else 1)
         for number, layer in self._own.items():

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from dcpmla.attention.linear.calls import DeltaState
 from dcpmla.attention.linear.config import DeltaConfig
+from dcpmla.cache.events import LayerEvents
 from dcpmla.cache.items import Items
 from dcpmla.cache.latent import LatentCache, LatentPlan
 from dcpmla.cache.plan import Cache, CachePlan
+from dcpmla.cache.rows import StateRows, TokenRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,10 @@ class HybridPlan(CachePlan):
         return self.num_states, self.num_copies, self.num_heads, self.delta.head_dim, self.delta.head_dim
 
     @property
+    def interleave(self) -> int:
+        return self.latents.interleave
+
+    @property
     def block_tokens(self) -> int:
         """Positions that a block id covers, over all ranks."""
         return self.latents.block_tokens
@@ -89,6 +95,8 @@ class HybridCache(Cache):
         sizes: Plan of the caches.
     """
 
+    sizes: HybridPlan
+
     def __init__(self, plan: HybridPlan, device: torch.device) -> None:
         """Allocate a plan's bytes.
 
@@ -107,8 +115,8 @@ class HybridCache(Cache):
         ]
         latents, states = iter(self._latents), iter(self._states)
         self.per_layer = [next(states) if is_linear else next(latents) for is_linear in plan.is_linear]
-        loads = iter(self._latents.loads)
-        self.loads = [list[torch.cuda.Event]() if is_linear else next(loads) for is_linear in plan.is_linear]
+        events = iter(self._latents.events)
+        self.events = [LayerEvents() if is_linear else next(events) for is_linear in plan.is_linear]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -116,12 +124,22 @@ class HybridCache(Cache):
         return [*self._latents.tensors, *(tensor for state in self._states for tensor in state)]
 
     @property
-    def block_items(self) -> list[list[Items]]:
-        """Memory of blocks: latents and index keys of layers of MLA."""
-        latents = iter(self._latents.block_items)
+    def token_rows(self) -> list[list[TokenRows]]:
+        """Latents and index keys of layers of MLA."""
+        latents = iter(self._latents.token_rows)
         return [[] if is_linear else next(latents) for is_linear in self._is_linear]
 
     @property
-    def state_items(self) -> list[Items]:
-        """Memory of states of layers of linear attention."""
-        return [Items.of(tensor) for state in self._states for tensor in state]
+    def state_rows(self) -> list[StateRows]:
+        """States of layers of linear attention: queries, keys and values of the convolution, and memories."""
+        plan, rows = self.sizes, list[StateRows]()
+        for recent, memory in self._states:
+            num_recent = plan.delta.conv_size - 1
+            rows.append(StateRows("inputs of convolutions", _rows(recent), recent.shape[1], num_recent, num_parts=3))
+            rows.append(StateRows("memories", _rows(memory), plan.num_copies, 1, num_parts=1))
+        return rows
+
+
+def _rows(states: Tensor) -> Items:
+    """Return the rows of states [num_states, num_rows, ...]."""
+    return Items.in_pages(states.flatten(2))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dcpmla.attention.linear.cache import HybridCache, HybridPlan
 from dcpmla.cache.items import Items
+from dcpmla.cache.rows import StateRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,8 @@ class PooledCache(HybridCache):
         return [*super().tensors, *self._sums]
 
     @property
-    def state_items(self) -> list[Items]:
-        """Memory of states: linear attention's, and the sums of pools in progress."""
-        return [*super().state_items, *map(Items.of, self._sums)]
+    def state_rows(self) -> list[StateRows]:
+        """Linear attention's states, and the sums of pools in progress."""
+        copies = self.sizes.num_copies
+        sums = [StateRows("sums of pools", Items.in_pages(each.flatten(2)), copies, 1) for each in self._sums]
+        return [*super().state_rows, *sums]

@@ -1,0 +1,148 @@
+"""Prompts that one job prefills for another: their blocks and states move between the two caches (`Handoffs`)."""
+
+from collections.abc import Callable
+
+from dcpmla.runtime.batch import Batch
+from dcpmla.runtime.loading import Arriving
+from dcpmla.runtime.progress import Progress
+from dcpmla.runtime.request import Request
+from dcpmla.runtime.scheduler import Scheduler
+from dcpmla.runtime.stats import TransferTotals
+from dcpmla.transfer.incoming import Incoming
+from dcpmla.transfer.outgoing import Outgoing
+from dcpmla.transfer.transport import Peer
+
+
+class Handoffs:
+    """The transfers of an engine. Every rank of a TP group makes the same calls.
+
+    A request that is prefilled here for another job ends with its first token. Its blocks and its state are held until
+    all ranks of the other job have read them, or have not asked for a long time.
+
+    A request that another job prefills for this one holds its blocks from its admission on, so that there is room when
+    they arrive. If a transfer fails on any rank, the request waits again: for another job, or for its prefill here.
+
+    Args:
+        scheduler: Scheduler over the cache's blocks.
+        progress: Transfers that all ranks agree on.
+        remember: Function that lets other requests find a request's full blocks.
+        outgoing: Transfers to other jobs; None if none are sent.
+        incoming: Transfers from other jobs; None if none are received.
+    Attributes:
+        wanted: Requests that wait for another job's prefill, since the list was last emptied (`Engine.pull`).
+        sent, received: Totals of transfers that have ended on all ranks, of this rank's bytes.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        progress: Progress,
+        remember: Callable[[Request], None],
+        outgoing: Outgoing | None,
+        incoming: Incoming | None,
+    ) -> None:
+        self._scheduler, self._progress, self._remember = scheduler, progress, remember
+        self._outgoing, self._incoming = outgoing, incoming
+        scheduler.prefills_elsewhere = incoming is not None
+        self.wanted: list[Request] = []
+        self.sent, self.received = TransferTotals(), TransferTotals()
+
+    def connect(self, peer: Peer) -> None:
+        """Exchange blocks with another job from now on."""
+        for side in (self._outgoing, self._incoming):
+            if side is not None:
+                side.connect(peer)
+
+    def disconnect(self, engine: str) -> None:
+        """Fail the transfers of a job that is gone."""
+        for side in (self._outgoing, self._incoming):
+            if side is not None:
+                side.disconnect(engine)
+
+    def begin(self, request: Request, handoff: str) -> None:
+        """Begin to send a new request's blocks, as they are computed, under a name that the other job knows.
+
+        Raises:
+            ValueError: This job sends nothing.
+        """
+        if self._outgoing is None:
+            raise ValueError(f"handoff is {handoff!r}, but this job prefills for no other (--role prefill)")
+        request.sending = self._outgoing.begin(handoff)
+
+    def await_room(self, request: Request, source: tuple[str, str]) -> None:
+        """Note that another job has prefilled a new request, and holds its blocks until there is room here.
+
+        Raises:
+            ValueError: This job receives nothing.
+        """
+        if self._incoming is None:
+            raise ValueError(f"source is {source}, but no other job prefills for this one (--role decode)")
+        request.source = source
+        self._incoming.touch(*source)
+
+    def start(self, batch: Batch) -> None:
+        """Start the transfers of requests that were admitted with a step."""
+        for request in batch.arrivals:
+            if request.source is None:
+                self.wanted.append(request)
+            else:
+                self.pull(request, *request.source)
+
+    def pull(self, request: Request, engine: str, handoff: str) -> None:
+        """Read a request's blocks from the job that prefills it, unless it has stopped to wait for them."""
+        loading = request.loading
+        if not isinstance(loading, Arriving) or self._incoming is None:
+            return
+        num_tokens = len(request.prompt_token_ids)
+        arrival = self._incoming.open(
+            engine, handoff, request.num_computed_tokens, num_tokens, request.block_ids, request.state
+        )
+        loading.copy = arrival
+
+        def end(has_arrived: bool) -> None:
+            self.received.add(arrival, has_arrived)
+            if request.loading is not loading or loading.copy is not arrival:
+                return  # the request has ended, or waits for another transfer
+            if has_arrived:
+                request.loading, request.num_computed_tokens = None, num_tokens
+                self._remember(request)
+            else:
+                self._scheduler.put_back(request)
+
+        self._progress.watch(arrival, end)
+
+    def lose(self, request: Request, is_local: bool) -> None:
+        """Stop to wait for a job that does not prefill a request.
+
+        Args:
+            is_local: Whether this job is to prefill it; else it is wanted again.
+        """
+        request.is_local = is_local
+        if isinstance(request.loading, Arriving):
+            self._scheduler.put_back(request)
+
+    def advance(self, batch: Batch) -> None:
+        """Send what a launched step computes."""
+        for request, *_ in batch.pieces:
+            if request.sending is not None:
+                request.sending.computed(request.block_ids, request.num_computed_tokens)
+
+    def finish(self, request: Request) -> None:
+        """Take a request that has its token out of the scheduler, and hold its blocks until they are sent."""
+        sending = request.sending
+        assert sending is not None
+        sending.finish(request.num_computed_tokens, request.state)
+        self._scheduler.retire(request)
+
+        def end(is_sent: bool) -> None:
+            self.sent.add(sending, is_sent)
+            request.sending = None
+            self._scheduler.free(request)
+
+        self._progress.watch(sending, end)
+
+    def close(self) -> None:
+        """End all transfers."""
+        for side in (self._outgoing, self._incoming):
+            if side is not None:
+                side.close()

@@ -1,0 +1,160 @@
+"""A request's cache on its way out of a prefill rank: the engine's side (`Handoff`), and decode ranks (`Target`)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from dcpmla.transfer.layout import Part, Route
+from dcpmla.transfer.messages import Ready
+from dcpmla.transfer.moves import Mark, SideStream
+from dcpmla.transfer.outcome import CANCELLED, Outcome
+
+# Positions of a range. A list of parts is made for each range, and a preempted request's range starts when all of it
+# is computed again.
+_RANGE = 1 << 14
+
+
+class Computed(NamedTuple):
+    """Content that can be sent.
+
+    Attributes:
+        blocks: Blocks that hold positions [0, num_tokens).
+        state: State after `num_tokens`; None without states, or if more is to come.
+        is_final: Whether no more is to come.
+        mark: Point in the engine's work after which it is there.
+    """
+
+    blocks: Sequence[int]
+    num_tokens: int
+    state: int | None
+    is_final: bool
+    mark: Mark
+
+
+class Handoff(Outcome):
+    """A request's blocks and state, for another job. The engine's thread calls it, and never waits for other ranks.
+
+    It is done when all ranks of the decode server that read from this rank have read everything, or when it has failed:
+    no rank asked in time, one was lost, the other job gave it up.
+    """
+
+    def __init__(self, name: str, stream: SideStream, wake: Callable[[], None]) -> None:
+        super().__init__(name, stream)
+        self._wake = wake
+        self._computed: Computed | None = None
+
+    def computed(self, blocks: Sequence[int], num_tokens: int) -> None:
+        """Send positions [0, num_tokens), which work that is queued on the current stream computes.
+
+        Args:
+            blocks: The request's blocks.
+        """
+        self._set(Computed(tuple(blocks), num_tokens, None, False, self._stream.mark()))
+
+    def retract(self) -> None:
+        """Stop sending: later work on the current stream may overwrite the blocks.
+
+        What was not sent is sent after a later `computed`.
+        """
+        self._computed = None
+        self.moves.stop()
+
+    def finish(self, num_tokens: int, state: int | None) -> None:
+        """Send the rest and the state. The blocks of the last `computed` and the state stay until it is done.
+
+        Args:
+            num_tokens: Number of tokens, all computed by work that is queued on the current stream.
+            state: Number of the state after them; None for caches without states.
+        """
+        blocks = () if self._computed is None else self._computed.blocks
+        self._set(Computed(blocks, num_tokens, state, True, self._stream.mark()))
+
+    def cancel(self) -> None:
+        """End it: later work on the current stream may overwrite the blocks and the state."""
+        self._computed = None
+        self.moves.stop()
+        self.end(CANCELLED)
+        self._wake()
+
+    def snapshot(self) -> tuple[int, Computed | None]:
+        """Return what can be sent, and the generation of moves in which it can. For the thread that sends."""
+        generation = self.moves.generation  # read first: what follows a stop must not run as if before it
+        return generation, self._computed
+
+    def _set(self, computed: Computed) -> None:
+        self._computed = computed
+        self._wake()
+
+
+@dataclass(eq=False)
+class Offer:
+    """A slot with a part: first its gather runs, then the decode rank reads it.
+
+    Attributes:
+        ready: Message to the decode rank.
+        num_bytes: Bytes of content.
+        mark: End of the gather.
+        is_sent: Whether the message was sent.
+    """
+
+    ready: Ready
+    num_bytes: int
+    mark: Mark
+    is_sent: bool = False
+
+
+@dataclass(eq=False)
+class Target:
+    """One decode rank's part of a handoff, in the thread that sends.
+
+    Attributes:
+        name: Name of the rank's transport.
+        route: Rows for it; None if it gets none from this rank.
+        position: Positions before it are in lists of parts already.
+        num_tokens: Positions that the rank wants.
+        max_bytes: Most bytes of a part.
+        offers: Slots that hold its parts.
+    """
+
+    name: str
+    route: Route | None
+    position: int
+    num_tokens: int
+    max_bytes: int
+    offers: dict[int, Offer] = field(default_factory=dict)
+    is_complete: bool = False
+    has_state_parts: bool = False
+    parts: Sequence[Part] = ()
+    index: int = 0
+    range: tuple[int, int] = (0, 0)
+
+    def next_part(self, computed: Computed) -> Part | None:
+        """Return the next part that can be sent, or None; `advance` goes on to the one after it."""
+        while self.index == len(self.parts) and self._next_range(computed):
+            pass
+        if self.index == len(self.parts) or self.range[1] > computed.num_tokens:
+            return None
+        return self.parts[self.index]
+
+    def advance(self) -> None:
+        """Go on to the next part."""
+        self.index += 1
+
+    @property
+    def has_sent_all(self) -> bool:
+        """Return whether all parts are in slots, or were read."""
+        return self.has_state_parts and self.index == len(self.parts)
+
+    def _next_range(self, computed: Computed) -> bool:
+        """Start the next list of parts; return whether there is one."""
+        start = self.position
+        end = min(computed.num_tokens, self.num_tokens, start + _RANGE)
+        if start < end:
+            self.parts = [] if self.route is None else self.route.parts(start, end, self.max_bytes)
+        elif computed.is_final and not self.has_state_parts:
+            self.parts = [] if self.route is None else self.route.state_parts(self.num_tokens, self.max_bytes)
+            self.has_state_parts, end = True, start
+        else:
+            return False
+        self.position, self.range, self.index = end, (start, end), 0
+        return True

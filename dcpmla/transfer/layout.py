@@ -1,0 +1,297 @@
+"""Which rows of a cache move between the ranks of two jobs: the index arithmetic of two layouts (`Route`).
+
+Nothing here depends on a device or on other processes: both jobs compute the same lists of parts.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dcpmla.cache.plan import Cache
+from dcpmla.config import DCPConfig
+from dcpmla.ownership import owner_rank
+
+_ALIGNMENT = 16  # bytes; pieces of a part begin at multiples, so that their rows are copied as wide integers
+
+
+class TokenSpec(NamedTuple):
+    """Rows of positions in one tensor (`dcpmla.cache.rows.TokenRows`), and the layer that they belong to; -1: none."""
+
+    name: str
+    layer: int
+    row_bytes: int
+    per_block: int
+    span: int
+    is_shared: bool
+
+
+class StateSpec(NamedTuple):
+    """Rows of states in one tensor (`dcpmla.cache.rows.StateRows`). Bytes are those of a rank."""
+
+    name: str
+    row_bytes: int
+    num_rows: int
+    num_last: int
+    num_parts: int
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """The layout of a job's cache.
+
+    Attributes:
+        tp_size, dcp_size, interleave: See `DCPConfig`.
+        block_tokens: Positions of a block over all ranks.
+        tokens: Tensors with rows of positions, layer by layer.
+        states: Tensors with rows of states.
+        facts: Names and values that must be the same in two jobs that exchange rows.
+    """
+
+    tp_size: int
+    dcp_size: int
+    interleave: int
+    block_tokens: int
+    tokens: tuple[TokenSpec, ...]
+    states: tuple[StateSpec, ...]
+    facts: tuple[tuple[str, str], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        return asdict(self) | {"tokens": [*map(list, self.tokens)], "states": [*map(list, self.states)]}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "CacheLayout":
+        """Return the layout of a JSON object.
+
+        Raises:
+            ValueError: The object is no layout.
+        """
+        try:
+            fields = dict(content)
+            fields["tokens"] = tuple(TokenSpec(*spec) for spec in fields["tokens"])
+            fields["states"] = tuple(StateSpec(*spec) for spec in fields["states"])
+            fields["facts"] = tuple((str(name), str(value)) for name, value in fields["facts"])
+            return cls(**fields)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"layout is no layout of a cache: {error}") from error
+
+    def check_matches(self, target: "CacheLayout") -> None:
+        """Check that this job's rows are rows of another job's cache.
+
+        Raises:
+            ValueError: They are not; the message names the first difference.
+        """
+        for (name, here), (other_name, there) in zip(self.facts, target.facts, strict=False):
+            if (name, here) != (other_name, there):
+                raise ValueError(f"{name} is {here} on the prefill server and {there} on the decode server")
+        kept = [[spec._replace(per_block=0) for spec in each.tokens] for each in (self, target)]
+        sums = [
+            [
+                spec._replace(num_rows=0, row_bytes=spec.row_bytes * (each.tp_size if spec.num_parts else 1))
+                for spec in each.states
+            ]
+            for each in (self, target)
+        ]
+        num_layers = [1 + max((spec.layer for spec in each.tokens), default=-1) for each in (self, target)]
+        if num_layers[0] != num_layers[1]:
+            raise ValueError(
+                f"the prefill server caches {num_layers[0]} layers and the decode server {num_layers[1]}; an MTP "
+                "module is a layer, so give both the same --speculative-method"
+            )
+        for here, there in (*zip(*kept, strict=False), *zip(*sums, strict=False)):
+            if here != there:
+                raise ValueError(f"the cache has {here} on the prefill server and {there} on the decode server")
+        lengths = [(len(each.facts), len(each.tokens), len(each.states)) for each in (self, target)]
+        if lengths[0] != lengths[1]:
+            raise ValueError("the two servers cache different kinds of rows; do they serve the same model?")
+
+
+def describe(cache: Cache, dcp: DCPConfig, facts: Sequence[tuple[str, str]] = ()) -> CacheLayout:
+    """Return the layout of a cache under a config."""
+    return CacheLayout(
+        dcp.tensor_parallel_size,
+        dcp.decode_context_parallel_size,
+        cache.sizes.interleave,
+        cache.sizes.block_tokens,
+        tuple(
+            TokenSpec(each.name, layer, each.rows.num_bytes, each.per_block, each.span, each.is_shared)
+            for layer, rows in enumerate([cache.shared_rows, *cache.token_rows], -1)
+            for each in rows
+        ),
+        tuple(
+            StateSpec(each.name, each.rows.num_bytes, each.num_rows, each.num_last, each.num_parts)
+            for each in cache.state_rows
+        ),
+        tuple(facts),
+    )
+
+
+class Piece(NamedTuple):
+    """Rows of one tensor in a part.
+
+    Attributes:
+        tensor: Index of the tensor among the layout's tokens, or its states.
+        rows: Numbers of rows in the sequence [n] int64; of states, positions.
+        start: First byte in the part.
+        columns: Bytes of a row: first byte on the source rank, on the target rank, and length.
+    """
+
+    tensor: int
+    rows: np.ndarray[Any, np.dtype[np.int64]]
+    start: int
+    columns: tuple[tuple[int, int, int], ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes of a row that move."""
+        return sum(length for *_, length in self.columns)
+
+
+class Part(NamedTuple):
+    """Rows that move together.
+
+    Attributes:
+        num_bytes: Bytes with gaps between pieces.
+        is_state: Whether they are rows of states.
+        last_layer: Last layer whose rows it has; -1 for none.
+    """
+
+    pieces: tuple[Piece, ...]
+    num_bytes: int
+    is_state: bool
+    last_layer: int
+
+
+class Route:
+    """The rows that one TP rank of a job sends to one TP rank of another.
+
+    A row that several ranks have comes from the nearest one: replica t n // T of n replicas for rank t of T.
+
+    Args:
+        source, target: Layouts of the two jobs, which match.
+    """
+
+    def __init__(self, source: CacheLayout, source_rank: int, target: CacheLayout, target_rank: int) -> None:
+        self._source, self._target = source, target
+        self._ranks = source_rank, target_rank
+        num_replicas = source.tp_size // source.dcp_size
+        self._has_rows = source_rank // source.dcp_size == target_rank * num_replicas // target.tp_size
+        self._has_shared = source_rank == target_rank * source.tp_size // target.tp_size
+
+    def parts(self, start: int, end: int, max_bytes: int) -> list[Part]:
+        """Return the parts with rows of positions [start, end). A row belongs to the range of its last position.
+
+        Raises:
+            ValueError: A row is larger than max_bytes.
+        """
+        known: dict[tuple[int, bool], np.ndarray[Any, np.dtype[np.int64]]] = {}
+        packer = _Packer(max_bytes, is_state=False)
+        for tensor, spec in enumerate(self._source.tokens):
+            key = spec.span, spec.is_shared
+            if key not in known:
+                known[key] = self._rows(start // spec.span, end // spec.span, spec.is_shared)
+            packer.add(tensor, known[key], ((0, 0, spec.row_bytes),), spec.layer)
+        return packer.finish()
+
+    def state_parts(self, num_tokens: int, max_bytes: int) -> list[Part]:
+        """Return the parts with the state after num_tokens.
+
+        Raises:
+            ValueError: A row is larger than max_bytes.
+        """
+        packer = _Packer(max_bytes, is_state=True)
+        for tensor, (here, there) in enumerate(zip(self._source.states, self._target.states, strict=True)):
+            columns = self._columns(here, there)
+            if columns:
+                packer.add(tensor, np.arange(max(0, num_tokens - here.num_last), num_tokens), columns, -1)
+        return packer.finish()
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether nothing ever moves."""
+        cut = any(self._columns(*specs) for specs in zip(self._source.states, self._target.states, strict=True))
+        return not (cut or self._has_shared or (self._has_rows and self._owners_meet))
+
+    @property
+    def _owners_meet(self) -> bool:
+        source, target = self._source, self._target
+        period = source.dcp_size * source.interleave * target.dcp_size * target.interleave
+        return len(self._rows(0, period, False)) > 0
+
+    def _rows(self, start: int, end: int, is_shared: bool) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Return the numbers of rows in [start, end) that both ranks have, and that come from this source."""
+        if not (self._has_shared if is_shared else self._has_rows):
+            return np.empty(0, dtype=np.int64)
+        rows = np.arange(start, end)
+        for layout, rank in zip((self._source, self._target), self._ranks, strict=True):
+            if not is_shared:
+                rows = rows[owner_rank(rows, layout.dcp_size, layout.interleave) == rank % layout.dcp_size]
+        return rows
+
+    def _columns(self, here: StateSpec, there: StateSpec) -> tuple[tuple[int, int, int], ...]:
+        """Return the bytes of a state's row that both ranks have (`Piece.columns`)."""
+        if not here.num_parts:
+            return ((0, 0, here.row_bytes),) if self._has_shared else ()
+        widths = here.row_bytes // here.num_parts, there.row_bytes // there.num_parts
+        firsts = [width * rank for width, rank in zip(widths, self._ranks, strict=True)]
+        first, end = max(firsts), min(first + width for first, width in zip(firsts, widths, strict=True))
+        if first >= end:
+            return ()
+        return tuple(
+            (part * widths[0] + first - firsts[0], part * widths[1] + first - firsts[1], end - first)
+            for part in range(here.num_parts)
+        )
+
+
+def source_ranks(source: CacheLayout, target: CacheLayout, target_rank: int) -> list[int]:
+    """Return the TP ranks of a job that send rows to a TP rank of another."""
+    return [rank for rank in range(source.tp_size) if not Route(source, rank, target, target_rank).is_empty]
+
+
+class _Packer:
+    """The parts of successive rows, each as full as it may be."""
+
+    def __init__(self, max_bytes: int, is_state: bool) -> None:
+        self._max_bytes, self._is_state = max_bytes, is_state
+        self._parts: list[Part] = []
+        self._start_part()
+
+    def _start_part(self) -> None:
+        self._pieces: list[Piece] = []
+        self._num_bytes, self._last_layer = 0, -1
+
+    def add(
+        self,
+        tensor: int,
+        rows: np.ndarray[Any, np.dtype[np.int64]],
+        columns: tuple[tuple[int, int, int], ...],
+        layer: int,
+    ) -> None:
+        """Add rows of a tensor."""
+        row_bytes = sum(length for *_, length in columns)
+        if row_bytes > self._max_bytes:
+            raise ValueError(f"a row of {row_bytes:,} bytes does not fit into slots of {self._max_bytes:,}")
+        while len(rows):
+            num = min(len(rows), (self._max_bytes - self._num_bytes) // row_bytes)
+            if num:
+                piece = Piece(tensor, rows if num == len(rows) else rows[:num], self._num_bytes, columns)
+                self._pieces.append(piece)
+                end = self._num_bytes + num * row_bytes
+                self._num_bytes = min(self._max_bytes, -(-end // _ALIGNMENT) * _ALIGNMENT)
+                self._last_layer = layer
+                rows = rows[num:]
+            if len(rows):
+                self._flush()
+
+    def finish(self) -> list[Part]:
+        """Return all parts."""
+        self._flush()
+        return self._parts
+
+    def _flush(self) -> None:
+        if self._pieces:
+            part = Part(tuple(self._pieces), self._num_bytes, self._is_state, self._last_layer)
+            self._parts.append(part)
+        self._start_part()

@@ -1,0 +1,100 @@
+"""A handoff in the thread that sends (`Served`), and what fills slots with its parts (`Filler`)."""
+
+import time
+from collections.abc import Iterable, Mapping
+from itertools import count
+
+from dcpmla.transfer.handoff import Computed, Handoff, Offer, Target
+from dcpmla.transfer.layout import Part
+from dcpmla.transfer.messages import Ready
+from dcpmla.transfer.parts import RowMover
+from dcpmla.transfer.staging import MOST_SLOTS, Staging, make_tag
+
+
+class Served:
+    """A handoff that has begun, the one decode server that reads it, and its ranks.
+
+    Attributes:
+        engine: Name of the decode server; "" until one of its ranks has asked.
+        targets: Parts of the ranks that have asked.
+        heard: Times of the latest messages of ranks.
+    """
+
+    def __init__(self, handoff: Handoff) -> None:
+        self.handoff, self.engine = handoff, ""
+        self.targets: dict[int, Target] = {}
+        self.heard: dict[int, float] = {}
+        self._final_at: float | None = None
+
+    def is_complete(self, ranks: Mapping[str, Iterable[int]]) -> bool:
+        """Return whether all ranks have everything.
+
+        Args:
+            ranks: Ranks of each decode server that this rank talks with.
+        """
+        complete = {rank for rank, target in self.targets.items() if target.is_complete}
+        return bool(complete) and complete.issuperset(ranks[self.engine])
+
+    def silent_rank(self, since: float, ranks: Mapping[str, Iterable[int]]) -> str | None:
+        """Return the name of a rank that has sent nothing since a time, and must have; None without one."""
+        for rank, target in self.targets.items():
+            if not target.is_complete and self.heard[rank] < since:
+                return f"rank {rank} of decode server {self.engine}"
+        computed = self.handoff.snapshot()[1]
+        if computed is None or not computed.is_final:
+            return None
+        if self._final_at is None:
+            self._final_at = time.monotonic()
+        if not self.engine:
+            return "a decode server" if max([self._final_at, *self.heard.values()]) < since else None
+        for rank in set(ranks[self.engine]).difference(self.targets):
+            if max(self._final_at, self.heard.get(rank, 0.0)) < since:
+                return f"rank {rank} of decode server {self.engine}"
+        return None
+
+
+class Filler:
+    """Gathers of parts into slots.
+
+    Args:
+        staging: Slots of this rank.
+        mover: Rows of this rank's cache.
+    """
+
+    def __init__(self, staging: Staging, mover: RowMover) -> None:
+        self._staging, self._mover, self._counts = staging, mover, count()
+
+    def fill(self, handoff: Handoff, engine: str, target: Target) -> bool:
+        """Start to fill a slot with the next part for a rank; return whether there was a part that could be sent now.
+
+        Raises:
+            ValueError: The number of tokens is not the one that the rank asked for; a row is larger than a slot.
+        """
+        generation, computed = handoff.snapshot()
+        if computed is None or len(target.offers) == MOST_SLOTS:
+            return False
+        if computed.is_final and computed.num_tokens != target.num_tokens:
+            raise ValueError(f"the prompt has {computed.num_tokens} tokens, and {target.num_tokens} were asked for")
+        part = target.next_part(computed)
+        slot = None if part is None else self._staging.take(engine)
+        if part is None or slot is None:
+            return False
+        number, mark = next(self._counts), None
+        try:
+            mark = handoff.moves.run(
+                lambda: self._gather(part, computed, slot, make_tag(handoff.name, number)), generation, computed.mark
+            )
+        finally:
+            if mark is None:
+                self._staging.free(slot)
+        if mark is None:
+            return False
+        ready = Ready(handoff.name, *target.range, target.index, target.max_bytes, slot, number)
+        target.offers[slot] = Offer(ready, part.num_bytes, mark)
+        target.advance()
+        return True
+
+    def _gather(self, part: Part, computed: Computed, slot: int, tag: bytes) -> None:
+        content = self._staging.content(slot, part.num_bytes)
+        self._mover.gather(part, computed.blocks, computed.state, content)
+        self._staging.write_tags(slot, part.num_bytes, tag)

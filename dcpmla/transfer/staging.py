@@ -1,0 +1,100 @@
+"""Staging memory: slots whose content is tagged at both ends, so that a reused slot is noticed (`Staging`)."""
+
+from collections import Counter
+from hashlib import sha256
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dcpmla.upload import upload
+
+NUM_SLOTS, SLOT_BYTES = 8, 1 << 24  # of a rank by default: two parts under way for each of four requests
+MOST_SLOTS = 2  # of a handoff and a rank: one is read while the other is filled
+_TAG_BYTES = 16
+TAGS_BYTES = 2 * _TAG_BYTES  # of a slot that are no content
+
+
+def allocate_staging(device: torch.device, num_slots: int = NUM_SLOTS, slot_bytes: int = SLOT_BYTES) -> Tensor:
+    """Return staging memory [num_slots, slot_bytes] uint8 for a transport.
+
+    Raises:
+        ValueError: A slot has no room for content between its tags, or is no multiple of 16 bytes.
+    """
+    if num_slots < 1:
+        raise ValueError(f"num_slots is {num_slots}; it must be at least 1")
+    if slot_bytes <= TAGS_BYTES or slot_bytes % _TAG_BYTES:
+        raise ValueError(f"slot_bytes is {slot_bytes}; it must be a multiple of {_TAG_BYTES} above {TAGS_BYTES}")
+    return torch.zeros(num_slots, slot_bytes, dtype=torch.uint8, device=device)
+
+
+def make_tag(handoff: str, number: int) -> bytes:
+    """Return the tag [16] of a slot's content. `number` differs for all contents of a rank's slots."""
+    return sha256(handoff.encode()).digest()[:8] + number.to_bytes(8, "little")
+
+
+class Staging:
+    """The slots of a transport's memory. One thread uses it.
+
+    One engine never holds more slots than are free, so those of an engine that is stopped leave room for others.
+
+    Args:
+        memory: Memory [num_slots, slot_bytes] uint8.
+    Attributes:
+        part_bytes: Most bytes of content in a slot.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+        self._free = list(reversed(range(len(memory))))
+        self._holders: dict[int, str] = {}
+        self._num_held: Counter[str] = Counter()
+        self.part_bytes = memory.shape[1] - TAGS_BYTES
+
+    def take(self, engine: str) -> int | None:
+        """Return a free slot for a transfer with an engine; None if it must wait."""
+        if self._num_held[engine] >= len(self._free):
+            return None
+        slot = self._free.pop()
+        self._holders[slot] = engine
+        self._num_held[engine] += 1
+        return slot
+
+    def free(self, slot: int) -> None:
+        """Return a slot. The next content is written by later work on the stream that wrote or read this one."""
+        engine = self._holders.pop(slot)
+        self._num_held[engine] -= 1
+        if not self._num_held[engine]:
+            del self._num_held[engine]
+        self._free.append(slot)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def content(self, slot: int, num_bytes: int) -> Tensor:
+        """Return the memory [num_bytes] uint8 of a slot's content, which is aligned to 16 bytes."""
+        return self._memory[slot, _TAG_BYTES : _TAG_BYTES + num_bytes]
+
+    def write_tags(self, slot: int, num_bytes: int, tag: bytes) -> None:
+        """Write a tag to both ends of a slot's content, on the current stream."""
+        (tag_there,) = upload([np.frombuffer(bytearray(tag), dtype=np.uint8)], self._memory.device)
+        for part in self._tags(slot, num_bytes):
+            part.copy_(tag_there)
+
+    def read_tags(self, slot: int, num_bytes: int) -> Tensor:
+        """Return the tags of a slot [32] uint8 on the host; they are there after the current stream's work so far."""
+        device = self._memory.device
+        tags = torch.empty(TAGS_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        for target, part in zip(tags.split(_TAG_BYTES), self._tags(slot, num_bytes), strict=True):
+            target.copy_(part, non_blocking=True)
+        return tags
+
+    def _tags(self, slot: int, num_bytes: int) -> tuple[Tensor, Tensor]:
+        row, end = self._memory[slot], _TAG_BYTES + num_bytes
+        return row[:_TAG_BYTES], row[end : end + _TAG_BYTES]
+
+
+def tags_match(tags: Tensor, tag: bytes) -> bool:
+    """Return whether both tags of a slot's content (`Staging.read_tags`) are this one."""
+    return tags.numpy().tobytes() == 2 * tag

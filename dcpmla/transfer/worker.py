@@ -1,0 +1,64 @@
+"""A thread that polls a transport while the engine runs (`Worker`)."""
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Event, Thread
+
+import torch
+
+_BUSY, _IDLE = 2e-4, 4e-3  # seconds between two polls, with open transfers and without
+_PAUSE = 0.1  # seconds after an error
+_logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """A thread that polls until it is closed. An error of a poll fails the transfers, and the thread goes on.
+
+    Args:
+        name: Name of the thread.
+        device: Device of its work.
+        poll: Function that returns whether transfers are open.
+        fail: Function that ends all transfers for a reason.
+    """
+
+    def __init__(self, name: str, device: torch.device, poll: Callable[[], bool], fail: Callable[[str], None]) -> None:
+        self._device, self._poll, self._fail = device, poll, fail
+        self._wake, self._is_closed = Event(), False
+        # A process that fails ends without a wait for other jobs, so the thread is a daemon.
+        self._thread = Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Let it poll now, from any thread."""
+        self._wake.set()
+
+    def close(self) -> None:
+        """End the thread after a last poll, and join it."""
+        self._is_closed = True
+        self._wake.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        logged: set[str] = set()
+        is_last = False
+        while not is_last:
+            is_last = self._is_closed
+            try:
+                pause = _BUSY if self._poll() else _IDLE
+            except Exception as error:
+                pause = _PAUSE
+                reason = f"{type(error).__name__}: {error}"
+                if reason not in logged:
+                    logged.add(reason)
+                    _logger.exception("transfers between servers fail; further errors of this kind are not logged")
+                with suppress(Exception):  # it sends messages, which may be what fails
+                    self._fail(reason)
+            if not is_last:
+                self._wake.wait(pause)
+                self._wake.clear()

@@ -1,0 +1,316 @@
+"""Two engines: one prefills prompts for the other, whose requests get the tokens that they get alone."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcpmla.runtime import queues
+from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.progress import Progress
+from dcpmla.runtime.request import Request
+from dcpmla.runtime.sampling import SamplingParams
+from tests.support.hash_model import BLOCK, EOS, alone, alone_ignoring_eos, drive, make_engine
+from tests.support.wire import Wire
+
+
+@pytest.fixture(autouse=True)
+def _short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let prompts of a few tokens be worth another engine's work."""
+    monkeypatch.setattr(queues, "_SHORT_TOKENS", 2)
+
+
+@dataclass
+class Pair:
+    """A decoding engine, a prefilling one, and what a server does between them: late, in any order, and not always.
+
+    Args:
+        share_lost: Part of the prefills that are lost.
+    """
+
+    here: Engine
+    there: Engine
+    wire: Wire
+    rng: Random
+    share_lost: float = 0.0
+    latest: int = 6
+    num_wanted: int = 0
+    _late: list[tuple[int, Callable[[], object]]] = field(default_factory=list)
+    _prefills: dict[Request, Request] = field(default_factory=dict)
+    _now: int = 0
+
+    def later(self, action: Callable[[], object]) -> None:
+        self._late.append((self._now + self.rng.randint(0, self.latest), action))
+
+    def step(self) -> list[Request]:
+        """Let everything go on a little; return finished requests of the decoding engine."""
+        self._now += 1
+        due = [action for time, action in self._late if time <= self._now]
+        self._late = [late for late in self._late if late[0] > self._now]
+        for action in due:
+            action()
+        self.wire.advance()
+        finished = []
+        if self.there.has_requests or self.there.has_transfers:
+            events = self.there.step()
+            finished = events.finished
+            for request in events.wanted:
+                self._want(request)
+        if self.here.has_requests or self.here.has_transfers:
+            for prefilled in self.here.step().finished:
+                self._answer(prefilled)
+        return finished
+
+    def _want(self, request: Request) -> None:
+        self.num_wanted += 1
+        if self.rng.random() < self.share_lost:
+            is_local = self.rng.random() < 0.5
+            self.later(lambda: self.there.handoffs.lose(request, is_local))
+            return
+        handoff = f"{request.request_id} {self.num_wanted}"
+        self.later(lambda: self._prefill(request, handoff))
+        self.later(lambda: self.there.handoffs.pull(request, "prefill", handoff))
+
+    def _prefill(self, request: Request, handoff: str) -> None:
+        prompt, params = request.prompt_token_ids, request.params
+        prefill = self.here.add(prompt, params, handoff=handoff, request_id=request.request_id)
+        self._prefills[prefill] = request
+        if self.rng.random() < self.share_lost:
+            self.later(lambda: self._die(prefill, request))
+
+    def _die(self, prefill: Request, request: Request) -> None:
+        if not prefill.finish_reason:
+            self.here.abort(prefill)
+            self.there.handoffs.lose(request, self.rng.random() < 0.5)
+
+    def _answer(self, prefill: Request) -> None:
+        assert len(prefill.token_ids) == 1
+        request = self._prefills[prefill]
+        self.later(lambda: self.there.take_first(request, prefill.token_ids[0]))
+
+
+def make_pair(
+    num_blocks: int = 60, num_blocks_here: int = 60, share_failing: float = 0.0, seed: int = 0, **options: object
+) -> Pair:
+    rng = Random(seed)
+    here, there = make_engine(num_blocks_here, 16), make_engine(num_blocks, **options)
+    return Pair(here, there, Wire(here, there, rng, share_failing), rng)
+
+
+def run(pair: Pair) -> None:
+    """Step until nothing is left to do."""
+    num_steps = 0
+    while pair.there.has_requests or pair.here.has_requests or pair.there.has_transfers or pair.here.has_transfers:
+        pair.step()
+        num_steps += 1
+        assert num_steps < 5000
+    for engine in (pair.here, pair.there):
+        assert engine.allocator.num_free == engine.allocator.num_blocks
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> list[tuple[list[int], int, int, int]]:
+    """Prompts with a shared beginning: tokens, max_new_tokens, step of arrival, steps until an abort."""
+    tokens = st.lists(st.integers(0, EOS - 1), min_size=3, max_size=40)
+    beginnings = draw(st.lists(tokens, min_size=1, max_size=3))
+    drawn = []
+    for _ in range(draw(st.integers(1, 8))):
+        prompt = [*draw(st.sampled_from(beginnings)), *draw(st.lists(st.integers(0, EOS - 1), min_size=1, max_size=9))]
+        abort = draw(st.sampled_from([1000, 1000, 1000, 0, 3, 10]))
+        drawn.append((prompt, draw(st.integers(1, 8)), draw(st.integers(0, 30)), abort))
+    return drawn
+
+
+@given(
+    drawn=prompts(),
+    seed=st.integers(0, 1000),
+    num_spare=st.sampled_from([0, 3, 40]),
+    share_failing=st.sampled_from([0.0, 0.05]),
+    share_lost=st.sampled_from([0.0, 0.3]),
+    with_graph=st.booleans(),
+    num_host_blocks=st.sampled_from([0, 20]),
+)
+@settings(max_examples=100, deadline=None)
+def test_every_request_gets_what_it_gets_alone(
+    drawn: list[tuple[list[int], int, int, int]],
+    seed: int,
+    num_spare: int,
+    share_failing: float,
+    share_lost: float,
+    with_graph: bool,
+    num_host_blocks: int,
+) -> None:
+    largest = max(-(-(len(prompt) + num_new) // BLOCK) for prompt, num_new, *_ in drawn)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(queues, "_SHORT_TOKENS", 2)
+        pair = make_pair(
+            largest + num_spare,
+            largest + num_spare,
+            share_failing,
+            seed,
+            with_graph=with_graph,
+            mixed=with_graph,
+            num_host_blocks=num_host_blocks,
+        )
+        pair.share_lost = share_lost
+        requests: list[Request | None] = [None] * len(drawn)
+        for step in range(3000):
+            for index, (prompt, num_new, arrival, abort) in enumerate(drawn):
+                request = requests[index]
+                if arrival == step:
+                    requests[index] = pair.there.add(prompt, SamplingParams(max_new_tokens=num_new), request_id=index)
+                if request is not None and arrival + abort == step:
+                    pair.there.abort(request)
+            pair.step()
+            if all(request is not None and request.finish_reason for request in requests):
+                break
+        run(pair)
+    for (prompt, num_new, *_), request in zip(drawn, requests, strict=True):
+        assert request is not None
+        expected = alone(prompt, num_new)
+        assert request.token_ids == expected[: len(request.token_ids)]
+        assert request.finish_reason == "abort" or request.token_ids == expected
+
+
+def test_the_decoding_engine_computes_no_prompt() -> None:
+    pair = make_pair()
+    requests = [
+        pair.there.add([index, 1, 2] * 9, SamplingParams(max_new_tokens=5, ignore_eos=True)) for index in range(4)
+    ]
+    run(pair)
+    assert [request.token_ids for request in requests] == [alone_ignoring_eos([i, 1, 2] * 9, 5) for i in range(4)]
+    assert pair.num_wanted == 4
+    assert pair.there.stats.num_prefill_tokens == 0
+    totals = pair.there.handoffs.received, pair.here.handoffs.sent
+    assert [(total.num_done, total.num_failed, total.bytes, total.seconds) for total in totals] == [(4, 0, 32, 2.0)] * 2
+
+
+def test_others_decode_while_a_prompt_arrives() -> None:
+    pair = make_pair()
+    running = pair.there.add([5], SamplingParams(max_new_tokens=100, ignore_eos=True))
+    pair.step(), pair.step()
+    arriving = pair.there.add([7, 3] * 20, SamplingParams(max_new_tokens=3, ignore_eos=True))
+    while not arriving.finish_reason:
+        num_before = len(running.token_ids)
+        pair.step()
+        assert len(running.token_ids) == num_before + 1
+    run(pair)
+    assert arriving.token_ids == alone_ignoring_eos([7, 3] * 20, 3)
+    assert running.token_ids == alone_ignoring_eos([5], 100)
+
+
+def test_draws_go_on_after_the_first_token() -> None:
+    params = SamplingParams(max_new_tokens=12, temperature=50.0, seed=5, ignore_eos=True)
+    pair = make_pair()
+    request = pair.there.add([1, 2] * 10, params)
+    engine = make_engine(60)
+    single = engine.add([1, 2] * 10, params)
+    list(engine.run())
+    run(pair)
+    assert request.token_ids == single.token_ids
+
+
+def test_a_later_turn_pulls_only_what_is_new() -> None:
+    pair = make_pair()
+    first = pair.there.add([1, 2] * 10, SamplingParams(max_new_tokens=5, ignore_eos=True))
+    run(pair)
+    second = pair.there.add([*first.prompt_token_ids, *first.token_ids, 4, 4, 4, 4], SamplingParams(max_new_tokens=3))
+    run(pair)
+    assert pair.wire.arrivals[1]._end == 29
+    assert second.num_cached_tokens == 24
+    assert second.token_ids == alone(second.prompt_token_ids, 3)
+    third = pair.there.add([*second.prompt_token_ids[:24], 1, 2], SamplingParams(max_new_tokens=3))
+    run(pair)
+    assert len(pair.wire.arrivals) == 2, "two tokens are computed here"
+    assert third.token_ids == alone(third.prompt_token_ids, 3)
+
+
+def test_choices_share_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others find all full blocks, and compute what is left."""
+    monkeypatch.setattr(queues, "_SHORT_TOKENS", BLOCK)
+    pair = make_pair()
+    prompt = pair.there.prompt([1, 2] * 10)
+    requests = [pair.there.add(prompt, SamplingParams(max_new_tokens=4, ignore_eos=True)) for _ in range(3)]
+    run(pair)
+    assert pair.num_wanted == 1
+    assert all(request.token_ids == alone_ignoring_eos([1, 2] * 10, 4) for request in requests)
+
+
+def test_a_first_token_may_be_the_last() -> None:
+    prompt = next([first, 1] * 10 for first in range(EOS) if alone([first, 1] * 10, 2) == [EOS])
+    pair = make_pair()
+    request = pair.there.add(prompt, SamplingParams(max_new_tokens=9))
+    run(pair)
+    assert (request.token_ids, request.finish_reason) == ([EOS], "stop")
+
+
+def test_a_router_brings_the_first_token() -> None:
+    """The other engine has prefilled a prompt, and holds its blocks until there is room here."""
+    pair = make_pair(num_blocks=10)
+    prompt = [6, 2] * 9
+    prefill = pair.here.add(prompt, SamplingParams(max_new_tokens=9, ignore_eos=True), handoff="by hand")
+    (finished,) = pair.here.run()
+    assert finished is prefill
+    assert pair.here.has_transfers
+    running = pair.there.add([5], SamplingParams(max_new_tokens=22, ignore_eos=True))
+    for _ in range(20):
+        pair.there.step()
+    source = "prefill", "by hand"
+    request = pair.there.add(prompt, SamplingParams(max_new_tokens=9, ignore_eos=True), source=source)
+    pair.there.take_first(request, prefill.token_ids[0])
+    assert pair.wire.touched == [source]
+    events = pair.there.step()
+    assert (request, "") in events.tokens
+    run(pair)
+    assert request.token_ids == alone_ignoring_eos(prompt, 9)
+    assert running.token_ids == alone_ignoring_eos([5], 22)
+    assert (pair.num_wanted, pair.there.stats.num_prefill_tokens) == (0, 1)
+
+
+def test_a_held_prompt_is_freed_when_nobody_comes() -> None:
+    pair = make_pair()
+    pair.here.add([6, 2] * 9, SamplingParams(max_new_tokens=9), handoff="nobody's")
+    list(pair.here.run())
+    assert pair.here.allocator.num_free < pair.here.allocator.num_blocks
+    with pytest.raises(ValueError, match="without transfers"):
+        pair.here.reset()
+    run(pair)
+    assert (pair.here.handoffs.sent.num_done, pair.here.handoffs.sent.num_failed) == (0, 1)
+    pair.here.reset()
+
+
+def test_roles_are_checked() -> None:
+    pair = make_pair()
+    with pytest.raises(ValueError, match=r"handoff is 'x', but this job prefills for no other \(--role prefill\)"):
+        pair.there.add([1, 2], handoff="x")
+    with pytest.raises(ValueError, match="source is .* but no other job prefills for this one"):
+        pair.here.add([1, 2], source=("a", "b"))
+    with pytest.raises(ValueError, match="exchanges no blocks"):
+        make_engine(9).add([1, 2], handoff="x")
+    with pytest.raises(ValueError, match="source is 5; it must be two names"):
+        pair.there.add([1, 2], source=5)  # type: ignore[arg-type]
+    assert drive(pair.there, lambda *_: None) == drive(pair.here, lambda *_: None) == []
+
+
+def test_scored_prompts_are_computed_here() -> None:
+    pair = make_pair()
+    request = pair.there.add([1, 2] * 10, SamplingParams(max_new_tokens=2, prompt_logprobs=1))
+    run(pair)
+    assert pair.num_wanted == 0
+    assert len(request.prompt_logprobs) == 20
+
+
+def test_a_long_transfer_hides_no_other() -> None:
+    """There are more transfers than a message has room for, and the oldest ones do not end."""
+    progress, ended = Progress(2), list[int]()
+    for index in range(100):
+        transfer = SimpleNamespace(is_done=index >= 60, has_failed=index % 2 == 1)
+        progress.watch(transfer, lambda is_done, index=index: ended.append(index if is_done else -index))
+    for _ in range(8):
+        words, reported = progress.report()
+        progress.apply([2 * word for word in words], reported)
+    assert sorted(ended, key=abs) == [index if index % 2 == 0 else -index for index in range(60, 100)]

@@ -1,0 +1,150 @@
+"""Which rows move between two layouts, against loops over positions."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcpmla.transfer.layout import CacheLayout, Part, Route, StateSpec, TokenSpec, source_ranks
+
+SPANS = (1, 4)
+
+
+def make_layout(tp: int, dcp: int, interleave: int, block_size: int, num_layers: int = 2) -> CacheLayout:
+    """Return a layout with latents and keys of 4 positions in each layer, ids, and a state that is cut by heads."""
+    rows = [TokenSpec("token ids", -1, 4, block_size * dcp, 1, True)]
+    for layer in range(num_layers):
+        rows.append(TokenSpec("latents", layer, 24, block_size, 1, False))
+        rows.append(TokenSpec("index keys", layer, 12, block_size // 4, 4, False))
+    states = StateSpec("memories", 96 // tp, 1, 1, 1), StateSpec("inputs", 3 * 48 // tp, 5, 3, 3)
+    shared = StateSpec("sums", 20, 2, 1, 0)
+    return CacheLayout(tp, dcp, interleave, block_size * dcp, tuple(rows), (*states, shared), (("model", "a"),))
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> CacheLayout:
+    tp = draw(st.sampled_from([1, 2, 4, 8]))
+    dcp = draw(st.sampled_from([size for size in (1, 2, 4, 8) if tp % size == 0]))
+    interleave = draw(st.sampled_from([1, 2, 4, 16]))
+    return make_layout(tp, dcp, interleave, 4 * interleave * draw(st.sampled_from([1, 3])))
+
+
+def moved(parts: list[Part], tensor: int) -> list[int]:
+    return [row for part in parts for piece in part.pieces if piece.tensor == tensor for row in piece.rows.tolist()]
+
+
+@given(
+    source=layouts(),
+    target=layouts(),
+    cuts=st.lists(st.integers(1, 90), min_size=1, max_size=4),
+    first=st.integers(0, 40),
+    max_bytes=st.sampled_from([24, 100, 5000]),
+)
+@settings(max_examples=60, deadline=None)
+def test_each_row_arrives_once(
+    source: CacheLayout, target: CacheLayout, cuts: list[int], first: int, max_bytes: int
+) -> None:
+    """In ranges of positions, at each rank that owns it, from the nearest rank that has it."""
+    borders = np.cumsum([first, *cuts]).tolist()
+    for target_rank in range(target.tp_size):
+        arrived: dict[int, list[tuple[int, int]]] = {tensor: [] for tensor in range(len(source.tokens))}
+        for source_rank in range(source.tp_size):
+            route = Route(source, source_rank, target, target_rank)
+            for start, end in pairwise(borders):
+                parts = route.parts(start, end, max_bytes)
+                assert bool(parts) <= (source_rank in source_ranks(source, target, target_rank))
+                assert all(part.num_bytes <= max_bytes for part in parts)
+                for tensor in arrived:
+                    arrived[tensor] += [(row, source_rank) for row in moved(parts, tensor)]
+        for tensor, spec in enumerate(source.tokens):
+            expected = []
+            for row in range(borders[0] // spec.span, borders[-1] // spec.span):
+                if spec.is_shared:
+                    expected.append((row, target_rank * source.tp_size // target.tp_size))
+                elif row // target.interleave % target.dcp_size == target_rank % target.dcp_size:
+                    replica = target_rank * (source.tp_size // source.dcp_size) // target.tp_size
+                    owner = row // source.interleave % source.dcp_size
+                    expected.append((row, replica * source.dcp_size + owner))
+            assert sorted(arrived[tensor]) == expected
+
+
+@given(source=layouts(), target=layouts(), num_tokens=st.integers(1, 9))
+@settings(max_examples=60, deadline=None)
+def test_each_byte_of_a_state_arrives_once(source: CacheLayout, target: CacheLayout, num_tokens: int) -> None:
+    for target_rank in range(target.tp_size):
+        for tensor, (here, there) in enumerate(zip(source.states, target.states, strict=True)):
+            arrived: list[tuple[int, int]] = []  # byte there, byte of the whole row
+            for source_rank in range(source.tp_size):
+                for part in Route(source, source_rank, target, target_rank).state_parts(num_tokens, 1000):
+                    for piece in part.pieces:
+                        if piece.tensor == tensor:
+                            last = max(0, num_tokens - here.num_last)
+                            assert piece.rows.tolist() == list(range(last, num_tokens))
+                            for column in piece.columns:
+                                arrived += matched(column, here, there, source, source_rank)
+            width = there.row_bytes // max(there.num_parts, 1)
+            rank = target_rank if there.num_parts else 0
+            whole = there.row_bytes * (target.tp_size if there.num_parts else 1) // max(there.num_parts, 1)
+            assert sorted(arrived) == [
+                (byte, byte // width * whole + rank * width + byte % width) for byte in range(there.row_bytes)
+            ]
+
+
+def matched(
+    column: tuple[int, int, int], here: StateSpec, there: StateSpec, source: CacheLayout, source_rank: int
+) -> list[tuple[int, int]]:
+    """Return each byte of some columns on the target rank, and which byte of the whole row it is."""
+    first, first_there, length = column
+    if not here.num_parts:
+        return [(first_there + index, first + index) for index in range(length)]
+    width = here.row_bytes // here.num_parts
+    whole = width * source.tp_size
+    return [
+        (first_there + index, (first + index) // width * whole + source_rank * width + (first + index) % width)
+        for index in range(length)
+    ]
+
+
+def test_parts_are_large_whatever_the_interleaves_are() -> None:
+    """V3's 61 layers, 8,192 positions from 8 ranks with I = 1 to 8 with I = 64: nearly full slots of 16 MiB."""
+    latents = tuple(TokenSpec("latents", layer, 1152, 64, 1, False) for layer in range(61))
+    source, target = (CacheLayout(8, 8, interleave, 512, latents, ()) for interleave in (1, 64))
+    parts = Route(source, 3, target, 5).parts(8192, 16384, 1 << 24)
+    num_bytes = 61 * 8192 // 64 * 1152
+    assert [part.num_bytes for part in parts] == [num_bytes]
+    assert len(Route(source, 3, target, 5).parts(0, 1 << 17, 1 << 24)) == -(-16 * num_bytes // (1 << 24))
+    assert parts[0].last_layer == 60
+
+
+def test_a_row_must_fit() -> None:
+    layout = make_layout(1, 1, 1, 4)
+    with pytest.raises(ValueError, match="a row of 24 bytes does not fit into slots of 23"):
+        Route(layout, 0, layout, 0).parts(0, 4, 23)
+
+
+def test_layouts_travel_as_json() -> None:
+    layout = make_layout(4, 2, 2, 8)
+    assert CacheLayout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
+    for content in ({}, {**layout.to_json(), "more": 1}, {**layout.to_json(), "tokens": [[1]]}):
+        with pytest.raises(ValueError, match="layout is no layout of a cache"):
+            CacheLayout.from_json(content)
+
+
+def test_layouts_that_differ_are_refused_by_name() -> None:
+    layout = make_layout(4, 2, 2, 8)
+    layout.check_matches(make_layout(2, 1, 16, 64))
+    with pytest.raises(ValueError, match="model is a on the prefill server and b on the decode server"):
+        layout.check_matches(replace(layout, facts=(("model", "b"),)))
+    with pytest.raises(ValueError, match="caches 2 layers .* 3; .* --speculative-method"):
+        layout.check_matches(make_layout(4, 2, 2, 8, num_layers=3))
+    wider = replace(layout, tokens=(layout.tokens[0], layout.tokens[1]._replace(row_bytes=32), *layout.tokens[2:]))
+    with pytest.raises(ValueError, match="latents.*row_bytes=24.*row_bytes=32"):
+        layout.check_matches(wider)
+    with pytest.raises(ValueError, match="different kinds of rows"):
+        layout.check_matches(replace(layout, states=layout.states[:1]))
+    with pytest.raises(ValueError, match="memories"):
+        layout.check_matches(replace(layout, states=(layout.states[0]._replace(row_bytes=25), *layout.states[1:])))
