@@ -275,7 +275,17 @@ def test_wrong_messages_are_ignored_and_logged_once(pair: Pair, caplog: pytest.L
     prompt.compute()
     pair.poll(2)
     deep = b"[" * 5000
-    wrong = [b"", b"[]", b"{}", b'["open"]', b'["open", 1, 2, 3, 4]', b'["no", "h"]', b"\xff", deep, b'["touch", "h", 1]']
+    wrong = [
+        b"",
+        b"[]",
+        b"{}",
+        b'["open"]',
+        b'["open", 1, 2, 3, 4]',
+        b'["no", "h"]',
+        b"\xff",
+        deep,
+        b'["touch", "h", 1]',
+    ]
     wrong += [b'["taken", "h", -1, 0]', b'["open", "h", true, 1, 1]']
     for inbox in (pair.network.transports["p/0"].inbox, pair.network.transports["d0/0"].inbox):
         for sender in ("d0/0", "p/0", "x", "", "d0/x"):
