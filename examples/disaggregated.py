@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from dcpmla import DCPConfig, DCPMesh, Engine, EngineOptions, SamplingParams, load_engine, select_exchange
 from dcpmla.job.bootstrap import Ranks, distributed, read_launcher
+from dcpmla.runtime.handoffs import Handoffs
 from dcpmla.runtime.request import Request
 from dcpmla.transfer.incoming import Incoming
 from dcpmla.transfer.layout import CacheLayout, describe
@@ -44,8 +45,8 @@ def make_mesh(ranks: Ranks) -> tuple[DCPMesh, DCPConfig]:
     return DCPMesh(tp_group=jobs[1], dcp_group=jobs[1]), dcp
 
 
-def link(engine: Engine, name: str, other: str, ranks: Ranks, store: dist.Store) -> None:
-    """Connect this rank's engine to the other job. The store is the channel on which both describe themselves."""
+def link(engine: Engine, name: str, other: str, ranks: Ranks, store: dist.Store) -> Handoffs:
+    """Connect this rank's engine to the other job, and return its transfers. Both jobs describe themselves in the store."""
     mesh, sends = engine.mesh, name == "prefill"
     memory = torch.empty(NUM_SLOTS, SLOT_BYTES, dtype=torch.uint8, device=ranks.device)
     own_name = rank_name(name, mesh.tp_rank)
@@ -59,6 +60,7 @@ def link(engine: Engine, name: str, other: str, ranks: Ranks, store: dist.Store)
     agents = [bytes.fromhex(store.get(rank_name(other, rank)).decode()) for rank in range(ranks.num_ranks // 2)]
     assert engine.handoffs is not None
     engine.handoffs.connect(Peer(other, CacheLayout.from_json(json.loads(store.get(other))), agents))
+    return engine.handoffs
 
 
 def prefill(engine: Engine, store: dist.Store) -> None:
@@ -70,14 +72,14 @@ def prefill(engine: Engine, store: dist.Store) -> None:
             store.set(f"first token of {request.request_id}", str(request.token_ids[0]))
 
 
-def decode(engine: Engine, store: dist.Store) -> list[Request]:
+def decode(engine: Engine, handoffs: Handoffs, store: dist.Store) -> list[Request]:
     """Decode the answers to all prompts, after the first tokens, which the other job sends."""
     params = SamplingParams(max_new_tokens=4, temperature=0.2, seed=1)
     requests = [engine.add(prompt, params, request_id=number) for number, prompt in enumerate(PROMPTS)]
     while engine.has_requests or engine.has_transfers:
         wanted = engine.step().wanted
         for request in wanted:
-            engine.handoffs.pull(request, "prefill", f"prompt {request.request_id}")
+            handoffs.pull(request, "prefill", f"prompt {request.request_id}")
         for request in wanted:  # blocks arrive while this rank waits
             engine.take_first(request, int(store.get(f"first token of {request.request_id}")))
     return requests
@@ -93,13 +95,13 @@ def main(model: str) -> None:
         exchange = select_exchange(dcp, mesh.dcp_group, ranks.device)
         options = EngineOptions(kv_cache_memory_bytes=1 << 22)
         engine = load_engine(model, dcp, mesh, exchange, ranks.device, options)
-        link(engine, name, other, ranks, store)
+        handoffs = link(engine, name, other, ranks, store)
         if name == "prefill":
             prefill(engine, store)
         else:
-            for request in decode(engine, store):
+            for request in decode(engine, handoffs, store):
                 if mesh.tp_rank == 0:
-                    num_bytes = engine.handoffs.received.bytes if engine.handoffs else 0
+                    num_bytes = handoffs.received.bytes
                     print(f"{request.request_id}: {request.text!r}, {num_bytes:,} bytes have come", flush=True)
         engine.close()
 
