@@ -46,7 +46,7 @@ def make_mesh(ranks: Ranks) -> tuple[DCPMesh, DCPConfig]:
 
 
 def link(engine: Engine, name: str, other: str, ranks: Ranks, store: dist.Store) -> Handoffs:
-    """Connect this rank's engine to the other job, and return its transfers. Both jobs describe themselves in the store."""
+    """Connect this rank's engine to the other job, of which the store has a description, and return its transfers."""
     mesh, sends = engine.mesh, name == "prefill"
     memory = torch.empty(NUM_SLOTS, SLOT_BYTES, dtype=torch.uint8, device=ranks.device)
     own_name = rank_name(name, mesh.tp_rank)
