@@ -1,4 +1,4 @@
-"""What moves bytes between the ranks of two jobs (`Transport`), and another job as its ranks see it (`Peer`)."""
+"""Connections that move bytes between the ranks of two jobs (`Transport`), and another job as ranks see it (`Peer`)."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol

@@ -42,6 +42,7 @@ class Worker:
         self._wake.set()
         self._thread.join()
 
+    @torch.inference_mode()  # a program may have made the caches in this mode
     def _run(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
