@@ -3,7 +3,7 @@
 import json
 from typing import NamedTuple, get_type_hints
 
-_MAX_BYTES = 4096  # of a message; longer ones are no messages of this protocol
+_MAX_BYTES = 4096  # Longer messages are not of this protocol.
 _MAX_REASON = 1000  # characters
 
 
@@ -44,7 +44,7 @@ class Ready(NamedTuple):
     """Offer of a prefill rank: a slot holds a part.
 
     Attributes:
-        start, end: Range of positions that the part belongs to; an empty range stands for the state.
+        start, end: Range of positions that the part belongs to; an empty range means the state.
         part: Index of the part in the range's list.
         max_bytes: Limit of parts from which the list follows.
         slot, number: Slot, and the number in its tag.

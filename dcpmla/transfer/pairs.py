@@ -10,8 +10,8 @@ def sources_of(source: CacheLayout, target: CacheLayout, target_rank: int) -> di
     """
     needed = [set(source_ranks(source, target, rank)) for rank in range(target.tp_size)]
     idle = set(range(source.tp_size)).difference(*needed)
-    mine = {rank for rank in idle if rank % target.tp_size == target_rank}
-    return {rank: rank in needed[target_rank] for rank in sorted(needed[target_rank] | mine)}
+    partners = {rank for rank in idle if rank % target.tp_size == target_rank}
+    return {rank: rank in needed[target_rank] for rank in sorted(needed[target_rank] | partners)}
 
 
 def targets_of(source: CacheLayout, target: CacheLayout, source_rank: int) -> dict[int, bool]:

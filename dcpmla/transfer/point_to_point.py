@@ -93,12 +93,12 @@ class PointToPointTransport:
     def connect(self, name: str, metadata: bytes) -> None:
         try:
             fields = json.loads(metadata)
-            found = fields.pop("name")
+            owner = fields.pop("name")
             remote = _Remote(**fields)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"the metadata of {name} is wrong: {type(error).__name__}: {error}") from error
-        if found != name or not 0 <= remote.rank < dist.get_world_size():
-            raise ValueError(f"the metadata of {name} is wrong: it is of {found}, rank {remote.rank} of the world")
+        if owner != name or not 0 <= remote.rank < dist.get_world_size():
+            raise ValueError(f"the metadata of {name} is wrong: it is of {owner}, rank {remote.rank} of the world")
         self._remotes[name] = remote
 
     def disconnect(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""What both ends of transfers share: the thread, calls for it, the peers and their messages (`Side`)."""
+"""The common part of both ends of transfers: the thread, its calls, peers and messages (`Side`)."""
 
 import logging
 from abc import ABC, abstractmethod
