@@ -4,7 +4,7 @@ import json
 from typing import NamedTuple, get_type_hints
 
 _MAX_BYTES = 4096  # Longer messages are not of this protocol.
-_MAX_REASON = 1000  # characters
+_MAX_REASON = 500  # characters, of up to six bytes each
 
 
 class Open(NamedTuple):
@@ -86,8 +86,9 @@ _KINDS: dict[str, type[Message]] = {
 
 def encode(message: Message) -> bytes:
     """Return a message as JSON: its kind, then its fields."""
-    fields = [field[:_MAX_REASON] if isinstance(field, str) else field for field in message]
-    return json.dumps([type(message).__name__.lower(), *fields]).encode()
+    if isinstance(message, Closed):
+        message = message._replace(reason=message.reason[:_MAX_REASON])
+    return json.dumps([type(message).__name__.lower(), *message]).encode()
 
 
 def decode(content: bytes) -> Message:
