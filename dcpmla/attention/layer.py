@@ -166,7 +166,7 @@ class MLAAttention(AttentionWeights):
         output: OutputRows,
         step: StepMetadata,
     ) -> None:
-        """Write rows of `output`, but no decodes if a graph has (step.decode is None), and zeros into padding. Collective.
+        """Write the rows of `output`, decodes only if no graph has (step.decode), and zeros into padding. Collective.
 
         Args:
             mha: Queries, keys and values of all tokens, if a graph has projected them.
