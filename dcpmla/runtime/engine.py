@@ -101,7 +101,9 @@ class Engine(Outcomes):
 
     def link(self, outgoing: Outgoing | None, incoming: Incoming | None) -> None:
         """Take part in transfers with other jobs, from (`add` with handoff) or to this one (`StepEvents.wanted`)."""
-        self.handoffs = Handoffs(self.scheduler, self._agreement.progress, self._remember, outgoing, incoming)
+        self.handoffs = Handoffs(
+            self.cache, self.scheduler, self._agreement.progress, self._remember, outgoing, incoming
+        )
 
     @property
     def has_transfers(self) -> bool:
@@ -220,6 +222,7 @@ class Engine(Outcomes):
         if self.offload is not None:
             self.offload.prepare(batch, reads_between_graphs(batch, graph))
         previous = self._in_flight
+        is_sent = self.handoffs is not None and self.handoffs.sends(batch)
         computed = self._runner.start(batch, previous, drafts, graph, started)
         if self.offload is not None:
             self.offload.finish()
@@ -229,6 +232,7 @@ class Engine(Outcomes):
         self._latest = self._runner.finish(computed, previous, self.speculation, self._agreement)
         for piece in batch.pieces:
             self._remember(piece.request)
-        if self.handoffs is not None:
+        if self.handoffs is not None and is_sent:
+            self.speculation.drafter.draft([], self._latest)  # an MTP module's rows are sent, too
             self.handoffs.advance(batch)
         return self._latest

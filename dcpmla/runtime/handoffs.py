@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 
+import torch
+
+from dcpmla.cache.plan import Cache
 from dcpmla.runtime.batch import Batch
 from dcpmla.runtime.loading import Arriving
 from dcpmla.runtime.progress import Progress
@@ -23,6 +26,7 @@ class Handoffs:
     they arrive. If a transfer fails on any rank, the request waits again: for another job, or for its prefill here.
 
     Args:
+        cache: Cache of this rank.
         scheduler: Scheduler over the cache's blocks.
         progress: Transfers that all ranks agree on.
         remember: Function that lets other requests find a request's full blocks.
@@ -35,16 +39,18 @@ class Handoffs:
 
     def __init__(
         self,
+        cache: Cache,
         scheduler: Scheduler,
         progress: Progress,
         remember: Callable[[Request], None],
         outgoing: Outgoing | None,
         incoming: Incoming | None,
     ) -> None:
-        self._scheduler, self._progress, self._remember = scheduler, progress, remember
+        self._cache, self._scheduler, self._progress, self._remember = cache, scheduler, progress, remember
         self._outgoing, self._incoming = outgoing, incoming
         scheduler.prefills_elsewhere = incoming is not None
         self.wanted: list[Request] = []
+        self._starts: list[torch.cuda.Event] = []
         self.sent, self.received = TransferTotals(), TransferTotals()
 
     def connect(self, peer: Peer) -> None:
@@ -81,7 +87,7 @@ class Handoffs:
         self._incoming.touch(*source)
 
     def start(self, batch: Batch) -> None:
-        """Start the transfers of requests that were admitted with a step."""
+        """Start the transfers of requests that were admitted with a step, before its launch."""
         for request in batch.arrivals:
             if request.source is None:
                 self.wanted.append(request)
@@ -121,11 +127,24 @@ class Handoffs:
         if isinstance(request.loading, Arriving):
             self._scheduler.put_back(request)
 
+    def sends(self, batch: Batch) -> bool:
+        """Return whether a step computes what other jobs read; if so, let its layers record their beginnings."""
+        is_sending = any(piece.request.sending is not None for piece in batch.pieces)
+        if is_sending and self._cache.tensors[0].is_cuda:
+            self._starts = [torch.cuda.Event() for _ in self._cache.starts]
+            for starts, event in zip(self._cache.starts, self._starts, strict=True):
+                starts.append(event)
+        return is_sending
+
     def advance(self, batch: Batch) -> None:
         """Send what a launched step computes."""
+        starts: list[torch.cuda.Event | None] = []
+        for unused, event in zip(self._cache.starts, self._starts, strict=False):
+            starts.append(None if unused else event)  # layers inside of a graph record nothing
+            unused.clear()
         for request, *_ in batch.pieces:
             if request.sending is not None:
-                request.sending.computed(request.block_ids, request.num_computed_tokens)
+                request.sending.computed(request.block_ids, request.num_computed_tokens, starts)
 
     def finish(self, request: Request) -> None:
         """Take a request that has its token out of the scheduler, and hold its blocks until they are sent."""

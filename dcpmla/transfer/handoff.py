@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
+
 from dcpmla.transfer.layout import Part, Route
 from dcpmla.transfer.messages import Ready
 from dcpmla.transfer.moves import Mark, SideStream
@@ -14,21 +16,49 @@ from dcpmla.transfer.outcome import CANCELLED, Outcome
 _RANGE = 1 << 14
 
 
+class Point(NamedTuple):
+    """A point in the engine's work up to which positions are computed.
+
+    Attributes:
+        num_tokens: Number of the positions.
+        mark: End of their computation in all layers.
+        starts: For each layer, the beginning of its attention, by which the layers before it have their rows; None
+            where it is not known.
+    """
+
+    num_tokens: int
+    mark: Mark
+    starts: Sequence[Mark | None] = ()
+
+    def after(self, layer: int) -> Mark:
+        """Return a mark by which a layer and all before it have their rows."""
+        start = self.starts[layer + 1] if layer + 1 < len(self.starts) else None
+        return start or self.mark
+
+
 class Computed(NamedTuple):
     """Content that can be sent.
 
     Attributes:
         blocks: Blocks that hold positions [0, num_tokens).
+        points: Points in the engine's work, ascending; at most the first of them has been reached for long.
         state: State after `num_tokens`; None without states, or if more is to come.
         is_final: Whether no more is to come.
-        mark: Point in the engine's work that ends its computation.
     """
 
     blocks: Sequence[int]
-    num_tokens: int
+    points: Sequence[Point]
     state: int | None
     is_final: bool
-    mark: Mark
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of positions that are computed by the last point."""
+        return self.points[-1].num_tokens
+
+    def point(self, num_tokens: int) -> Point:
+        """Return the first point with so many positions, or else the last one."""
+        return next((point for point in self.points if point.num_tokens >= num_tokens), self.points[-1])
 
 
 class Handoff(Outcome):
@@ -43,13 +73,19 @@ class Handoff(Outcome):
         self._wake = wake
         self._computed: Computed | None = None
 
-    def computed(self, blocks: Sequence[int], num_tokens: int) -> None:
+    def computed(self, blocks: Sequence[int], num_tokens: int, starts: Sequence[torch.cuda.Event | None] = ()) -> None:
         """Send positions [0, num_tokens), which work that is queued on the current stream computes.
 
         Args:
             blocks: The request's blocks.
+            starts: For each layer, an event where its attention began in the last step; None where there is none.
         """
-        self._set(Computed(tuple(blocks), num_tokens, None, False, self._stream.mark()))
+        known = [] if self._computed is None else [*self._computed.points]
+        while len(known) > 1 and known[1].mark.is_done:
+            del known[0]
+        marks = [None if start is None else Mark(start) for start in starts]
+        point = Point(num_tokens, self._stream.mark(), marks)
+        self._set(Computed(tuple(blocks), (*known, point), None, False))
 
     def retract(self) -> None:
         """Stop sending: later work on the current stream may overwrite the blocks.
@@ -66,8 +102,8 @@ class Handoff(Outcome):
             num_tokens: Number of tokens, all computed by work that is queued on the current stream.
             state: Number of the state after them; None for caches without states.
         """
-        blocks = () if self._computed is None else self._computed.blocks
-        self._set(Computed(blocks, num_tokens, state, True, self._stream.mark()))
+        blocks, points = ((), ()) if self._computed is None else self._computed[:2]
+        self._set(Computed(blocks, (*points, Point(num_tokens, self._stream.mark())), state, True))
 
     def cancel(self) -> None:
         """End it: later work on the current stream may overwrite the blocks and the state."""
@@ -148,7 +184,7 @@ class Target:
     def _next_range(self, computed: Computed) -> bool:
         """Start the next list of parts; return whether there is one."""
         start = self.position
-        end = min(computed.num_tokens, self.num_tokens, start + _RANGE)
+        end = min(computed.point(start + 1).num_tokens, self.num_tokens, start + _RANGE)
         if start < end:
             self.parts = [] if self.route is None else self.route.parts(start, end, self.max_bytes)
         elif computed.is_final and not self.has_state_parts:

@@ -7,14 +7,19 @@ import torch
 
 
 class Mark:
-    """A point in the work of a stream; on the CPU all work before it has ended.
+    """A point in the work of a stream.
 
     Args:
-        stream: Stream whose work so far is before the mark; None on the CPU.
+        event: Event that was recorded there; None on the CPU, where all work before it has ended.
     """
 
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self._event = None if stream is None else stream.record_event()
+    def __init__(self, event: torch.cuda.Event | None) -> None:
+        self._event = event
+
+    @classmethod
+    def of(cls, stream: torch.cuda.Stream | None) -> "Mark":
+        """Return a mark after a stream's work so far; None on the CPU."""
+        return cls(None if stream is None else stream.record_event())
 
     @property
     def is_done(self) -> bool:
@@ -36,7 +41,7 @@ class SideStream:
 
     def mark(self) -> Mark:
         """Return a mark of the current stream, in any thread."""
-        return Mark(self.current)
+        return Mark.of(self.current)
 
     @property
     def current(self) -> torch.cuda.Stream | None:
@@ -60,7 +65,7 @@ class SideStream:
 
     def end(self) -> Mark:
         """Return a mark of the work that is queued on the stream so far."""
-        return Mark(self._stream)
+        return Mark.of(self._stream)
 
 
 class Moves:

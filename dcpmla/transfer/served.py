@@ -76,13 +76,19 @@ class Filler:
         if computed.is_final and computed.num_tokens != target.num_tokens:
             raise ValueError(f"the prompt has {computed.num_tokens} tokens, and {target.num_tokens} were asked for")
         part = target.next_part(computed)
-        slot = None if part is None else self._staging.take(engine)
-        if part is None or slot is None:
+        if part is None:
+            return False
+        mark_of_rows = computed.points[-1].mark
+        if not part.is_state:
+            mark_of_rows = computed.point(target.range[1]).after(part.last_layer)
+        # A gather that waited would hold up those of other handoffs behind it.
+        slot = self._staging.take(engine) if mark_of_rows.is_done else None
+        if slot is None:
             return False
         number, mark = next(self._counts), None
         try:
             mark = handoff.moves.run(
-                lambda: self._gather(part, computed, slot, make_tag(handoff.name, number)), generation, computed.mark
+                lambda: self._gather(part, computed, slot, make_tag(handoff.name, number)), generation, mark_of_rows
             )
         finally:
             if mark is None:

@@ -12,7 +12,8 @@ from dcpmla.runtime.sampling import SamplingParams
 from tests.support.deepseek_v41_files import save_v41
 from tests.support.layouts import dcp_config
 from tests.support.models import VOCAB_SIZE, save_tiny
-from tests.support.two_jobs import Prompt, run_jobs
+from tests.support.plain_mtp import plain_module
+from tests.support.two_jobs import Decoded, Prompt, run_jobs
 
 pytest.importorskip("nixl")
 NUM_NEW = 4
@@ -37,13 +38,13 @@ def draw_prompts(num_prompts: int = 5) -> list[Prompt]:
     return prompts
 
 
-def check(reference: Any, prompts: list[Prompt], results: tuple[list[int], list[Any]]) -> None:
+def check(reference: Any, prompts: list[Prompt], results: tuple[list[int], list[Decoded]]) -> None:
     """Assert that all ranks have transformers' tokens, that all prompts have moved, and that nothing is held."""
     oracle = functools.cache(lambda *tokens: reference(torch.tensor([tokens])).logits[0])
     held, decoded = results
     assert set(held) == {0}
-    for rank, (answers, num_computed, received) in enumerate(decoded):
-        assert num_computed == 0
+    for answers, num_prefilled, received, _ in decoded:
+        assert num_prefilled == 0
         assert (received.num_done, received.num_failed) == (len(prompts), 0)
         for (token_ids, _), answer in zip(prompts, answers, strict=True):
             with torch.no_grad():
@@ -51,7 +52,7 @@ def check(reference: Any, prompts: list[Prompt], results: tuple[list[int], list[
             assert answer.token_ids == expected.argmax(-1).tolist()
             found = torch.tensor([each.logprob for each in answer.logprobs])
             best = expected.log_softmax(-1).amax(-1)
-            assert len(found) == NUM_NEW, rank
+            assert len(found) == NUM_NEW
             torch.testing.assert_close(found, best, rtol=0, atol=2e-4)
 
 
@@ -73,3 +74,19 @@ def test_shared_rows_and_ids_of_tokens_move(tmp_path: Path) -> None:
     reference, prompts = save_v41(model), draw_prompts(3)
     layouts = [dcp_config(1, 1, 1, block_size=64), dcp_config(2, 2, 1, block_size=64)]
     check(reference, prompts, run_jobs(model, *layouts, prompts, meeting))
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v4"])
+def test_rows_of_an_mtp_module_move(family: str, tmp_path: Path) -> None:
+    """The first drafts of a decoding job are those of the module over all of the prompt."""
+    meeting, module = tmp_path / "meeting", plain_module(family)
+    meeting.mkdir()
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    prompts = [prompt._replace(params=params) for prompt in draw_prompts(3)]
+    layouts = [dcp_config(2, 2, 1, block_size=64), dcp_config(1, 1, 1, block_size=64)]
+    drafting = {"speculative_method": "mtp", "num_speculative_tokens": 2}
+    _, (decoded,) = run_jobs(module.save(tmp_path / family), *layouts, prompts, meeting, **drafting)
+    assert (decoded.received.num_done, decoded.num_prefilled) == (3, 0)
+    assert len(decoded.drafts) >= 6
+    for known, drafts in decoded.drafts:
+        assert drafts == module.drafts(known, len(drafts)), len(known)

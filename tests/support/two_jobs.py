@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from dcpmla.runtime.agreement import News
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.runtime.stats import TransferTotals
 from dcpmla.transfer.incoming import Incoming
 from dcpmla.transfer.layout import describe
 from dcpmla.transfer.outgoing import Outgoing
@@ -40,15 +41,24 @@ class Prompt(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a rank of the decoding job has of a request.
-
-    Attributes:
-        num_computed: Tokens of prompts that the decoding job has computed, up to the request's end.
-    """
+    """What a rank of the decoding job has of a request."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
-    num_cached: int
+
+
+class Decoded(NamedTuple):
+    """What a rank of the decoding job has done.
+
+    Attributes:
+        num_prefilled: Tokens in steps with prompts.
+        drafts: Known tokens of a request, and the drafts that followed.
+    """
+
+    answers: list[Answer]
+    num_prefilled: int
+    received: TransferTotals
+    drafts: list[tuple[list[int], list[int]]]
 
 
 class Meeting:
@@ -63,11 +73,12 @@ class Meeting:
         path.with_suffix(".part").rename(path)
 
     def get(self, name: str) -> bytes:
-        while not (self._directory / name).exists():
+        while not self.has(name):
             time.sleep(0.01)
         return (self._directory / name).read_bytes()
 
     def has(self, name: str) -> bool:
+        assert not (self._directory / "failed").exists(), "the other job has failed"
         return (self._directory / name).exists()
 
 
@@ -119,11 +130,12 @@ def prefill(
 
 def decode(
     directory: Path, dcp: DCPConfig, options: EngineOptions, prompts: Sequence[Prompt], there: Path, n: int
-) -> Any:
-    """On a rank: decode all prompts; return the answers, and the number of tokens of prompts computed here."""
+) -> Decoded:
+    """On a rank: decode all prompts."""
     engine, meeting = make_engine(directory, dcp, options, torch.device("cpu")), Meeting(there)
     link(engine, meeting, "decode", "prefill", n)
     requests = [engine.add(ids, params, request_id=number) for number, (ids, params) in enumerate(prompts)]
+    drafts = record_drafts(engine.speculation.drafter)
     awaited: set[str] = set()
     while engine.has_requests or engine.has_transfers:
         for name in sorted(awaited) if dist.get_rank() == 0 else ():
@@ -142,16 +154,33 @@ def decode(
         meeting.put("done", b"")
     engine.close()
     assert engine.allocator.num_free == engine.allocator.num_blocks
-    answers = [Answer(request.token_ids, request.logprobs, request.num_cached_tokens) for request in requests]
-    return answers, engine.stats.num_prefill_tokens, engine.handoffs.received
+    answers = [Answer(request.token_ids, request.logprobs) for request in requests]
+    return Decoded(answers, engine.stats.num_prefill_tokens, engine.handoffs.received, drafts)
+
+
+def record_drafts(drafter: Any) -> list[tuple[list[int], list[int]]]:
+    """Let a drafter draft in every step; return a list that grows with its drafts."""
+    recorded: list[tuple[list[int], list[int]]] = []
+    draft, drafter.drafts_always = drafter.draft, True
+
+    def record(wanted: Any, previous: Any) -> Any:
+        drafts = draft(wanted, previous)
+        flat = drafts.token_ids.tolist()
+        for (request, _), num in zip(wanted, drafts.nums, strict=False):  # without a drafter there are none
+            if num and not request.num_in_flight:
+                recorded.append((request.tokens(0, request.num_known_tokens), flat[:num]))
+            flat = flat[num:]
+        return drafts
+
+    drafter.draft = record
+    return recorded
 
 
 def run_jobs(
     directory: Path, prefills: DCPConfig, decodes: DCPConfig, prompts: Sequence[Prompt], there: Path, **options: Any
-) -> tuple[list[int], list[Any]]:
+) -> tuple[list[int], list[Decoded]]:
     """Run both jobs; return the results of `prefill` and of `decode` on all ranks."""
     chosen = EngineOptions(dtype="float32", max_num_seqs=4, max_num_batched_tokens=48, **options)
-    # A prompt that is wanted must be prefilled, whatever its length.
     jobs: list[tuple[Callable[..., Any], DCPConfig, DCPConfig]] = [
         (prefill, prefills, decodes),
         (decode, decodes, prefills),
@@ -162,5 +191,12 @@ def run_jobs(
             sizes = own.tensor_parallel_size, other.tensor_parallel_size
             arguments = directory, own, replace(chosen), prompts, there, sizes[1]
             futures.append(pool.submit(run_ranks, sizes[0], function, *arguments, timeout=300))
-        results = [future.result() for future in futures]
-    return results[0], results[1]
+        errors = []
+        for future in as_completed(futures):
+            errors.append(future.exception())
+            if errors[-1] is not None:  # the other job would wait for it
+                Meeting(there).put("failed", b"")
+    for error in errors:
+        if error is not None:
+            raise error
+    return futures[0].result(), futures[1].result()

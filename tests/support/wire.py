@@ -24,7 +24,7 @@ class WireHandoff:
         self.is_asked_for = self.is_read = self.has_failed = False
         self.num_bytes, self.seconds = 8, 0.5
 
-    def computed(self, blocks: Sequence[int], num_tokens: int) -> None:
+    def computed(self, blocks: Sequence[int], num_tokens: int, starts: Sequence[object]) -> None:
         assert self.length is None
         self._blocks, self._num_tokens = [*blocks], num_tokens
 
