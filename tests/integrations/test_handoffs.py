@@ -1,0 +1,75 @@
+"""Prompts that one job prefills for another, over NIXL, with other layouts: transformers' tokens."""
+
+import functools
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from dcpmla.runtime.sampling import SamplingParams
+from tests.support.deepseek_v41_files import save_v41
+from tests.support.layouts import dcp_config
+from tests.support.models import VOCAB_SIZE, save_tiny
+from tests.support.two_jobs import Prompt, run_jobs
+
+pytest.importorskip("nixl")
+NUM_NEW = 4
+# Family, then TP, DCP, interleave and block size of the job that prefills, and of the one that decodes.
+CASES = [
+    ("deepseek_v3", (2, 1, 1, 16), (4, 4, 4, 16)),
+    ("deepseek_v32", (2, 2, 16, 16), (4, 2, 1, 8)),
+    ("deepseek_v3", (4, 4, 1, 4), (2, 1, 1, 16)),
+    ("deepseek_v4", (2, 2, 1, 64), (1, 1, 1, 64)),
+    ("kimi_linear", (1, 1, 1, 16), (2, 2, 4, 16)),
+]
+
+
+def draw_prompts(num_prompts: int = 5) -> list[Prompt]:
+    """Draw prompts of 70 to 150 tokens, some of which begin alike."""
+    rng, prompts = Random(0), list[Prompt]()
+    beginning = [rng.randrange(1, VOCAB_SIZE - 1) for _ in range(40)]
+    for index in range(num_prompts):
+        own = [rng.randrange(1, VOCAB_SIZE - 1) for _ in range(rng.randint(70, 110))]
+        token_ids = [*(beginning if index % 2 else []), *own]
+        prompts.append(Prompt(token_ids, SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True, logprobs=1)))
+    return prompts
+
+
+def check(reference: Any, prompts: list[Prompt], results: tuple[list[int], list[Any]]) -> None:
+    """Assert that all ranks have transformers' tokens, that all prompts have moved, and that nothing is held."""
+    oracle = functools.cache(lambda *tokens: reference(torch.tensor([tokens])).logits[0])
+    held, decoded = results
+    assert set(held) == {0}
+    for rank, (answers, num_computed, received) in enumerate(decoded):
+        assert num_computed == 0
+        assert (received.num_done, received.num_failed) == (len(prompts), 0)
+        for (token_ids, _), answer in zip(prompts, answers, strict=True):
+            with torch.no_grad():
+                expected = oracle(*token_ids, *answer.token_ids[:-1])[len(token_ids) - 1 :]
+            assert answer.token_ids == expected.argmax(-1).tolist()
+            found = torch.tensor([each.logprob for each in answer.logprobs])
+            best = expected.log_softmax(-1).amax(-1)
+            assert len(found) == NUM_NEW, rank
+            torch.testing.assert_close(found, best, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize(("family", "here", "there"), CASES, ids=str)
+def test_prompts_move_between_layouts(
+    family: str, here: tuple[int, ...], there: tuple[int, ...], tmp_path: Path
+) -> None:
+    model, meeting = tmp_path / "model", tmp_path / "meeting"
+    model.mkdir(), meeting.mkdir()
+    reference, prompts = save_tiny(family, model), draw_prompts()
+    layouts = [dcp_config(*sizes[:3], block_size=sizes[3]) for sizes in (here, there)]
+    check(reference, prompts, run_jobs(model, *layouts, prompts, meeting))
+
+
+def test_shared_rows_and_ids_of_tokens_move(tmp_path: Path) -> None:
+    """DeepSeek-V4.1: layers share rows, and every rank has the ids of all tokens."""
+    model, meeting = tmp_path / "model", tmp_path / "meeting"
+    model.mkdir(), meeting.mkdir()
+    reference, prompts = save_v41(model), draw_prompts(3)
+    layouts = [dcp_config(1, 1, 1, block_size=64), dcp_config(2, 2, 1, block_size=64)]
+    check(reference, prompts, run_jobs(model, *layouts, prompts, meeting))

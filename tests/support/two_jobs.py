@@ -1,0 +1,166 @@
+"""A job that prefills and one that decodes, each of several ranks, over NIXL: all prompts move between them."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from dcpmla.comm.select import select_exchange
+from dcpmla.config import DCPConfig
+from dcpmla.integrations.engine_options import EngineOptions
+from dcpmla.integrations.loading import load_engine
+from dcpmla.integrations.open_model import open_model
+from dcpmla.parallel.mesh import init_mesh
+from dcpmla.runtime.agreement import News
+from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.request import TokenLogprobs
+from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.transfer.incoming import Incoming
+from dcpmla.transfer.layout import describe
+from dcpmla.transfer.outgoing import Outgoing
+from dcpmla.transfer.parts import RowMover
+from dcpmla.transfer.staging import allocate_staging
+from dcpmla.transfer.transport import Peer, rank_name
+from tests.support.ranks import run_ranks
+
+SLOT_BYTES = 1 << 15  # several parts for each prompt
+
+
+class Prompt(NamedTuple):
+    """A prompt, and what is asked for."""
+
+    token_ids: list[int]
+    params: SamplingParams
+
+
+class Answer(NamedTuple):
+    """What a rank of the decoding job has of a request.
+
+    Attributes:
+        num_computed: Tokens of prompts that the decoding job has computed, up to the request's end.
+    """
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    num_cached: int
+
+
+class Meeting:
+    """Files by which ranks of two jobs exchange what servers exchange over HTTP."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def put(self, name: str, content: bytes) -> None:
+        path = self._directory / name
+        path.with_suffix(".part").write_bytes(content)
+        path.with_suffix(".part").rename(path)
+
+    def get(self, name: str) -> bytes:
+        while not (self._directory / name).exists():
+            time.sleep(0.01)
+        return (self._directory / name).read_bytes()
+
+    def has(self, name: str) -> bool:
+        return (self._directory / name).exists()
+
+
+def make_engine(directory: Path, dcp: DCPConfig, options: EngineOptions, device: torch.device) -> Engine:
+    mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
+    chosen = select_exchange(dcp, mesh.dcp_group, device)
+    return load_engine(open_model(str(directory), 256), dcp, mesh, chosen, device, options)
+
+
+def link(engine: Engine, meeting: Meeting, name: str, other: str, num_others: int) -> None:
+    """Connect a rank of a job to all ranks of the other."""
+    from dcpmla.transfer.nixl import NixlTransport
+
+    rank, device = dist.get_rank(), engine.cache.tensors[0].device
+    layout = describe(engine.cache, engine.dcp)
+    transport = NixlTransport(rank_name(name, rank), allocate_staging(device, 4, SLOT_BYTES))
+    meeting.put(f"{name}{rank}", transport.metadata())
+    if rank == 0:
+        meeting.put(name, json.dumps(layout.to_json()).encode())
+    mover = RowMover(engine.cache, layout)
+    if name == "prefill":
+        engine.link(Outgoing(transport, mover, layout, rank), None)
+    else:
+        engine.link(None, Incoming(transport, mover, layout, rank))
+    agents = [meeting.get(f"{other}{peer}") for peer in range(num_others)]
+    engine.handoffs.connect(Peer(other, layout.from_json(json.loads(meeting.get(other))), agents))
+
+
+def prefill(
+    directory: Path, dcp: DCPConfig, options: EngineOptions, prompts: Sequence[Prompt], there: Path, n: int
+) -> int:
+    """On a rank: prefill all prompts for the other job; return the number of blocks that are still held."""
+    engine, meeting = make_engine(directory, dcp, options, torch.device("cpu")), Meeting(there)
+    link(engine, meeting, "prefill", "decode", n)
+    for number, (token_ids, params) in enumerate(prompts):
+        engine.add(token_ids, params, request_id=number, handoff=str(number))
+    is_done = False
+    while engine.has_requests or engine.has_transfers or not is_done:
+        if dist.get_rank() == 0 and meeting.has("done"):
+            engine.post(News(b"done"))
+        events = engine.step()
+        is_done = is_done or bool(events.news.content)
+        for request in events.finished if dist.get_rank() == 0 else ():
+            first = {"id": request.request_id, "token": request.token_ids[0], "logprobs": request.logprobs}
+            meeting.put(f"first{request.request_id}", json.dumps(first).encode())
+    engine.close()
+    return engine.allocator.num_blocks - engine.allocator.num_free
+
+
+def decode(
+    directory: Path, dcp: DCPConfig, options: EngineOptions, prompts: Sequence[Prompt], there: Path, n: int
+) -> Any:
+    """On a rank: decode all prompts; return the answers, and the number of tokens of prompts computed here."""
+    engine, meeting = make_engine(directory, dcp, options, torch.device("cpu")), Meeting(there)
+    link(engine, meeting, "decode", "prefill", n)
+    requests = [engine.add(ids, params, request_id=number) for number, (ids, params) in enumerate(prompts)]
+    awaited: set[str] = set()
+    while engine.has_requests or engine.has_transfers:
+        for name in sorted(awaited) if dist.get_rank() == 0 else ():
+            if meeting.has(name):
+                awaited.remove(name)
+                engine.post(News(meeting.get(name) + b"\n"))
+        events = engine.step()
+        for line in events.news.content.splitlines():
+            first = json.loads(line)
+            logprobs = [TokenLogprobs(*each[:2], tuple(map(tuple, each[2]))) for each in first["logprobs"]]
+            engine.take_first(requests[first["id"]], first["token"], *logprobs)
+        for request in events.wanted:
+            engine.handoffs.pull(request, "prefill", str(request.request_id))
+            awaited.add(f"first{request.request_id}")
+    if dist.get_rank() == 0:
+        meeting.put("done", b"")
+    engine.close()
+    assert engine.allocator.num_free == engine.allocator.num_blocks
+    answers = [Answer(request.token_ids, request.logprobs, request.num_cached_tokens) for request in requests]
+    return answers, engine.stats.num_prefill_tokens, engine.handoffs.received
+
+
+def run_jobs(
+    directory: Path, prefills: DCPConfig, decodes: DCPConfig, prompts: Sequence[Prompt], there: Path, **options: Any
+) -> tuple[list[int], list[Any]]:
+    """Run both jobs; return the results of `prefill` and of `decode` on all ranks."""
+    chosen = EngineOptions(dtype="float32", max_num_seqs=4, max_num_batched_tokens=48, **options)
+    # A prompt that is wanted must be prefilled, whatever its length.
+    jobs: list[tuple[Callable[..., Any], DCPConfig, DCPConfig]] = [
+        (prefill, prefills, decodes),
+        (decode, decodes, prefills),
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        futures = []
+        for function, own, other in jobs:
+            sizes = own.tensor_parallel_size, other.tensor_parallel_size
+            arguments = directory, own, replace(chosen), prompts, there, sizes[1]
+            futures.append(pool.submit(run_ranks, sizes[0], function, *arguments, timeout=300))
+        results = [future.result() for future in futures]
+    return results[0], results[1]
