@@ -119,3 +119,18 @@ def test_the_walk_through_the_code_names_what_is_there() -> None:
         assert file is not None, f"{path} is not there"
         for name in filter(None, re.split(r"[., ]+", names)):
             assert re.search(rf"^ *(def|class) {name}\b|^{name}\b.* = ", file.read_text(), re.MULTILINE), (path, name)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_example_of_two_jobs(num_ranks: int) -> None:
+    """All rows of the prompts come from the job that prefills them."""
+    needle = ROOT / "examples" / "needle" / "model"
+    outputs = [
+        run.stdout for run in run_forked(unattended([ROOT / "examples" / "disaggregated.py", needle], num_ranks))
+    ]
+    printed = outputs.pop(num_ranks // 2).splitlines()
+    assert [line.split(",")[0] for line in printed] == ["0: '123 123 123 123'", "1: '456 149 456 149'"]
+    num_bytes = {int(re.findall(r"([\d,]+) bytes", line)[0].replace(",", "")) for line in printed}
+    num_tokens = 2 * -(-243 // (num_ranks // 2))  # of both prompts, on the first rank
+    assert num_bytes == {num_tokens * 2 * 96 * 2}  # layers, values of a row, bytes of a value
+    assert not any(outputs)

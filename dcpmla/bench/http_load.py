@@ -4,8 +4,9 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
 import h11
@@ -24,6 +25,7 @@ class Answer:
 
     Attributes:
         first_token_time: Time of the first token, or None.
+        token_times: Times of tokens whose ids the server shows (`return_token_ids`).
         num_tokens: New tokens, as the server counts them.
         error: Reason why it is lost; "" for a whole answer.
     """
@@ -33,6 +35,7 @@ class Answer:
     finish_time: float = 0.0
     num_tokens: int = 0
     error: str = ""
+    token_times: list[float] = field(default_factory=list)
 
     def metrics(self) -> dict[str, float | None]:
         """Return the latencies of a whole answer."""
@@ -44,9 +47,13 @@ class Answer:
         }
 
 
-def drive(url: str, load: Load, api_key: str | None) -> list[Answer]:
-    """Send each request of a load at its time, greedy and of exact length, and read its stream to the end."""
-    return asyncio.run(_drive(url, load, api_key))
+def drive(url: str, load: Load, api_key: str | None, fields: Mapping[str, Any] | None = None) -> list[Answer]:
+    """Send each request of a load at its time, greedy and of exact length, and read its stream to the end.
+
+    Args:
+        fields: Further fields of the requests' bodies.
+    """
+    return asyncio.run(_drive(url, load, api_key, fields or {}))
 
 
 def summary_row(load: Load, answers: Sequence[Answer]) -> Row:
@@ -69,21 +76,27 @@ def describe_lost(answers: Sequence[Answer]) -> str:
     return f"{reasons.total()} of {len(answers)} are lost: {common}" if reasons else ""
 
 
-async def _drive(url: str, load: Load, api_key: str | None) -> list[Answer]:
+async def _drive(url: str, load: Load, api_key: str | None, fields: Mapping[str, Any]) -> list[Answer]:
     started = time.perf_counter()
     numbered = zip(load.arrival_times, load.prompts, load.output_lens, strict=True)
-    tasks = [asyncio.create_task(_ask(url, api_key, started, *request)) for request in numbered]
+    tasks = [asyncio.create_task(_ask(url, api_key, fields, started, *request)) for request in numbered]
     return list(await asyncio.gather(*tasks))
 
 
 async def _ask(
-    url: str, api_key: str | None, started: float, arrival_time: float, prompt: list[int], num_tokens: int
+    url: str,
+    api_key: str | None,
+    fields: Mapping[str, Any],
+    started: float,
+    arrival_time: float,
+    prompt: list[int],
+    num_tokens: int,
 ) -> Answer:
     """Wait for a request's time, send it and return its answer."""
     await asyncio.sleep(arrival_time - (time.perf_counter() - started))
     answer = Answer(arrival_time)
     body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-    content = json.dumps({**body, "stream_options": {"include_usage": True}}).encode()
+    content = json.dumps({**body, "stream_options": {"include_usage": True}, **fields}).encode()
     try:
         async for line in _lines(url, api_key, content):
             if line.startswith(b"data: {"):
@@ -102,6 +115,8 @@ def _take(answer: Answer, event: Row, now: float) -> None:
         answer.error = str(error.get("message", error) if isinstance(error, dict) else error)
     if event.get("choices") and answer.first_token_time is None:
         answer.first_token_time = now
+    for choice in event.get("choices") or ():
+        answer.token_times += [now] * len(choice.get("token_ids") or ())
     if event.get("usage"):
         answer.num_tokens = event["usage"]["completion_tokens"]
 

@@ -14,6 +14,7 @@ from dcpmla.cli.options import format_list, positive, positive_list
 from dcpmla.cli.output import write_json
 from dcpmla.cli.plan_prompts import PromptPlan
 from dcpmla.cli.plan_report import measured_report, plot, report
+from dcpmla.cli.plan_split import SplitPlan
 from dcpmla.cli.plan_tiers import TierPlan, check_sizes
 from dcpmla.config import INDEX_CACHE_DTYPES, DCPConfig
 from dcpmla.fields import check_fields, divisors, option_label, whole
@@ -24,6 +25,7 @@ from dcpmla.planning.capacity import FORMATS
 from dcpmla.planning.machine import H200X8, PRESETS, Machine, change_machine, read_json
 from dcpmla.planning.measured import calibrate, predict_row, read_rows
 from dcpmla.planning.recommend import make_plan, recommend
+from dcpmla.planning.servers import Traffic
 from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
 
@@ -69,6 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-offloading-size", type=float, metavar="GIB", help=host)
     disks = "disks for cached blocks, likewise; goes with --kv-offloading-size"
     add("--kv-offloading-disk-size", type=float, metavar="GIB", help=disks)
+    rate = "requests that arrive in a second: GPUs are divided into prefill and decode servers of the sizes in -tp"
+    add("--request-rate", type=float, metavar="R", help=rate)
+    add("--output-len", type=positive, default=512, metavar="N", help="new tokens of such a request, after --input-len")
     add("--measured", type=Path, metavar="BENCH.json", help="print the rows of this file with their predictions")
     add("--json", type=Path, metavar="OUT.json", help="write the plan")
     add("--plot", type=Path, metavar="OUT.png", help="draw step times and capacities; needs the extra plot")
@@ -93,6 +98,11 @@ def run(args: argparse.Namespace) -> None:
     if args.kv_offloading_size is not None:
         sizes = args.kv_offloading_size, args.kv_offloading_disk_size
         tiers = TierPlan(machine, model, best, prompts, args.context, *sizes)
+    split = None
+    if args.request_rate is not None:
+        traffic = Traffic(request_rate=args.request_rate, input_len=args.input_len, output_len=args.output_len)
+        num_gpus = args.num_gpus or max(args.tensor_parallel_size)
+        split = SplitPlan(machine, model, settings, traffic, num_gpus, args.max_num_batched_tokens)
     if args.json:
         content = {
             "model": str(args.model),
@@ -103,6 +113,7 @@ def run(args: argparse.Namespace) -> None:
             "measured": [{**row, "predicted_us": round(time, 2)} for row, time in predicted if time is not None],
             "prompts": prompts.as_json(args.input_len),
             "tiers": tiers and tiers.as_json(),
+            "split": split and split.as_json(),
         }
         write_json(args.json, content)
     if args.plot:
@@ -112,6 +123,8 @@ def run(args: argparse.Namespace) -> None:
     print("\n".join(["", *prompts.report(str(best), args.input_len)]))
     if tiers is not None:
         print("\n".join(["", *tiers.report()]))
+    if split is not None:
+        print("\n".join(["", *split.report()]))
     if args.measured:
         print("\n".join(measured_report(args.measured, predicted)))
 

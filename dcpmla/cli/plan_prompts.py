@@ -6,8 +6,9 @@ from typing import Any
 from dcpmla.cli.output import align
 from dcpmla.planning.machine import Machine
 from dcpmla.planning.mixed import MixedSteps
+from dcpmla.planning.predict import predict_step
 from dcpmla.planning.prefill import PrefillCosts
-from dcpmla.planning.recommend import Plan
+from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
 from dcpmla.runtime.costs import piece_tokens
 from dcpmla.runtime.mixed_graph import find_size, token_sizes
@@ -56,12 +57,12 @@ class FirstToken:
 
 
 class PromptPlan:
-    """Steps with pieces of prompts under one plan, alone and with the plan's share of decodes.
+    """Steps with pieces of prompts under one setting, alone and with a replica's share of decodes.
 
     Args:
         machine: Speeds of the GPUs.
         model: Sizes of the model.
-        plan: Setting, and its decode step.
+        setting: Cut and cache of the model, and its replicas.
         batch: Number of requests that decode on the whole job.
         context: Number of tokens of each.
         max_num_batched_tokens: Limit of a step's tokens.
@@ -72,15 +73,22 @@ class PromptPlan:
     """
 
     def __init__(
-        self, machine: Machine, model: ModelSize, plan: Plan, batch: int, context: int, max_num_batched_tokens: int
+        self,
+        machine: Machine,
+        model: ModelSize,
+        setting: Setting,
+        batch: int,
+        context: int,
+        max_num_batched_tokens: int,
     ) -> None:
         self._limit, self._context = max_num_batched_tokens, context
-        share = -(-batch // plan.num_replicas)
-        self.loads = (0, share) if share * plan.query_len < max_num_batched_tokens else (0,)
-        self._query_len, self._decode_us = plan.query_len, plan.step_us["total"]
-        self.costs = PrefillCosts(machine, model, plan, max_num_batched_tokens)
+        share = -(-batch // setting.num_replicas)
+        self.loads = (0, share) if share * setting.query_len < max_num_batched_tokens else (0,)
+        self._query_len = setting.query_len
+        self._decode_us = predict_step(machine, model, setting, share, context)["total"]
+        self.costs = PrefillCosts(machine, model, setting, max_num_batched_tokens)
         self._steps = {
-            load: MixedSteps(machine, model, plan, self.costs, load, context if load else 0) for load in self.loads
+            load: MixedSteps(machine, model, setting, self.costs, load, context if load else 0) for load in self.loads
         }
         self._graphs = token_sizes(max_num_batched_tokens, self.costs.tokens_per_request)
 

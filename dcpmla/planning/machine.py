@@ -76,8 +76,8 @@ class Machine(_Checked):
             included.
         attention_read_share: Share of hbm_gb_per_s at which such a kernel reads the cache.
         direct: Exchange of that name; None where it does not run or was not measured, and `a2a` is assumed.
-        nvlink_gb_per_s: Published rate of one GPU's links, each way; its collectives stay below. Predictions do not
-            use it.
+        nvlink_gb_per_s: Published rate of one GPU's links, each way; its collectives stay below. Only transfers of
+            prompts between servers use it.
         network_gb_per_s: Rate from one GPU to other nodes, each way.
         network_us: Time added by each step of a collective that crosses nodes.
         host_gb_per_s: Rate of copies between pinned host memory and one GPU, one way.

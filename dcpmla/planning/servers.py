@@ -1,0 +1,66 @@
+"""The load of several servers, and the predictions of one server under it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple, Protocol
+
+from dcpmla.fields import check_fields, number, option_label, rules_of, whole
+from dcpmla.planning.setting import Setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Requests that arrive as a Poisson process, all of the same lengths.
+
+    Attributes:
+        request_rate: Number of requests a second.
+        input_len: Number of tokens of a prompt.
+        output_len: Number of new tokens of a request.
+    """
+
+    request_rate: Annotated[float, number(0, 1e6, above=True)]
+    input_len: Annotated[int, whole(1, 1 << 24)]
+    output_len: Annotated[int, whole(2, 1 << 24)]
+
+    def __post_init__(self) -> None:
+        check_fields(rules_of(Traffic), vars(self), option_label)
+
+
+class Piece(NamedTuple):
+    """A step of a prompt: the number of the prompt's tokens in it, and its microseconds."""
+
+    num_tokens: int
+    time_us: float
+
+
+class Server(Protocol):
+    """Predicted sizes and times of one server for requests of one length; `dcpmla.cli.plan_split.PlannedServer` is one.
+
+    Attributes:
+        setting: Layout of its model and cache, over one TP group.
+        num_prompts: Number of prompts that its cache holds at once.
+        num_requests: Number of whole requests that it holds at once, and that leave room for prompts in its steps.
+        bytes_per_token, bytes_per_state: Size of a token's rows in all layers, one copy, and of a request's state on
+            each rank.
+    """
+
+    @property
+    def setting(self) -> Setting: ...
+
+    @property
+    def num_prompts(self) -> int: ...
+
+    @property
+    def num_requests(self) -> int: ...
+
+    @property
+    def bytes_per_token(self) -> int: ...
+
+    @property
+    def bytes_per_state(self) -> int: ...
+
+    def pieces(self, num_decodes: int) -> Sequence[Piece]:
+        """Return the steps of a prompt while so many requests decode."""
+
+    def decode_us(self, num_decodes: int) -> float:
+        """Return the microseconds of a step in which so many requests decode, without a prompt."""
