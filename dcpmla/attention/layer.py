@@ -166,15 +166,15 @@ class MLAAttention(AttentionWeights):
         output: OutputRows,
         step: StepMetadata,
     ) -> None:
-        """Write the step's rows of `output`, then zeros into the rows of padding. Collective.
-
-        If a graph has written the rows of decodes (step.decode is None), they are left as they are.
+        """Write the rows of `output`, decodes only if no graph has (step.decode), and zeros into padding. Collective.
 
         Args:
             mha: Queries, keys and values of all tokens, if a graph has projected them.
         """
-        if cache.events is not None:
-            cache.events.begin()
+        while cache.loads:
+            cache.loads.pop().wait()
+        while cache.starts:
+            cache.starts.pop().record()
         output.restart(step.num_decode_tokens if step.decode is None else 0)
         decodes, prefills = slice(0, step.num_decode_tokens), slice(step.num_decode_tokens, step.num_tokens)
         hidden_states, q_c = hidden_states[: step.num_tokens], q_c[: step.num_tokens]

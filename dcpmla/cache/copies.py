@@ -5,8 +5,6 @@ from itertools import pairwise
 
 import torch
 
-from dcpmla.cache.events import LayerEvents
-
 # Iterator that queues a part of a copy at each step, and yields the last layer that is complete with it: -1 where the
 # part belongs to all layers, None where its layer is not complete.
 Parts = Iterator[int | None]
@@ -81,12 +79,12 @@ class Copy:
         self._parts = iter(())
         self.wait()
 
-    def wait_by_layer(self, layers: Sequence[LayerEvents]) -> None:
+    def wait_by_layer(self, loads: Sequence[list[torch.cuda.Event]]) -> None:
         """Queue all parts. Each layer of the next step waits for its part; the current stream waits for the parts that
         all layers read.
 
         Args:
-            layers: Events of all layers (`Cache.events`).
+            loads: Lists of the layers (`Cache.loads`).
         """
         self.queue()
         for layer, event in self._layers:
@@ -95,7 +93,7 @@ class Copy:
         ends = [-1, *(layer for layer, _ in self._layers if layer >= 0)]
         events = [event for layer, event in self._layers if layer >= 0]
         for (start, end), event in zip(pairwise(ends), events, strict=True):
-            for of_layer in layers[start + 1 : end + 1]:
-                of_layer.loads.append(event)
-        for of_layer in layers[ends[-1] + 1 :] if events else ():  # they read earlier layers' memory
-            of_layer.loads.append(events[-1])
+            for events_of_layer in loads[start + 1 : end + 1]:
+                events_of_layer.append(event)
+        for events_of_layer in loads[ends[-1] + 1 :] if events else ():  # they read earlier layers' memory
+            events_of_layer.append(events[-1])

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dcpmla.cache.events import LayerEvents
 from dcpmla.cache.formats import format_name, row_width, storage_dtype
 from dcpmla.cache.index_keys import index_format_name, index_row_width, index_rows, index_storage_dtype
 from dcpmla.cache.plan import Cache, CachePlan
@@ -99,13 +98,15 @@ class LayerCache(NamedTuple):
             the same block ids; None in layers without an indexer.
         index_sums: Sums of index keys in progress [num_states, num_copies, 1, 3, D] float32
             (`attention/pooled/compressor.py`); None without pools.
-        events: Events of the layer's steps, and of copies of its memory.
+        loads: Ends of copies into the layer's memory that its next step waits for.
+        starts: Events to record where its attention begins: by then the layers before it have written their memory.
     """
 
     latents: Tensor
     index_keys: Tensor | None = None
     index_sums: Tensor | None = None
-    events: LayerEvents | None = None
+    loads: list[torch.cuda.Event] | None = None
+    starts: list[torch.cuda.Event] | None = None
 
 
 class LatentCache(Cache):
@@ -135,9 +136,9 @@ class LatentCache(Cache):
         keys = plan.num_blocks, plan.block_size // plan.pool_size, plan.index_row_width
         self.index_layers = [torch.empty(keys, **index) for _ in plan.index_layers]
         index_keys = dict(zip(plan.index_layers, self.index_layers, strict=True))
-        self.events = [LayerEvents() for _ in plan.source_of_layers]
+        self.loads, self.starts = ([list[torch.cuda.Event]() for _ in plan.source_of_layers] for _ in range(2))
         self.per_layer = [
-            LayerCache(latents[source], index_keys.get(layer), events=self.events[layer])
+            LayerCache(latents[source], index_keys.get(layer), loads=self.loads[layer], starts=self.starts[layer])
             for layer, source in enumerate(plan.source_of_layers)
         ]
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpmla.cache.events import LayerEvents
 from dcpmla.cache.items import Items
 from dcpmla.cache.rows import StateRows, TokenRows
 
@@ -108,13 +107,15 @@ class Cache(ABC):
     Attributes:
         sizes: Plan of the cache.
         per_layer: Memory of each layer.
-        events: Events of each layer's steps, and of copies of its memory.
+        loads: For each layer, ends of copies into its memory that its next step waits for.
+        starts: For each layer, events to record where its attention begins.
         token_ids: Ids of tokens, int32 [num_blocks, block_tokens], the same on all ranks; None if not kept.
     """
 
     sizes: CachePlan
     per_layer: Sequence[Any]
-    events: Sequence[LayerEvents]
+    loads: Sequence[list[torch.cuda.Event]]
+    starts: Sequence[list[torch.cuda.Event]]
     token_ids: Tensor | None = None
 
     def __getitem__(self, layer: int) -> Any:

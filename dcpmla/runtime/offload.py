@@ -72,7 +72,7 @@ class Offload:
         """Store full blocks of earlier steps, and let the step wait for the loads of its requests.
 
         Args:
-            waits_by_layer: Whether the step's layers wait for their parts (`Cache.events`).
+            waits_by_layer: Whether the step's layers wait for their parts (`Cache.loads`).
         """
         if self.tier.num_pending >= _STORED_TOGETHER:
             self._store()
@@ -83,15 +83,15 @@ class Offload:
             assert isinstance(loading, Loading)
             assert isinstance(loading.copy, Copy)
             if waits_by_layer and not loading.has_ended:
-                loading.copy.wait_by_layer(self._cache.events)
+                loading.copy.wait_by_layer(self._cache.loads)
             else:
                 loading.copy.wait()
 
     def finish(self) -> None:
         """Let later work wait for parts of loads that no layer of the launched step has waited for."""
-        for layer in self._cache.events:
-            while layer.loads:
-                layer.loads.pop().wait()
+        for loads in self._cache.loads:
+            while loads:
+                loads.pop().wait()
 
     def store_state(self, state: StateCopy) -> None:
         """Store a request's state, unless it is known."""

@@ -21,7 +21,7 @@ class Computed(NamedTuple):
         blocks: Blocks that hold positions [0, num_tokens).
         state: State after `num_tokens`; None without states, or if more is to come.
         is_final: Whether no more is to come.
-        mark: Point in the engine's work after which it is there.
+        mark: Point in the engine's work that ends its computation.
     """
 
     blocks: Sequence[int]
@@ -54,7 +54,7 @@ class Handoff(Outcome):
     def retract(self) -> None:
         """Stop sending: later work on the current stream may overwrite the blocks.
 
-        What was not sent is sent after a later `computed`.
+        A later `computed` sends the rest.
         """
         self._computed = None
         self.moves.stop()

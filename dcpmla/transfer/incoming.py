@@ -46,7 +46,7 @@ class Incoming(Side):
     ) -> None:
         self._silence = silence
         self._peers: dict[str, dict[int, Route | None]] = {}  # routes from the ranks that this one talks with
-        self._awaited: dict[tuple[str, str], _Awaited] = {}  # by engine and handoff
+        self._awaited: dict[tuple[str, str], _Awaited] = {}  # Keys: engine and handoff.
         self._closing: list[Closing] = []  # arrivals that end with their scatters
         self._touched: dict[tuple[str, str], float] = {}  # times, for the engine's thread
         self._looked_at = time.monotonic()
@@ -63,7 +63,7 @@ class Incoming(Side):
             engine: Name of the server; if it is not connected, the arrival fails.
             handoff: Name of the handoff. It is opened once.
             start: First position to read; those before it are in the blocks.
-            num_tokens: Tokens of the prompt, all of which arrive.
+            num_tokens: Number of tokens of the prompt.
             blocks: The request's blocks, from position 0 on. What later work on the current stream writes to those
                 that arrive is lost until the arrival is done or cancelled.
             state: Number of the state to fill; None for caches without states.
@@ -175,7 +175,7 @@ class Incoming(Side):
         return True
 
     def _look(self) -> None:
-        """Show signs of life, and look for those of prefill ranks."""
+        """Send signs of life, and fail arrivals from ranks that send none."""
         now = time.monotonic()
         if now - self._looked_at < self._silence / 6:
             return

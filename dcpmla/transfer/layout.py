@@ -1,4 +1,4 @@
-"""Which rows of a cache move between the ranks of two jobs: the index arithmetic of two layouts (`Route`).
+"""The rows of a cache that move between the ranks of two jobs: the index arithmetic of two layouts (`Route`).
 
 Nothing here depends on a device or on other processes: both jobs compute the same lists of parts.
 """

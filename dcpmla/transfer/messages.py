@@ -3,8 +3,8 @@
 import json
 from typing import NamedTuple, get_type_hints
 
-_MAX_BYTES = 4096  # of a message; longer ones are no messages of this protocol
-_MAX_REASON = 1000  # characters
+_MAX_BYTES = 4096  # Longer messages are not of this protocol.
+_MAX_REASON = 500  # characters, of up to six bytes each
 
 
 class Open(NamedTuple):
@@ -44,7 +44,7 @@ class Ready(NamedTuple):
     """Offer of a prefill rank: a slot holds a part.
 
     Attributes:
-        start, end: Range of positions that the part belongs to; an empty range stands for the state.
+        start, end: Range of positions that the part belongs to; an empty range means the state.
         part: Index of the part in the range's list.
         max_bytes: Limit of parts from which the list follows.
         slot, number: Slot, and the number in its tag.
@@ -86,8 +86,9 @@ _KINDS: dict[str, type[Message]] = {
 
 def encode(message: Message) -> bytes:
     """Return a message as JSON: its kind, then its fields."""
-    fields = [field[:_MAX_REASON] if isinstance(field, str) else field for field in message]
-    return json.dumps([type(message).__name__.lower(), *fields]).encode()
+    if isinstance(message, Closed):
+        message = message._replace(reason=message.reason[:_MAX_REASON])
+    return json.dumps([type(message).__name__.lower(), *message]).encode()
 
 
 def decode(content: bytes) -> Message:

@@ -10,7 +10,7 @@ class Mark:
     """A point in the work of a stream; on the CPU all work before it has ended.
 
     Args:
-        stream: Stream, in the state after which the point lies; None on the CPU.
+        stream: Stream whose work so far is before the mark; None on the CPU.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
@@ -97,13 +97,13 @@ class Moves:
         return self._last
 
     def stop(self) -> None:
-        """Stop all moves planned so far, and let the current stream wait for those that run.
+        """Stop all moves planned so far, and let the current stream wait for running ones.
 
         The engine's thread calls it.
         """
         with self._lock:
             self.generation += 1
-            while self._is_moving:  # for the time of a launch
+            while self._is_moving:  # A launch is short.
                 self._lock.wait()
         self.wait()
 

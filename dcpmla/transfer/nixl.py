@@ -122,8 +122,8 @@ class NixlTransport:
             remote = _Remote(**fields)
             if [type(field) for field in remote] != [int, int, int, str, int] or remote.kind not in ("DRAM", "VRAM"):
                 raise ValueError("its fields have other types")
-            if (found := self._agent.add_remote_agent(agent)) not in (name, name.encode()):
-                self._agent.remove_remote_agent(found)
+            if (known := self._agent.add_remote_agent(agent)) not in (name, name.encode()):
+                self._agent.remove_remote_agent(known)
                 raise ValueError("its agent has another name")
         except Exception as error:
             raise ValueError(f"the metadata of {name} is wrong: {type(error).__name__}: {error}") from error

@@ -40,7 +40,7 @@ class Outgoing(Side):
         self._lease = lease
         self._peers: dict[str, dict[int, Route | None]] = {}  # routes to the ranks that this one talks with
         self._served: dict[str, Served] = {}
-        self._waiting: dict[tuple[str, str, int], _Waiting] = {}  # by handoff, engine, rank
+        self._waiting: dict[tuple[str, str, int], _Waiting] = {}  # Keys: handoff, engine, rank.
         self._ended: OrderedDict[str, str] = OrderedDict()  # reasons, by handoff
         self._closing: list[Closing] = []  # handoffs that end with their gathers
         self._looked_at, self._first = time.monotonic(), 0

@@ -6,15 +6,26 @@ from dcpmla.transfer.layout import CacheLayout, source_ranks
 def sources_of(source: CacheLayout, target: CacheLayout, target_rank: int) -> dict[int, bool]:
     """Return the prefill ranks that a decode rank talks with, and whether each has rows for it.
 
-    Prefill ranks whose rows other replicas send have one decode rank each, which lets them know of the handoff's end.
+    Prefill ranks whose rows other replicas send have one decode rank each, which tells them of the handoff's end.
     """
-    needed = [set(source_ranks(source, target, rank)) for rank in range(target.tp_size)]
-    idle = set(range(source.tp_size)).difference(*needed)
-    mine = {rank for rank in idle if rank % target.tp_size == target_rank}
-    return {rank: rank in needed[target_rank] for rank in sorted(needed[target_rank] | mine)}
+    return {
+        source_rank: has_rows
+        for (source_rank, rank), has_rows in _find_pairs(source, target).items()
+        if rank == target_rank
+    }
 
 
 def targets_of(source: CacheLayout, target: CacheLayout, source_rank: int) -> dict[int, bool]:
     """Return the decode ranks that a prefill rank talks with, and whether it has rows for each."""
-    pairs = {rank: sources_of(source, target, rank) for rank in range(target.tp_size)}
-    return {rank: sources[source_rank] for rank, sources in pairs.items() if source_rank in sources}
+    return {
+        target_rank: has_rows
+        for (rank, target_rank), has_rows in _find_pairs(source, target).items()
+        if rank == source_rank
+    }
+
+
+def _find_pairs(source: CacheLayout, target: CacheLayout) -> dict[tuple[int, int], bool]:
+    """Return the pairs of a prefill rank and a decode rank, and whether rows move between them."""
+    pairs = {(rank, there): True for there in range(target.tp_size) for rank in source_ranks(source, target, there)}
+    idle = set(range(source.tp_size)).difference(rank for rank, _ in pairs)
+    return pairs | {(rank, rank % target.tp_size): False for rank in sorted(idle)}

@@ -86,6 +86,8 @@ class PointToPointTransport:
         self._remotes: dict[str, _Remote] = {}
         self._sends: list[_Work] = []
         self._tags, self._num_received = count(), 0
+        # On the default stream they would wait for the engine's work.
+        self._stream = torch.cuda.Stream(memory.device) if memory.device.type == "cuda" else None
 
     def metadata(self) -> bytes:
         return json.dumps({"name": self._name, **self._own._asdict()}).encode()
@@ -93,12 +95,12 @@ class PointToPointTransport:
     def connect(self, name: str, metadata: bytes) -> None:
         try:
             fields = json.loads(metadata)
-            found = fields.pop("name")
+            owner = fields.pop("name")
             remote = _Remote(**fields)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"the metadata of {name} is wrong: {type(error).__name__}: {error}") from error
-        if found != name or not 0 <= remote.rank < dist.get_world_size():
-            raise ValueError(f"the metadata of {name} is wrong: it is of {found}, rank {remote.rank} of the world")
+        if owner != name or not 0 <= remote.rank < dist.get_world_size():
+            raise ValueError(f"the metadata of {name} is wrong: it is of {owner}, rank {remote.rank} of the world")
         self._remotes[name] = remote
 
     def disconnect(self, name: str) -> None:
@@ -131,7 +133,8 @@ class PointToPointTransport:
         tag = next(self._tags)
         # Requests and receives have the same order, as NCCL needs.
         self._post(name, _REQUEST + json.dumps([self._rank, there, num_bytes, tag]).encode())
-        work = dist.irecv(self.memory[here, :num_bytes], remote.rank, self._group, tag)
+        with torch.cuda.stream(self._stream):
+            work = dist.irecv(self.memory[here, :num_bytes], remote.rank, self._group, tag)
         assert work is not None
         return PointToPointRead(_Work(work, self.memory.device), self, name, message)
 
@@ -140,7 +143,8 @@ class PointToPointTransport:
 
     def _answer(self, rank: int, slot: int, num_bytes: int, tag: int) -> None:
         """Send a slot's content to a rank that reads it."""
-        work = dist.isend(self.memory[slot, :num_bytes], rank, self._group, tag)
+        with torch.cuda.stream(self._stream):
+            work = dist.isend(self.memory[slot, :num_bytes], rank, self._group, tag)
         assert work is not None
         self._sends.append(_Work(work, self.memory.device))
 

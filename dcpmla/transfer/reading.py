@@ -78,7 +78,7 @@ class Reader:
         return True
 
     def advance(self) -> list[tuple[Arrival, str]]:
-        """Go on with all parts; return the arrivals of those that have ended, with the fault of each, or ""."""
+        """Advance all parts. For each part that has ended, return its arrival and its fault, or ""."""
         ended = []
         for reading in list(self._readings):
             try:
@@ -92,7 +92,7 @@ class Reader:
         return ended
 
     def _advance(self, reading: _Reading) -> str | None:
-        """Go on with a part; return None until it has ended, then its fault, or ""."""
+        """Advance a part; return None until it has ended, then its fault, or ""."""
         arrival, name, part, ready = reading.offered
         if reading.mark is None:
             if not reading.read.is_done:

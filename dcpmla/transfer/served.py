@@ -68,7 +68,7 @@ class Filler:
         """Start to fill a slot with the next part for a rank; return whether there was a part that could be sent now.
 
         Raises:
-            ValueError: The number of tokens is not the one that the rank asked for; a row is larger than a slot.
+            ValueError: The rank asked for another number of tokens; a row is larger than a slot.
         """
         generation, computed = handoff.snapshot()
         if computed is None or len(target.offers) == MOST_SLOTS:

@@ -1,4 +1,4 @@
-"""What both ends of transfers share: the thread, calls for it, the peers and their messages (`Side`)."""
+"""The common part of both ends of transfers: the thread, its calls, peers and messages (`Side`)."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -65,7 +65,7 @@ class Side(ABC):
             raise ValueError(
                 f"agents of engine {peer.engine} are {len(peer.agents)}; it has {peer.layout.tp_size} ranks"
             )
-        self._call(lambda: self._connect(peer))
+        self._call(lambda: self._try_to_connect(peer))
 
     def disconnect(self, engine: str) -> None:
         """Forget another job, which has ended or is lost: transfers with it fail."""
@@ -115,6 +115,12 @@ class Side(ABC):
     def _call(self, function: Callable[[], None]) -> None:
         self._calls.append(function)
         self._worker.wake()
+
+    def _try_to_connect(self, peer: Peer) -> None:
+        try:
+            self._connect(peer)
+        except Exception as error:  # other transfers go on
+            self._log(f"{peer.engine} is not connected", error)
 
     def _connect_ranks(self, peer: Peer) -> None:
         for rank, metadata in enumerate(peer.agents):

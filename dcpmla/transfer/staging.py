@@ -1,4 +1,4 @@
-"""Staging memory: slots whose content is tagged at both ends, so that a reused slot is noticed (`Staging`)."""
+"""Staging memory: slots with tags at both ends, which reveal a reused slot (`Staging`)."""
 
 from collections import Counter
 from hashlib import sha256
@@ -9,10 +9,10 @@ from torch import Tensor
 
 from dcpmla.upload import upload
 
-NUM_SLOTS, SLOT_BYTES = 8, 1 << 24  # of a rank by default: two parts under way for each of four requests
-MOST_SLOTS = 2  # of a handoff and a rank: one is read while the other is filled
+NUM_SLOTS, SLOT_BYTES = 8, 1 << 24  # The default of a rank has two parts for each of four requests.
+MOST_SLOTS = 2  # A decode rank reads one part of a handoff while the next one is gathered.
 _TAG_BYTES = 16
-TAGS_BYTES = 2 * _TAG_BYTES  # of a slot that are no content
+TAGS_BYTES = 2 * _TAG_BYTES  # Each slot has a tag at both ends.
 
 
 def allocate_staging(device: torch.device, num_slots: int = NUM_SLOTS, slot_bytes: int = SLOT_BYTES) -> Tensor:
@@ -36,7 +36,7 @@ def make_tag(handoff: str, number: int) -> bytes:
 class Staging:
     """The slots of a transport's memory. One thread uses it.
 
-    One engine never holds more slots than are free, so those of an engine that is stopped leave room for others.
+    One engine never holds more slots than are free, so a stopped engine leaves room for others.
 
     Args:
         memory: Memory [num_slots, slot_bytes] uint8.
@@ -83,7 +83,7 @@ class Staging:
             part.copy_(tag_there)
 
     def read_tags(self, slot: int, num_bytes: int) -> Tensor:
-        """Return the tags of a slot [32] uint8 on the host; they are there after the current stream's work so far."""
+        """Return the tags of a slot [32] uint8 on the host; they are valid after the current work of the stream."""
         device = self._memory.device
         tags = torch.empty(TAGS_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
         for target, part in zip(tags.split(_TAG_BYTES), self._tags(slot, num_bytes), strict=True):

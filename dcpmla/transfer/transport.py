@@ -1,4 +1,4 @@
-"""What moves bytes between the ranks of two jobs (`Transport`), and another job as its ranks see it (`Peer`)."""
+"""The interface of transports between ranks of two jobs (`Transport`), and the description of a job (`Peer`)."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -56,7 +56,7 @@ class Transport(Protocol):
         """
 
     def receive(self) -> list[tuple[str, bytes]]:
-        """Return the messages that have arrived, with their senders, who need not be connected."""
+        """Return new messages with the names of their senders. A sender may be unknown."""
 
     def read(self, name: str, there: int, here: int, num_bytes: int, message: bytes) -> Read:
         """Start to read the first bytes of a rank's slot `there` into slot `here` of this one.

@@ -7,7 +7,7 @@ from threading import Event, Thread
 
 import torch
 
-_BUSY, _IDLE = 2e-4, 4e-3  # seconds between two polls, with open transfers and without
+_BUSY, _IDLE = 2e-4, 2e-3  # seconds between two polls, with open transfers and without
 _PAUSE = 0.1  # seconds after an error
 _logger = logging.getLogger(__name__)
 
@@ -42,9 +42,11 @@ class Worker:
         self._wake.set()
         self._thread.join()
 
+    @torch.inference_mode()  # a program may have made the caches in this mode
     def _run(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+            torch.cuda.current_stream().query()  # makes the device's context current, which transports need
         logged: set[str] = set()
         is_last = False
         while not is_last:

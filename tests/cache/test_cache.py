@@ -14,7 +14,6 @@ from dcpmla import DCPConfig, LatentCache, MLAConfig
 from dcpmla.attention.kind import DenseKind
 from dcpmla.attention.prefill import read_cache_rows
 from dcpmla.cache.blocks import BlockAllocator
-from dcpmla.cache.events import LayerEvents
 from dcpmla.cache.formats import write_latents
 from dcpmla.cache.latent import LayerCache, num_blocks
 from dcpmla.integrations.families.table import attention_kind
@@ -142,7 +141,7 @@ def test_plan_is_what_is_allocated(
     plan = LatentCache.plan(replace(config, kv_lora_rank=128), dcp, 3, seq_lens, dtype)
     cache = LatentCache(plan, torch.device("cpu"))
     layers = [layer.latents for layer in cache]
-    assert list(cache) == [LayerCache(latents, events=LayerEvents()) for latents in layers]
+    assert list(cache) == [LayerCache(latents, loads=[], starts=[]) for latents in layers]
     assert sum(layer.nbytes for layer in layers) == plan.bytes_per_rank
     assert size * plan.bytes_per_rank == plan.bytes_total
     assert len({layer.data_ptr() for layer in layers}) == 3

@@ -193,9 +193,10 @@ def test_blocks_and_states_return_from_pinned_memory(family: str) -> None:
     randomize(cache)
     order = Random(1).sample(range(40), 40)
     copy = memory.load(order, slots, (1, 3) if state else None)
-    copy.wait_by_layer(cache.events)
-    for layer in cache.events:
-        layer.begin()
+    copy.wait_by_layer(cache.loads)
+    for loads in cache.loads:
+        while loads:
+            loads.pop().wait()
     for source, block in enumerate(order):
         assert digests(cache, block, "block") == blocks[source], block
     assert digests(cache, 3, "state") == state

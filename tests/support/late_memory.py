@@ -29,7 +29,7 @@ class LateCopy(Copy):
     def cancel(self) -> None:
         self._has_run = True
 
-    def wait_by_layer(self, layers: Sequence[Any]) -> None:
+    def wait_by_layer(self, loads: Sequence[Any]) -> None:
         self.wait()
 
 

@@ -52,10 +52,10 @@ class Content:
 class PlainCache:
     """The cache of one rank: tensors [num_blocks, rows of a block, row bytes], states [num_states, bytes]."""
 
-    def __init__(self, layout: CacheLayout, rank: int, num_blocks: int, num_states: int) -> None:
+    def __init__(self, layout: CacheLayout, rank: int, num_blocks: int, num_states: int, device: str = "cpu") -> None:
         self.layout, self.rank = layout, rank
-        self.tensors = [random_bytes(num_blocks, spec.per_block, spec.row_bytes) for spec in layout.tokens]
-        self.states = random_bytes(num_states, STATE)
+        self.tensors = [random_bytes(num_blocks, spec.per_block, spec.row_bytes).to(device) for spec in layout.tokens]
+        self.states = random_bytes(num_states, STATE).to(device)
         rows = [TokenRows.of(spec.name, tensor) for spec, tensor in zip(layout.tokens, self.tensors, strict=True)]
         cache: Any = SimpleNamespace(
             tensors=[*self.tensors, self.states],
@@ -87,13 +87,13 @@ class PlainCache:
         for tensor, spec in enumerate(self.layout.tokens):
             for row in range(start // spec.span, content.num_tokens // spec.span):
                 if (place := self.place(tensor, row, blocks)) is not None:
-                    assert torch.equal(self.tensors[tensor][place], content.rows[tensor][row]), (spec.name, row)
-        assert torch.equal(self.states[state], content.state)
+                    assert torch.equal(self.tensors[tensor][place].cpu(), content.rows[tensor][row]), (spec.name, row)
+        assert torch.equal(self.states[state].cpu(), content.state)
 
     def overwrite(self, blocks: list[int], state: int) -> list[Tensor]:
         """Write random bytes to blocks and a state; return them."""
         for tensor in self.tensors:
-            tensor[blocks] = random_bytes(*tensor[blocks].shape)
+            tensor[blocks] = random_bytes(*tensor[blocks].shape).to(tensor.device)
         self.states[state] = random_bytes(STATE)
         return self.read(blocks)
 

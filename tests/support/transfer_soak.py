@@ -18,9 +18,9 @@ WINDOW = 6  # handoffs at a time, each with blocks and a state of its own
 MOST_TOKENS = 64
 
 
-def new_transport(kind: str, name: str, num_slots: int = 4, slot_bytes: int = 1024) -> Transport:
+def new_transport(kind: str, name: str, device: str = "cpu") -> Transport:
     """Return a transport of this process; point to point needs a world of ranks."""
-    memory = allocate_staging(torch.device("cpu"), num_slots, slot_bytes)
+    memory = allocate_staging(torch.device(device), num_slots=4, slot_bytes=1024)
     if kind == "nixl":
         from dcpmla.transfer.nixl import NixlTransport
 
@@ -34,9 +34,9 @@ def new_transport(kind: str, name: str, num_slots: int = 4, slot_bytes: int = 10
 class SoakRank:
     """A rank's cache, with blocks and a state for each handoff of a window."""
 
-    def __init__(self, layout: CacheLayout, rank: int) -> None:
+    def __init__(self, layout: CacheLayout, rank: int, device: str = "cpu") -> None:
         self.layout, self.blocks_each = layout, -(-MOST_TOKENS // layout.block_tokens)
-        self.cache = PlainCache(layout, rank, WINDOW * self.blocks_each, WINDOW)
+        self.cache = PlainCache(layout, rank, WINDOW * self.blocks_each, WINDOW, device)
         self.mover = self.cache.mover
 
     def blocks(self, number: int) -> list[int]:
@@ -59,16 +59,18 @@ class SoakRank:
         self.cache.check(self.content(number), self.blocks(number), number % WINDOW)
 
 
-def soak(kind: str, source: CacheLayout, target: CacheLayout, num_handoffs: int) -> dict[str, float]:
+def soak(
+    kind: str, source: CacheLayout, target: CacheLayout, num_handoffs: int, device: str = "cpu"
+) -> dict[str, float]:
     """Run one rank of the world, whose first ranks are the prefill server; return figures."""
     world_rank = dist.get_rank()
     is_source = world_rank < source.tp_size
     engine, rank = ("p", world_rank) if is_source else ("d", world_rank - source.tp_size)
     layout = source if is_source else target
-    transport = new_transport(kind, rank_name(engine, rank))
+    transport = new_transport(kind, rank_name(engine, rank), device)
     agents: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(agents, transport.metadata())
-    cache = SoakRank(layout, rank)
+    cache = SoakRank(layout, rank, device)
     peers = Peer("d", target, agents[source.tp_size :]), Peer("p", source, agents[: source.tp_size])
     side: Outgoing | Incoming
     side = (Outgoing if is_source else Incoming)(transport, cache.mover, layout, rank)

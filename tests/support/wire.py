@@ -33,7 +33,7 @@ class WireHandoff:
 
     def finish(self, num_tokens: int, state: int | None) -> None:
         assert state is None
-        assert num_tokens == self._num_tokens
+        assert self.has_failed or num_tokens == self._num_tokens
         self.length = num_tokens
 
     def cancel(self) -> None:

@@ -21,3 +21,10 @@ def test_all_bytes_arrive(kind: str, source: CacheLayout, target: CacheLayout, n
     figures = run_ranks(source.tp_size + target.tp_size, soak, kind, source, target, number)
     sent = sum(figure["bytes"] for figure in figures[: source.tp_size])
     assert sent == sum(figure["bytes"] for figure in figures[source.tp_size :]) > 0
+
+
+@pytest.mark.gpu
+def test_all_bytes_arrive_between_processes_on_a_gpu() -> None:
+    source, target = new_layout(2, 2, 4), new_layout(1, 1, 1, 2)
+    figures = run_ranks(3, soak, "nixl", source, target, 100, "cuda:0")
+    assert figures[0]["bytes"] + figures[1]["bytes"] == figures[2]["bytes"] > 0

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
-from dcpmla.cache.events import LayerEvents
 from dcpmla.cache.formats import format_name, storage_dtype
 from dcpmla.cache.index_keys import index_format_name, index_row_width, index_rows, index_storage_dtype
 from dcpmla.cache.items import Items
@@ -143,14 +142,16 @@ class CompressedLayerCache(NamedTuple):
             these; None if no indexer selects among them.
         index_sums: Sums of index keys in progress, float32 [num_states (1 + num_drafts), 2, 3, indexer's D]; None if
             keys are projected from entries.
-        events: Events of the layer's steps, and of copies of its memory.
+        loads: Ends of copies into the layer's memory that its next step waits for.
+        starts: Events to record where its attention begins: by then the layers before it have written their memory.
     """
 
     rows: Tensor
     sums: Tensor | None = None
     index_keys: Tensor | None = None
     index_sums: Tensor | None = None
-    events: LayerEvents | None = None
+    loads: list[torch.cuda.Event] | None = None
+    starts: list[torch.cuda.Event] | None = None
 
 
 class CompressedCache(Cache):
@@ -176,12 +177,12 @@ class CompressedCache(Cache):
         ]
         self._own = {layer: CompressedLayerCache(**new[layer]) for layer in plan.config.row_groups}
         sources = {layer: first for first, group in plan.config.row_groups.items() for layer in group}
-        self.events = [LayerEvents() for _ in new]
+        self.loads, self.starts = ([list[torch.cuda.Event]() for _ in new] for _ in range(2))
         self.per_layer = [
             (self._own[layer] if layer in self._own else self._own[sources[layer]]._replace(sums=None))._replace(
-                events=events
+                loads=loads, starts=starts
             )
-            for layer, events in enumerate(self.events)
+            for layer, (loads, starts) in enumerate(zip(self.loads, self.starts, strict=True))
         ]
 
     @property

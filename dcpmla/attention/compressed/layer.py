@@ -103,8 +103,10 @@ class CompressedAttention(CompressedWeights):
 
     def _attend(self, hidden_states: Tensor, cache: CompressedLayerCache | None, step: StepMetadata) -> Tensor:
         cache, compressed, cos_sin = self._check(hidden_states, cache, step)
-        if cache.events is not None:
-            cache.events.begin()
+        while cache.loads:
+            cache.loads.pop().wait()
+        while cache.starts:
+            cache.starts.pop().record()
         decodes, prefills = slice(0, step.num_decode_tokens), slice(step.num_decode_tokens, step.num_tokens)
         context = compressed.context
         # Windows are read before this step's tokens overwrite them.

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from dcpmla.attention.linear.calls import DeltaState
 from dcpmla.attention.linear.config import DeltaConfig
-from dcpmla.cache.events import LayerEvents
 from dcpmla.cache.items import Items
 from dcpmla.cache.latent import LatentCache, LatentPlan
 from dcpmla.cache.plan import Cache, CachePlan
@@ -115,8 +114,9 @@ class HybridCache(Cache):
         ]
         latents, states = iter(self._latents), iter(self._states)
         self.per_layer = [next(states) if is_linear else next(latents) for is_linear in plan.is_linear]
-        events = iter(self._latents.events)
-        self.events = [LayerEvents() if is_linear else next(events) for is_linear in plan.is_linear]
+        loads, starts = iter(self._latents.loads), iter(self._latents.starts)
+        self.loads = [list[torch.cuda.Event]() if is_linear else next(loads) for is_linear in plan.is_linear]
+        self.starts = [list[torch.cuda.Event]() if is_linear else next(starts) for is_linear in plan.is_linear]
 
     @property
     def tensors(self) -> list[Tensor]:
