@@ -152,7 +152,7 @@ class Incoming(Side):
         self._start_reads()
         self._look()
         self._closing = [each for each in self._closing if not each.close_if_idle()]
-        return bool(self._awaited or self._closing or self._reader.is_busy)
+        return bool(self._closing) or self._reader.is_busy
 
     def _start_reads(self) -> None:
         """Start reads while slots are free, one for each arrival in turn."""
