@@ -64,8 +64,8 @@ class Incoming(Side):
             handoff: Name of the handoff. It is opened once.
             start: First position to read; those before it are in the blocks.
             num_tokens: Number of tokens of the prompt.
-            blocks: The request's blocks, from position 0 on. What later work on the current stream writes to those
-                that arrive is lost until the arrival is done or cancelled.
+            blocks: The request's blocks, from position 0 on. Until the arrival is done or cancelled, only it may write to
+                the positions from `start` on.
             state: Number of the state to fill; None for caches without states.
         """
         arrival = Arrival(handoff, engine, start, num_tokens, blocks, state, self._stream, self._worker.wake)
