@@ -64,7 +64,7 @@ class Incoming(Side):
             handoff: Name of the handoff. It is opened once.
             start: First position to read; those before it are in the blocks.
             num_tokens: Number of tokens of the prompt.
-            blocks: The request's blocks, from position 0 on. Until the arrival is done or cancelled, only it may write to
+            blocks: The request's blocks, from position 0 on. Until the arrival is done or cancelled, it alone writes to
                 the positions from `start` on.
             state: Number of the state to fill; None for caches without states.
         """
