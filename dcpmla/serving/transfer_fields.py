@@ -11,7 +11,7 @@ Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
 
 class KvTransferParams(BaseModel):
-    """What a router asks of a prefill server, or brings from there to a decode server. Other names are ignored.
+    """A router's question to a prefill server, and its answer on the way to a decode server. Other names are ignored.
 
     Attributes:
         do_remote_decode: Whether another server decodes, so that this one keeps the prompt's blocks for it.
