@@ -42,7 +42,7 @@ class Engine:
     has_failed: bool = False
     drain: asyncio.Event = field(default_factory=asyncio.Event)
     on_start: Callable[[Started], object] = lambda started: None
-    on_wanted: Callable[[Wanted], object] = lambda wanted: None
+    on_wanted: Callable[[Wanted], object] = lambda request: None
     on_end: Callable[[int], object] = lambda request_id: None
     _ids: Any = field(default_factory=count)
     _open: "dict[int, Generation]" = field(default_factory=dict)

@@ -21,7 +21,7 @@ from dcpmla.serving.settings import Settings
 from dcpmla.serving.transfer_fields import Name
 from dcpmla.serving.transfer_messages import Connect, Disconnect, Move
 
-_MOST_PEERS = 64  # decode servers; the one that has asked for nothing for the longest time is dropped
+_MOST_PEERS = 64  # decode servers; the least recently used one is dropped
 
 
 class ConnectBody(BaseModel):
@@ -116,8 +116,8 @@ class HandoffRoutes:
 
 async def _first(outputs: Any) -> Output:
     """Return the only output of a request with one new token."""
-    found = [output async for _, output in outputs]
-    return found[-1]
+    parts = [output async for _, output in outputs]
+    return parts[-1]
 
 
 def token_json(output: Output) -> list[Any]:

@@ -51,7 +51,7 @@ class PrefillServer:
         self._on_connect, self._on_disconnect = on_connect, on_disconnect
         self._is_healthy = False
         self._connecting = asyncio.Lock()
-        self._lost = asyncio.Event()  # of the job that is connected
+        self._lost = asyncio.Event()  # the connected job is lost
         self._said = ""  # the latest line in the log
 
     @property
@@ -68,7 +68,7 @@ class PrefillServer:
                 answered, self._is_healthy = time.monotonic(), answer.status_code == 200
                 if self._is_healthy and not self.engine:
                     await self._connect()
-            except httpx.ConnectError as error:  # nobody listens there
+            except httpx.ConnectError as error:  # no program listens there
                 self._lose(f"it cannot be reached: {error}")
             except httpx.HTTPError as error:
                 self._is_healthy = False
@@ -78,7 +78,7 @@ class PrefillServer:
                 _logger.exception("prefill server %s", self.url)
             await asyncio.sleep(_PERIOD)
 
-    async def prefill(self, wanted: Wanted, handoff: str) -> TokenLogprobs:
+    async def prefill(self, request: Wanted, handoff: str) -> TokenLogprobs:
         """Let the server compute a prompt; return its first token.
 
         Raises:
@@ -90,9 +90,9 @@ class PrefillServer:
         body = {
             "handoff": handoff,
             "engine": own.engine,
-            "prompt_token_ids": wanted.prompt_token_ids,
-            "params": asdict(wanted.params),
-            "cache_salt": wanted.cache_salt or None,
+            "prompt_token_ids": request.prompt_token_ids,
+            "params": asdict(request.params),
+            "cache_salt": request.cache_salt or None,
         }
         content = json.dumps(body, separators=(",", ":")).encode()
         del body

@@ -27,7 +27,7 @@ class Prefills:
 
     Args:
         urls: Prefill servers.
-        engine: Engine of this server, whose requests are wanted.
+        engine: Engine of this server, whose requests are request.
         key: API key of this server and of the prefill servers; None for none.
         transport: Transport of HTTP in place of the network; None for that.
     """
@@ -45,7 +45,7 @@ class Prefills:
         self.servers = [
             PrefillServer(url, self._client, lambda: self._own, engine.outbox.send, self._disconnect) for url in urls
         ]
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # by request
+        self._tasks: dict[int, asyncio.Task[None]] = {}
         self._tried: dict[int, list[str]] = {}  # servers of each open request that was wanted, the latest one last
         engine.on_start, engine.on_wanted, engine.on_end = self._start, self._want, self._forget
 
@@ -62,18 +62,18 @@ class Prefills:
         """Return whether a prefill server has this name and is connected."""
         return any(server.engine == engine for server in self.servers if server.engine)
 
-    def choose(self, wanted: Wanted) -> PrefillServer | None:
-        """Choose a server for a request: that of the prompt's beginning, unless it has clearly more to do.
+    def choose(self, request: Wanted) -> PrefillServer | None:
+        """Choose a server for a request. Prompts with the same beginning have the same server, unless it is busier.
 
         Returns:
             None if no server is left that is ready and was not tried.
         """
-        tried = self._tried.get(wanted.request_id, ())
+        tried = self._tried.get(request.request_id, ())
         ready = [server for server in self.servers if server.is_ready and server.url not in tried]
         if not ready:
             return None
-        beginning = np.asarray(wanted.prompt_token_ids[:_BEGINNING], dtype="<i4").tobytes()
-        key = sha256(wanted.cache_salt.encode(errors="backslashreplace") + b"\0" + beginning).digest()
+        beginning = np.asarray(request.prompt_token_ids[:_BEGINNING], dtype="<i4").tobytes()
+        key = sha256(request.cache_salt.encode(errors="backslashreplace") + b"\0" + beginning).digest()
         # The rank of a server does not depend on the others, so most beginnings keep theirs when one is lost.
         preferred = max(ready, key=lambda server: sha256(key + server.url.encode()).digest())
         least = min(ready, key=lambda server: server.num_open)
@@ -85,26 +85,26 @@ class Prefills:
     def _disconnect(self, engine: str) -> None:
         self._engine.outbox.send(Disconnect(engine))
 
-    def _want(self, wanted: Wanted) -> None:
+    def _want(self, request: Wanted) -> None:
         """Give a request to a server; a second time, its transfer from the previous one has failed."""
-        request_id = wanted.request_id
+        request_id = request.request_id
         if not self._engine.is_open(request_id):
             return
         if (task := self._tasks.pop(request_id, None)) is not None:
             task.cancel()
-        server = self.choose(wanted)
+        server = self.choose(request)
         if server is None:
             self._engine.metrics.computed_here()
             self._engine.outbox.send(Lose(request_id, is_local=True))
             return
         self._tried.setdefault(request_id, []).append(server.url)
-        self._tasks[request_id] = asyncio.create_task(self._prefill(server, wanted))
+        self._tasks[request_id] = asyncio.create_task(self._prefill(server, request))
 
-    async def _prefill(self, server: PrefillServer, wanted: Wanted) -> None:
-        request_id, handoff = wanted.request_id, uuid4().hex
+    async def _prefill(self, server: PrefillServer, request: Wanted) -> None:
+        request_id, handoff = request.request_id, uuid4().hex
         self._engine.outbox.send(Pull(request_id, server.engine, handoff))
         try:
-            token = await server.prefill(wanted, handoff)
+            token = await server.prefill(request, handoff)
         except RefusedPromptError as error:
             self._engine.refuse(request_id, f"prefill server {server.url}: {error}")
         except ConnectionError as error:

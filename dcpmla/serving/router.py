@@ -113,7 +113,7 @@ class _HandedOver:
         return self._reply.error(error)
 
     def _after(self, output: Output) -> Json:
-        """Return the field, once the only token is there."""
+        """Return the field of an answer that has its token."""
         return {_FIELD: {**self._params, "first_token": token_json(output)}}
 
 

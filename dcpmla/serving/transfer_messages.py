@@ -1,4 +1,4 @@
-"""Messages on prompts that one job prefills for another (`dcpmla.serving.messages` says how they travel)."""
+"""Messages on prompts that one job prefills for another (`dcpmla.serving.messages` has their form)."""
 
 import operator
 from dataclasses import dataclass

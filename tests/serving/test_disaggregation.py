@@ -100,12 +100,12 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 def test_answers_are_those_of_one_server(servers: Servers, fields: dict[str, Any]) -> None:
     body, before = {"prompt": prompt(), "max_tokens": 6, **fields}, servers.num_moved()
     if fields.get("stream"):
-        found, expected = (stream(server, body) for server in (servers.decode, servers.prefill))
-        assert found == expected
+        answer, expected = (stream(server, body) for server in (servers.decode, servers.prefill))
+        assert answer == expected
     else:
-        found, expected = (ask(server, body)["choices"] for server in (servers.decode, servers.prefill))
-        assert [without_numbers(choice) for choice in found] == [without_numbers(choice) for choice in expected]
-        for one, other in zip(found, expected, strict=True):
+        answer, expected = (ask(server, body)["choices"] for server in (servers.decode, servers.prefill))
+        assert [without_numbers(choice) for choice in answer] == [without_numbers(choice) for choice in expected]
+        for one, other in zip(answer, expected, strict=True):
             if one["logprobs"]:
                 numbers = [each["logprobs"]["token_logprobs"] for each in (one, other)]
                 assert numbers[0] == pytest.approx(numbers[1], abs=1e-4)
@@ -128,8 +128,8 @@ def stream(server: RunningServer, body: dict[str, Any]) -> str:
 
 def test_a_chat(servers: Servers) -> None:
     body, before = {"messages": [{"role": "user", "content": prompt()}], "max_tokens": 4}, servers.num_moved()
-    found, expected = (ask(server, body, "/v1/chat/completions") for server in (servers.decode, servers.prefill))
-    assert found["choices"] == expected["choices"]
+    answer, expected = (ask(server, body, "/v1/chat/completions") for server in (servers.decode, servers.prefill))
+    assert answer["choices"] == expected["choices"]
     assert servers.num_moved() == before + 1
 
 
@@ -141,8 +141,8 @@ def test_a_router(servers: Servers) -> None:
         body |= {"max_tokens": 4, "seed": 3}
         asked = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
         first = ask(servers.prefill, {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": asked}, path)
-        found = ask(servers.decode, {**body, "kv_transfer_params": first["kv_transfer_params"]}, path)
-        assert found["choices"] == ask(servers.prefill, body, path)["choices"]
+        answer = ask(servers.decode, {**body, "kv_transfer_params": first["kv_transfer_params"]}, path)
+        assert answer["choices"] == ask(servers.prefill, body, path)["choices"]
         assert servers.num_moved() == before + 1
 
 

@@ -91,16 +91,16 @@ def test_the_same_beginning_has_the_same_server_unless_it_is_busy() -> None:
         decoder = Decoder(4)
         async with decoder.running():
             beginnings = [[number] * 300 for number in range(64)]
-            wanted = [[Wanted(9, [*each, end], PARAMS, "") for end in range(3)] for each in beginnings]
-            chosen = [{str(decoder.prefills.choose(each)) for each in alike} for alike in wanted]
+            requests = [[Wanted(9, [*each, end], PARAMS, "") for end in range(3)] for each in beginnings]
+            chosen = [{str(decoder.prefills.choose(each)) for each in alike} for alike in requests]
             assert {len(each) for each in chosen} == {1}
             assert min(Counter(str(each) for each in chosen).values()) > 4
-            busy = decoder.prefills.choose(wanted[0][0])
+            busy = decoder.prefills.choose(requests[0][0])
             assert busy is not None
             busy.num_open = 4
-            assert decoder.prefills.choose(wanted[0][0]) is busy
+            assert decoder.prefills.choose(requests[0][0]) is busy
             busy.num_open = 5
-            assert decoder.prefills.choose(wanted[0][0]) is not busy
+            assert decoder.prefills.choose(requests[0][0]) is not busy
 
     run(test())
 
@@ -184,7 +184,7 @@ def test_a_server_that_starts_again_is_connected_again() -> None:
                 del decoder.network.apps["p0"]
                 await decoder.there.wait_for(Disconnect)
                 assert not (await decoder.there.wait_for(Lose)).is_local
-                decoder.want(generation, [1])  # no other server is there
+                decoder.want(generation, [1])  # no other server is left
                 assert (await decoder.there.wait_for(Lose, 2)).is_local
             decoder.network.apps["p0"] = Ranks("again").app("prefill")
             assert (await decoder.there.wait_for(Connect, 2)).engine == "again"
