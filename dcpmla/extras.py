@@ -10,7 +10,7 @@ EXTRAS = {
         *("transformers", "huggingface_hub", "safetensors", "tokenizers"),
         *("psutil", "tqdm", "pynvml"),
     ),
-    "serve": ("starlette", "uvicorn", "httptools", "uvloop", "h11", "pydantic", "prometheus_client", "jinja2"),
+    "serve": ("starlette", "uvicorn", "httptools", "uvloop", "h11", "pydantic", "prometheus_client", "jinja2", "httpx"),
     "plot": ("matplotlib",),
     "structured": ("llguidance",),
     "disaggregation": ("nixl",),

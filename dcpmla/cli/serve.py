@@ -10,8 +10,11 @@ from pathlib import Path
 
 from dcpmla.cli.engine_arguments import add_engine_arguments
 from dcpmla.cli.options import build_engine, dcp_config, positive, seconds, start
+from dcpmla.config import DCPConfig
+from dcpmla.extras import needed_by
 from dcpmla.integrations.open_model import check_layout, open_model
 from dcpmla.integrations.tokenizer import check_template_sandbox
+from dcpmla.integrations.transfers import ROLES, check_role, link_engine
 from dcpmla.job.bootstrap import agree
 from dcpmla.job.join import LOAD_TIMEOUT
 from dcpmla.job.launcher import claimed_rank
@@ -32,9 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--served-model-name", metavar="NAME", help="the model's name for clients; default: --model as it is given")
     template = "file of a chat template, in place of the model's, on the first rank's host"
     add("--chat-template", metavar="FILE", help=template)
+    role = "prefill: compute prompts for servers with --role decode (docs/disaggregation.md); both: serve alone"
     formats = "format of answers, in place of the model's: " + ", ".join(FORMATS)
     add("--tool-call-parser", choices=FORMATS, metavar="NAME", help=f"{formats}; for tool calls")
     add("--reasoning-parser", choices=FORMATS, metavar="NAME", help="the same, for reasoning")
+    add("--role", choices=ROLES, default="both", help=role)
+    servers = "servers with --role prefill that compute prompts for this one, with --role decode"
+    add("--prefill-servers", nargs="+", type=_url, default=[], metavar="URL", help=servers)
     add("--api-key", metavar="KEY", help=f"that clients must give; default: the variable {_KEY}, else none")
     origins = "origins whose web pages may use the server, such as https://chat.example; *: any"
     add("--allowed-origins", nargs="+", type=_origin, default=["*"], metavar="ORIGIN", help=origins)
@@ -53,6 +60,7 @@ def run(args: argparse.Namespace) -> None:
     del args.api_key  # ranks compare their arguments, and print differences
     if api_key == "":
         raise ValueError(f"api_key (--api-key, {_KEY}) is empty; give a key, or leave it out")
+    _check_role(args, dcp)
     frontend = _start_frontend(args, api_key)
     with start(args) as job, ExitStack() as to_close:
         job.watchdog.enter("reading the model's files", LOAD_TIMEOUT)
@@ -61,11 +69,16 @@ def run(args: argparse.Namespace) -> None:
             check_layout(files, dcp)
         engine, _ = build_engine(args, job, dcp, files, None)
         to_close.callback(engine.close)
+        link = None
+        if args.role != "both":
+            job.watchdog.enter("connecting to the network of transfers", LOAD_TIMEOUT)
+            with needed_by(f"--role {args.role}"):
+                link = link_engine(engine, files, dcp, args.role)
         loop = ServingLoop(engine, frontend)
         job.watchdog.on_stop(loop.stop)
         if frontend is not None:
             frontend.start()
-            frontend.send(started(engine, files))
+            frontend.send(started(engine, files, link))
             print(f"serving on {frontend.address}", flush=True)
         # Garbage collection skips all objects loaded so far: a pass takes 0.2 s and more, and all ranks wait.
         gc.collect()
@@ -73,6 +86,16 @@ def run(args: argparse.Namespace) -> None:
         to_close.callback(gc.unfreeze)  # else libraries report the remaining objects as leaked at the end
         job.watchdog.enter("waiting for the first request")
         loop.run()
+
+
+def _check_role(args: argparse.Namespace, dcp: DCPConfig) -> None:
+    """Raise ValueError for a role that lacks its servers, has none to use, or cannot exchange blocks."""
+    if (args.role == "decode") != bool(args.prefill_servers):
+        raise ValueError(
+            f"role (--role) is {args.role} and prefill_servers (--prefill-servers) is {args.prefill_servers}; "
+            "a server with --role decode needs --prefill-servers, and no other server has them"
+        )
+    check_role(args.role, dcp)
 
 
 def _start_frontend(args: argparse.Namespace, api_key: str | None) -> Frontend | None:
@@ -95,6 +118,8 @@ def _start_frontend(args: argparse.Namespace, api_key: str | None) -> Frontend |
         _read_template(args.chat_template),
         args.tool_call_parser,
         args.reasoning_parser,
+        args.role,
+        args.prefill_servers,
     )
     listener = listen(args.host, args.port)
     with listener:
@@ -123,6 +148,13 @@ def _read_template(path: str | None) -> str | None:
     if not text.strip():
         raise ValueError(f"chat_template (--chat-template) is {path!r}, which is empty")
     return text
+
+
+def _url(text: str) -> str:
+    """Read the URL of a server."""
+    if not re.fullmatch(r"https?://[^/?#\s]+/?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no URL of a server; give one such as http://10.0.0.2:8001")
+    return text.rstrip("/")
 
 
 def _origin(text: str) -> str:

@@ -24,6 +24,8 @@ from dcpmla.serving.chats import Chats
 from dcpmla.serving.client import Engine
 from dcpmla.serving.connections import Limits
 from dcpmla.serving.errors import ApiError
+from dcpmla.serving.handoffs import HandoffRoutes
+from dcpmla.serving.prefills import Prefills
 from dcpmla.serving.prompts import Prompt, Texts
 from dcpmla.serving.protocol import CompletionBody, DetokenizeBody
 from dcpmla.serving.reader import AnswerReader
@@ -31,8 +33,10 @@ from dcpmla.serving.receive import Receiver
 from dcpmla.serving.replies import EventStream, Reply, collect, events, while_connected
 from dcpmla.serving.responses_body import ResponsesBody
 from dcpmla.serving.responses_reply import responses_reply
+from dcpmla.serving.router import Router
 from dcpmla.serving.settings import Settings
 from dcpmla.serving.structured import GrammarChecks
+from dcpmla.serving.transfer_fields import KvTransferParams
 
 _NUM_NEW = 16  # new tokens of a completion without max_tokens
 Chat = TypeVar("Chat", bound=ChatRequest)
@@ -41,9 +45,11 @@ Chat = TypeVar("Chat", bound=ChatRequest)
 class Api:
     """The routes over an engine."""
 
-    def __init__(self, engine: Engine, settings: Settings, limits: Limits) -> None:
+    def __init__(self, engine: Engine, settings: Settings, limits: Limits, prefills: Prefills | None = None) -> None:
         self._engine, self._settings, self._created = engine, settings, int(time.time())
         self._receiver = Receiver(limits)
+        self._handoffs = HandoffRoutes(engine, settings, self._receiver)
+        self._router = Router(engine, settings, prefills)
         self._form: Chats | None = None
         self._checks = GrammarChecks()
 
@@ -63,6 +69,7 @@ class Api:
             Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
+            *self._handoffs.routes(),
         ]
         app = Starlette(
             routes=routes,
@@ -112,7 +119,7 @@ class Api:
         shown = body.shown(echo=echo, num_logprobs=body.logprobs, drops_new=max_tokens == 0)
         answers = Answers(texts, self._settings.name, prompts, body.num_choices, shown)
         num_kept_characters = sum(len(prompt.text) for prompt in prompts) if echo else 0
-        return await self._answer(request, body, answers, params, num_kept_characters)
+        return await self._answer(request, body, answers, params, body.kv_transfer_params, num_kept_characters)
 
     async def chat_completions(self, request: Request) -> Response:
         """Continue a conversation of chat completions."""
@@ -188,7 +195,8 @@ class Api:
             params = replace(params, grammar=grammar)
         if chats.has_format:
             params = replace(params, skip_special_tokens=False)
-        return await self._answer(request, body, reply(body, texts, self._settings.name, prompts, readers), params)
+        answer = reply(body, texts, self._settings.name, prompts, readers)
+        return await self._answer(request, body, answer, params, sampling.kv_transfer_params)
 
     def _chats(self) -> Chats:
         """Return the form of the model's conversations."""
@@ -209,24 +217,29 @@ class Api:
         body: CompletionBody | ChatRequest,
         reply: Reply,
         params: SamplingParams,
+        transfer: KvTransferParams | None,
         num_kept_characters: int = 0,
     ) -> Response:
         """Submit prompts, and send the answer.
 
         Args:
+            transfer: Field of a router.
             num_kept_characters: Characters of the prompts that are kept for the answer.
         """
         try:
             params.check_vocabulary(self._engine.ready().vocab_size)
         except ValueError as error:
             raise ApiError(400, str(error), param="logit_bias") from error
+        move = self._router.move(transfer, reply.prompts, reply.num_choices)
+        reply = self._router.handed_over(reply, move, request.url)
         generation = self._engine.submit(
             [prompt.token_ids for prompt in reply.prompts],
-            params,
+            params.for_prompt(0) if move.handoff else params,
             self._settings.request_timeout,
             num_choices=reply.num_choices,
             cache_salt=body.cache_salt or "",
             num_characters=num_kept_characters,
+            move=move,
         )
         reply.drop_prompts()
         if body.stream:

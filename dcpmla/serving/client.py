@@ -3,7 +3,7 @@
 import asyncio
 import time
 from asyncio import StreamReader
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 from types import TracebackType
@@ -14,6 +14,7 @@ from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import LENGTH, Drain, Output, Report, Started, Stopped, Submit, joined, merged, unpack
 from dcpmla.serving.metrics import Metrics, Timings
 from dcpmla.serving.outbox import Outbox
+from dcpmla.serving.transfer_messages import STAYS, Move, Wanted
 
 _SILENCE = 10.0  # seconds without a step after which the ranks count as stuck
 _RETRY_AFTER = {"Retry-After": "1"}  # seconds
@@ -28,6 +29,9 @@ class Engine:
         reader: Stream of the first rank's messages.
         outbox: Commands for the ranks.
         max_waiting: Limit of requests beyond the running ones.
+        on_start: Function of the model, once the ranks are ready.
+        on_wanted: Function of a request that another server is to prefill.
+        on_end: Function of the id of a request that has ended, in any way.
     """
 
     reader: StreamReader
@@ -37,6 +41,9 @@ class Engine:
     model: Started | None = None
     has_failed: bool = False
     drain: asyncio.Event = field(default_factory=asyncio.Event)
+    on_start: Callable[[Started], object] = lambda started: None
+    on_wanted: Callable[[Wanted], object] = lambda request: None
+    on_end: Callable[[int], object] = lambda request_id: None
     _ids: Any = field(default_factory=count)
     _open: "dict[int, Generation]" = field(default_factory=dict)
     _num_tokens: int = 0  # prompt tokens of all generations that are not abandoned
@@ -90,6 +97,7 @@ class Engine:
         num_choices: int = 1,
         cache_salt: str = "",
         num_characters: int = 0,
+        move: Move = STAYS,
     ) -> "Generation":
         """Send prompts to the engine, which abandons them at the end of the generation's `with` block.
 
@@ -99,6 +107,7 @@ class Engine:
             num_choices: Number of requests for each prompt.
             cache_salt: Salt of the keys of the prompts' blocks.
             num_characters: Characters of the prompts that are kept for the answer; they count as tokens do.
+            move: Part in a transfer of the only prompt, which has one choice.
         Raises:
             ApiError: The queue is full.
         """
@@ -112,19 +121,34 @@ class Engine:
             self._open |= dict.fromkeys(request_ids, generation)
             generation.indices |= {request_id: index for index, request_id in enumerate(request_ids, first)}
             seeds = [params.for_prompt(index).seed for index in range(first, first + num_choices)]
+            if move.handoff:
+                seeds = [params.seed]
             own = params.at_most(longest - len(prompt))
-            self.outbox.submit(Submit(request_ids, seeds, prompt, own, cache_salt))
+            self.outbox.submit(Submit(request_ids, seeds, prompt, own, cache_salt, move))
             self.metrics.submitted(len(prompt) * num_choices)
         return generation
 
     def abandon(self, generation: "Generation") -> None:
         """Abort the unfinished requests of a generation."""
         unfinished = [request_id for request_id in generation.indices if self._open.pop(request_id, None) is not None]
+        for request_id in unfinished:
+            self.on_end(request_id)
         self.outbox.abort(unfinished)
         for _ in unfinished:
             self.metrics.finished("abort")
         self._num_tokens -= generation.num_tokens
         generation.num_tokens = 0
+
+    def is_open(self, request_id: int) -> bool:
+        """Return whether a request is not finished."""
+        return request_id in self._open
+
+    def refuse(self, request_id: int, reason: str) -> None:
+        """End an open request as one that the engine refuses."""
+        generation = self._open.pop(request_id)
+        self.outbox.abort([request_id])
+        generation.take(Output(request_id, error=reason))
+        self.on_end(request_id)
 
     def close(self) -> None:
         """Abort all requests, and let the ranks end."""
@@ -142,6 +166,9 @@ class Engine:
                     self._hand_out(message)
                 case Started():
                     self.model, self._last = message, time.monotonic()
+                    self.on_start(message)
+                case Wanted():
+                    self.on_wanted(message)
                 case Drain():
                     self.drain.set()
                 case Stopped():
@@ -152,6 +179,7 @@ class Engine:
     def _end_all(self, reason: str) -> None:
         for request_id, generation in self._open.items():
             generation.queue.put_nowait(Output(request_id, finish_reason=reason))
+            self.on_end(request_id)
         self._open.clear()
 
     async def _messages(self) -> AsyncIterator[Any]:
@@ -171,6 +199,7 @@ class Engine:
                 continue
             if output.finish_reason or output.error:
                 del self._open[output.request_id]
+                self.on_end(output.request_id)
             generation.take(output)
 
 

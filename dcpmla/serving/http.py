@@ -15,6 +15,7 @@ from dcpmla.serving.client import Engine
 from dcpmla.serving.connections import Connection, Limits, limit_connections
 from dcpmla.serving.metrics import Metrics
 from dcpmla.serving.outbox import Outbox
+from dcpmla.serving.prefills import Prefills
 from dcpmla.serving.settings import Settings
 
 _FLUSH = 3  # Seconds for the remaining answers at the end.
@@ -64,8 +65,13 @@ async def _serve(
 ) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
     engine = Engine(reader, Outbox(writer), max_waiting, Metrics())
+    tasks = [asyncio.create_task(_drain(engine, drain_seconds)), asyncio.create_task(_beat(engine.outbox))]
+    prefills = None
+    if settings.prefill_servers:
+        prefills = Prefills(settings.prefill_servers, engine, settings.api_key)
+        tasks.append(asyncio.create_task(prefills.run()))
     config = uvicorn.Config(
-        Api(engine, settings, limits).app(),
+        Api(engine, settings, limits, prefills).app(),
         http=partial(Connection, limits=limits, request_timeout=settings.request_timeout),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
@@ -76,7 +82,6 @@ async def _serve(
     )
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    tasks = [asyncio.create_task(_drain(engine, drain_seconds)), asyncio.create_task(_beat(engine.outbox))]
     try:
         await engine.listen()
     finally:

@@ -10,11 +10,16 @@ from dcpmla.integrations.model_files import read_encoder, read_model_type
 from dcpmla.integrations.open_model import ModelFiles
 from dcpmla.runtime.agreement import News
 from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.in_flight import StepEvents
 from dcpmla.runtime.offload import Offload
 from dcpmla.runtime.request import Request, TokenLogprobs
 from dcpmla.serving.frontend import Frontend
+from dcpmla.serving.handoff_commands import connect_of, follow, take_first, transfer_totals
 from dcpmla.serving.messages import Abort, Close, Drain, Output, Report, Started, Stopped, Submit, unpack_commands
+from dcpmla.serving.transfer_messages import Wanted
+from dcpmla.transfer.transport import Peer
 
+_POLL = 0.005  # seconds between two steps that only look at transfers
 _IDLE = 1.0  # seconds between two steps of an idle engine, in which the ranks show that they run
 
 
@@ -44,26 +49,34 @@ class ServingLoop:
         """Serve until the HTTP process, once the job is to stop, sends its last command. Collective."""
         while not self._is_closed or self._engine.has_requests:
             if self._frontend is not None and not self._engine.has_requests:
-                self._frontend.wait(_IDLE)
+                self._frontend.wait(_POLL if self._engine.has_transfers else _IDLE)
             self._engine.post(self._news())
             try:
                 events = self._engine.step()
             except ValueError as error:  # every request has been checked by then, so the traceback is wanted
                 raise RuntimeError("serving failed") from error
             self._follow(events.news)
-            if self._frontend is not None:
-                for request, text in events.tokens:
-                    self._collect(request, text)
-            for request in events.finished:
-                self._forget(int(request.request_id))
-                if request.error is not None:
-                    reason = None if isinstance(request.error, ValueError) else "error"  # the client's mistake, or not
-                    output = Output(int(request.request_id), finish_reason=reason, error=str(request.error))
-                    self._outputs.append(output)
+            for each in (events, self._engine.take_events()):  # commands may bring tokens of other jobs
+                self._take(each)
             self._report()
         if self._frontend is not None:
             self._frontend.send(Stopped())
             self._frontend.close()
+
+    def _take(self, events: StepEvents) -> None:
+        """Queue what clients and other jobs wait for."""
+        if self._frontend is not None:
+            for request, text in events.tokens:
+                self._collect(request, text)
+            for request in events.wanted:
+                request_id, params = int(request.request_id), request.params
+                self._frontend.send(Wanted(request_id, request.prompt_token_ids, params, request.cache_salt))
+        for request in events.finished:
+            self._forget(int(request.request_id))
+            if request.error is not None:
+                reason = None if isinstance(request.error, ValueError) else "error"  # the client's mistake, or not
+                output = Output(int(request.request_id), finish_reason=reason, error=str(request.error))
+                self._outputs.append(output)
 
     def _news(self) -> News:
         """Return the commands that have come, if this is the first rank, and whether this rank is to stop."""
@@ -85,6 +98,8 @@ class ServingLoop:
                         self._abort(request_id)
                 case Close():
                     self._is_closed = True
+                case _:
+                    follow(self._engine, self._requests, command)
 
     def _submit(self, command: Submit) -> None:
         """Add a request for each choice, each with its own seed: all requests, or none."""
@@ -97,7 +112,11 @@ class ServingLoop:
                     replace(command.params, seed=seed),
                     request_id=request_id,
                     keep_logprobs=is_first,
+                    handoff=command.move.handoff,
+                    source=command.move.source,
                 )
+                if command.move.first is not None:
+                    take_first(self._engine, request, command.move.first)
                 if is_first and request.is_scored:
                     self._scored.append(request)
         except ValueError as error:  # on every rank alike
@@ -158,11 +177,16 @@ class ServingLoop:
         num_running, num_waiting = len(scheduler.running), len(scheduler.waiting)
         cache_use, num_bytes = self._engine.cache_use(), self._frontend.num_taken
         tiers = _tier_totals(self._engine.offload)
-        self._frontend.send(Report(outputs, num_bytes, num_running, num_waiting, cache_use, totals, tiers))
+        transfers = transfer_totals(self._engine)
+        self._frontend.send(Report(outputs, num_bytes, num_running, num_waiting, cache_use, totals, tiers, transfers))
 
 
-def started(engine: Engine, files: ModelFiles) -> Started:
-    """Return the HTTP process's message on an engine."""
+def started(engine: Engine, files: ModelFiles, link: Peer | None = None) -> Started:
+    """Return the HTTP process's message on an engine.
+
+    Args:
+        link: This job, as other jobs see it; None if it exchanges no blocks.
+    """
     sizes = engine.cache.sizes
     num_cache_tokens = sizes.num_blocks * sizes.block_tokens
     return Started(
@@ -176,6 +200,7 @@ def started(engine: Engine, files: ModelFiles) -> Started:
         files.config.model_type,
         read_encoder(files.directory),
         no_grammars=engine.grammars.load(),
+        link=None if link is None else connect_of(link),
     )
 
 

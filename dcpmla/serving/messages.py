@@ -11,12 +11,13 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.serving.transfer_messages import STAYS, Connect, Disconnect, First, Lose, Move, Pull, move_of, token_of
 
 LENGTH = struct.Struct("<Q")
 BEAT = LENGTH.pack(0)  # A message without content: the HTTP process runs.
@@ -37,6 +38,7 @@ class Started:
         text_type: Name of the family of its text model, which may be another.
         encoder: Text of the checkpoint's own encoder of chats, empty without one.
         no_grammars: Reason why no request may have a grammar; empty if requests may.
+        link: This job, for others that exchange blocks with it; None if it exchanges none.
     """
 
     tokenizer: Any
@@ -49,6 +51,7 @@ class Started:
     text_type: str = ""
     encoder: str = ""
     no_grammars: str = ""
+    link: Connect | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class Submit:
         request_ids: Id of each choice.
         seeds: Seed of each choice, in place of the params'.
         cache_salt: Salt of the keys of its blocks, "" for none.
+        move: Its part in a transfer between two jobs.
     """
 
     request_ids: list[int]
@@ -66,6 +70,7 @@ class Submit:
     prompt_token_ids: list[int]
     params: SamplingParams
     cache_salt: str = ""
+    move: Move = STAYS
 
 
 @dataclass(frozen=True)
@@ -143,6 +148,7 @@ class Report:
         totals: Totals since the engine's start, by the names of metrics.
         tier_totals: Totals of copies between the cache and other tiers of memory on the first rank, by the name of a
             metric, the tier and the direction ("load" or "store").
+        transfer_totals: Totals of transfers with other jobs on the first rank, by the name of a metric and its labels.
     """
 
     outputs: list[Output]
@@ -152,6 +158,7 @@ class Report:
     cache_use: float
     totals: dict[str, int]
     tier_totals: dict[tuple[str, str, str], float] = field(default_factory=dict)
+    transfer_totals: dict[tuple[str, ...], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -159,8 +166,8 @@ class Stopped:
     """The last message of the ranks, unless they fail."""
 
 
-Command = Submit | Abort | Close
-_COMMANDS = {kind.__name__: kind for kind in (Submit, Abort, Close)}
+Command = Submit | Abort | Connect | Disconnect | Pull | First | Lose | Close
+_COMMANDS = {kind.__name__: kind for kind in get_args(Command)}
 
 
 def pack_command(command: Command) -> bytes:
@@ -186,6 +193,9 @@ def unpack_commands(packed: bytes) -> Iterator[Command]:
         if kind is Submit:
             fields["params"] = SamplingParams.from_dict(fields["params"], SamplingParams())
             fields["prompt_token_ids"] = np.frombuffer(packed[start + header_length : end], dtype=_TOKEN).tolist()
+            fields["move"] = move_of(*fields["move"])
+        elif kind is First:
+            fields["token"] = token_of(fields["token"])
         yield kind(**fields)
         start = end
 

@@ -48,6 +48,15 @@ class Metrics:
             "seconds": counter("kv_offload_seconds", "Seconds of these copies on the first rank.", tier),
         }
         self._seen_tiers: dict[tuple[str, str, str], float] = {}
+        moves = {
+            "bytes": ("Bytes of transfers with other servers on the first rank.", ["direction"]),
+            "seconds": ("Seconds of transfers with other servers on the first rank.", ["direction"]),
+            "requests": ("Requests whose transfer has ended.", ["direction", "outcome"]),
+        }
+        self._transfers = {name: counter(f"kv_transfer_{name}", *texts) for name, texts in moves.items()}
+        self._seen_transfers: dict[tuple[str, ...], float] = {}
+        local = "Requests that no prefill server has computed, so this server does."
+        self._local = counter("kv_transfer_local_prefills", local)
         self._running = gauge("requests_running", "Requests that hold blocks of the cache.")
         self._waiting = gauge("requests_waiting", "Requests that wait for blocks.")
         self._cache_use = gauge("kv_cache_use", "Part of the cache's blocks that requests hold.")
@@ -79,6 +88,14 @@ class Metrics:
             name, *labels = key
             self._tiers[name].labels(*labels).inc(amount - self._seen_tiers.get(key, 0))
         self._seen_tiers |= report.tier_totals
+        for move, amount in report.transfer_totals.items():
+            name, *labels = move
+            self._transfers[name].labels(*labels).inc(amount - self._seen_transfers.get(move, 0))
+        self._seen_transfers |= report.transfer_totals
+
+    def computed_here(self) -> None:
+        """Count a request that no prefill server computes."""
+        self._local.inc()
 
     def observe(self, output: Output, timings: Timings, now: float) -> None:
         """Take a request's new tokens."""

@@ -34,11 +34,11 @@ class Outbox:
             if first in self._waiting:
                 dropped.update(self._waiting.pop(first).request_ids)
         if sent := [request_id for request_id in request_ids if request_id not in dropped]:
-            self._send(Abort(sent))
+            self.send(Abort(sent))
 
     def close(self) -> None:
         """Send the last command."""
-        self._send(Close())
+        self.send(Close())
 
     def beat(self) -> None:
         """Show that this process runs."""
@@ -51,9 +51,10 @@ class Outbox:
 
     def _send_waiting(self) -> None:
         while self._waiting and self._num_sent - self._num_taken < WINDOW:
-            self._send(self._waiting.pop(next(iter(self._waiting))))
+            self.send(self._waiting.pop(next(iter(self._waiting))))
 
-    def _send(self, command: Command) -> None:
+    def send(self, command: Command) -> None:
+        """Send a command at once. Submissions wait in `submit`."""
         packed = pack_command(command)
         self._num_sent += len(packed)
         self._writer.write(packed)

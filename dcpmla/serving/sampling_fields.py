@@ -9,6 +9,7 @@ from pydantic import AfterValidator, ConfigDict, Field, StringConstraints
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.structured import StructuredFields
+from dcpmla.serving.transfer_fields import KvTransferParams
 
 MAX_CHOICES = 128  # Answers to one prompt.
 MAX_LOGPROBS = 20  # alternatives of a token
@@ -63,6 +64,7 @@ class SamplingFields(StructuredFields):
     logit_bias: TokenBiases | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    kv_transfer_params: KvTransferParams | None = None
 
     @property
     def num_choices(self) -> int:

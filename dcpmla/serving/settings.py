@@ -16,6 +16,8 @@ class Settings:
         chat_template: Template in place of the model's, None for that.
         tool_call_parser: Name of the format of tool calls, None for the model's.
         reasoning_parser: Name of the format of reasoning, None for the model's.
+        role: Part of the work: "prefill" computes prompts for other servers, "decode" what follows them, "both" all.
+        prefill_servers: URLs of the servers that prefill for a decode server.
     """
 
     name: str
@@ -25,3 +27,5 @@ class Settings:
     chat_template: str | None = None
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    role: str = "both"
+    prefill_servers: Sequence[str] = ()

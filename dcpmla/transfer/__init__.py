@@ -1,0 +1,1 @@
+"""Blocks and states of requests on their way between two jobs."""

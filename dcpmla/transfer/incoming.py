@@ -64,8 +64,8 @@ class Incoming(Side):
             handoff: Name of the handoff. It is opened once.
             start: First position to read; those before it are in the blocks.
             num_tokens: Number of tokens of the prompt.
-            blocks: The request's blocks, from position 0 on. What later work on the current stream writes to those
-                that arrive is lost until the arrival is done or cancelled.
+            blocks: The request's blocks, from position 0 on. Until the arrival is done or cancelled, it alone writes to
+                the positions from `start` on.
             state: Number of the state to fill; None for caches without states.
         """
         arrival = Arrival(handoff, engine, start, num_tokens, blocks, state, self._stream, self._worker.wake)
@@ -152,7 +152,7 @@ class Incoming(Side):
         self._start_reads()
         self._look()
         self._closing = [each for each in self._closing if not each.close_if_idle()]
-        return bool(self._awaited or self._closing or self._reader.is_busy)
+        return bool(self._closing) or self._reader.is_busy
 
     def _start_reads(self) -> None:
         """Start reads while slots are free, one for each arrival in turn."""

@@ -164,7 +164,8 @@ class Outgoing(Side):
                 self._end(served, "")
         self._look()
         self._closing = [each for each in self._closing if not each.close_if_idle()]
-        return bool(opened or self._closing)
+        is_filling = any(not offer.is_sent for _, target in opened for offer in target.offers.values())
+        return is_filling or bool(self._closing)
 
     def _try(self, served: Served, target: Target, action: Callable[[Served, Target], bool]) -> bool:
         """Run an action of an open handoff. Any error that it raises ends that handoff alone."""

@@ -80,16 +80,18 @@ class Side(ABC):
         self._transport.close()
 
     def poll(self) -> bool:
-        """Do what can be done now; return whether transfers are open. For the thread of this object."""
+        """Do what can be done now; return whether there was work, or work goes on. For the thread of this object."""
+        has_work = bool(self._calls)
         while self._calls:
             self._calls.popleft()()
-        for name, content in self._transport.receive():
+        messages = self._transport.receive()
+        for name, content in messages:
             try:
                 engine, rank = split_name(name)
                 self._handle(engine, rank, decode(content))
             except ValueError as error:
                 self._log(f"a message of {name[:80]!r} is ignored", error)
-        return self._advance()
+        return self._advance() or has_work or bool(messages)
 
     @abstractmethod
     def _check(self, peer: Peer) -> None:
@@ -107,7 +109,7 @@ class Side(ABC):
 
     @abstractmethod
     def _advance(self) -> bool:
-        """Go on with all transfers; return whether any is open."""
+        """Go on with all transfers; return whether any copy goes on."""
 
     @abstractmethod
     def _fail_all(self, reason: str) -> None: ...

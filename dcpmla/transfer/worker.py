@@ -1,13 +1,16 @@
 """A thread that polls a transport while the engine runs (`Worker`)."""
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from threading import Event, Thread
 
 import torch
 
-_BUSY, _IDLE = 2e-4, 2e-3  # seconds between two polls, with open transfers and without
+# Polls take Python's lock from the engine's thread, so they are rare while transfers wait.
+_BUSY, _IDLE = 2e-4, 2e-3  # seconds between two polls
+_GRACE = 0.01  # seconds of frequent polls after the last one that found work
 _PAUSE = 0.1  # seconds after an error
 _logger = logging.getLogger(__name__)
 
@@ -18,7 +21,7 @@ class Worker:
     Args:
         name: Name of the thread.
         device: Device of its work.
-        poll: Function that returns whether transfers are open.
+        poll: Function that returns whether it found work, or work goes on.
         fail: Function that ends all transfers for a reason.
     """
 
@@ -48,11 +51,13 @@ class Worker:
             torch.cuda.set_device(self._device)
             torch.cuda.current_stream().query()  # makes the device's context current, which transports need
         logged: set[str] = set()
-        is_last = False
+        is_last, busy_until = False, 0.0
         while not is_last:
             is_last = self._is_closed
             try:
-                pause = _BUSY if self._poll() else _IDLE
+                has_work, now = self._poll(), time.monotonic()
+                busy_until = now + _GRACE if has_work else busy_until
+                pause = _BUSY if now < busy_until else _IDLE
             except Exception as error:
                 pause = _PAUSE
                 reason = f"{type(error).__name__}: {error}"

@@ -191,7 +191,6 @@ REFUSED: list[tuple[str, str, Any]] = [
         ("verbosity", "low"),
         ("prediction", {"type": "content", "content": "x"}),
         ("priority", 5),
-        ("kv_transfer_params", {"x": 1}),
         ("spaces_between_special_tokens", False),
         ("detokenize", False),
         ("logits_processors", ["x"]),

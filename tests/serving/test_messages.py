@@ -7,9 +7,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.messages import LENGTH, Abort, Close, Command, Submit, pack_command, unpack_commands
 from dcpmla.serving.outbox import WINDOW, Outbox
+from dcpmla.serving.transfer_messages import Connect, Disconnect, First, Lose, Move, Pull
 
 PARAMS = SamplingParams(
     max_new_tokens=7,
@@ -40,6 +42,13 @@ def test_commands_are_read_as_they_were_sent() -> None:
         Submit([4, 5], [1, (1 << 64) - 1], [0, (1 << 31) - 1, 7], PARAMS, "salt \ud800"),
         Abort([4]),
         Submit([6], [0], [1], SamplingParams()),
+        Submit([7], [0], [1], PARAMS, move=Move("h")),
+        Submit([8], [0], [1], PARAMS, move=Move("", ("engine", "h"), TokenLogprobs(3, -0.5, ((3, -0.5), (4, -1.0))))),
+        Connect("engine", {"tp_size": 2, "tokens": [["latents", 0, 64, 16, 1, False]]}, ["AAAA", "AQID"]),
+        Disconnect("engine"),
+        Pull(8, "engine", "h"),
+        First(8, TokenLogprobs(3, None, ())),
+        Lose(8, True),
         Close(),
     ]
     assert [*unpack_commands(b"".join(pack_command(command) for command in commands))] == commands

@@ -66,9 +66,15 @@ class RunningServer:
 
 
 @contextmanager
-def serve(directory: Path, model: Path, num_ranks: int, *options: object) -> Iterator[RunningServer]:
-    """Serve a model on ranks of CPUs that share one cache; yield once it is healthy. No process is left running."""
-    port = free_port()
+def serve(
+    directory: Path, model: Path, num_ranks: int, *options: object, port: int | None = None
+) -> Iterator[RunningServer]:
+    """Serve a model on ranks of CPUs that share one cache; yield once it is healthy. No process is left running.
+
+    Args:
+        port: Port to listen on; None for one that is free.
+    """
+    port = port or free_port()
     sizes = ["-tp", num_ranks, "-dcp", num_ranks, "--device", "cpu", "--block-size", 16, "--port", port]
     program = ["-m", "dcpmla", "serve", "--model", model, *sizes, "--kv-cache-memory-bytes", 4 << 20, *options]
     processes, logs = [], []

@@ -4,20 +4,18 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from dcpmla.transfer.incoming import Incoming
 from dcpmla.transfer.layout import CacheLayout
 from dcpmla.transfer.outgoing import Outgoing
 from dcpmla.transfer.transport import Peer, rank_name
-from tests.support.fake_transport import Clock, Network
+from tests.support.fake_transport import Network
 from tests.support.plain_cache import Content, PlainCache
 
 LEASE, SILENCE = 40.0, 12.0  # seconds of the virtual clock
 MOST_TOKENS = 40
 NUM_BLOCKS, NUM_STATES = 3 * MOST_TOKENS, 8
-MODULES = ("outcome", "served", "outgoing", "incoming")
 
 
 class StillWorker:
@@ -32,16 +30,6 @@ class StillWorker:
 
     def close(self) -> None:
         self._poll()
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Replace the threads and the time of all transfers."""
-    clock = Clock()
-    monkeypatch.setattr("dcpmla.transfer.side.Worker", StillWorker)
-    for module in MODULES:
-        monkeypatch.setattr(f"dcpmla.transfer.{module}.time", clock)
-    return clock
 
 
 class Job:

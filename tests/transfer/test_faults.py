@@ -11,7 +11,7 @@ from dcpmla.transfer.messages import Complete, Open, Ready, Taken, encode
 from dcpmla.transfer.outgoing import Outgoing
 from tests.support.fake_transport import Clock, Network
 from tests.support.plain_cache import Content, new_layout
-from tests.support.transfer_jobs import LEASE, MOST_TOKENS, SILENCE, Job, Prompt, clock, connect  # noqa: F401
+from tests.support.transfer_jobs import LEASE, MOST_TOKENS, SILENCE, Job, Prompt, connect
 
 NUM_SLOTS = 4
 
@@ -19,7 +19,7 @@ NUM_SLOTS = 4
 class Pair:
     """A prefill server and decode servers without random layouts."""
 
-    def __init__(self, clock: Clock, prefill: tuple[int, ...] = (1, 1), *decoders: tuple[int, ...]) -> None:  # noqa: F811
+    def __init__(self, clock: Clock, prefill: tuple[int, ...] = (1, 1), *decoders: tuple[int, ...]) -> None:
         torch.manual_seed(0)
         self.clock, self.random = clock, Random(0)
         self.network = Network(self.random)
@@ -54,7 +54,7 @@ class Pair:
 
 
 @pytest.fixture
-def pair(clock: Clock) -> Pair:  # noqa: F811
+def pair(clock: Clock) -> Pair:
     return Pair(clock)
 
 
@@ -121,7 +121,7 @@ def test_a_handoff_that_never_begins(pair: Pair) -> None:
     assert reasons(prompt) == ["p/0: it did not begin in 40 s"]
 
 
-def test_a_request_before_the_connection(clock: Clock) -> None:  # noqa: F811
+def test_a_request_before_the_connection(clock: Clock) -> None:
     pair = Pair(clock)
     late = Job(Incoming, "late", new_layout(2, 2, 1), pair.network, NUM_SLOTS)
     pair.decoders.append(late)
@@ -144,7 +144,7 @@ def test_a_server_that_is_not_connected(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_a_decode_rank_is_lost(clock: Clock, is_known: bool) -> None:  # noqa: F811
+def test_a_decode_rank_is_lost(clock: Clock, is_known: bool) -> None:
     """Its job's other rank learns of it, and another job goes on meanwhile, because slots are left."""
     pair = Pair(clock, (1, 1), (2, 2), (1, 1))
     prompts = [pair.prompt(f"h{number}") for number in range(4)]
@@ -172,7 +172,7 @@ def test_a_decode_rank_is_lost(clock: Clock, is_known: bool) -> None:  # noqa: F
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_a_prefill_rank_is_lost(clock: Clock, is_known: bool) -> None:  # noqa: F811
+def test_a_prefill_rank_is_lost(clock: Clock, is_known: bool) -> None:
     pair = Pair(clock, (2, 2), (1, 1))
     prompt = pair.prompt("h")
     prompt.open()
@@ -190,7 +190,7 @@ def test_a_prefill_rank_is_lost(clock: Clock, is_known: bool) -> None:  # noqa: 
     assert pair.decode.sides[0]._staging.num_free == NUM_SLOTS
 
 
-def test_a_stopped_decode_server_wakes_after_its_slots_hold_other_content(clock: Clock) -> None:  # noqa: F811
+def test_a_stopped_decode_server_wakes_after_its_slots_hold_other_content(clock: Clock) -> None:
     pair = Pair(clock, (1, 1), (1, 1), (1, 1))
     pair.decode.sides[0]._silence = 10 * LEASE  # the tags alone help
     prompt = pair.prompt("h")
@@ -229,7 +229,7 @@ def test_a_prompt_of_another_length(pair: Pair) -> None:
     assert "the prompt has 30 tokens" in failures(prompt)[0]
 
 
-def test_replicas_without_rows_end_too(clock: Clock) -> None:  # noqa: F811
+def test_replicas_without_rows_end_too(clock: Clock) -> None:
     pair = Pair(clock, (4, 1), (2, 2))
     prompt = pair.prompt("h")
     prompt.open()
@@ -240,7 +240,7 @@ def test_replicas_without_rows_end_too(clock: Clock) -> None:  # noqa: F811
     assert sum(num_bytes) == sum(arrival.num_bytes for arrival in prompt.got.arrivals) > 0
 
 
-def test_the_second_server_that_asks_gets_nothing(clock: Clock) -> None:  # noqa: F811
+def test_the_second_server_that_asks_gets_nothing(clock: Clock) -> None:
     pair = Pair(clock, (1, 1), (1, 1), (1, 1))
     first, second = pair.prompt("h"), pair.prompt("h", pair.decoders[1])
     first.open()

@@ -14,7 +14,7 @@ from dcpmla.transfer.layout import CacheLayout
 from dcpmla.transfer.outgoing import Outgoing
 from tests.support.fake_transport import Clock, Network
 from tests.support.plain_cache import new_layout
-from tests.support.transfer_jobs import LEASE, SILENCE, Job, Prompt, clock, connect  # noqa: F401
+from tests.support.transfer_jobs import LEASE, SILENCE, Job, Prompt, connect
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 2, 4), (4, 2, 2), (4, 4, 1)]  # tp, dcp, interleave
 
@@ -26,7 +26,7 @@ def any_layout(random: Random) -> CacheLayout:
 class Schedule:
     """Two or three jobs, and prompts that go from the first one to the others in a random order of calls."""
 
-    def __init__(self, seed: int, clock: Clock, num_decoders: int = 1) -> None:  # noqa: F811
+    def __init__(self, seed: int, clock: Clock, num_decoders: int = 1) -> None:
         torch.manual_seed(seed)
         self.random, self.clock = Random(seed), clock
         self.network = Network(self.random)
@@ -137,8 +137,8 @@ class Schedule:
                 assert side._staging.num_free == len(side._transport.memory)
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_everything_arrives(seed: int, clock: Clock) -> None:  # noqa: F811
+@pytest.mark.parametrize("seed", range(40))
+def test_everything_arrives(seed: int, clock: Clock) -> None:
     schedule = Schedule(seed, clock, num_decoders=1 + seed % 2)
     schedule.run()
     assert all(prompt.has_arrived for prompt in schedule.prompts), [
@@ -148,22 +148,22 @@ def test_everything_arrives(seed: int, clock: Clock) -> None:  # noqa: F811
     schedule.check_slots()
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_cancelled_transfers_write_nothing(seed: int, clock: Clock) -> None:  # noqa: F811
+@pytest.mark.parametrize("seed", range(40))
+def test_cancelled_transfers_write_nothing(seed: int, clock: Clock) -> None:
     schedule = Schedule(seed, clock, num_decoders=1 + seed % 2)
     schedule.run({"cancel"}, num_prompts=12)
     schedule.check_slots()
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_stopped_jobs_use_nothing_wrong(seed: int, clock: Clock) -> None:  # noqa: F811
+@pytest.mark.parametrize("seed", range(40))
+def test_stopped_jobs_use_nothing_wrong(seed: int, clock: Clock) -> None:
     """A stopped rank may wake when its slots hold other content."""
     schedule = Schedule(seed, clock, num_decoders=1 + seed % 2)
     schedule.run({"stop", "cancel"}, num_prompts=10)
     schedule.check_slots()
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_lost_ranks_end_their_transfers(seed: int, clock: Clock) -> None:  # noqa: F811
+@pytest.mark.parametrize("seed", range(40))
+def test_lost_ranks_end_their_transfers(seed: int, clock: Clock) -> None:
     schedule = Schedule(seed, clock, num_decoders=1 + seed % 2)
     schedule.run({"lose"}, num_prompts=10)

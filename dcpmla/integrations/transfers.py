@@ -1,0 +1,76 @@
+"""A rank's end of transfers with other jobs, made at start (`link_engine`)."""
+
+import json
+from base64 import b64decode, b64encode
+from hashlib import sha256
+from uuid import uuid4
+
+from dcpmla.config import DCPConfig
+from dcpmla.integrations.open_model import ModelFiles
+from dcpmla.job.bootstrap import agree
+from dcpmla.parallel.collectives import broadcast_value, gather_values
+from dcpmla.runtime.engine import Engine
+from dcpmla.transfer.incoming import Incoming
+from dcpmla.transfer.layout import describe
+from dcpmla.transfer.outgoing import Outgoing
+from dcpmla.transfer.parts import RowMover
+from dcpmla.transfer.staging import allocate_staging
+from dcpmla.transfer.transport import Peer, rank_name
+
+ROLES = ("both", "prefill", "decode")
+# Entries of a config that say nothing about the rows of a cache.
+_IRRELEVANT = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
+
+
+def check_role(role: str, dcp: DCPConfig) -> None:
+    """Raise ValueError if a server of a role cannot exchange blocks with others."""
+    if role != "both" and dcp.calculate_kv_scales:
+        raise ValueError(
+            f"role (--role) is {role}, whose blocks another server shares, but calculate_kv_scales "
+            "(--calculate-kv-scales) finds other scales on each server; give kv_cache_scale (--kv-cache-scale) instead"
+        )
+
+
+def link_engine(engine: Engine, files: ModelFiles, dcp: DCPConfig, role: str) -> Peer:
+    """Make this rank's transport, let the engine use it, and return this job as others see it. Collective over the job.
+
+    Args:
+        role: "prefill" sends blocks, "decode" receives them.
+    Raises:
+        ValueError: NIXL does not start.
+    """
+    from dcpmla.transfer.nixl import NixlTransport  # NIXL is an extra
+
+    group, rank = engine.mesh.tp_group, engine.mesh.tp_rank
+    name = str(broadcast_value(uuid4().hex, group, "naming the engine"))
+    layout = describe(engine.cache, engine.dcp, cache_facts(files, dcp, engine))
+    device = engine.cache.tensors[0].device
+    with agree():
+        try:
+            transport = NixlTransport(rank_name(name, rank), allocate_staging(device))
+        except OSError as error:
+            raise ValueError(f"role (--role) is {role}, but blocks cannot be exchanged: {error}") from error
+    mover = RowMover(engine.cache, layout)
+    if role == "prefill":
+        engine.link(Outgoing(transport, mover, layout, rank), None)
+    else:
+        engine.link(None, Incoming(transport, mover, layout, rank))
+    agents = gather_values(b64encode(transport.metadata()).decode(), group, "gathering the agents of transfers")
+    return Peer(name, layout, [b64decode(agent) for agent in agents])
+
+
+def cache_facts(files: ModelFiles, dcp: DCPConfig, engine: Engine) -> list[tuple[str, str]]:
+    """Return what must be equal on two servers whose caches have the same rows, by the names of options."""
+    config = {name: value for name, value in files.config.to_dict().items() if name not in _IRRELEVANT}
+    sizes = engine.cache.sizes
+    return [
+        (
+            "the digest of the model's config (--model)",
+            sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16],
+        ),
+        ("dtype (--dtype)", str(engine.model.dtype)),
+        ("the format of kv_cache_dtype (--kv-cache-dtype)", str(sizes.dtype)),
+        ("kv_cache_scale (--kv-cache-scale)", str(dcp.kv_cache_scale)),
+        ("the format of index_cache_dtype (--index-cache-dtype)", str(sizes.index_dtype)),
+        ("index_hadamard (--index-hadamard)", str(dcp.index_hadamard)),
+    ]

@@ -1,0 +1,85 @@
+"""Commands on transfers between jobs, as every rank follows them."""
+
+import logging
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
+
+from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.request import Request, TokenLogprobs
+from dcpmla.runtime.stats import TransferTotals
+from dcpmla.serving.transfer_messages import Connect, Disconnect, First, Lose, Pull
+from dcpmla.transfer.layout import CacheLayout
+from dcpmla.transfer.transport import Peer
+
+_logger = logging.getLogger(__name__)
+
+
+def connect_of(peer: Peer) -> Connect:
+    """Return the message that has a job's name, layout and agents."""
+    return Connect(peer.engine, peer.layout.to_json(), [b64encode(agent).decode() for agent in peer.agents])
+
+
+def peer_of(command: Connect) -> Peer:
+    """Return the job of a message.
+
+    Raises:
+        ValueError: The layout is none, or the agents are no base64.
+    """
+    agents = [b64decode(agent, validate=True) for agent in command.agents]
+    return Peer(command.engine, CacheLayout.from_json(command.layout), agents)
+
+
+def follow(
+    engine: Engine, requests: Mapping[int, Request], command: Connect | Disconnect | Pull | First | Lose
+) -> None:
+    """Follow a command of the first rank.
+
+    Args:
+        requests: Unfinished requests by id. Commands on others come too late.
+    """
+    handoffs = engine.handoffs
+    assert handoffs is not None
+    match command:
+        case Connect():
+            try:
+                handoffs.connect(peer_of(command))
+            except ValueError as error:  # the HTTP process has compared the layouts, so this does not happen
+                _logger.error("the ranks do not connect to engine %s: %s", command.engine, error)
+        case Disconnect():
+            handoffs.disconnect(command.engine)
+        case _:
+            request = requests.get(command.request_id)
+            if request is not None:
+                _follow_request(engine, request, command)
+
+
+def _follow_request(engine: Engine, request: Request, command: Pull | First | Lose) -> None:
+    assert engine.handoffs is not None
+    match command:
+        case Pull():
+            engine.handoffs.pull(request, command.engine, command.handoff)
+        case First():
+            take_first(engine, request, command.token)
+        case Lose():
+            engine.handoffs.lose(request, command.is_local)
+
+
+def take_first(engine: Engine, request: Request, token: TokenLogprobs) -> None:
+    """Take a request's first token from another job."""
+    engine.take_first(request, token.token_id, None if token.logprob is None else token)
+
+
+def transfer_totals(engine: Engine) -> dict[tuple[str, ...], float]:
+    """Return `Report.transfer_totals`."""
+    if engine.handoffs is None:
+        return {}
+    totals: dict[tuple[str, ...], float] = {}
+    sides: list[tuple[str, TransferTotals]] = [("sent", engine.handoffs.sent), ("received", engine.handoffs.received)]
+    for direction, side in sides:
+        totals |= {
+            ("bytes", direction): side.bytes,
+            ("seconds", direction): side.seconds,
+            ("requests", direction, "done"): side.num_done,
+            ("requests", direction, "failed"): side.num_failed,
+        }
+    return totals

@@ -1,0 +1,171 @@
+"""A prefill server as a decode server's HTTP process knows it (`PrefillServer`)."""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import httpx
+
+from dcpmla.runtime.request import TokenLogprobs
+from dcpmla.serving.handoff_commands import peer_of
+from dcpmla.serving.transfer_messages import Connect, Wanted, token_of
+
+LOST = 15.0  # seconds without an answer of /health after which a server counts as lost
+_PERIOD = 3.0  # seconds between two questions for its health
+_FINAL = (400, 413, 422)  # statuses of a prompt that no server would take
+_logger = logging.getLogger(__name__)
+
+
+class RefusedPromptError(Exception):
+    """A prefill server's reason for which no server computes a prompt."""
+
+
+class PrefillServer:
+    """The connection to one prefill server.
+
+    Args:
+        url: Address of the server.
+        client: HTTP client with the servers' key.
+        own: This job; None until its ranks are ready.
+        on_connect: Function of the server's job, after each of its starts.
+        on_disconnect: Function of the name of a job that has ended or is lost.
+    Attributes:
+        engine: Name of the server's job; empty while it is not connected.
+        num_open: Prompts that it computes for this server.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        client: httpx.AsyncClient,
+        own: Callable[[], Connect | None],
+        on_connect: Callable[[Connect], object],
+        on_disconnect: Callable[[str], object],
+    ) -> None:
+        self.url, self.engine, self.num_open = url, "", 0
+        self._client, self._own = client, own
+        self._on_connect, self._on_disconnect = on_connect, on_disconnect
+        self._is_healthy = False
+        self._connecting = asyncio.Lock()
+        self._lost = asyncio.Event()  # the connected job is lost
+        self._said = ""  # the latest line in the log
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether the server takes prompts."""
+        return bool(self.engine) and self._is_healthy
+
+    async def watch(self) -> None:
+        """Ask the server for its health without end, and connect to it whenever it has started."""
+        answered = time.monotonic()
+        while True:
+            try:
+                answer = await self._client.get(f"{self.url}/health", timeout=LOST)
+                answered, self._is_healthy = time.monotonic(), answer.status_code == 200
+                if self._is_healthy and not self.engine:
+                    await self._connect()
+            except httpx.ConnectError as error:  # no program listens there
+                self._lose(f"it cannot be reached: {error}")
+            except httpx.HTTPError as error:
+                self._is_healthy = False
+                if time.monotonic() - answered >= LOST:
+                    self._lose(f"it has not answered /health for {LOST:.0f} s ({type(error).__name__})")
+            except Exception:  # an answer that makes no sense must not end the watch
+                _logger.exception("prefill server %s", self.url)
+            await asyncio.sleep(_PERIOD)
+
+    async def prefill(self, request: Wanted, handoff: str) -> TokenLogprobs:
+        """Let the server compute a prompt; return its first token.
+
+        Raises:
+            RefusedPromptError: No server would take the prompt.
+            ConnectionError: This server does not compute it.
+        """
+        own, lost = self._own(), self._lost
+        assert own is not None
+        body = {
+            "handoff": handoff,
+            "engine": own.engine,
+            "prompt_token_ids": request.prompt_token_ids,
+            "params": asdict(request.params),
+            "cache_salt": request.cache_salt or None,
+        }
+        content = json.dumps(body, separators=(",", ":")).encode()
+        del body
+        tasks = [asyncio.ensure_future(self._post("/kv/prefill", content)), asyncio.ensure_future(lost.wait())]
+        self.num_open += 1
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not tasks[0].done():
+                raise ConnectionError("the server is lost")
+            return token_of((await self._checked(tasks[0]))["token"])  # type: ignore[arg-type]
+        except (httpx.HTTPError, KeyError, TypeError, ValueError) as error:
+            raise ConnectionError(f"{type(error).__name__}: {error}") from error
+        finally:
+            self.num_open -= 1
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _checked(self, post: "asyncio.Future[httpx.Response]") -> dict[str, Any]:
+        """Return the JSON object of a prompt's answer; raise what an error means."""
+        answer = await post
+        if answer.status_code in _FINAL:
+            raise RefusedPromptError(_reason(answer))
+        if answer.status_code == 409:  # it has started again, or has dropped this server
+            self._lose("it does not know this server; connecting again")
+            raise ConnectionError(_reason(answer))
+        if answer.status_code != 200:
+            raise ConnectionError(f"status {answer.status_code}: {_reason(answer)}")
+        content: dict[str, Any] = answer.json()
+        return content
+
+    async def _post(self, path: str, content: bytes) -> httpx.Response:
+        return await self._client.post(f"{self.url}{path}", content=content)
+
+    async def _connect(self) -> None:
+        """Exchange layouts and agents with the server's job."""
+        own = self._own()
+        if own is None:
+            return
+        answer = await self._client.post(f"{self.url}/kv/connect", json=vars(own), timeout=LOST)
+        if answer.status_code != 200:
+            self._say(f"status {answer.status_code} of /kv/connect: {_reason(answer)}")
+            return
+        try:
+            other = Connect(**answer.json())
+            peer = peer_of(other)
+            peer.layout.check_matches(peer_of(own).layout)
+        except (TypeError, ValueError) as error:
+            self._say(f"its answer of /kv/connect is wrong: {error}")
+            return
+        self.engine, self._lost = other.engine, asyncio.Event()
+        self._on_connect(other)
+        self._say("connected")
+
+    def _lose(self, reason: str) -> None:
+        """Forget the server's job, and fail its prompts."""
+        self._is_healthy = False
+        self._say(reason)
+        if self.engine:
+            self._on_disconnect(self.engine)
+            self.engine = ""
+            self._lost.set()
+
+    def _say(self, words: str) -> None:
+        """Log a change once."""
+        if words != self._said:
+            self._said = words
+            _logger.warning("prefill server %s: %s", self.url, words)
+
+
+def _reason(answer: httpx.Response) -> str:
+    """Return the message of an answer that is an error."""
+    try:
+        return str(answer.json()["error"]["message"])
+    except (KeyError, TypeError, ValueError):
+        return answer.text[:200]

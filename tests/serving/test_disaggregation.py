@@ -1,0 +1,179 @@
+"""A prefill server and a decode server as processes, over NIXL: the answers of one server that does both."""
+
+import json
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import psutil
+import pytest
+
+from tests.support.fake_engine import AUTHORIZED, wait_until
+from tests.support.launchers import free_port
+from tests.support.servers import KEY, RunningServer, needle_with_template, read_events, serve
+
+pytest.importorskip("nixl")
+OPTIONS = ["--api-key", KEY, "--served-model-name", "needle", "--dtype", "float32", "--max-num-batched-tokens", 32]
+NAMES = ["ant", "apple", "ash", "axe"]
+_numbers = random.Random(0)
+
+
+class Servers:
+    """A prefill server of one rank, and a decode server of two that share a cache."""
+
+    def __init__(self, directory: Path, model: Path, stack: ExitStack) -> None:
+        self._directory, self._model, self._stack = directory, model, stack
+        self._port = free_port()
+        self.start()
+        options = [*OPTIONS, "--role", "decode", "--prefill-servers", self.prefill.url]
+        self.decode = stack.enter_context(serve(directory, model, 2, *options))
+        self.wait_for_transfers()
+
+    def start(self) -> None:
+        """Start the prefill server, on the same port each time."""
+        options = [*OPTIONS, "--role", "prefill"]
+        self.prefill = self._stack.enter_context(serve(self._directory, self._model, 1, *options, port=self._port))
+
+    def wait_for_transfers(self) -> None:
+        """Wait until the decode server is connected, so that prompts are prefilled elsewhere."""
+        before = self.num_moved()
+
+        def has_moved() -> bool:
+            ask(self.decode, {"prompt": prompt(), "max_tokens": 1})
+            return self.num_moved() > before
+
+        wait_until(has_moved, self.decode.log())
+
+    def num_moved(self) -> float:
+        return labelled(self.decode, 'kv_transfer_requests_total{direction="received",outcome="done"}')
+
+    def prefill_processes(self) -> list[psutil.Process]:
+        """Return the prefill server's processes: rank, guard and HTTP."""
+        top = psutil.Process(self.prefill.processes[0].pid)
+        return [top, *top.children(recursive=True)]
+
+
+def labelled(server: RunningServer, name: str) -> float:
+    lines = httpx2.get(f"{server.url}/metrics", headers=AUTHORIZED).text.splitlines()
+    values = [float(line.split()[-1]) for line in lines if line.startswith(f"dcpmla_{name}")]
+    return sum(values)
+
+
+def prompt(num_facts: int = 25) -> str:
+    """Return a prompt of several steps that begins unlike all others."""
+    facts = [f"amber-{name} {_numbers.randint(100, 999)}" for name in NAMES]
+    return "; ".join([*(_numbers.choice(facts) for _ in range(num_facts)), *facts]) + "; amber-ant?"
+
+
+def ask(server: RunningServer, body: dict[str, Any], path: str = "/v1/completions") -> dict[str, Any]:
+    answer = httpx2.post(f"{server.url}{path}", json={"temperature": 0, **body}, headers=AUTHORIZED, timeout=90)
+    assert answer.status_code == 200, answer.text
+    content: dict[str, Any] = answer.json()
+    return content
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    directory = tmp_path_factory.mktemp("servers")
+    with ExitStack() as stack:
+        yield Servers(directory, needle_with_template(directory), stack)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logprobs": 2},
+        {"temperature": 1.5, "seed": 11, "logprobs": 0},
+        {"stop": ["3 4", " "], "max_tokens": 8},
+        {"n": 2, "temperature": 1.5, "seed": 5},
+        {"max_tokens": 1},
+        {"presence_penalty": 2.0, "logit_bias": {"5": 3.0}},
+        {"stream": True},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_answers_are_those_of_one_server(servers: Servers, fields: dict[str, Any]) -> None:
+    body, before = {"prompt": prompt(), "max_tokens": 6, **fields}, servers.num_moved()
+    if fields.get("stream"):
+        answer, expected = (stream(server, body) for server in (servers.decode, servers.prefill))
+        assert answer == expected
+    else:
+        answer, expected = (ask(server, body)["choices"] for server in (servers.decode, servers.prefill))
+        assert [without_numbers(choice) for choice in answer] == [without_numbers(choice) for choice in expected]
+        for one, other in zip(answer, expected, strict=True):
+            if one["logprobs"]:
+                numbers = [each["logprobs"]["token_logprobs"] for each in (one, other)]
+                assert numbers[0] == pytest.approx(numbers[1], abs=1e-4)
+    is_moved = body["max_tokens"] > 1  # an answer of one token needs no blocks; choices share theirs
+    assert servers.num_moved() == before + is_moved
+
+
+def without_numbers(choice: dict[str, Any]) -> dict[str, Any]:
+    """Return a choice with its tokens, but not their probabilities, which rounding changes."""
+    return {**choice, "logprobs": choice["logprobs"] and choice["logprobs"]["tokens"]}
+
+
+def stream(server: RunningServer, body: dict[str, Any]) -> str:
+    answer = httpx2.post(
+        f"{server.url}/v1/completions", json={"temperature": 0, **body}, headers=AUTHORIZED, timeout=90
+    )
+    chunks = read_events(answer.text.splitlines())
+    return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+
+
+def test_a_chat(servers: Servers) -> None:
+    body, before = {"messages": [{"role": "user", "content": prompt()}], "max_tokens": 4}, servers.num_moved()
+    answer, expected = (ask(server, body, "/v1/chat/completions") for server in (servers.decode, servers.prefill))
+    assert answer["choices"] == expected["choices"]
+    assert servers.num_moved() == before + 1
+
+
+def test_a_router(servers: Servers) -> None:
+    """The decode server goes on from the token and the blocks that a router's first request has made."""
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        before, text = servers.num_moved(), prompt()
+        body = {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
+        body |= {"max_tokens": 4, "seed": 3}
+        asked = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
+        first = ask(servers.prefill, {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": asked}, path)
+        answer = ask(servers.decode, {**body, "kv_transfer_params": first["kv_transfer_params"]}, path)
+        assert answer["choices"] == ask(servers.prefill, body, path)["choices"]
+        assert servers.num_moved() == before + 1
+
+
+@pytest.mark.parametrize("num_facts", [25, 400])
+def test_a_client_that_goes_away_leaves_nothing(servers: Servers, num_facts: int) -> None:
+    """The client leaves while the prompt is prefilled, or later."""
+    body = {"prompt": prompt(num_facts), "max_tokens": 2000, "ignore_eos": True}
+    with suppress(httpx2.TimeoutException):
+        httpx2.post(f"{servers.decode.url}/v1/completions", json=body, headers=AUTHORIZED, timeout=0.3)
+    wait_until(lambda: is_idle(servers.decode) and is_idle(servers.prefill), "requests or blocks are left")
+
+
+def is_idle(server: RunningServer) -> bool:
+    """Return whether nothing runs, and no blocks are held."""
+    return all(server.metric(name, **AUTHORIZED) == 0 for name in ("requests_running", "kv_cache_use"))
+
+
+def test_a_prefill_server_that_is_stopped_killed_and_started_again(servers: Servers) -> None:
+    body = {"prompt": prompt(), "max_tokens": 4}
+    expected = ask(servers.prefill, body)["choices"]
+    for process in servers.prefill_processes():
+        process.send_signal(signal.SIGSTOP)
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.append(ask(servers.decode, body)["choices"]))
+    thread.start()
+    wait_until(lambda: servers.decode.metric("requests_running", **AUTHORIZED) == 1, servers.decode.log())
+    for process in servers.prefill_processes():
+        process.kill()
+    thread.join()
+    assert json.dumps(answers) == json.dumps([expected])
+    assert servers.decode.metric("kv_transfer_local_prefills_total", **AUTHORIZED) >= 1
+    ask(servers.decode, {"prompt": prompt(), "max_tokens": 2})  # without any prefill server
+    servers.start()
+    servers.wait_for_transfers()

@@ -1,0 +1,245 @@
+"""The decode server's prefill servers: connection, choice and faults, over applications in this process."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.serving import prefill_server
+from dcpmla.serving.errors import ApiError
+from dcpmla.serving.messages import Abort, Submit
+from dcpmla.serving.prefills import Prefills
+from dcpmla.serving.transfer_messages import Connect, Disconnect, First, Lose, Pull, Wanted
+from tests.support.servers import KEY
+from tests.support.transfer_servers import FIRST, Network, Ranks, job, layout, until
+
+PARAMS = SamplingParams(max_new_tokens=9, seed=5, logprobs=1)
+
+
+@pytest.fixture(autouse=True)
+def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_server, "_PERIOD", 0.02)
+    monkeypatch.setattr(prefill_server, "LOST", 0.2)
+
+
+class Decoder:
+    """A decode server over prefill servers p0, p1, ...
+
+    Args:
+        answers: Whether the prefill servers' ranks answer.
+    """
+
+    def __init__(self, num_servers: int = 1, answers: bool = True) -> None:
+        self.here = [Ranks(f"p{number}", answers) for number in range(num_servers)]
+        self.network = Network(**{f"p{number}": ranks.app("prefill") for number, ranks in enumerate(self.here)})
+        self.there = Ranks("d", answers=False)
+        urls = [f"http://p{number}" for number in range(num_servers)]
+        self.prefills = Prefills(urls, self.there.engine, KEY, self.network)
+        self.there.engine.on_start(self.there.started)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run a block with connected servers."""
+        task = asyncio.create_task(self.prefills.run())
+        try:
+            await until(lambda: all(server.is_ready for server in self.prefills.servers))
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def submit(self, prompt: list[int]) -> Any:
+        return self.there.engine.submit([prompt], PARAMS, 60)
+
+    def want(self, generation: Any, prompt: list[int]) -> int:
+        """Let the ranks ask for another server's prefill of a request."""
+        (request_id,) = generation.indices
+        self.there.engine.on_wanted(Wanted(request_id, prompt, PARAMS, ""))
+        return int(request_id)
+
+
+def run(test: Any) -> None:
+    asyncio.run(asyncio.wait_for(test, 120))
+
+
+def test_a_prompt_gets_its_first_token() -> None:
+    async def test() -> None:
+        decoder = Decoder()
+        async with decoder.running():
+            with decoder.submit([1, 2]) as generation:
+                request_id = decoder.want(generation, [1, 2])
+                first = await decoder.there.wait_for(First)
+            assert first == First(request_id, FIRST._replace(top=((7, -0.5), (8, -9999.0))))
+        (connect,), (pull,) = decoder.there.of(Connect), decoder.there.of(Pull)
+        (submit,) = decoder.here[0].of(Submit)
+        assert connect == decoder.here[0].started.link
+        assert (pull.engine, pull.handoff) == ("p0", submit.move.handoff)
+        assert submit.params.max_new_tokens == 9
+        assert submit.seeds == [5]
+        assert not decoder.there.of(Lose)
+
+    run(test())
+
+
+def test_the_same_beginning_has_the_same_server_unless_it_is_busy() -> None:
+    async def test() -> None:
+        decoder = Decoder(4)
+        async with decoder.running():
+            beginnings = [[number] * 300 for number in range(64)]
+            requests = [[Wanted(9, [*each, end], PARAMS, "") for end in range(3)] for each in beginnings]
+            chosen = [{str(decoder.prefills.choose(each)) for each in alike} for alike in requests]
+            assert {len(each) for each in chosen} == {1}
+            assert min(Counter(str(each) for each in chosen).values()) > 4
+            busy = decoder.prefills.choose(requests[0][0])
+            assert busy is not None
+            busy.num_open = 4
+            assert decoder.prefills.choose(requests[0][0]) is busy
+            busy.num_open = 5
+            assert decoder.prefills.choose(requests[0][0]) is not busy
+
+    run(test())
+
+
+def test_a_failed_server_is_tried_once_and_the_last_resort_is_this_one() -> None:
+    async def test() -> None:
+        decoder = Decoder(2)
+        for number in range(2):
+            ranks = decoder.here[number]
+            ranks.engine.has_failed = False
+        async with decoder.running():
+            for number in range(2):  # they are healthy, but break each prefill
+                decoder.network.apps[f"p{number}"] = _breaking(decoder.network.apps[f"p{number}"])
+            with decoder.submit([1]) as generation:
+                for number in range(3):
+                    decoder.want(generation, [1])
+                    lose = await decoder.there.wait_for(Lose, number + 1)
+                    assert lose.is_local == (number == 2)
+            assert {pull.engine for pull in decoder.there.of(Pull)} == {"p0", "p1"}
+            assert b"kv_transfer_local_prefills_total 1.0" in decoder.there.engine.metrics.text()
+
+    run(test())
+
+
+def _breaking(app: Any) -> Any:
+    """Return an application whose prefills end with a status of 500."""
+
+    async def broken(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/kv/prefill":
+            await httpx_answer(send, 500)
+        else:
+            await app(scope, receive, send)
+
+    return broken
+
+
+async def httpx_answer(send: Any, status: int) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": []})
+    await send({"type": "http.response.body", "body": b'{"error": {"message": "broken"}}'})
+
+
+def test_a_refused_prompt_is_refused_here() -> None:
+    async def test() -> None:
+        decoder = Decoder()
+        async with decoder.running():
+            with decoder.submit([1]) as generation:
+                (request_id,) = generation.indices
+                decoder.there.engine.on_wanted(Wanted(request_id, [], PARAMS, ""))
+                with pytest.raises(ApiError, match="prompt_token_ids") as error:
+                    async for _ in generation.outputs():
+                        pass
+        assert error.value.status == 400
+        assert decoder.there.of(Abort) == [Abort([request_id])]
+
+    run(test())
+
+
+def test_a_request_that_ends_closes_its_connection() -> None:
+    async def test() -> None:
+        decoder = Decoder(answers=False)
+        async with decoder.running():
+            with decoder.submit([1]) as generation:
+                decoder.want(generation, [1])
+                await decoder.here[0].wait_for(Submit)
+                assert decoder.prefills.servers[0].num_open == 1
+            await until(lambda: not decoder.prefills.servers[0].num_open)
+            assert not decoder.there.of(Lose)
+            decoder.want(generation, [1])  # too late
+            assert len(decoder.there.of(Pull)) == 1
+
+    run(test())
+
+
+def test_a_server_that_starts_again_is_connected_again() -> None:
+    async def test() -> None:
+        decoder = Decoder(answers=False)
+        async with decoder.running():
+            with decoder.submit([1]) as generation:
+                decoder.want(generation, [1])
+                await decoder.here[0].wait_for(Submit)
+                del decoder.network.apps["p0"]
+                await decoder.there.wait_for(Disconnect)
+                assert not (await decoder.there.wait_for(Lose)).is_local
+                decoder.want(generation, [1])  # no other server is left
+                assert (await decoder.there.wait_for(Lose, 2)).is_local
+            decoder.network.apps["p0"] = Ranks("again").app("prefill")
+            assert (await decoder.there.wait_for(Connect, 2)).engine == "again"
+            with decoder.submit([2]) as generation:
+                decoder.want(generation, [2])
+                await decoder.there.wait_for(First)
+
+    run(test())
+
+
+def test_a_silent_server_is_lost() -> None:
+    async def test() -> None:
+        decoder = Decoder(answers=False)
+        async with decoder.running():
+            with decoder.submit([1]) as generation:
+                decoder.want(generation, [1])
+                await decoder.here[0].wait_for(Submit)
+                decoder.network.frozen.add("p0")
+                await decoder.there.wait_for(Lose)
+            assert decoder.there.of(Disconnect) == [Disconnect("p0")]
+            decoder.network.frozen.clear()
+            assert (await decoder.there.wait_for(Connect, 2)).engine == "p0"
+
+    run(test())
+
+
+def test_a_server_that_forgot_this_one_is_connected_again() -> None:
+    async def test() -> None:
+        decoder = Decoder()
+        async with decoder.running():
+            decoder.network.apps["p0"] = Ranks("again").app("prefill")  # between two questions for its health
+            with decoder.submit([1]) as generation:
+                decoder.want(generation, [1])
+                await decoder.there.wait_for(Lose)
+                assert (await decoder.there.wait_for(Connect, 2)).engine == "again"
+
+    run(test())
+
+
+@pytest.mark.parametrize("answer", ["other cache", "wrong key", "nonsense"])
+def test_a_server_that_does_not_suit_is_not_used(answer: str) -> None:
+    async def test() -> None:
+        decoder = Decoder()
+        if answer == "other cache":
+            decoder.prefills._own = job("d", layout(row_bytes=32))
+        elif answer == "wrong key":
+            decoder.prefills._client.headers["Authorization"] = "Bearer wrong"
+        else:
+            decoder.network.apps["p0"] = httpx.Response(200, json=[1])
+        task = asyncio.create_task(decoder.prefills.run())
+        await until(lambda: len(decoder.network.paths) > 5)
+        with decoder.submit([1]) as generation:
+            decoder.want(generation, [1])
+            assert (await decoder.there.wait_for(Lose)).is_local
+        assert not decoder.there.of(Connect)
+        task.cancel()
+
+    run(test())

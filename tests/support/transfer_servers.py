@@ -1,0 +1,114 @@
+"""HTTP applications of prefill and decode servers in this process, over lists of commands in place of ranks."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+
+from dcpmla.runtime.request import TokenLogprobs
+from dcpmla.serving.app import Api
+from dcpmla.serving.client import Engine
+from dcpmla.serving.connections import Limits
+from dcpmla.serving.messages import Output, Report, Started, Submit, unpack_commands
+from dcpmla.serving.metrics import Metrics
+from dcpmla.serving.outbox import Outbox
+from dcpmla.serving.prefills import Prefills
+from dcpmla.serving.settings import Settings
+from dcpmla.serving.transfer_messages import Connect
+from dcpmla.transfer.layout import CacheLayout, TokenSpec
+from tests.support.servers import KEY
+
+FIRST = TokenLogprobs(7, -0.5, ((7, -0.5), (8, float("-inf"))))
+
+
+def layout(row_bytes: int = 64, facts: tuple[tuple[str, str], ...] = (("dtype (--dtype)", "bf16"),)) -> CacheLayout:
+    return CacheLayout(1, 1, 1, 16, (TokenSpec("latents", 0, row_bytes, 16, 1, False),), (), facts)
+
+
+def job(engine: str, own: CacheLayout | None = None) -> Connect:
+    return Connect(engine, json.loads(json.dumps((own or layout()).to_json())), ["AAAA"])
+
+
+class Ranks:
+    """A server's ranks: the commands that they get, and answers to them.
+
+    Args:
+        engine: Name of the server's job; empty for a server that exchanges no blocks.
+        answers: Whether prompts get a token at once.
+    """
+
+    def __init__(self, engine: str, answers: bool = True) -> None:
+        self.commands: list[Any] = []
+        self.answers = answers
+        stream: Any = self
+        self.engine = Engine(stream, Outbox(stream), 8, Metrics())
+        self.started = Started(None, "there is none", 1000, 500, 8, 4000, link=job(engine) if engine else None)
+        self.engine.model = self.started
+        self.beat()
+
+    def beat(self) -> None:
+        """Report that the ranks run."""
+        self.engine._last = float("inf")
+
+    def write(self, packed: bytes) -> None:
+        for command in unpack_commands(packed):
+            self.commands.append(command)
+            if isinstance(command, Submit) and self.answers:
+                self.answer(command)
+
+    def answer(self, command: Submit) -> None:
+        """Give each choice of a prompt its token."""
+        has_logprobs = command.params.logprobs is not None
+        logprobs = (FIRST,) if has_logprobs else ()
+        reason = "length"
+        outputs = [Output(each, "a", (FIRST.token_id,), logprobs, reason) for each in command.request_ids]
+        report = Report(outputs, 0, 0, 0, 0.0, {})
+        asyncio.get_running_loop().call_soon(lambda: self.engine._hand_out(report))
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        """Return the commands of a kind."""
+        return [command for command in self.commands if isinstance(command, kind)]
+
+    async def wait_for(self, kind: type[Any], number: int = 1) -> Any:
+        """Return a command of a kind, once there are so many."""
+        await until(lambda: len(self.of(kind)) >= number)
+        return self.of(kind)[number - 1]
+
+    def app(self, role: str, prefills: Prefills | None = None) -> Any:
+        return Api(self.engine, Settings("model", KEY, 30, role=role), Limits(), prefills).app()
+
+
+class Network(httpx.AsyncBaseTransport):
+    """Applications by host; a host without one refuses connections, one that is frozen never answers."""
+
+    def __init__(self, **apps: Any) -> None:
+        self.apps: dict[str, Any] = apps
+        self.frozen: set[str] = set()
+        self.paths: list[tuple[str, str]] = []
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        host = request.url.host
+        self.paths.append((host, request.url.path))
+        if host in self.frozen:
+            seconds = request.extensions["timeout"]["read"]
+            await asyncio.sleep(1e6 if seconds is None else seconds)
+            raise httpx.ReadTimeout("no answer")
+        if host not in self.apps:
+            raise httpx.ConnectError("nobody listens")
+        if isinstance(self.apps[host], httpx.Response):
+            return self.apps[host]
+        return await httpx.ASGITransport(self.apps[host]).handle_async_request(request)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition."""
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def client(app: Any, key: str = KEY) -> httpx.AsyncClient:
+    headers = {"Authorization": f"Bearer {key}"}
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server:81", headers=headers)
