@@ -10,7 +10,10 @@ EXTRAS = {
         *("transformers", "huggingface_hub", "safetensors", "tokenizers"),
         *("psutil", "tqdm", "pynvml"),
     ),
-    "serve": ("starlette", "uvicorn", "httptools", "uvloop", "h11", "pydantic", "prometheus_client", "jinja2", "httpx"),
+    "serve": (
+        *("starlette", "uvicorn", "httptools", "uvloop", "h11"),
+        *("httpx2", "pydantic", "prometheus_client", "jinja2"),
+    ),
     "plot": ("matplotlib",),
     "structured": ("llguidance",),
     "disaggregation": ("nixl",),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-import httpx
+import httpx2
 
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.serving.handoff_commands import peer_of
@@ -41,7 +41,7 @@ class PrefillServer:
     def __init__(
         self,
         url: str,
-        client: httpx.AsyncClient,
+        client: httpx2.AsyncClient,
         own: Callable[[], Connect | None],
         on_connect: Callable[[Connect], object],
         on_disconnect: Callable[[str], object],
@@ -68,9 +68,9 @@ class PrefillServer:
                 answered, self._is_healthy = time.monotonic(), answer.status_code == 200
                 if self._is_healthy and not self.engine:
                     await self._connect()
-            except httpx.ConnectError as error:  # no program listens there
+            except httpx2.ConnectError as error:  # no program listens there
                 self._lose(f"it cannot be reached: {error}")
-            except httpx.HTTPError as error:
+            except httpx2.HTTPError as error:
                 self._is_healthy = False
                 if time.monotonic() - answered >= LOST:
                     self._lose(f"it has not answered /health for {LOST:.0f} s ({type(error).__name__})")
@@ -103,7 +103,7 @@ class PrefillServer:
             if not tasks[0].done():
                 raise ConnectionError("the server is lost")
             return token_of((await self._checked(tasks[0]))["token"])  # type: ignore[arg-type]
-        except (httpx.HTTPError, KeyError, TypeError, ValueError) as error:
+        except (httpx2.HTTPError, KeyError, TypeError, ValueError) as error:
             raise ConnectionError(f"{type(error).__name__}: {error}") from error
         finally:
             self.num_open -= 1
@@ -111,7 +111,7 @@ class PrefillServer:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _checked(self, post: "asyncio.Future[httpx.Response]") -> dict[str, Any]:
+    async def _checked(self, post: "asyncio.Future[httpx2.Response]") -> dict[str, Any]:
         """Return the JSON object of a prompt's answer; raise what an error means."""
         answer = await post
         if answer.status_code in _FINAL:
@@ -124,7 +124,7 @@ class PrefillServer:
         content: dict[str, Any] = answer.json()
         return content
 
-    async def _post(self, path: str, content: bytes) -> httpx.Response:
+    async def _post(self, path: str, content: bytes) -> httpx2.Response:
         return await self._client.post(f"{self.url}{path}", content=content)
 
     async def _connect(self) -> None:
@@ -163,7 +163,7 @@ class PrefillServer:
             _logger.warning("prefill server %s: %s", self.url, words)
 
 
-def _reason(answer: httpx.Response) -> str:
+def _reason(answer: httpx2.Response) -> str:
     """Return the message of an answer that is an error."""
     try:
         return str(answer.json()["error"]["message"])

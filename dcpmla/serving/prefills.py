@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from uuid import uuid4
 
-import httpx
+import httpx2
 import numpy as np
 
 from dcpmla.serving.client import Engine
@@ -33,13 +33,13 @@ class Prefills:
     """
 
     def __init__(
-        self, urls: Sequence[str], engine: Engine, key: str | None, transport: httpx.AsyncBaseTransport | None = None
+        self, urls: Sequence[str], engine: Engine, key: str | None, transport: httpx2.AsyncBaseTransport | None = None
     ) -> None:
         headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
         # A prefill may take any time. Each waits on a connection of its own, so connections have no limit, either.
-        timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        self._client = httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits, transport=transport)
+        timeout = httpx2.Timeout(None, connect=_CONNECT_SECONDS)
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
+        self._client = httpx2.AsyncClient(headers=headers, timeout=timeout, limits=limits, transport=transport)
         self._engine = engine
         self._own: Connect | None = None
         self.servers = [

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import asdict
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from dcpmla.runtime.sampling import SamplingParams
@@ -136,7 +136,7 @@ def test_a_closed_connection_aborts_the_prompt() -> None:
         async with client(app) as http:
             await http.post("/kv/connect", json=vars(job("d")))
         sent = asyncio.Queue[Any]()
-        body = httpx.Request("POST", "http://server/kv/prefill", json=prefill_body())
+        body = httpx2.Request("POST", "http://server/kv/prefill", json=prefill_body())
         scope = {
             **{"type": "http", "method": "POST", "path": "/kv/prefill", "query_string": b"", "root_path": ""},
             **{"scheme": "http", "server": ("server", 81), "http_version": "1.1"},
@@ -173,7 +173,7 @@ class Proxy:
         prefills.servers[0].engine = "p"
         self.prefill, self.decode = self.here.app("prefill"), self.there.app("decode", prefills)
 
-    async def ask(self, path: str, body: dict[str, Any], **changes: Any) -> httpx.Response:
+    async def ask(self, path: str, body: dict[str, Any], **changes: Any) -> httpx2.Response:
         async with client(self.prefill) as http:
             first = {**body, "kv_transfer_params": ASK, "stream": False, "max_tokens": 1}
             first.pop("stream_options", None)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from dcpmla.runtime.sampling import SamplingParams
@@ -233,7 +233,7 @@ def test_a_server_that_does_not_suit_is_not_used(answer: str) -> None:
         elif answer == "wrong key":
             decoder.prefills._client.headers["Authorization"] = "Bearer wrong"
         else:
-            decoder.network.apps["p0"] = httpx.Response(200, json=[1])
+            decoder.network.apps["p0"] = httpx2.Response(200, json=[1])
         task = asyncio.create_task(decoder.prefills.run())
         await until(lambda: len(decoder.network.paths) > 5)
         with decoder.submit([1]) as generation:

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import httpx
+import httpx2
 
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.serving.app import Api
@@ -80,7 +80,7 @@ class Ranks:
         return Api(self.engine, Settings("model", KEY, 30, role=role), Limits(), prefills).app()
 
 
-class Network(httpx.AsyncBaseTransport):
+class Network(httpx2.AsyncBaseTransport):
     """Applications by host; a host without one refuses connections, one that is frozen never answers."""
 
     def __init__(self, **apps: Any) -> None:
@@ -88,18 +88,18 @@ class Network(httpx.AsyncBaseTransport):
         self.frozen: set[str] = set()
         self.paths: list[tuple[str, str]] = []
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         host = request.url.host
         self.paths.append((host, request.url.path))
         if host in self.frozen:
             seconds = request.extensions["timeout"]["read"]
             await asyncio.sleep(1e6 if seconds is None else seconds)
-            raise httpx.ReadTimeout("no answer")
+            raise httpx2.ReadTimeout("no answer")
         if host not in self.apps:
-            raise httpx.ConnectError("nobody listens")
-        if isinstance(self.apps[host], httpx.Response):
+            raise httpx2.ConnectError("nobody listens")
+        if isinstance(self.apps[host], httpx2.Response):
             return self.apps[host]
-        return await httpx.ASGITransport(self.apps[host]).handle_async_request(request)
+        return await httpx2.ASGITransport(self.apps[host]).handle_async_request(request)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -109,6 +109,6 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def client(app: Any, key: str = KEY) -> httpx.AsyncClient:
+def client(app: Any, key: str = KEY) -> httpx2.AsyncClient:
     headers = {"Authorization": f"Bearer {key}"}
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server:81", headers=headers)
+    return httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://server:81", headers=headers)
