@@ -3,6 +3,7 @@
 Nothing here depends on a device or on other processes: both jobs compute the same lists of parts.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -73,9 +74,22 @@ class CacheLayout:
             fields["tokens"] = tuple(TokenSpec(*spec) for spec in fields["tokens"])
             fields["states"] = tuple(StateSpec(*spec) for spec in fields["states"])
             fields["facts"] = tuple((str(name), str(value)) for name, value in fields["facts"])
-            return cls(**fields)
+            layout = cls(**fields)
+            layout._check()
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"layout is no layout of a cache: {error}") from error
+        return layout
+
+    def _check(self) -> None:
+        """Raise ValueError for sizes that no cache has."""
+        sizes = [self.tp_size, self.dcp_size, self.interleave, self.block_tokens]
+        sizes += [size for spec in self.tokens for size in (spec.row_bytes, spec.per_block, spec.span)]
+        sizes += [size for each in self.states for size in (each.row_bytes, each.num_rows, each.num_last)]
+        counts = [*sizes, *(spec.layer + 1 for spec in self.tokens), *(each.num_parts for each in self.states)]
+        if any(type(count) is not int for count in counts) or min(sizes) < 1 or min(counts) < 0:
+            raise ValueError("its sizes must be whole numbers of at least 1")
+        if self.tp_size % self.dcp_size:
+            raise ValueError(f"dcp_size {self.dcp_size} does not divide tp_size {self.tp_size}")
 
     def check_matches(self, target: "CacheLayout") -> None:
         """Check that this job's rows are rows of another job's cache.
@@ -83,9 +97,11 @@ class CacheLayout:
         Raises:
             ValueError: They are not; the message names the first difference.
         """
-        for (name, here), (other_name, there) in zip(self.facts, target.facts, strict=False):
-            if (name, here) != (other_name, there):
-                raise ValueError(f"{name} is {here} on the prefill server and {there} on the decode server")
+        here, there = dict(self.facts), dict(target.facts)
+        for name in here | there:
+            if here.get(name) != there.get(name):
+                values = f"{here.get(name)} on the prefill server and {there.get(name)} on the decode server"
+                raise ValueError(f"{name} is {values}")
         kept = [[spec._replace(per_block=0) for spec in each.tokens] for each in (self, target)]
         sums = [
             [
@@ -100,11 +116,16 @@ class CacheLayout:
                 f"the prefill server caches {num_layers[0]} layers and the decode server {num_layers[1]}; an MTP "
                 "module is a layer, so give both the same --speculative-method"
             )
-        for here, there in (*zip(*kept, strict=False), *zip(*sums, strict=False)):
-            if here != there:
-                raise ValueError(f"the cache has {here} on the prefill server and {there} on the decode server")
-        lengths = [(len(each.facts), len(each.tokens), len(each.states)) for each in (self, target)]
-        if lengths[0] != lengths[1]:
+        pairs: list[tuple[TokenSpec | StateSpec, TokenSpec | StateSpec]] = [*zip(*kept, strict=False)]
+        for own, other in (*pairs, *zip(*sums, strict=False)):
+            if own != other:
+                sizes = ", ".join(
+                    f"{name} is {value} on the prefill server and {wanted} on the decode server"
+                    for name, value, wanted in zip(own._fields, own, other, strict=False)
+                    if value != wanted
+                )
+                raise ValueError(f"rows of {own.name} differ: {sizes}")
+        if [*map(len, kept)] != [len(kept[0])] * 2 or len(sums[0]) != len(sums[1]):
             raise ValueError("the two servers cache different kinds of rows; do they serve the same model?")
 
 
@@ -217,7 +238,7 @@ class Route:
     @property
     def _owners_meet(self) -> bool:
         source, target = self._source, self._target
-        period = source.dcp_size * source.interleave * target.dcp_size * target.interleave
+        period = math.lcm(source.dcp_size * source.interleave, target.dcp_size * target.interleave)
         return len(self._rows(0, period, False)) > 0
 
     def _rows(self, start: int, end: int, is_shared: bool) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -81,7 +81,7 @@ class Filler:
         mark_of_rows = computed.points[-1].mark
         if not part.is_state:
             mark_of_rows = computed.point(target.range[1]).after(part.last_layer)
-        # A gather that waited would hold up those of other handoffs behind it.
+        # A gather that waited would hold up later ones, of other handoffs.
         slot = self._staging.take(engine) if mark_of_rows.is_done else None
         if slot is None:
             return False

@@ -58,7 +58,10 @@ def item(items: Items, number: int) -> bytes:
 
 
 def kinds(family: str) -> AttentionKind:
-    return attention_kind(tiny_config(family))
+    config = tiny_config(family)
+    if family == "deepseek_v4":
+        config.head_dim = 128  # which has a format in 8 bits
+    return attention_kind(config)
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
@@ -70,11 +73,8 @@ def test_all_rows_of_a_sequence_move(family: str, sizes: tuple[int, ...]) -> Non
     if tp == 4 and family.startswith("deepseek_v4"):
         formats["kv_cache_dtype"] = "fp8_ds_mla"
     kind = kinds(family)
-    try:
-        here = Job(kind, dcp_config(tp, dcp, interleave, block_size=64, **formats), 8, 0)
-        there = Job(kind, dcp_config(tp_there, dcp_there, interleave_there, block_size=128, **formats), 10, 2)
-    except ValueError:
-        pytest.skip(f"{family} has no such layout")
+    here = Job(kind, dcp_config(tp, dcp, interleave, block_size=64, **formats), 8, 0)
+    there = Job(kind, dcp_config(tp_there, dcp_there, interleave_there, block_size=128, **formats), 10, 2)
     here.layout.check_matches(there.layout)
     longest = min(here.layout.block_tokens * 6, there.layout.block_tokens * 7)
     start, middle, end = sorted(Random(0).sample(range(longest), 3))
