@@ -14,8 +14,8 @@ class TokenRows(NamedTuple):
         name: Name of the content.
         rows: Rows as items: item b * per_block + o is the row at offset o of block b.
         per_block: Rows of a block on a rank.
-        span: Consecutive positions that a row stands for. Row e of a sequence stands for positions [e span, (e + 1)
-            span), and rows are sharded over the DCP ranks as `dcpmla.ownership` shards positions.
+        span: Consecutive positions of a row. Row e of a sequence represents positions [e span, (e + 1) span), and rows
+            are sharded over the DCP ranks as `dcpmla.ownership` shards positions.
         is_shared: Whether every rank has all rows.
     """
 
@@ -45,8 +45,8 @@ class StateRows(NamedTuple):
         rows: Rows as items: item s * num_rows + r is row r of state s.
         num_rows: Rows of a state; the position p has row p % num_rows.
         num_last: Number of latest positions whose rows a request continues from.
-        num_parts: Number of equal groups of columns, each of which the TP ranks cut by heads; 0 if every rank has the
-            same.
+        num_parts: Number of equal groups of columns. The TP ranks cut each group by heads; 0 if every rank has the same
+            columns.
     """
 
     name: str

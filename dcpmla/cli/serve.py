@@ -153,7 +153,7 @@ def _read_template(path: str | None) -> str | None:
 def _url(text: str) -> str:
     """Read the URL of a server."""
     if not re.fullmatch(r"https?://[^/?#\s]+/?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no URL of a server; give one such as http://10.0.0.2:8001")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a server's URL, like http://10.0.0.2:8001")
     return text.rstrip("/")
 
 

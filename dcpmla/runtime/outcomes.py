@@ -57,9 +57,9 @@ class Outcomes(Admission):
 
     def take_events(self) -> StepEvents:
         """Return what has happened since the last call."""
-        wanted = [] if self.handoffs is None else self.handoffs.wanted
-        events = StepEvents([*self._tokens], [*self._finished], self._heard, tuple(wanted))
-        for taken in (self._tokens, self._finished, wanted):
+        requests = [] if self.handoffs is None else self.handoffs.wanted
+        events = StepEvents([*self._tokens], [*self._finished], self._heard, tuple(requests))
+        for taken in (self._tokens, self._finished, requests):
             taken.clear()
         self._heard = News()
         return events

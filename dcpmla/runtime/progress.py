@@ -5,7 +5,8 @@ from typing import NamedTuple, Protocol
 
 _FIELD_BITS = 9  # a field counts ranks; more than 511 never share a step
 _NUM_FIELDS = 7  # in a word of 63 bits
-_NUM_PAIRS = 4  # of words: ranks whose transfers have ended, and ranks whose transfers have failed
+# A pair of words counts ranks whose transfers have ended, and ranks whose transfers have failed.
+_NUM_PAIRS = 4
 NUM_WORDS = 2 * _NUM_PAIRS
 _MOST_REPORTED = _NUM_FIELDS * _NUM_PAIRS
 

@@ -56,8 +56,8 @@ class Request:
             max_new_tokens, "abort" by the caller, "error" if logits are not finite; None before.
         error: FloatingPointError of an end as "error".
         state: Index of its state in a cache with states; None while it does not run.
-        loading: Blocks and state that are on their way from host memory, until a step waits for them, or from another
-            job, until they are there; else None.
+        loading: Blocks and state on their way from host memory, until a step waits for them, or from another job; None
+            without.
         sending: Transfer of its blocks and state to another job; None without.
         source: Name of the job that has prefilled its prompt, and the transfer's name there; None without.
         is_local: Whether this job prefills it in any case.

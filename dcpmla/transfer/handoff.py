@@ -41,7 +41,7 @@ class Computed(NamedTuple):
 
     Attributes:
         blocks: Blocks that hold positions [0, num_tokens).
-        points: Points in the engine's work, ascending; at most the first of them has been reached for long.
+        points: Points in the engine's work, in its order. Points before the last one that was reached are left out.
         state: State after `num_tokens`; None without states, or if more is to come.
         is_final: Whether no more is to come.
     """

@@ -4,7 +4,7 @@ Nothing here depends on a device or on other processes: both jobs compute the sa
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ class TokenSpec(NamedTuple):
 
 
 class StateSpec(NamedTuple):
-    """Rows of states in one tensor (`dcpmla.cache.rows.StateRows`). Bytes are those of a rank."""
+    """Rows of states in one tensor on one rank (`dcpmla.cache.rows.StateRows`)."""
 
     name: str
     row_bytes: int
@@ -120,9 +120,9 @@ class CacheLayout:
         for own, other in (*pairs, *zip(*sums, strict=False)):
             if own != other:
                 sizes = ", ".join(
-                    f"{name} is {value} on the prefill server and {wanted} on the decode server"
-                    for name, value, wanted in zip(own._fields, own, other, strict=False)
-                    if value != wanted
+                    f"{name} is {sent} on the prefill server and {received} on the decode server"
+                    for name, sent, received in zip(own._fields, own, other, strict=False)
+                    if sent != received
                 )
                 raise ValueError(f"rows of {own.name} differ: {sizes}")
         if [*map(len, kept)] != [len(kept[0])] * 2 or len(sums[0]) != len(sums[1]):
@@ -168,6 +168,13 @@ class Piece(NamedTuple):
     def row_bytes(self) -> int:
         """Return the bytes of a row that move."""
         return sum(length for *_, length in self.columns)
+
+    def slices(self, is_target: bool) -> Iterator[tuple[slice, slice]]:
+        """Yield bytes of a row on a rank, and the same bytes among those that move."""
+        end = 0
+        for *firsts, length in self.columns:
+            first, start, end = firsts[is_target], end, end + length
+            yield slice(first, first + length), slice(start, end)
 
 
 class Part(NamedTuple):

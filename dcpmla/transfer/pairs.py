@@ -6,7 +6,7 @@ from dcpmla.transfer.layout import CacheLayout, source_ranks
 def sources_of(source: CacheLayout, target: CacheLayout, target_rank: int) -> dict[int, bool]:
     """Return the prefill ranks that a decode rank talks with, and whether each has rows for it.
 
-    Prefill ranks whose rows other replicas send have one decode rank each, which tells them of the handoff's end.
+    A prefill rank whose rows other replicas send talks with one decode rank, to know when the handoff has ended.
     """
     return {
         source_rank: has_rows

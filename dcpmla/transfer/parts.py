@@ -41,10 +41,8 @@ class RowMover:
                 continue
             rows = place.new_empty(len(place), memory.num_bytes)
             memory.read(items, rows)
-            at = 0
-            for source, _, length in piece.columns:
-                place[:, at : at + length] = rows[:, source : source + length]
-                at += length
+            for columns, sent in piece.slices(is_target=False):
+                place[:, sent] = rows[:, columns]
 
     def scatter(self, part: Part, blocks: Sequence[int], state: int | None, content: Tensor) -> None:
         """Copy contiguous memory into the rows of a part, on the current stream (arguments of `gather`)."""
@@ -54,10 +52,8 @@ class RowMover:
                 continue
             rows = place.new_empty(len(place), memory.num_bytes)
             memory.read(items, rows)
-            at = 0
-            for _, target, length in piece.columns:
-                rows[:, target : target + length] = place[:, at : at + length]
-                at += length
+            for columns, sent in piece.slices(is_target=True):
+                rows[:, columns] = place[:, sent]
             memory.write(items, rows)
 
     def _places(

@@ -28,7 +28,7 @@ CASES = [
 
 
 def draw_prompts(num_prompts: int = 5) -> list[Prompt]:
-    """Draw prompts of 70 to 150 tokens, some of which begin alike."""
+    """Draw prompts of 70 to 150 tokens; some begin alike."""
     rng, prompts = Random(0), list[Prompt]()
     beginning = [rng.randrange(1, VOCAB_SIZE - 1) for _ in range(40)]
     for index in range(num_prompts):
@@ -78,7 +78,7 @@ def test_shared_rows_and_ids_of_tokens_move(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v4"])
 def test_rows_of_an_mtp_module_move(family: str, tmp_path: Path) -> None:
-    """The first drafts of a decoding job are those of the module over all of the prompt."""
+    """The first drafts of a decoding job are those of the module over the whole prompt."""
     meeting, module = tmp_path / "meeting", plain_module(family)
     meeting.mkdir()
     params = SamplingParams(max_new_tokens=6, ignore_eos=True)

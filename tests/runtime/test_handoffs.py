@@ -230,7 +230,7 @@ def test_a_later_turn_pulls_only_what_is_new() -> None:
 
 
 def test_choices_share_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others find all full blocks, and compute what is left."""
+    """The others find all full blocks, and compute the other tokens."""
     monkeypatch.setattr(queues, "_SHORT_TOKENS", BLOCK)
     pair = make_pair()
     prompt = pair.there.prompt([1, 2] * 10)

@@ -40,7 +40,7 @@ def test_options_that_do_not_go_together(options: list[str], words: list[str]) -
 def test_wrong_urls(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse("--role", "decode", "--prefill-servers", url)
-    assert "no URL" in capsys.readouterr().err
+    assert "not a server's URL" in capsys.readouterr().err
 
 
 def test_a_slash_at_the_end_is_no_part_of_a_url() -> None:

@@ -34,7 +34,7 @@ SLOT_BYTES = 1 << 15  # several parts for each prompt
 
 
 class Prompt(NamedTuple):
-    """A prompt, and what is asked for."""
+    """A prompt and its parameters."""
 
     token_ids: list[int]
     params: SamplingParams

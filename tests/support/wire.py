@@ -10,7 +10,7 @@ from torch import Tensor
 from dcpmla.runtime.engine import Engine
 from tests.support.hash_model import BLOCK
 
-_PATIENCE = 40  # looks at a handoff that nobody asks for, after which its lease ends
+_PATIENCE = 40  # looks at a handoff without readers until its lease ends
 
 
 class WireHandoff:

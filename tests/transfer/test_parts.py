@@ -60,7 +60,7 @@ def item(items: Items, number: int) -> bytes:
 def kinds(family: str) -> AttentionKind:
     config = tiny_config(family)
     if family == "deepseek_v4":
-        config.head_dim = 128  # which has a format in 8 bits
+        config.head_dim = 128  # this width has a format in 8 bits
     return attention_kind(config)
 
 
@@ -90,7 +90,7 @@ def test_all_rows_of_a_sequence_move(family: str, sizes: tuple[int, ...]) -> Non
                 there.movers[target].scatter(part, BLOCKS_THERE, STATE_THERE, content)
     check_tokens(here, there, start, end)
     check_states(here, there, end)
-    for rank, cache in enumerate(there.caches):  # all that was written is put back
+    for rank, cache in enumerate(there.caches):  # the rows that moved are put back
         restore(cache, there.layout, rank, unchanged[rank], start, end)
         for tensor, before in zip(cache.tensors, unchanged[rank], strict=True):
             assert tensor.view(torch.uint8).equal(before.view(torch.uint8))

@@ -17,7 +17,7 @@ LAYOUT = CacheLayout(1, 1, 1, 8, tuple(TokenSpec("latents", i, ROW, 8, 1, False)
 
 @dataclass
 class FakeMark:
-    """A point that is reached when the test says so."""
+    """A point that the test reaches."""
 
     is_done: bool = False
 
@@ -102,7 +102,7 @@ def test_a_retracted_step_leaves_after_it_was_computed_again(starts: list[FakeMa
     assert not filler.fill(handoff, "engine", target)
     handoff.computed([1], 4)
     stream.marks[1].is_done = True
-    assert not filler.fill(handoff, "engine", target), "not all of the step is there again"
+    assert not filler.fill(handoff, "engine", target), "some tokens of the step are missing"
     handoff.computed([1], 12)
     assert not filler.fill(handoff, "engine", target)
     stream.marks[2].is_done = True
