@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,10 +12,12 @@ from hypothesis import strategies as st
 
 from dcpmla.runtime import queues
 from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.grammar import Grammar
 from dcpmla.runtime.progress import Progress
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.hash_model import BLOCK, EOS, alone, alone_ignoring_eos, drive, make_engine
+from tests.support.random_model import TOKENIZER, RandomModel
 from tests.support.wire import Wire
 
 
@@ -212,6 +215,24 @@ def test_draws_go_on_after_the_first_token() -> None:
     list(engine.run())
     run(pair)
     assert request.token_ids == single.token_ids
+
+
+@pytest.mark.parametrize("text", ["[a-f]{2,5}(-[0-9]{1,3}){0,3}", '["yes", "yes, but", "no"]'])
+def test_grammars_go_on_after_the_first_token(text: str) -> None:
+    grammar = Grammar("choice" if text.startswith('["') else "regex", text)
+    params = SamplingParams(max_new_tokens=12, grammar=grammar)
+    options: dict[str, Any] = {"model": RandomModel({"}": 5.0}), "tokenizer": TOKENIZER}
+    single, here, there = (make_engine(60, 16, **options) for _ in range(3))
+    rng = Random(0)
+    pair = Pair(here, there, Wire(here, there, rng), rng)
+    requests = [engine.add([5, 6, 7] * 8, params) for engine in (single, there)]
+    list(single.run())
+    run(pair)
+    assert requests[1].token_ids == requests[0].token_ids
+    assert requests[1].text == requests[0].text != ""
+    assert (pair.num_wanted, there.stats.num_prefill_tokens) == (1, 0)
+    for engine in (single, here, there):
+        engine.close()
 
 
 def test_a_later_turn_pulls_only_what_is_new() -> None:
