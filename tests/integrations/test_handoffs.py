@@ -24,10 +24,12 @@ CASES = [
     ("deepseek_v3", (4, 4, 1, 4), (2, 1, 1, 16)),
     ("deepseek_v4", (2, 2, 1, 64), (1, 1, 1, 64)),
     ("kimi_linear", (1, 1, 1, 16), (2, 2, 4, 16)),
+    ("glm5_next_text", (2, 2, 1, 16), (1, 1, 1, 16)),
+    ("dots3_note_text", (1, 1, 1, 16), (2, 2, 4, 16)),
 ]
 
 
-def draw_prompts(num_prompts: int = 5) -> list[Prompt]:
+def draw_prompts(num_prompts: int = 3) -> list[Prompt]:
     """Draw prompts of 70 to 150 tokens; some begin alike."""
     rng, prompts = Random(0), list[Prompt]()
     beginning = [rng.randrange(1, VOCAB_SIZE - 1) for _ in range(40)]
@@ -71,7 +73,7 @@ def test_shared_rows_and_ids_of_tokens_move(tmp_path: Path) -> None:
     """DeepSeek-V4.1: layers share rows, and every rank has the ids of all tokens."""
     model, meeting = tmp_path / "model", tmp_path / "meeting"
     model.mkdir(), meeting.mkdir()
-    reference, prompts = save_v41(model), draw_prompts(3)
+    reference, prompts = save_v41(model), draw_prompts()
     layouts = [dcp_config(1, 1, 1, block_size=64), dcp_config(2, 2, 1, block_size=64)]
     check(reference, prompts, run_jobs(model, *layouts, prompts, meeting))
 
@@ -82,7 +84,7 @@ def test_rows_of_an_mtp_module_move(family: str, tmp_path: Path) -> None:
     meeting, module = tmp_path / "meeting", plain_module(family)
     meeting.mkdir()
     params = SamplingParams(max_new_tokens=6, ignore_eos=True)
-    prompts = [prompt._replace(params=params) for prompt in draw_prompts(3)]
+    prompts = [prompt._replace(params=params) for prompt in draw_prompts()]
     layouts = [dcp_config(2, 2, 1, block_size=64), dcp_config(1, 1, 1, block_size=64)]
     drafting = {"speculative_method": "mtp", "num_speculative_tokens": 2}
     _, (decoded,) = run_jobs(module.save(tmp_path / family), *layouts, prompts, meeting, **drafting)
