@@ -7,6 +7,8 @@ from uuid import uuid4
 
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.open_model import ModelFiles
+from dcpmla.integrations.sharded_model import ShardedModel
+from dcpmla.integrations.weights_digest import norms_digest
 from dcpmla.job.bootstrap import agree
 from dcpmla.parallel.collectives import broadcast_value, gather_values
 from dcpmla.runtime.engine import Engine
@@ -61,6 +63,8 @@ def link_engine(engine: Engine, files: ModelFiles, dcp: DCPConfig, role: str) ->
 
 def cache_facts(files: ModelFiles, dcp: DCPConfig, engine: Engine) -> list[tuple[str, str]]:
     """Return what must be equal on two servers whose caches have the same rows, by the names of options."""
+    model = engine.model
+    assert isinstance(model, ShardedModel)
     config = {name: value for name, value in files.config.to_dict().items() if name not in _IRRELEVANT}
     sizes = engine.cache.sizes
     return [
@@ -68,7 +72,8 @@ def cache_facts(files: ModelFiles, dcp: DCPConfig, engine: Engine) -> list[tuple
             "the digest of the model's config (--model)",
             sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16],
         ),
-        ("dtype (--dtype)", str(engine.model.dtype)),
+        ("the digest of the norms of the model's weights (--model)", norms_digest(*model.modules())),
+        ("dtype (--dtype)", str(model.dtype)),
         ("the format of kv_cache_dtype (--kv-cache-dtype)", str(sizes.dtype)),
         ("kv_cache_scale (--kv-cache-scale)", str(dcp.kv_cache_scale)),
         ("the format of index_cache_dtype (--index-cache-dtype)", str(sizes.index_dtype)),

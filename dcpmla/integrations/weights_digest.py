@@ -35,6 +35,19 @@ def weights_digest(*modules: nn.Module) -> bytes:
     return digest.digest()
 
 
+@torch.no_grad()
+def norms_digest(*modules: nn.Module) -> str:
+    """Return a digest of all vectors of norms, which are the same on every rank of any job that serves the weights.
+
+    Checkpoints of one config that were trained to different weights nearly always differ in some norm.
+    """
+    digest = sha256()
+    for name, tensor in (each for module in modules for each in _weights(module)):
+        if "norm" in name and tensor.ndim == 1 and tensor.is_floating_point():
+            digest.update(name.encode() + tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
 def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, part in module.named_modules():
         values = {**dict(part.named_parameters(recurse=False)), **dict(part.named_buffers(recurse=False)), **vars(part)}

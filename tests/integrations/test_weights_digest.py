@@ -18,7 +18,7 @@ from dcpmla.integrations import weights_digest as module
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.integrations.transformers import load_model
-from dcpmla.integrations.weights_digest import weights_digest
+from dcpmla.integrations.weights_digest import norms_digest, weights_digest
 from dcpmla.parallel.mesh import init_mesh
 from tests.support.models import FAMILIES, save_tiny
 from tests.support.ranks import run_ranks
@@ -198,3 +198,32 @@ def test_a_gpu_computes_the_same() -> None:
     for dtype in DTYPES:
         tensor = random_tensor((1000, 1001), dtype)
         assert digest_of(tensor.cuda()) == digest_of(tensor)
+
+
+def norms_of(directories: list[Path], tp: int) -> list[str]:
+    """On one rank: the digest of each model's norms."""
+    dcp = DCPConfig(tensor_parallel_size=tp, decode_context_parallel_size=tp)
+    mesh = init_mesh(tp, tp)
+    chosen = select_exchange(dcp, mesh.dcp_group, torch.device("cpu"))
+    return [
+        norms_digest(
+            *load_model(path, load_config(path), dcp, mesh, chosen, torch.float32, torch.device("cpu")).modules()
+        )
+        for path in directories
+    ]
+
+
+def test_norms_have_one_digest_whatever_the_layout_is(tmp_path: Path) -> None:
+    """Of all families; another one once a single norm has changed."""
+    paths = [tmp_path / family for family in FAMILIES]
+    for family, path in zip(FAMILIES, paths, strict=True):
+        path.mkdir()
+        save_tiny(family, path)
+    (alone,) = run_ranks(1, norms_of, paths, 1)
+    assert run_ranks(2, norms_of, paths, 2) == [alone, alone]
+    (file,) = paths[0].glob("*.safetensors")
+    weights = load_file(file)
+    name = next(name for name in weights if "layernorm" in name)
+    weights[name] = weights[name] + 2**-7
+    save_file(weights, file, metadata={"format": "pt"})
+    assert run_ranks(1, norms_of, paths[:1], 1)[0][0] != alone[0]

@@ -16,6 +16,7 @@ from dcpmla.config import DCPConfig
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.loading import load_engine
 from dcpmla.integrations.open_model import open_model
+from dcpmla.integrations.transfers import cache_facts
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime import engine as engine_module
 from dcpmla.runtime.agreement import News
@@ -92,12 +93,12 @@ def make_engine(directory: Path, dcp: DCPConfig, options: EngineOptions, device:
     return load_engine(open_model(str(directory), 256), dcp, mesh, chosen, device, options)
 
 
-def link(engine: Engine, meeting: Meeting, name: str, other: str, num_others: int) -> None:
+def link(engine: Engine, directory: Path, meeting: Meeting, name: str, other: str, num_others: int) -> None:
     """Connect a rank of a job to all ranks of the other."""
     from dcpmla.transfer.nixl import NixlTransport
 
     rank, device = dist.get_rank(), engine.cache.tensors[0].device
-    layout = describe(engine.cache, engine.dcp)
+    layout = describe(engine.cache, engine.dcp, cache_facts(open_model(str(directory)), engine.dcp, engine))
     transport = NixlTransport(rank_name(name, rank), allocate_staging(device, 4, SLOT_BYTES))
     meeting.put(f"{name}{rank}", transport.metadata())
     if rank == 0:
@@ -116,7 +117,7 @@ def prefill(
 ) -> int:
     """On a rank: prefill all prompts for the other job; return the number of blocks that are still held."""
     engine, meeting = make_engine(directory, dcp, options, torch.device("cpu")), Meeting(there)
-    link(engine, meeting, "prefill", "decode", n)
+    link(engine, directory, meeting, "prefill", "decode", n)
     for number, (token_ids, params) in enumerate(prompts):
         engine.add(token_ids, params, request_id=number, handoff=str(number))
     is_done = False
@@ -138,7 +139,7 @@ def decode(
 ) -> Decoded:
     """On a rank: decode all prompts."""
     engine, meeting = make_engine(directory, dcp, options, torch.device("cpu")), Meeting(there)
-    link(engine, meeting, "decode", "prefill", n)
+    link(engine, directory, meeting, "decode", "prefill", n)
     requests = [engine.add(ids, params, request_id=number) for number, (ids, params) in enumerate(prompts)]
     drafts = record_drafts(engine.speculation.drafter)
     awaited: set[str] = set()
