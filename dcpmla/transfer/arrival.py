@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dcpmla.transfer.layout import Part, Route
 from dcpmla.transfer.messages import Ready
 from dcpmla.transfer.moves import SideStream
 from dcpmla.transfer.outcome import CANCELLED, Outcome
+from dcpmla.transfer.route import Part, Route
 
 
 class Arrival(Outcome):

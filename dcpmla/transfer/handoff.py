@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from dcpmla.transfer.layout import Part, Route
 from dcpmla.transfer.messages import Ready
 from dcpmla.transfer.moves import Mark, SideStream
 from dcpmla.transfer.outcome import CANCELLED, Outcome
+from dcpmla.transfer.route import Part, Route
 
 # Positions of a range. A list of parts is made for each range, and a preempted request's range starts when all of it
 # is computed again.

@@ -5,11 +5,12 @@ from collections import deque
 from collections.abc import Sequence
 
 from dcpmla.transfer.arrival import Arrival, Source
-from dcpmla.transfer.layout import CacheLayout, Route
+from dcpmla.transfer.layout import CacheLayout
 from dcpmla.transfer.messages import Close, Closed, Complete, Message, Open, Ready, Touch
 from dcpmla.transfer.pairs import sources_of
 from dcpmla.transfer.parts import RowMover
 from dcpmla.transfer.reading import Offered, Reader
+from dcpmla.transfer.route import Route
 from dcpmla.transfer.side import Closing, Side
 from dcpmla.transfer.staging import MOST_SLOTS, TAGS_BYTES
 from dcpmla.transfer.transport import Peer, Transport, rank_name

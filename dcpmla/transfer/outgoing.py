@@ -5,10 +5,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from dcpmla.transfer.handoff import Handoff, Target
-from dcpmla.transfer.layout import CacheLayout, Route
+from dcpmla.transfer.layout import CacheLayout
 from dcpmla.transfer.messages import Alive, Close, Closed, Complete, Message, Open, Taken, Touch, encode
 from dcpmla.transfer.pairs import targets_of
 from dcpmla.transfer.parts import RowMover
+from dcpmla.transfer.route import Route
 from dcpmla.transfer.served import Filler, Served
 from dcpmla.transfer.side import Closing, Side
 from dcpmla.transfer.staging import TAGS_BYTES

@@ -1,6 +1,7 @@
 """The pairs of ranks of two jobs that talk about a handoff (`sources_of`, `targets_of`)."""
 
-from dcpmla.transfer.layout import CacheLayout, source_ranks
+from dcpmla.transfer.layout import CacheLayout
+from dcpmla.transfer.route import source_ranks
 
 
 def sources_of(source: CacheLayout, target: CacheLayout, target_rank: int) -> dict[int, bool]:

@@ -9,7 +9,8 @@ from torch import Tensor
 from dcpmla.cache.items import Items
 from dcpmla.cache.plan import Cache
 from dcpmla.ownership import local_index
-from dcpmla.transfer.layout import CacheLayout, Part, Piece
+from dcpmla.transfer.layout import CacheLayout
+from dcpmla.transfer.route import Part, Piece
 from dcpmla.upload import upload
 
 

@@ -6,10 +6,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dcpmla.transfer.arrival import Arrival
-from dcpmla.transfer.layout import Part
 from dcpmla.transfer.messages import Ready, Taken, encode
 from dcpmla.transfer.moves import Mark
 from dcpmla.transfer.parts import RowMover
+from dcpmla.transfer.route import Part
 from dcpmla.transfer.staging import TAGS_BYTES, Staging, make_tag, tags_match
 from dcpmla.transfer.transport import Read, Transport
 

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping
 from itertools import count
 
 from dcpmla.transfer.handoff import Computed, Handoff, Offer, Target
-from dcpmla.transfer.layout import Part
 from dcpmla.transfer.messages import Ready
 from dcpmla.transfer.parts import RowMover
+from dcpmla.transfer.route import Part
 from dcpmla.transfer.staging import MOST_SLOTS, Staging, make_tag
 
 

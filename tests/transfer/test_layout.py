@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcpmla.transfer.layout import CacheLayout, Part, Route, StateSpec, TokenSpec, source_ranks
+from dcpmla.transfer.layout import CacheLayout, StateSpec, TokenSpec
+from dcpmla.transfer.route import Part, Route, source_ranks
 
 SPANS = (1, 4)
 

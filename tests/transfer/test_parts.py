@@ -12,8 +12,9 @@ from dcpmla.cache.items import Items
 from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.families.table import attention_kind
-from dcpmla.transfer.layout import CacheLayout, Route, describe
+from dcpmla.transfer.layout import CacheLayout, describe
 from dcpmla.transfer.parts import RowMover
+from dcpmla.transfer.route import Route
 from tests.support.layouts import dcp_config
 from tests.support.models import FAMILIES, tiny_config
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from dcpmla.transfer.handoff import Handoff, Target
-from dcpmla.transfer.layout import CacheLayout, Part, Route, TokenSpec
+from dcpmla.transfer.layout import CacheLayout, TokenSpec
 from dcpmla.transfer.moves import Mark, SideStream
+from dcpmla.transfer.route import Part, Route
 from dcpmla.transfer.served import Filler
 from dcpmla.transfer.staging import Staging, allocate_staging
 

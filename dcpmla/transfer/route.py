@@ -1,0 +1,191 @@
+"""The rows of a cache that move between the ranks of two jobs, by index arithmetic alone (`Route`).
+
+Nothing here depends on a device or on other processes: both jobs compute the same lists of parts.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dcpmla.ownership import owner_rank
+from dcpmla.transfer.layout import CacheLayout, StateSpec
+
+_ALIGNMENT = 16  # bytes; pieces of a part begin at multiples, so that their rows are copied as wide integers
+
+
+class Piece(NamedTuple):
+    """Rows of one tensor in a part.
+
+    Attributes:
+        tensor: Index of the tensor among the layout's tokens, or its states.
+        rows: Numbers of rows in the sequence [n] int64; of states, positions.
+        start: First byte in the part.
+        columns: Bytes of a row: first byte on the source rank, on the target rank, and length.
+    """
+
+    tensor: int
+    rows: np.ndarray[Any, np.dtype[np.int64]]
+    start: int
+    columns: tuple[tuple[int, int, int], ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes of a row that move."""
+        return sum(length for *_, length in self.columns)
+
+    def slices(self, is_target: bool) -> Iterator[tuple[slice, slice]]:
+        """Yield bytes of a row on a rank, and the same bytes among those that move."""
+        end = 0
+        for *firsts, length in self.columns:
+            first, start, end = firsts[is_target], end, end + length
+            yield slice(first, first + length), slice(start, end)
+
+
+class Part(NamedTuple):
+    """Rows that move together.
+
+    Attributes:
+        num_bytes: Bytes with gaps between pieces.
+        is_state: Whether they are rows of states.
+        last_layer: Last layer whose rows it has; -1 for none.
+    """
+
+    pieces: tuple[Piece, ...]
+    num_bytes: int
+    is_state: bool
+    last_layer: int
+
+
+class Route:
+    """The rows that one TP rank of a job sends to one TP rank of another.
+
+    A row that several ranks have comes from the nearest one: replica t n // T of n replicas for rank t of T.
+
+    Args:
+        source, target: Layouts of the two jobs, which match.
+    """
+
+    def __init__(self, source: CacheLayout, source_rank: int, target: CacheLayout, target_rank: int) -> None:
+        self._source, self._target = source, target
+        self._ranks = source_rank, target_rank
+        num_replicas = source.tp_size // source.dcp_size
+        self._has_rows = source_rank // source.dcp_size == target_rank * num_replicas // target.tp_size
+        self._has_shared = source_rank == target_rank * source.tp_size // target.tp_size
+
+    def parts(self, start: int, end: int, max_bytes: int) -> list[Part]:
+        """Return the parts with rows of positions [start, end). A row belongs to the range of its last position.
+
+        Raises:
+            ValueError: A row is larger than max_bytes.
+        """
+        known: dict[tuple[int, bool], np.ndarray[Any, np.dtype[np.int64]]] = {}
+        packer = _Packer(max_bytes, is_state=False)
+        for tensor, spec in enumerate(self._source.tokens):
+            key = spec.span, spec.is_shared
+            if key not in known:
+                known[key] = self._rows(start // spec.span, end // spec.span, spec.is_shared)
+            packer.add(tensor, known[key], ((0, 0, spec.row_bytes),), spec.layer)
+        return packer.finish()
+
+    def state_parts(self, num_tokens: int, max_bytes: int) -> list[Part]:
+        """Return the parts with the state after num_tokens.
+
+        Raises:
+            ValueError: A row is larger than max_bytes.
+        """
+        packer = _Packer(max_bytes, is_state=True)
+        for tensor, (here, there) in enumerate(zip(self._source.states, self._target.states, strict=True)):
+            columns = self._columns(here, there)
+            if columns:
+                packer.add(tensor, np.arange(max(0, num_tokens - here.num_last), num_tokens), columns, -1)
+        return packer.finish()
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether nothing ever moves."""
+        cut = any(self._columns(*specs) for specs in zip(self._source.states, self._target.states, strict=True))
+        return not (cut or self._has_shared or (self._has_rows and self._owners_meet))
+
+    @property
+    def _owners_meet(self) -> bool:
+        source, target = self._source, self._target
+        period = math.lcm(source.dcp_size * source.interleave, target.dcp_size * target.interleave)
+        return len(self._rows(0, period, False)) > 0
+
+    def _rows(self, start: int, end: int, is_shared: bool) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Return the numbers of rows in [start, end) that both ranks have, and that come from this source."""
+        if not (self._has_shared if is_shared else self._has_rows):
+            return np.empty(0, dtype=np.int64)
+        rows = np.arange(start, end)
+        for layout, rank in zip((self._source, self._target), self._ranks, strict=True):
+            if not is_shared:
+                rows = rows[owner_rank(rows, layout.dcp_size, layout.interleave) == rank % layout.dcp_size]
+        return rows
+
+    def _columns(self, here: StateSpec, there: StateSpec) -> tuple[tuple[int, int, int], ...]:
+        """Return the bytes of a state's row that both ranks have (`Piece.columns`)."""
+        if not here.num_parts:
+            return ((0, 0, here.row_bytes),) if self._has_shared else ()
+        widths = here.row_bytes // here.num_parts, there.row_bytes // there.num_parts
+        firsts = [width * rank for width, rank in zip(widths, self._ranks, strict=True)]
+        first, end = max(firsts), min(first + width for first, width in zip(firsts, widths, strict=True))
+        if first >= end:
+            return ()
+        return tuple(
+            (part * widths[0] + first - firsts[0], part * widths[1] + first - firsts[1], end - first)
+            for part in range(here.num_parts)
+        )
+
+
+def source_ranks(source: CacheLayout, target: CacheLayout, target_rank: int) -> list[int]:
+    """Return the TP ranks of a job that send rows to a TP rank of another."""
+    return [rank for rank in range(source.tp_size) if not Route(source, rank, target, target_rank).is_empty]
+
+
+class _Packer:
+    """The parts of successive rows, each as full as it may be."""
+
+    def __init__(self, max_bytes: int, is_state: bool) -> None:
+        self._max_bytes, self._is_state = max_bytes, is_state
+        self._parts: list[Part] = []
+        self._start_part()
+
+    def _start_part(self) -> None:
+        self._pieces: list[Piece] = []
+        self._num_bytes, self._last_layer = 0, -1
+
+    def add(
+        self,
+        tensor: int,
+        rows: np.ndarray[Any, np.dtype[np.int64]],
+        columns: tuple[tuple[int, int, int], ...],
+        layer: int,
+    ) -> None:
+        """Add rows of a tensor."""
+        row_bytes = sum(length for *_, length in columns)
+        if row_bytes > self._max_bytes:
+            raise ValueError(f"a row of {row_bytes:,} bytes does not fit into slots of {self._max_bytes:,}")
+        while len(rows):
+            num = min(len(rows), (self._max_bytes - self._num_bytes) // row_bytes)
+            if num:
+                piece = Piece(tensor, rows if num == len(rows) else rows[:num], self._num_bytes, columns)
+                self._pieces.append(piece)
+                end = self._num_bytes + num * row_bytes
+                self._num_bytes = min(self._max_bytes, -(-end // _ALIGNMENT) * _ALIGNMENT)
+                self._last_layer = layer
+                rows = rows[num:]
+            if len(rows):
+                self._flush()
+
+    def finish(self) -> list[Part]:
+        """Return all parts."""
+        self._flush()
+        return self._parts
+
+    def _flush(self) -> None:
+        if self._pieces:
+            part = Part(tuple(self._pieces), self._num_bytes, self._is_state, self._last_layer)
+            self._parts.append(part)
+        self._start_part()
