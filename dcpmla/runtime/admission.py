@@ -155,6 +155,8 @@ class Admission:
         """Forget a request, whatever it waits for, and free its blocks."""
         if request.sending is not None:
             request.sending.cancel()
+        if self.handoffs is not None:
+            self.handoffs.decline(request)
         if request in self._coming:
             self._coming.remove(request)
             self.scheduler.reuse.remove(request)

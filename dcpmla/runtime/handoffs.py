@@ -84,7 +84,6 @@ class Handoffs:
         if self._incoming is None:
             raise ValueError(f"source is {source}, but no other job prefills for this one (--role decode)")
         request.source = source
-        self._incoming.touch(*source)
 
     def start(self, batch: Batch) -> None:
         """Start the transfers of requests that were admitted with a step, before its launch."""
@@ -93,13 +92,25 @@ class Handoffs:
                 self.wanted.append(request)
             else:
                 self.pull(request, *request.source)
+        if self._incoming is not None:
+            for request in self._scheduler.waiting:
+                if request.source is not None:
+                    self._incoming.touch(*request.source)
+            for piece in batch.pieces:
+                self.decline(piece.request)
+
+    def decline(self, request: Request) -> None:
+        """Let another job free the blocks of a request that needs them no more, unless they are being read."""
+        if self._incoming is not None and request.source is not None:
+            self._incoming.decline(*request.source)
+            request.source = None
 
     def pull(self, request: Request, engine: str, handoff: str) -> None:
         """Read a request's blocks from the job that prefills it, unless it has stopped to wait for them."""
         loading = request.loading
         if not isinstance(loading, Arriving) or self._incoming is None:
             return
-        num_tokens = len(request.prompt_token_ids)
+        num_tokens, request.source = len(request.prompt_token_ids), None
         arrival = self._incoming.open(
             engine, handoff, request.num_computed_tokens, num_tokens, request.block_ids, request.state
         )

@@ -73,7 +73,6 @@ class Queues:
         """Free a running request's blocks. It is the next to be admitted, and computed again."""
         self.running.remove(request)
         self.free(request)
-        request.source = None  # the other job may have freed its blocks, too
         self.waiting.appendleft(request)
 
     def free(self, request: Request) -> None:

@@ -59,7 +59,8 @@ class Request:
         loading: Blocks and state on their way from host memory, until a step waits for them, or from another job; None
             without.
         sending: Transfer of its blocks and state to another job; None without.
-        source: Name of the job that has prefilled its prompt, and the transfer's name there; None without.
+        source: Name of the job that holds its prompt's blocks, and the transfer's name there, until they are read; None
+            without.
         is_local: Whether this job prefills it in any case.
         num_in_flight: New tokens that steps in flight sample. They count, but are not yet on the host.
         num_tried: Drafts that the step in flight verifies; each may become a token.

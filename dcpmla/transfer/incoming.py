@@ -81,7 +81,11 @@ class Incoming(Side):
         if len(self._touched) >= _MOST_TOUCHED:
             self._touched = {key: since for key, since in self._touched.items() if now - since < self._silence}
         self._touched[key] = now
-        self._call(lambda: self._send_touch(engine, handoff))
+        self._call(lambda: self._send_to_all(engine, Touch(handoff)))
+
+    def decline(self, engine: str, handoff: str) -> None:
+        """Let a prefill server free a handoff that is not needed, and not opened."""
+        self._call(lambda: self._send_to_all(engine, Close(handoff)))
 
     def _check(self, peer: Peer) -> None:
         peer.layout.check_matches(self._layout)
@@ -192,9 +196,10 @@ class Incoming(Side):
                     self._end(awaited, f"{source.name} is lost")
                     break
 
-    def _send_touch(self, engine: str, handoff: str) -> None:
+    def _send_to_all(self, engine: str, message: Message) -> None:
+        """Send a message to the ranks of a prefill server that this one talks with."""
         for rank in self._peers.get(engine, ()):
-            self._try_to_send(rank_name(engine, rank), Touch(handoff))
+            self._try_to_send(rank_name(engine, rank), message)
 
     def _end(self, awaited: _Awaited, reason: str) -> None:
         """End an arrival when its scatters have ended; with a reason it has failed, and no other part is scattered."""

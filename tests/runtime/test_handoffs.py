@@ -283,13 +283,32 @@ def test_a_router_brings_the_first_token() -> None:
     source = "prefill", "by hand"
     request = pair.there.add(prompt, SamplingParams(max_new_tokens=9, ignore_eos=True), source=source)
     pair.there.take_first(request, prefill.token_ids[0])
-    assert pair.wire.touched == [source]
     events = pair.there.step()
     assert (request, "") in events.tokens
+    assert pair.wire.touched == [source], "it waits for room"
     run(pair)
     assert request.token_ids == alone_ignoring_eos(prompt, 9)
     assert running.token_ids == alone_ignoring_eos([5], 22)
     assert (pair.num_wanted, pair.there.stats.num_prefill_tokens) == (0, 1)
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_a_router_s_prompt_that_is_not_needed_is_freed(is_aborted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queues, "_SHORT_TOKENS", 30)
+    pair, prompt = make_pair(), [6, 2] * 9
+    prefill = pair.here.add(prompt, SamplingParams(ignore_eos=True), handoff="by hand")
+    list(pair.here.run())
+    params = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    request = pair.there.add(prompt, params, source=("prefill", "by hand"))
+    pair.there.take_first(request, prefill.token_ids[0])
+    if is_aborted:
+        pair.there.abort(request)
+    else:
+        list(pair.there.run())
+        assert request.token_ids == alone_ignoring_eos(prompt, 4)
+    pair.here.step()
+    assert (pair.wire.arrivals, pair.here.has_transfers) == ([], False)
+    assert pair.here.allocator.num_free == pair.here.allocator.num_blocks
 
 
 def test_a_held_prompt_is_freed_when_nobody_comes() -> None:

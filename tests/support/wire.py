@@ -117,6 +117,10 @@ class Wire:
     def touch(self, engine: str, handoff: str) -> None:
         self.touched.append((engine, handoff))
 
+    def decline(self, engine: str, handoff: str) -> None:
+        assert engine == "prefill"
+        self.handoffs[handoff].cancel()
+
     def open(
         self, engine: str, handoff: str, start: int, num_tokens: int, blocks: Sequence[int], state: int | None
     ) -> WireArrival:

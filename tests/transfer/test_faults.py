@@ -104,6 +104,15 @@ def test_a_request_that_waits_for_room_keeps_the_lease(pair: Pair) -> None:
     arrive(pair, prompt)
 
 
+def test_a_handoff_that_is_not_needed(pair: Pair) -> None:
+    prompt = pair.prompt("h")
+    send_all(prompt)
+    for side in pair.decode.sides:
+        side.decline("p", "h")
+    pair.poll(3)
+    assert all("gave it up" in reason for reason in failures(prompt))
+
+
 def test_an_arrival_waits_for_a_slow_prompt(pair: Pair) -> None:
     prompt = pair.prompt("h")
     prompt.open()
