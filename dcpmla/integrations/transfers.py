@@ -5,6 +5,7 @@ from base64 import b64decode, b64encode
 from hashlib import sha256
 from uuid import uuid4
 
+from dcpmla.cache.plan import CachePlan
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.open_model import ModelFiles
 from dcpmla.integrations.sharded_model import ShardedModel
@@ -45,7 +46,8 @@ def link_engine(engine: Engine, files: ModelFiles, dcp: DCPConfig, role: str) ->
 
     group, rank = engine.mesh.tp_group, engine.mesh.tp_rank
     name = str(broadcast_value(uuid4().hex, group, "naming the engine"))
-    layout = describe(engine.cache, engine.dcp, cache_facts(files, dcp, engine))
+    assert isinstance(engine.model, ShardedModel)
+    layout = describe(engine.cache, engine.dcp, cache_facts(files, dcp, engine.model, engine.cache.sizes))
     device = engine.cache.tensors[0].device
     with agree():
         try:
@@ -61,12 +63,9 @@ def link_engine(engine: Engine, files: ModelFiles, dcp: DCPConfig, role: str) ->
     return Peer(name, layout, [b64decode(agent) for agent in agents])
 
 
-def cache_facts(files: ModelFiles, dcp: DCPConfig, engine: Engine) -> list[tuple[str, str]]:
+def cache_facts(files: ModelFiles, dcp: DCPConfig, model: ShardedModel, sizes: CachePlan) -> list[tuple[str, str]]:
     """Return what must be equal on two servers whose caches have the same rows, by the names of options."""
-    model = engine.model
-    assert isinstance(model, ShardedModel)
     config = {name: value for name, value in files.config.to_dict().items() if name not in _IRRELEVANT}
-    sizes = engine.cache.sizes
     return [
         (
             "the digest of the model's config (--model)",

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from dcpmla.cli import serve
 from dcpmla.config import DCPConfig
@@ -48,11 +49,13 @@ def test_a_slash_at_the_end_is_no_part_of_a_url() -> None:
     assert servers == ["http://p:1", "https://q"]
 
 
-def facts(dcp: DCPConfig | None = None, dtype: str = "bf16", **config: Any) -> dict[str, str]:
+def facts(dcp: DCPConfig | None = None, dtype: str = "bf16", norm: float = 1.0, **config: Any) -> dict[str, str]:
     files: Any = SimpleNamespace(config=SimpleNamespace(to_dict=lambda: {"layers": 2, **config}), directory=Path())
-    sizes = SimpleNamespace(dtype=dtype, index_dtype="uint8")
-    engine: Any = SimpleNamespace(cache=SimpleNamespace(sizes=sizes), model=SimpleNamespace(dtype="bf16"))
-    return dict(cache_facts(files, dcp or DCPConfig(), engine))
+    sizes: Any = SimpleNamespace(dtype=dtype, index_dtype="uint8")
+    layer = nn.RMSNorm(4)
+    nn.init.constant_(layer.weight, norm)
+    model: Any = SimpleNamespace(dtype="bf16", modules=lambda: [nn.ModuleDict({"norm": layer})])
+    return dict(cache_facts(files, dcp or DCPConfig(), model, sizes))
 
 
 def test_facts_name_what_differs() -> None:
@@ -61,5 +64,6 @@ def test_facts_name_what_differs() -> None:
 
     assert differing(facts(_name_or_path="elsewhere", transformers_version="9")) == []
     assert "--model" in differing(facts(layers=3))[0]
+    assert differing(facts(norm=2.0)) == ["the digest of the norms of the model's weights (--model)"]
     assert "--kv-cache-dtype" in differing(facts(dtype="uint8"))[0]
     assert "--kv-cache-scale" in differing(facts(DCPConfig(kv_cache_dtype="fp8", kv_cache_scale=2.0)))[0]

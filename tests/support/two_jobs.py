@@ -16,6 +16,7 @@ from dcpmla.config import DCPConfig
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.loading import load_engine
 from dcpmla.integrations.open_model import open_model
+from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.transfers import cache_facts
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime import engine as engine_module
@@ -98,7 +99,9 @@ def link(engine: Engine, directory: Path, meeting: Meeting, name: str, other: st
     from dcpmla.transfer.nixl import NixlTransport
 
     rank, device = dist.get_rank(), engine.cache.tensors[0].device
-    layout = describe(engine.cache, engine.dcp, cache_facts(open_model(str(directory)), engine.dcp, engine))
+    files, model = open_model(str(directory)), engine.model
+    assert isinstance(model, ShardedModel)
+    layout = describe(engine.cache, engine.dcp, cache_facts(files, engine.dcp, model, engine.cache.sizes))
     transport = NixlTransport(rank_name(name, rank), allocate_staging(device, 4, SLOT_BYTES))
     meeting.put(f"{name}{rank}", transport.metadata())
     if rank == 0:
