@@ -35,7 +35,7 @@ class Items(NamedTuple):
         return cls(content.view(lane), num_rows, first_row)
 
     def grouped(self, num_rows: int) -> "Items":
-        """Return larger items, each of num_rows successive ones of these, which are single rows."""
+        """Return larger items of num_rows successive rows each. These items must be single rows."""
         if not self.pages.is_contiguous():
             return self._replace(num_rows=num_rows)
         rows = self.pages.flatten(0, 1)[self.first_row :]

@@ -222,7 +222,7 @@ class Engine(Outcomes):
         if self.offload is not None:
             self.offload.prepare(batch, reads_between_graphs(batch, graph))
         previous = self._in_flight
-        is_sent = self.handoffs is not None and self.handoffs.sends(batch)
+        is_sent = self.handoffs is not None and self.handoffs.prepare(batch)
         computed = self._runner.start(batch, previous, drafts, graph, started)
         if self.offload is not None:
             self.offload.finish()

@@ -33,7 +33,7 @@ class Handoffs:
         outgoing: Transfers to other jobs; None if none are sent.
         incoming: Transfers from other jobs; None if none are received.
     Attributes:
-        wanted: Requests that wait for another job's prefill, since the list was last emptied (`Engine.pull`).
+        wanted: Requests that wait for another job's prefill, since the list was last emptied (`pull`).
         sent, received: Totals of transfers that have ended on all ranks, of this rank's bytes.
     """
 
@@ -138,8 +138,8 @@ class Handoffs:
         if isinstance(request.loading, Arriving):
             self._scheduler.put_back(request)
 
-    def sends(self, batch: Batch) -> bool:
-        """Return whether a step computes what other jobs read; if so, let its layers record their beginnings."""
+    def prepare(self, batch: Batch) -> bool:
+        """Let the layers of a step record their beginnings, if it computes what other jobs read; return whether."""
         is_sending = any(piece.request.sending is not None for piece in batch.pieces)
         if is_sending and self._cache.tensors[0].is_cuda:
             self._starts = [torch.cuda.Event() for _ in self._cache.starts]

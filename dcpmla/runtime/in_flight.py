@@ -40,7 +40,7 @@ class StepInputs:
     """The tokens that a step computes, and the requests that get new tokens from it.
 
     Attributes:
-        token_ids: [T] int64 on the device; on the CPU if the host knows all of them and needs logits of all rows.
+        token_ids: [T] int64 on the device; on the CPU if the host knows every token and all rows need logits.
         ready: Pieces of requests whose tokens are all computed after this step.
         logits_at: [n] int64 on the device, rows of their last tokens and of all drafts; None if these are all rows.
         positions: Position of each piece's first token.
@@ -71,7 +71,7 @@ class StepInputs:
         token_ids: list[int] = []
         logits_rows: list[int] = []
         unknown: list[int] = []  # rows of tokens that the host does not know
-        sources: list[int] = []  # indices of these tokens in `there`
+        sources: list[int] = []  # their indices in `there`
         ready = []
         positions = [piece.request.num_computed_tokens for piece in batch.pieces]
         for piece in batch.pieces:
@@ -229,7 +229,7 @@ class StepEvents(NamedTuple):
             empty. A request that failed is among them.
         finished: Requests that ended, by themselves or with an error.
         news: News that all ranks now have (`Engine.post`), to apply before the next step.
-        wanted: Requests that were admitted for another job to prefill (`Engine.pull`).
+        wanted: Requests that were admitted for another job to prefill (`Handoffs.pull`).
     """
 
     tokens: list[tuple[Request, str]]

@@ -32,7 +32,7 @@ class Watched(NamedTuple):
 class Progress:
     """The transfers under way. All ranks watch the same ones, in the same order.
 
-    A rank's own transfer decides nothing: one ends for all ranks when a message has counted all of them.
+    A transfer ends for all ranks when a message has counted its end on every rank.
 
     Args:
         num_ranks: Number of ranks that share messages.

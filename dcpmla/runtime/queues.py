@@ -23,6 +23,7 @@ class Queues:
     blocks can be found until they are allocated again.
 
     Args:
+        allocator: Blocks of the cache, and its states.
         reuse: Search for blocks that requests share.
         tier: Content of host memory.
     Attributes:

@@ -27,7 +27,7 @@ class Prefills:
 
     Args:
         urls: Prefill servers.
-        engine: Engine of this server, whose requests are request.
+        engine: Engine of this server.
         key: API key of this server and of the prefill servers; None for none.
         transport: Transport of HTTP in place of the network; None for that.
     """

@@ -51,10 +51,6 @@ class Arrival(Outcome):
         self.end(CANCELLED)
         self._wake()
 
-    def wait(self) -> None:
-        """Let the current stream wait for its scatters."""
-        self.moves.wait()
-
 
 @dataclass(eq=False)
 class Source:

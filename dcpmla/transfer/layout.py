@@ -35,7 +35,6 @@ class CacheLayout:
 
     Attributes:
         tp_size, dcp_size, interleave: See `DCPConfig`.
-        block_tokens: Positions of a block over all ranks.
         tokens: Tensors with rows of positions, layer by layer.
         states: Tensors with rows of states.
         facts: Names and values that must be the same in two jobs that exchange rows.
@@ -44,7 +43,6 @@ class CacheLayout:
     tp_size: int
     dcp_size: int
     interleave: int
-    block_tokens: int
     tokens: tuple[TokenSpec, ...]
     states: tuple[StateSpec, ...]
     facts: tuple[tuple[str, str], ...] = ()
@@ -73,7 +71,7 @@ class CacheLayout:
 
     def _check(self) -> None:
         """Raise ValueError for sizes that no cache has."""
-        sizes = [self.tp_size, self.dcp_size, self.interleave, self.block_tokens]
+        sizes = [self.tp_size, self.dcp_size, self.interleave]
         sizes += [size for spec in self.tokens for size in (spec.row_bytes, spec.per_block, spec.span)]
         sizes += [size for each in self.states for size in (each.row_bytes, each.num_rows, each.num_last)]
         counts = [*sizes, *(spec.layer + 1 for spec in self.tokens), *(each.num_parts for each in self.states)]
@@ -126,7 +124,6 @@ def describe(cache: Cache, dcp: DCPConfig, facts: Sequence[tuple[str, str]] = ()
         dcp.tensor_parallel_size,
         dcp.decode_context_parallel_size,
         cache.sizes.interleave,
-        cache.sizes.block_tokens,
         tuple(
             TokenSpec(each.name, layer, each.rows.num_bytes, each.per_block, each.span, each.is_shared)
             for layer, rows in enumerate([cache.shared_rows, *cache.token_rows], -1)

@@ -110,10 +110,6 @@ class Moves:
             self.generation += 1
             while self._is_moving:  # A launch is short.
                 self._lock.wait()
-        self.wait()
-
-    def wait(self) -> None:
-        """Let the current stream wait for the moves that run."""
         if self._last is not None:
             self._last.hold(self._stream.current)
 

@@ -16,7 +16,6 @@ import pytest
 
 from benchmarks import disaggregation, server_processes
 from benchmarks.disaggregation import Prompts
-from dcpmla.__main__ import build_parser
 from dcpmla.bench.http_load import Answer
 from dcpmla.bench.results import unknown_fields
 
@@ -175,22 +174,16 @@ def test_a_server_that_ends_shows_its_log(monkeypatch: pytest.MonkeyPatch) -> No
         pass
 
 
-def has_roles() -> bool:
-    """Return whether `serve` has prefill and decode servers."""
-    (commands,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
-    return any(action.dest == "role" for action in commands.choices["serve"].filled()._actions)
-
-
 def test_real_servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    out, is_split = tmp_path / "disaggregation.json", has_roles()
-    command = f"disaggregation.py {TINY} {SIZES} {RATE} --setup {'split' if is_split else 'both'} --json {out}"
+    out = tmp_path / "disaggregation.json"
+    command = f"disaggregation.py {TINY} {SIZES} {RATE} --json {out}"
     monkeypatch.setattr(sys, "argv", command.split())
     disaggregation.main()
     content = json.loads(out.read_text())
     rows = content["rows"]
     assert (content["commit"], content["machine"]) == ("abc", "2 x CPU")
-    expected = ["transfer", "copy"] if is_split else []
-    assert [row.get("operation") for row in rows] == [*expected, None, None]
+    assert [row.get("operation") for row in rows] == ["transfer", "copy", None, None, None, None]
+    assert [row["servers"] for row in rows] == ["prefill and decode"] * 4 + ["both"] * 2
     assert not unknown_fields(rows)
     assert all(row["gb_per_s"] > 0 for row in rows if "operation" in row)
     assert rows[-2]["time_to_first_token_mean"] > 0

@@ -15,7 +15,6 @@ from tests.support.models import VOCAB_SIZE, save_tiny
 from tests.support.plain_mtp import plain_module
 from tests.support.two_jobs import Decoded, Prompt, run_jobs
 
-pytest.importorskip("nixl")
 NUM_NEW = 4
 # Family, then TP, DCP, interleave and block size of the job that prefills, and of the one that decodes.
 CASES = [

@@ -17,7 +17,6 @@ from tests.support.fake_engine import AUTHORIZED, wait_until
 from tests.support.launchers import free_port
 from tests.support.servers import KEY, RunningServer, needle_with_template, read_events, serve
 
-pytest.importorskip("nixl")
 OPTIONS = ["--api-key", KEY, "--served-model-name", "needle", "--dtype", "float32", "--max-num-batched-tokens", 32]
 NAMES = ["ant", "apple", "ash", "axe"]
 _numbers = random.Random(0)

@@ -10,7 +10,6 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.bench.test_disaggregation import has_roles
 from tests.support.launchers import ROOT
 from tests.support.servers import NEEDLE, RunningServer, serve
 
@@ -41,7 +40,6 @@ def ask(server: RunningServer, body: dict[str, Any], key: str) -> str:
     return text
 
 
-@pytest.mark.skipif(not has_roles(), reason="serve has no --role")
 def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The decode server answers the page's question, and a longer one whose blocks come from the prefill server."""
     ((export,),) = command("export")

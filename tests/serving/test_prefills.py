@@ -130,14 +130,14 @@ def _breaking(app: Any) -> Any:
 
     async def broken(scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] == "/kv/prefill":
-            await httpx_answer(send, 500)
+            await send_error(send, 500)
         else:
             await app(scope, receive, send)
 
     return broken
 
 
-async def httpx_answer(send: Any, status: int) -> None:
+async def send_error(send: Any, status: int) -> None:
     await send({"type": "http.response.start", "status": status, "headers": []})
     await send({"type": "http.response.body", "body": b'{"error": {"message": "broken"}}'})
 

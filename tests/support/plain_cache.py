@@ -26,7 +26,7 @@ def new_layout(tp: int, dcp: int, interleave: int, num_shares: int = 1, row: int
         TokenSpec("second", 1, row, rows, 1, False),
         TokenSpec("pairs", 1, row, rows // 2, 2, False),
     )
-    return CacheLayout(tp, dcp, interleave, rows * dcp, tokens, (StateSpec("state", STATE, 1, 1, 0),))
+    return CacheLayout(tp, dcp, interleave, tokens, (StateSpec("state", STATE, 1, 1, 0),))
 
 
 def random_bytes(*shape: int, generator: torch.Generator | None = None) -> Tensor:

@@ -59,7 +59,7 @@ class Job:
 
     def take(self, num_tokens: int) -> tuple[list[int], int] | None:
         """Return free blocks and a state for a prompt; None if too few are free."""
-        num_blocks = -(-num_tokens // self.layout.block_tokens)
+        num_blocks = -(-num_tokens // self.layout.tokens[0].per_block)
         if len(self.free_blocks) < num_blocks or not self.free_states:
             return None
         self.network.random.shuffle(self.free_blocks)

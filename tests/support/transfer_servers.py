@@ -24,7 +24,7 @@ FIRST = TokenLogprobs(7, -0.5, ((7, -0.5), (8, float("-inf"))))
 
 
 def layout(row_bytes: int = 64, facts: tuple[tuple[str, str], ...] = (("dtype (--dtype)", "bf16"),)) -> CacheLayout:
-    return CacheLayout(1, 1, 1, 16, (TokenSpec("latents", 0, row_bytes, 16, 1, False),), (), facts)
+    return CacheLayout(1, 1, 1, (TokenSpec("latents", 0, row_bytes, 16, 1, False),), (), facts)
 
 
 def job(engine: str, own: CacheLayout | None = None) -> Connect:

@@ -35,7 +35,7 @@ class SoakRank:
     """A rank's cache, with blocks and a state for each handoff of a window."""
 
     def __init__(self, layout: CacheLayout, rank: int, device: str = "cpu") -> None:
-        self.layout, self.blocks_each = layout, -(-MOST_TOKENS // layout.block_tokens)
+        self.layout, self.blocks_each = layout, -(-MOST_TOKENS // layout.tokens[0].per_block)
         self.cache = PlainCache(layout, rank, WINDOW * self.blocks_each, WINDOW, device)
         self.mover = self.cache.mover
 

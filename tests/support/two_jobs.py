@@ -4,7 +4,6 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -198,7 +197,7 @@ def run_jobs(
         futures = []
         for function, own, other in jobs:
             sizes = own.tensor_parallel_size, other.tensor_parallel_size
-            arguments = directory, own, replace(chosen), prompts, there, sizes[1]
+            arguments = directory, own, chosen, prompts, there, sizes[1]
             futures.append(pool.submit(run_ranks, sizes[0], function, *arguments, timeout=300))
         errors = []
         for future in as_completed(futures):

@@ -77,7 +77,7 @@ def test_all_rows_of_a_sequence_move(family: str, sizes: tuple[int, ...]) -> Non
     here = Job(kind, dcp_config(tp, dcp, interleave, block_size=64, **formats), 8, 0)
     there = Job(kind, dcp_config(tp_there, dcp_there, interleave_there, block_size=128, **formats), 10, 2)
     here.layout.check_matches(there.layout)
-    longest = min(here.layout.block_tokens * 6, there.layout.block_tokens * 7)
+    longest = min(6 * here.caches[0].sizes.block_tokens, 7 * there.caches[0].sizes.block_tokens)
     start, middle, end = sorted(Random(0).sample(range(longest), 3))
     slot_bytes = max(8192, *(spec.row_bytes for spec in (*here.layout.tokens, *here.layout.states)))
     unchanged = [[tensor.clone() for tensor in cache.tensors] for cache in there.caches]

@@ -13,7 +13,7 @@ from dcpmla.transfer.served import Filler
 from dcpmla.transfer.staging import Staging, allocate_staging
 
 ROW, NUM_LAYERS = 32, 4
-LAYOUT = CacheLayout(1, 1, 1, 8, tuple(TokenSpec("latents", i, ROW, 8, 1, False) for i in range(NUM_LAYERS)), ())
+LAYOUT = CacheLayout(1, 1, 1, tuple(TokenSpec("latents", i, ROW, 8, 1, False) for i in range(NUM_LAYERS)), ())
 
 
 @dataclass
