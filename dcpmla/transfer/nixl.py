@@ -24,8 +24,9 @@ def _load() -> Any:
         try:
             return import_module("nixl._api")
         except ModuleNotFoundError:  # the package for one version of CUDA comes alone, too
-            with suppress(ModuleNotFoundError):
-                return import_module("nixl_cu12._api")
+            for name in ("nixl_cu13", "nixl_cu12"):
+                with suppress(ModuleNotFoundError):
+                    return import_module(f"{name}._api")
             raise
     finally:
         logging.raiseExceptions = raise_exceptions
