@@ -87,3 +87,11 @@ def given_weight(weight: Tensor | BlockFp8, dtype: torch.dtype) -> Linear:
     linear.weight = nn.Parameter(codes, requires_grad=False)
     linear.weight_scale = scales
     return linear
+
+
+def rotated_first(x: Tensor, head_dim: int, rope_dim: int) -> Tensor:
+    """Return x [.., n head_dim] with the last rope_dim of each head_dim columns first, where an indexer expects them.
+
+    Rows of a weight are reordered as columns of its transpose.
+    """
+    return x.unflatten(-1, (-1, head_dim)).roll(rope_dim, -1).flatten(-2)
