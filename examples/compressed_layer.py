@@ -38,7 +38,7 @@ CONFIG = CompressedConfig(
     sliding_window=8,
     rms_norm_eps=1e-6,
     indexer=IndexerConfig(num_heads=INDEX_HEADS, head_dim=INDEX_WIDTH, topk=TOPK, rope_interleaved=True),
-    # Windows alone; entries of 4 tokens, of which an indexer selects; entries of 16 tokens, all of which are read.
+    # Windows alone; entries of 4 tokens that an indexer selects; entries of 16 tokens, all read.
     layer_kinds=(LayerKind(0, False), LayerKind(4, True), LayerKind(16, False)),
 )
 PROMPT_LEN, SEQ_LEN, BLOCK_SIZE, MAX_TOKENS = 60, 68, 4, 80
@@ -59,7 +59,7 @@ def my_modules(kind: LayerKind, group: dist.ProcessGroup, device: torch.device) 
     sizes = ((HEADS * WIDTH, Q_RANK), (GROUPS, O_RANK, HEADS // GROUPS * WIDTH), (HIDDEN, GROUPS * O_RANK), (HEADS,))
     q_b, o_a, o_b, sinks = (draw(*shape).to(device) for shape in sizes)
     q_b, o_a, o_b = q_b.chunk(size)[rank], o_a.chunk(size)[rank], o_b.chunk(size, dim=1)[rank]
-    num_halves = CONFIG.num_halves(kind)  # of a token's values and gates
+    num_halves = CONFIG.num_halves(kind)
     columns, index_columns = num_halves * WIDTH, num_halves * INDEX_WIDTH
     w_row = draw(Q_RANK + WIDTH, HIDDEN).to(device)
     w_entries, w_keys = (draw(2 * width, HIDDEN).to(device) for width in (columns, index_columns))

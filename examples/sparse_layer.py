@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 4 examples/sparse_layer.py
 
-or, as one process, `python examples/sparse_layer.py`. The indexer's projections are the engine's, one of them in 8
-bits; so are the table of angles and the memory of selected positions. Any number of ranks that divides the heads prints
-the same.
+or, as one process, `python examples/sparse_layer.py`. The indexer's projections are the engine's, with queries in
+8 bits, and so are the table of angles and the memory of selected positions. Any number of ranks that divides the heads
+prints the same.
 """
 
 from datetime import timedelta

@@ -114,5 +114,5 @@ def check_parts(parts: tuple[Tensor, ...], num_rows: int, widths: list[int]) -> 
     """Raise ValueError unless an engine's down-projection returned parts [num_rows, width] with contiguous columns."""
     expected = [(num_rows, width) for width in widths]
     if [tuple(part.shape) for part in parts] != expected or any(part.stride(1) != 1 for part in parts):
-        found = [(tuple(part.shape), part.stride()) for part in parts]
-        raise ValueError(f"down_proj returns shapes and strides {found}; expected {expected}, columns of stride 1")
+        returned = [(tuple(part.shape), part.stride()) for part in parts]
+        raise ValueError(f"down_proj returns shapes and strides {returned}; expected {expected}, columns of stride 1")

@@ -67,8 +67,8 @@ def compare(layouts: list[DCPConfig], dtype: torch.dtype) -> None:
         exchange = over_modules.layers[1].exchange
         over_modules.layers = [given(layer, modules_of(layer), exchange) for layer in loaded.layers]
         with torch.no_grad():
-            for mine, wanted in zip(run(over_modules), run(loaded), strict=True):
-                for rows, wanted_rows in zip(mine, wanted, strict=True):
+            for outputs, loaded_outputs in zip(run(over_modules), run(loaded), strict=True):
+                for rows, wanted_rows in zip(outputs, loaded_outputs, strict=True):
                     assert rows.any()
                     assert torch.equal(rows, wanted_rows)
         for memory, wanted_memory in zip(over_modules.cache.tensors, loaded.cache.tensors, strict=True):
@@ -110,8 +110,8 @@ def engine_of(module: DeepseekV4Attention, layer: CompressedAttention, pairs_dty
         pooled["index_q_proj"] = lambda x: rotated_first(F.linear(x, w), width, rope)
 
     def down_proj(x: Tensor) -> tuple[Tensor, ...]:
-        row, *others = (torch.cat([weights[f"{name}.weight"] for name in names]) for names in parts)
-        wide = [F.linear(x.to(pairs_dtype), w.to(pairs_dtype)) for w in others]
+        row, *pairs = (torch.cat([weights[f"{name}.weight"] for name in names]) for names in parts)
+        wide = [F.linear(x.to(pairs_dtype), w.to(pairs_dtype)) for w in pairs]
         if kind.has_indexer:
             wide[1] = rotated_first(wide[1], width, rope)
         return F.linear(x, row), *wide
@@ -143,8 +143,8 @@ def check_transformers(dtype: torch.dtype, tolerance: float, quantile: float) ->
     with torch.no_grad():
         for module, outputs in zip(layers.modules, run(layers), strict=True):
             for number, out in enumerate(outputs):
-                wanted = expected(layers.hf_config, module, hidden_states(number, len(out)))
-                error = (out - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+                reference = expected(layers.hf_config, module, hidden_states(number, len(out)))
+                error = (out - reference).norm(dim=-1) / reference.norm(dim=-1)
                 assert out.dtype == dtype
                 assert error.quantile(quantile) < tolerance
 

@@ -76,16 +76,16 @@ def compare(hf_config: Any, layouts: list[DCPConfig]) -> None:
             layer.load_weights({})  # the caches' formats have no scales
         for num_decodes in (None, len(BATCH)):
             with torch.no_grad():
-                wanted, selection = run_layers(loaded, hf_config, dcp, 0, num_decodes)
+                loaded_outputs, selection = run_layers(loaded, hf_config, dcp, 0, num_decodes)
                 outputs, written = run_layers(layers, hf_config, dcp, 0, num_decodes, buffer)
                 readers: list[Any] = [layers[0], Reader(layers[1], buffer)]
                 read, _ = run_layers(readers, hf_config, dcp, 0, num_decodes, buffer)
             assert written.positions.data_ptr() == buffer.data_ptr()
             assert torch.equal(buffer[:NUM_TOKENS], selection.positions)
-            for mine, also_mine, theirs in zip(outputs, read, wanted, strict=True):
-                assert theirs.any()
-                assert torch.equal(mine, theirs)
-                assert torch.equal(also_mine, theirs)
+            for out, out_of_reader, expected in zip(outputs, read, loaded_outputs, strict=True):
+                assert expected.any()
+                assert torch.equal(out, expected)
+                assert torch.equal(out_of_reader, expected)
 
 
 @pytest.mark.parametrize(
@@ -118,16 +118,16 @@ def select_with_rotated_columns_last(hf_config: Any) -> list[Tensor]:
         "q_proj": lambda x: rotated_first(F.linear(x, w_q), config.head_dim, rope),
         "down_proj": lambda x: (F.linear(x, w_k), F.linear(x, w_heads)),
     }
-    found = []
-    for some in (layer, given(layer, modules_of(layer, changes))):
+    positions = []
+    for each in (layer, given(layer, modules_of(layer, changes))):
         with torch.no_grad():
-            found.append(run_layers([some], hf_config, dcp, 0, None)[1].positions.sort(1).values)
-    return found
+            positions.append(run_layers([each], hf_config, dcp, 0, None)[1].positions.sort(1).values)
+    return positions
 
 
 def test_rotated_columns_last() -> None:
-    ((found, expected),) = run_ranks(1, select_with_rotated_columns_last, tiny_config("deepseek_v32"))
-    assert torch.equal(found, expected)
+    ((positions, expected),) = run_ranks(1, select_with_rotated_columns_last, tiny_config("deepseek_v32"))
+    assert torch.equal(positions, expected)
 
 
 def check_refusals(hf_config: Any) -> None:

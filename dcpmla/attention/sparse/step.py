@@ -94,11 +94,11 @@ def with_selection(step: StepMetadata, topk: int, positions: Tensor | None = Non
 
 def check_positions(positions: Tensor, step: StepMetadata, topk: int) -> None:
     """Raise ValueError unless positions are [at least the step's tokens, topk] int32 on its device, contiguous."""
-    found = positions.dtype, tuple(positions.shape), positions.device
+    actual = positions.dtype, tuple(positions.shape), positions.device
     expected = torch.int32, (max(step.num_tokens, len(positions)), topk), step.positions.device
-    if found != expected or not positions.is_contiguous():
-        wanted = f"{expected} (dtype, shape, device), contiguous"
-        raise ValueError(f"positions is {found}, strides {positions.stride()}; expected {wanted}")
+    if actual != expected or not positions.is_contiguous():
+        needed = f"{expected} (dtype, shape, device), contiguous"
+        raise ValueError(f"positions is {actual}, strides {positions.stride()}; expected {needed}")
 
 
 def check_selection(topk: int, kv_cache: Tensor, step: StepMetadata) -> None:
