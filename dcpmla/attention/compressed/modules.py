@@ -39,8 +39,8 @@ class CompressedModules:
         down_proj: Projection of hidden states [T, hidden] to parts (`CompressedWeights.down_widths`), each of any row
             stride with contiguous columns. A layer leaves out the parts that its kind does not use.
             First, the query latent and the shared row before their norms, [T, Lq + D] in the layer's dtype.
-            Second, values, then gates of the entries' compressor [T, 2 A D], any float dtype. Entries keep this dtype
-            until they are cached.
+            Second, values, then gates of the entries' compressor [T, 2 A D], with a ratio of 1 values alone, any float
+            dtype. Entries keep this dtype until they are cached.
             Third, values, then gates of the indexer's compressor [T, 2 A Di], any float dtype.
             Last, weights of the indexer's heads [T, Hi], any float dtype.
         q_proj: Projection of the query latent after its norm [T, Lq] -> [T, h D] in new memory, for the heads' norm and
