@@ -8,12 +8,14 @@ from torch import Tensor
 from dcpmla.attention.compressed.cache import CompressedLayerCache
 from dcpmla.attention.compressed.checks import check_cache, check_step
 from dcpmla.attention.compressed.compressor import compress, compress_and_keep
+from dcpmla.attention.compressed.compressor_weights import CompressorWeights
 from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.attention.compressed.fork import fork
+from dcpmla.attention.compressed.modules import CompressedModules
 from dcpmla.attention.compressed.prefill import attend_prefill, claim_prefill
-from dcpmla.attention.compressed.projections import GROUP, finish_heads, finish_query_, finish_rows
+from dcpmla.attention.compressed.projections import finish_rows
 from dcpmla.attention.compressed.step import CompressedMetadata, selects
-from dcpmla.attention.compressed.weights import CompressedWeights, CompressorWeights
+from dcpmla.attention.compressed.weights import CompressedWeights
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.sparse.blocks import Candidates
@@ -23,7 +25,7 @@ from dcpmla.attention.sparse.step import SelectedTokens
 from dcpmla.attention.step import DecodeMetadata, StepMetadata
 from dcpmla.cache.shared_rows import read_rows
 from dcpmla.comm.exchange import LocalExchange
-from dcpmla.parallel.fp8 import NormedRows, PlainRows, QuantizedRows
+from dcpmla.parallel.fp8 import NormedRows, PlainRows
 
 
 class CompressedAttention(CompressedWeights):
@@ -40,19 +42,27 @@ class CompressedAttention(CompressedWeights):
         kind: Kind of this layer.
         ring: Number of its windows in the rows that layers share (`CompressedConfig.rings`).
         placement: Ranks of the layer, and dtype and device of its parameters, uninitialized until `load_weights`.
+        modules: Projections and weights that another engine has made and loaded; `load_weights` then refuses.
     Raises:
-        ValueError: Groups of heads do not divide by the TP size, or the layer does not support an option.
+        ValueError: Groups of heads do not divide by the TP size, the layer does not support an option, or modules do
+            not match the config and kind.
     Source: DeepSeek-V4's report, section 2.3; names of weights as in transformers.
     """
 
-    def __init__(self, config: CompressedConfig, kind: LayerKind, placement: Placement, ring: int = 0) -> None:
+    def __init__(
+        self,
+        config: CompressedConfig,
+        kind: LayerKind,
+        placement: Placement,
+        ring: int = 0,
+        modules: CompressedModules | None = None,
+    ) -> None:
         placement = replace(placement, dcp=config.with_whole_blocks(placement.dcp))
-        super().__init__(config, kind, placement)
+        super().__init__(config, kind, placement, modules)
         self.ring, self.cache_dtype = ring, placement.cache_dtype
         # Every rank has all windows, so its own heads attend to them without an exchange.
         self.exchange = LocalExchange() if kind == WINDOW_ONLY else placement.exchange
         self.selector = TokenSelector(config.indexer, placement) if kind.has_indexer else None
-        self.query_eps = config.rms_norm_eps if config.norms_queries else None
 
     @property
     def takes_quantized(self) -> bool:
@@ -89,10 +99,10 @@ class CompressedAttention(CompressedWeights):
         """
         if step is None:
             self.claim_memory(len(hidden_states))
-            return hidden_states.new_zeros(len(hidden_states), self.o_a_proj.out_features)
+            return hidden_states.new_zeros(len(hidden_states), self.low_width)
         if step.cut is None:
             return self._attend(hidden_states, cache, step)
-        low = hidden_states.new_zeros(len(hidden_states), self.o_a_proj.out_features)
+        low = hidden_states.new_zeros(len(hidden_states), self.low_width)
         step.vary(self._attend_into, low, hidden_states, cache)
         return low
 
@@ -113,8 +123,8 @@ class CompressedAttention(CompressedWeights):
         window = None
         if context is not None:
             slots = context.window_slots + self.ring * compressed.plan.rows_per_ring
-            window = read_rows(cache.rows, slots, self.config.head_dim, self.down_proj.dtype)
-        down = self.down_proj(hidden_states[: step.num_tokens]).split(self.down_widths, -1)
+            window = read_rows(cache.rows, slots, self.config.head_dim, self.dtype)
+        down = self.down_project(hidden_states[: step.num_tokens])
         norms = self.q_norm, self.kv_norm, self.config.rms_norm_eps
         states = compressed.ring_states(self.ring)
         requests = compressed.positions, compressed.request, compressed.seq_lens, states
@@ -132,37 +142,22 @@ class CompressedAttention(CompressedWeights):
             self._compress(down[1], self.compressor, compressed, cache.sums, cache.rows)
         parts = []
         if step.decode is not None:
-            q = self._project_query(q_c[decodes], cos_sin[decodes], slice(0, self.q_heads.count))
+            q = self.project_query(q_c[decodes], cos_sin[decodes], slice(0, self.q_heads.count))
             join()
             parts.append(self._decode(q, cache, step.decode, compressed, selection))
         if window is not None:
-            q = self._project_query(q_c[prefills], cos_sin[prefills], self.q_heads.own)
+            q = self.project_query(q_c[prefills], cos_sin[prefills], self.q_heads.own)
             new = torch.cat([window, rows[prefills]])
             chosen = None if selection is None else selection.rows(prefills)
             parts.append(attend_prefill(q, new, cache.rows, compressed, self.kind, chosen, self.exchange, self.dcp))
         out, lse = (torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
         return self.finish(out, lse, cos_sin, len(hidden_states))
 
-    def finish(self, out: Tensor, lse: Tensor, cos_sin: Tensor, num_rows: int) -> Tensor:
-        """Run the operations from attention to the last projection: the sink, RoPE's inverse, the groups' projections.
-
-        Args:
-            out, lse: Attention of this rank's heads over all rows, [T, h, D] and [T, h] float32.
-            num_rows: Rows of the batch, padding included.
-        Returns:
-            [num_rows, groups x o_lora_rank] in the dtype of out; zeros after the first T rows.
-        """
-        quantizes = self.o_a_proj.takes_quantized and self.config.head_dim % GROUP == 0
-        heads, scales = (part.flatten(1) for part in finish_heads(out, lse, self.sinks, cos_sin, quantizes))
-        low = self.o_a_proj(QuantizedRows(heads, scales) if quantizes else heads)
-        num_padding = num_rows - len(low)
-        return torch.nn.functional.pad(low, (0, 0, 0, num_padding)) if num_padding else low
-
     def claim_memory(self, num_tokens: int) -> None:
         """Allocate and free the memory of attention in the largest step of num_tokens, so that memory profiling
         includes it: an indexer's workspace, then a prefill's. Collective.
         """
-        dtype, device = self.down_proj.dtype, self.q_norm.device
+        dtype, device = self.dtype, self.q_norm.device
         if self.selector is not None:  # free again before attention begins
             torch.empty(self.selector.workspace_bytes(num_tokens, dtype.itemsize), dtype=torch.uint8, device=device)
         claim_prefill(num_tokens, self.num_heads, self.config, self.kind, self.exchange, self.dcp, dtype, device)
@@ -220,13 +215,6 @@ class CompressedAttention(CompressedWeights):
             return None
         return Candidates(blocks, self.config.candidates.block_size, self.kind.candidates == "source")
 
-    def _project_query(self, q_c: PlainRows, cos_sin: Tensor, heads: slice) -> Tensor:
-        """Return the queries [T, n, D] of n heads on this rank, rotated, after their norm where they have one."""
-        width = self.config.head_dim
-        q = self.q_b_proj.product(q_c, slice(heads.start * width, heads.stop * width)).unflatten(-1, (-1, width))
-        finish_query_(q, self.query_eps, cos_sin)
-        return q
-
     def _decode(
         self,
         q: Tensor,
@@ -260,6 +248,6 @@ class CompressedAttention(CompressedWeights):
         cache = check_cache(cache, plan, ratio, self.cache_dtype)
         if self.selector is not None:
             per_block = plan.entries_per_block(ratio)
-            self.selector.check_cache(cache.index_keys, plan.num_blocks, per_block, self.down_proj.dtype)
+            self.selector.check_cache(cache.index_keys, plan.num_blocks, per_block, self.dtype)
         step.check_blocks(plan.num_blocks)
         return cache, compressed, compressed.angles[ratio > 0]

@@ -1,47 +1,22 @@
 """The part of a layer of DeepSeek-V4's attention that one rank holds."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dcpmla.attention.compressed.compressor_weights import CompressorWeights, given_compressor
 from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
+from dcpmla.attention.compressed.modules import CompressedModules
+from dcpmla.attention.compressed.projections import GROUP, finish_heads, finish_query_
+from dcpmla.attention.modules import GivenLinear, check_parts
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.weights import HeldHeads
-from dcpmla.parallel.fp8 import AnyRows, multiply_groups, plain
+from dcpmla.parallel.fp8 import AnyRows, PlainRows, QuantizedRows, multiply_groups, plain
 from dcpmla.parallel.linear import Linear, RowParallelLinear, Weight, fill, read_linear, read_weight
 from dcpmla.parallel.quantized import BLOCK, AnyWeight
 from dcpmla.parallel.reformat import reorder_rows
-
-
-class CompressorWeights(nn.Module):
-    """The weights that pool tokens into entries [D], without their projection, which is part of the down-projection.
-
-    Attributes:
-        bias: Bias of the gates; zeros in models that have none.
-    """
-
-    bias: Tensor
-
-    def __init__(
-        self, ratio: int, num_halves: int, width: int, device: torch.device | str, has_bias: bool = True
-    ) -> None:
-        super().__init__()
-        bias = torch.zeros(ratio, num_halves * width, dtype=torch.float32, device=device)
-        if has_bias:
-            self.bias = nn.Parameter(bias)
-        else:
-            self.register_buffer("bias", bias, persistent=False)
-        self.norm = nn.Parameter(torch.empty(width, dtype=torch.float32, device=device))
-
-    def load_weights(self, weights: Mapping[str, Weight], prefix: str, order: Tensor | None = None) -> None:
-        """Read bias and norm by their names in a checkpoint, columns of D in another order if one is given."""
-        (ratio, columns), width = self.bias.shape, len(self.norm)
-        order = torch.arange(width) if order is None else order
-        if isinstance(self.bias, nn.Parameter):
-            bias = read_weight(weights, f"{prefix}position_bias", (ratio, columns))
-            fill(self.bias, bias.unflatten(1, (-1, width))[..., order].flatten(1))
-        fill(self.norm, read_weight(weights, f"{prefix}kv_norm.weight", (width,))[order])
 
 
 class GroupedLinear(Linear):
@@ -80,42 +55,113 @@ class CompressedWeights(nn.Module):
         o_a_proj: Projection of each group of heads, from heads of a group x D to o_lora_rank.
     """
 
-    def __init__(self, config: CompressedConfig, kind: LayerKind, placement: Placement) -> None:
+    compressor: CompressorWeights
+    index_compressor: CompressorWeights
+    down_proj: Linear
+    q_norm: Tensor
+    kv_norm: Tensor
+    q_b_proj: Linear
+    sinks: Tensor
+    index_q_proj: Linear
+    index_k_proj: Linear
+    index_k_norm: Tensor
+    o_a_proj: Linear
+    o_b_proj: RowParallelLinear
+
+    def __init__(
+        self, config: CompressedConfig, kind: LayerKind, placement: Placement, modules: CompressedModules | None = None
+    ) -> None:
         super().__init__()
-        dcp, mesh, device, new = placement.dcp, placement.mesh, placement.device, placement.factory_kwargs
+        dcp, mesh = placement.dcp, placement.mesh
         config.check_layout(dcp)
-        self.config, self.kind, self.dcp, self.mesh = config, kind, dcp, mesh
+        self.config, self.kind, self.dcp, self.mesh, self.dtype = config, kind, dcp, mesh, placement.dtype
         self.num_heads = config.heads_per_rank(mesh.tp_size)
         self.q_is_replicated = dcp.dcp_q_replicate and kind != WINDOW_ONLY
         self.q_heads = HeldHeads.of(mesh, self.num_heads, self.q_is_replicated)
         self.num_groups = config.o_groups // mesh.tp_size
+        self.low_width = self.num_groups * config.o_lora_rank
         self.num_halves, self.writes = config.num_halves(kind), kind.ratio > 0 and kind.writes
         self.pair_names = ("kv", "gate") if kind.ratio > 1 else ("kv",)
-        indexer = config.indexer
         self.down_widths = [config.q_lora_rank + config.head_dim]
         if self.writes:
-            num_columns, has_bias = len(self.pair_names) * self.num_halves, not config.has_entry_keys
-            self.down_widths.append(num_columns * config.head_dim)
+            self.down_widths.append(len(self.pair_names) * self.num_halves * config.head_dim)
+        if kind.has_indexer and not config.has_entry_keys:
+            self.down_widths.append(2 * self.num_halves * config.indexer.head_dim)
+        if kind.has_indexer:
+            self.down_widths.append(config.indexer.num_heads)
+        self._given = modules
+        if modules is None:
+            self._make(placement.factory_kwargs)
+        else:
+            self._take(modules)
+
+    def _make(self, new: dict[str, Any]) -> None:
+        """Make parameters that `load_weights` fills; `new` holds the keyword arguments of each."""
+        config, kind, indexer, device = self.config, self.kind, self.config.indexer, new["device"]
+        if self.writes:
+            has_bias = not config.has_entry_keys
             self.compressor = CompressorWeights(kind.ratio, self.num_halves, config.head_dim, device, has_bias)
         if kind.has_indexer:
             if not config.has_entry_keys:
-                self.down_widths.append(2 * self.num_halves * indexer.head_dim)
                 self.index_compressor = CompressorWeights(kind.ratio, self.num_halves, indexer.head_dim, device)
             elif self.writes:
                 self.index_k_proj = Linear(config.head_dim, indexer.head_dim, **new)
                 self.index_k_norm = nn.Parameter(torch.empty(indexer.head_dim, dtype=torch.float32, device=device))
-            self.down_widths.append(indexer.num_heads)
-            index_width = indexer.num_heads * indexer.head_dim
-            self.index_q_proj = Linear(config.q_lora_rank, index_width, **new)
+            self.index_q_proj = Linear(config.q_lora_rank, indexer.num_heads * indexer.head_dim, **new)
         self.down_proj = Linear(config.hidden_size, sum(self.down_widths), **new)
         self.q_norm = nn.Parameter(torch.empty(config.q_lora_rank, dtype=torch.float32, device=device))
         self.kv_norm = nn.Parameter(torch.empty(config.head_dim, dtype=torch.float32, device=device))
         self.q_b_proj = Linear(config.q_lora_rank, self.q_heads.count * config.head_dim, **new)
         self.sinks = nn.Parameter(torch.empty(self.num_heads, dtype=torch.float32, device=device))
         group_width = config.num_heads // config.o_groups * config.head_dim
-        self.o_a_proj = GroupedLinear(self.num_groups, group_width, self.num_groups * config.o_lora_rank, **new)
+        self.o_a_proj = GroupedLinear(self.num_groups, group_width, self.low_width, **new)
         o_rank = config.o_groups * config.o_lora_rank
-        self.o_b_proj = RowParallelLinear(o_rank, config.hidden_size, False, mesh.tp_group, **new)
+        self.o_b_proj = RowParallelLinear(o_rank, config.hidden_size, False, self.mesh.tp_group, **new)
+
+    def _take(self, modules: CompressedModules) -> None:
+        """Use an engine's projections and weights; nothing is copied."""
+        modules.check(self.config, self.kind, self.num_heads)
+        self.q_norm, self.kv_norm, self.sinks = modules.q_norm, modules.kv_norm, modules.sinks
+        self.q_b_proj = GivenLinear(modules.q_proj)
+        self.o_a_proj, self.o_b_proj = GivenLinear(modules.o_a_proj), GivenLinear(modules.o_b_proj)
+        if modules.compressor is not None:
+            self.compressor = given_compressor(modules.compressor)
+        if modules.index_compressor is not None:
+            self.index_compressor = given_compressor(modules.index_compressor)
+        if modules.index_q_proj is not None:
+            self.index_q_proj = GivenLinear(modules.index_q_proj)
+        if modules.index_k_proj is not None and modules.index_k_norm is not None:
+            self.index_k_proj, self.index_k_norm = GivenLinear(modules.index_k_proj), modules.index_k_norm
+
+    def down_project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        """Return the parts of the down-projection [T, ..], as many and as wide as `down_widths`."""
+        if self._given is None:
+            return self.down_proj(hidden_states).split(self.down_widths, -1)
+        parts = self._given.down_proj(hidden_states)
+        check_parts(parts, len(hidden_states), self.down_widths)
+        return parts
+
+    def project_query(self, q_c: PlainRows, cos_sin: Tensor, heads: slice) -> Tensor:
+        """Return the queries [T, n, D] of n heads on this rank, rotated, after their norm where they have one."""
+        width = self.config.head_dim
+        q = self.q_b_proj.product(q_c, slice(heads.start * width, heads.stop * width)).unflatten(-1, (-1, width))
+        finish_query_(q, self.config.rms_norm_eps if self.config.norms_queries else None, cos_sin)
+        return q
+
+    def finish(self, out: Tensor, lse: Tensor, cos_sin: Tensor, num_rows: int) -> Tensor:
+        """Run the operations from attention to the last projection: the sink, RoPE's inverse, the groups' projections.
+
+        Args:
+            out, lse: Attention of this rank's heads over all rows, [T, h, D] and [T, h] float32.
+            num_rows: Rows of the batch, padding included.
+        Returns:
+            [num_rows, groups x o_lora_rank] in the dtype of out; zeros after the first T rows.
+        """
+        quantizes = self.o_a_proj.takes_quantized and self.config.head_dim % GROUP == 0
+        heads, scales = (part.flatten(1) for part in finish_heads(out, lse, self.sinks, cos_sin, quantizes))
+        low = self.o_a_proj(QuantizedRows(heads, scales) if quantizes else heads)
+        num_padding = num_rows - len(low)
+        return torch.nn.functional.pad(low, (0, 0, 0, num_padding)) if num_padding else low
 
     def load_weights(self, weights: Mapping[str, Weight]) -> None:
         """Read this rank's part of every parameter.
@@ -123,8 +169,10 @@ class CompressedWeights(nn.Module):
         Args:
             weights: Whole weights by their names in transformers' checkpoints, from "q_a_proj.weight" to "sinks".
         Raises:
-            ValueError: A weight is missing, or its shape does not match the config.
+            ValueError: A weight is missing, or its shape does not match the config; or the layer has modules.
         """
+        if self._given is not None:
+            raise ValueError("the layer has modules, whose weights are an engine's; load_weights reads none")
         config, hidden = self.config, self.config.hidden_size
         rank, width = config.q_lora_rank, config.head_dim
         down = [
