@@ -87,11 +87,13 @@ class Backend(AttentionBackend):
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Lay out decodes and drafts by operations on the device, which a graph records and replays."""
-        mode = forward_batch.forward_mode
-        if mode.is_target_verify():  # the tokens to be verified are not counted yet
-            self.parts = self.builder.decodes(forward_batch, self.max_query_len)
-        elif mode.is_decode() or mode.is_draft_extend_v2():
-            self.parts = self.builder.decodes(forward_batch, self.num_ahead)
+        mode, query_len = forward_batch.forward_mode, self.max_query_len
+        if mode.is_decode():
+            self.parts = self.builder.decodes(forward_batch, 1, self.num_ahead)
+        elif mode.is_target_verify():  # the tokens to be verified are not counted yet
+            self.parts = self.builder.decodes(forward_batch, query_len, query_len)
+        elif mode.is_draft_extend_v2():
+            self.parts = self.builder.decodes(forward_batch, query_len, 0)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Do nothing: a graph's metadata is in its own memory."""

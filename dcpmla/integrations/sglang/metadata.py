@@ -45,8 +45,8 @@ class MetadataBuilder:
         token_lens = torch.zeros(len(req_to_token) * max_query_len, dtype=torch.int32, device=device)
         self.layout = DecodeLayout(self.steps, num_heads, max_query_len, decode_workspace(device), token_lens)
 
-    def decodes(self, batch: Any, num_ahead: int) -> tuple[Part, ...]:
-        """Lay out requests of equally many tokens, without a wait for the device: decodes, or a token and its drafts.
+    def decodes(self, batch: Any, query_len: int, num_ahead: int) -> tuple[Part, ...]:
+        """Lay out requests of query_len tokens each, without a wait for the device: decodes, or tokens with drafts.
 
         Args:
             num_ahead: Tokens that a request has after the step and `batch.seq_lens` does not count.
@@ -57,7 +57,6 @@ class MetadataBuilder:
         longest = int(batch.seq_lens_cpu.max()) + num_ahead if is_known else None
         seq_lens = batch.seq_lens + num_ahead
         local = local_seq_lens(seq_lens, self.size, self.rank)
-        query_len = len(batch.input_ids) // len(seq_lens)
         return self.layout.uniform(self._table(batch, longest), seq_lens, local, query_len)
 
     def short_prefills(self, batch: Any) -> tuple[Part, ...]:

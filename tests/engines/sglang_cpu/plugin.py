@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from tests.engines.sglang_cpu import drafts
+
 
 def register() -> None:
     """Let SGLang shard over CPUs and cache latents in 8 bits there; write a line for each call of our attention; break
@@ -19,7 +21,10 @@ def register() -> None:
     anywhere = type("Anywhere", (), {"__getattr__": lambda self, name: getattr(platform, name)})
     anywhere.is_cpu = lambda self: platform.is_cpu() and _caller() != "configure"
     kv_cache_configurator.current_platform = anywhere()
+    drafts.patch()
     watch()
+    if os.environ.get("SGLANG_TEST_DRAFTS"):
+        drafts.record()
     if os.environ.get("SGLANG_TEST_FAULT"):
         fail_once()
 
