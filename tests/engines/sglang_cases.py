@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import transformers
 
-from tests.engines.sglang_tree import CPU, sglang_variables
+from tests.engines.sglang_tree import CPU, VERSION, sglang_variables
 from tests.support.launchers import environment
 
-NUM_NEW, CHUNK = 6, 64
+NUM_NEW, CHUNK = 6, 160
 CONFIG = transformers.DeepseekV3Config(
     vocab_size=192,
     hidden_size=64,
@@ -74,7 +74,12 @@ def expected(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
 
 
 def serve(
-    directory: Path, where: Path, batches: list[list[list[int]]], options: dict[str, Any], **variables: str
+    directory: Path,
+    where: Path,
+    batches: list[list[list[int]]],
+    options: dict[str, Any],
+    release: str = VERSION,
+    **variables: str,
 ) -> tuple[list[list[dict[str, Any]]], Counter[str], Counter[str]]:
     """Return what SGLang generates for batches of prompts, and how often our functions were called on a rank for them,
     and before.
@@ -83,7 +88,7 @@ def serve(
     calls.touch()
     engine = ENGINE | {"model_path": str(directory)} | options
     job.write_text(json.dumps({"engine": engine, "batches": batches, "max_new_tokens": NUM_NEW}))
-    env = environment() | sglang_variables(site) | {"SGLANG_TEST_CALLS": str(calls)}
+    env = environment() | sglang_variables(site, release) | {"SGLANG_TEST_CALLS": str(calls)}
     command = [sys.executable, str(CPU / "serve.py"), str(job), str(result)]
     done = subprocess.run(
         command, env=env | variables, cwd=where, capture_output=True, text=True, timeout=500, check=False

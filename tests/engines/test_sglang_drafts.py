@@ -1,5 +1,5 @@
-"""SGLang's own engine over our backend with drafts of an MTP module, on CPUs: transformers' tokens and logprobs, and the
-drafts of the module in plain torch.
+"""SGLang's own engine over our backend with drafts of an MTP module, TP 2 on CPUs: transformers' tokens and logprobs,
+and the drafts of the module in plain torch.
 """
 
 import json
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.engines.sglang_cases import CONFIG, NUM_NEW, expected, serve
-from tests.engines.sglang_tree import for_sglang, prompts_of
+from tests.engines.sglang_tree import OLDEST, VERSION, for_sglang, prompts_of
 from tests.engines.vllm_drafts import Module, make_module
 from tests.support.models import random_model
 
@@ -42,26 +42,41 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return for_sglang(make_module(directory, own))
 
 
-@pytest.mark.parametrize(("dcp_size", "page_size"), [(2, 16), (2, 1), (1, 16)])
-def test_what_transformers_generates(directory: Path, tmp_path: Path, dcp_size: int, page_size: int) -> None:
+@pytest.mark.parametrize(
+    ("release", "options"),
+    [
+        (VERSION, {"dcp_size": 2, "page_size": 1}),
+        (OLDEST, {"dcp_size": 1, "page_size": 16, "disable_overlap_schedule": False}),
+    ],
+)
+def test_drafts(directory: Path, tmp_path: Path, release: str, options: dict[str, Any]) -> None:
+    """Prompts in pieces, alone and together, prefixes from the cache, and a request aborted between drafts."""
     record = tmp_path / "drafts"
-    options = DRAFTS | {"dcp_size": dcp_size, "page_size": page_size}
-    served, calls, _ = serve(directory, tmp_path, BATCHES, options, SGLANG_TEST_DRAFTS=str(record))
+    variables = {"SGLANG_TEST_DRAFTS": str(record)}
+    served, calls, _ = serve(directory, tmp_path, BATCHES, DRAFTS | options, release, **variables)
     module = Module(str(directory), masks_first=False)
-    tokens_of: dict[tuple[int, ...], list[int]] = {}
+    after: dict[tuple[int, ...], list[int]] = {}
     for prompts, requests in zip(BATCHES, served, strict=True):
         for prompt, request in zip(prompts, requests, strict=True):
             tokens, logprobs = expected(module.base, prompt)
             assert request["tokens"] == tokens
             torch.testing.assert_close(request["logprobs"], logprobs, atol=1e-4, rtol=0)
-            tokens_of[tuple(prompt)] = prompt + tokens
-    print(calls)
-    lines = [json.loads(line) for line in record.read_text().splitlines()]
-    print(len(lines), lines[:4])
-    right = 0
-    for line in lines:
-        tokens = tokens_of[tuple(line["prompt"])]
-        if line["known"] <= len(tokens):
-            assert line["drafts"] == module.drafts(tokens[:line["known"]], 3)
-            right += 1
-    print(right)
+            after[tuple(prompt)] = prompt + tokens
+    assert served[1][-1]["cached"] >= 288 > served[0][-1]["cached"]
+    steps = [request["steps"] for requests in served for request in requests]
+    assert sum(steps) < 0.9 * len(steps) * (
+        NUM_NEW - 1
+    )  # a prompt's last piece makes the first token; drafts are right
+
+    made = [json.loads(line) for line in record.read_text().splitlines()]
+    known = [(after[tuple(line["prompt"])], line["known"], line["drafts"]) for line in made]
+    known = [(tokens[:number], drafts) for tokens, number, drafts in known if number <= len(tokens)]
+    assert len(known) > 2 * len(after)
+    assert [drafts for _, drafts in known] == [module.drafts(tokens, 3) for tokens, _ in known]
+    assert any(drafts != module.drafts(tokens[-2:], 3) for tokens, drafts in known if len(tokens) > 2)
+
+    per_step = 2 + 1 + 2  # layers that verify and extend, and steps that draft
+    assert calls["dcp_mla_decode"] > per_step * max(steps) * len(BATCHES)
+    assert calls["dcp_mla_prefill"] >= 3 * 2
+    exchanged = calls["dcp_mla_decode"] if options["dcp_size"] > 1 else 0
+    assert calls["gather_heads"] == calls["combine"] == exchanged

@@ -1,4 +1,4 @@
-"""The layout of an engine's decodes and short prefills, without an engine: lengths, segments and parts, against plain counts."""
+"""The layout of decodes and short prefills inside an engine, without one: lengths, segments, parts, against counts."""
 
 from unittest.mock import patch
 
