@@ -16,9 +16,11 @@ NAME = "model.layers.2"  # after the model's two layers
 DRAFTED: list[tuple[str, int, list[int]]] = []  # a request, how many tokens it had, and what vLLM drafted after them
 
 
-def save_model_with_module(directory: Path, num_heads: int = 8, head_dim: int = 32) -> Path:
-    """Save a model of two dense layers and a module with a third; return its directory."""
-    save_model(directory, num_heads, head_dim, num_layers=3, num_dense=3)
+def save_model_with_module(directory: Path, num_heads: int = 8, head_dim: int = 32, num_dense: int = 3) -> Path:
+    """Save a model of two dense layers and a module with a third, which has experts if num_dense is 2; return its
+    directory.
+    """
+    save_model(directory, num_heads, head_dim, num_layers=3, num_dense=num_dense)
     width = 128
     own = {name: torch.rand(width) + 0.5 for name in ("enorm", "hnorm", "shared_head.norm")}
     return make_module(directory, own | {"eh_proj": torch.randn(width, 2 * width) * 0.1})
