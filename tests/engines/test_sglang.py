@@ -17,7 +17,7 @@ from tests.support.launchers import environment
 from tests.support.models import random_model
 
 # Pieces of prompts, what is cached of a prompt, many at once; the second batch finds the first one's prefixes.
-MIXED, MANY = prompts_of(1, 5, 33, 150, 300), prompts_of(*range(2, 22))
+MIXED, MANY = prompts_of(1, 5, 33, 150, 480), prompts_of(*range(2, 22))
 BATCHES = [MIXED, MIXED, MANY]
 
 
@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 def test_what_transformers_generates(model: tuple[Path, Any], tmp_path: Path) -> None:
-    """Also what short prompts cost: none of them is a prefill."""
+    """Prompts in pieces, few of which are long enough for a prefill, prefixes from the cache, and a request aborted."""
     served, calls, warm_up = serve(model[0], tmp_path, BATCHES, {"page_size": 16})
     for prompts, requests in zip(BATCHES, served, strict=True):
         for prompt, request in zip(prompts, requests, strict=True):
@@ -39,10 +39,9 @@ def test_what_transformers_generates(model: tuple[Path, Any], tmp_path: Path) ->
             assert request["tokens"] == tokens
             torch.testing.assert_close(request["logprobs"], logprobs, atol=1e-4, rtol=0)
     cached = [request["cached"] for request in served[1]]
-    assert cached[-1] >= 288 > cached[0]  # the second time, from the cache of both ranks
+    assert cached[-1] >= 464 > cached[0]  # the second time, from the cache of both ranks
     assert calls["dcp_mla_decode"] == calls["gather_heads"] == calls["combine"] >= 2 * 3 * (NUM_NEW - 1)
-    assert calls["dcp_mla_prefill"] >= 2 * 3 * 2
-    assert calls["start_context"] >= 2 * 3
+    assert calls["dcp_mla_prefill"] >= calls["start_context"] >= 2 * 2  # of the long prompt
     assert warm_up["dcp_mla_decode"] == warm_up["gather_heads"] == warm_up["combine"] > 10
     assert warm_up["dcp_mla_prefill"] > warm_up["start_context"] > 10
 

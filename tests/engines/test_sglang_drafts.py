@@ -21,7 +21,7 @@ DRAFTS = {
     "speculative_eagle_topk": 1,
     "speculative_num_draft_tokens": 4,
 }
-MIXED, MANY = prompts_of(1, 5, 33, 150, 300), prompts_of(*range(2, 14))
+MIXED, MANY = prompts_of(1, 5, 33, 150, 480), prompts_of(*range(2, 14))
 BATCHES = [MIXED, MIXED, MANY]
 
 
@@ -62,7 +62,7 @@ def test_drafts(directory: Path, tmp_path: Path, release: str, options: dict[str
             assert request["tokens"] == tokens
             torch.testing.assert_close(request["logprobs"], logprobs, atol=1e-4, rtol=0)
             after[tuple(prompt)] = prompt + tokens
-    assert served[1][-1]["cached"] >= 288 > served[0][-1]["cached"]
+    assert served[1][-1]["cached"] >= 464 > served[0][-1]["cached"]
     steps = [request["steps"] for requests in served for request in requests]
     assert sum(steps) < 0.9 * len(steps) * (
         NUM_NEW - 1
@@ -77,6 +77,6 @@ def test_drafts(directory: Path, tmp_path: Path, release: str, options: dict[str
 
     per_step = 2 + 1 + 2  # layers that verify and extend, and steps that draft
     assert calls["dcp_mla_decode"] > per_step * max(steps) * len(BATCHES)
-    assert calls["dcp_mla_prefill"] >= 3 * 2
+    assert calls["dcp_mla_prefill"] >= 3 * 2  # of the long prompt
     exchanged = calls["dcp_mla_decode"] if options["dcp_size"] > 1 else 0
     assert calls["gather_heads"] == calls["combine"] == exchanged

@@ -30,7 +30,7 @@ ENGINE = {
     "mem_fraction_static": 0.1,
     "sampling_backend": "pytorch",
     "disable_custom_all_reduce": True,
-    "cuda_graph_backend_prefill": "disabled",
+    "disable_prefill_cuda_graph": True,
     "skip_tokenizer_init": True,
     "grammar_backend": "none",
     "log_level": "info",

@@ -1,7 +1,7 @@
 """The plug-in for SGLang: `--attention-backend dcpmla` runs DeepSeek's MLA models over our attention and exchange.
 
 SGLang finds `register` by the entry point `sglang.srt.plugins`, in each of its processes; nothing else imports this.
-SGLang's internals that it needs beyond `AttentionBackend` are named here and in `backend.take_over`.
+SGLang's internals that it needs beyond `AttentionBackend` are named here, in `backend.take_over` and `drafts.install`.
 """
 
 import logging

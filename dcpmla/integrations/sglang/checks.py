@@ -20,7 +20,7 @@ def check(runner: Any, parallel: Any) -> None:
         (runner.kv_index_translator.is_translating, "--enable-unified-memory is on", "leave it off"),
         (parallel.dcp_replicate_q_proj, "--dcp-replicate-q-proj is on", "leave it off"),
         (pool.dtype == torch.float8_e5m2, "--kv-cache-dtype is fp8_e5m2", "it takes auto, bf16 and fp8_e4m3"),
-        (runs_prefill_graphs, "prefills run in CUDA graphs", "give --cuda-graph-backend-prefill disabled"),
+        (runs_prefill_graphs, "prefills run in CUDA graphs", "give --disable-prefill-cuda-graph"),
         (
             spec.speculative_algorithm not in (None, "EAGLE"),
             f"--speculative-algorithm is {spec.speculative_algorithm}",

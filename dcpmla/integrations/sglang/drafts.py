@@ -41,26 +41,28 @@ class DraftSteps:
 
 def install() -> None:
     """Have SGLang draft with this package's backend where it attends with it, over a cache that is sharded as the
-    model's. SGLang knows its own backends by name, and would allocate a draft's cache for all tokens on each rank,
-    though its dense MLA writes and reads this rank's alone.
+    model's.
+
+    SGLang's factory knows its own backends by name. And it allocates a module's cache for all tokens on each rank,
+    though dense MLA under DCP writes and reads this rank's share alone.
     """
-    create_decode, create_extend = (
+    new_steps, new_extension = (
         DraftBackendFactory.create_decode_backend,
         DraftBackendFactory.create_draft_extend_backend,
     )
     scale = KVCacheConfigurator.loc_space_scale.fget
 
-    def decode(factory: Any) -> Any:
+    def steps(factory: Any) -> Any:
         if not _is_ours():
-            return create_decode(factory)
-        steps = factory.speculative_num_steps
-        return DraftSteps(factory.draft_model_runner.attn_backend, steps) if steps > 1 else None
+            return new_steps(factory)
+        num_steps = factory.speculative_num_steps
+        return DraftSteps(factory.draft_model_runner.attn_backend, num_steps) if num_steps > 1 else None
 
-    def extend(factory: Any) -> Any:
-        return factory.draft_model_runner.attn_backend if _is_ours() else create_extend(factory)
+    def extension(factory: Any) -> Any:
+        return factory.draft_model_runner.attn_backend if _is_ours() else new_extension(factory)
 
-    DraftBackendFactory.create_decode_backend = decode
-    DraftBackendFactory.create_draft_extend_backend = extend
+    DraftBackendFactory.create_decode_backend = steps
+    DraftBackendFactory.create_draft_extend_backend = extension
     KVCacheConfigurator.loc_space_scale = property(lambda sizes: 1 if _is_ours() else scale(sizes))
 
 
