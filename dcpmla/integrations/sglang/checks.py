@@ -1,4 +1,4 @@
-"""What the backend refuses at start."""
+"""The check of options and models at start."""
 
 from typing import Any
 
