@@ -41,7 +41,7 @@ def test_what_transformers_generates(model: tuple[Path, Any], tmp_path: Path) ->
     cached = [request["cached"] for request in served[1]]
     assert cached[-1] >= 464 > cached[0]  # the second time, from the cache of both ranks
     assert calls["dcp_mla_decode"] == calls["gather_heads"] == calls["combine"] >= 2 * 3 * (NUM_NEW - 1)
-    assert calls["dcp_mla_prefill"] >= calls["start_context"] >= 2 * 2  # of the long prompt
+    assert calls["dcp_mla_prefill"] >= calls["start_context"] >= 2 * 2  # the long prompt's pieces
     assert warm_up["dcp_mla_decode"] == warm_up["gather_heads"] == warm_up["combine"] > 10
     assert warm_up["dcp_mla_prefill"] > warm_up["start_context"] > 10
 

@@ -68,8 +68,8 @@ def test_drafts(directory: Path, tmp_path: Path, release: str, options: dict[str
         NUM_NEW - 1
     )  # a prompt's last piece makes the first token; drafts are right
 
-    made = [json.loads(line) for line in record.read_text().splitlines()]
-    known = [(after[tuple(line["prompt"])], line["known"], line["drafts"]) for line in made]
+    records = [json.loads(line) for line in record.read_text().splitlines()]
+    known = [(after[tuple(line["prompt"])], line["known"], line["drafts"]) for line in records]
     known = [(tokens[:number], drafts) for tokens, number, drafts in known if number <= len(tokens)]
     assert len(known) > 2 * len(after)
     assert [drafts for _, drafts in known] == [module.drafts(tokens, 3) for tokens, _ in known]
@@ -77,6 +77,6 @@ def test_drafts(directory: Path, tmp_path: Path, release: str, options: dict[str
 
     per_step = 2 + 1 + 2  # layers that verify and extend, and steps that draft
     assert calls["dcp_mla_decode"] > per_step * max(steps) * len(BATCHES)
-    assert calls["dcp_mla_prefill"] >= 3 * 2  # of the long prompt
+    assert calls["dcp_mla_prefill"] >= 3 * 2  # the long prompt's pieces
     exchanged = calls["dcp_mla_decode"] if options["dcp_size"] > 1 else 0
     assert calls["gather_heads"] == calls["combine"] == exchanged

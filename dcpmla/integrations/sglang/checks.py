@@ -13,7 +13,7 @@ def check(runner: Any, parallel: Any) -> None:
     """Raise ValueError, in one line, for what the backend does not run."""
     pool, spec = runner.token_to_kv_pool, get_spec()
     runs_prefill_graphs = runner.device == "cuda" and not check_cuda_graph_backend(Phase.PREFILL, Backend.DISABLED)
-    for wrong, found, allowed in (
+    for wrong, fault, allowed in (
         (set(attention_backends()) != {NAME}, "prefill or decode has another one", "give one backend for both"),
         (not hasattr(pool, "kv_lora_rank"), "the model has no MLA", "it runs MLA models"),
         (getattr(pool, "use_dsa", False), "the model's attention is sparse", "it runs dense MLA models"),
@@ -40,4 +40,4 @@ def check(runner: Any, parallel: Any) -> None:
         (spec.speculative_adaptive, "--speculative-adaptive is on", "leave it off"),
     ):
         if wrong:
-            raise ValueError(f"--attention-backend {NAME}: {found}; {allowed}")
+            raise ValueError(f"--attention-backend {NAME}: {fault}; {allowed}")

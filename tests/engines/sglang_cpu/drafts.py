@@ -1,4 +1,4 @@
-"""SGLang's drafts on a CPU, and a record of them."""
+"""SGLang's drafts on a CPU, and their record."""
 
 import json
 import os
@@ -14,7 +14,7 @@ def patch() -> None:
     from sglang.srt.models.deepseek_v2 import DeepseekV2DecoderLayer
 
     allocation.get_last_loc_triton = allocation.get_last_loc_torch
-    torch.cuda.synchronize = lambda *_: None  # what SGLang calls wherever it runs
+    torch.cuda.synchronize = lambda *_: None  # SGLang calls it on CPUs, too
     is_sparse = DeepseekV2DecoderLayer._is_layer_sparse
     DeepseekV2DecoderLayer._is_layer_sparse = staticmethod(
         lambda config, layer_id, is_nextn: is_sparse(config, config.num_hidden_layers if is_nextn else layer_id, False)

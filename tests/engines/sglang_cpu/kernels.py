@@ -49,7 +49,7 @@ def build_tree_kernel_efficient_cpu(
     num_tokens: int,
     mode: int,
 ) -> None:
-    """Fill what is known of chains: their positions, and each token's number and successor."""
+    """Fill positions of chains, and the number and the successor of each token."""
     numbers = torch.arange(num_tokens)
     positions.copy_((seq_lens[:, None] + numbers).flatten())
     index.copy_(torch.arange(index.numel()).view_as(index))
