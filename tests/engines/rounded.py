@@ -9,12 +9,21 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
 
 
 class RoundedCache(DynamicCache):
-    """Latents in e4m3, scale 1; the new tokens of a piece of a prompt see each other's exact ones."""
+    """Latents in e4m3, scale 1; the new tokens of a piece of a prompt, unless they are few, see each other's exact
+    ones.
+
+    Args:
+        max_absorbed: Most tokens of a piece that reads its own latents from the cache.
+    """
+
+    def __init__(self, max_absorbed: int) -> None:
+        super().__init__()
+        self.max_absorbed = max_absorbed
 
     def update(self, kv_c: Tensor, k_pe: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         kept = super().update(rounded(kv_c), rounded(k_pe), layer_idx)
         num_new = kv_c.shape[2]
-        if num_new == 1:
+        if num_new <= self.max_absorbed:
             return kept
         kv_c, k_pe = (torch.cat([old[:, :, :-num_new], new], 2) for old, new in zip(kept, (kv_c, k_pe), strict=True))
         return kv_c, k_pe
@@ -27,15 +36,16 @@ def rounded(values: Tensor) -> Tensor:
 
 @torch.no_grad()
 def logprobs_over_rounded_latents(
-    model: Any, prompt: list[int], new: list[int], chunk: int, rounds_queries: bool = False
+    model: Any, prompt: list[int], new: list[int], chunk: int, rounds_queries: bool = False, max_absorbed: int = 1
 ) -> Tensor:
     """Return the logprobs [1 + new, vocab] after a prompt, which comes in pieces, and after each of its new tokens.
 
     Args:
         model: with attn_implementation "eager".
+        max_absorbed: Most tokens of a piece that sees its own latents rounded.
         rounds_queries: those of single tokens are in e4m3, too, after they are absorbed into W_UK.
     """
-    cache, attend = RoundedCache(), deepseek_v3.eager_attention_forward
+    cache, attend = RoundedCache(max_absorbed), deepseek_v3.eager_attention_forward
 
     def attend_absorbed(layer: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **more: Any) -> Any:
         if q.shape[2] > 1:

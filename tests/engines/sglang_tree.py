@@ -14,7 +14,7 @@ import torch
 from tests.engines.trees import cache, metadata, once, packages, pip
 from tests.support.launchers import ROOT
 
-VERSION = "0.5.23"
+OLDEST, VERSION = "0.5.22", "0.5.23"
 CPU = ROOT / "tests" / "engines" / "sglang_cpu"
 # What a CPU never calls: empty modules in its place (`sglang_cpu/sitecustomize.py`).
 STUBS = (
@@ -23,12 +23,12 @@ STUBS = (
 )
 
 
-def sglang_variables(site: Path) -> dict[str, str]:
-    """Return the environment of SGLang on a CPU; `site` takes what pip would install of the plug-ins' metadata."""
+def sglang_variables(site: Path, version: str = VERSION) -> dict[str, str]:
+    """Return the environment of a release of SGLang on a CPU; `site` takes what pip would install of plug-ins."""
     _write_entry_points(site)
     cores = sorted(os.sched_getaffinity(0))
     return {
-        "PYTHONPATH": os.pathsep.join(map(str, [site, CPU, *sglang_path(), ROOT])),
+        "PYTHONPATH": os.pathsep.join(map(str, [site, CPU, *sglang_path(version), ROOT])),
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",
         "SGLANG_TEST_STUBS": STUBS,

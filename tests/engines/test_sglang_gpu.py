@@ -13,8 +13,8 @@ import pytest
 import torch
 import transformers
 
-from tests.engines.conftest import save_model
 from tests.engines.sglang_tree import CPU, for_sglang, prompts_of
+from tests.engines.vllm_drafts import save_model_with_module
 from tests.support.launchers import Command, run_together
 
 pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
@@ -24,15 +24,22 @@ ENGINE = {
     "attention_backend": "dcpmla",
     "tp_size": 2,
     "dcp_size": 2,
-    "chunked_prefill_size": 128,
+    "chunked_prefill_size": 192,
     "max_total_tokens": 8192,
     "max_running_requests": 8,
     "mem_fraction_static": 0.1,
     "sampling_backend": "pytorch",
     "disable_custom_all_reduce": True,
+    "disable_prefill_cuda_graph": True,
     "skip_tokenizer_init": True,
     "grammar_backend": "none",
     "log_level": "info",
+}
+DRAFTS = {
+    "speculative_algorithm": "NEXTN",
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 4,
 }
 # bfloat16 changes logprobs of this model by up to 0.12, latents in e4m3 by up to 0.2; without the merge they are off
 # by 4.
@@ -48,8 +55,9 @@ VARIABLES = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of a model whose heads are as wide as DeepSeek-V3's."""
-    return for_sglang(save_model(tmp_path_factory.mktemp("wide"), num_heads=16, head_dim=128))
+    """Return the directory of a model whose heads are as wide as DeepSeek-V3's, with an MTP module of experts."""
+    directory = tmp_path_factory.mktemp("wide")
+    return for_sglang(save_model_with_module(directory, num_heads=16, head_dim=128, num_dense=2))
 
 
 @torch.no_grad()
@@ -68,24 +76,36 @@ def largest_difference(model: Path, prompts: list[list[int]], requests: list[dic
 
 @pytest.mark.gpu_2
 @pytest.mark.parametrize(
-    ("cache", "page_size", "tolerance"),
-    [("auto", 1, TOLERANCE), ("auto", 64, TOLERANCE), ("fp8_e4m3", 64, 2 * TOLERANCE)],
+    ("options", "tolerance"),
+    [
+        ({"page_size": 1}, TOLERANCE),
+        ({"page_size": 64}, TOLERANCE),
+        ({"page_size": 64, "kv_cache_dtype": "fp8_e4m3"}, 2 * TOLERANCE),
+        ({"page_size": 64, "dcp_size": 1}, TOLERANCE),
+        ({"page_size": 64} | DRAFTS, TOLERANCE),
+        ({"page_size": 1, "dcp_size": 1} | DRAFTS, TOLERANCE),
+    ],
+    ids=str,
 )
-def test_two_gpus(model: Path, tmp_path: Path, cache: str, page_size: int, tolerance: float) -> None:
+def test_two_gpus(model: Path, tmp_path: Path, options: dict[str, Any], tolerance: float) -> None:
+    """Prompts of few tokens and of more than attend as decodes do; the module of the last two drafts by chance."""
     prompts = prompts_of(1, 5, 33, 64, 300)
 
     def command(name: str, port: int, **more: Any) -> Command:
         (folder := tmp_path / name).mkdir()
-        options = ENGINE | {"model_path": str(model), "kv_cache_dtype": cache, "page_size": page_size, "port": port}
-        job = {"engine": options | more, "batches": [prompts, prompts], "max_new_tokens": NUM_NEW}
+        engine = ENGINE | {"model_path": str(model), "port": port} | options | more
+        job = {"engine": engine, "batches": [prompts, prompts], "max_new_tokens": NUM_NEW}
         (folder / "job.json").write_text(json.dumps(job))
         argv = [sys.executable, CPU / "serve.py", folder / "job.json", folder / "result.json"]
         return argv, VARIABLES | {"SGLANG_TEST_CALLS": str(folder / "calls")}
 
     ways: dict[str, dict[str, Any]] = {"eager": {"disable_cuda_graph": True}, "graphs": {}}
     ended = run_together([command(name, 30000 + 1000 * i, **ways[name]) for i, name in enumerate(ways)], timeout=300)
-    assert all("dcpmla: exchange direct" in each.stdout + each.stderr for each in ended)
+    is_sharded = options.get("dcp_size", 2) > 1
+    assert all(("dcpmla: exchange direct" in each.stdout + each.stderr) == is_sharded for each in ended)
     for name in ways:
         served = json.loads((tmp_path / name / "result.json").read_text())
+        steps = [request["steps"] for requests in served for request in requests]
+        assert all(steps) == ("speculative_algorithm" in options)
         differences = [largest_difference(model, prompts, requests) for requests in served]
         assert max(differences) < tolerance, (name, differences)

@@ -1,4 +1,4 @@
-"""The layout of vLLM's decodes and short prefills, without vLLM: lengths, segments and parts, against plain counts."""
+"""The layout of decodes and short prefills inside an engine, without one: lengths, segments, parts, against counts."""
 
 from unittest.mock import patch
 
@@ -13,8 +13,8 @@ from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.step import DecodeMetadata
 from dcpmla.comm.exchange import LocalExchange
-from dcpmla.integrations.vllm import layout
-from dcpmla.integrations.vllm.layout import DecodeLayout, Part
+from dcpmla.integrations import absorbed
+from dcpmla.integrations.absorbed import DecodeLayout, Part
 from tests.support.layouts import dcp_config
 
 Requests = list[tuple[int, int]]  # new tokens of each request, and its cached ones
@@ -61,7 +61,7 @@ def test_each_token_sees_what_is_before_it(requests: Requests, sizes: tuple[int,
     ranges = []
     for rank in range(sizes[0]):
         decodes = layout_of(*sizes, rank)
-        with patch.object(layout, "PART_ROWS", rows):
+        with patch.object(absorbed, "PART_ROWS", rows):
             parts = build(decodes, requests)
             longest = max(decodes.part_len, decodes.segment_len)
         lens, owners = [], []
@@ -111,7 +111,7 @@ def test_graphs_find_their_steps_in_place(
 
 @pytest.mark.parametrize("rows", [1 << 16, 64])
 def test_segments_attend_as_whole_requests(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "PART_ROWS", rows)
+    monkeypatch.setattr(absorbed, "PART_ROWS", rows)
     requests, num_heads, latent, rope = [(1, 11), (1, 0), (5, 9), (16, 0), (11, 5)], 16, 32, 16
     torch.manual_seed(0)
     cache = torch.randn(len(requests), 16, latent + rope)

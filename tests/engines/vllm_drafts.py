@@ -16,15 +16,21 @@ NAME = "model.layers.2"  # after the model's two layers
 DRAFTED: list[tuple[str, int, list[int]]] = []  # a request, how many tokens it had, and what vLLM drafted after them
 
 
-def save_model_with_module(directory: Path, num_heads: int = 8, head_dim: int = 32) -> Path:
-    """Save a model of two dense layers and a module with a third; return its directory."""
-    save_model(directory, num_heads, head_dim, num_layers=3, num_dense=3)
+def save_model_with_module(directory: Path, num_heads: int = 8, head_dim: int = 32, num_dense: int = 3) -> Path:
+    """Save a model of two dense layers and a module with a third, which has experts if num_dense is 2; return its
+    directory.
+    """
+    save_model(directory, num_heads, head_dim, num_layers=3, num_dense=num_dense)
+    width = 128
+    own = {name: torch.rand(width) + 0.5 for name in ("enorm", "hnorm", "shared_head.norm")}
+    return make_module(directory, own | {"eh_proj": torch.randn(width, 2 * width) * 0.1})
+
+
+def make_module(directory: Path, own: dict[str, Tensor]) -> Path:
+    """Make a module of the third layer of a saved model, with these weights of its own; return the directory."""
     tensors = load_file(directory / "model.safetensors")
     embedding, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
-    width = embedding.shape[1]
-    own = {"embed_tokens": embedding.clone(), "shared_head.head": head.clone()}
-    own |= {name: torch.rand(width) + 0.5 for name in ("enorm", "hnorm", "shared_head.norm")}
-    own["eh_proj"] = torch.randn(width, 2 * width) * 0.1
+    own = own | {"embed_tokens": embedding.clone(), "shared_head.head": head.clone()}
     tensors |= {f"{NAME}.{name}.weight": tensor for name, tensor in own.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
@@ -52,9 +58,14 @@ def record_drafts() -> None:
 
 
 class Module:
-    """The module in plain torch, around transformers' own layer; nothing is cached."""
+    """The module in plain torch, around transformers' own layer; nothing is cached.
 
-    def __init__(self, directory: str) -> None:
+    Args:
+        masks_first: zero the first position's embedding, as vLLM does: "not needed by MTP".
+    """
+
+    def __init__(self, directory: str, masks_first: bool = True) -> None:
+        self.masks_first = masks_first
         self.base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, num_hidden_layers=3)
         self.layer = whole.model.layers[2]
@@ -72,7 +83,8 @@ class Module:
 
     def _run(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         embedded = self.base.model.embed_tokens(tokens)
-        embedded[:, 0] = 0  # vLLM: "not needed by MTP"
+        if self.masks_first:
+            embedded[:, 0] = 0
         x = torch.cat([self._norm(embedded, "enorm"), self._norm(hidden, "hnorm")], -1)
         x = x @ self.weights[f"{NAME}.eh_proj.weight"].T
         positions = torch.arange(tokens.shape[1])[None]

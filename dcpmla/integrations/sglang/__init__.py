@@ -1,7 +1,7 @@
 """The plug-in for SGLang: `--attention-backend dcpmla` runs DeepSeek's MLA models over our attention and exchange.
 
 SGLang finds `register` by the entry point `sglang.srt.plugins`, in each of its processes; nothing else imports this.
-SGLang's internals that it needs beyond `AttentionBackend` are named here and in `backend.take_over`.
+SGLang's internals that it needs beyond `AttentionBackend` are named here, in `backend.take_over` and `drafts.install`.
 """
 
 import logging
@@ -10,7 +10,7 @@ from typing import Any
 
 from dcpmla.integrations.sglang.names import NAME
 
-SUPPORTED = ("0.5.23",)  # releases that tests ran with; SGLang moves the names below between releases
+SUPPORTED = ("0.5.22", "0.5.23")  # releases that tests ran with; SGLang moves the names below between releases
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +30,13 @@ def register() -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 
+    from dcpmla.integrations.sglang.drafts import install
+
     if NAME not in ATTENTION_BACKENDS:  # plug-ins may be loaded twice
         add_attention_backend_choices([NAME])
         register_attention_backend(NAME)(_new_backend)
         AttentionBackendRegistry.register(NAME, _forward_method)
+        install()
 
 
 def _new_backend(runner: Any) -> Any:
@@ -43,8 +46,9 @@ def _new_backend(runner: Any) -> Any:
 
 
 def _forward_method(attention: Any, forward_batch: Any) -> Any:
-    """Return how a layer prepares a batch: absorbed queries for decode, keys and values of heads for prefill."""
+    """Return how a layer prepares a batch: absorbed queries, or keys and values of heads for prefill."""
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
-    is_prefill = forward_batch.forward_mode.is_extend_without_speculative()
-    return AttnForwardMethod.MHA if is_prefill else AttnForwardMethod.MLA
+    from dcpmla.integrations.sglang.metadata import is_prefill
+
+    return AttnForwardMethod.MHA if is_prefill(forward_batch) else AttnForwardMethod.MLA

@@ -1,15 +1,26 @@
-"""From SGLang's batch, whose lengths are on the host and whose slots are on the device, to what our attention takes."""
+"""From SGLang's batch, whose slots are on the device, to what our attention takes."""
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.calls import decode_workspace
-from dcpmla.attention.step import DecodeMetadata, PrefillMetadata
+from dcpmla.attention.step import PrefillMetadata
 from dcpmla.config import DCPConfig
+from dcpmla.integrations.absorbed import DecodeLayout, Part
 from dcpmla.ownership import local_seq_lens
+from dcpmla.upload import upload
+
+# Most new tokens of a prompt that attends as decodes do; `vllm.backend` documents the measured cost of both ways.
+MAX_ABSORBED = 128
+
+
+def is_prefill(batch: Any) -> bool:
+    """Return whether a batch attends with keys and values of heads: one of its prompts has many new tokens."""
+    return batch.forward_mode.is_extend_without_speculative() and max(batch.extend_seq_lens_cpu) > MAX_ABSORBED
 
 
 class MetadataBuilder:
@@ -22,33 +33,49 @@ class MetadataBuilder:
     Args:
         dcp: DCP configuration whose block_size is SGLang's page size.
         req_to_token: [max_requests, max_context] int32, the slot of each token of each request.
+        num_heads: Heads of all ranks of the DCP group.
+        max_query_len: Most new tokens of a decode, with its drafts.
     """
 
-    def __init__(self, dcp: DCPConfig, dcp_rank: int, req_to_token: Tensor) -> None:
+    def __init__(self, dcp: DCPConfig, dcp_rank: int, req_to_token: Tensor, num_heads: int, max_query_len: int) -> None:
         self.size, self.rank, self.slots_per_page = dcp.decode_context_parallel_size, dcp_rank, dcp.virtual_block_size
         self.first_slots = req_to_token[:, :: self.slots_per_page]
-        self.steps = StepBuilder(dcp, dcp_rank, req_to_token.device)
-        self.workspace = decode_workspace(req_to_token.device)
+        device = req_to_token.device
+        self.steps = StepBuilder(dcp, dcp_rank, device)
+        token_lens = torch.zeros(len(req_to_token) * max_query_len, dtype=torch.int32, device=device)
+        self.layout = DecodeLayout(self.steps, num_heads, max_query_len, decode_workspace(device), token_lens)
 
-    def decode(self, batch: Any) -> DecodeMetadata:
-        """Lay out requests of one token each, without a wait for the device."""
+    def decodes(self, batch: Any, query_len: int, num_ahead: int) -> tuple[Part, ...]:
+        """Lay out requests of query_len tokens each, without a wait for the device: decodes, or tokens with drafts.
+
+        Args:
+            num_ahead: Tokens that a request has after the step and `batch.seq_lens` does not count.
+        """
         capturing = batch.seq_lens.is_cuda and torch.cuda.is_current_stream_capturing()
-        seq_lens_cpu = None if capturing else batch.seq_lens_cpu  # a graph is replayed with longer requests
-        lens = local_seq_lens(batch.seq_lens, self.size, self.rank)
-        return DecodeMetadata(self._table(batch, seq_lens_cpu), lens, None, 1, self.workspace)
+        # A graph is replayed with longer requests; between drafts, the host does not know how many were accepted.
+        is_known = batch.seq_lens_cpu is not None and not capturing
+        longest = int(batch.seq_lens_cpu.max()) + num_ahead if is_known else None
+        seq_lens = batch.seq_lens + num_ahead
+        local = local_seq_lens(seq_lens, self.size, self.rank)
+        return self.layout.uniform(self._table(batch, longest), seq_lens, local, query_len)
+
+    def short_prefills(self, batch: Any) -> tuple[Part, ...]:
+        """Lay out prompts of few new tokens each."""
+        start = np.concatenate([[0], np.cumsum(batch.extend_seq_lens_cpu)]).astype(np.int32)
+        (start_loc,) = upload([start], self.steps.device)
+        local = local_seq_lens(batch.seq_lens, self.size, self.rank)
+        table = self._table(batch, max(_lens_after(batch)))
+        return self.layout.build(table, batch.seq_lens, local, start_loc, start, int(start[-1]))
 
     def prefill(self, batch: Any) -> PrefillMetadata:
         """Lay out requests of several tokens each."""
-        query_lens = batch.extend_seq_lens_cpu
-        seq_lens = [new + cached for new, cached in zip(query_lens, batch.extend_prefix_lens_cpu, strict=True)]
-        table = self._table(batch, torch.tensor(seq_lens))
-        return self.steps.prefill(query_lens, seq_lens, table)
+        seq_lens = _lens_after(batch)
+        return self.steps.prefill(batch.extend_seq_lens_cpu, seq_lens, self._table(batch, max(seq_lens)))
 
-    def _table(self, batch: Any, seq_lens: Tensor | None) -> Tensor:
-        """Return the pages [num_reqs, max_pages] int32 of each request; max_pages follows from the longest of seq_lens,
-        or without it from the longest possible request.
+    def _table(self, batch: Any, longest: int | None) -> Tensor:
+        """Return the pages [num_reqs, max_pages] int32 of each request; max_pages follows from the longest request, or
+        without it from the longest possible one.
         """
-        longest = None if seq_lens is None else int(seq_lens.max())
         columns = slice(0, None if longest is None else -(-longest // self.slots_per_page))
         return self.first_slots[:, columns][batch.req_pool_indices] // self.slots_per_page
 
@@ -56,3 +83,8 @@ class MetadataBuilder:
         """Return the slots [T] int64 of the new tokens on this rank, -1 where they are another's."""
         slots = batch.out_cache_loc.to(torch.int64)
         return torch.where(slots % self.size == self.rank, slots // self.size, -1)
+
+
+def _lens_after(batch: Any) -> list[int]:
+    """Return the tokens of each prompt after the step."""
+    return [new + cached for new, cached in zip(batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu, strict=True)]

@@ -16,9 +16,9 @@ from dcpmla.attention.chunks import max_chunk_tokens
 from dcpmla.cache.formats import FP8
 from dcpmla.comm.exchange import Exchange, LocalExchange
 from dcpmla.config import DCPConfig
+from dcpmla.integrations.absorbed import DecodeLayout, Part
 from dcpmla.integrations.vllm.exchange import exchange_of
 from dcpmla.integrations.vllm.impl import DCPMLAImpl
-from dcpmla.integrations.vllm.layout import DecodeLayout, Part
 from dcpmla.integrations.vllm.names import (
     AttentionCGSupport,
     MLACommonBackend,

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from tests.engines.sglang_cpu import drafts
+
 
 def register() -> None:
     """Let SGLang shard over CPUs and cache latents in 8 bits there; write a line for each call of our attention; break
@@ -19,7 +21,10 @@ def register() -> None:
     anywhere = type("Anywhere", (), {"__getattr__": lambda self, name: getattr(platform, name)})
     anywhere.is_cpu = lambda self: platform.is_cpu() and _caller() != "configure"
     kv_cache_configurator.current_platform = anywhere()
+    drafts.patch()
     watch()
+    if os.environ.get("SGLANG_TEST_DRAFTS"):
+        drafts.record()
     if os.environ.get("SGLANG_TEST_FAULT"):
         fail_once()
 
@@ -54,18 +59,18 @@ def fail_once() -> None:
 
     faulty_step, word = map(int, os.environ["SGLANG_TEST_FAULT"].split())
     fault, steps = torch.zeros(1, dtype=torch.int64), []
-    combine, decode = AllToAll.combine, MetadataBuilder.decode
+    combine, decodes = AllToAll.combine, MetadataBuilder.decodes
 
-    def counted_decode(self: Any, batch: Any) -> Any:
+    def counted_decodes(self: Any, batch: Any, *numbers: int) -> Any:
         steps.append(batch)
-        return decode(self, batch)
+        return decodes(self, batch, *numbers)
 
     def failing_combine(self: Any, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if len(steps) == faulty_step and dist.get_rank() == dist.get_world_size() - 1:
             fault.fill_(word)
         return combine(self, out, lse)
 
-    AllToAll.fault, AllToAll.combine, MetadataBuilder.decode = fault, failing_combine, counted_decode
+    AllToAll.fault, AllToAll.combine, MetadataBuilder.decodes = fault, failing_combine, counted_decodes
 
 
 def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,6 +26,7 @@ def main() -> None:
             {
                 "tokens": request["output_ids"],
                 "logprobs": [logprob for logprob, *_ in request["meta_info"]["output_token_logprobs"]],
+                "steps": request["meta_info"].get("spec_verify_ct", 0),
                 "cached": request["meta_info"]["cached_tokens"],
             }
             for request in batch

@@ -1,4 +1,4 @@
-"""The layout of a step's decodes from vLLM's tensors. Short prefills are decodes, too. Nothing here imports vLLM."""
+"""The layout of decodes inside another engine, from its tensors. Short prefills are decodes, too."""
 
 from dataclasses import dataclass
 
@@ -76,10 +76,7 @@ class DecodeLayout:
         query_lens = np.diff(query_start)
         longest = int(query_lens.max())
         if longest <= self.max_query_len and longest * len(block_table) == num_tokens:
-            if longest > 1:
-                local_seq_lens = self._uniform_lens(seq_lens, longest)
-            step = DecodeMetadata(block_table, local_seq_lens, None, longest, self.workspace)
-            return ((slice(0, num_tokens), step),)
+            return self.uniform(block_table, seq_lens, local_seq_lens, longest)
         segment_lens, request = cut_queries(query_lens, self.segment_len)
         start = np.concatenate([[0], np.cumsum(segment_lens)]).astype(np.int32)
         index, start_loc = upload([request, start], self.steps.device)
@@ -88,6 +85,15 @@ class DecodeLayout:
         token_lens = self._ragged_lens(seq_lens, query_start_loc, num_tokens)
         step = DecodeMetadata(block_table, token_lens, queries, int(segment_lens.max()), self.workspace, index)
         return tuple(step.parts(self.part_len))
+
+    def uniform(
+        self, block_table: Tensor, seq_lens: Tensor, local_seq_lens: Tensor, query_len: int
+    ) -> tuple[Part, ...]:
+        """Lay out requests that have query_len new tokens each, whole; arguments as for `build`."""
+        if query_len > 1:
+            local_seq_lens = self._uniform_lens(seq_lens, query_len)
+        step = DecodeMetadata(block_table, local_seq_lens, None, query_len, self.workspace)
+        return ((slice(0, len(block_table) * query_len), step),)
 
     def _uniform_lens(self, seq_lens: Tensor, query_len: int) -> Tensor:
         """Return [n query_len], local lengths of requests [n] that have query_len new tokens each, in `token_lens`."""

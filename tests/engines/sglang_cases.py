@@ -1,0 +1,101 @@
+"""Models that tests run in SGLang's own engine on CPUs, the engine's options, and what transformers generates."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tests.engines.sglang_tree import CPU, VERSION, sglang_variables
+from tests.support.launchers import environment
+
+NUM_NEW, CHUNK = 6, 160
+CONFIG = transformers.DeepseekV3Config(
+    vocab_size=192,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    first_k_dense_replace=2,  # SGLang's experts need its compiled kernels
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    q_lora_rank=24,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=16,
+    v_head_dim=24,
+    n_routed_experts=4,
+    n_group=1,
+    topk_group=1,
+    max_position_embeddings=512,
+    initializer_range=0.2,
+    bos_token_id=0,
+    eos_token_id=191,
+    rope_parameters={  # the only RoPE for MLA that SGLang has on CPUs
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.8,
+    },
+)
+ENGINE = {
+    "device": "cpu",
+    "dtype": "float32",
+    "attention_backend": "dcpmla",
+    "tp_size": 2,
+    "dcp_size": 2,
+    "chunked_prefill_size": CHUNK,
+    "max_total_tokens": 4096,
+    "mem_fraction_static": 0.05,
+    "skip_tokenizer_init": True,
+    "disable_cuda_graph": True,
+    "disable_overlap_schedule": True,
+    "grammar_backend": "none",
+    "log_level": "warning",
+}
+
+
+@torch.no_grad()
+def expected(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
+    """Return transformers' greedy tokens and their logprobs."""
+    tokens, logprobs = list(prompt), []
+    for _ in range(NUM_NEW):
+        logprob, token = model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1).max(-1)
+        tokens.append(int(token))
+        logprobs.append(float(logprob))
+    return tokens[len(prompt) :], logprobs
+
+
+def serve(
+    directory: Path,
+    where: Path,
+    batches: list[list[list[int]]],
+    options: dict[str, Any],
+    release: str = VERSION,
+    **variables: str,
+) -> tuple[list[list[dict[str, Any]]], Counter[str], Counter[str]]:
+    """Return what SGLang generates for batches of prompts, and how often our functions were called on a rank for them,
+    and before.
+    """
+    site, calls, job, result = (where / name for name in ("site", "calls", "job.json", "result.json"))
+    calls.touch()
+    engine = ENGINE | {"model_path": str(directory)} | options
+    job.write_text(json.dumps({"engine": engine, "batches": batches, "max_new_tokens": NUM_NEW}))
+    env = environment() | sglang_variables(site, release) | {"SGLANG_TEST_CALLS": str(calls)}
+    command = [sys.executable, str(CPU / "serve.py"), str(job), str(result)]
+    done = subprocess.run(
+        command, env=env | variables, cwd=where, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert result.is_file(), done.stdout[-2000:] + done.stderr[-6000:]
+    before, after = (
+        Counter({name: number // 2 for name, number in Counter(part.split()).items()})
+        for part in calls.read_text().split("started")
+    )
+    return json.loads(result.read_text()), after, before
