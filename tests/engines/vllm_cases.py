@@ -16,13 +16,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 
-from dcpmla.attention.sparse.selector import TokenSelector
 from dcpmla.comm.nccl import AllToAll
 from dcpmla.integrations.vllm import impl, layout
 from dcpmla.integrations.vllm.backend import DCPMLAMetadataBuilder
 from dcpmla.integrations.vllm.exchange import install
 from tests.engines import vllm_quantized  # noqa: F401
-from tests.engines.sparse_model import round_indexers
 from tests.engines.rounded import logprobs_over_rounded_latents, rounded
 from tests.engines.vllm_drafts import compare_drafts, record_drafts
 
@@ -128,8 +126,6 @@ def main(directory: str, options: dict[str, Any]) -> None:
     count_mixed_steps()
     count(impl, "dcp_mla_decode")
     count(impl, "dcp_mla_prefill")
-    count(TokenSelector, "select")
-    round_indexers()
     for name in ("gather_heads", "combine", "start_context"):
         count(AllToAll, name)
     has_module = options.get("speculative_config", {}).get("method") == "mtp"
