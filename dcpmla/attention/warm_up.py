@@ -11,6 +11,7 @@ from torch import Tensor
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.calls import Segments
 from dcpmla.attention.step import DecodeMetadata, PrefillMetadata
+from dcpmla.cache.formats import row_width
 
 _NEW_TOKENS = 16
 _LONGEST_CONTEXT = 4096  # tokens on each rank; longer contexts are gathered by the same kernels
@@ -44,7 +45,7 @@ def warm_up(
     zeros. Collective over the DCP group.
 
     Args:
-        decode: Attention from q [T, h, L + R] over a cache [1, block_size, L + R].
+        decode: Attention from q [T, h, L + R] over a cache [1, block_size, width].
         prefill: Attention from q [T, h, P + R], kv_c [T, L] and k_pe [T, R] over such a cache.
         workspace: Memory of decode (`decode_workspace`).
         max_num_seqs, max_query_len: Maximum requests of a step, and new tokens of a decode.
@@ -55,7 +56,8 @@ def warm_up(
     def zeros(*shape: int, dtype: torch.dtype = layer.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    cache = zeros(1, steps.dcp.block_size, rank + rope, dtype=layer.cache_dtype)
+    width = row_width(layer.cache_dtype, rank, rope)
+    cache = zeros(1, steps.dcp.block_size, width, dtype=layer.cache_dtype)
     table = zeros(max_num_seqs, 1, dtype=torch.int32)
     seq_lens = torch.ones(max(max_num_seqs * max_query_len, max_segments), dtype=torch.int32, device=device)
     for query_len in sorted({1, max_query_len}):

@@ -73,16 +73,16 @@ class DecodeLayout:
         Returns:
             Token ranges and their metadata. Each makes one exchange; all ranks have the same ranges.
         """
-        query_lens = np.diff(query_start)
-        longest = int(query_lens.max())
-        if longest <= self.max_query_len and longest * len(block_table) == num_tokens:
-            return self.uniform(block_table, seq_lens, local_seq_lens, longest)
-        segment_lens, request = cut_queries(query_lens, self.segment_len)
+        query_len = uniform_query_len(query_start, len(block_table), num_tokens)
+        if query_len is not None and query_len <= self.max_query_len:
+            return self.uniform(block_table, seq_lens, local_seq_lens, query_len)
+        segment_lens, request = cut_queries(np.diff(query_start), self.segment_len)
         start = np.concatenate([[0], np.cumsum(segment_lens)]).astype(np.int32)
         index, start_loc = upload([request, start], self.steps.device)
         # One form of cut steps, so that the warm-up compiles few variants of the kernel.
         queries = None if self.segment_len == 1 else Segments(tuple(start.tolist()), start_loc)
-        token_lens = self._ragged_lens(seq_lens, query_start_loc, num_tokens)
+        _, seen = tokens_seen(seq_lens, query_start_loc, None, num_tokens)
+        token_lens = self._local(seen)
         step = DecodeMetadata(block_table, token_lens, queries, int(segment_lens.max()), self.workspace, index)
         return tuple(step.parts(self.part_len))
 
@@ -90,26 +90,57 @@ class DecodeLayout:
         self, block_table: Tensor, seq_lens: Tensor, local_seq_lens: Tensor, query_len: int
     ) -> tuple[Part, ...]:
         """Lay out requests that have query_len new tokens each, whole; arguments as for `build`."""
+        num_tokens = len(block_table) * query_len
         if query_len > 1:
-            local_seq_lens = self._uniform_lens(seq_lens, query_len)
+            _, seen = tokens_seen(seq_lens, None, query_len, num_tokens)
+            local_seq_lens = self.token_lens[:num_tokens].copy_(self._local(seen))
         step = DecodeMetadata(block_table, local_seq_lens, None, query_len, self.workspace)
-        return ((slice(0, len(block_table) * query_len), step),)
+        return ((slice(0, num_tokens), step),)
 
-    def _uniform_lens(self, seq_lens: Tensor, query_len: int) -> Tensor:
-        """Return [n query_len], local lengths of requests [n] that have query_len new tokens each, in `token_lens`."""
-        after = torch.arange(1 - query_len, 1, device=seq_lens.device)
-        local = self._local(seq_lens[:, None] + after).flatten()
-        return self.token_lens[: len(local)].copy_(local)
+    def single_tokens(self, block_table: Tensor, local_seq_lens: Tensor, num_tokens: int) -> tuple[Part, ...]:
+        """Return the parts of a step whose tokens attend to rows of their own: each token is a request by itself.
 
-    def _ragged_lens(self, seq_lens: Tensor, query_start_loc: Tensor, num_tokens: int) -> Tensor:
-        """Return [num_tokens], local lengths of requests [n] whose new tokens start at query_start_loc [n + 1]."""
-        # The host knows only a bound on the lengths of requests whose drafts are not verified yet.
-        request = torch.repeat_interleave(query_start_loc.diff(), output_size=num_tokens)
-        before_first = seq_lens - query_start_loc[1:]
-        return self._local(before_first[request] + torch.arange(1, num_tokens + 1, device=seq_lens.device))
+        Args:
+            block_table, local_seq_lens: Arguments of `build`, which nothing reads.
+        """
+        step = DecodeMetadata(block_table, local_seq_lens, None, 1, self.workspace)
+        starts = range(0, num_tokens, self.part_len)
+        return tuple((slice(start, min(start + self.part_len, num_tokens)), step) for start in starts)
 
     def _local(self, seen: Tensor) -> Tensor:
         """Return this rank's share of the first `seen` tokens, int32; zero for the padding of a graph."""
         dcp = self.steps.dcp
         size, interleave = dcp.decode_context_parallel_size, dcp.cp_kv_cache_interleave_size
         return ownership.local_seq_lens(seen.clamp(min=0), size, self.steps.dcp_rank, interleave)
+
+
+def uniform_query_len(query_start: np.ndarray, num_reqs: int, num_tokens: int) -> int | None:
+    """Return the new tokens of each request if all have equally many, else None.
+
+    Args:
+        query_start: Starts of requests' new tokens [n + 1], on the host. Padding of a graph has none there.
+        num_reqs, num_tokens: Requests and new tokens, including a graph's padding.
+    """
+    longest = int(np.diff(query_start).max())
+    return longest if longest * num_reqs == num_tokens else None
+
+
+def tokens_seen(
+    seq_lens: Tensor, query_start_loc: Tensor | None, query_len: int | None, num_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Return each token's request, and the tokens of that request up to it, [num_tokens] each; not positive for the
+    padding of a graph.
+
+    Args:
+        seq_lens: [n], tokens of each request after this step.
+        query_start_loc: [n + 1], start of each request's new tokens; None with query_len.
+        query_len: New tokens of each request, if all have equally many, padding included; else None.
+    """
+    index = torch.arange(num_tokens, device=seq_lens.device)
+    if query_len is not None:
+        request = index // query_len
+        return request, seq_lens[request] + index % query_len + (1 - query_len)
+    assert query_start_loc is not None
+    # The host knows only a bound on the lengths of requests whose drafts are not verified yet.
+    request = torch.repeat_interleave(query_start_loc.diff(), output_size=num_tokens)
+    return request, (seq_lens - query_start_loc[1:])[request] + index + 1

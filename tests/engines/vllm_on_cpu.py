@@ -62,7 +62,8 @@ def patch() -> None:
     def get_attn_backend_cls(
         cls: type, selected_backend: Any, attn_selector_config: Any, *more: Any, **named: Any
     ) -> str:
-        return choose(cls, selected_backend, attn_selector_config._replace(kv_cache_dtype="auto"), *more, **named)
+        asked = attn_selector_config._replace(kv_cache_dtype="auto", use_sparse=False)
+        return choose(cls, selected_backend, asked, *more, **named)
 
     def check_and_update_config(cls: type, vllm_config: Any) -> None:
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
@@ -70,6 +71,12 @@ def patch() -> None:
         original(cls, vllm_config)
         scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching = kept
 
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    # The model of GPUs, whose kernels of Triton run here, too.
+    gpus = "vllm.models.deepseek_v32.nvidia"
+    ModelRegistry.register_model("DeepseekV32ForCausalLM", f"{gpus}.model:DeepseekV32ForCausalLM")
+    torch.cuda.is_current_stream_capturing = lambda: False
     CpuPlatform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 

@@ -62,7 +62,8 @@ class CompressedAttention(CompressedWeights):
         self.ring, self.cache_dtype = ring, placement.cache_dtype
         # Every rank has all windows, so its own heads attend to them without an exchange.
         self.exchange = LocalExchange() if kind == WINDOW_ONLY else placement.exchange
-        self.selector = TokenSelector(config.indexer, placement) if kind.has_indexer else None
+        ranks = placement.dcp, placement.mesh.dcp_rank, placement.exchange
+        self.selector = TokenSelector(config.indexer, *ranks) if kind.has_indexer else None
 
     @property
     def takes_quantized(self) -> bool:

@@ -44,7 +44,7 @@ class Indexer(nn.Module):
         assert config.indexer is not None
         self.config: IndexerConfig = config.indexer
         self.dcp, self.rope_dim = placement.dcp, config.rope_dim
-        self.selector = TokenSelector(self.config, placement)
+        self.selector = TokenSelector(self.config, self.dcp, placement.mesh.dcp_rank, placement.exchange)
         source = config.hidden_size if self.config.norms_hidden else config.q_lora_rank
         if source is None:
             raise ValueError(

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from dcpmla.attention.placement import Placement
 from dcpmla.attention.sparse.blocks import Candidates
 from dcpmla.attention.sparse.candidates import candidate_width
 from dcpmla.attention.sparse.scores import index_scores
@@ -12,9 +11,10 @@ from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
 from dcpmla.attention.sparse.topk import choose_tokens, local_candidates
 from dcpmla.attention.step import DecodeMetadata
 from dcpmla.cache.index_keys import index_row_width, index_storage_dtype
-from dcpmla.config import IndexerConfig
+from dcpmla.comm.exchange import Exchange
+from dcpmla.config import DCPConfig, IndexerConfig
 
-_WORKSPACE_BYTES = 128 << 20  # bound of scores, and of all ranks' candidates
+WORKSPACE_BYTES = 128 << 20  # bound of scores, and of all ranks' candidates
 
 
 class TokenSelector:
@@ -24,14 +24,15 @@ class TokenSelector:
 
     Args:
         config: Sizes of the indexer.
-        placement: Placement of the layer.
+        dcp: Layout of the cache.
+        dcp_rank: Rank in the DCP group.
+        exchange: Exchange of candidates in that group.
     Raises:
         ValueError: The config asks for the Hadamard transform, but the width is not a power of two.
     """
 
-    def __init__(self, config: IndexerConfig, placement: Placement) -> None:
-        self.config, self.dcp, self.exchange = config, placement.dcp, placement.exchange
-        self.dcp_rank = placement.mesh.dcp_rank
+    def __init__(self, config: IndexerConfig, dcp: DCPConfig, dcp_rank: int, exchange: Exchange) -> None:
+        self.config, self.dcp, self.dcp_rank, self.exchange = config, dcp, dcp_rank, exchange
         if self.dcp.index_hadamard and config.head_dim & (config.head_dim - 1):
             raise ValueError(
                 f"index_hadamard (--index-hadamard) takes a power of two; the indexer's head_dim is {config.head_dim}"
@@ -77,7 +78,7 @@ class TokenSelector:
         as scored; scores of a tile, and its candidates on this rank, on all ranks, and in the exchange.
         """
         query_bytes = num_tokens * self.config.num_heads * self.config.head_dim * element_size
-        return 2 * query_bytes + 4 * _WORKSPACE_BYTES
+        return 2 * query_bytes + 4 * WORKSPACE_BYTES
 
     def check_cache(self, index_keys: Tensor | None, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
         """Raise ValueError unless index_keys is a cache of num_blocks for this indexer, which computes in dtype."""
@@ -97,7 +98,7 @@ class TokenSelector:
         """
         width = max(candidate_width(self.config.num_pools, num_columns), num_blocks)
         candidate_bytes = 8 * width * self.dcp.decode_context_parallel_size
-        return max(1, _WORKSPACE_BYTES // max(4 * num_columns, candidate_bytes))
+        return max(1, WORKSPACE_BYTES // max(4 * num_columns, candidate_bytes))
 
 
 def selected_rows(

@@ -1,7 +1,7 @@
 """The plug-in for vLLM, found by the entry point `vllm.general_plugins`. Nothing else imports this package.
 
-It has the attention of dense MLA models, its exchange included (`backend`), or the exchange alone, under vLLM's own
-kernels (`exchange`). `names` lists the internals of vLLM that it uses.
+It has the attention of dense MLA models (`backend`) and of sparse MLA (`sparse`), their exchange included, or the
+exchange alone, under vLLM's own kernels (`exchange`). `names` lists the internals of vLLM that it uses.
 """
 
 import logging
@@ -9,8 +9,10 @@ import os
 
 FIRST_VERSION, END_VERSION = (0, 32), (0, 34)  # vLLM's versions that tests/engines runs with
 MODES = ("custom", "default", "exchange", "off")
-CHOSEN_BY_VLLM = ("FLASH_ATTN_MLA", "CPU_MLA", "AMX_MLA")  # vLLM's choices for dense MLA on Hopper and on CPUs
-BACKEND = "dcpmla.integrations.vllm.backend.DCPMLABackend"
+# vLLM's choices on Hopper, for dense MLA on CPUs, too.
+CHOSEN_BY_VLLM = ("FLASH_ATTN_MLA", "CPU_MLA", "AMX_MLA", "FLASHINFER_MLA_SPARSE_SM90", "FLASH_ATTN_MLA_SPARSE")
+CHOSEN_BY_VLLM += ("FLASHMLA_SPARSE",)
+BACKEND = "dcpmla.integrations.vllm.choice.Backend"
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,10 @@ from torch import Tensor
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.chunks import max_chunk_tokens
-from dcpmla.cache.formats import FP8
+from dcpmla.cache.formats import row_width, storage_dtype
 from dcpmla.comm.exchange import Exchange, LocalExchange
-from dcpmla.config import DCPConfig
 from dcpmla.integrations.absorbed import DecodeLayout, Part
-from dcpmla.integrations.vllm.exchange import exchange_of
+from dcpmla.integrations.vllm.exchange import dcp_config, exchange_of
 from dcpmla.integrations.vllm.impl import DCPMLAImpl
 from dcpmla.integrations.vllm.names import (
     AttentionCGSupport,
@@ -92,7 +91,9 @@ class DCPMLAMetadataBuilder(MLACommonMetadataBuilder):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, supports_dcp_with_varlen=True)
         scheduler = vllm_config.scheduler_config
-        dcp = _dcp_config(vllm_config.parallel_config, kv_cache_spec.block_size)
+        asked = vllm_config.cache_config.cache_dtype
+        kv_cache_dtype = "fp8_ds_mla" if asked == "fp8_ds_mla" else "fp8" if asked.startswith("fp8") else "auto"
+        dcp = dcp_config(vllm_config.parallel_config, kv_cache_spec.block_size, kv_cache_dtype)
         longest = vllm_config.model_config.max_model_len
         num_tokens = max_chunk_tokens(longest, scheduler.max_num_seqs, dcp.chunk_alignment)
         self.dcp = replace(dcp, context_workspace_tokens=num_tokens)
@@ -102,9 +103,9 @@ class DCPMLAMetadataBuilder(MLACommonMetadataBuilder):
             group = get_dcp_group()
             rank, self.exchange = group.rank_in_group, exchange_of(group.device_group, torch.device(device))
         self.steps = StepBuilder(self.dcp, rank, device)
-        is_fp8 = vllm_config.cache_config.cache_dtype.startswith("fp8")
-        cache_dtype = FP8 if is_fp8 else vllm_config.model_config.dtype
-        self.exchange.reserve_context(num_tokens, kv_cache_spec.head_size, cache_dtype, torch.device(device))
+        cache_dtype = storage_dtype(kv_cache_dtype, vllm_config.model_config.dtype)
+        width = row_width(cache_dtype, self.mla_dims.kv_lora_rank, self.mla_dims.qk_rope_head_dim)
+        self.exchange.reserve_context(num_tokens, width, cache_dtype, torch.device(device))
         max_query_len = max_decode_query_len(vllm_config)
         token_lens = torch.zeros(scheduler.max_num_seqs * max_query_len, dtype=torch.int32, device=device)
         num_heads = self.num_heads * self.dcp_world_size
@@ -151,12 +152,3 @@ class DCPMLAMetadataBuilder(MLACommonMetadataBuilder):
         starts = query_start_loc_device, query_start_loc_cpu.numpy()
         parts = self.layout.build(block_table_tensor, totals, seq_lens_device, *starts, num_decode_tokens)
         return DecodePart(block_table_tensor, seq_lens_device, dcp_tot_seq_lens_device, parts)
-
-
-def _dcp_config(parallel: Any, block_size: int) -> DCPConfig:
-    return DCPConfig(
-        tensor_parallel_size=parallel.tensor_parallel_size,
-        decode_context_parallel_size=parallel.decode_context_parallel_size,
-        cp_kv_cache_interleave_size=parallel.cp_kv_cache_interleave_size,
-        block_size=block_size,
-    )

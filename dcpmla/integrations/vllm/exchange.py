@@ -68,3 +68,14 @@ def _combine(
         return exchange.combine(out, (lse if is_lse_base_on_e else lse * math.log(2)).contiguous())[0]
 
     return combine
+
+
+def dcp_config(parallel: Any, block_size: int, kv_cache_dtype: str = "auto") -> DCPConfig:
+    """Return the layout of a cache by vLLM's options."""
+    return DCPConfig(
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        decode_context_parallel_size=parallel.decode_context_parallel_size,
+        cp_kv_cache_interleave_size=parallel.cp_kv_cache_interleave_size,
+        block_size=block_size,
+        kv_cache_dtype=kv_cache_dtype,
+    )

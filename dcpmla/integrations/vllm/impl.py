@@ -1,6 +1,7 @@
 """The attention of one of vLLM's MLA layers: decode, prefill, the cache write, the warm-up."""
 
 import os
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from dcpmla.attention.step import DecodeMetadata, PrefillMetadata
 from dcpmla.attention.warm_up import LayerSizes, warm_up
 from dcpmla.cache.formats import FP8, write_latents
 from dcpmla.comm.exchange import Exchange
+from dcpmla.integrations.absorbed import Part
 from dcpmla.integrations.vllm.names import UNUSED_MEMORY, MLACommonImpl, get_current_vllm_config, split_kv_b_proj
 
 
@@ -57,15 +59,20 @@ class DCPMLAImpl(MLACommonImpl):
         Returns:
             out [T, h, L] and lse [T, h] of this rank's heads over all ranks' tokens.
         """
-        parts = attn_metadata.decode.parts
+        return self.attend_in_parts(q, kv_c_and_k_pe_cache, attn_metadata.decode.parts, layer)
+
+    def attend_in_parts(
+        self, q: Tensor | tuple[Tensor, Tensor], kv_cache: Tensor, parts: Sequence[Part], layer: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Attend as `forward_mqa` does in one call of the kernel for each part. Collective."""
         if len(parts) == 1:
-            return self._decode(q, kv_c_and_k_pe_cache, parts[0][1], layer)
+            return self._decode(q, kv_cache, parts[0][1], layer)
         num_tokens = parts[-1][0].stop
-        out = kv_c_and_k_pe_cache.new_empty(num_tokens, self.num_heads, self.kv_lora_rank, dtype=self.dtype)
+        out = kv_cache.new_empty(num_tokens, self.num_heads, self.kv_lora_rank, dtype=self.dtype)
         lse = out.new_empty(out.shape[:2], dtype=torch.float32)
         for tokens, step in parts:
             rows = q[tokens] if isinstance(q, Tensor) else (q[0][tokens], q[1][tokens])
-            out[tokens], lse[tokens] = self._decode(rows, kv_c_and_k_pe_cache, step, layer)
+            out[tokens], lse[tokens] = self._decode(rows, kv_cache, step, layer)
         return out, lse
 
     def _decode(
@@ -114,8 +121,13 @@ class DCPMLAImpl(MLACommonImpl):
             self.scale,
             self.exchange,
             k_scale if kv_c_and_k_pe_cache.dtype == FP8 else None,
+            self.selected_positions(attn_metadata, len(q)),
         )
         output.copy_(out.flatten(1))
+
+    def selected_positions(self, attn_metadata: Any, num_tokens: int) -> Tensor | None:
+        """Return the positions that num_tokens tokens of prefills selected; None, because they attend to all."""
+        return None
 
     def do_kv_cache_update(
         self,
@@ -164,8 +176,9 @@ class DCPMLAImpl(MLACommonImpl):
 
         def prefill(q: Tensor, kv_c: Tensor, k_pe: Tensor, cache: Tensor, step: PrefillMetadata) -> None:
             out = q.new_empty(len(q), self.num_heads * self.v_head_dim)
-            metadata = SimpleNamespace(prefill=SimpleNamespace(step=step))
-            self.forward_mha(q, kv_c, k_pe.unsqueeze(1), cache, metadata, layer._k_scale, out)
+            for selects in sorted({False, self.is_sparse}):
+                metadata = SimpleNamespace(prefill=SimpleNamespace(step=step), num_decode_tokens=0, selects=selects)
+                self.forward_mha(q, kv_c, k_pe.unsqueeze(1), cache, metadata, layer._k_scale, out)
 
         widths = self.num_heads, self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim
         warm_up(decode, prefill, LayerSizes(*widths, self.dtype, cache_dtype), steps, workspace, *sizes)

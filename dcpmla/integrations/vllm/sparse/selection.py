@@ -1,0 +1,172 @@
+"""The selection of tokens inside vLLM: this package's scores, and its choice over all DCP ranks, in place of vLLM's
+`sparse_attn_indexer`. Index keys lie in vLLM's cache, where vLLM's own kernel writes them.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dcpmla.attention.sparse.selector import WORKSPACE_BYTES, TokenSelector
+from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
+from dcpmla.attention.warm_up import sizes
+from dcpmla.cache.formats import FP8
+from dcpmla.comm.exchange import Exchange, LocalExchange
+from dcpmla.config import IndexerConfig
+from dcpmla.integrations.vllm.exchange import dcp_config, exchange_of
+from dcpmla.integrations.vllm.names import (
+    AttentionCGSupport,
+    MultipleOf,
+    QueryLenSupport,
+    get_dcp_group,
+    max_decode_query_len,
+)
+from dcpmla.integrations.vllm.sparse.layout import SelectionLayout
+from dcpmla.integrations.vllm.sparse.names import (
+    AttentionBackend,
+    AttentionMetadataBuilder,
+    deepseek_v32_attention,
+    get_forward_context,
+)
+
+
+@dataclass
+class IndexMetadata:
+    """The tokens of a step that layers with an indexer select for, and the selector."""
+
+    sparse: SparseMetadata
+    selector: TokenSelector
+
+
+class IndexBackend(AttentionBackend):
+    """The index cache of a layer, as vLLM sees it: a cache that no attention of its own reads."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "DCPMLA_INDEX"
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        raise NotImplementedError("the index cache has no attention of its own")
+
+    @staticmethod
+    def get_builder_cls() -> type:
+        return IndexMetadataBuilder
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return []  # any
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supports_dcp(cls) -> bool:
+        return True
+
+
+class IndexMetadataBuilder(AttentionMetadataBuilder):
+    """The part of each step's metadata that the selection reads, in memory that stays where graphs expect it."""
+
+    _cudagraph_support: ClassVar = AttentionCGSupport.UNIFORM_BATCH
+    query_len_support: ClassVar = QueryLenSupport.VARLEN
+    supports_draft_decode_metadata_update = True
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        scheduler = vllm_config.scheduler_config
+        dcp = dcp_config(vllm_config.parallel_config, kv_cache_spec.block_size)
+        exchange: Exchange = LocalExchange()
+        rank = 0
+        if dcp.decode_context_parallel_size > 1:
+            group = get_dcp_group()
+            rank, exchange = group.rank_in_group, exchange_of(group.device_group, torch.device(device))
+        indexer = indexer_config(vllm_config.model_config.hf_text_config)
+        self.selector = TokenSelector(indexer, dcp, rank, exchange)
+        self.layout = SelectionLayout(dcp, rank, scheduler.max_num_batched_tokens, device)
+        self._warm_up(scheduler.max_num_seqs * max_decode_query_len(vllm_config), device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> IndexMetadata:
+        """Return the tokens of a step, without waiting for the device."""
+        return IndexMetadata(self.layout.build(common_attn_metadata), self.selector)
+
+    def update_draft_decode_metadata(self, metadata: Any) -> None:
+        """Do nothing between drafts of one token each: lengths and block tables are read where vLLM updates them."""
+
+    def _warm_up(self, most_tokens: int, device: torch.device) -> None:
+        """Select in steps of every size of decodes, so that kernels are compiled, and the exchange has its memory,
+        before graphs are captured. Collective over the DCP group.
+        """
+        config, dcp = self.selector.config, self.selector.dcp
+        num_blocks = -(-(config.topk + 1) // dcp.virtual_block_size)
+        keys = torch.zeros(1, dcp.block_size, config.head_dim + 4, dtype=torch.uint8, device=device)
+        for num_tokens in sizes(most_tokens):
+            numbers = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+            table = numbers.new_zeros(1, num_blocks)
+            lens, local = numbers + config.topk + 1, numbers + num_blocks * dcp.block_size
+            sparse = SparseMetadata(table, numbers, lens, local, config.topk + 1)
+            q = torch.zeros(num_tokens, config.num_heads, config.head_dim, device=device).to(FP8)
+            selection = SelectedTokens.empty(num_tokens, config.topk, device)
+            weights = torch.zeros(num_tokens, config.num_heads, device=device)
+            self.selector.select(q, weights, keys, sparse, table, selection)
+
+
+def indexer_config(config: Any) -> IndexerConfig:
+    """Return the sizes of a model's indexer by its config in vLLM."""
+    sizes = {"num_heads": config.index_n_heads, "head_dim": config.index_head_dim, "topk": config.index_topk}
+    return IndexerConfig(**sizes, rope_interleaved=False)  # vLLM rotates; selection does not depend on it
+
+
+@cache
+def selection_of(topk_indices_buffer: Tensor) -> SelectedTokens:
+    """Return the memory of a selection whose positions are a buffer of vLLM's [max_num_tokens, topk] int32. All layers
+    that share the buffer share the slots of its tokens.
+    """
+    num_slots = torch.empty(len(topk_indices_buffer), dtype=torch.int32, device=topk_indices_buffer.device)
+    return SelectedTokens(topk_indices_buffer, torch.empty_like(topk_indices_buffer), num_slots)
+
+
+def install() -> None:
+    """Make layers of vLLM's DeepSeek-V3.2 select with this package."""
+    deepseek_v32_attention.sparse_attn_indexer = select
+
+
+def select(
+    hidden_states: Tensor,
+    k_cache_prefix: str,
+    kv_cache: Tensor,
+    q_quant: Tensor,
+    q_scale: None,
+    k: Tensor | None,
+    weights: Tensor,
+    *sizes: object,
+    **more: object,
+) -> Tensor:
+    """Write the selection of a step's tokens into vLLM's buffer of positions, and their slots beside it; nothing where
+    no token has more than topk before it. Collective.
+
+    Args:
+        k_cache_prefix: Name of the layer's index cache.
+        kv_cache: Index cache [num_blocks, block_size, D + 4] bytes (`dcpmla.cache.index_keys`).
+        q_quant: Queries [T, H, D] e4m3; rows after the step's tokens are padding.
+        weights: Weights of heads [T, H] float32, times all factors, including the scales of queries.
+        sizes: Further arguments of vLLM's function. The seventh is its buffer [max_num_tokens, topk] int32.
+    Returns:
+        The buffer.
+    """
+    buffer = sizes[6]
+    assert isinstance(buffer, Tensor)
+    selection, step = selection_of(buffer), get_forward_context().attn_metadata
+    if not isinstance(step, dict):  # memory is being measured
+        torch.empty(4 * WORKSPACE_BYTES, dtype=torch.uint8, device=buffer.device)
+        return buffer
+    index: IndexMetadata = step[k_cache_prefix]
+    sparse = index.sparse
+    if sparse.max_seq_len > index.selector.config.topk:
+        tokens = slice(0, len(sparse.request))
+        chosen = selection.rows(tokens)
+        index.selector.select(q_quant[tokens], weights[tokens], kv_cache, sparse, sparse.block_table, chosen)
+    return buffer

@@ -1,0 +1,160 @@
+"""A small DeepSeek-V3.2, and the comparison of an engine's answers and selections with transformers'."""
+
+from functools import partialmethod
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+from transformers.models.deepseek_v32 import modeling_deepseek_v32 as deepseek_v32
+
+from dcpmla.attention.sparse.selector import TokenSelector
+from tests.engines.conftest import ROPE
+
+TOPK = 32
+
+
+def save_sparse_model(directory: Path, num_heads: int = 8, head_dim: int = 32, num_layers: int = 2) -> Path:
+    """Save a model of dense layers whose tokens select at most TOPK; return its directory."""
+    torch.manual_seed(0)
+    config = DeepseekV32Config(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=num_layers,
+        first_k_dense_replace=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
+        q_lora_rank=96,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=head_dim,
+        v_head_dim=head_dim,
+        index_n_heads=4,
+        index_head_dim=128,
+        index_topk=TOPK,
+        n_routed_experts=8,
+        moe_intermediate_size=64,
+        max_position_embeddings=4096,
+        bos_token_id=0,
+        eos_token_id=1,
+        rope_parameters=ROPE,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+    )
+    model = DeepseekV32ForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.float().save_pretrained(directory)
+    return directory
+
+
+class Selections:
+    """What an engine selects, and transformers' model over the same selections.
+
+    A rounding to e4m3 decides now and then which of two keys is selected, so answers are compared over the engine's
+    selections, and these with the scores of transformers' indexers in e4m3.
+
+    Attributes:
+        worst: How far below the best topk a selected key's score is, at most, in parts of the spread of scores.
+        num_equal, num_rows: Numbers of tokens with exactly the best keys, and of all.
+    """
+
+    def __init__(self) -> None:
+        self.worst, self.num_equal, self.num_rows = 0.0, 0, 0
+        self._found: dict[tuple[str, int, int], list[int]] = {}  # by request, layer and position
+        self._shared: dict[tuple[int, tuple[int, ...]], list[int]] = {}  # by layer and the tokens up to one
+        self._request: tuple[str, list[int]] = "", []
+
+    def record(self) -> None:
+        """Record the selections of vLLM's second model runner from now on."""
+        from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+        names: list[str] = []
+        layers = count()
+        prepare, select = GPUModelRunner.prepare_inputs, TokenSelector.select
+
+        def prepared(runner: Any, *args: Any, **named: Any) -> Any:
+            nonlocal names, layers
+            batch = prepare(runner, *args, **named)
+            names, layers = [name.rpartition("-")[0] for name in batch.req_ids], count()  # vLLM adds a suffix
+            return batch
+
+        def selected(selector: Any, q: Tensor, weights: Tensor, keys: Tensor, sparse: Any, *more: Any) -> None:
+            select(selector, q, weights, keys, sparse, *more)
+            columns = sparse.request, sparse.seq_lens, more[1].positions
+            layer = next(layers)
+            for request, seen, positions in zip(*(column.tolist() for column in columns), strict=True):
+                if names and seen > 0:
+                    self._found[names[request], layer, seen - 1] = [position for position in positions if position >= 0]
+
+        GPUModelRunner.prepare_inputs, TokenSelector.select = prepared, selected
+
+    def largest_error(self, model: Any, requests: list[list[int]], outputs: list[Any]) -> float:
+        """Return the largest difference of any logprob from transformers' over the same selections."""
+        deepseek_v32.DeepseekV32Indexer.forward = partialmethod(_select_again, self)
+        ended = [(tokens, output) for tokens, output in zip(requests, outputs, strict=True) if output is not None]
+        answers = [(output.request_id, tokens + list(output.outputs[0].token_ids)) for tokens, output in ended]
+        known = dict(answers)
+        for (name, layer, position), positions in self._found.items():
+            if name in known:
+                self._shared[layer, tuple(known[name][: position + 1])] = positions
+        worst = 0.0
+        for answer, (tokens, output) in zip(answers, ended, strict=True):
+            self._request = answer
+            expected = (
+                model(torch.tensor([answer[1][:-1]])).logits[0].log_softmax(-1)
+            )  # the last token is never computed
+            for index, found in enumerate(output.outputs[0].logprobs):
+                got = torch.tensor([found[token].logprob for token in range(len(found))])
+                worst = max(worst, float((got - expected[len(tokens) - 1 + index]).abs().max()))
+        return worst
+
+    def of(self, layer: int, position: int) -> list[int]:
+        """Return what a token of the request at hand has selected."""
+        name, tokens = self._request
+        shared = self._shared.get((layer, tuple(tokens[: position + 1])), [*range(position + 1)])
+        return self._found.get((name, layer, position), shared)
+
+    def compare(self, scores: Tensor, chosen: list[int], topk: int) -> None:
+        """Note how a selection differs from the best of a token's scores [n]."""
+        best = scores.topk(min(topk, len(scores))).values[-1]
+        spread = float(scores.max() - scores.min()) or 1.0
+        self.worst = max(self.worst, float(best - scores[chosen].min()) / spread)
+        self.num_equal += bool(scores[chosen].min() >= best)
+        self.num_rows += 1
+
+
+def _select_again(
+    indexer: Any,
+    selections: Selections,
+    hidden_states: Tensor,
+    q_resid: Tensor,
+    angles: tuple[Tensor, Tensor],
+    *_: Any,
+    **__: Any,
+) -> Tensor:
+    """Return the positions that each token of a prompt selected in an engine; compare them with its scores."""
+    rope, topk = indexer.qk_rope_head_dim, indexer.index_topk
+    q = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, indexer.head_dim))
+    k = indexer.k_norm(indexer.wk(hidden_states)).unsqueeze(2)
+    rotated = deepseek_v32.apply_rotary_pos_emb(q[..., :rope], k[..., :rope], *angles, unsqueeze_dim=2)
+    q, k = (_rounded(torch.cat([x, y[..., rope:]], -1)) for x, y in zip(rotated, (q, k), strict=True))
+    products = torch.einsum("bshd,btd->bsht", q, k.squeeze(2)).relu()
+    scores = torch.einsum("bsht,bsh->bst", products, indexer.weights_proj(hidden_states).double())[0]
+    rows = []
+    for position in range(len(scores)):
+        chosen = selections.of(indexer.layer_idx, position)
+        assert len(set(chosen)) == len(chosen) == min(topk, position + 1)
+        selections.compare(scores[position, : position + 1], chosen, topk)
+        rows.append(chosen + chosen[:1] * (topk - len(chosen)))
+    return torch.tensor([rows], dtype=torch.int32)
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """Return rows [.., D] as e4m3 with scales of powers of two has them, float64."""
+    scale = torch.exp2(torch.ceil(torch.log2(x.abs().amax(-1, keepdim=True) / 448)))
+    return (x / scale).to(torch.float8_e4m3fn).double() * scale

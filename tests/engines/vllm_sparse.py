@@ -1,0 +1,94 @@
+"""A real vLLM engine with sparse MLA in each rank, started by torchrun: MODEL OPTIONS. Rank 0 prints a report as a line
+of JSON. OPTIONS are the engine's, `threshold` (the most new tokens of a decode) and `route` ("absorbed" or "mha").
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import DeepseekV32ForCausalLM
+from vllm import LLM
+
+from dcpmla.attention.sparse.selector import TokenSelector
+from dcpmla.comm.nccl import AllToAll
+from dcpmla.integrations.vllm import impl
+from dcpmla.integrations.vllm.backend import DCPMLAMetadataBuilder
+from dcpmla.integrations.vllm.sparse.backend import DCPMLASparseMetadataBuilder
+from tests.engines.sparse_model import Selections
+from tests.engines.vllm_cases import CALLS, VOCABULARY, count, end, run, without_merge
+from tests.support.interpreter import convert_as_torch
+
+LENGTHS = (150, 1, 33, 65, 20)
+
+
+def prompts() -> list[list[int]]:
+    """Return prompts of 1 to 150 tokens, the last of which begins as the first does."""
+    generator = torch.Generator().manual_seed(1)
+    draw = torch.randint(2, VOCABULARY, (len(LENGTHS) + 1, 150), generator=generator).tolist()
+    return [*(tokens[:length] for tokens, length in zip(draw, LENGTHS, strict=False)), draw[0][:100] + draw[-1][:30]]
+
+
+def best_of_this_rank(self: AllToAll, candidates: torch.Tensor) -> torch.Tensor:
+    """Return this rank's candidates as those of all ranks."""
+    size = dist.get_world_size(self.group)
+    return torch.stack([candidates] * size, 1)
+
+
+def main(directory: str, options: dict[str, Any]) -> None:
+    convert_as_torch()
+    DCPMLAMetadataBuilder.reorder_batch_threshold = options.pop("threshold")
+    route = options.pop("route")
+    DCPMLASparseMetadataBuilder._absorbs = lambda *_: route == "absorbed"
+    count(impl, "dcp_mla_decode")
+    count(impl, "dcp_mla_prefill")
+    count(TokenSelector, "select")
+    for name in ("gather_candidates", "combine"):
+        count(AllToAll, name)
+    llm = LLM(
+        model=directory,
+        skip_tokenizer_init=True,
+        tensor_parallel_size=int(os.environ["WORLD_SIZE"]),
+        distributed_executor_backend="external_launcher",
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=8,
+        max_num_batched_tokens=100,
+        enforce_eager=True,
+        compilation_config={"custom_ops": ["none"]},
+        num_gpu_blocks_override=128,
+        max_logprobs=VOCABULARY,
+        seed=0,
+        **options,
+    )
+    warm_up = dict(CALLS)
+    CALLS.clear()
+    selections = Selections()
+    selections.record()
+    model = DeepseekV32ForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    requests = prompts()
+    outputs = run(llm, requests)
+    error = selections.largest_error(model, requests, outputs)
+    report: dict[str, Any] = {"warm-up": warm_up, "error": error, "selections": dict(vars(selections))}
+    for private in ("_found", "_shared", "_request"):
+        del report["selections"][private]
+    again = run(llm, requests, aborted=1)
+    report["again"] = {
+        "error": selections.largest_error(model, requests, again),
+        "cached": [output.num_cached_tokens for output in again if output is not None],
+        "ended": sum(output is not None and output.outputs[0].finish_reason == "length" for output in again),
+    }
+    report["calls"] = dict(CALLS)
+    if options.get("decode_context_parallel_size", 1) > 1:
+        few = requests[:1] + requests[3:4]
+        kept, AllToAll.gather_candidates = AllToAll.gather_candidates, best_of_this_rank
+        report["own candidates"] = selections.largest_error(model, few, run(llm, few))
+        AllToAll.gather_candidates, AllToAll.combine = kept, without_merge
+        report["without merge"] = selections.largest_error(model, few, run(llm, few))
+    end(report)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))
