@@ -61,10 +61,11 @@ class Selections:
     Attributes:
         worst: How far below the best topk a selected key's score is, at most, in parts of the spread of scores.
         num_equal, num_rows: Numbers of tokens with exactly the best keys, and of all.
+        num_wrong: Number of tokens with too few keys, or with one twice.
     """
 
     def __init__(self) -> None:
-        self.worst, self.num_equal, self.num_rows = 0.0, 0, 0
+        self.worst, self.num_equal, self.num_rows, self.num_wrong = 0.0, 0, 0, 0
         self._found: dict[tuple[str, int, int], list[int]] = {}  # by request, layer and position
         self._shared: dict[tuple[int, tuple[int, ...]], list[int]] = {}  # by layer and the tokens up to one
         self._request: tuple[str, list[int]] = "", []
@@ -126,6 +127,7 @@ class Selections:
         self.worst = max(self.worst, float(best - scores[chosen].min()) / spread)
         self.num_equal += bool(scores[chosen].min() >= best)
         self.num_rows += 1
+        self.num_wrong += not len(set(chosen)) == len(chosen) == min(topk, len(scores))
 
 
 def _select_again(
@@ -148,7 +150,6 @@ def _select_again(
     rows = []
     for position in range(len(scores)):
         chosen = selections.of(indexer.layer_idx, position)
-        assert len(set(chosen)) == len(chosen) == min(topk, position + 1)
         selections.compare(scores[position, : position + 1], chosen, topk)
         rows.append(chosen + chosen[:1] * (topk - len(chosen)))
     return torch.tensor([rows], dtype=torch.int32)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from transformers import DeepseekV32ForCausalLM
 from vllm import LLM
 
+from dcpmla.attention.sparse.candidates import EMPTY
 from dcpmla.attention.sparse.selector import TokenSelector
 from dcpmla.comm.nccl import AllToAll
 from dcpmla.integrations.vllm import impl
@@ -31,10 +32,10 @@ def prompts() -> list[list[int]]:
     return [*(tokens[:length] for tokens, length in zip(draw, LENGTHS, strict=False)), draw[0][:100] + draw[-1][:30]]
 
 
-def best_of_this_rank(self: AllToAll, candidates: torch.Tensor) -> torch.Tensor:
-    """Return this rank's candidates as those of all ranks."""
-    size = dist.get_world_size(self.group)
-    return torch.stack([candidates] * size, 1)
+def of_this_rank(self: AllToAll, candidates: torch.Tensor) -> torch.Tensor:
+    """Return this rank's candidates as if other ranks had none."""
+    others = torch.full_like(candidates, EMPTY)
+    return torch.stack([candidates] + [others] * (dist.get_world_size(self.group) - 1), 1)
 
 
 def main(directory: str, options: dict[str, Any]) -> None:
@@ -83,10 +84,11 @@ def main(directory: str, options: dict[str, Any]) -> None:
     report["calls"] = dict(CALLS)
     if options.get("decode_context_parallel_size", 1) > 1:
         few = requests[:1] + requests[3:4]
-        kept, AllToAll.gather_candidates = AllToAll.gather_candidates, best_of_this_rank
-        report["own candidates"] = selections.largest_error(model, few, run(llm, few))
-        AllToAll.gather_candidates, AllToAll.combine = kept, without_merge
+        kept, AllToAll.combine = AllToAll.combine, without_merge
         report["without merge"] = selections.largest_error(model, few, run(llm, few))
+        AllToAll.combine, AllToAll.gather_candidates = kept, of_this_rank
+        selections.largest_error(model, few, run(llm, few))
+        report["own candidates"] = selections.num_wrong
     end(report)
 
 

@@ -1,0 +1,63 @@
+"""Sparse MLA in vLLM with this package's selection and attention: its real engine on CPUs, its own model of GPUs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.sparse_model import save_sparse_model
+from tests.engines.trees import vllm_tree, vllm_variables
+from tests.support.launchers import ROOT, run_together, torchrun
+
+
+@pytest.fixture(scope="module")
+def sparse_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_sparse_model(tmp_path_factory.mktemp("sparse"))
+
+
+def run_engine(model: Path, folder: Path, num_ranks: int, **options: Any) -> dict[str, Any]:
+    """Run `vllm_sparse.py` and return its report."""
+    variables = vllm_variables(vllm_tree("0.33.0"), folder) | {"DCPMLA_VLLM": "default"}
+    options |= {"block_size": 16, "threshold": 32}
+    program = [ROOT / "tests" / "engines" / "vllm_sparse.py", model, json.dumps(options)]
+    (ended,) = run_together([(torchrun(program, num_ranks), variables)], timeout=500)
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def check(report: dict[str, Any]) -> None:
+    """Check answers and selections of prompts of 1 to 150 tokens in chunks; again with prefixes and an aborted one."""
+    assert report["error"] < 1e-4
+    assert report["again"]["error"] < 1e-4
+    assert report["again"]["ended"] == 5
+    assert max(report["again"]["cached"]) >= 128
+    selections = report["selections"]
+    assert selections["num_rows"] > 500
+    assert selections["num_equal"] > 0.98 * selections["num_rows"]
+    assert selections["worst"] < 0.02
+    assert selections["num_wrong"] == 0
+    assert report["calls"]["select"] > 30
+    assert report["calls"]["dcp_mla_decode"] > 30
+    assert report["warm-up"]["select"] >= 6
+
+
+def test_one_rank(sparse_model: Path, tmp_path: Path) -> None:
+    """Long prefills attend to up-projected keys under a mask."""
+    report = run_engine(sparse_model, tmp_path, 1, route="mha")
+    check(report)
+    assert report["calls"]["dcp_mla_prefill"] >= 4
+
+
+def test_decode_context_parallel(sparse_model: Path, tmp_path: Path) -> None:
+    """TP 2 x DCP 2 in groups of 4 tokens; all prefills attend with absorbed queries. Without the merge, or with the
+    candidates of one rank, answers are wrong.
+    """
+    layout = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 4}
+    report = run_engine(sparse_model, tmp_path, 2, route="absorbed", **layout)
+    check(report)
+    calls = report["calls"]
+    assert "dcp_mla_prefill" not in calls
+    assert calls["gather_candidates"] == calls["select"]
+    assert calls["combine"] == calls["dcp_mla_decode"]
+    assert report["own candidates"] > 50, "the choice of one rank's candidates would not be seen"
+    assert report["without merge"] > 0.1
