@@ -16,8 +16,8 @@ def test_decodes_and_exchanges_are_this_packages(tmp_path: Path) -> None:
     """
     model = save_text_model(tmp_path / "model")
     variables = vllm_variables(vllm_tree(VERSIONS[-1]), tmp_path)
-    variables |= {"DCPMLA_VLLM": "custom", "VLLM_KIMI_K3_GEMM_AR": "0"}
-    layout = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 4, "attention_backend": "CUSTOM"}
+    variables |= {"DCPMLA_VLLM": "default", "VLLM_KIMI_K3_GEMM_AR": "0"}
+    layout = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 4}
     program = [ROOT / "tests" / "engines" / "vllm_kimi_cases.py", model, json.dumps(layout)]
     (ended,) = run_together([(torchrun(program, 2), variables)], timeout=500)
     report = json.loads(ended.stdout.splitlines()[-1])

@@ -40,15 +40,19 @@ def save_text_model(directory: Path) -> Path:
     config = TEXT | _FIELDS | {"linear_attn_config": TEXT["linear_attn_config"] | _LAYERS}
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
-    # Large latents, as vLLM's norms of latents have another epsilon than the published model's.
-    save_file(k3_tensors(config, latent_factor=4.0), directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(k3_tensors(config, std=0.1), directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 
-def load_oracle(directory: str) -> KimiK3:
-    """Return the model of a directory in float64."""
-    config = json.loads((Path(directory) / "config.json").read_text())
-    return KimiK3(config, load_file(Path(directory) / "model.safetensors"))
+class Oracle(KimiK3):
+    """The model of a directory in float64, with vLLM's epsilon in norms of latents: the config's, not 1e-6."""
+
+    def __init__(self, directory: str) -> None:
+        config = json.loads((Path(directory) / "config.json").read_text())
+        super().__init__(config, load_file(Path(directory) / "model.safetensors"))
+
+    def _norm(self, x: Tensor, name: str, eps: float | None = None) -> Tensor:
+        return super()._norm(x, name)
 
 
 @cache

@@ -11,7 +11,7 @@ from dcpmla.comm.nccl import AllToAll
 from dcpmla.integrations.vllm import impl
 from dcpmla.integrations.vllm.backend import DCPMLAMetadataBuilder
 from tests.engines.vllm_cases import CALLS, VOCABULARY, count, end, largest_error, prompts, run, without_merge
-from tests.engines.vllm_kimi import load_oracle, replace_kernels
+from tests.engines.vllm_kimi import Oracle, replace_kernels
 
 THRESHOLD = 32  # Chunks of up to 100 tokens are then short and long prefills.
 
@@ -44,7 +44,7 @@ def main(directory: str, options: dict[str, Any]) -> None:
     CALLS.clear()
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
     report["layers"] = [[type(layer).__name__, type(getattr(layer, "impl", None)).__name__] for layer in layers]
-    model, requests = load_oracle(directory), prompts()[::2]
+    model, requests = Oracle(directory), prompts()[::2]
     for name, aborted in (("first", None), ("aborted", 1)):
         outputs = run(llm, requests, aborted)
         ended = sum(output is not None and output.outputs[0].finish_reason == "length" for output in outputs)

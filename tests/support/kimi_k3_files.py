@@ -149,11 +149,14 @@ def save_k3(directory: Path, latent_factor: float = 1.0, **changes: Any) -> Kimi
     return KimiK3(config, tensors)
 
 
-def k3_tensors(config: dict[str, Any], latent_factor: float = 1.0) -> dict[str, Tensor]:
-    """Return random tensors of a checkpoint by their names; those of projections to latents are scaled."""
+def k3_tensors(config: dict[str, Any], latent_factor: float = 1.0, std: float = 0.2) -> dict[str, Tensor]:
+    """Return random tensors of a checkpoint by their names.
+
+    latent_factor: of the projections to latents; std: of all projections.
+    """
     generator, tensors = torch.Generator().manual_seed(0), {}
     for name, shape in k3_shapes(config):
-        values = torch.randn(shape, generator=generator) * 0.2
+        values = torch.randn(shape, generator=generator) * std
         if "norm" in name:
             values = torch.rand(shape, generator=generator) + 0.5
         elif name.endswith("A_log"):
