@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.engines.test_vllm import VERSIONS
+from tests.engines.test_vllm_names import VERSIONS
 from tests.engines.trees import vllm_tree, vllm_variables
 from tests.engines.vllm_kimi import save_text_model
 from tests.support.launchers import ROOT, run_together, torchrun
