@@ -31,7 +31,7 @@ from benchmarks.vllm_models import MODELS, Variant  # noqa: E402
 from dcpmla.bench.results import add_commit_argument, installed, write_results  # noqa: E402
 
 NUM_ROUNDS = 2  # in which each engine measures once; the last one counts
-LONGEST_WAIT = timedelta(minutes=15)  # of an engine for the others
+LONGEST_WAIT = timedelta(minutes=15)  # An engine waits so long for the others.
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def output_of(model: str, num_gpus: int) -> Path:
 
 
 def launch(model: str, num_ranks: int, variants: Sequence[Variant]) -> list[dict[str, Any]]:
-    """Return the rows of variants, each measured by a job of its own, all of which run at the same time."""
+    """Return the rows of variants. Each runs as a job; all jobs run at the same time."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
@@ -124,7 +124,7 @@ def compare(rows: list[dict[str, Any]]) -> None:
 
 
 def _name(row: dict[str, Any], ours: dict[str, Any]) -> str:
-    """Return the name of a variant beside ours: its exchange, or that it has none where ours has one."""
+    """Return the name of another variant, with its exchange; "dcp1" if this package alone shares a cache."""
     if row["dcp"] > 1:
         return f"{row['kernel']}_{row['exchange']}"
     return row["kernel"] if ours["dcp"] == 1 else f"{row['kernel']}_dcp1"

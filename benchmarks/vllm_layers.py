@@ -8,12 +8,17 @@ import torch
 
 from dcpmla.bench.timing import Timing, time_operation
 
-_KINDS = {0: "window", 1: "window", 4: "csa", 128: "hca"}  # by the tokens that an entry of V4's cache stands for
+_KINDS = {0: "window", 1: "window", 4: "csa", 128: "hca"}  # The keys count the tokens in an entry of V4's cache.
+    0: "window",
+    1: "window",
+    4: "csa",
+    128: "hca",
+}  # The keys are the numbers of tokens in an entry of V4's cache.
 Timed = Iterator[tuple[dict[str, Any], Timing]]
 
 
 class Parts:
-    """Dense layers between queries and outputs: what differs from one backend to another."""
+    """The attention of dense layers, from queries to outputs."""
 
     def __init__(self, engine: Any, recorder: Any) -> None:
         forward_context = engine.vllm_config.compilation_config.static_forward_context

@@ -16,7 +16,7 @@ LONG_LOADS = (*LOADS, (64, 131072))
 SHORT_PREFILLS = tuple((num_new, context) for context in (3584, 65536) for num_new in (1, 8, 64, 512))
 PREFILLS = (*SHORT_PREFILLS, (1024, 3072), (8192, 0), (2048, 63488), (8192, 57344))
 _V32_FIELDS = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
-_FEW_EXPERTS = {"n_routed_experts": 8, "moe_intermediate_size": 512}  # attention is what is measured
+_FEW_EXPERTS = {"n_routed_experts": 8, "moe_intermediate_size": 512}  # The benchmark times attention alone.
 
 
 class Variant(NamedTuple):
@@ -67,8 +67,8 @@ class Model:
 
     def variants(self, num_ranks: int, backends: list[str] | None) -> list[Variant]:
         """Return the variants on so many GPUs, of some backends alone if they are listed."""
-        found = self.whole if num_ranks == 1 else self.shared
-        return [variant for variant in found if backends is None or variant.backend in backends]
+        variants = self.whole if num_ranks == 1 else self.shared
+        return [variant for variant in variants if backends is None or variant.backend in backends]
 
     def save_config(self, directory: str) -> None:
         """Write config.json; transformers need not have a class for the model's type."""
@@ -119,7 +119,7 @@ class Model:
 
 def _v4(geometry: str, ratios: list[int]) -> Model:
     """Return a DeepSeek-V4 whose layers compress so many tokens each; vLLM has no DCP for it."""
-    theirs = Variant("FLASHMLA_SPARSE_DSV4", kv_cache_dtype="fp8")
+    flash_mla = Variant("FLASHMLA_SPARSE_DSV4", kv_cache_dtype="fp8")
     return Model(
         geometry,
         geometry,
@@ -127,8 +127,8 @@ def _v4(geometry: str, ratios: list[int]) -> Model:
         "DeepseekV4ForCausalLM",
         num_layers=len(ratios),
         bytes_per_token=320,
-        whole=(Variant(OURS, kv_cache_dtype="fp8"), theirs),
-        shared=(Variant(OURS, kv_cache_dtype="fp8"), theirs._replace(shares=False)),
+        whole=(Variant(OURS, kv_cache_dtype="fp8"), flash_mla),
+        shared=(Variant(OURS, kv_cache_dtype="fp8"), flash_mla._replace(shares=False)),
         fields={"compress_ratios": ratios, **_FEW_EXPERTS},
         loads=LONG_LOADS,
         block_size=256,

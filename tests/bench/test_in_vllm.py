@@ -1,4 +1,4 @@
-"""`benchmarks/in_vllm.py`, as far as it needs neither vLLM nor a GPU: its models, options and rows."""
+"""The parts of `benchmarks/in_vllm.py` that need neither vLLM nor a GPU: models, options and rows."""
 
 import json
 from pathlib import Path
@@ -85,17 +85,17 @@ def test_variants_pass_through_the_command_of_a_job() -> None:
 
 
 def test_speed_is_compared_within_a_load() -> None:
-    """Ours over two ranks beside vLLM's with an exchange and without one; other caches and kinds stay apart."""
+    """A row of two ranks is compared with vLLM's of the same cache and kind of layers, with an exchange and without."""
     load = {"operation": "decode", "batch": 8, "context": 64, "tp": 2, "in_graph": True, "kv_cache_dtype": "fp8"}
     ours = load | {"kernel": "dcpmla", "dcp": 2, "exchange": "direct", "median_us": 10.0, "layer_kind": "csa"}
-    theirs = {"kernel": "FLASHMLA_SPARSE", "layer_kind": "csa"}
+    flash_mla = {"kernel": "FLASHMLA_SPARSE", "layer_kind": "csa"}
     rows = [
         ours,
-        load | theirs | {"dcp": 2, "exchange": "a2a", "median_us": 15.0},
-        load | theirs | {"dcp": 1, "exchange": "none", "median_us": 20.0},
-        load | theirs | {"dcp": 1, "exchange": "none", "median_us": 30.0, "layer_kind": "hca"},
-        load | theirs | {"dcp": 1, "exchange": "none", "median_us": 40.0, "kv_cache_dtype": "auto"},
-        load | theirs | {"dcp": 1, "exchange": "none", "median_us": 50.0, "tp": 1},
+        load | flash_mla | {"dcp": 2, "exchange": "a2a", "median_us": 15.0},
+        load | flash_mla | {"dcp": 1, "exchange": "none", "median_us": 20.0},
+        load | flash_mla | {"dcp": 1, "exchange": "none", "median_us": 30.0, "layer_kind": "hca"},
+        load | flash_mla | {"dcp": 1, "exchange": "none", "median_us": 40.0, "kv_cache_dtype": "auto"},
+        load | flash_mla | {"dcp": 1, "exchange": "none", "median_us": 50.0, "tp": 1},
     ]
     in_vllm.compare(rows)
     assert not unknown_fields(rows)

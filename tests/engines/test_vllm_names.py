@@ -11,21 +11,21 @@ from tests.support.launchers import ROOT
 
 PLUG_IN = ROOT / "dcpmla" / "integrations" / "vllm"
 VERSIONS = ("0.32.0", "0.33.0")  # The engine runs with the last.
-# Layers of MLA, and what they call: `backend` puts its own functions in place of two, and writes the third.
+# Layers of MLA, and the methods that they call. `backend` replaces the first two on each layer, `impl` has the third.
 LAYERS = ("vllm.model_executor.layers.attention.mla_attention", "vllm.models.kimi_k3.nvidia.mla")
 CALLED = ("query_gather", "combine", "forward_mqa")
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_name_is_there(version: str) -> None:
-    """All that the plug-in imports from vLLM, and the methods that it replaces, overrides or waits for."""
+    """The names that the plug-in imports from vLLM, and the methods that it replaces or overrides."""
     tree = vllm_tree(version)
-    found = moved(tree, PLUG_IN)
+    lines = moved(tree, PLUG_IN)
     registry = imported(PLUG_IN / "__init__.py")["AttentionBackendEnum"]
     members = members_of(tree, registry)
-    found += [f"{'.'.join(registry)} has no {name}" for name in ("CUSTOM", *CHOSEN_BY_VLLM) if name not in members]
-    found += [line for module in LAYERS for line in uncalled(tree, module, CALLED)]
-    assert not found, f"vLLM {version}: {'; '.join(found)}"
+    lines += [f"{'.'.join(registry)} has no {name}" for name in ("CUSTOM", *CHOSEN_BY_VLLM) if name not in members]
+    lines += [line for module in LAYERS for line in uncalled(tree, module, CALLED)]
+    assert not lines, f"vLLM {version}: {'; '.join(lines)}"
 
 
 def test_what_moved_is_named(tmp_path: Path) -> None:

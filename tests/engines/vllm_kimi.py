@@ -82,7 +82,7 @@ def replace_kernels() -> torch.library.Library:
     for schema, run in ops.items():
         library.define(f"fused_kimi_k3_mla_{schema}")
         library.impl(f"fused_kimi_k3_mla_{schema.split('(')[0]}", run, "CompositeExplicitAutograd")
-    return library  # ops live as long as it does
+    return library  # The operators live as long as this object.
 
 
 def _concat_key(k_nope: Tensor, k_pe: Tensor, k: Tensor) -> None:
@@ -104,8 +104,8 @@ def _concat_query_and_write(
 
 
 def _write(kv_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slots: Tensor) -> None:
-    mine, size = slots >= 0, kv_cache.shape[1]
-    kv_cache[slots[mine] // size, slots[mine] % size] = torch.cat([kv_c, k_pe], -1)[: len(slots)][mine]
+    owned, size = slots >= 0, kv_cache.shape[1]
+    kv_cache[slots[owned] // size, slots[owned] % size] = torch.cat([kv_c, k_pe], -1)[: len(slots)][owned]
 
 
 def _gather_cache(

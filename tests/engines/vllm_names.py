@@ -12,7 +12,7 @@ Node = ast.stmt
 
 
 class Name(NamedTuple):
-    """A name that a file imports: from a module, by its name there."""
+    """A name of vLLM and the module that a file imports it from."""
 
     module: str
     name: str
@@ -21,21 +21,21 @@ class Name(NamedTuple):
 def moved(tree: Path, folder: Path) -> list[str]:
     """Return a line for each name, method and argument that a folder of the plug-in uses and the tree of vLLM lacks.
 
-    Names are those that the folder's files import; methods and their arguments those of METHODS in its names.py.
+    The folder's files import the names; METHODS in its names.py lists methods and their arguments.
     """
     imports = {local: name for path in sorted(folder.glob("*.py")) for local, name in imported(path).items()}
-    found = [f"{module}.{name} is gone" for module, name in imports.values() if not has(tree, Name(module, name))]
+    lines = [f"{module}.{name} is gone" for module, name in imports.values() if not has(tree, Name(module, name))]
     for owner, methods in read_methods(folder / "names.py").items():
         label = f"{imports[owner].module}.{imports[owner].name}"
         for method, arguments in methods.items():
             function = member_of(tree, imports[owner], method)
             if function is None:
-                found.append(f"{label}.{method} is gone")
+                lines.append(f"{label}.{method} is gone")
                 continue
             taken = function.args
             names = {argument.arg for argument in (*taken.posonlyargs, *taken.args, *taken.kwonlyargs)}
-            found += [f"{label}.{method} has no argument {name}" for name in arguments if name not in names]
-    return found
+            lines += [f"{label}.{method} has no argument {name}" for name in arguments if name not in names]
+    return lines
 
 
 def uncalled(tree: Path, module: str, names: tuple[str, ...]) -> list[str]:
@@ -85,16 +85,16 @@ def source(tree: Path, module: str) -> str | None:
 @cache
 def definitions(tree: Path, module: str) -> dict[str, Node]:
     """Return the statements of a module that define or import something outside of functions and classes, by name."""
-    found: dict[str, Node] = {}
+    names: dict[str, Node] = {}
     for node in _statements(ast.parse(source(tree, module) or "").body):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            found[node.name] = node
+            names[node.name] = node
         elif isinstance(node, ast.ImportFrom | ast.Import):
-            found |= {alias.asname or alias.name: node for alias in node.names}
+            names |= {alias.asname or alias.name: node for alias in node.names}
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {target.id: node for target in targets if isinstance(target, ast.Name)}
-    return found
+            names |= {target.id: node for target in targets if isinstance(target, ast.Name)}
+    return names
 
 
 def _statements(body: list[Node]) -> Iterator[Node]:
