@@ -1,65 +1,56 @@
-"""vLLM's engine over layers with random weights: its steps, and the attention of its layers, timed (`in_vllm.py`)."""
+"""vLLM's engine over layers with random weights: its steps, timed, and the attention in them (`in_vllm.py`)."""
 
 import statistics
 import sys
 import tempfile
 import time
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dcpmla.bench.geometries import config_of
-from dcpmla.bench.timing import Timing, largest, time_graph, time_operation
+from benchmarks.vllm_layers import Modules, Parts
+from benchmarks.vllm_models import OURS, PREFILLS, VOCAB_SIZE, Model, Variant
+from dcpmla.bench.timing import Timing, largest, time_graph
 
-LOADS = [(1, 65536), (8, 65536), (32, 8192), (128, 8192)]  # requests, cached tokens of each
-# New tokens of one request, and its cached ones.
-SHORT_PREFILLS = [(num_new, context) for context in (3584, 65536) for num_new in (1, 8, 64, 512)]
-PREFILLS = [*SHORT_PREFILLS, (1024, 3072), (8192, 0), (2048, 63488), (8192, 57344)]
 NUM_PREFILLS = 5  # Repetitions; the median counts.
-NUM_LAYERS, NUM_STEPS, BLOCK_SIZE, VOCAB_SIZE = 4, 8, 64, 16384
-GEOMETRY = "deepseek-v3"
+NUM_STEPS, NUM_DECODED = 8, 128  # NUM_DECODED: more than one engine's steps before requests are aborted
 
 
-def measure(engine: Any, recorder: "Recorder") -> list[dict[str, Any]]:
-    """Return an engine's rows, one for each load. Collective over the job."""
-    config = engine.vllm_config
-    parallel, backend = config.parallel_config, config.attention_config.backend.name
-    forward_context = config.compilation_config.static_forward_context
-    layers = [layer for layer in forward_context.values() if hasattr(layer, "impl")]
-    device = layers[0].kv_cache.device
-    exchange = parallel.dcp_comm_backend if parallel.decode_context_parallel_size > 1 else "none"
+def measure(engine: Any, recorder: "Recorder", model: Model, variant: Variant) -> list[dict[str, Any]]:
+    """Return an engine's rows, one for each load and each kind of layers. Collective over the job."""
+    parallel = engine.vllm_config.parallel_config
+    layers: Any = (Parts if model.in_parts else Modules)(engine, recorder)
+    device, is_ours = layers.device, variant.backend == OURS
     shared = {
-        "geometry": GEOMETRY,
-        "kernel": "dcpmla" if backend == "CUSTOM" else backend,
-        "exchange": layers[0].impl.exchange.name if backend == "CUSTOM" else exchange,
+        "geometry": model.name,
+        "kernel": "dcpmla" if is_ours else variant.backend,
+        "exchange": layers.exchange if is_ours else variant.exchange or "none",
         "tp": parallel.tensor_parallel_size,
         "dcp": parallel.decode_context_parallel_size,
-        "num_layers": len(layers),
-        "heads": layers[0].num_heads * parallel.tensor_parallel_size,
-        "block_size": BLOCK_SIZE,
+        "num_layers": model.num_layers,
+        "heads": engine.vllm_config.model_config.hf_config.num_attention_heads,
+        "block_size": model.block_size,
         "dtype": "bfloat16",
+        "kv_cache_dtype": variant.kv_cache_dtype,
+        **({} if model.in_parts else {"part": "total"}),
     }
     rows = []
-    for batch, context in LOADS:
+    for batch, context in model.loads:
         names = decode(engine, batch, context)
-        if recorder.metadata.num_decode_tokens != batch or recorder.metadata.num_prefills:
-            raise RuntimeError(f"vLLM's last step was not one of {batch} decodes")
         step_us = time_graph(recorder.graph, device)  # first: timing records graphs of its own
-        timing = time_decode(layers, recorder.metadata, device)
-        rows.append(shared | row_of("decode", timing, batch, context) | {"device_us": step_us})
+        for fields, timing in layers.decode(batch):
+            row = row_of("decode", timing, batch, context) | {"device_us": step_us}
+            rows.append(shared | fields | row)
         engine.abort_request(names)
         while engine.has_unfinished_requests():
             engine.step()
     for num_new, context in PREFILLS:
         recorder.num_new = num_new
         step_us = time_prefill_step(engine, num_new + context, device)
-        metadata = recorder.metadata
-        if (metadata.num_reqs, metadata.num_actual_tokens) != (1, num_new):
-            raise RuntimeError(f"vLLM's last step was not a prefill of {num_new} tokens")
-        timing = time_prefill(layers, metadata, num_new, device)
-        rows.append(shared | prefill_row(timing, num_new, context, step_us, metadata.prefill is None))
+        for fields, timing in layers.prefill(num_new):
+            rows.append(shared | fields | prefill_row(timing, num_new, context, step_us))
     recorder.num_new = 1
     if dist.get_rank() == 0:
         print(*rows, sep="\n", file=sys.stderr, flush=True)
@@ -72,28 +63,41 @@ def row_of(operation: str, timing: Timing, batch: int, context: int) -> dict[str
     return {"operation": operation, "batch": batch, "context": context, **times}
 
 
-def prefill_row(timing: Timing, num_new: int, context: int, step_us: float, is_absorbed: bool) -> dict[str, Any]:
+def prefill_row(timing: Timing, num_new: int, context: int, step_us: float) -> dict[str, Any]:
     """Return the fields of a prefill's row."""
-    route = "absorbed" if is_absorbed else "mha"
-    return row_of("prefill", timing, 1, context) | {"step_us": step_us, "tokens": num_new, "route": route}
+    return row_of("prefill", timing, 1, context) | {"step_us": step_us, "tokens": num_new}
+
+
+@dataclass
+class Step:
+    """A step as vLLM prepared it: metadata and slots of all layers, by their names."""
+
+    num_reqs: int
+    num_tokens: int
+    positions: torch.Tensor
+    metadata: dict[str, Any]
+    slots: dict[str, torch.Tensor]
 
 
 class Recorder:
-    """What vLLM used last: the graph that it replayed, and the metadata of attention that it built.
+    """What vLLM used last: the graph that it replayed, the metadata of dense attention, and the step's of all layers.
 
     Of prompts that come, vLLM takes all but the last `num_new` tokens as cached.
     """
 
     graph: torch.cuda.CUDAGraph
     metadata: Any
+    step: Step
     num_new = 1
 
     def __init__(self) -> None:
         from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import DecodeBenchConnectorScheduler
         from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
+        from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+        from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
         replay, build = torch.cuda.CUDAGraph.replay, MLACommonMetadataBuilder.build
-        match = DecodeBenchConnectorScheduler.get_num_new_matched_tokens
+        match, prepare = DecodeBenchConnectorScheduler.get_num_new_matched_tokens, DefaultModelState.prepare_attn
 
         def recorded_replay(graph: torch.cuda.CUDAGraph) -> None:
             self.graph = graph
@@ -103,6 +107,22 @@ class Recorder:
             self.metadata = build(builder, *args, **named)
             return self.metadata
 
+        def recorded_prepare(
+            state: Any,
+            batch: Any,
+            mode: Any,
+            tables: Any,
+            slots: Any,
+            groups: Any,
+            cache: Any,
+            *args: Any,
+            **named: Any,
+        ) -> Any:
+            metadata = prepare(state, batch, mode, tables, slots, groups, cache, *args, **named)
+            by_layer = build_slot_mappings_by_layer(slots, cache)
+            self.step = Step(batch.num_reqs, batch.num_tokens, batch.positions, metadata, by_layer)
+            return metadata
+
         def matched(scheduler: Any, request: Any, num_computed: int) -> tuple[int, bool]:
             num_matched, is_async = match(scheduler, request, num_computed)
             return max(0, num_matched - (self.num_new - 1)), is_async
@@ -110,68 +130,23 @@ class Recorder:
         DecodeBenchConnectorScheduler.get_num_new_matched_tokens = matched
         torch.cuda.CUDAGraph.replay = recorded_replay
         MLACommonMetadataBuilder.build = recorded_build
+        DefaultModelState.prepare_attn = recorded_prepare
 
 
-def start_engine(num_ranks: int, backend: str, exchange: str) -> Any:
+def start_engine(model: Model, variant: Variant, num_ranks: int) -> Any:
     """Return vLLM's engine over layers with random weights, and graphs of the loads' batches."""
     from vllm import LLM
 
-    longest = max(*(context for _, context in LOADS), *(num_new + context for num_new, context in PREFILLS))
-    num_cached = max(batch * context for batch, context in LOADS)
-    config = config_of(
-        GEOMETRY,
-        architectures=["DeepseekV3ForCausalLM"],
-        num_hidden_layers=NUM_LAYERS,
-        first_k_dense_replace=NUM_LAYERS,
-        vocab_size=VOCAB_SIZE,
-        max_position_embeddings=163840,
-        topk_method="noaux_tc",  # vLLM asks for these two
-        scoring_func="sigmoid",
-        dtype="bfloat16",
-    )
-    bytes_per_token = NUM_LAYERS * (config.kv_lora_rank + config.qk_rope_head_dim) * torch.bfloat16.itemsize
-    shared = {"dcp_comm_backend": exchange} if exchange != "none" else {}
-    batches = [batch for batch, _ in LOADS]
     with tempfile.TemporaryDirectory() as directory:
-        config.save_pretrained(directory)
-        llm = LLM(
-            model=directory,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            tensor_parallel_size=num_ranks,
-            decode_context_parallel_size=num_ranks,
-            distributed_executor_backend="external_launcher",
-            attention_backend=backend,
-            block_size=BLOCK_SIZE,
-            max_model_len=longest + 4 * BLOCK_SIZE,
-            max_num_seqs=max(batches),
-            max_num_batched_tokens=max(num_new for num_new, _ in PREFILLS),
-            kv_cache_memory_bytes=(num_cached // num_ranks + 2 * BLOCK_SIZE * max(batches)) * bytes_per_token,
-            gpu_memory_utilization=0.1,  # has no effect, but this much must be free
-            enable_prefix_caching=False,
-            disable_custom_all_reduce=True,
-            compilation_config={
-                "mode": 0,
-                "cudagraph_mode": "FULL_DECODE_ONLY",
-                "cudagraph_capture_sizes": batches,
-            },
-            # Requests' prompts are taken as cached: their blocks are filled with random numbers.
-            kv_transfer_config={
-                "kv_connector": "DecodeBenchConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {"fill_mean": 0.0, "fill_std": 1.0},
-            },
-            **shared,
-        )
-    return llm.llm_engine
+        model.save_config(directory)
+        return LLM(**model.engine_arguments(variant, num_ranks, directory)).llm_engine
 
 
 def decode(engine: Any, batch: int, context: int) -> list[str]:
     """Have the engine decode some tokens of so many requests at once; return their names."""
     from vllm import SamplingParams
 
-    params = SamplingParams(max_tokens=2 * BLOCK_SIZE, temperature=0, detokenize=False, ignore_eos=True)
+    params = SamplingParams(max_tokens=NUM_DECODED, temperature=0, detokenize=False, ignore_eos=True)
     names = [f"{batch} {index}" for index in range(batch)]
     for name in names:
         engine.add_request(name, prompt_of(context), params)
@@ -201,39 +176,3 @@ def time_prefill_step(engine: Any, num_tokens: int, device: torch.device) -> flo
         torch.cuda.synchronize()
         times.append((time.perf_counter() - start) * 1e6)
     return largest(statistics.median(times), device)
-
-
-def time_prefill(layers: list[Any], metadata: Any, num_tokens: int, device: torch.device) -> Timing:
-    """Time vLLM's layer in a prefill, from queries to outputs: one layer's share of all layers' calls."""
-    first = layers[0]
-    new = partial(torch.randn, dtype=torch.bfloat16, device=device)
-    query = new(num_tokens, first.num_heads, first.qk_nope_head_dim + first.qk_rope_head_dim)
-    latents, rope = new(num_tokens, first.kv_lora_rank), new(num_tokens, 1, first.qk_rope_head_dim)
-    output = new(num_tokens, first.num_heads * first.v_head_dim)
-
-    def attend(index: int) -> None:
-        layer = layers[index]
-        layer.forward_impl(query, latents, rope, layer.kv_cache, metadata, output)
-
-    with torch.inference_mode():
-        return time_operation(attend, device, len(layers), seconds=1.0)
-
-
-def time_decode(layers: list[Any], metadata: Any, device: torch.device) -> Timing:
-    """Time what vLLM's layer calls between absorbed queries and merged rows: one layer's share of all layers' calls."""
-    layer, num_tokens = layers[0], metadata.num_decode_tokens
-    widths = layer.kv_lora_rank, layer.qk_rope_head_dim
-    parts = [torch.randn(num_tokens, layer.num_heads, width, dtype=torch.bfloat16, device=device) for width in widths]
-
-    def attend(index: int) -> Any:
-        layer = layers[index]
-        manager, impl = layer.dcp_manager, layer.impl
-        if manager is None:
-            return impl.forward_mqa(tuple(parts), layer.kv_cache, metadata, layer)
-        out, lse = impl.forward_mqa(manager.query_gather(query), layer.kv_cache, metadata, layer)
-        query_start_loc = metadata.query_start_loc[: metadata.num_decodes + 1]
-        return manager.combine(out, lse, seq_lens=metadata.decode.seq_lens, query_start_loc=query_start_loc)
-
-    query = torch.cat(parts, -1)
-    with torch.inference_mode():
-        return time_operation(attend, device, len(layers), seconds=1.0)

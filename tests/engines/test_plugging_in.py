@@ -11,7 +11,7 @@ import pytest
 
 from dcpmla.integrations import sglang, vllm
 from tests.engines.sglang_tree import sglang_variables
-from tests.engines.test_vllm import VERSIONS
+from tests.engines.test_vllm_names import VERSIONS
 from tests.engines.trees import vllm_tree, vllm_variables
 from tests.support.launchers import ROOT, run_together
 

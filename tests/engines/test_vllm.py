@@ -1,6 +1,5 @@
 """vLLM with this package's attention and exchange, on CPUs: its real engine, two ranks, against transformers."""
 
-import ast
 import json
 import sys
 from collections import Counter
@@ -9,15 +8,12 @@ from typing import Any
 
 import pytest
 
-from dcpmla.integrations.vllm import CHOSEN_BY_VLLM, END_VERSION, FIRST_VERSION
 from tests.engines.conftest import save_model
-from tests.engines.trees import metadata, vllm_cpu_tree, vllm_tree, vllm_variables
+from tests.engines.test_vllm_names import VERSIONS
+from tests.engines.trees import vllm_cpu_tree, vllm_tree, vllm_variables
 from tests.engines.vllm_drafts import save_model_with_module
 from tests.support.launchers import ROOT, Ended, run_together, torchrun
 
-PLUG_IN = ROOT / "dcpmla" / "integrations" / "vllm"
-
-VERSIONS = ("0.32.0", "0.33.0")  # The engine runs with the last.
 SHORT = {"threshold": 32}  # Chunks of up to 100 tokens are then short and long prefills.
 
 
@@ -135,87 +131,6 @@ def test_experts_match_transformers(tmp_path: Path) -> None:
     check_logprobs(report)
     check_routes(report)
     check_merge(report)
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_every_name_is_there(version: str) -> None:
-    """All that the plug-in imports from vLLM, and the methods that it replaces or overrides, in vLLM's own files."""
-    tree = vllm_tree(version)
-    imported = {name: module for path in PLUG_IN.glob("*.py") for module, name in imports_from_vllm(path)}
-    assert len(imported) > 10
-    moved = [f"{module}.{name}" for name, module in imported.items() if name not in definitions(tree, module)]
-    assert not moved, f"vLLM {version} has moved {moved}"
-    members = {
-        target.id
-        for node in definitions(tree, imported["AttentionBackendEnum"])["AttentionBackendEnum"].body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    assert {"CUSTOM", *CHOSEN_BY_VLLM} <= members
-    for owner, methods in read_methods().items():
-        lacking = {
-            name: sorted(set(arguments) - arguments_of(tree, imported[owner], owner, name))
-            for name, arguments in methods.items()
-        }
-        assert not any(lacking.values()), f"vLLM {version}: methods of {owner} lack {lacking}"
-
-
-def imports_from_vllm(path: Path) -> list[tuple[str, str]]:
-    """Return (module, name) of each name that a file imports from vLLM."""
-    return [
-        (node.module, alias.name)
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm")
-        for alias in node.names
-    ]
-
-
-def definitions(tree: Path, module: str) -> dict[str, Any]:
-    """Return what a module of a tree defines or imports at its top, by name: the node of each."""
-    path = tree / module.replace(".", "/")
-    text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
-    found: dict[str, Any] = {}
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            found[node.name] = node
-        elif isinstance(node, ast.ImportFrom | ast.Import):
-            found |= {alias.asname or alias.name: node for alias in node.names}
-    return found
-
-
-def read_methods() -> dict[str, dict[str, tuple[str, ...]]]:
-    """Return `names.METHODS` with the names of its classes, from its text: vLLM cannot be imported here."""
-    for node in ast.parse((PLUG_IN / "names.py").read_text()).body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
-            pairs = zip(node.value.keys, node.value.values, strict=True)
-            return {key.id: ast.literal_eval(value) for key, value in pairs if isinstance(key, ast.Name)}
-    raise AssertionError("names.py has no METHODS")
-
-
-def arguments_of(tree: Path, module: str, owner: str, method: str) -> set[str]:
-    """Return the arguments of a method of a class or of the first class above it that has the method."""
-    classes = definitions(tree, module) | definitions(tree, "vllm.v1.attention.backend")
-    queue = [owner]
-    while queue:
-        node = classes.get(queue.pop(0))
-        if not isinstance(node, ast.ClassDef):
-            continue
-        for member in node.body:
-            if isinstance(member, ast.FunctionDef) and member.name == method:
-                return {argument.arg for argument in [*member.args.args, *member.args.kwonlyargs]}
-        bases = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
-        queue += [base.id for base in bases if isinstance(base, ast.Name)]
-    return set()
-
-
-def test_the_versions_tested_are_those_declared() -> None:
-    (requirement,) = metadata()["optional-dependencies"]["vllm"]
-    first, end = (".".join(map(str, version)) for version in (FIRST_VERSION, END_VERSION))
-    assert requirement == f"vllm>={first},<{end}"
-    minors = [tuple(map(int, version.split(".")[:2])) for version in VERSIONS]
-    assert minors[0] == FIRST_VERSION
-    assert (minors[-1][0], minors[-1][1] + 1) == END_VERSION
 
 
 def register(version: str, **variables: str) -> Ended:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.test_vllm import VERSIONS
+from tests.engines.test_vllm_names import VERSIONS
 from tests.engines.trees import vllm_tree, vllm_variables
 from tests.support.launchers import ROOT, run_together, torchrun
 

@@ -134,17 +134,8 @@ def save_k3(directory: Path, latent_factor: float = 1.0, **changes: Any) -> Kimi
 
     latent_factor: of the projections to latents; changes: of the config's fields.
     """
-    generator, tensors = torch.Generator().manual_seed(0), {}
     config = TEXT | changes
-    for name, shape in k3_shapes(config):
-        values = torch.randn(shape, generator=generator) * 0.2
-        if "norm" in name:
-            values = torch.rand(shape, generator=generator) + 0.5
-        elif name.endswith("A_log"):
-            values = torch.rand(shape, generator=generator) * -4
-        elif "conv1d" in name:
-            values = torch.randn(shape, generator=generator) * 0.5
-        tensors[name] = values * latent_factor if "q_a_proj" in name or "kv_a_proj" in name else values
+    tensors = k3_tensors(config, latent_factor)
     whole = {"model_type": "kimi_k3", "text_config": config, "vision_config": {"vt_hidden_size": 32}, "pad_token_id": 0}
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(whole))
@@ -156,6 +147,24 @@ def save_k3(directory: Path, latent_factor: float = 1.0, **changes: Any) -> Kimi
     stored["vision_tower.patch_embed.proj.weight"] = torch.zeros(32, 3, 14, 14)
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
     return KimiK3(config, tensors)
+
+
+def k3_tensors(config: dict[str, Any], latent_factor: float = 1.0, std: float = 0.2) -> dict[str, Tensor]:
+    """Return random tensors of a checkpoint by their names.
+
+    latent_factor: of the projections to latents; std: of all projections.
+    """
+    generator, tensors = torch.Generator().manual_seed(0), {}
+    for name, shape in k3_shapes(config):
+        values = torch.randn(shape, generator=generator) * std
+        if "norm" in name:
+            values = torch.rand(shape, generator=generator) + 0.5
+        elif name.endswith("A_log"):
+            values = torch.rand(shape, generator=generator) * -4
+        elif "conv1d" in name:
+            values = torch.randn(shape, generator=generator) * 0.5
+        tensors[name] = values * latent_factor if "q_a_proj" in name or "kv_a_proj" in name else values
+    return tensors
 
 
 def _pack_experts(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

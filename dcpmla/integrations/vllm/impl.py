@@ -16,7 +16,13 @@ from dcpmla.attention.warm_up import LayerSizes, warm_up
 from dcpmla.cache.formats import FP8, write_latents
 from dcpmla.comm.exchange import Exchange
 from dcpmla.integrations.absorbed import Part
-from dcpmla.integrations.vllm.names import UNUSED_MEMORY, MLACommonImpl, get_current_vllm_config, split_kv_b_proj
+from dcpmla.integrations.vllm.names import (
+    UNUSED_MEMORY,
+    MLAAttention,
+    MLACommonImpl,
+    get_current_vllm_config,
+    split_kv_b_proj,
+)
 
 
 class DCPMLAImpl(MLACommonImpl):
@@ -165,16 +171,19 @@ class DCPMLAImpl(MLACommonImpl):
             cache_dtype: Format of its cache; e4m3 for caches that vLLM declares as bytes.
             steps, workspace, sizes: Arguments of `attention.warm_up`, from `steps` on.
         """
+        is_common = isinstance(layer, MLAAttention)  # Kimi-K3's layer has whole queries and prefills by itself
 
         def decode(q: Tensor, cache: Tensor, step: DecodeMetadata) -> None:
             queries: Any = q
             if cache.dtype == FP8:
                 queries = q.to(FP8)
-            elif layer.dcp_manager is None:
+            elif layer.dcp_manager is None and is_common:
                 queries = q.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
             self._decode(queries, cache, step, layer)
 
         def prefill(q: Tensor, kv_c: Tensor, k_pe: Tensor, cache: Tensor, step: PrefillMetadata) -> None:
+            if not is_common:
+                return
             out = q.new_empty(len(q), self.num_heads * self.v_head_dim)
             for selects in sorted({False, self.is_sparse}):
                 metadata = SimpleNamespace(prefill=SimpleNamespace(step=step), num_decode_tokens=0, selects=selects)

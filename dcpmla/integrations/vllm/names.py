@@ -5,6 +5,7 @@ every tested version.
 from vllm.config import get_current_vllm_config
 from vllm.distributed.parallel_state import get_dcp_group, get_pp_group, get_tp_group
 from vllm.model_executor.layers.attention.mla_attention import (
+    MLAAttention,
     MLACommonBackend,
     MLACommonDecodeMetadata,
     MLACommonImpl,
