@@ -8,6 +8,7 @@ import logging
 import os
 
 FIRST_VERSION, END_VERSION = (0, 32), (0, 34)  # vLLM's versions that tests/engines runs with
+FIRST_WITH_V4 = (0, 33)  # the first of them with DeepSeek-V4 as `compressed` takes it
 MODES = ("custom", "default", "exchange", "off")
 CHOSEN_BY_VLLM = ("FLASH_ATTN_MLA", "CPU_MLA", "AMX_MLA")  # vLLM's choices for dense MLA on Hopper and on CPUs
 BACKEND = "dcpmla.integrations.vllm.backend.DCPMLABackend"
@@ -37,10 +38,15 @@ def register() -> None:
         install()
         return
     # Not from `names`, which imports layers: vLLM calls this before it has read its options.
+    import vllm
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     for name in ("CUSTOM", *(CHOSEN_BY_VLLM if mode == "default" else ())):
         register_backend(AttentionBackendEnum[name], BACKEND)
+    if vllm.__version_tuple__[:2] >= FIRST_WITH_V4:
+        from dcpmla.integrations.vllm.compressed.register import register_model
+
+        register_model()
 
 
 def _knows_version() -> bool:

@@ -1,0 +1,111 @@
+"""vLLM's model class for DeepSeek-V4 with this package's attention layers."""
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.models.deepseek_v4 import DeepseekV4ForCausalLM
+
+from dcpmla.attention.modules import rotated_first
+from dcpmla.integrations.vllm.compressed.attention import DCPMLADeepseekV4Attention
+from dcpmla.integrations.vllm.compressed.hooks import plan_memory
+from dcpmla.integrations.vllm.compressed.options import is_chosen
+from dcpmla.integrations.vllm.compressed.stack import CompressedStack
+from dcpmla.parallel.quantized import BlockFp8, dequantize
+
+# Names by which vLLM's model modules choose their attention class: a function's on NVIDIA, a class's on CPUs.
+CHOOSER, CPU_CLASS = "_select_dsv4_attn_cls", "DeepseekV4CPUAttention"
+
+_INDEXER = re.compile(
+    r"\.attn\.indexer\.(wq_b|compressor\.(wkv|wgate|norm))\.weight$|\.attn\.indexer\.compressor\.ape$"
+)
+_GROUPS = re.compile(r"\.attn\.wo_a\.(weight|scale|weight_scale_inv)$")
+
+
+class DCPMLADeepseekV4ForCausalLM(DeepseekV4ForCausalLM):
+    """The model of this platform. Its attention is this package's if the options choose it, else vLLM's.
+
+    Attributes:
+        attention_stack: The attention layers; None if they are vLLM's.
+    """
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        if not is_chosen(vllm_config):
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+            self.attention_stack = None
+            return
+        with _attention_class(sys.modules[DeepseekV4ForCausalLM.__module__]):
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+        layers = [layer.attn for layer in self.model.layers]
+        self.attention_stack = CompressedStack(vllm_config, layers)
+        plan_memory()
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load a checkpoint. This package's layers take some weights in another form (`reformatted`)."""
+        if self.attention_stack is None:
+            return super().load_weights(weights)
+        config = self.attention_stack.config
+        return super().load_weights(reformatted(weights, config.indexer.head_dim, config.rope_dim))
+
+
+@contextmanager
+def _attention_class(module: Any) -> Iterator[None]:
+    """Make a model module construct this package's attention layers.
+
+    Raises:
+        ValueError: The module is of another platform.
+    """
+    replaced = {
+        CHOOSER: lambda vllm_config: DCPMLADeepseekV4Attention,
+        CPU_CLASS: DCPMLADeepseekV4Attention,
+    }
+    name = next((name for name in replaced if hasattr(module, name)), None)
+    if name is None:
+        raise ValueError(
+            f"dcpmla's attention for DeepSeek-V4 does not run on the platform of {module.__name__}; choose another "
+            "--attention-backend"
+        )
+    original = getattr(module, name)
+    setattr(module, name, replaced[name])
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+def reformatted(
+    weights: Iterable[tuple[str, Tensor]], index_head_dim: int, rope_dim: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Return the weights of a checkpoint with the rotated columns of indexers first, and with wo_a's values in place of
+    its codes and scales.
+
+    Blocks of quantized weights stay what they are: an indexer's head is as wide as a block.
+    """
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in weights:
+        if _INDEXER.search(name):
+            yield name, _rotated_first(tensor, name.endswith(("ape", "norm.weight")), index_head_dim, rope_dim)
+        elif (found := _GROUPS.search(name)) is not None:
+            layer = parts.setdefault(name[: found.start()], {})
+            layer["weight" if found[1] == "weight" else "scale"] = tensor
+            if "weight" in layer and (layer["weight"].dtype != torch.float8_e4m3fn or "scale" in layer):
+                yield name[: found.start()] + ".attn.wo_a.weight", _values(**layer)
+        else:
+            yield name, tensor
+
+
+def _rotated_first(tensor: Tensor, has_columns: bool, head_dim: int, rope_dim: int) -> Tensor:
+    """Return a tensor whose columns, or else rows, are reordered in each head_dim of them."""
+    codes = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # torch moves few kinds of 8-bit floats
+    if has_columns:
+        return rotated_first(codes, head_dim, rope_dim).view(tensor.dtype)
+    return rotated_first(codes.transpose(0, 1), head_dim, rope_dim).transpose(0, 1).contiguous().view(tensor.dtype)
+
+
+def _values(weight: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Return the values of a weight that may be in blocks of e4m3."""
+    return weight if scale is None else dequantize(BlockFp8(weight, scale.float()), torch.bfloat16)
