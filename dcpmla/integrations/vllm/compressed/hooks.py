@@ -1,19 +1,18 @@
 """The memory of windows and sums in vLLM's plan of its memory: hooks around two methods of its worker."""
 
 from dataclasses import replace
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 from dcpmla.integrations.vllm.compressed.names import Worker
 
 
+@cache
 def plan_memory() -> None:
-    """Make this process's worker leave room for what the cache of such a model has besides pages, and allocate it
-    behind them.
+    """Make this process's worker leave room for what the cache of such a model has besides pages, and allocate it with
+    them. Later calls do nothing.
     """
     determine, initialize = Worker.determine_available_memory, Worker.initialize_from_config
-    if hasattr(determine, "__wrapped__"):  # by an earlier model of this process
-        return
 
     @wraps(determine)
     def determine_available_memory(worker: Any) -> int:
