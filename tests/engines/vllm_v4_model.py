@@ -106,7 +106,9 @@ class PlainExperts(nn.Module):
             self.routed_experts.register_parameter(name, parameter)
 
     @staticmethod
-    def _load(parameter: Tensor, loaded: Tensor, name: str, shard_id: str, expert_id: int, return_success: bool) -> bool:
+    def _load(
+        parameter: Tensor, loaded: Tensor, name: str, shard_id: str, expert_id: int, return_success: bool
+    ) -> bool:
         rows = parameter[expert_id]
         if shard_id != "w2":
             rows = rows.chunk(2)[0 if shard_id == "w1" else 1]

@@ -1,21 +1,18 @@
 """vLLM's model class for DeepSeek-V4 with this package's attention layers."""
 
-import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.models.deepseek_v4 import DeepseekV4ForCausalLM
 
-from dcpmla.attention.modules import rotated_first
 from dcpmla.integrations.vllm.compressed.attention import DCPMLADeepseekV4Attention
 from dcpmla.integrations.vllm.compressed.hooks import plan_memory
 from dcpmla.integrations.vllm.compressed.options import is_chosen
 from dcpmla.integrations.vllm.compressed.stack import CompressedStack
-from dcpmla.parallel.quantized import BlockFp8, dequantize
+from dcpmla.integrations.vllm.compressed.weights import reformatted
 
 # Names by which vLLM's model modules choose their attention class: a function's on NVIDIA, a class's on CPUs.
 CHOOSER, CPU_CLASS = "_select_dsv4_attn_cls", "DeepseekV4CPUAttention"
@@ -75,37 +72,3 @@ def _attention_class(module: Any) -> Iterator[None]:
         yield
     finally:
         setattr(module, name, original)
-
-
-def reformatted(
-    weights: Iterable[tuple[str, Tensor]], index_head_dim: int, rope_dim: int
-) -> Iterator[tuple[str, Tensor]]:
-    """Return the weights of a checkpoint with the rotated columns of indexers first, and with wo_a's values in place of
-    its codes and scales.
-
-    Blocks of quantized weights stay what they are: an indexer's head is as wide as a block.
-    """
-    parts: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in weights:
-        if _INDEXER.search(name):
-            yield name, _rotated_first(tensor, name.endswith(("ape", "norm.weight")), index_head_dim, rope_dim)
-        elif (found := _GROUPS.search(name)) is not None:
-            layer = parts.setdefault(name[: found.start()], {})
-            layer["weight" if found[1] == "weight" else "scale"] = tensor
-            if "weight" in layer and (layer["weight"].dtype != torch.float8_e4m3fn or "scale" in layer):
-                yield name[: found.start()] + ".attn.wo_a.weight", _values(**layer)
-        else:
-            yield name, tensor
-
-
-def _rotated_first(tensor: Tensor, has_columns: bool, head_dim: int, rope_dim: int) -> Tensor:
-    """Return a tensor whose columns, or else rows, are reordered in each head_dim of them."""
-    codes = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # torch moves few kinds of 8-bit floats
-    if has_columns:
-        return rotated_first(codes, head_dim, rope_dim).view(tensor.dtype)
-    return rotated_first(codes.transpose(0, 1), head_dim, rope_dim).transpose(0, 1).contiguous().view(tensor.dtype)
-
-
-def _values(weight: Tensor, scale: Tensor | None = None) -> Tensor:
-    """Return the values of a weight that may be in blocks of e4m3."""
-    return weight if scale is None else dequantize(BlockFp8(weight, scale.float()), torch.bfloat16)

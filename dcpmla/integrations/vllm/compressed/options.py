@@ -1,12 +1,11 @@
-"""vLLM's options for DeepSeek-V4 with this package's attention: the choice, the checks, and the layout of the cache."""
+"""vLLM's options for DeepSeek-V4 with this package's attention: the choice, the checks, and the layout of the cache.
+Nothing here imports vLLM.
+"""
 
-import logging
 import math
 import os
 from dataclasses import replace
 from typing import Any
-
-from vllm.model_executor.models.config import DeepseekV4ForCausalLMConfig
 
 from dcpmla.attention.chunks import max_chunk_tokens
 from dcpmla.attention.compressed.config import CompressedConfig
@@ -20,25 +19,6 @@ FORMATS = {
     "fp8": ("fp8_ds_mla", "fp8"),
     "fp8_ds_mla": ("fp8_ds_mla", "fp8"),
 }
-
-logger = logging.getLogger(__name__)
-
-
-class CompressedModelConfig(DeepseekV4ForCausalLMConfig):
-    """vLLM's hook for the options of such a model, called before any worker starts."""
-
-    @staticmethod
-    def verify_and_update_config(vllm_config: Any) -> None:
-        """Check the options, and turn prefix caching off, if they choose this package's attention."""
-        DeepseekV4ForCausalLMConfig.verify_and_update_config(vllm_config)
-        if is_chosen(vllm_config):
-            check(vllm_config)
-            if vllm_config.cache_config.enable_prefix_caching:
-                logger.warning(
-                    "dcpmla: prefix caching is off (--no-enable-prefix-caching): windows of DeepSeek-V4 belong to a "
-                    "request, so blocks alone cannot continue one"
-                )
-                vllm_config.cache_config.enable_prefix_caching = False
 
 
 def is_chosen(vllm_config: Any) -> bool:

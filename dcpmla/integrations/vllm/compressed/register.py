@@ -10,10 +10,10 @@ def register_model() -> None:
     vLLM calls this before it reads its options. The class and the checks leave a job as it is unless its options choose
     this package's attention (`options.is_chosen`).
     """
-    from vllm import ModelRegistry
+    from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from dcpmla.integrations.vllm.compressed.options import CompressedModelConfig
+    from dcpmla.integrations.vllm.compressed.model_config import CompressedModelConfig
 
     ModelRegistry.register_model(ARCHITECTURE, MODEL)
     MODELS_CONFIG_MAP[ARCHITECTURE] = CompressedModelConfig

@@ -1,7 +1,5 @@
 """The attention layers of a model, which share a cache that vLLM allocates."""
 
-import math
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +13,7 @@ from dcpmla.cache.formats import storage_dtype
 from dcpmla.cache.index_keys import index_storage_dtype
 from dcpmla.comm.exchange import Exchange, LocalExchange
 from dcpmla.integrations.families.deepseek_v4_config import compressed_config
+from dcpmla.integrations.vllm.compressed.memory import fixed_bytes
 from dcpmla.integrations.vllm.compressed.names import MLAAttentionSpec, get_dcp_group, get_tp_group
 from dcpmla.integrations.vllm.compressed.options import layout_of
 from dcpmla.integrations.vllm.exchange import exchange_of
@@ -86,11 +85,10 @@ class CompressedStack:
             state_content_bytes=-(-self.plan(1).bytes_per_block // block_size),
         )
 
-    @property
+    @cached_property
     def fixed_bytes(self) -> int:
-        """Bytes of the cache besides its pages: windows, sums, and what is lost where tensors begin."""
-        plan = replace(self.plan(1), num_blocks=64)  # small blocks share pages
-        return plan.bytes_carved - 64 * plan.bytes_per_block
+        """Bytes of the cache besides its pages."""
+        return fixed_bytes(self.plan(1))
 
     def memory_bytes(self, num_blocks: int) -> int:
         """Return the bytes of an allocation that holds the cache."""

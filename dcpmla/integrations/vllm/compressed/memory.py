@@ -1,0 +1,16 @@
+"""The bytes of a cache beside vLLM's pages. Nothing here imports vLLM."""
+
+from dataclasses import replace
+
+from dcpmla.attention.compressed.cache import CompressedPlan
+
+
+def fixed_bytes(plan: CompressedPlan) -> int:
+    """Return the bytes of a cache besides its blocks: windows, sums, and what is lost where tensors end.
+
+    Args:
+        plan: Plan of any number of blocks. Small blocks share pages of 64 rows, so the loss depends on the number, with
+            a period of 64.
+    """
+    numbers, page_bytes = range(64, 128), plan.bytes_per_block
+    return max(replace(plan, num_blocks=number).bytes_carved - number * page_bytes for number in numbers)
