@@ -184,9 +184,9 @@ def definitions(tree: Path, module: str) -> dict[str, Any]:
     return found
 
 
-def read_methods() -> dict[str, dict[str, tuple[str, ...]]]:
-    """Return `names.METHODS` with the names of its classes, from its text: vLLM cannot be imported here."""
-    for node in ast.parse((PLUG_IN / "names.py").read_text()).body:
+def read_methods(names: Path = PLUG_IN / "names.py") -> dict[str, dict[str, tuple[str, ...]]]:
+    """Return METHODS of a file with the names of its classes, from its text: vLLM cannot be imported here."""
+    for node in ast.parse(names.read_text()).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             pairs = zip(node.value.keys, node.value.values, strict=True)
             return {key.id: ast.literal_eval(value) for key, value in pairs if isinstance(key, ast.Name)}

@@ -79,14 +79,14 @@ def describe(llm: LLM) -> dict[str, Any]:
     config = llm.llm_engine.vllm_config
     layers = list(config.compilation_config.static_forward_context.values())
     stack = layers[0].stack
-    plan, memory = stack.plan(config.cache_config.num_gpu_blocks), layers[1].cache.rows.untyped_storage()
+    plan, memory = stack.cache.sizes, stack.leader.kv_cache.untyped_storage()
     return {
         "blocks": plan.num_blocks,
         "tokens": plan.tokens_total,
         "layers": len(layers),
         "bytes": memory.nbytes(),
         "needed": plan.bytes_per_rank,
-        "in one piece": all(layer.cache.rows.untyped_storage().data_ptr() == memory.data_ptr() for layer in layers),
+        "in one piece": all(tensor.untyped_storage().data_ptr() == memory.data_ptr() for tensor in stack.cache.tensors),
         "pages": stack.pages(config).page_size_bytes * plan.num_blocks,
         "fixed": stack.fixed_bytes,
         "prefix caching": config.cache_config.enable_prefix_caching,

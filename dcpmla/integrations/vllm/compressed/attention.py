@@ -4,8 +4,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dcpmla.attention.compressed.cache import CompressedLayerCache
-from dcpmla.attention.compressed.layer import CompressedAttention
 from dcpmla.attention.compressed.modules import CompressedModules, CompressorModules
 from dcpmla.integrations.vllm.compressed.backend import DCPMLACompressedBackend
 from dcpmla.integrations.vllm.compressed.names import (
@@ -55,17 +53,14 @@ class DCPMLADeepseekV4Attention(DeepseekV4Attention):
     """The layer that vLLM's model makes in place of its own.
 
     Attributes:
-        attention: This package's layer over this layer's projections; it and `cache` are set by `CompressedStack`.
-        cache: Cache of this layer; None before vLLM has allocated it.
-        stack: All layers of the model; it gives the one named `leader` the pages of all.
+        stack, number: All layers of the model, and this one's number among them.
     """
 
     backend_cls = DCPMLACompressedBackend
     use_fp8_ds_mla_layout = False  # else vLLM changes the job's cache format to its own
     forward_mqa = _o_proj = None  # parts of the `forward` that is replaced
-    attention: CompressedAttention
-    cache: CompressedLayerCache | None = None
     stack: Any
+    number: int
 
     @classmethod
     def get_padded_num_q_heads(cls, num_heads: int) -> int:
@@ -105,22 +100,26 @@ class DCPMLADeepseekV4Attention(DeepseekV4Attention):
     def forward(self, positions: Tensor, hidden_states: Tensor, llama_4_scaling: Tensor | None = None) -> Tensor:
         """Run a step: [T, hidden] -> [T, hidden]."""
         low = hidden_states.new_empty(len(hidden_states), self.n_local_groups * self.o_lora_rank)
-        self._attend(hidden_states, low)
+        self._attend_outside_pieces(hidden_states, low)
         return self.wo_b(low)
 
-    @eager_break_during_capture
     def _attend(self, hidden_states: Tensor, low: Tensor) -> None:
         """Write attention's output before its last projection into `low` [T, groups x o_lora_rank]."""
-        metadata = get_forward_context().attn_metadata
-        step = metadata[self.stack.leader].step if isinstance(metadata, dict) else None
-        low.copy_(self.attention.attend(hidden_states, self.cache, step))
+        metadata, stack = get_forward_context().attn_metadata, self.stack
+        is_profile = not isinstance(metadata, dict)
+        cache, step = (None, None) if is_profile else (stack.cache[self.number], metadata[stack.leader.prefix].step)
+        low.copy_(stack.attention[self.number].attend(hidden_states, cache, step))
+
+    # Between the graphs of a step's pieces, if vLLM captures pieces.
+    _attend_outside_pieces = eager_break_during_capture(_attend)
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         """Return the pages of the whole model in one layer, and None in all others."""
-        return self.stack.pages(vllm_config) if self.prefix == self.stack.leader else None
+        return self.stack.pages(vllm_config) if self is self.stack.leader else None
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         """Cut the caches of all layers from the memory of the pages."""
+        self.kv_cache = kv_cache
         self.stack.bind(kv_cache)
 
     def modules(self) -> CompressedModules:

@@ -1,4 +1,4 @@
-"""vLLM's attention backend for DeepSeek-V4: the metadata of a step, from vLLM's numbers on the host and on the device."""
+"""vLLM's attention backend for DeepSeek-V4: the metadata of a step, from numbers of vLLM."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -81,11 +81,14 @@ class CompressedMetadataBuilder(AttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         (leader,) = layer_names
         self.stack = vllm_config.compilation_config.static_forward_context[leader].stack
-        plan, placement = self.stack.plan(vllm_config.cache_config.num_gpu_blocks), self.stack.placement
-        self.steps = CompressedStepBuilder(plan, placement.mesh.dcp_rank, device)
         self.workspace = decode_workspace(device)
         num_seqs = vllm_config.scheduler_config.max_num_seqs
         self.states = torch.full((num_seqs,), -1, dtype=torch.int32, device=device)
+
+    @cached_property
+    def steps(self) -> CompressedStepBuilder:
+        """The builder of steps over the cache, which vLLM allocates after this object."""
+        return CompressedStepBuilder(self.stack.cache.sizes, self.stack.placement.mesh.dcp_rank, self.device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> LazyStep:
         """Return a step of decodes, then prefills, then padding."""

@@ -1,10 +1,10 @@
-"""The memory of windows and sums in vLLM's plan of its memory: hooks around two methods of its worker."""
+"""The memory of windows and sums in vLLM's plan of its memory: hooks around two methods of its worker's."""
 
 from dataclasses import replace
 from functools import cache, wraps
 from typing import Any
 
-from dcpmla.integrations.vllm.compressed.names import Worker
+from dcpmla.integrations.vllm.compressed.names import GPUModelRunner, Worker
 
 
 @cache
@@ -12,27 +12,29 @@ def plan_memory() -> None:
     """Make this process's worker leave room for what the cache of such a model has besides pages, and allocate it with
     them. Later calls do nothing.
     """
-    determine, initialize = Worker.determine_available_memory, Worker.initialize_from_config
+    determine, initialize = Worker.determine_available_memory, GPUModelRunner.initialize_kv_cache
 
     @wraps(determine)
     def determine_available_memory(worker: Any) -> int:
-        stack = stack_of(worker)
-        fixed = 0 if stack is None else stack.fixed_bytes
-        return int(determine(worker)) - fixed
+        stack = _stack_of(worker.model_runner)
+        available = int(determine(worker))
+        return available if stack is None else available - stack.fixed_bytes
 
     @wraps(initialize)
-    def initialize_from_config(worker: Any, kv_cache_config: Any) -> None:
-        stack = stack_of(worker)
+    def initialize_kv_cache(runner: Any, kv_cache_config: Any, *more: Any, **named: Any) -> None:
+        stack = _stack_of(runner)
         if stack is not None:
-            size = stack.memory_bytes(kv_cache_config.num_blocks)
+            size = stack.plan(kv_cache_config.num_blocks).bytes_carved
             tensors = [replace(tensor, size=size) for tensor in kv_cache_config.kv_cache_tensors]
             kv_cache_config = replace(kv_cache_config, kv_cache_tensors=tensors)
-        initialize(worker, kv_cache_config)
+        initialize(runner, kv_cache_config, *more, **named)
 
-    Worker.determine_available_memory = determine_available_memory
-    Worker.initialize_from_config = initialize_from_config
+    Worker.determine_available_memory, GPUModelRunner.initialize_kv_cache = (
+        determine_available_memory,
+        initialize_kv_cache,
+    )
 
 
-def stack_of(worker: Any) -> Any:
-    """Return the attention layers of a worker's model; None of another model."""
-    return getattr(worker.model_runner.get_model(), "attention_stack", None)
+def _stack_of(runner: Any) -> Any:
+    """Return the attention layers of a runner's model; None of another model."""
+    return getattr(runner.get_model(), "attention_stack", None)

@@ -3,14 +3,16 @@
 from dataclasses import replace
 
 from dcpmla.attention.compressed.cache import CompressedPlan
+from dcpmla.cache.carve import ALIGNMENT
 
 
 def fixed_bytes(plan: CompressedPlan) -> int:
-    """Return the bytes of a cache besides its blocks: windows, sums, and what is lost where tensors end.
+    """Return the bytes of a cache besides its blocks: windows, sums, and what is lost where tensors begin.
 
     Args:
         plan: Plan of any number of blocks. Small blocks share pages of 64 rows, so the loss depends on the number, with
             a period of 64.
     """
-    numbers, page_bytes = range(64, 128), plan.bytes_per_block
-    return max(replace(plan, num_blocks=number).bytes_carved - number * page_bytes for number in numbers)
+    numbers, block_bytes = range(64, 128), plan.bytes_per_block
+    most = max(replace(plan, num_blocks=number).bytes_per_rank - number * block_bytes for number in numbers)
+    return most + ALIGNMENT * len(plan.tensors)

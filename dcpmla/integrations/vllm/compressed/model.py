@@ -10,17 +10,10 @@ from vllm.models.deepseek_v4 import DeepseekV4ForCausalLM
 
 from dcpmla.integrations.vllm.compressed.attention import DCPMLADeepseekV4Attention
 from dcpmla.integrations.vllm.compressed.hooks import plan_memory
+from dcpmla.integrations.vllm.compressed.names import CHOOSER, CPU_CLASS
 from dcpmla.integrations.vllm.compressed.options import is_chosen
 from dcpmla.integrations.vllm.compressed.stack import CompressedStack
 from dcpmla.integrations.vllm.compressed.weights import reformatted
-
-# Names by which vLLM's model modules choose their attention class: a function's on NVIDIA, a class's on CPUs.
-CHOOSER, CPU_CLASS = "_select_dsv4_attn_cls", "DeepseekV4CPUAttention"
-
-_INDEXER = re.compile(
-    r"\.attn\.indexer\.(wq_b|compressor\.(wkv|wgate|norm))\.weight$|\.attn\.indexer\.compressor\.ape$"
-)
-_GROUPS = re.compile(r"\.attn\.wo_a\.(weight|scale|weight_scale_inv)$")
 
 
 class DCPMLADeepseekV4ForCausalLM(DeepseekV4ForCausalLM):
@@ -37,8 +30,7 @@ class DCPMLADeepseekV4ForCausalLM(DeepseekV4ForCausalLM):
             return
         with _attention_class(sys.modules[DeepseekV4ForCausalLM.__module__]):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
-        layers = [layer.attn for layer in self.model.layers]
-        self.attention_stack = CompressedStack(vllm_config, layers)
+        self.attention_stack = CompressedStack(vllm_config, [layer.attn for layer in self.model.layers])
         plan_memory()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:

@@ -10,6 +10,7 @@ from vllm.models.deepseek_v4.attention import DeepseekV4Attention
 from vllm.models.deepseek_v4.compressor import DeepseekCompressor
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 # Methods that are replaced or overridden, and the arguments that must be among theirs.
@@ -29,5 +30,9 @@ METHODS = {
         "build": ("common_prefix_len", "common_attn_metadata", "fast_build"),
         "build_for_cudagraph_capture": ("common_attn_metadata",),
     },
-    Worker: {"determine_available_memory": (), "initialize_from_config": ("kv_cache_config",)},
+    GPUModelRunner: {"initialize_kv_cache": ("kv_cache_config",), "get_model": ()},
+    Worker: {"determine_available_memory": ()},  # workers of CPUs have one of their own, whose memory is the user's
 }
+
+# Members of vLLM's model modules that choose the attention class: a function on NVIDIA's GPUs, the class on CPUs.
+CHOOSER, CPU_CLASS = "_select_dsv4_attn_cls", "DeepseekV4CPUAttention"

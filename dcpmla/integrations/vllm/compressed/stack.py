@@ -1,5 +1,6 @@
 """The attention layers of a model, which share a cache that vLLM allocates."""
 
+import weakref
 from functools import cached_property
 from typing import Any
 
@@ -28,17 +29,19 @@ class CompressedStack:
     which is enlarged by it (`memory`): attention reads windows and entries as rows of one tensor.
 
     Attributes:
-        layers: The layers, in the model's order.
-        leader: Name of the layer that declares the pages, the first that compresses.
+        layers: vLLM's layers, in the model's order.
+        leader: The layer that declares the pages, the first that compresses.
+        cache: The caches of all layers; None before vLLM has allocated its pages, and after it has freed them.
     """
 
     def __init__(self, vllm_config: Any, layers: list[Any]) -> None:
         self.config = compressed_config(vllm_config.model_config.hf_config)
         self.layers, self._vllm_config = layers, vllm_config
         kinds = zip(layers, self.config.layer_kinds, strict=True)
-        self.leader: str = next(layer.prefix for layer, kind in kinds if kind.ratio)
-        for layer in layers:
-            layer.stack = self
+        self.leader = next(layer for layer, kind in kinds if kind.ratio)
+        self.cache: CompressedCache | None = None
+        for number, layer in enumerate(layers):
+            layer.stack, layer.number = self, number
 
     @cached_property
     def placement(self) -> Placement:
@@ -71,11 +74,17 @@ class CompressedStack:
             index_dtype=index_storage_dtype(dcp.index_cache_dtype, dtype),
         )
 
+    @cached_property
+    def attention(self) -> list[CompressedAttention]:
+        """This package's layers over the projections of vLLM's, which are loaded by now."""
+        kinds, placement = self.config.layer_kinds, self.placement
+        return [
+            CompressedAttention(self.config, kind, placement, modules=layer.modules())
+            for kind, layer in zip(kinds, self.layers, strict=True)
+        ]
+
     def pages(self, vllm_config: Any) -> Any:
-        """Make this package's layers, and return vLLM's description of a page, which holds a block of all of them."""
-        for number, layer in enumerate(self.layers):
-            kind = self.config.layer_kinds[number]
-            layer.attention = CompressedAttention(self.config, kind, self.placement, modules=layer.modules())
+        """Return vLLM's description of a page, which holds a block of all layers."""
         block_size = vllm_config.cache_config.block_size
         return MLAAttentionSpec(
             block_size=block_size,
@@ -90,22 +99,20 @@ class CompressedStack:
         """Bytes of the cache besides its pages."""
         return fixed_bytes(self.plan(1))
 
-    def memory_bytes(self, num_blocks: int) -> int:
-        """Return the bytes of an allocation that holds the cache."""
-        return self.plan(num_blocks).bytes_carved
-
     def bind(self, pages: Tensor) -> None:
-        """Cut the caches of all layers from vLLM's allocation.
+        """Cut the caches of all layers from vLLM's allocation, which lives as long as vLLM's view of its pages.
 
         Args:
-            pages: vLLM's view of its pages, a part of the allocation that `hooks` has enlarged.
+            pages: vLLM's view [num_blocks, ...], a part of the allocation that `hooks` has enlarged.
         """
-        storage = pages.untyped_storage()
-        memory = torch.empty(0, dtype=torch.uint8, device=pages.device).set_(storage)
-        num_blocks = self._vllm_config.cache_config.num_gpu_blocks
-        cache = CompressedCache(self.plan(num_blocks), pages.device, memory)
-        for layer, of_layer in zip(self.layers, cache, strict=True):
-            layer.cache = of_layer
+        memory = torch.empty(0, dtype=torch.uint8, device=pages.device).set_(pages.untyped_storage())
+        cache = CompressedCache(self.plan(len(pages)), pages.device, memory)
+        self.cache = cache
+        weakref.finalize(pages, self._forget, cache)
+
+    def _forget(self, cache: CompressedCache) -> None:
+        if self.cache is cache:
+            self.cache = None
 
     def rotary(self, positions: Tensor, is_compressed: bool) -> Tensor:
         """Return the angles of positions [T] in layers that compress, or in the others, [T, R] float32."""
