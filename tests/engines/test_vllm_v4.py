@@ -50,7 +50,7 @@ def check(report: dict[str, Any], num_layers: int = 4) -> None:
     assert calls["attend"] > 40 * num_layers
     assert calls["dcp_mla_decode"] > 20 * num_layers
     assert calls["attend_prefill"] > 5 * num_layers
-    assert report["static"]["steps"] >= 8
+    assert report["static"]["steps"] >= 5
     assert report["layers"] == num_layers, "vLLM's own caches of windows, states or index keys are there"
     assert report["in one piece"]
     assert report["bytes"] >= report["needed"]
@@ -59,7 +59,7 @@ def check(report: dict[str, Any], num_layers: int = 4) -> None:
 
 
 def test_preempted_requests(model: Path, tmp_path: Path) -> None:
-    """TP 1, chosen by --attention-backend CUSTOM, with four blocks for the requests: some lose theirs, and start anew."""
+    """TP 1, chosen by --attention-backend CUSTOM, with four blocks for the requests: some lose theirs and restart."""
     report, stderr = run_engine(
         model, tmp_path, 1, {}, attention_backend="CUSTOM", num_gpu_blocks_override=5, max_num_batched_tokens=1100
     )
