@@ -32,17 +32,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_engine(
-    model: Path, folder: Path, num_ranks: int, variables: dict[str, str], **given: Any
+    model: Path, folder: Path, num_ranks: int, variables: dict[str, str], **engine: Any
 ) -> tuple[dict[str, Any], str]:
     """Run `vllm_v4_cases.py`: return its report and its stderr."""
     variables = vllm_variables(vllm_tree(WITH_V4[-1]), folder) | variables
-    program = [ROOT / "tests" / "engines" / "vllm_v4_cases.py", model, json.dumps(given)]
+    program = [ROOT / "tests" / "engines" / "vllm_v4_cases.py", model, json.dumps(engine)]
     (ended,) = run_together([(torchrun(program, num_ranks), variables)], timeout=500)
     return json.loads(ended.stdout.splitlines()[-1]), ended.stderr
 
 
 def check(report: dict[str, Any], num_layers: int = 4) -> None:
-    """Check logprobs, whose code has run, and that the cache lies in vLLM's allocation."""
+    """Check logprobs, the code that has run, and that the cache is a part of vLLM's allocation."""
     for turn, ended in (("first", 20), ("aborted", 19), ("tight", 4), ("static", 4)):
         assert report[turn]["ended"] == ended, turn
         assert report[turn]["error"] < 1e-4, turn
@@ -51,7 +51,7 @@ def check(report: dict[str, Any], num_layers: int = 4) -> None:
     assert calls["dcp_mla_decode"] > 20 * num_layers
     assert calls["attend_prefill"] > 5 * num_layers
     assert report["static"]["steps"] >= 5
-    assert report["layers"] == num_layers, "vLLM's own caches of windows, states or index keys are there"
+    assert report["layers"] == num_layers, "vLLM has caches of its own for windows, states or index keys"
     assert report["in one piece"]
     assert report["bytes"] >= report["needed"]
     assert report["bytes"] <= report["pages"] + report["fixed"]
@@ -91,7 +91,7 @@ def test_decode_context_parallel_matches_transformers(model: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("version", WITH_V4)
 def test_every_name_is_there(version: str) -> None:
-    """All that the attention of DeepSeek-V4 imports from vLLM, and what it replaces, in vLLM's own files."""
+    """Every name that the attention of DeepSeek-V4 imports or replaces, in vLLM's own files."""
     tree = vllm_tree(version)
     imported = {name: module for path in PLUG_IN.glob("*.py") for module, name in imports_from_vllm(path)}
     assert len(imported) > 10
@@ -111,19 +111,19 @@ def test_every_name_is_there(version: str) -> None:
 def names_in(tree: Path, module: str) -> set[str]:
     """Return the names that a module of a tree defines or imports, in branches of its top, too."""
     path = tree / module.replace(".", "/")
-    found = set[str]()
+    names = set[str]()
     for node in ast.walk(ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.ImportFrom):
-            found |= {alias.asname or alias.name for alias in node.names}
+            names |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found.add(node.target.id)
-    return found
+            names.add(node.target.id)
+    return names
 
 
-def job(**given: Any) -> Any:
-    """Return a stand-in for vLLM's config of a job, with some fields changed."""
+def job(**fields: Any) -> Any:
+    """Return a substitute for vLLM's config of a job, with some fields changed."""
     parallel = {
         "tensor_parallel_size": 2,
         "decode_context_parallel_size": 2,
@@ -132,21 +132,21 @@ def job(**given: Any) -> Any:
         "cp_kv_cache_interleave_size": 1,
         "use_ubatching": False,
     }
-    others = {"speculative_config": None, "kv_transfer_config": None, "use_v2_model_runner": True}
+    absent = {"speculative_config": None, "kv_transfer_config": None, "use_v2_model_runner": True}
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(**{name: given.get(name, value) for name, value in parallel.items()}),
+        parallel_config=SimpleNamespace(**{name: fields.get(name, value) for name, value in parallel.items()}),
         cache_config=SimpleNamespace(
-            cache_dtype=given.get("cache_dtype", "auto"), block_size=given.get("block_size", 256)
+            cache_dtype=fields.get("cache_dtype", "auto"), block_size=fields.get("block_size", 256)
         ),
-        model_config=SimpleNamespace(hf_config=given.get("hf_config", tiny_config("deepseek_v4")), max_model_len=1024),
+        model_config=SimpleNamespace(hf_config=fields.get("hf_config", tiny_config("deepseek_v4")), max_model_len=1024),
         scheduler_config=SimpleNamespace(max_num_seqs=8),
-        attention_config=SimpleNamespace(backend=given.get("backend")),
-        **{name: given.get(name, value) for name, value in others.items()},
+        attention_config=SimpleNamespace(backend=fields.get("backend")),
+        **{name: fields.get(name, value) for name, value in absent.items()},
     )
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("changed", "message"),
     [
         ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
@@ -158,9 +158,9 @@ def job(**given: Any) -> Any:
         ({"tensor_parallel_size": 5}, "tensor_parallel_size .*is 5"),
     ],
 )
-def test_options_that_it_does_not_have(given: dict[str, Any], message: str) -> None:
+def test_options_that_it_does_not_have(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        options.check(job(**given))
+        options.check(job(**changed))
 
 
 def test_options_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,8 +224,8 @@ def test_weights_of_a_checkpoint() -> None:
         **plain,
         "wo_a.weight": codes,
     }
-    found = dict(reformatted(((prefix + name, tensor) for name, tensor in stored.items()), width, rope))
-    assert len(found) == len(stored) - 1
+    loaded = dict(reformatted(((prefix + name, tensor) for name, tensor in stored.items()), width, rope))
+    assert len(loaded) == len(stored) - 1
     order = torch.cat([torch.arange(rope, width), torch.arange(rope)])
     both = torch.cat([order, order + width])
     for name, expected in (
@@ -237,6 +237,6 @@ def test_weights_of_a_checkpoint() -> None:
         ("wo_b.weight", plain["wo_b.weight"]),
         ("wo_a.weight", dequantize(codes, scales, (128, 128)).bfloat16().float()),
     ):
-        assert torch.equal(found[prefix + name].float(), expected), name
+        assert torch.equal(loaded[prefix + name].float(), expected), name
     whole = {"layers.0.attn.wo_a.weight": torch.randn(4, 4)}
     assert dict(reformatted(whole.items(), width, rope)) == whole

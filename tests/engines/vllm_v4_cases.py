@@ -41,19 +41,18 @@ def main(directory: str, options: dict[str, Any]) -> None:
     for name in ("gather_heads", "combine"):
         count(AllToAll, name)
     count(Scheduler, "_preempt_request")
+    defaults = {"max_num_batched_tokens": 100, "dtype": "float32", "enforce_eager": True}
+    defaults["compilation_config"] = {"custom_ops": ["none"]}
     llm = LLM(
         model=directory,
         skip_tokenizer_init=True,
         tensor_parallel_size=int(os.environ["WORLD_SIZE"]),
         distributed_executor_backend="external_launcher",
-        dtype="float32",
-        enforce_eager=True,
         max_model_len=1024,
         max_num_seqs=20,
         max_logprobs=VOCABULARY,
-        compilation_config={"custom_ops": ["none"]},
         seed=0,
-        **{"max_num_batched_tokens": 100, **options},
+        **defaults | options,
     )
     model = AutoModelForCausalLM.from_pretrained(
         f"{directory}/reference", dtype=torch.float32, attn_implementation="eager"
@@ -66,6 +65,8 @@ def main(directory: str, options: dict[str, Any]) -> None:
     for turn, of_turn, aborted in (("first", requests, None), ("aborted", requests, 1), ("tight", tight, None)):
         report[turn] = compare(model, of_turn, run(llm, of_turn, aborted))
     report["calls"] = dict(CALLS)
+    if torch.cuda.is_available():
+        end(report)
     use_static_steps()
     report["static"] = compare(model, tight, run(llm, tight)) | {"steps": CALLS["static steps"]}
     if options.get("decode_context_parallel_size", 1) > 1:

@@ -60,9 +60,9 @@ CONFIG = {
 MORE = {"topk_method": "noaux_tc", "norm_topk_prob": True, "num_nextn_predict_layers": 0}
 
 
-def save_v4(directory: Path) -> Path:
+def save_v4(directory: Path, **changed: Any) -> Path:
     """Save a model by DeepSeek's names, and in the folder `reference` by transformers'; return its directory."""
-    model = random_model(DeepseekV4Config(**CONFIG, attn_implementation="eager"))
+    model = random_model(DeepseekV4Config(**CONFIG | changed, attn_implementation="eager"))
     model.save_pretrained(directory / "reference")
     tensors = {published_name(name): tensor for name, tensor in load_file(_file(directory / "reference")).items()}
     save_file(tensors, _file(directory), metadata={"format": "pt"})
@@ -138,12 +138,17 @@ class PlainExperts(nn.Module):
 
 
 def use_plain_torch() -> None:
-    """Make vLLM's model for CPUs run without vLLM's compiled ops: its experts and its residual streams."""
+    """Make vLLM run its model for CPUs, on GPUs as well, without compiled ops: its experts and its residual streams."""
     from vllm.model_executor.kernels import mhc
+    from vllm.model_executor.layers import mhc as layers
+    from vllm.models import deepseek_v4
     from vllm.models.deepseek_v4.cpu import model
 
     model.FusedMoEFactory = PlainExperts
     mhc.mhc_pre_cpu, mhc.mhc_post_cpu, mhc.hc_head_fused_cpu = _mix, mhc.mhc_post_torch, _collapse
+    deepseek_v4.DeepseekV4ForCausalLM = model.DeepseekV4ForCausalLM
+    for operation in (layers.MHCPreOp, layers.MHCPostOp, layers.HCHeadOp):
+        operation.forward_cuda = operation.forward_cpu
 
 
 def _mix(
@@ -156,8 +161,8 @@ def _mix(
     _: float,
     post_factor: float,
     num_rounds: int,
-    *more: Any,
-    **named: Any,
+    *_args: Any,
+    **_options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a block's weights of streams after it, the matrix that mixes them, and the block's input."""
     num = residual.shape[-2]

@@ -185,11 +185,11 @@ class CompressedCache(Cache):
         self.token_ids = allocate_token_ids(plan, device)
         layers = [plan.layer_tensors(kind) for kind in plan.config.layer_kinds]
         if memory is None:
-            made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in plan.tensors]
+            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in plan.tensors]
         else:
-            made = carve(memory, plan.tensors)
-        parts = iter(made)
-        new: list[dict[str, Any]] = [{field: next(parts) for field in tensors} for tensors in layers]
+            tensors = carve(memory, plan.tensors)
+        parts = iter(tensors)
+        new: list[dict[str, Any]] = [{field: next(parts) for field in fields} for fields in layers]
         self._own = {layer: CompressedLayerCache(**new[layer]) for layer in plan.config.row_groups}
         sources = {layer: first for first, group in plan.config.row_groups.items() for layer in group}
         self.loads, self.starts = ([list[torch.cuda.Event]() for _ in new] for _ in range(2))

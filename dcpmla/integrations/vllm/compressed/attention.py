@@ -94,8 +94,8 @@ class DCPMLADeepseekV4Attention(DeepseekV4Attention):
         )
 
     def _compressors(self) -> list[Any]:
-        found = [self.compressor, None if self.indexer is None else self.indexer.compressor]
-        return [compressor for compressor in found if compressor is not None]
+        modules = [self.compressor, None if self.indexer is None else self.indexer.compressor]
+        return [module for module in modules if module is not None]
 
     def forward(self, positions: Tensor, hidden_states: Tensor, llama_4_scaling: Tensor | None = None) -> Tensor:
         """Run a step: [T, hidden] -> [T, hidden]."""

@@ -45,7 +45,7 @@ class DCPMLACompressedBackend(AttentionBackend):
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return -(-default_block_size // 256) * 256  # as vLLM's own layers of DeepSeek-V4
+        return -(-default_block_size // 256) * 256  # vLLM's own layers have the same
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -136,7 +136,7 @@ class CompressedMetadataBuilder(AttentionMetadataBuilder):
         return self.steps.extend(step, host, table, [of_request, numbers])
 
     def _static_step(self, common: Any) -> StepMetadata:
-        """Return a step of decodes that reads vLLM's memory, of which padding has a length of 0."""
+        """Return a step of decodes that reads vLLM's memory. Padding has a length of 0 there."""
         num_reqs = common.num_reqs
         table, seq_lens = common.block_table_tensor[:num_reqs], common.seq_lens[:num_reqs]
         positions = (seq_lens - 1).clamp(min=0).long()
@@ -165,7 +165,7 @@ class CompressedMetadataBuilder(AttentionMetadataBuilder):
         return StepMetadata(
             num_tokens=len(positions),
             num_decode_tokens=num_decodes,
-            num_blocks=0,  # vLLM's blocks are those of the cache
+            num_blocks=0,  # the cache has all of vLLM's blocks
             positions=positions,
             slot_mapping=positions.new_full((len(positions),), -1),
             decode=decode,

@@ -21,13 +21,13 @@ def plan_memory() -> None:
         return available if stack is None else available - stack.fixed_bytes
 
     @wraps(initialize)
-    def initialize_kv_cache(runner: Any, kv_cache_config: Any, *more: Any, **named: Any) -> None:
+    def initialize_kv_cache(runner: Any, kv_cache_config: Any, *args: Any, **options: Any) -> None:
         stack = _stack_of(runner)
         if stack is not None:
             size = stack.plan(kv_cache_config.num_blocks).bytes_carved
             tensors = [replace(tensor, size=size) for tensor in kv_cache_config.kv_cache_tensors]
             kv_cache_config = replace(kv_cache_config, kv_cache_tensors=tensors)
-        initialize(runner, kv_cache_config, *more, **named)
+        initialize(runner, kv_cache_config, *args, **options)
 
     Worker.determine_available_memory, GPUModelRunner.initialize_kv_cache = (
         determine_available_memory,

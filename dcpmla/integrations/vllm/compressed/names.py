@@ -1,5 +1,5 @@
-"""vLLM's internal names that DeepSeek-V4's attention uses, besides those of the folder above. tests/engines looks for
-each of them.
+"""vLLM's internal names that DeepSeek-V4's attention uses; a new version may move them. tests/engines looks for each in
+every tested version that has this model.
 """
 
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture

@@ -74,8 +74,8 @@ def layout_of(vllm_config: Any, config: CompressedConfig) -> DCPConfig:
     if block_size % granule:
         raise ValueError(
             f"block_size (--block-size) is {block_size}; it must be a multiple of {granule}, so that it holds whole "
-            f"entries of {config.ratios} tokens (the config's compress_rates), {interleave} of them at a time on a "
-            "rank (--cp-kv-cache-interleave-size)"
+            f"entries of {config.ratios} tokens (the config's compress_rates), in groups of {interleave} "
+            "(--cp-kv-cache-interleave-size)"
         )
     rows, keys = FORMATS[vllm_config.cache_config.cache_dtype]
     dcp = DCPConfig(

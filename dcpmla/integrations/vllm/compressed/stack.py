@@ -100,7 +100,7 @@ class CompressedStack:
         return fixed_bytes(self.plan(1))
 
     def bind(self, pages: Tensor) -> None:
-        """Cut the caches of all layers from vLLM's allocation, which lives as long as vLLM's view of its pages.
+        """Cut the caches of all layers from vLLM's allocation. They are dropped when vLLM drops its view of the pages.
 
         Args:
             pages: vLLM's view [num_blocks, ...], a part of the allocation that `hooks` has enlarged.

@@ -19,23 +19,23 @@ def reformatted(
     """Return the weights of a checkpoint with the rotated columns of indexers first, and with wo_a's values in place of
     its codes and scales.
 
-    Blocks of quantized weights stay what they are: an indexer's head is as wide as a block.
+    Quantized weights keep their scales, because an indexer's head is exactly one block of rows.
     """
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights:
         if _INDEXER.search(name):
             yield name, _rotated_first(tensor, name.endswith(("ape", "norm.weight")), index_head_dim, rope_dim)
-        elif (found := _GROUPS.search(name)) is not None:
-            layer = parts.setdefault(name[: found.start()], {})
-            layer["weight" if found[1] == "weight" else "scale"] = tensor
+        elif (match := _GROUPS.search(name)) is not None:
+            layer = parts.setdefault(name[: match.start()], {})
+            layer["weight" if match[1] == "weight" else "scale"] = tensor
             if "weight" in layer and (layer["weight"].dtype != torch.float8_e4m3fn or "scale" in layer):
-                yield name[: found.start()] + ".attn.wo_a.weight", _values(**layer)
+                yield name[: match.start()] + ".attn.wo_a.weight", _values(**layer)
         else:
             yield name, tensor
 
 
 def _rotated_first(tensor: Tensor, has_columns: bool, head_dim: int, rope_dim: int) -> Tensor:
-    """Return a tensor whose columns, or else rows, are reordered in each head_dim of them."""
+    """Return a tensor with its columns, or else its rows, reordered in each group of head_dim."""
     codes = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # torch moves few kinds of 8-bit floats
     if has_columns:
         return rotated_first(codes, head_dim, rope_dim).view(tensor.dtype)
