@@ -1,7 +1,7 @@
 """The plug-in for vLLM, found by the entry point `vllm.general_plugins`. Nothing else imports this package.
 
 It has the attention of dense MLA models, its exchange included (`backend`), or the exchange alone, under vLLM's own
-kernels (`exchange`). `names` lists the internals of vLLM that it uses.
+kernels (`exchange`), and the attention of DeepSeek-V4 (`compressed`). `names` lists the internals of vLLM that it uses.
 """
 
 import logging
@@ -20,7 +20,7 @@ def register() -> None:
     """Register what `DCPMLA_VLLM` asks for. vLLM calls this in each of its processes, maybe more than once.
 
     - custom (the default): `--attention-backend CUSTOM` is this package's.
-    - default: so are the backends that vLLM chooses by itself on Hopper and on CPUs.
+    - default: so are the backends that vLLM chooses by itself on Hopper and on CPUs, and DeepSeek-V4's attention.
     - exchange: vLLM's attention, with the queries gathered and the partial outputs merged by this package's exchange.
     - off: nothing.
 
