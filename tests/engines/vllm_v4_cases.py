@@ -15,7 +15,7 @@ from dcpmla.attention.compressed.layer import CompressedAttention
 from dcpmla.comm.nccl import AllToAll
 from dcpmla.integrations.vllm.compressed.backend import CompressedMetadataBuilder, LazyStep
 from tests.engines.vllm_cases import CALLS, VOCABULARY, count, end, largest_error, prompts, run, without_merge
-from tests.engines.vllm_v4_model import use_plain_torch
+from tests.engines.vllm_v4_model import round_reference, use_plain_torch
 
 BLOCK = 256  # vLLM's on CPUs
 
@@ -57,6 +57,8 @@ def main(directory: str, options: dict[str, Any]) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         f"{directory}/reference", dtype=torch.float32, attn_implementation="eager"
     )
+    if options.get("kv_cache_dtype") == "fp8":
+        round_reference()
     report = describe(llm)
     CALLS.clear()
     requests = prompts()

@@ -9,7 +9,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import DeepseekV4Config
+from transformers.models.deepseek_v4 import modeling_deepseek_v4
 
+from dcpmla.cache.shared_format import rows_shape
+from dcpmla.cache.shared_rows import read_rows, write_rows
 from tests.support.models import random_model
 from tests.support.quantized_models import published_name
 
@@ -73,6 +76,22 @@ def save_v4(directory: Path, **changed: Any) -> Path:
 
 def _file(directory: Path) -> Path:
     return directory / "model.safetensors"
+
+
+def round_reference() -> None:
+    """Make transformers' model read windows and entries as caches of 8 bits hold them."""
+    rotate = modeling_deepseek_v4.apply_rotary_pos_emb
+
+    def rotate_and_round(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        rows = rotate(x, cos, sin)
+        if x.shape[1] != 1 or x.shape[-1] != CONFIG["head_dim"]:
+            return rows  # queries, index keys
+        flat = rows.flatten(0, -2)
+        cache, slots = torch.zeros(rows_shape(len(flat), flat.shape[1], torch.uint8), dtype=torch.uint8), len(flat)
+        write_rows(cache, flat, torch.arange(slots))
+        return read_rows(cache, torch.arange(slots), flat.shape[1], rows.dtype).view(rows.shape)
+
+    modeling_deepseek_v4.apply_rotary_pos_emb = rotate_and_round
 
 
 class PlainExperts(nn.Module):
