@@ -72,9 +72,12 @@ def test_the_core_needs_torch_triton_and_numpy_alone(module: str) -> None:
     assert packages_of(module) <= {"torch", "triton", "numpy"} | optional.get(module, set())
 
 
-# Those who import DeepSeek-V4 files: the table of families, the benchmark of layers.
-V4_FILES = r"dcpmla\.(attention\.compressed|bench\.compressed_stack|integrations\.families\.deepseek_v4)"
-V4_TABLES = {"dcpmla.integrations.families.table", "dcpmla.bench.layer"}
+# Those who import DeepSeek-V4 files: the table of families, the benchmark of layers, the plug-in for vLLM.
+V4_FILES = (
+    r"dcpmla\.(attention\.compressed|bench\.compressed_stack|integrations\.families\.deepseek_v4|"
+    r"integrations\.vllm\.compressed)"
+)
+V4_TABLES = {"dcpmla.integrations.families.table", "dcpmla.bench.layer", "dcpmla.integrations.vllm"}
 V4_MODULES = {module for module in FILES if re.match(V4_FILES, module)}
 V4_CLASSES = {node.name for module in V4_MODULES for node in nodes_of(module) if isinstance(node, ast.ClassDef)}
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
+from dcpmla.cache.carve import Described, carve, carved_bytes
 from dcpmla.cache.formats import format_name, storage_dtype
 from dcpmla.cache.index_keys import index_format_name, index_row_width, index_rows, index_storage_dtype
 from dcpmla.cache.items import Items
@@ -113,9 +114,18 @@ class CompressedPlan(CachePlan):
         return (more.bytes_per_rank - self.bytes_per_rank) // 64
 
     @property
+    def tensors(self) -> list[Described]:
+        """The shape and dtype of each tensor, layer after layer; ids of tokens are left out."""
+        return [tensor for kind in self.config.layer_kinds for tensor in self.layer_tensors(kind).values()]
+
+    @property
     def bytes_per_rank(self) -> int:
-        tensors = (tensor for kind in self.config.layer_kinds for tensor in self.layer_tensors(kind).values())
-        return token_id_bytes(self) + sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors)
+        return token_id_bytes(self) + sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors)
+
+    @property
+    def bytes_carved(self) -> int:
+        """Bytes of memory that a `CompressedCache` can be cut from; ids of tokens are left out."""
+        return carved_bytes(self.tensors)
 
     def allocate(self, device: torch.device) -> "CompressedCache":
         """Allocate the caches (`CachePlan.allocate`)."""
@@ -161,20 +171,25 @@ class CompressedCache(Cache):
         sizes: Plan of the caches.
     """
 
-    def __init__(self, plan: CompressedPlan, device: torch.device) -> None:
-        """Allocate a plan's bytes.
+    def __init__(self, plan: CompressedPlan, device: torch.device, memory: Tensor | None = None) -> None:
+        """Allocate a plan's bytes, or take them from memory.
 
+        Args:
+            memory: Bytes of an engine's own cache, contiguous, at least `plan.bytes_carved`; None to allocate.
         Raises:
-            ValueError: The device has too little memory.
+            ValueError: The device, or the memory, has too little room.
         """
-        plan.check_fits(device)
+        if memory is None:
+            plan.check_fits(device)
         self.sizes, self._plan = plan, plan
         self.token_ids = allocate_token_ids(plan, device)
-        layers = map(plan.layer_tensors, plan.config.layer_kinds)
-        new: list[dict[str, Any]] = [
-            {field: torch.empty(shape, dtype=dtype, device=device) for field, (shape, dtype) in tensors.items()}
-            for tensors in layers
-        ]
+        layers = [plan.layer_tensors(kind) for kind in plan.config.layer_kinds]
+        if memory is None:
+            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in plan.tensors]
+        else:
+            tensors = carve(memory, plan.tensors)
+        parts = iter(tensors)
+        new: list[dict[str, Any]] = [{field: next(parts) for field in fields} for fields in layers]
         self._own = {layer: CompressedLayerCache(**new[layer]) for layer in plan.config.row_groups}
         sources = {layer: first for first, group in plan.config.row_groups.items() for layer in group}
         self.loads, self.starts = ([list[torch.cuda.Event]() for _ in new] for _ in range(2))

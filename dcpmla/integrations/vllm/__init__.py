@@ -1,13 +1,15 @@
 """The plug-in for vLLM, found by the entry point `vllm.general_plugins`. Nothing else imports this package.
 
-It has the attention of dense MLA models (`backend`) and of sparse MLA (`sparse`), their exchange included, or the
-exchange alone, under vLLM's own kernels (`exchange`). `names` lists the internals of vLLM that it uses.
+It has the attention of dense MLA models (`backend`), of sparse MLA (`sparse`) and of DeepSeek-V4 (`compressed`), their
+exchange included, or the exchange alone, under vLLM's own kernels (`exchange`). `names` lists the internals of vLLM
+that it uses.
 """
 
 import logging
 import os
 
 FIRST_VERSION, END_VERSION = (0, 32), (0, 34)  # vLLM's versions that tests/engines runs with
+FIRST_WITH_V4 = (0, 33)  # the first of them with DeepSeek-V4 as `compressed` takes it
 MODES = ("custom", "default", "exchange", "off")
 # vLLM's choices on Hopper, for dense MLA on CPUs, too.
 CHOSEN_BY_VLLM = ("FLASH_ATTN_MLA", "CPU_MLA", "AMX_MLA", "FLASHINFER_MLA_SPARSE_SM90", "FLASH_ATTN_MLA_SPARSE")
@@ -21,7 +23,7 @@ def register() -> None:
     """Register what `DCPMLA_VLLM` asks for. vLLM calls this in each of its processes, maybe more than once.
 
     - custom (the default): `--attention-backend CUSTOM` is this package's.
-    - default: so are the backends that vLLM chooses by itself on Hopper and on CPUs.
+    - default: so are the backends that vLLM chooses by itself on Hopper and on CPUs, and DeepSeek-V4's attention.
     - exchange: vLLM's attention, with the queries gathered and the partial outputs merged by this package's exchange.
     - off: nothing.
 
@@ -39,10 +41,15 @@ def register() -> None:
         install()
         return
     # Not from `names`, which imports layers: vLLM calls this before it has read its options.
+    import vllm
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     for name in ("CUSTOM", *(CHOSEN_BY_VLLM if mode == "default" else ())):
         register_backend(AttentionBackendEnum[name], BACKEND)
+    if vllm.__version_tuple__[:2] >= FIRST_WITH_V4:
+        from dcpmla.integrations.vllm.compressed.register import register_model
+
+        register_model()
 
 
 def _knows_version() -> bool:

@@ -1,0 +1,60 @@
+"""DeepSeek-V4 in vLLM with this package's attention on GPUs, where vLLM is installed: eagerly and in full graphs of
+decode, compared with transformers.
+"""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.test_vllm_gpu import VARIABLES
+from tests.engines.vllm_v4_model import save_v4
+from tests.support.launchers import ROOT, run_together, torchrun
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+OURS = {
+    "attention_backend": "CUSTOM",
+    "gpu_memory_utilization": 0.05,
+    "kv_cache_memory_bytes": 1 << 27,
+    "disable_custom_all_reduce": True,
+}
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 20]}
+IN_GRAPHS = {"enforce_eager": False, "compilation_config": GRAPHS | {"custom_ops": ["none"]}}
+TOLERANCES = {"float32": 0.02, "bfloat16": 0.3}  # of logprobs; products of float32 are in TF32
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a model whose indexers select all entries: rounded keys would tip a choice."""
+    return save_v4(tmp_path_factory.mktemp("v4"), index_topk=128)
+
+
+def check(model: Path, num_ranks: int, dtype: str, **layout: Any) -> str:
+    """Run an engine of that many ranks; check its logprobs, and return its log."""
+    program = [ROOT / "tests" / "engines" / "vllm_v4_cases.py", model, json.dumps(OURS | {"dtype": dtype} | layout)]
+    (ended,) = run_together([(torchrun(program, num_ranks), VARIABLES)], timeout=300)
+    report = json.loads(next(line for line in ended.stdout.splitlines() if line.startswith('{"blocks"')))
+    for turn, num_ended in (("first", 20), ("aborted", 19), ("tight", 4)):
+        assert report[turn]["ended"] == num_ended, turn
+        assert report[turn]["error"] < TOLERANCES[dtype], (turn, report[turn])
+    return ended.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_one_gpu(model: Path, dtype: str) -> None:
+    check(model, 1, dtype)
+    check(model, 1, dtype, **IN_GRAPHS)
+
+
+@pytest.mark.gpu
+def test_caches_in_8_bits(model: Path) -> None:
+    check(model, 1, "bfloat16", kv_cache_dtype="fp8", **IN_GRAPHS)
+
+
+@pytest.mark.gpu_2
+def test_two_gpus(model: Path) -> None:
+    for graphs in ({}, IN_GRAPHS):
+        assert "dcpmla: exchange direct" in check(model, 2, "bfloat16", decode_context_parallel_size=2, **graphs)

@@ -1,0 +1,106 @@
+"""A real vLLM engine with DeepSeek-V4 in each rank, started by torchrun: MODEL OPTIONS. Rank 0 prints a report."""
+
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from vllm import LLM
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from dcpmla.attention.compressed import layer
+from dcpmla.attention.compressed.layer import CompressedAttention
+from dcpmla.comm.nccl import AllToAll
+from dcpmla.integrations.vllm.compressed.backend import CompressedMetadataBuilder, LazyStep
+from tests.engines.vllm_cases import CALLS, VOCABULARY, count, end, largest_error, prompts, run, without_merge
+from tests.engines.vllm_v4_model import round_reference, use_plain_torch
+
+BLOCK = 256  # vLLM's on CPUs
+
+
+def use_static_steps() -> None:
+    """Lay out decodes as for a CUDA graph, with a request of padding at the end."""
+    build = CompressedMetadataBuilder.build
+
+    def static(self: CompressedMetadataBuilder, prefix: int, common: Any, fast_build: bool = False) -> LazyStep:
+        if common.max_query_len > 1:
+            return build(self, prefix, common, fast_build)
+        CALLS["static steps"] += 1
+        return self.build_for_cudagraph_capture(common)
+
+    CompressedMetadataBuilder.build = static
+
+
+def main(directory: str, options: dict[str, Any]) -> None:
+    use_plain_torch()
+    count(CompressedAttention, "attend")
+    for name in ("dcp_mla_decode", "attend_prefill", "compress"):
+        count(layer, name)
+    for name in ("gather_heads", "combine"):
+        count(AllToAll, name)
+    count(Scheduler, "_preempt_request")
+    defaults = {"max_num_batched_tokens": 100, "dtype": "float32", "enforce_eager": True}
+    defaults["compilation_config"] = {"custom_ops": ["none"]}
+    llm = LLM(
+        model=directory,
+        skip_tokenizer_init=True,
+        tensor_parallel_size=int(os.environ["WORLD_SIZE"]),
+        distributed_executor_backend="external_launcher",
+        max_model_len=1024,
+        max_num_seqs=20,
+        max_logprobs=VOCABULARY,
+        seed=0,
+        **defaults | options,
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        f"{directory}/reference", dtype=torch.float32, attn_implementation="eager"
+    )
+    if options.get("kv_cache_dtype") == "fp8":
+        round_reference()
+    report = describe(llm)
+    CALLS.clear()
+    requests = prompts()
+    # These need a second block at the same time.
+    tight = [requests[1][: BLOCK - 1 - index] for index in range(4)]
+    for turn, of_turn, aborted in (("first", requests, None), ("aborted", requests, 1), ("tight", tight, None)):
+        report[turn] = compare(model, of_turn, run(llm, of_turn, aborted))
+    report["calls"] = dict(CALLS)
+    if torch.cuda.is_available():
+        end(report)
+    use_static_steps()
+    report["static"] = compare(model, tight, run(llm, tight)) | {"steps": CALLS["static steps"]}
+    if options.get("decode_context_parallel_size", 1) > 1:
+        AllToAll.combine = without_merge
+        report["without merge"] = compare(model, tight, run(llm, tight))
+    end(report)
+
+
+def describe(llm: LLM) -> dict[str, Any]:
+    """Return the sizes of the cache, and the number of layers that have memory of vLLM's."""
+    config = llm.llm_engine.vllm_config
+    layers = list(config.compilation_config.static_forward_context.values())
+    stack = layers[0].stack
+    plan, memory = stack.cache.sizes, stack.leader.kv_cache.untyped_storage()
+    return {
+        "blocks": plan.num_blocks,
+        "tokens": plan.tokens_total,
+        "layers": len(layers),
+        "bytes": memory.nbytes(),
+        "needed": plan.bytes_per_rank,
+        "in one piece": all(tensor.untyped_storage().data_ptr() == memory.data_ptr() for tensor in stack.cache.tensors),
+        "pages": stack.pages(config).page_size_bytes * plan.num_blocks,
+        "fixed": stack.fixed_bytes,
+        "prefix caching": config.cache_config.enable_prefix_caching,
+    }
+
+
+def compare(model: Any, requests: list[list[int]], outputs: list[Any]) -> dict[str, float]:
+    """Return the largest difference of any logprob from transformers', and the number of requests that ended."""
+    ended = sum(each is not None and each.outputs[0].finish_reason == "length" for each in outputs)
+    return {"error": largest_error(model, requests, outputs), "ended": ended}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))
