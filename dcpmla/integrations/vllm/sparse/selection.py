@@ -125,8 +125,9 @@ def selection_of(topk_indices_buffer: Tensor) -> SelectedTokens:
     """Return the memory of a selection whose positions are a buffer of vLLM's [max_num_tokens, topk] int32. All layers
     that share the buffer share the slots of its tokens.
     """
-    num_slots = torch.empty(len(topk_indices_buffer), dtype=torch.int32, device=topk_indices_buffer.device)
-    return SelectedTokens(topk_indices_buffer, torch.empty_like(topk_indices_buffer), num_slots)
+    with torch.inference_mode(False):  # the warm-up writes it, and so do steps in inference mode
+        num_slots = torch.empty(len(topk_indices_buffer), dtype=torch.int32, device=topk_indices_buffer.device)
+        return SelectedTokens(topk_indices_buffer, torch.empty_like(topk_indices_buffer), num_slots)
 
 
 def install() -> None:
