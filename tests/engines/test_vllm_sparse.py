@@ -59,5 +59,5 @@ def test_decode_context_parallel(sparse_model: Path, tmp_path: Path) -> None:
     assert "dcp_mla_prefill" not in calls
     assert calls["gather_candidates"] == calls["select"]
     assert calls["combine"] == calls["dcp_mla_decode"]
-    assert report["own candidates"] > 50, "the choice of one rank's candidates would not be seen"
+    assert report["own candidates"] < 0.9, "a choice among one rank's candidates would not be seen"
     assert report["without merge"] > 0.1

@@ -87,8 +87,10 @@ def main(directory: str, options: dict[str, Any]) -> None:
         kept, AllToAll.combine = AllToAll.combine, without_merge
         report["without merge"] = selections.largest_error(model, few, run(llm, few))
         AllToAll.combine, AllToAll.gather_candidates = kept, of_this_rank
+        before = selections.num_equal, selections.num_rows
         selections.largest_error(model, few, run(llm, few))
-        report["own candidates"] = selections.num_wrong
+        num_equal, num_rows = selections.num_equal - before[0], selections.num_rows - before[1]
+        report["own candidates"] = num_equal / num_rows
     end(report)
 
 
