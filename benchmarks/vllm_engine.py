@@ -15,6 +15,9 @@ from benchmarks.vllm_models import OURS, PREFILLS, VOCAB_SIZE, Model, Variant
 from dcpmla.bench.timing import Timing, largest, time_graph
 
 NUM_PREFILLS = 5  # Repetitions; the median counts.
+# Range of bytes that are positive numbers of no great size as e4m3, bfloat16 and float32, all of which caches of bytes
+# hold. vLLM's own filler writes zeros, whose scores tie in a selection.
+CACHED_BYTES = 0x30, 0x40
 NUM_STEPS, NUM_DECODED = 8, 128  # NUM_DECODED: more than one engine's steps before requests are aborted
 
 
@@ -91,7 +94,10 @@ class Recorder:
     num_new = 1
 
     def __init__(self) -> None:
-        from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import DecodeBenchConnectorScheduler
+        from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import (
+            DecodeBenchConnectorScheduler,
+            DecodeBenchConnectorWorker,
+        )
         from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
         from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
         from vllm.v1.worker.gpu.model_states.default import DefaultModelState
@@ -127,6 +133,17 @@ class Recorder:
             num_matched, is_async = match(scheduler, request, num_computed)
             return max(0, num_matched - (self.num_new - 1)), is_async
 
+        fill = DecodeBenchConnectorWorker._fill_block_tensor
+
+        def filled(worker: Any, cache: torch.Tensor, blocks: list[int], *args: Any, **named: Any) -> None:
+            if cache.dtype != torch.uint8:
+                fill(worker, cache, blocks, *args, **named)
+                return
+            known = [block for block in blocks if block < len(cache)]
+            size = len(known), *cache.shape[1:]
+            cache[known] = torch.randint(*CACHED_BYTES, size, dtype=torch.uint8, device=cache.device)
+
+        DecodeBenchConnectorWorker._fill_block_tensor = filled
         DecodeBenchConnectorScheduler.get_num_new_matched_tokens = matched
         torch.cuda.CUDAGraph.replay = recorded_replay
         MLACommonMetadataBuilder.build = recorded_build
