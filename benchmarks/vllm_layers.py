@@ -9,11 +9,6 @@ import torch
 from dcpmla.bench.timing import Timing, time_operation
 
 _KINDS = {0: "window", 1: "window", 4: "csa", 128: "hca"}  # The keys count the tokens in an entry of V4's cache.
-    0: "window",
-    1: "window",
-    4: "csa",
-    128: "hca",
-}  # The keys are the numbers of tokens in an entry of V4's cache.
 Timed = Iterator[tuple[dict[str, Any], Timing]]
 
 
