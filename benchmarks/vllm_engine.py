@@ -99,11 +99,9 @@ class Recorder:
             DecodeBenchConnectorWorker,
         )
         from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
-        from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
-        from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
         replay, build = torch.cuda.CUDAGraph.replay, MLACommonMetadataBuilder.build
-        match, prepare = DecodeBenchConnectorScheduler.get_num_new_matched_tokens, DefaultModelState.prepare_attn
+        match = DecodeBenchConnectorScheduler.get_num_new_matched_tokens
 
         def recorded_replay(graph: torch.cuda.CUDAGraph) -> None:
             self.graph = graph
@@ -112,22 +110,6 @@ class Recorder:
         def recorded_build(builder: Any, *args: Any, **named: Any) -> Any:
             self.metadata = build(builder, *args, **named)
             return self.metadata
-
-        def recorded_prepare(
-            state: Any,
-            batch: Any,
-            mode: Any,
-            tables: Any,
-            slots: Any,
-            groups: Any,
-            cache: Any,
-            *args: Any,
-            **named: Any,
-        ) -> Any:
-            metadata = prepare(state, batch, mode, tables, slots, groups, cache, *args, **named)
-            by_layer = build_slot_mappings_by_layer(slots, cache)
-            self.step = Step(batch.num_reqs, batch.num_tokens, batch.positions, metadata, by_layer)
-            return metadata
 
         def matched(scheduler: Any, request: Any, num_computed: int) -> tuple[int, bool]:
             num_matched, is_async = match(scheduler, request, num_computed)
@@ -147,7 +129,20 @@ class Recorder:
         DecodeBenchConnectorScheduler.get_num_new_matched_tokens = matched
         torch.cuda.CUDAGraph.replay = recorded_replay
         MLACommonMetadataBuilder.build = recorded_build
-        DefaultModelState.prepare_attn = recorded_prepare
+
+    def watch(self, runner: Any) -> None:
+        """Record the steps that a model runner prepares from now on."""
+        from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+
+        prepare = runner.model_state.prepare_attn
+
+        def recorded_prepare(batch: Any, mode: Any, tables: Any, slots: Any, *args: Any, **named: Any) -> Any:
+            metadata = prepare(batch, mode, tables, slots, *args, **named)
+            by_layer = build_slot_mappings_by_layer(slots, runner.kv_cache_config)
+            self.step = Step(batch.num_reqs, batch.num_tokens, batch.positions, metadata, by_layer)
+            return metadata
+
+        runner.model_state.prepare_attn = recorded_prepare
 
 
 def start_engine(model: Model, variant: Variant, num_ranks: int) -> Any:

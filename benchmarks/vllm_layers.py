@@ -56,6 +56,7 @@ class Modules:
 
     def __init__(self, engine: Any, recorder: Any) -> None:
         (runner,) = engine.collective_rpc(lambda worker: worker.model_runner)
+        recorder.watch(runner)
         layers = runner.model.model.layers
         modules = [layer.self_attn if hasattr(layer, "self_attn") else layer.attn for layer in layers]
         self.recorder, self.config, self.device = recorder, engine.vllm_config, runner.device
