@@ -65,11 +65,10 @@ def test_a_cache_in_8_bits(model: tuple[Path, Any], tmp_path: Path) -> None:
 
 def test_a_merge_left_out_is_seen(model: tuple[Path, Any], tmp_path: Path) -> None:
     """The tests of this file can fail."""
-    prompts = prompts_of(150)
+    prompts = prompts_of(33)
     served, calls, _ = serve(model[0], tmp_path, [prompts], {}, SGLANG_TEST_BREAK="1")
-    tokens, logprobs = expected(model[1], prompts[0])
+    _, logprobs = expected(model[1], prompts[0])
     (request,) = served[0]
-    assert request["tokens"][0] == tokens[0]  # a prefill merges nothing across ranks
     assert calls["dcp_mla_decode"]
     assert max(abs(a - b) for a, b in zip(request["logprobs"], logprobs, strict=True)) > 0.01
 
