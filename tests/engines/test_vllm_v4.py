@@ -43,7 +43,7 @@ def run_engine(
 
 def check(report: dict[str, Any], num_layers: int = 4, tolerance: float = 1e-4) -> None:
     """Check logprobs, the code that has run, and that the cache is a part of vLLM's allocation."""
-    for turn, ended in (("first", 20), ("aborted", 19), ("tight", 4), ("static", 4)):
+    for turn, ended in (("first", 20), ("aborted", 19), ("tight", 4), ("dummies", 4), ("static", 4)):
         assert report[turn]["ended"] == ended, turn
         assert report[turn]["error"] < tolerance, turn
     calls = report["calls"]
@@ -55,6 +55,8 @@ def check(report: dict[str, Any], num_layers: int = 4, tolerance: float = 1e-4) 
     assert report["in one piece"]
     assert report["bytes"] >= report["needed"]
     assert report["bytes"] <= report["pages"] + report["fixed"]
+    assert report["left for pages"] == -report["fixed"], "vLLM's plan counts windows and sums"
+    assert report["calls"]["dummy batches"] >= 8
     assert not report["prefix caching"]
 
 
