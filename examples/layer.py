@@ -47,9 +47,14 @@ def my_modules(group: dist.ProcessGroup, device: torch.device) -> MLAModules:
         dist.all_reduce(out := F.linear(x, o), group=group)
         return out
 
-    down = partial(F.linear, weight=torch.cat([w["q_a"], w["kv_a"]]))
-    norms = {"q_a_layernorm": w["q_a_norm"], "kv_a_layernorm": w["kv_a_norm"]}
-    return MLAModules(down_proj=down, q_proj=partial(F.linear, weight=q_b), w_kv_b=kv_b, o_proj=o_proj, **norms)
+    return MLAModules(
+        down_proj=partial(F.linear, weight=torch.cat([w["q_a"], w["kv_a"]])),
+        q_proj=partial(F.linear, weight=q_b),
+        q_a_layernorm=w["q_a_norm"],
+        kv_a_layernorm=w["kv_a_norm"],
+        w_kv_b=kv_b,
+        o_proj=o_proj,
+    )
 
 
 @torch.inference_mode()

@@ -44,9 +44,13 @@ print(json.dumps(sorted(name for name in sys.modules if name.startswith("dcpmla.
     assert not [module for module in imported if ROOMS[room(module)] > CORE]
 
 
-def test_the_layer_s_example_needs_no_extra() -> None:
-    result = run_alone("import runpy; runpy.run_path(sys.argv[1], run_name='__main__')", ROOT / "examples" / "layer.py")
-    assert "tokens 47 to 48: " in result.stdout, result.stderr
+@pytest.mark.parametrize(
+    ("name", "last"), [("layer", "47 to 48"), ("sparse_layer", "47 to 48"), ("compressed_layer", "67 to 68")]
+)
+def test_the_layers_examples_need_no_extra(name: str, last: str) -> None:
+    example = ROOT / "examples" / f"{name}.py"
+    result = run_alone("import runpy; runpy.run_path(sys.argv[1], run_name='__main__')", example)
+    assert f"tokens {last}: " in result.stdout, result.stderr
 
 
 @pytest.mark.parametrize(

@@ -80,14 +80,26 @@ def test_a_snippet_runs(name: str, tmp_path: Path) -> None:
     assert not any(other.stdout for other in others)
 
 
+# The last lines of the examples of layers, the same of any number of ranks.
+LAST_LINES = {
+    "examples/layer.py": "tokens 47 to 48: [-0.016, -0.025, -0.028, ",
+    "examples/sparse_layer.py": "tokens 47 to 48: [0.69, -1.729, 0.867, 0.354], selected [1, 3, 5, 6, 9, 10, 13, 16, ",
+    "examples/compressed_layer.py": "tokens 67 to 68: [0.733, -0.465, -2.331, 2.035]",
+}
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_layer_s_example(num_ranks: int) -> None:
-    page = (ROOT / "docs" / "plugging_in.md").read_text()
-    (example,) = re.findall(r"\(\.\./(examples/\w+\.py)\)", page)
+@pytest.mark.parametrize("example", LAST_LINES)
+def test_the_layers_examples(example: str, num_ranks: int) -> None:
     first, *_ = run_forked(unattended([ROOT / example], num_ranks))
     lines = first.stdout.splitlines()
     assert len(lines) == 9
-    assert lines[-1].startswith("tokens 47 to 48: [-0.016, -0.025, -0.028, ")  # of any number of ranks
+    assert lines[-1].startswith(LAST_LINES[example])
+
+
+def test_the_page_links_the_layers_examples() -> None:
+    page = (ROOT / "docs" / "plugging_in.md").read_text()
+    assert set(re.findall(r"\(\.\./(examples/\w+\.py)\)", page)) == LAST_LINES.keys()
 
 
 def test_what_pip_installs_is_declared() -> None:

@@ -51,7 +51,7 @@ class MLAAttention(AttentionWeights):
         skip_topk: Whether the layer has no indexer of its own and attends to the tokens that an earlier layer selected
             (IndexCache, GLM-5).
         modules: Projections and norms that another engine has made and loaded; `load_weights` then reads only the
-            scales of the cache and of queries, and an indexer's weights.
+            scales of the cache and of queries, and an indexer's weights if modules have no indexer.
     Attributes:
         indexer: Indexer of a sparse layer; None in a dense layer, and with skip_topk.
         kv_scale, q_scale: Scales of an fp8 cache and of fp8 queries (`dcpmla.attention.scales`), float32 [1], or None.
@@ -76,7 +76,7 @@ class MLAAttention(AttentionWeights):
 
     def new_indexer(self) -> Indexer:
         """Return the layer's indexer."""
-        return Indexer(self.config, self._placement)
+        return Indexer(self.config, self._placement, None if self._given is None else self._given.indexer)
 
     def load_weights(self, weights: Mapping[str, Weight]) -> None:
         """Load weights as `AttentionWeights.load_weights` documents; names of an indexer's start with "indexer."."""

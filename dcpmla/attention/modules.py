@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from dcpmla.attention.sparse.modules import IndexerModules
 from dcpmla.config import MLAConfig
 from dcpmla.parallel.fp8 import AnyRows, plain
 from dcpmla.parallel.linear import Linear, RowParallelLinear
@@ -29,6 +30,8 @@ class MLAModules:
             dcp_project_before_merge for the whole DCP group's heads. `BlockFp8` where P and V are multiples of 128.
         o_proj: Projection [T, h V] -> [T, hidden], including any sum over the TP ranks: the layer returns its result
             unchanged.
+        indexer: Projections of the indexer of sparse MLA, which a layer with skip_topk does not run. None in dense MLA,
+            or for an indexer whose weights the layer loads itself.
     """
 
     down_proj: Projection
@@ -37,6 +40,7 @@ class MLAModules:
     kv_a_layernorm: Tensor
     w_kv_b: Tensor | BlockFp8
     o_proj: Projection
+    indexer: IndexerModules | None = None
 
     def check(self, config: MLAConfig, num_heads: int) -> None:
         """Raise ValueError for weights whose shapes do not match num_heads heads of the config."""
@@ -52,6 +56,8 @@ class MLAModules:
                 raise ValueError(f"{name} has shape {found}; the config and the heads of this rank ask for {expected}")
         if scales is not None and any(width % BLOCK for width in widths):
             raise ValueError(f"w_kv_b is BlockFp8; heads of {widths} values share blocks of {BLOCK}: give its values")
+        if self.indexer is not None:
+            self.indexer.check(config)
 
 
 class GivenLinear(RowParallelLinear):
@@ -80,6 +86,13 @@ def given_norm(weight: Tensor, eps: float) -> nn.RMSNorm:
     return norm
 
 
+def given_layer_norm(weight: Tensor, bias: Tensor) -> nn.LayerNorm:
+    """Return a norm that uses weights without copying them; its epsilon is the caller's."""
+    norm = nn.LayerNorm(weight.shape[0], device="meta", dtype=weight.dtype)
+    norm.weight, norm.bias = (nn.Parameter(part, requires_grad=False) for part in (weight, bias))
+    return norm
+
+
 def given_weight(weight: Tensor | BlockFp8, dtype: torch.dtype) -> Linear:
     """Return a linear layer that uses a weight without copying it; its products are in dtype."""
     codes, scales = unpack(weight)
@@ -95,3 +108,11 @@ def rotated_first(x: Tensor, head_dim: int, rope_dim: int) -> Tensor:
     Rows of a weight are reordered as columns of its transpose.
     """
     return x.unflatten(-1, (-1, head_dim)).roll(rope_dim, -1).flatten(-2)
+
+
+def check_parts(parts: tuple[Tensor, ...], num_rows: int, widths: list[int]) -> None:
+    """Raise ValueError unless an engine's down-projection returned parts [num_rows, width] with contiguous columns."""
+    expected = [(num_rows, width) for width in widths]
+    if [tuple(part.shape) for part in parts] != expected or any(part.stride(1) != 1 for part in parts):
+        returned = [(tuple(part.shape), part.stride()) for part in parts]
+        raise ValueError(f"down_proj returns shapes and strides {returned}; expected {expected}, columns of stride 1")

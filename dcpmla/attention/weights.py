@@ -86,7 +86,7 @@ class AttentionWeights(nn.Module):
         sinks = torch.empty(self.num_heads, dtype=torch.float32, device=device) if config.has_sinks else None
         self.register_parameter("sinks", None if sinks is None else nn.Parameter(sinks))
         self.k_pe_layernorm = None
-        self._is_given = modules is not None
+        self._given = modules
         if modules is None:
             self._make(placement.factory_kwargs)
         else:
@@ -240,7 +240,7 @@ class AttentionWeights(nn.Module):
             ValueError: A weight is missing, or its shape does not match the config; or a scale is not a
                 finite number above 0.
         """
-        if not self._is_given:
+        if self._given is None:
             self._load_parameters(weights)
         if self.kv_scale is not None and self.dcp.kv_cache_scale is None:
             self.kv_scale.fill_(read_scale(weights, KV_SCALE_NAMES))

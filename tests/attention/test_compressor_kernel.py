@@ -73,11 +73,12 @@ def check_steps(
     is_index: bool,
     dtype: torch.dtype,
     steps: Steps,
+    pairs_dtype: torch.dtype | None = None,
 ) -> None:
     from dcpmla.attention.pooled.kernels import compressor as kernels
 
     moved_sums = moved_cache = None
-    for arguments, (sums, cache) in compressor_cases(config, dcp, rank, is_index, dtype, steps):
+    for arguments, (sums, cache) in compressor_cases(config, dcp, rank, is_index, dtype, steps, pairs_dtype):
         moved = on(device, arguments)
         if moved_sums is None:
             moved_sums, moved_cache = moved[4:6]
@@ -104,8 +105,12 @@ def compressor_cases(
     is_index: bool,
     dtype: torch.dtype = torch.float32,
     steps: Steps = STEPS,
+    pairs_dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[list[Any], tuple[Tensor, Tensor]]]:
-    """Yield arguments of `compress_`, step by step, over the same sums and the same cache."""
+    """Yield arguments of `compress_`, step by step, over the same sums and the same cache. An engine's pairs may have
+    another dtype than its model.
+    """
+    pairs_dtype = pairs_dtype or dtype
     kind, width, rope = config.layer_kinds[0], config.head_dim, config.rope_dim
     totals = [sum(new) for new in zip(*steps, strict=True)]
     plan = plan_compressed(config, dcp, totals, dtype, 4, num_drafts=2 * (rank % 2))
@@ -121,7 +126,7 @@ def compressor_cases(
         step, parts = build(plan, rank, new, done, tables)
         done = [a + b for a, b in zip(done, new, strict=True)]
         num_tokens = len(step.positions)
-        pairs = cut(randn(num_tokens, num_columns * halves * width, dtype=dtype, seed=number))
+        pairs = cut(randn(num_tokens, num_columns * halves * width, dtype=pairs_dtype, seed=number))
         cos_sin = torch.rand(num_tokens, rope, generator=torch.Generator().manual_seed(number))
         table = step.block_table if is_index else step.entry_table(kind.ratio)
         layout = EntryLayout(cos_sin, table, plan.entries_per_block(kind.ratio), *step.layout)
@@ -131,7 +136,7 @@ def compressor_cases(
             if is_index:
                 arguments += [None, None]
             else:
-                latents = torch.full((num_tokens, width), 5.0, dtype=dtype)
+                latents = torch.full((num_tokens, width), 5.0, dtype=pairs_dtype)
                 arguments += [latents, torch.full((num_tokens,), -1)]
             yield arguments, (sums, cache)
 
@@ -154,6 +159,14 @@ def test_entries_before_rope(ratio: int) -> None:
     assert num_written == sum(length // 2 for length in lens)
 
 
+def check_wide_pairs(device: str) -> None:
+    """Check pairs in float32 of a model in bfloat16, with every format of a cache."""
+    config = config_of(LayerKind(4, True), 128, 64)
+    for dcp in (DCPConfig(block_size=2), DCPConfig(block_size=2, kv_cache_dtype="fp8_ds_mla", index_cache_dtype="fp8")):
+        for is_index in (False, True):
+            check_steps(device, config, dcp, 0, is_index, torch.bfloat16, STEPS[:4], torch.float32)
+
+
 def check_compressor_in_the_interpreter() -> None:
     from tests.support.interpreter import convert_as_torch
 
@@ -161,6 +174,7 @@ def check_compressor_in_the_interpreter() -> None:
     check_compressor("cpu", 16, 8, (torch.float32, torch.bfloat16))
     check_compressor("cpu", 24, 6, (torch.float32,), STEPS[:4])
     check_compressor("cpu", 128, 64, (torch.bfloat16,), STEPS[:5])
+    check_wide_pairs("cpu")
 
 
 def test_the_kernel_in_the_interpreter() -> None:
@@ -172,6 +186,7 @@ def test_the_kernel_in_the_interpreter() -> None:
 @pytest.mark.parametrize(("width", "rope"), [(16, 8), (24, 6), (128, 64), (512, 64)])
 def test_the_kernel(width: int, rope: int) -> None:
     check_compressor("cuda", width, rope)
+    check_wide_pairs("cuda")
 
 
 def check_operator(device: str) -> None:
@@ -190,14 +205,15 @@ def test_operator_on_a_gpu() -> None:
     check_operator("cuda")
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("cache", ["plain", "u8"])
+@pytest.mark.parametrize(
+    ("dtype", "cache"), [("bf16", "bf16"), ("bf16", "u8"), ("fp32", "fp32"), ("fp32", "u8"), ("fp32", "bf16")]
+)
 def test_the_kernel_compiles_for_hopper(dtype: str, cache: str) -> None:
     pytest.importorskip("triton")
     from dcpmla.attention.pooled.kernels.compressor import compress_kernel
 
     numbers = dict.fromkeys(("end_ptr", "source_ptr", "target_ptr"), "*i32")
-    types = {**TYPES, **numbers, "cache_ptr": "*u8" if cache == "u8" else f"*{dtype}"}
+    types = {**TYPES, **numbers, "cache_ptr": f"*{cache}"}
     pooled: dict[str, Any] = {"ROPE": 64, "HADAMARD_BITS": 0, "IS_INDEX": False, "WIDTH": 512, "COLUMNS": 512}
     index = {**pooled, "IS_INDEX": True, "WIDTH": 128, "COLUMNS": 128, "HADAMARD_BITS": 7}
     none: dict[str, Any] = dict.fromkeys(("latents_ptr", "slots_ptr"))

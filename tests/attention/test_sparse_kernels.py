@@ -115,6 +115,7 @@ def check_projections(device: str, *cases: tuple[int, int, int, int, torch.dtype
             other_layer = moved[1]._base[:, 0].cpu()
             assert torch.equal(other_layer.view(torch.uint8), cache._base[:, 0].view(torch.uint8))
 
+            weights = cut(weights.float()) if interleaved else weights  # an engine may compute them in float32
             query = [cut(randn(num_tokens, heads, head_dim, dtype=dtype, seed=4)), weights, *rotation, fp8]
             q, factors = kernels.finish_index_queries(*on(device, query))
             wanted_q, wanted_factors = projections.finish_index_queries(*query)
@@ -235,6 +236,7 @@ def test_projections_compile_for_hopper() -> None:
         (keys_kernel, {"BLOCK_SIZE": 64}, {"cache_ptr": "*u8"}),
         (keys_kernel, {"BLOCK_SIZE": 64, "bias_ptr": None}, {"cache_ptr": "*u8"}),
         (queries_kernel, {"NUM_HEADS": 64}, {"out_ptr": "*fp8e4nv"}),
+        (queries_kernel, {"NUM_HEADS": 64}, {"out_ptr": "*fp8e4nv", "weights_ptr": "*fp32"}),
     ):
         ptx = compile_for_hopper(kernel, "bf16", {**sizes, **more}, **types, **formats)
         assert "st.global.v4.b32" in ptx

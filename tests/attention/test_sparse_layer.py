@@ -47,12 +47,18 @@ def causal_mask(num_tokens: int) -> Tensor:
 
 
 def run_layers(
-    layers: list[MLAAttention], hf_config: Any, dcp: DCPConfig, padding: int, num_decodes: int | None
+    layers: list[MLAAttention],
+    hf_config: Any,
+    dcp: DCPConfig,
+    padding: int,
+    num_decodes: int | None,
+    buffer: Tensor | None = None,
 ) -> tuple[list[Tensor], SelectedTokens]:
     """Fill the caches with what each request has cached, as one prefill; then the batch as one step, which all
     layers see alike.
 
-    Returns each layer's output of the new tokens and padding, and what was selected last.
+    buffer: An engine's memory for positions. Returns each layer's output of the new tokens and padding, and what was
+    selected last.
     """
     total = [cached + new for cached, new in BATCH]
     index_layers = [number for number, layer in enumerate(layers) if layer.indexer is not None]
@@ -76,7 +82,7 @@ def run_layers(
             for i, query, seq in zip(requests, query_lens, seq_lens, strict=True)
         ]
         hidden = torch.cat([*rows, torch.full((padding, 48), torch.nan)])
-        metadata = with_selection(metadata.with_cos_sin(cos_sin[metadata.positions]), TOPK)
+        metadata = with_selection(metadata.with_cos_sin(cos_sin[metadata.positions]), TOPK, buffer)
         selection = selection_of(metadata)
         for memory in (selection.positions, selection.slots, selection.num_slots):
             memory.fill_(2**31 - 1)

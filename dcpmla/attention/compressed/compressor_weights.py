@@ -39,9 +39,9 @@ class CompressorWeights(nn.Module):
         fill(self.norm, read_weight(weights, f"{prefix}kv_norm.weight", (width,))[order])
 
 
-def given_compressor(given: CompressorModules) -> CompressorWeights:
+def given_compressor(modules: CompressorModules) -> CompressorWeights:
     """Return the weights of a compressor that uses an engine's without copying them."""
-    weights = CompressorWeights(len(given.bias), 1, len(given.norm), "meta")
-    weights.bias = nn.Parameter(given.bias, requires_grad=False)
-    weights.norm = nn.Parameter(given.norm, requires_grad=False)
+    weights = CompressorWeights(len(modules.bias), 1, len(modules.norm), "meta")
+    weights.bias = nn.Parameter(modules.bias, requires_grad=False)
+    weights.norm = nn.Parameter(modules.norm, requires_grad=False)
     return weights

@@ -39,13 +39,13 @@ class CompressedModules:
         down_proj: Projection of hidden states [T, hidden] to parts (`CompressedWeights.down_widths`), each of any row
             stride with contiguous columns. A layer leaves out the parts that its kind does not use.
             First, the query latent and the shared row before their norms, [T, Lq + D] in the layer's dtype.
-            Second, values, then gates of the entries' compressor [T, 2 A D], any float dtype. Entries keep this dtype
-            until they are cached.
+            Second, values, then gates of the entries' compressor [T, 2 A D], with a ratio of 1 values alone, any float
+            dtype. Entries keep this dtype until they are cached.
             Third, values, then gates of the indexer's compressor [T, 2 A Di], any float dtype.
             Last, weights of the indexer's heads [T, Hi], any float dtype.
-        q_proj: Projection of the query latent after its norm [T, Lq] -> [T, h D], before the heads' norm and RoPE,
-            which are computed in place: in new memory. With dcp_q_replicate h are the whole DCP group's heads, except
-            in a layer of windows alone.
+        q_proj: Projection of the query latent after its norm [T, Lq] -> [T, h D] in new memory, for the heads' norm and
+            RoPE are computed in place. With dcp_q_replicate h are the whole DCP group's heads, except in a layer of
+            windows alone.
         q_norm, kv_norm: Weights of the norms of the query latent [Lq] and of the shared row [D], float32.
         sinks: Logits of this rank's heads [h], float32.
         compressor: Weights of the entries' compressor; None in a layer that writes no entries.
@@ -88,9 +88,9 @@ class CompressedModules:
             ("index_k_proj", has_key_proj, "a projection"),
             ("index_k_norm", has_key_proj, (index_width,)),
         ):
-            found, wanted = _describe(getattr(self, name)), expected if is_used else None
-            if found != wanted:
-                raise ValueError(f"{name} is {found}; the config and a layer of {kind} ask for {wanted}")
+            module, needed = _describe(getattr(self, name)), expected if is_used else None
+            if module != needed:
+                raise ValueError(f"{name} is {module}; the config and a layer of {kind} ask for {needed}")
 
 
 def _describe(module: Tensor | CompressorModules | Projection | None) -> object:

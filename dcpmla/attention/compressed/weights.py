@@ -10,7 +10,7 @@ from dcpmla.attention.compressed.compressor_weights import CompressorWeights, gi
 from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.attention.compressed.modules import CompressedModules
 from dcpmla.attention.compressed.projections import GROUP, finish_heads, finish_query_
-from dcpmla.attention.modules import GivenLinear
+from dcpmla.attention.modules import GivenLinear, check_parts
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.weights import HeldHeads
 from dcpmla.parallel.fp8 import AnyRows, PlainRows, QuantizedRows, multiply_groups, plain
@@ -93,7 +93,7 @@ class CompressedWeights(nn.Module):
         if modules is None:
             self._make(placement.factory_kwargs)
         else:
-            self._give(modules)
+            self._take(modules)
 
     def _make(self, new: dict[str, Any]) -> None:
         """Make parameters that `load_weights` fills; `new` holds the keyword arguments of each."""
@@ -118,7 +118,7 @@ class CompressedWeights(nn.Module):
         o_rank = config.o_groups * config.o_lora_rank
         self.o_b_proj = RowParallelLinear(o_rank, config.hidden_size, False, self.mesh.tp_group, **new)
 
-    def _give(self, modules: CompressedModules) -> None:
+    def _take(self, modules: CompressedModules) -> None:
         """Use an engine's projections and weights; nothing is copied."""
         modules.check(self.config, self.kind, self.num_heads)
         self.q_norm, self.kv_norm, self.sinks = modules.q_norm, modules.kv_norm, modules.sinks
@@ -138,10 +138,7 @@ class CompressedWeights(nn.Module):
         if self._given is None:
             return self.down_proj(hidden_states).split(self.down_widths, -1)
         parts = self._given.down_proj(hidden_states)
-        shapes = [(len(hidden_states), width) for width in self.down_widths]
-        if [tuple(part.shape) for part in parts] != shapes or any(part.stride(1) != 1 for part in parts):
-            found = [(tuple(part.shape), part.stride()) for part in parts]
-            raise ValueError(f"down_proj returns shapes and strides {found}; expected {shapes}, columns of stride 1")
+        check_parts(parts, len(hidden_states), self.down_widths)
         return parts
 
     def project_query(self, q_c: PlainRows, cos_sin: Tensor, heads: slice) -> Tensor:

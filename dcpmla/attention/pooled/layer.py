@@ -52,7 +52,7 @@ class PoolIndexer(Indexer):
         assert pools is not None
         assert cache.index_keys is not None
         assert cache.index_sums is not None
-        keys, weights = self.fused_wk_weights_proj(hidden_states).tensor_split((config.head_dim,), -1)
+        keys, weights = self.down_project(hidden_states)
         keys = F.layer_norm(keys, keys.shape[1:], self.k_norm.weight, self.k_norm.bias, config.norm_eps)
         pairs, sums = torch.cat([keys, self.pool_gate(hidden_states)], -1), cache.index_sums.flatten(0, 1)
         for part in pools.parts:

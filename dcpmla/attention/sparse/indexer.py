@@ -1,13 +1,16 @@
 """The indexer: the choice of the tokens that each token attends to. `Indexer.forward` reads top to bottom."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from dcpmla.attention.head_factors import HeadFactors
+from dcpmla.attention.modules import GivenLinear, check_parts, given_layer_norm
 from dcpmla.attention.placement import Placement
+from dcpmla.attention.sparse.modules import IndexerModules
 from dcpmla.attention.sparse.projections import finish_index_keys, finish_index_queries
 from dcpmla.attention.sparse.selector import TokenSelector
 from dcpmla.attention.sparse.step import SparseMetadata
@@ -28,6 +31,7 @@ class Indexer(nn.Module):
     Args:
         config: Geometry of the layer, with an indexer.
         placement: Placement of the layer; the parameters are uninitialized until `load_weights`.
+        modules: Projections that another engine has made and loaded; `load_weights` then reads nothing.
     Raises:
         ValueError: Queries are made from a query latent that the layer lacks, or the Hadamard transform is asked for
             and the width is not a power of two.
@@ -35,11 +39,11 @@ class Indexer(nn.Module):
         hidden states, and for factors of queries.
     """
 
-    def __init__(self, config: MLAConfig, placement: Placement) -> None:
+    def __init__(self, config: MLAConfig, placement: Placement, modules: IndexerModules | None = None) -> None:
         super().__init__()
         assert config.indexer is not None
         self.config: IndexerConfig = config.indexer
-        self.dcp, self.rope_dim, new = placement.dcp, config.rope_dim, placement.factory_kwargs
+        self.dcp, self.rope_dim = placement.dcp, config.rope_dim
         self.selector = TokenSelector(self.config, placement)
         source = config.hidden_size if self.config.norms_hidden else config.q_lora_rank
         if source is None:
@@ -47,13 +51,32 @@ class Indexer(nn.Module):
                 "config has an indexer, but q_lora_rank is None; an indexer's queries are made from the query latent, "
                 "or with norms_hidden from hidden states"
             )
-        width, num_heads = self.config.head_dim, self.config.num_heads
-        norm_eps = self.config.norm_eps
+        self.hidden_size, self.source_width, self._given = config.hidden_size, source, modules
+        norm_eps, new = self.config.norm_eps, placement.factory_kwargs
         self.q_input_norm = skip_init(nn.LayerNorm, source, eps=norm_eps, **new) if self.config.norms_hidden else None
-        self.head_factors = HeadFactors(num_heads, placement) if config.has_query_factors else None
-        self.wq_b = Linear(source, num_heads * width, **new)
-        self.fused_wk_weights_proj = Linear(config.hidden_size, width + num_heads, **new)
+        self.head_factors = HeadFactors(self.config.num_heads, placement) if config.has_query_factors else None
+        if modules is None:
+            self._make(new)
+        else:
+            self.wq_b: Linear = GivenLinear(modules.q_proj)
+            self.k_norm = given_layer_norm(*modules.k_norm)
+
+    def _make(self, new: dict[str, Any]) -> None:
+        """Make parameters that `load_weights` fills; `new` holds the keyword arguments of each."""
+        width, num_heads = self.config.head_dim, self.config.num_heads
+        self.wq_b = Linear(self.source_width, num_heads * width, **new)
+        self.fused_wk_weights_proj = Linear(self.hidden_size, width + num_heads, **new)
         self.k_norm = skip_init(nn.LayerNorm, width, **new)
+
+    def down_project(self, hidden_states: PlainRows) -> tuple[Tensor, ...]:
+        """Return keys [T, D] before their norm, and weights of the heads [T, H]."""
+        width = self.config.head_dim
+        if self._given is None:
+            return self.fused_wk_weights_proj(hidden_states).tensor_split((width,), -1)
+        x = plain(hidden_states)
+        parts = self._given.down_proj(x)
+        check_parts(parts, len(x), [width, self.config.num_heads])
+        return parts
 
     def forward(self, hidden_states: PlainRows, q_c: PlainRows, cache: LayerCache, step: StepMetadata) -> None:
         """Cache the tokens' keys, and write the step's selection if a token may have more than topk keys. Collective.
@@ -68,7 +91,7 @@ class Indexer(nn.Module):
         index_keys = cache.index_keys
         assert sparse is not None
         assert index_keys is not None
-        keys, weights = self.fused_wk_weights_proj(hidden_states).tensor_split((config.head_dim,), -1)
+        keys, weights = self.down_project(hidden_states)
         norm, rope = (self.k_norm.weight, self.k_norm.bias), (cos_sin, config.rope_interleaved)
         finish_index_keys(keys, index_keys, step.slot_mapping, *norm, *rope, dcp.index_hadamard, config.norm_eps)
         if sparse.max_seq_len <= config.topk:
@@ -76,7 +99,7 @@ class Indexer(nn.Module):
         assert sparse.selection is not None
         source = q_c if self.q_input_norm is None else self.q_input_norm(plain(hidden_states))
         if isinstance(source, Tensor):
-            source = source[:, : self.wq_b.in_features]  # without the latent before its norm (`query_gates`)
+            source = source[:, : self.source_width]  # without the latent before its norm (`query_gates`)
         q = self.wq_b(source).unflatten(-1, (config.num_heads, config.head_dim))
         if self.head_factors is not None:
             q = self.head_factors(q, step.query_factor)
@@ -89,11 +112,14 @@ class Indexer(nn.Module):
 
         Args:
             weights: Whole weights by their names in a checkpoint, from "wq_b.weight" to "weights_proj.weight".
+                Nothing is read if modules are given.
         Raises:
             ValueError: A weight is missing, or its shape does not match the config.
         """
+        if self._given is not None:
+            return
         width, num_heads = self.config.head_dim, self.config.num_heads
-        hidden, source = self.fused_wk_weights_proj.in_features, self.wq_b.in_features
+        hidden, source = self.hidden_size, self.source_width
         wq_b = read_linear(weights, "wq_b.weight", (num_heads * width, source))
         wk = read_linear(weights, "wk.weight", (width, hidden))
         weight, bias = (read_weight(weights, f"k_norm.{name}", (width,)) for name in ("weight", "bias"))

@@ -72,12 +72,33 @@ class SelectedTokens:
         return SelectedTokens(self.positions[tokens], self.slots[tokens], self.num_slots[tokens], num_first)
 
 
-def with_selection(step: StepMetadata, topk: int) -> StepMetadata:
-    """Return the step with memory for topk selected tokens each; unchanged where no token has more before it."""
+def with_selection(step: StepMetadata, topk: int, positions: Tensor | None = None) -> StepMetadata:
+    """Return the step with memory for topk selected tokens each; unchanged where no token has more before it.
+
+    Args:
+        positions: Memory of an engine for the selected positions [at least num_tokens, topk] int32, contiguous, whose
+            first rows the layers write and read; None for new memory.
+    Raises:
+        ValueError: positions are not such a tensor.
+    """
     sparse = step.get(SparseMetadata)
+    if positions is not None:
+        check_positions(positions, step, topk)
     if sparse is None or sparse.max_seq_len <= topk:
         return step
-    return step.with_kind(replace(sparse, selection=SelectedTokens.empty(step.num_tokens, topk, step.positions.device)))
+    selection = SelectedTokens.empty(step.num_tokens, topk, step.positions.device)
+    if positions is not None:
+        selection = replace(selection, positions=positions[: step.num_tokens])
+    return step.with_kind(replace(sparse, selection=selection))
+
+
+def check_positions(positions: Tensor, step: StepMetadata, topk: int) -> None:
+    """Raise ValueError unless positions are [at least the step's tokens, topk] int32 on its device, contiguous."""
+    actual = positions.dtype, tuple(positions.shape), positions.device
+    expected = torch.int32, (max(step.num_tokens, len(positions)), topk), step.positions.device
+    if actual != expected or not positions.is_contiguous():
+        needed = f"{expected} (dtype, shape, device), contiguous"
+        raise ValueError(f"positions is {actual}, strides {positions.stride()}; expected {needed}")
 
 
 def check_selection(topk: int, kv_cache: Tensor, step: StepMetadata) -> None:
