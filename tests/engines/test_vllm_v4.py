@@ -63,7 +63,14 @@ def check(report: dict[str, Any], num_layers: int = 4, tolerance: float = 1e-4) 
 def test_preempted_requests(model: Path, tmp_path: Path) -> None:
     """TP 1, chosen by --attention-backend CUSTOM, with four blocks for the requests: some lose theirs and restart."""
     report, stderr = run_engine(
-        model, tmp_path, 1, {}, attention_backend="CUSTOM", num_gpu_blocks_override=5, max_num_batched_tokens=1100
+        model,
+        tmp_path,
+        1,
+        {},
+        attention_backend="CUSTOM",
+        num_gpu_blocks_override=5,
+        max_num_seqs=4,
+        max_num_batched_tokens=1100,
     )
     check(report)
     assert report["calls"]["_preempt_request"] >= 1

@@ -57,7 +57,7 @@ def main(directory: str, options: dict[str, Any]) -> None:
         count(AllToAll, name)
     count(Scheduler, "_preempt_request")
     Worker.determine_available_memory = lambda worker: 0  # that of GPUs
-    defaults = {"max_num_batched_tokens": 100, "dtype": "float32", "enforce_eager": True}
+    defaults = {"max_num_batched_tokens": 100, "dtype": "float32", "enforce_eager": True, "max_num_seqs": 20}
     defaults["compilation_config"] = {"custom_ops": ["none"]}
     llm = LLM(
         model=directory,
@@ -65,7 +65,6 @@ def main(directory: str, options: dict[str, Any]) -> None:
         tensor_parallel_size=int(os.environ["WORLD_SIZE"]),
         distributed_executor_backend="external_launcher",
         max_model_len=1024,
-        max_num_seqs=20,
         max_logprobs=VOCABULARY,
         seed=0,
         **defaults | options,
