@@ -156,7 +156,9 @@ def job(**fields: Any) -> Any:
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**{name: fields.get(name, value) for name, value in parallel.items()}),
         cache_config=SimpleNamespace(
-            cache_dtype=fields.get("cache_dtype", "auto"), block_size=fields.get("block_size", 256)
+            cache_dtype=fields.get("cache_dtype", "auto"),
+            block_size=fields.get("block_size", 256),
+            kv_offloading_size=fields.get("kv_offloading_size"),
         ),
         model_config=SimpleNamespace(hf_config=fields.get("hf_config", tiny_config("deepseek_v4")), max_model_len=1024),
         scheduler_config=SimpleNamespace(max_num_seqs=8),
@@ -173,6 +175,7 @@ def job(**fields: Any) -> Any:
         ({"use_ubatching": True}, "--enable-dbo"),
         ({"speculative_config": "mtp"}, "--speculative-config"),
         ({"kv_transfer_config": "nixl"}, "--kv-transfer-config"),
+        ({"kv_offloading_size": 4.0}, "--kv-offloading-size"),
         ({"use_v2_model_runner": False}, "VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"cache_dtype": "nvfp4"}, "'nvfp4'; .* has auto, bfloat16, fp8, fp8_ds_mla"),
         ({"tensor_parallel_size": 5}, "tensor_parallel_size .*is 5"),
