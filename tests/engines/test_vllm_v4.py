@@ -43,7 +43,7 @@ def run_engine(
 
 def check(report: dict[str, Any], num_layers: int = 4, tolerance: float = 1e-4) -> None:
     """Check logprobs, the code that has run, and that the cache is a part of vLLM's allocation."""
-    for turn, ended in (("first", 20), ("aborted", 19), ("tight", 4), ("static", 4)):
+    for turn, ended in (("first", 20), ("aborted", 19), ("tight", 4), ("dummies", 4), ("static", 4)):
         assert report[turn]["ended"] == ended, turn
         assert report[turn]["error"] < tolerance, turn
     calls = report["calls"]
@@ -55,13 +55,22 @@ def check(report: dict[str, Any], num_layers: int = 4, tolerance: float = 1e-4) 
     assert report["in one piece"]
     assert report["bytes"] >= report["needed"]
     assert report["bytes"] <= report["pages"] + report["fixed"]
+    assert report["left for pages"] == -report["fixed"], "vLLM's plan counts windows and sums"
+    assert report["calls"]["dummy batches"] >= 8
     assert not report["prefix caching"]
 
 
 def test_preempted_requests(model: Path, tmp_path: Path) -> None:
     """TP 1, chosen by --attention-backend CUSTOM, with four blocks for the requests: some lose theirs and restart."""
     report, stderr = run_engine(
-        model, tmp_path, 1, {}, attention_backend="CUSTOM", num_gpu_blocks_override=5, max_num_batched_tokens=1100
+        model,
+        tmp_path,
+        1,
+        {},
+        attention_backend="CUSTOM",
+        num_gpu_blocks_override=5,
+        max_num_seqs=4,
+        max_num_batched_tokens=1100,
     )
     check(report)
     assert report["calls"]["_preempt_request"] >= 1
@@ -127,7 +136,9 @@ def job(**fields: Any) -> Any:
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**{name: fields.get(name, value) for name, value in parallel.items()}),
         cache_config=SimpleNamespace(
-            cache_dtype=fields.get("cache_dtype", "auto"), block_size=fields.get("block_size", 256)
+            cache_dtype=fields.get("cache_dtype", "auto"),
+            block_size=fields.get("block_size", 256),
+            kv_offloading_size=fields.get("kv_offloading_size"),
         ),
         model_config=SimpleNamespace(hf_config=fields.get("hf_config", tiny_config("deepseek_v4")), max_model_len=1024),
         scheduler_config=SimpleNamespace(max_num_seqs=8),
@@ -144,6 +155,7 @@ def job(**fields: Any) -> Any:
         ({"use_ubatching": True}, "--enable-dbo"),
         ({"speculative_config": "mtp"}, "--speculative-config"),
         ({"kv_transfer_config": "nixl"}, "--kv-transfer-config"),
+        ({"kv_offloading_size": 4.0}, "--kv-offloading-size"),
         ({"use_v2_model_runner": False}, "VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"cache_dtype": "nvfp4"}, "'nvfp4'; .* has auto, bfloat16, fp8, fp8_ds_mla"),
         ({"tensor_parallel_size": 5}, "tensor_parallel_size .*is 5"),

@@ -3,12 +3,14 @@
 import json
 import os
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 from vllm import LLM
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.worker.gpu_worker import Worker
 
 from dcpmla.attention.compressed import layer
 from dcpmla.attention.compressed.layer import CompressedAttention
@@ -21,7 +23,7 @@ BLOCK = 256  # vLLM's on CPUs
 
 
 def use_static_steps() -> None:
-    """Lay out decodes as for a CUDA graph, with a request of padding at the end."""
+    """Lay out steps of decodes alone as for a CUDA graph."""
     build = CompressedMetadataBuilder.build
 
     def static(self: CompressedMetadataBuilder, prefix: int, common: Any, fast_build: bool = False) -> LazyStep:
@@ -33,6 +35,19 @@ def use_static_steps() -> None:
     CompressedMetadataBuilder.build = static
 
 
+def add_dummy_batches(llm: LLM) -> None:
+    """Run a dummy batch after each step, as idle ranks of data parallelism do: it must change no state of a request."""
+    step = llm.llm_engine.step
+
+    def step_and_run_dummies() -> Any:
+        outputs = step()
+        CALLS["dummy batches"] += 1
+        llm.collective_rpc("execute_dummy_batch")
+        return outputs
+
+    llm.llm_engine.step = step_and_run_dummies
+
+
 def main(directory: str, options: dict[str, Any]) -> None:
     use_plain_torch()
     count(CompressedAttention, "attend")
@@ -41,7 +56,8 @@ def main(directory: str, options: dict[str, Any]) -> None:
     for name in ("gather_heads", "combine"):
         count(AllToAll, name)
     count(Scheduler, "_preempt_request")
-    defaults = {"max_num_batched_tokens": 100, "dtype": "float32", "enforce_eager": True}
+    Worker.determine_available_memory = lambda worker: 0  # that of GPUs
+    defaults = {"max_num_batched_tokens": 100, "dtype": "float32", "enforce_eager": True, "max_num_seqs": 20}
     defaults["compilation_config"] = {"custom_ops": ["none"]}
     llm = LLM(
         model=directory,
@@ -49,7 +65,6 @@ def main(directory: str, options: dict[str, Any]) -> None:
         tensor_parallel_size=int(os.environ["WORLD_SIZE"]),
         distributed_executor_backend="external_launcher",
         max_model_len=1024,
-        max_num_seqs=20,
         max_logprobs=VOCABULARY,
         seed=0,
         **defaults | options,
@@ -66,6 +81,8 @@ def main(directory: str, options: dict[str, Any]) -> None:
     tight = [requests[1][: BLOCK - 1 - index] for index in range(4)]
     for turn, of_turn, aborted in (("first", requests, None), ("aborted", requests, 1), ("tight", tight, None)):
         report[turn] = compare(model, of_turn, run(llm, of_turn, aborted))
+    add_dummy_batches(llm)
+    report["dummies"] = compare(model, tight, run(llm, tight))
     report["calls"] = dict(CALLS)
     if torch.cuda.is_available():
         end(report)
@@ -82,6 +99,7 @@ def describe(llm: LLM) -> dict[str, Any]:
     config = llm.llm_engine.vllm_config
     layers = list(config.compilation_config.static_forward_context.values())
     stack = layers[0].stack
+    worker = SimpleNamespace(model_runner=llm.llm_engine.model_executor.driver_worker.worker.model_runner)
     plan, memory = stack.cache.sizes, stack.leader.kv_cache.untyped_storage()
     return {
         "blocks": plan.num_blocks,
@@ -92,6 +110,7 @@ def describe(llm: LLM) -> dict[str, Any]:
         "in one piece": all(tensor.untyped_storage().data_ptr() == memory.data_ptr() for tensor in stack.cache.tensors),
         "pages": stack.pages(config).page_size_bytes * plan.num_blocks,
         "fixed": stack.fixed_bytes,
+        "left for pages": Worker.determine_available_memory(worker),
         "prefix caching": config.cache_config.enable_prefix_caching,
     }
 

@@ -33,13 +33,14 @@ def is_chosen(vllm_config: Any) -> bool:
 
 def check(vllm_config: Any) -> None:
     """Raise ValueError for options that DeepSeek-V4 does not support with this package's attention."""
-    parallel = vllm_config.parallel_config
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     refused = (
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism (-pcp)"),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism (-pp)"),
         (parallel.use_ubatching, "micro-batches (--enable-dbo)"),
         (vllm_config.speculative_config is not None, "speculative decoding (--speculative-config)"),
         (vllm_config.kv_transfer_config is not None, "a connector for caches (--kv-transfer-config)"),
+        (cache.kv_offloading_size is not None, "offloading of caches (--kv-offloading-size)"),
         (not vllm_config.use_v2_model_runner, "vLLM's first model runner (VLLM_USE_V2_MODEL_RUNNER=0)"),
     )
     for is_asked, feature in refused:
@@ -48,10 +49,9 @@ def check(vllm_config: Any) -> None:
                 f"dcpmla's attention for DeepSeek-V4 does not support {feature}; leave it out, or choose another "
                 "--attention-backend"
             )
-    cache_dtype = vllm_config.cache_config.cache_dtype
-    if cache_dtype not in FORMATS:
+    if cache.cache_dtype not in FORMATS:
         raise ValueError(
-            f"kv_cache_dtype (--kv-cache-dtype) is {cache_dtype!r}; dcpmla's attention for DeepSeek-V4 has "
+            f"kv_cache_dtype (--kv-cache-dtype) is {cache.cache_dtype!r}; dcpmla's attention for DeepSeek-V4 has "
             f"{', '.join(FORMATS)}"
         )
     config = vllm_config.model_config.hf_config
