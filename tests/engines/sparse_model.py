@@ -16,8 +16,10 @@ from tests.engines.conftest import ROPE
 TOPK = 32
 
 
-def save_sparse_model(directory: Path, num_heads: int = 8, head_dim: int = 32, num_layers: int = 2) -> Path:
-    """Save a model of dense layers whose tokens select at most TOPK; return its directory."""
+def save_sparse_model(
+    directory: Path, num_heads: int = 8, head_dim: int = 32, num_layers: int = 2, topk: int = TOPK
+) -> Path:
+    """Save a model of dense layers whose tokens select at most topk; return its directory."""
     torch.manual_seed(0)
     config = DeepseekV32Config(
         vocab_size=512,
@@ -34,7 +36,7 @@ def save_sparse_model(directory: Path, num_heads: int = 8, head_dim: int = 32, n
         v_head_dim=head_dim,
         index_n_heads=4,
         index_head_dim=128,
-        index_topk=TOPK,
+        index_topk=topk,
         n_routed_experts=8,
         moe_intermediate_size=64,
         max_position_embeddings=4096,
