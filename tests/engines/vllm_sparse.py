@@ -39,7 +39,8 @@ def of_this_rank(self: AllToAll, candidates: torch.Tensor) -> torch.Tensor:
 
 
 def main(directory: str, options: dict[str, Any]) -> None:
-    convert_as_torch()
+    if not torch.cuda.is_available():
+        convert_as_torch()
     DCPMLAMetadataBuilder.reorder_batch_threshold = options.pop("threshold")
     route = options.pop("route")
     DCPMLASparseMetadataBuilder._absorbs = lambda *_: route == "absorbed"
@@ -53,7 +54,6 @@ def main(directory: str, options: dict[str, Any]) -> None:
         skip_tokenizer_init=True,
         tensor_parallel_size=int(os.environ["WORLD_SIZE"]),
         distributed_executor_backend="external_launcher",
-        dtype="float32",
         max_model_len=256,
         max_num_seqs=8,
         max_num_batched_tokens=100,
@@ -62,7 +62,7 @@ def main(directory: str, options: dict[str, Any]) -> None:
         num_gpu_blocks_override=128,
         max_logprobs=VOCABULARY,
         seed=0,
-        **options,
+        **{"dtype": "float32"} | options,
     )
     warm_up = dict(CALLS)
     CALLS.clear()
@@ -82,7 +82,7 @@ def main(directory: str, options: dict[str, Any]) -> None:
         "ended": sum(output is not None and output.outputs[0].finish_reason == "length" for output in again),
     }
     report["calls"] = dict(CALLS)
-    if options.get("decode_context_parallel_size", 1) > 1:
+    if options.get("decode_context_parallel_size", 1) > 1 and not torch.cuda.is_available():
         few = requests[:1] + requests[3:4]
         kept, AllToAll.combine = AllToAll.combine, without_merge
         report["without merge"] = selections.largest_error(model, few, run(llm, few))

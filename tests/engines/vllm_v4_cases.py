@@ -56,7 +56,8 @@ def main(directory: str, options: dict[str, Any]) -> None:
     for name in ("gather_heads", "combine"):
         count(AllToAll, name)
     count(Scheduler, "_preempt_request")
-    Worker.determine_available_memory = lambda worker: 0  # that of GPUs
+    if not torch.cuda.is_available():
+        Worker.determine_available_memory = lambda worker: 0  # workers of CPUs have another of their own
     defaults = {"max_num_batched_tokens": 100, "dtype": "float32", "enforce_eager": True, "max_num_seqs": 20}
     defaults["compilation_config"] = {"custom_ops": ["none"]}
     llm = LLM(
