@@ -1,5 +1,6 @@
 """A small DeepSeek-V3.2, and the comparison of an engine's answers and selections with transformers'."""
 
+import json
 from functools import partialmethod
 from itertools import count
 from pathlib import Path
@@ -12,6 +13,7 @@ from transformers.models.deepseek_v32 import modeling_deepseek_v32 as deepseek_v
 
 from dcpmla.attention.sparse.selector import TokenSelector
 from tests.engines.conftest import ROPE
+from tests.engines.vllm_drafts import make_module
 
 TOPK = 32
 
@@ -51,6 +53,17 @@ def save_sparse_model(
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.1)
     model.float().save_pretrained(directory)
+    return directory
+
+
+def save_sparse_model_with_module(directory: Path) -> Path:
+    """Save a model of two layers and an MTP module with a third; return its directory."""
+    save_sparse_model(directory, num_layers=3)
+    own = {name: torch.rand(128) + 0.5 for name in ("enorm", "hnorm", "shared_head.norm")}
+    make_module(directory, own | {"eh_proj": torch.randn(128, 256) * 0.1})
+    config = json.loads((directory / "config.json").read_text())
+    del config["layer_types"]  # of three layers
+    (directory / "config.json").write_text(json.dumps(config))
     return directory
 
 

@@ -76,6 +76,7 @@ def patch() -> None:
     # The model of GPUs, whose kernels of Triton run here, too.
     gpus = "vllm.models.deepseek_v32.nvidia"
     ModelRegistry.register_model("DeepseekV32ForCausalLM", f"{gpus}.model:DeepseekV32ForCausalLM")
+    ModelRegistry.register_model("DeepseekV32MTPModel", f"{gpus}.mtp:DeepseekV32MTP")
     torch.cuda.is_current_stream_capturing = lambda: False
     CpuPlatform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)

@@ -18,8 +18,9 @@ from dcpmla.comm.nccl import AllToAll
 from dcpmla.integrations.vllm import impl
 from dcpmla.integrations.vllm.backend import DCPMLAMetadataBuilder
 from dcpmla.integrations.vllm.sparse.backend import DCPMLASparseMetadataBuilder
-from tests.engines.sparse_model import Selections
-from tests.engines.vllm_cases import CALLS, VOCABULARY, count, end, run, without_merge
+from tests.engines.sparse_model import TOPK, Selections
+from tests.engines.vllm_cases import CALLS, NEW_TOKENS, VOCABULARY, count, end, run, without_merge
+from tests.engines.vllm_drafts import DRAFTED, compare_drafts, record_drafts
 from tests.support.interpreter import convert_as_torch
 
 LENGTHS = (150, 1, 33, 65, 20)
@@ -49,6 +50,9 @@ def main(directory: str, options: dict[str, Any]) -> None:
     count(TokenSelector, "select")
     for name in ("gather_candidates", "combine"):
         count(AllToAll, name)
+    has_module = "speculative_config" in options
+    if has_module:
+        record_drafts()
     llm = LLM(
         model=directory,
         skip_tokenizer_init=True,
@@ -75,6 +79,11 @@ def main(directory: str, options: dict[str, Any]) -> None:
     report: dict[str, Any] = {"warm-up": warm_up, "error": error, "selections": dict(vars(selections))}
     for private in ("_found", "_shared", "_request"):
         del report["selections"][private]
+    if has_module:
+        # Tokens of short prompts attend to all, as in a dense model, which the module in plain torch is.
+        short = {index for index, prompt in enumerate(requests) if len(prompt) + NEW_TOKENS < TOPK}
+        DRAFTED[:] = [draft for draft in DRAFTED if int(draft[0].split("-")[1]) in short]
+        report["drafts"] = compare_drafts(directory, requests, outputs)
     again = run(llm, requests, aborted=1)
     report["again"] = {
         "error": selections.largest_error(model, requests, again),

@@ -12,8 +12,14 @@ FIRST_VERSION, END_VERSION = (0, 32), (0, 34)  # vLLM's versions that tests/engi
 FIRST_WITH_V4 = (0, 33)  # the first of them with DeepSeek-V4 as `compressed` takes it
 MODES = ("custom", "default", "exchange", "off")
 # vLLM's choices on Hopper, for dense MLA on CPUs, too.
-CHOSEN_BY_VLLM = ("FLASH_ATTN_MLA", "CPU_MLA", "AMX_MLA", "FLASHINFER_MLA_SPARSE_SM90", "FLASH_ATTN_MLA_SPARSE")
-CHOSEN_BY_VLLM += ("FLASHMLA_SPARSE",)
+CHOSEN_BY_VLLM = (
+    "FLASH_ATTN_MLA",
+    "CPU_MLA",
+    "AMX_MLA",
+    "FLASHINFER_MLA_SPARSE_SM90",
+    "FLASH_ATTN_MLA_SPARSE",
+    "FLASHMLA_SPARSE",
+)
 BACKEND = "dcpmla.integrations.vllm.choice.Backend"
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from dcpmla.attention.sparse.step import SelectedTokens
 from dcpmla.attention.warm_up import sizes
 from dcpmla.cache.formats import FP8, row_width
 from dcpmla.integrations.vllm.impl import DCPMLAImpl
-from dcpmla.integrations.vllm.sparse.names import SharedTopkIndicesBuffer
+from dcpmla.integrations.vllm.sparse.names import DeepseekV32Indexer, SharedTopkIndicesBuffer
 from dcpmla.integrations.vllm.sparse.selection import IndexBackend, install, selection_of
 
 
@@ -38,8 +38,14 @@ class DCPMLASparseImpl(DCPMLAImpl, SharedTopkIndicesBuffer):
         # Queries stay as they are over rows whose parts have scales of their own.
         self.supports_quant_query_input = self.kv_cache_dtype != "fp8_ds_mla"
         install()
-        if indexer is not None:
-            indexer.k_cache.get_attn_backend = lambda: IndexBackend
+        if indexer is None:
+            return
+        if not isinstance(indexer, DeepseekV32Indexer):
+            raise ValueError(
+                f"dcpmla's backend for sparse MLA selects for DeepSeek-V3.2 and GLM-5; this model has a "
+                f"{type(indexer).__name__}: choose another --attention-backend"
+            )
+        indexer.k_cache.get_attn_backend = lambda: IndexBackend
 
     def record_logical_topk_ready(self) -> None:
         """Do nothing: attention follows the selection in the same stream."""

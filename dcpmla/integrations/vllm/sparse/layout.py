@@ -42,7 +42,8 @@ class SelectionLayout:
         request, seen = tokens_seen(seq_lens, step.query_start_loc, query_len, num_tokens)
         seen = seen.clamp(min=0)
         local = ownership.local_seq_lens(seen, size, self.dcp_rank, interleave)
-        columns = self._columns[:, :num_tokens]
-        for column, values in zip(columns, (request, seen, local), strict=True):
-            column.copy_(values)
-        return SparseMetadata(table, *columns, longest)
+        kept = [
+            column[:num_tokens].copy_(values)
+            for column, values in zip(self._columns, (request, seen, local), strict=True)
+        ]
+        return SparseMetadata(table, kept[0], kept[1], kept[2], longest)

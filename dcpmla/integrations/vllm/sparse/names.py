@@ -4,6 +4,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention.sparse_mla_attention import SharedTopkIndicesBuffer
 from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
 from vllm.models.deepseek_v32 import attention as deepseek_v32_attention
+from vllm.models.deepseek_v32.attention import DeepseekV32Indexer
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
 
 # Methods that are replaced, overridden or called, and the arguments that must be among theirs.
@@ -23,6 +24,7 @@ __all__ = [
     "METHODS",
     "AttentionBackend",
     "AttentionMetadataBuilder",
+    "DeepseekV32Indexer",
     "DeepseekV32IndexerCache",
     "SharedTopkIndicesBuffer",
     "deepseek_v32_attention",
