@@ -62,7 +62,7 @@ def save_sparse_model_with_module(directory: Path) -> Path:
     own = {name: torch.rand(128) + 0.5 for name in ("enorm", "hnorm", "shared_head.norm")}
     make_module(directory, own | {"eh_proj": torch.randn(128, 256) * 0.1})
     config = json.loads((directory / "config.json").read_text())
-    del config["layer_types"]  # of three layers
+    del config["layer_types"], config["mlp_layer_types"]  # of three layers
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.sparse_model import save_sparse_model
+from tests.engines.sparse_model import save_sparse_model, save_sparse_model_with_module
 from tests.engines.trees import vllm_tree, vllm_variables
 from tests.support.launchers import ROOT, run_together, torchrun
 
@@ -48,13 +48,18 @@ def test_one_rank(sparse_model: Path, tmp_path: Path) -> None:
     assert report["calls"]["dcp_mla_prefill"] >= 4
 
 
-def test_decode_context_parallel(sparse_model: Path, tmp_path: Path) -> None:
-    """TP 2 x DCP 2 in groups of 4 tokens; all prefills attend with absorbed queries. Without the merge, or with the
-    candidates of one rank, answers are wrong.
+def test_drafts_under_decode_context_parallelism(tmp_path: Path) -> None:
+    """TP 2 x DCP 2 in groups of 4 tokens, two drafts a step by an MTP module; all prefills attend with absorbed
+    queries. Without the merge, or with the candidates of one rank, answers are wrong.
     """
+    model = save_sparse_model_with_module(tmp_path / "model")
+    (tmp_path / "entry_points").mkdir()
     layout = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 4}
-    report = run_engine(sparse_model, tmp_path, 2, route="absorbed", **layout)
+    drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+    report = run_engine(model, tmp_path / "entry_points", 2, route="absorbed", **layout, **drafts)
     check(report)
+    assert report["drafts"]["made"] > 20
+    assert report["drafts"]["right"] > 0.9 * report["drafts"]["made"]  # Ties may go either way.
     calls = report["calls"]
     assert "dcp_mla_prefill" not in calls
     assert calls["gather_candidates"] == calls["select"]
