@@ -31,11 +31,11 @@ def run_vllm(arguments: list[str]) -> None:
 
     async def report(args: argparse.Namespace) -> None:
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
-        parallel, backend = config.parallel_config, config.attention_config.backend.get_class()
+        parallel, backend = config.parallel_config, config.attention_config.backend.get_path()
         write(
             tp=parallel.tensor_parallel_size,
             dcp=parallel.decode_context_parallel_size,
-            backend=f"{backend.__module__}.{backend.__qualname__}",
+            backend=backend,
             options=serve.make_arg_parser(serve.FlexibleArgumentParser()),
         )
 

@@ -39,6 +39,7 @@ def check(report: dict[str, Any]) -> None:
     assert report["calls"]["select"] > 30
     assert report["calls"]["dcp_mla_decode"] > 30
     assert report["warm-up"]["select"] >= 6
+    assert report["warm-up"]["exchanges of builders"] == 0
 
 
 def test_one_rank(sparse_model: Path, tmp_path: Path) -> None:

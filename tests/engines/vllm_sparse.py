@@ -18,6 +18,7 @@ from dcpmla.comm.nccl import AllToAll
 from dcpmla.integrations.vllm import impl
 from dcpmla.integrations.vllm.backend import DCPMLAMetadataBuilder
 from dcpmla.integrations.vllm.sparse.backend import DCPMLASparseMetadataBuilder
+from dcpmla.integrations.vllm.sparse.selection import IndexMetadataBuilder
 from tests.engines.sparse_model import TOPK, Selections
 from tests.engines.vllm_cases import CALLS, NEW_TOKENS, VOCABULARY, count, end, run, without_merge
 from tests.engines.vllm_drafts import DRAFTED, compare_drafts, record_drafts
@@ -39,6 +40,18 @@ def of_this_rank(self: AllToAll, candidates: torch.Tensor) -> torch.Tensor:
     return torch.stack([candidates] + [others] * (dist.get_world_size(self.group) - 1), 1)
 
 
+def count_exchanges_of_builders() -> None:
+    """Count the exchanges while builders of index caches are made: vLLM makes builders in another order on each rank."""
+    make = IndexMetadataBuilder.__init__
+
+    def made(self: IndexMetadataBuilder, *args: Any) -> None:
+        before = CALLS["gather_candidates"]
+        make(self, *args)
+        CALLS["exchanges of builders"] += CALLS["gather_candidates"] - before
+
+    IndexMetadataBuilder.__init__ = made
+
+
 def main(directory: str, options: dict[str, Any]) -> None:
     if not torch.cuda.is_available():
         convert_as_torch()
@@ -50,6 +63,7 @@ def main(directory: str, options: dict[str, Any]) -> None:
     count(TokenSelector, "select")
     for name in ("gather_candidates", "combine"):
         count(AllToAll, name)
+    count_exchanges_of_builders()
     has_module = "speculative_config" in options
     if has_module:
         record_drafts()

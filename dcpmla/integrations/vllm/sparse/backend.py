@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.routes import RouteCosts
+from dcpmla.attention.sparse.selector import TokenSelector
 from dcpmla.cache.formats import storage_dtype
-from dcpmla.config import MLAConfig
+from dcpmla.config import IndexerConfig, MLAConfig
 from dcpmla.integrations.vllm.backend import DCPMLABackend, DCPMLAMetadataBuilder, DecodePart
 from dcpmla.integrations.vllm.names import max_decode_query_len
 from dcpmla.integrations.vllm.sparse.impl import DCPMLASparseImpl
-from dcpmla.integrations.vllm.sparse.selection import indexer_config
+from dcpmla.integrations.vllm.sparse.selection import indexer_config, warm_up_selection
 
 
 class DCPMLASparseBackend(DCPMLABackend):
@@ -46,11 +47,13 @@ class DCPMLASparseMetadataBuilder(DCPMLAMetadataBuilder):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
-        self.costs = RouteCosts(_config_of(layer, vllm_config), self.dcp)
-        self.topk = vllm_config.model_config.hf_text_config.index_topk
+        indexer = indexer_config(vllm_config.model_config.hf_text_config)
+        self.costs, self.topk = RouteCosts(_config_of(layer, vllm_config, indexer), self.dcp), indexer.topk
         self._selects = False
         most_tokens = vllm_config.scheduler_config.max_num_seqs * max_decode_query_len(vllm_config)
         cache_dtype = storage_dtype(self.dcp.kv_cache_dtype, vllm_config.model_config.dtype)
+        selector = TokenSelector(indexer, self.dcp, self.steps.dcp_rank, self.exchange)
+        warm_up_selection(selector, most_tokens, device)
         layer.impl.warm_up_selected(layer, cache_dtype, self.layout.workspace, most_tokens)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
@@ -104,7 +107,7 @@ class DCPMLASparseMetadataBuilder(DCPMLAMetadataBuilder):
         )
 
 
-def _config_of(layer: Any, vllm_config: Any) -> MLAConfig:
+def _config_of(layer: Any, vllm_config: Any, indexer: IndexerConfig) -> MLAConfig:
     """Return the geometry of one of vLLM's layers, before it is sharded."""
     config = vllm_config.model_config.hf_text_config
     return MLAConfig(
@@ -116,5 +119,5 @@ def _config_of(layer: Any, vllm_config: Any) -> MLAConfig:
         qk_rope_head_dim=layer.qk_rope_head_dim,
         v_head_dim=layer.v_head_dim,
         scale=layer.scale,
-        indexer=indexer_config(config),
+        indexer=indexer,
     )

@@ -13,6 +13,7 @@ from dcpmla.attention.sparse.selector import WORKSPACE_BYTES, TokenSelector
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
 from dcpmla.attention.warm_up import sizes
 from dcpmla.cache.formats import FP8
+from dcpmla.cache.index_keys import SCALE_BYTES
 from dcpmla.comm.exchange import Exchange, LocalExchange
 from dcpmla.config import IndexerConfig
 from dcpmla.integrations.vllm.exchange import dcp_config, exchange_of
@@ -21,7 +22,6 @@ from dcpmla.integrations.vllm.names import (
     MultipleOf,
     QueryLenSupport,
     get_dcp_group,
-    max_decode_query_len,
 )
 from dcpmla.integrations.vllm.sparse.layout import SelectionLayout
 from dcpmla.integrations.vllm.sparse.names import (
@@ -69,7 +69,10 @@ class IndexBackend(AttentionBackend):
 
 
 class IndexMetadataBuilder(AttentionMetadataBuilder):
-    """The part of each step's metadata that the selection reads, in memory that stays where graphs expect it."""
+    """The part of each step's metadata that the selection reads, in memory that stays where graphs expect it.
+
+    It makes no exchange: ranks make their builders in different orders.
+    """
 
     _cudagraph_support: ClassVar = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar = QueryLenSupport.VARLEN
@@ -87,7 +90,6 @@ class IndexMetadataBuilder(AttentionMetadataBuilder):
         indexer = indexer_config(vllm_config.model_config.hf_text_config)
         self.selector = TokenSelector(indexer, dcp, rank, exchange)
         self.layout = SelectionLayout(dcp, rank, scheduler.max_num_batched_tokens, device)
-        self._warm_up(scheduler.max_num_seqs * max_decode_query_len(vllm_config), device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> IndexMetadata:
         """Return the tokens of a step, without waiting for the device."""
@@ -96,22 +98,24 @@ class IndexMetadataBuilder(AttentionMetadataBuilder):
     def update_draft_decode_metadata(self, metadata: Any) -> None:
         """Do nothing between drafts of one token each: lengths and block tables are read where vLLM updates them."""
 
-    def _warm_up(self, most_tokens: int, device: torch.device) -> None:
-        """Select in steps of every size of decodes, so that kernels are compiled, and the exchange has its memory,
-        before graphs are captured. Collective over the DCP group.
-        """
-        config, dcp = self.selector.config, self.selector.dcp
-        num_blocks = -(-(config.topk + 1) // dcp.virtual_block_size)
-        keys = torch.zeros(1, dcp.block_size, config.head_dim + 4, dtype=torch.uint8, device=device)
-        for num_tokens in sizes(most_tokens):
-            numbers = torch.zeros(num_tokens, dtype=torch.int32, device=device)
-            table = numbers.new_zeros(1, num_blocks)
-            lens, local = numbers + config.topk + 1, numbers + num_blocks * dcp.block_size
-            sparse = SparseMetadata(table, numbers, lens, local, config.topk + 1)
-            q = torch.zeros(num_tokens, config.num_heads, config.head_dim, device=device).to(FP8)
-            selection = SelectedTokens.empty(num_tokens, config.topk, device)
-            weights = torch.zeros(num_tokens, config.num_heads, device=device)
-            self.selector.select(q, weights, keys, sparse, table, selection)
+
+@torch.no_grad()
+def warm_up_selection(selector: TokenSelector, most_tokens: int, device: torch.device) -> None:
+    """Select in steps of every size of decodes, so that kernels are compiled, and the exchange has its memory, before
+    graphs are captured. Collective over the DCP group.
+    """
+    config, dcp = selector.config, selector.dcp
+    num_blocks = -(-(config.topk + 1) // dcp.virtual_block_size)
+    keys = torch.zeros(1, dcp.block_size, config.head_dim + SCALE_BYTES, dtype=torch.uint8, device=device)
+    for num_tokens in sizes(most_tokens):
+        numbers = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+        table = numbers.new_zeros(1, num_blocks)
+        lens, local = numbers + config.topk + 1, numbers + num_blocks * dcp.block_size
+        sparse = SparseMetadata(table, numbers, lens, local, config.topk + 1)
+        q = torch.zeros(num_tokens, config.num_heads, config.head_dim, device=device).to(FP8)
+        selection = SelectedTokens.empty(num_tokens, config.topk, device)
+        weights = torch.zeros(num_tokens, config.num_heads, device=device)
+        selector.select(q, weights, keys, sparse, table, selection)
 
 
 def indexer_config(config: Any) -> IndexerConfig:
