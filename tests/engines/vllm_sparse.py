@@ -41,7 +41,7 @@ def of_this_rank(self: AllToAll, candidates: torch.Tensor) -> torch.Tensor:
 
 
 def count_exchanges_of_builders() -> None:
-    """Count the exchanges while builders of index caches are made: vLLM makes builders in another order on each rank."""
+    """Count the exchanges while builders of index caches are made: each rank makes builders in an order of its own."""
     make = IndexMetadataBuilder.__init__
 
     def made(self: IndexMetadataBuilder, *args: Any) -> None:
