@@ -123,7 +123,7 @@ def check_layouts(hf_config: Any, layouts: list[DCPConfig]) -> None:
     hf_config._attn_implementation = "eager"
     model = random_model(hf_config).model
     layer_module.PROJECT_FIRST_TOKENS, layer_module.PART_ROWS = 6, 60  # some parts project after the merge
-    selector_module._WORKSPACE_BYTES, scores_module._MAX_PRODUCTS = (
+    selector_module.WORKSPACE_BYTES, scores_module._MAX_PRODUCTS = (
         1 << 14,
         1 << 14,
     )  # tokens are scored, and selected for, in several turns

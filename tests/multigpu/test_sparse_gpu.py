@@ -129,7 +129,7 @@ def check_formats(backends: list[str], kv_cache_dtype: str, index_cache_dtype: s
         for number, backend in enumerate(backends)
     ]
     found = []
-    selector_module._WORKSPACE_BYTES = 1 << 20  # tokens are processed in several turns
+    selector_module.WORKSPACE_BYTES = 1 << 20  # tokens are processed in several turns
     layer_module.PART_ROWS = 100 * hf_config.num_attention_heads
     for num_decodes in (None, len(BATCH)):
         for dcp in [alone, *sharded]:
