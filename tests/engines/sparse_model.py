@@ -62,7 +62,7 @@ def save_sparse_model_with_module(directory: Path) -> Path:
     own = {name: torch.rand(128) + 0.5 for name in ("enorm", "hnorm", "shared_head.norm")}
     make_module(directory, own | {"eh_proj": torch.randn(128, 256) * 0.1})
     config = json.loads((directory / "config.json").read_text())
-    del config["layer_types"], config["mlp_layer_types"]  # of three layers
+    del config["layer_types"], config["mlp_layer_types"]  # because they count three layers
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 
@@ -81,8 +81,9 @@ class Selections:
 
     def __init__(self) -> None:
         self.worst, self.num_equal, self.num_rows, self.num_wrong = 0.0, 0, 0, 0
-        self._found: dict[tuple[str, int, int], list[int]] = {}  # by request, layer and position
-        self._shared: dict[tuple[int, tuple[int, ...]], list[int]] = {}  # by layer and the tokens up to one
+        # The keys are request, layer and position; then layer and the tokens up to a position.
+        self._found: dict[tuple[str, int, int], list[int]] = {}
+        self._shared: dict[tuple[int, tuple[int, ...]], list[int]] = {}
         self._request: tuple[str, list[int]] = "", []
 
     def record(self) -> None:
@@ -99,9 +100,11 @@ class Selections:
             names, layers = [name.rpartition("-")[0] for name in batch.req_ids], count()  # vLLM adds a suffix
             return batch
 
-        def selected(selector: Any, q: Tensor, weights: Tensor, keys: Tensor, sparse: Any, *more: Any) -> None:
-            select(selector, q, weights, keys, sparse, *more)
-            columns = sparse.request, sparse.seq_lens, more[1].positions
+        def selected(
+            selector: Any, q: Tensor, weights: Tensor, keys: Tensor, sparse: Any, table: Tensor, chosen: Any
+        ) -> None:
+            select(selector, q, weights, keys, sparse, table, chosen)
+            columns = sparse.request, sparse.seq_lens, chosen.positions
             layer = next(layers)
             for request, seen, positions in zip(*(column.tolist() for column in columns), strict=True):
                 if names and seen > 0:
@@ -124,8 +127,8 @@ class Selections:
             expected = (
                 model(torch.tensor([answer[1][:-1]])).logits[0].log_softmax(-1)
             )  # the last token is never computed
-            for index, found in enumerate(output.outputs[0].logprobs):
-                got = torch.tensor([found[token].logprob for token in range(len(found))])
+            for index, row in enumerate(output.outputs[0].logprobs):
+                got = torch.tensor([row[token].logprob for token in range(len(row))])
                 worst = max(worst, float((got - expected[len(tokens) - 1 + index]).abs().max()))
         return worst
 

@@ -22,7 +22,7 @@ OURS = {
 }
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 20]}
 IN_GRAPHS = {"enforce_eager": False, "compilation_config": GRAPHS | {"custom_ops": ["none"]}}
-TOLERANCES = {"float32": 0.02, "bfloat16": 0.3}  # of logprobs; products of float32 are in TF32
+TOLERANCES = {"float32": 0.02, "bfloat16": 0.3}  # products of float32 are in TF32
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ LENGTHS = (150, 1, 33, 65, 20)
 
 
 def prompts() -> list[list[int]]:
-    """Return prompts of 1 to 150 tokens, the last of which begins as the first does."""
+    """Return prompts of 1 to 150 tokens. The last one begins as the first does."""
     generator = torch.Generator().manual_seed(1)
     draw = torch.randint(2, VOCABULARY, (len(LENGTHS) + 1, 150), generator=generator).tolist()
     return [*(tokens[:length] for tokens, length in zip(draw, LENGTHS, strict=False)), draw[0][:100] + draw[-1][:30]]
@@ -36,8 +36,8 @@ def prompts() -> list[list[int]]:
 
 def of_this_rank(self: AllToAll, candidates: torch.Tensor) -> torch.Tensor:
     """Return this rank's candidates as if other ranks had none."""
-    others = torch.full_like(candidates, EMPTY)
-    return torch.stack([candidates] + [others] * (dist.get_world_size(self.group) - 1), 1)
+    empty = torch.full_like(candidates, EMPTY)
+    return torch.stack([candidates] + [empty] * (dist.get_world_size(self.group) - 1), 1)
 
 
 def count_exchanges_of_builders() -> None:

@@ -38,7 +38,7 @@ class DCPMLASparseBackend(DCPMLABackend):
 
 
 class DCPMLASparseMetadataBuilder(DCPMLAMetadataBuilder):
-    """The metadata of each step: which tokens attend with absorbed queries, and whether they select.
+    """The metadata of each step: the tokens that attend with absorbed queries, and whether tokens select.
 
     Requests with few new tokens are decodes, as in dense MLA. All others of a step attend with absorbed queries, too,
     or with up-projected keys under a mask, whichever takes less time by a model of both (`attention.routes`).
@@ -96,14 +96,14 @@ class DCPMLASparseMetadataBuilder(DCPMLAMetadataBuilder):
         query_start_loc_device: Tensor,
         num_decode_tokens: int,
         dcp_tot_seq_lens_device: Tensor | None,
-        **more: Any,
+        **unused: Any,
     ) -> DecodePart:
         if self._selects:
             parts = self.layout.single_tokens(block_table_tensor, seq_lens_device, num_decode_tokens)
             return DecodePart(block_table_tensor, seq_lens_device, dcp_tot_seq_lens_device, parts)
         starts = query_start_loc_cpu, query_start_loc_device
         return super()._build_decode(
-            block_table_tensor, seq_lens_device, *starts, num_decode_tokens, dcp_tot_seq_lens_device, **more
+            block_table_tensor, seq_lens_device, *starts, num_decode_tokens, dcp_tot_seq_lens_device, **unused
         )
 
 

@@ -23,7 +23,7 @@ class DCPMLASparseImpl(DCPMLAImpl, SharedTopkIndicesBuffer):
     """
 
     is_sparse = True
-    masked_mha_available: ClassVar = False  # of vLLM's kernels
+    masked_mha_available: ClassVar = False  # because vLLM's kernel for masks is for Blackwell
 
     def __init__(
         self,
@@ -51,12 +51,12 @@ class DCPMLASparseImpl(DCPMLAImpl, SharedTopkIndicesBuffer):
         """Do nothing: attention follows the selection in the same stream."""
 
     def prepare_for_batch(self, attn_metadata: Any) -> None:
-        """Do nothing: all that a step needs is in its metadata."""
+        """Do nothing: a step's metadata have everything."""
 
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
     ) -> tuple[Tensor, Tensor]:
-        """Attend with absorbed queries as `DCPMLAImpl.forward_mqa` does, each token to those that it has selected."""
+        """Attend with absorbed queries as `DCPMLAImpl.forward_mqa` does, but to selected tokens."""
         parts, cache = attn_metadata.decode.parts, kv_c_and_k_pe_cache
         if not attn_metadata.selects:
             return self.attend_in_parts(q, cache, parts, layer)

@@ -1,4 +1,4 @@
-"""vLLM's internal names for sparse MLA that the plug-in uses, beside those of `integrations.vllm.names`."""
+"""Internal names of vLLM that sparse MLA needs besides `integrations.vllm.names`."""
 
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention.sparse_mla_attention import SharedTopkIndicesBuffer

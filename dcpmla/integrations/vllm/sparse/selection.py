@@ -1,9 +1,10 @@
-"""The selection of tokens inside vLLM: this package's scores, and its choice over all DCP ranks, in place of vLLM's
-`sparse_attn_indexer`. Index keys lie in vLLM's cache, where vLLM's own kernel writes them.
+"""The selection of tokens inside vLLM: this package's scores and its choice over all DCP ranks replace vLLM's
+`sparse_attn_indexer`. vLLM's kernel writes the index keys into vLLM's cache.
 """
 
 from dataclasses import dataclass
 from functools import cache
+from inspect import signature
 from typing import Any, ClassVar
 
 import torch
@@ -134,44 +135,38 @@ def selection_of(topk_indices_buffer: Tensor) -> SelectedTokens:
         return SelectedTokens(topk_indices_buffer, torch.empty_like(topk_indices_buffer), num_slots)
 
 
+@cache
 def install() -> None:
-    """Make layers of vLLM's DeepSeek-V3.2 select with this package."""
-    deepseek_v32_attention.sparse_attn_indexer = select
+    """Make layers of vLLM's DeepSeek-V3.2 select with this package. Later calls do nothing."""
+    names = tuple(signature(deepseek_v32_attention.sparse_attn_indexer).parameters)
+
+    def sparse_attn_indexer(*values: Any, **named: Any) -> Tensor:
+        arguments = dict(zip(names, values, strict=False)) | named
+        queries = arguments["q_quant"], arguments["weights"]
+        buffer: Tensor = arguments["topk_indices_buffer"]
+        select(arguments["k_cache_prefix"], arguments["kv_cache"], *queries, buffer)
+        return buffer
+
+    deepseek_v32_attention.sparse_attn_indexer = sparse_attn_indexer
 
 
-def select(
-    hidden_states: Tensor,
-    k_cache_prefix: str,
-    kv_cache: Tensor,
-    q_quant: Tensor,
-    q_scale: None,
-    k: Tensor | None,
-    weights: Tensor,
-    *sizes: object,
-    **more: object,
-) -> Tensor:
-    """Write the selection of a step's tokens into vLLM's buffer of positions, and their slots beside it; nothing where
-    no token has more than topk before it. Collective.
+def select(layer: str, index_keys: Tensor, q: Tensor, weights: Tensor, buffer: Tensor) -> None:
+    """Select for the tokens of vLLM's current step, if any has more than topk tokens before it. Collective.
 
     Args:
-        k_cache_prefix: Name of the layer's index cache.
-        kv_cache: Index cache [num_blocks, block_size, D + 4] bytes (`dcpmla.cache.index_keys`).
-        q_quant: Queries [T, H, D] e4m3; rows after the step's tokens are padding.
+        layer: Name of the layer's index cache.
+        index_keys: Index cache [num_blocks, block_size, D + 4] bytes (`dcpmla.cache.index_keys`).
+        q: Queries [T, H, D] e4m3; rows after the step's tokens are padding.
         weights: Weights of heads [T, H] float32, times all factors, including the scales of queries.
-        sizes: Further arguments of vLLM's function. The seventh is its buffer [max_num_tokens, topk] int32.
-    Returns:
-        The buffer.
+        buffer: Positions of selected tokens [max_num_tokens, topk] int32; written, and their slots in `selection_of`.
     """
-    buffer = sizes[6]
-    assert isinstance(buffer, Tensor)
     selection, step = selection_of(buffer), get_forward_context().attn_metadata
     if not isinstance(step, dict):  # memory is being measured
         torch.empty(4 * WORKSPACE_BYTES, dtype=torch.uint8, device=buffer.device)
-        return buffer
-    index: IndexMetadata = step[k_cache_prefix]
+        return
+    index: IndexMetadata = step[layer]
     sparse = index.sparse
     if sparse.max_seq_len > index.selector.config.topk:
         tokens = slice(0, len(sparse.request))
         chosen = selection.rows(tokens)
-        index.selector.select(q_quant[tokens], weights[tokens], kv_cache, sparse, sparse.block_table, chosen)
-    return buffer
+        index.selector.select(q[tokens], weights[tokens], index_keys, sparse, sparse.block_table, chosen)
