@@ -1,5 +1,6 @@
 """The layout of decodes and short prefills inside an engine, without one: lengths, segments, parts, against counts."""
 
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -15,6 +16,7 @@ from dcpmla.attention.step import DecodeMetadata
 from dcpmla.comm.exchange import LocalExchange
 from dcpmla.integrations import absorbed
 from dcpmla.integrations.absorbed import DecodeLayout, Part
+from dcpmla.integrations.vllm.sparse.layout import SelectionLayout
 from tests.support.layouts import dcp_config
 
 Requests = list[tuple[int, int]]  # new tokens of each request, and its cached ones
@@ -140,3 +142,41 @@ def test_segments_are_bounded(num_heads: int, lens: list[int]) -> None:
 
 def num_segments(part: DecodeMetadata) -> int:
     return len(part.block_table if part.request_index is None else part.request_index)
+
+
+@settings(deadline=None)
+@given(requests=REQUESTS, sizes=LAYOUTS, uniform=st.sampled_from([0, 1, 3]), padding=st.integers(0, 2))
+def test_each_token_selects_from_what_is_before_it(
+    requests: Requests, sizes: tuple[int, int, int], uniform: int, padding: int
+) -> None:
+    """Rows of a graph's padding select nothing, and a second step is in the memory of the first."""
+    if uniform:
+        requests = [(uniform, context) for _, context in requests]
+    else:
+        padding = 0  # graphs have as many new tokens of each request
+    dcp_size, interleave, _ = sizes
+    for rank in range(dcp_size):
+        decodes = layout_of(dcp_size, interleave, num_heads=8, rank=rank)
+        layout = SelectionLayout(decodes.steps.dcp, rank, 300, torch.device("cpu"))
+        query_lens, contexts = map(np.array, zip(*requests, strict=True))
+        starts = torch.tensor([0, *np.cumsum(query_lens), *[query_lens.sum()] * padding], dtype=torch.int32)
+        seq_lens = torch.tensor([*(query_lens + contexts), *[0] * padding], dtype=torch.int32)
+        step = SimpleNamespace(
+            num_actual_tokens=int(query_lens.sum()) + padding * uniform,
+            max_seq_len=int(seq_lens.max()),
+            seq_lens=seq_lens,
+            dcp_local_seq_lens=ownership.local_seq_lens(seq_lens, dcp_size, rank, interleave),
+            block_table_tensor=torch.zeros(len(seq_lens), 20, dtype=torch.int32),
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+        )
+        sparse, again = layout.build(step), layout.build(step)
+        num_real = int(query_lens.sum())
+        assert sparse.request[:num_real].tolist() == np.repeat(np.arange(len(requests)), query_lens).tolist()
+        seen = [context + index + 1 for new, context in requests for index in range(new)]
+        assert sparse.seq_lens.tolist() == seen + [0] * (padding * uniform)
+        assert sparse.local_seq_lens[:num_real].tolist() == count_seen(decodes, requests)
+        assert sparse.local_seq_lens[num_real:].sum() == 0
+        assert sparse.block_table.shape[1] * decodes.steps.dcp.virtual_block_size >= sparse.max_seq_len
+        columns = [(each.request, each.seq_lens, each.local_seq_lens) for each in (sparse, again)]
+        assert all(old.data_ptr() == new.data_ptr() for old, new in zip(*columns, strict=True))

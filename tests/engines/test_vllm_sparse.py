@@ -36,6 +36,7 @@ def check(report: dict[str, Any]) -> None:
     assert selections["num_equal"] > 0.98 * selections["num_rows"]
     assert selections["worst"] < 0.02
     assert selections["num_wrong"] == 0
+    assert report["other models"] == ["TritonMLABackend", "DCPMLASparseBackend"]
     assert report["calls"]["select"] > 30
     assert report["calls"]["dcp_mla_decode"] > 30
     assert report["warm-up"]["select"] >= 6

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from transformers import DeepseekV32ForCausalLM
 from vllm import LLM
+from vllm.config import set_current_vllm_config
 
 from dcpmla.attention.sparse.candidates import EMPTY
 from dcpmla.attention.sparse.selector import TokenSelector
 from dcpmla.comm.nccl import AllToAll
-from dcpmla.integrations.vllm import impl
+from dcpmla.integrations.vllm import choice, impl
 from dcpmla.integrations.vllm.backend import DCPMLAMetadataBuilder
 from dcpmla.integrations.vllm.sparse.backend import DCPMLASparseMetadataBuilder
 from dcpmla.integrations.vllm.sparse.selection import IndexMetadataBuilder
@@ -50,6 +51,16 @@ def count_exchanges_of_builders() -> None:
         CALLS["exchanges of builders"] += CALLS["gather_candidates"] - before
 
     IndexMetadataBuilder.__init__ = made
+
+
+def backends_of_another_model(config: Any) -> list[str]:
+    """Return the backends of a model with an indexer of another kind: of one that vLLM chose, and of CUSTOM."""
+    text = config.model_config.hf_text_config
+    kept, text.model_type = text.model_type, "another"
+    with set_current_vllm_config(config):
+        names = [getattr(choice, name).__name__ for name in ("TRITON_MLA", "CUSTOM")]
+    text.model_type = kept
+    return names
 
 
 def main(directory: str, options: dict[str, Any]) -> None:
@@ -105,6 +116,7 @@ def main(directory: str, options: dict[str, Any]) -> None:
         "ended": sum(output is not None and output.outputs[0].finish_reason == "length" for output in again),
     }
     report["calls"] = dict(CALLS)
+    report["other models"] = backends_of_another_model(llm.llm_engine.vllm_config)
     if options.get("decode_context_parallel_size", 1) > 1 and not torch.cuda.is_available():
         few = requests[:1] + requests[3:4]
         kept, AllToAll.combine = AllToAll.combine, without_merge

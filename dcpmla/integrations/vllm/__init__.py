@@ -20,7 +20,7 @@ CHOSEN_BY_VLLM = (
     "FLASH_ATTN_MLA_SPARSE",
     "FLASHMLA_SPARSE",
 )
-BACKEND = "dcpmla.integrations.vllm.choice.Backend"
+BACKENDS = "dcpmla.integrations.vllm.choice"  # which has a backend of each of these names
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     for name in ("CUSTOM", *(CHOSEN_BY_VLLM if mode == "default" else ())):
-        register_backend(AttentionBackendEnum[name], BACKEND)
+        register_backend(AttentionBackendEnum[name], f"{BACKENDS}.{name}")
     if vllm.__version_tuple__[:2] >= FIRST_WITH_V4:
         from dcpmla.integrations.vllm.compressed.register import register_model
 

@@ -1,18 +1,29 @@
-"""The backend of a model: `Backend` is the one for sparse MLA if the model's config asks for an indexer. vLLM takes one
-path for all models, and resolves it when it makes a layer.
+"""The backend of a model. vLLM takes one path for all models, this module's attribute with the backend's name in vLLM,
+and resolves it when it makes a layer.
 """
 
 from vllm.config import get_current_vllm_config_or_none
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from dcpmla.integrations.vllm.backend import DCPMLABackend
 from dcpmla.integrations.vllm.sparse.backend import DCPMLASparseBackend
 
+SPARSE_MODELS = ("deepseek_v32", "glm_moe_dsa", "deepseek_mtp")  # by model_type; the last one is their MTP module's
+
 
 def __getattr__(name: str) -> type:
-    if name != "Backend":
+    """Return the package's backend for the current config's model.
+
+    Other models with an indexer keep vLLM's backend, unless the user has asked for CUSTOM: its layers refuse them.
+    """
+    if name not in AttentionBackendEnum.__members__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     config = get_current_vllm_config_or_none()
-    if config is None or config.model_config is None:
+    model = None if config is None or config.model_config is None else config.model_config.hf_text_config
+    if not hasattr(model, "index_topk"):
         return DCPMLABackend
-    is_sparse = hasattr(config.model_config.hf_text_config, "index_topk")
-    return DCPMLASparseBackend if is_sparse else DCPMLABackend
+    if name == "CUSTOM" or getattr(model, "model_type", None) in SPARSE_MODELS:
+        return DCPMLASparseBackend
+    original: type = resolve_obj_by_qualname(AttentionBackendEnum[name].value)
+    return original
