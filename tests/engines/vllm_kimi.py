@@ -82,7 +82,7 @@ def replace_kernels() -> torch.library.Library:
     for schema, run in ops.items():
         library.define(f"fused_kimi_k3_mla_{schema}")
         library.impl(f"fused_kimi_k3_mla_{schema.split('(')[0]}", run, "CompositeExplicitAutograd")
-    return library  # The operators live as long as this object.
+    return library  # The operators are freed with this object.
 
 
 def _concat_key(k_nope: Tensor, k_pe: Tensor, k: Tensor) -> None:

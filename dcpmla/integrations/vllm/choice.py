@@ -9,7 +9,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from dcpmla.integrations.vllm.backend import DCPMLABackend
 from dcpmla.integrations.vllm.sparse.backend import DCPMLASparseBackend
 
-SPARSE_MODELS = ("deepseek_v32", "glm_moe_dsa", "deepseek_mtp")  # by model_type; the last one is their MTP module's
+SPARSE_MODELS = ("deepseek_v32", "glm_moe_dsa", "deepseek_mtp")  # MTP modules of both have the last model_type
 
 
 def __getattr__(name: str) -> type:
