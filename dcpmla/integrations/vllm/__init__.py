@@ -9,7 +9,7 @@ import logging
 import os
 
 FIRST_VERSION, END_VERSION = (0, 32), (0, 34)  # vLLM's versions that tests/engines runs with
-FIRST_WITH_V4 = (0, 33)  # the first of them with DeepSeek-V4 as `compressed` takes it
+FIRST_WITH_V4 = (0, 33)  # `compressed` runs from this version on
 MODES = ("custom", "default", "exchange", "off")
 # vLLM's choices on Hopper, for dense MLA on CPUs, too.
 CHOSEN_BY_VLLM = (
@@ -20,7 +20,7 @@ CHOSEN_BY_VLLM = (
     "FLASH_ATTN_MLA_SPARSE",
     "FLASHMLA_SPARSE",
 )
-BACKENDS = "dcpmla.integrations.vllm.choice"  # which has a backend of each of these names
+BACKENDS = "dcpmla.integrations.vllm.choice"  # this module has a backend for each of these names
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def register() -> None:
     - off: nothing.
 
     Raises:
-        ValueError: The mode is none of these.
+        ValueError: The variable has another value.
     """
     mode = os.environ.get("DCPMLA_VLLM", "custom")
     if mode not in MODES:

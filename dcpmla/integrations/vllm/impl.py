@@ -168,7 +168,7 @@ class DCPMLAImpl(MLACommonImpl):
 
         Args:
             layer: Layer of this attention in vLLM.
-            cache_dtype: Format of its cache; e4m3 for caches that vLLM declares as bytes.
+            cache_dtype: Format of its cache; e4m3 for fp8, which vLLM declares as bytes, and bytes for fp8_ds_mla.
             steps, workspace, sizes: Arguments of `attention.warm_up`, from `steps` on.
         """
         is_common = isinstance(layer, MLAAttention)  # Kimi-K3's layer has whole queries and prefills by itself

@@ -1,4 +1,4 @@
-"""vLLM's internal names that the plug-in uses; a new version may move them. tests/engines looks for each of them in
+"""Internal names of vLLM for the plug-in. A new version of vLLM may move them, so tests/engines looks for each name in
 every tested version.
 """
 
