@@ -138,14 +138,14 @@ class PlainExperts(nn.Module):
         from vllm.distributed import tensor_model_parallel_all_reduce
 
         shared_experts, gate, bias, table = self._outer
-        scores = F.softplus(F.linear(hidden_states, gate.weight)).sqrt()
+        scores = F.softplus(F.linear(hidden_states.to(gate.weight.dtype), gate.weight)).sqrt()
         if table is not None:
             assert input_ids is not None
             chosen = table[input_ids].long()
         else:
             chosen = (scores + bias).topk(self.top_k).indices
         weights = scores.gather(1, chosen)
-        weights = weights / weights.sum(-1, keepdim=True) * self.factor
+        weights = (weights / weights.sum(-1, keepdim=True) * self.factor).to(hidden_states.dtype)
         out = tensor_model_parallel_all_reduce(shared_experts(hidden_states))
         experts = self.routed_experts
         for rank in range(self.top_k):
@@ -163,7 +163,7 @@ def use_plain_torch() -> None:
     from vllm.models import deepseek_v4
     from vllm.models.deepseek_v4.cpu import model
 
-    model.FusedMoEFactory = PlainExperts
+    model.FusedMoEFactory, model.HAS_TILELANG_MHC = PlainExperts, False  # which fuses two of the operations below
     mhc.mhc_pre_cpu, mhc.mhc_post_cpu, mhc.hc_head_fused_cpu = _mix, mhc.mhc_post_torch, _collapse
     deepseek_v4.DeepseekV4ForCausalLM = model.DeepseekV4ForCausalLM
     for operation in (layers.MHCPreOp, layers.MHCPostOp, layers.HCHeadOp):
@@ -185,7 +185,7 @@ def _mix(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a block's weights of streams after it, the matrix that mixes them, and the block's input."""
     num = residual.shape[-2]
-    flat = F.rms_norm(residual.flatten(1), (residual.shape[1] * residual.shape[2],), eps=rms_eps)
+    flat = F.rms_norm(residual.flatten(1).to(fn.dtype), (residual.shape[1] * residual.shape[2],), eps=rms_eps)
     pre, post, matrix = F.linear(flat, fn).split([num, num, num * num], -1)
     pre = (pre * scale[0] + base[:num]).sigmoid() + eps
     post = (post * scale[1] + base[num : 2 * num]).sigmoid() * post_factor
@@ -194,11 +194,11 @@ def _mix(
     for _ in range(num_rounds - 1):
         matrix = matrix / (matrix.sum(-1, keepdim=True) + eps)
         matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
-    return post[..., None], matrix, (pre[..., None] * residual).sum(-2)
+    return post[..., None], matrix, (pre[..., None] * residual).sum(-2).to(residual.dtype)
 
 
 def _collapse(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, rms_eps: float, eps: float) -> Tensor:
     """Return the sum of streams that the head reads."""
-    flat = F.rms_norm(streams.flatten(1), (streams.shape[1] * streams.shape[2],), eps=rms_eps)
+    flat = F.rms_norm(streams.flatten(1).to(fn.dtype), (streams.shape[1] * streams.shape[2],), eps=rms_eps)
     weights = (F.linear(flat, fn) * scale + base).sigmoid() + eps
-    return (weights[..., None] * streams).sum(-2)
+    return (weights[..., None] * streams).sum(-2).to(streams.dtype)
