@@ -21,7 +21,7 @@ from dcpmla.fields import (
     rules_of,
     whole,
 )
-from dcpmla.ownership import check_block_size
+from dcpmla.ownership import NUM_CLASSES, TILE, check_block_size
 
 DCP_COMM_BACKENDS = ("auto", "ag_rs", "a2a", "direct")
 DCP_EXCHANGE_DTYPES = ("auto", "fp8")
@@ -237,6 +237,9 @@ class DCPConfig:
         dcp_project_before_merge: Whether decode applies W_UV before the merge, so that exchanged rows have v_head_dim
             columns, not kv_lora_rank. Only calls with at least 64 decode tokens do so: there the narrower rows save
             more time than each rank needs to read W_UV of all the group's heads. Costs memory.
+        deterministic: Whether a request's logits have the same bits whatever else the step computes, however its prompt
+            is cut, and for every dcp at the same tp (docs/determinism.md). More than one rank then need an interleave
+            of 64 and divide 8.
     Raises:
         ValueError: A field has another type or is outside its range, sizes do not divide, options exclude each other,
             or context_workspace_tokens is below chunk_alignment.
@@ -261,6 +264,7 @@ class DCPConfig:
     context_workspace_tokens: Annotated[int, whole(1)] = 65536
     dcp_q_replicate: Flag = False
     dcp_project_before_merge: Flag = False
+    deterministic: Flag = False
 
     def __post_init__(self) -> None:
         if self.kv_cache_dtype == "fp8_e4m3":
@@ -296,6 +300,29 @@ class DCPConfig:
             raise ValueError(
                 f"context_workspace_tokens is {self.context_workspace_tokens}; "
                 f"a context chunk needs at least lcm(block_size, dcp x interleave) = {self.chunk_alignment}"
+            )
+        if self.deterministic:
+            self._check_deterministic()
+
+    def _check_deterministic(self) -> None:
+        """Raise ValueError for options with which results depend on the step or on dcp."""
+        dcp, interleave = self.decode_context_parallel_size, self.cp_kv_cache_interleave_size
+        refused = {
+            "calculate_kv_scales (--calculate-kv-scales)": self.calculate_kv_scales,
+            "dcp_exchange_dtype (--dcp-exchange-dtype) fp8": self.dcp_exchange_dtype == "fp8",
+            "decode_query_dtype (--decode-query-dtype) fp8": self.decode_query_dtype == "fp8",
+            "dcp_project_before_merge (--dcp-project-before-merge)": self.dcp_project_before_merge,
+            "attention_backend (--attention-backend)": self.attention_backend != "auto",
+            "prefill_backend (--prefill-backend)": self.prefill_backend != "auto",
+        }
+        for name, is_asked in refused.items():
+            if is_asked:
+                raise ValueError(f"deterministic (--deterministic) does not support {name}; leave it out")
+        if dcp > 1 and (interleave != TILE or NUM_CLASSES % dcp):
+            raise ValueError(
+                f"deterministic (--deterministic) with decode_context_parallel_size (-dcp) {dcp} and "
+                f"cp_kv_cache_interleave_size (--cp-kv-cache-interleave-size) {interleave}; it needs dcp 1, or dcp "
+                f"{choices(divisors(NUM_CLASSES)[1:])} and an interleave of {TILE}"
             )
 
     @property

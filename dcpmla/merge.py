@@ -29,6 +29,40 @@ def merge_partials(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return merged.to(out.dtype), lse.logsumexp(0)
 
 
+def merge_tree(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge partial attention in a fixed order: part i with part i + N / 2, until one is left.
+
+    So merging the classes of each rank first (`ownership.NUM_CLASSES`) and then the ranks gives the same bits for every
+    number of ranks. An empty part leaves the bits of the other unchanged.
+
+    Args:
+        out: Outputs [N, ..., D] float32 of N parts, N a power of two. Rows whose lse is -inf are ignored.
+        lse: Log-sum-exp [N, ...], float32, natural log.
+    Returns:
+        Merged out [..., D] and lse [...], float32; zeros and -inf where all parts are empty.
+    Raises:
+        ValueError: N is no power of two.
+    """
+    if len(out) & (len(out) - 1) or not len(out):
+        raise ValueError(f"out has {len(out)} parts; expected a power of two")
+    while len(out) > 1:
+        half = len(out) // 2
+        out, lse = merge_pair(out[:half], lse[:half], out[half:], lse[half:])
+    return out[0], lse[0]
+
+
+def merge_pair(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge two parts: out and other [..., D] float32 by lse and other_lse [...] float32."""
+    peak = torch.maximum(lse, other_lse)
+    shift = peak.where(peak != -torch.inf, 0.0)  # -inf - -inf is NaN
+    # Contiguous factors: torch computes strided elements by other code, which may round otherwise.
+    weight, other_weight = ((each - shift).contiguous().exp() for each in (lse, other_lse))
+    total = weight + other_weight
+    divisor = total.where(total != 0, 1.0)
+    merged = weigh_partial(out, weight) + weigh_partial(other, other_weight)
+    return merged / divisor[..., None], (divisor.log() + shift).where(total != 0, -torch.inf)
+
+
 def partial_weights(lse: Tensor) -> Tensor:
     """Compute each part's weight in the merged output from lse [N, ...]; they add up to 1, or to 0 if all are empty."""
     return lse.softmax(0).where(lse != -torch.inf, 0.0)  # the softmax over empty parts alone is NaN

@@ -75,6 +75,7 @@ def test_options_of_generate() -> None:
         ("--dcp-check-exchange",),
         ("--dcp-q-replicate",),
         ("--dcp-project-before-merge",),
+        ("--deterministic",),
         ("--kv-cache-dtype",),
         ("--kv-cache-scale",),
         ("--calculate-kv-scales",),

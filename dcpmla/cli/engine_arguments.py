@@ -70,6 +70,7 @@ _OPTIONS = (  # in the order of the help
     ),
     _Option("--dcp-q-replicate", bool, "each rank projects the queries of all its DCP group's heads and gathers none"),
     _Option("--dcp-project-before-merge", bool, "large decode steps apply W_UV first and exchange the narrower rows"),
+    _Option("--deterministic", bool, "the same bits whatever the batch, the chunks and -dcp (docs/determinism.md)"),
     _Option(
         "--kv-cache-dtype",
         (*KV_CACHE_DTYPES, "fp8_e4m3"),
