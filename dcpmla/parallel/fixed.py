@@ -6,13 +6,12 @@ of a tensor.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dcpmla.operators import operator
-
-Rows = Callable[..., tuple[Tensor, ...]]
 
 
 @operator(
@@ -40,12 +39,14 @@ def multiply_rows(x: Tensor, weight: Tensor) -> Tensor:
     return torch.stack(products) if products else x.new_empty(*x.shape[:-1], weight.shape[-2])
 
 
-def by_rows(function: Rows, *rows: Tensor) -> tuple[Tensor, ...]:
-    """Apply a function of tensors [T, ...] on CPUs to each row apart, in memory of its own, and stack the results.
+def by_rows(function: Callable[..., Any], *rows: Tensor) -> Any:
+    """Return function(*rows) of tensors [T, ...], one tensor or a tuple of them; on CPUs each row is computed apart.
 
     torch computes the last elements of a tensor, and strided ones, by other code, which may round otherwise.
     """
     if rows[0].is_cuda or len(rows[0]) == 0:
         return function(*rows)
     results = [function(*(part[index : index + 1].clone() for part in rows)) for index in range(len(rows[0]))]
+    if isinstance(results[0], Tensor):
+        return torch.cat(results)
     return tuple(torch.cat(parts) for parts in zip(*results, strict=True))

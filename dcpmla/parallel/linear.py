@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from dcpmla.parallel.collectives import named
+from dcpmla.parallel.collectives import named, sum_in_order
 from dcpmla.parallel.fixed import fixed_linear
 from dcpmla.parallel.fp8 import (
     AnyRows,
@@ -143,8 +143,8 @@ class Linear(nn.Module):
 class RowParallelLinear(Linear):
     """A linear layer with input features sharded over the group: [T, in / size] -> [T, out], summed over the ranks.
 
-    The all-reduce sums in the layer's dtype, as transformers' tensor parallelism does. (The DCP exchange sums in
-    float32.)
+    The all-reduce sums in the layer's dtype, as transformers' tensor parallelism does; with is_deterministic, and in
+    the DCP exchange, sums are in float32.
     """
 
     def __init__(
@@ -161,8 +161,11 @@ class RowParallelLinear(Linear):
 
     def forward(self, x: AnyRows) -> Tensor:
         out = self.product(x)
-        if dist.get_world_size(self.group) > 1:
-            with named("all-reduce of a row-parallel linear", self.group):
+        operation, is_split = "all-reduce of a row-parallel linear", dist.get_world_size(self.group) > 1
+        if is_split and self.is_deterministic:
+            out = sum_in_order(out, self.group, operation).to(out.dtype)
+        elif is_split:
+            with named(operation, self.group):
                 dist.all_reduce(out, group=self.group)
         return out if self.bias is None else out + self.bias
 

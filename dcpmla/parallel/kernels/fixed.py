@@ -37,7 +37,7 @@ def fixed_linear_kernel(
     weight_scales_stride,
     STAGES: tl.constexpr,
 ):
-    """Multiply a tile of tokens by a tile of the weight's rows; in e4m3 each 128 columns' sums are scaled in float32."""
+    """Multiply a tile of tokens by a tile of the weight's rows; in e4m3 sums of 128 columns are scaled in float32."""
     TOKENS: tl.constexpr = x_desc.block_shape[0]
     ROWS: tl.constexpr = weight_desc.block_shape[0]
     DEPTH: tl.constexpr = x_desc.block_shape[1]
