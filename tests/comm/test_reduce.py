@@ -139,12 +139,10 @@ def check_direct_order() -> None:
     for one_shot_bytes in (1 << 20, 0):
         direct_reduce._ONE_SHOT_BYTES = one_shot_bytes
         check_order((reduce,), (96,), torch.float32, CPU)
-    check_quantized(reduce, (2, 256), torch.float16, CPU)
-    check_memory(reduce)
 
 
 def test_direct_in_rank_order() -> None:
-    run_interpreted(4, check_direct_order)
+    run_interpreted(3, check_direct_order)
 
 
 @pytest.mark.parametrize(("num_ranks", "num_steps"), [(2, 4), (3, 4), (4, 2)])

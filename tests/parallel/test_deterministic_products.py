@@ -67,25 +67,25 @@ def test_functions_by_rows() -> None:
     assert rows_differ(torch.sigmoid, x) or rows_differ(torch.tanh, x) or rows_differ(torch.exp, x)
     for function in (torch.sigmoid, torch.tanh, torch.exp):
         assert_rows_apart(lambda x: by_rows(function, x), x)  # noqa: B023
-    whole, rest = by_rows(lambda x, y: (x + 1, y), x, x[:, :2])
+    whole, part = by_rows(lambda x, y: (x + 1, y), x, x[:, :2])
     assert torch.equal(whole, x + 1)
-    assert torch.equal(rest, x[:, :2])
+    assert torch.equal(part, x[:, :2])
     assert by_rows(torch.exp, x[:0]).shape == (0, 9)
 
 
 def layers(device: str, dtype: torch.dtype) -> list[tuple[Linear, Callable[[Tensor], object]]]:
     """Return a layer of each kind of weight, and the forms in which it takes rows."""
-    made = []
+    pairs = []
     for weight, has_bias in ((drawn(200, 256), True), (blocks(200, 256), False)):
         linear = Linear(256, 200, has_bias, device, dtype)
         linear.load(BlockFp8(*(part.to(device) for part in weight)) if isinstance(weight, BlockFp8) else weight)
         if linear.bias is not None:
             linear.bias.data.copy_(torch.arange(200.0))
         linear.is_deterministic = True
-        made.append((linear, lambda x: x))
+        pairs.append((linear, lambda x: x))
         if linear.takes_quantized:
-            made.append((linear, quantize_rows))
-    return made
+            pairs.append((linear, quantize_rows))
+    return pairs
 
 
 def check_layers(device: str, dtype: torch.dtype) -> None:
@@ -113,17 +113,17 @@ def check_heads(device: str, dtype: torch.dtype) -> None:
         angles = drawn(150, 64, device=device)
         absorbed = assert_rows_apart(lambda q, at: absorb_query(q, codes, at, True, None, scales, True), q, angles)  # noqa: B023
         values = assert_rows_apart(lambda out: project_values(out, codes, scales, True), out)  # noqa: B023
-        wanted = absorb_query(q.double(), codes.double() if scales is None else codes, angles, True, None, scales)
-        torch.testing.assert_close(absorbed.double(), wanted, atol=0.1, rtol=2**-6)
-        wanted = project_values(out.double(), codes.double() if scales is None else codes, scales)
-        torch.testing.assert_close(values.double(), wanted, atol=0.2, rtol=2**-6)
+        expected = absorb_query(q.double(), codes.double() if scales is None else codes, angles, True, None, scales)
+        torch.testing.assert_close(absorbed.double(), expected, atol=0.1, rtol=2**-6)
+        expected = project_values(out.double(), codes.double() if scales is None else codes, scales)
+        torch.testing.assert_close(values.double(), expected, atol=0.2, rtol=2**-6)
         one = slice(1, 2)
         own = absorb_query(q[:, one], codes[one], angles, True, None, None if scales is None else scales[one], True)
         assert torch.equal(own, absorbed[:, one])
         # What `OutputRows` appends to other rows, plain and quantized.
-        given = codes if scales is None else BlockFp8(codes, scales)
+        w_uv = codes if scales is None else BlockFp8(codes, scales)
         for quant in (None, *([OutputQuant(kind="fp8_groups")] if dtype == torch.bfloat16 else [])):
-            rows = OutputRows(151, given, dtype, quant, True)
+            rows = OutputRows(151, w_uv, dtype, quant, True)
             rows.project(out[:1])
             rows.project(out)
             result = rows.rows()
@@ -172,15 +172,15 @@ def check_kernel(device: str, dtype: torch.dtype, num_tokens: int, num_rows: int
         out = torch.empty(num_tokens, num_rows, dtype=torch.bfloat16, device=device)
         rows = quantized(x)
         fixed.multiply(*rows, *weight, out)
-        wanted = exact(rows, weight)
+        expected = exact(rows, weight)
     else:
         weight = drawn(num_rows, width, dtype=dtype, device=device, seed=1)
         out = fixed.fixed_linear(x, weight, dtype)
-        wanted = F.linear(x.double(), weight.double())
+        expected = F.linear(x.double(), weight.double())
         wider = fixed.fixed_linear(x, weight, torch.float32)
-        assert (wider.double() - wanted).norm() <= 1e-5 * wanted.norm()
+        assert (wider.double() - expected).norm() <= 1e-5 * expected.norm()
     assert out.shape == (num_tokens, num_rows)
-    assert (out.double() - wanted).norm() <= 2**-8 * wanted.norm()
+    assert (out.double() - expected).norm() <= 2**-8 * expected.norm()
 
 
 def check_in_the_interpreter() -> None:
@@ -213,7 +213,7 @@ def test_kernel(dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, FP8], ids=str)
 def test_all_tiles_give_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are chosen for any sizes, over few and many rows."""
+    """Compare all tiles that any sizes choose, over few and many rows."""
     from dcpmla.parallel.kernels import fixed
 
     sizes = [(tokens, rows) for tokens in (1, 65, 400, 9000) for rows in (16, 512, 2112, 4096, 7168, 16384, 130_000)]
