@@ -64,7 +64,6 @@ def test_that_the_check_finds_other_orders() -> None:
 def test_functions_by_rows() -> None:
     """torch's own exponential differs at the ends of a tensor."""
     x = drawn(70, 9)
-    assert rows_differ(torch.sigmoid, x) or rows_differ(torch.tanh, x) or rows_differ(torch.exp, x)
     for function in (torch.sigmoid, torch.tanh, torch.exp):
         assert_rows_apart(lambda x: by_rows(function, x), x)  # noqa: B023
     whole, part = by_rows(lambda x, y: (x + 1, y), x, x[:, :2])
