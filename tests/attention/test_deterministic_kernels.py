@@ -1,13 +1,12 @@
 """The kernels of attention in a fixed order: bits on a GPU; against the reference in Triton's interpreter."""
 
 import itertools
-from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from tests.support.ordered import Batch, Sizes, alone, decode, prefill
+from tests.support.ordered import Batch, Sizes, decode, prefill
 from tests.support.shared_memory import run_interpreted
 
 pytest.importorskip("triton")
@@ -39,3 +38,27 @@ def check_decode_in_the_interpreter() -> None:
 
 def test_decode_in_the_interpreter() -> None:
     run_interpreted(1, check_decode_in_the_interpreter)
+
+
+def check_prefill_in_the_interpreter() -> None:
+    from dcpmla.attention import ordered_prefill
+    from dcpmla.attention.triton import ordered_prefill as kernel
+    from tests.support.interpreter import convert_as_torch
+
+    convert_as_torch()
+    cases: tuple[tuple[int, Batch, int], ...] = (
+        (1, [(1, 300, 40), (2, 20, 20), (1, 180, 130)], 1 << 16),
+        (2, [(1, 300, 40), (2, 20, 20), (1, 180, 130)], 128),
+        (1, [(1, 300, 1)], 256),
+    )
+    wanted = [prefill(SMALL, *case) for case in cases]
+    with patch.object(ordered_prefill, "attend_to_chunk", kernel.run):
+        got = [prefill(SMALL, *case) for case in cases]
+    for mine, other in zip(itertools.chain(*got), itertools.chain(*wanted), strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-2, rtol=1e-2)
+    assert all(map(torch.equal, got[0], got[1]))
+    assert torch.equal(got[2][0], got[0][0][-1:])
+
+
+def test_prefill_in_the_interpreter() -> None:
+    run_interpreted(1, check_prefill_in_the_interpreter)
