@@ -76,7 +76,7 @@ def test_another_order_of_the_merge_has_other_bits() -> None:
             merged = merge_pair(*merged, out[part], lse[part])
         return merged
 
-    (wanted, _), (other, _) = (decode(SIZES, 8, BATCH[-1:], **merge)[0] for merge in ({}, {"merge": in_turn}))
+    ((wanted, _),), ((other, _),) = decode(SIZES, 8, BATCH[-1:]), decode(SIZES, 8, BATCH[-1:], merge=in_turn)
     assert not torch.equal(other, wanted)
     torch.testing.assert_close(other, wanted)
 
@@ -91,9 +91,9 @@ def test_prefill_in_pieces_over_ranks_and_chunks() -> None:
             assert torch.equal(got, wanted[start:end]), (size, piece, start)
     batch = [(1, 150, 20), (3, PROMPT, 60), (2, 300, 299), (3, 100, 100)]
     for size, workspace in ((1, 128), (2, 512)):
-        got = prefill(SIZES, size, batch, workspace)
-        assert torch.equal(got[1], wanted[-60:])
-        assert torch.equal(got[3], wanted[:100])
+        outputs = prefill(SIZES, size, batch, workspace)
+        assert torch.equal(outputs[1], wanted[-60:])
+        assert torch.equal(outputs[3], wanted[:100])
 
 
 def test_prefill_is_accurate() -> None:
@@ -124,10 +124,8 @@ def test_layers_have_the_same_bits_for_all_sizes_of_the_group() -> None:
 
 def test_kinds_without_a_fixed_order_are_refused() -> None:
     dcp = dcp_config(1, 1, 1, deterministic=True)
-    for model_type in ("deepseek_v32",):
-        with pytest.raises(ValueError, match=r"deterministic \(--deterministic\) does not support an indexer"):
-            attention_kind(tiny_config(model_type)).check_layout(dcp)
-    for name in ("has_sinks", "window"):
-        config = replace(CONFIG, **{name: 8 if name == "window" else True})
+    with pytest.raises(ValueError, match=r"deterministic \(--deterministic\) does not support an indexer"):
+        attention_kind(tiny_config("deepseek_v32")).check_layout(dcp)
+    for config in (replace(CONFIG, has_sinks=True), replace(CONFIG, window=8)):
         with pytest.raises(ValueError, match="deterministic"):
             DenseKind(config, 1).check_layout(dcp)

@@ -43,7 +43,7 @@ def test_decode_in_the_interpreter() -> None:
 
 
 def check_prefill_in_the_interpreter() -> None:
-    from dcpmla.attention import ordered_prefill
+    from dcpmla.attention import ordered
     from dcpmla.attention.triton import ordered_prefill as kernel
     from tests.support.interpreter import convert_as_torch
 
@@ -54,7 +54,7 @@ def check_prefill_in_the_interpreter() -> None:
         (1, [(1, 300, 1)], 256),
     )
     wanted = [prefill(SMALL, *case) for case in cases]
-    with patch.object(ordered_prefill, "attend_to_chunk", kernel.run):
+    with patch.object(ordered, "attend_to_chunk", kernel.run):
         got = [prefill(SMALL, *case) for case in cases]
     for mine, other in zip(itertools.chain(*got), itertools.chain(*wanted), strict=True):
         torch.testing.assert_close(mine, other, atol=1e-2, rtol=1e-2)
@@ -79,8 +79,8 @@ def test_decode_on_a_gpu(cache_format: str) -> None:
         for size in (2, 4, 8):
             assert all(map(torch.equal, itertools.chain(*decode(sizes, size, MANY)), itertools.chain(*wanted)))
         for index in (0, 1, 7, 39):
-            (got,) = decode(sizes, 2, MANY[index : index + 1])
-            assert all(map(torch.equal, got, wanted[index]))
+            (single,) = decode(sizes, 2, MANY[index : index + 1])
+            assert all(map(torch.equal, single, wanted[index]))
         batch: Batch = [(7, 20_000, 5), *MANY]  # splits of several tiles' slots
         got = decode(sizes, 1, batch, 2)
         assert all(map(torch.equal, itertools.chain(*got[1:]), itertools.chain(*wanted)))

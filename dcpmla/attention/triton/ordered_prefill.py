@@ -139,7 +139,7 @@ def ordered_prefill_kernel(
 
 
 def run(call: OrderedPrefillCall, out: torch.Tensor, lse: torch.Tensor, sums: Sums) -> None:
-    """Compute `ordered_prefill.attend_to_chunk` in bfloat16 or float16, without a host sync.
+    """Compute `ordered.attend_to_chunk` in bfloat16 or float16, without a host sync.
 
     Tiles depend on the widths of heads and on the GPU alone. Keys and values are read in place if their rows are
     aligned to 16 bytes, else they are copied first.
