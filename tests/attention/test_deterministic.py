@@ -12,7 +12,7 @@ from dcpmla import MLAAttention, Placement, init_mesh
 from dcpmla.attention.kind import DenseKind
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.families.table import attention_kind
-from dcpmla.merge import merge_pair
+from dcpmla.merge import merge_pair, merge_partials, merge_tree
 from tests.attention.test_layer import expected, oracle, run_steps
 from tests.support.dense_layer import CONFIG
 from tests.support.layouts import dcp_config
@@ -67,6 +67,18 @@ def test_segments_of_many_tokens_equal_their_tokens_alone() -> None:
         got = decode(SIZES, size, SEGMENTS, max_query_len)
         tokens = [(out[index : index + 1], lse[index : index + 1]) for out, lse in got for index in range(len(out))]
         check_equal(tokens, wanted)
+
+
+def test_the_tree_takes_any_number_of_parts_and_is_the_same_over_ranks() -> None:
+    out, lse = torch.randn(8, 5, 3, 4), 3 * torch.randn(8, 5, 3)
+    lse[torch.rand_like(lse) < 0.3] = -torch.inf
+    lse[:, 1] = -torch.inf
+    out[lse == -torch.inf] = torch.nan
+    for num in range(2, 9):
+        torch.testing.assert_close(merge_tree(out[:num], lse[:num]), merge_partials(out[:num], lse[:num]))
+    for size in (2, 4):
+        parts = [merge_tree(out[rank::size], lse[rank::size]) for rank in range(size)]
+        check_equal([merge_tree(*map(torch.stack, zip(*parts, strict=True)))], [merge_tree(out, lse)])
 
 
 def test_another_order_of_the_merge_has_other_bits() -> None:
