@@ -1,0 +1,122 @@
+"""Attention in a fixed order (`DCPConfig.deterministic`) over a cache that the ranks of a DCP group share.
+
+Decode sums up each class of tiles by itself, then merges all classes by one tree, over the ranks too. Prefill sums up a
+query's keys tile by tile from position 0. There new tokens are in the cache already: they are gathered with their
+context, chunk by chunk, so that all keys are tiles of one grid of positions and have the cache's rounding.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dcpmla.attention.calls import DecodeCall, split_queries
+from dcpmla.attention.decode import run_call
+from dcpmla.attention.ordered_reference import OrderedPrefillCall, Sums, new_sums, prefill_in_order
+from dcpmla.attention.prefill import UpProjection, latents_of, read_cache_rows, up_project
+from dcpmla.attention.step import ContextChunk, DecodeMetadata, PrefillMetadata
+from dcpmla.cache.formats import check_kv_scale
+from dcpmla.comm.exchange import Exchange
+from dcpmla.operators import nothing, operator
+
+
+def dcp_mla_decode_in_order(
+    q: Tensor,
+    kv_cache: Tensor,
+    decode: DecodeMetadata,
+    scale: float,
+    exchange: Exchange,
+    kv_lora_rank: int,
+    num_classes: int,
+    q_is_replicated: bool,
+    kv_scale: Tensor | None = None,
+) -> Tensor:
+    """Attend as `dcp_mla_decode`, but in a fixed order, whatever the other tokens and the number of ranks. Collective.
+
+    Args:
+        num_classes: Number of classes of tiles in this rank's cache, NUM_CLASSES / W.
+    Returns:
+        out [T, h, kv_lora_rank] in the dtype of q: this rank's heads over all ranks' tokens, rounded once.
+    Raises:
+        ValueError: The reasons that `mla_decode` documents.
+    """
+    if not q_is_replicated:
+        q = exchange.gather_heads(q)
+    call = DecodeCall(
+        *split_queries(q, kv_lora_rank),
+        kv_cache,
+        decode.block_table,
+        decode.local_seq_lens,
+        scale,
+        kv_lora_rank,
+        decode.request_index,
+        decode.query_start_loc,
+        decode.max_query_len,
+        kv_scale=kv_scale,
+        num_classes=num_classes,
+    )
+    return exchange.combine(*run_call(call.checked(), None))[0].to(q.dtype)
+
+
+def dcp_mla_prefill_in_order(
+    q: Tensor,
+    kv_cache: Tensor,
+    w_kv_b: Tensor | UpProjection,
+    prefill: PrefillMetadata,
+    widths: tuple[int, int],
+    scale: float,
+    exchange: Exchange,
+    kv_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend as `dcp_mla_prefill`, but in a fixed order, whatever the chunks and the other requests. Collective.
+
+    A chunk is gathered while the one before it is used.
+
+    Args:
+        q, kv_cache, w_kv_b, scale, exchange, kv_scale: As in `dcp_mla_prefill`; the new tokens are in the cache.
+        prefill: Metadata whose chunks include the new tokens (`StepBuilder.prefill` with dcp.deterministic).
+        widths: Widths of the latent, L, and of the rope part, R.
+    Returns:
+        out [T, h, V] in the dtype of q, lse [T, h] float32.
+    Raises:
+        ValueError: A scale is missing or superfluous.
+    """
+    check_kv_scale(kv_cache.dtype, kv_scale)
+    chunks, num_heads, rope = prefill.context_chunks, q.shape[1], widths[1]
+
+    def start_gather(chunk: ContextChunk) -> Callable[[], Tensor]:
+        return exchange.start_context(read_cache_rows(kv_cache, chunk.local_slots), chunk.order, chunk.tokens)
+
+    out, sums = None, None
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    started = [start_gather(chunk) for chunk in chunks[:1]]
+    for index, chunk in enumerate(chunks):
+        latents = latents_of(started.pop()(), widths[0], kv_scale, q.dtype)  # see `dcp_mla_prefill`
+        started += [start_gather(following) for following in chunks[index + 1 : index + 2]]
+        kv_c, k_pe = latents.split(list(widths), -1)
+        k_nope, v = up_project(kv_c, w_kv_b, num_heads, q.shape[-1] - rope)
+        if out is None:
+            out = q.new_empty(*q.shape[:2], v.shape[-1])
+            # One chunk needs no memory for sums on a GPU.
+            num_rows = 0 if len(chunks) == 1 and q.is_cuda and q.dtype.itemsize == 2 else q.shape[0]
+            like = q.new_empty(0, dtype=torch.promote_types(q.dtype, torch.float32))
+            sums = new_sums((num_rows, num_heads), v.shape[-1], like)
+        assert sums is not None
+        queries = *prefill.queries, prefill.first_position
+        call = OrderedPrefillCall(q, k_nope, k_pe, v, *queries, *chunk.keys, chunk.first_position, scale)
+        attend_to_chunk(call, out, lse, sums)
+        del latents, kv_c, k_pe, k_nope, v, call  # frees them before the next chunk: at most two chunks exist at a time
+    assert out is not None
+    return out, lse
+
+
+@operator(
+    "ordered_prefill",
+    kernel="dcpmla.attention.triton.ordered_prefill:run",
+    fake=nothing,
+    runs=lambda call: call.q.is_cuda and call.q.dtype.itemsize == 2,
+    mutates_args=("out", "lse", "acc", "peak", "total"),
+)
+def attend_to_chunk(call: OrderedPrefillCall, out: Tensor, lse: Tensor, sums: Sums) -> None:
+    """Add a chunk of keys to each query's sums, and write results of requests that end in it (`prefill_in_order`)."""
+    prefill_in_order(call, out, lse, sums)
