@@ -43,6 +43,7 @@ class HashModel:
     dtype = torch.float32
     vocab_size = VOCAB_SIZE
     eos_token_ids = frozenset([EOS])
+    least_prefill = 2  # tokens: pieces of one token come first, as decodes
 
     def __init__(self) -> None:
         self.steps: list[list[int]] = []  # tokens of each piece of each step
@@ -97,7 +98,7 @@ class HashModel:
         if metadata.prefill is not None:
             starts = metadata.prefill.queries.start
             for index, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
-                assert end - start > 1, "pieces of one token come first: they are decodes"
+                assert end - start >= self.least_prefill
                 new = slice(metadata.num_decode_tokens + start, metadata.num_decode_tokens + end)
                 context = torch.cat(
                     [chunk_rows(chunk, rows, index) for chunk in metadata.prefill.context_chunks] or [rows[:0]]
@@ -203,13 +204,16 @@ def make_engine(
     num_host_blocks: int = 0,
     memory: type[HostMemory] = HostMemory,
     open_disk: Callable[[HostMemory], Tier | None] = lambda memory: None,
+    deterministic: bool = False,
 ) -> Engine:
     plan = LatentPlan(
         num_layers=1, num_blocks=num_blocks, block_size=BLOCK, row_width=2, dtype=torch.float32, dcp_size=1
     )
     cache = LatentCache(plan, torch.device("cpu"))
     cache.layers[0].fill_(torch.nan)
-    dcp = DCPConfig(block_size=BLOCK, context_workspace_tokens=BLOCK * max(1, max_num_seqs))
+    dcp = DCPConfig(
+        block_size=BLOCK, context_workspace_tokens=BLOCK * max(1, max_num_seqs), deterministic=deterministic
+    )
     model = model or HashModel()
     graph = None
     if with_graph:
