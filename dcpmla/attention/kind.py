@@ -69,10 +69,6 @@ class AttentionKind(Protocol):
     @property
     def num_index_layers(self) -> int: ...
 
-    @property
-    def not_deterministic(self) -> str:
-        """Return a name of what the layers compute that `DCPConfig.deterministic` does not support; "" for nothing."""
-
     def check_layout(self, dcp: DCPConfig) -> None:
         """Raise ValueError if heads do not divide by the TP size, or the layers do not support an option."""
 
@@ -142,18 +138,6 @@ class DenseKind:
     def num_index_layers(self) -> int:
         """Return 0: all layers attend to all tokens."""
         return 0
-
-    @property
-    def not_deterministic(self) -> str:
-        """Return what the geometry has beside dense MLA."""
-        config = self.config
-        parts = {
-            "sparse attention": config.indexer is not None,
-            "windows": config.window is not None,
-            "sinks": config.has_sinks,
-            "gates of queries": config.query_gates,
-        }
-        return next((name for name, is_there in parts.items() if is_there), "")
 
     def check_layout(self, dcp: DCPConfig) -> None:
         """Raise ValueError if heads do not divide by the TP size, or for options of an index cache."""

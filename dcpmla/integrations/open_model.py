@@ -69,13 +69,7 @@ def check_layout(files: ModelFiles, dcp: DCPConfig) -> None:
     option, or a backend does not exist.
     """
     check_backends(dcp)
-    kind = attention_kind(files.config)
-    kind.check_layout(dcp)
-    if dcp.deterministic and kind.not_deterministic:
-        raise ValueError(
-            f"deterministic (--deterministic) does not support {kind.not_deterministic}, which layers of "
-            f"{files.config.model_type} have; leave it out"
-        )
+    attention_kind(files.config).check_layout(dcp)
 
 
 def _digests(directory: Path, tokenizer: Any) -> dict[str, str]:

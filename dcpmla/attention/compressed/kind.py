@@ -44,11 +44,6 @@ class CompressedKind:
         """Return the number of layers, each with a cache."""
         return len(self.config.layer_kinds)
 
-    @property
-    def not_deterministic(self) -> str:
-        """Return the name of the attention."""
-        return "compressed attention"
-
     def check_layout(self, dcp: DCPConfig) -> None:
         """Raise ValueError for sizes and options that the layers do not support."""
         self.config.heads_per_rank(dcp.tensor_parallel_size)

@@ -43,11 +43,6 @@ class HybridKind(DenseKind):
         """Return the number of layers of MLA."""
         return self.num_layers - sum(self.is_linear)
 
-    @property
-    def not_deterministic(self) -> str:
-        """Return the name of the layers of linear attention."""
-        return "linear attention"
-
     def check_layout(self, dcp: DCPConfig) -> None:
         """Raise ValueError if heads of either attention do not divide by the TP size, or for an index cache."""
         super().check_layout(dcp)
