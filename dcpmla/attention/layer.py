@@ -1,10 +1,10 @@
 """The tensor-parallel MLA layer over a sharded latent cache. `MLAAttention.attend` reads top to bottom."""
 
+import functools
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from dcpmla.attention.claim import claim_attention
 from dcpmla.attention.decode import dcp_mla_decode
@@ -127,7 +127,7 @@ class MLAAttention(AttentionWeights):
             ValueError: Same cases as `forward`, or output_quant does not support the head's width or the dtype.
         """
         num_tokens, dtype = plain(hidden_states).shape[0], plain(hidden_states).dtype
-        output = OutputRows(num_tokens, self.w_uv, dtype, output_quant)
+        output = OutputRows(num_tokens, self.w_uv, dtype, output_quant, self.dcp.deterministic)
         if step is None:
             self.claim_memory(num_tokens)
             output.pad()
@@ -146,7 +146,7 @@ class MLAAttention(AttentionWeights):
             output.reserve()
             tokens = Tokens(q_c, step.cos_sin, step.query_factor)
             mha = self.prepare_mha(tokens)
-            mha = mha._replace(kv=F.linear(latents[:, : self.config.kv_lora_rank], mha.w_kv_b.flatten(0, 1)))
+            mha = mha._replace(kv=self.project_latents(latents[:, : self.config.kv_lora_rank], mha.w_kv_b))
             if step.decode is not None:
                 self._decode(tokens.rows(slice(0, step.num_decode_tokens)), cache.latents, step.decode, output)
         step.vary(self._attend, hidden_states, q_c, latents, mha, cache, output)
@@ -274,7 +274,7 @@ class MLAAttention(AttentionWeights):
             kv_c,
             k_pe,
             kv_cache,
-            mha.w_kv_b,
+            functools.partial(self.project_latents, w_kv_b=mha.w_kv_b) if self.dcp.deterministic else mha.w_kv_b,
             prefill,
             self.config.scale,
             self.exchange,

@@ -2,8 +2,8 @@
 W_UV applied to outputs.
 
 Most are custom ops (`torch.ops.dcpmla`) without gradients. The torch code here specifies them and runs on CPUs and in
-float64. On GPUs kernels run instead, with two exceptions: a W_UV in the model's dtype, and weights in fp8 on GPUs that
-do not multiply in fp8.
+float64. On GPUs kernels run instead, with two exceptions: a W_UV in the model's dtype, unless results are
+deterministic, and weights in fp8 on GPUs that do not multiply in fp8.
 """
 
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from dcpmla.attention.sparse.step import SelectedTokens
 from dcpmla.cache.formats import FP8, to_fp8, write_latents
 from dcpmla.comm.norm import rms_norm
 from dcpmla.operators import nothing, operator
+from dcpmla.parallel.fixed import by_rows, multiply_rows
 from dcpmla.parallel.fp8 import PlainRows, dequantize_blocks, empty_codes, quantize_rows, runs_fp8
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -97,7 +98,10 @@ def query_factor(positions: Tensor, llama_4_scaling: tuple[float, int] | None, d
 
     Source: transformers' Mistral 4 rounds the factor before the product.
     """
-    return None if llama_4_scaling is None else llama_4_factor(positions, *llama_4_scaling).to(dtype)
+    if llama_4_scaling is None:
+        return None
+    factor: Tensor = by_rows(lambda position: llama_4_factor(position, *llama_4_scaling), positions)
+    return factor.to(dtype)
 
 
 def _empty_latents(down: Tensor, q_weight: Tensor | None, quantizes: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -171,6 +175,7 @@ def absorb_query(
     rope_interleaved: bool,
     q_scale: Tensor | None,
     w_scales: Tensor | None = None,
+    is_deterministic: bool = False,
 ) -> Tensor:
     """Return the query of attention over latents, [q_nope W_UK | q_pe rotated].
 
@@ -180,6 +185,7 @@ def absorb_query(
         cos_sin: [T, R] float32 as in `apply_rope`; None leaves q_pe as it is.
         q_scale: Scale that rounds the query to e4m3 (`formats.to_fp8`), float32 of one element; None keeps q's dtype.
         w_scales: Scales of a w_uk in e4m3 (`BlockFp8`), float32 [H, P / 128, L / 128].
+        is_deterministic: Whether a row's bits depend on no other row and no other head (`parallel.fixed`).
     Returns:
         [T, H, L + R].
     """
@@ -187,7 +193,11 @@ def absorb_query(
     q_nope, q_pe = q.tensor_split((w_uk.shape[1],), -1)
     if cos_sin is not None:
         q_pe = apply_rope(q_pe, cos_sin, rope_interleaved)
-    absorbed = torch.cat([torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1), q_pe], -1)
+    if is_deterministic:
+        ql_nope = multiply_rows(q_nope, w_uk.transpose(1, 2)).to(q.dtype)
+    else:
+        ql_nope = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
+    absorbed = torch.cat([ql_nope, q_pe], -1)
     return absorbed if q_scale is None else to_fp8(absorbed, q_scale)
 
 
@@ -202,22 +212,30 @@ def rotate_query_(q: Tensor, cos_sin: Tensor, rope_interleaved: bool) -> None:
     "project_values",
     kernel="dcpmla.attention.output.kernels:project_values",
     fake=lambda out, w_uv: out.new_empty(out.shape[0], w_uv.shape[0] * w_uv.shape[1]),
-    runs=lambda out, w_scales: w_scales is not None and out.dtype in _DTYPES and runs_fp8(out.device),
+    runs=lambda out, w_scales, is_deterministic: (
+        (w_scales is not None or is_deterministic) and out.dtype in _DTYPES and runs_fp8(out.device)
+    ),
 )
-def project_values(out: Tensor, w_uv: Tensor, w_scales: Tensor | None = None) -> Tensor:
+def project_values(out: Tensor, w_uv: Tensor, w_scales: Tensor | None = None, is_deterministic: bool = False) -> Tensor:
     """Turn attention over latents, out [T, H, L], into values [T, H V] by w_uv [H, V, L], before or after the merge.
 
     Args:
         w_scales: Scales of a w_uv in e4m3 (`BlockFp8`), float32 [H, V / 128, L / 128].
+        is_deterministic: Same as in `absorb_query`.
     """
     values = out.new_empty(out.shape[0], w_uv.shape[0] * w_uv.shape[1])
-    project_into(out, w_uv, w_scales, values)
+    project_into(out, w_uv, w_scales, values, is_deterministic)
     return values
 
 
-def project_into(out: Tensor, w_uv: Tensor, w_scales: Tensor | None, values: Tensor) -> None:
+def project_into(
+    out: Tensor, w_uv: Tensor, w_scales: Tensor | None, values: Tensor, is_deterministic: bool = False
+) -> None:
     """Compute `project_values` by plain torch, into values [T, h V] with stride 1 along a row."""
     w_uv = _values_of(w_uv, w_scales, out.dtype)
+    if is_deterministic:
+        values.copy_(multiply_rows(out, w_uv).flatten(1))
+        return
     # A matrix product writes into any result with stride 1 along its rows, so no transposition is copied.
     torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2), out=values.view(-1, *w_uv.shape[:2]).transpose(0, 1))
 

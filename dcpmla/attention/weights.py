@@ -13,6 +13,7 @@ from dcpmla.attention.placement import Placement
 from dcpmla.attention.projections import MHAInputs, Tokens, absorb_query, finish_latents, rotate_query_
 from dcpmla.attention.scales import KV_SCALE_NAMES, OUTPUT_SCALE_NAMES, Q_SCALE_NAMES, new_scale, read_scale
 from dcpmla.config import MLAConfig
+from dcpmla.parallel.fixed import fixed_linear
 from dcpmla.parallel.fp8 import NormedRows, PlainRows, unquantized
 from dcpmla.parallel.linear import Linear, RowParallelLinear, Weight, fill, read_linear, read_weight, shard
 from dcpmla.parallel.mesh import DCPMesh
@@ -224,9 +225,15 @@ class AttentionWeights(nn.Module):
             rotate_query_(q, tokens.cos_sin, self.config.rope_interleaved)
         return MHAInputs(q, gates, None, self.up_projection())
 
+    def project_latents(self, kv_c: Tensor, w_kv_b: Tensor) -> Tensor:
+        """Return the nope part of keys and values [S, h (P + V)] of latents [S, L], by a weight [h, P + V, L]."""
+        weight = w_kv_b.flatten(0, 1)
+        return fixed_linear(kv_c, weight, kv_c.dtype) if self.dcp.deterministic else F.linear(kv_c, weight)
+
     def absorb(self, q: Tensor, w_uk: Tensor | BlockFp8, cos_sin: Tensor | None, q_scale: Tensor | None) -> Tensor:
         codes, scales = unpack(w_uk)
-        return absorb_query(q, codes, cos_sin, self.config.rope_interleaved, q_scale, scales)
+        is_interleaved, is_deterministic = self.config.rope_interleaved, self.dcp.deterministic
+        return absorb_query(q, codes, cos_sin, is_interleaved, q_scale, scales, is_deterministic)
 
     def load_weights(self, weights: Mapping[str, Weight]) -> None:
         """Read this rank's part of every parameter, and the scales that no option gives.

@@ -10,7 +10,7 @@ from dcpmla.comm.exchange import Mailbox
 from dcpmla.comm.faults import OPERATIONS
 from dcpmla.comm.kernels.landings import NUM_PROGRAMS
 from dcpmla.comm.kernels.reduce import one_shot_kernel, two_shot_kernel
-from dcpmla.comm.norm import check_rows, empty_results
+from dcpmla.comm.norm import check_rows, empty_results, norm_rows
 from dcpmla.comm.symmetric import Allocate, allocate, wait_for_all
 from dcpmla.operators import operator
 from dcpmla.parallel.fp8 import NormedRows, PlainRows
@@ -34,6 +34,7 @@ class DirectReduce:
         timeout: Seconds to wait for a peer.
         landing_bytes: Maximum bytes of rows that a rank receives at a time; more are summed in turns.
         allocate: Function that allocates the memory.
+        is_deterministic: Whether an element's bits depend on its terms alone: sums in rank order.
     Raises:
         ValueError: The group has another size.
     """
@@ -48,20 +49,24 @@ class DirectReduce:
         timeout: float = 60.0,
         landing_bytes: int = _LANDING_BYTES,
         allocate: Allocate = allocate,
+        is_deterministic: bool = False,
     ) -> None:
         mailbox, self._landings = open_mailbox(group, device, landing_bytes, 0, timeout, allocate)
         self.fault, self.timeout, self._group_name = mailbox.fault, timeout, group.group_name
         squares = torch.zeros(landing_bytes // _FEWEST_ITEM_BYTES, dtype=torch.int64, device=device)
-        self._memory = squares, mailbox
+        self._memory, self._is_deterministic = (squares, mailbox), is_deterministic
         wait_for_all(group, device)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        return all_reduce(partial, *self._memory)
+        return all_reduce(partial, None, self._is_deterministic, *self._memory)
 
     def add_norm(
         self, partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False
     ) -> tuple[PlainRows, Tensor]:
         check_rows(partial, residual, weight, quantizes)
+        if self._is_deterministic:  # items' squares add up in an order that depends on the number of rows
+            new_residual = all_reduce(partial, residual, True, *self._memory)
+            return NormedRows.join(*norm_rows(new_residual, weight, eps, quantizes)), new_residual
         normed, new_residual, *codes = add_norm(partial, residual, weight, eps, quantizes, *self._memory)
         return NormedRows.join(normed, *codes), new_residual
 
@@ -70,10 +75,11 @@ class DirectReduce:
 
 
 @operator("direct_all_reduce", fake=lambda partial: partial.new_empty(partial.shape), mutates_args=("state", "squares"))
-def all_reduce(partial: Tensor, squares: Tensor, memory: Mailbox) -> Tensor:
-    """Compute `Reduce.all_reduce` through landings."""
-    sums = partial.new_empty(partial.shape)
-    _reduce("all_reduce", partial, None, None, (None, sums, None, None), 0.0, squares, memory)
+def all_reduce(partial: Tensor, residual: Tensor | None, is_in_order: bool, squares: Tensor, memory: Mailbox) -> Tensor:
+    """Compute `Reduce.all_reduce` through landings, or the sum with a residual, in rank order if is_in_order."""
+    sums, operation = partial.new_empty(partial.shape), "all_reduce" if residual is None else "add_norm"
+    residual = None if residual is None else residual.contiguous()
+    _reduce(operation, partial, residual, None, (None, sums, None, None), 0.0, squares, memory, is_in_order)
     return sums
 
 
@@ -116,6 +122,7 @@ def _reduce(
     eps: float,
     squares: Tensor,
     memory: Mailbox,
+    is_in_order: bool = False,
 ) -> None:
     """Sum partial rows [T, N] of all ranks into results (`empty_results`, None for unwanted ones), in chunks that fit
     into a landing.
@@ -167,4 +174,5 @@ def _reduce(
             TILES=triton.next_power_of_2(tiles),
             num_warps=1,
             **sizes(size, num_programs),
+            IN_ORDER=is_in_order and size > 2,  # two terms have one order
         )

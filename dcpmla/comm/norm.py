@@ -1,9 +1,9 @@
-"""RMSNorm, alone (`rms_norm`) and after rows were added to the residual (`add_norm`).
+"""RMSNorm, alone (`norm_rows`) and after rows were added to the residual (`add_norm`).
 
-Attention's latents need `rms_norm` alone. A decoder block calls `add_norm` after rows were summed over the ranks.
+A decoder block calls `add_norm` after rows were summed over the ranks.
 
-`add_norm` is a custom op (`torch.ops.dcpmla`). The torch code here specifies it and runs on CPUs and in float64; GPUs
-run the kernel of `comm/kernels/norm.py`.
+Both are custom ops (`torch.ops.dcpmla`). The torch code here specifies them and runs on CPUs and in float64; GPUs run
+the kernel of `comm/kernels/norm.py`, whose bits of a row depend on this row alone.
 """
 
 import torch
@@ -51,6 +51,17 @@ def add_norm(
     new_residual = (residual.to(wide_dtype(residual.dtype)) + rows).to(residual.dtype)
     normed = rms_norm(new_residual, weight, eps)
     return normed, new_residual, *(quantize_rows(normed) if quantizes else empty_codes(normed, False))
+
+
+@operator(
+    "norm_rows",
+    kernel="dcpmla.comm.kernels.norm:norm_rows",
+    fake=lambda x, quantizes: (x.new_empty(x.shape), *empty_codes(x, quantizes)),
+)
+def norm_rows(x: Tensor, weight: Tensor, eps: float, quantizes: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `rms_norm` of rows [T, D], and its codes and scales, with 0 columns unless quantizes."""
+    normed = rms_norm(x, weight, eps)
+    return normed, *(quantize_rows(normed) if quantizes else empty_codes(normed, False))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

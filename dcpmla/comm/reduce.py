@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dcpmla.comm.norm import add_norm, check_rows, wide_dtype
+from dcpmla.comm.norm import add_norm, check_rows, norm_rows, wide_dtype
 from dcpmla.comm.select import direct_if_reached
-from dcpmla.parallel.collectives import named
+from dcpmla.parallel.collectives import named, sum_in_order
 from dcpmla.parallel.fp8 import NormedRows, PlainRows
 
 
@@ -55,13 +55,16 @@ class Reduce(Protocol):
 class CollectiveReduce:
     """Sums by one collective: NCCL, which rounds each addition to the dtype, or gloo, in float32 at least. A group of
     one rank does no sum.
+
+    Args:
+        is_deterministic: Whether an element's bits depend on its terms alone: float32 sums in rank order.
     """
 
     name = "collective"
     fault = None
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self.group, self.size = group, dist.get_world_size(group)
+    def __init__(self, group: ProcessGroup, is_deterministic: bool = False) -> None:
+        self.group, self.size, self._is_deterministic = group, dist.get_world_size(group), is_deterministic
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         return self._sum(partial, "all_reduce").to(partial.dtype)
@@ -71,6 +74,9 @@ class CollectiveReduce:
     ) -> tuple[PlainRows, Tensor]:
         check_rows(partial, residual, weight, quantizes)
         summed = self._sum(partial, "add_norm")
+        if self._is_deterministic:  # the kernels of `direct`'s sums in rank order
+            new_residual = (residual.to(wide_dtype(residual.dtype)) + summed).to(residual.dtype)
+            return NormedRows.join(*norm_rows(new_residual, weight, eps, quantizes)), new_residual
         normed, new_residual, *codes = add_norm(summed, residual, weight, eps, quantizes)
         return NormedRows.join(normed, *codes), new_residual
 
@@ -80,27 +86,32 @@ class CollectiveReduce:
     def _sum(self, partial: Tensor, operation: str) -> Tensor:
         if self.size == 1:
             return partial
+        if self._is_deterministic:
+            return sum_in_order(partial, self.group, operation)
         partial = partial.contiguous() if partial.is_cuda else partial.to(wide_dtype(partial.dtype))
         with named(operation, self.group):
             dist.all_reduce(partial, group=self.group)
         return partial
 
 
-def select_reduce(tp_group: ProcessGroup, device: torch.device, timeout: float = 60.0) -> Reduce:
+def select_reduce(
+    tp_group: ProcessGroup, device: torch.device, timeout: float = 60.0, is_deterministic: bool = False
+) -> Reduce:
     """Build the sums for a TP group: `direct` if all ranks reach each other over NVLink, else collectives.
 
     Collective over the group, and the same on all its ranks.
 
     Args:
         timeout: Seconds for which `direct` waits for a peer.
+        is_deterministic: Whether an element's bits depend on its terms alone, not on the other rows.
     """
 
     def new_direct() -> Reduce:
         from dcpmla.comm.direct_reduce import DirectReduce  # triton exists on Linux only
 
-        return DirectReduce(tp_group, device, timeout=timeout)
+        return DirectReduce(tp_group, device, timeout=timeout, is_deterministic=is_deterministic)
 
     if dist.get_world_size(tp_group) == 1:
-        return CollectiveReduce(tp_group)
+        return CollectiveReduce(tp_group, is_deterministic)
     direct, _ = direct_if_reached(tp_group, device, new_direct)
-    return direct or CollectiveReduce(tp_group)
+    return direct or CollectiveReduce(tp_group, is_deterministic)

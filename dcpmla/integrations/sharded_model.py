@@ -1,5 +1,6 @@
 """A model under TP x DCP as the engine runs it."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.plan import Cache
 from dcpmla.comm.reduce import Reduce
 from dcpmla.model.block import VocabHead
+from dcpmla.parallel.fixed import by_rows
 
 
 class DecoderModule(Protocol):
@@ -69,7 +71,7 @@ class ShardedModel:
         self.dtype, self.device = placement.dtype, torch.device(placement.device)
         self.hidden_rows = torch.empty(0, device=self.device)
         self.hidden_states, self.head, self._rotary = hidden_states, head, rotary
-        self._exchanges = placement.exchange, reduce
+        self._exchanges, self._is_deterministic = (placement.exchange, reduce), placement.dcp.deterministic
         self.attention, self.eos_token_ids, self.vocab_size = attention, eos_token_ids, head.vocab_size
 
     @torch.inference_mode()
@@ -190,6 +192,11 @@ class ShardedModel:
         Args:
             layer_type: Type of rotary embedding, in a model with several.
         """
+        angles = functools.partial(self._angles, layer_type=layer_type)
+        rows: Tensor = by_rows(angles, positions) if self._is_deterministic else angles(positions)
+        return rows
+
+    def _angles(self, positions: Tensor, layer_type: str) -> Tensor:
         x = torch.empty(0, dtype=torch.float32, device=self.device)
         types = {"layer_type": layer_type} if hasattr(self._rotary, "layer_types") else {}
         rotary: Any = self._rotary(x, positions[None], **types)

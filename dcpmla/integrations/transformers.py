@@ -26,6 +26,7 @@ from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.parts import Parts
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.skeleton import build_skeleton, check_shapes, part_of, published_shapes
+from dcpmla.model.deterministic import make_deterministic
 from dcpmla.parallel.linear import Weight
 from dcpmla.parallel.mesh import DCPMesh
 
@@ -82,7 +83,7 @@ def load_model(
             "enable_expert_parallel (--enable-expert-parallel): the model has no experts; leave the option out"
         )
     placement = Placement(dcp, mesh, selection.exchange, dtype, device)
-    reduce = select_reduce(mesh.tp_group, device, dcp.exchange_timeout)
+    reduce = select_reduce(mesh.tp_group, device, dcp.exchange_timeout, dcp.deterministic)
     spreads_experts, routing = enable_expert_parallel and mesh.tp_size > 1, family.routing
     eps = config.rms_norm_eps
     parts = Parts(model, weights, placement, spreads_experts, expert_dtype, routing, attention, reduce, eps, directory)
@@ -90,7 +91,7 @@ def load_model(
     decoder = family.load_decoder(parts, len(model.model.layers) - num_mtp_layers)
     mtp = family.load_mtp(parts, mtp_block, decoder.embedding) if with_mtp else None
     parts.warn_of_missing_scales()
-    return ShardedModel(
+    loaded = ShardedModel(
         decoder,
         parts.head(),
         rotary.to(device) if (rotary := getattr(model.model, "rotary_emb", None)) is not None else None,
@@ -100,6 +101,10 @@ def load_model(
         _eos_token_ids(directory, config),
         mtp,
     )
+    if dcp.deterministic:
+        for module in loaded.modules():
+            make_deterministic(module)
+    return loaded
 
 
 def _open_checkpoint(directory: Path, model: Any, rename: Callable[[str], str], mtp_shapes: Shapes) -> Checkpoint:

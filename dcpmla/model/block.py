@@ -11,12 +11,13 @@ from torch.distributed import ProcessGroup
 from dcpmla.attention.kind import AttentionLayer
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.plan import Cache
-from dcpmla.comm.norm import add_norm, rms_norm
+from dcpmla.comm.norm import add_norm, norm_rows
 from dcpmla.comm.reduce import Reduce
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import MoE
 from dcpmla.model.norm_gate import NormGate
 from dcpmla.parallel.collectives import all_gather
+from dcpmla.parallel.fixed import by_rows
 from dcpmla.parallel.fp8 import NormedRows, PlainRows, plain
 from dcpmla.parallel.linear import Linear
 
@@ -157,7 +158,7 @@ class Decoder(nn.Module):
     def forward(self, token_ids: Tensor, step: StepMetadata | None, cache: Cache | None) -> Tensor:
         """Return the normalized hidden states [T, hidden] of tokens [T] int64. Collective over the TP group."""
         residual = nn.functional.embedding(token_ids, self.embedding)
-        x: PlainRows = rms_norm(residual, self.input_norm, self.eps)
+        x: PlainRows = norm_rows(residual, self.input_norm, self.eps)[0]
         for block in self.blocks:
             x, residual = block(x, residual, cache, step)
         return plain(x)
@@ -183,7 +184,13 @@ class VocabHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits [n, vocab] float32 of x [n, hidden], the same on every rank. Collective."""
         logits = self._gathered(self.linear(x))
-        return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        if self.softcap is None:
+            return logits
+        return by_rows(self._bound, logits) if self.linear.is_deterministic else self._bound(logits)
+
+    def _bound(self, logits: Tensor) -> Tensor:
+        assert self.softcap is not None
+        return logits.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def _gathered(self, logits: Tensor) -> Tensor:
         if logits.shape[1] == self.vocab_size:

@@ -1,5 +1,6 @@
 """Routed experts: a token's weighted sum over the experts that its router chose, with weights as they are shipped."""
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from torch.nn import functional
 from dcpmla.cache.formats import FP8
 from dcpmla.model.glu import SWIGLU, Glu, activate
 from dcpmla.operators import operator
+from dcpmla.parallel.fixed import by_rows, multiply_rows
 from dcpmla.parallel.fp8 import NormedRows, PlainRows, QuantizedRows, plain, runs_fp8
 from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize, unpack
 
@@ -47,6 +49,7 @@ def compute_experts(
     weights: ExpertWeights,
     glu: Glu = SWIGLU,
     num_experts: int | None = None,
+    is_deterministic: bool = False,
 ) -> Tensor:
     """Return each token's weighted sum over its experts of down(glu(gate, up)).
 
@@ -60,6 +63,7 @@ def compute_experts(
         expert_ids: int32 [T, k]; ids outside [0, E) are ignored: other ranks' experts, LongCat's zero experts.
         expert_weights: float32 [T, k].
         num_experts: Number of experts over all ranks that share the routes; None for E. Kernels are chosen by it.
+        is_deterministic: Whether a row's bits depend on no other row (`parallel.fixed`); not in groups of 32.
     Returns:
         [T, H] in x's dtype. Sums are in float32; glu(gate, up), which takes the expert's weight, is rounded to x's
         dtype, and with more than a few tokens so is each expert's output, before the sum over experts.
@@ -71,7 +75,9 @@ def compute_experts(
     if expert_ids.numel() == 0:
         return torch.zeros_like(rows)
     codes = *unpack(weights.gate_up), *unpack(weights.down)
-    return _compute(rows, quantized, expert_ids, expert_weights, *codes, glu, num_experts or len(codes[0]))
+    return _compute(
+        rows, quantized, expert_ids, expert_weights, *codes, glu, num_experts or len(codes[0]), is_deterministic
+    )
 
 
 @operator(
@@ -91,6 +97,7 @@ def _compute(
     down_scales: Tensor | None,
     glu: Glu,
     num_experts: int,
+    is_deterministic: bool,
 ) -> Tensor:
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in expert_ids.unique().tolist():
@@ -98,9 +105,13 @@ def _compute(
             tokens, routes = (expert_ids == expert).nonzero(as_tuple=True)
             gate_up_values = _values(gate_up, gate_up_scales, expert)
             down_values = _values(down, down_scales, expert)
-            gate, up = functional.linear(x[tokens].float(), gate_up_values).chunk(2, -1)
-            h = activate(gate, up, glu) * expert_weights[tokens, routes, None]
-            out.index_add_(0, tokens, functional.linear(h.to(x.dtype).float(), down_values))
+            linear = multiply_rows if is_deterministic else functional.linear
+
+            gate, up = linear(x[tokens].float(), gate_up_values).chunk(2, -1)
+            act = functools.partial(activate, glu=glu)
+            h = by_rows(act, gate, up) if is_deterministic else act(gate, up)
+            h = h * expert_weights[tokens, routes, None]
+            out.index_add_(0, tokens, linear(h.to(x.dtype).float(), down_values))
     return out.to(x.dtype)
 
 

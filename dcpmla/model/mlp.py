@@ -1,5 +1,6 @@
 """MLPs cut over the TP group: dense MLPs, and shared ones that every token takes in addition to its experts."""
 
+import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from dcpmla.model.glu import Glu, activate
 from dcpmla.operators import operator
+from dcpmla.parallel.fixed import by_rows
 from dcpmla.parallel.fp8 import AnyRows, PlainRows, QuantizedRows, empty_codes, quantize_rows
 from dcpmla.parallel.linear import Linear, Weight, read_linear
 from dcpmla.parallel.quantized import AnyWeight
@@ -65,7 +67,11 @@ class MLP(nn.Module):
     Args:
         hidden_size, size: Inputs and this rank's intermediate columns.
         dtype, device: Dtype and device of the parameters, which are empty until `load_weights`.
+    Attributes:
+        is_deterministic: Whether a token's output depends on no other token.
     """
+
+    is_deterministic = False
 
     def __init__(self, hidden_size: int, size: int, glu: Glu, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
@@ -90,6 +96,7 @@ class MLP(nn.Module):
 
     def forward(self, x: PlainRows) -> Tensor:
         """Return this rank's share [T, hidden] of the MLP's output for x [T, hidden], to be summed over the ranks."""
-        down = self.down_proj
-        out: Tensor = down(activate_rows(self.gate_up_proj(x), self.glu, down.takes_quantized))
+        gate_up, down = self.gate_up_proj(x), self.down_proj
+        activate = functools.partial(activate_rows, glu=self.glu, quantizes=down.takes_quantized)
+        out: Tensor = down(by_rows(activate, gate_up) if self.is_deterministic else activate(gate_up))
         return out

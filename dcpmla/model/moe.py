@@ -4,6 +4,7 @@ Experts are cut like an MLP's columns, or with expert parallelism spread whole o
 sees all tokens, routes them identically, and returns a share of a sum over the ranks.
 """
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -14,6 +15,7 @@ from dcpmla.model.glu import Glu
 from dcpmla.model.latent import Latent
 from dcpmla.model.mlp import MLP, MLPPart
 from dcpmla.model.router import Router, route, router_logits, weigh
+from dcpmla.parallel.fixed import by_rows
 from dcpmla.parallel.fp8 import PlainRows, plain
 from dcpmla.parallel.linear import Weight, fill
 from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize
@@ -29,7 +31,11 @@ class Gate(nn.Module):
         bias: float32 [E], added to the scores for the choice alone; None for none.
         table: int64 [vocab, top_k], experts of each token by its id (DeepSeek-V4's first layers); None to choose by
             scores.
+    Attributes:
+        is_deterministic: Whether a token's choice depends on no other token.
     """
+
+    is_deterministic = False
 
     def __init__(self, weight: Tensor, router: Router, bias: Tensor | None = None, table: Tensor | None = None) -> None:
         super().__init__()
@@ -38,7 +44,10 @@ class Gate(nn.Module):
 
     def forward(self, x: Tensor, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return expert ids [T, k] int32 and weights [T, k] float32 for x [T, hidden] of tokens [T]."""
-        logits = router_logits(x, self.weight)
+        logits = router_logits(x, self.weight, self.is_deterministic)
+        if self.table is None and self.is_deterministic:
+            ids, weights = by_rows(functools.partial(route, bias=self.bias, router=self.router), logits)
+            return ids, weights
         if self.table is None:
             return route(logits, self.bias, self.router)
         assert token_ids is not None
@@ -56,7 +65,11 @@ class MoE(nn.Module):
         latent: Narrower rows that experts work on; None if they take x.
         adds_identity: Whether this rank adds the experts with higher ids, which are the identity (LongCat's zero
             experts).
+    Attributes:
+        is_deterministic: Whether a token's output depends on no other token.
     """
+
+    is_deterministic = False
 
     def __init__(
         self,
@@ -88,14 +101,16 @@ class MoE(nn.Module):
         expert_ids, expert_weights = self.gate(plain(x), token_ids)
         own_ids = expert_ids - self.first_expert if self.first_expert else expert_ids
         rows = x if self.latent is None else self.latent.down(x)
-        out = compute_experts(rows, own_ids, expert_weights, self.experts, self.glu, self.num_experts)
+        options = self.glu, self.num_experts, self.is_deterministic
+        out = compute_experts(rows, own_ids, expert_weights, self.experts, *options)
         if self.latent is not None:
             out = self.latent.leave(out)
         if self.shared is not None:
             out = out + self.shared(x)
         if self.adds_identity:
-            share = expert_weights.masked_fill(expert_ids < self.num_experts, 0).sum(-1, keepdim=True)
-            out = out + plain(x) * share.to(out.dtype)
+            weights = expert_weights.masked_fill(expert_ids < self.num_experts, 0)
+            share = sum(weights.unbind(1)) if self.is_deterministic else weights.sum(-1)  # in one order, or any
+            out = out + plain(x) * share[:, None].to(out.dtype)
         return out
 
 

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.plan import Cache
-from dcpmla.comm.norm import rms_norm
+from dcpmla.comm.norm import norm_rows
 from dcpmla.model.block import DecoderBlock
 from dcpmla.parallel.fp8 import plain
 from dcpmla.parallel.linear import Linear
@@ -49,9 +49,12 @@ class MtpLayer(nn.Module):
         """Return the normalized hidden states [T, hidden] of rows [T, 2 hidden] (`ShardedModel.join`). Collective."""
         embedding_norm, hidden_norm, input_norm = self.norms
         embedded, hidden_states = (part.contiguous() for part in rows.chunk(2, -1))
-        normalized = rms_norm(embedded, embedding_norm, self.eps), rms_norm(hidden_states, hidden_norm, self.eps)
-        residual = self.projection(torch.cat(normalized, -1))
-        x, _ = self.block(rms_norm(residual, input_norm, self.eps), residual, cache, step)
+        normalized = (
+            norm_rows(rows, norm, self.eps)[0]
+            for rows, norm in ((embedded, embedding_norm), (hidden_states, hidden_norm))
+        )
+        residual = self.projection(torch.cat(tuple(normalized), -1))
+        x, _ = self.block(norm_rows(residual, input_norm, self.eps)[0], residual, cache, step)
         return plain(x)
 
     def collapse(self, hidden_states: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Routers of mixture-of-experts layers: the choice of a token's experts and their weights."""
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Annotated
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dcpmla.fields import check_fields, one_of, rules_of
+from dcpmla.parallel.fixed import fixed_linear
 
 _FEW_TOKENS = 8  # limit of our kernel; logits of more tokens are a matrix product
 _EPSILON = 1e-20  # added to the sum before renormalization, as in transformers
@@ -66,13 +68,19 @@ def split_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.stack([first, second, (rest - second).to(dtype)])
 
 
-def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+def router_logits(x: Tensor, weight: Tensor, is_deterministic: bool = False) -> Tensor:
     """Return x W^T [T, E] in float32, where products of 16 bits are exact: transformers, which widens both factors
     first, differs only in the order of the sum.
 
     Args:
         x: [T, H]; weight: [S, E, H], terms of W in x's dtype (`split_weight`).
+        is_deterministic: Whether a row's bits depend on no other row (`parallel.fixed`).
     """
+    if is_deterministic and x.is_cuda and x.dtype != torch.float32:
+        terms = fixed_linear(x, weight.flatten(0, 1), torch.float32).split(weight.shape[1], 1)
+        return functools.reduce(torch.add, terms)  # in one order, which `Tensor.sum` does not promise
+    if is_deterministic:
+        return fixed_linear(x.float(), weight.float().sum(0), torch.float32)
     if not x.is_cuda or x.dtype == torch.float32:
         return x.float() @ weight.float().sum(0).T
     if len(x) <= _FEW_TOKENS:

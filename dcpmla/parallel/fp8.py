@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dcpmla.operators import operator
+from dcpmla.parallel.fixed import fixed_linear
 from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, dequantize, empty_groups, quantize_groups
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -108,6 +109,7 @@ def fp8_linear(
     weight_scale: Tensor,
     arrivals: Tensor,
     dtype: torch.dtype,
+    is_deterministic: bool = False,
 ) -> Tensor:
     """Multiply rows by a block-quantized weight; with G groups of columns, each group by N / G of the weight's rows.
 
@@ -118,6 +120,7 @@ def fp8_linear(
         weight_scale: Scales, float32 [ceil(N / 128), K / 128] with contiguous rows.
         arrivals: Counters of programs' arrivals, int32, at least N / 32 zeros, and zeros afterwards. Only one product
             at a time may use it.
+        is_deterministic: Whether a row's bits depend on no other row (`parallel.fixed`); only without groups.
     Returns:
         [T, N] in dtype, sums in float32.
     Source: DeepSeek-V3's report, section 3.3: tiles of 1 x 128 times blocks of 128 x 128, sums over 128 columns
@@ -126,6 +129,8 @@ def fp8_linear(
     if x_scales is not None:
         x = (x.float().unflatten(-1, (-1, BLOCK)) * x_scales[..., None]).flatten(-2).to(dtype)
     values = dequantize(BlockFp8(weight, weight_scale), x.dtype)
+    if is_deterministic:
+        return fixed_linear(x, values, dtype)
     if x.shape[1] == weight.shape[1]:
         return F.linear(x, values).to(dtype)
     return multiply_groups(x, values.unflatten(0, (x.shape[1] // weight.shape[1], -1))).to(dtype)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from dcpmla.parallel.collectives import named
+from dcpmla.parallel.collectives import named, sum_in_order
+from dcpmla.parallel.fixed import fixed_linear
 from dcpmla.parallel.fp8 import (
     AnyRows,
     NormedRows,
@@ -55,10 +56,12 @@ class Linear(nn.Module):
             it: when it quantizes a plain input, the input determines its own scales.
         takes_quantized: Whether an input that is already quantized (`QuantizedRows`, `NormedRows`) saves work: the
             weight is fp8 and the device multiplies in fp8, so the layer would quantize a plain input itself.
+        is_deterministic: Whether a row's bits depend on no other row (`parallel.fixed`).
     """
 
     weight_scale: Tensor | None
     input_scale: Tensor | None
+    is_deterministic = False
 
     def __init__(
         self,
@@ -91,13 +94,15 @@ class Linear(nn.Module):
             fill(self.weight, *(unquantized(part, self.weight) for part in parts))
 
     def forward(self, x: AnyRows) -> Tensor:
-        if self.weight_scale is None:
+        if self.weight_scale is None and not self.is_deterministic:
             return F.linear(plain(x), self.weight, self.bias)
         out = self.product(x)
         return out if self.bias is None else out + self.bias
 
     def product(self, x: AnyRows, rows: slice = slice(None)) -> Tensor:
         """Return the product of x [.., in] and the weight, or a slice of the weight's rows, without the bias."""
+        if self.weight_scale is None and self.is_deterministic:
+            return fixed_linear(plain(x), self.weight[rows], self.dtype)
         if self.weight_scale is None:
             return F.linear(plain(x), self.weight[rows])
         start, stop, _ = rows.indices(self.out_features)
@@ -110,7 +115,7 @@ class Linear(nn.Module):
         if scales is not None and scales.ndim == 1:  # one for all rows
             scales = scales.expand(len(values), values.shape[1] // BLOCK)
         blocks = self.weight_scale[start // BLOCK : -(-stop // BLOCK)]
-        out = fp8_linear(values, scales, self.weight[rows], blocks, self._arrivals, self.dtype)
+        out = fp8_linear(values, scales, self.weight[rows], blocks, self._arrivals, self.dtype, self.is_deterministic)
         return out if isinstance(x, QuantizedRows) else out.unflatten(0, x.shape[:-1])
 
     def _stays_quantized(self, parts: tuple[AnyWeight, ...]) -> bool:
@@ -138,8 +143,8 @@ class Linear(nn.Module):
 class RowParallelLinear(Linear):
     """A linear layer with input features sharded over the group: [T, in / size] -> [T, out], summed over the ranks.
 
-    The all-reduce sums in the layer's dtype, as transformers' tensor parallelism does. (The DCP exchange sums in
-    float32.)
+    The all-reduce sums in the layer's dtype, as transformers' tensor parallelism does; with is_deterministic, and in
+    the DCP exchange, sums are in float32.
     """
 
     def __init__(
@@ -156,8 +161,11 @@ class RowParallelLinear(Linear):
 
     def forward(self, x: AnyRows) -> Tensor:
         out = self.product(x)
-        if dist.get_world_size(self.group) > 1:
-            with named("all-reduce of a row-parallel linear", self.group):
+        operation, is_split = "all-reduce of a row-parallel linear", dist.get_world_size(self.group) > 1
+        if is_split and self.is_deterministic:
+            out = sum_in_order(out, self.group, operation).to(out.dtype)
+        elif is_split:
+            with named(operation, self.group):
                 dist.all_reduce(out, group=self.group)
         return out if self.bias is None else out + self.bias
 

@@ -116,6 +116,7 @@ class Tiling(NamedTuple):
 # more stages keep more loads in flight. Measured on H200s.
 _ENOUGH_PROGRAMS = 128  # about one a multiprocessor
 TILINGS = (Tiling(16, 128, 4, 5), Tiling(32, 128, 4, 5), Tiling(64, 64, 4, 4), Tiling(128, 64, 8, 3))
+_FIRST_TALL = 2  # tilings from here on use one instruction of Hopper, so that tokens have the same bits in each
 
 
 def quantize_rows(
@@ -153,6 +154,7 @@ def project_rows(
     scale: Tensor | None,
     ue8m0: bool,
     w_scales: Tensor | None = None,
+    is_deterministic: bool = False,
 ) -> None:
     """Compute `ops.project_rows_` in one kernel."""
     (num_tokens, num_heads, rank), value = out.shape, w_uv.shape[1]
@@ -160,10 +162,11 @@ def project_rows(
         return
     columns = min(128, max(16, triton.next_power_of_2(value)))
     num_tiles = num_heads * triton.cdiv(value, columns)
+    tilings = TILINGS[_FIRST_TALL:] if is_deterministic else TILINGS
     enough = (
-        tiling for tiling in reversed(TILINGS) if triton.cdiv(num_tokens, tiling.tokens) * num_tiles >= _ENOUGH_PROGRAMS
+        tiling for tiling in reversed(tilings) if triton.cdiv(num_tokens, tiling.tokens) * num_tiles >= _ENOUGH_PROGRAMS
     )
-    tiling = next((tiling for tiling in enough if tiling.tokens < 2 * num_tokens), TILINGS[0])
+    tiling = next((tiling for tiling in enough if tiling.tokens < 2 * num_tokens), tilings[0])
     depth = min(tiling.depth, max(16, triton.next_power_of_2(rank)))
     stage_bytes = (tiling.tokens + columns) * depth * out.element_size()
     project_kernel[(triton.cdiv(num_tokens, tiling.tokens) * num_tiles,)](
@@ -188,10 +191,10 @@ def project_rows(
     )
 
 
-def project_values(out: Tensor, w_uv: Tensor, w_scales: Tensor | None = None) -> Tensor:
+def project_values(out: Tensor, w_uv: Tensor, w_scales: Tensor | None = None, is_deterministic: bool = False) -> Tensor:
     """Compute `projections.project_values` in one kernel."""
     values = out.new_empty(out.shape[0], w_uv.shape[0] * w_uv.shape[1])
-    project_rows(out, w_uv, 0, values, None, None, False, w_scales)
+    project_rows(out, w_uv, 0, values, None, None, False, w_scales, is_deterministic)
     return values
 
 

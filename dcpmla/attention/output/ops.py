@@ -47,7 +47,9 @@ def write_rows_(
     "project_rows_",
     kernel="dcpmla.attention.output.kernels:project_rows",
     fake=nothing,
-    runs=lambda out, values, w_scales: runs_fp8(out.device) and (values.dtype != out.dtype or w_scales is not None),
+    runs=lambda out, values, w_scales, is_deterministic: (
+        runs_fp8(out.device) and (values.dtype != out.dtype or w_scales is not None or is_deterministic)
+    ),
     mutates_args=("values", "scales"),
 )
 def project_rows_(
@@ -59,12 +61,14 @@ def project_rows_(
     scale: Tensor | None,
     ue8m0: bool,
     w_scales: Tensor | None = None,
+    is_deterministic: bool = False,
 ) -> None:
-    """Apply `write_rows_` to `project_values(out, w_uv, w_scales)`."""
+    """Apply `write_rows_` to `project_values(out, w_uv, w_scales, is_deterministic)`."""
     if values.dtype == out.dtype:
-        project_into(out, w_uv, w_scales, values[first_row : first_row + len(out)])
+        project_into(out, w_uv, w_scales, values[first_row : first_row + len(out)], is_deterministic)
     else:
-        write_rows_(project_values(out, w_uv, w_scales), first_row, values, scales, scale, ue8m0)
+        projected = project_values(out, w_uv, w_scales, is_deterministic)
+        write_rows_(projected, first_row, values, scales, scale, ue8m0)
 
 
 empty_rows = operator("empty_rows", fake=formats.new_rows)(formats.new_rows)

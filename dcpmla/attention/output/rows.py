@@ -86,12 +86,21 @@ class OutputRows:
         w_uv: Weight [h, V, L].
         dtype: Dtype of values that are not quantized.
         quant: Options of quantization; None keeps values in dtype.
+        is_deterministic: Whether a row's bits depend on no other row.
     Raises:
         ValueError: The dtype cannot be quantized, the scale is on another device, or groups would cross heads.
     """
 
-    def __init__(self, num_rows: int, w_uv: Tensor | BlockFp8, dtype: torch.dtype, quant: OutputQuant | None) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        w_uv: Tensor | BlockFp8,
+        dtype: torch.dtype,
+        quant: OutputQuant | None,
+        is_deterministic: bool = False,
+    ) -> None:
         self._num_rows, self._quant, self._end = num_rows, quant, 0
+        self._is_deterministic = is_deterministic
         self._w_uv, self._w_scales = unpack(w_uv)
         self._width = self._w_uv.shape[0] * self._w_uv.shape[1]
         self._new: dict[str, Any] = {"dtype": dtype, "device": self._w_uv.device}
@@ -105,9 +114,10 @@ class OutputRows:
     def project(self, out: Tensor) -> None:
         """Apply W_UV to attention over latents [n, h, L], and append the values."""
         if self._values is None and out.shape[0] == self._num_rows:
-            self._values = project_values(out, self._w_uv, self._w_scales)
+            self._values = project_values(out, self._w_uv, self._w_scales, self._is_deterministic)
         else:
-            project_rows_(out, self._w_uv, self._end, *self._result(), self._w_scales)
+            into = self._result()
+            project_rows_(out, self._w_uv, self._end, *into, self._w_scales, self._is_deterministic)
         self._end += out.shape[0]
 
     def append(self, values: Tensor) -> None:

@@ -220,6 +220,7 @@ def absorb_query(
     rope_interleaved: bool,
     q_scale: Tensor | None,
     w_scales: Tensor | None = None,
+    is_deterministic: bool = False,
 ) -> Tensor:
     """Compute `projections.absorb_query` in one kernel."""
     num_tokens, num_heads, head_dim = q.shape
@@ -227,6 +228,8 @@ def absorb_query(
     rope = head_dim - nope
     out = q.new_empty(num_tokens, num_heads, rank + rope, dtype=q.dtype if q_scale is None else FP8)
     tokens = min(_MAX_TOKENS, max(16, triton.next_power_of_2(num_tokens)))  # 16: the least that tl.dot takes
+    if is_deterministic:
+        tokens = _MAX_TOKENS  # Hopper has another instruction for fewer
     absorb_kernel[(triton.cdiv(num_tokens, tokens), num_heads, triton.cdiv(rank, _COLUMNS.value) + 1)](
         q,
         w_uk,

@@ -46,9 +46,18 @@ def take(
 
 
 @triton.jit
-def add(x, residual_ptr, at, mask, type: tl.constexpr):
-    """Sum all ranks' items [N, COLUMNS] and the residual: return [1, COLUMNS], rounded once."""
-    total = tl.sum(x.to(type, bitcast=True).to(tl.float32), 0)[None, :]
+def add(x, residual_ptr, at, mask, type: tl.constexpr, IN_ORDER: tl.constexpr):
+    """Sum all ranks' items [N, COLUMNS] and the residual: return [1, COLUMNS], rounded once.
+
+    The order of `tl.sum` depends on N and COLUMNS; with IN_ORDER it is that of the ranks.
+    """
+    wide = x.to(type, bitcast=True).to(tl.float32)
+    if IN_ORDER:
+        total, rank = tl.zeros([1, x.shape[1]], tl.float32), tl.arange(0, x.shape[0])[:, None]
+        for i in tl.static_range(x.shape[0]):
+            total += tl.sum(tl.where(rank == i, wide, 0.0), 0)[None, :]
+    else:
+        total = tl.sum(wide, 0)[None, :]
     if residual_ptr is not None:
         total += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
     return total.to(type)

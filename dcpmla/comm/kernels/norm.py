@@ -1,4 +1,4 @@
-"""Triton kernel of the residual addition and the RMSNorm after a sum, with its launcher; `comm.norm` specifies it."""
+"""Triton kernel of RMSNorm, alone and after rows were added to the residual; `comm.norm` specifies it."""
 
 import torch
 import triton
@@ -30,13 +30,16 @@ def add_norm_kernel(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Add rows and residual [T, WIDTH], round each sum once, and norm it: one program a row."""
+    """Add rows and residual [T, WIDTH], round each sum once, and norm it: one program a row. Without rows_ptr the
+    residual is normed alone.
+    """
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
     at, mask = row * WIDTH + column, column < WIDTH
-    total = tl.load(rows_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    total += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    sums = total.to(sums_ptr.dtype.element_ty)
-    tl.store(sums_ptr + at, sums, mask=mask)
+    sums = tl.load(residual_ptr + at, mask=mask, other=0.0)
+    if rows_ptr is not None:
+        total = tl.load(rows_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        sums = (total + sums.to(tl.float32)).to(sums_ptr.dtype.element_ty)
+        tl.store(sums_ptr + at, sums, mask=mask)
     wide = sums.to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
     normed = normalize(sums, tl.sum(wide * wide, 0), weight, eps, WIDTH)
@@ -49,8 +52,22 @@ def add_norm(
     rows: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute `comm.norm.add_norm` in one kernel."""
-    rows, residual = rows.contiguous(), residual.contiguous()
-    normed, sums = torch.empty_like(residual), torch.empty_like(residual)
+    sums = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
+    normed, codes, scales = _norm(rows.contiguous(), residual, weight, sums, eps, quantizes)
+    return normed, sums, codes, scales
+
+
+def norm_rows(x: Tensor, weight: Tensor, eps: float, quantizes: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `comm.norm.norm_rows` in one kernel."""
+    return _norm(None, x, weight, None, eps, quantizes)
+
+
+def _norm(
+    rows: Tensor | None, residual: Tensor, weight: Tensor, sums: Tensor | None, eps: float, quantizes: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the norm of rows and residual, its codes and scales; write the sums."""
+    residual = residual.contiguous()
+    normed = torch.empty_like(residual)
     codes, scales = empty_codes(normed, quantizes)
     num_tokens, width = residual.shape
     columns = triton.next_power_of_2(width)
@@ -69,4 +86,4 @@ def add_norm(
             COLUMNS=columns,
             num_warps=min(max(1, columns // 512), 16),
         )
-    return normed, sums, codes, scales
+    return normed, codes, scales

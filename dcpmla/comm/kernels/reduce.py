@@ -4,7 +4,7 @@ Rows [T, WIDTH] are cut into items of COLUMNS, numbered across rows, and sent th
 (`comm.kernels.landings`). One-shot: a rank stores each item of its partial rows at all ranks, and all ranks sum it.
 Two-shot: it stores an item at the rank that owns it, by the item's number; the owner sums it and stores the sum at all
 ranks: two trips, with 2 / W of the bytes. Sums are in float32, either in the same order on all ranks or made by one
-rank, so they have the same bits everywhere.
+rank, so they have the same bits everywhere. With IN_ORDER they are in rank order, whatever COLUMNS is.
 
 `comm.kernels.items` has the steps of both kernels.
 """
@@ -44,6 +44,7 @@ def one_shot_kernel(
     TILES: tl.constexpr,
     PROGRAMS: tl.constexpr,
     SHARE: tl.constexpr,
+    IN_ORDER: tl.constexpr,
 ):
     """Store the items of this rank's rows at all ranks; sum and norm all ranks'. A program handles `items` items."""
     epoch = next_epoch(state_ptr)
@@ -68,7 +69,7 @@ def one_shot_kernel(
         at, is_column = columns_of(item + one, WIDTH, COLUMNS)
         landed, mask = mine + in_landing(peer * num_items + item, COLUMNS), is_peer & is_column
         x = take(landed, mask, peer, epoch, operation, deadline, state_ptr, fault_ptr, carrier, PROGRAMS)
-        sums = add(x, residual_ptr, at, is_column, type)
+        sums = add(x, residual_ptr, at, is_column, type, IN_ORDER)
         store_sums(sums, item + one, one == 0, epoch, sums_ptr, weight_ptr, squares_ptr, WIDTH)
     norm = (weight_ptr, normed_ptr, codes_ptr, scales_ptr, scales_stride, squares_ptr, eps)
     norm_items(first, last, epoch, sums_ptr, norm, WIDTH, COLUMNS, TILES)
@@ -105,6 +106,7 @@ def two_shot_kernel(
     TILES: tl.constexpr,
     PROGRAMS: tl.constexpr,
     SHARE: tl.constexpr,
+    IN_ORDER: tl.constexpr,
 ):
     """Store items at their owners, which sum them, add the residual and store the sums at all ranks; norm all items.
 
@@ -138,7 +140,7 @@ def two_shot_kernel(
         is_column = is_column & (item < num_items)[:, None]
         landed, mask = mine + in_landing(peer * num_units + unit, COLUMNS), is_peer[:, None] & is_column
         x = take(landed, mask, peer, epoch, operation, deadline, state_ptr, fault_ptr, carrier, PROGRAMS)
-        sums = add(x, residual_ptr, at, is_column, type).to(carrier, bitcast=True)
+        sums = add(x, residual_ptr, at, is_column, type, IN_ORDER).to(carrier, bitcast=True)
         sums = tl.broadcast_to(tl.where(sums == -1, -2, sums), [PEERS, COLUMNS])
         tl.store(theirs + in_landing(num_partial + item, COLUMNS), sums, mask=mask)
 

@@ -85,6 +85,7 @@ def compute_experts(
     down_scales: Tensor | None,
     glu: Glu,
     num_experts: int,
+    is_deterministic: bool = False,
 ) -> Tensor:
     """Compute `model.experts.compute_experts` of at least one token and one route, from its operator's arguments."""
     ids, expert_weights = expert_ids.contiguous(), expert_weights.contiguous()
@@ -106,11 +107,14 @@ def compute_experts(
         return sum_routes(out, ids, num_own)
     kind = gate_up.dtype if gate_up.dtype in _FEW else torch.bfloat16
     is_sparse = num_tokens <= _MORE_TOKENS and num_routes * _EXPERTS_PER_ROUTE <= num_experts
-    is_few = num_tokens <= _FEW_TOKENS or is_sparse
+    is_few = (num_tokens <= _FEW_TOKENS or is_sparse) and not is_deterministic
     if is_few:
         tiling, experts, routes = _FEW[kind], ids, None
     else:
-        tiling = next(tiling for tiling in _TILINGS[kind] if num_routes <= tiling.max_rows * num_experts)
+        # Tiles of 64 rows or more use one instruction of Hopper, and so does its own kernel: a row has the same bits in
+        # each. Sums over a token's experts follow, in the order of its routes.
+        tilings = [tiling for tiling in _TILINGS[kind] if tiling.gate_up.rows >= (64 if is_deterministic else 0)]
+        tiling = next(tiling for tiling in tilings if num_routes <= tiling.max_rows * num_experts)
         experts, routes, _ = assign_blocks(ids, num_own, max(tiling.gate_up.rows, tiling.down.rows))
 
     h = x.new_empty(num_routes, width)

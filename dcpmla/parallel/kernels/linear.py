@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dcpmla.parallel.kernels import fixed
 from dcpmla.parallel.kernels.quantize import quantize_rows
 from dcpmla.parallel.quantized import BLOCK
 
@@ -130,10 +131,15 @@ def fp8_linear(
     weight_scale: Tensor,
     arrivals: Tensor,
     dtype: torch.dtype,
+    is_deterministic: bool = False,
 ) -> Tensor:
     """Compute `fp8.fp8_linear`: large products by cuBLAS, others in one kernel."""
     if x_scales is None:
         x, x_scales = quantize_rows(x)
+    if is_deterministic:
+        out = torch.empty(len(x), len(weight), dtype=dtype, device=x.device)
+        fixed.multiply(x, x_scales, weight, weight_scale, out)
+        return out
     is_large = len(x) > SCALED_MM_TOKENS or len(x) * len(weight) >= SCALED_MM_SIZE
     is_plain = x.shape[1] == weight.shape[1] and dtype == torch.bfloat16 and len(weight) % 16 == 0
     if is_large and is_plain and _has_scaled_mm(x.device):

@@ -1,0 +1,40 @@
+"""The deterministic mode of a model's modules: a token's rows depend on no other token of the step."""
+
+import torch
+from torch import nn
+
+from dcpmla.attention.weights import AttentionWeights
+from dcpmla.model.block import Decoder, DecoderBlock, ShortcutBlock, VocabHead
+from dcpmla.model.mlp import MLP
+from dcpmla.model.moe import Gate, MoE
+from dcpmla.model.mtp import MtpLayer
+from dcpmla.parallel.linear import Linear, RowParallelLinear
+from dcpmla.parallel.quantized import GroupFp4, GroupInt4
+
+# Modules without weights of their own, modules that read rows of them or norm rows by kernels of one row each, and
+# attention, whose kind has its own check.
+_APART = (nn.ParameterList, nn.RMSNorm, Decoder, DecoderBlock, ShortcutBlock, VocabHead, MtpLayer, AttentionWeights)
+
+
+def make_deterministic(model: nn.Module) -> None:
+    """Set `is_deterministic` of all modules that multiply or choose.
+
+    Raises:
+        ValueError: A module has no such mode, or its weights are in groups of 32.
+    """
+    for name, module in model.named_modules():
+        kind = type(module)
+        if kind in (Linear, RowParallelLinear, Gate, MLP, MoE):
+            _check_weights(name, module)
+            module.is_deterministic = True
+        elif not isinstance(module, _APART) and next(module.parameters(recurse=False), None) is not None:
+            raise ValueError(f"deterministic (--deterministic) does not support {kind.__name__} ({name}); leave it out")
+
+
+def _check_weights(name: str, module: nn.Module) -> None:
+    has_groups = isinstance(module, Linear) and getattr(module.weight_scale, "dtype", None) == torch.uint8
+    if has_groups or (isinstance(module, MoE) and isinstance(module.experts.gate_up, GroupFp4 | GroupInt4)):
+        raise ValueError(
+            f"deterministic (--deterministic) does not support weights that share a scale in groups of 32 ({name}); "
+            f"leave it out, or choose a checkpoint in bfloat16 or in fp8 with blocks of 128 x 128"
+        )

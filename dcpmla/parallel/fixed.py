@@ -1,0 +1,52 @@
+"""Products whose bits in a row depend on this row and the weight alone, for the deterministic mode.
+
+The number of other rows, their values and a row's place choose no order of a sum. On GPUs one kernel multiplies few and
+many rows. On CPUs each row is computed apart, because torch and MKL take other code for other shapes, and for the ends
+of a tensor.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcpmla.operators import operator
+
+
+@operator(
+    "fixed_linear",
+    kernel="dcpmla.parallel.kernels.fixed:fixed_linear",
+    fake=lambda x, weight, dtype: x.new_empty(*x.shape[:-1], weight.shape[0], dtype=dtype),
+)
+def fixed_linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply rows x [.., K] by a weight [N, K] of the same dtype.
+
+    Returns:
+        [.., N] in dtype, rounded once from sums in float32 (float64 for float64) over K in one order.
+    """
+    return multiply_rows(x.flatten(0, -2), weight).to(dtype).unflatten(0, x.shape[:-1])
+
+
+def multiply_rows(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x W^T [T, N] in float32 at least, a row apart, for x [T, K] and a weight [N, K]; or [T, h, N] of x
+    [T, h, K] by a weight [h, N, K] of each head. A result's bits do not depend on N and h, either.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    # torch sums contiguous columns in an order that depends on their number alone; MKL's depends on N, too.
+    x, weight = x.to(wide).contiguous(), weight.to(wide).contiguous()
+    products = [(row.unsqueeze(-2) * weight).sum(-1) for row in x]
+    return torch.stack(products) if products else x.new_empty(*x.shape[:-1], weight.shape[-2])
+
+
+def by_rows(function: Callable[..., Any], *rows: Tensor) -> Any:
+    """Return function(*rows) of tensors [T, ...], one tensor or a tuple of them; on CPUs each row is computed apart.
+
+    torch computes the last elements of a tensor, and strided ones, by other code, which may round otherwise.
+    """
+    if rows[0].is_cuda or len(rows[0]) == 0:
+        return function(*rows)
+    results = [function(*(part[index : index + 1].clone() for part in rows)) for index in range(len(rows[0]))]
+    if isinstance(results[0], Tensor):
+        return torch.cat(results)
+    return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
