@@ -328,9 +328,11 @@ class DCPConfig:
     @property
     def chunk_alignment(self) -> int:
         """Return a number of tokens; each request's part of a chunk begins at a multiple of it. With multiples of W I a
-        chunk begins at the same local index on all ranks; the lcm with block_size follows vLLM.
+        chunk begins at the same local index on all ranks; the lcm with block_size follows vLLM. Deterministic prefill
+        takes whole pairs of tiles.
         """
-        return math.lcm(self.block_size, self.decode_context_parallel_size * self.cp_kv_cache_interleave_size)
+        tiles = 2 * TILE if self.deterministic else 1
+        return math.lcm(self.block_size, self.decode_context_parallel_size * self.cp_kv_cache_interleave_size, tiles)
 
     @property
     def virtual_block_size(self) -> int:

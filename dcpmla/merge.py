@@ -30,24 +30,22 @@ def merge_partials(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def merge_tree(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge partial attention in a fixed order: part i with part i + N / 2, until one is left.
+    """Merge partial attention in a fixed order: part i with part i + N / 2, until one is left. Other numbers of parts
+    than powers of two are merged as if empty parts made them one.
 
     So merging the classes of each rank first (`ownership.NUM_CLASSES`) and then the ranks gives the same bits for every
     number of ranks. An empty part leaves the bits of the other unchanged.
 
     Args:
-        out: Outputs [N, ..., D] float32 of N parts, N a power of two. Rows whose lse is -inf are ignored.
+        out: Outputs [N, ..., D] float32 of N parts, at least 2. Rows whose lse is -inf are ignored.
         lse: Log-sum-exp [N, ...], float32, natural log.
     Returns:
         Merged out [..., D] and lse [...], float32; zeros and -inf where all parts are empty.
-    Raises:
-        ValueError: N is no power of two.
     """
-    if len(out) & (len(out) - 1) or not len(out):
-        raise ValueError(f"out has {len(out)} parts; expected a power of two")
-    while len(out) > 1:
-        half = len(out) // 2
-        out, lse = merge_pair(out[:half], lse[:half], out[half:], lse[half:])
+    while (num := len(out)) > 1:
+        half = 1 << (num - 1).bit_length() - 1
+        merged, merged_lse = merge_pair(out[: num - half], lse[: num - half], out[half:], lse[half:])
+        out, lse = torch.cat([merged, out[num - half : half]]), torch.cat([merged_lse, lse[num - half : half]])
     return out[0], lse[0]
 
 

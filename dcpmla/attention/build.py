@@ -217,10 +217,12 @@ class StepBuilder:
             table: Block ids of each request [num_prefills, max_blocks], integers on the device, enough for seq_lens.
         """
         context_lens = np.subtract(seq_lens, query_lens)
+        # In a fixed order new tokens are read from the cache, too.
+        lens = np.asarray(seq_lens) if self.dcp.deterministic else context_lens
         return PrefillMetadata(
             queries=segments_of(query_lens, self.device),
             first_position=upload([context_lens.astype(np.int32)], self.device)[0],
-            context_chunks=self.chunks.build_all(context_lens, self.dcp.chunk_alignment, table),
+            context_chunks=self.chunks.build_all(lens, self.dcp.chunk_alignment, table),
         )
 
     def on_host(self, requests: StepRequests, max_query_len: int, num_decodes: int | None) -> HostStep:

@@ -43,6 +43,9 @@ class DecodeCall(NamedTuple):
     Attributes:
         q: Part of the queries that is multiplied by latents [T, H, kv_lora_rank].
         q_pe: Part that is multiplied by the rope part of keys [T, H, rope]; None for shared keys (`keys_are_shared`).
+        num_classes: Number of classes of tiles in this rank's cache (`ownership.NUM_CLASSES`); each is summed up in a
+            fixed order, then all are merged by `merge_tree`, and the output is float32. None for any order, and an
+            output in `dtype`.
     """
 
     q: Tensor
@@ -59,6 +62,7 @@ class DecodeCall(NamedTuple):
     kv_scale: Tensor | None = None
     q_scale: Tensor | None = None
     dtype: torch.dtype | None = None
+    num_classes: int | None = None
     backend: str = "auto"
 
     def checked(self) -> "DecodeCall":
@@ -82,6 +86,11 @@ class DecodeCall(NamedTuple):
             if isinstance(value, Tensor) and value.device != q.device:
                 raise ValueError(f"{name} is on {value.device}; it must be on q's device, {q.device}")
         self._check_dtypes()
+        if self.num_classes is not None and (self.num_classes < 1 or self.keys_are_shared or q.itemsize < 2):
+            raise ValueError(
+                f"num_classes is {self.num_classes} with queries of {q.dtype} and {self.rope_dim} columns of rope; "
+                f"attention in a fixed order takes at least 1 class, queries of 16 bits or more, and keys with rope"
+            )
         return self
 
     def _check_cache(self) -> None:
@@ -164,7 +173,9 @@ class DecodeCall(NamedTuple):
 
     @property
     def out_dtype(self) -> torch.dtype:
-        """Return the dtype of the output."""
+        """Return the dtype of the output: float32 at least in a fixed order, because it is not merged yet."""
+        if self.num_classes is not None:
+            return torch.promote_types(self.q.dtype, torch.float32)
         return self.q.dtype if self.dtype is None else self.dtype
 
     @property

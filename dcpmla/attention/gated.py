@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dcpmla.attention.gates import apply_gates
 from dcpmla.attention.layer import MLAAttention
-from dcpmla.attention.placement import Placement
+from dcpmla.attention.placement import Placement, refuse_order
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.latent import LayerCache
 from dcpmla.config import MLAConfig
@@ -29,6 +29,7 @@ class GatedAttention(MLAAttention):
     """
 
     def __init__(self, config: MLAConfig, placement: Placement, num_gates: int, skip_topk: bool = False) -> None:
+        refuse_order("gated attention", placement.dcp)
         super().__init__(config, placement, skip_topk)
         self.num_gates = num_gates
         self.output_gate = Linear(config.hidden_size, self.num_heads * num_gates, **placement.factory_kwargs)

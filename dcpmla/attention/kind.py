@@ -14,7 +14,7 @@ from torch import Tensor
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.costs import AttentionCosts, LatentCosts, LayerReads
 from dcpmla.attention.layer import MLAAttention
-from dcpmla.attention.placement import Placement
+from dcpmla.attention.placement import Placement, check_order
 from dcpmla.attention.projections import query_factor
 from dcpmla.attention.routes import Rates
 from dcpmla.attention.step import StepMetadata
@@ -142,6 +142,7 @@ class DenseKind:
     def check_layout(self, dcp: DCPConfig) -> None:
         """Raise ValueError if heads do not divide by the TP size, or for options of an index cache."""
         self.config.heads_per_rank(dcp.tensor_parallel_size)
+        check_order(self.config, dcp)
         check_no_index(dcp)
 
     def chunk_alignment(self, dcp: DCPConfig) -> int:

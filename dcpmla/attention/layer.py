@@ -9,8 +9,9 @@ from torch import Tensor
 from dcpmla.attention.claim import claim_attention
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.modules import MLAModules
+from dcpmla.attention.ordered_prefill import dcp_mla_prefill_in_order
 from dcpmla.attention.output.rows import OutputQuant, OutputRows, quant_for
-from dcpmla.attention.placement import Placement
+from dcpmla.attention.placement import Placement, check_order
 from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.projections import MHAInputs, Tokens, rows_of
 from dcpmla.attention.scales import calculate_scale_
@@ -23,6 +24,7 @@ from dcpmla.attention.weights import AttentionWeights
 from dcpmla.cache.formats import check_cache, row_width
 from dcpmla.cache.latent import LayerCache
 from dcpmla.config import MLAConfig
+from dcpmla.ownership import NUM_CLASSES
 from dcpmla.parallel.fp8 import PlainRows, QuantizedRows, plain
 from dcpmla.parallel.linear import Weight
 
@@ -67,11 +69,14 @@ class MLAAttention(AttentionWeights):
         skip_topk: bool = False,
         modules: MLAModules | None = None,
     ) -> None:
+        check_order(config, placement.dcp)
         super().__init__(config, placement, modules)
         self._placement = placement
         self.exchange, self.cache_dtype = placement.exchange, placement.cache_dtype
         self.cache_width = row_width(self.cache_dtype, config.kv_lora_rank, config.qk_rope_head_dim)
         self._lacks_scales = self.dcp.calculate_kv_scales
+        # Classes of tiles that this rank caches; None sums up in any order.
+        self._num_classes = NUM_CLASSES // self.dcp.decode_context_parallel_size if self.dcp.deterministic else None
         self.indexer = self.new_indexer() if config.indexer is not None and not skip_topk else None
 
     def new_indexer(self) -> Indexer:
@@ -146,7 +151,8 @@ class MLAAttention(AttentionWeights):
             output.reserve()
             tokens = Tokens(q_c, step.cos_sin, step.query_factor)
             mha = self.prepare_mha(tokens)
-            mha = mha._replace(kv=self.project_latents(latents[:, : self.config.kv_lora_rank], mha.w_kv_b))
+            if not self.dcp.deterministic:  # else keys are projected as the cache holds them
+                mha = mha._replace(kv=self.project_latents(latents[:, : self.config.kv_lora_rank], mha.w_kv_b))
             if step.decode is not None:
                 self._decode(tokens.rows(slice(0, step.num_decode_tokens)), cache.latents, step.decode, output)
         step.vary(self._attend, hidden_states, q_c, latents, mha, cache, output)
@@ -249,8 +255,9 @@ class MLAAttention(AttentionWeights):
 
     def _decode(self, tokens: Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
         """Append the output of decode tokens, in parts, so that memory is bounded. Collective."""
-        # All heads of the DCP group attend to this rank's tokens.
-        max_tokens = max(1, PART_ROWS // (self.num_heads * self.dcp.decode_context_parallel_size))
+        # All heads of the DCP group attend to this rank's tokens. In a fixed order each class has partial rows.
+        num_parts = self.num_heads * self.dcp.decode_context_parallel_size * (self._num_classes or 1)
+        max_tokens = max(1, PART_ROWS // num_parts)
         if plain(tokens.q_c).shape[0] <= max_tokens:  # a compiler cannot trace the loop
             self._attend_absorbed(tokens, kv_cache, decode, output)
             return
@@ -267,7 +274,15 @@ class MLAAttention(AttentionWeights):
         output: OutputRows,
     ) -> None:
         """Append the output of prefill tokens, whose own latents are `latents`. Collective."""
-        kv_c, k_pe = latents.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], -1)
+        widths = self.config.kv_lora_rank, self.config.qk_rope_head_dim
+        if self.dcp.deterministic:
+            scale, kv_scale = self.config.scale, self.kv_scale
+            out, _ = dcp_mla_prefill_in_order(
+                mha.q, kv_cache, mha.w_kv_b, prefill, widths, scale, self.exchange, kv_scale
+            )
+            output.append(out.flatten(1))
+            return
+        kv_c, k_pe = latents.split(widths, -1)
         selected_positions = None if tokens.selection is None else tokens.selection.positions
         out, lse = dcp_mla_prefill(
             mha.q,
@@ -305,6 +320,7 @@ class MLAAttention(AttentionWeights):
             kv_scale=self.kv_scale,
             q_scale=self.q_scale,
             dtype=q.dtype,
+            num_classes=self._num_classes,
             backend=self.dcp.attention_backend,
         )
         out = self._with_sinks(out, lse)

@@ -8,7 +8,7 @@ import torch
 from dcpmla.attention.backends import check_backends
 from dcpmla.cache.formats import check_device, storage_dtype
 from dcpmla.comm.exchange import Exchange
-from dcpmla.config import DCPConfig
+from dcpmla.config import DCPConfig, MLAConfig
 from dcpmla.parallel.mesh import DCPMesh
 
 
@@ -50,3 +50,21 @@ class Placement:
     def factory_kwargs(self) -> dict[str, Any]:
         """The keyword arguments of new parameters."""
         return {"dtype": self.dtype, "device": self.device}
+
+
+def check_order(config: MLAConfig, dcp: DCPConfig) -> None:
+    """Raise ValueError for dcp.deterministic with features of MLA that have no fixed order."""
+    features = {
+        "an indexer or a window (config.topk)": config.topk is not None,
+        "attention sinks (config.has_sinks)": config.has_sinks,
+        "query gates (config.query_gates)": config.query_gates,
+    }
+    for name, has in features.items():
+        if has:
+            refuse_order(name, dcp)
+
+
+def refuse_order(name: str, dcp: DCPConfig) -> None:
+    """Raise ValueError for dcp.deterministic with a kind of attention that has no fixed order."""
+    if dcp.deterministic:
+        raise ValueError(f"deterministic (--deterministic) does not support {name} yet; leave it out")

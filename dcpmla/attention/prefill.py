@@ -85,7 +85,7 @@ def dcp_mla_prefill(
     for index, chunk in enumerate(chunks):
         # A gather's function may keep the unordered rows alive. pop drops the only reference to it, so that these rows
         # are freed before the next gather allocates its own.
-        latents = _latents_of(started.pop()(), kv_c.shape[-1], kv_scale, q.dtype)
+        latents = latents_of(started.pop()(), kv_c.shape[-1], kv_scale, q.dtype)
         started += [start_gather(following) for following in chunks[index + 1 : index + 2]]
         context_kv_c, context_k_pe = latents.split([kv_c.shape[-1], k_pe.shape[-1]], -1)
         # Merged results stay in float32, or wider, until the last chunk.
@@ -97,7 +97,7 @@ def dcp_mla_prefill(
     return out, lse
 
 
-def _latents_of(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+def latents_of(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return cached rows as latents; rows of a plain cache are not copied."""
     return dequantize_rows(rows, kv_lora_rank, kv_scale, dtype) if is_quantized(rows.dtype) else rows.to(dtype)
 

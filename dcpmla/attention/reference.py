@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.calls import DecodeCall, PrefillCall, join_keys
+from dcpmla.attention.ordered_reference import decode_in_order
 from dcpmla.attention.sparse.mask import unpack_mask
 from dcpmla.cache import formats, shared_rows
 
@@ -19,6 +20,8 @@ _MAX_GATHERED = 1 << 28  # cache elements that mla_decode gathers at a time: 1 G
 def mla_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
     """Compute absorbed MLA over a paged latent cache, each query token by itself; `dcpmla.mla_decode` gives shapes."""
     table = token_tables(call)
+    if call.num_classes is not None:
+        return decode_in_order(call, table)
     tile = max(1, _MAX_GATHERED // max(1, table.shape[1] * call.block_size * call.kv_cache.shape[2]))
     starts = range(0, max(1, len(table)), tile)
     tiles = [_decode_tile(call, table[start : start + tile], slice(start, start + tile)) for start in starts]

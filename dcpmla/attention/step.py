@@ -137,7 +137,8 @@ class PrefillMetadata:
     Attributes:
         queries: Rows of each request among the prefill tokens.
         first_position: Position of each request's first new token [num_prefills], int32.
-        context_chunks: Context that was cached before this step; empty when there is none.
+        context_chunks: Context that was cached before this step; empty when there is none. With dcp.deterministic it
+            includes the new tokens.
         window: Number of last tokens, its own included, among which a token selects; None where it selects among all.
     """
 

@@ -23,7 +23,7 @@ PROMPT_LENS = (1, 2, 63, 64, 65, 130, 509, 700)
 _NUM_NEW = 8
 _NUM_DRAFTS = 3
 _PREEMPTION_PERIOD = 5  # steps
-_MOST_PREEMPTIONS = 2  # of a request
+_MOST_PREEMPTED = 2  # times of a request
 _WRONG_PERIOD = 4  # of so many drafts, one is wrong
 MAX_NUM_SEQS = 64
 
@@ -97,8 +97,9 @@ def draw_cases(vocab_size: int, max_model_len: int, lengths: Sequence[int] = PRO
     rng, cases = random.Random(0), []
     for index, length in enumerate(lengths):
         prompt = rng.choices(range(vocab_size), k=min(length, max_model_len - _NUM_NEW))
-        drawn = {"temperature": 0.8, "seed": index} if index % 2 else {}
-        cases.append(Case(prompt, SamplingParams(max_new_tokens=_NUM_NEW, ignore_eos=True, **drawn)))
+        temperature = 0.8 if index % 2 else 0.0
+        params = SamplingParams(max_new_tokens=_NUM_NEW, ignore_eos=True, temperature=temperature, seed=index)
+        cases.append(Case(prompt, params))
     return cases
 
 
@@ -160,9 +161,7 @@ class _Preempting(Scheduler):
     def schedule(self, now: float, num_drafts: int = 0, agreed_now: float = 0.0) -> Batch:
         """Return the next step, maybe without a request that ran in the one before."""
         self._num_steps += 1
-        started = [
-            each for each in self.running if each.num_computed_tokens and each.num_preemptions < _MOST_PREEMPTIONS
-        ]
+        started = [each for each in self.running if each.num_computed_tokens and each.num_preemptions < _MOST_PREEMPTED]
         if started and self._num_steps % self._period == 0:
             victim = started[self._num_steps // self._period % len(started)]
             victim.num_preemptions += 1

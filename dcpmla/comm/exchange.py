@@ -63,7 +63,9 @@ class Exchange(Protocol):
         """
 
     def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Merge the ranks' partial attention as `merge.merge_partials` does, and return this rank's heads.
+        """Merge the ranks' partial attention, and return this rank's heads.
+
+        `a2a` and `direct` merge by `merge.merge_tree`; `ag_rs` sums up in the order of its reduce-scatter.
 
         Args:
             out: Attention [T, W h, D] of all heads over this rank's tokens, float32 or narrower.

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed import _functional_collectives as functional
 
 from dcpmla.comm.exchange import pairs
-from dcpmla.merge import merge_partials, partial_weights, weigh_partial
+from dcpmla.merge import merge_tree, partial_weights, weigh_partial
 from dcpmla.operators import operator
 from dcpmla.parallel.collectives import all_gather, named
 
@@ -77,7 +77,7 @@ class AllGatherReduceScatter(_CollectiveExchange):
 
 class AllToAll(_CollectiveExchange):
     """Exchange `a2a`: one all-to-all of rows, each followed by its LSE, to the owners of the heads, which merge in
-    float32.
+    float32 by a fixed tree.
     """
 
     name = "a2a"
@@ -141,5 +141,13 @@ def weigh_rows(out: Tensor, lse: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     runs=lambda out: out.is_cuda,
 )
 def merge_rows(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `merge_partials`, on a GPU in one kernel."""
-    return merge_partials(out, lse)
+    """Merge the ranks' rows by `merge_tree`, in float32 at least, on a GPU in one kernel.
+
+    Args:
+        out: Partial outputs [W, T, h, D]; rows whose lse is -inf are ignored.
+        lse: Log-sum-exp [W, T, h] float32.
+    Returns:
+        Merged out [T, h, D] in its dtype, rounded once, and lse [T, h].
+    """
+    merged, merged_lse = merge_tree(out.to(torch.promote_types(out.dtype, torch.float32)), lse)
+    return merged.to(out.dtype), merged_lse

@@ -43,6 +43,8 @@ def _select(dcp: DCPConfig, dcp_group: ProcessGroup, device: torch.device) -> Ch
     backend = dcp.dcp_comm_backend
     if dist.get_world_size(dcp_group) == 1:
         return ChosenExchange(LocalExchange(), "the cache is not sharded, nothing moves")
+    if backend == "ag_rs" and dcp.deterministic:
+        return ChosenExchange(AllToAll(dcp_group), "asked for ag_rs, whose reduce-scatter adds in no fixed order")
     if backend == "ag_rs":
         return ChosenExchange(AllGatherReduceScatter(dcp_group), "asked for")
     if backend == "a2a":

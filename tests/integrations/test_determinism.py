@@ -1,5 +1,5 @@
-"""Deterministic mode: a request's logits have the same bits alone and among others, in chunks of any size, after hits of
-prefixes and preemptions, with drafts, in graphs and eager, for every exchange and every DCP size.
+"""Deterministic mode: a request's logits have the same bits alone and among others, in chunks of any size, after hits
+of prefixes and preemptions, with drafts, in graphs and eager, for every exchange and every DCP size.
 """
 
 from collections.abc import Sequence
@@ -93,12 +93,6 @@ def test_layouts_of_eight_ranks(tmp_path: Path) -> None:
 def test_layouts_of_four_ranks_in_bfloat16(tmp_path: Path) -> None:
     save("deepseek_v2", tmp_path)
     check(run_ranks(4, compare, tmp_path, 4, [(1, "auto"), (4, "a2a")], LENGTHS[2:5], FEW[1:], timeout=400))
-
-
-def compare_graphs(directory: Path, ways: Sequence[Way]) -> Outcome:
-    """On one rank: compare recorded graphs with eager steps."""
-    cases, loaded = draw_cases(VOCAB_SIZE, MAX_LEN, (1, 64, 130)), load(directory, 1, 1)
-    return {}
 
 
 def test_all_ways(tmp_path: Path) -> None:

@@ -198,6 +198,7 @@ class CompressedConfig:
         refused = (
             ("kv_cache_dtype (--kv-cache-dtype) fp8", dcp.kv_cache_dtype == "fp8", "choose auto, bf16 or fp8_ds_mla"),
             ("dcp_project_before_merge (--dcp-project-before-merge)", dcp.dcp_project_before_merge, "leave it out"),
+            ("deterministic (--deterministic)", dcp.deterministic, "leave it out"),
         )
         for name, is_asked, advice in refused:
             if is_asked:

@@ -16,7 +16,7 @@ from dcpmla.attention.linear.config import DeltaConfig
 from dcpmla.attention.linear.costs import HybridCosts, delta_token_us
 from dcpmla.attention.linear.layer import DeltaAttention
 from dcpmla.attention.linear.step import HybridStepBuilder
-from dcpmla.attention.placement import Placement
+from dcpmla.attention.placement import Placement, refuse_order
 from dcpmla.attention.routes import Rates
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.latent import LatentCache
@@ -46,6 +46,7 @@ class HybridKind(DenseKind):
     def check_layout(self, dcp: DCPConfig) -> None:
         """Raise ValueError if heads of either attention do not divide by the TP size, or for an index cache."""
         super().check_layout(dcp)
+        refuse_order("linear attention", dcp)
         self.delta.heads_per_rank(dcp.tensor_parallel_size)
 
     def plan_cache(

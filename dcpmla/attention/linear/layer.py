@@ -11,7 +11,7 @@ from dcpmla.attention.linear.chunked import attend_in_chunks, claim_chunks, take
 from dcpmla.attention.linear.config import DeltaConfig
 from dcpmla.attention.linear.delta import delta_attention
 from dcpmla.attention.linear.layout import DeltaMetadata
-from dcpmla.attention.placement import Placement
+from dcpmla.attention.placement import Placement, refuse_order
 from dcpmla.attention.step import StepMetadata
 from dcpmla.parallel.fp8 import PlainRows, plain
 from dcpmla.parallel.linear import Linear, RowParallelLinear, Weight, fill, read_linear, read_weight, shard
@@ -40,6 +40,7 @@ class DeltaAttention(nn.Module):
     gate_proj: nn.Module
 
     def __init__(self, config: DeltaConfig, placement: Placement) -> None:
+        refuse_order("linear attention", placement.dcp)
         super().__init__()
         new: dict[str, Any] = placement.factory_kwargs
         hidden, dim, group = config.hidden_size, config.head_dim, placement.mesh.tp_group

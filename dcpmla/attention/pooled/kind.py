@@ -12,7 +12,7 @@ from dcpmla.attention.linear.cache import HybridPlan
 from dcpmla.attention.linear.chunked import takes_chunks
 from dcpmla.attention.linear.kind import HybridKind
 from dcpmla.attention.linear.layer import DeltaAttention
-from dcpmla.attention.placement import Placement
+from dcpmla.attention.placement import Placement, check_order
 from dcpmla.attention.pooled.cache import PooledPlan
 from dcpmla.attention.pooled.layer import PooledAttention
 from dcpmla.attention.pooled.step import PooledStepBuilder, with_pools
@@ -47,6 +47,7 @@ class PooledKind(HybridKind):
     def check_layout(self, dcp: DCPConfig) -> None:
         """Raise ValueError if heads do not divide by the TP size, or blocks do not hold whole pools."""
         self.config.heads_per_rank(dcp.tensor_parallel_size)
+        check_order(self.config, dcp)
         self.delta.heads_per_rank(dcp.tensor_parallel_size)
         granule = self.indexer.pool_size * dcp.cp_kv_cache_interleave_size
         if dcp.block_size % granule:

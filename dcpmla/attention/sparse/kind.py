@@ -10,7 +10,7 @@ from dcpmla.attention.costs import LayerReads
 from dcpmla.attention.gated import GatedAttention
 from dcpmla.attention.kind import DenseKind, Rotary
 from dcpmla.attention.layer import MLAAttention
-from dcpmla.attention.placement import Placement
+from dcpmla.attention.placement import Placement, check_order
 from dcpmla.attention.sparse.build import SparseStepBuilder
 from dcpmla.attention.sparse.step import SelectedTokens, with_selection
 from dcpmla.attention.step import StepMetadata
@@ -38,8 +38,9 @@ class SparseKind(DenseKind):
         return len(self.index_layers)
 
     def check_layout(self, dcp: DCPConfig) -> None:
-        """Raise ValueError if heads do not divide by the TP size."""
+        """Raise ValueError if heads do not divide by the TP size, or for dcp.deterministic."""
         self.config.heads_per_rank(dcp.tensor_parallel_size)
+        check_order(self.config, dcp)
 
     def plan_cache(
         self, dcp: DCPConfig, seq_lens: Sequence[int], dtype: torch.dtype, num_states: int = 1, num_drafts: int = 0

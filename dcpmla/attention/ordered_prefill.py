@@ -1,0 +1,81 @@
+"""Prefill in a fixed order (`DCPConfig.deterministic`): the keys of a query are summed up tile by tile from position 0.
+
+New tokens are in the cache already. They are gathered with their context, chunk by chunk, so that all keys are tiles of
+one grid of positions and have the cache's rounding. Sums are carried from chunk to chunk in float32.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dcpmla.attention.ordered_reference import OrderedPrefillCall, Sums, new_sums, prefill_in_order
+from dcpmla.attention.prefill import UpProjection, latents_of, read_cache_rows, up_project
+from dcpmla.attention.step import ContextChunk, PrefillMetadata
+from dcpmla.cache.formats import check_kv_scale
+from dcpmla.comm.exchange import Exchange
+from dcpmla.operators import nothing, operator
+
+
+def dcp_mla_prefill_in_order(
+    q: Tensor,
+    kv_cache: Tensor,
+    w_kv_b: Tensor | UpProjection,
+    prefill: PrefillMetadata,
+    widths: tuple[int, int],
+    scale: float,
+    exchange: Exchange,
+    kv_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend as `dcp_mla_prefill`, but in a fixed order, whatever the chunks and the other requests. Collective.
+
+    A chunk is gathered while the one before it is used.
+
+    Args:
+        q, kv_cache, w_kv_b, scale, exchange, kv_scale: As in `dcp_mla_prefill`; the new tokens are in the cache.
+        prefill: Metadata whose chunks include the new tokens (`StepBuilder.prefill` with dcp.deterministic).
+        widths: Widths of the latent, L, and of the rope part, R.
+    Returns:
+        out [T, h, V] in the dtype of q, lse [T, h] float32.
+    Raises:
+        ValueError: A scale is missing or superfluous.
+    """
+    check_kv_scale(kv_cache.dtype, kv_scale)
+    chunks, num_heads, rope = prefill.context_chunks, q.shape[1], widths[1]
+
+    def start_gather(chunk: ContextChunk) -> Callable[[], Tensor]:
+        return exchange.start_context(read_cache_rows(kv_cache, chunk.local_slots), chunk.order, chunk.tokens)
+
+    out, sums = None, None
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    started = [start_gather(chunk) for chunk in chunks[:1]]
+    for index, chunk in enumerate(chunks):
+        latents = latents_of(started.pop()(), widths[0], kv_scale, q.dtype)  # see `dcp_mla_prefill`
+        started += [start_gather(following) for following in chunks[index + 1 : index + 2]]
+        kv_c, k_pe = latents.split(list(widths), -1)
+        k_nope, v = up_project(kv_c, w_kv_b, num_heads, q.shape[-1] - rope)
+        if out is None:
+            out = q.new_empty(*q.shape[:2], v.shape[-1])
+            # One chunk needs no memory for sums on a GPU.
+            num_rows = 0 if len(chunks) == 1 and q.is_cuda and q.dtype.itemsize == 2 else q.shape[0]
+            like = q.new_empty(0, dtype=torch.promote_types(q.dtype, torch.float32))
+            sums = new_sums((num_rows, num_heads), v.shape[-1], like)
+        assert sums is not None
+        queries = *prefill.queries, prefill.first_position
+        call = OrderedPrefillCall(q, k_nope, k_pe, v, *queries, *chunk.keys, chunk.first_position, scale)
+        attend_to_chunk(call, out, lse, sums)
+        del latents, kv_c, k_pe, k_nope, v, call  # frees them before the next chunk: at most two chunks exist at a time
+    assert out is not None
+    return out, lse
+
+
+@operator(
+    "ordered_prefill",
+    kernel="dcpmla.attention.triton.ordered_prefill:run",
+    fake=nothing,
+    runs=lambda call: call.q.is_cuda and call.q.dtype.itemsize == 2,
+    mutates_args=("out", "lse", "acc", "peak", "total"),
+)
+def attend_to_chunk(call: OrderedPrefillCall, out: Tensor, lse: Tensor, sums: Sums) -> None:
+    """Add a chunk of keys to each query's sums, and write results of requests that end in it (`prefill_in_order`)."""
+    prefill_in_order(call, out, lse, sums)

@@ -1,0 +1,166 @@
+"""Requests over caches that simulated ranks share, for attention in a fixed order."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcpmla import DCPConfig
+from dcpmla.attention.build import StepBuilder
+from dcpmla.attention.calls import DecodeCall
+from dcpmla.attention.decode import run_call
+from dcpmla.attention.ordered_prefill import dcp_mla_prefill_in_order
+from dcpmla.attention.prefill import read_cache_rows
+from dcpmla.attention.step import DecodeMetadata, StepMetadata, StepRequests
+from dcpmla.cache.formats import row_width, storage_dtype, write_latents
+from dcpmla.cache.latent import num_blocks
+from dcpmla.merge import merge_tree
+from dcpmla.ownership import NUM_CLASSES
+from tests.support.layouts import dcp_config
+
+Batch = Sequence[tuple[int, int, int]]  # seed, tokens after the step, new tokens of each request
+Run = Callable[[DecodeCall], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a layer, its dtype and its device."""
+
+    num_heads: int = 3
+    latent: int = 32
+    rope: int = 16
+    nope: int = 8
+    value: int = 8
+    dtype: torch.dtype = torch.float32
+    cache_format: str = "auto"
+    device: str = "cpu"
+
+    def rows(self, seed: int, num_rows: int, *shape: int) -> Tensor:
+        """Draw rows of a seed; fewer rows are the first of more."""
+        generator = torch.Generator().manual_seed(seed)
+        rows = [torch.randn(64, *shape, generator=generator) for _ in range(-(-num_rows // 64))]
+        return torch.cat(rows)[:num_rows].to(self.device, self.dtype)
+
+    @property
+    def scale(self) -> float:
+        return (self.latent + self.rope) ** -0.5
+
+
+def layout(size: int, sizes: Sizes, **options: Any) -> DCPConfig:
+    return dcp_config(size, size, 64, block_size=64, deterministic=True, kv_cache_dtype=sizes.cache_format, **options)
+
+
+def share_caches(
+    sizes: Sizes, dcp: DCPConfig, batch: Batch, num_decodes: int, max_query_len: int = 1
+) -> list[tuple[Tensor, StepMetadata]]:
+    """Return each rank's cache, filled with all tokens of the batch, and its step of the last ones."""
+    size = dcp.decode_context_parallel_size
+    lens, new = [length for _, length, _ in batch], [num for _, _, num in batch]
+    blocks = iter(torch.randperm(sum(num_blocks(each, dcp) for each in lens)).tolist())
+    tables = [[next(blocks) for _ in range(num_blocks(each, dcp))] for each in lens]
+    latents = torch.cat([sizes.rows(seed, length, sizes.latent + sizes.rope) for seed, length, _ in batch])
+    storage = storage_dtype(sizes.cache_format, sizes.dtype)
+    width = row_width(storage, sizes.latent, sizes.rope)
+    found = []
+    for rank in range(size):
+        steps = StepBuilder(dcp, rank, sizes.device)
+        numbers = sum(map(len, tables)), dcp.block_size, width
+        # The bytes of unwritten slots are NaN in most formats.
+        cache = torch.full((*numbers[:2], width * storage.itemsize), 255, dtype=torch.uint8, device=sizes.device)
+        cache = cache.view(storage)
+        slots = steps.build(StepRequests(lens, lens, tables), num_decodes=0).slot_mapping
+        kv_scale = torch.ones(1, device=sizes.device) if sizes.cache_format == "fp8" else None
+        write_latents(cache, *latents.split([sizes.latent, sizes.rope], -1), slots, kv_scale)
+        found.append((cache, steps.build(StepRequests(new, lens, tables), max_query_len, num_decodes)))
+    return found
+
+
+def queries(sizes: Sizes, batch: Batch, width: int) -> Tensor:
+    """Return the queries [T, H, width] of the new tokens, by their positions."""
+    rows = [sizes.rows(seed + 1000, length, sizes.num_heads, width)[length - new :] for seed, length, new in batch]
+    return torch.cat(rows)
+
+
+def decode_call(sizes: Sizes, size: int, q: Tensor, cache: Tensor, decode: DecodeMetadata) -> DecodeCall:
+    kv_scale = torch.ones(1, device=sizes.device) if sizes.cache_format == "fp8" else None
+    return DecodeCall(
+        *q.split([sizes.latent, sizes.rope], -1),
+        cache,
+        decode.block_table,
+        decode.local_seq_lens,
+        sizes.scale,
+        sizes.latent,
+        request_index=decode.request_index,
+        query_start_loc=decode.query_start_loc,
+        max_query_len=decode.max_query_len,
+        kv_scale=kv_scale,
+        num_classes=NUM_CLASSES // size,
+    ).checked()
+
+
+def decode(
+    sizes: Sizes,
+    size: int,
+    batch: Batch,
+    max_query_len: int = 1,
+    run: Run = lambda call: run_call(call, None),
+    merge: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = merge_tree,
+) -> list[tuple[Tensor, Tensor]]:
+    """Return out and lse of each request's new tokens, which attend with absorbed queries on simulated ranks."""
+    q = queries(sizes, batch, sizes.latent + sizes.rope)
+    parts = []
+    for cache, step in share_caches(sizes, layout(size, sizes), batch, len(batch), max_query_len):
+        assert step.decode is not None
+        parts.append(run(decode_call(sizes, size, q, cache, step.decode)))
+    out, lse = map(torch.stack, zip(*parts, strict=True))
+    out, lse = merge(out, lse)
+    new = [num for _, _, num in batch]
+    return list(zip(out.split(new), lse.split(new), strict=True))
+
+
+class AllRanks:
+    """The exchange of ranks that are all here: it gathers a context from all caches."""
+
+    def __init__(self, shared: list[tuple[Tensor, StepMetadata]]) -> None:
+        chunks = [step.prefill.context_chunks for _, step in shared if step.prefill is not None]
+        self._rows: Iterator[Tensor] = (
+            torch.cat(
+                [read_cache_rows(cache, piece.local_slots) for (cache, _), piece in zip(shared, pieces, strict=True)]
+            )
+            for pieces in zip(*chunks, strict=True)
+        )
+
+    def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
+        gathered = next(self._rows)
+        return lambda: gathered.view(torch.uint8)[order].view(gathered.dtype)
+
+
+def prefill(sizes: Sizes, size: int, batch: Batch, workspace: int = 1 << 16) -> list[Tensor]:
+    """Return the output of each request's new tokens, which attend by MHA over simulated ranks."""
+    w_kv_b = sizes.rows(5, sizes.num_heads * (sizes.nope + sizes.value), sizes.latent).float()
+
+    def project(kv_c: Tensor) -> Tensor:
+        """Project row by row, so that rows do not depend on each other."""
+        return torch.stack([(row.float() * w_kv_b).sum(-1) for row in kv_c]).to(sizes.dtype)
+
+    dcp = layout(size, sizes, context_workspace_tokens=workspace)
+    shared = share_caches(sizes, dcp, batch, 0)
+    q = queries(sizes, batch, sizes.nope + sizes.rope)
+    prefill = shared[0][1].prefill
+    assert prefill is not None
+    widths = sizes.latent, sizes.rope
+    kv_scale = torch.ones(1, device=sizes.device) if sizes.cache_format == "fp8" else None
+    exchange: Any = AllRanks(shared)
+    out, _ = dcp_mla_prefill_in_order(q, shared[0][0], project, prefill, widths, sizes.scale, exchange, kv_scale)
+    return list(out.split([num for _, _, num in batch]))
+
+
+def alone(batch: Batch) -> list[Batch]:
+    """Return each new token of a batch as a batch of its own."""
+    return [[(seed, length - new + 1 + index, 1)] for seed, length, new in batch for index in range(new)]
+
+
+def in_float64(sizes: Sizes) -> Sizes:
+    return replace(sizes, dtype=torch.float64)
