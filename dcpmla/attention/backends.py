@@ -103,6 +103,11 @@ def _kernel(name: str) -> Run:
     return lambda *args: import_kernel(name)(*args)
 
 
+def _run_triton_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
+    name = "decode" if call.num_classes is None else "ordered_decode"
+    return import_kernel(f"dcpmla.attention.triton.{name}:run")(call)
+
+
 # Best first. Triton exists on Linux only, so kernels are imported when they run.
 DECODE_BACKENDS: list[Backend[DecodeCall]] = [
     Backend(
@@ -112,7 +117,7 @@ DECODE_BACKENDS: list[Backend[DecodeCall]] = [
         sends_rows=True,
         needs_gpu=True,
     ),
-    Backend("triton", obstacles.triton_decode, _kernel("dcpmla.attention.triton.decode:run"), needs_gpu=True),
+    Backend("triton", obstacles.triton_decode, _run_triton_decode, needs_gpu=True),
     Backend("flashinfer", obstacles.flashinfer_decode, flashinfer.run_decode, needs_gpu=True),
     Backend("torch", _device_obstacle, reference.mla_decode),
 ]

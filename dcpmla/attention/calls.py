@@ -10,6 +10,7 @@ from dcpmla.cache import formats, shared_format
 
 COUNTER_WORDS = 1024  # int32 counters at the front of a workspace, all zero between calls
 _ROWS_PER_PROCESSOR = 128  # largest number of partial rows that one multiprocessor's programs write: two tiles of 64
+ORDERED_ROWS = 1 << 16  # partial rows that deterministic decode may store: 134 MB with DeepSeek's latents
 _WORDS_PER_ROW = 512 + 1  # a latent in float32, and its LSE
 
 Queries = Tensor | tuple[Tensor, Tensor]  # [T, H, L + R], or their parts [T, H, L] and [T, H, R]

@@ -20,7 +20,7 @@ _WIDE_BYTES = 166_912  # shared memory of 16 rows with latents of 1,024 columns,
 
 def hopper_decode(call: DecodeCall) -> str:
     q, kv_cache, rank = call.q, call.kv_cache, call.kv_lora_rank
-    if obstacle := triton_decode(call) or _hopper_gpu_obstacle(q):
+    if obstacle := _order_obstacle(call) or triton_decode(call) or _hopper_gpu_obstacle(q):
         return obstacle
     if rank != 512 or call.rope_dim not in (0, 64):
         return f"latents have {rank} + {call.rope_dim} columns, not 512 + 64 or, of shared keys, 512"
@@ -38,6 +38,10 @@ def hopper_decode(call: DecodeCall) -> str:
     if not (rows_are_aligned and all(_are_aligned(part, *part.stride()[:2]) for part in parts)):
         return "rows of queries or of the cache do not begin at multiples of 16 bytes"
     return ""
+
+
+def _order_obstacle(call: DecodeCall) -> str:
+    return "" if call.num_classes is None else "it merges partial results in no fixed order"
 
 
 def _shared_memory(q: Tensor) -> int:
@@ -58,7 +62,7 @@ def _is_tiled(kv_cache: Tensor) -> bool:
 
 
 def triton_decode(call: DecodeCall) -> str:
-    q, kv_cache, dtype = call.q, call.kv_cache, call.out_dtype
+    q, kv_cache, dtype = call.q, call.kv_cache, call.dtype or call.q.dtype
     is_quantized_call = is_quantized(kv_cache.dtype)
     if obstacle := _capability_obstacle(q, (8, 9) if is_quantized_call else (8, 0)):
         return obstacle
@@ -84,7 +88,9 @@ def triton_decode(call: DecodeCall) -> str:
 
 
 def flashinfer_decode(call: DecodeCall) -> str:
-    if obstacle := triton_decode(call) or _hopper_gpu_obstacle(call.q) or _missing_flashinfer():
+    if obstacle := (
+        _order_obstacle(call) or triton_decode(call) or _hopper_gpu_obstacle(call.q) or _missing_flashinfer()
+    ):
         return obstacle
     if call.q.dtype != call.kv_cache.dtype or call.q.dtype not in _HALF:
         return f"q has dtype {call.q.dtype} and the cache {call.kv_cache.dtype}; both must be bfloat16 or float16"

@@ -1,4 +1,4 @@
-"""Attention in a fixed order: the same bits alone and in batches, for every number of ranks, cut of a prompt and chunk."""
+"""Attention in a fixed order: the same bits alone and in batches, for every number of ranks and cut of a prompt."""
 
 import itertools
 

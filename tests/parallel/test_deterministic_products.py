@@ -1,0 +1,280 @@
+"""Products in a fixed order: a row has the same bits alone, in any batch and place, next to any other rows.
+
+Without a GPU the kernels run in Triton's interpreter, whose products round with the shapes of tiles: there they are
+compared with float64, and on GPUs with themselves, tile by tile.
+"""
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from dcpmla.attention.output.rows import OutputQuant, OutputRows
+from dcpmla.attention.projections import absorb_query, project_values
+from dcpmla.parallel.fixed import by_rows, fixed_linear, multiply_rows
+from dcpmla.parallel.fp8 import fp8_linear, quantize_rows
+from dcpmla.parallel.linear import Linear, RowParallelLinear, shard
+from dcpmla.parallel.quantized import BlockFp8
+from tests.parallel.test_fp8_linear import blocks, exact, quantized
+from tests.support.ranks import run_ranks
+from tests.support.rows_apart import assert_rows_apart, rows_differ
+from tests.support.shared_memory import run_interpreted
+
+FP8 = torch.float8_e4m3fn
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_rows_on_a_cpu(dtype: torch.dtype) -> None:
+    for num_rows, width in ((8, 24), (130, 512), (40, 96)):
+        x, weight = drawn(300, width, dtype=dtype), drawn(num_rows, width, dtype=dtype, seed=1)
+        out = assert_rows_apart(lambda x: fixed_linear(x, weight, x.dtype), x)  # noqa: B023
+        torch.testing.assert_close(out, F.linear(x, weight), atol=width**0.5 * 4 * torch.finfo(dtype).eps, rtol=1e-2)
+        # A rank that holds more heads computes the same numbers.
+        assert torch.equal(fixed_linear(x[:9], weight[3 : num_rows - 2], dtype), out[:9, 3 : num_rows - 2])
+    heads = drawn(3, 40, 24, dtype=dtype, seed=2)
+    out = assert_rows_apart(lambda x: multiply_rows(x, heads), drawn(70, 3, 24, dtype=dtype))
+    assert torch.equal(out[:, 1:2], multiply_rows(drawn(70, 3, 24, dtype=dtype)[:, 1:2], heads[1:2]))
+    assert fixed_linear(x.new_empty(0, width), weight, dtype).shape == (0, num_rows)
+    assert torch.equal(
+        fixed_linear(x[:6].view(2, 3, -1), weight, dtype), fixed_linear(x[:6], weight, dtype).view(2, 3, -1)
+    )
+
+
+def test_that_the_check_finds_other_orders() -> None:
+    """Whole batches by one product of torch, and a sum whose parts depend on the number of rows."""
+    x, weight = drawn(300, 512), drawn(64, 512, seed=1)
+
+    def split(x: Tensor) -> Tensor:
+        parts = zip(*(part.chunk(2 if len(x) > 8 else 1, -1) for part in (x, weight)), strict=True)
+        return sum((multiply_rows(*part) for part in parts), torch.zeros(1))
+
+    for product in (lambda x: F.linear(x, weight), split):
+        assert rows_differ(product, x)
+        with pytest.raises(AssertionError, match="row 0 differs"):
+            assert_rows_apart(product, x)
+
+
+def test_functions_by_rows() -> None:
+    """torch's own exponential differs at the ends of a tensor."""
+    x = drawn(70, 9)
+    assert rows_differ(torch.sigmoid, x) or rows_differ(torch.tanh, x) or rows_differ(torch.exp, x)
+    for function in (torch.sigmoid, torch.tanh, torch.exp):
+        assert_rows_apart(lambda x: by_rows(function, x), x)  # noqa: B023
+    whole, rest = by_rows(lambda x, y: (x + 1, y), x, x[:, :2])
+    assert torch.equal(whole, x + 1)
+    assert torch.equal(rest, x[:, :2])
+    assert by_rows(torch.exp, x[:0]).shape == (0, 9)
+
+
+def layers(device: str, dtype: torch.dtype) -> list[tuple[Linear, Callable[[Tensor], object]]]:
+    """Return a layer of each kind of weight, and the forms in which it takes rows."""
+    made = []
+    for weight, has_bias in ((drawn(200, 256), True), (blocks(200, 256), False)):
+        linear = Linear(256, 200, has_bias, device, dtype)
+        linear.load(BlockFp8(*(part.to(device) for part in weight)) if isinstance(weight, BlockFp8) else weight)
+        if linear.bias is not None:
+            linear.bias.data.copy_(torch.arange(200.0))
+        linear.is_deterministic = True
+        made.append((linear, lambda x: x))
+        if linear.takes_quantized:
+            made.append((linear, quantize_rows))
+    return made
+
+
+def check_layers(device: str, dtype: torch.dtype) -> None:
+    for linear, form in layers(device, dtype):
+        x = drawn(300, 256, dtype=dtype, device=device)
+        out = assert_rows_apart(lambda x: linear(form(x)), x)  # noqa: B023
+        part = assert_rows_apart(lambda x: linear.product(form(x), slice(128, 190)), x)  # noqa: B023
+        if linear.bias is None:
+            assert torch.equal(out[:, 128:190], part)
+        linear.is_deterministic = False
+        torch.testing.assert_close(out, linear(form(x)), atol=0.2, rtol=2**-6)
+
+
+def test_layers_on_a_cpu() -> None:
+    check_layers("cpu", torch.float32)
+
+
+def check_heads(device: str, dtype: torch.dtype) -> None:
+    """Check W_UK and W_UV, as values and in fp8, whatever the number of heads that a rank holds."""
+    for weight in (
+        drawn(3, 128, 256, dtype=dtype, device=device),
+        BlockFp8(blocks(384, 256).codes.view(3, 128, 256), blocks(384, 256).scales.view(3, 1, 2)),
+    ):
+        codes, scales = (weight, None) if isinstance(weight, Tensor) else (part.to(device) for part in weight)
+        q, out = drawn(150, 3, 192, dtype=dtype, device=device), drawn(150, 3, 256, dtype=dtype, device=device)
+        angles = drawn(150, 64, device=device)
+        absorbed = assert_rows_apart(lambda q, at: absorb_query(q, codes, at, True, None, scales, True), q, angles)  # noqa: B023
+        values = assert_rows_apart(lambda out: project_values(out, codes, scales, True), out)  # noqa: B023
+        wanted = absorb_query(q.double(), codes.double() if scales is None else codes, angles, True, None, scales)
+        torch.testing.assert_close(absorbed.double(), wanted, atol=0.1, rtol=2**-6)
+        wanted = project_values(out.double(), codes.double() if scales is None else codes, scales)
+        torch.testing.assert_close(values.double(), wanted, atol=0.2, rtol=2**-6)
+        one = slice(1, 2)
+        own = absorb_query(q[:, one], codes[one], angles, True, None, None if scales is None else scales[one], True)
+        assert torch.equal(own, absorbed[:, one])
+        # What `OutputRows` appends to other rows, plain and quantized.
+        given = codes if scales is None else BlockFp8(codes, scales)
+        for quant in (None, *([OutputQuant(kind="fp8_groups")] if dtype == torch.bfloat16 else [])):
+            rows = OutputRows(151, given, dtype, quant, True)
+            rows.project(out[:1])
+            rows.project(out)
+            result = rows.rows()
+            assert torch.equal(
+                *((result[part] if quant is None else result.values[part].float()) for part in (slice(1), slice(1, 2)))
+            )
+            if quant is None:
+                assert torch.equal(result[1:], values)
+
+
+def test_heads_on_a_cpu() -> None:
+    check_heads("cpu", torch.float32)
+
+
+def check_ranks() -> None:
+    """Sums over ranks are float32 sums in rank order, rounded once."""
+    group, size = dist.group.WORLD, dist.get_world_size()
+    assert group is not None
+    weight, x = drawn(72, 512, dtype=torch.bfloat16), drawn(20, 512, dtype=torch.bfloat16, seed=1)
+    parts = [(slice(None), slice(at * 512 // size, (at + 1) * 512 // size)) for at in range(size)]
+    linear = RowParallelLinear(512, 72, False, group, dtype=torch.bfloat16)
+    linear.load(weight[:, shard(512, group)])
+    linear.is_deterministic = True
+    total = torch.zeros(20, 72)
+    for part in parts:
+        total += fixed_linear(x[part], weight[part], torch.bfloat16)
+    own = parts[dist.get_rank()]
+    assert torch.equal(linear(x[own]), total.bfloat16())
+    for rows in (slice(1), slice(3, 4), slice(2, 17)):
+        assert torch.equal(linear(x[rows][own]), total[rows].bfloat16())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_row_parallel(num_ranks: int) -> None:
+    run_ranks(num_ranks, check_ranks)
+
+
+def check_kernel(device: str, dtype: torch.dtype, num_tokens: int, num_rows: int, width: int) -> None:
+    """Compare with float64, rows that are cut out of wider ones, between rows of NaN."""
+    from dcpmla.parallel.kernels import fixed
+
+    wide = torch.full((num_tokens + 2, width + 24), torch.nan)
+    wide[1:-1, :width] = drawn(num_tokens, width)
+    x = wide.to(device, dtype)[1:-1, :width]
+    if dtype == FP8:
+        weight, x = blocks(num_rows, width, device=device), drawn(num_tokens, width, device=device)
+        out = torch.empty(num_tokens, num_rows, dtype=torch.bfloat16, device=device)
+        rows = quantized(x)
+        fixed.multiply(*rows, *weight, out)
+        wanted = exact(rows, weight)
+    else:
+        weight = drawn(num_rows, width, dtype=dtype, device=device, seed=1)
+        out = fixed.fixed_linear(x, weight, dtype)
+        wanted = F.linear(x.double(), weight.double())
+        wider = fixed.fixed_linear(x, weight, torch.float32)
+        assert (wider.double() - wanted).norm() <= 1e-5 * wanted.norm()
+    assert out.shape == (num_tokens, num_rows)
+    assert (out.double() - wanted).norm() <= 2**-8 * wanted.norm()
+
+
+def check_in_the_interpreter() -> None:
+    from tests.support.interpreter import convert_as_torch
+
+    convert_as_torch()
+    for dtype, *sizes in (
+        (torch.bfloat16, 3, 40, 264),
+        (torch.bfloat16, 70, 24, 128),
+        (torch.float16, 0, 40, 264),
+        (torch.float32, 5, 40, 62),  # rows of no multiple of 16 bytes
+        (FP8, 5, 72, 256),
+        (FP8, 131, 136, 128),
+    ):
+        check_kernel("cpu", dtype, *sizes)
+
+
+def test_kernel_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run_interpreted(1, check_in_the_interpreter)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, FP8], ids=str)
+def test_kernel(dtype: torch.dtype) -> None:
+    for num_tokens, num_rows, width in ((1, 2112, 7168), (64, 576, 512), (65, 200, 128), (3000, 4096, 1536)):
+        check_kernel("cuda", dtype, num_tokens, num_rows, width)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, FP8], ids=str)
+def test_all_tiles_give_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are chosen for any sizes, over few and many rows."""
+    from dcpmla.parallel.kernels import fixed
+
+    sizes = [(tokens, rows) for tokens in (1, 65, 400, 9000) for rows in (16, 512, 2112, 4096, 7168, 16384, 130_000)]
+    tiles = {fixed.choose_tile(*size, dtype) for size in sizes}
+    assert len(tiles) >= (1 if dtype == torch.float32 else 8)
+    for num_tokens, num_rows, width in ((300, 2112, 7168), (70, 300, 640)):
+        x, weight = drawn(num_tokens, width, device="cuda"), blocks(num_rows, width, device="cuda")
+        if dtype != FP8:
+            plain = drawn(num_rows, width, dtype=dtype, device="cuda", seed=1)
+        results = []
+        for tile in tiles:
+            monkeypatch.setattr(fixed, "choose_tile", lambda *_: tile)  # noqa: B023
+            out = torch.empty(num_tokens, num_rows, device="cuda")
+            if dtype == FP8:
+                fixed.multiply(*quantize_rows(x.bfloat16()), *weight, out)
+            else:
+                fixed.multiply(x.to(dtype), None, plain, None, out)
+            results.append(out)
+        for tile, out in zip(tiles, results, strict=True):
+            assert torch.equal(out, results[0]), f"{tile} differs from {next(iter(tiles))}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rows_on_a_gpu(dtype: torch.dtype) -> None:
+    for num_rows, width in ((2112, 7168), (200, 256)):
+        x, weight = drawn(300, width, dtype=dtype, device="cuda"), drawn(num_rows, width, dtype=dtype, device="cuda")
+        assert_rows_apart(lambda x: fixed_linear(x, weight, x.dtype), x)  # noqa: B023
+        codes, arrivals = blocks(num_rows, width, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
+        assert_rows_apart(lambda x: fp8_linear(x, None, *codes, arrivals, x.dtype, True), x)  # noqa: B023
+    check_layers("cuda", dtype)
+    check_heads("cuda", dtype)
+
+
+@pytest.mark.parametrize(("dtype", "num_tokens"), [("bf16", 1), ("bf16", 4096), ("fp8e4nv", 1), ("fp8e4nv", 4096)])
+def test_the_kernel_compiles_for_hopper(dtype: str, num_tokens: int) -> None:
+    """Few and many rows by the same kind of instruction, and no register in memory."""
+    pytest.importorskip("triton")
+    from triton.compiler import ASTSource
+
+    from dcpmla.parallel.kernels.fixed import choose_tile, fixed_linear_kernel
+    from tests.attention.test_decode_compile import compile_for_hopper
+
+    tile = choose_tile(num_tokens, 2112, FP8 if dtype == "fp8e4nv" else torch.bfloat16)
+    types = {"out_ptr": "*bf16", "x_scales_ptr": "*fp32", "weight_scales_ptr": "*fp32"}
+    types |= {
+        name: f"tensordesc<{dtype}[{rows}, {tile.depth}]>"
+        for name, rows in (("x_desc", tile.tokens), ("weight_desc", tile.rows))
+    }
+    constants = {"STAGES": tile.num_stages}
+    if dtype == "bf16":
+        constants |= {"x_scales_ptr": None, "weight_scales_ptr": None}
+    ptx, said = compile_for_hopper(fixed_linear_kernel, ASTSource, types, constants, num_warps=tile.num_warps)
+    assert re.search(rf"wgmma.mma_async.sync.aligned.m64n{tile.rows}k{16 if dtype == 'bf16' else 32}", ptx)
+    assert "cp.async.bulk.tensor" in ptx
+    assert "0 bytes spill stores" in said
+
+
+def test_operators() -> None:
+    x, weight = drawn(3, 64), drawn(8, 64)
+    torch.library.opcheck(fixed_linear.op, (x, weight, torch.bfloat16))
