@@ -21,6 +21,7 @@ from dcpmla.runtime.scheduler import Scheduler
 # Prompts around borders of tiles, and answers that cross one: 512 is a border of blocks for all DCP sizes.
 PROMPT_LENS = (1, 2, 63, 64, 65, 130, 509, 700)
 _NUM_NEW = 8
+_MOST_OTHER_TOKENS = 24  # of a prompt that is not compared
 _NUM_DRAFTS = 3
 _PREEMPTION_PERIOD = 5  # steps
 _MOST_PREEMPTED = 2  # times of a request
@@ -110,8 +111,8 @@ def serve(loaded: Engine, way: Way, cases: Sequence[Case], known: Sequence[Answe
         known: Answers in another way, from which drafts are taken; needed with drafts.
     """
     engine = _engine(loaded, way, {index: answer.token_ids for index, answer in enumerate(known)})
-    rng, vocabulary, num_tokens = random.Random(1), range(loaded.model.vocab_size), min(80, loaded.max_model_len // 2)
-    others = [rng.choices(vocabulary, k=rng.randint(1, num_tokens)) for _ in range(way.num_others)]
+    rng, vocabulary = random.Random(1), range(loaded.model.vocab_size)
+    others = [rng.choices(vocabulary, k=rng.randint(1, _MOST_OTHER_TOKENS)) for _ in range(way.num_others)]
     requests: list[Request] = []
     for _ in range(1 + way.is_again):
         requests = []
