@@ -9,7 +9,17 @@ from tempfile import TemporaryDirectory
 import torch
 
 from dcpmla.bench.geometries import config_of
-from dcpmla.cli.determinism import ALONE, GRAPH_WAYS, MAX_NUM_SEQS, PROMPT_LENS, WAYS, Answer, draw_cases, serve
+from dcpmla.cli.determinism import (
+    ALONE,
+    CPU_PROMPT_LENS,
+    GRAPH_WAYS,
+    MAX_NUM_SEQS,
+    PROMPT_LENS,
+    WAYS,
+    Answer,
+    draw_cases,
+    serve,
+)
 from dcpmla.cli.self_tests import SelfTest
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCP_COMM_BACKENDS, DCPConfig
@@ -56,7 +66,7 @@ def bit_tests(job: Job, model: str | None, dtype: torch.dtype) -> Iterator[SelfT
             loaded, chosen = build_engine(job, dcp, files, options, seq_lens)
             name = f"dcp {dcp.decode_context_parallel_size}, exchange {chosen.exchange.name}"
             with closing(loaded):
-                lengths = PROMPT_LENS if job.ranks.device.type == "cuda" else PROMPT_LENS[:-1]  # CPUs are slow
+                lengths = PROMPT_LENS if job.ranks.device.type == "cuda" else CPU_PROMPT_LENS
                 cases = draw_cases(loaded.model.vocab_size, files.max_model_len, lengths)
                 has_graphs = loaded.graph is not None
                 for way in (ALONE, *WAYS, *(GRAPH_WAYS if has_graphs else ())):

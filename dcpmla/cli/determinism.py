@@ -20,6 +20,7 @@ from dcpmla.runtime.scheduler import Scheduler
 
 # Prompts around borders of tiles, and answers that cross one: 512 is a border of blocks for all DCP sizes.
 PROMPT_LENS = (1, 2, 63, 64, 65, 130, 509, 700)
+CPU_PROMPT_LENS = (1, 63, 65, 130)  # fewer, because a CPU multiplies each row apart
 _NUM_NEW = 8
 _MOST_OTHER_TOKENS = 24  # of a prompt that is not compared
 _NUM_DRAFTS = 3
