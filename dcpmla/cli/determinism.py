@@ -22,11 +22,11 @@ from dcpmla.runtime.scheduler import Scheduler
 PROMPT_LENS = (1, 2, 63, 64, 65, 130, 509, 700)
 CPU_PROMPT_LENS = (1, 63, 65, 130)  # fewer, because a CPU multiplies each row apart
 _NUM_NEW = 8
-_MOST_OTHER_TOKENS = 24  # of a prompt that is not compared
+_MOST_OTHER_TOKENS = 24  # Tokens of the longest prompt that is not compared.
 _NUM_DRAFTS = 3
 _PREEMPTION_PERIOD = 5  # steps
 _MOST_PREEMPTED = 2  # times of a request
-_WRONG_PERIOD = 4  # of so many drafts, one is wrong
+_WRONG_PERIOD = 4  # Every fourth draft is wrong.
 MAX_NUM_SEQS = 64
 
 
@@ -53,7 +53,7 @@ class Way:
         num_others: Number of other prompts among them.
         is_again: Whether the prompts were served before, so that their blocks are found.
         is_preempted: Whether a running request is preempted every few steps.
-        has_drafts: Whether steps verify drafts, most of them right.
+        has_drafts: Whether steps verify drafts, of which most are right.
         has_graphs: Whether steps run as CUDA graphs.
     """
 
@@ -113,13 +113,13 @@ def serve(loaded: Engine, way: Way, cases: Sequence[Case], known: Sequence[Answe
     """
     engine = _engine(loaded, way, {index: answer.token_ids for index, answer in enumerate(known)})
     rng, vocabulary = random.Random(1), range(loaded.model.vocab_size)
-    others = [rng.choices(vocabulary, k=rng.randint(1, _MOST_OTHER_TOKENS)) for _ in range(way.num_others)]
+    fillers = [rng.choices(vocabulary, k=rng.randint(1, _MOST_OTHER_TOKENS)) for _ in range(way.num_others)]
     requests: list[Request] = []
     for _ in range(1 + way.is_again):
         requests = []
         for index, (token_ids, params) in enumerate(cases):
             requests.append(engine.add(token_ids, params, request_id=index, keep_logits=True))
-            for prompt in others[index :: len(cases)]:
+            for prompt in fillers[index :: len(cases)]:
                 engine.add(prompt, SamplingParams(max_new_tokens=_NUM_NEW, ignore_eos=True), request_id="other")
         for _ in engine.run():
             pass
@@ -157,7 +157,7 @@ class _Preempting(Scheduler):
     """
 
     def __init__(self, *args: object, period: int, **options: object) -> None:
-        super().__init__(*args, **options)  # type: ignore[arg-type]  # those of the base class
+        super().__init__(*args, **options)  # type: ignore[arg-type]  # arguments of the base class
         self._period, self._num_steps = period, 0
 
     def schedule(self, now: float, num_drafts: int = 0, agreed_now: float = 0.0) -> Batch:
@@ -172,7 +172,7 @@ class _Preempting(Scheduler):
 
 
 class _KnownAnswers(Drafter):
-    """Drafts of answers that are known, one of a few of them wrong.
+    """Drafts from known answers. Every fourth draft is wrong.
 
     Args:
         known: Tokens of the answers by request ids.

@@ -78,7 +78,7 @@ class Batch:
                 request.num_scored_tokens = max(request.num_scored_tokens, min(request.num_computed_tokens, last))
 
     def arrange(self, costs: PieceCosts, max_absorbed_tokens: int = 0) -> None:
-        """Order the pieces: decodes, then other pieces with absorbed queries, then those that attend by MHA.
+        """Order the pieces: decodes, then other pieces with absorbed queries, then pieces that attend by MHA.
 
         Args:
             costs: Costs that choose the pieces of prompts that attend with absorbed queries, except for requests whose

@@ -221,7 +221,7 @@ class Request:
 
     @property
     def longest_piece(self) -> int:
-        """Return the number of tokens that may be computed in one piece: all, or those of one form."""
+        """Return the largest number of tokens in a piece: all pending ones, or the prompt's if tokens have forms."""
         if self.has_forms and self.is_in_prompt:
             return len(self.prompt_token_ids) - self.num_computed_tokens
         return self.num_pending_tokens

@@ -101,7 +101,7 @@ def test_the_form_of_a_token_follows_from_its_position(
 
 
 def test_an_answer_in_a_prompt_is_computed_again() -> None:
-    """Blocks of an answer are not those of the same tokens in a prompt; blocks of prompts are found."""
+    """A prompt does not find the blocks of an answer with the same tokens, but it finds other prompts' blocks."""
     engine = make_engine(64, model=FormModel(), deterministic=True)
     prompt = list(range(2 * BLOCK + 1))
     params = SamplingParams(max_new_tokens=3 * BLOCK, ignore_eos=True)
