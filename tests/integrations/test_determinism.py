@@ -70,7 +70,7 @@ def compare(
         loaded = load(directory, tp, dcp_size, backend, dtype, deterministic)
         if has_graphs:
             with_graphs(loaded)
-        for way in (ALONE, *ways):
+        for way in ways if expected else (ALONE, *ways):
             answers = serve(loaded, way, cases, expected)
             expected = expected or answers
             equal = sum(answer.count_equal(right) for answer, right in zip(answers, expected, strict=True))
@@ -110,7 +110,7 @@ def compare_reordered(directory: Path) -> Outcome:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str, tmp_path: Path) -> None:
     save(family, tmp_path)
-    check(run_ranks(2, compare, tmp_path, 2, [(1, "auto"), (2, "a2a")], (1, 70), FEW))
+    check(run_ranks(2, compare, tmp_path, 2, [(1, "auto"), (2, "a2a")], (1, 70), FEW[1:]))
 
 
 def test_layouts_of_eight_ranks(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from torch import Tensor
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.blocks import block_key
 from dcpmla.cache.latent import LatentCache
+from dcpmla.integrations.arguments import layout
+from dcpmla.ownership import TILE
 from dcpmla.runtime.batch import Batch
 from dcpmla.runtime.in_flight import InFlightStep
 from dcpmla.runtime.request import Request
@@ -167,3 +169,13 @@ def test_a_last_token_of_a_prompt_is_no_decode() -> None:
     assert batch.num_absorbed == 2
     assert batch.has_prompts
     assert [request.is_decode for request in (decode, preempted, prompt)] == [True, False, False]
+
+
+def test_the_interleave_follows_from_the_mode() -> None:
+    assert layout({"deterministic": True}, 4, 4).cp_kv_cache_interleave_size == TILE
+    assert layout({"deterministic": True}, 4, 1).cp_kv_cache_interleave_size == 1
+    assert layout({}, 4, 4).cp_kv_cache_interleave_size == 1
+    with pytest.raises(ValueError, match=r"an interleave of 64"):
+        layout({"deterministic": True, "cp_kv_cache_interleave_size": 16}, 4, 4)
+    with pytest.raises(ValueError, match=r"cp-kv-cache-interleave-size\) is 64; it must divide block_size"):
+        layout({"deterministic": True, "block_size": 16}, 4, 4)
