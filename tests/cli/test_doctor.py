@@ -177,14 +177,14 @@ def test_on_two_gpus(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("one_process_on_cpu")
-def test_determinism(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_determinism(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A line for each way with the number of equal rows; the exit code is 1 where one differs."""
     out = tmp_path / "doctor.json"
     monkeypatch.setattr(bit_tests, "CPU_PROMPT_LENS", (1, 5))
     monkeypatch.setattr(bit_tests, "WAYS", WAYS[:1])
     command = ["doctor", "--device", "cpu", "--determinism", "--json", str(out)]
     assert main(command) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = capfd.readouterr().out.splitlines()
     assert lines[-2] == "self-test of equal bits, dcp 1, exchange none, together: 16 of 16 rows of logits are equal"
     multiply = fixed.multiply_rows
     monkeypatch.setattr(fixed, "multiply_rows", lambda x, weight: multiply(x * (1 + (len(x) > 1) / 64), weight))
@@ -192,4 +192,4 @@ def test_determinism(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     (last,) = json.loads(out.read_text())["self_tests"][-1:]
     assert last["failures"] == ["rank 0: 0 of 16 rows of logits are equal"]
     assert main(["doctor", "--device", "cpu", "--model", "elsewhere"]) == 2
-    assert "--model is elsewhere; it goes with --determinism" in capsys.readouterr().err
+    assert "--model is elsewhere; it goes with --determinism" in capfd.readouterr().err
