@@ -30,6 +30,7 @@ class FormModel(HashModel):
     """A hash model whose cache has the form in which each token attended."""
 
     least_prefill = 1
+    has_new_in_chunks = True
 
     def hidden(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
         """Return the logits of all tokens."""

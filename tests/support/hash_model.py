@@ -22,6 +22,7 @@ from dcpmla.cache.host import HostMemory
 from dcpmla.cache.latent import LatentCache, LatentPlan
 from dcpmla.cache.tier import HostTier, Tier
 from dcpmla.config import DCPConfig
+from dcpmla.ownership import TILE
 from dcpmla.runtime.costs import TOKEN_COSTS, PieceCosts
 from dcpmla.runtime.drafts import Drafter, Drafts
 from dcpmla.runtime.engine import Engine
@@ -44,6 +45,7 @@ class HashModel:
     vocab_size = VOCAB_SIZE
     eos_token_ids = frozenset([EOS])
     least_prefill = 2  # tokens: pieces of one token come first, as decodes
+    has_new_in_chunks = False  # whether chunks of context include the new tokens
 
     def __init__(self) -> None:
         self.steps: list[list[int]] = []  # tokens of each piece of each step
@@ -104,7 +106,7 @@ class HashModel:
                     [chunk_rows(chunk, rows, index) for chunk in metadata.prefill.context_chunks] or [rows[:0]]
                 )
                 own = torch.stack([token_ids[new], metadata.positions[new]], -1).float()
-                ends[new.stop - 1] = read(torch.cat([context, own])), end - start
+                ends[new.stop - 1] = read(context if self.has_new_in_chunks else torch.cat([context, own])), end - start
         return ends
 
 
@@ -211,9 +213,9 @@ def make_engine(
     )
     cache = LatentCache(plan, torch.device("cpu"))
     cache.layers[0].fill_(torch.nan)
-    dcp = DCPConfig(
-        block_size=BLOCK, context_workspace_tokens=BLOCK * max(1, max_num_seqs), deterministic=deterministic
-    )
+    alignment = 2 * TILE if deterministic else BLOCK
+    workspace = alignment * max(1, max_num_seqs)
+    dcp = DCPConfig(block_size=BLOCK, context_workspace_tokens=workspace, deterministic=deterministic)
     model = model or HashModel()
     graph = None
     if with_graph:
