@@ -9,7 +9,8 @@ from torch.distributed import ProcessGroup
 
 from dcpmla.comm.norm import add_norm, check_rows, norm_rows, wide_dtype
 from dcpmla.comm.select import direct_if_reached
-from dcpmla.parallel.collectives import named, sum_in_order
+from dcpmla.parallel.collectives import named
+from dcpmla.parallel.fixed import sum_in_order
 from dcpmla.parallel.fp8 import NormedRows, PlainRows
 
 

@@ -11,8 +11,7 @@ from dcpmla.model.mtp import MtpLayer
 from dcpmla.parallel.linear import Linear, RowParallelLinear
 from dcpmla.parallel.quantized import GroupFp4, GroupInt4
 
-# Modules without weights of their own, modules that read rows of them or norm rows by kernels of one row each, and
-# attention, whose kind has its own check.
+# Modules that only look rows up, or norm rows by kernels of one row per program; and attention, whose kind has a check.
 _APART = (nn.ParameterList, nn.RMSNorm, Decoder, DecoderBlock, ShortcutBlock, VocabHead, MtpLayer, AttentionWeights)
 
 

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn import functional as F
 
 # torch 2.13 renamed the collectives over one tensor, and warns about the only names that 2.11 has.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -45,22 +44,6 @@ def all_gather(tensor: Tensor, group: ProcessGroup, operation: str) -> Tensor:
     with named(operation, group):
         _all_gather(gathered.flatten(0, 1), tensor.contiguous(), group=group)
     return gathered
-
-
-def sum_in_order(rows: Tensor, group: ProcessGroup, operation: str) -> Tensor:
-    """Sum a tensor [...] of each of W ranks in float32 at least, rank after rank, whatever its shape. Collective.
-
-    Each rank sums 1 / W of the elements, so that it receives no more than in an all-reduce.
-    """
-    size, wide = dist.get_world_size(group), torch.promote_types(rows.dtype, torch.float32)
-    sent = F.pad(rows.flatten(), (0, -rows.numel() % size)).view(size, -1)
-    parts = torch.empty_like(sent)
-    with named(operation, group):
-        dist.all_to_all_single(parts, sent, group=group)
-    total = parts[0].to(wide)
-    for part in parts[1:]:
-        total = total + part
-    return all_gather(total, group, operation).flatten()[: rows.numel()].view(rows.shape)
 
 
 def gather_values(value: Any, group: ProcessGroup | None, operation: str) -> list[Any]:

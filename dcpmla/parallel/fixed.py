@@ -1,4 +1,4 @@
-"""Products whose bits in a row depend on this row and the weight alone, for the deterministic mode.
+"""Products and sums whose bits depend on their terms alone, for the deterministic mode.
 
 The number of other rows, their values and a row's place choose no order of a sum. On GPUs one kernel multiplies few and
 many rows. On CPUs each row is computed apart, because torch and MKL take other code for other shapes, and for the ends
@@ -9,9 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
 
 from dcpmla.operators import operator
+from dcpmla.parallel.collectives import all_gather, named
 
 
 @operator(
@@ -40,7 +44,7 @@ def multiply_rows(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def by_rows(function: Callable[..., Any], *rows: Tensor) -> Any:
-    """Return function(*rows) of tensors [T, ...], one tensor or a tuple of them; on CPUs each row is computed apart.
+    """Return function(*rows) of tensors [T, ...], one tensor or a tuple; on CPUs each row is computed apart.
 
     torch computes the last elements of a tensor, and strided ones, by other code, which may round otherwise.
     """
@@ -50,3 +54,19 @@ def by_rows(function: Callable[..., Any], *rows: Tensor) -> Any:
     if isinstance(results[0], Tensor):
         return torch.cat(results)
     return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
+
+
+def sum_in_order(rows: Tensor, group: ProcessGroup, operation: str) -> Tensor:
+    """Sum a tensor [...] of each of W ranks in float32 at least, rank after rank, whatever its shape. Collective.
+
+    Each rank sums 1 / W of the elements, so that it receives no more than in an all-reduce.
+    """
+    size, wide = dist.get_world_size(group), torch.promote_types(rows.dtype, torch.float32)
+    sent = F.pad(rows.flatten(), (0, -rows.numel() % size)).view(size, -1)
+    parts = torch.empty_like(sent)
+    with named(operation, group):
+        dist.all_to_all_single(parts, sent, group=group)
+    total = parts[0].to(wide)
+    for part in parts[1:]:
+        total = total + part
+    return all_gather(total, group, operation).flatten()[: rows.numel()].view(rows.shape)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from dcpmla.parallel.collectives import named, sum_in_order
-from dcpmla.parallel.fixed import fixed_linear
+from dcpmla.parallel.collectives import named
+from dcpmla.parallel.fixed import fixed_linear, sum_in_order
 from dcpmla.parallel.fp8 import (
     AnyRows,
     NormedRows,

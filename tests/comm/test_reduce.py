@@ -1,5 +1,6 @@
 """Sums over a TP group: collectives, `direct` in Triton's interpreter, what is refused, the benchmark."""
 
+import itertools
 import json
 import random
 import re
@@ -22,7 +23,7 @@ pytest.importorskip("triton")
 
 from dcpmla.comm import direct_ops, direct_reduce  # noqa: E402
 from tests.support.interpreter import convert_as_torch  # noqa: E402
-from tests.support.reduce_checks import check_memory, check_quantized, check_sums  # noqa: E402
+from tests.support.reduce_checks import EPS, check_memory, check_quantized, check_sums, draw  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -92,6 +93,58 @@ def check_direct(num_steps: int) -> None:
         reduce.all_reduce(torch.zeros(1, 8, dtype=torch.float64))
 
 
+def check_order(reduces: tuple[Reduce, ...], widths: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Check that sums are those in float32 one rank after the other, and that a row of them and of their norms has the
+    same bits in steps of any number of rows; sums in the reversed order differ.
+    """
+    rank, num_rows = dist.get_rank(), 4
+    for width in widths:
+        partials, residual, weight = draw(num_rows, width, dtype, 0, device)
+        partials[0] *= 100  # so that roundings differ
+        total, reverse = torch.zeros(2, num_rows, width, device=device)
+        for one, other in zip(partials, partials.flip(0), strict=True):
+            total, reverse = total + one, reverse + other
+        assert torch.equal(total, reverse) == (len(partials) < 3)
+        normed, new_residual = None, (total + residual.float()).to(dtype)
+        for reduce, rows in itertools.product(reduces, (slice(num_rows), slice(2, 3))):
+            assert torch.equal(reduce.all_reduce(partials[rank, rows].clone()), total[rows].to(dtype))
+            out, added = reduce.add_norm(partials[rank, rows].clone(), residual[rows], weight, EPS)
+            assert torch.equal(added, new_residual[rows])
+            normed = out if normed is None else normed
+            assert torch.equal(out, normed[rows])
+
+
+def check_collective_order() -> None:
+    group = dist.group.WORLD
+    reduce = CollectiveReduce(group, is_deterministic=True)
+    if dist.get_world_size() > 1:
+        check_order((reduce,), (24, 7), torch.float32, CPU)
+    for dtype in (torch.bfloat16, torch.float64):
+        check_sums(reduce, (3, 24), dtype, 0, CPU)
+    check_sums(reduce, (0, 8), torch.float32, 0, CPU)
+    check_quantized(reduce, (3, 256), torch.bfloat16, CPU)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_collective_in_rank_order(num_ranks: int) -> None:
+    run_ranks(num_ranks, check_collective_order)
+
+
+def check_direct_order() -> None:
+    """Check one trip and two, whose items have 64 columns in one row and 256 in four."""
+    delay_kernels(random.Random(dist.get_rank()))
+    convert_as_torch()
+    shrink(1)
+    reduce = new_reduce(landing_bytes=1 << 14, is_deterministic=True)
+    for one_shot_bytes in (1 << 20, 0):
+        direct_reduce._ONE_SHOT_BYTES = one_shot_bytes
+        check_order((reduce,), (96,), torch.float32, CPU)
+
+
+def test_direct_in_rank_order() -> None:
+    run_interpreted(3, check_direct_order)
+
+
 @pytest.mark.parametrize(("num_ranks", "num_steps"), [(2, 4), (3, 4), (4, 2)])
 def test_direct(num_ranks: int, num_steps: int) -> None:
     run_interpreted(num_ranks, check_direct, num_steps)
@@ -126,8 +179,11 @@ def test_missing_rank() -> None:
     run_interpreted(3, check_missing_rank)
 
 
-@pytest.mark.parametrize(("kernel", "size", "columns"), [("one_shot", 8, 128), ("two_shot", 3, 512)])
-def test_kernels_compile_for_hopper(kernel: str, size: int, columns: int) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "size", "columns", "in_order"),
+    [("one_shot", 8, 128, False), ("two_shot", 3, 512, False), ("one_shot", 8, 128, True), ("two_shot", 4, 256, True)],
+)
+def test_kernels_compile_for_hopper(kernel: str, size: int, columns: int, in_order: bool) -> None:
     """Rows travel, and are awaited, 16 bytes a thread."""
     from dcpmla.comm.kernels import reduce as kernels
 
@@ -136,7 +192,7 @@ def test_kernels_compile_for_hopper(kernel: str, size: int, columns: int) -> Non
     types = {**DIRECT, **dict.fromkeys(names, "*bf16"), "partial_ptr": "*i16", "squares_ptr": "*i64", "eps": "fp32"}
     types |= {"codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
     constants = {"WIDTH": 7168, "SIZE": size, "PEERS": peers, "COLUMNS": columns, "PROGRAMS": 2048, "SHARE": 4}
-    constants["TILES"] = 1 << (tiles - 1).bit_length()
+    constants["IN_ORDER"], constants["TILES"] = in_order, 1 << (tiles - 1).bit_length()
     ptx = compile_for_hopper(getattr(kernels, f"{kernel}_kernel"), types, constants, ALIGNED, num_warps=1)
     assert "st.global.v4.b32" in ptx
     assert "ld.volatile.global.v4.b32" in ptx

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcpmla.comm.norm import add_norm
+from dcpmla.comm.norm import add_norm, norm_rows
 from dcpmla.comm.reduce import CollectiveReduce, select_reduce
 from dcpmla.parallel.collectives import PeerFault
 from dcpmla.parallel.fp8 import quantize_rows
@@ -72,6 +72,34 @@ def check_sizes() -> None:
 @pytest.mark.parametrize("num_gpus", NUM_GPUS)
 def test_sizes(num_gpus: int) -> None:
     run_ranks(num_gpus, check_sizes, device="cuda")
+
+
+def check_order() -> None:
+    """Sum in rank order: rows have the same bits in one trip, in two, by NCCL, and in steps of 1 to 700 rows."""
+    direct = DirectReduce(dist.group.WORLD, here(), is_deterministic=True)
+    collective = CollectiveReduce(dist.group.WORLD, is_deterministic=True)
+    rank, choose = dist.get_rank(), direct_reduce.is_one_shot
+    for width in (2048, 7168):
+        partials, residual, weight = draw(700, width, torch.bfloat16, 0, here())
+        total = torch.zeros(700, width, device="cuda")
+        for one in partials:
+            total = total + one
+        new_residual = (total + residual.float()).bfloat16()
+        normed = norm_rows(new_residual, weight, EPS)[0]
+        for reduce, is_one_shot in ((direct, True), (direct, False), (direct, None), (collective, None)):
+            direct_reduce.is_one_shot = choose if is_one_shot is None else lambda *_: is_one_shot  # noqa: B023
+            for rows in (slice(1), slice(4, 6), slice(3, 40), slice(700)):
+                part = partials[rank, rows].clone()
+                assert torch.equal(reduce.all_reduce(part.clone()), total[rows].bfloat16())
+                assert_same_bits(reduce.add_norm(part, residual[rows], weight, EPS), (normed[rows], new_residual[rows]))
+    direct_reduce.is_one_shot = choose
+    check_quantized(direct, (5, 7168), torch.bfloat16, here())
+    check_memory(direct)
+
+
+@pytest.mark.parametrize("num_gpus", NUM_GPUS)
+def test_rank_order(num_gpus: int) -> None:
+    run_ranks(num_gpus, check_order, device="cuda")
 
 
 def check_graphs() -> None:

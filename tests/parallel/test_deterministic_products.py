@@ -43,9 +43,8 @@ def test_rows_on_a_cpu(dtype: torch.dtype) -> None:
     out = assert_rows_apart(lambda x: multiply_rows(x, heads), drawn(70, 3, 24, dtype=dtype))
     assert torch.equal(out[:, 1:2], multiply_rows(drawn(70, 3, 24, dtype=dtype)[:, 1:2], heads[1:2]))
     assert fixed_linear(x.new_empty(0, width), weight, dtype).shape == (0, num_rows)
-    assert torch.equal(
-        fixed_linear(x[:6].view(2, 3, -1), weight, dtype), fixed_linear(x[:6], weight, dtype).view(2, 3, -1)
-    )
+    three = fixed_linear(x[:6].view(2, 3, -1), weight, dtype)
+    assert torch.equal(three.flatten(0, 1), fixed_linear(x[:6], weight, dtype))
 
 
 def test_that_the_check_finds_other_orders() -> None:
@@ -65,28 +64,27 @@ def test_that_the_check_finds_other_orders() -> None:
 def test_functions_by_rows() -> None:
     """torch's own exponential differs at the ends of a tensor."""
     x = drawn(70, 9)
-    assert rows_differ(torch.sigmoid, x) or rows_differ(torch.tanh, x) or rows_differ(torch.exp, x)
     for function in (torch.sigmoid, torch.tanh, torch.exp):
         assert_rows_apart(lambda x: by_rows(function, x), x)  # noqa: B023
-    whole, rest = by_rows(lambda x, y: (x + 1, y), x, x[:, :2])
+    whole, part = by_rows(lambda x, y: (x + 1, y), x, x[:, :2])
     assert torch.equal(whole, x + 1)
-    assert torch.equal(rest, x[:, :2])
+    assert torch.equal(part, x[:, :2])
     assert by_rows(torch.exp, x[:0]).shape == (0, 9)
 
 
 def layers(device: str, dtype: torch.dtype) -> list[tuple[Linear, Callable[[Tensor], object]]]:
     """Return a layer of each kind of weight, and the forms in which it takes rows."""
-    made = []
+    pairs = []
     for weight, has_bias in ((drawn(200, 256), True), (blocks(200, 256), False)):
         linear = Linear(256, 200, has_bias, device, dtype)
         linear.load(BlockFp8(*(part.to(device) for part in weight)) if isinstance(weight, BlockFp8) else weight)
         if linear.bias is not None:
             linear.bias.data.copy_(torch.arange(200.0))
         linear.is_deterministic = True
-        made.append((linear, lambda x: x))
+        pairs.append((linear, lambda x: x))
         if linear.takes_quantized:
-            made.append((linear, quantize_rows))
-    return made
+            pairs.append((linear, quantize_rows))
+    return pairs
 
 
 def check_layers(device: str, dtype: torch.dtype) -> None:
@@ -106,34 +104,32 @@ def test_layers_on_a_cpu() -> None:
 
 def check_heads(device: str, dtype: torch.dtype) -> None:
     """Check W_UK and W_UV, as values and in fp8, whatever the number of heads that a rank holds."""
-    for weight in (
-        drawn(3, 128, 256, dtype=dtype, device=device),
-        BlockFp8(blocks(384, 256).codes.view(3, 128, 256), blocks(384, 256).scales.view(3, 1, 2)),
-    ):
+    in_fp8 = blocks(384, 256)
+    in_fp8 = BlockFp8(in_fp8.codes.view(3, 128, 256), in_fp8.scales.view(3, 1, 2))
+    for weight in (drawn(3, 128, 256, dtype=dtype, device=device), in_fp8):
         codes, scales = (weight, None) if isinstance(weight, Tensor) else (part.to(device) for part in weight)
         q, out = drawn(150, 3, 192, dtype=dtype, device=device), drawn(150, 3, 256, dtype=dtype, device=device)
         angles = drawn(150, 64, device=device)
         absorbed = assert_rows_apart(lambda q, at: absorb_query(q, codes, at, True, None, scales, True), q, angles)  # noqa: B023
         values = assert_rows_apart(lambda out: project_values(out, codes, scales, True), out)  # noqa: B023
-        wanted = absorb_query(q.double(), codes.double() if scales is None else codes, angles, True, None, scales)
-        torch.testing.assert_close(absorbed.double(), wanted, atol=0.1, rtol=2**-6)
-        wanted = project_values(out.double(), codes.double() if scales is None else codes, scales)
-        torch.testing.assert_close(values.double(), wanted, atol=0.2, rtol=2**-6)
+        expected = absorb_query(q.double(), codes.double() if scales is None else codes, angles, True, None, scales)
+        torch.testing.assert_close(absorbed.double(), expected, atol=0.1, rtol=2**-6)
+        expected = project_values(out.double(), codes.double() if scales is None else codes, scales)
+        torch.testing.assert_close(values.double(), expected, atol=0.2, rtol=2**-6)
         one = slice(1, 2)
         own = absorb_query(q[:, one], codes[one], angles, True, None, None if scales is None else scales[one], True)
         assert torch.equal(own, absorbed[:, one])
         # What `OutputRows` appends to other rows, plain and quantized.
-        given = codes if scales is None else BlockFp8(codes, scales)
+        w_uv = codes if scales is None else BlockFp8(codes, scales)
         for quant in (None, *([OutputQuant(kind="fp8_groups")] if dtype == torch.bfloat16 else [])):
-            rows = OutputRows(151, given, dtype, quant, True)
+            rows = OutputRows(151, w_uv, dtype, quant, True)
             rows.project(out[:1])
             rows.project(out)
             result = rows.rows()
-            assert torch.equal(
-                *((result[part] if quant is None else result.values[part].float()) for part in (slice(1), slice(1, 2)))
-            )
+            parts = result if isinstance(result, Tensor) else result.values.float()
+            assert torch.equal(parts[:1], parts[1:2])
             if quant is None:
-                assert torch.equal(result[1:], values)
+                assert torch.equal(parts[1:], values)
 
 
 def test_heads_on_a_cpu() -> None:
@@ -141,7 +137,7 @@ def test_heads_on_a_cpu() -> None:
 
 
 def check_ranks() -> None:
-    """Sums over ranks are float32 sums in rank order, rounded once."""
+    """Check that ranks sum in float32, one after the other, and round once."""
     group, size = dist.group.WORLD, dist.get_world_size()
     assert group is not None
     weight, x = drawn(72, 512, dtype=torch.bfloat16), drawn(20, 512, dtype=torch.bfloat16, seed=1)
@@ -175,15 +171,15 @@ def check_kernel(device: str, dtype: torch.dtype, num_tokens: int, num_rows: int
         out = torch.empty(num_tokens, num_rows, dtype=torch.bfloat16, device=device)
         rows = quantized(x)
         fixed.multiply(*rows, *weight, out)
-        wanted = exact(rows, weight)
+        expected = exact(rows, weight)
     else:
         weight = drawn(num_rows, width, dtype=dtype, device=device, seed=1)
         out = fixed.fixed_linear(x, weight, dtype)
-        wanted = F.linear(x.double(), weight.double())
+        expected = F.linear(x.double(), weight.double())
         wider = fixed.fixed_linear(x, weight, torch.float32)
-        assert (wider.double() - wanted).norm() <= 1e-5 * wanted.norm()
+        assert (wider.double() - expected).norm() <= 1e-5 * expected.norm()
     assert out.shape == (num_tokens, num_rows)
-    assert (out.double() - wanted).norm() <= 2**-8 * wanted.norm()
+    assert (out.double() - expected).norm() <= 2**-8 * expected.norm()
 
 
 def check_in_the_interpreter() -> None:
@@ -191,8 +187,8 @@ def check_in_the_interpreter() -> None:
 
     convert_as_torch()
     for dtype, *sizes in (
-        (torch.bfloat16, 3, 40, 264),
-        (torch.bfloat16, 70, 24, 128),
+        (torch.float16, 3, 40, 264),  # the interpreter does not multiply bfloat16
+        (torch.float16, 70, 24, 128),
         (torch.float16, 0, 40, 264),
         (torch.float32, 5, 40, 62),  # rows of no multiple of 16 bytes
         (FP8, 5, 72, 256),
@@ -216,7 +212,7 @@ def test_kernel(dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, FP8], ids=str)
 def test_all_tiles_give_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are chosen for any sizes, over few and many rows."""
+    """Compare all tiles that any sizes choose, over few and many rows."""
     from dcpmla.parallel.kernels import fixed
 
     sizes = [(tokens, rows) for tokens in (1, 65, 400, 9000) for rows in (16, 512, 2112, 4096, 7168, 16384, 130_000)]

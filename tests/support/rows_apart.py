@@ -32,6 +32,6 @@ def rows_differ(function: Callable[..., Tensor], *rows: Tensor) -> bool:
     return False
 
 
-def _compare(got: Tensor, wanted: Tensor, case: Any) -> None:
-    differs = (got != wanted).flatten(1).any(1)
+def _compare(got: Tensor, expected: Tensor, case: Any) -> None:
+    differs = (got != expected).flatten(1).any(1)
     assert not differs.any(), f"row {int(differs.int().argmax())} differs, and {int(differs.sum()) - 1} more, in {case}"

@@ -19,7 +19,7 @@ from dcpmla.parallel.quantized import BLOCK
 _BLOCK = tl.constexpr(BLOCK)
 _GROUP = tl.constexpr(8)  # tiles of tokens whose programs are neighbours, and share the weight's rows in the L2
 _ENOUGH_PROGRAMS = 112  # about one for each multiprocessor of an H100
-_SHARED_BYTES = 196_608  # of a program's pipeline
+_SHARED_BYTES = 196_608  # shared memory that a program's pipeline may take
 
 
 @triton.jit(do_not_specialize=["num_tokens", "x_scales_stride_block"])
