@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.backends import PREFILL_BACKENDS, select_backend
-from dcpmla.attention.calls import PrefillCall, Segments
+from dcpmla.attention.calls import ORDERED_ROWS, PrefillCall, Segments
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.sparse.selector import TokenSelector
 from dcpmla.attention.step import PART_ROWS
@@ -37,7 +37,11 @@ def claim_attention(
         new(selector.workspace_bytes(num_tokens, placement.dtype.itemsize), dtype=torch.uint8)
     num_rows = min(num_tokens * num_heads * dcp.decode_context_parallel_size, PART_ROWS)
     # Room for queries, absorbed and then gathered, and for outputs, before and in the exchange.
-    new(2 * num_rows, config.latent_dim + config.kv_lora_rank)
+    outputs = [new(2 * num_rows, config.latent_dim + config.kv_lora_rank)]
+    if dcp.deterministic:  # partial outputs, a slot for each program among them, and outputs in float32
+        num_partials = ORDERED_ROWS * 5 // 4 + 2 * num_rows
+        outputs.append(new(num_partials, config.kv_lora_rank + 1, dtype=torch.float32))
+    del outputs
     widths = config.qk_head_dim, config.qk_nope_head_dim, config.v_head_dim
     q, k_nope, v = (new(0, num_heads, width) for width in widths)
     rows = Segments((0, 0), new(0, dtype=torch.int32))

@@ -103,7 +103,6 @@ def dcp_mla_decode(
     kv_scale: Tensor | None = None,
     q_scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
-    num_classes: int | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Attend as `mla_decode`, which documents most arguments, to a cache sharded over the DCP group. Collective.
@@ -115,8 +114,6 @@ def dcp_mla_decode(
         q_is_replicated: Whether q has the heads of all W ranks [T, W h, ...], in rank order; nothing is gathered then.
         w_uv: W_UV of all ranks' heads [W h, V, kv_lora_rank], equal on all ranks, or None on all. If given, values
             [.., V] are exchanged and merged instead of latents [.., kv_lora_rank].
-        num_classes: Classes of tiles in this rank's cache, NUM_CLASSES / W, for attention in a fixed order
-            (`DecodeCall`); the merge over the ranks completes the tree over all classes. None for any order.
     Returns:
         out [T, h, kv_lora_rank], or [T, h, V] with w_uv, and lse [T, h] float32: this rank's heads over all ranks'
         tokens.
@@ -141,12 +138,11 @@ def dcp_mla_decode(
         kv_scale=kv_scale,
         q_scale=q_scale,
         dtype=dtype,
-        num_classes=num_classes,
         backend=backend,
     ).checked()
     # A kernel sends rows itself (`Mailbox`) only for segments of one token without padding: owners wait for every row,
-    # and kernels skip rows after the last segment. It merges rows as they arrive, not in a fixed order.
-    if w_uv is None and num_classes is None and call.has_one_token_each:
+    # and kernels skip rows after the last segment.
+    if w_uv is None and call.has_one_token_each:
         mailbox = exchange.mailbox(q.shape[0], q.shape[1], kv_lora_rank, call.out_dtype)
         if mailbox is not None:
             return run_call(call, mailbox)
@@ -154,8 +150,7 @@ def dcp_mla_decode(
     if w_uv is not None:
         codes, scales = unpack(w_uv)
         out = project_values(out, codes, scales).unflatten(1, codes.shape[:2])
-    out, lse = exchange.combine(out, lse)
-    return out.to(q.dtype if dtype is None else dtype), lse
+    return exchange.combine(out, lse)
 
 
 def _empty_output(call: DecodeCall, mailbox: Mailbox | None) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from dcpmla.attention.claim import claim_attention
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.modules import MLAModules
-from dcpmla.attention.ordered_prefill import dcp_mla_prefill_in_order
+from dcpmla.attention.ordered import dcp_mla_decode_in_order, dcp_mla_prefill_in_order
 from dcpmla.attention.output.rows import OutputQuant, OutputRows, quant_for
 from dcpmla.attention.placement import Placement, check_order
 from dcpmla.attention.prefill import dcp_mla_prefill
@@ -308,6 +308,18 @@ class MLAAttention(AttentionWeights):
         if tokens.selection is not None:
             kv_cache, decode = selected_rows(kv_cache, tokens.selection, decode.workspace)
         q, gates = self.project_query(tokens, slice(0, self.q_heads.count))
+        if self._num_classes is not None:
+            absorbed, sizes = (
+                self.absorb(q, self.w_uk, tokens.cos_sin, None),
+                (self.config.kv_lora_rank, self._num_classes),
+            )
+            scale, is_replicated = self.config.scale, self.dcp.dcp_q_replicate
+            output.project(
+                dcp_mla_decode_in_order(
+                    absorbed, kv_cache, decode, scale, self.exchange, *sizes, is_replicated, self.kv_scale
+                )
+            )
+            return
         project_first = self.dcp.dcp_project_before_merge and q.shape[0] >= PROJECT_FIRST_TOKENS
         out, lse = dcp_mla_decode(
             self.absorb(q, self.w_uk, tokens.cos_sin, self.q_scale),
@@ -321,7 +333,6 @@ class MLAAttention(AttentionWeights):
             kv_scale=self.kv_scale,
             q_scale=self.q_scale,
             dtype=q.dtype,
-            num_classes=self._num_classes,
             backend=self.dcp.attention_backend,
         )
         out = self._with_sinks(out, lse)

@@ -1,18 +1,31 @@
 """Attention in a fixed order: the same bits alone and in batches, for every number of ranks and cut of a prompt."""
 
 import itertools
+from dataclasses import replace
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from dcpmla.merge import merge_pair
+from dcpmla import MLAAttention, Placement, init_mesh
+from dcpmla.attention.kind import DenseKind
+from dcpmla.comm.select import select_exchange
+from dcpmla.integrations.families.table import attention_kind
+from dcpmla.merge import merge_pair, merge_partials, merge_tree
+from tests.attention.test_layer import expected, oracle, run_steps
+from tests.support.dense_layer import CONFIG
+from tests.support.layouts import dcp_config
+from tests.support.models import tiny_config
 from tests.support.ordered import Batch, Sizes, alone, decode, in_float64, prefill
+from tests.support.ranks import run_ranks
 
 SIZES = Sizes()
 LENGTHS = (1, 63, 64, 65, 511, 513, 700, 2000)
 BATCH: Batch = [(seed, length, 1) for seed, length in enumerate(LENGTHS)]
 SEGMENTS: Batch = [(seed, 62 + 100 * new, new) for seed, new in enumerate((1, 5, 2, 3, 4))]
 PROMPT = 200
+LAYER_BATCH = ((150, 1), (63, 2), (300, 1), (0, 70), (130, 20))
 
 
 def check_equal(got: list[tuple[Tensor, Tensor]], wanted: list[tuple[Tensor, Tensor]]) -> None:
@@ -56,6 +69,18 @@ def test_segments_of_many_tokens_equal_their_tokens_alone() -> None:
         check_equal(tokens, wanted)
 
 
+def test_the_tree_takes_any_number_of_parts_and_is_the_same_over_ranks() -> None:
+    out, lse = torch.randn(8, 5, 3, 4), 3 * torch.randn(8, 5, 3)
+    lse[torch.rand_like(lse) < 0.3] = -torch.inf
+    lse[:, 1] = -torch.inf
+    out[lse == -torch.inf] = torch.nan
+    for num in range(2, 9):
+        torch.testing.assert_close(merge_tree(out[:num], lse[:num]), merge_partials(out[:num], lse[:num]))
+    for size in (2, 4):
+        parts = [merge_tree(out[rank::size], lse[rank::size]) for rank in range(size)]
+        check_equal([merge_tree(*map(torch.stack, zip(*parts, strict=True)))], [merge_tree(out, lse)])
+
+
 def test_another_order_of_the_merge_has_other_bits() -> None:
     def in_turn(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         merged = out[0], lse[0]
@@ -63,7 +88,7 @@ def test_another_order_of_the_merge_has_other_bits() -> None:
             merged = merge_pair(*merged, out[part], lse[part])
         return merged
 
-    (wanted, _), (other, _) = (decode(SIZES, 8, BATCH[-1:], **merge)[0] for merge in ({}, {"merge": in_turn}))
+    ((wanted, _),), ((other, _),) = decode(SIZES, 8, BATCH[-1:]), decode(SIZES, 8, BATCH[-1:], merge=in_turn)
     assert not torch.equal(other, wanted)
     torch.testing.assert_close(other, wanted)
 
@@ -78,12 +103,41 @@ def test_prefill_in_pieces_over_ranks_and_chunks() -> None:
             assert torch.equal(got, wanted[start:end]), (size, piece, start)
     batch = [(1, 150, 20), (3, PROMPT, 60), (2, 300, 299), (3, 100, 100)]
     for size, workspace in ((1, 128), (2, 512)):
-        got = prefill(SIZES, size, batch, workspace)
-        assert torch.equal(got[1], wanted[-60:])
-        assert torch.equal(got[3], wanted[:100])
+        outputs = prefill(SIZES, size, batch, workspace)
+        assert torch.equal(outputs[1], wanted[-60:])
+        assert torch.equal(outputs[3], wanted[:100])
 
 
 def test_prefill_is_accurate() -> None:
     batch = [(3, PROMPT, 90), (4, 70, 70)]
     for got, wanted in zip(prefill(SIZES, 2, batch, 128), prefill(in_float64(SIZES), 1, batch), strict=True):
         torch.testing.assert_close(got.double(), wanted, atol=1e-4, rtol=1e-4)
+
+
+def check_layers(hf_config: Any) -> None:
+    """Check that a layer has the same bits over ranks that share no cache and over both exchanges."""
+    outputs = []
+    for size, backend in ((1, "a2a"), (2, "ag_rs"), (4, "a2a")):
+        dcp = dcp_config(4, size, 64, dcp_comm_backend=backend, block_size=64, deterministic=True)
+        mesh = init_mesh(4, size)
+        exchange = select_exchange(dcp, mesh.dcp_group, "cpu").exchange
+        config = attention_kind(hf_config).config
+        layer = MLAAttention(config, Placement(dcp, mesh, exchange, torch.float32, "cpu"))
+        layer.load_weights(oracle(hf_config).state_dict())
+        with torch.no_grad():
+            outputs.append(run_steps(layer, hf_config, dcp, LAYER_BATCH, True, 0, 2, 3))
+    torch.testing.assert_close(outputs[0], expected(hf_config, LAYER_BATCH, True), atol=1e-5, rtol=1e-4)
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+def test_layers_have_the_same_bits_for_all_sizes_of_the_group() -> None:
+    run_ranks(4, check_layers, tiny_config("deepseek_v3"))
+
+
+def test_kinds_without_a_fixed_order_are_refused() -> None:
+    dcp = dcp_config(1, 1, 1, deterministic=True)
+    with pytest.raises(ValueError, match=r"deterministic \(--deterministic\) does not support an indexer"):
+        attention_kind(tiny_config("deepseek_v32")).check_layout(dcp)
+    for config in (replace(CONFIG, has_sinks=True), replace(CONFIG, window=8)):
+        with pytest.raises(ValueError, match="deterministic"):
+            DenseKind(config, 1).check_layout(dcp)

@@ -7,7 +7,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.support.ordered import Batch, Sizes, alone, decode, prefill
+from dcpmla.attention.backends import DECODE_BACKENDS
+from tests.support.ordered import Batch, Sizes, alone, decode, decode_call, layout, prefill, queries, share_caches
 from tests.support.shared_memory import run_interpreted
 
 pytest.importorskip("triton")
@@ -39,3 +40,95 @@ def check_decode_in_the_interpreter() -> None:
 
 def test_decode_in_the_interpreter() -> None:
     run_interpreted(1, check_decode_in_the_interpreter)
+
+
+def check_prefill_in_the_interpreter() -> None:
+    from dcpmla.attention import ordered
+    from dcpmla.attention.triton import ordered_prefill as kernel
+    from tests.support.interpreter import convert_as_torch
+
+    convert_as_torch()
+    cases: tuple[tuple[int, Batch, int], ...] = (
+        (1, [(1, 300, 40), (2, 20, 20), (1, 180, 130)], 1 << 16),
+        (2, [(1, 300, 40), (2, 20, 20), (1, 180, 130)], 128),
+        (1, [(1, 300, 1)], 256),
+    )
+    wanted = [prefill(SMALL, *case) for case in cases]
+    with patch.object(ordered, "attend_to_chunk", kernel.run):
+        got = [prefill(SMALL, *case) for case in cases]
+    for mine, other in zip(itertools.chain(*got), itertools.chain(*wanted), strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-2, rtol=1e-2)
+    assert all(map(torch.equal, got[0], got[1]))
+    assert torch.equal(got[2][0], got[0][0][-1:])
+
+
+def test_prefill_in_the_interpreter() -> None:
+    run_interpreted(1, check_prefill_in_the_interpreter)
+
+
+_PER_TOKEN = ("q", "q_pe", "block_table", "seq_lens")
+MANY: Batch = [(seed, 1 + 613 * seed % 3000, 1) for seed in range(40)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache_format", FORMATS)
+def test_decode_on_a_gpu(cache_format: str) -> None:
+    for num_heads in (16, 128):
+        sizes = replace(V3, num_heads=num_heads, cache_format=cache_format)
+        wanted = decode(sizes, 1, MANY)
+        for size in (2, 4, 8):
+            assert all(map(torch.equal, itertools.chain(*decode(sizes, size, MANY)), itertools.chain(*wanted)))
+        for index in (0, 1, 7, 39):
+            (single,) = decode(sizes, 2, MANY[index : index + 1])
+            assert all(map(torch.equal, single, wanted[index]))
+        batch: Batch = [(7, 20_000, 5), *MANY]  # splits of several tiles' slots
+        got = decode(sizes, 1, batch, 2)
+        assert all(map(torch.equal, itertools.chain(*got[1:]), itertools.chain(*wanted)))
+        tokens = [decode(sizes, 8, each)[0] for each in alone(batch[:1])]
+        assert torch.equal(torch.cat([out for out, _ in tokens]), got[0][0])
+        with patch("dcpmla.attention.triton.ordered_decode.ORDERED_ROWS", 1):  # all splits in one slot
+            shared = decode(sizes, 1, batch, 2)
+        assert all(map(torch.equal, itertools.chain(*shared), itertools.chain(*got)))
+    with patch("dcpmla.attention.decode.DECODE_BACKENDS", DECODE_BACKENDS[-1:]):
+        reference = decode(sizes, 1, MANY[:8])
+    for mine, other in zip(wanted[:8], reference, strict=True):
+        torch.testing.assert_close(mine[0], other[0], atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(mine[1], other[1], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.gpu
+def test_decode_in_graphs_of_growing_lengths() -> None:
+    from dcpmla.attention.triton.ordered_decode import run
+
+    lens, q = [1, 63, 9000, 300], queries(V3, [(seed, 20_000, 1) for seed in range(4)], 576)
+    (cache, step), *_ = share_caches(V3, layout(1, V3), [(seed, 20_000, 1) for seed in range(4)], 4)
+    assert step.decode is not None
+    call = decode_call(V3, 1, q, cache, step.decode)
+    run(call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = run(call)
+    for more in (0, 700, 10_000):
+        call.seq_lens.copy_(torch.tensor([length + more for length in lens]))
+        graph.replay()
+        for request in range(4):
+            row = slice(request, request + 1)
+            own = run(call._replace(**{name: getattr(call, name)[row] for name in _PER_TOKEN}))
+            assert torch.equal(out[request], own[0][0])
+            assert torch.equal(lse[request], own[1][0])
+
+
+@pytest.mark.gpu
+def test_prefill_on_a_gpu() -> None:
+    for cache_format in FORMATS:
+        sizes = replace(V3, num_heads=4, cache_format=cache_format)
+        prompt = 1500
+        wanted = prefill(sizes, 1, [(3, prompt, prompt)])[0]
+        for size, piece, workspace in ((1, 300, 128), (2, 7, 256), (8, 64, 512), (1, 1, 1 << 16), (4, prompt, 512)):
+            starts = [*range(0, prompt, piece)]
+            for start in starts[:3] + starts[-3:]:
+                end = min(prompt, start + piece)
+                got = prefill(sizes, size, [(1, 40, 40), (3, end, end - start), (2, 900, 30)], workspace)[1]
+                assert torch.equal(got, wanted[start:end]), (size, piece, start)
+        reference = prefill(replace(sizes, device="cpu", dtype=torch.float32), 1, [(3, prompt, 20)])[0]
+        torch.testing.assert_close(wanted[-20:].float().cpu(), reference, atol=3e-2, rtol=3e-2)

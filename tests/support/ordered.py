@@ -9,9 +9,9 @@ from torch import Tensor
 
 from dcpmla import DCPConfig
 from dcpmla.attention.build import StepBuilder
-from dcpmla.attention.calls import DecodeCall
+from dcpmla.attention.calls import DecodeCall, split_queries
 from dcpmla.attention.decode import run_call
-from dcpmla.attention.ordered_prefill import dcp_mla_prefill_in_order
+from dcpmla.attention.ordered import dcp_mla_prefill_in_order
 from dcpmla.attention.prefill import read_cache_rows
 from dcpmla.attention.step import DecodeMetadata, StepMetadata, StepRequests
 from dcpmla.cache.formats import row_width, storage_dtype, write_latents
@@ -72,7 +72,7 @@ def share_caches(
         cache = cache.view(storage)
         slots = steps.build(StepRequests(lens, lens, tables), num_decodes=0).slot_mapping
         kv_scale = torch.ones(1, device=sizes.device) if sizes.cache_format == "fp8" else None
-        write_latents(cache, *latents.split([sizes.latent, sizes.rope], -1), slots, kv_scale)
+        write_latents(cache, latents[:, : sizes.latent], latents[:, sizes.latent :], slots, kv_scale)
         found.append((cache, steps.build(StepRequests(new, lens, tables), max_query_len, num_decodes)))
     return found
 
@@ -86,7 +86,7 @@ def queries(sizes: Sizes, batch: Batch, width: int) -> Tensor:
 def decode_call(sizes: Sizes, size: int, q: Tensor, cache: Tensor, decode: DecodeMetadata) -> DecodeCall:
     kv_scale = torch.ones(1, device=sizes.device) if sizes.cache_format == "fp8" else None
     return DecodeCall(
-        *q.split([sizes.latent, sizes.rope], -1),
+        *split_queries(q, sizes.latent),
         cache,
         decode.block_table,
         decode.local_seq_lens,

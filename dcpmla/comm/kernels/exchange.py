@@ -18,7 +18,7 @@ from dcpmla.comm.kernels.landings import (
     read_words,
     row_in_landing,
 )
-from dcpmla.comm.kernels.merge import shares
+from dcpmla.comm.kernels.merge_tree import merge_tree
 
 
 # Sizes vary from batch to batch: specialized variants would be compiled while requests wait.
@@ -187,10 +187,10 @@ def combine_kernel(
             is_missing = (lse == -1) | (scale == -1) | (has_row & (tl.max((x == -1).to(tl.int32), 1) != 0))
             give_up(is_missing, peer, epoch, 1, state_ptr, fault_ptr, PROGRAMS)
         tl.store(at, tl.full([PEERS, COLUMNS], -1, carrier), mask=mask & has_row[:, None])
-        share, merged_lse = shares(as_float(lse))
-        # A share of zero gives zero whatever the row holds.
-        rows = tl.where(share[:, None] != 0, dequantize(x, as_float(scale), type, IS_FP8), 0.0)
-        merged = tl.sum(rows * share[:, None], 0)
-        tl.store(merged_ptr + row * WIDTH + column, merged.to(type), mask=column < WIDTH)
+        # Rows of an empty shard are not sent: all bits are set.
+        rows = tl.where(has_row[:, None], dequantize(x, as_float(scale), type, IS_FP8), 0.0)
+        merged, merged_lse = merge_tree(rows, as_float(lse))
+        merged_at, zero = merged_ptr + row * WIDTH, tl.arange(0, 1)
+        tl.store(merged_at + zero[:, None] + column[None, :], merged.to(type), mask=(column < WIDTH)[None, :])
         if tile == 0:
-            tl.store(merged_lse_ptr + row, merged_lse)
+            tl.store(merged_lse_ptr + row + zero, merged_lse)

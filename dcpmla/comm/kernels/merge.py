@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dcpmla.comm.kernels.merge_tree import merge_tree
+
 
 @triton.jit
 def shares(lse):
@@ -36,27 +38,31 @@ def merge_kernel(
     PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Merge the parts of one (token, head) per program: sum the parts' rows times their shares."""
+    """Merge the parts of one (token, head) per program by a tree."""
     row = tl.program_id(0).to(tl.int64)
     token, head = row // num_heads, row % num_heads
     part = tl.arange(0, PARTS).to(tl.int64)
     lse_at = lse_ptr + part * lse_stride_part + token * lse_stride_token + head * lse_stride_head
     lse = tl.load(lse_at, mask=part < NUM_PARTS, other=-float("inf"))
-    share, merged_lse = shares(lse)
-    tl.store(merged_lse_ptr + row, merged_lse)
-
     column = tl.arange(0, COLUMNS)
     rows_at = (
         out_ptr + part[:, None] * out_stride_part + token * out_stride_token + head * out_stride_head + column[None, :]
     )
-    # A part without a share is not read: its payload may be NaN.
-    rows = tl.load(rows_at, mask=(share[:, None] != 0) & (column[None, :] < width), other=0.0).to(tl.float32)
-    merged = tl.sum(rows * share[:, None], 0)
-    tl.store(merged_ptr + row * width + column, merged.to(merged_ptr.dtype.element_ty), mask=column < width)
+    # An empty part is not read: its payload may be NaN.
+    is_read = (lse != -float("inf"))[:, None] & (column[None, :] < width)
+    rows = tl.load(rows_at, mask=is_read, other=0.0).to(tl.float32)
+    merged, merged_lse = merge_tree(rows, lse)
+    merged_at, first = merged_ptr + row * width, tl.arange(0, 1)
+    tl.store(
+        merged_at + first[:, None] + column[None, :],
+        merged.to(merged_ptr.dtype.element_ty),
+        mask=(column < width)[None, :],
+    )
+    tl.store(merged_lse_ptr + row + first, merged_lse)
 
 
 def merge_rows(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `dcpmla.merge_partials` in one kernel on a GPU, for rows with any strides but contiguous columns.
+    """Compute `comm.nccl.merge_rows` in one kernel on a GPU, for rows with any strides but contiguous columns.
 
     Args:
         out: Partial outputs [N, T, H, D], float32, bfloat16 or float16, out.stride(-1) == 1.

@@ -34,8 +34,8 @@ def merge_tree(out, lse):
     """
     for _ in tl.static_range(4):  # up to 16 parts
         if out.shape[0] > 1:
-            HALF: tl.constexpr = out.shape[0] // 2
-            first, second = tl.split(tl.permute(tl.reshape(out, [2, HALF, out.shape[1]]), [1, 2, 0]))
-            first_lse, second_lse = tl.split(tl.trans(tl.reshape(lse, [2, HALF])))
+            halves = tl.reshape(out, [2, out.shape[0] // 2, out.shape[1]])
+            first, second = tl.split(tl.permute(halves, [1, 2, 0]))
+            first_lse, second_lse = tl.split(tl.trans(tl.reshape(lse, [2, lse.shape[0] // 2])))
             out, lse = merge_pair(first, first_lse, second, second_lse)
     return out, lse

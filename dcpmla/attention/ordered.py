@@ -1,7 +1,8 @@
-"""Prefill in a fixed order (`DCPConfig.deterministic`): the keys of a query are summed up tile by tile from position 0.
+"""Attention in a fixed order (`DCPConfig.deterministic`) over a cache that the ranks of a DCP group share.
 
-New tokens are in the cache already. They are gathered with their context, chunk by chunk, so that all keys are tiles of
-one grid of positions and have the cache's rounding. Sums are carried from chunk to chunk in float32.
+Decode sums up each class of tiles by itself, then merges all classes by one tree, over the ranks too. Prefill sums up a
+query's keys tile by tile from position 0. There new tokens are in the cache already: they are gathered with their
+context, chunk by chunk, so that all keys are tiles of one grid of positions and have the cache's rounding.
 """
 
 from collections.abc import Callable
@@ -9,12 +10,52 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from dcpmla.attention.calls import DecodeCall, split_queries
+from dcpmla.attention.decode import run_call
 from dcpmla.attention.ordered_reference import OrderedPrefillCall, Sums, new_sums, prefill_in_order
 from dcpmla.attention.prefill import UpProjection, latents_of, read_cache_rows, up_project
-from dcpmla.attention.step import ContextChunk, PrefillMetadata
+from dcpmla.attention.step import ContextChunk, DecodeMetadata, PrefillMetadata
 from dcpmla.cache.formats import check_kv_scale
 from dcpmla.comm.exchange import Exchange
 from dcpmla.operators import nothing, operator
+
+
+def dcp_mla_decode_in_order(
+    q: Tensor,
+    kv_cache: Tensor,
+    decode: DecodeMetadata,
+    scale: float,
+    exchange: Exchange,
+    kv_lora_rank: int,
+    num_classes: int,
+    q_is_replicated: bool,
+    kv_scale: Tensor | None = None,
+) -> Tensor:
+    """Attend as `dcp_mla_decode`, but in a fixed order, whatever the other tokens and the number of ranks. Collective.
+
+    Args:
+        num_classes: Number of classes of tiles in this rank's cache, NUM_CLASSES / W.
+    Returns:
+        out [T, h, kv_lora_rank] in the dtype of q: this rank's heads over all ranks' tokens, rounded once.
+    Raises:
+        ValueError: The reasons that `mla_decode` documents.
+    """
+    if not q_is_replicated:
+        q = exchange.gather_heads(q)
+    call = DecodeCall(
+        *split_queries(q, kv_lora_rank),
+        kv_cache,
+        decode.block_table,
+        decode.local_seq_lens,
+        scale,
+        kv_lora_rank,
+        decode.request_index,
+        decode.query_start_loc,
+        decode.max_query_len,
+        kv_scale=kv_scale,
+        num_classes=num_classes,
+    )
+    return exchange.combine(*run_call(call.checked(), None))[0].to(q.dtype)
 
 
 def dcp_mla_prefill_in_order(
