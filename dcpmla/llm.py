@@ -14,7 +14,7 @@ from tqdm import tqdm
 from dcpmla.comm.select import ChosenExchange, select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.fields import check_fields, number, option_label
-from dcpmla.integrations.arguments import DCP_OPTIONS, Prompt, check_names, pair
+from dcpmla.integrations.arguments import Prompt, check_names, layout, pair
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.loading import load_engine
 from dcpmla.integrations.open_model import ModelFiles, check_layout, open_model
@@ -76,16 +76,13 @@ class LLM:
             )
         sizes = {"tensor_parallel_size": tensor_parallel_size, "decode_context_parallel_size": dcp_size}
         arguments = {"model": str(model), "max_model_len": max_model_len, "revision": revision, **sizes, **options}
-        dcp_options: dict[str, Any] = {name: value for name, value in options.items() if name in DCP_OPTIONS}
         check = partial(check_num_ranks, tensor_parallel_size=tensor_parallel_size)
         with ExitStack() as resources:
             job = resources.enter_context(join_ranks(device, timeout, arguments, check, watch_one=False))
             self._job, self.rank = job, job.ranks.rank
             job.watchdog.enter("reading the model's files", LOAD_TIMEOUT)
             with agree():
-                dcp = DCPConfig(
-                    tensor_parallel_size=job.ranks.num_ranks, decode_context_parallel_size=dcp_size, **dcp_options
-                )
+                dcp = layout(options, job.ranks.num_ranks, dcp_size)
                 files = open_model(str(model), max_model_len, revision)
                 check_layout(files, dcp)
                 engine_options = EngineOptions.of(options)

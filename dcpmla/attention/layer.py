@@ -277,8 +277,9 @@ class MLAAttention(AttentionWeights):
         widths = self.config.kv_lora_rank, self.config.qk_rope_head_dim
         if self.dcp.deterministic:
             scale, kv_scale = self.config.scale, self.kv_scale
+            up_project = functools.partial(self.project_latents, w_kv_b=mha.w_kv_b)
             out, _ = dcp_mla_prefill_in_order(
-                mha.q, kv_cache, mha.w_kv_b, prefill, widths, scale, self.exchange, kv_scale
+                mha.q, kv_cache, up_project, prefill, widths, scale, self.exchange, kv_scale
             )
             output.append(out.flatten(1))
             return
@@ -289,7 +290,7 @@ class MLAAttention(AttentionWeights):
             kv_c,
             k_pe,
             kv_cache,
-            functools.partial(self.project_latents, w_kv_b=mha.w_kv_b) if self.dcp.deterministic else mha.w_kv_b,
+            mha.w_kv_b,
             prefill,
             self.config.scale,
             self.exchange,

@@ -83,7 +83,7 @@ def engine_fields(args: argparse.Namespace, engine: Engine, exchange: str, optio
         "tp": engine.mesh.tp_size,
         "dcp": engine.mesh.dcp_size,
         "exchange": exchange,
-        **{name: getattr(args, name) for name in options},
+        **{name: (vars(args) | vars(engine.dcp))[name] for name in options},
         "dtype": dtype_name(engine.model.dtype),
         "kv_cache_dtype": format_name(engine.cache.sizes.dtype),
     }

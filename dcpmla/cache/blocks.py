@@ -13,7 +13,7 @@ from dcpmla.cache.plan import CachePlan
 from dcpmla.cache.states import StatePool, Worth
 
 
-def block_key(previous: bytes, token_ids: Sequence[int]) -> bytes:
+def block_key(previous: bytes, token_ids: Sequence[int], num_given: int | None = None) -> bytes:
     """Return the key of a full block, a digest of all tokens from the first one to its last.
 
     Keys are compared in place of tokens, so they are SHA-256: no two texts with the same digest are known, and every
@@ -22,8 +22,11 @@ def block_key(previous: bytes, token_ids: Sequence[int]) -> bytes:
     Args:
         previous: The key of the block before it; for the first block `salt_key`.
         token_ids: The block's tokens [block_tokens].
+        num_given: Number of its first tokens that were given, where cached rows of generated tokens differ from those
+            of the same tokens in a prompt (`DCPConfig.deterministic`): its key then differs, too. None for all.
     """
-    return sha256(previous + array("q", token_ids).tobytes()).digest()
+    form = b"" if num_given is None else num_given.to_bytes(8, "little")
+    return sha256(previous + array("q", token_ids).tobytes() + form).digest()
 
 
 def salt_key(cache_salt: str) -> bytes:

@@ -43,6 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.set_defaults(run=run)
     add_job_arguments(parser)
+    determinism = "also serve prompts in many ways with --deterministic, and compare their logits bit by bit"
+    parser.add_argument("--determinism", action="store_true", help=determinism)
+    model = "model of --determinism, a directory or a hub id; default: a small one of random weights"
+    parser.add_argument("--model", metavar="DIR_OR_ID", help=model)
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="write what was found")
 
 
@@ -54,12 +58,16 @@ def run(args: argparse.Namespace) -> int:
     """
     with join(args) as job, torch.inference_mode():
         with agree():
+            if args.model and not args.determinism:
+                raise ValueError(f"--model is {args.model}; it goes with --determinism")
             if job.ranks.is_first:
                 check_writable("--json", args.json)
         examination = _Examination(job, _TIMEOUTS * args.timeout)
         examination.find_facts()
         examination.test_attention()
         examination.test_exchanges()
+        if args.determinism:
+            examination.test_determinism(args.model)
         job.watchdog.enter("writing the results", LOAD_TIMEOUT)
         if job.ranks.is_first and args.json:
             write_json(args.json, examination.as_json())
@@ -130,6 +138,17 @@ class _Examination:
             self._record([judge(f"exchange {name}", test.errors(), self._dtype)])
             self._time(name, test)
 
+    def test_determinism(self, model: str | None) -> None:
+        """Test that logits have the same bits in all ways and layouts.
+
+        Raises:
+            ValueError: The model does not exist, or does not support the mode.
+        """
+        from dcpmla.cli.bit_tests import bit_tests  # imports transformers, which takes seconds
+
+        for test in bit_tests(self._job, model, self._dtype):
+            self._record([test])
+
     def conclude(self) -> int:
         """Print the last line; return the exit code."""
         failed = [test["name"] for test in self._tests if test["failures"]]
@@ -156,7 +175,8 @@ class _Examination:
             errors = [outcome.largest_error for outcome in outcomes if outcome.largest_error is not None]
             largest = max(errors) if len(errors) == len(outcomes) else None
             self._tests.append({"name": outcomes[0].name, "largest_error": largest, "failures": failures})
-            result = "FAILED: " + "; ".join(failures) if failures else f"ok, largest error {largest:.1e}"
+            passed = outcomes[0].passed or f"ok, largest error {largest:.1e}"
+            result = "FAILED: " + "; ".join(failures) if failures else passed
             self._say(f"self-test of {outcomes[0].name}: {result}")
 
     def _time(self, name: str, test: ExchangeTest) -> None:

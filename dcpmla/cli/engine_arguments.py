@@ -48,8 +48,13 @@ class _Option:
 
 
 _DEFAULTS = {field.name: field.default for field in (*fields(DCPConfig), *fields(EngineOptions))}
+_DEFAULTS["cp_kv_cache_interleave_size"] = None  # it depends on other options (`layout`)
 _OPTIONS = (  # in the order of the help
-    _Option("--cp-kv-cache-interleave-size I", int, "consecutive tokens on one rank"),
+    _Option(
+        "--cp-kv-cache-interleave-size I",
+        int,
+        "consecutive tokens on one rank; default: 1, with --deterministic and -dcp 64",
+    ),
     _Option(
         "--dcp-comm-backend",
         DCP_COMM_BACKENDS,

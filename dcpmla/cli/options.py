@@ -3,11 +3,11 @@
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING
 
 from dcpmla.config import DCPConfig
+from dcpmla.integrations.arguments import layout
 from dcpmla.job.bootstrap import DEVICES
 from dcpmla.job.join import TIMEOUT, Job, check_num_ranks, join_ranks
 from dcpmla.job.launcher import LaunchInfo
@@ -19,8 +19,6 @@ if TYPE_CHECKING:  # these import transformers, which only commands that run a m
     from dcpmla.runtime.engine import Engine
     from dcpmla.runtime.graph import DecodeGraph
     from dcpmla.runtime.mixed_graph import MixedGraph
-
-_NO_OPTIONS = ("decode_context_parallel_size", "context_workspace_tokens")  # fields of DCPConfig that are found apart
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,8 +54,8 @@ def dcp_config(args: argparse.Namespace, decode_context_parallel_size: int) -> D
     Raises:
         ValueError: Sizes do not divide.
     """
-    options = {field.name: getattr(args, field.name) for field in fields(DCPConfig) if field.name not in _NO_OPTIONS}
-    return DCPConfig(decode_context_parallel_size=decode_context_parallel_size, **options)
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    return layout(given, args.tensor_parallel_size, decode_context_parallel_size)
 
 
 def build_engine(

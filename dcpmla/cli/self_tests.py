@@ -34,11 +34,13 @@ class SelfTest:
     Attributes:
         largest_error: Largest of all errors; None where one is not finite, or the test did not end.
         failure: Description of the differences, "" without any.
+        passed: Description of a test without differences; "" for its largest error.
     """
 
     name: str
     largest_error: float | None
     failure: str
+    passed: str = ""
 
 
 def judge(name: str, errors: Mapping[str, float], dtype: torch.dtype) -> SelfTest:

@@ -1,12 +1,13 @@
 """Arguments of `LLM`: the names of its options, and prompts with their parameters."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.engine_options import ENGINE_OPTIONS
+from dcpmla.ownership import TILE
 from dcpmla.runtime.sampling import SamplingParams
 
 DCP_OPTIONS = tuple(field.name for field in fields(DCPConfig) if field.name != "context_workspace_tokens")
@@ -22,6 +23,24 @@ def check_names(options: Iterable[str]) -> None:
             near = get_close_matches(name, allowed, 1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise ValueError(f"{name} is no option of LLM; {hint}allowed are {', '.join(allowed)}")
+
+
+def layout(options: Mapping[str, Any], tensor_parallel_size: int, decode_context_parallel_size: int) -> DCPConfig:
+    """Return the layout of some options. By default deterministic over several ranks has the interleave that it needs.
+
+    Args:
+        options: Fields of `DCPConfig`, among others.
+    Raises:
+        ValueError: A value is not allowed, or sizes do not divide.
+    """
+    chosen: dict[str, Any] = {name: options[name] for name in DCP_OPTIONS if name in options}
+    if options.get("deterministic") and decode_context_parallel_size > 1:
+        chosen = {"cp_kv_cache_interleave_size": TILE, **chosen}
+    sizes = {
+        "tensor_parallel_size": tensor_parallel_size,
+        "decode_context_parallel_size": decode_context_parallel_size,
+    }
+    return DCPConfig(**{**chosen, **sizes})
 
 
 def pair(

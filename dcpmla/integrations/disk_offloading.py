@@ -87,6 +87,7 @@ def cache_identity(
     digests = gather_values(weights_digest(*modules).hex(), mesh.tp_group, "comparing the weights")
     sizes = dcp.tensor_parallel_size, dcp.decode_context_parallel_size, dcp.cp_kv_cache_interleave_size
     return {
+        **({"mode": "deterministic"} if dcp.deterministic else {}),
         "weights": sha256("".join(digests).encode()).hexdigest(),
         "files": sha256(json.dumps(files.digests, sort_keys=True).encode()).hexdigest(),
         "dtype": str(model.dtype),

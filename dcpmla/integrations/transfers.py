@@ -77,4 +77,8 @@ def cache_facts(files: ModelFiles, dcp: DCPConfig, model: ShardedModel, sizes: C
         ("kv_cache_scale (--kv-cache-scale)", str(dcp.kv_cache_scale)),
         ("the format of index_cache_dtype (--index-cache-dtype)", str(sizes.index_dtype)),
         ("index_hadamard (--index-hadamard)", str(dcp.index_hadamard)),
+        (
+            "deterministic (--deterministic), with its tensor_parallel_size (-tp)",
+            f"on with {dcp.tensor_parallel_size}" if dcp.deterministic else "off",
+        ),
     ]

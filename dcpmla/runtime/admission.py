@@ -41,6 +41,7 @@ class Admission:
         is_first: Whether this is the first rank, which compiles grammars.
     Attributes:
         handoffs: Transfers with other jobs; None without.
+        has_forms: Whether the tokens of requests have forms (`Request.has_forms`).
     Raises:
         ValueError: max_model_len is below 2.
     """
@@ -53,6 +54,7 @@ class Admission:
         self.max_model_len, self.tokenizer = max_model_len, tokenizer
         self.grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids, is_first)
         self.handoffs: Handoffs | None = None
+        self.has_forms = False
         self.now = 0.0  # seconds on this rank's clock when the last step ended
         self._coming: list[Request] = []  # not yet due, by arrival time, then in the order of `add`
 
@@ -121,6 +123,7 @@ class Admission:
             arrival_time=_NOW if arrival_time is None else arrival_time,
             cache_salt=cache_salt,
             prompt_keys=keys,
+            has_forms=self.has_forms,
             keep_logits=keep_logits,
             keep_logprobs=keep_logprobs,
             text_stream=text_stream,

@@ -23,6 +23,14 @@ class Piece(NamedTuple):
     num_tokens: int
     num_drafts: int = 0
 
+    @property
+    def is_decode(self) -> bool:
+        """Return whether it has one token and its drafts, and attends with absorbed queries. It is valid before the
+        step is launched.
+        """
+        is_prompt = self.request.has_forms and self.request.is_in_prompt
+        return self.num_tokens - self.num_drafts == 1 and not is_prompt
+
 
 @dataclass
 class Batch:
@@ -70,16 +78,22 @@ class Batch:
                 request.num_scored_tokens = max(request.num_scored_tokens, min(request.num_computed_tokens, last))
 
     def arrange(self, costs: PieceCosts, max_absorbed_tokens: int = 0) -> None:
-        """Order the pieces: decodes, then pieces of prompts that attend with absorbed queries, then the others.
+        """Order the pieces: decodes, then other pieces with absorbed queries, then pieces that attend by MHA.
 
         Args:
+            costs: Costs that choose the pieces of prompts that attend with absorbed queries, except for requests whose
+                tokens have forms (`Request.has_forms`).
             max_absorbed_tokens: Tokens of the largest step that is one graph, if all its pieces are absorbed.
         """
-        decodes = [piece for piece in self.pieces if piece.num_tokens - piece.num_drafts == 1]
-        prompts = [piece for piece in self.pieces if piece.num_tokens - piece.num_drafts != 1]
+        decodes = [piece for piece in self.pieces if piece.is_decode]
+        prompts = [piece for piece in self.pieces if not piece.is_decode]
         sizes = [(piece.num_tokens, piece.request.num_computed_tokens) for piece in prompts]
-        is_graph = bool(sizes) and self.num_tokens <= max_absorbed_tokens and costs.absorbs_all(sizes)
-        chosen = [True] * len(sizes) if is_graph else costs.choose_absorbed(sizes)
+        if any(piece.request.has_forms for piece in prompts):
+            chosen = [not piece.request.is_in_prompt for piece in prompts]
+        elif sizes and self.num_tokens <= max_absorbed_tokens and costs.absorbs_all(sizes):
+            chosen = [True] * len(sizes)
+        else:
+            chosen = costs.choose_absorbed(sizes)
         absorbed = [piece for piece, is_absorbed in zip(prompts, chosen, strict=True) if is_absorbed]
         by_mha = [piece for piece, is_absorbed in zip(prompts, chosen, strict=True) if not is_absorbed]
         self.pieces = decodes + absorbed + by_mha
@@ -98,7 +112,7 @@ class Batch:
     @property
     def has_prompts(self) -> bool:
         """Return whether any of its tokens is a prompt's."""
-        return any(
+        return self.num_absorbed < len(self.pieces) or any(
             num_tokens - num_drafts > 1 or not request.num_new_tokens for request, num_tokens, num_drafts in self.pieces
         )
 

@@ -67,7 +67,7 @@ class Engine(Outcomes):
         memory: HostMemory | None = None,
     ) -> None:
         super().__init__(model, cache, mesh, scheduler, max_model_len, tokenizer, drafter or NoDrafter())
-        self.dcp, self.on_step = dcp, on_step
+        self.dcp, self.on_step, self.has_forms = dcp, on_step, dcp.deterministic
         self.graph, self.mixed_graph = graph, mixed_graph
         scheduler.max_absorbed_tokens = 0 if mixed_graph is None else mixed_graph.max_absorbed_tokens
         if memory is not None:
@@ -198,7 +198,7 @@ class Engine(Outcomes):
         """
         running, graph, drafter = self.scheduler.running, self.graph, self.speculation.drafter
         is_due = bool(self._coming) and self._coming[0].arrival_time <= self._first_now
-        if graph is None or self.scheduler.waiting or is_due or any(each.num_pending_tokens > 1 for each in running):
+        if graph is None or self.scheduler.waiting or is_due or any(each.is_prefill for each in running):
             return False
         return all(graph.takes(len(running), query_len) for query_len in (1, 1 + drafter.num_speculative_tokens))
 

@@ -45,6 +45,8 @@ class Request:
     Attributes:
         request_id: Name chosen by the caller.
         cache_salt, prompt_keys: Salt and keys of the prompt's blocks (`Prompt`).
+        has_forms: Whether the prompt's tokens attend by MHA and its new ones with absorbed queries, in pieces of any
+            size (`DCPConfig.deterministic`). If not, the costs of each piece decide.
         keep_logits: Whether to keep the logits of its tokens.
         keep_logprobs: Whether this rank keeps log probabilities, if params ask for them.
         text_stream: Text of the new tokens; None without a tokenizer.
@@ -80,6 +82,7 @@ class Request:
     arrival_time: float = 0.0
     cache_salt: str = ""
     prompt_keys: list[bytes] = field(default_factory=list)
+    has_forms: bool = False
     keep_logits: bool = False
     keep_logprobs: bool = True
     text_stream: TextStream | None = None
@@ -201,6 +204,28 @@ class Request:
             return 0
         return len(self.prompt_token_ids) + num_new - self.num_computed_tokens
 
+    @property
+    def is_in_prompt(self) -> bool:
+        """Return whether the next token to compute is the prompt's."""
+        return self.num_computed_tokens < len(self.prompt_token_ids)
+
+    @property
+    def is_decode(self) -> bool:
+        """Return whether one token is left to compute, which drafts may follow."""
+        return self.num_pending_tokens == 1 and not (self.has_forms and self.is_in_prompt)
+
+    @property
+    def is_prefill(self) -> bool:
+        """Return whether tokens are left to compute in pieces."""
+        return self.num_pending_tokens > 0 and not self.is_decode
+
+    @property
+    def longest_piece(self) -> int:
+        """Return the largest number of tokens in a piece: all pending ones, or the prompt's if tokens have forms."""
+        if self.has_forms and self.is_in_prompt:
+            return len(self.prompt_token_ids) - self.num_computed_tokens
+        return self.num_pending_tokens
+
     def tokens(self, start: int, end: int) -> list[int]:
         """Return the known tokens at positions [start, end), of the prompt and then new ones."""
         num_prompt = len(self.prompt_token_ids)
@@ -212,8 +237,12 @@ class Request:
         num_prompt = len(self.prompt_token_ids) // block_tokens
         for block in range(len(keys) + len(new), end):
             previous = (new or keys or [salt_key(self.cache_salt)])[-1]
-            key = block_key(previous, self.tokens(block * block_tokens, (block + 1) * block_tokens))
-            (keys if block < num_prompt else new).append(key)
+            tokens = self.tokens(block * block_tokens, (block + 1) * block_tokens)
+            if block < num_prompt:
+                keys.append(block_key(previous, tokens))
+            else:
+                num_given = max(0, len(self.prompt_token_ids) - block * block_tokens) if self.has_forms else None
+                new.append(block_key(previous, tokens, num_given))
         return keys[start:end] + new[max(0, start - num_prompt) : max(0, end - num_prompt)]
 
     def append(self, token_id: int, eos_token_ids: frozenset[int]) -> str:

@@ -160,7 +160,7 @@ class PrefixReuse:
         """Return the blocks that running requests will remember."""
         coming = ComingBlocks(self._block_tokens)
         for request in running:
-            if request.num_pending_tokens > 1:
+            if request.is_prefill:
                 self.add_coming(request, coming)
         return coming
 
@@ -178,12 +178,12 @@ class PrefixReuse:
         return not any(self._allocator.has_state(key) or key in self._tier.states for key in keys)
 
     def longest_piece(self, request: Request) -> int:
-        """Return the number of a request's tokens to compute next: all, or up to the next border where its state is to
-        be remembered.
+        """Return the number of a request's tokens to compute next, or up to the next border where its state is to be
+        remembered.
         """
         borders = None if self._forks is None else self._borders(self._forks, request)
         if not borders:
-            return request.num_pending_tokens
+            return request.longest_piece
         return borders[0] * self._block_tokens - request.num_computed_tokens
 
     def cut_piece(self, request: Request, num_tokens: int) -> int:

@@ -76,7 +76,7 @@ class StepRunner:
         if self._lacks_scales:
             return None
         num_reqs, query_len = len(batch.pieces), batch.most_drafts + 1
-        is_decode = all(piece.num_tokens <= query_len for piece in batch.pieces)
+        is_decode = batch.num_absorbed == num_reqs and batch.longest_absorbed <= query_len
         if decode is not None and is_decode and decode.takes(num_reqs, query_len):
             return decode, decode.batch(num_reqs, query_len)
         if mixed is None:

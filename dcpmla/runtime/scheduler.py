@@ -95,13 +95,13 @@ class Scheduler(Queues):
         index = 0
         while index < len(self.running) and batch.budget:  # growing may shorten the list from its end
             request = self.running[index]
-            if request.num_pending_tokens == 1 and not request.is_loading and self.grow(request):
+            if request.is_decode and not request.is_loading and self.grow(request):
                 batch.add(request, 1)
             index += 1
 
     def _schedule_prefills(self, batch: Batch) -> None:
         for request in self.running:
-            is_due = request.num_pending_tokens > 1 and not request.is_loading
+            is_due = request.is_prefill and not request.is_loading
             if is_due and batch.room(request) and batch.room_us > 0:
                 self._add_piece(batch, request)
 

@@ -16,12 +16,14 @@ from dcpmla.attention import reference
 from dcpmla.attention.backends import DECODE_BACKENDS, PREFILL_BACKENDS, Backend
 from dcpmla.attention.calls import DecodeCall, PrefillCall
 from dcpmla.bench.geometries import config_of
-from dcpmla.cli import self_tests
+from dcpmla.cli import bit_tests, self_tests
+from dcpmla.cli.determinism import WAYS
 from dcpmla.cli.doctor import CONFIG
 from dcpmla.cli.self_tests import SelfTest
 from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.nccl import AllGatherReduceScatter, AllToAll
 from dcpmla.integrations.families.table import attention_kind
+from dcpmla.parallel import fixed
 from tests.support.backends import only
 from tests.support.launchers import run_forked, run_together, torchrun, unattended
 from tests.support.ranks import run_ranks
@@ -172,3 +174,22 @@ def test_on_two_gpus(tmp_path: Path) -> None:
     assert [test["name"] for test in content["self_tests"]] == names
     assert all(row["in_graph"] and row["heads"] == 128 for row in content["latencies"])
     assert [facts["peers"] is None for facts in content["ranks"]] == [False, True]
+
+
+@pytest.mark.usefixtures("one_process_on_cpu")
+def test_determinism(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line for each way with the number of equal rows; the exit code is 1 where one differs."""
+    out = tmp_path / "doctor.json"
+    monkeypatch.setattr(bit_tests, "CPU_PROMPT_LENS", (1, 5))
+    monkeypatch.setattr(bit_tests, "WAYS", WAYS[:1])
+    command = ["doctor", "--device", "cpu", "--determinism", "--json", str(out)]
+    assert main(command) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[-2] == "self-test of equal bits, dcp 1, exchange none, together: 16 of 16 rows of logits are equal"
+    multiply = fixed.multiply_rows
+    monkeypatch.setattr(fixed, "multiply_rows", lambda x, weight: multiply(x * (1 + (len(x) > 1) / 64), weight))
+    assert main(command) == 1
+    (last,) = json.loads(out.read_text())["self_tests"][-1:]
+    assert last["failures"] == ["rank 0: 0 of 16 rows of logits are equal"]
+    assert main(["doctor", "--device", "cpu", "--model", "elsewhere"]) == 2
+    assert "--model is elsewhere; it goes with --determinism" in capfd.readouterr().err

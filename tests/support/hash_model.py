@@ -22,6 +22,7 @@ from dcpmla.cache.host import HostMemory
 from dcpmla.cache.latent import LatentCache, LatentPlan
 from dcpmla.cache.tier import HostTier, Tier
 from dcpmla.config import DCPConfig
+from dcpmla.ownership import TILE
 from dcpmla.runtime.costs import TOKEN_COSTS, PieceCosts
 from dcpmla.runtime.drafts import Drafter, Drafts
 from dcpmla.runtime.engine import Engine
@@ -43,6 +44,8 @@ class HashModel:
     dtype = torch.float32
     vocab_size = VOCAB_SIZE
     eos_token_ids = frozenset([EOS])
+    least_prefill = 2  # tokens: pieces of one token come first, as decodes
+    has_new_in_chunks = False  # whether chunks of context include the new tokens
 
     def __init__(self) -> None:
         self.steps: list[list[int]] = []  # tokens of each piece of each step
@@ -97,13 +100,13 @@ class HashModel:
         if metadata.prefill is not None:
             starts = metadata.prefill.queries.start
             for index, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
-                assert end - start > 1, "pieces of one token come first: they are decodes"
+                assert end - start >= self.least_prefill
                 new = slice(metadata.num_decode_tokens + start, metadata.num_decode_tokens + end)
                 context = torch.cat(
                     [chunk_rows(chunk, rows, index) for chunk in metadata.prefill.context_chunks] or [rows[:0]]
                 )
                 own = torch.stack([token_ids[new], metadata.positions[new]], -1).float()
-                ends[new.stop - 1] = read(torch.cat([context, own])), end - start
+                ends[new.stop - 1] = read(context if self.has_new_in_chunks else torch.cat([context, own])), end - start
         return ends
 
 
@@ -203,13 +206,16 @@ def make_engine(
     num_host_blocks: int = 0,
     memory: type[HostMemory] = HostMemory,
     open_disk: Callable[[HostMemory], Tier | None] = lambda memory: None,
+    deterministic: bool = False,
 ) -> Engine:
     plan = LatentPlan(
         num_layers=1, num_blocks=num_blocks, block_size=BLOCK, row_width=2, dtype=torch.float32, dcp_size=1
     )
     cache = LatentCache(plan, torch.device("cpu"))
     cache.layers[0].fill_(torch.nan)
-    dcp = DCPConfig(block_size=BLOCK, context_workspace_tokens=BLOCK * max(1, max_num_seqs))
+    alignment = 2 * TILE if deterministic else BLOCK
+    workspace = alignment * max(1, max_num_seqs)
+    dcp = DCPConfig(block_size=BLOCK, context_workspace_tokens=workspace, deterministic=deterministic)
     model = model or HashModel()
     graph = None
     if with_graph:

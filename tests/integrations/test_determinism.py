@@ -1,0 +1,140 @@
+"""Deterministic mode: a request's logits have the same bits alone and among others, in chunks of any size, after hits
+of prefixes and preemptions, with drafts, in graphs and eager, for every exchange and every DCP size.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dcpmla.cli.determinism import ALONE, GRAPH_WAYS, WAYS, Answer, Way, draw_cases, serve
+from dcpmla.comm.select import select_exchange
+from dcpmla.integrations.arguments import layout
+from dcpmla.integrations.engine_options import EngineOptions
+from dcpmla.integrations.loading import load_engine
+from dcpmla.integrations.open_model import open_model
+from dcpmla.parallel import fixed
+from dcpmla.parallel.mesh import init_mesh
+from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.mixed_graph import MixedGraph
+from tests.support.models import VOCAB_SIZE, random_model, tiny_config
+from tests.support.ranks import run_ranks
+
+MAX_LEN = 768
+FAMILIES = (
+    *("deepseek_v2", "deepseek_v2_no_q_lora", "deepseek_v3", "deepseek_v3_neox", "glm4_moe_lite", "longcat_flash"),
+    *("mistral4", "youtu", "axk1", "minicpm3"),
+)
+AMONG = Way("among 5 others", num_others=5)
+FEW = (
+    Way("in chunks of 9 tokens", max_num_batched_tokens=9, num_others=2),
+    Way("with preemptions, earlier blocks and drafts", 30, is_again=True, is_preempted=True, has_drafts=True),
+)
+Outcome = dict[str, tuple[int, int]]  # ways -> equal rows of logits, and all
+
+
+def save(family: str, directory: Path) -> None:
+    """Save a random model, which amplifies every rounding."""
+    config = tiny_config(family)
+    config.max_position_embeddings = MAX_LEN
+    random_model(config).save_pretrained(directory)
+
+
+def load(directory: Path, tp: int, dcp_size: int, backend: str, dtype: torch.dtype, deterministic: bool) -> Engine:
+    """Load an engine on a rank."""
+    options = {"deterministic": deterministic, "dcp_comm_backend": backend}
+    dcp, cpu = layout(options, tp, dcp_size), torch.device("cpu")
+    mesh = init_mesh(tp, dcp_size)
+    chosen = select_exchange(dcp, mesh.dcp_group, cpu)
+    engine_options = EngineOptions(dtype=dtype, kv_cache_memory_bytes=1 << 24, max_num_seqs=64)
+    return load_engine(open_model(str(directory), MAX_LEN), dcp, mesh, chosen, cpu, engine_options)
+
+
+def compare(
+    directory: Path,
+    tp: int,
+    layouts: Sequence[tuple[int, str]],
+    lengths: Sequence[int],
+    ways: Sequence[Way],
+    dtype: torch.dtype = torch.float32,
+    has_graphs: bool = False,
+    deterministic: bool = True,
+) -> Outcome:
+    """On a rank: serve prompts in ways in layouts (DCP size, exchange), and compare them with the first layout's."""
+    cases, outcome = draw_cases(VOCAB_SIZE, MAX_LEN, lengths), Outcome()
+    expected: list[Answer] = []
+    for dcp_size, backend in layouts:
+        loaded = load(directory, tp, dcp_size, backend, dtype, deterministic)
+        if has_graphs:
+            with_graphs(loaded)
+        for way in ways if expected else (ALONE, *ways):
+            answers = serve(loaded, way, cases, expected)
+            expected = expected or answers
+            equal = sum(answer.count_equal(right) for answer, right in zip(answers, expected, strict=True))
+            outcome[f"dcp {dcp_size} {backend} {way.name}"] = equal, sum(len(right.logits) for right in expected)
+        loaded.close()
+    return outcome
+
+
+def check(outcomes: Sequence[Outcome]) -> None:
+    """Check that all logits were equal on all ranks."""
+    for rank, outcome in enumerate(outcomes):
+        for name, (equal, total) in outcome.items():
+            assert equal == total > 0, f"rank {rank}, {name}: {equal} of {total} rows are equal"
+
+
+def with_graphs(loaded: Engine) -> None:
+    """Give an engine on a CPU the padded steps of graphs, of few tokens."""
+    model, cache, mesh = loaded.model, loaded.cache, loaded.mesh
+    steps = model.attention.step_builder(cache.sizes, loaded.dcp, mesh.dcp_rank, model.device)
+    limits = 8, loaded.max_model_len
+    loaded.graph = DecodeGraph(model.decode, torch.tensor(0), cache, steps, mesh, *limits)
+    width = loaded.scheduler.costs.tokens_per_request
+    loaded.mixed_graph = MixedGraph(model, cache, steps, mesh, 70, *limits, width)
+
+
+def compare_reordered(directory: Path) -> Outcome:
+    """Compare where products of several rows sum in another order than those of one row."""
+    multiply = fixed.multiply_rows
+
+    def reordered(x: Tensor, weight: Tensor) -> Tensor:
+        return multiply(x, weight) if len(x) == 1 else multiply(x.flip(-1), weight.flip(-1))
+
+    fixed.multiply_rows = reordered
+    return compare(directory, 1, [(1, "auto")], (1, 70), (AMONG,))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str, tmp_path: Path) -> None:
+    save(family, tmp_path)
+    check(run_ranks(2, compare, tmp_path, 2, [(1, "auto"), (2, "a2a")], (1, 70), FEW[1:]))
+
+
+def test_layouts_of_eight_ranks(tmp_path: Path) -> None:
+    save("deepseek_v3", tmp_path)
+    layouts = [(1, "auto"), (2, "ag_rs"), (4, "a2a"), (8, "ag_rs"), (8, "a2a")]
+    check(run_ranks(8, compare, tmp_path, 8, layouts, (64, 509), (AMONG,), timeout=400))
+
+
+def test_layouts_of_four_ranks_in_bfloat16(tmp_path: Path) -> None:
+    save("deepseek_v2", tmp_path)
+    layouts = [(1, "auto"), (4, "a2a")]
+    check(run_ranks(4, compare, tmp_path, 4, layouts, (1, 130), FEW, torch.bfloat16, timeout=400))
+
+
+def test_all_ways(tmp_path: Path) -> None:
+    save("deepseek_v3", tmp_path)
+    ways = (*WAYS, *GRAPH_WAYS)
+    check(run_ranks(1, compare, tmp_path, 1, [(1, "auto")], (1, 63, 64, 130), ways, torch.float32, True))
+
+
+def test_without_the_mode_they_differ(tmp_path: Path) -> None:
+    """The random model is chaotic, and one sum in another order is found."""
+    save("deepseek_v3", tmp_path)
+    (plain,) = run_ranks(1, compare, tmp_path, 1, [(1, "auto")], (1, 70), (AMONG,), torch.float32, False, False)
+    (reordered,) = run_ranks(1, compare_reordered, tmp_path)
+    for outcome in (plain, reordered):
+        assert [equal for equal, _ in outcome.values()] == [16, 0]
