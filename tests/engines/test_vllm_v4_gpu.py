@@ -22,7 +22,8 @@ OURS = {
 }
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 20]}
 IN_GRAPHS = {"enforce_eager": False, "compilation_config": GRAPHS | {"custom_ops": ["none"]}}
-TOLERANCES = {"float32": 0.02, "bfloat16": 0.3}  # products of float32 are in TF32
+# Products of float32 are in TF32. In bfloat16 the same model on CPUs is off by 0.73: near ties of experts tip.
+TOLERANCES = {"float32": 0.02, "bfloat16": 1.5}
 
 
 @pytest.fixture(scope="module")
