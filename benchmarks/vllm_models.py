@@ -107,12 +107,6 @@ class Model:
                 "cudagraph_mode": "FULL_DECODE_ONLY",
                 "cudagraph_capture_sizes": sorted(set(batches)),
             },
-            # Requests' prompts are taken as cached: their blocks are filled with random numbers.
-            "kv_transfer_config": {
-                "kv_connector": "DecodeBenchConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {"fill_mean": 0.0, "fill_std": 1.0},
-            },
             **({"dcp_comm_backend": variant.exchange} if variant.exchange else {}),
         }
 
@@ -129,7 +123,7 @@ def _v4(geometry: str, ratios: list[int]) -> Model:
         bytes_per_token=320,
         whole=(Variant(OURS, kv_cache_dtype="fp8"), flash_mla),
         shared=(Variant(OURS, kv_cache_dtype="fp8"), flash_mla._replace(shares=False)),
-        fields={"compress_ratios": ratios, **_FEW_EXPERTS},
+        fields={"compress_ratios": ratios, "topk_method": "noaux_tc", **_FEW_EXPERTS},
         loads=LONG_LOADS,
         block_size=256,
     )
