@@ -81,7 +81,7 @@ class Step:
 
 
 class Recorder:
-    """What vLLM used last: the graph that it replayed, the metadata of dense attention, and the step's of all layers."""
+    """What vLLM used last: the graph that it replayed, the metadata of dense attention, and the step of all layers."""
 
     graph: torch.cuda.CUDAGraph
     metadata: Any
