@@ -7,7 +7,6 @@ fills each layer's pages block by block, as if they were a tensor of that layer.
 from typing import Any
 
 import torch
-from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 
 # Range of bytes that are positive numbers of no great size as e4m3, bfloat16 and float32, all of which caches of bytes
@@ -22,8 +21,26 @@ class Contexts(KVConnectorBase_V1, SupportsHMA):
         num_new: Tokens of a prompt that are to be computed.
     """
 
-    def __init__(self) -> None:
-        self.num_new = 1  # not the base's, which asks for options that no engine has
+    def __init__(self, engine: Any) -> None:
+        # Not the base's, which asks for options that no engine has.
+        (runner,) = engine.collective_rpc(lambda worker: worker.model_runner)
+        self.num_new, self._caches = 1, [cache for cache in runner.kv_caches if cache.numel()]
+        engine.engine_core.engine_core.scheduler.connector = self
+        if runner.kv_block_zeroer is not None:
+            # vLLM zeroes new blocks if caches have several dtypes.
+            runner.kv_block_zeroer.zero_block_ids = lambda blocks: None
+
+    def fill(self) -> None:
+        """Fill all caches with random numbers. No request may run."""
+        if all(cache.is_floating_point() for cache in self._caches):
+            for cache in self._caches:
+                cache.normal_()
+            return
+        # Layers share memory, whatever their dtypes.
+        for memory in {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in self._caches}.values():
+            whole = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
+            for part in whole.split(1 << 30):
+                part.random_(*CACHED_BYTES)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Return how many tokens of a prompt are cached besides the engine's own, and that no step waits for them."""
@@ -45,32 +62,3 @@ class Contexts(KVConnectorBase_V1, SupportsHMA):
         raise NotImplementedError
 
     wait_for_layer_load = save_kv_layer = wait_for_save = start_load_kv
-
-
-def cache_contexts(engine: Any) -> Contexts:
-    """Fill an engine's caches with random numbers, and make it take prompts as cached; return the connector."""
-    contexts = Contexts()
-    engine.engine_core.engine_core.scheduler.connector = contexts
-    (runner,) = engine.collective_rpc(lambda worker: worker.model_runner)
-    caches = [cache for cache in runner.kv_caches if cache.numel()]
-    if all(cache.is_floating_point() for cache in caches):
-        for cache in caches:
-            cache.normal_()
-        return contexts
-    # Layers share memory, whatever their dtypes.
-    for memory in {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in caches}.values():
-        whole = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
-        for part in whole.split(1 << 30):
-            part.random_(*CACHED_BYTES)
-    if runner.kv_block_zeroer is not None:
-        # In place of the zeros that vLLM writes to new blocks if caches have several dtypes.
-        runner.kv_block_zeroer.zero_block_ids = lambda blocks: fill_blocks(caches, blocks)
-    return contexts
-
-
-def fill_blocks(caches: list[Tensor], blocks: list[int]) -> None:
-    """Fill some blocks of all caches with random bytes."""
-    index = torch.tensor(blocks, device=caches[0].device)
-    for cache in caches:
-        rows = cache.view(torch.uint8)
-        rows[index] = torch.empty_like(rows[index]).random_(*CACHED_BYTES)

@@ -20,7 +20,9 @@ NUM_STEPS, NUM_DECODED = 8, 128  # NUM_DECODED: more than one engine's steps bef
 
 def measure(engine: Any, recorder: "Recorder", model: Model, variant: Variant) -> list[dict[str, Any]]:
     """Return an engine's rows, one for each load and each kind of layers. Collective over the job."""
-    parallel = engine.vllm_config.parallel_config
+    from benchmarks.vllm_contexts import Contexts
+
+    parallel, contexts = engine.vllm_config.parallel_config, Contexts(engine)
     layers: Any = (Parts if model.in_parts else Modules)(engine, recorder)
     device, is_ours = layers.device, variant.backend == OURS
     shared = {
@@ -36,10 +38,9 @@ def measure(engine: Any, recorder: "Recorder", model: Model, variant: Variant) -
         "kv_cache_dtype": variant.kv_cache_dtype,
         **({} if model.in_parts else {"part": "total"}),
     }
-    from benchmarks.vllm_contexts import cache_contexts
-
-    contexts, rows = cache_contexts(engine), []
+    rows = []
     for batch, context in model.loads:
+        contexts.fill()
         names = decode(engine, batch, context)
         step_us = time_graph(recorder.graph, device)  # first: timing records graphs of its own
         for fields, timing in layers.decode(batch):
@@ -50,6 +51,7 @@ def measure(engine: Any, recorder: "Recorder", model: Model, variant: Variant) -
             engine.step()
     for num_new, context in PREFILLS:
         contexts.num_new = num_new
+        contexts.fill()
         step_us = time_prefill_step(engine, num_new + context, device)
         for fields, timing in layers.prefill(num_new):
             rows.append(shared | fields | prefill_row(timing, num_new, context, step_us))

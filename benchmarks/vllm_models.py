@@ -107,6 +107,7 @@ class Model:
                 "cudagraph_mode": "FULL_DECODE_ONLY",
                 "cudagraph_capture_sizes": sorted(set(batches)),
             },
+            "kernel_config": {"enable_jit_warmup": False},  # Calls that are not timed compile the kernels of these loads.
             **({"dcp_comm_backend": variant.exchange} if variant.exchange else {}),
         }
 
