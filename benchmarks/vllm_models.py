@@ -107,7 +107,7 @@ class Model:
                 "cudagraph_mode": "FULL_DECODE_ONLY",
                 "cudagraph_capture_sizes": sorted(set(batches)),
             },
-            "kernel_config": {"enable_jit_warmup": False},  # Calls that are not timed compile the kernels of these loads.
+            "kernel_config": {"enable_jit_warmup": False},  # Calls that are not timed compile what the loads need.
             **({"dcp_comm_backend": variant.exchange} if variant.exchange else {}),
         }
 
