@@ -16,7 +16,7 @@ LONG_LOADS = (*LOADS, (64, 131072))
 SHORT_PREFILLS = tuple((num_new, context) for context in (3584, 65536) for num_new in (1, 8, 64, 512))
 PREFILLS = (*SHORT_PREFILLS, (1024, 3072), (8192, 0), (2048, 63488), (8192, 57344))
 _V32_FIELDS = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
-_FEW_EXPERTS = {"n_routed_experts": 8, "moe_intermediate_size": 512}  # The benchmark times attention alone.
+_FEW_EXPERTS = {"n_routed_experts": 16, "moe_intermediate_size": 512}  # The benchmark times attention alone.
 
 
 class Variant(NamedTuple):
