@@ -1,15 +1,11 @@
 """The connector of the benchmark inside vLLM, made for a substitute of an engine: prints what it does as JSON."""
 
-import inspect
 import json
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-from vllm.v1.worker.utils import KVBlockZeroer
 
 from benchmarks.vllm_contexts import Contexts
 
@@ -45,9 +41,6 @@ def main() -> None:
         "matched": [*matched, contexts.get_num_new_matched_tokens(request, 0)],
         "plain": min(float(cache.float().std()) for cache in plain),
         "free at once": contexts.request_finished_all_groups(request, ([1],)),
-        "asked": "self.connector.get_num_new_matched_tokens" in inspect.getsource(Scheduler.schedule),
-        "zeroed": "self.kv_block_zeroer.zero_block_ids" in inspect.getsource(GPUModelRunner)
-        and hasattr(KVBlockZeroer, "zero_block_ids"),
     }
     print(json.dumps(report))
 
