@@ -1,7 +1,7 @@
 """Contexts that vLLM takes as cached though nothing has computed them (`vllm_engine.py`).
 
-vLLM's own benchmark connector does the same, but it has to be among the engine's options, which engines check, and it
-fills each layer's pages block by block, as if they were a tensor of that layer.
+vLLM's own connector for benchmarks does the same, but it is an option of the engine, which this package's attention for
+DeepSeek-V4 refuses, and it fills blocks of the layer that declares the pages, not this package's tensors in them.
 """
 
 from typing import Any
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 
-# Range of bytes that are positive numbers of no great size as e4m3, bfloat16 and float32, all of which caches of bytes
-# hold. Scores of zeros would tie in a selection.
+# Bytes in this range are positive numbers below 2 as e4m3, bfloat16 and float32: caches of bytes hold all three. Scores
+# of zeros would tie in a selection.
 CACHED_BYTES = 0x30, 0x40
 
 
@@ -30,6 +30,7 @@ class Contexts(KVConnectorBase_V1, SupportsHMA):
             # vLLM zeroes new blocks if caches have several dtypes.
             runner.kv_block_zeroer.zero_block_ids = lambda blocks: None
 
+    @torch.inference_mode()  # vLLM allocates caches in this mode
     def fill(self) -> None:
         """Fill all caches with random numbers. No request may run."""
         if all(cache.is_floating_point() for cache in self._caches):

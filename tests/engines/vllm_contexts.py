@@ -1,4 +1,4 @@
-"""The connector of the benchmark inside vLLM, made for a substitute of an engine: prints what it does as JSON."""
+"""The connector of the benchmark inside vLLM, over a substitute for an engine. Prints a report as JSON."""
 
 import json
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from benchmarks.vllm_contexts import Contexts
 
 
 def engine_of(caches: list[torch.Tensor], zeroer: Any) -> Any:
-    """Return a substitute for an engine whose caches are these."""
+    """Return a substitute for an engine with these caches."""
     runner = SimpleNamespace(kv_caches=caches, kv_block_zeroer=zeroer)
     return SimpleNamespace(
         engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=SimpleNamespace(connector=None))),
@@ -31,7 +31,8 @@ def main() -> None:
     request = SimpleNamespace(num_tokens=100)
     matched = [contexts.get_num_new_matched_tokens(request, 0), contexts.get_num_new_matched_tokens(request, 64)]
     contexts.num_new = 100
-    plain = [torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(4, 8, dtype=torch.bfloat16)]
+    with torch.inference_mode():
+        plain = [torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(4, 8, dtype=torch.bfloat16)]
     Contexts(engine_of(plain, None)).fill()
     report = {
         "is connector": engine.engine_core.engine_core.scheduler.connector is contexts,
