@@ -22,7 +22,7 @@ class Contexts(KVConnectorBase_V1, SupportsHMA):
     """
 
     def __init__(self, engine: Any) -> None:
-        # Not the base's, which asks for options that no engine has.
+        # The base's constructor asks for options that no engine has.
         (runner,) = engine.collective_rpc(lambda worker: worker.model_runner)
         self.num_new, self._caches = 1, [cache for cache in runner.kv_caches if cache.numel()]
         engine.engine_core.engine_core.scheduler.connector = self

@@ -116,8 +116,8 @@ class Modules:
 
 @contextmanager
 def choices_of_eager_steps() -> Iterator[None]:
-    """Make vLLM's modules choose while they are captured what they choose in a prefill's step, which has no graph:
-    graphs of its own replay with other requests, for which a selection or an entry may not be left out.
+    """Make vLLM's modules choose in a capture as in a step without a graph: prefills have none. A graph of vLLM's own
+    replays with other requests, so no selection and no entry may be left out of it.
     """
     is_capturing = torch.cuda.is_current_stream_capturing
     torch.cuda.is_current_stream_capturing = lambda: False
