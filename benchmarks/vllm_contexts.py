@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 
-# Bytes in this range are positive numbers below 2 as e4m3, bfloat16 and float32: caches of bytes hold all three. Scores
-# of zeros would tie in a selection.
+# Bytes in this range are positive numbers below 2 as e4m3, bfloat16 and float32: caches of bytes hold all three.
+# Scores of zeros would tie in a selection.
 CACHED_BYTES = 0x30, 0x40
 
 
