@@ -13,6 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu_worker import Worker
 
 from dcpmla.attention.compressed import layer
+from dcpmla.attention.compressed.cache import CompressedCache
 from dcpmla.attention.compressed.layer import CompressedAttention
 from dcpmla.comm.nccl import AllToAll
 from dcpmla.integrations.vllm.compressed.backend import CompressedMetadataBuilder, LazyStep
@@ -56,15 +57,15 @@ def main(directory: str, options: dict[str, Any]) -> None:
     for name in ("gather_heads", "combine"):
         count(AllToAll, name)
     count(Scheduler, "_preempt_request")
+    count(CompressedCache, "copy_state")
     if not torch.cuda.is_available():
         Worker.determine_available_memory = lambda worker: 0  # workers of CPUs have another of their own
     defaults = {"max_num_batched_tokens": 100, "dtype": "float32", "enforce_eager": True, "max_num_seqs": 20}
-    defaults["compilation_config"] = {"custom_ops": ["none"]}
+    defaults |= {"compilation_config": {"custom_ops": ["none"]}, "distributed_executor_backend": "external_launcher"}
     llm = LLM(
         model=directory,
         skip_tokenizer_init=True,
         tensor_parallel_size=int(os.environ["WORLD_SIZE"]),
-        distributed_executor_backend="external_launcher",
         max_model_len=1024,
         max_logprobs=VOCABULARY,
         seed=0,
@@ -85,6 +86,7 @@ def main(directory: str, options: dict[str, Any]) -> None:
     add_dummy_batches(llm)
     report["dummies"] = compare(model, tight, run(llm, tight))
     report["calls"] = dict(CALLS)
+    report["reuse"] = reuse(llm, model)
     if torch.cuda.is_available():
         end(report)
     use_static_steps()
@@ -93,6 +95,48 @@ def main(directory: str, options: dict[str, Any]) -> None:
         AllToAll.combine = without_merge
         report["without merge"] = compare(model, tight, run(llm, tight))
     end(report)
+
+
+def conversations(run_one: Any) -> tuple[list[list[int]], list[Any]]:
+    """Return prompts that begin as earlier ones, and the output of each, run one by one: a prompt twice, one that parts
+    from it in a later block and two in an earlier block, and a prompt whose answer ends a block, with another turn.
+    """
+    generator = torch.Generator().manual_seed(2)
+    common, *others = torch.randint(2, VOCABULARY, (6, 620), generator=generator).tolist()
+    turn = others[3][:508]
+    requests = [common, common, common[:530] + others[0][:90]]
+    requests += [common[:300] + others[1][:290], common[:300] + others[2][:290], turn]
+    outputs = [run_one(request) for request in requests]
+    requests.append(turn + list(outputs[-1].outputs[0].token_ids) + others[4][:40])
+    return requests, [*outputs, run_one(requests[-1])]
+
+
+def reuse(llm: LLM, model: Any) -> dict[str, Any]:
+    """Return the errors of answers to prompts whose beginnings are reused, one by one and together, and how many tokens
+    each has reused; the same without the copies of states.
+    """
+    report = dict[str, Any]()
+    llm.reset_prefix_cache()
+    requests, outputs = conversations(lambda request: run(llm, [request])[0])
+    report["one by one"] = compare(model, requests, outputs) | {
+        "cached": [output.num_cached_tokens for output in outputs]
+    }
+    outputs = run(llm, requests)
+    report["together"] = compare(model, requests, outputs) | {
+        "cached": [output.num_cached_tokens for output in outputs]
+    }
+    llm.reset_prefix_cache()
+    outputs = run(llm, requests[-1:])
+    report["after a reset"] = compare(model, requests[-1:], outputs) | {"cached": [outputs[0].num_cached_tokens]}
+    report["copies"] = CALLS["copy_state"]
+    copy = CompressedCache.copy_state
+    CompressedCache.copy_state = lambda self, source, target: None
+    llm.reset_prefix_cache()
+    few = [requests[5], requests[0], requests[0]]
+    report["without copies"] = compare(model, few, [run(llm, [request])[0] for request in few])
+    CompressedCache.copy_state = copy
+    llm.reset_prefix_cache()
+    return report
 
 
 def describe(llm: LLM) -> dict[str, Any]:
@@ -113,6 +157,7 @@ def describe(llm: LLM) -> dict[str, Any]:
         "fixed": stack.fixed_bytes,
         "left for pages": Worker.determine_available_memory(worker),
         "prefix caching": config.cache_config.enable_prefix_caching,
+        "async": config.scheduler_config.async_scheduling,
     }
 
 

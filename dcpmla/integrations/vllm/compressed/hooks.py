@@ -1,4 +1,4 @@
-"""The memory of windows and sums in vLLM's plan of its memory: hooks around two methods of its worker's."""
+"""Hooks around three methods of vLLM's workers: the memory of windows and sums in vLLM's plan, and their copies."""
 
 from dataclasses import replace
 from functools import cache, wraps
@@ -8,11 +8,12 @@ from dcpmla.integrations.vllm.compressed.names import GPUModelRunner, Worker
 
 
 @cache
-def plan_memory() -> None:
-    """Make this process's worker leave room for what the cache of such a model has besides pages, and allocate it with
-    them. Later calls do nothing.
+def install() -> None:
+    """Make this process's worker leave room for what the cache of such a model has besides pages, allocate it with
+    them, and copy the states that its scheduler remembers. Later calls do nothing.
     """
     determine, initialize = Worker.determine_available_memory, GPUModelRunner.initialize_kv_cache
+    add = GPUModelRunner.add_requests
 
     @wraps(determine)
     def determine_available_memory(worker: Any) -> int:
@@ -29,10 +30,18 @@ def plan_memory() -> None:
             kv_cache_config = replace(kv_cache_config, kv_cache_tensors=tensors)
         initialize(runner, kv_cache_config, *args, **options)
 
+    @wraps(add)
+    def add_requests(runner: Any, scheduler_output: Any) -> None:
+        add(runner, scheduler_output)
+        copies, stack = getattr(scheduler_output, "state_copies", None), _stack_of(runner)
+        if stack is not None and copies is not None:
+            stack.copy_states(copies, runner.req_states.req_id_to_index)
+
     Worker.determine_available_memory, GPUModelRunner.initialize_kv_cache = (
         determine_available_memory,
         initialize_kv_cache,
     )
+    GPUModelRunner.add_requests = add_requests
 
 
 def _stack_of(runner: Any) -> Any:

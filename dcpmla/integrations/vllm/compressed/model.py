@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm.models.deepseek_v4 import DeepseekV4ForCausalLM
 
 from dcpmla.integrations.vllm.compressed.attention import DCPMLADeepseekV4Attention
-from dcpmla.integrations.vllm.compressed.hooks import plan_memory
+from dcpmla.integrations.vllm.compressed.hooks import install
 from dcpmla.integrations.vllm.compressed.names import CHOOSER, CPU_CLASS
 from dcpmla.integrations.vllm.compressed.options import is_chosen
 from dcpmla.integrations.vllm.compressed.stack import CompressedStack
@@ -31,7 +31,7 @@ class DCPMLADeepseekV4ForCausalLM(DeepseekV4ForCausalLM):
         with _attention_class(sys.modules[DeepseekV4ForCausalLM.__module__]):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.attention_stack = CompressedStack(vllm_config, [layer.attn for layer in self.model.layers])
-        plan_memory()
+        install()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load a checkpoint. This package's layers take some weights in another form (`reformatted`)."""

@@ -7,6 +7,8 @@ from vllm.model_executor.models.config import DeepseekV4ForCausalLMConfig
 
 from dcpmla.integrations.vllm.compressed.options import check, is_chosen
 
+SCHEDULER = "dcpmla.integrations.vllm.compressed.scheduler.make_scheduler"
+
 logger = logging.getLogger(__name__)
 
 
@@ -15,13 +17,21 @@ class CompressedModelConfig(DeepseekV4ForCausalLMConfig):
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
-        """Check the options, and turn prefix caching off, if they choose this package's attention."""
+        """Check the options, and choose the scheduler, if they choose this package's attention."""
         DeepseekV4ForCausalLMConfig.verify_and_update_config(vllm_config)
         if is_chosen(vllm_config):
             check(vllm_config)
-            if vllm_config.cache_config.enable_prefix_caching:
-                logger.warning(
-                    "dcpmla: prefix caching is off (--no-enable-prefix-caching): windows of DeepSeek-V4 belong to a "
-                    "request, so blocks alone cannot continue one"
-                )
-                vllm_config.cache_config.enable_prefix_caching = False
+            _choose_scheduler(vllm_config)
+
+
+def _choose_scheduler(vllm_config: Any) -> None:
+    """Choose the scheduler that remembers states, or turn prefix caching off if the user chose another scheduler."""
+    scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+    if cache.enable_prefix_caching and scheduler.scheduler_cls is None:
+        scheduler.scheduler_cls = SCHEDULER
+    elif cache.enable_prefix_caching:
+        logger.warning(
+            "dcpmla: prefix caching is off (--no-enable-prefix-caching): windows of DeepSeek-V4 belong to a request, "
+            "and the scheduler of --scheduler-cls does not remember them"
+        )
+        cache.enable_prefix_caching = False

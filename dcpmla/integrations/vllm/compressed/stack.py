@@ -17,6 +17,7 @@ from dcpmla.integrations.families.deepseek_v4_config import compressed_config
 from dcpmla.integrations.vllm.compressed.memory import fixed_bytes
 from dcpmla.integrations.vllm.compressed.names import MLAAttentionSpec, get_dcp_group, get_tp_group
 from dcpmla.integrations.vllm.compressed.options import layout_of
+from dcpmla.integrations.vllm.compressed.remembered import StateCopies, num_remembered
 from dcpmla.integrations.vllm.exchange import exchange_of
 from dcpmla.parallel.mesh import DCPMesh
 
@@ -40,6 +41,8 @@ class CompressedStack:
         kinds = zip(layers, self.config.layer_kinds, strict=True)
         self.leader = next(layer for layer, kind in kinds if kind.ratio)
         self.cache: CompressedCache | None = None
+        self._num_running = vllm_config.scheduler_config.max_num_seqs
+        self._copies = list[tuple[int, int]]()  # from states to remembered ones, after the latest step
         for number, layer in enumerate(layers):
             layer.stack, layer.number = self, number
 
@@ -69,7 +72,7 @@ class CompressedStack:
             dcp=dcp,
             num_blocks=num_blocks,
             dcp_size=dcp.decode_context_parallel_size,
-            num_states=self._vllm_config.scheduler_config.max_num_seqs,
+            num_states=self._num_running + num_remembered(self._vllm_config),
             dtype=storage_dtype(dcp.kv_cache_dtype, dtype),
             index_dtype=index_storage_dtype(dcp.index_cache_dtype, dtype),
         )
@@ -113,6 +116,18 @@ class CompressedStack:
     def _forget(self, cache: CompressedCache) -> None:
         if self.cache is cache:
             self.cache = None
+
+    def copy_states(self, copies: StateCopies, states: dict[str, int]) -> None:
+        """Restore states before a step, after the copies of the step before it, and note those after this one.
+
+        Args:
+            states: State of each running request, by the request's id. Remembered states come after them.
+        """
+        before = [(self._num_running + copies.before[name], states[name]) for name in copies.before]
+        for source, target in self._copies + before:
+            assert self.cache is not None
+            self.cache.copy_state(source, target)
+        self._copies = [(states[name], self._num_running + copies.after[name]) for name in copies.after]
 
     def rotary(self, positions: Tensor, is_compressed: bool) -> Tensor:
         """Return the angles of positions [T] in layers that compress, or in the others, [T, R] float32."""
