@@ -18,6 +18,8 @@ from dcpmla.attention.compressed.layer import CompressedAttention
 from dcpmla.comm.nccl import AllToAll
 from dcpmla.integrations.vllm.compressed.backend import CompressedMetadataBuilder, LazyStep
 from tests.engines.vllm_cases import CALLS, VOCABULARY, count, end, largest_error, prompts, run, without_merge
+from tests.engines.vllm_drafts import compare_drafts, record_drafts
+from tests.engines.vllm_v4_drafts import GUIDES, Module, guide_drafts, use_plain_module
 from tests.engines.vllm_v4_model import round_reference, use_plain_torch
 
 BLOCK = 256  # vLLM's on CPUs
@@ -51,6 +53,10 @@ def add_dummy_batches(llm: LLM) -> None:
 
 def main(directory: str, options: dict[str, Any]) -> None:
     use_plain_torch()
+    has_module = "speculative_config" in options
+    if has_module:
+        use_plain_module()
+        record_drafts()
     count(CompressedAttention, "attend")
     for name in ("dcp_mla_decode", "attend_prefill", "compress"):
         count(layer, name)
@@ -78,6 +84,8 @@ def main(directory: str, options: dict[str, Any]) -> None:
         round_reference()
     report = describe(llm)
     CALLS.clear()
+    if has_module:
+        end(report | with_drafts(llm, model))
     requests = prompts()
     # These need a second block at the same time.
     tight = [requests[1][: BLOCK - 1 - index] for index in range(4)]
@@ -95,6 +103,24 @@ def main(directory: str, options: dict[str, Any]) -> None:
         AllToAll.combine = without_merge
         report["without merge"] = compare(model, tight, run(llm, tight))
     end(report)
+
+
+def with_drafts(llm: LLM, model: Any) -> dict[str, Any]:
+    """Return the errors of answers with drafts of the module, how many drafts are those of a module in plain torch, the
+    errors with drafts that are mostly accepted, and those of prompts whose beginnings are reused.
+    """
+    report, requests = dict[str, Any](), prompts()
+    outputs = run(llm, requests)
+    report["first"] = compare(model, requests, outputs)
+    report["drafts"] = compare_drafts(Module(), requests, outputs)
+    names = [f"{CALLS['runs'] + 1}-{index}" for index in range(len(requests))]
+    tokens = [request + list(output.outputs[0].token_ids) for request, output in zip(requests, outputs, strict=True)]
+    GUIDES.update({f"{name}-": each for name, each in zip(names, tokens, strict=True)})
+    guide_drafts()
+    steps = CALLS["attend"]
+    report["guided"] = compare(model, requests, run(llm, requests)) | {"calls": CALLS["attend"] - steps}
+    report["reuse"] = reuse(llm, model)
+    return report | {"calls": dict(CALLS)}
 
 
 def conversations(run_one: Any) -> tuple[list[list[int]], list[Any]]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import cache, wraps
 from typing import Any
 
-from dcpmla.integrations.vllm.compressed.names import GPUModelRunner, Worker
+from dcpmla.integrations.vllm.compressed.names import DraftModelSpeculator, GPUModelRunner, Worker
 
 
 @cache
@@ -13,7 +13,7 @@ def install() -> None:
     them, and copy the states that its scheduler remembers. Later calls do nothing.
     """
     determine, initialize = Worker.determine_available_memory, GPUModelRunner.initialize_kv_cache
-    add = GPUModelRunner.add_requests
+    add, set_attention = GPUModelRunner.add_requests, DraftModelSpeculator.set_attn
 
     @wraps(determine)
     def determine_available_memory(worker: Any) -> int:
@@ -37,11 +37,27 @@ def install() -> None:
         if stack is not None and copies is not None:
             stack.copy_states(copies, runner.req_states.req_id_to_index)
 
+    @wraps(set_attention)
+    def set_attn(speculator: Any, *args: Any, **options: Any) -> None:
+        """Give the drafts after the first one the metadata of the layer that declares the pages."""
+        context = speculator.vllm_config.compilation_config.static_forward_context
+        names = speculator.draft_attn_layer_names
+        stack = next((context[name].stack for name in names if hasattr(context[name], "stack")), None)
+        if stack is None:
+            set_attention(speculator, *args, **options)
+            return
+        speculator.draft_attn_layer_names = names | {stack.leader.prefix}
+        set_attention(speculator, *args, **options)
+        speculator.draft_attn_layer_names = names
+        for group in (group for groups in speculator.attn_groups for group in groups):
+            for builder in group.metadata_builders:
+                builder.layers = stack.draft_layers
+
     Worker.determine_available_memory, GPUModelRunner.initialize_kv_cache = (
         determine_available_memory,
         initialize_kv_cache,
     )
-    GPUModelRunner.add_requests = add_requests
+    GPUModelRunner.add_requests, DraftModelSpeculator.set_attn = add_requests, set_attn
 
 
 def _stack_of(runner: Any) -> Any:

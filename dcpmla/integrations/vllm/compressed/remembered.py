@@ -98,9 +98,7 @@ class RememberedStates:
             if previous != content:
                 self._pool.supersede(previous)
             self._latest[request.request_id] = content
-        return self._pool.remember(
-            content, Worth.SHARED if is_shared else Worth.LATEST if is_latest else Worth.PASSED
-        )
+        return self._pool.remember(content, Worth.SHARED if is_shared else Worth.LATEST if is_latest else Worth.PASSED)
 
     def forget_request(self, request_id: str) -> None:
         """Note that a request has ended. Its states stay."""

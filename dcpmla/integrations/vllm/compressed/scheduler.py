@@ -66,6 +66,8 @@ class _States(Scheduler):
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             request = self.requests[request_id]
             start = request.num_computed_tokens
+            if self.num_spec_tokens and start + num_tokens > request.num_prompt_tokens:
+                continue  # rejected drafts may end it elsewhere
             state = self._remembered.remember(request, start, start + num_tokens)
             if state is not None:
                 copies.after[request_id] = state

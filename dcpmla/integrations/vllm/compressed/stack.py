@@ -1,6 +1,7 @@
 """The attention layers of a model, which share a cache that vLLM allocates."""
 
 import weakref
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.compressed.cache import CompressedCache, CompressedPlan
+from dcpmla.attention.compressed.config import WINDOW_ONLY
 from dcpmla.attention.compressed.layer import CompressedAttention
 from dcpmla.attention.placement import Placement
 from dcpmla.cache.formats import storage_dtype
@@ -32,6 +34,8 @@ class CompressedStack:
     Attributes:
         layers: vLLM's layers, in the model's order.
         leader: The layer that declares the pages, the first that compresses.
+        num_drafts: Maximum drafts of a request in a step.
+        draft_layers: Numbers of the layers of the draft module, windows alone; empty without one.
         cache: The caches of all layers; None before vLLM has allocated its pages, and after it has freed them.
     """
 
@@ -42,9 +46,24 @@ class CompressedStack:
         self.leader = next(layer for layer, kind in kinds if kind.ratio)
         self.cache: CompressedCache | None = None
         self._num_running = vllm_config.scheduler_config.max_num_seqs
+        self.num_drafts: int = vllm_config.num_speculative_tokens
+        self.draft_layers = list[int]()
         self._copies = list[tuple[int, int]]()  # from states to remembered ones, after the latest step
         for number, layer in enumerate(layers):
             layer.stack, layer.number = self, number
+
+    def add_drafts(self, layers: list[Any]) -> None:
+        """Add the layers of a draft module, before the memory is planned."""
+        for layer in layers:
+            layer.stack, layer.number = self, len(self.layers)
+            self.draft_layers.append(layer.number)
+            self.layers.append(layer)
+            self.config = replace(self.config, layer_kinds=(*self.config.layer_kinds, WINDOW_ONLY))
+
+    @cached_property
+    def states(self) -> Tensor:
+        """State of each request of the latest step [max_num_seqs] int32, which graphs read; -1 for padding."""
+        return torch.full((self._num_running,), -1, dtype=torch.int32, device=self._device)
 
     @cached_property
     def placement(self) -> Placement:
@@ -75,6 +94,7 @@ class CompressedStack:
             num_states=self._num_running + num_remembered(self._vllm_config),
             dtype=storage_dtype(dcp.kv_cache_dtype, dtype),
             index_dtype=index_storage_dtype(dcp.index_cache_dtype, dtype),
+            num_drafts=self.num_drafts,
         )
 
     @cached_property
