@@ -17,12 +17,14 @@ from dcpmla.integrations.vllm.compressed.weights import reformatted
 from tests.engines.test_vllm_names import VERSIONS
 from tests.engines.trees import vllm_tree, vllm_variables
 from tests.engines.vllm_names import Name, has, moved
+from tests.engines.vllm_v4_drafts import save_v4_with_module
 from tests.engines.vllm_v4_model import save_v4
 from tests.support.launchers import ROOT, run_together, torchrun
 from tests.support.models import tiny_config
 from tests.support.quantized_models import dequantize, quantize
 
 PLUG_IN = ROOT / "dcpmla" / "integrations" / "vllm" / "compressed"
+SCHEDULES_AHEAD = {"distributed_executor_backend": "uni", "async_scheduling": True}
 WITH_V4 = [version for version in VERSIONS if tuple(map(int, version.split(".")[:2])) >= FIRST_WITH_V4]
 
 
@@ -42,7 +44,7 @@ def run_engine(
 
 
 def check(report: dict[str, Any], num_layers: int = 4, tolerance: float = 1e-4) -> None:
-    """Check logprobs, the code that has run, and that the cache is a part of vLLM's allocation."""
+    """Check logprobs, the code that has run, reuse, and that the cache is a part of vLLM's allocation."""
     for turn, ended in (("first", 20), ("aborted", 19), ("tight", 4), ("dummies", 4), ("static", 4)):
         assert report[turn]["ended"] == ended, turn
         assert report[turn]["error"] < tolerance, turn
@@ -57,11 +59,26 @@ def check(report: dict[str, Any], num_layers: int = 4, tolerance: float = 1e-4) 
     assert report["bytes"] <= report["pages"] + report["fixed"]
     assert report["left for pages"] == -report["fixed"], "vLLM's plan counts windows and sums"
     assert report["calls"]["dummy batches"] >= 8
-    assert report["prefix caching"]
+    check_reuse(report, tolerance)
+
+
+def check_reuse(report: dict[str, Any], tolerance: float = 1e-4, remembers_answers: bool = True) -> None:
+    """Check the tokens that requests have reused, and their logprobs."""
+    block, reuse = report["tokens"] // report["blocks"], report["reuse"]
+    earlier = [512 - block] * 2  # where two prompts part from the first
+    assert reuse["one by one"]["cached"] == [0, 512, 512, *earlier, 0, block * remembers_answers]
+    assert reuse["together"]["cached"] == [512, 512, block]
+    assert reuse["after a reset"]["cached"] == [0]
+    for turn, ended in (("one by one", 7), ("together", 3), ("after a reset", 1)):
+        assert reuse[turn]["ended"] == ended, turn
+        assert reuse[turn]["error"] < tolerance, turn
+    assert reuse["without copies"]["error"] > 0.05, "states decide nothing: the test would not see that one is wrong"
 
 
 def test_preempted_requests(model: Path, tmp_path: Path) -> None:
-    """TP 1, chosen by --attention-backend CUSTOM, with four blocks for the requests: some lose theirs and restart."""
+    """TP 1, chosen by --attention-backend CUSTOM, with four blocks for the requests: some lose theirs and restart. vLLM
+    schedules steps before it knows the tokens of the last one, as on GPUs.
+    """
     report, stderr = run_engine(
         model,
         tmp_path,
@@ -71,10 +88,12 @@ def test_preempted_requests(model: Path, tmp_path: Path) -> None:
         num_gpu_blocks_override=5,
         max_num_seqs=4,
         max_num_batched_tokens=1100,
+        **SCHEDULES_AHEAD,
     )
     check(report)
     assert report["calls"]["_preempt_request"] >= 1
-    assert "dcpmla: prefix caching is off" in stderr
+    assert report["async"]
+    assert "dcpmla: prefix caching is off" not in stderr
 
 
 def test_decode_context_parallel_matches_transformers(model: Path, tmp_path: Path) -> None:
@@ -96,6 +115,31 @@ def test_decode_context_parallel_matches_transformers(model: Path, tmp_path: Pat
     assert report["calls"]["combine"] == report["calls"]["gather_heads"]
     assert report["without merge"]["error"] > 0.1, "the merge decides nothing: the test would not see that it is wrong"
     assert "dcpmla: exchange a2a" in stderr
+
+
+@pytest.fixture(scope="module")
+def model_with_module(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_v4_with_module(tmp_path_factory.mktemp("v4_mtp"))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_drafts(model_with_module: Path, tmp_path: Path, num_ranks: int) -> None:
+    """Drafts of the module are those of a module in plain torch; answers are transformers', whether drafts are rejected
+    or accepted. On one rank the number of rejected drafts is known when the next step is already scheduled.
+    """
+    options = SCHEDULES_AHEAD if num_ranks == 1 else {"decode_context_parallel_size": 2}
+    drafts = {"method": "mtp", "num_speculative_tokens": 4 - num_ranks}
+    options |= {"attention_backend": "CUSTOM", "num_gpu_blocks_override": 9, "speculative_config": drafts}
+    report, _ = run_engine(model_with_module, tmp_path, num_ranks, {}, **options)
+    for turn in ("first", "guided"):
+        assert report[turn]["ended"] == 20
+        assert report[turn]["error"] < 1e-4
+    assert report["drafts"]["right"] == report["drafts"]["made"] > 200
+    assert report["guided"]["calls"] < 0.8 * report["first"]["calls"], "more drafts are accepted"
+    assert report["layers"] == 5
+    assert report["bytes"] <= report["pages"] + report["fixed"]
+    assert report["async"] == (num_ranks == 1)
+    check_reuse(report, remembers_answers=False)
 
 
 def test_caches_in_8_bits(tmp_path: Path) -> None:
@@ -153,7 +197,7 @@ def job(**fields: Any) -> Any:
         ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"use_ubatching": True}, "--enable-dbo"),
-        ({"speculative_config": "mtp"}, "--speculative-config"),
+        ({"speculative_config": SimpleNamespace(method="dspark")}, "drafts .*--speculative-config.* method mtp"),
         ({"kv_transfer_config": "nixl"}, "--kv-transfer-config"),
         ({"kv_offloading_size": 4.0}, "--kv-offloading-size"),
         ({"use_v2_model_runner": False}, "VLLM_USE_V2_MODEL_RUNNER=0"),

@@ -83,9 +83,10 @@ def main(directory: str, options: dict[str, Any]) -> None:
     if options.get("kv_cache_dtype") == "fp8":
         round_reference()
     report = describe(llm)
+    block = report["tokens"] // report["blocks"]
     CALLS.clear()
     if has_module:
-        end(report | with_drafts(llm, model))
+        end(report | with_drafts(llm, model, block))
     requests = prompts()
     # These need a second block at the same time.
     tight = [requests[1][: BLOCK - 1 - index] for index in range(4)]
@@ -94,7 +95,7 @@ def main(directory: str, options: dict[str, Any]) -> None:
     add_dummy_batches(llm)
     report["dummies"] = compare(model, tight, run(llm, tight))
     report["calls"] = dict(CALLS)
-    report["reuse"] = reuse(llm, model)
+    report["reuse"] = reuse(llm, model, block)
     if torch.cuda.is_available():
         end(report)
     use_static_steps()
@@ -105,13 +106,14 @@ def main(directory: str, options: dict[str, Any]) -> None:
     end(report)
 
 
-def with_drafts(llm: LLM, model: Any) -> dict[str, Any]:
+def with_drafts(llm: LLM, model: Any, block: int) -> dict[str, Any]:
     """Return the errors of answers with drafts of the module, how many drafts are those of a module in plain torch, the
     errors with drafts that are mostly accepted, and those of prompts whose beginnings are reused.
     """
     report, requests = dict[str, Any](), prompts()
+    steps = CALLS["attend"]
     outputs = run(llm, requests)
-    report["first"] = compare(model, requests, outputs)
+    report["first"] = compare(model, requests, outputs) | {"calls": CALLS["attend"] - steps}
     report["drafts"] = compare_drafts(Module(), requests, outputs)
     names = [f"{CALLS['runs'] + 1}-{index}" for index in range(len(requests))]
     tokens = [request + list(output.outputs[0].token_ids) for request, output in zip(requests, outputs, strict=True)]
@@ -119,63 +121,57 @@ def with_drafts(llm: LLM, model: Any) -> dict[str, Any]:
     guide_drafts()
     steps = CALLS["attend"]
     report["guided"] = compare(model, requests, run(llm, requests)) | {"calls": CALLS["attend"] - steps}
-    report["reuse"] = reuse(llm, model)
-    return report | {"calls": dict(CALLS)}
+    report["reuse"] = reuse(llm, model, block)
+    return report
 
 
-def conversations(run_one: Any) -> tuple[list[list[int]], list[Any]]:
-    """Return prompts that begin as earlier ones, and the output of each, run one by one: a prompt twice, one that parts
-    from it in a later block and two in an earlier block, and a prompt whose answer ends a block, with another turn.
+def reuse(llm: LLM, model: Any, block: int) -> dict[str, Any]:
+    """Return the errors of answers to prompts whose beginnings are reused, and how many tokens each has reused: one by
+    one a prompt twice, one that parts from it in its last block and two in an earlier one, and a prompt whose answer
+    ends a block, with another turn; then together; after a reset; and without the copies of states.
+
+    Args:
+        block: Tokens of a block.
     """
     generator = torch.Generator().manual_seed(2)
-    common, *others = torch.randint(2, VOCABULARY, (6, 620), generator=generator).tolist()
-    turn = others[3][:508]
-    requests = [common, common, common[:530] + others[0][:90]]
-    requests += [common[:300] + others[1][:290], common[:300] + others[2][:290], turn]
-    outputs = [run_one(request) for request in requests]
-    requests.append(turn + list(outputs[-1].outputs[0].token_ids) + others[4][:40])
-    return requests, [*outputs, run_one(requests[-1])]
-
-
-def reuse(llm: LLM, model: Any) -> dict[str, Any]:
-    """Return the errors of answers to prompts whose beginnings are reused, one by one and together, and how many tokens
-    each has reused; the same without the copies of states.
-    """
-    report = dict[str, Any]()
+    common, *others = torch.randint(2, VOCABULARY, (6, 3 * block), generator=generator).tolist()
+    num_shared = (512 // block - 1) * block + 9
+    common, turn = common[: num_shared + block], others[3][: block - 4]
+    requests = [common, common, common[:-6] + others[0][:6]]
+    requests += [common[:num_shared] + rest[: block - 20] for rest in others[1:3]]
     llm.reset_prefix_cache()
-    requests, outputs = conversations(lambda request: run(llm, [request])[0])
-    report["one by one"] = compare(model, requests, outputs) | {
-        "cached": [output.num_cached_tokens for output in outputs]
-    }
-    outputs = run(llm, requests)
-    report["together"] = compare(model, requests, outputs) | {
-        "cached": [output.num_cached_tokens for output in outputs]
-    }
+    outputs = [run(llm, [request])[0] for request in [*requests, turn]]
+    requests += [turn, turn + list(outputs[-1].outputs[0].token_ids) + others[4][:9]]
+    outputs += run(llm, requests[-1:])
+    report = {"one by one": reused(model, requests, outputs)}
+    few = requests[1:3] + requests[-1:]
+    report["together"] = reused(model, few, run(llm, few))
     llm.reset_prefix_cache()
-    outputs = run(llm, requests[-1:])
-    report["after a reset"] = compare(model, requests[-1:], outputs) | {"cached": [outputs[0].num_cached_tokens]}
-    report["copies"] = CALLS["copy_state"]
-    copy = CompressedCache.copy_state
+    report["after a reset"] = reused(model, [common], run(llm, [common]))
+    copy, stack = CompressedCache.copy_state, stack_of(llm)
     CompressedCache.copy_state = lambda self, source, target: None
-    llm.reset_prefix_cache()
-    few = [requests[5], requests[0], requests[0]]
-    report["without copies"] = compare(model, few, [run(llm, [request])[0] for request in few])
+    for items in stack.cache.state_items:
+        items.pages[len(stack.states) :].zero_()
+    report["without copies"] = reused(model, [common], run(llm, [common]))
     CompressedCache.copy_state = copy
     llm.reset_prefix_cache()
     return report
 
 
+def reused(model: Any, requests: list[list[int]], outputs: list[Any]) -> dict[str, Any]:
+    """Return the largest error of outputs, and the number of tokens that each has reused."""
+    return compare(model, requests, outputs) | {"cached": [output.num_cached_tokens for output in outputs]}
+
+
 def describe(llm: LLM) -> dict[str, Any]:
     """Return the sizes of the cache, and the number of layers that have memory of vLLM's."""
-    config = llm.llm_engine.vllm_config
-    layers = list(config.compilation_config.static_forward_context.values())
-    stack = layers[0].stack
+    config, stack = llm.llm_engine.vllm_config, stack_of(llm)
     worker = SimpleNamespace(model_runner=llm.llm_engine.model_executor.driver_worker.worker.model_runner)
     plan, memory = stack.cache.sizes, stack.leader.kv_cache.untyped_storage()
     return {
         "blocks": plan.num_blocks,
         "tokens": plan.tokens_total,
-        "layers": len(layers),
+        "layers": len(config.compilation_config.static_forward_context),
         "bytes": memory.nbytes(),
         "needed": plan.bytes_per_rank,
         "in one piece": all(tensor.untyped_storage().data_ptr() == memory.data_ptr() for tensor in stack.cache.tensors),
@@ -185,6 +181,12 @@ def describe(llm: LLM) -> dict[str, Any]:
         "prefix caching": config.cache_config.enable_prefix_caching,
         "async": config.scheduler_config.async_scheduling,
     }
+
+
+def stack_of(llm: LLM) -> Any:
+    """Return the attention layers of this rank."""
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    return next(iter(layers)).stack
 
 
 def compare(model: Any, requests: list[list[int]], outputs: list[Any]) -> dict[str, float]:
