@@ -26,11 +26,13 @@ BLOCK = 256  # vLLM's on CPUs
 
 
 def use_static_steps() -> None:
-    """Lay out steps of decodes alone as for a CUDA graph."""
+    """Lay out steps of decodes alone, of as many tokens each, as for a CUDA graph."""
     build = CompressedMetadataBuilder.build
 
     def static(self: CompressedMetadataBuilder, prefix: int, common: Any, fast_build: bool = False) -> LazyStep:
-        if common.max_query_len > 1:
+        query_lens = common.query_start_loc_cpu.diff()
+        is_uniform = query_lens.min() == query_lens.max() <= self.reorder_batch_threshold
+        if self.layers is not None or not is_uniform:
             return build(self, prefix, common, fast_build)
         CALLS["static steps"] += 1
         return self.build_for_cudagraph_capture(common)
@@ -122,6 +124,9 @@ def with_drafts(llm: LLM, model: Any, block: int) -> dict[str, Any]:
     steps = CALLS["attend"]
     report["guided"] = compare(model, requests, run(llm, requests)) | {"calls": CALLS["attend"] - steps}
     report["reuse"] = reuse(llm, model, block)
+    use_static_steps()
+    few = requests[2:8]  # together in one step, then in steps of as many tokens each
+    report["static"] = compare(model, few, run(llm, few)) | {"steps": CALLS["static steps"]}
     return report
 
 
@@ -179,6 +184,7 @@ def describe(llm: LLM) -> dict[str, Any]:
         "fixed": stack.fixed_bytes,
         "left for pages": Worker.determine_available_memory(worker),
         "prefix caching": config.cache_config.enable_prefix_caching,
+        "cuts prompts": config.scheduler_config.max_num_batched_tokens < BLOCK,
         "async": config.scheduler_config.async_scheduling,
     }
 

@@ -1,4 +1,4 @@
-"""Hooks around three methods of vLLM's workers: the memory of windows and sums in vLLM's plan, and their copies."""
+"""Hooks around methods of vLLM's workers: the memory of windows and sums in vLLM's plan, their copies, and drafts."""
 
 from dataclasses import replace
 from functools import cache, wraps
@@ -10,7 +10,7 @@ from dcpmla.integrations.vllm.compressed.names import DraftModelSpeculator, GPUM
 @cache
 def install() -> None:
     """Make this process's worker leave room for what the cache of such a model has besides pages, allocate it with
-    them, and copy the states that its scheduler remembers. Later calls do nothing.
+    them, copy the states that its scheduler remembers, and build metadata of drafts. Later calls do nothing.
     """
     determine, initialize = Worker.determine_available_memory, GPUModelRunner.initialize_kv_cache
     add, set_attention = GPUModelRunner.add_requests, DraftModelSpeculator.set_attn
@@ -39,7 +39,7 @@ def install() -> None:
 
     @wraps(set_attention)
     def set_attn(speculator: Any, *args: Any, **options: Any) -> None:
-        """Give the drafts after the first one the metadata of the layer that declares the pages."""
+        # Layers of drafts declare no pages, so vLLM would build no metadata for the drafts after the first one.
         context = speculator.vllm_config.compilation_config.static_forward_context
         names = speculator.draft_attn_layer_names
         stack = next((context[name].stack for name in names if hasattr(context[name], "stack")), None)

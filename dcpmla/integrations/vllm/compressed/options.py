@@ -2,6 +2,7 @@
 Nothing here imports vLLM.
 """
 
+import logging
 import math
 import os
 from dataclasses import replace
@@ -19,6 +20,11 @@ FORMATS = {
     "fp8": ("fp8_ds_mla", "fp8"),
     "fp8_ds_mla": ("fp8_ds_mla", "fp8"),
 }
+
+
+SCHEDULER = "dcpmla.integrations.vllm.compressed.scheduler.make_scheduler"
+
+logger = logging.getLogger(__name__)
 
 
 def is_chosen(vllm_config: Any) -> bool:
@@ -60,6 +66,21 @@ def check(vllm_config: Any) -> None:
     if not geometry.ratios:
         raise ValueError(f"layer_types is {config.layer_types}; at least one layer must compress its context")
     geometry.heads_per_rank(parallel.tensor_parallel_size)
+
+
+def choose_scheduler(vllm_config: Any) -> None:
+    """Choose the scheduler that remembers states, or turn prefix caching off if the user chose another scheduler."""
+    scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+    if not cache.enable_prefix_caching:
+        return
+    if scheduler.scheduler_cls is None:
+        scheduler.scheduler_cls = SCHEDULER
+        return
+    logger.warning(
+        "dcpmla: prefix caching is off (--no-enable-prefix-caching): a window of DeepSeek-V4 belongs to a request, and "
+        "the scheduler of --scheduler-cls remembers none"
+    )
+    cache.enable_prefix_caching = False
 
 
 def _has_other_drafts(vllm_config: Any) -> bool:
