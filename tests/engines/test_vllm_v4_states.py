@@ -10,7 +10,7 @@ BLOCK = 4
 
 @dataclass(eq=False)
 class Request:
-    """What is asked of a request of vLLM's. Its hashes name all tokens up to a block's end."""
+    """A substitute for vLLM's. A block's hash is the text up to the block's end."""
 
     request_id: str
     tokens: str
@@ -96,8 +96,8 @@ def test_a_token_that_is_still_being_sampled() -> None:
     answer.tokens, dropped.ended = "abcd", True
     assert states.find(answer.block_hashes, 1) == 1
     assert states.find([b"efgh"], 1) == 0
-    found = {states.remember(Request(name, name), 3, 4) for name in ("ijkl", "mnop", "qrst")}
-    assert len(found - {None}) == 3, "the dropped state is free again"
+    later = {states.remember(Request(name, name), 3, 4) for name in ("ijkl", "mnop", "qrst")}
+    assert len(later - {None}) == 3, "the dropped state is free again"
     assert states.find(answer.block_hashes, 1) == 1
 
 

@@ -109,8 +109,8 @@ def main(directory: str, options: dict[str, Any]) -> None:
 
 
 def with_drafts(llm: LLM, model: Any, block: int) -> dict[str, Any]:
-    """Return the errors of answers with drafts of the module, how many drafts are those of a module in plain torch, the
-    errors with drafts that are mostly accepted, and those of prompts whose beginnings are reused.
+    """Return the errors of answers with the module's drafts, the number of drafts that a module in plain torch makes,
+    too, and the errors with drafts that are mostly accepted, with reused prefixes, and with static steps.
     """
     report, requests = dict[str, Any](), prompts()
     steps = CALLS["attend"]
@@ -139,14 +139,14 @@ def reuse(llm: LLM, model: Any, block: int) -> dict[str, Any]:
         block: Tokens of a block.
     """
     generator = torch.Generator().manual_seed(2)
-    common, *others = torch.randint(2, VOCABULARY, (6, 3 * block), generator=generator).tolist()
+    common, *ends = torch.randint(2, VOCABULARY, (6, 3 * block), generator=generator).tolist()
     num_shared = (512 // block - 1) * block + 9
-    common, turn = common[: num_shared + block], others[3][: block - 4]
-    requests = [common, common, common[:-6] + others[0][:6]]
-    requests += [common[:num_shared] + rest[: block - 20] for rest in others[1:3]]
+    common, turn = common[: num_shared + block], ends[3][: block - 4]
+    requests = [common, common, common[:-6] + ends[0][:6]]
+    requests += [common[:num_shared] + end[: block - 20] for end in ends[1:3]]
     llm.reset_prefix_cache()
     outputs = [run(llm, [request])[0] for request in [*requests, turn]]
-    requests += [turn, turn + list(outputs[-1].outputs[0].token_ids) + others[4][:9]]
+    requests += [turn, turn + list(outputs[-1].outputs[0].token_ids) + ends[4][:9]]
     outputs += run(llm, requests[-1:])
     report = {"one by one": reused(model, requests, outputs)}
     few = requests[1:3] + requests[-1:]

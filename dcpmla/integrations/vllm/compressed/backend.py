@@ -81,8 +81,8 @@ class CompressedMetadataBuilder(AttentionMetadataBuilder):
     Full graphs of decode read block tables and lengths where vLLM keeps them, and states where the layers do.
 
     Attributes:
-        layers: Numbers of the layers that run the steps: those of a draft module, each draft after the first a step of
-            one token a request; None for all layers, of the model and of a draft module over the same tokens.
+        layers: Numbers of a draft module's layers, if the steps are its drafts after the first one, of one token a
+            request; None for steps of all layers, the module's included.
     """
 
     _cudagraph_support: ClassVar = AttentionCGSupport.UNIFORM_BATCH

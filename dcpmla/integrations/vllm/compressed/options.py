@@ -44,7 +44,7 @@ def check(vllm_config: Any) -> None:
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism (-pcp)"),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism (-pp)"),
         (parallel.use_ubatching, "micro-batches (--enable-dbo)"),
-        (_has_other_drafts(vllm_config), "drafts (--speculative-config) but those of one MTP module (method mtp)"),
+        (_has_other_drafts(vllm_config), "drafts (--speculative-config) by anything but one MTP module (method mtp)"),
         (vllm_config.kv_transfer_config is not None, "a connector for caches (--kv-transfer-config)"),
         (cache.kv_offloading_size is not None, "offloading of caches (--kv-offloading-size)"),
         (not vllm_config.use_v2_model_runner, "vLLM's first model runner (VLLM_USE_V2_MODEL_RUNNER=0)"),
@@ -84,7 +84,7 @@ def choose_scheduler(vllm_config: Any) -> None:
 
 
 def _has_other_drafts(vllm_config: Any) -> bool:
-    """Return whether drafts are asked for that are not those of one MTP module."""
+    """Return whether the options ask for drafts by anything but one MTP module."""
     drafts, config = vllm_config.speculative_config, vllm_config.model_config.hf_config
     return drafts is not None and (drafts.method != "mtp" or getattr(config, "num_nextn_predict_layers", 1) != 1)
 

@@ -27,8 +27,8 @@ class StateCopies(NamedTuple):
 class RememberedStates:
     """The remembered states, each after a block of some tokens.
 
-    A request of vLLM has the hashes of its full blocks, which stand for all tokens up to their ends. A state may be
-    remembered before the block's hash is known, if the block's last token is still being sampled.
+    A request of vLLM has a hash for each full block, made from all tokens up to the block's end. A state can be
+    remembered before the hash is known, while the block's last token is sampled.
 
     Args:
         num_states: Number of states to remember at a time.
@@ -77,9 +77,9 @@ class RememberedStates:
         return num_tokens - num_over if 2 * num_over < num_tokens else num_tokens
 
     def remember(self, request: Any, start: int, end: int) -> int | None:
-        """Return a state for a copy of a request's state after the step that computes its tokens from start to end;
-        None if it is not worth one: where sequences part, after all full blocks of the prompt and after each block of
-        the answer, and in a long prompt where the number of blocks has doubled.
+        """Return a state for a copy of a request's state after the step that computes its tokens from start to end, or
+        None. A state is worth a copy where sequences part, after all full blocks of the prompt, after each block of the
+        answer, and in a long prompt where the number of blocks has doubled.
         """
         self._name()
         first, last = start // self.block_tokens, end // self.block_tokens

@@ -48,7 +48,8 @@ class CompressedStack:
         self._num_running = vllm_config.scheduler_config.max_num_seqs
         self.num_drafts: int = vllm_config.num_speculative_tokens
         self.draft_layers = list[int]()
-        self._copies = list[tuple[int, int]]()  # from states to remembered ones, after the latest step
+        # Copies from requests' states to remembered ones, which wait for the end of the latest step.
+        self._copies = list[tuple[int, int]]()
         for number, layer in enumerate(layers):
             layer.stack, layer.number = self, number
 
