@@ -15,7 +15,6 @@ from tests.engines.vllm_v4_model import save_v4
 from tests.support.launchers import ROOT, run_together, torchrun
 
 PLUG_IN = ROOT / "dcpmla" / "integrations" / "vllm" / "compressed"
-SCHEDULES_AHEAD = {"distributed_executor_backend": "uni", "async_scheduling": True}
 # Methods of vLLM's that the plug-in replaces, by the modules that call them.
 CALLED = {
     "vllm.v1.core.sched.scheduler": (
@@ -92,7 +91,7 @@ def test_preempted_requests(model: Path, tmp_path: Path) -> None:
         num_gpu_blocks_override=5,
         max_num_seqs=4,
         max_num_batched_tokens=1100,
-        **SCHEDULES_AHEAD,
+        async_scheduling=True,
     )
     check(report)
     assert report["calls"]["_preempt_request"] >= 1
@@ -129,9 +128,9 @@ def model_with_module(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_drafts(model_with_module: Path, tmp_path: Path, num_ranks: int) -> None:
     """A module in plain torch makes the same drafts; answers are transformers', with drafts rejected and accepted. On
-    one rank vLLM schedules the next step before it knows how many drafts are rejected.
+    two ranks vLLM schedules the next step before it knows how many drafts are rejected.
     """
-    options = dict(SCHEDULES_AHEAD) if num_ranks == 1 else {"decode_context_parallel_size": 2}
+    options: dict[str, Any] = {"decode_context_parallel_size": num_ranks, "async_scheduling": num_ranks == 2}
     drafts = {"method": "mtp", "num_speculative_tokens": 4 - num_ranks}
     options |= {"attention_backend": "CUSTOM", "num_gpu_blocks_override": 9, "speculative_config": drafts}
     report, _ = run_engine(model_with_module, tmp_path, num_ranks, {}, **options)
@@ -145,7 +144,7 @@ def test_drafts(model_with_module: Path, tmp_path: Path, num_ranks: int) -> None
     assert report["guided"]["calls"] < 0.8 * report["first"]["calls"], "more drafts are accepted"
     assert report["layers"] == 5
     assert report["bytes"] <= report["pages"] + report["fixed"]
-    assert report["async"] == (num_ranks == 1)
+    assert report["async"] == (num_ranks == 2)
     check_reuse(report, remembers_answers=False)
 
 
@@ -157,7 +156,7 @@ def test_caches_in_8_bits(tmp_path: Path) -> None:
     model = save_v4(tmp_path / "model", index_topk=128)
     options = {"attention_backend": "CUSTOM", "num_gpu_blocks_override": 9, "kv_cache_dtype": "fp8"}
     report, _ = run_engine(model, tmp_path / "entry_points", 1, {}, **options)
-    check(report, tolerance=0.05)  # a few codes are others; over exact rows the error is 1
+    check(report, tolerance=0.1)  # a few codes are others; over exact rows the error is 1
 
 
 @pytest.mark.parametrize("version", WITH_V4)

@@ -43,9 +43,8 @@ def _silu_and_mul(result: Tensor, x: Tensor) -> None:
 
 
 def patch() -> None:
-    """Let vLLM's CPU platform shard a cache, keep it in 8 bits, cut prompts into chunks, reuse prefixes and schedule a
-    step before the results of the last one, for backends that can; and leave no shared memory in /dev/shm, under a name
-    that the next job would find.
+    """Let vLLM's CPU platform shard a cache, keep it in 8 bits, cut prompts into chunks and reuse prefixes, for
+    backends that can; and leave no shared memory in /dev/shm, under a name that the next job would find.
     """
     # Triton's interpreter refuses masks made from bools in memory, which it has as bytes.
     memory = interpreter._interpreter
@@ -68,12 +67,9 @@ def patch() -> None:
 
     def check_and_update_config(cls: type, vllm_config: Any) -> None:
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
-        names = "enable_chunked_prefill", "max_num_batched_tokens", "async_scheduling"
-        kept, is_caching = [getattr(scheduler, name) for name in names], cache.enable_prefix_caching
+        kept = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching
         original(cls, vllm_config)
-        for name, value in zip(names, kept, strict=True):
-            setattr(scheduler, name, value)
-        cache.enable_prefix_caching = is_caching
+        scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching = kept
 
     from vllm.model_executor.models.registry import ModelRegistry
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 from vllm import LLM
+from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -23,6 +24,17 @@ from tests.engines.vllm_v4_drafts import GUIDES, Module, guide_drafts, use_plain
 from tests.engines.vllm_v4_model import round_reference, use_plain_torch
 
 BLOCK = 256  # vLLM's on CPUs
+
+
+def schedule_ahead() -> None:
+    """Let vLLM's CPU platform schedule a step before it knows the results of the last one, as GPUs do."""
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: type, vllm_config: Any) -> None:
+        original(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
 def use_static_steps() -> None:
@@ -69,11 +81,14 @@ def main(directory: str, options: dict[str, Any]) -> None:
     if not torch.cuda.is_available():
         Worker.determine_available_memory = lambda worker: 0  # workers of CPUs have another of their own
     defaults = {"max_num_batched_tokens": 100, "dtype": "float32", "enforce_eager": True, "max_num_seqs": 20}
-    defaults |= {"compilation_config": {"custom_ops": ["none"]}, "distributed_executor_backend": "external_launcher"}
+    defaults["compilation_config"] = {"custom_ops": ["none"]}
+    if options.get("async_scheduling"):
+        schedule_ahead()
     llm = LLM(
         model=directory,
         skip_tokenizer_init=True,
         tensor_parallel_size=int(os.environ["WORLD_SIZE"]),
+        distributed_executor_backend="external_launcher",
         max_model_len=1024,
         max_logprobs=VOCABULARY,
         seed=0,
