@@ -135,12 +135,12 @@ def test_drafts(model_with_module: Path, tmp_path: Path, num_ranks: int) -> None
     options |= {"attention_backend": "CUSTOM", "num_gpu_blocks_override": 9, "speculative_config": drafts}
     report, _ = run_engine(model_with_module, tmp_path, num_ranks, {}, **options)
     for turn in ("first", "guided"):
-        assert report[turn]["ended"] == 20
+        assert report[turn]["ended"] == 8
         assert report[turn]["error"] < 1e-4
     assert report["static"]["ended"] == 6
     assert report["static"]["error"] < 1e-4
     assert report["static"]["steps"] >= 4
-    assert report["drafts"]["right"] == report["drafts"]["made"] > 200
+    assert report["drafts"]["right"] == report["drafts"]["made"] > 100
     assert report["guided"]["calls"] < 0.8 * report["first"]["calls"], "more drafts are accepted"
     assert report["layers"] == 5
     assert report["bytes"] <= report["pages"] + report["fixed"]

@@ -46,7 +46,7 @@ def job(**fields: Any) -> Any:
         ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"use_ubatching": True}, "--enable-dbo"),
-        ({"speculative_config": SimpleNamespace(method="dspark")}, "drafts .*--speculative-config.* method mtp"),
+        ({"speculative_config": SimpleNamespace(method="dspark")}, r"drafts \(--speculative-config\) .*method mtp"),
         ({"kv_transfer_config": "nixl"}, "--kv-transfer-config"),
         ({"kv_offloading_size": 4.0}, "--kv-offloading-size"),
         ({"use_v2_model_runner": False}, "VLLM_USE_V2_MODEL_RUNNER=0"),

@@ -127,7 +127,7 @@ def with_drafts(llm: LLM, model: Any, block: int) -> dict[str, Any]:
     """Return the errors of answers with the module's drafts, the number of drafts that a module in plain torch makes,
     too, and the errors with drafts that are mostly accepted, with reused prefixes, and with static steps.
     """
-    report, requests = dict[str, Any](), prompts()
+    report, requests = dict[str, Any](), prompts()[1:9]
     steps = CALLS["attend"]
     outputs = run(llm, requests)
     report["first"] = compare(model, requests, outputs) | {"calls": CALLS["attend"] - steps}
