@@ -97,9 +97,9 @@ class Module:
         return F.rms_norm(x, x.shape[-1:], self.weights[f"{NAME}.{name}.weight"], self.base.config.rms_norm_eps)
 
 
-def compare_drafts(directory: str, prompts: list[list[int]], outputs: list[Any]) -> dict[str, int]:
+def compare_drafts(module: Any, prompts: list[list[int]], outputs: list[Any]) -> dict[str, int]:
     """Return how many drafts vLLM made for requests named 1-0, 1-1 ..., and how many of them are the module's."""
-    module, made, right = Module(directory), 0, 0
+    made, right = 0, 0
     for name, num_known, drafts in DRAFTED:
         run, index = map(int, name.split("-")[:2])
         tokens = prompts[index] + list(outputs[index].outputs[0].token_ids)

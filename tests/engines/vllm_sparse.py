@@ -22,7 +22,7 @@ from dcpmla.integrations.vllm.sparse.backend import DCPMLASparseMetadataBuilder
 from dcpmla.integrations.vllm.sparse.selection import IndexMetadataBuilder
 from tests.engines.sparse_model import TOPK, Selections
 from tests.engines.vllm_cases import CALLS, NEW_TOKENS, VOCABULARY, count, end, run, without_merge
-from tests.engines.vllm_drafts import DRAFTED, compare_drafts, record_drafts
+from tests.engines.vllm_drafts import DRAFTED, Module, compare_drafts, record_drafts
 from tests.support.interpreter import convert_as_torch
 
 LENGTHS = (150, 1, 33, 65, 20)
@@ -108,7 +108,7 @@ def main(directory: str, options: dict[str, Any]) -> None:
         # Tokens of short prompts attend to all, as in a dense model, which the module in plain torch is.
         short = {index for index, prompt in enumerate(requests) if len(prompt) + NEW_TOKENS < TOPK}
         DRAFTED[:] = [draft for draft in DRAFTED if int(draft[0].split("-")[1]) in short]
-        report["drafts"] = compare_drafts(directory, requests, outputs)
+        report["drafts"] = compare_drafts(Module(directory), requests, outputs)
     again = run(llm, requests, aborted=1)
     report["again"] = {
         "error": selections.largest_error(model, requests, again),
