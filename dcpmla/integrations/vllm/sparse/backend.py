@@ -118,7 +118,7 @@ def _config_of(layer: Any, vllm_config: Any, indexer: IndexerConfig) -> MLAConfi
         q_lora_rank=layer.q_lora_rank,
         kv_lora_rank=layer.kv_lora_rank,
         qk_nope_head_dim=layer.qk_nope_head_dim,
-        qk_rope_head_dim=layer.qk_rope_head_dim,
+        qk_rope_head_dim=layer.qk_rope_head_dim or 2,  # rows of latents alone cost nearly the same
         v_head_dim=layer.v_head_dim,
         scale=layer.scale,
         indexer=indexer,

@@ -1,0 +1,193 @@
+"""A small GLM-5-Next, and what vLLM's lacks on a CPU: kernels of its linear attention that Triton's interpreter does not
+run, in torch, and an indexer in float32.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import Glm5NextTextConfig
+
+from tests.engines.vllm_kimi import convolve_one, delta, initial_states, norm
+from tests.support.models import random_model
+
+TOPK, POOL_SIZE = 32, 4
+_TORCHVISION = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
+
+
+def save_glm_next(directory: Path) -> Path:
+    """Save a model of four dense layers, two of linear attention and two whose tokens select at most TOPK in pools, and
+    a few more; return its directory.
+    """
+    config = Glm5NextTextConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=4,
+        layer_types=["linear_attention", "indexed_attention"] * 2,
+        mlp_layer_types=["dense"] * 4,  # vLLM has experts on CPUs in compiled form alone
+        indexer_types=["full"] * 4,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        q_lora_rank=96,
+        kv_lora_rank=512,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        index_n_heads=4,
+        index_head_dim=128,
+        index_topk=TOPK,
+        index_kpool=POOL_SIZE,
+        linear_num_heads=8,
+        linear_head_dim=32,
+        hc_mult=4,
+        n_routed_experts=8,
+        moe_intermediate_size=64,
+        max_position_embeddings=4096,
+        bos_token_id=0,
+        pad_token_id=None,
+        eos_token_id=1,
+        initializer_range=0.1,
+    )
+    random_model(config).save_pretrained(directory)
+    file = directory / "model.safetensors"
+    kept = {
+        name.replace("model.language_model.", "model."): tensor
+        for name, tensor in load_file(file).items()
+        if "visual" not in name
+    }
+    save_file(kept, file, metadata={"format": "pt"})
+    fields = json.loads((directory / "config.json").read_text())["text_config"]
+    fields |= {"architectures": ["Glm5NextForCausalLM"], "mhc": True, "mla_use_nope": True}
+    fields |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "indexer_rope_interleave": False}
+    (directory / "config.json").write_text(json.dumps(fields))
+    return directory
+
+
+def replace_kernels() -> None:
+    """Put functions of torch in place of kernels, in all modules that name them."""
+    from vllm.model_executor.layers import mhc, mla
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    # Only images need torchvision, whose place is taken while the model is imported.
+    sys.modules.update((name, MagicMock()) for name in _TORCHVISION)
+    from vllm.models.glm5next.common import attention, kda, model
+
+    for name in _TORCHVISION:
+        del sys.modules[name]
+    ModelRegistry.register_model("Glm5NextForCausalLM", model.Glm5NextForCausalLM)
+
+    kda.gather_initial_states = initial_states
+    _write_states.register_warmup = lambda **_: None
+    kda.scatter_states = _write_states
+    kda.causal_conv1d_update = convolve_one
+    kda.chunk_kda_with_fused_gate = _prefill_delta
+    kda.fused_recurrent_kda = _decode_delta
+    mla.fused_q_kv_rmsnorm = lambda q, kv, w_q, w_kv, eps: (norm(q, w_q, eps), norm(kv, w_kv, eps))
+    mhc.MHCPreOp.forward = _enter_stream
+    mhc.MHCPostOp.forward = _leave_stream
+    mhc.MHCFusedPostPreOp.forward = _leave_and_enter
+    quantize, make = attention.fwht128_quant_fp8, attention.Indexer.__init__
+    attention.fwht128_quant_fp8 = lambda q: quantize(q.to(torch.bfloat16))
+
+    def made(indexer: Any, *args: Any, **named: Any) -> None:
+        make(indexer, *args, **named)
+        indexer.index_kpool_compress_gate.data = indexer.index_kpool_compress_gate.float()
+
+    attention.Indexer.__init__ = made
+
+
+def _write_states(state: Tensor, rows: Tensor, indices: Tensor) -> None:
+    state[indices.long()] = rows
+
+
+def _enter_stream(
+    op: Any,
+    residual: Tensor,
+    fn: Tensor,
+    hc_scale: Tensor,
+    hc_base: Tensor,
+    rms_eps: float,
+    hc_pre_eps: float,
+    hc_sinkhorn_eps: float,
+    hc_post_mult_value: float,
+    sinkhorn_repeat: int,
+    norm_weight: Tensor,
+    norm_eps: float,
+    **_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    num = residual.shape[1]
+    mixed = norm(residual.flatten(1), None, rms_eps) @ fn.T
+    pre, post, comb = mixed.split([num, num, num * num], -1)
+    base = hc_base.split([num, num, num * num])
+    pre = (pre * hc_scale[0] + base[0]).sigmoid() + hc_pre_eps
+    post = (post * hc_scale[1] + base[1]).sigmoid() * hc_post_mult_value
+    comb = (comb * hc_scale[2] + base[2]).unflatten(-1, (num, num)).softmax(-1) + hc_sinkhorn_eps
+    comb = comb / (comb.sum(-2, keepdim=True) + hc_sinkhorn_eps)
+    for _index in range(sinkhorn_repeat - 1):
+        comb = comb / (comb.sum(-1, keepdim=True) + hc_sinkhorn_eps)
+        comb = comb / (comb.sum(-2, keepdim=True) + hc_sinkhorn_eps)
+    return post, comb, norm((pre[..., None] * residual).sum(1), norm_weight, norm_eps)
+
+
+def _leave_stream(op: Any, x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    return post[..., None] * x[:, None] + comb.mT @ residual
+
+
+def _leave_and_enter(
+    op: Any, *, x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor, **options: Any
+) -> tuple[Tensor, ...]:
+    residual = _leave_stream(op, x, residual, post_layer_mix, comb_res_mix)
+    return residual, *_enter_stream(op, residual, **options)
+
+
+def _prefill_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    raw_g: Tensor,
+    beta: Tensor,
+    A_log: Tensor,
+    g_bias: Tensor,
+    *,
+    lower_bound: float,
+    initial_state: Tensor,
+    cu_seqlens: Tensor,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    options = {"bias": g_bias, "A_log": A_log, "lower_bound": lower_bound}
+    state, out, ends = initial_state.clone(), torch.zeros_like(v), cu_seqlens.tolist()
+    for row, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
+        if end > start:
+            tokens = slice(start, end)
+            qkv = [part[0, tokens] for part in (q, k, v)]
+            out[0, tokens] = delta(qkv, raw_g[0, tokens], beta[0, tokens], state[row], options)
+    return out, state
+
+
+def _decode_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    cu_seqlens: Tensor,
+    ssm_state_indices: Tensor,
+    a_log: Tensor,
+    g_bias: Tensor,
+    lower_bound: float,
+    out: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    options = {"bias": g_bias, "A_log": a_log, "lower_bound": lower_bound}
+    rows = torch.zeros_like(v) if out is None else out
+    for row, slot in enumerate(ssm_state_indices[: len(cu_seqlens) - 1].tolist()):
+        now = slice(row, row + 1)
+        qkv = [part[0, now] for part in (q, k, v)]
+        rows[0, now] = delta(qkv, g[0, now], beta[0, now].sigmoid(), initial_state[slot], options)
+    return rows, initial_state
