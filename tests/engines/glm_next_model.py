@@ -4,6 +4,8 @@ run, in torch, and an indexer in float32.
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -12,7 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Glm5NextTextConfig
+from transformers.models.glm5_next import modeling_glm5_next as glm5_next
 
+from dcpmla.attention.sparse.projections import hadamard_matrix
+from tests.engines.sparse_model import Selections, rounded_keys
 from tests.engines.vllm_kimi import convolve_one, delta, initial_states, norm
 from tests.support.models import random_model
 
@@ -20,9 +25,9 @@ TOPK, POOL_SIZE = 32, 4
 _TORCHVISION = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
 
 
-def save_glm_next(directory: Path) -> Path:
-    """Save a model of four dense layers, two of linear attention and two whose tokens select at most TOPK in pools, and
-    a few more; return its directory.
+def glm_next() -> Any:
+    """Return transformers' model of four dense layers, two of linear attention and two whose tokens select TOPK tokens
+    in pools, and those of the pool in progress.
     """
     config = Glm5NextTextConfig(
         vocab_size=512,
@@ -53,7 +58,12 @@ def save_glm_next(directory: Path) -> Path:
         eos_token_id=1,
         initializer_range=0.1,
     )
-    random_model(config).save_pretrained(directory)
+    return random_model(config)
+
+
+def save_glm_next(directory: Path) -> Path:
+    """Save the text model with what vLLM asks of a config; return its directory."""
+    glm_next().save_pretrained(directory)
     file = directory / "model.safetensors"
     kept = {
         name.replace("model.language_model.", "model."): tensor
@@ -66,6 +76,56 @@ def save_glm_next(directory: Path) -> Path:
     fields |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "indexer_rope_interleave": False}
     (directory / "config.json").write_text(json.dumps(fields))
     return directory
+
+
+class PoolSelections(Selections):
+    """What an engine selects in pools, and transformers' model over the same selections."""
+
+    def watch(self, note: Callable[[Any, Tensor], None]) -> None:
+        """Call `note` after each selection, with the tokens of the step and the positions that they have selected."""
+        from dcpmla.integrations.vllm.pooled import selection as pooled
+
+        select = pooled.select_pools
+
+        def selected(index: Any, q: Tensor, weights: Tensor, keys: Tensor, selection: Any) -> None:
+            select(index, q, weights, keys, selection)
+            if index.sparse.max_seq_len > TOPK + POOL_SIZE - 1:
+                note(index.sparse, selection.positions[: len(index.sparse.request)])
+
+        pooled.select_pools = selected
+
+    def replace_indexer(self) -> None:
+        """Make transformers' model attend to an engine's selections, and compare them with its own."""
+        glm5_next.Glm5NextTextIndexer.forward = partialmethod(_select_again, self)
+
+
+def _select_again(
+    indexer: Any, selections: PoolSelections, hidden_states: Tensor, q_resid: Tensor, **_: Any
+) -> Tensor:
+    """Return the positions that each token of a prompt selected in an engine; compare their pools with its scores."""
+    q = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, indexer.head_dim))[0]
+    k, gate = indexer.k_norm(indexer.wk(hidden_states))[0], hidden_states[0] @ indexer.index_kpool_compress_gate.T
+    num_pools, layer = len(k) // POOL_SIZE, indexer.layer_idx // 2
+    k, gate = (_as_bf16(x[: num_pools * POOL_SIZE]).unflatten(0, (num_pools, POOL_SIZE)) for x in (k, gate))
+    pools = _as_bf16((k * (gate + indexer.index_kpool_compress_ape).softmax(1)).sum(1))
+    q, pools = (rounded_keys(_as_bf16(x @ hadamard_matrix(128, x.dtype, x.device))) for x in (_as_bf16(q), pools))
+    weights = indexer.weights_proj(hidden_states)[0].double()
+    scores = torch.einsum("shd,pd->shp", q, pools).relu().mul(weights[..., None]).sum(1)
+    rows = []
+    for position in range(len(scores)):
+        chosen, visible = selections.of(layer, position), (position + 1) // POOL_SIZE
+        tail = set(range(visible * POOL_SIZE, position + 1))
+        selected = sorted({token // POOL_SIZE for token in chosen if token not in tail})
+        whole = {token for pool in selected for token in range(pool * POOL_SIZE, (pool + 1) * POOL_SIZE)}
+        selections.num_wrong += whole | tail != set(chosen)
+        if visible:
+            selections.compare(scores[position, :visible], selected, TOPK // POOL_SIZE)
+        rows.append(chosen + [-1] * (TOPK + POOL_SIZE - 1 - len(chosen)))
+    return torch.tensor([rows], dtype=torch.int32)
+
+
+def _as_bf16(x: Tensor) -> Tensor:
+    return x.to(torch.bfloat16).float()
 
 
 def replace_kernels() -> None:
