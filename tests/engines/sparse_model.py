@@ -155,11 +155,14 @@ class Selections:
 
     def compare(self, scores: Tensor, chosen: list[int], topk: int) -> None:
         """Note how a selection differs from the best of a token's scores [n]."""
+        self.num_rows += 1
+        if not chosen:
+            self.num_wrong += 1
+            return
         best = scores.topk(min(topk, len(scores))).values[-1]
         spread = float(scores.max() - scores.min()) or 1.0
         self.worst = max(self.worst, float(best - scores[chosen].min()) / spread)
         self.num_equal += bool(scores[chosen].min() >= best)
-        self.num_rows += 1
         self.num_wrong += not len(set(chosen)) == len(chosen) == min(topk, len(scores))
 
 
