@@ -45,17 +45,26 @@ def _limit(mask_at, num_words, begin, BLOCK_M: tl.constexpr, BLOCK_N: tl.constex
 
 @triton.jit
 def _attend(
-    sums, queries, keys, mask_at, num_words, span, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr
+    sums,
+    queries,
+    keys,
+    mask_at,
+    num_words,
+    span,
+    R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """Run online softmax, base 2, over some of a request's keys; return the new sums.
 
     Args:
         sums: Output, peak and total so far.
         queries: q_nope, q_pe, their positions, and the scale of scores times log2(e).
-        keys: Descriptors of k_nope, k_pe (None if keys have no rope part) and v, the head, and the request's first row
-            and number of keys.
+        keys: Descriptors of k_nope, k_pe and v, the head, and the request's first row and number of keys.
         mask_at, num_words: Each query's first word, and the number of words; the first is None without a mask.
         span: First key, and the end.
+        R: Width of the rope part; without one q_pe and the descriptor of k_pe are not read.
         MASKED: Whether some keys are past the request's end, or past a query's causal bound.
     """
     acc, peak, total = sums
@@ -68,7 +77,7 @@ def _attend(
         key = begin + tl.arange(0, BLOCK_N)
         k_nope = k_nope_desc.load([head, at, 0]).reshape(BLOCK_N, P_TILE)
         scores = tl.dot(q_nope, k_nope.T)
-        if k_pe_desc is not None:
+        if R > 0:
             scores = tl.dot(q_pe, k_pe_desc.load([at, 0]).T, scores)
         if MASKED:
             visible = (key < num_keys)[None, :]
@@ -140,8 +149,9 @@ def mha_prefill_kernel(
     p, d = tl.arange(0, P_TILE), tl.arange(0, V_TILE)
     q_at = q_ptr + (query_start + query)[:, None] * q_stride + head.to(tl.int64) * q_stride_head
     q_nope = tl.load(q_at + p[None, :], mask=is_query[:, None] & (p < P)[None, :], other=0.0)
-    q_pe = None
-    if k_pe_desc is not None:
+    if R == 0:
+        q_pe, k_pe_desc = q_nope, k_nope_desc
+    else:
         r = tl.arange(0, R_TILE)
         q_pe = tl.load(q_at + P + r[None, :], mask=is_query[:, None] & (r < R)[None, :], other=0.0)
 
@@ -163,7 +173,7 @@ def mha_prefill_kernel(
     keys = (k_nope_desc, k_pe_desc, v_desc, head, key_start, num_keys)
     for part in tl.static_range(2):
         span = (num_unmasked, end) if part else (begin, num_unmasked)
-        sums = _attend(sums, queries, keys, mask_at, num_words, span, BLOCK_N, CAUSAL, part == 1)
+        sums = _attend(sums, queries, keys, mask_at, num_words, span, R, BLOCK_N, CAUSAL, part == 1)
     acc, peak, total = sums
     if mask_ptr is not None:
         peak = tl.where(total == 0.0, -float("inf"), peak)
