@@ -1,9 +1,10 @@
-"""A small GLM-5-Next, and what vLLM's lacks on a CPU: kernels of its linear attention that Triton's interpreter does not
-run, in torch, and an indexer in float32.
+"""A small GLM-5-Next, and what vLLM's lacks on a CPU, in torch: kernels of its linear attention and of its streams; an
+indexer in float32.
 """
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable
 from functools import partialmethod
 from pathlib import Path
@@ -99,9 +100,34 @@ class PoolSelections(Selections):
         glm5_next.Glm5NextTextIndexer.forward = partialmethod(_select_again, self)
 
 
-def _select_again(
-    indexer: Any, selections: PoolSelections, hidden_states: Tensor, q_resid: Tensor, **_: Any
-) -> Tensor:
+def count_pools(calls: Counter[str]) -> None:
+    """Count the pools of steps with prefills whose first tokens are of an earlier step."""
+    from dcpmla.integrations.vllm.pooled import selection as pooled
+
+    write = pooled.write_pools
+
+    def written(pairs: Any, bias: Tensor, keys: Tensor, pools: Any, *tail: Tensor) -> None:
+        if pools.query_len is None:
+            calls["pools begun before"] += int(((pools.num_before < POOL_SIZE - 1) & (pools.slots >= 0)).sum())
+        write(pairs, bias, keys, pools, *tail)
+
+    pooled.write_pools = written
+
+
+def lose_tails() -> None:
+    """Forget the tokens of pools in progress before each step."""
+    from dcpmla.integrations.vllm.pooled import selection as pooled
+
+    write = pooled.write_pools
+
+    def written(pairs: Any, bias: Tensor, keys: Tensor, pools: Any, tail: Tensor, places: Tensor) -> None:
+        tail[(places[places >= 0] // tail.shape[2]).unique()] = 0
+        write(pairs, bias, keys, pools, tail, places)
+
+    pooled.write_pools = written
+
+
+def _select_again(indexer: Any, selections: PoolSelections, hidden_states: Tensor, q_resid: Tensor, **_: Any) -> Tensor:
     """Return the positions that each token of a prompt selected in an engine; compare their pools with its scores."""
     q = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, indexer.head_dim))[0]
     k, gate = indexer.k_norm(indexer.wk(hidden_states))[0], hidden_states[0] @ indexer.index_kpool_compress_gate.T

@@ -166,8 +166,10 @@ def convolve_one(
 
 
 def delta(qkv: list[Tensor], gate: Tensor, beta: Tensor, state: Tensor, options: dict[str, Any]) -> Tensor:
-    """Return the outputs [T, h, d] of tokens after a state [h, d, d], which becomes the one after them; beta is after its
-    sigmoid.
+    """Return the outputs [T, h, d] of tokens after a state [h, d, d], which becomes the one after them.
+
+    Args:
+        beta: [T, h], after the sigmoid.
     """
     q, k, v = qkv
     q, k = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (q, k))

@@ -22,7 +22,7 @@ from dcpmla.integrations.vllm import choice, impl
 from dcpmla.integrations.vllm.backend import DCPMLAMetadataBuilder
 from dcpmla.integrations.vllm.sparse.backend import DCPMLASparseMetadataBuilder
 from dcpmla.integrations.vllm.sparse.selection import IndexMetadataBuilder
-from tests.engines.glm_next_model import PoolSelections, glm_next, replace_kernels
+from tests.engines.glm_next_model import PoolSelections, count_pools, glm_next, lose_tails, replace_kernels
 from tests.engines.sparse_model import TOPK, Selections
 from tests.engines.vllm_cases import CALLS, NEW_TOKENS, VOCABULARY, count, end, run, without_merge
 from tests.engines.vllm_drafts import DRAFTED, compare_drafts, record_drafts
@@ -69,6 +69,13 @@ def backends_of_another_model(config: Any) -> list[str]:
     return names
 
 
+def share_of_best(selections: Selections, model: Any, requests: list[list[int]], llm: LLM) -> float:
+    """Run requests; return the share of their tokens that have selected exactly the best keys."""
+    before = selections.num_equal, selections.num_rows
+    selections.largest_error(model, requests, run(llm, requests))
+    return (selections.num_equal - before[0]) / (selections.num_rows - before[1])
+
+
 def main(directory: str, options: dict[str, Any]) -> None:
     if not torch.cuda.is_available():
         convert_as_torch()
@@ -81,6 +88,8 @@ def main(directory: str, options: dict[str, Any]) -> None:
     count(impl, "dcp_mla_decode")
     count(impl, "dcp_mla_prefill")
     count(TokenSelector, "select")
+    if is_pooled:
+        count_pools(CALLS)
     for name in ("gather_candidates", "combine"):
         count(AllToAll, name)
     count_exchanges_of_builders()
@@ -126,15 +135,22 @@ def main(directory: str, options: dict[str, Any]) -> None:
     }
     report["calls"] = dict(CALLS)
     report["other models"] = backends_of_another_model(llm.llm_engine.vllm_config)
+    if is_pooled:
+        layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+        report["layers"] = [type(getattr(layer, "impl", layer)).__name__ for layer in layers]
+    few = requests[:1] + requests[3:4]
     if options.get("decode_context_parallel_size", 1) > 1 and not torch.cuda.is_available():
-        few = requests[:1] + requests[3:4]
         kept, AllToAll.combine = AllToAll.combine, without_merge
         report["without merge"] = selections.largest_error(model, few, run(llm, few))
-        AllToAll.combine, AllToAll.gather_candidates = kept, of_this_rank
-        before = selections.num_equal, selections.num_rows
-        selections.largest_error(model, few, run(llm, few))
-        num_equal, num_rows = selections.num_equal - before[0], selections.num_rows - before[1]
-        report["own candidates"] = num_equal / num_rows
+        AllToAll.combine, gather, AllToAll.gather_candidates = kept, AllToAll.gather_candidates, of_this_rank
+        report["own candidates"] = share_of_best(selections, model, few, llm)
+        AllToAll.gather_candidates = gather
+    if is_pooled:
+        lose_tails()
+        selections.worst = 0.0
+        unknown = [tokens[::-1] for tokens in few]  # no prefix of theirs is cached
+        selections.largest_error(model, unknown, run(llm, unknown))
+        report["without tails"] = selections.worst
     end(report)
 
 
