@@ -14,30 +14,40 @@ from unittest.mock import MagicMock
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import Glm5NextTextConfig
 from transformers.models.glm5_next import modeling_glm5_next as glm5_next
 
 from dcpmla.attention.sparse.projections import hadamard_matrix
 from tests.engines.sparse_model import Selections, rounded_keys
+from tests.engines.vllm_drafts import Module
 from tests.engines.vllm_kimi import convolve_one, delta, initial_states, norm
 from tests.support.models import random_model
 
 TOPK, POOL_SIZE = 32, 4
+MODULE = "model.layers.4"  # after the model's four layers
 _TORCHVISION = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
 
 
-def glm_next() -> Any:
+def glm_next() -> tuple[Any, Any]:
     """Return transformers' model of four dense layers, two of linear attention and two whose tokens select TOPK tokens
-    in pools, and those of the pool in progress.
+    in pools, and those of the pool in progress; and the layer of an MTP module, of the last kind.
     """
+    model = _with_module()
+    layers = model.model.language_model.layers
+    model.model.language_model.layers = layers[:4]
+    return model, layers[4]
+
+
+def _with_module() -> Any:
     config = Glm5NextTextConfig(
         vocab_size=512,
         hidden_size=128,
         intermediate_size=192,
-        num_hidden_layers=4,
-        layer_types=["linear_attention", "indexed_attention"] * 2,
-        mlp_layer_types=["dense"] * 4,  # vLLM has experts on CPUs in compiled form alone
-        indexer_types=["full"] * 4,
+        num_hidden_layers=5,
+        layer_types=["linear_attention", "indexed_attention"] * 2 + ["indexed_attention"],
+        mlp_layer_types=["dense"] * 5,  # vLLM has experts on CPUs in compiled form alone
+        indexer_types=["full"] * 5,
         num_attention_heads=8,
         num_key_value_heads=8,
         q_lora_rank=96,
@@ -63,20 +73,47 @@ def glm_next() -> Any:
 
 
 def save_glm_next(directory: Path) -> Path:
-    """Save the text model with what vLLM asks of a config; return its directory."""
-    glm_next().save_pretrained(directory)
+    """Save the text model and an MTP module, with what vLLM asks of a config; return its directory."""
+    _with_module().save_pretrained(directory)
     file = directory / "model.safetensors"
     kept = {
         name.replace("model.language_model.", "model."): tensor
         for name, tensor in load_file(file).items()
-        if "visual" not in name
+        if "visual" not in name and "layers.4.hc_" not in name  # a module has one stream
     }
+    generator = torch.Generator().manual_seed(1)
+    own = {name: torch.rand(128, generator=generator) + 0.5 for name in ("enorm", "hnorm", "shared_head.norm")}
+    own |= {"eh_proj": torch.randn(128, 256, generator=generator) * 0.1}
+    own |= {
+        "embed_tokens": kept["model.embed_tokens.weight"].clone(),
+    }
+    kept |= {f"{MODULE}.{name}.weight": tensor for name, tensor in own.items()}
     save_file(kept, file, metadata={"format": "pt"})
     fields = json.loads((directory / "config.json").read_text())["text_config"]
+    fields |= {"num_hidden_layers": 4, "num_nextn_predict_layers": 1}
+    for name in ("layer_types", "mlp_layer_types", "indexer_types"):
+        del fields[name][4:]
     fields |= {"architectures": ["Glm5NextForCausalLM"], "mhc": True, "mla_use_nope": True}
     fields |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "indexer_rope_interleave": False}
     (directory / "config.json").write_text(json.dumps(fields))
     return directory
+
+
+class GlmModule(Module):
+    """The MTP module in plain torch, whose tokens attend to all before them, as those of short prompts do."""
+
+    def __init__(self, directory: str) -> None:
+        self.masks_first = True
+        self.base, self.layer = glm_next()
+        self.weights = load_file(Path(directory) / "model.safetensors")
+        self.name, self.eps = MODULE, self.base.config.text_config.rms_norm_eps
+        self.embed = self.base.model.language_model.embed_tokens
+
+    def attend(self, x: Tensor) -> Tensor:
+        """Return the layer's output, without streams."""
+        layer, mask = self.layer, torch.ones(x.shape[:2], dtype=torch.bool)
+        x = x + layer.self_attn(layer.input_layernorm(x), mask)[0]
+        return x + layer.mlp(layer.post_attention_layernorm(x))
 
 
 class PoolSelections(Selections):
@@ -156,21 +193,33 @@ def _as_bf16(x: Tensor) -> Tensor:
 
 def replace_kernels() -> None:
     """Put functions of torch in place of kernels, in all modules that name them."""
+    from vllm.config import SpeculativeConfig
     from vllm.model_executor.layers import mhc, mla
     from vllm.model_executor.models.registry import ModelRegistry
 
     # Only images need torchvision, whose place is taken while the model is imported.
     sys.modules.update((name, MagicMock()) for name in _TORCHVISION)
-    from vllm.models.glm5next.common import attention, kda, model
+    from vllm.models.glm5next.common import attention, kda, model, mtp
 
     for name in _TORCHVISION:
         del sys.modules[name]
     ModelRegistry.register_model("Glm5NextForCausalLM", model.Glm5NextForCausalLM)
+    ModelRegistry.register_model("Glm5NextMTPModel", mtp.Glm5NextMTP)
+    read = SpeculativeConfig.hf_config_override
+
+    def read_text(config: Any, **named: Any) -> Any:
+        """Read a text model's config as vLLM reads that of the model with images."""
+        if config.model_type == "glm5_next_text":
+            config.model_type = "glm5_next_mtp"
+            return config.update({"n_predict": 1, "architectures": ["Glm5NextMTPModel"]}) or config
+        return read(config, **named)
+
+    SpeculativeConfig.hf_config_override = staticmethod(read_text)
 
     kda.gather_initial_states = initial_states
     _write_states.register_warmup = lambda **_: None
     kda.scatter_states = _write_states
-    kda.causal_conv1d_update = convolve_one
+    kda.causal_conv1d_update = _convolve
     kda.chunk_kda_with_fused_gate = _prefill_delta
     kda.fused_recurrent_kda = _decode_delta
     mla.fused_q_kv_rmsnorm = lambda q, kv, w_q, w_kv, eps: (norm(q, w_q, eps), norm(kv, w_kv, eps))
@@ -231,6 +280,29 @@ def _leave_and_enter(
     return residual, *_enter_stream(op, residual, **options)
 
 
+def _convolve(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: None,
+    *,
+    conv_state_indices: Tensor,
+    num_accepted_tokens: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    if num_accepted_tokens is None:
+        return convolve_one(x, conv_state, weight, bias, conv_state_indices=conv_state_indices)
+    assert query_start_loc is not None
+    out, width, ends = torch.zeros_like(x), weight.shape[1], query_start_loc.tolist()
+    for row, (slot, first) in enumerate(zip(conv_state_indices.tolist(), num_accepted_tokens.tolist(), strict=False)):
+        new = x[ends[row] : ends[row + 1]].T
+        tokens = torch.cat([conv_state[slot, :, first - 1 : first + width - 2], new], 1)
+        out[ends[row] : ends[row + 1]] = F.silu((tokens.unfold(1, width, 1) * weight[:, None]).sum(-1)).T
+        conv_state[slot, :, : tokens.shape[1] - 1] = tokens[:, 1:]
+    return out
+
+
 def _prefill_delta(
     q: Tensor,
     k: Tensor,
@@ -268,12 +340,18 @@ def _decode_delta(
     g_bias: Tensor,
     lower_bound: float,
     out: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     options = {"bias": g_bias, "A_log": a_log, "lower_bound": lower_bound}
-    rows = torch.zeros_like(v) if out is None else out
-    for row, slot in enumerate(ssm_state_indices[: len(cu_seqlens) - 1].tolist()):
-        now = slice(row, row + 1)
-        qkv = [part[0, now] for part in (q, k, v)]
-        rows[0, now] = delta(qkv, g[0, now], beta[0, now].sigmoid(), initial_state[slot], options)
+    rows, ends = torch.zeros_like(v) if out is None else out, cu_seqlens.tolist()
+    slots = ssm_state_indices.view(len(ssm_state_indices), -1).tolist()  # a column for each token, if some are drafts
+    for row, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
+        first = 0 if num_accepted_tokens is None else int(num_accepted_tokens[row]) - 1
+        state = initial_state[slots[row][first]].clone()
+        for token in range(start, end):
+            now = slice(token, token + 1)
+            qkv = [part[0, now] for part in (q, k, v)]
+            rows[0, now] = delta(qkv, g[0, now], beta[0, now].sigmoid(), state, options)
+            initial_state[slots[row][token - start]] = state
     return rows, initial_state

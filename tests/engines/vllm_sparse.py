@@ -22,10 +22,10 @@ from dcpmla.integrations.vllm import choice, impl
 from dcpmla.integrations.vllm.backend import DCPMLAMetadataBuilder
 from dcpmla.integrations.vllm.sparse.backend import DCPMLASparseMetadataBuilder
 from dcpmla.integrations.vllm.sparse.selection import IndexMetadataBuilder
-from tests.engines.glm_next_model import PoolSelections, count_pools, glm_next, lose_tails, replace_kernels
+from tests.engines.glm_next_model import GlmModule, PoolSelections, count_pools, glm_next, lose_tails, replace_kernels
 from tests.engines.sparse_model import TOPK, Selections
 from tests.engines.vllm_cases import CALLS, NEW_TOKENS, VOCABULARY, count, end, run, without_merge
-from tests.engines.vllm_drafts import DRAFTED, compare_drafts, record_drafts
+from tests.engines.vllm_drafts import DRAFTED, Module, compare_drafts, record_drafts
 from tests.support.interpreter import convert_as_torch
 
 IN_FLOAT32 = {"dtype": torch.float32, "attn_implementation": "eager"}
@@ -115,7 +115,7 @@ def main(directory: str, options: dict[str, Any]) -> None:
     CALLS.clear()
     selections = PoolSelections() if is_pooled else Selections()
     selections.record()
-    model: Any = glm_next() if is_pooled else DeepseekV32ForCausalLM.from_pretrained(directory, **IN_FLOAT32)
+    model: Any = glm_next()[0] if is_pooled else DeepseekV32ForCausalLM.from_pretrained(directory, **IN_FLOAT32)
     requests = prompts(longest)
     outputs = run(llm, requests)
     error = selections.largest_error(model, requests, outputs)
@@ -126,7 +126,7 @@ def main(directory: str, options: dict[str, Any]) -> None:
         # Tokens of short prompts attend to all, as in a dense model, which the module in plain torch is.
         short = {index for index, prompt in enumerate(requests) if len(prompt) + NEW_TOKENS < TOPK}
         DRAFTED[:] = [draft for draft in DRAFTED if int(draft[0].split("-")[1]) in short]
-        report["drafts"] = compare_drafts(directory, requests, outputs)
+        report["drafts"] = compare_drafts(GlmModule(directory) if is_pooled else Module(directory), requests, outputs)
     again = run(llm, requests, aborted=1)
     report["again"] = {
         "error": selections.largest_error(model, requests, again),

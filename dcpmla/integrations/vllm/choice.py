@@ -11,7 +11,7 @@ from dcpmla.integrations.vllm.sparse.backend import DCPMLASparseBackend
 
 SPARSE_MODELS = ("deepseek_v32", "glm_moe_dsa", "deepseek_mtp")  # MTP modules of both have the last model_type
 POOLED_BACKEND = "dcpmla.integrations.vllm.pooled.backend.DCPMLAPooledBackend"
-POOLED_MODEL = "glm5_next_text"  # its MTP module, too
+POOLED_MODELS = ("glm5_next_text", "glm5_next_mtp")
 
 
 def __getattr__(name: str) -> type:
@@ -27,7 +27,7 @@ def __getattr__(name: str) -> type:
         return DCPMLABackend
     kind = getattr(model, "model_type", None)
     path = AttentionBackendEnum[name].value
-    if kind == POOLED_MODEL:
+    if kind in POOLED_MODELS:
         path = POOLED_BACKEND  # by name, for its module imports vLLM's model
     elif name == "CUSTOM" or kind in SPARSE_MODELS:
         return DCPMLASparseBackend
