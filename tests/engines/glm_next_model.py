@@ -1,5 +1,5 @@
-"""A small GLM-5-Next, and what vLLM's lacks on a CPU, in torch: kernels of its linear attention and of its streams; an
-indexer in float32.
+"""A small GLM-5-Next with an MTP module, and torch in place of vLLM's kernels for GPUs: of linear attention and of
+streams.
 """
 
 import json
@@ -31,7 +31,7 @@ _TORCHVISION = ("torchvision", "torchvision.transforms", "torchvision.transforms
 
 def glm_next() -> tuple[Any, Any]:
     """Return transformers' model of four dense layers, two of linear attention and two whose tokens select TOPK tokens
-    in pools, and those of the pool in progress; and the layer of an MTP module, of the last kind.
+    in pools; and the layer of an MTP module, of the last kind.
     """
     model = _with_module()
     layers = model.model.language_model.layers
@@ -73,7 +73,7 @@ def _with_module() -> Any:
 
 
 def save_glm_next(directory: Path) -> Path:
-    """Save the text model and an MTP module, with what vLLM asks of a config; return its directory."""
+    """Save the text model and an MTP module, with fields that vLLM reads; return its directory."""
     _with_module().save_pretrained(directory)
     file = directory / "model.safetensors"
     kept = {
@@ -100,7 +100,7 @@ def save_glm_next(directory: Path) -> Path:
 
 
 class GlmModule(Module):
-    """The MTP module in plain torch, whose tokens attend to all before them, as those of short prompts do."""
+    """The MTP module in plain torch, whose tokens attend to all before them, as tokens of short prompts do."""
 
     def __init__(self, directory: str) -> None:
         self.masks_first = True
@@ -117,7 +117,7 @@ class GlmModule(Module):
 
 
 class PoolSelections(Selections):
-    """What an engine selects in pools, and transformers' model over the same selections."""
+    """An engine's selections of pools, and transformers' model over the same selections."""
 
     def watch(self, note: Callable[[Any, Tensor], None]) -> None:
         """Call `note` after each selection, with the tokens of the step and the positions that they have selected."""

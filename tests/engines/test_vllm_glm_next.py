@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_pools(report: dict[str, Any]) -> None:
-    """Check what `check` does, and that pools begin in one step and end in another."""
+    """Check a report (`test_vllm_sparse.check`), and that pools begin in one step and end in another."""
     check(report)
     caches = "Glm5NextIndexerCache", "Glm5NextTailCache"
     assert report["layers"] == ["Glm5NextLinearAttention", *caches, "DCPMLAPooledImpl"] * 2

@@ -35,7 +35,7 @@ class StepPools:
 
 
 class PoolLayout:
-    """The pools that each token of a step completes, and those that it may select from.
+    """The pools that each token of a step completes, and the pools that it may select from.
 
     Args:
         tokens: Layout of the tokens.

@@ -1,4 +1,4 @@
-"""Internal names of vLLM that sparse MLA over pools needs besides those of `integrations.vllm.sparse.names`."""
+"""Internal names of vLLM that sparse MLA over pools needs besides `integrations.vllm.sparse.names`."""
 
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.models.glm5next.common.attention import Indexer

@@ -1,5 +1,5 @@
-"""The selection of pools inside vLLM: this package's scores and its choice over all DCP ranks replace those of vLLM's
-indexer. vLLM's kernels pool the keys of tokens and write them into vLLM's cache.
+"""The selection of pools inside vLLM: this package's scores and its choice over all DCP ranks replace vLLM's.
+vLLM's kernels pool the keys of tokens and write them into vLLM's cache.
 
 vLLM keeps the keys and gates of each request's last tokens, whose pool may be in progress, in a ring on every rank (its
 tail cache): the token at position p in entry p % ring.
@@ -79,17 +79,16 @@ def install() -> None:
 
     @eager_break_during_capture
     def sparse_attn_indexer_kpool(*values: Any, **named: Any) -> Tensor:
-        given = dict(zip(names, values, strict=False)) | named
-        buffer, step = given["topk_indices_buffer"], get_forward_context().attn_metadata
+        arguments = dict(zip(names, values, strict=False)) | named
+        buffer, step = arguments["topk_indices_buffer"], get_forward_context().attn_metadata
         if not isinstance(step, dict):
             reserve(buffer.device)
             return buffer
-        index: PoolMetadata = step[given["k_cache_prefix"]]
-        pairs, tail = (given["k"], given["gate_score"]), given["tail_kv_cache"]
-        write_pools(
-            pairs, given["compress_ape"], given["kv_cache"], index.pools, tail, step[given["tail_prefix"]].slot_mapping
-        )
-        select_pools(index, given["q_quant"], given["weights"], given["kv_cache"], selection_of(buffer))
+        index: PoolMetadata = step[arguments["k_cache_prefix"]]
+        pairs, keys = (arguments["k"], arguments["gate_score"]), arguments["kv_cache"]
+        tail = arguments["tail_kv_cache"], step[arguments["tail_prefix"]].slot_mapping
+        write_pools(pairs, arguments["compress_ape"], keys, index.pools, *tail)
+        select_pools(index, arguments["q_quant"], arguments["weights"], keys, selection_of(buffer))
         return buffer
 
     sparse_indexer.sparse_attn_indexer_kpool = sparse_attn_indexer_kpool
