@@ -1,6 +1,6 @@
 """vLLM's attention backend for sparse MLA over pools of tokens, without positions (GLM-5-Next)."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from dcpmla.integrations.vllm.pooled.names import Indexer
 from dcpmla.integrations.vllm.pooled.selection import PoolIndexBackend, install
@@ -25,7 +25,7 @@ class DCPMLAPooledBackend(DCPMLASparseBackend):
 class DCPMLAPooledImpl(DCPMLASparseImpl):
     """The attention to the tokens of selected pools."""
 
-    indexer_class: ClassVar[type] = Indexer
+    indexer_class: ClassVar[Any] = Indexer
     index_backend: ClassVar[type] = PoolIndexBackend
     models: ClassVar = "GLM-5-Next"
 

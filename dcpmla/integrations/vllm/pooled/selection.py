@@ -77,7 +77,6 @@ def install() -> None:
     """Make layers of vLLM's GLM-5-Next select with this package. Later calls do nothing."""
     names = tuple(signature(sparse_indexer.sparse_attn_indexer_kpool).parameters)
 
-    @eager_break_during_capture
     def sparse_attn_indexer_kpool(*values: Any, **named: Any) -> Tensor:
         arguments = dict(zip(names, values, strict=False)) | named
         buffer, step = arguments["topk_indices_buffer"], get_forward_context().attn_metadata
@@ -91,7 +90,7 @@ def install() -> None:
         select_pools(index, arguments["q_quant"], arguments["weights"], keys, selection_of(buffer))
         return buffer
 
-    sparse_indexer.sparse_attn_indexer_kpool = sparse_attn_indexer_kpool
+    sparse_indexer.sparse_attn_indexer_kpool = eager_break_during_capture(sparse_attn_indexer_kpool)
 
 
 def write_pools(

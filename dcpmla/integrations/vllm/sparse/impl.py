@@ -24,7 +24,7 @@ class DCPMLASparseImpl(DCPMLAImpl, SharedTopkIndicesBuffer):
 
     is_sparse = True
     masked_mha_available: ClassVar = False  # because vLLM's kernel for masks is for Blackwell
-    indexer_class: ClassVar[type] = DeepseekV32Indexer
+    indexer_class: ClassVar[Any] = DeepseekV32Indexer
     index_backend: ClassVar[type] = IndexBackend
     models: ClassVar = "DeepSeek-V3.2 and GLM-5"
 
