@@ -45,23 +45,16 @@ def test_one_rank(model: Path, tmp_path: Path) -> None:
     assert report["calls"]["dcp_mla_prefill"] >= 4
 
 
-def test_drafts(model: Path, tmp_path: Path) -> None:
-    """Two drafts a step by an MTP module, whose layer selects pools, too; all prefills attend with absorbed queries."""
+def test_drafts_under_decode_context_parallelism(model: Path, tmp_path: Path) -> None:
+    """TP 2 x DCP 2 in groups of two pools, two drafts a step by an MTP module, whose layer selects pools, too; all
+    prefills attend with absorbed queries. Without the merge, or with the candidates of one rank, answers are wrong.
+    """
+    layout = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 8}
     drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
-    report = run_engine(model, tmp_path, 1, route="absorbed", **drafts, **OPTIONS)
+    report = run_engine(model, tmp_path, 2, route="absorbed", **layout, **drafts, **OPTIONS)
     check_pools(report)
     assert report["drafts"]["made"] > 20
     assert report["drafts"]["right"] > 0.9 * report["drafts"]["made"]  # Ties may go either way.
-    assert "dcp_mla_prefill" not in report["calls"]
-
-
-def test_decode_context_parallelism(model: Path, tmp_path: Path) -> None:
-    """TP 2 x DCP 2 in groups of two pools; all prefills attend with absorbed queries. Without the merge, or with the
-    candidates of one rank, answers are wrong.
-    """
-    layout = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 8}
-    report = run_engine(model, tmp_path, 2, route="absorbed", **layout, **OPTIONS)
-    check_pools(report)
     calls = report["calls"]
     assert "dcp_mla_prefill" not in calls
     assert calls["gather_candidates"] == calls["select"]
