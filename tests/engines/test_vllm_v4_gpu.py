@@ -40,6 +40,8 @@ def check(model: Path, num_ranks: int, dtype: str, **layout: Any) -> str:
     for turn, num_ended in (("first", 20), ("aborted", 19), ("tight", 4)):
         assert report[turn]["ended"] == num_ended, turn
         assert report[turn]["error"] < TOLERANCES[dtype], (turn, report[turn])
+    for turn in ("one by one", "together", "after a reset"):
+        assert report["reuse"][turn]["error"] < TOLERANCES[dtype], (turn, report["reuse"])
     return ended.stderr
 
 

@@ -183,10 +183,18 @@ def reused(model: Any, requests: list[list[int]], outputs: list[Any]) -> dict[st
     return compare(model, requests, outputs) | {"cached": [output.num_cached_tokens for output in outputs]}
 
 
+def left_for_pages(llm: LLM) -> int | None:
+    """Return the bytes that this package's hook leaves of none; None on GPUs, where vLLM measures memory."""
+    if torch.cuda.is_available():
+        return None
+    return Worker.determine_available_memory(
+        SimpleNamespace(model_runner=llm.llm_engine.model_executor.driver_worker.worker.model_runner)
+    )
+
+
 def describe(llm: LLM) -> dict[str, Any]:
     """Return the sizes of the cache, and the number of layers that have memory of vLLM's."""
     config, stack = llm.llm_engine.vllm_config, stack_of(llm)
-    worker = SimpleNamespace(model_runner=llm.llm_engine.model_executor.driver_worker.worker.model_runner)
     plan, memory = stack.cache.sizes, stack.leader.kv_cache.untyped_storage()
     return {
         "blocks": plan.num_blocks,
@@ -197,7 +205,7 @@ def describe(llm: LLM) -> dict[str, Any]:
         "in one piece": all(tensor.untyped_storage().data_ptr() == memory.data_ptr() for tensor in stack.cache.tensors),
         "pages": stack.pages(config).page_size_bytes * plan.num_blocks,
         "fixed": stack.fixed_bytes,
-        "left for pages": Worker.determine_available_memory(worker),
+        "left for pages": left_for_pages(llm),
         "prefix caching": config.cache_config.enable_prefix_caching,
         "cuts prompts": config.scheduler_config.max_num_batched_tokens < BLOCK,
         "async": config.scheduler_config.async_scheduling,
