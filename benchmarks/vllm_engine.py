@@ -15,15 +15,14 @@ from benchmarks.vllm_models import OURS, PREFILLS, VOCAB_SIZE, Model, Variant
 from dcpmla.bench.timing import Timing, largest, time_graph
 
 NUM_PREFILLS = 5  # Repetitions; the median counts.
-# Range of bytes that are positive numbers of no great size as e4m3, bfloat16 and float32, all of which caches of bytes
-# hold. vLLM's own filler writes zeros, whose scores tie in a selection.
-CACHED_BYTES = 0x30, 0x40
 NUM_STEPS, NUM_DECODED = 8, 128  # NUM_DECODED: more than one engine's steps before requests are aborted
 
 
 def measure(engine: Any, recorder: "Recorder", model: Model, variant: Variant) -> list[dict[str, Any]]:
     """Return an engine's rows, one for each load and each kind of layers. Collective over the job."""
-    parallel = engine.vllm_config.parallel_config
+    from benchmarks.vllm_contexts import Contexts
+
+    parallel, contexts = engine.vllm_config.parallel_config, Contexts(engine)
     layers: Any = (Parts if model.in_parts else Modules)(engine, recorder)
     device, is_ours = layers.device, variant.backend == OURS
     shared = {
@@ -41,6 +40,7 @@ def measure(engine: Any, recorder: "Recorder", model: Model, variant: Variant) -
     }
     rows = []
     for batch, context in model.loads:
+        contexts.fill()
         names = decode(engine, batch, context)
         step_us = time_graph(recorder.graph, device)  # first: timing records graphs of its own
         for fields, timing in layers.decode(batch):
@@ -50,11 +50,11 @@ def measure(engine: Any, recorder: "Recorder", model: Model, variant: Variant) -
         while engine.has_unfinished_requests():
             engine.step()
     for num_new, context in PREFILLS:
-        recorder.num_new = num_new
+        contexts.num_new = num_new
+        contexts.fill()
         step_us = time_prefill_step(engine, num_new + context, device)
         for fields, timing in layers.prefill(num_new):
             rows.append(shared | fields | prefill_row(timing, num_new, context, step_us))
-    recorder.num_new = 1
     if dist.get_rank() == 0:
         print(*rows, sep="\n", file=sys.stderr, flush=True)
     return rows
@@ -83,25 +83,16 @@ class Step:
 
 
 class Recorder:
-    """What vLLM used last: the graph that it replayed, the metadata of dense attention, and the step's of all layers.
-
-    Of prompts that come, vLLM takes all but the last `num_new` tokens as cached.
-    """
+    """What vLLM used last: the graph that it replayed, the metadata of dense attention, and the step of all layers."""
 
     graph: torch.cuda.CUDAGraph
     metadata: Any
     step: Step
-    num_new = 1
 
     def __init__(self) -> None:
-        from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import (
-            DecodeBenchConnectorScheduler,
-            DecodeBenchConnectorWorker,
-        )
         from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
 
         replay, build = torch.cuda.CUDAGraph.replay, MLACommonMetadataBuilder.build
-        match = DecodeBenchConnectorScheduler.get_num_new_matched_tokens
 
         def recorded_replay(graph: torch.cuda.CUDAGraph) -> None:
             self.graph = graph
@@ -111,22 +102,6 @@ class Recorder:
             self.metadata = build(builder, *args, **named)
             return self.metadata
 
-        def matched(scheduler: Any, request: Any, num_computed: int) -> tuple[int, bool]:
-            num_matched, is_async = match(scheduler, request, num_computed)
-            return max(0, num_matched - (self.num_new - 1)), is_async
-
-        fill = DecodeBenchConnectorWorker._fill_block_tensor
-
-        def filled(worker: Any, cache: torch.Tensor, blocks: list[int], *args: Any, **named: Any) -> None:
-            if cache.dtype != torch.uint8:
-                fill(worker, cache, blocks, *args, **named)
-                return
-            known = [block for block in blocks if block < len(cache)]
-            size = len(known), *cache.shape[1:]
-            cache[known] = torch.randint(*CACHED_BYTES, size, dtype=torch.uint8, device=cache.device)
-
-        DecodeBenchConnectorWorker._fill_block_tensor = filled
-        DecodeBenchConnectorScheduler.get_num_new_matched_tokens = matched
         torch.cuda.CUDAGraph.replay = recorded_replay
         MLACommonMetadataBuilder.build = recorded_build
 

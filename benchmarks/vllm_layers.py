@@ -1,6 +1,7 @@
 """The attention of vLLM's layers, timed with the caches and metadata of vLLM's last step (`vllm_engine.py`)."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -91,7 +92,8 @@ class Modules:
         Raises:
             RuntimeError: That step was another one.
         """
-        return self._time(1, num_new)
+        with choices_of_eager_steps():
+            yield from self._time(1, num_new)
 
     def _time(self, num_reqs: int, num_tokens: int) -> Timed:
         from vllm.forward_context import set_forward_context
@@ -110,6 +112,19 @@ class Modules:
             with torch.inference_mode(), context():
                 timing = time_operation(attend, self.device, len(modules), seconds=1.0)
             yield {} if kind is None else {"layer_kind": kind}, timing
+
+
+@contextmanager
+def choices_of_eager_steps() -> Iterator[None]:
+    """Make vLLM's modules choose in a capture as in a step without a graph: prefills have none. A graph of vLLM's own
+    replays with other requests, so no selection and no entry may be left out of it.
+    """
+    is_capturing = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: False
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = is_capturing
 
 
 def time_prefill(layers: list[Any], metadata: Any, num_tokens: int, device: torch.device) -> Timing:

@@ -129,8 +129,8 @@ def _is_matrix(rows: Tensor) -> bool:
 def triton_prefill(call: PrefillCall) -> str:
     if obstacle := _half_on_gpu_obstacle(call.q, (8, 0)):
         return obstacle
-    widths = call.k_pe.shape[-1], max(call.q.shape[-1], call.v.shape[-1])
-    return "" if widths[0] > 0 and widths[1] <= 256 else f"heads are {widths[1]} wide with {widths[0]} of RoPE, not 256"
+    width = max(call.q.shape[-1], call.v.shape[-1])
+    return "" if width <= 256 else f"heads are {width} wide, not up to 256"
 
 
 def _half_on_gpu_obstacle(q: Tensor, capability: tuple[int, int]) -> str:

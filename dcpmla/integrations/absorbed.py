@@ -100,12 +100,15 @@ class DecodeLayout:
     def single_tokens(self, block_table: Tensor, local_seq_lens: Tensor, num_tokens: int) -> tuple[Part, ...]:
         """Return the parts of a step whose tokens attend to rows of their own: each token is a request by itself.
 
+        Without an exchange there is one part.
+
         Args:
             block_table, local_seq_lens: Arguments of `build`, which nothing reads.
         """
         step = DecodeMetadata(block_table, local_seq_lens, None, 1, self.workspace)
-        starts = range(0, num_tokens, self.part_len)
-        return tuple((slice(start, min(start + self.part_len, num_tokens)), step) for start in starts)
+        part_len = self.part_len if self.steps.dcp.decode_context_parallel_size > 1 else max(1, num_tokens)
+        starts = range(0, num_tokens, part_len)
+        return tuple((slice(start, min(start + part_len, num_tokens)), step) for start in starts)
 
     def _local(self, seen: Tensor) -> Tensor:
         """Return this rank's share of the first `seen` tokens, int32; zero for the padding of a graph."""

@@ -41,6 +41,7 @@ POINTERS = {
     ("q", "cache", "rows", "is_ragged", "own_heads"),
     [
         ("bf16", "bf16", "tiled", True, "i32"),
+        ("bf16", "bf16", "heads", False, None),
         ("bf16", "bf16", "sparse", False, None),
         ("fp8e4nv", "fp8e4nv", "tiled", True, "i32"),
         ("bf16", "fp8e4nv", "tiled", False, None),
@@ -88,6 +89,7 @@ def test_the_hopper_kernel_compiles(
         constants |= {"own_heads": 1} if own_heads == 1 else {}
     else:
         constants |= dict.fromkeys(("addresses_ptr", "state_ptr", "rank", "own_heads", "num_rows", "landing_bytes"))
+    constants |= {} if rows == "heads" else {"q_token_stride": None}  # queries are stored head by head
     optional = ("q_pe_desc", "kv_desc", "k_pe_desc", "rows_ptr", "index_ptr", "start_ptr")
     optional += ("q_scale_ptr", "kv_scale_ptr")
     constants |= {name: None for name in optional if name not in types}

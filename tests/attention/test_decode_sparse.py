@@ -1,4 +1,5 @@
-"""Decode on a GPU: the backend that takes pages of one row, and the conversion of 8-bit caches bit by bit.
+"""Decode of pages of one row: rows of blocks that are apart; on a GPU the backend that takes them, and the conversion
+of 8-bit caches bit by bit.
 
 `test_decode_kernel` has the cases against float64.
 """
@@ -8,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from dcpmla import mla_decode
 from dcpmla.attention import backends
+from dcpmla.attention.sparse.selector import selected_rows
+from dcpmla.attention.sparse.step import SelectedTokens
 from dcpmla.cache import formats
 from tests.support.backends import checked_call
 from tests.support.decode_cases import FP8_QUERIES, QUANTIZED, Case
@@ -31,8 +35,6 @@ def test_which_kernel_takes_pages_of_one_row(kind: dict[str, Any]) -> None:
 @pytest.mark.parametrize("is_ds_mla", [False, True])
 def test_codes_are_exact(dtype: torch.dtype, block_size: int, is_ds_mla: bool) -> None:
     """A query that sees one key gives its latent: each code, subnormal ones too, times its scale, rounded once."""
-    from dcpmla import mla_decode
-
     codes = torch.tensor([code for code in range(256) if code not in (0x7F, 0xFF)], dtype=torch.uint8)  # without NaN
     rows = codes[torch.arange(40 * 512) % len(codes)].view(40, 512)
     kv_scale = None if is_ds_mla else torch.tensor([0.7])
@@ -56,3 +58,38 @@ def test_codes_are_exact(dtype: torch.dtype, block_size: int, is_ds_mla: bool) -
         **{name: tensor if tensor is None else tensor.cuda() for name, tensor in on_device.items()}, scale=1.0
     )
     assert torch.equal(out.cpu(), wanted)
+
+
+def check_apart(device: str, dtype: torch.dtype) -> None:
+    """Blocks with other layers' pages between them give what contiguous blocks give; rows have no rope part."""
+    generator = torch.Generator().manual_seed(0)
+    num_blocks, block_size, width = 5, 64, 512
+    rows = torch.randn(num_blocks, block_size, width, generator=generator).to(device, dtype)
+    memory = torch.full((num_blocks, block_size * width + 3 * 132 * 64), torch.nan, device=device, dtype=dtype)
+    apart = memory[:, 136 : 136 + block_size * width].unflatten(1, (block_size, width)).copy_(rows)
+    slots = torch.randint(0, num_blocks * block_size, (7, 40), generator=generator, dtype=torch.int32).to(device)
+    selection = SelectedTokens(slots, slots, torch.arange(34, 41, dtype=torch.int32, device=device))
+    q = torch.randn(7, 16, width, generator=generator).to(device, dtype)
+    results = []
+    for cache in (rows, apart):
+        pages, step = selected_rows(cache, selection, None)
+        results.append(mla_decode(q, pages, step.block_table, step.local_seq_lens, 0.05, kv_lora_rank=width))
+    for found, expected in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(found, expected)
+    whole = rows.flatten(0, 1).double()[slots.long()]
+    expected = torch.stack(
+        [
+            ((q[token].double() @ keys[: 34 + token].T) * 0.05).softmax(-1) @ keys[: 34 + token]
+            for token, keys in enumerate(whole)
+        ]
+    )
+    torch.testing.assert_close(results[1][0].double(), expected, atol=2e-2, rtol=2e-2)
+
+
+def test_blocks_apart() -> None:
+    check_apart("cpu", torch.float32)
+
+
+@pytest.mark.gpu
+def test_blocks_apart_on_a_gpu() -> None:
+    check_apart("cuda", torch.bfloat16)

@@ -47,6 +47,24 @@ def test_queries_and_caches_that_are_views(part: slice) -> None:
     compare((out, lse), case.answer(inputs), case, 1e-2)
 
 
+@pytest.mark.parametrize("num_heads", [128, 100, 16])
+@pytest.mark.parametrize("most", [2048, 3])
+def test_single_tokens_with_queries_head_by_head(num_heads: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries are stored as a batched product over heads leaves them; many tokens take several launches."""
+    monkeypatch.setattr("dcpmla.attention.hopper.decode.MAX_REQUESTS", most)
+    num_tokens = 8
+    rows = torch.randn(500, 1, 576, device="cuda").bfloat16()
+    slots = torch.randint(0, 500, (num_tokens, 200), dtype=torch.int32, device="cuda")
+    lens = torch.randint(0, 200, (num_tokens,), dtype=torch.int32, device="cuda")
+    latent = torch.randn(num_heads, num_tokens, 512, device="cuda").bfloat16().transpose(0, 1)
+    rope = torch.randn(num_tokens, num_heads, 64, device="cuda").bfloat16()
+    got = mla_decode((latent, rope), rows, slots, lens, 0.07)
+    wanted = reference.mla_decode(
+        checked_call(torch.cat([latent, rope], -1).double(), rows.double(), slots, lens, 0.07, 512)
+    )
+    compare(got, wanted, Case([(1, int(each)) for each in lens]), 1e-2)
+
+
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
 @pytest.mark.parametrize("kind", [{}, {"block_size": 1}, *QUANTIZED])
 def test_queries_in_two_parts(backend: str, kind: dict[str, Any]) -> None:

@@ -26,6 +26,8 @@ CASES: dict[str, Case] = {  # tails, single rows, requests without keys, dims th
     "DeepSeek-V3, context": ([17, 5], [170, 20], 1, (128, 64, 128)),
     "DeepSeek-V3, requests without keys": ([30, 5, 9], [0, 140, 0], 2, (128, 64, 128)),
     "GLM-5": ([9, 70], None, 1, (192, 64, 256)),
+    "without a rope part": ([9, 70], [33, 5], 2, (32, 0, 32)),
+    "GLM-5-Next": ([9, 70], None, 1, (256, 0, 256)),
 }
 
 

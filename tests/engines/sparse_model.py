@@ -1,6 +1,7 @@
 """A small DeepSeek-V3.2, and the comparison of an engine's answers and selections with transformers'."""
 
 import json
+from collections.abc import Callable
 from functools import partialmethod
 from itertools import count
 from pathlib import Path
@@ -92,7 +93,7 @@ class Selections:
 
         names: list[str] = []
         layers = count()
-        prepare, select = GPUModelRunner.prepare_inputs, TokenSelector.select
+        prepare = GPUModelRunner.prepare_inputs
 
         def prepared(runner: Any, *args: Any, **named: Any) -> Any:
             nonlocal names, layers
@@ -100,21 +101,35 @@ class Selections:
             names, layers = [name.rpartition("-")[0] for name in batch.req_ids], count()  # vLLM adds a suffix
             return batch
 
-        def selected(
-            selector: Any, q: Tensor, weights: Tensor, keys: Tensor, sparse: Any, table: Tensor, chosen: Any
-        ) -> None:
-            select(selector, q, weights, keys, sparse, table, chosen)
-            columns = sparse.request, sparse.seq_lens, chosen.positions
+        def note(tokens: Any, chosen: Tensor) -> None:
             layer = next(layers)
+            columns = tokens.request, tokens.seq_lens, chosen
             for request, seen, positions in zip(*(column.tolist() for column in columns), strict=True):
                 if names and seen > 0:
                     self._found[names[request], layer, seen - 1] = [position for position in positions if position >= 0]
 
-        GPUModelRunner.prepare_inputs, TokenSelector.select = prepared, selected
+        GPUModelRunner.prepare_inputs = prepared
+        self.watch(note)
+
+    def watch(self, note: Callable[[Any, Tensor], None]) -> None:
+        """Call `note` after each selection, with the tokens of the step and the positions that they have selected."""
+        select = TokenSelector.select
+
+        def selected(
+            selector: Any, q: Tensor, weights: Tensor, keys: Tensor, sparse: Any, table: Tensor, chosen: Any
+        ) -> None:
+            select(selector, q, weights, keys, sparse, table, chosen)
+            note(sparse, chosen.positions)
+
+        TokenSelector.select = selected
+
+    def replace_indexer(self) -> None:
+        """Make transformers' model attend to an engine's selections, and compare them with its own."""
+        deepseek_v32.DeepseekV32Indexer.forward = partialmethod(_select_again, self)
 
     def largest_error(self, model: Any, requests: list[list[int]], outputs: list[Any]) -> float:
         """Return the largest difference of any logprob from transformers' over the same selections."""
-        deepseek_v32.DeepseekV32Indexer.forward = partialmethod(_select_again, self)
+        self.replace_indexer()
         ended = [(tokens, output) for tokens, output in zip(requests, outputs, strict=True) if output is not None]
         answers = [(output.request_id, tokens + list(output.outputs[0].token_ids)) for tokens, output in ended]
         known = dict(answers)
@@ -140,11 +155,14 @@ class Selections:
 
     def compare(self, scores: Tensor, chosen: list[int], topk: int) -> None:
         """Note how a selection differs from the best of a token's scores [n]."""
+        self.num_rows += 1
+        if not chosen:
+            self.num_wrong += 1
+            return
         best = scores.topk(min(topk, len(scores))).values[-1]
         spread = float(scores.max() - scores.min()) or 1.0
         self.worst = max(self.worst, float(best - scores[chosen].min()) / spread)
         self.num_equal += bool(scores[chosen].min() >= best)
-        self.num_rows += 1
         self.num_wrong += not len(set(chosen)) == len(chosen) == min(topk, len(scores))
 
 
@@ -162,7 +180,7 @@ def _select_again(
     q = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, indexer.head_dim))
     k = indexer.k_norm(indexer.wk(hidden_states)).unsqueeze(2)
     rotated = deepseek_v32.apply_rotary_pos_emb(q[..., :rope], k[..., :rope], *angles, unsqueeze_dim=2)
-    q, k = (_rounded(torch.cat([x, y[..., rope:]], -1)) for x, y in zip(rotated, (q, k), strict=True))
+    q, k = (rounded_keys(torch.cat([x, y[..., rope:]], -1)) for x, y in zip(rotated, (q, k), strict=True))
     products = torch.einsum("bshd,btd->bsht", q, k.squeeze(2)).relu()
     scores = torch.einsum("bsht,bsh->bst", products, indexer.weights_proj(hidden_states).double())[0]
     rows = []
@@ -173,7 +191,7 @@ def _select_again(
     return torch.tensor([rows], dtype=torch.int32)
 
 
-def _rounded(x: Tensor) -> Tensor:
+def rounded_keys(x: Tensor) -> Tensor:
     """Return rows [.., D] as e4m3 with scales of powers of two has them, float64."""
     scale = torch.exp2(torch.ceil(torch.log2(x.abs().amax(-1, keepdim=True) / 448)))
     return (x / scale).to(torch.float8_e4m3fn).double() * scale

@@ -90,7 +90,7 @@ def largest_difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("cache", "tolerance"), [("auto", TOLERANCE), ("fp8", 2 * TOLERANCE)])
+@pytest.mark.parametrize(("cache", "tolerance"), [("auto", TOLERANCE), ("fp8", 4 * TOLERANCE)])
 def test_one_gpu(wide_model: Path, cache: str, tolerance: float) -> None:
     layouts = EAGER | THEIRS, EAGER | OURS, GRAPHS | OURS
     (theirs, *ours), _ = logprobs_of(wide_model, *(each | {"kv_cache_dtype": cache} for each in layouts))

@@ -19,7 +19,7 @@ def sparse_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_engine(model: Path, folder: Path, num_ranks: int, **options: Any) -> dict[str, Any]:
     """Run `vllm_sparse.py` and return its report."""
     variables = vllm_variables(vllm_tree("0.33.0"), folder) | {"DCPMLA_VLLM": "default"}
-    options |= {"block_size": 16, "threshold": 32}
+    options = {"block_size": 16, "threshold": 32, "longest": 150} | options
     program = [ROOT / "tests" / "engines" / "vllm_sparse.py", model, json.dumps(options)]
     (ended,) = run_together([(torchrun(program, num_ranks), variables)], timeout=500)
     return json.loads(ended.stdout.splitlines()[-1])

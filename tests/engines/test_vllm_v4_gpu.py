@@ -22,7 +22,8 @@ OURS = {
 }
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 20]}
 IN_GRAPHS = {"enforce_eager": False, "compilation_config": GRAPHS | {"custom_ops": ["none"]}}
-TOLERANCES = {"float32": 0.02, "bfloat16": 0.3}  # products of float32 are in TF32
+# Products of float32 are in TF32. In bfloat16 the same model on CPUs is off by 0.73: near ties of experts tip.
+TOLERANCES = {"float32": 0.02, "bfloat16": 1.5}
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,8 @@ def check(model: Path, num_ranks: int, dtype: str, **layout: Any) -> str:
     for turn, num_ended in (("first", 20), ("aborted", 19), ("tight", 4)):
         assert report[turn]["ended"] == num_ended, turn
         assert report[turn]["error"] < TOLERANCES[dtype], (turn, report[turn])
+    for turn in ("one by one", "together", "after a reset"):
+        assert report["reuse"][turn]["error"] < TOLERANCES[dtype], (turn, report["reuse"])
     return ended.stderr
 
 

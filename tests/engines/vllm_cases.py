@@ -23,7 +23,7 @@ from dcpmla.integrations.vllm.backend import DCPMLAMetadataBuilder
 from dcpmla.integrations.vllm.exchange import install
 from tests.engines import vllm_quantized  # noqa: F401
 from tests.engines.rounded import logprobs_over_rounded_latents, rounded
-from tests.engines.vllm_drafts import compare_drafts, record_drafts
+from tests.engines.vllm_drafts import Module, compare_drafts, record_drafts
 
 VOCABULARY, NEW_TOKENS, MAX_BATCHED = 512, 8, 100
 CALLS: Counter[str] = Counter()
@@ -167,7 +167,7 @@ def main(directory: str, options: dict[str, Any]) -> None:
             "ended": sum(output is not None for output in outputs),
         }
         if has_module and turn == "first":
-            report["drafts"] = compare_drafts(directory, requests, outputs)
+            report["drafts"] = compare_drafts(Module(directory), requests, outputs)
     outputs = run(llm, requests, aborted=1)
     report["aborted"] = {
         "error": largest_error(model, requests, outputs),

@@ -70,6 +70,7 @@ class Module:
         whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, num_hidden_layers=3)
         self.layer = whole.model.layers[2]
         self.weights = load_file(Path(directory) / "model.safetensors")
+        self.name, self.eps, self.embed = NAME, self.base.config.rms_norm_eps, self.base.model.embed_tokens
 
     @torch.inference_mode()
     def drafts(self, tokens: list[int], num_drafts: int) -> list[int]:
@@ -82,24 +83,26 @@ class Module:
         return tokens[-num_drafts:]
 
     def _run(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        embedded = self.base.model.embed_tokens(tokens)
+        embedded = self.embed(tokens)
         if self.masks_first:
             embedded[:, 0] = 0
         x = torch.cat([self._norm(embedded, "enorm"), self._norm(hidden, "hnorm")], -1)
-        x = x @ self.weights[f"{NAME}.eh_proj.weight"].T
-        positions = torch.arange(tokens.shape[1])[None]
-        mask = torch.full((tokens.shape[1],) * 2, -torch.inf).triu(1)[None, None]
+        return self._norm(self.attend(x @ self.weights[f"{self.name}.eh_proj.weight"].T), "shared_head.norm")
+
+    def attend(self, x: Tensor) -> Tensor:
+        """Return the layer's output."""
+        positions = torch.arange(x.shape[1])[None]
+        mask = torch.full((x.shape[1],) * 2, -torch.inf).triu(1)[None, None]
         angles = self.base.model.rotary_emb(x, positions)
-        out = self.layer(x, attention_mask=mask, position_ids=positions, position_embeddings=angles)
-        return self._norm(out, "shared_head.norm")
+        return self.layer(x, attention_mask=mask, position_ids=positions, position_embeddings=angles)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weights[f"{NAME}.{name}.weight"], self.base.config.rms_norm_eps)
+        return F.rms_norm(x, x.shape[-1:], self.weights[f"{self.name}.{name}.weight"], self.eps)
 
 
-def compare_drafts(directory: str, prompts: list[list[int]], outputs: list[Any]) -> dict[str, int]:
+def compare_drafts(module: Any, prompts: list[list[int]], outputs: list[Any]) -> dict[str, int]:
     """Return how many drafts vLLM made for requests named 1-0, 1-1 ..., and how many of them are the module's."""
-    module, made, right = Module(directory), 0, 0
+    made, right = 0, 0
     for name, num_known, drafts in DRAFTED:
         run, index = map(int, name.split("-")[:2])
         tokens = prompts[index] + list(outputs[index].outputs[0].token_ids)

@@ -62,12 +62,12 @@ def replace_kernels() -> torch.library.Library:
     from vllm.models.kimi_k3.nvidia import kda, mla, model
     from vllm.models.kimi_k3.nvidia.ops.third_party import kda as triton_kda
 
-    kda.gather_initial_states = _initial_states
-    kda.causal_conv1d_update = _convolve_one
+    kda.gather_initial_states = initial_states
+    kda.causal_conv1d_update = convolve_one
     triton_kda.chunk_kda_with_fused_gate = _prefill_delta
     triton_kda.fused_recurrent_kda_packed_decode = _decode_delta
     model.attn_res = _mix
-    mla.fused_q_kv_rmsnorm = lambda q, kv, w_q, w_kv, eps: (_norm(q, w_q, eps), _norm(kv, w_kv, eps))
+    mla.fused_q_kv_rmsnorm = lambda q, kv, w_q, w_kv, eps: (norm(q, w_q, eps), norm(kv, w_kv, eps))
     _custom_ops.cp_gather_cache = _gather_cache
     library = torch.library.Library("_C", "FRAGMENT")
     latents = "Tensor kv_c, Tensor k_pe"
@@ -118,7 +118,7 @@ def _gather_cache(
         dst[start:end] = src_cache[blocks.long(), index % size]
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
@@ -140,25 +140,37 @@ def _mix(
     if block_write_idx >= 0:
         blocks[:, block_write_idx] = prefix
     values = torch.cat([blocks[:, :num_blocks], prefix[:, None]], 1)
-    mixed = ((_norm(values, weight, eps) @ score).softmax(1)[..., None] * values).sum(1)
-    return mixed if out_weight is None else _norm(mixed, out_weight, output_norm_eps)
+    mixed = ((norm(values, weight, eps) @ score).softmax(1)[..., None] * values).sum(1)
+    return mixed if out_weight is None else norm(mixed, out_weight, output_norm_eps)
 
 
-def _initial_states(state: Tensor, indices: Tensor, has_initial_state: Tensor) -> Tensor:
+def initial_states(state: Tensor, indices: Tensor, has_initial_state: Tensor) -> Tensor:
     return state[indices.long()] * has_initial_state[:, None, None, None]
 
 
-def _convolve_one(
-    x: Tensor, conv_state: Tensor, weight: Tensor, bias: None, *, conv_state_indices: Tensor, out: Tensor, **_: Any
+def convolve_one(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: None,
+    *,
+    conv_state_indices: Tensor,
+    out: Tensor | None = None,
+    **_: Any,
 ) -> Tensor:
     index = conv_state_indices.long()
     rows = torch.cat([conv_state[index], x[..., None]], -1)
     conv_state[index] = rows[..., 1:]
-    return out.copy_(F.silu((rows * weight).sum(-1)))
+    result = F.silu((rows * weight).sum(-1))
+    return result if out is None else out.copy_(result)
 
 
-def _delta(qkv: list[Tensor], gate: Tensor, beta: Tensor, state: Tensor, options: dict[str, Any]) -> Tensor:
-    """Return the outputs [T, h, d] of tokens after a state [h, d, d], which becomes the one after them."""
+def delta(qkv: list[Tensor], gate: Tensor, beta: Tensor, state: Tensor, options: dict[str, Any]) -> Tensor:
+    """Return the outputs [T, h, d] of tokens after a state [h, d, d], which becomes the one after them.
+
+    Args:
+        beta: [T, h], after the sigmoid.
+    """
     q, k, v = qkv
     q, k = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (q, k))
     bias = options["bias"].view(gate.shape[1:])
@@ -167,7 +179,7 @@ def _delta(qkv: list[Tensor], gate: Tensor, beta: Tensor, state: Tensor, options
     rows = []
     for token in range(len(q)):
         state *= decay[token, :, :, None]
-        error = beta[token].sigmoid()[:, None] * (v[token] - torch.einsum("hk,hkv->hv", k[token], state))
+        error = beta[token][:, None] * (v[token] - torch.einsum("hk,hkv->hv", k[token], state))
         state += k[token, :, :, None] * error[:, None]
         rows.append(torch.einsum("hk,hkv->hv", q[token] * q.shape[-1] ** -0.5, state))
     return torch.stack(rows)
@@ -191,8 +203,9 @@ def _prefill_delta(
     state, out, ends = initial_state.clone(), torch.zeros_like(v), cu_seqlens.tolist()
     for row, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
         if end > start:
-            qkv, gate, beta = [part[0, start:end] for part in (q, k, v)], raw_g[0, start:end], raw_beta[0, start:end]
-            out[0, start:end] = _delta(qkv, gate, beta, state[row], options)
+            tokens = slice(start, end)
+            qkv, beta = [part[0, tokens] for part in (q, k, v)], raw_beta[0, tokens].sigmoid()
+            out[0, tokens] = delta(qkv, raw_g[0, tokens], beta, state[row], options)
     return out, state
 
 
@@ -212,5 +225,5 @@ def _decode_delta(
     for row, slot in enumerate(state_indices.tolist()):
         now = slice(row, row + 1)
         qkv = list(mixed_qkv[now].unflatten(-1, (3, A_log.numel(), -1)).unbind(1))
-        rows.append(_delta(qkv, raw_g[0, now], raw_beta[0, now], initial_state[slot], options))
+        rows.append(delta(qkv, raw_g[0, now], raw_beta[0, now].sigmoid(), initial_state[slot], options))
     return torch.cat(rows)[None], initial_state

@@ -1,10 +1,12 @@
 """A real vLLM engine with sparse MLA in each rank, started by torchrun: MODEL OPTIONS. Rank 0 prints a report as a line
-of JSON. OPTIONS are the engine's, `threshold` (the most new tokens of a decode) and `route` ("absorbed" or "mha").
+of JSON. OPTIONS are the engine's, `threshold` (the most new tokens of a decode), `route` ("absorbed" or "mha"), and
+`longest`, the longest prompt's tokens. MODEL is a DeepSeek-V3.2, or a GLM-5-Next.
 """
 
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,19 +22,23 @@ from dcpmla.integrations.vllm import choice, impl
 from dcpmla.integrations.vllm.backend import DCPMLAMetadataBuilder
 from dcpmla.integrations.vllm.sparse.backend import DCPMLASparseMetadataBuilder
 from dcpmla.integrations.vllm.sparse.selection import IndexMetadataBuilder
+from tests.engines.glm_next_model import GlmModule, PoolSelections, count_pools, glm_next, lose_tails, replace_kernels
 from tests.engines.sparse_model import TOPK, Selections
 from tests.engines.vllm_cases import CALLS, NEW_TOKENS, VOCABULARY, count, end, run, without_merge
-from tests.engines.vllm_drafts import DRAFTED, compare_drafts, record_drafts
+from tests.engines.vllm_drafts import DRAFTED, Module, compare_drafts, record_drafts
 from tests.support.interpreter import convert_as_torch
 
-LENGTHS = (150, 1, 33, 65, 20)
+IN_FLOAT32 = {"dtype": torch.float32, "attn_implementation": "eager"}
+LENGTHS = (1, 33, 65, 20)
 
 
-def prompts() -> list[list[int]]:
-    """Return prompts of 1 to 150 tokens. The last one begins as the first does."""
+def prompts(longest: int) -> list[list[int]]:
+    """Return prompts of 1 to `longest` tokens, the longest first. The last one begins as the first does."""
     generator = torch.Generator().manual_seed(1)
-    draw = torch.randint(2, VOCABULARY, (len(LENGTHS) + 1, 150), generator=generator).tolist()
-    return [*(tokens[:length] for tokens, length in zip(draw, LENGTHS, strict=False)), draw[0][:100] + draw[-1][:30]]
+    draw = torch.randint(2, VOCABULARY, (len(LENGTHS) + 2, longest), generator=generator).tolist()
+    lengths = longest, *LENGTHS
+    shared = draw[0][: longest - 50] + draw[-1][:30]
+    return [*(tokens[:length] for tokens, length in zip(draw, lengths, strict=False)), shared]
 
 
 def of_this_rank(self: AllToAll, candidates: torch.Tensor) -> torch.Tensor:
@@ -63,15 +69,27 @@ def backends_of_another_model(config: Any) -> list[str]:
     return names
 
 
+def share_of_best(selections: Selections, model: Any, requests: list[list[int]], llm: LLM) -> float:
+    """Run requests; return the share of their tokens that have selected exactly the best keys."""
+    before = selections.num_equal, selections.num_rows
+    selections.largest_error(model, requests, run(llm, requests))
+    return (selections.num_equal - before[0]) / (selections.num_rows - before[1])
+
+
 def main(directory: str, options: dict[str, Any]) -> None:
     if not torch.cuda.is_available():
         convert_as_torch()
     DCPMLAMetadataBuilder.reorder_batch_threshold = options.pop("threshold")
-    route = options.pop("route")
+    route, longest = options.pop("route"), options.pop("longest")
+    is_pooled = json.loads((Path(directory) / "config.json").read_text())["model_type"] == "glm5_next_text"
+    if is_pooled:
+        replace_kernels()
     DCPMLASparseMetadataBuilder._absorbs = lambda *_: route == "absorbed"
     count(impl, "dcp_mla_decode")
     count(impl, "dcp_mla_prefill")
     count(TokenSelector, "select")
+    if is_pooled:
+        count_pools(CALLS)
     for name in ("gather_candidates", "combine"):
         count(AllToAll, name)
     count_exchanges_of_builders()
@@ -83,7 +101,7 @@ def main(directory: str, options: dict[str, Any]) -> None:
         skip_tokenizer_init=True,
         tensor_parallel_size=int(os.environ["WORLD_SIZE"]),
         distributed_executor_backend="external_launcher",
-        max_model_len=256,
+        max_model_len=longest + 106,
         max_num_seqs=8,
         max_num_batched_tokens=100,
         enforce_eager=True,
@@ -95,10 +113,10 @@ def main(directory: str, options: dict[str, Any]) -> None:
     )
     warm_up = dict(CALLS)
     CALLS.clear()
-    selections = Selections()
+    selections = PoolSelections() if is_pooled else Selections()
     selections.record()
-    model = DeepseekV32ForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
-    requests = prompts()
+    model: Any = glm_next()[0] if is_pooled else DeepseekV32ForCausalLM.from_pretrained(directory, **IN_FLOAT32)
+    requests = prompts(longest)
     outputs = run(llm, requests)
     error = selections.largest_error(model, requests, outputs)
     report: dict[str, Any] = {"warm-up": warm_up, "error": error, "selections": dict(vars(selections))}
@@ -108,7 +126,7 @@ def main(directory: str, options: dict[str, Any]) -> None:
         # Tokens of short prompts attend to all, as in a dense model, which the module in plain torch is.
         short = {index for index, prompt in enumerate(requests) if len(prompt) + NEW_TOKENS < TOPK}
         DRAFTED[:] = [draft for draft in DRAFTED if int(draft[0].split("-")[1]) in short]
-        report["drafts"] = compare_drafts(directory, requests, outputs)
+        report["drafts"] = compare_drafts(GlmModule(directory) if is_pooled else Module(directory), requests, outputs)
     again = run(llm, requests, aborted=1)
     report["again"] = {
         "error": selections.largest_error(model, requests, again),
@@ -117,15 +135,22 @@ def main(directory: str, options: dict[str, Any]) -> None:
     }
     report["calls"] = dict(CALLS)
     report["other models"] = backends_of_another_model(llm.llm_engine.vllm_config)
+    if is_pooled:
+        layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+        report["layers"] = [type(getattr(layer, "impl", layer)).__name__ for layer in layers]
+    few = requests[:1] + requests[3:4]
     if options.get("decode_context_parallel_size", 1) > 1 and not torch.cuda.is_available():
-        few = requests[:1] + requests[3:4]
         kept, AllToAll.combine = AllToAll.combine, without_merge
         report["without merge"] = selections.largest_error(model, few, run(llm, few))
-        AllToAll.combine, AllToAll.gather_candidates = kept, of_this_rank
-        before = selections.num_equal, selections.num_rows
-        selections.largest_error(model, few, run(llm, few))
-        num_equal, num_rows = selections.num_equal - before[0], selections.num_rows - before[1]
-        report["own candidates"] = num_equal / num_rows
+        AllToAll.combine, gather, AllToAll.gather_candidates = kept, AllToAll.gather_candidates, of_this_rank
+        report["own candidates"] = share_of_best(selections, model, few, llm)
+        AllToAll.gather_candidates = gather
+    if is_pooled:
+        lose_tails()
+        selections.worst = 0.0
+        unknown = [tokens[::-1] for tokens in few]  # no prefix of theirs is cached
+        selections.largest_error(model, unknown, run(llm, unknown))
+        report["without tails"] = selections.worst
     end(report)
 
 

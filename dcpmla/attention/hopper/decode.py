@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 from dcpmla.attention.calls import COUNTER_WORDS, DecodeCall, num_programs, request_bound
 from dcpmla.attention.hopper import consumers, consumers_fp8
 from dcpmla.attention.hopper.outputs import Outputs, open_mail
-from dcpmla.attention.hopper.paging import Paging, Tiles
+from dcpmla.attention.hopper.paging import Paging, Queries, Tiles
 from dcpmla.attention.hopper.pipeline import LOG2E, new_barriers, new_buffers
 from dcpmla.attention.hopper.producers import produce
 from dcpmla.attention.hopper.ring import describe
@@ -31,6 +31,8 @@ from dcpmla.attention.hopper.schedule import HALF, KEYS, LATENT, ROPE, ROWS, cou
 from dcpmla.cache.shared_format import data_bytes
 from dcpmla.comm import direct_ops
 from dcpmla.comm.exchange import Mailbox
+
+MAX_REQUESTS = 2048  # of a launch, if each has one token: programs hold the lengths of all requests in registers
 
 
 # Sizes of a step change: if specialized on them, Triton would compile variants while requests wait. (For the same
@@ -43,6 +45,7 @@ from dcpmla.comm.exchange import Mailbox
         "num_reqs",
         "query_len",
         "num_heads",
+        "q_token_stride",
         "rank",
         "num_rows",
     ]
@@ -69,6 +72,7 @@ def decode_kernel(
     num_reqs,
     query_len,
     num_heads,
+    q_token_stride,
     scale,
     addresses_ptr,
     state_ptr,
@@ -94,6 +98,7 @@ def decode_kernel(
         index_ptr: Row of the table of each request; None where each has one, in order.
         start_ptr: First query token of each request; None where each has query_len query tokens.
         kv_scale_ptr: Scale of the cache; None for 16 bits and for fp8_ds_mla, whose rows hold their scales.
+        q_token_stride: Columns of q_desc from token to token, if its rows are heads (`Queries`); else None.
         scale: Softmax scale times log2(e).
         addresses_ptr, .., landing_bytes: Destination of rows that are sent to their owners instead of out and lse,
             else None.
@@ -116,7 +121,7 @@ def decode_kernel(
         mail = open_mail(addresses_ptr, state_ptr, rank, own_heads, num_rows, num_heads, landing_bytes)
     partial_lses_ptr = partials_ptr + gl.num_programs(0) * gl.num_programs(1) * 2 * ROWS * LATENT
     outputs = Outputs(out_ptr, lse_ptr, mail, partials_ptr, partial_lses_ptr, counters_ptr)
-    queries = Tiles(q_desc, q_pe_desc)
+    queries = Queries(q_desc, q_pe_desc, num_heads, q_token_stride)
     keys = rows_ptr if kv_desc is None else Tiles(kv_desc, k_pe_desc)
     table = table_ptr, table_stride, index_ptr, rows_per_block, block_size
     paging = Paging(*table, ROW_STRIDE, PAGE_STRIDE, IS_SPARSE, is_ds_mla)
@@ -152,7 +157,7 @@ def decode_kernel(
 
 
 def run(call: DecodeCall, mailbox: Mailbox | None = None) -> tuple[Tensor, Tensor]:
-    """Compute `dcpmla.mla_decode` in one launch, for the calls that `backends` admits.
+    """Compute `dcpmla.mla_decode` for the calls that `backends` admits, in one launch; many single tokens in several.
 
     With a mailbox, rows are sent to the ranks that own their heads, and the result is merged from all ranks' rows.
     """
@@ -161,11 +166,27 @@ def run(call: DecodeCall, mailbox: Mailbox | None = None) -> tuple[Tensor, Tenso
     if mailbox is not None:
         rank, own_heads = direct_ops.enter("out", out, mailbox), out.shape[1]
         mail = mailbox.addresses, mailbox.state, rank, own_heads, len(out) * own_heads, mailbox.landing_bytes
-    if len(out):
+    if len(out) > MAX_REQUESTS and call.has_one_token_each and mailbox is None:
+        for first in range(0, len(out), MAX_REQUESTS):
+            tokens = slice(first, first + MAX_REQUESTS)
+            _launch(_part(call, tokens), out[tokens], lse[tokens], mail)
+    elif len(out):
         _launch(call, out, lse, mail)
         if mailbox is not None:
             direct_ops.collect(out, lse, mailbox)
     return out, lse
+
+
+def _part(call: DecodeCall, tokens: slice) -> DecodeCall:
+    """Return the call of some of the tokens, where every segment has one (`has_one_token_each`)."""
+    q_pe, table, index = call.q_pe, call.block_table, call.request_index
+    return call._replace(
+        q=call.q[tokens],
+        q_pe=None if q_pe is None else q_pe[tokens],
+        block_table=table[tokens] if index is None else table,
+        seq_lens=call.seq_lens[tokens],
+        request_index=None if index is None else index[tokens],
+    )
 
 
 def _launch(call: DecodeCall, out: Tensor, lse: Tensor, mail: tuple[Tensor | int | None, ...]) -> None:
@@ -198,7 +219,13 @@ def _launch(call: DecodeCall, out: Tensor, lse: Tensor, mail: tuple[Tensor | int
         matrix = kv_cache.as_strided((num_rows, kv_cache.shape[2]), (row_stride, 1))
         kv_desc = describe(matrix[:, : LATENT.value], KEYS.value, HALF.value)
         k_pe_desc = describe(matrix[:, LATENT.value :], KEYS.value, ROPE.value)
-    q_desc = describe(q.flatten(0, 1), ROWS.value, HALF.value)
+    q_token_stride = None
+    if call.has_one_token_each and q.stride(0) != num_heads * q.stride(1):  # `flatten` would copy
+        q_token_stride = q.stride(0)
+        columns = (q.shape[0] - 1) * q_token_stride + q.shape[2]
+        q_desc = describe(q.as_strided((num_heads, columns), (q.stride(1), 1)), ROWS.value, HALF.value)
+    else:
+        q_desc = describe(q.flatten(0, 1), ROWS.value, HALF.value)
     q_pe_desc = None if q_pe is None else describe(q_pe.flatten(0, 1), ROWS.value, ROPE.value)
     decode_kernel[(num_row_tiles, num_parts)](
         q_desc,
@@ -222,6 +249,7 @@ def _launch(call: DecodeCall, out: Tensor, lse: Tensor, mail: tuple[Tensor | int
         num_reqs,
         call.max_query_len,
         num_heads,
+        q_token_stride,
         call.scale * LOG2E.value,
         *mail,
         ROW_STRIDE=None if rows is None else row_stride,

@@ -14,13 +14,27 @@ PAGE_ROWS = gl.constexpr(shared_format.PAGE_ROWS)
 
 @aggregate
 class Tiles:
-    """TMA descriptors of queries or keys; each part of a row is a matrix of its own.
+    """TMA descriptors of keys; each part of a row is a matrix of its own.
 
     The rope part of shared keys is None.
     """
 
     half_desc: gl.base_value  # tiles of half a latent
     rope_desc: gl.base_value
+
+
+@aggregate
+class Queries:
+    """TMA descriptors of queries.
+
+    half_desc has the heads of all tokens as rows; or, with a token stride, the heads of one token, and tokens as
+    columns, because heads may be farther apart in memory than tokens.
+    """
+
+    half_desc: gl.base_value  # tiles of half a latent
+    rope_desc: gl.base_value
+    num_heads: gl.tensor
+    token_stride: gl.base_value  # columns of half_desc from token to token, or None
 
 
 @aggregate
@@ -46,8 +60,11 @@ def load_queries(queries, first_row, buffers, barriers, num_segments):
     ready = ready_at(barriers.queries, num_segments)
     width: gl.constexpr = LATENT if queries.rope_desc is None else LATENT + ROPE
     mbarrier.expect(ready, ROWS * width * size)
-    tma_load(queries.half_desc, [first_row, 0], ready, buffers.q_left.index(0))
-    tma_load(queries.half_desc, [first_row, HALF], ready, buffers.q_right.index(0))
+    row, column = first_row, 0
+    if queries.token_stride is not None:
+        row, column = first_row % queries.num_heads, first_row // queries.num_heads * queries.token_stride
+    tma_load(queries.half_desc, [row, column], ready, buffers.q_left.index(0))
+    tma_load(queries.half_desc, [row, column + HALF], ready, buffers.q_right.index(0))
     if queries.rope_desc is not None:
         tma_load(queries.rope_desc, [first_row, 0], ready, buffers.q_pe.index(0))
 

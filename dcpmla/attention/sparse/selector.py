@@ -1,5 +1,7 @@
 """The selection of the tokens or entries that each token attends to, by an indexer's queries and cached keys."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -108,9 +110,19 @@ def selected_rows(
     request, whose pages of one row are those selected for it.
 
     Args:
-        kv_cache: Cached rows [num_blocks, block_size, width], contiguous blocks.
+        kv_cache: Cached rows [num_blocks, block_size, width]; blocks may be apart from each other.
         selection: Selection of the query tokens.
         workspace: Workspace of `DecodeMetadata`.
     """
-    pages = kv_cache.view(-1, 1, kv_cache.shape[-1])
-    return pages, DecodeMetadata(selection.slots, selection.num_slots, None, 1, workspace)
+    slots, (num_blocks, block_size, width) = selection.slots, kv_cache.shape
+    block_stride, row_stride, _ = kv_cache.stride()
+    if block_stride == block_size * row_stride:
+        pages = kv_cache.view(-1, 1, width)
+    else:
+        # Pages that begin every few elements: a row of the cache begins at one of them.
+        unit = math.gcd(block_stride, row_stride)
+        num_pages = ((num_blocks - 1) * block_stride + (block_size - 1) * row_stride) // unit + 1
+        pages = kv_cache.as_strided((num_pages, 1, width), (unit, row_stride, 1))
+        block = slots // block_size
+        slots = (slots * (row_stride // unit)).add_(block, alpha=(block_stride - block_size * row_stride) // unit)
+    return pages, DecodeMetadata(slots, selection.num_slots, None, 1, workspace)

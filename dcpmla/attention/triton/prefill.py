@@ -45,7 +45,16 @@ def _limit(mask_at, num_words, begin, BLOCK_M: tl.constexpr, BLOCK_N: tl.constex
 
 @triton.jit
 def _attend(
-    sums, queries, keys, mask_at, num_words, span, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr
+    sums,
+    queries,
+    keys,
+    mask_at,
+    num_words,
+    span,
+    R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """Run online softmax, base 2, over some of a request's keys; return the new sums.
 
@@ -55,6 +64,7 @@ def _attend(
         keys: Descriptors of k_nope, k_pe and v, the head, and the request's first row and number of keys.
         mask_at, num_words: Each query's first word, and the number of words; the first is None without a mask.
         span: First key, and the end.
+        R: Width of the rope part; without one q_pe and the descriptor of k_pe are not read.
         MASKED: Whether some keys are past the request's end, or past a query's causal bound.
     """
     acc, peak, total = sums
@@ -66,9 +76,9 @@ def _attend(
         at = key_start + begin
         key = begin + tl.arange(0, BLOCK_N)
         k_nope = k_nope_desc.load([head, at, 0]).reshape(BLOCK_N, P_TILE)
-        k_pe = k_pe_desc.load([at, 0])
         scores = tl.dot(q_nope, k_nope.T)
-        scores = tl.dot(q_pe, k_pe.T, scores)
+        if R > 0:
+            scores = tl.dot(q_pe, k_pe_desc.load([at, 0]).T, scores)
         if MASKED:
             visible = (key < num_keys)[None, :]
             if CAUSAL:
@@ -136,10 +146,14 @@ def mha_prefill_kernel(
 
     query = first_query + tl.arange(0, BLOCK_M)
     is_query = query < num_queries
-    p, r, d = tl.arange(0, P_TILE), tl.arange(0, R_TILE), tl.arange(0, V_TILE)
+    p, d = tl.arange(0, P_TILE), tl.arange(0, V_TILE)
     q_at = q_ptr + (query_start + query)[:, None] * q_stride + head.to(tl.int64) * q_stride_head
     q_nope = tl.load(q_at + p[None, :], mask=is_query[:, None] & (p < P)[None, :], other=0.0)
-    q_pe = tl.load(q_at + P + r[None, :], mask=is_query[:, None] & (r < R)[None, :], other=0.0)
+    if R == 0:
+        q_pe, k_pe_desc = q_nope, k_nope_desc
+    else:
+        r = tl.arange(0, R_TILE)
+        q_pe = tl.load(q_at + P + r[None, :], mask=is_query[:, None] & (r < R)[None, :], other=0.0)
 
     begin, end = 0, num_keys
     num_unmasked = num_keys // BLOCK_N * BLOCK_N
@@ -159,7 +173,7 @@ def mha_prefill_kernel(
     keys = (k_nope_desc, k_pe_desc, v_desc, head, key_start, num_keys)
     for part in tl.static_range(2):
         span = (num_unmasked, end) if part else (begin, num_unmasked)
-        sums = _attend(sums, queries, keys, mask_at, num_words, span, BLOCK_N, CAUSAL, part == 1)
+        sums = _attend(sums, queries, keys, mask_at, num_words, span, R, BLOCK_N, CAUSAL, part == 1)
     acc, peak, total = sums
     if mask_ptr is not None:
         peak = tl.where(total == 0.0, -float("inf"), peak)
@@ -213,13 +227,14 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor]:
     (num_tokens, num_heads, _), num_reqs = q.shape, len(queries.start_loc) - 1
     dims = k_nope.shape[-1], k_pe.shape[-1], v.shape[-1]
     tiles = p_tile, r_tile, v_tile = tuple(max(16, triton.next_power_of_2(dim)) for dim in dims)
-    tiling = select_tiling(p_tile + r_tile, v_tile, shared_memory(q.device))
+    has_rope = dims[1] > 0
+    tiling = select_tiling(p_tile + (r_tile if has_rope else 0), v_tile, shared_memory(q.device))
     out = q.new_empty(num_tokens, num_heads, dims[2])
     lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q.device)
     mha_prefill_kernel[(num_tokens // tiling.block_m + num_reqs, num_heads)](
         q,
         describe(k_nope.transpose(0, 1), [1, tiling.block_n, p_tile]),
-        describe(k_pe, [tiling.block_n, r_tile]),
+        describe(k_pe, [tiling.block_n, r_tile]) if has_rope else None,
         describe(v.transpose(0, 1), [1, tiling.block_n, v_tile]),
         mask,
         out,

@@ -10,6 +10,8 @@ from dcpmla.integrations.vllm.backend import DCPMLABackend
 from dcpmla.integrations.vllm.sparse.backend import DCPMLASparseBackend
 
 SPARSE_MODELS = ("deepseek_v32", "glm_moe_dsa", "deepseek_mtp")  # MTP modules of both have the last model_type
+POOLED_BACKEND = "dcpmla.integrations.vllm.pooled.backend.DCPMLAPooledBackend"
+POOLED_MODELS = ("glm5_next_text", "glm5_next_mtp")
 
 
 def __getattr__(name: str) -> type:
@@ -23,7 +25,11 @@ def __getattr__(name: str) -> type:
     model = None if config is None or config.model_config is None else config.model_config.hf_text_config
     if not hasattr(model, "index_topk"):
         return DCPMLABackend
-    if name == "CUSTOM" or getattr(model, "model_type", None) in SPARSE_MODELS:
+    kind = getattr(model, "model_type", None)
+    path = AttentionBackendEnum[name].value
+    if kind in POOLED_MODELS:
+        path = POOLED_BACKEND  # by name, for its module imports vLLM's model
+    elif name == "CUSTOM" or kind in SPARSE_MODELS:
         return DCPMLASparseBackend
-    original: type = resolve_obj_by_qualname(AttentionBackendEnum[name].value)
-    return original
+    resolved: type = resolve_obj_by_qualname(path)
+    return resolved

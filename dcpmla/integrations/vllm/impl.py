@@ -85,6 +85,8 @@ class DCPMLAImpl(MLACommonImpl):
         self, q: Tensor | tuple[Tensor, Tensor], kv_cache: Tensor, step: DecodeMetadata, layer: Any
     ) -> tuple[Tensor, Tensor]:
         """Attend as `forward_mqa` in one call of the kernel. Collective."""
+        if isinstance(q, tuple) and self.qk_rope_head_dim == 0:
+            q = q[0]
         is_fp8 = isinstance(q, Tensor) and q.dtype == FP8
         return dcp_mla_decode(
             q,

@@ -11,7 +11,7 @@ from torch import Tensor
 from dcpmla import ownership
 from dcpmla.attention.build import GraphRows, HostStep
 from dcpmla.attention.calls import decode_workspace
-from dcpmla.attention.chunks import positions_of
+from dcpmla.attention.chunks import positions_of, segments_of
 from dcpmla.attention.compressed.build import CompressedStepBuilder
 from dcpmla.attention.compressed.step import with_angles
 from dcpmla.attention.step import DecodeMetadata, StepMetadata, StepRequests
@@ -57,11 +57,18 @@ class LazyStep:
 
     def __init__(self, build: Callable[[], StepMetadata]) -> None:
         self._build = build
+        self._step: StepMetadata | None = None
 
-    @cached_property
+    @property
     def step(self) -> StepMetadata:
         """The step as all layers see it."""
-        return self._build()
+        if self._step is None:
+            self._step = self._build()
+        return self._step
+
+    def renew(self) -> None:
+        """Lay the step out again when a layer runs next, after its lengths have changed on the device."""
+        self._step = None
 
 
 class CompressedMetadataBuilder(AttentionMetadataBuilder):
@@ -71,19 +78,23 @@ class CompressedMetadataBuilder(AttentionMetadataBuilder):
     step that admits it, or that resumes it after a preemption, to its end. A dummy request, in warm-ups and idle ranks,
     has no blocks but vLLM's null block, and gets no state.
 
-    Full graphs of decode read block tables and lengths where vLLM keeps them, and states where this builder does.
+    Full graphs of decode read block tables and lengths where vLLM keeps them, and states where the layers do.
+
+    Attributes:
+        layers: Numbers of a draft module's layers, if the steps are its drafts after the first one, of one token a
+            request; None for steps of all layers, the module's included.
     """
 
-    _cudagraph_support: ClassVar = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    reorder_batch_threshold: int | None = 1
+    _cudagraph_support: ClassVar = AttentionCGSupport.UNIFORM_BATCH
+    supports_draft_decode_metadata_update = True
+    layers: list[int] | None = None
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         (leader,) = layer_names
         self.stack = vllm_config.compilation_config.static_forward_context[leader].stack
         self.workspace = decode_workspace(device)
-        num_seqs = vllm_config.scheduler_config.max_num_seqs
-        self.states = torch.full((num_seqs,), -1, dtype=torch.int32, device=device)
+        self.reorder_batch_threshold = 1 + self.stack.num_drafts
 
     @cached_property
     def steps(self) -> CompressedStepBuilder:
@@ -92,6 +103,8 @@ class CompressedMetadataBuilder(AttentionMetadataBuilder):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> LazyStep:
         """Return a step of decodes, then prefills, then padding."""
+        if self.layers is not None:  # drafts of the requests that the latest step had
+            return LazyStep(lambda: self._with_angles(self._static_step(common_attn_metadata)))
         self._write_states(common_attn_metadata)
         return LazyStep(lambda: self._with_angles(self._step(common_attn_metadata)))
 
@@ -100,71 +113,108 @@ class CompressedMetadataBuilder(AttentionMetadataBuilder):
         self._write_states(common_attn_metadata)
         return LazyStep(lambda: self._with_angles(self._static_step(common_attn_metadata)))
 
+    def update_draft_decode_metadata(self, metadata: LazyStep) -> None:
+        """Lay out the next draft's step from what vLLM has updated on the device."""
+        metadata.renew()
+
     def _with_angles(self, step: StepMetadata) -> StepMetadata:
-        return with_angles(step, self.stack.rotary)
+        return with_angles(step, self.stack.rotary, self.layers)
 
     def _write_states(self, common: Any) -> None:
         """Write the state of each request into memory that graphs read; -1 for padding."""
-        numbers = np.full(len(self.states), -1, dtype=np.int32)
+        numbers = np.full(len(self.stack.states), -1, dtype=np.int32)
         numbers[: len(common.req_idx)] = common.req_idx
-        self.states.copy_(upload([numbers], self.device)[0], non_blocking=True)
+        self.stack.states.copy_(upload([numbers], self.device)[0], non_blocking=True)
 
     def _states_of(self, table: Tensor) -> Tensor:
         """Return the states of the requests with this block table [n, max_blocks]: -1 for dummies, whose blocks are
         vLLM's null block.
         """
-        return self.states[: len(table)].where(table[:, 0] > 0, -1)
+        return self.stack.states[: len(table)].where(table[:, 0] > 0, -1)
 
     def _step(self, common: Any) -> StepMetadata:
-        """Return a step of any requests. vLLM's bounds of lengths on the host are exact without drafts."""
+        """Return a step of any requests. vLLM's lengths on the host are exact of prefills; of decodes they are upper
+        bounds if the device has not yet rejected drafts.
+        """
         query_lens = common.query_start_loc_cpu.diff().numpy()
         num_reqs = int((query_lens > 0).sum())  # padding comes last
         query_lens = query_lens[:num_reqs]
         seq_lens = common.seq_lens_cpu_upper_bound[:num_reqs].numpy()
-        num_decodes = int((query_lens > 1).argmax()) if (query_lens > 1).any() else num_reqs
+        is_long = query_lens > self.steps.decode_query_len(1 + self.stack.num_drafts)
+        num_decodes = int(is_long.argmax()) if is_long.any() else num_reqs
+        num_decode_tokens = int(query_lens[:num_decodes].sum())
         states = np.asarray(common.req_idx[:num_reqs], dtype=np.int32)
         request = np.repeat(np.arange(num_reqs, dtype=np.int32), query_lens)
         positions = positions_of(query_lens.tolist(), seq_lens.tolist())
         requests = StepRequests(query_lens.tolist(), seq_lens.tolist(), (), states.tolist())
-        host = HostStep(requests, num_decodes, num_decodes, np.empty((0, 0)), request, positions)
+        host = HostStep(requests, num_decodes, num_decode_tokens, np.empty((0, 0)), request, positions)
         num_blocks = -(-int(seq_lens.max()) // self.steps.block_tokens)
         table = common.block_table_tensor[:num_reqs, :num_blocks].contiguous()
-        arrays = [positions, self.steps.local_seq_lens(positions[:num_decodes]), *self.steps.columns(host)]
-        on_device, local_seq_lens, of_request, numbers = upload(arrays, self.device)
+        on_device, of_request, numbers = upload([positions, *self.steps.columns(host)], self.device)
+        if self.stack.num_drafts:
+            num_rejected = numbers[1] - common.seq_lens[:num_reqs]
+            numbers[:2] -= num_rejected
+            on_device -= num_rejected[of_request]
         numbers[2] = self._states_of(table)
-        step = self._layout(on_device, local_seq_lens, table, num_decodes)
+        step = self._layout(on_device, num_decode_tokens, table, query_lens[:num_decodes])
         return self.steps.extend(step, host, table, [of_request, numbers])
 
     def _static_step(self, common: Any) -> StepMetadata:
-        """Return a step of decodes that reads vLLM's memory. Padding has a length of 0 there."""
-        num_reqs = common.num_reqs
-        table, seq_lens = common.block_table_tensor[:num_reqs], common.seq_lens[:num_reqs]
-        positions = (seq_lens - 1).clamp(min=0).long()
-        local = self._local(seq_lens)
+        """Return a step of decodes of as many tokens each that reads vLLM's memory. Padding has a length of 0 there."""
+        num_reqs, query_len = common.num_reqs, common.max_query_len
+        table, seq_lens = common.block_table_tensor[:num_reqs], common.seq_lens[:num_reqs, None]
+        before = torch.arange(query_len - 1, -1, -1, dtype=torch.int32, device=self.device)
+        seen = (seq_lens - before).clamp(min=0).flatten()
+        positions = (seen - 1).clamp(min=0).long()
+        step = self._layout(positions, len(positions), table, np.full(num_reqs, query_len), seen)
+        assert step.decode is not None
+        request = torch.arange(num_reqs, dtype=torch.int32, device=self.device)
         rows = GraphRows(
-            query_len=1,
+            query_len=query_len,
             max_seq_len=self.vllm_config.model_config.max_model_len,
             block_table=table,
             states=self._states_of(table),
-            request=torch.arange(num_reqs, dtype=torch.int32, device=self.device),
+            request=request.repeat_interleave(query_len),
             positions=positions,
-            seq_lens=seq_lens,
-            local_seq_lens=local,
+            seq_lens=seen,
+            local_seq_lens=step.decode.local_seq_lens,
         )
-        return self.steps.extend_graph(self._layout(positions, local, table, num_reqs), rows)
+        return self.steps.extend_graph(step, rows)
 
     def _local(self, seq_lens: Tensor) -> Tensor:
         dcp = self.steps.dcp
         size, interleave = dcp.decode_context_parallel_size, dcp.cp_kv_cache_interleave_size
         return ownership.local_seq_lens(seq_lens, size, self.steps.dcp_rank, interleave)
 
-    def _layout(self, positions: Tensor, local_seq_lens: Tensor, table: Tensor, num_decodes: int) -> StepMetadata:
+    def _layout(
+        self,
+        positions: Tensor,
+        num_decode_tokens: int,
+        table: Tensor,
+        query_lens: np.ndarray,
+        seen: Tensor | None = None,
+    ) -> StepMetadata:
+        """Return a step before this kind's numbers are added.
+
+        Args:
+            positions: Position of each token [T], int64.
+            table: Block table of all requests.
+            query_lens: New tokens of each decode.
+            seen: Tokens that each decode token sees [num_decode_tokens] int32; None for all up to its position.
+        """
         decode = None
-        if num_decodes:
-            decode = DecodeMetadata(table[:num_decodes], local_seq_lens, None, 1, self.workspace)
+        if num_decode_tokens:
+            is_uniform = query_lens.min() == query_lens.max()
+            decode = DecodeMetadata(
+                block_table=table[: len(query_lens)],
+                local_seq_lens=self._local(positions[:num_decode_tokens].int() + 1 if seen is None else seen),
+                queries=None if is_uniform else segments_of(query_lens, self.device),
+                max_query_len=int(query_lens.max()),
+                workspace=self.workspace,
+            )
         return StepMetadata(
             num_tokens=len(positions),
-            num_decode_tokens=num_decodes,
+            num_decode_tokens=num_decode_tokens,
             num_blocks=0,  # the cache has all of vLLM's blocks
             positions=positions,
             slot_mapping=positions.new_full((len(positions),), -1),

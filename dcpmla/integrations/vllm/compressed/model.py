@@ -1,17 +1,14 @@
 """vLLM's model class for DeepSeek-V4 with this package's attention layers."""
 
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 from vllm.models.deepseek_v4 import DeepseekV4ForCausalLM
 
-from dcpmla.integrations.vllm.compressed.attention import DCPMLADeepseekV4Attention
-from dcpmla.integrations.vllm.compressed.hooks import plan_memory
-from dcpmla.integrations.vllm.compressed.names import CHOOSER, CPU_CLASS
+from dcpmla.integrations.vllm.compressed.hooks import install
 from dcpmla.integrations.vllm.compressed.options import is_chosen
+from dcpmla.integrations.vllm.compressed.replace import attention_class
 from dcpmla.integrations.vllm.compressed.stack import CompressedStack
 from dcpmla.integrations.vllm.compressed.weights import reformatted
 
@@ -28,10 +25,10 @@ class DCPMLADeepseekV4ForCausalLM(DeepseekV4ForCausalLM):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
             self.attention_stack = None
             return
-        with _attention_class(sys.modules[DeepseekV4ForCausalLM.__module__]):
+        with attention_class():
             super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.attention_stack = CompressedStack(vllm_config, [layer.attn for layer in self.model.layers])
-        plan_memory()
+        install()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load a checkpoint. This package's layers take some weights in another form (`reformatted`)."""
@@ -39,28 +36,3 @@ class DCPMLADeepseekV4ForCausalLM(DeepseekV4ForCausalLM):
             return super().load_weights(weights)
         config = self.attention_stack.config
         return super().load_weights(reformatted(weights, config.indexer.head_dim, config.rope_dim))
-
-
-@contextmanager
-def _attention_class(module: Any) -> Iterator[None]:
-    """Make a model module construct this package's attention layers.
-
-    Raises:
-        ValueError: The module is of another platform.
-    """
-    replaced = {
-        CHOOSER: lambda vllm_config: DCPMLADeepseekV4Attention,
-        CPU_CLASS: DCPMLADeepseekV4Attention,
-    }
-    name = next((name for name in replaced if hasattr(module, name)), None)
-    if name is None:
-        raise ValueError(
-            f"dcpmla's attention for DeepSeek-V4 does not run on the platform of {module.__name__}; choose another "
-            "--attention-backend"
-        )
-    original = getattr(module, name)
-    setattr(module, name, replaced[name])
-    try:
-        yield
-    finally:
-        setattr(module, name, original)

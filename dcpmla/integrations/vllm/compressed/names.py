@@ -9,8 +9,11 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLi
 from vllm.models.deepseek_v4.attention import DeepseekV4Attention
 from vllm.models.deepseek_v4.compressor import DeepseekCompressor
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu_worker import Worker
 
 # Methods that are replaced or overridden, and the arguments that must be among theirs.
@@ -29,8 +32,20 @@ METHODS = {
     AttentionMetadataBuilder: {
         "build": ("common_prefix_len", "common_attn_metadata", "fast_build"),
         "build_for_cudagraph_capture": ("common_attn_metadata",),
+        "update_draft_decode_metadata": ("metadata",),
     },
-    GPUModelRunner: {"initialize_kv_cache": ("kv_cache_config",), "get_model": ()},
+    GPUModelRunner: {
+        "initialize_kv_cache": ("kv_cache_config",),
+        "get_model": (),
+        "add_requests": ("scheduler_output",),
+    },
+    Scheduler: {
+        "_mamba_block_aligned_split": ("request", "num_new_tokens", "num_new_local_computed_tokens"),
+        "_update_after_schedule": ("scheduler_output",),
+        "reset_prefix_cache": (),
+    },
+    KVCacheManager: {"get_computed_blocks": ("request", "max_cache_hit_length")},
+    DraftModelSpeculator: {"set_attn": ("model_state", "kv_cache_config", "block_tables")},
     Worker: {"determine_available_memory": ()},  # workers of CPUs have one of their own, whose memory is the user's
 }
 

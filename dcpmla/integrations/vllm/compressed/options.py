@@ -2,6 +2,7 @@
 Nothing here imports vLLM.
 """
 
+import logging
 import math
 import os
 from dataclasses import replace
@@ -21,6 +22,11 @@ FORMATS = {
 }
 
 
+SCHEDULER = "dcpmla.integrations.vllm.compressed.scheduler.make_scheduler"
+
+logger = logging.getLogger(__name__)
+
+
 def is_chosen(vllm_config: Any) -> bool:
     """Return whether the options choose this package's attention: by `--attention-backend CUSTOM`, or with
     DCPMLA_VLLM=default by no `--attention-backend` at all.
@@ -38,7 +44,7 @@ def check(vllm_config: Any) -> None:
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism (-pcp)"),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism (-pp)"),
         (parallel.use_ubatching, "micro-batches (--enable-dbo)"),
-        (vllm_config.speculative_config is not None, "speculative decoding (--speculative-config)"),
+        (_has_other_drafts(vllm_config), "drafts (--speculative-config) by anything but one MTP module (method mtp)"),
         (vllm_config.kv_transfer_config is not None, "a connector for caches (--kv-transfer-config)"),
         (cache.kv_offloading_size is not None, "offloading of caches (--kv-offloading-size)"),
         (not vllm_config.use_v2_model_runner, "vLLM's first model runner (VLLM_USE_V2_MODEL_RUNNER=0)"),
@@ -60,6 +66,27 @@ def check(vllm_config: Any) -> None:
     if not geometry.ratios:
         raise ValueError(f"layer_types is {config.layer_types}; at least one layer must compress its context")
     geometry.heads_per_rank(parallel.tensor_parallel_size)
+
+
+def choose_scheduler(vllm_config: Any) -> None:
+    """Choose the scheduler that remembers states, or turn prefix caching off if the user chose another scheduler."""
+    scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+    if not cache.enable_prefix_caching:
+        return
+    if scheduler.scheduler_cls is None:
+        scheduler.scheduler_cls = SCHEDULER
+        return
+    logger.warning(
+        "dcpmla: prefix caching is off (--no-enable-prefix-caching): a window of DeepSeek-V4 belongs to a request, and "
+        "the scheduler of --scheduler-cls remembers none"
+    )
+    cache.enable_prefix_caching = False
+
+
+def _has_other_drafts(vllm_config: Any) -> bool:
+    """Return whether the options ask for drafts by anything but one MTP module."""
+    drafts, config = vllm_config.speculative_config, vllm_config.model_config.hf_config
+    return drafts is not None and (drafts.method != "mtp" or getattr(config, "num_nextn_predict_layers", 1) != 1)
 
 
 def layout_of(vllm_config: Any, config: CompressedConfig) -> DCPConfig:

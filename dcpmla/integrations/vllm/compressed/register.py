@@ -1,13 +1,16 @@
 """The registration of DeepSeek-V4, in each of vLLM's processes."""
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
-MODEL = "dcpmla.integrations.vllm.compressed.model:DCPMLADeepseekV4ForCausalLM"
+CLASSES = {
+    ARCHITECTURE: "dcpmla.integrations.vllm.compressed.model:DCPMLADeepseekV4ForCausalLM",
+    "DeepSeekV4MTPModel": "dcpmla.integrations.vllm.compressed.drafts:DCPMLADeepSeekV4MTP",
+}
 
 
 def register_model() -> None:
-    """Register the model class, which vLLM imports when it loads such a model, and the checks of its options.
+    """Register the model and its draft module, which vLLM imports when it loads one, and the checks of its options.
 
-    vLLM calls this before it reads its options. The class and the checks leave a job as it is unless its options choose
+    vLLM calls this before it reads its options. Classes and checks leave a job as it is unless its options choose
     this package's attention (`options.is_chosen`).
     """
     from vllm.model_executor.models import ModelRegistry
@@ -15,5 +18,6 @@ def register_model() -> None:
 
     from dcpmla.integrations.vllm.compressed.model_config import CompressedModelConfig
 
-    ModelRegistry.register_model(ARCHITECTURE, MODEL)
+    for name, path in CLASSES.items():
+        ModelRegistry.register_model(name, path)
     MODELS_CONFIG_MAP[ARCHITECTURE] = CompressedModelConfig

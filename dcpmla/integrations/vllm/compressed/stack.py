@@ -1,6 +1,7 @@
 """The attention layers of a model, which share a cache that vLLM allocates."""
 
 import weakref
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.compressed.cache import CompressedCache, CompressedPlan
+from dcpmla.attention.compressed.config import WINDOW_ONLY
 from dcpmla.attention.compressed.layer import CompressedAttention
 from dcpmla.attention.placement import Placement
 from dcpmla.cache.formats import storage_dtype
@@ -17,6 +19,7 @@ from dcpmla.integrations.families.deepseek_v4_config import compressed_config
 from dcpmla.integrations.vllm.compressed.memory import fixed_bytes
 from dcpmla.integrations.vllm.compressed.names import MLAAttentionSpec, get_dcp_group, get_tp_group
 from dcpmla.integrations.vllm.compressed.options import layout_of
+from dcpmla.integrations.vllm.compressed.remembered import StateCopies, num_remembered
 from dcpmla.integrations.vllm.exchange import exchange_of
 from dcpmla.parallel.mesh import DCPMesh
 
@@ -31,6 +34,8 @@ class CompressedStack:
     Attributes:
         layers: vLLM's layers, in the model's order.
         leader: The layer that declares the pages, the first that compresses.
+        num_drafts: Maximum drafts of a request in a step.
+        draft_layers: Numbers of the layers of the draft module, windows alone; empty without one.
         cache: The caches of all layers; None before vLLM has allocated its pages, and after it has freed them.
     """
 
@@ -40,8 +45,26 @@ class CompressedStack:
         kinds = zip(layers, self.config.layer_kinds, strict=True)
         self.leader = next(layer for layer, kind in kinds if kind.ratio)
         self.cache: CompressedCache | None = None
+        self._num_running = vllm_config.scheduler_config.max_num_seqs
+        self.num_drafts: int = vllm_config.num_speculative_tokens
+        self.draft_layers = list[int]()
+        # Copies from requests' states to remembered ones, which wait for the end of the latest step.
+        self._copies = list[tuple[int, int]]()
         for number, layer in enumerate(layers):
             layer.stack, layer.number = self, number
+
+    def add_drafts(self, layers: list[Any]) -> None:
+        """Add the layers of a draft module, before the memory is planned."""
+        for layer in layers:
+            layer.stack, layer.number = self, len(self.layers)
+            self.draft_layers.append(layer.number)
+            self.layers.append(layer)
+            self.config = replace(self.config, layer_kinds=(*self.config.layer_kinds, WINDOW_ONLY))
+
+    @cached_property
+    def states(self) -> Tensor:
+        """State of each request of the latest step [max_num_seqs] int32, which graphs read; -1 for padding."""
+        return torch.full((self._num_running,), -1, dtype=torch.int32, device=self._device)
 
     @cached_property
     def placement(self) -> Placement:
@@ -69,9 +92,10 @@ class CompressedStack:
             dcp=dcp,
             num_blocks=num_blocks,
             dcp_size=dcp.decode_context_parallel_size,
-            num_states=self._vllm_config.scheduler_config.max_num_seqs,
+            num_states=self._num_running + num_remembered(self._vllm_config),
             dtype=storage_dtype(dcp.kv_cache_dtype, dtype),
             index_dtype=index_storage_dtype(dcp.index_cache_dtype, dtype),
+            num_drafts=self.num_drafts,
         )
 
     @cached_property
@@ -113,6 +137,18 @@ class CompressedStack:
     def _forget(self, cache: CompressedCache) -> None:
         if self.cache is cache:
             self.cache = None
+
+    def copy_states(self, copies: StateCopies, states: dict[str, int]) -> None:
+        """Restore states before a step, after the copies of the step before it, and note those after this one.
+
+        Args:
+            states: State of each running request, by the request's id. Remembered states come after them.
+        """
+        before = [(self._num_running + copies.before[name], states[name]) for name in copies.before]
+        for source, target in self._copies + before:
+            assert self.cache is not None
+            self.cache.copy_state(source, target)
+        self._copies = [(states[name], self._num_running + copies.after[name]) for name in copies.after]
 
     def rotary(self, positions: Tensor, is_compressed: bool) -> Tensor:
         """Return the angles of positions [T] in layers that compress, or in the others, [T, R] float32."""

@@ -12,6 +12,7 @@ from dcpmla.config import IndexerConfig, MLAConfig
 from dcpmla.integrations.vllm.backend import DCPMLABackend, DCPMLAMetadataBuilder, DecodePart
 from dcpmla.integrations.vllm.names import max_decode_query_len
 from dcpmla.integrations.vllm.sparse.impl import DCPMLASparseImpl
+from dcpmla.integrations.vllm.sparse.layout import in_pools
 from dcpmla.integrations.vllm.sparse.selection import indexer_config, warm_up_selection
 
 
@@ -52,7 +53,8 @@ class DCPMLASparseMetadataBuilder(DCPMLAMetadataBuilder):
         self._selects = False
         most_tokens = vllm_config.scheduler_config.max_num_seqs * max_decode_query_len(vllm_config)
         cache_dtype = storage_dtype(self.dcp.kv_cache_dtype, vllm_config.model_config.dtype)
-        selector = TokenSelector(indexer, self.dcp, self.steps.dcp_rank, self.exchange)
+        pools = in_pools(self.dcp, indexer.pool_size)
+        selector = TokenSelector(indexer, pools, self.steps.dcp_rank, self.exchange)
         warm_up_selection(selector, most_tokens, device)
         layer.impl.warm_up_selected(layer, cache_dtype, self.layout.workspace, most_tokens)
 
@@ -116,7 +118,7 @@ def _config_of(layer: Any, vllm_config: Any, indexer: IndexerConfig) -> MLAConfi
         q_lora_rank=layer.q_lora_rank,
         kv_lora_rank=layer.kv_lora_rank,
         qk_nope_head_dim=layer.qk_nope_head_dim,
-        qk_rope_head_dim=layer.qk_rope_head_dim,
+        qk_rope_head_dim=layer.qk_rope_head_dim or 2,  # rows of latents alone cost nearly the same
         v_head_dim=layer.v_head_dim,
         scale=layer.scale,
         indexer=indexer,

@@ -24,6 +24,9 @@ class DCPMLASparseImpl(DCPMLAImpl, SharedTopkIndicesBuffer):
 
     is_sparse = True
     masked_mha_available: ClassVar = False  # because vLLM's kernel for masks is for Blackwell
+    indexer_class: ClassVar[Any] = DeepseekV32Indexer
+    index_backend: ClassVar[type] = IndexBackend
+    models: ClassVar = "DeepSeek-V3.2 and GLM-5"
 
     def __init__(
         self,
@@ -37,15 +40,19 @@ class DCPMLASparseImpl(DCPMLAImpl, SharedTopkIndicesBuffer):
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
         # Queries stay as they are over rows whose parts have scales of their own.
         self.supports_quant_query_input = self.kv_cache_dtype != "fp8_ds_mla"
-        install()
+        self.install()
         if indexer is None:
             return
-        if not isinstance(indexer, DeepseekV32Indexer):
+        if not isinstance(indexer, self.indexer_class):
             raise ValueError(
-                f"dcpmla's backend for sparse MLA selects for DeepSeek-V3.2 and GLM-5; this model has a "
-                f"{type(indexer).__name__}: choose another --attention-backend"
+                f"dcpmla's backend for sparse MLA selects for {self.models} here; this model has a "
+                f"{type(indexer).__module__}.{type(indexer).__name__}: choose another --attention-backend"
             )
-        indexer.k_cache.get_attn_backend = lambda: IndexBackend
+        indexer.k_cache.get_attn_backend = lambda: self.index_backend
+
+    def install(self) -> None:
+        """Make vLLM's layers select with this package."""
+        install()
 
     def record_logical_topk_ready(self) -> None:
         """Do nothing: attention follows the selection in the same stream."""
@@ -93,7 +100,7 @@ class DCPMLASparseImpl(DCPMLAImpl, SharedTopkIndicesBuffer):
             if cache_dtype == FP8:
                 q = q.to(FP8)
             elif layer.dcp_manager is None:
-                q = q.split([rank, rope], -1)
+                q = q.new_zeros(self.num_heads, num_tokens, rank).transpose(0, 1), q[..., rank:]  # as vLLM stores them
             rows, step = selected_rows(cache, selection, workspace)
             self.attend_in_parts(q, rows, [(slice(0, num_tokens), step)], layer)
 

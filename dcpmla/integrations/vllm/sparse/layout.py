@@ -1,5 +1,6 @@
 """The layout of a selection from vLLM's tensors. Nothing here imports vLLM."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,3 +48,27 @@ class SelectionLayout:
             for column, values in zip(self._columns, (request, seen, local), strict=True)
         ]
         return SparseMetadata(table, kept[0], kept[1], kept[2], longest)
+
+
+def in_pools(dcp: DCPConfig, pool_size: int) -> DCPConfig:
+    """Return the layout of an index cache that has a key for each pool of tokens; a pool is on its tokens' rank.
+
+    Raises:
+        ValueError: Pools do not fit into the blocks, or into the groups of tokens that are on one rank.
+    """
+    if pool_size == 1:
+        return dcp
+    if dcp.block_size % pool_size:
+        raise ValueError(
+            f"block_size (--block-size) is {dcp.block_size}; it must be a multiple of {pool_size}, the tokens of a "
+            "pool (the config's index_kpool)"
+        )
+    if dcp.decode_context_parallel_size == 1:
+        return replace(dcp, block_size=dcp.block_size // pool_size, cp_kv_cache_interleave_size=1)
+    interleave, remainder = divmod(dcp.cp_kv_cache_interleave_size, pool_size)
+    if remainder or not interleave:
+        raise ValueError(
+            f"cp_kv_cache_interleave_size (--cp-kv-cache-interleave-size) is {dcp.cp_kv_cache_interleave_size}; it "
+            f"must be a multiple of {pool_size}, the tokens of a pool (the config's index_kpool)"
+        )
+    return replace(dcp, block_size=dcp.block_size // pool_size, cp_kv_cache_interleave_size=interleave)

@@ -24,7 +24,7 @@ from dcpmla.integrations.vllm.names import (
     QueryLenSupport,
     get_dcp_group,
 )
-from dcpmla.integrations.vllm.sparse.layout import SelectionLayout
+from dcpmla.integrations.vllm.sparse.layout import SelectionLayout, in_pools
 from dcpmla.integrations.vllm.sparse.names import (
     AttentionBackend,
     AttentionMetadataBuilder,
@@ -89,7 +89,7 @@ class IndexMetadataBuilder(AttentionMetadataBuilder):
             group = get_dcp_group()
             rank, exchange = group.rank_in_group, exchange_of(group.device_group, torch.device(device))
         indexer = indexer_config(vllm_config.model_config.hf_text_config)
-        self.selector = TokenSelector(indexer, dcp, rank, exchange)
+        self.selector = TokenSelector(indexer, in_pools(dcp, indexer.pool_size), rank, exchange)
         self.layout = SelectionLayout(dcp, rank, scheduler.max_num_batched_tokens, device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> IndexMetadata:
@@ -106,23 +106,30 @@ def warm_up_selection(selector: TokenSelector, most_tokens: int, device: torch.d
     graphs are captured. Collective over the DCP group.
     """
     config, dcp = selector.config, selector.dcp
-    num_blocks = -(-(config.topk + 1) // dcp.virtual_block_size)
+    num_keys = config.num_pools + 1
+    num_blocks = -(-num_keys // dcp.virtual_block_size)
     keys = torch.zeros(1, dcp.block_size, config.head_dim + SCALE_BYTES, dtype=torch.uint8, device=device)
     for num_tokens in sizes(most_tokens):
         numbers = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         table = numbers.new_zeros(1, num_blocks)
-        lens, local = numbers + config.topk + 1, numbers + num_blocks * dcp.block_size
-        sparse = SparseMetadata(table, numbers, lens, local, config.topk + 1)
+        lens, local = numbers + num_keys, numbers + num_blocks * dcp.block_size
+        sparse = SparseMetadata(table, numbers, lens, local, num_keys)
         q = torch.zeros(num_tokens, config.num_heads, config.head_dim, device=device).to(FP8)
-        selection = SelectedTokens.empty(num_tokens, config.topk, device)
+        selection = SelectedTokens.empty(num_tokens, config.num_pools, device)
         weights = torch.zeros(num_tokens, config.num_heads, device=device)
         selector.select(q, weights, keys, sparse, table, selection)
 
 
 def indexer_config(config: Any) -> IndexerConfig:
     """Return the sizes of a model's indexer by its config in vLLM."""
-    sizes = {"num_heads": config.index_n_heads, "head_dim": config.index_head_dim, "topk": config.index_topk}
-    return IndexerConfig(**sizes, rope_interleaved=False)  # vLLM rotates; selection does not depend on it
+    pool_size = getattr(config, "index_kpool", 1)
+    return IndexerConfig(
+        num_heads=config.index_n_heads,
+        head_dim=config.index_head_dim,
+        topk=config.index_topk + pool_size - 1,
+        rope_interleaved=False,  # vLLM rotates; selection does not depend on it
+        pool_size=pool_size,
+    )
 
 
 @cache
@@ -161,8 +168,8 @@ def select(layer: str, index_keys: Tensor, q: Tensor, weights: Tensor, buffer: T
         buffer: Positions of selected tokens [max_num_tokens, topk] int32; written, and their slots in `selection_of`.
     """
     selection, step = selection_of(buffer), get_forward_context().attn_metadata
-    if not isinstance(step, dict):  # memory is being measured
-        torch.empty(4 * WORKSPACE_BYTES, dtype=torch.uint8, device=buffer.device)
+    if not isinstance(step, dict):
+        reserve(buffer.device)
         return
     index: IndexMetadata = step[layer]
     sparse = index.sparse
@@ -170,3 +177,8 @@ def select(layer: str, index_keys: Tensor, q: Tensor, weights: Tensor, buffer: T
         tokens = slice(0, len(sparse.request))
         chosen = selection.rows(tokens)
         index.selector.select(q[tokens], weights[tokens], index_keys, sparse, sparse.block_table, chosen)
+
+
+def reserve(device: torch.device) -> None:
+    """Allocate what a selection takes for a while, where vLLM measures memory in a step without metadata."""
+    torch.empty(4 * WORKSPACE_BYTES, dtype=torch.uint8, device=device)

@@ -1,0 +1,63 @@
+"""GLM-5-Next in vLLM: sparse MLA over pools with this package's selection and attention, beside vLLM's own linear
+attention, in its real engine on CPUs.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.glm_next_model import save_glm_next
+from tests.engines.test_vllm_names import VERSIONS
+from tests.engines.test_vllm_sparse import check, run_engine
+from tests.engines.trees import vllm_tree
+from tests.engines.vllm_names import moved
+from tests.support.launchers import ROOT
+
+PLUG_IN = ROOT / "dcpmla" / "integrations" / "vllm" / "pooled"
+# Blocks have 128 tokens on each rank, because a state of linear attention is as large: two ranks reuse 256.
+OPTIONS = {"block_size": 128, "longest": 300}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_glm_next(tmp_path_factory.mktemp("glm_next"))
+
+
+def check_pools(report: dict[str, Any]) -> None:
+    """Check a report (`test_vllm_sparse.check`), and that pools begin in one step and end in another."""
+    check(report)
+    caches = "Glm5NextIndexerCache", "Glm5NextTailCache"
+    assert report["layers"][:8] == ["Glm5NextLinearAttention", *caches, "DCPMLAPooledImpl"] * 2
+    assert report["calls"]["pools begun before"] > 5
+    assert report["without tails"] > 0.05, "keys of pools without their first tokens would not be seen"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_name_is_there(version: str) -> None:
+    assert not moved(vllm_tree(version), PLUG_IN)
+
+
+def test_one_rank(model: Path, tmp_path: Path) -> None:
+    """Long prefills attend to up-projected keys under a mask."""
+    report = run_engine(model, tmp_path, 1, route="mha", **OPTIONS)
+    check_pools(report)
+    assert report["calls"]["dcp_mla_prefill"] >= 4
+
+
+def test_drafts_under_decode_context_parallelism(model: Path, tmp_path: Path) -> None:
+    """TP 2 x DCP 2 in groups of two pools, two drafts a step by an MTP module, whose layer selects pools, too; all
+    prefills attend with absorbed queries. Without the merge, or with the candidates of one rank, answers are wrong.
+    """
+    layout = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 8}
+    drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+    report = run_engine(model, tmp_path, 2, route="absorbed", **layout, **drafts, **OPTIONS)
+    check_pools(report)
+    assert report["drafts"]["made"] > 20
+    assert report["drafts"]["right"] > 0.9 * report["drafts"]["made"]  # Ties may go either way.
+    calls = report["calls"]
+    assert "dcp_mla_prefill" not in calls
+    assert calls["gather_candidates"] == calls["select"]
+    assert calls["combine"] == calls["dcp_mla_decode"]
+    assert report["own candidates"] < 0.9, "a choice among one rank's candidates would not be seen"
+    assert report["without merge"] > 0.1
