@@ -65,7 +65,8 @@ class Exchange(Protocol):
     def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Merge the ranks' partial attention, and return this rank's heads.
 
-        `a2a` and `direct` merge by `merge.merge_tree`; `ag_rs` sums up in the order of its reduce-scatter.
+        `a2a` merges by `merge.merge_tree`, and so does `direct` if rows are float32; `ag_rs` sums in the order of its
+        reduce-scatter.
 
         Args:
             out: Attention [T, W h, D] of all heads over this rank's tokens, float32 or narrower.

@@ -18,6 +18,7 @@ from dcpmla.comm.kernels.landings import (
     read_words,
     row_in_landing,
 )
+from dcpmla.comm.kernels.merge import shares
 from dcpmla.comm.kernels.merge_tree import merge_tree
 
 
@@ -129,6 +130,8 @@ def combine_kernel(
 ):
     """Merge partial rows [T, SIZE h, WIDTH] of each rank -> rows [T, h, WIDTH] of its own heads.
 
+    Rows in float32, which deterministic attention sends, are merged by a tree, narrower ones by their shares.
+
     An item is COLUMNS of a merged row; a program handles `items` items. IS_SENT: An attention kernel has sent the rows
     (`attention.hopper.outputs`); this kernel only waits for the rows and merges them.
     """
@@ -187,10 +190,15 @@ def combine_kernel(
             is_missing = (lse == -1) | (scale == -1) | (has_row & (tl.max((x == -1).to(tl.int32), 1) != 0))
             give_up(is_missing, peer, epoch, 1, state_ptr, fault_ptr, PROGRAMS)
         tl.store(at, tl.full([PEERS, COLUMNS], -1, carrier), mask=mask & has_row[:, None])
-        # Rows of an empty shard are not sent: all bits are set.
-        rows = tl.where(has_row[:, None], dequantize(x, as_float(scale), type, IS_FP8), 0.0)
-        merged, merged_lse = merge_tree(rows, as_float(lse))
-        merged_at, zero = merged_ptr + row * WIDTH, tl.arange(0, 1)
-        tl.store(merged_at + zero[:, None] + column[None, :], merged.to(type), mask=(column < WIDTH)[None, :])
+        rows = dequantize(x, as_float(scale), type, IS_FP8)
+        if type == tl.float32:
+            # Rows of an empty shard are not sent: all bits are set.
+            merged, merged_lse = merge_tree(tl.where(has_row[:, None], rows, 0.0), as_float(lse))
+            merged, merged_lse = tl.sum(merged, 0), tl.max(merged_lse, 0)
+        else:
+            share, merged_lse = shares(as_float(lse))
+            # A share of zero gives zero whatever the row holds.
+            merged = tl.sum(tl.where(share[:, None] != 0, rows, 0.0) * share[:, None], 0)
+        tl.store(merged_ptr + row * WIDTH + column, merged.to(type), mask=column < WIDTH)
         if tile == 0:
-            tl.store(merged_lse_ptr + row + zero, merged_lse)
+            tl.store(merged_lse_ptr + row, merged_lse)
