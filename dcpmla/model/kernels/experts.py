@@ -94,7 +94,7 @@ def compute_experts(
         gate_up_scales, down_scales = gate_up_scales.contiguous(), down_scales.contiguous()
     num_own, width, hidden = len(down), gate_up.shape[1] // 2, down.shape[1]
     weights = gate_up, down, gate_up_scales, down_scales
-    if num_routes > _MANY_ROWS * num_experts and product.takes(x, *weights):
+    if not is_deterministic and num_routes > _MANY_ROWS * num_experts and product.takes(x, *weights):
         blocks = assign_blocks(ids, num_own, BLOCK_ROWS)
         rows: Tensor | QuantizedRows = x
         if gate_up.dtype == FP8:
@@ -111,8 +111,8 @@ def compute_experts(
     if is_few:
         tiling, experts, routes = _FEW[kind], ids, None
     else:
-        # Tiles of 64 rows or more use one instruction of Hopper, and so does its own kernel: a row has the same bits in
-        # each. Sums over a token's experts follow, in the order of its routes.
+        # Tiles of 64 rows or more use one instruction of Hopper: a row has the same bits in each. Sums over a token's
+        # experts follow, in the order of its routes.
         tilings = [tiling for tiling in _TILINGS[kind] if tiling.gate_up.rows >= (64 if is_deterministic else 0)]
         tiling = next(tiling for tiling in tilings if num_routes <= tiling.max_rows * num_experts)
         experts, routes, _ = assign_blocks(ids, num_own, max(tiling.gate_up.rows, tiling.down.rows))
