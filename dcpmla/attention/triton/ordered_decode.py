@@ -16,26 +16,12 @@ from dcpmla.attention.calls import ORDERED_ROWS, DecodeCall, request_bound
 from dcpmla.attention.ordered_reference import SPLIT_TILES
 from dcpmla.attention.triton.device import shared_memory
 from dcpmla.attention.triton.keys import load_keys
-from dcpmla.comm.kernels.merge_tree import LN_2, LOG2_E, merge_pair, merge_tree
+from dcpmla.attention.triton.ordered_merge import measure, merge_classes_kernel, merge_into
+from dcpmla.comm.kernels.merge_tree import LN_2, LOG2_E
 from dcpmla.ownership import TILE
 
 _TILE, _SPLIT = tl.constexpr(TILE), tl.constexpr(SPLIT_TILES)
 _HOPPER_BYTES = 230_000  # shared memory of two stages of 64 keys with DeepSeek's widths
-
-
-@triton.jit
-def _measure(index, batch):
-    """Return the first query token of one segment or a vector of segments, its query rows and its keys.
-
-    batch: lens_ptr, start_ptr, query_len and num_heads of `ordered_decode_kernel`.
-    """
-    lens_ptr, start_ptr, query_len, num_heads = batch
-    first = index * query_len
-    if start_ptr is not None:
-        first = tl.load(start_ptr + index)
-        query_len = tl.load(start_ptr + index + 1) - first
-    num_keys = tl.load(lens_ptr + tl.maximum(first + query_len - 1, 0))
-    return first, query_len * num_heads, tl.where(query_len > 0, tl.maximum(num_keys, 0), 0)
 
 
 @triton.jit
@@ -78,26 +64,6 @@ def _attend(q, q_pe, cache, table_ptr, tiles, num_keys, num_seen, scale, KEYS: t
     total = tl.where(is_any, total, 1.0)
     lse = tl.where(is_any, (peak + tl.log2(total)) * LN_2, -float("inf"))
     return acc * tl.div_rn(1.0, total)[:, None], lse
-
-
-@triton.jit
-def _merge_into(partials_ptr, lses_ptr, at, other_at, other_lse, is_row, LATENT: tl.constexpr):
-    """Merge rows other_at [ROWS] of the partial outputs into rows at; return their merged lse, which is not stored.
-
-    The rows go through registers part by part, because all columns of both would not fit.
-    """
-    COLUMNS: tl.constexpr = min(LATENT, 64)
-    lse = tl.load(lses_ptr + at, mask=is_row, other=-float("inf"), cache_modifier=".cg")
-    merged_lse = lse
-    for begin in range(0, LATENT, COLUMNS):
-        column = begin + tl.arange(0, COLUMNS)[None, :]
-        out_ptrs, mask = partials_ptr + at[:, None] * LATENT + column, is_row[:, None]
-        out = tl.load(out_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
-        other = tl.load(partials_ptr + other_at[:, None] * LATENT + column, mask=mask, other=0.0, cache_modifier=".cg")
-        merged, merged_lse = merge_pair(out, lse, other, other_lse)
-        tl.store(out_ptrs, merged, mask=mask)
-    tl.debug_barrier()  # all threads have loaded the lse before one thread stores it
-    return merged_lse
 
 
 # Sizes of a step change: if specialized on them, Triton would recompile while requests wait. It must not specialize on
@@ -163,7 +129,7 @@ def ordered_decode_kernel(
         scale *= tl.load(kv_scale_ptr)
 
     index = tl.arange(0, SEGMENTS)
-    _, all_rows, all_keys = _measure(tl.minimum(index, num_segments - 1), batch)
+    _, all_rows, all_keys = measure(tl.minimum(index, num_segments - 1), batch)
     # Units of a split of each segment, and its number of splits.
     all_units = tl.where(index < num_segments, tl.cdiv(all_rows, ROWS) * num_classes, 0)
     all_splits = tl.cdiv(all_keys, num_classes * _TILE * _SPLIT)
@@ -184,7 +150,7 @@ def ordered_decode_kernel(
         ends = tl.cumsum(tl.where(all_splits > split, all_units, 0), 0)
         segment = tl.sum((ends <= unit - base).to(tl.int32), 0)
         in_segment = unit - base - tl.max(tl.where(ends <= unit - base, ends, 0), 0)
-        first, num_rows, num_keys = _measure(segment, batch)
+        first, num_rows, num_keys = measure(segment, batch)
         num_lines_here = tl.cdiv(num_rows, ROWS)
         # Neighbouring programs read the same keys.
         line, this_class = in_segment % num_lines_here, in_segment // num_lines_here
@@ -223,65 +189,13 @@ def ordered_decode_kernel(
                 pass
             tl.debug_barrier()
             own_at = own_slot.to(tl.int64) * slot_rows + row
-            lse = _merge_into(partials_ptr, lses_ptr, own_at, at, lse, is_row, LATENT)
+            lse = merge_into(partials_ptr, lses_ptr, own_at, at, lse, is_row, LATENT)
             at = own_at
         tl.store(lses_ptr + at, lse, mask=is_row)
         if num_units > num_slots:
             tl.debug_barrier()  # all threads store before one thread signals the arrival
             tl.atomic_xchg(progress_ptr + own_slot, split + 1, sem="release", scope="gpu")
         unit += tl.num_programs(0)
-
-
-@triton.jit(do_not_specialize=["num_segments", "query_len", "num_heads", "num_lines", "slot_rows"])
-def merge_classes_kernel(
-    partials_ptr,
-    lses_ptr,
-    first_slots_ptr,
-    lens_ptr,
-    start_ptr,
-    out_ptr,
-    lse_ptr,
-    num_segments,
-    query_len,
-    num_heads,
-    num_lines,
-    slot_rows,
-    CLASSES: tl.constexpr,
-    LATENT: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Merge the partial outputs of one query row: the splits of each class in order, then the classes by a tree."""
-    token, head = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads
-    segment = token // query_len
-    if start_ptr is not None:  # the last segment that begins at or before the token
-        low, high = 0, num_segments
-        while low < high - 1:
-            middle = (low + high) // 2
-            if tl.load(start_ptr + middle) <= token:
-                low = middle
-            else:
-                high = middle
-        segment = low
-    first, num_rows, num_keys = _measure(segment, (lens_ptr, start_ptr, query_len, num_heads))
-    row = (token - first) * num_heads + head
-    each, column = tl.arange(0, CLASSES), tl.arange(0, LATENT)
-    out = tl.zeros([CLASSES, LATENT], tl.float32)
-    lse = tl.full([CLASSES], -float("inf"), tl.float32)
-    num_splits = tl.where(row < num_rows, tl.cdiv(num_keys, CLASSES * _TILE * _SPLIT), 0)  # none: a row of padding
-    first_slot = tl.load(first_slots_ptr + segment)
-    slot = (segment * num_lines + row // ROWS) * CLASSES + each
-    num_slots = tl.minimum(num_splits, 1)
-    if first_slot >= 0:
-        slot = first_slot + (row // ROWS * CLASSES + each) * num_splits
-        num_slots = num_splits
-    for split in range(num_slots):
-        at = (slot + split).to(tl.int64) * slot_rows + row % ROWS
-        part = tl.load(partials_ptr + at[:, None] * LATENT + column[None, :])
-        out, lse = merge_pair(out, lse, part, tl.load(lses_ptr + at))
-    out, lse = merge_tree(out, lse)
-    at = tl.program_id(0).to(tl.int64)
-    tl.store(out_ptr + at * LATENT + tl.arange(0, 1)[:, None] + column[None, :], out)
-    tl.store(lse_ptr + at + tl.arange(0, 1), lse)
 
 
 def run(call: DecodeCall) -> tuple[Tensor, Tensor]:
@@ -340,9 +254,20 @@ def run(call: DecodeCall) -> tuple[Tensor, Tensor]:
         SEGMENTS=request_bound(num_segments),
         num_warps=8,
         num_stages=2,
+        enable_fp_fusion=False,  # a compiler may fuse in one variant and not in another
     )
     parts = partials, lses, first_slots, call.seq_lens, call.query_start_loc
     merge_classes_kernel[(num_tokens * num_heads,)](
-        *parts, out, lse, *sizes, num_lines, slot_rows, CLASSES=num_classes, LATENT=latent, ROWS=rows, num_warps=4
+        *parts,
+        out,
+        lse,
+        *sizes,
+        num_lines,
+        slot_rows,
+        CLASSES=num_classes,
+        LATENT=latent,
+        ROWS=rows,
+        num_warps=4,
+        enable_fp_fusion=False,
     )
     return out, lse

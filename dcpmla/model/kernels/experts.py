@@ -120,9 +120,10 @@ def compute_experts(
     h = x.new_empty(num_routes, width)
     codes = gate_up.unflatten(1, (2, width))
     source = _by_halves(x) if kind == torch.uint8 else x if quantized is None else quantized
-    _multiply(source, codes, gate_up_scales, h, tiling.gate_up, experts, routes, top_k, expert_weights, glu)
+    fuses = not is_deterministic  # a compiler may fuse in one tile's code and not in another's
+    _multiply(source, codes, gate_up_scales, h, tiling.gate_up, experts, routes, top_k, fuses, expert_weights, glu)
     rows = x.new_empty(num_tokens if is_few else num_routes, hidden)
-    _multiply(h, down.unsqueeze(1), down_scales, rows, tiling.down, experts, routes, top_k)
+    _multiply(h, down.unsqueeze(1), down_scales, rows, tiling.down, experts, routes, top_k, fuses)
     return rows if is_few else sum_routes(rows, ids, num_own)
 
 
@@ -135,6 +136,7 @@ def _multiply(
     experts: Tensor,
     routes: Tensor | None,
     top_k: int,
+    fuses: bool,
     expert_weights: Tensor | None = None,
     glu: Glu = SWIGLU,
 ) -> None:
@@ -169,6 +171,7 @@ def _multiply(
         # A sum takes two loop stages for one of memory because ids of experts are loaded before their weights.
         "STAGES": max(1, min(tile.num_stages, max_stages * 2 if num_summed > 1 else max_stages)),
         "num_warps": tile.num_warps,
+        "enable_fp_fusion": fuses,
     }
     if codes.dtype == torch.uint8:
         packed_product_kernel[grid](

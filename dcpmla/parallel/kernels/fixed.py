@@ -118,6 +118,7 @@ def multiply(x: Tensor, x_scales: Tensor | None, weight: Tensor, weight_scale: T
         0 if weight_scale is None else weight_scale.stride(0),
         STAGES=tile.num_stages,
         num_warps=tile.num_warps,
+        enable_fp_fusion=False,  # a compiler may fuse in one tile's code and not in another's
     )
 
 
