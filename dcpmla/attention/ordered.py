@@ -99,8 +99,8 @@ def dcp_mla_prefill_in_order(
             out = q.new_empty(*q.shape[:2], v.shape[-1])
             # One chunk needs no memory for sums on a GPU.
             num_rows = 0 if len(chunks) == 1 and q.is_cuda and q.dtype.itemsize == 2 else q.shape[0]
-            like = q.new_empty(0, dtype=torch.promote_types(q.dtype, torch.float32))
-            sums = new_sums((num_rows, num_heads), v.shape[-1], like)
+            empty = q.new_empty(0, dtype=torch.promote_types(q.dtype, torch.float32))
+            sums = new_sums((num_rows, num_heads), v.shape[-1], empty)
         assert sums is not None
         queries = *prefill.queries, prefill.first_position
         call = OrderedPrefillCall(q, k_nope, k_pe, v, *queries, *chunk.keys, chunk.first_position, scale)

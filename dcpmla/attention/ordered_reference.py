@@ -75,9 +75,9 @@ class Sums(NamedTuple):
         return self.acc / total[..., None], (self.peak + total.log()).where(is_any, -torch.inf).to(torch.float32)
 
 
-def new_sums(shape: tuple[int, ...], width: int, like: Tensor) -> Sums:
+def new_sums(shape: tuple[int, ...], width: int, template: Tensor) -> Sums:
     """Return sums over no keys for rows of a shape."""
-    return Sums(like.new_zeros(*shape, width), like.new_full(shape, -torch.inf), like.new_zeros(shape))
+    return Sums(template.new_zeros(*shape, width), template.new_full(shape, -torch.inf), template.new_zeros(shape))
 
 
 def halve(products: Tensor, dim: int) -> Tensor:

@@ -42,8 +42,8 @@ _SIZES = {
 
 
 def bit_tests(job: Job, model: str | None, dtype: torch.dtype) -> Iterator[SelfTest]:
-    """Yield the test of each layout and way: whether all logits are equal to those with DCP 1 and prompts served one
-    by one. Collective over the job.
+    """Yield the test of each layout and way: whether all logits are equal to the logits of prompts served one by
+    one with DCP 1. Collective over the job.
 
     Args:
         model: Directory or hub id; None for a small model of random weights in a dtype.

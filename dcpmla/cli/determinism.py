@@ -53,7 +53,7 @@ class Way:
         num_others: Number of other prompts among them.
         is_again: Whether the prompts were served before, so that their blocks are found.
         is_preempted: Whether a running request is preempted every few steps.
-        has_drafts: Whether steps verify drafts, of which most are right.
+        has_drafts: Whether steps verify drafts; most drafts are right.
         has_graphs: Whether steps run as CUDA graphs.
     """
 

@@ -150,4 +150,4 @@ def merge_rows(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         Merged out [T, h, D] in its dtype, rounded once, and lse [T, h].
     """
     merged, merged_lse = merge_tree(out.to(torch.promote_types(out.dtype, torch.float32)), lse)
-    return merged.to(out.dtype, copy=True), merged_lse.clone()  # of one rank they are views of the arguments
+    return merged.to(out.dtype, copy=True), merged_lse.clone()  # rows of one rank are views of the arguments

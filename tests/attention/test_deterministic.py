@@ -28,45 +28,45 @@ PROMPT = 200
 LAYER_BATCH = ((150, 1), (63, 2), (300, 1), (0, 70), (130, 20))
 
 
-def check_equal(got: list[tuple[Tensor, Tensor]], wanted: list[tuple[Tensor, Tensor]]) -> None:
-    assert all(map(torch.equal, *(itertools.chain(*each) for each in (got, wanted))))
+def check_equal(got: list[tuple[Tensor, Tensor]], reference: list[tuple[Tensor, Tensor]]) -> None:
+    assert all(map(torch.equal, *(itertools.chain(*each) for each in (got, reference))))
 
 
 def test_decode_alone_in_batches_and_over_ranks() -> None:
-    wanted = decode(SIZES, 1, BATCH)
+    reference = decode(SIZES, 1, BATCH)
     for size in (2, 4, 8):
-        check_equal(decode(SIZES, size, BATCH), wanted)
-    check_equal([decode(SIZES, 2, batch)[0] for batch in alone(BATCH)], wanted)
-    check_equal(decode(SIZES, 8, BATCH[::-1])[::-1], wanted)
+        check_equal(decode(SIZES, size, BATCH), reference)
+    check_equal([decode(SIZES, 2, batch)[0] for batch in alone(BATCH)], reference)
+    check_equal(decode(SIZES, 8, BATCH[::-1])[::-1], reference)
     long = decode(SIZES, 1, [(7, 9000, 1), *BATCH])  # more than a split
-    check_equal(long[1:], wanted)
+    check_equal(long[1:], reference)
     check_equal(decode(SIZES, 8, [(7, 9000, 1)]), long[:1])
 
 
 def test_decode_is_accurate() -> None:
-    for (out, lse), (wanted, wanted_lse) in zip(decode(SIZES, 2, BATCH), decode_float64(BATCH), strict=True):
-        torch.testing.assert_close(out.double(), wanted, atol=2e-6, rtol=1e-5)
+    for (out, lse), (reference, wanted_lse) in zip(decode(SIZES, 2, BATCH), decode_float64(BATCH), strict=True):
+        torch.testing.assert_close(out.double(), reference, atol=2e-6, rtol=1e-5)
         torch.testing.assert_close(lse.double(), wanted_lse, atol=2e-6, rtol=1e-6)
 
 
 def decode_float64(batch: Batch) -> list[tuple[Tensor, Tensor]]:
     """Attend by one softmax over all keys, in float64."""
-    sizes, found = in_float64(SIZES), []
+    sizes, results = in_float64(SIZES), []
     for seed, length, new in batch:
         latents = sizes.rows(seed, length, sizes.latent + sizes.rope).float().double()
         q = sizes.rows(seed + 1000, length, sizes.num_heads, latents.shape[1])[length - new :]
         scores = torch.einsum("thd,sd->ths", q, latents) * sizes.scale
         scores += torch.full((new, length), -torch.inf).triu(length - new + 1)[:, None]
-        found.append((scores.softmax(-1) @ latents[:, : sizes.latent], scores.logsumexp(-1)))
-    return found
+        results.append((scores.softmax(-1) @ latents[:, : sizes.latent], scores.logsumexp(-1)))
+    return results
 
 
 def test_segments_of_many_tokens_equal_their_tokens_alone() -> None:
-    wanted = [decode(SIZES, 4, batch)[0] for batch in alone(SEGMENTS)]
+    reference = [decode(SIZES, 4, batch)[0] for batch in alone(SEGMENTS)]
     for size, max_query_len in ((1, 5), (4, 2), (8, 3)):
         got = decode(SIZES, size, SEGMENTS, max_query_len)
         tokens = [(out[index : index + 1], lse[index : index + 1]) for out, lse in got for index in range(len(out))]
-        check_equal(tokens, wanted)
+        check_equal(tokens, reference)
 
 
 def test_the_tree_takes_any_number_of_parts_and_is_the_same_over_ranks() -> None:
@@ -88,30 +88,30 @@ def test_another_order_of_the_merge_has_other_bits() -> None:
             merged = merge_pair(*merged, out[part], lse[part])
         return merged
 
-    ((wanted, _),), ((other, _),) = decode(SIZES, 8, BATCH[-1:]), decode(SIZES, 8, BATCH[-1:], merge=in_turn)
-    assert not torch.equal(other, wanted)
-    torch.testing.assert_close(other, wanted)
+    ((reference, _),), ((other, _),) = decode(SIZES, 8, BATCH[-1:]), decode(SIZES, 8, BATCH[-1:], merge=in_turn)
+    assert not torch.equal(other, reference)
+    torch.testing.assert_close(other, reference)
 
 
 def test_prefill_in_pieces_over_ranks_and_chunks() -> None:
-    wanted = prefill(SIZES, 1, [(3, PROMPT, PROMPT)])[0]
+    reference = prefill(SIZES, 1, [(3, PROMPT, PROMPT)])[0]
     for size, piece, workspace in ((1, 1, 128), (2, 7, 128), (4, 64, 256), (1, 100, 1 << 16), (4, PROMPT, 256)):
         ends = [*range(piece, PROMPT, piece), PROMPT]
         ends = ends[-12:] if piece == 1 else ends
         for start, end in itertools.pairwise([ends[0] - piece, *ends]):
             got = prefill(SIZES, size, [(3, end, end - start)], workspace)[0]
-            assert torch.equal(got, wanted[start:end]), (size, piece, start)
+            assert torch.equal(got, reference[start:end]), (size, piece, start)
     batch = [(1, 150, 20), (3, PROMPT, 60), (2, 300, 299), (3, 100, 100)]
     for size, workspace in ((1, 128), (2, 512)):
         outputs = prefill(SIZES, size, batch, workspace)
-        assert torch.equal(outputs[1], wanted[-60:])
-        assert torch.equal(outputs[3], wanted[:100])
+        assert torch.equal(outputs[1], reference[-60:])
+        assert torch.equal(outputs[3], reference[:100])
 
 
 def test_prefill_is_accurate() -> None:
     batch = [(3, PROMPT, 90), (4, 70, 70)]
-    for got, wanted in zip(prefill(SIZES, 2, batch, 128), prefill(in_float64(SIZES), 1, batch), strict=True):
-        torch.testing.assert_close(got.double(), wanted, atol=1e-4, rtol=1e-4)
+    for got, reference in zip(prefill(SIZES, 2, batch, 128), prefill(in_float64(SIZES), 1, batch), strict=True):
+        torch.testing.assert_close(got.double(), reference, atol=1e-4, rtol=1e-4)
 
 
 def check_layers(hf_config: Any) -> None:

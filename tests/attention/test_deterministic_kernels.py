@@ -29,12 +29,12 @@ def check_decode_in_the_interpreter() -> None:
     convert_as_torch()
     kernel._SPLIT.value, ordered_merge._SPLIT_KEYS.value = 1, TILE  # several splits of few tiles
     for size, batch, max_query_len in ((1, BATCH, 1), (2, SEGMENTS, 2), (8, BATCH, 1)):
-        wanted = decode(SMALL, size, batch, max_query_len)
+        expected = decode(SMALL, size, batch, max_query_len)
         for num_rows in (1 << 16, 1):  # each split in a slot of its own, and all in one
             with patch.object(kernel, "ORDERED_ROWS", num_rows), patch.object(kernel, "SPLIT_TILES", 1):
                 got = decode(SMALL, size, batch, max_query_len, run=kernel.run)
-            for mine, other in zip(itertools.chain(*got), itertools.chain(*wanted), strict=True):
-                torch.testing.assert_close(mine, other, atol=2e-2, rtol=2e-2)
+            for actual, other in zip(itertools.chain(*got), itertools.chain(*expected), strict=True):
+                torch.testing.assert_close(actual, other, atol=2e-2, rtol=2e-2)
             if num_rows > 1:
                 first = got
         assert all(map(torch.equal, itertools.chain(*got), itertools.chain(*first)))
@@ -55,11 +55,11 @@ def check_prefill_in_the_interpreter() -> None:
         (2, [(1, 300, 40), (2, 20, 20), (1, 180, 130)], 128),
         (1, [(1, 300, 1)], 256),
     )
-    wanted = [prefill(SMALL, *case) for case in cases]
+    expected = [prefill(SMALL, *case) for case in cases]
     with patch.object(ordered, "attend_to_chunk", kernel.run):
         got = [prefill(SMALL, *case) for case in cases]
-    for mine, other in zip(itertools.chain(*got), itertools.chain(*wanted), strict=True):
-        torch.testing.assert_close(mine, other, atol=1e-2, rtol=1e-2)
+    for actual, other in zip(itertools.chain(*got), itertools.chain(*expected), strict=True):
+        torch.testing.assert_close(actual, other, atol=1e-2, rtol=1e-2)
     assert all(map(torch.equal, got[0], got[1]))
     assert torch.equal(got[2][0], got[0][0][-1:])
 
@@ -77,15 +77,15 @@ MANY: Batch = [(seed, 1 + 613 * seed % 3000, 1) for seed in range(40)]
 def test_decode_on_a_gpu(cache_format: str) -> None:
     for num_heads in (16, 128):
         sizes = replace(V3, num_heads=num_heads, cache_format=cache_format)
-        wanted = decode(sizes, 1, MANY)
+        expected = decode(sizes, 1, MANY)
         for size in (2, 4, 8):
-            assert all(map(torch.equal, itertools.chain(*decode(sizes, size, MANY)), itertools.chain(*wanted)))
+            assert all(map(torch.equal, itertools.chain(*decode(sizes, size, MANY)), itertools.chain(*expected)))
         for index in (0, 1, 7, 39):
             (single,) = decode(sizes, 2, MANY[index : index + 1])
-            assert all(map(torch.equal, single, wanted[index]))
+            assert all(map(torch.equal, single, expected[index]))
         batch: Batch = [(7, 20_000, 5), *MANY]  # splits of several tiles' slots
         got = decode(sizes, 1, batch, 2)
-        assert all(map(torch.equal, itertools.chain(*got[1:]), itertools.chain(*wanted)))
+        assert all(map(torch.equal, itertools.chain(*got[1:]), itertools.chain(*expected)))
         tokens = [decode(sizes, 8, each)[0] for each in alone(batch[:1])]
         assert torch.equal(torch.cat([out for out, _ in tokens]), got[0][0])
         with patch("dcpmla.attention.triton.ordered_decode.ORDERED_ROWS", 1):  # all splits in one slot
@@ -93,9 +93,9 @@ def test_decode_on_a_gpu(cache_format: str) -> None:
         assert all(map(torch.equal, itertools.chain(*shared), itertools.chain(*got)))
     with patch("dcpmla.attention.decode.DECODE_BACKENDS", DECODE_BACKENDS[-1:]):
         reference = decode(sizes, 1, MANY[:8])
-    for mine, other in zip(wanted[:8], reference, strict=True):
-        torch.testing.assert_close(mine[0], other[0], atol=1e-2, rtol=1e-2)
-        torch.testing.assert_close(mine[1], other[1], atol=1e-3, rtol=1e-3)
+    for actual, other in zip(expected[:8], reference, strict=True):
+        torch.testing.assert_close(actual[0], other[0], atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(actual[1], other[1], atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.gpu
@@ -110,8 +110,8 @@ def test_decode_in_graphs_of_growing_lengths() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out, lse = run(call)
-    for more in (0, 700, 10_000):
-        call.seq_lens.copy_(torch.tensor([length + more for length in lens]))
+    for added in (0, 700, 10_000):
+        call.seq_lens.copy_(torch.tensor([length + added for length in lens]))
         graph.replay()
         for request in range(4):
             row = slice(request, request + 1)
@@ -125,12 +125,12 @@ def test_prefill_on_a_gpu() -> None:
     for cache_format in FORMATS:
         sizes = replace(V3, num_heads=4, cache_format=cache_format)
         prompt = 1500
-        wanted = prefill(sizes, 1, [(3, prompt, prompt)])[0]
+        expected = prefill(sizes, 1, [(3, prompt, prompt)])[0]
         for size, piece, workspace in ((1, 300, 128), (2, 7, 256), (8, 64, 512), (1, 1, 1 << 16), (4, prompt, 512)):
             starts = [*range(0, prompt, piece)]
             for start in starts[:3] + starts[-3:]:
                 end = min(prompt, start + piece)
                 got = prefill(sizes, size, [(1, 40, 40), (3, end, end - start), (2, 900, 30)], workspace)[1]
-                assert torch.equal(got, wanted[start:end]), (size, piece, start)
+                assert torch.equal(got, expected[start:end]), (size, piece, start)
         reference = prefill(replace(sizes, device="cpu", dtype=torch.float32), 1, [(3, prompt, 20)])[0]
-        torch.testing.assert_close(wanted[-20:].float().cpu(), reference, atol=3e-2, rtol=3e-2)
+        torch.testing.assert_close(expected[-20:].float().cpu(), reference, atol=3e-2, rtol=3e-2)

@@ -94,13 +94,13 @@ def check_direct(num_steps: int) -> None:
 
 
 def check_order(reduces: tuple[Reduce, ...], widths: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Check that sums are those in float32 one rank after the other, and that a row of them and of their norms has the
+    """Check that float32 sums are made one rank after the other, and that a row of the sums and of their norms has the
     same bits in steps of any number of rows; sums in the reversed order differ.
     """
     rank, num_rows = dist.get_rank(), 4
     for width in widths:
         partials, residual, weight = draw(num_rows, width, dtype, 0, device)
-        partials[0] *= 100  # so that roundings differ
+        partials[0] *= 100  # roundings then differ
         total, reverse = torch.zeros(2, num_rows, width, device=device)
         for one, other in zip(partials, partials.flip(0), strict=True):
             total, reverse = total + one, reverse + other
@@ -172,7 +172,7 @@ def check_missing_rank() -> None:
                     reduce.check()
                 with pytest.raises(PeerFault, match=re.escape(words)):
                     reduce.all_reduce(rows)
-            reduce.fault.zero_()  # so that kernels run as they do in graphs
+            reduce.fault.zero_()  # kernels then run as they do in graphs
 
 
 def test_missing_rank() -> None:

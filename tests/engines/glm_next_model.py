@@ -208,7 +208,7 @@ def replace_kernels() -> None:
     read = SpeculativeConfig.hf_config_override
 
     def read_text(config: Any, **named: Any) -> Any:
-        """Read a text model's config as vLLM reads that of the model with images."""
+        """Read a text model's config as vLLM reads the config of a model with images."""
         if config.model_type == "glm5_next_text":
             config.model_type = "glm5_next_mtp"
             return config.update({"n_predict": 1, "architectures": ["Glm5NextMTPModel"]}) or config

@@ -1,4 +1,4 @@
-"""GLM-5-Next in vLLM: sparse MLA over pools with this package's selection and attention, beside vLLM's own linear
+"""GLM-5-Next in vLLM: sparse MLA over pools with this package's selection and attention, next to vLLM's own linear
 attention, in its real engine on CPUs.
 """
 

@@ -163,7 +163,7 @@ def use_plain_torch() -> None:
     from vllm.models import deepseek_v4
     from vllm.models.deepseek_v4.cpu import model
 
-    model.FusedMoEFactory, model.HAS_TILELANG_MHC = PlainExperts, False  # which fuses two of the operations below
+    model.FusedMoEFactory, model.HAS_TILELANG_MHC = PlainExperts, False  # TileLang fuses two of the operations below
     mhc.mhc_pre_cpu, mhc.mhc_post_cpu, mhc.hc_head_fused_cpu = _mix, mhc.mhc_post_torch, _collapse
     deepseek_v4.DeepseekV4ForCausalLM = model.DeepseekV4ForCausalLM
     for operation in (layers.MHCPreOp, layers.MHCPostOp, layers.HCHeadOp):

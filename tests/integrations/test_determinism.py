@@ -97,7 +97,7 @@ def with_graphs(loaded: Engine) -> None:
 
 
 def compare_reordered(directory: Path) -> Outcome:
-    """Compare where products of several rows sum in another order than those of one row."""
+    """Compare with products whose order of summing depends on the number of rows."""
     multiply = fixed.multiply_rows
 
     def reordered(x: Tensor, weight: Tensor) -> Tensor:

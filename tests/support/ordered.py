@@ -63,7 +63,7 @@ def share_caches(
     latents = torch.cat([sizes.rows(seed, length, sizes.latent + sizes.rope) for seed, length, _ in batch])
     storage = storage_dtype(sizes.cache_format, sizes.dtype)
     width = row_width(storage, sizes.latent, sizes.rope)
-    found = []
+    ranks = []
     for rank in range(size):
         steps = StepBuilder(dcp, rank, sizes.device)
         numbers = sum(map(len, tables)), dcp.block_size, width
@@ -73,8 +73,8 @@ def share_caches(
         slots = steps.build(StepRequests(lens, lens, tables), num_decodes=0).slot_mapping
         kv_scale = torch.ones(1, device=sizes.device) if sizes.cache_format == "fp8" else None
         write_latents(cache, latents[:, : sizes.latent], latents[:, sizes.latent :], slots, kv_scale)
-        found.append((cache, steps.build(StepRequests(new, lens, tables), max_query_len, num_decodes)))
-    return found
+        ranks.append((cache, steps.build(StepRequests(new, lens, tables), max_query_len, num_decodes)))
+    return ranks
 
 
 def queries(sizes: Sizes, batch: Batch, width: int) -> Tensor:

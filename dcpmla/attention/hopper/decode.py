@@ -32,7 +32,7 @@ from dcpmla.cache.shared_format import data_bytes
 from dcpmla.comm import direct_ops
 from dcpmla.comm.exchange import Mailbox
 
-MAX_REQUESTS = 2048  # of a launch, if each has one token: programs hold the lengths of all requests in registers
+MAX_REQUESTS = 2048  # limit of a launch's single tokens; programs hold the lengths of all requests in registers
 
 
 # Sizes of a step change: if specialized on them, Triton would compile variants while requests wait. (For the same

@@ -119,7 +119,7 @@ def selected_rows(
     if block_stride == block_size * row_stride:
         pages = kv_cache.view(-1, 1, width)
     else:
-        # Pages that begin every few elements: a row of the cache begins at one of them.
+        # Pages begin every few elements, and each row of the cache begins with a page.
         unit = math.gcd(block_stride, row_stride)
         num_pages = ((num_blocks - 1) * block_stride + (block_size - 1) * row_stride) // unit + 1
         pages = kv_cache.as_strided((num_pages, 1, width), (unit, row_stride, 1))

@@ -87,8 +87,7 @@ def ordered_prefill_kernel(
 ):
     """Add a chunk's keys to the sums of one tile of queries of one head; one program per (tile, head).
 
-    Sums of requests whose first keys these are begin anew; of those whose last keys these are, results are stored
-    instead of sums.
+    A request's sums begin anew if its first keys are in the chunk. If its last keys are, results are stored instead.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)

@@ -49,7 +49,7 @@ def take(
 def add(x, residual_ptr, at, mask, type: tl.constexpr, IN_ORDER: tl.constexpr):
     """Sum all ranks' items [N, COLUMNS] and the residual: return [1, COLUMNS], rounded once.
 
-    The order of `tl.sum` depends on N and COLUMNS; with IN_ORDER it is that of the ranks.
+    The order of `tl.sum` depends on N and COLUMNS; IN_ORDER adds rank after rank.
     """
     wide = x.to(type, bitcast=True).to(tl.float32)
     if IN_ORDER:

@@ -28,7 +28,7 @@ def __getattr__(name: str) -> type:
     kind = getattr(model, "model_type", None)
     path = AttentionBackendEnum[name].value
     if kind in POOLED_MODELS:
-        path = POOLED_BACKEND  # by name, for its module imports vLLM's model
+        path = POOLED_BACKEND  # The module imports vLLM's model, so it is named.
     elif name == "CUSTOM" or kind in SPARSE_MODELS:
         return DCPMLASparseBackend
     resolved: type = resolve_obj_by_qualname(path)

@@ -100,7 +100,7 @@ class DCPMLASparseImpl(DCPMLAImpl, SharedTopkIndicesBuffer):
             if cache_dtype == FP8:
                 q = q.to(FP8)
             elif layer.dcp_manager is None:
-                q = q.new_zeros(self.num_heads, num_tokens, rank).transpose(0, 1), q[..., rank:]  # as vLLM stores them
+                q = q.new_zeros(self.num_heads, num_tokens, rank).transpose(0, 1), q[..., rank:]  # vLLM's layout
             rows, step = selected_rows(cache, selection, workspace)
             self.attend_in_parts(q, rows, [(slice(0, num_tokens), step)], layer)
 
