@@ -1,0 +1,113 @@
+"""Deterministic mode with the options of an engine: its own drafters, formats of weights and caches, experts, tiers."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from dcpmla.cli.determinism import ALONE, Answer, Case, draw_cases, serve
+from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.sampling import SamplingParams
+from tests.integrations.test_determinism import FEW, MAX_LEN, Outcome, check, compare, load, save
+from tests.support.models import VOCAB_SIZE, random_model, tiny_config
+from tests.support.plain_mtp import PlainMtp
+from tests.support.quantized_models import save_wide, write_quantized
+from tests.support.ranks import run_ranks
+
+
+def change(directory: Path, **fields: Any) -> None:
+    """Change fields of a saved model's config."""
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+class Setup(NamedTuple):
+    """A layout, its exchange and an engine's options."""
+
+    dcp_size: int
+    backend: str
+    options: Mapping[str, Any]
+
+
+def serve_itself(loaded: Engine, cases: Sequence[Case]) -> list[Answer]:
+    """Serve prompts together with an engine's own scheduler and drafter, which drafts in every step."""
+    loaded.speculation.drafter.drafts_always = True
+    requests = [loaded.add(token_ids, params, keep_logits=True) for token_ids, params in cases]
+    list(loaded.run())
+    return [Answer(request.token_ids, torch.stack(request.logits)) for request in requests]
+
+
+def compare_engines(directory: Path, tp: int, setups: Sequence[Setup]) -> tuple[Outcome, int]:
+    """On a rank: compare answers of engines with drafters to one without, twice each: without and with blocks of
+    earlier requests. Return the number of accepted drafts, too.
+    """
+    cases, outcome, num_accepted = draw_cases(VOCAB_SIZE, MAX_LEN, (2, 70)), Outcome(), 0
+    params = SamplingParams(max_new_tokens=16, ignore_eos=True)
+    cases += [Case([7, 9, 30, 31] * 20, params), Case([7, 9, 30, 31] * 16, params)]
+    engine = load(directory, tp, 1, "auto", {})
+    expected = serve(engine, ALONE, cases)
+    engine.close()
+    for dcp_size, backend, options in setups:
+        engine = load(directory, tp, dcp_size, backend, options)
+        for name in ("first", "again"):
+            answers = serve_itself(engine, cases)
+            equal = sum(answer.count_equal(right) for answer, right in zip(answers, expected, strict=True))
+            outcome[f"{dcp_size} {options} {name}"] = equal, sum(len(right.logits) for right in expected)
+        num_accepted += engine.stats.num_accepted_tokens
+        engine.close()
+    return outcome, num_accepted
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite", "longcat_flash"])
+def test_drafts_of_the_engine(family: str, tmp_path: Path) -> None:
+    """MTP modules and n-grams draft, and tokens and logits are those without drafts."""
+    module = PlainMtp(family, max_position_embeddings=MAX_LEN).agree(0.2)
+    directory = module.save(tmp_path / "model")
+    setups = [
+        Setup(1, "auto", {"speculative_method": "ngram"}),
+        Setup(2, "a2a", {"speculative_method": "mtp", "num_speculative_tokens": 2}),
+    ]
+    outcomes = run_ranks(2, compare_engines, directory, 2, setups)
+    check([outcome for outcome, _ in outcomes])
+    assert outcomes[0][1] > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_cache_dtype": "fp8", "kv_cache_scale": 0.02},
+        {"enable_expert_parallel": True},
+        {"dtype": "float16"},
+    ],
+    ids=str,
+)
+def test_options(options: dict[str, Any], tmp_path: Path) -> None:
+    save("deepseek_v3", tmp_path)
+    check(run_ranks(2, compare, tmp_path, 2, [(1, "auto"), (2, "a2a")], (1, 70, 130), FEW, options))
+
+
+@pytest.mark.parametrize("scheme", ["block", "ue8m0", "tensor"])
+def test_weights_in_fp8(scheme: str, tmp_path: Path) -> None:
+    save_wide("deepseek_v3", tmp_path / "wide")
+    write_quantized(tmp_path / "wide", tmp_path / "model", scheme)
+    change(tmp_path / "model", max_position_embeddings=MAX_LEN)
+    check(run_ranks(2, compare, tmp_path / "model", 2, [(1, "auto"), (2, "a2a")], (1, 70), FEW))
+
+
+def test_replicated_queries(tmp_path: Path) -> None:
+    save("deepseek_v2", tmp_path)
+    outcomes = run_ranks(2, compare_engines, tmp_path, 2, [Setup(2, "a2a", {"dcp_q_replicate": True})])
+    check([outcome for outcome, _ in outcomes])
+
+
+def test_cache_in_fp8_ds_mla(tmp_path: Path) -> None:
+    config = tiny_config("deepseek_v3")
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "max_position_embeddings": MAX_LEN}
+    for name, size in {**sizes, "qk_head_dim": config.qk_nope_head_dim + 64}.items():
+        setattr(config, name, size)
+    random_model(config).save_pretrained(tmp_path)
+    options = {"kv_cache_dtype": "fp8_ds_mla", "dtype": "bfloat16"}
+    check(run_ranks(2, compare, tmp_path, 2, [(1, "auto"), (2, "a2a")], (1, 70, 130), FEW, options))
