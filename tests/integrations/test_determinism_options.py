@@ -1,6 +1,7 @@
 """Deterministic mode with the options of an engine: its own drafters, formats of weights and caches, experts, tiers."""
 
 import json
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import torch
 
 from dcpmla.cli.determinism import ALONE, Answer, Case, draw_cases, serve
 from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.runtime.sampling import SamplingParams
 from tests.integrations.test_determinism import FEW, MAX_LEN, Outcome, check, compare, load, save
 from tests.support.models import VOCAB_SIZE, random_model, tiny_config
@@ -111,3 +113,39 @@ def test_cache_in_fp8_ds_mla(tmp_path: Path) -> None:
     random_model(config).save_pretrained(tmp_path)
     options = {"kv_cache_dtype": "fp8_ds_mla", "dtype": "bfloat16"}
     check(run_ranks(2, compare, tmp_path, 2, [(1, "auto"), (2, "a2a")], (1, 70, 130), FEW, options))
+
+
+Scores = list[tuple[list[int], list[TokenLogprobs], list[TokenLogprobs]]]
+
+
+def score(directory: Path) -> list[Scores]:
+    """On a rank: return tokens, their log probabilities and the prompts', one by one, together, and over known blocks
+    in chunks.
+    """
+    shared = random.Random(0).choices(range(VOCAB_SIZE), k=130)
+    kinds: tuple[dict[str, Any], ...] = (
+        {"prompt_logprobs": 3, "logprobs": 0},
+        {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": 1, "logprobs": 5},
+        {"temperature": 1.3, "min_p": 0.01, "seed": 2, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+        {"temperature": 0.8, "seed": 3, "min_tokens": 4, "logit_bias": {5: 1.5}},
+    )
+    params = [SamplingParams(max_new_tokens=6, ignore_eos=True, **kind) for kind in kinds]
+    cases = [Case(shared[:length], each) for length in (130, 70, 7) for each in params]
+    found, ways = [], ((1, 8192), (32, 8192), (32, 50))
+    for max_num_seqs, max_num_batched_tokens in ways:
+        options = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+        engine = load(directory, 1, 1, "auto", options)
+        for _ in range(2):
+            requests = [engine.add(*case) for case in cases]
+            list(engine.run())
+            found.append([(each.token_ids, each.logprobs, each.prompt_logprobs) for each in requests])
+        engine.close()
+    return found
+
+
+def test_logprobs_and_samples(tmp_path: Path) -> None:
+    save("deepseek_v3", tmp_path)
+    ((expected, *others),) = run_ranks(1, score, tmp_path)
+    assert len({tuple(tokens) for tokens, *_ in expected}) > len(expected) // 2
+    for scores in others:
+        assert scores == expected
