@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +11,9 @@ import pytest
 import torch
 
 from dcpmla.cli.determinism import ALONE, Answer, Case, draw_cases, serve
+from dcpmla.integrations.arguments import layout
+from dcpmla.runtime import offload
+from dcpmla.runtime.costs import TOKEN_COSTS
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.runtime.sampling import SamplingParams
@@ -18,6 +22,7 @@ from tests.support.models import VOCAB_SIZE, random_model, tiny_config
 from tests.support.plain_mtp import PlainMtp
 from tests.support.quantized_models import save_wide, write_quantized
 from tests.support.ranks import run_ranks
+from tests.support.two_jobs import Prompt, run_jobs
 
 
 def change(directory: Path, **fields: Any) -> None:
@@ -149,3 +154,63 @@ def test_logprobs_and_samples(tmp_path: Path) -> None:
     assert len({tuple(tokens) for tokens, *_ in expected}) > len(expected) // 2
     for scores in others:
         assert scores == expected
+
+
+def compare_tiers(directory: Path, disk: Path) -> tuple[Outcome, list[int]]:
+    """On a rank: compare answers over blocks from host memory, then, after a restart, from disks. Return the numbers of
+    cached tokens, too.
+    """
+    offload._STORED_TOGETHER = 2
+    cases, outcome, num_cached = draw_cases(VOCAB_SIZE, MAX_LEN, (300, 430, 509)), Outcome(), []
+    engine = load(directory, 2, 1, "auto", {})
+    expected = serve(engine, ALONE, cases)
+    engine.close()
+    tiers = {"kv_offloading_size": 0.06, "kv_offloading_path": str(disk), "kv_offloading_disk_size": 0.08}
+    for name in ("memory", "disk"):
+        engine = load(directory, 2, 2, "a2a", {**tiers, "kv_cache_memory_bytes": 110_000, "max_num_seqs": 2})
+        engine.scheduler.reuse._costs = engine.scheduler.reuse._disk_costs = TOKEN_COSTS
+        for _ in range(2 if name == "memory" else 1):
+            requests = [engine.add(token_ids, params, keep_logits=True) for token_ids, params in cases]
+            list(engine.run())
+            answers = [Answer(each.token_ids, torch.stack(each.logits)) for each in requests]
+            equal = sum(answer.count_equal(right) for answer, right in zip(answers, expected, strict=True))
+            outcome[name] = equal, sum(len(right.logits) for right in expected)
+            num_cached.append(sum(each.num_cached_tokens for each in requests))
+        if name == "memory":
+            assert engine.offload is not None
+            engine.offload.count()
+            num_cached.append(engine.offload.loaded.blocks)
+        engine.close()
+    return outcome, num_cached
+
+
+def test_blocks_from_memory_and_disks(tmp_path: Path) -> None:
+    save("deepseek_v3", tmp_path / "model")
+    outcomes = run_ranks(2, compare_tiers, tmp_path / "model", tmp_path / "disk")
+    check([outcome for outcome, _ in outcomes])
+    first, again, num_loaded, restarted = outcomes[0][1]
+    assert first == 0
+    assert min(again, num_loaded, restarted) > 0
+
+
+def score_alone(directory: Path, prompts: Sequence[Prompt]) -> list[tuple[list[int], list[TokenLogprobs]]]:
+    """On a rank: return new tokens and log probabilities of prompts, one by one."""
+    engine = load(directory, 2, 1, "auto", {"max_num_seqs": 1})
+    requests = [engine.add(*prompt) for prompt in prompts]
+    list(engine.run())
+    engine.close()
+    return [(each.token_ids, each.logprobs) for each in requests]
+
+
+def test_prompts_of_another_job(tmp_path: Path) -> None:
+    model, meeting = tmp_path / "model", tmp_path / "meeting"
+    meeting.mkdir()
+    save("deepseek_v3", model)
+    cases = draw_cases(VOCAB_SIZE, MAX_LEN, (70, 129))
+    prompts = [Prompt(token_ids, replace(params, logprobs=2)) for token_ids, params in cases]
+    (alone, _) = run_ranks(2, score_alone, model, prompts)
+    layouts = [layout({"deterministic": True}, 2, size) for size in (2, 1)]
+    _, decoded = run_jobs(model, *layouts, prompts, meeting)
+    for each in decoded:
+        assert each.num_prefilled == 0
+        assert [(answer.token_ids, answer.logprobs) for answer in each.answers] == alone

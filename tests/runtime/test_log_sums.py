@@ -20,5 +20,5 @@ def test_ranks_are_in_order_and_zeros_are_equal() -> None:
     ranks = ranks_of(logits)[0].tolist()
     assert ranks == sorted(ranks)
     assert len(set(ranks)) == 7
-    assert 0 <= ranks[0]
+    assert ranks[0] >= 0
     assert ranks[-1] < 1 << 32
