@@ -12,6 +12,7 @@ from dcpmla.attention.chunks import max_chunk_tokens
 from dcpmla.attention.compressed.config import CompressedConfig
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.families.deepseek_v4_config import check_compressed, compressed_config
+from dcpmla.integrations.vllm import is_batch_invariant
 
 # vLLM's --kv-cache-dtype -> this package's formats of rows and of index keys.
 FORMATS = {
@@ -47,6 +48,7 @@ def check(vllm_config: Any) -> None:
         (_has_other_drafts(vllm_config), "drafts (--speculative-config) by anything but one MTP module (method mtp)"),
         (vllm_config.kv_transfer_config is not None, "a connector for caches (--kv-transfer-config)"),
         (cache.kv_offloading_size is not None, "offloading of caches (--kv-offloading-size)"),
+        (is_batch_invariant(), "results that do not depend on the batch (VLLM_BATCH_INVARIANT)"),
         (not vllm_config.use_v2_model_runner, "vLLM's first model runner (VLLM_USE_V2_MODEL_RUNNER=0)"),
     )
     for is_asked, feature in refused:
