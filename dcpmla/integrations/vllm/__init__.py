@@ -33,7 +33,7 @@ def register() -> None:
     - exchange: vLLM's attention, with the queries gathered and the partial outputs merged by this package's exchange.
     - off: nothing.
 
-    vLLM itself refuses the backends with VLLM_BATCH_INVARIANT: they do not claim it.
+    With VLLM_BATCH_INVARIANT vLLM itself refuses the backends, which do not claim batch invariance.
 
     Raises:
         ValueError: The variable has another value, or is exchange with VLLM_BATCH_INVARIANT.
@@ -41,7 +41,7 @@ def register() -> None:
     mode = os.environ.get("DCPMLA_VLLM", "custom")
     if mode not in MODES:
         raise ValueError(f"DCPMLA_VLLM is {mode!r}; choose one of {', '.join(MODES)}")
-    if mode == "exchange" and is_batch_invariant():
+    if mode == "exchange" and os.environ.get("VLLM_BATCH_INVARIANT", "0") != "0":
         raise ValueError("DCPMLA_VLLM is 'exchange', whose sums vary with the batch; leave VLLM_BATCH_INVARIANT out")
     if mode == "off" or not _knows_version():
         return
@@ -60,11 +60,6 @@ def register() -> None:
         from dcpmla.integrations.vllm.compressed.register import register_model
 
         register_model()
-
-
-def is_batch_invariant() -> bool:
-    """Return whether vLLM is asked for results that do not depend on the batch."""
-    return os.environ.get("VLLM_BATCH_INVARIANT", "0") != "0"
 
 
 def _knows_version() -> bool:
