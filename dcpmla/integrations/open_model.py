@@ -15,7 +15,7 @@ from dcpmla.integrations.model_files import find_commit, find_model, load_config
 from dcpmla.integrations.tokenizer import load_tokenizer
 from dcpmla.runtime.text import Tokenizer
 
-_FORMATS = {"int4": "int4", "fp4": "MXFP4", None: "MXFP8"}  # by codes of experts
+_FORMATS = {"int4": "int4", "fp4": "MXFP4", None: "MXFP8"}  # Keys are codes of experts.
 
 
 @dataclass(frozen=True)

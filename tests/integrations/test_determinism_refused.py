@@ -1,4 +1,4 @@
-"""Models that deterministic mode refuses by name before any weight is read, and those that it takes."""
+"""Deterministic mode refuses models by name, before any weight is read, unless their bits are compared."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def files_of(family: str, scheme: str | None = None) -> ModelFiles:
 
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_families(family: str) -> None:
-    """All families that are not compared bit by bit are refused."""
+    """A family is refused unless its bits are compared."""
     files, dcp = files_of(family), DCPConfig(deterministic=True)
     if family in SUPPORTED:
         return check_layout(files, dcp)
