@@ -68,7 +68,7 @@ def compare_engines(directory: Path, tp: int, setups: Sequence[Setup]) -> tuple[
     return outcome, num_accepted
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite", "longcat_flash"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "longcat_flash"])
 def test_drafts_of_the_engine(family: str, tmp_path: Path) -> None:
     """MTP modules and n-grams draft, and tokens and logits are those without drafts."""
     module = PlainMtp(family, max_position_embeddings=MAX_LEN).agree(0.2)
@@ -82,21 +82,13 @@ def test_drafts_of_the_engine(family: str, tmp_path: Path) -> None:
     assert outcomes[0][1] > 0
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"kv_cache_dtype": "fp8", "kv_cache_scale": 0.02},
-        {"enable_expert_parallel": True},
-        {"dtype": "float16"},
-    ],
-    ids=str,
-)
-def test_options(options: dict[str, Any], tmp_path: Path) -> None:
+def test_whole_experts_and_cache_in_fp8(tmp_path: Path) -> None:
     save("deepseek_v3", tmp_path)
+    options = {"enable_expert_parallel": True, "kv_cache_dtype": "fp8", "kv_cache_scale": 0.02, "dtype": "float16"}
     check(run_ranks(2, compare, tmp_path, 2, [(1, "auto"), (2, "a2a")], (1, 70, 130), FEW, options))
 
 
-@pytest.mark.parametrize("scheme", ["block", "ue8m0", "tensor"])
+@pytest.mark.parametrize("scheme", ["block", "tensor"])
 def test_weights_in_fp8(scheme: str, tmp_path: Path) -> None:
     save_wide("deepseek_v3", tmp_path / "wide")
     write_quantized(tmp_path / "wide", tmp_path / "model", scheme)
@@ -104,9 +96,11 @@ def test_weights_in_fp8(scheme: str, tmp_path: Path) -> None:
     check(run_ranks(2, compare, tmp_path / "model", 2, [(1, "auto"), (2, "a2a")], (1, 70), FEW))
 
 
-def test_replicated_queries(tmp_path: Path) -> None:
+def test_layouts_of_blocks_and_queries(tmp_path: Path) -> None:
     save("deepseek_v2", tmp_path)
-    outcomes = run_ranks(2, compare_engines, tmp_path, 2, [Setup(2, "a2a", {"dcp_q_replicate": True})])
+    options = {"dcp_q_replicate": True, "block_size": 128, "check_exchange": True, "max_num_batched_tokens": 50}
+    setups = [Setup(1, "auto", {"block_size": 16}), Setup(2, "a2a", options)]
+    outcomes = run_ranks(2, compare_engines, tmp_path, 2, setups)
     check([outcome for outcome, _ in outcomes])
 
 
