@@ -9,10 +9,13 @@ import transformers
 
 from dcpmla.attention.backends import check_backends
 from dcpmla.config import DCPConfig
+from dcpmla.hf_quantization import expert_codes, has_mxfp8
 from dcpmla.integrations.families.table import attention_kind
 from dcpmla.integrations.model_files import find_commit, find_model, load_config
 from dcpmla.integrations.tokenizer import load_tokenizer
 from dcpmla.runtime.text import Tokenizer
+
+_FORMATS = {"int4": "int4", "fp4": "MXFP4", None: "MXFP8"}  # Keys are codes of experts.
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,19 @@ def check_layout(files: ModelFiles, dcp: DCPConfig) -> None:
     """
     check_backends(dcp)
     attention_kind(files.config).check_layout(dcp)
+    if dcp.deterministic:
+        _check_weights(files.config)
+
+
+def _check_weights(config: Any) -> None:
+    """Raise ValueError for weights that deterministic products do not take."""
+    quantization = getattr(config, "quantization_config", None)
+    codes = expert_codes(config)
+    if codes is not None or (quantization is not None and has_mxfp8(quantization)):
+        raise ValueError(
+            f"deterministic (--deterministic) does not support weights in {_FORMATS[codes]} (quantization_config); "
+            "leave it out, or choose a checkpoint in bfloat16 or in fp8 with blocks of 128 x 128"
+        )
 
 
 def _digests(directory: Path, tokenizer: Any) -> dict[str, str]:

@@ -48,14 +48,32 @@ def nucleus(logits: Tensor, masses: Tensor, top_p: Tensor) -> Tensor:
         masses: [n, vocab] int64, in the same order; 0 for tokens that are left out already.
         top_p: [n, 1] float64.
     """
-    bits = (logits + 0.0).view(torch.int32).long()  # the zeros are equal
-    ranks = torch.where(bits < 0, bits + (1 << 32), (1 << 31) - 1 - bits)  # 0 for the greatest float32
+    ranks = ranks_of(logits)
     total = masses.sum(-1, keepdim=True)
     target = (total * top_p).ceil().long().minimum(total)
     last, mass_before = _find_last(ranks, masses, target)
     is_last = ranks == last
     mass_before = mass_before + (is_last.cumsum(-1) - 1) * masses  # valid for tokens with the last rank
     return (ranks < last) | (is_last & (mass_before < target)) | (top_p >= 1)
+
+
+def ranks_of(logits: Tensor) -> Tensor:
+    """Return logits' places in the order of all float32 numbers, int64 in [0, 2^32), 0 for the greatest."""
+    bits = (logits + 0.0).view(torch.int32).long()  # the zeros are equal
+    return torch.where(bits < 0, bits + (1 << 32), (1 << 31) - 1 - bits)
+
+
+def log_sums(logits: Tensor) -> Tensor:
+    """Return log(sum(exp(logits))) of each row, by sums of whole numbers as in `draw_tokens`.
+
+    Args:
+        logits: [n, vocab] float32.
+    Returns:
+        [n, 1] float32; NaN or infinite for rows whose maximum is.
+    """
+    best = logits.amax(-1, keepdim=True)
+    masses = ((logits - best).exp() * _ONE).long()
+    return best + (masses.sum(-1, keepdim=True).double() / _ONE).log().float()
 
 
 def _find_last(ranks: Tensor, weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from dcpmla.runtime.batch import Batch, Piece
+from dcpmla.runtime.draws import log_sums, ranks_of
 from dcpmla.runtime.request import Request, TokenLogprobs
 from dcpmla.runtime.sampling import NOT_FINITE
 from dcpmla.upload import upload
 
+_ID_BITS = 31  # bits per token id
 _MAX_ROWS = 64  # rows at once: temporary tensors stay small compared with the logits of a large batch
 
 
@@ -126,11 +128,15 @@ class Logprobs:
 
 
 def _score(logits: Tensor, targets: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
-    """Return token ids [n, 1 + num_top], targets first, then the best; and their log probabilities, alike."""
-    top = logits.topk(min(num_top, logits.shape[-1]))
-    own = targets[:, None]
-    values = torch.cat([logits.gather(-1, own), top.values], dim=-1)
-    return torch.cat([own, top.indices], dim=-1), values - logits.logsumexp(-1, keepdim=True)
+    """Return token ids [n, 1 + num_top], targets first, then the best, the lowest of equal ones first; and their log
+    probabilities, alike. A row's results do not depend on the other rows.
+    """
+    ids = targets[:, None]
+    if num_top:
+        columns = torch.arange(logits.shape[-1], device=logits.device)
+        keys = (ranks_of(logits) << _ID_BITS) + columns  # topk leaves the order of equal numbers open
+        ids = torch.cat([ids, keys.topk(min(num_top, logits.shape[-1]), largest=False).indices], dim=-1)
+    return ids, logits.gather(-1, ids) - log_sums(logits)
 
 
 def _entry(ids: Sequence[int], values: Sequence[float], num_top: int) -> TokenLogprobs:

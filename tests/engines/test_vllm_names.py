@@ -28,6 +28,21 @@ def test_every_name_is_there(version: str) -> None:
     assert not lines, f"vLLM {version}: {'; '.join(lines)}"
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_batch_invariance_must_be_claimed(version: str) -> None:
+    """With VLLM_BATCH_INVARIANT vLLM takes only backends that claim it, which the plug-in's do not."""
+    tree, name = vllm_tree(version), "supports_batch_invariance"
+    base = (tree / "vllm/v1/attention/backend.py").read_text()
+    assert f"if use_batch_invariant and not cls.{name}():" in base
+    assert f"def {name}(cls) -> bool:\n        return False\n" in base
+    assert "use_batch_invariant=envs.VLLM_BATCH_INVARIANT" in (tree / "vllm/v1/attention/selector.py").read_text()
+    common = "vllm/model_executor/layers/attention/mla_attention.py"
+    sources = [tree / common, *PLUG_IN.rglob("*.py")]
+    assert not [
+        path for path in sources if name in path.read_text() or "def validate_configuration" in path.read_text()
+    ]
+
+
 def test_what_moved_is_named(tmp_path: Path) -> None:
     """In a tree of few files: a name, a module, a method, an argument, a call; inherited ones are found."""
     files = {

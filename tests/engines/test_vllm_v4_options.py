@@ -8,6 +8,7 @@ import torch
 
 from dcpmla.attention.compressed.cache import CompressedCache, CompressedPlan
 from dcpmla.integrations.families.deepseek_v4_config import compressed_config
+from dcpmla.integrations.vllm import register
 from dcpmla.integrations.vllm.compressed import options
 from dcpmla.integrations.vllm.compressed.memory import fixed_bytes
 from dcpmla.integrations.vllm.compressed.weights import reformatted
@@ -57,6 +58,15 @@ def job(**fields: Any) -> Any:
 def test_options_that_it_does_not_have(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         options.check(job(**changed))
+
+
+def test_batch_invariance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(ValueError, match=r"not support .* \(VLLM_BATCH_INVARIANT\); leave it out"):
+        options.check(job())
+    monkeypatch.setenv("DCPMLA_VLLM", "exchange")
+    with pytest.raises(ValueError, match="DCPMLA_VLLM is 'exchange', .* leave VLLM_BATCH_INVARIANT out"):
+        register()
 
 
 def test_options_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,9 @@
 of prefixes and preemptions, with drafts, in graphs and eager, for every exchange and every DCP size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ FEW = (
     Way("in chunks of 9 tokens", max_num_batched_tokens=9, num_others=2),
     Way("with preemptions, earlier blocks and drafts", 30, is_again=True, is_preempted=True, has_drafts=True),
 )
+DEFAULTS = {"deterministic": True, "dtype": "float32", "kv_cache_memory_bytes": 1 << 24, "max_num_seqs": 64}
 Outcome = dict[str, tuple[int, int]]  # ways -> equal rows of logits, and all
 
 
@@ -43,14 +45,13 @@ def save(family: str, directory: Path) -> None:
     random_model(config).save_pretrained(directory)
 
 
-def load(directory: Path, tp: int, dcp_size: int, backend: str, dtype: torch.dtype, deterministic: bool) -> Engine:
-    """Load an engine on a rank."""
-    options = {"deterministic": deterministic, "dcp_comm_backend": backend}
+def load(directory: Path, tp: int, dcp_size: int, backend: str, options: Mapping[str, Any]) -> Engine:
+    """Load an engine on a rank, with options of the layout and of the engine."""
+    options = {**DEFAULTS, "dcp_comm_backend": backend, **options}
     dcp, cpu = layout(options, tp, dcp_size), torch.device("cpu")
     mesh = init_mesh(tp, dcp_size)
     chosen = select_exchange(dcp, mesh.dcp_group, cpu)
-    engine_options = EngineOptions(dtype=dtype, kv_cache_memory_bytes=1 << 24, max_num_seqs=64)
-    return load_engine(open_model(str(directory), MAX_LEN), dcp, mesh, chosen, cpu, engine_options)
+    return load_engine(open_model(str(directory), MAX_LEN), dcp, mesh, chosen, cpu, EngineOptions.of(options))
 
 
 def compare(
@@ -59,15 +60,14 @@ def compare(
     layouts: Sequence[tuple[int, str]],
     lengths: Sequence[int],
     ways: Sequence[Way],
-    dtype: torch.dtype = torch.float32,
+    options: Mapping[str, Any] = {},
     has_graphs: bool = False,
-    deterministic: bool = True,
 ) -> Outcome:
     """On a rank: serve prompts in ways in layouts (DCP size, exchange), and compare them with the first layout's."""
     cases, outcome = draw_cases(VOCAB_SIZE, MAX_LEN, lengths), Outcome()
     expected: list[Answer] = []
     for dcp_size, backend in layouts:
-        loaded = load(directory, tp, dcp_size, backend, dtype, deterministic)
+        loaded = load(directory, tp, dcp_size, backend, options)
         if has_graphs:
             with_graphs(loaded)
         for way in ways if expected else (ALONE, *ways):
@@ -122,19 +122,19 @@ def test_layouts_of_eight_ranks(tmp_path: Path) -> None:
 def test_layouts_of_four_ranks_in_bfloat16(tmp_path: Path) -> None:
     save("deepseek_v2", tmp_path)
     layouts = [(1, "auto"), (4, "a2a")]
-    check(run_ranks(4, compare, tmp_path, 4, layouts, (1, 130), FEW, torch.bfloat16, timeout=400))
+    check(run_ranks(4, compare, tmp_path, 4, layouts, (1, 130), FEW, {"dtype": "bfloat16"}, timeout=400))
 
 
 def test_all_ways(tmp_path: Path) -> None:
     save("deepseek_v3", tmp_path)
     ways = (*WAYS, *GRAPH_WAYS)
-    check(run_ranks(1, compare, tmp_path, 1, [(1, "auto")], (1, 63, 64, 130), ways, torch.float32, True))
+    check(run_ranks(1, compare, tmp_path, 1, [(1, "auto")], (1, 63, 64, 130), ways, {}, True))
 
 
 def test_without_the_mode_they_differ(tmp_path: Path) -> None:
     """The random model is chaotic, and one sum in another order is found."""
     save("deepseek_v3", tmp_path)
-    (plain,) = run_ranks(1, compare, tmp_path, 1, [(1, "auto")], (1, 70), (AMONG,), torch.float32, False, False)
+    (plain,) = run_ranks(1, compare, tmp_path, 1, [(1, "auto")], (1, 70), (AMONG,), {"deterministic": False})
     (reordered,) = run_ranks(1, compare_reordered, tmp_path)
     for outcome in (plain, reordered):
         assert [equal for equal, _ in outcome.values()] == [16, 0]

@@ -33,12 +33,16 @@ def register() -> None:
     - exchange: vLLM's attention, with the queries gathered and the partial outputs merged by this package's exchange.
     - off: nothing.
 
+    With VLLM_BATCH_INVARIANT vLLM itself refuses the backends, which do not claim batch invariance.
+
     Raises:
-        ValueError: The variable has another value.
+        ValueError: The variable has another value, or is exchange with VLLM_BATCH_INVARIANT.
     """
     mode = os.environ.get("DCPMLA_VLLM", "custom")
     if mode not in MODES:
         raise ValueError(f"DCPMLA_VLLM is {mode!r}; choose one of {', '.join(MODES)}")
+    if mode == "exchange" and os.environ.get("VLLM_BATCH_INVARIANT", "0") != "0":
+        raise ValueError("DCPMLA_VLLM is 'exchange', whose sums vary with the batch; leave VLLM_BATCH_INVARIANT out")
     if mode == "off" or not _knows_version():
         return
     if mode == "exchange":
