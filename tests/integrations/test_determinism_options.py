@@ -130,23 +130,23 @@ def score(directory: Path) -> list[Scores]:
     )
     params = [SamplingParams(max_new_tokens=6, ignore_eos=True, **kind) for kind in kinds]
     cases = [Case(shared[:length], each) for length in (130, 70, 7) for each in params]
-    found, ways = [], ((1, 8192), (32, 8192), (32, 50))
+    answers, ways = [], ((1, 8192), (32, 8192), (32, 50))
     for max_num_seqs, max_num_batched_tokens in ways:
         options = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
         engine = load(directory, 1, 1, "auto", options)
         for _ in range(2):
             requests = [engine.add(*case) for case in cases]
             list(engine.run())
-            found.append([(each.token_ids, each.logprobs, each.prompt_logprobs) for each in requests])
+            answers.append([(each.token_ids, each.logprobs, each.prompt_logprobs) for each in requests])
         engine.close()
-    return found
+    return answers
 
 
 def test_logprobs_and_samples(tmp_path: Path) -> None:
     save("deepseek_v3", tmp_path)
-    ((expected, *others),) = run_ranks(1, score, tmp_path)
+    ((expected, *again),) = run_ranks(1, score, tmp_path)
     assert len({tuple(tokens) for tokens, *_ in expected}) > len(expected) // 2
-    for scores in others:
+    for scores in again:
         assert scores == expected
 
 
