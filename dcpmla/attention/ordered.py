@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dcpmla.attention.calls import DecodeCall, split_queries
 from dcpmla.attention.decode import run_call
-from dcpmla.attention.ordered_reference import OrderedPrefillCall, Sums, new_sums, prefill_in_order
+from dcpmla.attention.ordered_reference import OrderedPrefillCall, Sums, new_sums, prefill_in_order, runs_kernel
 from dcpmla.attention.prefill import UpProjection, latents_of, read_cache_rows, up_project
 from dcpmla.attention.step import ContextChunk, DecodeMetadata, PrefillMetadata
 from dcpmla.cache.formats import check_kv_scale
@@ -98,7 +98,7 @@ def dcp_mla_prefill_in_order(
         if out is None:
             out = q.new_empty(*q.shape[:2], v.shape[-1])
             # One chunk needs no memory for sums on a GPU.
-            num_rows = 0 if len(chunks) == 1 and q.is_cuda and q.dtype.itemsize == 2 else q.shape[0]
+            num_rows = 0 if len(chunks) == 1 and runs_kernel(q) else q.shape[0]
             empty = q.new_empty(0, dtype=torch.promote_types(q.dtype, torch.float32))
             sums = new_sums((num_rows, num_heads), v.shape[-1], empty)
         assert sums is not None
@@ -114,7 +114,7 @@ def dcp_mla_prefill_in_order(
     "ordered_prefill",
     kernel="dcpmla.attention.triton.ordered_prefill:run",
     fake=nothing,
-    runs=lambda call: call.q.is_cuda and call.q.dtype.itemsize == 2,
+    runs=lambda call: runs_kernel(call.q),
     mutates_args=("out", "lse", "acc", "peak", "total"),
 )
 def attend_to_chunk(call: OrderedPrefillCall, out: Tensor, lse: Tensor, sums: Sums) -> None:

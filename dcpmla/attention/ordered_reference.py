@@ -75,6 +75,11 @@ class Sums(NamedTuple):
         return self.acc / total[..., None], (self.peak + total.log()).where(is_any, -torch.inf).to(torch.float32)
 
 
+def runs_kernel(q: Tensor) -> bool:
+    """Return whether a kernel attends for queries of a prompt: on GPUs, in 16 bits."""
+    return q.is_cuda and q.dtype.itemsize == 2
+
+
 def new_sums(shape: tuple[int, ...], width: int, template: Tensor) -> Sums:
     """Return sums over no keys for rows of a shape."""
     return Sums(template.new_zeros(*shape, width), template.new_full(shape, -torch.inf), template.new_zeros(shape))

@@ -15,7 +15,8 @@ from dcpmla.attention.sparse.step import SelectedTokens
 from dcpmla.cache.formats import FP8, to_fp8, write_latents
 from dcpmla.comm.norm import rms_norm
 from dcpmla.operators import nothing, operator
-from dcpmla.parallel.fixed import by_rows, multiply_rows
+from dcpmla.parallel.by_rows import by_rows
+from dcpmla.parallel.fixed import multiply_rows
 from dcpmla.parallel.fp8 import PlainRows, dequantize_blocks, empty_codes, quantize_rows, runs_fp8
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -175,8 +175,10 @@ class _Examination:
             errors = [outcome.largest_error for outcome in outcomes if outcome.largest_error is not None]
             largest = max(errors) if len(errors) == len(outcomes) else None
             self._tests.append({"name": outcomes[0].name, "largest_error": largest, "failures": failures})
-            passed = outcomes[0].passed or f"ok, largest error {largest:.1e}"
-            result = "FAILED: " + "; ".join(failures) if failures else passed
+            if failures:
+                result = "FAILED: " + "; ".join(failures)
+            else:
+                result = outcomes[0].passed or f"ok, largest error {largest:.1e}"
             self._say(f"self-test of {outcomes[0].name}: {result}")
 
     def _time(self, name: str, test: ExchangeTest) -> None:

@@ -13,7 +13,7 @@ from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.plan import Cache
 from dcpmla.comm.reduce import Reduce
 from dcpmla.model.block import VocabHead
-from dcpmla.parallel.fixed import by_rows
+from dcpmla.parallel.by_rows import by_rows
 
 
 class DecoderModule(Protocol):

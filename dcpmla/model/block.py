@@ -16,8 +16,8 @@ from dcpmla.comm.reduce import Reduce
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import MoE
 from dcpmla.model.norm_gate import NormGate
+from dcpmla.parallel.by_rows import by_rows
 from dcpmla.parallel.collectives import all_gather
-from dcpmla.parallel.fixed import by_rows
 from dcpmla.parallel.fp8 import NormedRows, PlainRows, plain
 from dcpmla.parallel.linear import Linear
 

@@ -10,7 +10,8 @@ from torch.nn import functional
 from dcpmla.cache.formats import FP8
 from dcpmla.model.glu import SWIGLU, Glu, activate
 from dcpmla.operators import operator
-from dcpmla.parallel.fixed import by_rows, multiply_rows
+from dcpmla.parallel.by_rows import by_rows
+from dcpmla.parallel.fixed import multiply_rows
 from dcpmla.parallel.fp8 import NormedRows, PlainRows, QuantizedRows, plain, runs_fp8
 from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize, unpack
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dcpmla.model.glu import Glu, activate
 from dcpmla.operators import operator
-from dcpmla.parallel.fixed import by_rows
+from dcpmla.parallel.by_rows import by_rows
 from dcpmla.parallel.fp8 import AnyRows, PlainRows, QuantizedRows, empty_codes, quantize_rows
 from dcpmla.parallel.linear import Linear, Weight, read_linear
 from dcpmla.parallel.quantized import AnyWeight

@@ -15,7 +15,7 @@ from dcpmla.model.glu import Glu
 from dcpmla.model.latent import Latent
 from dcpmla.model.mlp import MLP, MLPPart
 from dcpmla.model.router import Router, route, router_logits, weigh
-from dcpmla.parallel.fixed import by_rows
+from dcpmla.parallel.by_rows import by_rows
 from dcpmla.parallel.fp8 import PlainRows, plain
 from dcpmla.parallel.linear import Weight, fill
 from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize

@@ -5,9 +5,6 @@ many rows. On CPUs each row is computed apart, because torch and MKL take other 
 of a tensor.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -41,19 +38,6 @@ def multiply_rows(x: Tensor, weight: Tensor) -> Tensor:
     x, weight = x.to(wide).contiguous(), weight.to(wide).contiguous()
     products = [(row.unsqueeze(-2) * weight).sum(-1) for row in x]
     return torch.stack(products) if products else x.new_empty(*x.shape[:-1], weight.shape[-2])
-
-
-def by_rows(function: Callable[..., Any], *rows: Tensor) -> Any:
-    """Return function(*rows) of tensors [T, ...], one tensor or a tuple; on CPUs each row is computed apart.
-
-    torch computes the last elements of a tensor, and strided ones, by other code, which may round otherwise.
-    """
-    if rows[0].is_cuda or len(rows[0]) == 0:
-        return function(*rows)
-    results = [function(*(part[index : index + 1].clone() for part in rows)) for index in range(len(rows[0]))]
-    if isinstance(results[0], Tensor):
-        return torch.cat(results)
-    return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
 
 
 def sum_in_order(rows: Tensor, group: ProcessGroup, operation: str) -> Tensor:

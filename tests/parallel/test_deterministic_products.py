@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from dcpmla.attention.output.rows import OutputQuant, OutputRows
 from dcpmla.attention.projections import absorb_query, project_values
-from dcpmla.parallel.fixed import by_rows, fixed_linear, multiply_rows
+from dcpmla.parallel.by_rows import by_rows
+from dcpmla.parallel.fixed import fixed_linear, multiply_rows
 from dcpmla.parallel.fp8 import fp8_linear, quantize_rows
 from dcpmla.parallel.linear import Linear, RowParallelLinear, shard
 from dcpmla.parallel.quantized import BlockFp8

@@ -85,7 +85,7 @@ def compute_experts(
     down_scales: Tensor | None,
     glu: Glu,
     num_experts: int,
-    is_deterministic: bool = False,
+    is_deterministic: bool,
 ) -> Tensor:
     """Compute `model.experts.compute_experts` of at least one token and one route, from its operator's arguments."""
     ids, expert_weights = expert_ids.contiguous(), expert_weights.contiguous()
