@@ -44,9 +44,8 @@ class DecodeCall(NamedTuple):
     Attributes:
         q: Part of the queries that is multiplied by latents [T, H, kv_lora_rank].
         q_pe: Part that is multiplied by the rope part of keys [T, H, rope]; None for shared keys (`keys_are_shared`).
-        num_classes: Number of classes of tiles in this rank's cache (`ownership.NUM_CLASSES`); each is summed up in a
-            fixed order, then all are merged by `merge_tree`, and the output is float32. None for any order, and an
-            output in `dtype`.
+        num_classes: Number of classes of tiles in this rank's cache (`ownership.NUM_CLASSES`), which are summed in a
+            fixed order and merged by `merge_tree` into float32. None for any order, and an output in `dtype`.
     """
 
     q: Tensor

@@ -75,7 +75,7 @@ class MLAAttention(AttentionWeights):
         self.exchange, self.cache_dtype = placement.exchange, placement.cache_dtype
         self.cache_width = row_width(self.cache_dtype, config.kv_lora_rank, config.qk_rope_head_dim)
         self._lacks_scales = self.dcp.calculate_kv_scales
-        # Classes of tiles that this rank caches; None sums up in any order.
+        # Classes of tiles that this rank caches; None: sums have any order.
         self._num_classes = NUM_CLASSES // self.dcp.decode_context_parallel_size if self.dcp.deterministic else None
         self.indexer = self.new_indexer() if config.indexer is not None and not skip_topk else None
 
@@ -276,10 +276,9 @@ class MLAAttention(AttentionWeights):
         """Append the output of prefill tokens, whose own latents are `latents`. Collective."""
         widths = self.config.kv_lora_rank, self.config.qk_rope_head_dim
         if self.dcp.deterministic:
-            scale, kv_scale = self.config.scale, self.kv_scale
             up_project = functools.partial(self.project_latents, w_kv_b=mha.w_kv_b)
             out, _ = dcp_mla_prefill_in_order(
-                mha.q, kv_cache, up_project, prefill, widths, scale, self.exchange, kv_scale
+                mha.q, kv_cache, up_project, prefill, widths, self.config.scale, self.exchange, self.kv_scale
             )
             output.append(out.flatten(1))
             return
@@ -309,16 +308,18 @@ class MLAAttention(AttentionWeights):
             kv_cache, decode = selected_rows(kv_cache, tokens.selection, decode.workspace)
         q, gates = self.project_query(tokens, slice(0, self.q_heads.count))
         if self._num_classes is not None:
-            absorbed, sizes = (
+            out = dcp_mla_decode_in_order(
                 self.absorb(q, self.w_uk, tokens.cos_sin, None),
-                (self.config.kv_lora_rank, self._num_classes),
+                kv_cache,
+                decode,
+                self.config.scale,
+                self.exchange,
+                self.config.kv_lora_rank,
+                self._num_classes,
+                self.dcp.dcp_q_replicate,
+                self.kv_scale,
             )
-            scale, is_replicated = self.config.scale, self.dcp.dcp_q_replicate
-            output.project(
-                dcp_mla_decode_in_order(
-                    absorbed, kv_cache, decode, scale, self.exchange, *sizes, is_replicated, self.kv_scale
-                )
-            )
+            output.project(out)
             return
         project_first = self.dcp.dcp_project_before_merge and q.shape[0] >= PROJECT_FIRST_TOKENS
         out, lse = dcp_mla_decode(

@@ -107,7 +107,6 @@ def _compute(
             gate_up_values = _values(gate_up, gate_up_scales, expert)
             down_values = _values(down, down_scales, expert)
             linear = multiply_rows if is_deterministic else functional.linear
-
             gate, up = linear(x[tokens].float(), gate_up_values).chunk(2, -1)
             act = functools.partial(activate, glu=glu)
             h = by_rows(act, gate, up) if is_deterministic else act(gate, up)

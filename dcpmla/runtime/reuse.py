@@ -113,7 +113,7 @@ class PrefixReuse:
         return read if self._pays(self._disk_costs, read, found) else None
 
     def _best(self, keys: list[bytes], blocks: list[int], num_in_host: int) -> Found:
-        """Return the blocks of the cache that a request can reuse, and those of host memory if loading them pays."""
+        """Return the blocks that a request can reuse: of the cache, and of host memory too if loading them pays."""
         found = self._reusable(keys, blocks, 0)
         loaded = self._reusable(keys, blocks, num_in_host)
         return loaded if self._pays(self._costs, loaded, found) else found
@@ -142,7 +142,7 @@ class PrefixReuse:
         return num_tokens > 0 and costs.should_load(num_tokens, found.num_blocks * self._block_tokens)
 
     def load(self, found: Found, blocks: Sequence[int], state: int | None) -> Loading:
-        """Return the load of what was found in host memory, which is kept there until all ranks have loaded it.
+        """Return the load of blocks that were found in host memory. They stay there until all ranks have loaded them.
 
         Args:
             blocks: All blocks of the request.

@@ -20,7 +20,7 @@ CHOSEN_BY_VLLM = (
     "FLASH_ATTN_MLA_SPARSE",
     "FLASHMLA_SPARSE",
 )
-BACKENDS = "dcpmla.integrations.vllm.choice"  # this module has a backend for each of these names
+BACKENDS = "dcpmla.integrations.vllm.choice"  # The module has a backend for each of these names.
 
 logger = logging.getLogger(__name__)
 
