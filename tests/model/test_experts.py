@@ -150,7 +150,8 @@ def compute_by_kernels(
     from dcpmla.model.kernels import experts as kernels
 
     codes = *unpack(gate_up), *unpack(down)
-    return kernels.compute_experts(x, quantized, ids, weights, *codes, glu, len(codes[2]))
+    num_experts = len(codes[2])
+    return kernels.compute_experts(x, quantized, ids, weights, *codes, glu, num_experts, is_deterministic=False)
 
 
 def check_kernels(device: str, dtype: torch.dtype, kinds: tuple[str, ...], sizes: tuple[int, ...]) -> None:
