@@ -13,7 +13,8 @@ from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.step import StepMetadata, StepRequests
 from dcpmla.cache.latent import LatentCache
 from dcpmla.comm.select import select_exchange
-from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
+from dcpmla.config import DCPConfig, MLAConfig
+from dcpmla.indexer_config import IndexerConfig
 from dcpmla.merge import merge_partials
 from dcpmla.parallel.mesh import DCPMesh, init_mesh
 

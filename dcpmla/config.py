@@ -5,9 +5,12 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from dcpmla.fields import (
+    LARGEST_SIZE,
+    SIZE,
     TEXT,
     Flag,
     Rule,
+    Size,
     check_fields,
     check_tp_size,
     choices,
@@ -21,6 +24,7 @@ from dcpmla.fields import (
     rules_of,
     whole,
 )
+from dcpmla.indexer_config import IndexerConfig
 from dcpmla.ownership import NUM_CLASSES, TILE, check_block_size
 
 DCP_COMM_BACKENDS = ("auto", "ag_rs", "a2a", "direct")
@@ -30,9 +34,7 @@ DECODE_QUERY_DTYPES = ("auto", "fp8")
 INDEX_CACHE_DTYPES = ("auto", "fp8")
 MODEL_DTYPES = ("auto", "float32", "bfloat16", "float16")  # to compute in
 
-LARGEST_SIZE = 1 << 24  # bound on any dim, vocabulary or block; more is a mistake that would run out of memory
-_Size = Annotated[int, whole(1, LARGEST_SIZE)]
-_OptionalSize = Annotated[int | None, optional(whole(1, LARGEST_SIZE))]
+_OptionalSize = Annotated[int | None, optional(SIZE)]
 _Ranks = Annotated[int, whole(1, 1 << 16)]
 _Text = Annotated[str, TEXT]
 _Factor = Annotated[float, number(0, above=True)]
@@ -44,42 +46,6 @@ _SCALING = Rule(
         isinstance(value, tuple) and len(value) == 2 and number(0).holds(value[0]) and whole(1).holds(value[1])
     ),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class IndexerConfig:
-    """The geometry of the indexer, which selects the tokens that each token attends to in sparse MLA.
-
-    Attributes:
-        num_heads, head_dim: Sizes of the indexer's queries; its keys have one head.
-        topk: Maximum number of tokens selected: num_pools x pool_size in pools, and up to pool_size - 1 after the last
-            whole pool. So topk is num_pools x pool_size + pool_size - 1.
-        rope_interleaved: Whether to rotate pairs (2i, 2i+1) (GLM-5) instead of halves (DeepSeek-V3.2) of the first
-            qk_rope_head_dim dims.
-        pool_size: Number of consecutive tokens that one key represents, and that are selected together (GLM-5-Next).
-            Tokens after the last whole pool are always selected.
-        norms_hidden: Whether queries are made from hidden states after a LayerNorm of their own (Mistral Large 4)
-            instead of from the query latent.
-        rope_last: Whether a checkpoint's rotated dims are the last ones (HY V4); they are put first when they load.
-        norm_eps: Epsilon of LayerNorms, of keys and of hidden states.
-    """
-
-    num_heads: _Size
-    head_dim: _Size
-    topk: _Size
-    rope_interleaved: Flag
-    norms_hidden: Flag = False
-    pool_size: Annotated[int, whole(1, 1024)] = 1
-    rope_last: Flag = False
-    norm_eps: Annotated[float, number(0)] = 1e-6
-
-    def __post_init__(self) -> None:
-        check_fields(rules_of(IndexerConfig), vars(self), "indexer.{}".format)
-
-    @property
-    def num_pools(self) -> int:
-        """Return the number of keys that are selected."""
-        return self.topk // self.pool_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,13 +74,13 @@ class MLAConfig:
             input then has 2 Lq columns: the query latent after its norm, beside the query latent before the norm.
     """
 
-    hidden_size: _Size
-    num_heads: _Size
+    hidden_size: Size
+    num_heads: Size
     q_lora_rank: _OptionalSize
-    kv_lora_rank: _Size
-    qk_nope_head_dim: _Size
+    kv_lora_rank: Size
+    qk_nope_head_dim: Size
     qk_rope_head_dim: Annotated[int, even(LARGEST_SIZE)]
-    v_head_dim: _Size
+    v_head_dim: Size
     scale: _Factor
     rms_norm_eps: Annotated[float, number(0)] = 1e-6
     rope_interleaved: Flag = True
@@ -247,12 +213,12 @@ class DCPConfig:
 
     tensor_parallel_size: _Ranks = 1
     decode_context_parallel_size: _Ranks = 1
-    cp_kv_cache_interleave_size: _Size = 1
+    cp_kv_cache_interleave_size: Size = 1
     dcp_comm_backend: Annotated[str, one_of(DCP_COMM_BACKENDS)] = "auto"
     exchange_timeout: _Seconds = 60.0
     check_exchange: Flag = False
     dcp_exchange_dtype: Annotated[str, one_of(DCP_EXCHANGE_DTYPES)] = "auto"
-    block_size: _Size = 64
+    block_size: Size = 64
     kv_cache_dtype: Annotated[str, one_of(KV_CACHE_DTYPES)] = "auto"
     kv_cache_scale: _Scale = None
     calculate_kv_scales: Flag = False

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, TypeGuard, get_origin, get_type_hints
 
+LARGEST_SIZE = 1 << 24  # bound on any dim, vocabulary or block; more is a mistake that would run out of memory
 _SHOWN = 80  # characters of a value in a message
 
 
@@ -84,9 +85,10 @@ def either(first: Rule, second: Rule) -> Rule:
 
 FLAG = Rule("true or false", lambda value: isinstance(value, bool))
 TEXT = Rule("text that is not empty", lambda value: isinstance(value, str) and value != "")
-
+SIZE = whole(1, LARGEST_SIZE)
 
 Flag = Annotated[bool, FLAG]
+Size = Annotated[int, SIZE]
 Count = Annotated[int, whole(1)]
 
 

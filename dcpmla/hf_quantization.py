@@ -3,8 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dcpmla.config import LARGEST_SIZE
-from dcpmla.fields import FLAG, TEXT, Rule, check_fields, list_of, one_of, optional, whole
+from dcpmla.fields import FLAG, SIZE, TEXT, Rule, check_fields, list_of, one_of, optional
 
 WHOLE = 1 << 62  # rows or columns of a block without a limit
 _CACHE_FIELDS = ("kv_cache_scheme", "kv_cache_quant_algo")  # modelopt's fields that describe a calibrated cache
@@ -14,8 +13,7 @@ _SCHEMES = {  # methods with several schemes: the field that names the scheme, a
     "compressed-tensors": ("format", ("float-quantized", "naive-quantized", *_PACKED)),
     "modelopt": ("quant_algo", ("FP8",)),
 }
-_GROUP_SIZE = whole(1, LARGEST_SIZE)
-_BLOCK = list_of(_GROUP_SIZE, 2)
+_BLOCK = list_of(SIZE, 2)
 _STRATEGIES = {
     "tensor": (WHOLE, WHOLE),
     "channel": (1, WHOLE),
@@ -31,7 +29,7 @@ def _is_fp8(weights: Mapping[str, Any]) -> bool:
 
 def _is_int4(weights: Mapping[str, Any]) -> bool:
     """Return whether compressed-tensors' weights are integers in 4 bits, with columns in order."""
-    has_scales = weights.get("strategy") == "group" and _GROUP_SIZE.holds(weights.get("group_size"))
+    has_scales = weights.get("strategy") == "group" and SIZE.holds(weights.get("group_size"))
     is_plain = weights.get("symmetric", True) is True and weights.get("actorder") != "group"
     return has_scales and is_plain and (weights.get("num_bits"), weights.get("type")) == (4, "int")
 

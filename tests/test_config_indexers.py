@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from dcpmla import DCPConfig
-from dcpmla.config import IndexerConfig
+from dcpmla.indexer_config import IndexerConfig
 from dcpmla.integrations.families.table import attention_kind
 from tests.support.models import SPARSE_FAMILIES, tiny_config
 from tests.test_config import POSITIONS, call, make_config, make_module, selecting_layers

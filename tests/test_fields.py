@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
+from dcpmla.config import DCPConfig, MLAConfig
 from dcpmla.fields import FLAG, TEXT, Rule, check_fields, either, list_of, number, one_of, optional, tuple_of, whole
+from dcpmla.indexer_config import IndexerConfig
 from tests.support.layouts import dcp_config
 
 INDEXER = IndexerConfig(num_heads=4, head_dim=32, topk=64, rope_interleaved=False)

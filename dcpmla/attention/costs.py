@@ -6,7 +6,8 @@ from math import inf
 from typing import Protocol
 
 from dcpmla.attention.routes import Rates, RouteCosts
-from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
+from dcpmla.config import DCPConfig, MLAConfig
+from dcpmla.indexer_config import IndexerConfig
 
 
 @dataclass(frozen=True)

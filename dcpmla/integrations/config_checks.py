@@ -11,12 +11,24 @@ from typing import Any
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from dcpmla.config import LARGEST_SIZE
-from dcpmla.fields import FLAG, TEXT, Rule, check_fields, either, even, list_of, number, one_of, optional, whole
+from dcpmla.fields import (
+    FLAG,
+    LARGEST_SIZE,
+    SIZE,
+    TEXT,
+    Rule,
+    check_fields,
+    either,
+    even,
+    list_of,
+    number,
+    one_of,
+    optional,
+    whole,
+)
 from dcpmla.hf_quantization import check_quantization
 from dcpmla.integrations.families.routing import Routing, num_routed_experts
 
-_SIZE = whole(1, LARGEST_SIZE)
 _NUM_EXPERTS = whole(1, 1 << 16)
 _THETA = number(1, above=True)
 _POSITIVE = number(0, above=True)
@@ -35,10 +47,10 @@ _ROPE_TYPE = one_of(("default", *ROPE_INIT_FUNCTIONS))
 _CONFIG_RULES = {
     "num_layers": whole(1, 512),  # LongCat's, of two layers each
     "num_hidden_layers": whole(1, 1024),
-    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "ffn_hidden_size"), _SIZE),
-    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "num_attention_heads"), _SIZE),
-    **dict.fromkeys(("num_key_value_heads", "q_lora_rank", "qk_head_dim"), optional(_SIZE)),
-    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"), _SIZE),
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "ffn_hidden_size"), SIZE),
+    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "num_attention_heads"), SIZE),
+    **dict.fromkeys(("num_key_value_heads", "q_lora_rank", "qk_head_dim"), optional(SIZE)),
+    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"), SIZE),
     "head_dim": whole(0, LARGEST_SIZE),  # 0 without a rotary embedding
     "max_position_embeddings": whole(2, (1 << 31) - 1),
     **dict.fromkeys(("rms_norm_eps", "hc_eps"), number(0, 1)),
@@ -50,13 +62,13 @@ _CONFIG_RULES = {
     "zero_expert_num": optional(whole(0, 1 << 16)),
     **dict.fromkeys(("routed_scaling_factor", "swiglu_limit"), _POSITIVE),
     **dict.fromkeys(("first_k_dense_replace", "num_hash_layers"), whole(0)),
-    **dict.fromkeys(("index_n_heads", "index_head_dim", "index_topk", "sliding_window"), _SIZE),
+    **dict.fromkeys(("index_n_heads", "index_head_dim", "index_topk", "sliding_window"), SIZE),
     "index_topk_freq": optional(whole(1)),
     "index_skip_topk_offset": optional(whole(0)),
     "index_topk_pattern": optional(either(_LETTERS, _INDEXER_TYPES)),
     "indexer_types": optional(_INDEXER_TYPES),
     "indexer_rope_interleave": optional(FLAG),
-    **dict.fromkeys(("o_groups", "o_lora_rank"), _SIZE),
+    **dict.fromkeys(("o_groups", "o_lora_rank"), SIZE),
     "hc_mult": whole(1, 8),
     "hc_sinkhorn_iters": whole(1, 1 << 16),
     "compress_ratios": optional(list_of(whole(0, 1 << 16))),

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dcpmla.config import LARGEST_SIZE
-from dcpmla.fields import check_fields, list_of, whole
+from dcpmla.fields import SIZE, check_fields, list_of, whole
 from dcpmla.integrations.parts import Parts
 from dcpmla.integrations.vocabulary import compress_vocabulary
 from dcpmla.model.buckets import Buckets
@@ -27,9 +26,9 @@ _RULES = {
     "engram_num_embeddings": list_of(whole(1, _LARGEST_TABLE)),
     "engram_max_ngram_size": whole(2, 16),
     "engram_n_heads": whole(1, 256),
-    "engram_head_dim": whole(1, LARGEST_SIZE),
+    "engram_head_dim": SIZE,
     "engram_vocab_size": whole(2, _LARGEST_TABLE),
-    "engram_compressed_vocab_size": whole(1, LARGEST_SIZE),
+    "engram_compressed_vocab_size": SIZE,
     "engram_pad_token_id": whole(0),
 }
 _PART_ROWS = 1 << 20  # rows of a table that are read at a time

@@ -7,7 +7,7 @@ import torch
 from dcpmla.attention.costs import LayerReads
 from dcpmla.attention.kind import AttentionKind, DenseKind
 from dcpmla.cache.index_keys import index_row_width, index_storage_dtype
-from dcpmla.config import IndexerConfig
+from dcpmla.indexer_config import IndexerConfig
 from dcpmla.planning.exchange import auto_backend, candidates_us, exchange_us
 from dcpmla.planning.machine import Machine
 from dcpmla.planning.parameter import Parameter

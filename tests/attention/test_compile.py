@@ -20,7 +20,7 @@ from dcpmla.attention.step import StepRequests
 from dcpmla.cache.formats import is_quantized, to_cache_rows
 from dcpmla.cache.latent import LayerCache, num_blocks
 from dcpmla.comm.select import select_exchange
-from dcpmla.config import IndexerConfig
+from dcpmla.indexer_config import IndexerConfig
 from tests.support.layouts import dcp_config
 from tests.support.ranks import run_ranks
 

@@ -11,7 +11,7 @@ from dcpmla.attention import layer as layer_module
 from dcpmla.attention.compressed.layer import CompressedAttention
 from dcpmla.attention.scales import OUTPUT_SCALE_NAMES, read_scale
 from dcpmla.comm.select import select_exchange
-from dcpmla.config import IndexerConfig
+from dcpmla.indexer_config import IndexerConfig
 from dcpmla.integrations.families.table import attention_kind
 from dcpmla.parallel.linear import Linear
 from dcpmla.parallel.quantized import BlockFp8, dequantize

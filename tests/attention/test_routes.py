@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from dcpmla.attention.routes import Rates, RouteCosts
 from dcpmla.cli.doctor import CONFIG
-from dcpmla.config import DCPConfig, IndexerConfig
+from dcpmla.config import DCPConfig
+from dcpmla.indexer_config import IndexerConfig
 from tests.support.layouts import dcp_config
 
 # One layer on one H100 in bfloat16, by number of heads: requests x new tokens @ context, us of MHA / absorbed.

@@ -13,7 +13,7 @@ from dcpmla.attention.compressed.cache import CompressedCache, CompressedPlan, p
 from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.cache.shared_format import rows_shape
 from dcpmla.cache.shared_rows import read_rows, to_fp8_rows, write_rows
-from dcpmla.config import IndexerConfig
+from dcpmla.indexer_config import IndexerConfig
 
 CSA, HCA = LayerKind(4, True), LayerKind(128, False)
 FLASH = CompressedConfig(

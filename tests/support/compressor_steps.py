@@ -6,7 +6,7 @@ from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
 from dcpmla.attention.compressed.step import CompressedMetadata
 from dcpmla.attention.pooled.entries import Part
 from dcpmla.attention.step import StepRequests
-from dcpmla.config import IndexerConfig
+from dcpmla.indexer_config import IndexerConfig
 from tests.support.steps import part
 
 

@@ -21,7 +21,8 @@ from dcpmla.attention.step import StepMetadata, StepRequests
 from dcpmla.cache.formats import is_quantized, to_cache_rows
 from dcpmla.cache.latent import LatentCache, num_blocks
 from dcpmla.comm.select import select_exchange
-from dcpmla.config import DCPConfig, IndexerConfig, MLAConfig
+from dcpmla.config import DCPConfig, MLAConfig
+from dcpmla.indexer_config import IndexerConfig
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.loading import load_engine
 from dcpmla.integrations.model_files import load_config

@@ -13,6 +13,7 @@ PACKAGE = Path(dcpmla.__file__).parent
 ROOMS = {  # first part of a module's name under dcpmla -> floor
     "config": 0,
     "fields": 0,
+    "indexer_config": 0,
     "hf_quantization": 0,
     "ownership": 0,
     "merge": 0,

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, NamedTuple
 
-from dcpmla.config import LARGEST_SIZE, DCPConfig, IndexerConfig
-from dcpmla.fields import Flag, Rule, check_fields, check_tp_size, instance_of, number, rules_of, whole
+from dcpmla.config import DCPConfig
+from dcpmla.fields import Flag, Rule, Size, check_fields, check_tp_size, instance_of, number, rules_of
+from dcpmla.indexer_config import IndexerConfig
 
 
 class LayerKind(NamedTuple):
@@ -41,7 +42,6 @@ class LayerKind(NamedTuple):
 
 
 WINDOW_ONLY = LayerKind(0, False)
-_Size = Annotated[int, whole(1, LARGEST_SIZE)]
 _KINDS = Rule(
     "LayerKinds of a ratio of at least 2, of 1 with a selection, or of 0 without an indexer",
     lambda value: (
@@ -86,14 +86,14 @@ class CompressedConfig:
     Source: DeepSeek-V4's report, section 2.3; vLLM's DeepSeek-V4.1.
     """
 
-    hidden_size: _Size
-    num_heads: _Size
-    head_dim: _Size
-    rope_dim: _Size
-    q_lora_rank: _Size
-    o_groups: _Size
-    o_lora_rank: _Size
-    sliding_window: _Size
+    hidden_size: Size
+    num_heads: Size
+    head_dim: Size
+    rope_dim: Size
+    q_lora_rank: Size
+    o_groups: Size
+    o_lora_rank: Size
+    sliding_window: Size
     rms_norm_eps: Annotated[float, number(0)]
     indexer: Annotated[IndexerConfig, instance_of(IndexerConfig)]
     layer_kinds: Annotated[tuple[LayerKind, ...], _KINDS]

@@ -3,10 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from dcpmla.config import LARGEST_SIZE
-from dcpmla.fields import check_fields, check_tp_size, number, one_of, optional, rules_of, whole
-
-_Size = Annotated[int, whole(1, LARGEST_SIZE)]
+from dcpmla.fields import Size, check_fields, check_tp_size, number, one_of, optional, rules_of, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +22,9 @@ class DeltaConfig:
     Source: Kimi Linear's report, section 3.
     """
 
-    hidden_size: _Size
-    num_heads: _Size
-    head_dim: _Size
+    hidden_size: Size
+    num_heads: Size
+    head_dim: Size
     conv_size: Annotated[int, whole(2, 64)]
     rms_norm_eps: Annotated[float, number(0)]
     low_ranks: Annotated[str, one_of(("fg", "f", ""))] = "fg"

@@ -19,7 +19,8 @@ from dcpmla.attention.pooled.step import PooledStepBuilder, with_pools
 from dcpmla.attention.sparse.step import SelectedTokens
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.plan import CachePlan
-from dcpmla.config import DCPConfig, IndexerConfig
+from dcpmla.config import DCPConfig
+from dcpmla.indexer_config import IndexerConfig
 
 
 @dataclass(frozen=True, kw_only=True)

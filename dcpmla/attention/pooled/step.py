@@ -15,7 +15,8 @@ from dcpmla.attention.pooled.cache import PooledPlan
 from dcpmla.attention.pooled.entries import EntryLayout, Part, cut_parts
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata, with_selection
 from dcpmla.attention.step import StepMetadata
-from dcpmla.config import DCPConfig, IndexerConfig
+from dcpmla.config import DCPConfig
+from dcpmla.indexer_config import IndexerConfig
 
 
 @dataclass(frozen=True)

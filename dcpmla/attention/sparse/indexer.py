@@ -16,7 +16,8 @@ from dcpmla.attention.sparse.selector import TokenSelector
 from dcpmla.attention.sparse.step import SparseMetadata
 from dcpmla.attention.step import StepMetadata
 from dcpmla.cache.latent import LayerCache
-from dcpmla.config import IndexerConfig, MLAConfig
+from dcpmla.config import MLAConfig
+from dcpmla.indexer_config import IndexerConfig
 from dcpmla.parallel.fp8 import PlainRows, plain
 from dcpmla.parallel.linear import Linear, Weight, fill, read_linear, read_weight
 from dcpmla.parallel.reformat import reorder_rows

@@ -14,7 +14,8 @@ from dcpmla.attention.sparse.topk import choose_tokens, local_candidates
 from dcpmla.attention.step import DecodeMetadata
 from dcpmla.cache.index_keys import index_row_width, index_storage_dtype
 from dcpmla.comm.exchange import Exchange
-from dcpmla.config import DCPConfig, IndexerConfig
+from dcpmla.config import DCPConfig
+from dcpmla.indexer_config import IndexerConfig
 
 WORKSPACE_BYTES = 128 << 20  # bound of scores, and of all ranks' candidates
 

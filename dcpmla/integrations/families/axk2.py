@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from dcpmla.attention.sparse.kind import SparseKind
-from dcpmla.config import LARGEST_SIZE
-from dcpmla.fields import check_fields, list_of, one_of, optional, whole
+from dcpmla.fields import SIZE, check_fields, list_of, one_of, optional, whole
 from dcpmla.integrations.checkpoint_names import rename
 from dcpmla.integrations.decoder import load_decoder
 from dcpmla.integrations.families.family import NO_MTP
@@ -19,7 +18,7 @@ from dcpmla.model.block import Decoder, DecoderBlock
 from dcpmla.model.norm_gate import NormGate
 
 _RULES = {
-    "gated_norm_rank": whole(1, LARGEST_SIZE),
+    "gated_norm_rank": SIZE,
     "moe_layer_freq": whole(1),
     "mlp_layer_types": optional(list_of(one_of(("dense", "sparse")))),
     "layer_types": optional(list_of(one_of(SPARSE_LAYERS))),

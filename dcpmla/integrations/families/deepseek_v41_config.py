@@ -4,8 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from dcpmla.attention.compressed.config import WINDOW_ONLY, CandidateConfig, CompressedConfig, LayerKind
-from dcpmla.config import LARGEST_SIZE
-from dcpmla.fields import FLAG, Rule, check_fields, even, list_of, optional, whole
+from dcpmla.fields import FLAG, LARGEST_SIZE, SIZE, Rule, check_fields, even, list_of, optional, whole
 from dcpmla.integrations.families.deepseek_v4_config import check_compressed, compressed_config
 from dcpmla.integrations.ngrams import NgramSizes
 
@@ -23,7 +22,7 @@ _NEEDED = (
 )
 _RAW_RULES = {
     "num_hidden_layers": whole(1, 1024),
-    "head_dim": whole(1, LARGEST_SIZE),
+    "head_dim": SIZE,
     "qk_rope_head_dim": even(LARGEST_SIZE),
     **dict.fromkeys(("num_key_value_heads", "n_shared_experts", "gate_temp"), _ONE),
     "attention_bias": _FALSE,
@@ -33,7 +32,7 @@ _RAW_RULES = {
     "compress_ratios": list_of(whole(0, 2)),
     **dict.fromkeys(_SOURCES, _LAYERS),
     "candidate_source_layer_id": whole(-1, 1023),  # -1 for no candidate blocks
-    **dict.fromkeys(_BLOCKS, whole(1, LARGEST_SIZE)),
+    **dict.fromkeys(_BLOCKS, SIZE),
     "engram_layer_ids": optional(_LAYERS),
 }
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
-from dcpmla.config import IndexerConfig
 from dcpmla.fields import check_fields, whole
+from dcpmla.indexer_config import IndexerConfig
 from dcpmla.integrations.config_checks import check_rope_fields
 
 _RATE_RULES = dict.fromkeys(("compressed_sparse_attention", "heavily_compressed_attention"), whole(2, 1 << 16))

@@ -7,8 +7,22 @@ from typing import Any
 from torch import Tensor
 
 from dcpmla.attention.windowed.kind import FULL_ROTARY, WINDOW_ROTARY, WindowedKind
-from dcpmla.config import LARGEST_SIZE, IndexerConfig, MLAConfig
-from dcpmla.fields import FLAG, Rule, check_fields, either, even, list_of, number, one_of, optional, whole
+from dcpmla.config import MLAConfig
+from dcpmla.fields import (
+    FLAG,
+    LARGEST_SIZE,
+    SIZE,
+    Rule,
+    check_fields,
+    either,
+    even,
+    list_of,
+    number,
+    one_of,
+    optional,
+    whole,
+)
+from dcpmla.indexer_config import IndexerConfig
 from dcpmla.integrations.config_checks import check_model, check_rope_fields
 from dcpmla.integrations.decoder import Shapes, load_mtp
 from dcpmla.integrations.families.family import Family
@@ -16,18 +30,17 @@ from dcpmla.integrations.parts import Parts
 from dcpmla.model.mtp import MtpLayer
 from dcpmla.parallel.linear import read_weight
 
-_SIZE = whole(1, LARGEST_SIZE)
 _OBJECT = Rule("an object", lambda value: isinstance(value, dict))
 _SIZES = dict.fromkeys(
-    ("num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank", "head_dim", "qk_nope_head_dim"), _SIZE
-) | {"v_head_dim": _SIZE, "qk_rope_head_dim": even(LARGEST_SIZE)}
+    ("num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank", "head_dim", "qk_nope_head_dim"), SIZE
+) | {"v_head_dim": SIZE, "qk_rope_head_dim": even(LARGEST_SIZE)}
 _RAW_RULES = {
-    "head_dim": optional(_SIZE),
+    "head_dim": optional(SIZE),
     **{f"swa_{name}": rule for name, rule in _SIZES.items()},
     "swa_rope_theta": number(1, above=True),
-    "sliding_window_size": _SIZE,
-    "shared_experts_intermediate_size": _SIZE,
-    "moe_shared_expert_intermediate_size": _SIZE,
+    "sliding_window_size": SIZE,
+    "shared_experts_intermediate_size": SIZE,
+    "moe_shared_expert_intermediate_size": SIZE,
     "rope_parameters": optional(_OBJECT),
     "per_layer_config": optional(Rule("an object of objects", lambda value: _holds_objects(value))),
     "num_hidden_layers": whole(1, 1024),

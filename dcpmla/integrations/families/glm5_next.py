@@ -9,8 +9,8 @@ import transformers
 
 from dcpmla.attention.linear.config import DeltaConfig
 from dcpmla.attention.pooled.kind import PooledKind
-from dcpmla.config import LARGEST_SIZE, IndexerConfig
-from dcpmla.fields import FLAG, Rule, check_fields, list_of, number, one_of, optional, rules_of, whole
+from dcpmla.fields import FLAG, SIZE, Rule, check_fields, list_of, number, one_of, optional, rules_of, whole
+from dcpmla.indexer_config import IndexerConfig
 from dcpmla.integrations.checkpoint_names import rename
 from dcpmla.integrations.families.hybrid import HybridFamily
 from dcpmla.integrations.families.sparse import SPARSE_LAYERS
@@ -38,9 +38,8 @@ _RAW_RULES = {
     "layer_types": optional(list_of(one_of(("linear_attention", "full_attention", *SPARSE_LAYERS)))),
     "mlp_layer_types": optional(list_of(one_of(("dense", "sparse")))),
 }
-_SIZE = whole(1, LARGEST_SIZE)
 _LINEAR_RULES = {
-    **dict.fromkeys(("num_heads", "head_dim"), _SIZE),
+    **dict.fromkeys(("num_heads", "head_dim"), SIZE),
     "short_conv_kernel_size": whole(2, 64),
     "gate_lower_bound": _FLOOR,
     "safe_gate": FLAG,
@@ -125,7 +124,7 @@ def _index_layers(config: Any) -> tuple[int, ...]:
 def _check(config: Any) -> None:
     """Raise ValueError for inconsistent fields of attention and of layers."""
     rules = {_DELTA_FIELDS[name]: rule for name, rule in rules_of(DeltaConfig).items() if name in _DELTA_FIELDS}
-    check_fields(rules | {"linear_lower_bound": _FLOOR, "q_lora_rank": _SIZE}, vars(config))
+    check_fields(rules | {"linear_lower_bound": _FLOOR, "q_lora_rank": SIZE}, vars(config))
     if config.index_topk % config.index_kpool:
         raise ValueError(
             f"index_topk is {config.index_topk}; it must be a multiple of index_kpool {config.index_kpool}"

@@ -4,8 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dcpmla.attention.linear.kind import HybridKind
-from dcpmla.config import LARGEST_SIZE
-from dcpmla.fields import FLAG, Rule, check_fields, list_of, number, one_of, optional, whole
+from dcpmla.fields import FLAG, SIZE, Rule, check_fields, list_of, number, one_of, optional, whole
 from dcpmla.integrations.decoder import load_decoder
 from dcpmla.integrations.families.family import NO_MTP
 from dcpmla.integrations.families.hybrid import HybridFamily, check_hybrid
@@ -13,12 +12,11 @@ from dcpmla.integrations.families.kimi_k3 import K3Fields, extend_to_k3, load_su
 from dcpmla.integrations.parts import Parts
 from dcpmla.integrations.sharded_model import DecoderModule
 
-_SIZE = whole(1, LARGEST_SIZE)
 _LAYERS = list_of(whole(1, 1024))
 _RULES = {
     "linear_attn_config": Rule("an object", lambda value: isinstance(value, dict)),
     "attn_res_block_size": optional(whole(1, 1024)),
-    "routed_expert_hidden_size": optional(_SIZE),
+    "routed_expert_hidden_size": optional(SIZE),
     **dict.fromkeys(("latent_moe_use_norm", "mla_use_output_gate"), FLAG),
     "mla_use_nope": Rule("true", lambda value: value is True),
     "hidden_act": one_of(("silu", "swish", "situ")),
@@ -28,7 +26,7 @@ _RULES = {
     "moe_layer_freq": whole(1, 1),
 }
 _DELTA_RULES = {
-    **dict.fromkeys(("num_heads", "head_dim"), _SIZE),
+    **dict.fromkeys(("num_heads", "head_dim"), SIZE),
     "short_conv_kernel_size": whole(2, 64),
     **dict.fromkeys(("kda_layers", "full_attn_layers"), _LAYERS),
     "use_full_rank_gate": FLAG,

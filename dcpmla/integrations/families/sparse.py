@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dcpmla.attention.sparse.kind import SparseKind
-from dcpmla.config import IndexerConfig
+from dcpmla.indexer_config import IndexerConfig
 from dcpmla.integrations.families.family import Family
 
 # Names of layers of sparse MLA in layer_types: transformers 5.24 has the first, 5.17 the second.

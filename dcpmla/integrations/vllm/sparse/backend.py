@@ -8,7 +8,8 @@ from torch import Tensor
 from dcpmla.attention.routes import RouteCosts
 from dcpmla.attention.sparse.selector import TokenSelector
 from dcpmla.cache.formats import storage_dtype
-from dcpmla.config import IndexerConfig, MLAConfig
+from dcpmla.config import MLAConfig
+from dcpmla.indexer_config import IndexerConfig
 from dcpmla.integrations.vllm.backend import DCPMLABackend, DCPMLAMetadataBuilder, DecodePart
 from dcpmla.integrations.vllm.names import max_decode_query_len
 from dcpmla.integrations.vllm.sparse.impl import DCPMLASparseImpl

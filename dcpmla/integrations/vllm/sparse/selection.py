@@ -16,7 +16,7 @@ from dcpmla.attention.warm_up import sizes
 from dcpmla.cache.formats import FP8
 from dcpmla.cache.index_keys import SCALE_BYTES
 from dcpmla.comm.exchange import Exchange, LocalExchange
-from dcpmla.config import IndexerConfig
+from dcpmla.indexer_config import IndexerConfig
 from dcpmla.integrations.vllm.exchange import dcp_config, exchange_of
 from dcpmla.integrations.vllm.names import (
     AttentionCGSupport,
