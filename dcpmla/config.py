@@ -301,6 +301,11 @@ class DCPConfig:
         return math.lcm(self.block_size, self.decode_context_parallel_size * self.cp_kv_cache_interleave_size, tiles)
 
     @property
+    def num_own_classes(self) -> int | None:
+        """Return the number of classes of tiles that one rank caches; None if sums have any order."""
+        return NUM_CLASSES // self.decode_context_parallel_size if self.deterministic else None
+
+    @property
     def virtual_block_size(self) -> int:
         """Return the number of positions that one block id covers: block_size on each of the DCP ranks."""
         return self.block_size * self.decode_context_parallel_size

@@ -24,7 +24,6 @@ from dcpmla.attention.weights import AttentionWeights
 from dcpmla.cache.formats import check_cache, row_width
 from dcpmla.cache.latent import LayerCache
 from dcpmla.config import MLAConfig
-from dcpmla.ownership import NUM_CLASSES
 from dcpmla.parallel.fp8 import PlainRows, QuantizedRows, plain
 from dcpmla.parallel.linear import Weight
 
@@ -75,8 +74,6 @@ class MLAAttention(AttentionWeights):
         self.exchange, self.cache_dtype = placement.exchange, placement.cache_dtype
         self.cache_width = row_width(self.cache_dtype, config.kv_lora_rank, config.qk_rope_head_dim)
         self._lacks_scales = self.dcp.calculate_kv_scales
-        # Classes of tiles that this rank caches; None: sums have any order.
-        self._num_classes = NUM_CLASSES // self.dcp.decode_context_parallel_size if self.dcp.deterministic else None
         self.indexer = self.new_indexer() if config.indexer is not None and not skip_topk else None
 
     def new_indexer(self) -> Indexer:
@@ -256,7 +253,7 @@ class MLAAttention(AttentionWeights):
     def _decode(self, tokens: Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
         """Append the output of decode tokens, in parts, so that memory is bounded. Collective."""
         # All heads of the DCP group attend to this rank's tokens. In a fixed order each class has partial rows.
-        num_parts = self.num_heads * self.dcp.decode_context_parallel_size * (self._num_classes or 1)
+        num_parts = self.num_heads * self.dcp.decode_context_parallel_size * (self.dcp.num_own_classes or 1)
         max_tokens = max(1, PART_ROWS // num_parts)
         if plain(tokens.q_c).shape[0] <= max_tokens:  # a compiler cannot trace the loop
             self._attend_absorbed(tokens, kv_cache, decode, output)
@@ -307,15 +304,15 @@ class MLAAttention(AttentionWeights):
         if tokens.selection is not None:
             kv_cache, decode = selected_rows(kv_cache, tokens.selection, decode.workspace)
         q, gates = self.project_query(tokens, slice(0, self.q_heads.count))
-        if self._num_classes is not None:
-            out = dcp_mla_decode_in_order(
+        if self.dcp.num_own_classes is not None:
+            out, _ = dcp_mla_decode_in_order(
                 self.absorb(q, self.w_uk, tokens.cos_sin, None),
                 kv_cache,
                 decode,
                 self.config.scale,
                 self.exchange,
                 self.config.kv_lora_rank,
-                self._num_classes,
+                self.dcp.num_own_classes,
                 self.dcp.dcp_q_replicate,
                 self.kv_scale,
             )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dcpmla.attention.calls import DecodeCall, split_queries
+from dcpmla.attention.calls import DecodeCall, Queries, split_queries
 from dcpmla.attention.decode import run_call
 from dcpmla.attention.ordered_reference import OrderedPrefillCall, Sums, new_sums, prefill_in_order, runs_kernel
 from dcpmla.attention.prefill import UpProjection, latents_of, read_cache_rows, up_project
@@ -21,7 +21,7 @@ from dcpmla.operators import nothing, operator
 
 
 def dcp_mla_decode_in_order(
-    q: Tensor,
+    q: Queries,
     kv_cache: Tensor,
     decode: DecodeMetadata,
     scale: float,
@@ -30,18 +30,20 @@ def dcp_mla_decode_in_order(
     num_classes: int,
     q_is_replicated: bool,
     kv_scale: Tensor | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Attend as `dcp_mla_decode`, but in a fixed order, whatever the other tokens and the number of ranks. Collective.
 
     Args:
-        num_classes: Number of classes of tiles in this rank's cache, NUM_CLASSES / W.
+        q: As in `dcp_mla_decode`, of 16 bits or more.
+        num_classes: Number of classes of tiles in this rank's cache (`DCPConfig.num_own_classes`).
     Returns:
-        out [T, h, kv_lora_rank] in the dtype of q: this rank's heads over all ranks' tokens, rounded once.
+        out [T, h, kv_lora_rank] in the dtype of q, rounded once, and lse [T, h]: this rank's heads over all ranks'
+        tokens.
     Raises:
         ValueError: The reasons that `mla_decode` documents.
     """
     if not q_is_replicated:
-        q = exchange.gather_heads(q)
+        q = exchange.gather_heads(q if isinstance(q, Tensor) else torch.cat(q, -1))
     call = DecodeCall(
         *split_queries(q, kv_lora_rank),
         kv_cache,
@@ -55,7 +57,8 @@ def dcp_mla_decode_in_order(
         kv_scale=kv_scale,
         num_classes=num_classes,
     )
-    return exchange.combine(*run_call(call.checked(), None))[0].to(q.dtype)
+    out, lse = exchange.combine(*run_call(call.checked(), None))
+    return out.to(call.q.dtype), lse
 
 
 def dcp_mla_prefill_in_order(

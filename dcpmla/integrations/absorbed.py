@@ -45,7 +45,7 @@ class DecodeLayout:
     @property
     def part_len(self) -> int:
         """Return the most tokens of a part."""
-        return max(1, PART_ROWS // self.num_heads)
+        return max(1, PART_ROWS // (self.num_heads * (self.steps.dcp.num_own_classes or 1)))
 
     def max_segments(self, max_num_seqs: int, max_num_tokens: int) -> int:
         """Return a bound on the segments of a part, for steps of so many requests and tokens."""

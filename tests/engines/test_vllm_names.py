@@ -30,17 +30,22 @@ def test_every_name_is_there(version: str) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_batch_invariance_must_be_claimed(version: str) -> None:
-    """With VLLM_BATCH_INVARIANT vLLM takes only backends that claim it, which the plug-in's do not."""
+    """With VLLM_BATCH_INVARIANT vLLM takes only backends that claim it: the plug-in's for dense MLA alone."""
     tree, name = vllm_tree(version), "supports_batch_invariance"
     base = (tree / "vllm/v1/attention/backend.py").read_text()
     assert f"if use_batch_invariant and not cls.{name}():" in base
     assert f"def {name}(cls) -> bool:\n        return False\n" in base
     assert "use_batch_invariant=envs.VLLM_BATCH_INVARIANT" in (tree / "vllm/v1/attention/selector.py").read_text()
-    common = "vllm/model_executor/layers/attention/mla_attention.py"
-    sources = [tree / common, *PLUG_IN.rglob("*.py")]
-    assert not [
-        path for path in sources if name in path.read_text() or "def validate_configuration" in path.read_text()
-    ]
+    selector = (tree / "vllm/v1/attention/selector.py").read_text()
+    assert "if envs.VLLM_BATCH_INVARIANT and not mamba_attn_backend.supports_batch_invariance():" in selector
+    common = (tree / "vllm/model_executor/layers/attention/mla_attention.py").read_text()
+    assert name not in common
+    assert "self.impl.supports_quant_query_input" in common, "queries would be rounded whatever the plug-in says"
+    sources = {str(path.relative_to(PLUG_IN)): path.read_text() for path in PLUG_IN.rglob("*.py")}
+    claims = {path: text.partition(f"def {name}(cls) -> bool:\n")[2].split("\n")[0] for path, text in sources.items()}
+    expected = {"backend.py": "        return True", "sparse/backend.py": "        return False"}
+    assert {path: claim for path, claim in claims.items() if claim} == expected
+    assert not any("def validate_configuration" in text for text in (common, *sources.values()))
 
 
 def test_what_moved_is_named(tmp_path: Path) -> None:

@@ -43,8 +43,9 @@ def _silu_and_mul(result: Tensor, x: Tensor) -> None:
 
 
 def patch() -> None:
-    """Let vLLM's CPU platform shard a cache, keep it in 8 bits, cut prompts into chunks and reuse prefixes, for
-    backends that can; and leave no shared memory in /dev/shm, under a name that the next job would find.
+    """Let vLLM's CPU platform shard a cache, keep it in 8 bits and in blocks of any size, cut prompts into chunks and
+    reuse prefixes, for backends that can; and leave no shared memory in /dev/shm, under a name that the next job would
+    find.
     """
     # Triton's interpreter refuses masks made from bools in memory, which it has as bytes.
     memory = interpreter._interpreter
@@ -68,7 +69,9 @@ def patch() -> None:
     def check_and_update_config(cls: type, vllm_config: Any) -> None:
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         kept = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching
+        block_size = cache.block_size if cache.user_specified_block_size else None
         original(cls, vllm_config)
+        cache.block_size = block_size or cache.block_size
         scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching = kept
 
     from vllm.model_executor.models.registry import ModelRegistry

@@ -8,6 +8,8 @@ that it uses.
 import logging
 import os
 
+from dcpmla.integrations.vllm.invariance import is_batch_invariant
+
 FIRST_VERSION, END_VERSION = (0, 32), (0, 34)  # vLLM's versions that tests/engines runs with
 FIRST_WITH_V4 = (0, 33)  # `compressed` runs from this version on
 MODES = ("custom", "default", "exchange", "off")
@@ -33,7 +35,7 @@ def register() -> None:
     - exchange: vLLM's attention, with the queries gathered and the partial outputs merged by this package's exchange.
     - off: nothing.
 
-    With VLLM_BATCH_INVARIANT vLLM itself refuses the backends, which do not claim batch invariance.
+    With VLLM_BATCH_INVARIANT the attention of dense MLA is in a fixed order; vLLM itself refuses the other backends.
 
     Raises:
         ValueError: The variable has another value, or is exchange with VLLM_BATCH_INVARIANT.
@@ -41,7 +43,7 @@ def register() -> None:
     mode = os.environ.get("DCPMLA_VLLM", "custom")
     if mode not in MODES:
         raise ValueError(f"DCPMLA_VLLM is {mode!r}; choose one of {', '.join(MODES)}")
-    if mode == "exchange" and os.environ.get("VLLM_BATCH_INVARIANT", "0") != "0":
+    if mode == "exchange" and is_batch_invariant():
         raise ValueError("DCPMLA_VLLM is 'exchange', whose sums vary with the batch; leave VLLM_BATCH_INVARIANT out")
     if mode == "off" or not _knows_version():
         return

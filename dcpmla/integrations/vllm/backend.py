@@ -18,6 +18,7 @@ from dcpmla.comm.exchange import Exchange, LocalExchange
 from dcpmla.integrations.absorbed import DecodeLayout, Part
 from dcpmla.integrations.vllm.exchange import dcp_config, exchange_of
 from dcpmla.integrations.vllm.impl import DCPMLAImpl
+from dcpmla.integrations.vllm.invariance import is_batch_invariant
 from dcpmla.integrations.vllm.names import (
     AttentionCGSupport,
     MLACommonBackend,
@@ -64,6 +65,10 @@ class DCPMLABackend(MLACommonBackend):
     def supports_compute_capability(cls, capability: Any) -> bool:
         return capability.major >= 8
 
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
 
 @dataclass
 class DecodePart(MLACommonDecodeMetadata):
@@ -76,8 +81,10 @@ class DCPMLAMetadataBuilder(MLACommonMetadataBuilder):
     """The metadata of each step, and the memory that steps share: made once for a group of layers, before graphs are
     captured.
 
-    Requests with few new tokens are decodes, whether they are prefills or not. Full graphs of decode read block tables
-    and lengths where vLLM keeps them, and the lengths of speculated tokens where the builder does.
+    Requests with few new tokens are decodes, whether they are prefills or not; with VLLM_BATCH_INVARIANT all requests
+    are, because vLLM may compute a token as part of a prompt once and as a new token the other time. Full graphs of
+    decode read block tables and lengths where vLLM keeps them, and the lengths of speculated tokens where the builder
+    does.
     """
 
     _cudagraph_support: ClassVar = AttentionCGSupport.UNIFORM_BATCH
@@ -89,8 +96,10 @@ class DCPMLAMetadataBuilder(MLACommonMetadataBuilder):
     reorder_batch_threshold: int = 128
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device, supports_dcp_with_varlen=True)
         scheduler = vllm_config.scheduler_config
+        if is_batch_invariant():
+            self.reorder_batch_threshold = scheduler.max_num_batched_tokens
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, supports_dcp_with_varlen=True)
         asked = vllm_config.cache_config.cache_dtype
         kv_cache_dtype = "fp8_ds_mla" if asked == "fp8_ds_mla" else "fp8" if asked.startswith("fp8") else "auto"
         dcp = dcp_config(vllm_config.parallel_config, kv_cache_spec.block_size, kv_cache_dtype)
@@ -112,7 +121,7 @@ class DCPMLAMetadataBuilder(MLACommonMetadataBuilder):
         self.layout = DecodeLayout(self.steps, num_heads, max_query_len, decode_workspace(device), token_lens)
         for name in layer_names:
             layer = vllm_config.compilation_config.static_forward_context[name]
-            layer.impl.exchange = self.exchange
+            layer.impl.exchange, layer.impl.num_classes = self.exchange, self.dcp.num_own_classes
             if layer.dcp_manager is not None:
                 layer.dcp_manager.query_gather = lambda q: q
                 layer.dcp_manager.combine = lambda out, lse, **_: out

@@ -16,7 +16,9 @@ from dcpmla.comm.faults import StepFaults
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.vllm.faults import guard
+from dcpmla.integrations.vllm.invariance import is_batch_invariant
 from dcpmla.integrations.vllm.names import MLADCPManager, get_pp_group, get_tp_group
+from dcpmla.ownership import TILE
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +73,22 @@ def _combine(
 
 
 def dcp_config(parallel: Any, block_size: int, kv_cache_dtype: str = "auto") -> DCPConfig:
-    """Return the layout of a cache by vLLM's options."""
+    """Return the layout of a cache by vLLM's options.
+
+    Raises:
+        ValueError: VLLM_BATCH_INVARIANT needs another interleave.
+    """
+    dcp, interleave = parallel.decode_context_parallel_size, parallel.cp_kv_cache_interleave_size
+    if is_batch_invariant() and dcp > 1 and interleave != TILE:
+        raise ValueError(
+            f"cp_kv_cache_interleave_size (--cp-kv-cache-interleave-size) is {interleave}; with VLLM_BATCH_INVARIANT "
+            f"and -dcp {dcp} it must be {TILE}"
+        )
     return DCPConfig(
         tensor_parallel_size=parallel.tensor_parallel_size,
-        decode_context_parallel_size=parallel.decode_context_parallel_size,
-        cp_kv_cache_interleave_size=parallel.cp_kv_cache_interleave_size,
+        decode_context_parallel_size=dcp,
+        cp_kv_cache_interleave_size=interleave,
         block_size=block_size,
         kv_cache_dtype=kv_cache_dtype,
+        deterministic=is_batch_invariant(),
     )

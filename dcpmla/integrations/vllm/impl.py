@@ -10,12 +10,14 @@ from torch import Tensor
 
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.decode import dcp_mla_decode
+from dcpmla.attention.ordered import dcp_mla_decode_in_order
 from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.step import DecodeMetadata, PrefillMetadata
 from dcpmla.attention.warm_up import LayerSizes, warm_up
 from dcpmla.cache.formats import FP8, write_latents
 from dcpmla.comm.exchange import Exchange
 from dcpmla.integrations.absorbed import Part
+from dcpmla.integrations.vllm.invariance import is_batch_invariant
 from dcpmla.integrations.vllm.names import (
     UNUSED_MEMORY,
     MLAAttention,
@@ -26,7 +28,12 @@ from dcpmla.integrations.vllm.names import (
 
 
 class DCPMLAImpl(MLACommonImpl):
-    """The attention that vLLM's `MLAAttention` calls. The metadata builder sets `exchange` before the first step.
+    """The attention that vLLM's `MLAAttention` calls. The metadata builder sets the attributes before the first step.
+
+    Attributes:
+        exchange: Exchange of the DCP group.
+        num_classes: Number of classes of tiles in this rank's cache (`DCPConfig.num_own_classes`), None for sums in any
+            order.
 
     Raises:
         ValueError: The layer or the job asks for an unsupported feature.
@@ -37,12 +44,15 @@ class DCPMLAImpl(MLACommonImpl):
     lse_base_on_e = True
     supports_mtp_with_cp_non_trivial_interleave_size = True
     exchange: Exchange
+    num_classes: int | None
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         _check(get_current_vllm_config().parallel_config, options)
         for name in UNUSED_MEMORY:  # vLLM's manager of the exchange, made after this, allocates it
             os.environ.setdefault(name, "0")
+        if is_batch_invariant():
+            self.supports_quant_query_input = False  # attention in a fixed order takes queries of 16 bits or more
         self.dtype = torch.get_default_dtype()
         self.w_kv_b: Tensor | None = None
 
@@ -88,16 +98,16 @@ class DCPMLAImpl(MLACommonImpl):
         if isinstance(q, tuple) and self.qk_rope_head_dim == 0:
             q = q[0]
         is_fp8 = isinstance(q, Tensor) and q.dtype == FP8
+        # vLLM leaves queries in two parts where nothing is to be gathered.
+        is_replicated = isinstance(q, tuple) or q.shape[1] != self.num_heads
+        kv_scale = layer._k_scale if kv_cache.dtype == FP8 else None
+        common = q, kv_cache, step, self.scale, self.exchange, self.kv_lora_rank
+        if self.num_classes is not None:
+            return dcp_mla_decode_in_order(*common, self.num_classes, is_replicated, kv_scale)
         return dcp_mla_decode(
-            q,
-            kv_cache,
-            step,
-            self.scale,
-            self.exchange,
-            self.kv_lora_rank,
-            # vLLM leaves queries in two parts where nothing is to be gathered.
-            q_is_replicated=isinstance(q, tuple) or q.shape[1] != self.num_heads,
-            kv_scale=layer._k_scale if kv_cache.dtype == FP8 else None,
+            *common,
+            q_is_replicated=is_replicated,
+            kv_scale=kv_scale,
             q_scale=layer._q_scale if is_fp8 else None,
             dtype=self.dtype if is_fp8 else None,
         )
@@ -184,7 +194,7 @@ class DCPMLAImpl(MLACommonImpl):
             self._decode(queries, cache, step, layer)
 
         def prefill(q: Tensor, kv_c: Tensor, k_pe: Tensor, cache: Tensor, step: PrefillMetadata) -> None:
-            if not is_common:
+            if not is_common or self.num_classes is not None:  # in a fixed order all requests are decodes
                 return
             out = q.new_empty(len(q), self.num_heads * self.v_head_dim)
             for selects in sorted({False, self.is_sparse}):

@@ -12,6 +12,7 @@ from dcpmla.attention.chunks import max_chunk_tokens
 from dcpmla.attention.compressed.config import CompressedConfig
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.families.deepseek_v4_config import check_compressed, compressed_config
+from dcpmla.integrations.vllm.invariance import is_batch_invariant
 
 # vLLM's --kv-cache-dtype -> this package's formats of rows and of index keys.
 FORMATS = {
@@ -40,7 +41,6 @@ def is_chosen(vllm_config: Any) -> bool:
 def check(vllm_config: Any) -> None:
     """Raise ValueError for options that DeepSeek-V4 does not support with this package's attention."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    is_invariant = os.environ.get("VLLM_BATCH_INVARIANT", "0") != "0"
     refused = (
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism (-pcp)"),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism (-pp)"),
@@ -48,7 +48,7 @@ def check(vllm_config: Any) -> None:
         (_has_other_drafts(vllm_config), "drafts (--speculative-config) by anything but one MTP module (method mtp)"),
         (vllm_config.kv_transfer_config is not None, "a connector for caches (--kv-transfer-config)"),
         (cache.kv_offloading_size is not None, "offloading of caches (--kv-offloading-size)"),
-        (is_invariant, "results that do not depend on the batch (VLLM_BATCH_INVARIANT)"),
+        (is_batch_invariant(), "results that do not depend on the batch (VLLM_BATCH_INVARIANT)"),
         (not vllm_config.use_v2_model_runner, "vLLM's first model runner (VLLM_USE_V2_MODEL_RUNNER=0)"),
     )
     for is_asked, feature in refused:

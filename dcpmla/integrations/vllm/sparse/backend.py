@@ -38,6 +38,10 @@ class DCPMLASparseBackend(DCPMLABackend):
     def is_sparse(cls) -> bool:
         return True
 
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return False
+
 
 class DCPMLASparseMetadataBuilder(DCPMLAMetadataBuilder):
     """The metadata of each step: the tokens that attend with absorbed queries, and whether tokens select.
