@@ -12,14 +12,19 @@ triton = pytest.importorskip("triton")
 
 
 def compile_for_hopper(
-    kernel: Any, source: Any, types: dict[str, str], constants: dict[str, Any], **options: int
+    kernel: Any,
+    source: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    multiples: tuple[str, ...] = (),
+    **options: int,
 ) -> tuple[str, str]:
-    """PTX of a kernel, and what the assembler says of it."""
+    """PTX of a kernel, and what the assembler says of it. multiples: Arguments that are multiples of 16."""
     from triton.backends.compiler import GPUTarget
 
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
-    pointers = (index for index, name in enumerate(kernel.arg_names) if signature[name].startswith("*"))
-    attrs = {(index,): [["tt.divisibility", 16]] for index in pointers}  # as they are launched
+    aligned = [name for name in kernel.arg_names if signature[name].startswith("*") or name in multiples]
+    attrs = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}  # as they are launched
     said = io.StringIO()
     with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope(), contextlib.redirect_stdout(said):
         triton.knobs.compilation.always_compile = triton.knobs.nvidia.dump_ptxas_log = True
@@ -137,6 +142,28 @@ def test_the_portable_kernel_compiles(rows: int, q: str, cache: str, latent: int
     constants |= {name: None for name in ("q_pe_ptr", "q_scale_ptr", "kv_scale_ptr") if name not in types}
     ptx, _ = compile_for_hopper(decode_kernel, ASTSource, types, constants, num_warps=4 if rows == 16 else 8)
     assert "sm_90a" in ptx
+
+
+@pytest.mark.parametrize("cache", ["bf16", "fp8e4nv", "u8"])
+def test_the_kernel_in_a_fixed_order_compiles(cache: str) -> None:
+    """Keys are loaded while those before them are multiplied: the wait for some leaves others on their way."""
+    from triton.compiler import ASTSource
+
+    from dcpmla.attention.triton.ordered_decode import choose_tile
+    from dcpmla.attention.triton.ordered_units import ordered_decode_kernel as kernel
+
+    tile = choose_tile(576, 232_448)
+    types = POINTERS | {"q_ptr": "*bf16", "q_pe_ptr": "*bf16", "cache_ptr": f"*{cache}", "scale": "fp32"}
+    types |= {"lses_ptr": "*fp32", "first_slots_ptr": "*i32", "progress_ptr": "*i32", "kv_scale_ptr": "*fp32"}
+    constants = {"ROWS": tile.rows, "KEYS": tile.keys, "LATENT": 512, "ROPE": 64, "SEGMENTS": 32}
+    constants |= dict.fromkeys(("index_ptr", "start_ptr", *(("kv_scale_ptr",) if cache != "fp8e4nv" else ())))
+    multiples = tuple(name for name in kernel.arg_names if re.fullmatch("(q|q_pe|cache)_stride_.*", name))
+    options = {"num_warps": 8, "num_stages": tile.num_stages, "enable_fp_fusion": False}
+    ptx, said = compile_for_hopper(kernel, ASTSource, types, constants, multiples, **options)
+    assert "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16" in ptx
+    assert "wgmma.mma_async instructions are serialized" not in said
+    assert "cp.async.cg.shared.global" in ptx
+    assert any(int(pending, 0) for pending in re.findall(r"cp\.async\.wait_group\s+(\w+)", ptx))
 
 
 def test_the_walk_through_quotes_the_code() -> None:

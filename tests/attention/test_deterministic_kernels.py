@@ -23,11 +23,11 @@ SEGMENTS: Batch = [(1, 70, 3), (2, 700, 4)]
 
 def check_decode_in_the_interpreter() -> None:
     from dcpmla.attention.triton import ordered_decode as kernel
-    from dcpmla.attention.triton import ordered_merge
+    from dcpmla.attention.triton import ordered_merge, ordered_units
     from tests.support.interpreter import convert_as_torch
 
     convert_as_torch()
-    kernel._SPLIT.value, ordered_merge._SPLIT_KEYS.value = 1, TILE  # several splits of few tiles
+    ordered_units._SPLIT.value, ordered_merge._SPLIT_KEYS.value = 1, TILE  # several splits of few tiles
     for size, batch, max_query_len in ((1, BATCH, 1), (2, SEGMENTS, 2), (8, BATCH, 1)):
         expected = decode(SMALL, size, batch, max_query_len)
         for num_rows in (1 << 16, 1):  # each split in a slot of its own, and all in one
