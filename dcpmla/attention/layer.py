@@ -240,9 +240,7 @@ class MLAAttention(AttentionWeights):
     def _select(
         self, hidden_states: PlainRows, q_c: PlainRows, cache: LayerCache, step: StepMetadata
     ) -> SelectedTokens | None:
-        """Return the tokens that each token attends to; None if each attends to all up to itself: in a dense layer,
-        and where no token could attend to more than topk. Collective.
-        """
+        """Return the tokens that each token attends to; None if each attends to all up to itself. Collective."""
         sparse = step.get(SparseMetadata)
         if self.config.topk is None or sparse is None:
             return None
@@ -253,8 +251,8 @@ class MLAAttention(AttentionWeights):
     def _decode(self, tokens: Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
         """Append the output of decode tokens, in parts, so that memory is bounded. Collective."""
         # All heads of the DCP group attend to this rank's tokens. In a fixed order each class has partial rows.
-        num_parts = self.num_heads * self.dcp.decode_context_parallel_size * (self.dcp.num_own_classes or 1)
-        max_tokens = max(1, PART_ROWS // num_parts)
+        num_heads = self.num_heads * self.dcp.decode_context_parallel_size
+        max_tokens = max(1, PART_ROWS // (num_heads * (self.dcp.num_own_classes or 1)))
         if plain(tokens.q_c).shape[0] <= max_tokens:  # a compiler cannot trace the loop
             self._attend_absorbed(tokens, kv_cache, decode, output)
             return
