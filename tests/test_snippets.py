@@ -133,6 +133,13 @@ def test_the_walk_through_the_code_names_what_is_there() -> None:
             assert re.search(rf"^ *(def|class) {name}\b|^{name}\b.* = ", file.read_text(), re.MULTILINE), (path, name)
 
 
+def test_the_page_of_variables_lists_what_is_read() -> None:
+    page, pattern = (ROOT / "docs" / "environment.md").read_text(), r'environ(?:\.\w+)?[\[(]"(\w+)"'
+    read = {name for file in (ROOT / "dcpmla").rglob("*.py") for name in re.findall(pattern, file.read_text())}
+    assert len(read) >= 12
+    assert not [name for name in sorted(read) if f"`{name}`" not in page]
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_the_example_of_two_jobs(num_ranks: int) -> None:
     """All rows of the prompts come from the job that prefills them."""

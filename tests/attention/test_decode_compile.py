@@ -12,14 +12,22 @@ triton = pytest.importorskip("triton")
 
 
 def compile_for_hopper(
+    kernel: Any, source: Any, types: dict[str, str], constants: dict[str, Any], **options: int
+) -> tuple[str, str]:
+    """PTX of a kernel, and what the assembler says of it."""
+    compiled, said = build_for_hopper(kernel, source, types, constants, (), **options)
+    return str(compiled.asm["ptx"]), said
+
+
+def build_for_hopper(
     kernel: Any,
     source: Any,
     types: dict[str, str],
     constants: dict[str, Any],
-    multiples: tuple[str, ...] = (),
+    multiples: tuple[str, ...],
     **options: int,
-) -> tuple[str, str]:
-    """PTX of a kernel, and what the assembler says of it. multiples: Arguments that are multiples of 16."""
+) -> tuple[Any, str]:
+    """Compile a kernel; return it, and what the assembler says of it. multiples: Arguments that are multiples of 16."""
     from triton.backends.compiler import GPUTarget
 
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
@@ -30,7 +38,7 @@ def compile_for_hopper(
         triton.knobs.compilation.always_compile = triton.knobs.nvidia.dump_ptxas_log = True
         built = source(kernel, signature, constexprs=constants, attrs=attrs)
         compiled = triton.compile(built, target=GPUTarget("cuda", 90, 32), options=options)
-    return str(compiled.asm["ptx"]), said.getvalue()
+    return compiled, said.getvalue()
 
 
 POINTERS = {
@@ -144,26 +152,35 @@ def test_the_portable_kernel_compiles(rows: int, q: str, cache: str, latent: int
     assert "sm_90a" in ptx
 
 
-@pytest.mark.parametrize("cache", ["bf16", "fp8e4nv", "u8"])
-def test_the_kernel_in_a_fixed_order_compiles(cache: str) -> None:
-    """Keys are loaded while those before them are multiplied: the wait for some leaves others on their way."""
+@pytest.mark.parametrize(
+    ("cache", "shared_bytes"),
+    [("bf16", 232_448), ("fp8e4nv", 232_448), ("u8", 232_448), ("bf16", 166_912), ("bf16", 101_376), ("bf16", 65_536)],
+)
+def test_the_kernel_in_a_fixed_order_compiles(cache: str, shared_bytes: int) -> None:
+    """With the tile for each size of shared memory. With five stages keys are loaded while those before them are
+    multiplied: the wait for some leaves others on their way.
+    """
     from triton.compiler import ASTSource
 
     from dcpmla.attention.triton.ordered_decode import choose_tile
     from dcpmla.attention.triton.ordered_units import ordered_decode_kernel as kernel
 
-    tile = choose_tile(576, 232_448)
+    tile = choose_tile(576, shared_bytes)
     types = POINTERS | {"q_ptr": "*bf16", "q_pe_ptr": "*bf16", "cache_ptr": f"*{cache}", "scale": "fp32"}
     types |= {"lses_ptr": "*fp32", "first_slots_ptr": "*i32", "progress_ptr": "*i32", "kv_scale_ptr": "*fp32"}
     constants = {"ROWS": tile.rows, "KEYS": tile.keys, "LATENT": 512, "ROPE": 64, "SEGMENTS": 32}
     constants |= dict.fromkeys(("index_ptr", "start_ptr", *(("kv_scale_ptr",) if cache != "fp8e4nv" else ())))
     multiples = tuple(name for name in kernel.arg_names if re.fullmatch("(q|q_pe|cache)_stride_.*", name))
     options = {"num_warps": 8, "num_stages": tile.num_stages, "enable_fp_fusion": False}
-    ptx, said = compile_for_hopper(kernel, ASTSource, types, constants, multiples, **options)
-    assert "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16" in ptx
+    compiled, said = build_for_hopper(kernel, ASTSource, types, constants, multiples, **options)
+    ptx = compiled.asm["ptx"]
+    assert compiled.metadata.shared <= shared_bytes
     assert "wgmma.mma_async instructions are serialized" not in said
     assert "cp.async.cg.shared.global" in ptx
-    assert any(int(pending, 0) for pending in re.findall(r"cp\.async\.wait_group\s+(\w+)", ptx))
+    pending = [int(number, 0) for number in re.findall(r"cp\.async\.wait_group\s+(\w+)", ptx)]
+    assert any(pending) == (tile.num_stages == 5)
+    if shared_bytes == 232_448:
+        assert "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16" in ptx
 
 
 def test_the_walk_through_quotes_the_code() -> None:

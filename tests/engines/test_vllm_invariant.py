@@ -34,13 +34,13 @@ def on_cpu(model: Path) -> dict[str, str]:
 
 def check_bits(*ended: Ended) -> None:
     """Check that answers are equal over batches, cached blocks and engines, and would not be in another order."""
-    first, *others = reports = [json.loads(each.stdout.splitlines()[-1]) for each in ended]
+    first, *later = reports = [json.loads(each.stdout.splitlines()[-1]) for each in ended]
     for report in reports:
         assert report["alone"] == report["first turns"] + report["second turns"]
         assert max(report["cached"]) >= 128
         assert report["calls"].keys() == {"dcp_mla_decode_in_order"}
         assert report["another order"] != report["first turns"][-1:], "the order decides nothing"
-    assert all(other["alone"] == first["alone"] for other in others)
+    assert all(other["alone"] == first["alone"] for other in later)
 
 
 def test_bits_do_not_depend_on_batch_chunks_cache_and_dcp_size(tmp_path: Path) -> None:

@@ -19,14 +19,17 @@ from vllm import LLM, SamplingParams
 from dcpmla.integrations.vllm import impl
 from dcpmla.parallel.by_rows import by_rows
 from dcpmla.parallel.fixed import multiply_rows
-from tests.engines.vllm_cases import CALLS, count, end
+from tests.engines.vllm_cases import CALLS, VOCABULARY, count, end
 
-VOCABULARY, NEW_TOKENS = 512, 3
+NEW_TOKENS = 3
 LENGTHS = (1, 64, 66, 130)
 
 
 class ByRows(TorchFunctionMode):
-    """Functions of rows, a row apart: what vLLM has kernels for on GPUs, or slow ones in Triton's interpreter."""
+    """A mode that computes each row of a product, an activation or a mean by itself.
+
+    vLLM does so on GPUs alone, or by kernels that take too long in Triton's interpreter.
+    """
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -45,7 +48,7 @@ class ByRows(TorchFunctionMode):
 
 
 def serve(llm: LLM, requests: list[list[int]], at_once: int) -> list[Any]:
-    """Return the output of each request, `at_once` of them at a time."""
+    """Serve requests in groups of at_once, one group after another; return all outputs."""
     params = SamplingParams(
         max_tokens=NEW_TOKENS, temperature=0, detokenize=False, ignore_eos=True, logprobs=VOCABULARY
     )
@@ -56,11 +59,12 @@ def serve(llm: LLM, requests: list[list[int]], at_once: int) -> list[Any]:
 
 def digests(outputs: list[Any]) -> list[str]:
     """Return a digest of all logprobs of each request."""
-    found = []
-    for output in outputs:
+
+    def digest(output: Any) -> str:
         rows = [[row[token].logprob for token in range(VOCABULARY)] for row in output.outputs[0].logprobs]
-        found.append(hashlib.sha256(torch.tensor(rows).numpy().tobytes()).hexdigest()[:16])
-    return found
+        return hashlib.sha256(torch.tensor(rows).numpy().tobytes()).hexdigest()
+
+    return [digest(output) for output in outputs]
 
 
 def main(directory: str, options: dict[str, Any]) -> None:

@@ -18,9 +18,9 @@ from dcpmla.ownership import TILE
 class Tile(NamedTuple):
     """A tile of a program: query rows, keys at a time, stages of its pipeline, and rows in shared memory.
 
-    With five stages tiles of keys are in three buffers: two are loaded while the third is used, after the ids of their
-    blocks. With two stages they are in two buffers, and nothing is loaded during the products. A tile of 64 queries is
-    in shared memory, too.
+    Five stages have three buffers of keys: two are loaded while the third is multiplied, each after the ids of its
+    blocks. Two stages have two buffers, and load no keys during the products. A tile of 64 queries is in shared memory,
+    too; smaller ones are in registers.
     """
 
     rows: int

@@ -22,7 +22,7 @@ CHOSEN_BY_VLLM = (
     "FLASH_ATTN_MLA_SPARSE",
     "FLASHMLA_SPARSE",
 )
-BACKENDS = "dcpmla.integrations.vllm.choice"  # The module has a backend for each of these names.
+BACKENDS = "dcpmla.integrations.vllm.choice"  # module with a backend for each name
 
 logger = logging.getLogger(__name__)
 

@@ -81,8 +81,8 @@ class DCPMLAMetadataBuilder(MLACommonMetadataBuilder):
     """The metadata of each step, and the memory that steps share: made once for a group of layers, before graphs are
     captured.
 
-    Requests with few new tokens are decodes, whether they are prefills or not; with VLLM_BATCH_INVARIANT all requests
-    are, because vLLM may compute a token as part of a prompt once and as a new token the other time. Full graphs of
+    Requests with few new tokens are decodes, whether they are prefills or not. With VLLM_BATCH_INVARIANT all requests
+    are decodes, because after a preemption vLLM computes the tokens of an answer as part of the prompt. Full graphs of
     decode read block tables and lengths where vLLM keeps them, and the lengths of speculated tokens where the builder
     does.
     """
