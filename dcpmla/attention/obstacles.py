@@ -20,13 +20,15 @@ _WIDE_BYTES = 166_912  # shared memory of 16 rows with latents of 1,024 columns,
 
 def hopper_decode(call: DecodeCall) -> str:
     q, kv_cache, rank = call.q, call.kv_cache, call.kv_lora_rank
-    if obstacle := _order_obstacle(call) or triton_decode(call) or _hopper_gpu_obstacle(q):
+    if obstacle := triton_decode(call) or _hopper_gpu_obstacle(q):
         return obstacle
     if rank != 512 or call.rope_dim not in (0, 64):
         return f"latents have {rank} + {call.rope_dim} columns, not 512 + 64 or, of shared keys, 512"
     is_sparse, is_fp8 = call.block_size == 1, q.dtype == FP8
     if is_fp8 and kv_cache.dtype != FP8:
         return f"e4m3 queries go with an e4m3 cache, not {kv_cache.dtype}"
+    if call.num_classes is not None and is_sparse:
+        return "single rows have no tiles of positions, which a fixed order sums up"
     if is_fp8 and is_sparse:
         return "e4m3 queries need blocks of a multiple of 64 tokens, not a table of single rows"
     if not is_sparse and call.keys_are_shared:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from dcpmla.attention.backends import DECODE_BACKENDS
-from dcpmla.ownership import TILE
 from tests.support.ordered import Batch, Sizes, alone, decode, decode_call, layout, prefill, queries, share_caches
 from tests.support.shared_memory import run_interpreted
 
@@ -23,15 +22,15 @@ SEGMENTS: Batch = [(1, 70, 3), (2, 700, 4)]
 
 def check_decode_in_the_interpreter() -> None:
     from dcpmla.attention.triton import ordered_decode as kernel
-    from dcpmla.attention.triton import ordered_merge, ordered_units
+    from dcpmla.attention.triton import ordered_merge
     from tests.support.interpreter import convert_as_torch
 
     convert_as_torch()
-    ordered_units._SPLIT.value, ordered_merge._SPLIT_KEYS.value = 1, TILE  # several splits of few tiles
+    ordered_merge.SPLIT.value = 1  # several splits of few tiles
     for size, batch, max_query_len in ((1, BATCH, 1), (2, SEGMENTS, 2), (8, BATCH, 1)):
         expected = decode(SMALL, size, batch, max_query_len)
-        for num_rows in (1 << 16, 1):  # each split in a slot of its own, and all in one
-            with patch.object(kernel, "ORDERED_ROWS", num_rows), patch.object(kernel, "SPLIT_TILES", 1):
+        for num_rows in (1 << 16, 1):  # rows for each split, and for all of a class
+            with patch.object(ordered_merge, "ORDERED_ROWS", num_rows), patch.object(ordered_merge, "SPLIT_TILES", 1):
                 got = decode(SMALL, size, batch, max_query_len, run=kernel.run)
             for actual, other in zip(itertools.chain(*got), itertools.chain(*expected), strict=True):
                 torch.testing.assert_close(actual, other, atol=2e-2, rtol=2e-2)
@@ -88,7 +87,7 @@ def test_decode_on_a_gpu(cache_format: str) -> None:
         assert all(map(torch.equal, itertools.chain(*got[1:]), itertools.chain(*expected)))
         tokens = [decode(sizes, 8, each)[0] for each in alone(batch[:1])]
         assert torch.equal(torch.cat([out for out, _ in tokens]), got[0][0])
-        with patch("dcpmla.attention.triton.ordered_decode.ORDERED_ROWS", 1):  # all splits in one slot
+        with patch("dcpmla.attention.triton.ordered_merge.ORDERED_ROWS", 1):  # all splits of a class in the same rows
             shared = decode(sizes, 1, batch, 2)
         assert all(map(torch.equal, itertools.chain(*shared), itertools.chain(*got)))
     with patch("dcpmla.attention.decode.DECODE_BACKENDS", DECODE_BACKENDS[-1:]):
