@@ -191,7 +191,7 @@ def test_the_kernel_in_a_fixed_order_compiles(cache: str, shared_bytes: int) -> 
     ],
 )
 def test_the_hopper_kernel_in_a_fixed_order_compiles(q: str, cache: str, is_ragged: bool, rows: str) -> None:
-    """Products run while others are started, and no multiply-add is fused: its two roundings are the same everywhere."""
+    """Each producer; no product waits for the one before it."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
