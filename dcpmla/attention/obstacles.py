@@ -111,17 +111,22 @@ def flashinfer_prefill(call: PrefillCall) -> str:
 
 def hopper_prefill(call: PrefillCall) -> str:
     q, k_nope, k_pe, v = call.q, call.k_nope, call.k_pe, call.v
-    if obstacle := _half_on_gpu_obstacle(q, (9, 0)) or _hopper_gpu_obstacle(q):
+    if obstacle := hopper_widths(q, k_nope, k_pe, v):
         return obstacle
-    dims = k_nope.shape[-1], k_pe.shape[-1], v.shape[-1]
-    if dims != (128, 64, 128):
-        return f"heads are {dims[0]} + {dims[1]} and {dims[2]} wide, not 128 + 64 and 128"
-    if not all(map(_is_matrix, (q, k_nope, k_pe[:, None], v))):
+    if not all(map(is_matrix, (q, k_nope, k_pe[:, None], v))):
         return "rows of queries, keys or values do not begin at multiples of 16 bytes, or are stored head by head"
     return ""
 
 
-def _is_matrix(rows: Tensor) -> bool:
+def hopper_widths(q: Tensor, k_nope: Tensor, k_pe: Tensor, v: Tensor) -> str:
+    """Return why Hopper's kernels of prefill, in any order, do not attend with rows of these widths on this GPU."""
+    if obstacle := _half_on_gpu_obstacle(q, (9, 0)) or _hopper_gpu_obstacle(q):
+        return obstacle
+    dims = k_nope.shape[-1], k_pe.shape[-1], v.shape[-1]
+    return "" if dims == (128, 64, 128) else f"heads are {dims[0]} + {dims[1]} and {dims[2]} wide, not 128 + 64 and 128"
+
+
+def is_matrix(rows: Tensor) -> bool:
     """Return whether rows [N, h, D] are one matrix [N, columns of all heads], as TMA requires."""
     num_columns = (rows.shape[1] - 1) * rows.stride(1) + rows.shape[2]
     starts = rows.data_ptr(), rows.stride(0) * rows.element_size()
