@@ -16,7 +16,7 @@ from dcpmla.attention.prefill import read_cache_rows
 from dcpmla.attention.step import DecodeMetadata, StepMetadata, StepRequests
 from dcpmla.cache.formats import row_width, storage_dtype, write_latents
 from dcpmla.cache.latent import num_blocks
-from dcpmla.merge import merge_tree
+from dcpmla.comm.nccl import merge_rows
 from dcpmla.ownership import NUM_CLASSES
 from tests.support.layouts import dcp_config
 
@@ -106,16 +106,22 @@ def decode(
     batch: Batch,
     max_query_len: int = 1,
     run: Run = lambda call: run_call(call, None),
-    merge: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = merge_tree,
+    merge: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = merge_rows,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return out and lse of each request's new tokens, which attend with absorbed queries on simulated ranks."""
+    """Return out and lse of each request's new tokens, which attend with absorbed queries on simulated ranks.
+
+    Args:
+        merge: Merge of several ranks' rows. The exchange `a2a` has the default: on a GPU a kernel, which rounds as the
+            merge within a rank does. torch's exponential rounds differently.
+    """
     q = queries(sizes, batch, sizes.latent + sizes.rope)
     parts = []
     for cache, step in share_caches(sizes, layout(size, sizes), batch, len(batch), max_query_len):
         assert step.decode is not None
         parts.append(run(decode_call(sizes, size, q, cache, step.decode)))
-    out, lse = map(torch.stack, zip(*parts, strict=True))
-    out, lse = merge(out, lse)
+    out, lse = parts[0]
+    if size > 1:
+        out, lse = merge(*map(torch.stack, zip(*parts, strict=True)))
     new = [num for _, _, num in batch]
     return list(zip(out.split(new), lse.split(new), strict=True))
 
