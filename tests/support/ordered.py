@@ -26,7 +26,11 @@ Run = Callable[[DecodeCall], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a layer, its dtype and its device."""
+    """Sizes of a layer, its dtype and its device.
+
+    Attributes:
+        input_dtype: Dtype that inputs are rounded to before they have `dtype`; None for `dtype`.
+    """
 
     num_heads: int = 3
     latent: int = 32
@@ -36,12 +40,14 @@ class Sizes:
     dtype: torch.dtype = torch.float32
     cache_format: str = "auto"
     device: str = "cpu"
+    input_dtype: torch.dtype | None = None
 
     def rows(self, seed: int, num_rows: int, *shape: int) -> Tensor:
         """Draw rows of a seed; fewer rows are the first of more."""
         generator = torch.Generator().manual_seed(seed)
         rows = [torch.randn(64, *shape, generator=generator) for _ in range(-(-num_rows // 64))]
-        return torch.cat(rows)[:num_rows].to(self.device, self.dtype)
+        drawn = torch.cat(rows)[:num_rows].to(self.device, self.input_dtype or self.dtype)
+        return drawn.to(self.dtype)
 
     @property
     def scale(self) -> float:
@@ -144,8 +150,12 @@ class AllRanks:
 
 
 def prefill(sizes: Sizes, size: int, batch: Batch, workspace: int = 1 << 16) -> list[Tensor]:
-    """Return the output of each request's new tokens, which attend by MHA over simulated ranks."""
-    w_kv_b = sizes.rows(5, sizes.num_heads * (sizes.nope + sizes.value), sizes.latent).float()
+    """Return the output of each request's new tokens, which attend by MHA over simulated ranks.
+
+    Keys and values have a standard deviation of 1. With larger keys the softmax would choose a single key, and rounding
+    would decide between keys.
+    """
+    w_kv_b = sizes.rows(5, sizes.num_heads * (sizes.nope + sizes.value), sizes.latent).float() * sizes.latent**-0.5
 
     def project(kv_c: Tensor) -> Tensor:
         """Project row by row, so that rows do not depend on each other."""
@@ -166,6 +176,11 @@ def prefill(sizes: Sizes, size: int, batch: Batch, workspace: int = 1 << 16) -> 
 def alone(batch: Batch) -> list[Batch]:
     """Return each new token of a batch as a batch of its own."""
     return [[(seed, length - new + 1 + index, 1)] for seed, length, new in batch for index in range(new)]
+
+
+def in_float32(sizes: Sizes) -> Sizes:
+    """Return sizes with which a CPU computes in float32 from the same inputs."""
+    return replace(sizes, device="cpu", dtype=torch.float32, input_dtype=sizes.dtype)
 
 
 def in_float64(sizes: Sizes) -> Sizes:
