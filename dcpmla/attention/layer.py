@@ -19,7 +19,7 @@ from dcpmla.attention.sinks import apply_sinks
 from dcpmla.attention.sparse.indexer import Indexer
 from dcpmla.attention.sparse.selector import selected_rows
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata, check_selection
-from dcpmla.attention.step import PART_ROWS, DecodeMetadata, PrefillMetadata, StepMetadata
+from dcpmla.attention.step import DecodeMetadata, PrefillMetadata, StepMetadata, part_tokens
 from dcpmla.attention.weights import AttentionWeights
 from dcpmla.cache.formats import check_cache, row_width
 from dcpmla.cache.latent import LayerCache
@@ -250,9 +250,7 @@ class MLAAttention(AttentionWeights):
 
     def _decode(self, tokens: Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
         """Append the output of decode tokens, in parts, so that memory is bounded. Collective."""
-        # All heads of the DCP group attend to this rank's tokens. In a fixed order each class has partial rows.
-        num_heads = self.num_heads * self.dcp.decode_context_parallel_size
-        max_tokens = max(1, PART_ROWS // (num_heads * (self.dcp.num_own_classes or 1)))
+        max_tokens = part_tokens(self.num_heads * self.dcp.decode_context_parallel_size, self.dcp)
         if plain(tokens.q_c).shape[0] <= max_tokens:  # a compiler cannot trace the loop
             self._attend_absorbed(tokens, kv_cache, decode, output)
             return

@@ -13,12 +13,22 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.calls import Segments
-from dcpmla.config import MLAConfig
+from dcpmla.config import DCPConfig, MLAConfig
 
 # Maximum query rows (tokens x heads of a group) of a segment, two tiles of 64 that read the same keys.
 # `attention/routes.py` divides it by the group's heads, which gives the maximum tokens of a segment.
 SEGMENT_ROWS = 128
 PART_ROWS = 1 << 16  # Maximum query rows of a part. With DeepSeek's widths they take 75 MB.
+
+
+def part_tokens(num_heads: int, dcp: DCPConfig) -> int:
+    """Return the maximum tokens of a part, which absorbed attention takes at a time.
+
+    Args:
+        num_heads: Number of heads of the DCP group, which all attend to each rank's tokens.
+        dcp: Layout of the cache. In a fixed order each class of tiles has partial rows of its own.
+    """
+    return max(1, PART_ROWS // (num_heads * (dcp.num_own_classes or 1)))
 
 
 class StepRequests(NamedTuple):
@@ -78,13 +88,21 @@ class DecodeMetadata:
         """Yield the rows and metadata of parts. A part has at most max_tokens tokens, or one longer segment.
 
         Each part gathers and combines on its own. All ranks yield the same parts: local lengths have no influence.
+
+        Raises:
+            ValueError: There are several parts, but `queries` has no start of each segment for the host.
         """
         num_tokens = len(self.local_seq_lens)
         if num_tokens <= max_tokens:
             yield slice(0, num_tokens), self
             return
-        size = self.max_query_len
-        starts = range(0, num_tokens + 1, size) if self.queries is None else self.queries.start
+        size, queries = self.max_query_len, self.queries
+        if queries is not None and len(queries.start) != len(queries.start_loc):
+            raise ValueError(
+                f"max_tokens is {max_tokens} for a step of {num_tokens} tokens, and the host has {len(queries.start)} "
+                f"starts for {len(queries.start_loc) - 1} segments, as in CUDA graphs; such a step must be one part"
+            )
+        starts = range(0, num_tokens + 1, size) if queries is None else queries.start
         first = 0
         while first < len(starts) - 1:
             last = max(first + 1, bisect_right(starts, starts[first] + max_tokens) - 1)

@@ -90,7 +90,7 @@ class PromptPlan:
         self._steps = {
             load: MixedSteps(machine, model, setting, self.costs, load, context if load else 0) for load in self.loads
         }
-        self._graphs = token_sizes(max_num_batched_tokens, self.costs.tokens_per_request)
+        self._graphs = token_sizes(max_num_batched_tokens, self.costs.tokens_per_request, setting.dcp_config)
 
     def step(self, new: int, context: int, num_decodes: int) -> PromptStep:
         """Return the step with a piece of a prompt, cut to the step's tokens that the decodes leave."""

@@ -10,7 +10,7 @@ from dcpmla import ownership
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.calls import Segments
 from dcpmla.attention.chunks import cut_queries
-from dcpmla.attention.step import PART_ROWS, SEGMENT_ROWS, DecodeMetadata
+from dcpmla.attention.step import SEGMENT_ROWS, DecodeMetadata, part_tokens
 from dcpmla.upload import upload
 
 Part = tuple[slice, DecodeMetadata]
@@ -45,7 +45,7 @@ class DecodeLayout:
     @property
     def part_len(self) -> int:
         """Return the most tokens of a part."""
-        return max(1, PART_ROWS // (self.num_heads * (self.steps.dcp.num_own_classes or 1)))
+        return part_tokens(self.num_heads, self.steps.dcp)
 
     def max_segments(self, max_num_seqs: int, max_num_tokens: int) -> int:
         """Return a bound on the segments of a part, for steps of so many requests and tokens."""

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.build import StepBuilder
-from dcpmla.attention.step import PART_ROWS, SEGMENT_ROWS, Cut, StepMetadata, StepRequests
+from dcpmla.attention.step import SEGMENT_ROWS, Cut, StepMetadata, StepRequests, part_tokens
 from dcpmla.cache.plan import Cache
+from dcpmla.config import DCPConfig
 from dcpmla.fields import check_fields, whole
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.capture import GraphSet, Track
@@ -68,7 +69,7 @@ class MixedGraph:
         limits = {"max_num_tokens": max_num_tokens, "max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
         check_fields(dict.fromkeys(limits, whole(1)), limits)
         self._model, self._cache, self._max_num_seqs = model, cache, max_num_seqs
-        self._tokens = token_sizes(max_num_tokens, tokens_per_request if steps.absorbs_pieces else 0)
+        self._tokens = token_sizes(max_num_tokens, tokens_per_request if steps.absorbs_pieces else 0, steps.dcp)
         self.sizes = sorted(MixedSize(size, kind) for kind, sizes in self._tokens.items() for size in sizes)
         self.max_absorbed_tokens = max(self._tokens[True], default=0)
         num_blocks = -(-max_model_len // cache.sizes.block_tokens)
@@ -174,7 +175,7 @@ def find_size(sizes: Mapping[bool, Sequence[int]], num_tokens: int, is_absorbed:
     return MixedSize(tokens[index], is_absorbed) if index < len(tokens) else None
 
 
-def token_sizes(max_num_tokens: int, tokens_per_request: int) -> dict[bool, list[int]]:
+def token_sizes(max_num_tokens: int, tokens_per_request: int, dcp: DCPConfig) -> dict[bool, list[int]]:
     """Return the numbers of tokens, ascending, of steps whose pieces are all absorbed (True), and of other steps.
 
     Other steps have at most a third of padding from 128 tokens on.
@@ -183,9 +184,14 @@ def token_sizes(max_num_tokens: int, tokens_per_request: int) -> dict[bool, list
         max_num_tokens: Limit of a step's tokens.
         tokens_per_request: Width of the pieces that absorbed attention cuts requests into; 0 where pieces of prompts
             are not absorbed.
+        dcp: Layout of the cache.
     """
-    # Absorbed attention takes no more query rows at a time.
-    most_absorbed = min(max_num_tokens, MAX_ABSORBED_TOKENS, PART_ROWS // SEGMENT_ROWS * tokens_per_request)
+    most_absorbed = 0
+    if tokens_per_request:
+        # The host does not know the segments of a captured step, so it cannot cut the step into parts. As many heads as
+        # fit into a segment's rows are no fewer than the DCP group's.
+        most_tokens = part_tokens(SEGMENT_ROWS // tokens_per_request, dcp)
+        most_absorbed = min(max_num_tokens, MAX_ABSORBED_TOKENS, most_tokens)
     absorbed = [16, *range(32, 256, 32), *range(256, 512, 64), *range(512, 1024, 128)]
     mixed = [64, *range(128, 512, 128), *range(512, 2048, 256), *range(2048, 4096, 512), *range(4096, 8192, 1024)]
     return {True: _up_to(most_absorbed, absorbed), False: _up_to(min(max_num_tokens, MAX_TOKENS), mixed)}

@@ -1,14 +1,30 @@
 """The kernels of attention in a fixed order: bits on a GPU; against the reference in Triton's interpreter."""
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
 from dcpmla.attention.backends import DECODE_BACKENDS
-from tests.support.ordered import Batch, Sizes, alone, decode, decode_call, layout, prefill, queries, share_caches
+from dcpmla.attention.calls import DecodeCall
+from dcpmla.attention.decode import run_call
+from tests.support.ordered import (
+    Batch,
+    Sizes,
+    alone,
+    decode,
+    decode_call,
+    in_float32,
+    layout,
+    prefill,
+    queries,
+    share_caches,
+)
+from tests.support.row_errors import largest_error
 from tests.support.shared_memory import run_interpreted
 
 pytest.importorskip("triton")
@@ -58,7 +74,7 @@ def check_prefill_in_the_interpreter() -> None:
     with patch.object(ordered, "attend_to_chunk", kernel.run):
         got = [prefill(SMALL, *case) for case in cases]
     for actual, other in zip(itertools.chain(*got), itertools.chain(*expected), strict=True):
-        torch.testing.assert_close(actual, other, atol=1e-2, rtol=1e-2)
+        assert largest_error(actual, other) <= 2**-8
     assert all(map(torch.equal, got[0], got[1]))
     assert torch.equal(got[2][0], got[0][0][-1:])
 
@@ -71,8 +87,23 @@ _PER_TOKEN = ("q", "q_pe", "block_table", "seq_lens")
 MANY: Batch = [(seed, 1 + 613 * seed % 3000, 1) for seed in range(40)]
 
 
+@pytest.fixture(params=["best", "portable"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run the best kernels of this GPU, or those for all GPUs."""
+    if request.param == "best":
+        yield
+        return
+    backends = [each for each in DECODE_BACKENDS if each.name != "hopper"]
+    with (
+        patch("dcpmla.attention.decode.DECODE_BACKENDS", backends),
+        patch("dcpmla.attention.ordered.hopper_widths", lambda *_: "a test of the portable kernel"),
+    ):
+        yield
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache_format", FORMATS)
+@pytest.mark.usefixtures("kernels")
 def test_decode_on_a_gpu(cache_format: str) -> None:
     for num_heads in (16, 128):
         sizes = replace(V3, num_heads=num_heads, cache_format=cache_format)
@@ -82,7 +113,7 @@ def test_decode_on_a_gpu(cache_format: str) -> None:
         for index in (0, 1, 7, 39):
             (single,) = decode(sizes, 2, MANY[index : index + 1])
             assert all(map(torch.equal, single, expected[index]))
-        batch: Batch = [(7, 20_000, 5), *MANY]  # splits of several tiles' slots
+        batch: Batch = [(7, 20_000, 5), *MANY]  # several splits
         got = decode(sizes, 1, batch, 2)
         assert all(map(torch.equal, itertools.chain(*got[1:]), itertools.chain(*expected)))
         tokens = [decode(sizes, 8, each)[0] for each in alone(batch[:1])]
@@ -93,13 +124,17 @@ def test_decode_on_a_gpu(cache_format: str) -> None:
     with patch("dcpmla.attention.decode.DECODE_BACKENDS", DECODE_BACKENDS[-1:]):
         reference = decode(sizes, 1, MANY[:8])
     for actual, other in zip(expected[:8], reference, strict=True):
-        torch.testing.assert_close(actual[0], other[0], atol=1e-2, rtol=1e-2)
-        torch.testing.assert_close(actual[1], other[1], atol=1e-3, rtol=1e-3)
+        # Kernels round weights of keys, and keys of fp8_ds_mla, to bfloat16. That costs up to 0.4 % of a row's norm and
+        # 0.004 of an lse; a tile of keys that is left out costs at least 4.7 % and 0.016.
+        assert largest_error(actual[0], other[0]) <= 2**-7
+        torch.testing.assert_close(actual[1], other[1], atol=2**-7, rtol=0)
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("kernels")
 def test_decode_in_graphs_of_growing_lengths() -> None:
-    from dcpmla.attention.triton.ordered_decode import run
+    def run(call: DecodeCall) -> tuple[Tensor, Tensor]:
+        return run_call(call, None)
 
     lens, q = [1, 63, 9000, 300], queries(V3, [(seed, 20_000, 1) for seed in range(4)], 576)
     (cache, step), *_ = share_caches(V3, layout(1, V3), [(seed, 20_000, 1) for seed in range(4)], 4)
@@ -120,6 +155,7 @@ def test_decode_in_graphs_of_growing_lengths() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("kernels")
 def test_prefill_on_a_gpu() -> None:
     for cache_format in FORMATS:
         sizes = replace(V3, num_heads=4, cache_format=cache_format)
@@ -131,5 +167,6 @@ def test_prefill_on_a_gpu() -> None:
                 end = min(prompt, start + piece)
                 got = prefill(sizes, size, [(1, 40, 40), (3, end, end - start), (2, 900, 30)], workspace)[1]
                 assert torch.equal(got, expected[start:end]), (size, piece, start)
-        reference = prefill(replace(sizes, device="cpu", dtype=torch.float32), 1, [(3, prompt, 20)])[0]
-        torch.testing.assert_close(expected[-20:].float().cpu(), reference, atol=3e-2, rtol=3e-2)
+        reference = prefill(in_float32(sizes), 1, [(3, prompt, 20)])[0]
+        # Rounding to bfloat16 costs 0.4 % of a row's norm; a tile of keys that is left out costs 12 % or more.
+        assert largest_error(expected[-20:].cpu(), reference) <= 2**-7

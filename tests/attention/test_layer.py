@@ -13,6 +13,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from dcpmla import DCPConfig, DCPMesh, LatentCache, MLAAttention, MLAConfig, Placement, init_mesh
 from dcpmla.attention import layer as layer_module
+from dcpmla.attention import step as step_module
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.step import StepRequests
 from dcpmla.cache.latent import num_blocks
@@ -147,7 +148,7 @@ def check_absorbed_pieces(hf_config: Any, dcp: DCPConfig) -> None:
     """Compare pieces of prompts that attend with absorbed queries, cut into requests and parts of all sizes."""
     mesh, batch = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size), (*SPECULATED, *PIECES)
     for width, max_rows, num_decodes in ((1, 1 << 16, None), (2, 20, 0), (4, 20, 1), (3, 1, 0)):
-        layer_module.PART_ROWS = max_rows
+        step_module.PART_ROWS = max_rows
         count = len(batch) - (num_decodes or 0)
         exchange = check_layer(hf_config, dcp, mesh, batch, padding=2, max_decode_query_len=width, num_decodes=count)
         assert exchange.start_context.called == bool(num_decodes)

@@ -12,6 +12,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from dcpmla import DCPConfig, DCPMesh, LatentCache, MLAAttention, Placement, init_mesh
 from dcpmla.attention import layer as layer_module
+from dcpmla.attention import step as step_module
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.sparse import scores as scores_module
 from dcpmla.attention.sparse import selector as selector_module
@@ -122,7 +123,7 @@ def check_layouts(hf_config: Any, layouts: list[DCPConfig]) -> None:
     """Layers of a model in each layout: by masked MHA in prefill, and by selected rows."""
     hf_config._attn_implementation = "eager"
     model = random_model(hf_config).model
-    layer_module.PROJECT_FIRST_TOKENS, layer_module.PART_ROWS = 6, 60  # some parts project after the merge
+    layer_module.PROJECT_FIRST_TOKENS, step_module.PART_ROWS = 6, 60  # some parts project after the merge
     selector_module.WORKSPACE_BYTES, scores_module._MAX_PRODUCTS = (
         1 << 14,
         1 << 14,

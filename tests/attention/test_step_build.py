@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from dcpmla import DCPConfig
 from dcpmla.attention.build import StepBuilder
+from dcpmla.attention.calls import Segments
 from dcpmla.attention.chunks import max_chunk_tokens
 from dcpmla.attention.linear.calls import DeltaRequests
 from dcpmla.attention.linear.layout import DeltaMetadata
 from dcpmla.attention.sparse.build import SparseStepBuilder
 from dcpmla.attention.sparse.step import SparseMetadata
-from dcpmla.attention.step import StepRequests
+from dcpmla.attention.step import DecodeMetadata, StepRequests
 from tests.support.layouts import dcp_config
 from tests.support.step_batches import make_batch
 from tests.support.steps import part
@@ -182,6 +183,18 @@ def test_parts_of_decodes_are_whole_requests(query_lens: list[int], width: int, 
             assert 1 <= last - first <= width
             rows += [each.block_table[request, 0].item()] * (last - first)
     assert rows == [index for index, length in enumerate(query_lens) for _ in range(length)]
+
+
+def test_parts_need_the_starts_of_all_segments() -> None:
+    """Only the device knows the segments of a captured step."""
+    start_loc = torch.tensor([0, 3, 6, 8, 8], dtype=torch.int32)
+    table, lens = torch.zeros(4, 1, dtype=torch.int32), torch.ones(8, dtype=torch.int32)
+    decode = DecodeMetadata(table, lens, Segments((0, 8), start_loc), 3, None)
+    assert list(decode.parts(8)) == [(slice(0, 8), decode)]
+    with pytest.raises(
+        ValueError, match="max_tokens is 7 for a step of 8 tokens, and the host has 2 starts for 4 segments"
+    ):
+        list(decode.parts(7))
 
 
 def test_a_token_of_requests_with_states() -> None:

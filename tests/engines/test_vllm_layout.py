@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla import ownership
+from dcpmla.attention import step as step_module
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.step import DecodeMetadata
 from dcpmla.comm.exchange import LocalExchange
-from dcpmla.integrations import absorbed
 from dcpmla.integrations.absorbed import DecodeLayout, Part
 from dcpmla.integrations.vllm.sparse.layout import SelectionLayout
 from tests.support.layouts import dcp_config
@@ -63,7 +63,7 @@ def test_each_token_sees_what_is_before_it(requests: Requests, sizes: tuple[int,
     ranges = []
     for rank in range(sizes[0]):
         decodes = layout_of(*sizes, rank)
-        with patch.object(absorbed, "PART_ROWS", rows):
+        with patch.object(step_module, "PART_ROWS", rows):
             parts = build(decodes, requests)
             longest = max(decodes.part_len, decodes.segment_len)
         lens, owners = [], []
@@ -113,7 +113,7 @@ def test_graphs_find_their_steps_in_place(
 
 @pytest.mark.parametrize("rows", [1 << 16, 64])
 def test_segments_attend_as_whole_requests(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(absorbed, "PART_ROWS", rows)
+    monkeypatch.setattr(step_module, "PART_ROWS", rows)
     requests, num_heads, latent, rope = [(1, 11), (1, 0), (5, 9), (16, 0), (11, 5)], 16, 32, 16
     torch.manual_seed(0)
     cache = torch.randn(len(requests), 16, latent + rope)

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 
+from dcpmla.attention import step as step_module
 from dcpmla.comm.nccl import AllToAll
-from dcpmla.integrations import absorbed
 from dcpmla.integrations.vllm import impl
 from dcpmla.integrations.vllm.backend import DCPMLAMetadataBuilder
 from dcpmla.integrations.vllm.exchange import install
@@ -123,7 +123,7 @@ def rounded_errors(llm: LLM, model: Any, chunk: int) -> dict[str, float]:
 def main(directory: str, options: dict[str, Any]) -> None:
     threshold = options.pop("threshold", DCPMLAMetadataBuilder.reorder_batch_threshold)
     DCPMLAMetadataBuilder.reorder_batch_threshold = threshold
-    absorbed.PART_ROWS = 256  # 32 tokens of 8 heads, so that steps have several parts
+    step_module.PART_ROWS = 256  # 32 tokens of 8 heads, so that steps have several parts
     count_mixed_steps()
     count(impl, "dcp_mla_decode")
     count(impl, "dcp_mla_prefill")

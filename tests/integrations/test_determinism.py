@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dcpmla.attention import step as step_module
 from dcpmla.cli.determinism import ALONE, GRAPH_WAYS, WAYS, Answer, Way, draw_cases, serve
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.arguments import layout
@@ -87,7 +88,8 @@ def check(outcomes: Sequence[Outcome]) -> None:
 
 
 def with_graphs(loaded: Engine) -> None:
-    """Give an engine on a CPU the padded steps of graphs, of few tokens."""
+    """Give an engine on a CPU the padded steps of graphs, of few tokens, and parts of fewer than some steps have."""
+    step_module.PART_ROWS = 40 * 24 * 8  # 24 heads, and 8 classes of tiles
     model, cache, mesh = loaded.model, loaded.cache, loaded.mesh
     steps = model.attention.step_builder(cache.sizes, loaded.dcp, mesh.dcp_rank, model.device)
     limits = 8, loaded.max_model_len

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from dcpmla import DCPConfig, LatentCache, MLAAttention, Placement, init_mesh
-from dcpmla.attention import layer as layer_module
+from dcpmla.attention import step as step_module
 from dcpmla.attention.sparse import selector as selector_module
 from dcpmla.attention.sparse.build import SparseStepBuilder
 from dcpmla.attention.sparse.step import SparseMetadata, with_selection
@@ -130,7 +130,7 @@ def check_formats(backends: list[str], kv_cache_dtype: str, index_cache_dtype: s
     ]
     found = []
     selector_module.WORKSPACE_BYTES = 1 << 20  # tokens are processed in several turns
-    layer_module.PART_ROWS = 100 * hf_config.num_attention_heads
+    step_module.PART_ROWS = 100 * hf_config.num_attention_heads
     for num_decodes in (None, len(BATCH)):
         for dcp in [alone, *sharded]:
             mesh = init_mesh(tp, dcp.decode_context_parallel_size)

@@ -22,6 +22,7 @@ from dcpmla.parallel.linear import Linear, RowParallelLinear, shard
 from dcpmla.parallel.quantized import BlockFp8
 from tests.parallel.test_fp8_linear import blocks, exact, quantized
 from tests.support.ranks import run_ranks
+from tests.support.row_errors import largest_error
 from tests.support.rows_apart import assert_rows_apart, rows_differ
 from tests.support.shared_memory import run_interpreted
 
@@ -103,6 +104,15 @@ def test_layers_on_a_cpu() -> None:
     check_layers("cpu", torch.float32)
 
 
+def assert_rows_near(out: Tensor, expected: Tensor) -> None:
+    """Bound the error of each head's row by the row's norm.
+
+    The kernels round weights in fp8 to the rows' dtype. With bfloat16 and exact sums this alone costs 0.2 % of the norm
+    (0.3 % in the worst row); a scale that is off by 1 / 32 costs 2.4 % or more.
+    """
+    assert largest_error(out, expected) <= (2**-7 if out.dtype == torch.bfloat16 else 1e-5)
+
+
 def check_heads(device: str, dtype: torch.dtype) -> None:
     """Check W_UK and W_UV, as values and in fp8, whatever the number of heads that a rank holds."""
     in_fp8 = blocks(384, 256)
@@ -114,9 +124,10 @@ def check_heads(device: str, dtype: torch.dtype) -> None:
         absorbed = assert_rows_apart(lambda q, at: absorb_query(q, codes, at, True, None, scales, True), q, angles)  # noqa: B023
         values = assert_rows_apart(lambda out: project_values(out, codes, scales, True), out)  # noqa: B023
         expected = absorb_query(q.double(), codes.double() if scales is None else codes, angles, True, None, scales)
-        torch.testing.assert_close(absorbed.double(), expected, atol=0.1, rtol=2**-6)
+        for part in (slice(0, 256), slice(256, None)):
+            assert_rows_near(absorbed[..., part], expected[..., part])
         expected = project_values(out.double(), codes.double() if scales is None else codes, scales)
-        torch.testing.assert_close(values.double(), expected, atol=0.2, rtol=2**-6)
+        assert_rows_near(*(each.unflatten(1, (3, 128)) for each in (values, expected)))
         one = slice(1, 2)
         own = absorb_query(q[:, one], codes[one], angles, True, None, None if scales is None else scales[one], True)
         assert torch.equal(own, absorbed[:, one])

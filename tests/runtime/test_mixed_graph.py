@@ -1,6 +1,8 @@
 """Steps with pieces of prompts, padded as graphs take them, against the same steps without graphs."""
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,12 +12,15 @@ from hypothesis import strategies as st
 
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.pieces import piece_columns
-from dcpmla.attention.step import StepRequests
+from dcpmla.attention.routes import RouteCosts
+from dcpmla.attention.step import DecodeMetadata, StepRequests, part_tokens
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.mixed_graph import MixedGraph, token_sizes
-from dcpmla.runtime.mixed_inputs import MixedSize
+from dcpmla.runtime.mixed_inputs import MixedInputs, MixedLimits, MixedSize
 from dcpmla.runtime.sampling import SamplingParams
+from tests.support.dense_layer import CONFIG
 from tests.support.hash_model import BLOCK, EOS, MESH, HashDrafter, HashModel, alone_ignoring_eos, make_engine
+from tests.support.layouts import dcp_config
 
 
 class RandomCosts:
@@ -78,15 +83,56 @@ def test_both_kinds_of_graphs_are_used() -> None:
 
 @pytest.mark.parametrize("most", [1, 16, 63, 64, 100, 512, 2000, 8192, 30000])
 def test_sizes(most: int) -> None:
-    narrow, sizes = token_sizes(most, 1), token_sizes(most, 8)
+    narrow, sizes = token_sizes(most, 1, DCPConfig()), token_sizes(most, 8, DCPConfig())
     absorbed, others = sizes[True], sizes[False]
-    assert (narrow[True][-1], token_sizes(most, 0)[True]) == (min(most, 512), [])
+    assert (narrow[True][-1], token_sizes(most, 0, DCPConfig())[True]) == (min(most, 512), [])
     assert absorbed == sorted(set(absorbed))
     assert others == sorted(set(others))
     assert (absorbed[-1], others[-1]) == (min(most, 1024), min(most, 8192))
     assert len(absorbed) + len(others) <= 40
     for size, larger in zip(others, others[1:], strict=False):
         assert larger < 128 or larger - size <= larger / 2
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("heads", [16, 40, 64, 128])
+def test_steps_of_graphs_fit_into_one_part(heads: int, deterministic: bool) -> None:
+    """Each rank's largest steps are one part with all segments. A DCP group has `heads` heads."""
+    for size in (1, 2, 4, 8):
+        dcp = dcp_config(8, size, 64, block_size=64, deterministic=deterministic)
+        width = RouteCosts(replace(CONFIG, num_heads=heads * 8 // size), dcp).tokens_per_request
+        limit, largest = part_tokens(heads, dcp), token_sizes(8192, width, dcp)[True][-1]
+        assert largest == min(1024, limit) or (heads == 40 and largest < limit)
+        steps, lens = StepBuilder(dcp, size - 1), [3, 1, largest - 14, 10]
+        inputs = MixedInputs(MixedLimits(8192, largest, 4, 20, 2000, width), steps, 80, torch.device("cpu"))
+        tables = [list(range(20 * index, 20 * index + 20)) for index in range(4)]
+        requests = StepRequests(lens, [length + 50 for length in lens], tables)
+        absorbed, mixed = MixedSize(largest, True), MixedSize(8192, False)
+        inputs.fill_absorbed(absorbed, torch.zeros(largest, dtype=torch.int64), requests)
+        expected = steps.build(requests, width, num_decodes=4).decode
+        assert expected is not None
+        assert segments(inputs.step(absorbed).decode, limit) == segments(expected, limit)
+        for graph_size, num_tokens in ((absorbed, largest), (mixed, min(256, largest))):
+            decode = inputs.step(graph_size).decode
+            assert decode is not None
+            ((tokens, part),) = decode.parts(limit)
+            assert (tokens, len(part.local_seq_lens)) == (slice(0, num_tokens), num_tokens)
+
+
+def segments(decode: DecodeMetadata | None, limit: int) -> list[tuple[int, int, list[int]]]:
+    """Return the first token, the first block and the lengths of each segment that has tokens, part after part."""
+    assert decode is not None
+    columns = []
+    for tokens, part in decode.parts(limit):
+        starts: Sequence[int] = range(0, tokens.stop - tokens.start + 1, part.max_query_len)
+        if part.query_start_loc is not None:
+            starts = part.query_start_loc.tolist()
+        table = part.block_table if part.request_index is None else part.block_table[part.request_index]
+        for (first, end), blocks in zip(itertools.pairwise(starts), table, strict=False):
+            if end > first:
+                lens = part.local_seq_lens[first:end].tolist()
+                columns.append((tokens.start + first, int(blocks[0]), lens))
+    return columns
 
 
 def new_graph(max_num_tokens: int, max_num_seqs: int = 4) -> MixedGraph:

@@ -16,7 +16,7 @@ from dcpmla.attention.prefill import read_cache_rows
 from dcpmla.attention.step import DecodeMetadata, StepMetadata, StepRequests
 from dcpmla.cache.formats import row_width, storage_dtype, write_latents
 from dcpmla.cache.latent import num_blocks
-from dcpmla.merge import merge_tree
+from dcpmla.comm.nccl import merge_rows
 from dcpmla.ownership import NUM_CLASSES
 from tests.support.layouts import dcp_config
 
@@ -26,7 +26,11 @@ Run = Callable[[DecodeCall], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a layer, its dtype and its device."""
+    """Sizes of a layer, its dtype and its device.
+
+    Attributes:
+        input_dtype: Dtype that inputs are rounded to before they have `dtype`; None for `dtype`.
+    """
 
     num_heads: int = 3
     latent: int = 32
@@ -36,12 +40,14 @@ class Sizes:
     dtype: torch.dtype = torch.float32
     cache_format: str = "auto"
     device: str = "cpu"
+    input_dtype: torch.dtype | None = None
 
     def rows(self, seed: int, num_rows: int, *shape: int) -> Tensor:
         """Draw rows of a seed; fewer rows are the first of more."""
         generator = torch.Generator().manual_seed(seed)
         rows = [torch.randn(64, *shape, generator=generator) for _ in range(-(-num_rows // 64))]
-        return torch.cat(rows)[:num_rows].to(self.device, self.dtype)
+        drawn = torch.cat(rows)[:num_rows].to(self.device, self.input_dtype or self.dtype)
+        return drawn.to(self.dtype)
 
     @property
     def scale(self) -> float:
@@ -106,16 +112,22 @@ def decode(
     batch: Batch,
     max_query_len: int = 1,
     run: Run = lambda call: run_call(call, None),
-    merge: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = merge_tree,
+    merge: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = merge_rows,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return out and lse of each request's new tokens, which attend with absorbed queries on simulated ranks."""
+    """Return out and lse of each request's new tokens, which attend with absorbed queries on simulated ranks.
+
+    Args:
+        merge: Merge of several ranks' rows. The exchange `a2a` has the default: on a GPU a kernel, which rounds as the
+            merge within a rank does. torch's exponential rounds differently.
+    """
     q = queries(sizes, batch, sizes.latent + sizes.rope)
     parts = []
     for cache, step in share_caches(sizes, layout(size, sizes), batch, len(batch), max_query_len):
         assert step.decode is not None
         parts.append(run(decode_call(sizes, size, q, cache, step.decode)))
-    out, lse = map(torch.stack, zip(*parts, strict=True))
-    out, lse = merge(out, lse)
+    out, lse = parts[0]
+    if size > 1:
+        out, lse = merge(*map(torch.stack, zip(*parts, strict=True)))
     new = [num for _, _, num in batch]
     return list(zip(out.split(new), lse.split(new), strict=True))
 
@@ -138,8 +150,12 @@ class AllRanks:
 
 
 def prefill(sizes: Sizes, size: int, batch: Batch, workspace: int = 1 << 16) -> list[Tensor]:
-    """Return the output of each request's new tokens, which attend by MHA over simulated ranks."""
-    w_kv_b = sizes.rows(5, sizes.num_heads * (sizes.nope + sizes.value), sizes.latent).float()
+    """Return the output of each request's new tokens, which attend by MHA over simulated ranks.
+
+    Keys and values have a standard deviation of 1. With larger keys the softmax would choose a single key, and rounding
+    would decide between keys.
+    """
+    w_kv_b = sizes.rows(5, sizes.num_heads * (sizes.nope + sizes.value), sizes.latent).float() * sizes.latent**-0.5
 
     def project(kv_c: Tensor) -> Tensor:
         """Project row by row, so that rows do not depend on each other."""
@@ -160,6 +176,11 @@ def prefill(sizes: Sizes, size: int, batch: Batch, workspace: int = 1 << 16) -> 
 def alone(batch: Batch) -> list[Batch]:
     """Return each new token of a batch as a batch of its own."""
     return [[(seed, length - new + 1 + index, 1)] for seed, length, new in batch for index in range(new)]
+
+
+def in_float32(sizes: Sizes) -> Sizes:
+    """Return sizes with which a CPU computes in float32 from the same inputs."""
+    return replace(sizes, device="cpu", dtype=torch.float32, input_dtype=sizes.dtype)
 
 
 def in_float64(sizes: Sizes) -> Sizes:

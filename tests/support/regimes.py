@@ -35,6 +35,7 @@ from tests.support.conditioned import WEIGHTS
 from tests.support.costs import DrawnCosts
 from tests.support.engines import new_engine
 from tests.support.recording import capture
+from tests.support.row_errors import largest_error
 
 DENSE_FAMILIES = ("deepseek_v2_no_q_lora", "deepseek_v3")
 FAMILIES = (*DENSE_FAMILIES, "deepseek_v32")  # tiny widths leave the last one no gap
@@ -199,11 +200,6 @@ def reference_logits(
 
     indices = range(len(prompts))
     return [logits(index, 0) for index in indices], [logits(index, len(prompts[index]) // 8) for index in indices]
-
-
-def largest_error(logits: Tensor, expected: Tensor) -> float:
-    """Return the largest error of a row: the norm of the difference / the norm of the expected row."""
-    return float(((logits.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
 
 def graphs_on_cpu(loaded: Engine, sizes: Sizes) -> tuple[DecodeGraph, MixedGraph]:

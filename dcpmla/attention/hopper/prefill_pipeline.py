@@ -101,7 +101,7 @@ def find_work(query_start_loc_ptr, key_start_loc_ptr, num_reqs, num_heads, IS_CA
 
 @gluon.jit
 def produce(descs, strides, buffers, barriers, work, IS_FORWARD: gl.constexpr):
-    """Copy the queries, then the tiles of keys and values in the order of their use: the last ones first, or the first."""
+    """Copy the queries, then tiles of keys and values in the order of their use: the last ones first, or the first."""
     q_nope_desc, q_pe_desc, k_nope_desc, k_pe_desc, v_desc = descs
     q_stride_head, k_stride_head, v_stride_head = strides
     if work.num_tiles > 0:
