@@ -94,15 +94,16 @@ def compute_experts(
         gate_up_scales, down_scales = gate_up_scales.contiguous(), down_scales.contiguous()
     num_own, width, hidden = len(down), gate_up.shape[1] // 2, down.shape[1]
     weights = gate_up, down, gate_up_scales, down_scales
-    if not is_deterministic and num_routes > _MANY_ROWS * num_experts and product.takes(x, *weights):
+    fuses = not is_deterministic  # a compiler may fuse in one kernel's code and not in another's
+    if num_routes > _MANY_ROWS * num_experts and product.takes(x, *weights):
         blocks = assign_blocks(ids, num_own, BLOCK_ROWS)
         rows: Tensor | QuantizedRows = x
         if gate_up.dtype == FP8:
             rows = quantize_rows(x) if quantized is None else quantized
         elif gate_up.dtype == torch.uint8:
             rows = product.interleave(x)
-        h = product.multiply(rows, gate_up, gate_up_scales, blocks, x.dtype, expert_weights, glu)
-        out = product.multiply(h, down, down_scales, blocks, x.dtype)
+        h = product.multiply(rows, gate_up, gate_up_scales, blocks, x.dtype, fuses, expert_weights, glu)
+        out = product.multiply(h, down, down_scales, blocks, x.dtype, fuses)
         assert isinstance(out, Tensor)
         return sum_routes(out, ids, num_own)
     kind = gate_up.dtype if gate_up.dtype in _FEW else torch.bfloat16
@@ -120,7 +121,6 @@ def compute_experts(
     h = x.new_empty(num_routes, width)
     codes = gate_up.unflatten(1, (2, width))
     source = _by_halves(x) if kind == torch.uint8 else x if quantized is None else quantized
-    fuses = not is_deterministic  # a compiler may fuse in one tile's code and not in another's
     _multiply(source, codes, gate_up_scales, h, tiling.gate_up, experts, routes, top_k, fuses, expert_weights, glu)
     rows = x.new_empty(num_tokens if is_few else num_routes, hidden)
     _multiply(h, down.unsqueeze(1), down_scales, rows, tiling.down, experts, routes, top_k, fuses)
