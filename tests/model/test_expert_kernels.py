@@ -182,7 +182,7 @@ def test_products_in_a_fixed_order_round_alike(weights: str, gated: bool) -> Non
         assert steps == {"k32.f32.e4m3.e4m3" if weights == "fp8e4nv" else "k16.f32.bf16.bf16"}
         counts = Counter(re.findall(r"\t(fma|add|sub|div|ex2|mul)\.[a-z.]*f32", ptx))
         if not gated:
-            assert counts.pop("mul") < numbers  # scales are multiplied, too
+            assert counts.pop("mul") < numbers  # a product has one for each scale
         shares.append({name: count / numbers for name, count in counts.items()})
     assert all(share == shares[0] for share in shares)
     assert shares[0].get("fma") == (None if gated else 1)
