@@ -67,14 +67,15 @@ def fixed_linear_kernel(
     if x_scales_ptr is not None:
         x_scales_ptr += token * x_scales_stride_token
         weight_scales_ptr += first_row // _BLOCK * weight_scales_stride
-    first_step, last_step = 0, tl.cdiv(num_columns, DEPTH)
+    first_step, num_steps = 0, tl.cdiv(num_columns, DEPTH)
     if IS_PARTIAL:
         first_step = tl.program_id(1) * (SEGMENT // DEPTH)
-        last_step = tl.minimum(first_step + SEGMENT // DEPTH, last_step)
+        num_steps = tl.minimum(num_steps - first_step, SEGMENT // DEPTH)
         out_ptr += tl.program_id(1).to(tl.int64) * num_tokens * num_rows
+    num_steps = tl.maximum(num_steps, 1)  # if a loop may have no steps, ptxas makes each wgmma wait for the one before
     acc = tl.zeros([TOKENS, ROWS], tl.float32)
     total = acc
-    for step in tl.range(first_step, last_step, num_stages=STAGES):
+    for step in tl.range(first_step, first_step + num_steps, num_stages=STAGES):
         x = x_desc.load([first_token, step * DEPTH])
         weight = weight_desc.load([first_row, step * DEPTH])
         if x_scales_ptr is not None:
@@ -137,7 +138,7 @@ def choose_tile(num_tokens: int, num_rows: int, num_columns: int, dtype: torch.d
     tokens = 64 if num_tokens <= 64 or dtype == torch.float32 else 128
     shapes = [(tokens, rows) for rows in ((32,) if dtype == torch.float32 else (128, 64, 32, 16))]
     if num_tokens > 128 and num_segments == 1 and dtype.itemsize == 2:
-        shapes.append((256, 128))  # 128 x 256 is as large, but ptxas then makes each wgmma wait for the one before it
+        shapes.append((128, 256))
 
     def count_programs(tokens: int, rows: int, is_partial: bool) -> int:
         tiles = triton.cdiv(num_tokens, tokens) * triton.cdiv(num_rows, rows)
