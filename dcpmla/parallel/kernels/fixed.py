@@ -81,21 +81,13 @@ def fixed_linear_kernel(
         if x_scales_ptr is not None:
             scale = tl.load(x_scales_ptr + step * x_scales_stride_block, mask=is_token, other=0.0)
             scale *= tl.load(weight_scales_ptr + step)
-            product = tl.dot(x, weight.T) * scale[:, None]
-            if HAS_TOTAL:
-                if step % (SEGMENT // DEPTH) == 0:
-                    total += acc
-                    acc = product
-                else:
-                    acc += product
-            else:
-                acc += product
+            acc = tl.fma(tl.dot(x, weight.T), tl.broadcast_to(scale[:, None], [TOKENS, ROWS]), acc)
         else:
             acc = tl.dot(x, weight.T, acc, input_precision="ieee")
-            if HAS_TOTAL:
-                if (step + 1) % (SEGMENT // DEPTH) == 0:
-                    total += acc
-                    acc = tl.zeros([TOKENS, ROWS], tl.float32)
+        if HAS_TOTAL:
+            if (step + 1) % (SEGMENT // DEPTH) == 0:
+                total += acc
+                acc = tl.zeros([TOKENS, ROWS], tl.float32)
     if HAS_TOTAL:
         acc = total + acc
     at = token.to(tl.int64)[:, None] * num_rows + row[None, :]
