@@ -184,7 +184,7 @@ def check_kernel(device: str, dtype: torch.dtype, num_tokens: int, num_rows: int
 
 
 def check_forms(device: str, dtype: torch.dtype, num_tokens: int, num_rows: int, width: int) -> None:
-    """Check that programs of a segment and programs of all segments sum in the same order: that of sums of segments."""
+    """Check that programs of a segment and programs of all segments both add the sums of single segments in order."""
     from dcpmla.parallel.kernels import fixed
 
     x, weight = drawn(num_tokens, width, device=device), blocks(num_rows, width, device=device)
@@ -262,7 +262,7 @@ def test_all_tiles_give_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.Mo
     sizes = [(tokens, rows) for tokens in (1, 65, 400, 9000) for rows in (16, 512, 2112, 4096, 7168, 16384, 130_000)]
     for num_tokens, num_rows, width in ((300, 2112, 7168), (70, 300, 640)):
         tiles = {fixed.choose_tile(*size, width, dtype) for size in sizes}
-        assert len({tile[:2] for tile in tiles}) >= (1 if dtype == torch.float32 else 7)
+        assert len({tile[:2] for tile in tiles}) >= (1 if dtype == torch.float32 else 6)
         assert {tile.is_partial for tile in tiles} == {False, width > 640}
         x, weight = drawn(num_tokens, width, device="cuda"), blocks(num_rows, width, device="cuda")
         if dtype != FP8:
@@ -297,7 +297,9 @@ def test_rows_on_a_gpu(dtype: torch.dtype) -> None:
     ("num_tokens", "num_rows", "width", "is_partial"),
     [(1, 2112, 7168, True), (128, 2112, 7168, True), (4096, 2112, 7168, False), (4096, 7168, 2048, False)],
 )
-def test_the_kernel_compiles_for_hopper(dtype: str, num_tokens: int, num_rows: int, width: int, is_partial: bool) -> None:
+def test_the_kernel_compiles_for_hopper(
+    dtype: str, num_tokens: int, num_rows: int, width: int, is_partial: bool
+) -> None:
     """Few and many rows by the same kind of instruction, which follow each other, and no register in memory."""
     pytest.importorskip("triton")
     from triton.compiler import ASTSource

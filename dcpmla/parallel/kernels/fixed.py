@@ -3,9 +3,9 @@
 The depth has segments, whose width `segment_width` derives from the depth alone. A segment's sum goes from its first
 column to its last by one kind of instruction: a tile has 64 tokens or more, so that Hopper multiplies few rows by
 wgmma, too. The result is the sum of the segments' sums from the first to the last. Of many tokens a program computes
-all segments; of few each segment has programs of its own, and a second kernel adds what they store. The second kernel
-needs no counters of arrivals, which products at the same time on other streams would have to share or to clear. Tiles
-of any sizes change no bits: they decide which program computes an element, not how.
+all segments; of few each segment has programs of its own, and a second kernel adds the segments' sums. The second kernel needs no
+counters of arrivals, which products at the same time on other streams would have to share or to clear. Tiles of any
+sizes change no bits: they decide which program computes an element, but not its order of sums.
 """
 
 import math
@@ -22,12 +22,13 @@ from dcpmla.parallel.quantized import BLOCK
 
 _BLOCK = tl.constexpr(BLOCK)
 _GROUP = tl.constexpr(8)  # tiles of tokens whose programs are neighbours, and share the weight's rows in the L2
-_MAX_SEGMENT = 2048  # columns; shorter ones start more programs, and wider ones have fewer sums to store and add
-_MULTIPROCESSORS = 132  # of an H100 and an H200
+_MAX_SEGMENT = 2048  # columns: narrower segments start more programs, wider ones store and add fewer sums
+_MULTIPROCESSORS = 132  # H100s and H200s have as many
 _SHARED_BYTES = 221_184  # shared memory of a multiprocessor that the pipelines of its programs may take
-_LOADED, _STORED = 1e5, 3e6  # bytes per us that a multiprocessor loads, and that all store and load of segments' sums
-_START, _LAUNCH = 2.0, 3.0  # us until a program's first product and after its last, and of the second kernel
-_BLOCK_TIME = 0.2  # us that a program takes for 128 columns besides its loads
+# An estimate of times takes these bytes per us (a multiprocessor's loads; stores and loads of segments' sums by the
+# whole device) and these us (a program's start and end; the second kernel; 128 columns, besides their loads).
+_LOADED, _STORED = 1e5, 3e6
+_START, _LAUNCH, _BLOCK_TIME = 2.0, 3.0, 0.2
 
 
 @triton.jit(do_not_specialize=["num_tokens", "x_scales_stride_block"])
@@ -84,10 +85,9 @@ def fixed_linear_kernel(
             acc = tl.fma(tl.dot(x, weight.T), tl.broadcast_to(scale[:, None], [TOKENS, ROWS]), acc)
         else:
             acc = tl.dot(x, weight.T, acc, input_precision="ieee")
-        if HAS_TOTAL:
-            if (step + 1) % (SEGMENT // DEPTH) == 0:
-                total += acc
-                acc = tl.zeros([TOKENS, ROWS], tl.float32)
+        if HAS_TOTAL and (step + 1) % (SEGMENT // DEPTH) == 0:
+            total += acc
+            acc = tl.zeros([TOKENS, ROWS], tl.float32)
     if HAS_TOTAL:
         acc = total + acc
     at = token.to(tl.int64)[:, None] * num_rows + row[None, :]
@@ -100,7 +100,7 @@ def sum_segments_kernel(sums_ptr, out_ptr, num_elements, SEGMENTS: tl.constexpr,
     at = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     is_element = at < num_elements
     total = tl.zeros([BLOCK_SIZE], tl.float32)
-    for segment in tl.static_range(SEGMENTS):
+    for _ in tl.static_range(SEGMENTS):
         total += tl.load(sums_ptr + at, mask=is_element, other=0.0)
         sums_ptr += num_elements
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=is_element)
@@ -151,7 +151,7 @@ def choose_tile(num_tokens: int, num_rows: int, num_columns: int, dtype: torch.d
     chosen = min(((*shape, is_partial) for is_partial in forms for shape in shapes), key=estimate)
     tokens, rows, is_partial = chosen
     num_warps = 4 if tokens == 64 else 8
-    # Programs of a multiprocessor at the same time: as many as there are, and as its 65,536 registers can hold.
+    # A multiprocessor runs as many programs at the same time as its 65,536 registers can hold.
     num_accumulators = 1 + is_fp8 + (num_segments > 1 and not is_partial)
     registers = num_accumulators * tokens * rows + 28 * 32 * num_warps
     neighbours = max(1, min(triton.cdiv(count_programs(*chosen), _MULTIPROCESSORS), 65_536 // registers, 3))
