@@ -3,9 +3,9 @@
 The depth has segments, whose width `segment_width` derives from the depth alone. A segment's sum goes from its first
 column to its last by one kind of instruction: a tile has 64 tokens or more, so that Hopper multiplies few rows by
 wgmma, too. The result is the sum of the segments' sums from the first to the last. Of many tokens a program computes
-all segments; of few each segment has programs of its own, and a second kernel adds the segments' sums. The second kernel needs no
-counters of arrivals, which products at the same time on other streams would have to share or to clear. Tiles of any
-sizes change no bits: they decide which program computes an element, but not its order of sums.
+all segments; of few each segment has programs of its own, and a second kernel adds the segments' sums. The second
+kernel needs no counters of arrivals, which products at the same time on other streams would have to share or to clear.
+Tiles of any sizes change no bits: they decide which program computes an element, but not its order of sums.
 """
 
 import math
