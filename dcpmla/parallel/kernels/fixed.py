@@ -141,7 +141,7 @@ def choose_tile(num_tokens: int, num_rows: int, num_columns: int, dtype: torch.d
         waves = count_programs(*candidate) / _MULTIPROCESSORS
         # Programs of few tokens wait for memory, and share a multiprocessor; others take turns.
         waves = max(waves, 1.0) if num_tokens <= 128 else math.ceil(waves)
-        loads = ((tokens + rows) * dtype.itemsize / _LOADED + _BLOCK_TIME / BLOCK) * num_columns
+        loads = ((min(tokens, num_tokens) + rows) * dtype.itemsize / _LOADED + _BLOCK_TIME / BLOCK) * num_columns
         if not is_partial:
             return waves * (loads + _START)
         stores = 8 * num_tokens * num_rows * num_segments / _STORED
