@@ -194,6 +194,41 @@ def check_kernel(device: str, dtype: torch.dtype, num_tokens: int, num_rows: int
     assert (out.double() - expected).norm() <= 2**-8 * expected.norm()
 
 
+def check_forms(device: str, dtype: torch.dtype, num_tokens: int, num_rows: int, width: int) -> None:
+    """Check that programs of a segment and programs of all segments both add the sums of single segments in order."""
+    from dcpmla.parallel.kernels import fixed
+
+    x, weight = drawn(num_tokens, width, device=device), blocks(num_rows, width, device=device)
+    form = quantized(x) if dtype == FP8 else (x.to(dtype), None)
+    factors = weight if dtype == FP8 else (drawn(num_rows, width, device=device, seed=1).to(dtype), None)
+    tile = fixed.choose_tile(num_tokens, num_rows, width, dtype)
+
+    def multiply(columns: slice, is_partial: bool) -> Tensor:
+        out = torch.empty(num_tokens, num_rows, device=device)
+        of_blocks = slice(columns.start // 128, columns.stop // 128)
+        scales = [None if scales is None else scales[:, of_blocks] for scales in (form[1], factors[1])]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fixed, "choose_tile", lambda *_: tile._replace(is_partial=is_partial))
+            fixed.multiply(form[0][:, columns], scales[0], factors[0][:, columns].contiguous(), scales[1], out)
+        return out
+
+    segment = fixed.segment_width(width)
+    expected = torch.zeros(num_tokens, num_rows, device=device)
+    for first in range(0, width, segment):
+        expected += multiply(slice(first, min(first + segment, width)), False)
+    for is_partial in (False, True):
+        assert torch.equal(multiply(slice(0, width), is_partial), expected), f"is_partial={is_partial}"
+
+
+def test_segments() -> None:
+    """Parts of whole blocks and of at most 2,048 columns, by the depth alone."""
+    pytest.importorskip("triton")
+    from dcpmla.parallel.kernels.fixed import segment_width
+
+    widths = {62: 128, 512: 512, 1536: 1536, 2048: 2048, 2049: 1152, 4352: 1536, 7168: 1792, 10944: 1920, 16384: 2048}
+    assert {width: segment_width(width) for width in widths} == widths
+
+
 def check_in_the_interpreter() -> None:
     from tests.support.interpreter import convert_as_torch
 
@@ -205,8 +240,13 @@ def check_in_the_interpreter() -> None:
         (torch.float32, 5, 40, 62),  # rows of no multiple of 16 bytes
         (FP8, 5, 72, 256),
         (FP8, 131, 136, 128),
+        (torch.float16, 3, 24, 4352),  # three segments
+        (torch.float32, 2, 24, 4352),
+        (FP8, 5, 72, 4352),
     ):
         check_kernel("cpu", dtype, *sizes)
+    for dtype in (torch.float16, torch.float32, FP8):
+        check_forms("cpu", dtype, 70, 40, 4352)
 
 
 def test_kernel_in_the_interpreter() -> None:
@@ -219,18 +259,22 @@ def test_kernel_in_the_interpreter() -> None:
 def test_kernel(dtype: torch.dtype) -> None:
     for num_tokens, num_rows, width in ((1, 2112, 7168), (64, 576, 512), (65, 200, 128), (3000, 4096, 1536)):
         check_kernel("cuda", dtype, num_tokens, num_rows, width)
+    for num_tokens in (1, 7, 64, 65, 300, 2000):
+        check_kernel("cuda", dtype, num_tokens, 200, 4352)
+        check_forms("cuda", dtype, num_tokens, 200, 4352)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, FP8], ids=str)
 def test_all_tiles_give_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare all tiles that any sizes choose, over few and many rows."""
+    """Compare all tiles that any sizes choose, over few and many rows; depths of one segment and of several."""
     from dcpmla.parallel.kernels import fixed
 
     sizes = [(tokens, rows) for tokens in (1, 65, 400, 9000) for rows in (16, 512, 2112, 4096, 7168, 16384, 130_000)]
-    tiles = {fixed.choose_tile(*size, dtype) for size in sizes}
-    assert len(tiles) >= (1 if dtype == torch.float32 else 8)
     for num_tokens, num_rows, width in ((300, 2112, 7168), (70, 300, 640)):
+        tiles = {fixed.choose_tile(*size, width, dtype) for size in sizes}
+        assert len({tile[:2] for tile in tiles}) >= (1 if dtype == torch.float32 else 6)
+        assert {tile.is_partial for tile in tiles} == {False, width > 640}
         x, weight = drawn(num_tokens, width, device="cuda"), blocks(num_rows, width, device="cuda")
         if dtype != FP8:
             plain = drawn(num_rows, width, dtype=dtype, device="cuda", seed=1)
@@ -259,27 +303,41 @@ def test_rows_on_a_gpu(dtype: torch.dtype) -> None:
     check_heads("cuda", dtype)
 
 
-@pytest.mark.parametrize(("dtype", "num_tokens"), [("bf16", 1), ("bf16", 4096), ("fp8e4nv", 1), ("fp8e4nv", 4096)])
-def test_the_kernel_compiles_for_hopper(dtype: str, num_tokens: int) -> None:
-    """Few and many rows by the same kind of instruction, and no register in memory."""
+@pytest.mark.parametrize("dtype", ["bf16", "fp8e4nv"])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_rows", "width", "is_partial"),
+    [(1, 2112, 7168, True), (128, 2112, 7168, True), (4096, 2112, 7168, False), (4096, 7168, 2048, False)],
+)
+def test_the_kernel_compiles_for_hopper(
+    dtype: str, num_tokens: int, num_rows: int, width: int, is_partial: bool
+) -> None:
+    """Few and many rows by the same kind of instruction, which follow each other, and no register in memory."""
     pytest.importorskip("triton")
     from triton.compiler import ASTSource
 
-    from dcpmla.parallel.kernels.fixed import choose_tile, fixed_linear_kernel
-    from tests.attention.test_decode_compile import compile_for_hopper
+    from dcpmla.parallel.kernels.fixed import choose_tile, fixed_linear_kernel, segment_width
+    from tests.attention.test_decode_compile import build_for_hopper
 
-    tile = choose_tile(num_tokens, 2112, FP8 if dtype == "fp8e4nv" else torch.bfloat16)
-    types = {"out_ptr": "*bf16", "x_scales_ptr": "*fp32", "weight_scales_ptr": "*fp32"}
+    tile = choose_tile(num_tokens, num_rows, width, FP8 if dtype == "fp8e4nv" else torch.bfloat16)
+    assert tile.is_partial == is_partial
+    types = {"out_ptr": "*fp32" if is_partial else "*bf16", "x_scales_ptr": "*fp32", "weight_scales_ptr": "*fp32"}
     types |= {
         name: f"tensordesc<{dtype}[{rows}, {tile.depth}]>"
         for name, rows in (("x_desc", tile.tokens), ("weight_desc", tile.rows))
     }
-    constants = {"STAGES": tile.num_stages}
+    segment = segment_width(width)
+    constants = {"STAGES": tile.num_stages, "IS_PARTIAL": is_partial, "SEGMENT": segment if segment < width else None}
     if dtype == "bf16":
         constants |= {"x_scales_ptr": None, "weight_scales_ptr": None}
-    ptx, said = compile_for_hopper(fixed_linear_kernel, ASTSource, types, constants, num_warps=tile.num_warps)
+    options = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
+    compiled, said = build_for_hopper(
+        fixed_linear_kernel, ASTSource, types, constants, ("num_rows", "num_columns"), **options
+    )
+    ptx = compiled.asm["ptx"]
     assert re.search(rf"wgmma.mma_async.sync.aligned.m64n{tile.rows}k{16 if dtype == 'bf16' else 32}", ptx)
     assert "cp.async.bulk.tensor" in ptx
+    assert compiled.metadata.shared > (tile.num_stages - 1) * (tile.tokens + tile.rows) * tile.depth
+    assert "wgmma.mma_async instructions are serialized" not in said
     assert "0 bytes spill stores" in said
 
 

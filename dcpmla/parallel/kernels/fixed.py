@@ -1,10 +1,14 @@
-"""Triton kernel of products in a fixed order, with its launcher; `parallel/fixed.py` specifies it.
+"""Triton kernels of products in a fixed order, with their launcher; `parallel/fixed.py` specifies them.
 
-An element of the result is one sum over the depth, from the first column to the last, by one kind of instruction: a
-tile has 64 tokens or more, so that Hopper multiplies few rows by wgmma, too. Tiles of any other sizes change no bits:
-they decide which program computes an element, not how.
+The depth has segments, whose width `segment_width` derives from the depth alone. A segment's sum goes from its first
+column to its last by one kind of instruction: a tile has 64 tokens or more, so that Hopper multiplies few rows by
+wgmma, too. The result is the sum of the segments' sums from the first to the last. Of many tokens a program computes
+all segments; of few each segment has programs of its own, and a second kernel adds the segments' sums. The second
+kernel needs no counters of arrivals, which products at the same time on other streams would have to share or to clear.
+Tiles of any sizes change no bits: they decide which program computes an element, but not its order of sums.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -18,8 +22,13 @@ from dcpmla.parallel.quantized import BLOCK
 
 _BLOCK = tl.constexpr(BLOCK)
 _GROUP = tl.constexpr(8)  # tiles of tokens whose programs are neighbours, and share the weight's rows in the L2
-_ENOUGH_PROGRAMS = 112  # about one for each multiprocessor of an H100
-_SHARED_BYTES = 196_608  # shared memory that a program's pipeline may take
+_MAX_SEGMENT = 2048  # columns: narrower segments start more programs, wider ones store and add fewer sums
+_MULTIPROCESSORS = 132  # H100s and H200s have as many
+_SHARED_BYTES = 221_184  # shared memory of a multiprocessor that the pipelines of its programs may take
+# An estimate of times takes these bytes per us (a multiprocessor's loads; stores and loads of segments' sums by the
+# whole device) and these us (a program's start and end; the second kernel; 128 columns, besides their loads).
+_LOADED, _STORED = 1e5, 3e6
+_START, _LAUNCH, _BLOCK_TIME = 2.0, 3.0, 0.2
 
 
 @triton.jit(do_not_specialize=["num_tokens", "x_scales_stride_block"])
@@ -35,12 +44,19 @@ def fixed_linear_kernel(
     x_scales_stride_token,
     x_scales_stride_block,
     weight_scales_stride,
+    SEGMENT: tl.constexpr,
+    IS_PARTIAL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Multiply a tile of tokens by a tile of the weight's rows; in e4m3 sums of 128 columns are scaled in float32."""
+    """Multiply a tile of tokens by a tile of the weight's rows; in e4m3 sums of 128 columns are scaled in float32.
+
+    A program sums one segment of SEGMENT columns into out [segments, num_tokens, num_rows] if IS_PARTIAL, and
+    otherwise all columns into out [num_tokens, num_rows], segment by segment. SEGMENT is None if there is one only.
+    """
     TOKENS: tl.constexpr = x_desc.block_shape[0]
     ROWS: tl.constexpr = weight_desc.block_shape[0]
     DEPTH: tl.constexpr = x_desc.block_shape[1]
+    HAS_TOTAL: tl.constexpr = SEGMENT is not None and not IS_PARTIAL
     num_token_tiles, num_row_tiles = tl.cdiv(num_tokens, TOKENS), tl.cdiv(num_rows, ROWS)
     group = tl.program_id(0) // (_GROUP * num_row_tiles)
     in_group = tl.program_id(0) % (_GROUP * num_row_tiles)
@@ -52,42 +68,97 @@ def fixed_linear_kernel(
     if x_scales_ptr is not None:
         x_scales_ptr += token * x_scales_stride_token
         weight_scales_ptr += first_row // _BLOCK * weight_scales_stride
+    first_step, num_steps = 0, tl.cdiv(num_columns, DEPTH)
+    if IS_PARTIAL:
+        first_step = tl.program_id(1) * (SEGMENT // DEPTH)
+        num_steps = tl.minimum(num_steps - first_step, SEGMENT // DEPTH)
+        out_ptr += tl.program_id(1).to(tl.int64) * num_tokens * num_rows
+    num_steps = tl.maximum(num_steps, 1)  # if a loop may have no steps, ptxas makes each wgmma wait for the one before
     acc = tl.zeros([TOKENS, ROWS], tl.float32)
-    for step in tl.range(tl.cdiv(num_columns, DEPTH), num_stages=STAGES):
+    total = acc
+    for step in tl.range(first_step, first_step + num_steps, num_stages=STAGES):
         x = x_desc.load([first_token, step * DEPTH])
         weight = weight_desc.load([first_row, step * DEPTH])
         if x_scales_ptr is not None:
             scale = tl.load(x_scales_ptr + step * x_scales_stride_block, mask=is_token, other=0.0)
             scale *= tl.load(weight_scales_ptr + step)
-            acc += tl.dot(x, weight.T) * scale[:, None]
+            acc = tl.fma(tl.dot(x, weight.T), tl.broadcast_to(scale[:, None], [TOKENS, ROWS]), acc)
         else:
             acc = tl.dot(x, weight.T, acc, input_precision="ieee")
+        if HAS_TOTAL and (step + 1) % (SEGMENT // DEPTH) == 0:
+            total += acc
+            acc = tl.zeros([TOKENS, ROWS], tl.float32)
+    if HAS_TOTAL:
+        acc = total + acc
     at = token.to(tl.int64)[:, None] * num_rows + row[None, :]
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=is_token[:, None] & (row < num_rows)[None, :])
 
 
+@triton.jit
+def sum_segments_kernel(sums_ptr, out_ptr, num_elements, SEGMENTS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Add sums [SEGMENTS, num_elements] in float32, from the first to the last, into out [num_elements]."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    is_element = at < num_elements
+    total = tl.zeros([BLOCK_SIZE], tl.float32)
+    for _ in tl.static_range(SEGMENTS):
+        total += tl.load(sums_ptr + at, mask=is_element, other=0.0)
+        sums_ptr += num_elements
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=is_element)
+
+
 class Tile(NamedTuple):
-    """A program's tile: tokens, rows of the weight and columns at a time; warps, and stages of the pipeline."""
+    """A program's tile: tokens, rows of the weight and columns at a time; warps, and stages of the pipeline; whether
+    the program sums one segment only.
+    """
 
     tokens: int
     rows: int
     depth: int
     num_warps: int
     num_stages: int
+    is_partial: bool
 
 
-def choose_tile(num_tokens: int, num_rows: int, dtype: torch.dtype) -> Tile:
-    """Return the tile for a product [num_tokens, K] x [num_rows, K]: as large as leaves enough programs."""
-    if dtype == torch.float32:
-        return Tile(64, 32, 32, 4, 3)
-    is_fp8, tokens = dtype == torch.float8_e4m3fn, 64 if num_tokens <= 64 else 128
-    widest = 128 if is_fp8 or tokens == 64 else 256
-    num_tiles = triton.cdiv(num_tokens, tokens)
-    sizes = (widest >> shift for shift in range(5) if widest >> shift >= 16)
-    rows = next((size for size in sizes if num_tiles * triton.cdiv(num_rows, size) >= _ENOUGH_PROGRAMS), 16)
-    depth = 128 if is_fp8 or rows < 128 else 64
-    num_stages = _SHARED_BYTES // ((tokens + rows) * depth * dtype.itemsize)
-    return Tile(tokens, rows, depth, tokens // 16, min(num_stages, 16 if is_fp8 else 8))
+def segment_width(num_columns: int) -> int:
+    """Return the columns of a segment: the depth in the fewest equal parts of 2,048 or less, in whole blocks of 128."""
+    return triton.cdiv(num_columns, triton.cdiv(num_columns, _MAX_SEGMENT) * BLOCK) * BLOCK
+
+
+def choose_tile(num_tokens: int, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tile:
+    """Return the tile for a product [num_tokens, num_columns] x [num_rows, num_columns]: the fastest by an estimate."""
+    num_segments, is_fp8 = triton.cdiv(num_columns, segment_width(num_columns)), dtype == torch.float8_e4m3fn
+    tokens = 64 if num_tokens <= 64 or dtype == torch.float32 else 128
+    shapes = [(tokens, rows) for rows in ((32,) if dtype == torch.float32 else (128, 64, 32, 16))]
+    if num_tokens > 128 and num_segments == 1 and dtype.itemsize == 2:
+        shapes.append((128, 256))
+
+    def count_programs(tokens: int, rows: int, is_partial: bool) -> int:
+        tiles = triton.cdiv(num_tokens, tokens) * triton.cdiv(num_rows, rows)
+        return tiles * num_segments if is_partial else tiles
+
+    def estimate(candidate: tuple[int, int, bool]) -> float:
+        tokens, rows, is_partial = candidate
+        waves = count_programs(*candidate) / _MULTIPROCESSORS
+        # Programs of few tokens wait for memory, and share a multiprocessor; others take turns.
+        waves = max(waves, 1.0) if num_tokens <= 128 else math.ceil(waves)
+        loads = ((min(tokens, num_tokens) + rows) * dtype.itemsize / _LOADED + _BLOCK_TIME / BLOCK) * num_columns
+        if not is_partial:
+            return waves * (loads + _START)
+        stores = 8 * num_tokens * num_rows * num_segments / _STORED
+        return waves * (loads / num_segments + _START) + stores + _LAUNCH
+
+    forms = (False, True) if num_segments > 1 else (False,)
+    chosen = min(((*shape, is_partial) for is_partial in forms for shape in shapes), key=estimate)
+    tokens, rows, is_partial = chosen
+    num_warps = 4 if tokens == 64 else 8
+    # A multiprocessor runs as many programs at the same time as its 65,536 registers can hold.
+    num_accumulators = 1 + is_fp8 + (num_segments > 1 and not is_partial)
+    registers = num_accumulators * tokens * rows + 28 * 32 * num_warps
+    neighbours = max(1, min(triton.cdiv(count_programs(*chosen), _MULTIPROCESSORS), 65_536 // registers, 3))
+    shared_bytes, column_bytes = _SHARED_BYTES // neighbours, (tokens + rows) * dtype.itemsize
+    depth = BLOCK if is_fp8 or 4 * BLOCK * column_bytes <= shared_bytes else 64
+    depth = 32 if dtype == torch.float32 else depth
+    return Tile(tokens, rows, depth, num_warps, min(shared_bytes // (depth * column_bytes), 8), is_partial)
 
 
 def fixed_linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -104,22 +175,29 @@ def multiply(x: Tensor, x_scales: Tensor | None, weight: Tensor, weight_scale: T
     num_tokens, (num_rows, width) = len(x), weight.shape
     if num_tokens == 0:
         return
-    tile = choose_tile(num_tokens, num_rows, x.dtype)
-    fixed_linear_kernel[(triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(num_rows, tile.rows),)](
+    tile, segment = choose_tile(num_tokens, num_rows, width, x.dtype), segment_width(width)
+    num_segments = triton.cdiv(width, segment)
+    num_tiles = triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(num_rows, tile.rows)
+    sums = out.new_empty(num_segments, *out.shape, dtype=torch.float32) if tile.is_partial else out
+    fixed_linear_kernel[(num_tiles, num_segments if tile.is_partial else 1)](
         _describe(x, tile.tokens, tile.depth),
         x_scales,
         _describe(weight, tile.rows, tile.depth),
         weight_scale,
-        out,
+        sums,
         num_tokens,
         num_rows,
         width,
         *((0, 0) if x_scales is None else x_scales.stride()),
         0 if weight_scale is None else weight_scale.stride(0),
+        SEGMENT=segment if num_segments > 1 else None,
+        IS_PARTIAL=tile.is_partial,
         STAGES=tile.num_stages,
         num_warps=tile.num_warps,
         enable_fp_fusion=False,  # a compiler may fuse in one tile's code and not in another's
     )
+    if tile.is_partial:
+        sum_segments_kernel[(triton.cdiv(out.numel(), 512),)](sums, out, out.numel(), num_segments, BLOCK_SIZE=512)
 
 
 def _describe(rows: Tensor, num_rows: int, depth: int) -> TensorDescriptor:
