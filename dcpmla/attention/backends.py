@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -103,9 +103,14 @@ def _kernel(name: str) -> Run:
     return lambda *args: import_kernel(name)(*args)
 
 
-def _run_triton_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
-    name = "decode" if call.num_classes is None else "ordered_decode"
-    return import_kernel(f"dcpmla.attention.triton.{name}:run")(call)
+def _decode_kernel(folder: str) -> Run:
+    """Return a function that imports the launcher of a call's order when it runs."""
+
+    def run(call: DecodeCall, *args: Any) -> tuple[Tensor, Tensor]:
+        name = "decode" if call.num_classes is None else "ordered_decode"
+        return import_kernel(f"dcpmla.attention.{folder}.{name}:run")(call, *args)
+
+    return run
 
 
 # Best first. Triton exists on Linux only, so kernels are imported when they run.
@@ -113,11 +118,11 @@ DECODE_BACKENDS: list[Backend[DecodeCall]] = [
     Backend(
         "hopper",
         obstacles.hopper_decode,
-        _kernel("dcpmla.attention.hopper.decode:run"),
+        _decode_kernel("hopper"),
         sends_rows=True,
         needs_gpu=True,
     ),
-    Backend("triton", obstacles.triton_decode, _run_triton_decode, needs_gpu=True),
+    Backend("triton", obstacles.triton_decode, _decode_kernel("triton"), needs_gpu=True),
     Backend("flashinfer", obstacles.flashinfer_decode, flashinfer.run_decode, needs_gpu=True),
     Backend("torch", _device_obstacle, reference.mla_decode),
 ]

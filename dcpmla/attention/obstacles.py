@@ -20,13 +20,15 @@ _WIDE_BYTES = 166_912  # shared memory of 16 rows with latents of 1,024 columns,
 
 def hopper_decode(call: DecodeCall) -> str:
     q, kv_cache, rank = call.q, call.kv_cache, call.kv_lora_rank
-    if obstacle := _order_obstacle(call) or triton_decode(call) or _hopper_gpu_obstacle(q):
+    if obstacle := triton_decode(call) or _hopper_gpu_obstacle(q):
         return obstacle
     if rank != 512 or call.rope_dim not in (0, 64):
         return f"latents have {rank} + {call.rope_dim} columns, not 512 + 64 or, of shared keys, 512"
     is_sparse, is_fp8 = call.block_size == 1, q.dtype == FP8
     if is_fp8 and kv_cache.dtype != FP8:
         return f"e4m3 queries go with an e4m3 cache, not {kv_cache.dtype}"
+    if call.num_classes is not None and is_sparse:
+        return "single rows have no tiles of positions, which a fixed order sums up"
     if is_fp8 and is_sparse:
         return "e4m3 queries need blocks of a multiple of 64 tokens, not a table of single rows"
     if not is_sparse and call.keys_are_shared:
@@ -109,17 +111,22 @@ def flashinfer_prefill(call: PrefillCall) -> str:
 
 def hopper_prefill(call: PrefillCall) -> str:
     q, k_nope, k_pe, v = call.q, call.k_nope, call.k_pe, call.v
-    if obstacle := _half_on_gpu_obstacle(q, (9, 0)) or _hopper_gpu_obstacle(q):
+    if obstacle := hopper_widths(q, k_nope, k_pe, v):
         return obstacle
-    dims = k_nope.shape[-1], k_pe.shape[-1], v.shape[-1]
-    if dims != (128, 64, 128):
-        return f"heads are {dims[0]} + {dims[1]} and {dims[2]} wide, not 128 + 64 and 128"
-    if not all(map(_is_matrix, (q, k_nope, k_pe[:, None], v))):
+    if not all(map(is_matrix, (q, k_nope, k_pe[:, None], v))):
         return "rows of queries, keys or values do not begin at multiples of 16 bytes, or are stored head by head"
     return ""
 
 
-def _is_matrix(rows: Tensor) -> bool:
+def hopper_widths(q: Tensor, k_nope: Tensor, k_pe: Tensor, v: Tensor) -> str:
+    """Return why Hopper's kernels of prefill, in any order, do not attend with rows of these widths on this GPU."""
+    if obstacle := _half_on_gpu_obstacle(q, (9, 0)) or _hopper_gpu_obstacle(q):
+        return obstacle
+    dims = k_nope.shape[-1], k_pe.shape[-1], v.shape[-1]
+    return "" if dims == (128, 64, 128) else f"heads are {dims[0]} + {dims[1]} and {dims[2]} wide, not 128 + 64 and 128"
+
+
+def is_matrix(rows: Tensor) -> bool:
     """Return whether rows [N, h, D] are one matrix [N, columns of all heads], as TMA requires."""
     num_columns = (rows.shape[1] - 1) * rows.stride(1) + rows.shape[2]
     starts = rows.data_ptr(), rows.stride(0) * rows.element_size()

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from dcpmla.attention.calls import DecodeCall, Queries, split_queries
 from dcpmla.attention.decode import run_call
+from dcpmla.attention.obstacles import hopper_widths
 from dcpmla.attention.ordered_reference import OrderedPrefillCall, Sums, new_sums, prefill_in_order, runs_kernel
 from dcpmla.attention.prefill import UpProjection, latents_of, read_cache_rows, up_project
 from dcpmla.attention.step import ContextChunk, DecodeMetadata, PrefillMetadata
 from dcpmla.cache.formats import check_kv_scale
 from dcpmla.comm.exchange import Exchange
-from dcpmla.operators import nothing, operator
+from dcpmla.operators import import_kernel, nothing, operator
 
 
 def dcp_mla_decode_in_order(
@@ -113,13 +114,12 @@ def dcp_mla_prefill_in_order(
     return out, lse
 
 
-@operator(
-    "ordered_prefill",
-    kernel="dcpmla.attention.triton.ordered_prefill:run",
-    fake=nothing,
-    runs=lambda call: runs_kernel(call.q),
-    mutates_args=("out", "lse", "acc", "peak", "total"),
-)
+@operator("ordered_prefill", fake=nothing, mutates_args=("out", "lse", "acc", "peak", "total"))
 def attend_to_chunk(call: OrderedPrefillCall, out: Tensor, lse: Tensor, sums: Sums) -> None:
     """Add a chunk of keys to each query's sums, and write results of requests that end in it (`prefill_in_order`)."""
-    prefill_in_order(call, out, lse, sums)
+    if not runs_kernel(call.q):
+        prefill_in_order(call, out, lse, sums)
+        return
+    # A choice by anything that changes from step to step would change bits.
+    folder = "triton" if hopper_widths(call.q, call.k_nope, call.k_pe, call.v) else "hopper"
+    import_kernel(f"dcpmla.attention.{folder}.ordered_prefill:run")(call, out, lse, sums)

@@ -98,7 +98,7 @@ class DecodeMetadata:
 
     def _part(self, first: int, last: int, tokens: slice) -> "DecodeMetadata":
         """Return the part of segments [first, last), which have these tokens."""
-        table, index, queries = self.block_table, self.request_index, self.queries
+        table, index, queries, lens = self.block_table, self.request_index, self.queries, self.local_seq_lens[tokens]
         if queries is not None:
             start = tuple(at - tokens.start for at in queries.start[first : last + 1])
             queries = Segments(start, queries.start_loc[first : last + 1] - tokens.start)
@@ -107,8 +107,7 @@ class DecodeMetadata:
             table = table[first:last].clone()
         else:
             index = index[first:last].clone()
-        lens = self.local_seq_lens[tokens].clone()
-        return DecodeMetadata(table, lens, queries, self.max_query_len, self.workspace, index)
+        return replace(self, block_table=table, local_seq_lens=lens.clone(), queries=queries, request_index=index)
 
 
 @dataclass(frozen=True)
@@ -227,8 +226,7 @@ class StepMetadata:
         """Return a step of token number `index` of each request, for drafts. All requests are equally long decodes."""
         decode = self.decode
         assert decode is not None
-        assert decode.queries is None
-        assert decode.request_index is None
+        assert decode.queries is decode.request_index is None
         size = decode.max_query_len
         lens = tokens_of(decode.local_seq_lens, index, size)
         return StepMetadata(

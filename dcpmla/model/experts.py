@@ -67,7 +67,8 @@ def compute_experts(
         is_deterministic: Whether a row's bits depend on no other row (`parallel.fixed`); not in groups of 32.
     Returns:
         [T, H] in x's dtype. Sums are in float32; glu(gate, up), which takes the expert's weight, is rounded to x's
-        dtype, and with more than a few tokens so is each expert's output, before the sum over experts.
+        dtype, and with more than a few tokens, or if deterministic, so is each expert's output, before the sum over
+        experts.
     Raises:
         ValueError: Shapes, dtypes or devices do not match.
     """

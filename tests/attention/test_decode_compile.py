@@ -157,9 +157,7 @@ def test_the_portable_kernel_compiles(rows: int, q: str, cache: str, latent: int
     [("bf16", 232_448), ("fp8e4nv", 232_448), ("u8", 232_448), ("bf16", 166_912), ("bf16", 101_376), ("bf16", 65_536)],
 )
 def test_the_kernel_in_a_fixed_order_compiles(cache: str, shared_bytes: int) -> None:
-    """With the tile for each size of shared memory. With five stages keys are loaded while those before them are
-    multiplied: the wait for some leaves others on their way.
-    """
+    """With the tile for each size of shared memory. With five stages keys are loaded while others are multiplied."""
     from triton.compiler import ASTSource
 
     from dcpmla.attention.triton.ordered_decode import choose_tile
@@ -167,7 +165,7 @@ def test_the_kernel_in_a_fixed_order_compiles(cache: str, shared_bytes: int) -> 
 
     tile = choose_tile(576, shared_bytes)
     types = POINTERS | {"q_ptr": "*bf16", "q_pe_ptr": "*bf16", "cache_ptr": f"*{cache}", "scale": "fp32"}
-    types |= {"lses_ptr": "*fp32", "first_slots_ptr": "*i32", "progress_ptr": "*i32", "kv_scale_ptr": "*fp32"}
+    types |= {"lses_ptr": "*fp32", "first_rows_ptr": "*i32", "kv_scale_ptr": "*fp32"}
     constants = {"ROWS": tile.rows, "KEYS": tile.keys, "LATENT": 512, "ROPE": 64, "SEGMENTS": 32}
     constants |= dict.fromkeys(("index_ptr", "start_ptr", *(("kv_scale_ptr",) if cache != "fp8e4nv" else ())))
     multiples = tuple(name for name in kernel.arg_names if re.fullmatch("(q|q_pe|cache)_stride_.*", name))
@@ -181,6 +179,41 @@ def test_the_kernel_in_a_fixed_order_compiles(cache: str, shared_bytes: int) -> 
     assert any(pending) == (tile.num_stages == 5)
     if shared_bytes == 232_448:
         assert "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16" in ptx
+
+
+@pytest.mark.parametrize(
+    ("q", "cache", "is_ragged", "rows"),
+    [
+        ("bf16", "bf16", True, "tiled"),
+        ("bf16", "bf16", False, "heads"),
+        ("bf16", "fp8e4nv", True, "tiled"),
+        ("fp16", "u8", False, "tiled"),
+    ],
+)
+def test_the_hopper_kernel_in_a_fixed_order_compiles(q: str, cache: str, is_ragged: bool, rows: str) -> None:
+    """Each producer; no product waits for the one before it."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from dcpmla.attention.hopper.ordered_decode import ordered_kernel
+
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    latent, rope = (f"tensordesc<{q}[64, {width}],{layout}>" for width in (256, 64))
+    types = POINTERS | {"lses_ptr": "*fp32", "first_rows_ptr": "*i32", "q_desc": latent, "q_pe_desc": rope}
+    types |= {"scale": "fp32", "kv_scale_ptr": "*fp32", "start_ptr": "*i32", "index_ptr": "*i32", "rows_ptr": "*i32"}
+    types |= {"kv_desc": latent, "k_pe_desc": rope}
+    constants: dict[str, Any] = {"REQS": 32, "IS_CONVERTED": q != cache, "ROW_STRIDE": None}
+    constants |= {"ROW_STRIDE": (656 if cache == "u8" else 576) // 4} if q != cache else {}
+    absent = ("kv_desc", "k_pe_desc") if q != cache else ("rows_ptr",)
+    absent += ("kv_scale_ptr",) if cache != "fp8e4nv" else ()
+    absent += () if is_ragged else ("start_ptr", "index_ptr")
+    absent += () if rows == "heads" else ("q_token_stride",)
+    constants |= dict.fromkeys(absent)
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    ptx, said = compile_for_hopper(ordered_kernel, GluonASTSource, types, constants, **options)
+    assert "wgmma.mma_async.sync.aligned.m64n256k16" in ptx
+    assert "wgmma.mma_async instructions are serialized" not in said
+    assert ("cvt.rn.f16x2.e4m3x2" in ptx) == (q != cache)
 
 
 def test_the_walk_through_quotes_the_code() -> None:

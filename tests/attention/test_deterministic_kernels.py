@@ -1,14 +1,17 @@
 """The kernels of attention in a fixed order: bits on a GPU; against the reference in Triton's interpreter."""
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
 from dcpmla.attention.backends import DECODE_BACKENDS
-from dcpmla.ownership import TILE
+from dcpmla.attention.calls import DecodeCall
+from dcpmla.attention.decode import run_call
 from tests.support.ordered import (
     Batch,
     Sizes,
@@ -35,15 +38,15 @@ SEGMENTS: Batch = [(1, 70, 3), (2, 700, 4)]
 
 def check_decode_in_the_interpreter() -> None:
     from dcpmla.attention.triton import ordered_decode as kernel
-    from dcpmla.attention.triton import ordered_merge, ordered_units
+    from dcpmla.attention.triton import ordered_merge
     from tests.support.interpreter import convert_as_torch
 
     convert_as_torch()
-    ordered_units._SPLIT.value, ordered_merge._SPLIT_KEYS.value = 1, TILE  # several splits of few tiles
+    ordered_merge.SPLIT.value = 1  # several splits of few tiles
     for size, batch, max_query_len in ((1, BATCH, 1), (2, SEGMENTS, 2), (8, BATCH, 1)):
         expected = decode(SMALL, size, batch, max_query_len)
-        for num_rows in (1 << 16, 1):  # each split in a slot of its own, and all in one
-            with patch.object(kernel, "ORDERED_ROWS", num_rows), patch.object(kernel, "SPLIT_TILES", 1):
+        for num_rows in (1 << 16, 1):  # rows for each split, and for all of a class
+            with patch.object(ordered_merge, "ORDERED_ROWS", num_rows), patch.object(ordered_merge, "SPLIT_TILES", 1):
                 got = decode(SMALL, size, batch, max_query_len, run=kernel.run)
             for actual, other in zip(itertools.chain(*got), itertools.chain(*expected), strict=True):
                 torch.testing.assert_close(actual, other, atol=2e-2, rtol=2e-2)
@@ -84,8 +87,23 @@ _PER_TOKEN = ("q", "q_pe", "block_table", "seq_lens")
 MANY: Batch = [(seed, 1 + 613 * seed % 3000, 1) for seed in range(40)]
 
 
+@pytest.fixture(params=["best", "portable"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run the best kernels of this GPU, or those for all GPUs."""
+    if request.param == "best":
+        yield
+        return
+    backends = [each for each in DECODE_BACKENDS if each.name != "hopper"]
+    with (
+        patch("dcpmla.attention.decode.DECODE_BACKENDS", backends),
+        patch("dcpmla.attention.ordered.hopper_widths", lambda *_: "a test of the portable kernel"),
+    ):
+        yield
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache_format", FORMATS)
+@pytest.mark.usefixtures("kernels")
 def test_decode_on_a_gpu(cache_format: str) -> None:
     for num_heads in (16, 128):
         sizes = replace(V3, num_heads=num_heads, cache_format=cache_format)
@@ -95,12 +113,12 @@ def test_decode_on_a_gpu(cache_format: str) -> None:
         for index in (0, 1, 7, 39):
             (single,) = decode(sizes, 2, MANY[index : index + 1])
             assert all(map(torch.equal, single, expected[index]))
-        batch: Batch = [(7, 20_000, 5), *MANY]  # splits of several tiles' slots
+        batch: Batch = [(7, 20_000, 5), *MANY]  # several splits
         got = decode(sizes, 1, batch, 2)
         assert all(map(torch.equal, itertools.chain(*got[1:]), itertools.chain(*expected)))
         tokens = [decode(sizes, 8, each)[0] for each in alone(batch[:1])]
         assert torch.equal(torch.cat([out for out, _ in tokens]), got[0][0])
-        with patch("dcpmla.attention.triton.ordered_decode.ORDERED_ROWS", 1):  # all splits in one slot
+        with patch("dcpmla.attention.triton.ordered_merge.ORDERED_ROWS", 1):  # all splits of a class in the same rows
             shared = decode(sizes, 1, batch, 2)
         assert all(map(torch.equal, itertools.chain(*shared), itertools.chain(*got)))
     with patch("dcpmla.attention.decode.DECODE_BACKENDS", DECODE_BACKENDS[-1:]):
@@ -113,8 +131,10 @@ def test_decode_on_a_gpu(cache_format: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("kernels")
 def test_decode_in_graphs_of_growing_lengths() -> None:
-    from dcpmla.attention.triton.ordered_decode import run
+    def run(call: DecodeCall) -> tuple[Tensor, Tensor]:
+        return run_call(call, None)
 
     lens, q = [1, 63, 9000, 300], queries(V3, [(seed, 20_000, 1) for seed in range(4)], 576)
     (cache, step), *_ = share_caches(V3, layout(1, V3), [(seed, 20_000, 1) for seed in range(4)], 4)
@@ -135,6 +155,7 @@ def test_decode_in_graphs_of_growing_lengths() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("kernels")
 def test_prefill_on_a_gpu() -> None:
     for cache_format in FORMATS:
         sizes = replace(V3, num_heads=4, cache_format=cache_format)

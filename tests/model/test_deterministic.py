@@ -1,5 +1,6 @@
 """The deterministic mode of modules: a token's rows have the same bits whatever else is in the step."""
 
+import math
 from typing import Any
 
 import pytest
@@ -82,15 +83,25 @@ def test_modules_on_a_gpu(dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["plain", "fp8"])
-def test_experts_have_the_same_bits_at_every_tiling(kind: str, dtype: torch.dtype) -> None:
-    """At every number of rows per expert, at sizes of DeepSeek-V3's slices and uneven ones."""
-    for hidden, width in ((7168, 256), (640, 384)):
-        x, ids, factors, weights = on("cuda", make_case(kind, 4000, 8, 4, hidden, width, dtype))
+def test_experts_have_the_same_bits_from_every_kernel(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every number of rows per expert, from the kernel that takes so many rows and from the other one; at sizes of
+    DeepSeek-V3's slices, of DeepSeek-V2-Lite, and uneven ones.
+    """
+    from dcpmla.model.kernels import experts as kernels
+
+    for hidden, width in ((7168, 256), (2048, 1408), (640, 384)):
+        x, ids, factors, weights = on("cuda", make_case(kind, 4101, 8, 4, hidden, width, dtype))
         whole = compute_experts(x, ids, factors, weights, is_deterministic=True)
-        for size in (1, 3, 9, 40, 130, 300, 900, 2000):
-            rows = slice(5, 5 + size)
-            out = compute_experts(x[rows], ids[rows], factors[rows], weights, is_deterministic=True)
-            assert torch.equal(out, whole[rows]), f"{size} tokens: {(out != whole[rows]).sum()} numbers differ"
+        for many_rows in (kernels._MANY_ROWS, 0, math.inf):
+            with monkeypatch.context() as patch:
+                patch.setattr(kernels, "_MANY_ROWS", many_rows)
+                for size in (1, 3, 7, 40, 64, 130, 300, 900, 4096):
+                    rows = slice(5, 5 + size)
+                    out = compute_experts(x[rows], ids[rows], factors[rows], weights, is_deterministic=True)
+                    differs = (out != whole[rows]).sum()
+                    assert not differs, f"{size} tokens, above {many_rows} rows by Hopper's: {differs} numbers differ"
 
 
 def check_norms(device: str, dtype: torch.dtype, width: int) -> None:

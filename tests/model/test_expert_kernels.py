@@ -1,6 +1,7 @@
 """Blocks of routes, in Triton's interpreter and on a GPU; the grouped products as Hopper gets them."""
 
 import re
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from torch.nn import functional
 from dcpmla.cache.formats import FP8
 from tests.attention.test_decode_compile import compile_for_hopper
 from tests.support.shared_memory import run_interpreted
+
+DTYPES = {"bf16": torch.bfloat16, "fp8e4nv": FP8, "u8": torch.uint8, "int4": torch.uint8}
 
 
 def check_blocks(device: str) -> None:
@@ -53,16 +56,32 @@ def test_blocks() -> None:
 )
 def test_the_product_compiles(weights: str, few: bool, gated: bool) -> None:
     pytest.importorskip("triton")
+    from dcpmla.model.kernels.experts import _FEW, _TILINGS
+
+    tiling = _FEW[DTYPES[weights]] if few else _TILINGS[DTYPES[weights]][-1]
+    tile, num_summed = tiling.gate_up if gated else tiling.down, 1 if gated or not few else 9
+    ptx, said = compile_product(weights, tile, few, gated, num_summed, enable_fp_fusion=True)
+    assert "cp.async.bulk.tensor.4d" in ptx
+    assert "wgmma.mma_async" in ptx or (few and weights != "fp8e4nv")  # 8 or 16 rows: not with every Triton
+    assert ("f32.e4m3.e4m3" in ptx) == (weights == "fp8e4nv")
+    assert "0 bytes spill stores" in said
+    if weights == "fp8e4nv":  # no scale is waited for in the loop
+        loop = ptx[ptx.index("Inner Loop Header") : ptx.rindex("wgmma.wait_group")]
+        assert not re.search(r"ld\.global", loop[: loop.rindex("bra")])
+    if DTYPES[weights] == torch.uint8 and "wgmma" in ptx:  # the left side's registers are free for the next one
+        loop = ptx[ptx.index("Inner Loop Header") :]
+        assert loop.index("wgmma.wait_group") < loop.index("cp.async.bulk.tensor")
+
+
+def compile_product(
+    weights: str, tile: Any, few: bool, gated: bool, num_summed: int, enable_fp_fusion: bool
+) -> tuple[str, str]:
     from triton.compiler import ASTSource
 
-    from dcpmla.model.kernels.experts import _FEW, _TILINGS
     from dcpmla.model.kernels.grouped import grouped_product_kernel
     from dcpmla.model.kernels.packed import packed_product_kernel
 
-    dtype = {"bf16": torch.bfloat16, "fp8e4nv": FP8, "u8": torch.uint8, "int4": torch.uint8}[weights]
-    tiling = _FEW[dtype] if few else _TILINGS[dtype][-1]
-    tile = tiling.gate_up if gated else tiling.down
-    is_packed = dtype == torch.uint8
+    is_packed = DTYPES[weights] == torch.uint8
     parts, depth = (1 + gated, tile.depth // 2) if is_packed else (1 + tile.is_stacked, tile.depth)
     types = {
         "x_ptr": "*bf16" if weights != "fp8e4nv" else "*fp8e4nv",
@@ -79,24 +98,15 @@ def test_the_product_compiles(weights: str, few: bool, gated: bool) -> None:
     constants |= {"gate_bound": None, "up_bound": None, "IS_SMOOTH": False}
     if weights in ("u8", "fp4"):  # as Kimi-K3's
         constants |= {"gate_bound": 4.0, "up_bound": 25.0, "IS_SMOOTH": True}
-    constants |= {"TOP_K": 9 if gated else 1, "NUM_SUMMED": 1 if gated or not few else 9}
+    constants |= {"TOP_K": 9 if gated else 1, "NUM_SUMMED": num_summed}
     constants |= {"WIDTH": 512, "K": 7168} if gated else {"WIDTH": 7168, "K": 512}
     constants |= {"STAGES": tile.num_stages} | ({} if is_packed else {"GATED": gated})
     left_out = [(few, "routes_ptr"), (not gated, "expert_weights_ptr"), (weights == "bf16", "w_scales_ptr")]
     left_out.append((weights == "bf16", "x_scales_ptr"))
     constants |= {name: None for is_left_out, name in left_out if is_left_out}
     kernel = packed_product_kernel if is_packed else grouped_product_kernel
-    ptx, said = compile_for_hopper(kernel, ASTSource, types, constants, num_warps=tile.num_warps)
-    assert "cp.async.bulk.tensor.4d" in ptx
-    assert "wgmma.mma_async" in ptx or (few and weights != "fp8e4nv")  # 8 or 16 rows: not with every Triton
-    assert ("f32.e4m3.e4m3" in ptx) == (weights == "fp8e4nv")
-    assert "0 bytes spill stores" in said
-    if weights == "fp8e4nv":  # no scale is waited for in the loop
-        loop = ptx[ptx.index("Inner Loop Header") : ptx.rindex("wgmma.wait_group")]
-        assert not re.search(r"ld\.global", loop[: loop.rindex("bra")])
-    if is_packed and "wgmma" in ptx:  # the registers of its left side are free when the next ones are made
-        loop = ptx[ptx.index("Inner Loop Header") :]
-        assert loop.index("wgmma.wait_group") < loop.index("cp.async.bulk.tensor")
+    options = {"num_warps": tile.num_warps, "enable_fp_fusion": enable_fp_fusion}
+    return compile_for_hopper(kernel, ASTSource, types, constants, **options)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +114,16 @@ def test_the_product_compiles(weights: str, few: bool, gated: bool) -> None:
 )
 def test_the_product_of_many_rows_compiles(weights: str, gated: bool) -> None:
     pytest.importorskip("triton")
+    ptx, said = compile_product_of_many_rows(weights, gated, enable_fp_fusion=True)
+    assert "wgmma.mma_async.sync.aligned.m64n128k" in ptx
+    assert ("f32.e4m3.e4m3" in ptx) == (weights == "fp8e4nv")
+    assert "cp.async.bulk.tensor.2d" in ptx
+    assert "cp.async.mbarrier.arrive.noinc" in ptx
+    # As with too few registers, where each product waits for the one before.
+    assert "wgmma.mma_async instructions are serialized" not in said
+
+
+def compile_product_of_many_rows(weights: str, gated: bool, enable_fp_fusion: bool) -> tuple[str, str]:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -137,10 +157,33 @@ def test_the_product_of_many_rows_compiles(weights: str, gated: bool) -> None:
         (not (is_fp8 and gated), "out_scales_ptr"),
     ]
     constants |= {name: None for is_left_out, name in left_out if is_left_out}
-    ptx, said = compile_for_hopper(grouped_product_kernel, GluonASTSource, types, constants, num_warps=4)
-    assert "wgmma.mma_async.sync.aligned.m64n128k" in ptx
-    assert ("f32.e4m3.e4m3" in ptx) == is_fp8
-    assert "cp.async.bulk.tensor.2d" in ptx
-    assert "cp.async.mbarrier.arrive.noinc" in ptx
-    # As with too few registers, where each product waits for the one before.
-    assert "wgmma.mma_async instructions are serialized" not in said
+    options = {"num_warps": 4, "enable_fp_fusion": enable_fp_fusion}
+    return compile_for_hopper(grouped_product_kernel, GluonASTSource, types, constants, **options)
+
+
+@pytest.mark.parametrize(("weights", "gated"), [("fp8e4nv", False), ("bf16", True)])
+def test_products_in_a_fixed_order_round_alike(weights: str, gated: bool) -> None:
+    """In both kernels and in each tile: the same steps of the tensor cores, the same arithmetic for a number."""
+    pytest.importorskip("triton")
+    from dcpmla.model.kernels.experts import _FEW, _TILINGS, _widen
+
+    tilings = [_widen(tiling) for tiling in (_FEW[DTYPES[weights]], *_TILINGS[DTYPES[weights]])]
+    tiles = {(tiling.gate_up if gated else tiling.down): index == 0 for index, tiling in enumerate(tilings)}
+    compiled = [
+        (compile_product(weights, tile, few, gated, 1, False)[0], tile.rows * tile.columns // (32 * tile.num_warps))
+        for tile, few in tiles.items()
+    ]
+    # A thread of each of two consumers has half of both parts.
+    numbers = 64 if gated else 128
+    compiled.append((compile_product_of_many_rows(weights, gated, False)[0], 2 * numbers))
+    shares = []
+    for ptx, numbers in compiled:
+        steps = set(re.findall(r"mma\S*\.m\d+n\d+(k\d+\.\S+)", ptx))
+        assert steps == {"k32.f32.e4m3.e4m3" if weights == "fp8e4nv" else "k16.f32.bf16.bf16"}
+        counts = Counter(re.findall(r"\t(fma|add|sub|div|ex2|mul)\.[a-z.]*f32", ptx))
+        if not gated:
+            assert counts.pop("mul") < numbers  # a product has one for each scale
+        shares.append({name: count / numbers for name, count in counts.items()})
+    assert all(share == shares[0] for share in shares)
+    assert shares[0].get("fma") == (None if gated else 1)
+    assert gated == ("add" in shares[0])

@@ -128,7 +128,7 @@ def score_consumer(buffers, barriers, scale, q_scale_ptr, kv_scale_ptr, work):
     while walk.start < work.end:
         segment = find_segment(walk, work)
         if segment.is_any:
-            seen = seen_by_rows(row, segment, work.batch)
+            seen = seen_by_rows(row, segment, work.batch.lens_ptr, work.batch.num_heads)
             peak = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, TILE))
             total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, TILE))
             key = (walk.start - walk.begin) * KEYS

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from dcpmla.attention.hopper.paging import PAGE_ROWS, find_keys, find_table, load_queries, point_to, split_row
 from dcpmla.attention.hopper.ring import await_free, ready_at
-from dcpmla.attention.hopper.schedule import HALF, KEYS, ROPE
+from dcpmla.attention.hopper.schedule import HALF, ROPE
 from dcpmla.cache import shared_format
 
 # Words of a quarter of a latent, which share a scale in fp8_ds_mla. In shared keys each half of a quarter has its own
@@ -175,20 +175,19 @@ def convert_rows(queries, rows_ptr, walk, segment, buffers, barriers, paging, nu
     """
     is_planar: gl.constexpr = paging.page_stride is not None
     table = find_table(walk.request, paging)
-    tile = walk.start - walk.begin
-    last_key = gl.minimum(segment.num_keys, (segment.stop - walk.begin) * KEYS) - 1
-    found = find_keys(tile, last_key, table, rows_ptr, paging, BY_KEY)
+    tile, stop = walk.start - walk.begin, segment.stop - walk.begin
+    found = find_keys(tile, stop, segment, table, rows_ptr, paging, BY_KEY)
     keys_ptr = point_to(found, rows_ptr, paging)
     c0, s0 = _load_quarter(keys_ptr, 0, found, paging)
     c1, s1 = _load_quarter(keys_ptr, 1, found, paging)
     rope = _load_rope(keys_ptr, paging.row_stride, paging.is_ds_mla)
     load_queries(queries, segment.first_row, buffers, barriers, walk.num_segments)
-    while tile * KEYS <= last_key:
+    while tile < stop:
         stage = await_free(barriers.left, num_loaded)
         await_free(barriers.right, num_loaded)
-        next_found = find_keys(tile + 1, last_key, table, rows_ptr, paging, BY_KEY)
+        next_found = find_keys(tile + 1, stop, segment, table, rows_ptr, paging, BY_KEY)
         if paging.is_sparse:
-            ahead = find_keys(tile + 2, last_key, table, rows_ptr, paging, gl.SliceLayout(1, PREFETCHED))
+            ahead = find_keys(tile + 2, stop, segment, table, rows_ptr, paging, gl.SliceLayout(1, PREFETCHED))
         keys_ptr = point_to(found, rows_ptr, paging)
         c2, s2 = _load_quarter(keys_ptr, 2, found, paging)
         _store_quarter(buffers.k_left.index(stage), 0, c0, s0, paging)

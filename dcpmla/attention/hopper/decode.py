@@ -22,13 +22,12 @@ from triton.experimental.gluon import language as gl
 
 from dcpmla.attention.calls import COUNTER_WORDS, DecodeCall, num_programs, request_bound
 from dcpmla.attention.hopper import consumers, consumers_fp8
+from dcpmla.attention.hopper.launch import describe_cache, describe_queries
 from dcpmla.attention.hopper.outputs import Outputs, open_mail
 from dcpmla.attention.hopper.paging import Paging, Queries, Tiles
 from dcpmla.attention.hopper.pipeline import LOG2E, new_barriers, new_buffers
 from dcpmla.attention.hopper.producers import produce
-from dcpmla.attention.hopper.ring import describe
-from dcpmla.attention.hopper.schedule import HALF, KEYS, LATENT, ROPE, ROWS, count_tiles, cut, keep_gaps
-from dcpmla.cache.shared_format import data_bytes
+from dcpmla.attention.hopper.schedule import LATENT, ROWS, count_tiles, cut, keep_gaps
 from dcpmla.comm import direct_ops
 from dcpmla.comm.exchange import Mailbox
 
@@ -196,43 +195,16 @@ def _launch(call: DecodeCall, out: Tensor, lse: Tensor, mail: tuple[Tensor | int
         out, lse: Outputs of the kernel; where rows are sent, only their dtypes count.
         mail: Arguments of the kernel from addresses_ptr to landing_bytes, None without a mailbox.
     """
-    q, q_pe, kv_cache = call.q, call.q_pe, call.kv_cache
-    num_heads = q.shape[1]
-    num_reqs = call.num_segments
-    workspace = call.get_workspace()
+    num_heads, num_reqs = call.q.shape[1], call.num_segments
+    workspace, queries, cache = call.get_workspace(), describe_queries(call), describe_cache(call)
     num_row_tiles = triton.cdiv(call.max_query_len * num_heads, ROWS.value)
     num_parts = max(1, num_programs(workspace, ROWS.value) // num_row_tiles)
-    is_sparse, is_converted = call.block_size == 1, kv_cache.dtype != q.dtype
-    stored = kv_cache.flatten(1) if is_sparse else kv_cache
-    row_stride = stored.stride(-2)
-    rows_per_block = kv_cache.stride(0) // row_stride
-    kv_desc = k_pe_desc = rows = page_stride = None
-    if is_converted:
-        rows = stored.view(torch.int32)
-        row_stride = rows.stride(-2)
-        if call.is_planar:
-            page_stride, row_stride = row_stride, data_bytes(call.kv_lora_rank) // 4
-    elif is_sparse:
-        rows = stored
-    else:
-        num_rows = (kv_cache.shape[0] - 1) * rows_per_block + kv_cache.shape[1]
-        matrix = kv_cache.as_strided((num_rows, kv_cache.shape[2]), (row_stride, 1))
-        kv_desc = describe(matrix[:, : LATENT.value], KEYS.value, HALF.value)
-        k_pe_desc = describe(matrix[:, LATENT.value :], KEYS.value, ROPE.value)
-    q_token_stride = None
-    if call.has_one_token_each and q.stride(0) != num_heads * q.stride(1):  # `flatten` would copy
-        q_token_stride = q.stride(0)
-        columns = (q.shape[0] - 1) * q_token_stride + q.shape[2]
-        q_desc = describe(q.as_strided((num_heads, columns), (q.stride(1), 1)), ROWS.value, HALF.value)
-    else:
-        q_desc = describe(q.flatten(0, 1), ROWS.value, HALF.value)
-    q_pe_desc = None if q_pe is None else describe(q_pe.flatten(0, 1), ROWS.value, ROPE.value)
     decode_kernel[(num_row_tiles, num_parts)](
-        q_desc,
-        q_pe_desc,
-        kv_desc,
-        k_pe_desc,
-        rows,
+        queries.latent,
+        queries.rope,
+        cache.latent,
+        cache.rope,
+        cache.rows,
         call.block_table,
         call.seq_lens,
         call.request_index,
@@ -244,19 +216,19 @@ def _launch(call: DecodeCall, out: Tensor, lse: Tensor, mail: tuple[Tensor | int
         call.kv_scale,
         call.q_scale,
         call.block_table.stride(0),
-        rows_per_block,
+        cache.rows_per_block,
         call.block_size,
         num_reqs,
         call.max_query_len,
         num_heads,
-        q_token_stride,
+        queries.token_stride,
         call.scale * LOG2E.value,
         *mail,
-        ROW_STRIDE=None if rows is None else row_stride,
-        PAGE_STRIDE=page_stride,
+        ROW_STRIDE=cache.row_stride,
+        PAGE_STRIDE=cache.page_stride,
         REQS=request_bound(num_reqs),
-        IS_SPARSE=is_sparse,
-        IS_CONVERTED=is_converted,
+        IS_SPARSE=call.block_size == 1,
+        IS_CONVERTED=cache.is_converted,
         num_warps=4,
         launch_cooperative_grid=num_parts > 1,
     )

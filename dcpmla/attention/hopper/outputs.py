@@ -165,5 +165,5 @@ def store_output(half: gl.constexpr, acc, row, lse, buffer, walk, segment, work,
         partial = find_partial(gl.program_id(1), walk.start == walk.begin, work.batch.line)
         if lse is not None:
             gl.store(outputs.partial_lses_ptr + partial * ROWS + row, lse)
-        store_partial(outputs.partials_ptr, partial, half, num_rows, acc)
+        store_partial(outputs.partials_ptr, partial * ROWS, half, ROWS, num_rows, acc)
         arrive(outputs.counters_ptr, walk.begin, work)

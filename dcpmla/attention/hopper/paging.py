@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from dcpmla.attention.hopper.compat import aggregate, tma_load
 from dcpmla.attention.hopper.ring import await_free, ready_at
-from dcpmla.attention.hopper.schedule import HALF, KEYS, LATENT, ROPE, ROWS, uniform
+from dcpmla.attention.hopper.schedule import HALF, KEYS, LATENT, ROPE, ROWS, first_key, uniform
 from dcpmla.cache import shared_format
 
 PAGE_ROWS = gl.constexpr(shared_format.PAGE_ROWS)
@@ -79,23 +79,24 @@ def find_table(request, paging):
 
 
 @gluon.jit
-def find_row(tile, table, paging):
+def find_row(key, table, paging):
     """Return the row of the cache at which a tile of keys begins."""
-    key = tile * KEYS
     return gl.load(table + key // paging.block_size) * paging.rows_per_block + key % paging.block_size
 
 
 @gluon.jit
-def find_keys(tile, last_key, table, rows_ptr, paging, layout: gl.constexpr):
+def find_keys(tile, stop, segment, table, rows_ptr, paging, layout: gl.constexpr):
     """Return the keys' locations in a tile [KEYS] for `point_to`: pointers, or row numbers where the table has them.
 
-    Past the last key of a segment the table is undefined, so the last key or the last tile is returned again.
+    Past the last key of a segment, whose tiles end at `stop`, the table is undefined, so the last key or the last tile
+    is returned again.
     """
     key = gl.arange(0, KEYS, layout=layout)
     if paging.is_sparse:
+        last_key = gl.minimum(segment.num_keys, stop * KEYS) - 1
         location = gl.load(table + gl.minimum(tile * KEYS + key, last_key))
     else:
-        row = find_row(gl.minimum(tile, last_key // KEYS), table, paging)
+        row = find_row(first_key(gl.minimum(tile, stop - 1), segment), table, paging)
         location = rows_ptr + row.to(gl.int64) * paging.row_stride + key * paging.row_stride
     return location
 

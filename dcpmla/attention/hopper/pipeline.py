@@ -113,11 +113,11 @@ def exp2(x):
 
 
 @gluon.jit
-def seen_by_rows(row, segment, batch):
+def seen_by_rows(row, segment, lens_ptr, num_heads):
     """Return each row's number of visible keys, and the number of keys that are visible to all rows of the tile."""
-    token = (segment.first_row + row) // batch.num_heads
-    num_seen = gl.load(batch.lens_ptr + token, mask=row < segment.num_rows, other=0)
-    return num_seen, gl.load(batch.lens_ptr + segment.first_row // batch.num_heads)
+    token = (segment.first_row + row) // num_heads
+    num_seen = gl.load(lens_ptr + token, mask=row < segment.num_rows, other=0)
+    return num_seen, gl.load(lens_ptr + segment.first_row // num_heads)
 
 
 @gluon.jit

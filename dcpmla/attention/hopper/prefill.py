@@ -13,27 +13,22 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from dcpmla.attention.calls import PrefillCall
 from dcpmla.attention.hopper.pipeline import LOG2E
 from dcpmla.attention.hopper.prefill_consumers import consume
 from dcpmla.attention.hopper.prefill_pipeline import (
-    CONSUMERS,
     KEYS,
     NOPE,
-    NUM_STAGES,
     QUERIES,
     ROPE,
     ROWS,
-    TILE,
     VALUE,
-    Barriers,
-    Buffers,
     find_work,
+    new_tiles,
     produce,
 )
-from dcpmla.attention.hopper.ring import allocate_mbarriers, describe, new_ring
+from dcpmla.attention.hopper.ring import describe
 
 
 @gluon.jit(do_not_specialize=["num_reqs", "num_heads", "num_words"])
@@ -65,18 +60,7 @@ def prefill_kernel(
         q_stride_head, k_stride_head, v_stride_head: Columns from one head to the next.
         scale_log2: Softmax scale times log2(e).
     """
-    dtype: gl.constexpr = v_desc.dtype
-    buffers = Buffers(
-        gl.allocate_shared_memory(dtype, [2, ROWS, NOPE], TILE),
-        gl.allocate_shared_memory(dtype, [2, ROWS, ROPE], TILE),
-        gl.allocate_shared_memory(dtype, [NUM_STAGES, KEYS, NOPE], TILE),
-        gl.allocate_shared_memory(dtype, [NUM_STAGES, KEYS, ROPE], TILE),
-        gl.allocate_shared_memory(dtype, [NUM_STAGES, KEYS, VALUE], TILE),
-    )
-    barriers = Barriers(
-        allocate_mbarriers(1, 1).index(0), new_ring(NUM_STAGES, 1, CONSUMERS), new_ring(NUM_STAGES, 1, CONSUMERS)
-    )
-    fence_async_shared()
+    buffers, barriers = new_tiles(v_desc.dtype)
     work = find_work(query_start_loc_ptr, key_start_loc_ptr, num_reqs, num_heads, IS_CAUSAL)
     descs = (q_nope_desc, q_pe_desc, k_nope_desc, k_pe_desc, v_desc)
     strides = (q_stride_head, k_stride_head, v_stride_head)
@@ -84,7 +68,7 @@ def prefill_kernel(
         [
             (consume, (0, buffers, barriers, out_ptr, lse_ptr, mask_ptr, num_words, num_heads, scale_log2, work)),
             (consume, (1, buffers, barriers, out_ptr, lse_ptr, mask_ptr, num_words, num_heads, scale_log2, work)),
-            (produce, (descs, strides, buffers, barriers, work)),
+            (produce, (descs, strides, buffers, barriers, work, False)),
         ],
         [4, 1],
         [240, 24],
@@ -107,13 +91,13 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor]:
     # a causal bound programs of the last head alone would leave multiprocessors idle.
     side_by_side = 2 if call.causal else 1
     grid = side_by_side, num_tokens // QUERIES.value + num_reqs, triton.cdiv(num_heads, side_by_side)
-    heads = _heads_side_by_side(q)
+    heads = heads_side_by_side(q)
     prefill_kernel[grid](
         describe(heads, ROWS.value, NOPE.value),
         describe(heads, ROWS.value, ROPE.value),
-        describe(_heads_side_by_side(call.k_nope), KEYS.value, NOPE.value),
+        describe(heads_side_by_side(call.k_nope), KEYS.value, NOPE.value),
         describe(call.k_pe, KEYS.value, ROPE.value),
-        describe(_heads_side_by_side(call.v), KEYS.value, VALUE.value),
+        describe(heads_side_by_side(call.v), KEYS.value, VALUE.value),
         out,
         lse,
         call.mask,
@@ -132,7 +116,7 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _heads_side_by_side(rows: Tensor) -> Tensor:
+def heads_side_by_side(rows: Tensor) -> Tensor:
     """Return rows [N, h, D] as a matrix of the columns of all heads, with the columns between them."""
     num_heads, width = rows.shape[1:]
     return rows.as_strided((len(rows), (num_heads - 1) * rows.stride(1) + width), (rows.stride(0), 1))

@@ -22,7 +22,7 @@ WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, PRODUCT.value, 2))
 
 
 @gluon.jit
-def _start_scores(group: gl.constexpr, buffers, barriers, step):
+def start_scores(group: gl.constexpr, buffers, barriers, step):
     """Start the queries' asynchronous products with a tile of keys; return the pending scores."""
     stage = await_ready(barriers.keys, step)
     scores = gl.zeros([ROWS, KEYS], gl.float32, PRODUCT)
@@ -32,26 +32,28 @@ def _start_scores(group: gl.constexpr, buffers, barriers, step):
 
 
 @gluon.jit
-def _start_values(probs, buffers, step, acc):
+def start_values(probs, buffers, step, acc):
     """Start the asynchronous addition of a tile's probabilities times values to acc; return the pending acc."""
     return warpgroup_mma(probs, stage_of(buffers.v, step % NUM_STAGES), acc, is_async=True)
 
 
 @gluon.jit
-def _softmax(scores, peak, total, scale_log2, dtype: gl.constexpr):
+def softmax(scores, peak, total, scale_log2, dtype: gl.constexpr):
     """Take a tile's step of the online softmax, base 2.
 
     Returns the probabilities as an operand, the factor of the sums so far, and the new peak and total.
     """
     new_peak = gl.maximum(peak, gl.max(scores, 1) * scale_log2)
-    probs = exp2(scores * scale_log2 - gl.expand_dims(new_peak, 1))
+    scales = gl.full([ROWS, KEYS], scale_log2, gl.float32, PRODUCT)
+    # Explicit multiply-adds, because kernels in a fixed order are compiled without any other.
+    probs = exp2(gl.fma(scores, scales, gl.expand_dims(-new_peak, 1).broadcast_to([ROWS, KEYS])))
     factor = exp2(peak - new_peak)
-    total = total * factor + gl.sum(probs, 1)
+    total = gl.fma(total, factor, gl.sum(probs, 1))
     return gl.convert_layout(probs.to(dtype), WEIGHTS), factor, new_peak, total
 
 
 @gluon.jit
-def _clear_past(values, num_keys):
+def clear_past(values, num_keys):
     """Zero the rows of values [KEYS, VALUE] past the last key: they may hold NaN, and 0 x NaN is NaN.
 
     Both consumers do so: rewriting a row keeps its values or makes them zero, so the other consumer may read it.
@@ -70,7 +72,7 @@ def _clear_past(values, num_keys):
 
 
 @gluon.jit
-def _store(group: gl.constexpr, acc, lse, buffer, out_ptr, lse_ptr, num_heads, work):
+def store_rows(group: gl.constexpr, acc, lse, buffer, out_ptr, lse_ptr, num_heads, work):
     """Store a consumer's rows of the output, through shared memory: so a warp writes whole rows."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     barrier()  # the buffer holds queries, which other warps' products may still read
@@ -102,7 +104,7 @@ def consume(group: gl.constexpr, buffers, barriers, out_ptr, lse_ptr, mask_ptr, 
         if mask_ptr is not None:
             words = load_words(mask, work.num_tiles - 1)
         mbarrier.wait(barriers.q_ready, 0)
-        scores = warpgroup_mma_wait(0, deps=[_start_scores(group, buffers, barriers, 0)])
+        scores = warpgroup_mma_wait(0, deps=[start_scores(group, buffers, barriers, 0)])
         async_copy.mbarrier_arrive(free_at(barriers.keys, 0), increment_count=False)
         first_key = (work.num_tiles - 1) * KEYS
         num_seen = gl.full([ROWS], work.num_keys, gl.int32, ROW)
@@ -114,29 +116,29 @@ def consume(group: gl.constexpr, buffers, barriers, out_ptr, lse_ptr, mask_ptr, 
         if mask_ptr is not None:
             scores = select_scores(scores, words, mask)
             words = load_words(mask, work.num_tiles - 2)
-        probs, factor, peak, total = _softmax(scores, peak, total, scale_log2, dtype)
+        probs, factor, peak, total = softmax(scores, peak, total, scale_log2, dtype)
         await_ready(barriers.values, 0)
         if first_key + KEYS > work.num_keys:
-            _clear_past(buffers.v.index(0), work.num_keys - first_key)
+            clear_past(buffers.v.index(0), work.num_keys - first_key)
         for step in range(1, work.num_tiles):
-            scores = _start_scores(group, buffers, barriers, step)
-            acc = _start_values(probs, buffers, step - 1, acc)
+            scores = start_scores(group, buffers, barriers, step)
+            acc = start_values(probs, buffers, step - 1, acc)
             scores = warpgroup_mma_wait(1, deps=[scores])
             async_copy.mbarrier_arrive(free_at(barriers.keys, step), increment_count=False)
             if mask_ptr is not None:
                 scores = select_scores(scores, words, mask)
                 words = load_words(mask, work.num_tiles - 2 - step)
-            next_probs, factor, peak, total = _softmax(scores, peak, total, scale_log2, dtype)
+            next_probs, factor, peak, total = softmax(scores, peak, total, scale_log2, dtype)
             # For the next step's product. The assembler moves no wait for products up past this one, above the softmax.
             await_ready(barriers.values, step)
             acc, probs = warpgroup_mma_wait(0, deps=[acc, probs])
             async_copy.mbarrier_arrive(free_at(barriers.values, step - 1), increment_count=False)
             acc = acc * gl.expand_dims(factor, 1)
             probs = next_probs
-        acc = warpgroup_mma_wait(0, deps=[_start_values(probs, buffers, work.num_tiles - 1, acc)])
+        acc = warpgroup_mma_wait(0, deps=[start_values(probs, buffers, work.num_tiles - 1, acc)])
     if mask_ptr is not None:
         peak = gl.where(total == 0.0, -float("inf"), peak)
     divisor = gl.where(total == 0.0, 1.0, total)  # without keys: acc 0, total 0, peak -inf
     acc = acc * gl.expand_dims(1.0 / divisor, 1)
     lse = (peak + gl.log2(divisor)) * LN2
-    _store(group, acc, lse, buffers.q_nope.index(group), out_ptr, lse_ptr, num_heads, work)
+    store_rows(group, acc, lse, buffers.q_nope.index(group), out_ptr, lse_ptr, num_heads, work)

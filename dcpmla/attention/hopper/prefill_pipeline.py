@@ -1,15 +1,16 @@
 """Tiles of a prefill program in shared memory, and the producer that fills them.
 
 The last keys come first: only their tile has keys past a request's end or a causal bound, so that no later step
-compares positions. The rope part of a key is the same for all heads and is read in place.
+compares positions. In a fixed order (`ordered_prefill`) the first keys come first. The rope part of a key is the same
+for all heads and is read in place.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from dcpmla.attention.hopper.compat import aggregate, tma_load
-from dcpmla.attention.hopper.ring import Ring, await_free, ready_at
+from dcpmla.attention.hopper.ring import Ring, allocate_mbarriers, await_free, new_ring, ready_at
 from dcpmla.attention.triton import ragged
 
 find_tile = gluon.jit(ragged.find_tile.fn)
@@ -65,6 +66,23 @@ class Work:
 
 
 @gluon.jit
+def new_tiles(dtype: gl.constexpr):
+    """Allocate the tiles of a program and their mbarriers."""
+    buffers = Buffers(
+        gl.allocate_shared_memory(dtype, [2, ROWS, NOPE], TILE),
+        gl.allocate_shared_memory(dtype, [2, ROWS, ROPE], TILE),
+        gl.allocate_shared_memory(dtype, [NUM_STAGES, KEYS, NOPE], TILE),
+        gl.allocate_shared_memory(dtype, [NUM_STAGES, KEYS, ROPE], TILE),
+        gl.allocate_shared_memory(dtype, [NUM_STAGES, KEYS, VALUE], TILE),
+    )
+    barriers = Barriers(
+        allocate_mbarriers(1, 1).index(0), new_ring(NUM_STAGES, 1, CONSUMERS), new_ring(NUM_STAGES, 1, CONSUMERS)
+    )
+    fence_async_shared()
+    return buffers, barriers
+
+
+@gluon.jit
 def find_work(query_start_loc_ptr, key_start_loc_ptr, num_reqs, num_heads, IS_CAUSAL: gl.constexpr):
     """Return the program's `Work`. A request's last tile, which sees the most keys under a causal bound, runs first."""
     head = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
@@ -82,8 +100,8 @@ def find_work(query_start_loc_ptr, key_start_loc_ptr, num_reqs, num_heads, IS_CA
 
 
 @gluon.jit
-def produce(descs, strides, buffers, barriers, work):
-    """Copy the queries, then the tiles of keys and values, the last ones first, in the order of their use."""
+def produce(descs, strides, buffers, barriers, work, IS_FORWARD: gl.constexpr):
+    """Copy the queries, then tiles of keys and values in the order of their use: the last ones first, or the first."""
     q_nope_desc, q_pe_desc, k_nope_desc, k_pe_desc, v_desc = descs
     q_stride_head, k_stride_head, v_stride_head = strides
     if work.num_tiles > 0:
@@ -94,13 +112,13 @@ def produce(descs, strides, buffers, barriers, work):
             tma_load(q_pe_desc, [row, column + NOPE], barriers.q_ready, buffers.q_pe.index(group))
         for step in range(0, work.num_tiles + 1):
             if step < work.num_tiles:
-                row = work.key_start + (work.num_tiles - 1 - step) * KEYS
+                row = work.key_start + (step if IS_FORWARD else work.num_tiles - 1 - step) * KEYS
                 stage, ready = await_free(barriers.keys, step), ready_at(barriers.keys, step)
                 mbarrier.expect(ready, KEYS * (NOPE + ROPE) * 2)
                 tma_load(k_nope_desc, [row, work.head * k_stride_head], ready, buffers.k_nope.index(stage))
                 tma_load(k_pe_desc, [row, 0], ready, buffers.k_pe.index(stage))
             if step > 0:  # values of the previous tile, in the order in which the consumers multiply them
-                row = work.key_start + (work.num_tiles - step) * KEYS
+                row = work.key_start + (step - 1 if IS_FORWARD else work.num_tiles - step) * KEYS
                 stage, ready = await_free(barriers.values, step - 1), ready_at(barriers.values, step - 1)
                 mbarrier.expect(ready, KEYS * VALUE * 2)
                 tma_load(v_desc, [row, work.head * v_stride_head], ready, buffers.v.index(stage))

@@ -22,6 +22,7 @@ from dcpmla.attention.hopper.schedule import (
     ROPE,
     find_segment,
     finish_segment,
+    first_key,
     next_request,
     start_walk,
 )
@@ -44,7 +45,7 @@ def copy_tiles(queries, keys, walk, segment, buffers, barriers, paging, num_load
     first_tile, num_tiles = walk.start - walk.begin, segment.stop - walk.start
     load_queries(queries, segment.first_row, buffers, barriers, walk.num_segments)
     for tile in range(0, num_tiles):
-        row = find_row(first_tile + tile, table, paging)
+        row = find_row(first_key(first_tile + tile, segment), table, paging)
         stage = await_free(barriers.left, num_loaded)
         left_ready = ready_at(barriers.left, num_loaded)
         mbarrier.expect(left_ready, KEYS * (HALF + ROPE) * size)
@@ -63,13 +64,12 @@ def copy_rows(queries, rows_ptr, walk, segment, buffers, barriers, paging, num_l
     """Copy the queries of a segment by TMA, then its keys row by row, by cp.async; return the tiles loaded so far."""
     by_key: gl.constexpr = gl.SliceLayout(1, COLUMNS)
     table = find_table(walk.request, paging)
-    tile = walk.start - walk.begin
-    last_key = gl.minimum(segment.num_keys, (segment.stop - walk.begin) * KEYS) - 1
-    found = find_keys(tile, last_key, table, rows_ptr, paging, by_key)
+    tile, stop = walk.start - walk.begin, segment.stop - walk.begin
+    found = find_keys(tile, stop, segment, table, rows_ptr, paging, by_key)
     load_queries(queries, segment.first_row, buffers, barriers, walk.num_segments)
-    while tile * KEYS <= last_key:
+    while tile < stop:
         keys_ptr = point_to(found, rows_ptr, paging)
-        found = find_keys(tile + 1, last_key, table, rows_ptr, paging, by_key)
+        found = find_keys(tile + 1, stop, segment, table, rows_ptr, paging, by_key)
         stage = await_free(barriers.left, num_loaded)
         _copy_columns(buffers.k_left.index(stage), keys_ptr, 0)
         if buffers.k_pe is not None:

@@ -70,7 +70,7 @@ def uniform(x):
 
 
 @gluon.jit
-def _measure(index, batch):
+def measure(index, batch):
     """Return the first query token of one request or a vector of requests, and its numbers of query tokens and keys."""
     query_len = batch.query_len
     first = index * query_len
@@ -88,7 +88,7 @@ def _look_up(index, batch):
     Returns the first query row of this line's tile, and the request's number of rows from there on and of keys: 0
     where no rows are left, or the keys of a gap.
     """
-    first, query_len, num_keys = _measure(index, batch)
+    first, query_len, num_keys = measure(index, batch)
     above = (batch.line + index) % gl.num_programs(0) * ROWS
     num_rows = query_len * batch.num_heads - above
     return first * batch.num_heads + above, num_rows, gl.where((num_rows > 0) | batch.has_gaps, num_keys, 0)
@@ -107,7 +107,7 @@ def keep_gaps(lens_ptr, start_ptr, query_len, num_heads, line, num_reqs, REQS: g
     batch = Batch(lens_ptr, start_ptr, query_len, num_heads, line, gl.to_tensor(True))
     if start_ptr is not None:  # else all requests have a tile in each line
         index = gl.arange(0, REQS, layout=gl.BlockedLayout([REQS // 32], [32], [4], [0]))
-        _, lens, num_keys = _measure(gl.minimum(index, num_reqs - 1), batch)
+        _, lens, num_keys = measure(gl.minimum(index, num_reqs - 1), batch)
         num_tiles = gl.where(index < num_reqs, gl.cdiv(num_keys, KEYS), 0)
         work = gl.sum(num_tiles * gl.cdiv(lens * num_heads, ROWS), 0)
         room = gl.sum(num_tiles, 0) * gl.num_programs(0)
@@ -178,6 +178,7 @@ class Segment:
     num_keys: gl.tensor
     stop: gl.tensor
     is_any: gl.tensor  # False: the part has no tiles of the request, or a gap
+    num_classes: gl.base_value  # None: the tiles are adjacent (`units.Unit`)
 
 
 @gluon.jit
@@ -192,7 +193,15 @@ def find_segment(walk, work):
     """Return the part's segment of the present request."""
     first_row, num_rows, num_keys = find_request(walk.request, work.batch)
     stop = gl.minimum(walk.begin + gl.cdiv(num_keys, KEYS), work.end)
-    return Segment(first_row, num_rows, num_keys, stop, (walk.start < stop) & (num_rows > 0))
+    return Segment(first_row, num_rows, num_keys, stop, (walk.start < stop) & (num_rows > 0), None)
+
+
+@gluon.jit
+def first_key(tile, segment):
+    """Return the position of a tile's first key: tile n of the request, or of the unit's class."""
+    if segment.num_classes is not None:
+        tile = tile * segment.num_classes + segment.this_class
+    return tile * KEYS
 
 
 @gluon.jit

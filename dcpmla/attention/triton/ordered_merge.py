@@ -1,13 +1,60 @@
-"""The merge of the partial outputs of decode in a fixed order: splits of a class in order, then classes by a tree."""
+"""The merge of the partial outputs of decode in a fixed order: splits of a class in order, then classes by a tree.
 
+The kernels that compute them store the rows of a unit's tile group by group of 16 columns: all rows of a group come
+before the next group.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from dcpmla.attention.calls import ORDERED_ROWS, DecodeCall
 from dcpmla.attention.ordered_reference import SPLIT_TILES
 from dcpmla.comm.kernels.merge_tree import merge_pair, merge_tree
 from dcpmla.ownership import TILE
 
-_SPLIT_KEYS = tl.constexpr(TILE * SPLIT_TILES)
+GROUP = tl.constexpr(16)  # columns of a group
+SPLIT = tl.constexpr(SPLIT_TILES)
+_TILE = tl.constexpr(TILE)
+
+
+class Partials(NamedTuple):
+    """Memory for partial outputs.
+
+    Attributes:
+        rows: Partial outputs [N, L], float32, and spare rows after them (`TileForm.num_spare_rows`).
+        lses: LSE of each [N], float32.
+        first_rows: First row of each segment [num_segments], int32: n, or -1 - n if a class has the rows of one unit.
+    """
+
+    rows: Tensor
+    lses: Tensor
+    first_rows: Tensor
+
+
+class TileForm(NamedTuple):
+    """The form in which a kernel stores partial outputs.
+
+    Attributes:
+        num_rows: Query rows of a tile.
+        is_permuted: Whether the columns of a group are in the order of `hopper.partials.store_partial`.
+        num_spare_rows: Rows that it needs where a class has the rows of one unit.
+    """
+
+    num_rows: int
+    is_permuted: bool = False
+    num_spare_rows: int = 0
+
+
+@triton.jit
+def count_units(num_tiles, num_classes):
+    """Return the number of units of each request, by its tiles: a unit has up to SPLIT tiles of one class."""
+    full = tl.maximum(num_tiles - 1, 0) // (num_classes * SPLIT)  # splits before the last
+    return full * num_classes + tl.minimum(num_classes, num_tiles - full * num_classes * SPLIT)
 
 
 @triton.jit
@@ -26,30 +73,16 @@ def measure(index, batch):
 
 
 @triton.jit
-def merge_into(partials_ptr, lses_ptr, at, other_at, other_lse, is_row, LATENT: tl.constexpr):
-    """Merge rows other_at [ROWS] of the partial outputs into rows at; return their merged lse, which is not stored.
-
-    The rows go through registers part by part, because all columns of both would not fit.
-    """
-    COLUMNS: tl.constexpr = min(LATENT, 64)
-    lse = tl.load(lses_ptr + at, mask=is_row, other=-float("inf"), cache_modifier=".cg")
-    merged_lse = lse
-    for begin in range(0, LATENT, COLUMNS):
-        column = begin + tl.arange(0, COLUMNS)[None, :]
-        out_ptrs, mask = partials_ptr + at[:, None] * LATENT + column, is_row[:, None]
-        out = tl.load(out_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
-        other = tl.load(partials_ptr + other_at[:, None] * LATENT + column, mask=mask, other=0.0, cache_modifier=".cg")
-        merged, merged_lse = merge_pair(out, lse, other, other_lse)
-        tl.store(out_ptrs, merged, mask=mask)
-    tl.debug_barrier()  # all threads have loaded the lse before one thread stores it
-    return merged_lse
+def offset_of(first_row, num_rows, row, column, LATENT: tl.constexpr):
+    """Return the offset of an element of the num_rows rows of a unit's tile, whose first row is first_row."""
+    return first_row.to(tl.int64) * LATENT + (column // GROUP * num_rows + row) * GROUP + column % GROUP
 
 
-@triton.jit(do_not_specialize=["num_segments", "query_len", "num_heads", "num_lines", "slot_rows"])
+@triton.jit(do_not_specialize=["num_segments", "query_len", "num_heads"])
 def merge_classes_kernel(
     partials_ptr,
     lses_ptr,
-    first_slots_ptr,
+    first_rows_ptr,
     lens_ptr,
     start_ptr,
     out_ptr,
@@ -57,13 +90,15 @@ def merge_classes_kernel(
     num_segments,
     query_len,
     num_heads,
-    num_lines,
-    slot_rows,
     CLASSES: tl.constexpr,
     LATENT: tl.constexpr,
     ROWS: tl.constexpr,
+    IS_PERMUTED: tl.constexpr,
 ):
-    """Merge the partial outputs of one query row: the splits of each class in order, then the classes by a tree."""
+    """Merge the partial outputs of one query row: the splits of each class in order, then the classes by a tree.
+
+    ROWS, IS_PERMUTED: Form of the partial outputs (`TileForm`).
+    """
     token, head = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads
     segment = token // query_len
     if start_ptr is not None:  # the last segment that begins at or before the token
@@ -80,18 +115,68 @@ def merge_classes_kernel(
     each, column = tl.arange(0, CLASSES), tl.arange(0, LATENT)
     out = tl.zeros([CLASSES, LATENT], tl.float32)
     lse = tl.full([CLASSES], -float("inf"), tl.float32)
-    num_splits = tl.where(row < num_rows, tl.cdiv(num_keys, CLASSES * _SPLIT_KEYS), 0)  # none: a row of padding
-    first_slot = tl.load(first_slots_ptr + segment)
-    slot = (segment * num_lines + row // ROWS) * CLASSES + each
-    num_slots = tl.minimum(num_splits, 1)
-    if first_slot >= 0:
-        slot = first_slot + (row // ROWS * CLASSES + each) * num_splits
-        num_slots = num_splits
-    for split in range(num_slots):
-        at = (slot + split).to(tl.int64) * slot_rows + row % ROWS
-        part = tl.load(partials_ptr + at[:, None] * LATENT + column[None, :])
-        out, lse = merge_pair(out, lse, part, tl.load(lses_ptr + at))
+    num_tiles = tl.where(row < num_rows, tl.cdiv(num_keys, _TILE), 0)  # none: a row of padding
+    first_row = tl.load(first_rows_ptr + segment)
+    num_units = count_units(num_tiles, CLASSES)
+    if first_row < 0:
+        first_row, num_units = -1 - first_row, tl.minimum(num_tiles, CLASSES)
+    in_tile, tile_row = row % ROWS, row // ROWS * ROWS
+    tile_rows = tl.minimum(num_rows - tile_row, ROWS)
+    for begin in range(0, num_units, CLASSES):
+        is_unit = begin + each < num_units
+        unit_row = first_row + (begin + each) * num_rows + tile_row
+        at = offset_of(unit_row[:, None], tile_rows, in_tile, column[None, :], LATENT)
+        part = tl.load(partials_ptr + at, mask=is_unit[:, None], other=0.0)
+        part_lse = tl.load(lses_ptr + unit_row + in_tile, mask=is_unit, other=-float("inf"))
+        out, lse = merge_pair(out, lse, part, part_lse)
     out, lse = merge_tree(out, lse)
+    if IS_PERMUTED:
+        place = column % GROUP
+        column += place // 4 * 2 + place // 2 % 2 * 8 + place % 2 - place
     at = tl.program_id(0).to(tl.int64)
     tl.store(out_ptr + at * LATENT + tl.arange(0, 1)[:, None] + column[None, :], out)
     tl.store(lse_ptr + at + tl.arange(0, 1), lse)
+
+
+def attend_and_merge(
+    call: DecodeCall, attend: Callable[[DecodeCall, Partials], None], form: TileForm
+) -> tuple[Tensor, Tensor]:
+    """Compute a `DecodeCall` with num_classes in two launches.
+
+    Args:
+        attend: Function that stores the partial outputs.
+        form: Form in which it does.
+    """
+    out, lse = call.new_output()
+    num_tokens, num_heads, latent = out.shape
+    num_classes = call.num_classes
+    if num_tokens == 0:
+        return out, lse
+    assert num_classes is not None
+    max_splits = triton.cdiv(call.block_table.shape[1] * call.block_size, num_classes * TILE * SPLIT_TILES)
+    num_least = num_tokens * num_heads * num_classes  # one row for each class
+    num_partials = max(num_least, min(num_least * max_splits, ORDERED_ROWS))
+    num_spare = form.num_spare_rows if num_partials < num_least * max_splits else 0
+    partials = Partials(
+        torch.empty(num_partials + num_spare, latent, dtype=torch.float32, device=out.device),
+        torch.empty(num_partials, dtype=torch.float32, device=out.device),
+        torch.empty(call.num_segments, dtype=torch.int32, device=out.device),
+    )
+    attend(call, partials)
+    merge_classes_kernel[(num_tokens * num_heads,)](
+        *partials,
+        call.seq_lens,
+        call.query_start_loc,
+        out,
+        lse,
+        call.num_segments,
+        call.max_query_len,
+        num_heads,
+        CLASSES=num_classes,
+        LATENT=latent,
+        ROWS=form.num_rows,
+        IS_PERMUTED=form.is_permuted,
+        num_warps=4,
+        enable_fp_fusion=False,  # a compiler may fuse in one variant and not in another
+    )
+    return out, lse

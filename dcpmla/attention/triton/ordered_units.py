@@ -1,22 +1,20 @@
-"""Kernel of decode attention in a fixed order, launched by `ordered_decode`.
+"""Portable kernel of decode attention in a fixed order.
 
 The work is cut into units: a tile of query rows, a class of key tiles, and a split of SPLIT_TILES tiles of that class.
-A unit's arithmetic is the same whatever else a launch computes. Programs take units in turn, the first splits of all
-requests first. Each unit has a slot of memory for its partial output if there are enough slots; else a row tile's class
-has one slot, and each split waits for the split before it and merges itself into the slot. A second kernel merges
-splits in order, then classes by a tree: the same merges in both cases.
+A unit's arithmetic is the same whatever else a launch computes. Each unit has rows of memory of its own for its partial
+output, if there is room; else a class of a row tile is one unit, which merges its splits in memory one by one.
+`ordered_merge` merges splits in order, then classes by a tree: the same merges in both cases.
 """
 
 import triton
 import triton.language as tl
 
-from dcpmla.attention.ordered_reference import SPLIT_TILES
 from dcpmla.attention.triton.keys import load_keys
-from dcpmla.attention.triton.ordered_merge import measure, merge_into
-from dcpmla.comm.kernels.merge_tree import LN_2
+from dcpmla.attention.triton.ordered_merge import SPLIT, count_units, measure, offset_of
+from dcpmla.comm.kernels.merge_tree import LN_2, merge_pair
 from dcpmla.ownership import TILE
 
-_TILE, _SPLIT = tl.constexpr(TILE), tl.constexpr(SPLIT_TILES)
+_TILE = tl.constexpr(TILE)
 
 
 @triton.jit
@@ -61,6 +59,24 @@ def _attend(q, q_pe, cache, table_ptr, tiles, num_keys, num_seen, scale, KEYS: t
     return acc * tl.div_rn(1.0, total)[:, None], lse
 
 
+@triton.jit
+def _add_partial(partials_ptr, tile, lse, out, out_lse):
+    """Merge out [ROWS, LATENT] into the rows that a unit has stored so far; return their merged lse.
+
+    tile: First row and number of rows of the unit's tile.
+    """
+    ROWS: tl.constexpr = out.shape[0]
+    LATENT: tl.constexpr = out.shape[1]
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, LATENT)[None, :]
+    ptrs = partials_ptr + offset_of(tile[0], tile[1], row, column, LATENT)
+    tl.debug_barrier()  # other threads may have stored what a thread loads
+    stored = tl.load(ptrs, mask=row < tile[1], other=0.0, cache_modifier=".cg")
+    merged, merged_lse = merge_pair(stored, lse, out, out_lse)
+    tl.debug_barrier()
+    tl.store(ptrs, merged, mask=row < tile[1])
+    return merged_lse
+
+
 # Sizes of a step change: if specialized on them, Triton would recompile while requests wait. It must not specialize on
 # the number of classes either, because the code for all numbers of ranks must round alike.
 @triton.jit(
@@ -71,9 +87,7 @@ def _attend(q, q_pe, cache, table_ptr, tiles, num_keys, num_seen, scale, KEYS: t
         "query_len",
         "num_heads",
         "num_classes",
-        "num_lines",
-        "slot_rows",
-        "num_slots",
+        "num_partials",
     ],
     do_not_specialize_on_alignment=["kv_scale_ptr"],
 )
@@ -87,8 +101,7 @@ def ordered_decode_kernel(
     start_ptr,
     partials_ptr,
     lses_ptr,
-    first_slots_ptr,
-    progress_ptr,
+    first_rows_ptr,
     kv_scale_ptr,
     q_stride_token,
     q_stride_head,
@@ -102,9 +115,7 @@ def ordered_decode_kernel(
     query_len,
     num_heads,
     num_classes,
-    num_lines,
-    slot_rows,
-    num_slots,
+    num_partials,
     scale,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -112,10 +123,10 @@ def ordered_decode_kernel(
     ROPE: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
-    """Compute the partial outputs of all units. scale includes log2(e).
+    """Compute the partial outputs of all units, which programs take in turn. scale includes log2(e).
 
-    start_ptr is None where each segment has query_len query tokens. Program 0 stores the first slot of each segment, -1
-    if its splits share a slot. progress_ptr counts the splits that such a slot has.
+    start_ptr is None where each segment has query_len query tokens. Program 0 stores the first row of each segment's
+    partial outputs (`ordered_merge.Partials`); there is memory for num_partials rows.
     """
     row, column, rope = tl.arange(0, ROWS), tl.arange(0, LATENT), tl.arange(0, ROPE)
     batch = (lens_ptr, start_ptr, query_len, num_heads)
@@ -125,31 +136,24 @@ def ordered_decode_kernel(
 
     index = tl.arange(0, SEGMENTS)
     _, all_rows, all_keys = measure(tl.minimum(index, num_segments - 1), batch)
-    # Units of a split of each segment, and its number of splits.
-    all_units = tl.where(index < num_segments, tl.cdiv(all_rows, ROWS) * num_classes, 0)
-    all_splits = tl.cdiv(all_keys, num_classes * _TILE * _SPLIT)
-    slot_ends = tl.cumsum(all_units * all_splits, 0)
-    num_units = tl.max(slot_ends, 0)
-    has_slots = num_units <= num_slots
+    all_rows = tl.where(index < num_segments, all_rows, 0)
+    all_tiles = tl.where(all_rows > 0, tl.cdiv(all_keys, _TILE), 0)
+    all_units = count_units(all_tiles, num_classes)
+    has_rows = tl.sum(all_units * all_rows, 0) <= num_partials
+    all_units = tl.where(has_rows, all_units, tl.minimum(all_tiles, num_classes))
+    ends = tl.cumsum(all_units * tl.cdiv(all_rows, ROWS), 0)
+    first_rows = tl.cumsum(all_units * all_rows, 0) - all_units * all_rows
     if tl.program_id(0) == 0:
-        first_slots = tl.where(has_slots, slot_ends - all_units * all_splits, -1)
-        tl.store(first_slots_ptr + index, first_slots, mask=index < num_segments)
+        tl.store(first_rows_ptr + index, tl.where(has_rows, first_rows, -1 - first_rows), mask=index < num_segments)
 
-    unit, split, base = tl.program_id(0), 0, 0
-    count = tl.sum(tl.where(all_splits > 0, all_units, 0), 0)
-    while unit < num_units:
-        while unit >= base + count:
-            base += count
-            split += 1
-            count = tl.sum(tl.where(all_splits > split, all_units, 0), 0)
-        ends = tl.cumsum(tl.where(all_splits > split, all_units, 0), 0)
-        segment = tl.sum((ends <= unit - base).to(tl.int32), 0)
-        in_segment = unit - base - tl.max(tl.where(ends <= unit - base, ends, 0), 0)
-        first, num_rows, num_keys = measure(segment, batch)
-        num_lines_here = tl.cdiv(num_rows, ROWS)
+    for unit in range(tl.program_id(0), tl.max(ends, 0), tl.num_programs(0)):
+        segment = tl.sum((ends <= unit).to(tl.int32), 0)
+        in_segment = unit - tl.max(tl.where(ends <= unit, ends, 0), 0)
+        first, all_num_rows, num_keys = measure(segment, batch)
+        num_lines = tl.cdiv(all_num_rows, ROWS)
         # Neighbouring programs read the same keys.
-        line, this_class = in_segment % num_lines_here, in_segment // num_lines_here
-        first_row, num_rows = first * num_heads + line * ROWS, num_rows - line * ROWS
+        line, number = in_segment % num_lines, in_segment // num_lines
+        first_row, num_rows = first * num_heads + line * ROWS, tl.minimum(all_num_rows - line * ROWS, ROWS)
 
         is_row = row < num_rows
         token, head = (first_row + row) // num_heads, (first_row + row) % num_heads
@@ -161,33 +165,23 @@ def ordered_decode_kernel(
         table = segment
         if index_ptr is not None:
             table = tl.load(index_ptr + segment)
-        num_tiles = tl.cdiv(tl.maximum(tl.cdiv(num_keys, _TILE) - this_class, 0), num_classes)
-        tiles = (split * _SPLIT, tl.minimum((split + 1) * _SPLIT, num_tiles), this_class, num_classes)
         row_ptr = table_ptr + table.to(tl.int64) * table_stride
-        out, lse = _attend(q, q_pe, cache, row_ptr, tiles, num_keys, num_seen, scale, KEYS, ROPE)
-        if kv_scale_ptr is not None:
-            out *= tl.load(kv_scale_ptr)
 
-        own_slot = (segment * num_lines + line) * num_classes + this_class
-        slot = own_slot
-        if has_slots:
-            num_splits = tl.cdiv(num_keys, num_classes * _TILE * _SPLIT)
-            first_slot = tl.max(tl.where(index < segment, slot_ends, 0), 0)
-            slot = first_slot + (line * num_classes + this_class) * num_splits + split
-        merges = (split > 0) & (num_units > num_slots)
-        if merges:
-            slot = num_slots + tl.program_id(0)
-        at = slot.to(tl.int64) * slot_rows + row
-        tl.store(partials_ptr + at[:, None] * LATENT + column[None, :], out, mask=is_row[:, None])
-        if merges:
-            while tl.atomic_add(progress_ptr + own_slot, 0, sem="acquire", scope="gpu") < split:
-                pass
-            tl.debug_barrier()
-            own_at = own_slot.to(tl.int64) * slot_rows + row
-            lse = merge_into(partials_ptr, lses_ptr, own_at, at, lse, is_row, LATENT)
-            at = own_at
-        tl.store(lses_ptr + at, lse, mask=is_row)
-        if num_units > num_slots:
-            tl.debug_barrier()  # all threads store before one thread signals the arrival
-            tl.atomic_xchg(progress_ptr + own_slot, split + 1, sem="release", scope="gpu")
-        unit += tl.num_programs(0)
+        this_class, begin = number % num_classes, number // num_classes * SPLIT
+        end = tl.cdiv(tl.cdiv(num_keys, _TILE) - this_class, num_classes)
+        if has_rows:
+            end = tl.minimum(begin + SPLIT, end)
+        partial_row = tl.sum(tl.where(index == segment, first_rows, 0), 0) + number * all_num_rows + line * ROWS
+        lse = tl.full([ROWS], -float("inf"), tl.float32)
+        for split in range(begin, end, SPLIT):
+            tiles = (split, tl.minimum(split + SPLIT, end), this_class, num_classes)
+            out, out_lse = _attend(q, q_pe, cache, row_ptr, tiles, num_keys, num_seen, scale, KEYS, ROPE)
+            if kv_scale_ptr is not None:
+                out *= tl.load(kv_scale_ptr)
+            if split > begin:
+                lse = _add_partial(partials_ptr, (partial_row, num_rows), lse, out, out_lse)
+            else:
+                at = offset_of(partial_row, num_rows, row[:, None], column[None, :], LATENT)
+                tl.store(partials_ptr + at, out, mask=is_row[:, None])
+                lse = out_lse
+        tl.store(lses_ptr + partial_row + row, lse, mask=is_row)

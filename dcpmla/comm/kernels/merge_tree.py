@@ -11,19 +11,28 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def merge_pair(out, lse, other, other_lse):
-    """Merge rows out and other [N, D] float32 by lse and other_lse [N] (`dcpmla.merge.merge_pair`)."""
+def find_shares(lse, other_lse):
+    """Return the shares of two parts by their lse and other_lse [N], and their merged lse.
+
+    Shares of 1 and 0 are exact, so an empty part leaves the bits of the other unchanged.
+    """
     peak = tl.maximum(lse, other_lse)
     shift = tl.where(peak == -float("inf"), 0.0, peak)  # -inf - -inf is NaN
     weight, other_weight = tl.exp2((lse - shift) * LOG2_E), tl.exp2((other_lse - shift) * LOG2_E)
     total = weight + other_weight
     is_any = total != 0
     divisor = tl.where(is_any, total, 1.0)
-    # Shares of 1 and 0 are exact, so an empty part leaves the bits of the other unchanged.
-    share, other_share = tl.div_rn(weight, divisor)[:, None], tl.div_rn(other_weight, divisor)[:, None]
+    merged_lse = tl.where(is_any, tl.fma(tl.log2(divisor), tl.where(is_any, LN_2, 0.0), shift), peak)
+    return tl.div_rn(weight, divisor), tl.div_rn(other_weight, divisor), merged_lse
+
+
+@triton.jit
+def merge_pair(out, lse, other, other_lse):
+    """Merge rows out and other [N, D] float32 by lse and other_lse [N] (`dcpmla.merge.merge_pair`)."""
+    share, other_share, merged_lse = find_shares(lse, other_lse)
+    share, other_share = share[:, None], other_share[:, None]
     out, other = tl.where(share != 0, out, 0.0), tl.where(other_share != 0, other, 0.0)  # empty rows may hold NaN
-    merged = tl.fma(out, tl.broadcast_to(share, out.shape), other * other_share)
-    return merged, tl.where(is_any, tl.fma(tl.log2(divisor), tl.full(divisor.shape, LN_2, tl.float32), shift), peak)
+    return tl.fma(out, tl.broadcast_to(share, out.shape), other * other_share), merged_lse
 
 
 @triton.jit

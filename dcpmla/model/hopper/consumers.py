@@ -74,7 +74,9 @@ def _skip(buffers, num_read, routes):
 
 @gluon.jit
 def _multiply_fp8(group: gl.constexpr, w_scales_ptr, buffers, tile, num_read, routes):
-    """Compute `_multiply` in e4m3: a step's products, 128 of the depth, are scaled in float32."""
+    """Compute `_multiply` in e4m3: a step's products, 128 of the depth, are scaled in float32, and added by one
+    rounding.
+    """
     num_steps: gl.constexpr = routes.depth // COLUMNS
     row: gl.constexpr = gl.SliceLayout(1, _PRODUCT_FP8)
     first = gl.zeros([ROWS, COLUMNS], gl.float32, _PRODUCT_FP8)
@@ -94,11 +96,11 @@ def _multiply_fp8(group: gl.constexpr, w_scales_ptr, buffers, tile, num_read, ro
             product = warpgroup_mma(x, _weights(buffers, stage, part), product, use_acc=False, is_async=True)
             product = warpgroup_mma_wait(0, deps=[product])
             if part == 0:
-                first += product * gl.expand_dims(x_scales * first_scale, 1)
+                first = gl.fma(product, gl.expand_dims(x_scales * first_scale, 1), first)
                 first_scale = gl.load(first_at + following)
             else:
                 mbarrier.arrive(free_at(buffers.ring, num_read), count=1)
-                second += product * gl.expand_dims(x_scales * second_scale, 1)
+                second = gl.fma(product, gl.expand_dims(x_scales * second_scale, 1), second)
                 second_scale = gl.load(second_at + following)
         num_read += 1
     return first, second, num_read

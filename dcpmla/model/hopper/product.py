@@ -124,6 +124,7 @@ def multiply(
     scales: Tensor | None,
     blocks: Blocks,
     dtype: torch.dtype,
+    fuses: bool,
     expert_weights: Tensor | None = None,
     glu: Glu = SWIGLU,
 ) -> Tensor | QuantizedRows:
@@ -135,6 +136,7 @@ def multiply(
             4-bit weights, and a gated result likewise.
         weights: [E, N, K], or codes [E, N, K / 2]; in a gated product gate's and up's rows.
         blocks: Blocks of BLOCK_ROWS routes.
+        fuses: Whether the compiler may fuse products and sums.
         expert_weights: float32 [T, k].
     Returns:
         [routes, N], or of a gated product [routes, N / 2], in dtype, or quantized as x is.
@@ -174,5 +176,6 @@ def multiply(
         IS_SMOOTH=glu.is_smooth,
         DTYPE=_GLUON[dtype],
         num_warps=4,
+        enable_fp_fusion=fuses,
     )
     return result

@@ -44,6 +44,9 @@ class Tiling(NamedTuple):
 
 
 _MANY_ROWS = 64  # average rows per expert above which Hopper GPUs use their own kernel
+# Rows from which on every tile is multiplied by one kind of instruction; on Hopper, some versions of Triton multiply 8
+# rows by another one.
+_ORDERED_ROWS = 16
 _RESERVED_BYTES = 4096  # shared memory for everything except the tiles
 # Few tokens are not sorted: each route is its own block, and the second product sums a token's routes. A few more are
 # not sorted, either, if they hardly share experts, whose weights would otherwise be read again.
@@ -94,37 +97,42 @@ def compute_experts(
         gate_up_scales, down_scales = gate_up_scales.contiguous(), down_scales.contiguous()
     num_own, width, hidden = len(down), gate_up.shape[1] // 2, down.shape[1]
     weights = gate_up, down, gate_up_scales, down_scales
-    if not is_deterministic and num_routes > _MANY_ROWS * num_experts and product.takes(x, *weights):
+    fuses = not is_deterministic  # a compiler may fuse in one kernel's code and not in another's
+    if num_routes > _MANY_ROWS * num_experts and product.takes(x, *weights):
         blocks = assign_blocks(ids, num_own, BLOCK_ROWS)
         rows: Tensor | QuantizedRows = x
         if gate_up.dtype == FP8:
             rows = quantize_rows(x) if quantized is None else quantized
         elif gate_up.dtype == torch.uint8:
             rows = product.interleave(x)
-        h = product.multiply(rows, gate_up, gate_up_scales, blocks, x.dtype, expert_weights, glu)
-        out = product.multiply(h, down, down_scales, blocks, x.dtype)
+        h = product.multiply(rows, gate_up, gate_up_scales, blocks, x.dtype, fuses, expert_weights, glu)
+        out = product.multiply(h, down, down_scales, blocks, x.dtype, fuses)
         assert isinstance(out, Tensor)
         return sum_routes(out, ids, num_own)
     kind = gate_up.dtype if gate_up.dtype in _FEW else torch.bfloat16
     is_sparse = num_tokens <= _MORE_TOKENS and num_routes * _EXPERTS_PER_ROUTE <= num_experts
-    is_few = (num_tokens <= _FEW_TOKENS or is_sparse) and not is_deterministic
+    is_few = num_tokens <= _FEW_TOKENS or is_sparse
     if is_few:
         tiling, experts, routes = _FEW[kind], ids, None
     else:
-        # Tiles of 64 rows or more use one instruction of Hopper: a row has the same bits in each. Sums over a token's
-        # experts follow, in the order of its routes.
-        tilings = [tiling for tiling in _TILINGS[kind] if tiling.gate_up.rows >= (64 if is_deterministic else 0)]
-        tiling = next(tiling for tiling in tilings if num_routes <= tiling.max_rows * num_experts)
+        tiling = next(tiling for tiling in _TILINGS[kind] if num_routes <= tiling.max_rows * num_experts)
         experts, routes, _ = assign_blocks(ids, num_own, max(tiling.gate_up.rows, tiling.down.rows))
+    _, gate_up_tile, down_tile = _widen(tiling) if is_deterministic else tiling
 
     h = x.new_empty(num_routes, width)
     codes = gate_up.unflatten(1, (2, width))
     source = _by_halves(x) if kind == torch.uint8 else x if quantized is None else quantized
-    fuses = not is_deterministic  # a compiler may fuse in one tile's code and not in another's
-    _multiply(source, codes, gate_up_scales, h, tiling.gate_up, experts, routes, top_k, fuses, expert_weights, glu)
-    rows = x.new_empty(num_tokens if is_few else num_routes, hidden)
-    _multiply(h, down.unsqueeze(1), down_scales, rows, tiling.down, experts, routes, top_k, fuses)
-    return rows if is_few else sum_routes(rows, ids, num_own)
+    _multiply(source, codes, gate_up_scales, h, gate_up_tile, experts, routes, top_k, fuses, expert_weights, glu)
+    sums = is_few and not is_deterministic  # the product sums a token's routes before it rounds them
+    rows = x.new_empty(num_tokens if sums else num_routes, hidden)
+    _multiply(h, down.unsqueeze(1), down_scales, rows, down_tile, experts, routes, top_k, fuses)
+    return rows if sums else sum_routes(rows, ids, num_own)
+
+
+def _widen(tiling: Tiling) -> Tiling:
+    """Return a tiling in which a row has the same bits as in all others."""
+    tiles = (tile._replace(rows=max(tile.rows, _ORDERED_ROWS)) for tile in (tiling.gate_up, tiling.down))
+    return Tiling(tiling.max_rows, *tiles)
 
 
 def _multiply(
@@ -142,8 +150,8 @@ def _multiply(
 ) -> None:
     """Launch one product; with expert_weights it is the gated one. codes: [E, parts, width, K or K / 2]."""
     is_gated = expert_weights is not None
-    num_summed = top_k if routes is None and not is_gated else 1
-    num_tiles = experts.numel() // num_summed if routes is None else routes.numel() // tile.rows
+    num_summed = experts.numel() // len(out) if routes is None else 1
+    num_tiles = len(out) if routes is None else routes.numel() // tile.rows
     if isinstance(x, Tensor):
         x, x_scales = quantize_rows(x) if codes.dtype == FP8 else (x, None)
     else:

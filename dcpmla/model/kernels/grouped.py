@@ -30,9 +30,12 @@ def find_routes(experts_ptr, routes_ptr, tile, NUM_SUMMED: tl.constexpr, ROWS: t
 
 @triton.jit
 def _multiply(x, x_scales, w, w_scales, acc, TRANSPOSED: tl.constexpr):
-    """Return acc + x w^T [ROWS, COLUMNS], or all transposed; fp8 times the scales, in float32."""
+    """Return acc + x w^T [ROWS, COLUMNS], or all transposed; fp8 times the scales, in float32.
+
+    `model.hopper.consumers` takes the same steps in the same order: a result has the same bits from either kernel.
+    """
     if w.dtype == tl.float8e4nv:
-        acc += (tl.dot(w, x.T) if TRANSPOSED else tl.dot(x, w.T)) * (x_scales * w_scales)
+        acc = tl.fma(tl.dot(w, x.T) if TRANSPOSED else tl.dot(x, w.T), x_scales * w_scales, acc)
     elif TRANSPOSED:
         acc = tl.dot(w, x.T, acc, input_precision="ieee")
     else:

@@ -1,0 +1,177 @@
+"""The schedule of decode in a fixed order on Hopper: units of work, and the units of each program.
+
+A unit has one tile of query rows of a request and up to SPLIT_TILES tiles of keys of one class, so its arithmetic is
+the same whatever else a launch computes. The units of a request are numbered split by split, and class by class in a
+split: unit j is of class j % num_classes. Programs take equal parts of the line of all requests' units; no unit is cut.
+
+Each unit has rows of memory of its own for its partial output, if there is room; else a class of a request is one unit,
+which merges its splits in memory one by one.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from dcpmla.attention.hopper.compat import aggregate
+from dcpmla.attention.hopper.schedule import KEYS, ROWS, measure, uniform
+from dcpmla.attention.ordered_reference import SPLIT_TILES
+from dcpmla.attention.triton import ordered_merge
+
+SPLIT = gl.constexpr(SPLIT_TILES)
+_UNIT_TILES = gl.constexpr(2)  # about the cost of a unit without its tiles, in tiles
+count_units = gluon.jit(ordered_merge.count_units.fn)
+
+
+@aggregate
+class UnitWork:
+    """This program's units: `number` units from unit `unit` of a request on."""
+
+    batch: gl.base_value  # `schedule.Batch`
+    num_reqs: gl.tensor
+    num_classes: gl.tensor
+    has_rows: gl.tensor  # whether each unit has rows of its own
+    request: gl.tensor
+    unit: gl.tensor
+    row: gl.tensor  # first row of the request's partial outputs
+    number: gl.tensor
+
+
+@aggregate
+class UnitWalk:
+    """Position of a role on its way over the units of its program; `start`, `begin` and `num_segments` are as in
+    `schedule.Walk`.
+    """
+
+    request: gl.tensor
+    unit: gl.tensor
+    row: gl.tensor
+    left: gl.tensor
+    start: gl.tensor
+    begin: gl.tensor
+    num_segments: gl.tensor
+
+
+@aggregate
+class Unit:
+    """A unit: tiles [`UnitWalk.start`, stop) of a class."""
+
+    first_row: gl.tensor  # query row, and the rows and keys of the request from there on
+    num_rows: gl.tensor
+    num_keys: gl.tensor
+    start: gl.tensor
+    stop: gl.tensor
+    num_classes: gl.tensor
+    this_class: gl.tensor
+    row: gl.tensor  # first row of its partial output
+    num_units: gl.tensor  # units of the request
+    request_rows: gl.tensor  # query rows of the request
+    is_any: gl.tensor  # False: the request has no such unit, or no rows in this program's line
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _at(values, index, where):
+    """Return an element of a vector as a scalar."""
+    return gl.sum(gl.where(where == index, values, 0), 0)
+
+
+@gluon.jit
+def cut_units(batch, num_reqs, num_classes, num_partials, first_rows_ptr, REQS: gl.constexpr):
+    """Cut the line of all requests' units; return this program's `UnitWork`.
+
+    One program stores the first row of each request's partial outputs for the merge: n, or -1 - n if a class has the
+    rows of one unit.
+
+    Args:
+        num_partials: Number of rows of partial outputs that there is memory for.
+    """
+    index = gl.arange(0, REQS, layout=gl.BlockedLayout([REQS // 32], [32], [4], [0]))
+    _, query_len, num_keys = measure(gl.minimum(index, num_reqs - 1), batch)
+    num_rows = gl.where(index < num_reqs, query_len * batch.num_heads, 0)
+    num_tiles = gl.where(num_rows > 0, gl.cdiv(num_keys, KEYS), 0)
+    split_units = count_units(num_tiles, num_classes)
+    has_rows = gl.sum(split_units * num_rows, 0) <= num_partials
+    units = gl.where(has_rows, split_units, gl.minimum(num_tiles, num_classes))
+    weights = num_tiles + units * _UNIT_TILES
+    ends = gl.associative_scan(weights, 0, _add)
+    row_ends = gl.associative_scan(units * num_rows, 0, _add)
+    if (gl.program_id(0) == 0) & (gl.program_id(1) == 0):
+        rows = row_ends - units * num_rows
+        gl.store(first_rows_ptr + index, gl.where(has_rows, rows, -1 - rows), mask=index < num_reqs)
+
+    size = gl.maximum(gl.cdiv(gl.max(ends, 0), gl.num_programs(1)), 1)
+    start = gl.program_id(1) * size
+    request = gl.sum((ends <= start).to(gl.int32), 0)
+    unit = _cut_request(start, request, ends, weights, units, index)
+    last = gl.sum((ends <= start + size).to(gl.int32), 0)
+    last_unit = _cut_request(start + size, last, ends, weights, units, index)
+    first_number = gl.sum(gl.where(index < request, units, 0), 0) + unit
+    number = gl.sum(gl.where(index < last, units, 0), 0) + last_unit - first_number
+    row = _at(row_ends - units * num_rows, request, index)
+    return UnitWork(
+        batch=batch,
+        num_reqs=num_reqs,
+        num_classes=num_classes,
+        has_rows=uniform(has_rows.to(gl.int32)),
+        request=uniform(request),
+        unit=uniform(unit),
+        row=uniform(row),
+        number=uniform(number),
+    )
+
+
+@gluon.jit
+def _cut_request(at, request, ends, weights, units, index):
+    """Return the first unit of a request that begins at or after a position of the line: units weigh the same."""
+    weight = _at(weights, request, index)
+    begin = _at(ends, request, index) - weight
+    return gl.cdiv((at - begin) * _at(units, request, index), gl.maximum(weight, 1))
+
+
+@gluon.jit
+def start_units(work):
+    """Return the position before a program's first unit."""
+    none = gl.to_tensor(0)
+    return UnitWalk(work.request, work.unit, work.row, work.number, none, none, none)
+
+
+@gluon.jit
+def find_unit(walk, work):
+    """Return the unit at a position."""
+    batch, num_classes = work.batch, work.num_classes
+    first, query_len, num_keys = measure(walk.request, batch)
+    request_rows = uniform(query_len * batch.num_heads)
+    above = batch.line * ROWS
+    first_row, num_keys = uniform(first * batch.num_heads) + above, uniform(num_keys)
+    num_tiles = gl.where(request_rows > 0, gl.cdiv(num_keys, KEYS), 0)
+    has_rows = work.has_rows != 0
+    num_units = gl.where(has_rows, count_units(num_tiles, num_classes), gl.minimum(num_tiles, num_classes))
+    this_class, start = walk.unit % num_classes, walk.unit // num_classes * SPLIT
+    stop = gl.cdiv(num_tiles - this_class, num_classes)
+    stop = gl.where(has_rows, gl.minimum(start + SPLIT, stop), stop)
+    row = walk.row + walk.unit * request_rows + above
+    is_any = (walk.unit < num_units) & (above < request_rows)
+    rows = first_row, request_rows - above, num_keys
+    return Unit(*rows, start, stop, num_classes, this_class, row, num_units, request_rows, is_any)
+
+
+@gluon.jit
+def begin_unit(walk, unit):
+    """Return the position at the first tile of a unit."""
+    walk_at = walk.request, walk.unit, walk.row, walk.left
+    return UnitWalk(*walk_at, unit.start, walk.begin, walk.num_segments)
+
+
+@gluon.jit
+def next_unit(walk, unit):
+    """Return the position at the next unit."""
+    is_unit = (walk.unit < unit.num_units).to(gl.int32)
+    is_last = walk.unit + 1 >= unit.num_units
+    request = walk.request + is_last.to(gl.int32)
+    row = gl.where(is_last, walk.row + unit.num_units * unit.request_rows, walk.row)
+    num_segments = walk.num_segments + unit.is_any.to(gl.int32)
+    next_in_request = gl.where(is_last, 0, walk.unit + 1)
+    return UnitWalk(request, next_in_request, row, walk.left - is_unit, walk.start, walk.begin, num_segments)
