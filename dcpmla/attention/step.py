@@ -226,7 +226,7 @@ class StepMetadata:
         """Return a step of token number `index` of each request, for drafts. All requests are equally long decodes."""
         decode = self.decode
         assert decode is not None
-        assert decode.queries is decode.request_index is None
+        assert decode.queries is None is decode.request_index
         size = decode.max_query_len
         lens = tokens_of(decode.local_seq_lens, index, size)
         return StepMetadata(
