@@ -142,8 +142,7 @@ class MLAAttention(AttentionWeights):
         mha = None
         # `step.cut` is set while a graph of a step with prompts is captured. The graph contains what has the same
         # shapes in each replay: the projections of MHA, and in dense MLA the attention of decodes, whose metadata are
-        # static tensors. `_attend` runs outside of the graph, with an indexer if there is one; it finds step.decode
-        # None if the graph has computed the decodes.
+        # static. `_attend` runs outside of the graph, without step.decode if the graph has computed the decodes.
         if step.cut is not None:
             output.reserve()
             tokens = Tokens(q_c, step.cos_sin, step.query_factor)

@@ -11,10 +11,11 @@ from functools import cached_property
 
 import torch
 
-from dcpmla.attention.step import SEGMENT_ROWS
 from dcpmla.cache.formats import row_width, storage_dtype
 from dcpmla.config import DCPConfig, MLAConfig
 
+# Maximum query rows (tokens x heads of a group) of a segment, two tiles of 64 that read the same keys.
+SEGMENT_ROWS = 128
 _QUERY_TILE = 128  # new tokens that an MHA program takes; fewer take as long
 _ELEMENT_BYTES = 2  # width of keys, values and queries
 

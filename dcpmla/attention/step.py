@@ -15,19 +15,11 @@ from torch import Tensor
 from dcpmla.attention.calls import Segments
 from dcpmla.config import DCPConfig, MLAConfig
 
-# Maximum query rows (tokens x heads of a group) of a segment, two tiles of 64 that read the same keys.
-# `attention/routes.py` divides it by the group's heads, which gives the maximum tokens of a segment.
-SEGMENT_ROWS = 128
 PART_ROWS = 1 << 16  # Maximum query rows of a part. With DeepSeek's widths they take 75 MB.
 
 
 def part_tokens(num_heads: int, dcp: DCPConfig) -> int:
-    """Return the maximum tokens of a part, which absorbed attention takes at a time.
-
-    Args:
-        num_heads: Number of heads of the DCP group, which all attend to each rank's tokens.
-        dcp: Layout of the cache. In a fixed order each class of tiles has partial rows of its own.
-    """
+    """Return the maximum tokens of a part, with num_heads heads in a DCP group, each with rows for each own class."""
     return max(1, PART_ROWS // (num_heads * (dcp.num_own_classes or 1)))
 
 
@@ -88,7 +80,6 @@ class DecodeMetadata:
         """Yield the rows and metadata of parts. A part has at most max_tokens tokens, or one longer segment.
 
         Each part gathers and combines on its own. All ranks yield the same parts: local lengths have no influence.
-
         Raises:
             ValueError: There are several parts, but `queries` has no start of each segment for the host.
         """
@@ -96,13 +87,9 @@ class DecodeMetadata:
         if num_tokens <= max_tokens:
             yield slice(0, num_tokens), self
             return
-        size, queries = self.max_query_len, self.queries
-        if queries is not None and len(queries.start) != len(queries.start_loc):
-            raise ValueError(
-                f"max_tokens is {max_tokens} for a step of {num_tokens} tokens, and the host has {len(queries.start)} "
-                f"starts for {len(queries.start_loc) - 1} segments, as in CUDA graphs; such a step must be one part"
-            )
-        starts = range(0, num_tokens + 1, size) if queries is None else queries.start
+        starts = range(0, num_tokens + 1, self.max_query_len) if self.queries is None else self.queries.start
+        if self.queries is not None and len(starts) != len(self.queries.start_loc):
+            raise ValueError(f"max_tokens is {max_tokens}; a CUDA graph's step of {num_tokens} tokens must be one part")
         first = 0
         while first < len(starts) - 1:
             last = max(first + 1, bisect_right(starts, starts[first] + max_tokens) - 1)
@@ -111,7 +98,7 @@ class DecodeMetadata:
 
     def _part(self, first: int, last: int, tokens: slice) -> "DecodeMetadata":
         """Return the part of segments [first, last), which have these tokens."""
-        table, index, queries = self.block_table, self.request_index, self.queries
+        table, index, queries, lens = self.block_table, self.request_index, self.queries, self.local_seq_lens[tokens]
         if queries is not None:
             start = tuple(at - tokens.start for at in queries.start[first : last + 1])
             queries = Segments(start, queries.start_loc[first : last + 1] - tokens.start)
@@ -120,8 +107,7 @@ class DecodeMetadata:
             table = table[first:last].clone()
         else:
             index = index[first:last].clone()
-        lens = self.local_seq_lens[tokens].clone()
-        return DecodeMetadata(table, lens, queries, self.max_query_len, self.workspace, index)
+        return replace(self, block_table=table, local_seq_lens=lens.clone(), queries=queries, request_index=index)
 
 
 @dataclass(frozen=True)
@@ -240,18 +226,16 @@ class StepMetadata:
         """Return a step of token number `index` of each request, for drafts. All requests are equally long decodes."""
         decode = self.decode
         assert decode is not None
-        assert decode.queries is None
-        assert decode.request_index is None
+        assert decode.queries is None is decode.request_index
         size = decode.max_query_len
+        lens = tokens_of(decode.local_seq_lens, index, size)
         return StepMetadata(
             num_tokens=len(decode.block_table),
             num_decode_tokens=len(decode.block_table),
             num_blocks=self.num_blocks,
             positions=tokens_of(self.positions, index, size),
             slot_mapping=tokens_of(self.slot_mapping, index, size),
-            decode=DecodeMetadata(
-                decode.block_table, tokens_of(decode.local_seq_lens, index, size), None, 1, decode.workspace
-            ),
+            decode=DecodeMetadata(decode.block_table, lens, None, 1, decode.workspace),
             kinds={kind: metadata.of_tokens(index, size) for kind, metadata in self.kinds.items()},
         )
 

@@ -10,7 +10,8 @@ from dcpmla import ownership
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.calls import Segments
 from dcpmla.attention.chunks import cut_queries
-from dcpmla.attention.step import SEGMENT_ROWS, DecodeMetadata, part_tokens
+from dcpmla.attention.routes import SEGMENT_ROWS
+from dcpmla.attention.step import DecodeMetadata, part_tokens
 from dcpmla.upload import upload
 
 Part = tuple[slice, DecodeMetadata]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.build import StepBuilder
-from dcpmla.attention.step import SEGMENT_ROWS, Cut, StepMetadata, StepRequests, part_tokens
+from dcpmla.attention.routes import SEGMENT_ROWS
+from dcpmla.attention.step import Cut, StepMetadata, StepRequests, part_tokens
 from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.fields import check_fields, whole

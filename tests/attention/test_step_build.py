@@ -191,9 +191,7 @@ def test_parts_need_the_starts_of_all_segments() -> None:
     table, lens = torch.zeros(4, 1, dtype=torch.int32), torch.ones(8, dtype=torch.int32)
     decode = DecodeMetadata(table, lens, Segments((0, 8), start_loc), 3, None)
     assert list(decode.parts(8)) == [(slice(0, 8), decode)]
-    with pytest.raises(
-        ValueError, match="max_tokens is 7 for a step of 8 tokens, and the host has 2 starts for 4 segments"
-    ):
+    with pytest.raises(ValueError, match="max_tokens is 7; a CUDA graph's step of 8 tokens must be one part"):
         list(decode.parts(7))
 
 
