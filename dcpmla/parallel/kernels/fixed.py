@@ -1,8 +1,8 @@
 """Triton kernels of products in a fixed order, with their launcher; `parallel/fixed.py` specifies them.
 
 The depth has segments, whose width `segment_width` derives from the depth alone. A segment's sum goes from its first
-column to its last by one kind of instruction, Hopper's wgmma. The tall operand of 64 rows or more are tokens, or rows of
-the weight if tokens are few; either gives the same bits. The result is the sum of the segments' sums from the first to
+column to its last by one kind of instruction, Hopper's wgmma. The tall operand of 64 rows or more are tokens, or the
+weight's rows if tokens are few; both give the same bits. The result is the sum of the segments' sums from the first to
 the last. Of many tokens a program computes all segments; of few each segment has programs of its own, and a second
 kernel adds the segments' sums. The second kernel needs no counters of arrivals, which products at the same time on
 other streams would have to share or to clear. Tiles of any sizes change no bits: they decide which program computes an
@@ -138,7 +138,7 @@ def choose_tile(num_tokens: int, num_rows: int, num_columns: int, dtype: torch.d
     num_segments, is_fp8 = triton.cdiv(num_columns, segment_width(num_columns)), dtype == torch.float8_e4m3fn
     tokens = 64 if num_tokens <= 64 or dtype == torch.float32 else 128
     shapes = [(tokens, rows) for rows in ((32,) if dtype == torch.float32 else (128, 64, 32, 16))]
-    if num_tokens <= 32 and dtype != torch.float32:  # the weight may be the tall operand, and leaves more memory for it
+    if num_tokens <= 32 and dtype != torch.float32:  # short tiles of tokens leave memory to the weight
         shapes = [(16 if num_tokens <= 16 else 32, rows) if rows >= 64 else (64, rows) for _, rows in shapes]
     if num_tokens > 128 and num_segments == 1 and dtype.itemsize == 2:
         shapes.append((128, 256))
