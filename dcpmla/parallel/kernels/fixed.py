@@ -10,6 +10,7 @@ element, but not its order of sums.
 """
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -133,6 +134,7 @@ def segment_width(num_columns: int) -> int:
     return triton.cdiv(num_columns, triton.cdiv(num_columns, _MAX_SEGMENT) * BLOCK) * BLOCK
 
 
+@lru_cache(1024)
 def choose_tile(num_tokens: int, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tile:
     """Return the tile for a product [num_tokens, num_columns] x [num_rows, num_columns]: the fastest by an estimate."""
     num_segments, is_fp8 = triton.cdiv(num_columns, segment_width(num_columns)), dtype == torch.float8_e4m3fn
