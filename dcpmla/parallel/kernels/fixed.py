@@ -58,7 +58,7 @@ def fixed_linear_kernel(
     TOKENS: tl.constexpr = x_desc.block_shape[0]
     ROWS: tl.constexpr = weight_desc.block_shape[0]
     DEPTH: tl.constexpr = x_desc.block_shape[1]
-    IS_TALL: tl.constexpr = TOKENS < 64  # a wgmma's first operand has 64 rows: those of the weight instead of tokens
+    IS_TALL: tl.constexpr = TOKENS < 64  # a wgmma's first operand has 64 rows
     HAS_TOTAL: tl.constexpr = SEGMENT is not None and not IS_PARTIAL
     num_token_tiles, num_row_tiles = tl.cdiv(num_tokens, TOKENS), tl.cdiv(num_rows, ROWS)
     group = tl.program_id(0) // (_GROUP * num_row_tiles)
