@@ -1,11 +1,12 @@
 """Triton kernels of products in a fixed order, with their launcher; `parallel/fixed.py` specifies them.
 
 The depth has segments, whose width `segment_width` derives from the depth alone. A segment's sum goes from its first
-column to its last by one kind of instruction: a tile has 64 tokens or more, so that Hopper multiplies few rows by
-wgmma, too. The result is the sum of the segments' sums from the first to the last. Of many tokens a program computes
-all segments; of few each segment has programs of its own, and a second kernel adds the segments' sums. The second
-kernel needs no counters of arrivals, which products at the same time on other streams would have to share or to clear.
-Tiles of any sizes change no bits: they decide which program computes an element, but not its order of sums.
+column to its last by one kind of instruction, Hopper's wgmma. The tall operand of 64 rows or more are tokens, or the
+weight's rows if tokens are few; both give the same bits. The result is the sum of the segments' sums from the first to
+the last. Of many tokens a program computes all segments; of few each segment has programs of its own, and a second
+kernel adds the segments' sums. The second kernel needs no counters of arrivals, which products at the same time on
+other streams would have to share or to clear. Tiles of any sizes change no bits: they decide which program computes an
+element, but not its order of sums.
 """
 
 import math
@@ -57,6 +58,7 @@ def fixed_linear_kernel(
     TOKENS: tl.constexpr = x_desc.block_shape[0]
     ROWS: tl.constexpr = weight_desc.block_shape[0]
     DEPTH: tl.constexpr = x_desc.block_shape[1]
+    IS_TALL: tl.constexpr = TOKENS < 64  # a wgmma's first operand has 64 rows
     HAS_TOTAL: tl.constexpr = SEGMENT is not None and not IS_PARTIAL
     num_token_tiles, num_row_tiles = tl.cdiv(num_tokens, TOKENS), tl.cdiv(num_rows, ROWS)
     group = tl.program_id(0) // (_GROUP * num_row_tiles)
@@ -75,7 +77,7 @@ def fixed_linear_kernel(
         num_steps = tl.minimum(num_steps - first_step, SEGMENT // DEPTH)
         out_ptr += tl.program_id(1).to(tl.int64) * num_tokens * num_rows
     num_steps = tl.maximum(num_steps, 1)  # if a loop may have no steps, ptxas makes each wgmma wait for the one before
-    acc = tl.zeros([TOKENS, ROWS], tl.float32)
+    acc = tl.zeros([ROWS, TOKENS] if IS_TALL else [TOKENS, ROWS], tl.float32)
     total = acc
     for step in tl.range(first_step, first_step + num_steps, num_stages=STAGES):
         x = x_desc.load([first_token, step * DEPTH])
@@ -83,14 +85,21 @@ def fixed_linear_kernel(
         if x_scales_ptr is not None:
             scale = tl.load(x_scales_ptr + step * x_scales_stride_block, mask=is_token, other=0.0)
             scale *= tl.load(weight_scales_ptr + step)
-            acc = tl.fma(tl.dot(x, weight.T), tl.broadcast_to(scale[:, None], [TOKENS, ROWS]), acc)
+            if IS_TALL:
+                acc = tl.fma(tl.dot(weight, x.T), tl.broadcast_to(scale[None, :], [ROWS, TOKENS]), acc)
+            else:
+                acc = tl.fma(tl.dot(x, weight.T), tl.broadcast_to(scale[:, None], [TOKENS, ROWS]), acc)
+        elif IS_TALL:
+            acc = tl.dot(weight, x.T, acc)
         else:
             acc = tl.dot(x, weight.T, acc, input_precision="ieee")
         if HAS_TOTAL and (step + 1) % (SEGMENT // DEPTH) == 0:
             total += acc
-            acc = tl.zeros([TOKENS, ROWS], tl.float32)
+            acc = tl.zeros_like(acc)
     if HAS_TOTAL:
         acc = total + acc
+    if IS_TALL:
+        acc = acc.T
     at = token.to(tl.int64)[:, None] * num_rows + row[None, :]
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=is_token[:, None] & (row < num_rows)[None, :])
 
@@ -131,6 +140,8 @@ def choose_tile(num_tokens: int, num_rows: int, num_columns: int, dtype: torch.d
     num_segments, is_fp8 = triton.cdiv(num_columns, segment_width(num_columns)), dtype == torch.float8_e4m3fn
     tokens = 64 if num_tokens <= 64 or dtype == torch.float32 else 128
     shapes = [(tokens, rows) for rows in ((32,) if dtype == torch.float32 else (128, 64, 32, 16))]
+    if num_tokens <= 32 and dtype != torch.float32:  # short tiles of tokens leave memory to the weight
+        shapes = [(16 if num_tokens <= 16 else 32, rows) if rows >= 64 else (64, rows) for _, rows in shapes]
     if num_tokens > 128 and num_segments == 1 and dtype.itemsize == 2:
         shapes.append((128, 256))
 
@@ -152,7 +163,7 @@ def choose_tile(num_tokens: int, num_rows: int, num_columns: int, dtype: torch.d
     forms = (False, True) if num_segments > 1 else (False,)
     chosen = min(((*shape, is_partial) for is_partial in forms for shape in shapes), key=estimate)
     tokens, rows, is_partial = chosen
-    num_warps = 4 if tokens == 64 else 8
+    num_warps = 4 if tokens <= 64 else 8
     # A multiprocessor runs as many programs at the same time as its 65,536 registers can hold.
     num_accumulators = 1 + is_fp8 + (num_segments > 1 and not is_partial)
     registers = num_accumulators * tokens * rows + 28 * 32 * num_warps
