@@ -334,7 +334,8 @@ def test_the_kernel_compiles_for_hopper(
         fixed_linear_kernel, ASTSource, types, constants, ("num_rows", "num_columns"), **options
     )
     ptx = compiled.asm["ptx"]
-    assert re.search(rf"wgmma.mma_async.sync.aligned.m64n{tile.rows}k{16 if dtype == 'bf16' else 32}", ptx)
+    short = tile.rows if tile.tokens >= 64 else tile.tokens
+    assert re.search(rf"wgmma.mma_async.sync.aligned.m64n{short}k{16 if dtype == 'bf16' else 32}", ptx)
     assert "cp.async.bulk.tensor" in ptx
     assert compiled.metadata.shared > (tile.num_stages - 1) * (tile.tokens + tile.rows) * tile.depth
     assert "wgmma.mma_async instructions are serialized" not in said

@@ -1,11 +1,12 @@
 """Triton kernels of products in a fixed order, with their launcher; `parallel/fixed.py` specifies them.
 
 The depth has segments, whose width `segment_width` derives from the depth alone. A segment's sum goes from its first
-column to its last by one kind of instruction: a tile has 64 tokens or more, so that Hopper multiplies few rows by
-wgmma, too. The result is the sum of the segments' sums from the first to the last. Of many tokens a program computes
-all segments; of few each segment has programs of its own, and a second kernel adds the segments' sums. The second
-kernel needs no counters of arrivals, which products at the same time on other streams would have to share or to clear.
-Tiles of any sizes change no bits: they decide which program computes an element, but not its order of sums.
+column to its last by one kind of instruction, Hopper's wgmma. The tall operand of 64 rows or more are tokens, or the
+weight's rows if tokens are few; both give the same bits. The result is the sum of the segments' sums from the first to
+the last. Of many tokens a program computes all segments; of few each segment has programs of its own, and a second
+kernel adds the segments' sums. The second kernel needs no counters of arrivals, which products at the same time on
+other streams would have to share or to clear. Tiles of any sizes change no bits: they decide which program computes an
+element, but not its order of sums.
 """
 
 import math
@@ -27,9 +28,12 @@ _MAX_SEGMENT = 2048  # columns: narrower segments start more programs, wider one
 _MULTIPROCESSORS = 132  # H100s and H200s have as many
 _SHARED_BYTES = 221_184  # shared memory of a multiprocessor that the pipelines of its programs may take
 # An estimate of times takes these bytes per us (a multiprocessor's loads; stores and loads of segments' sums by the
-# whole device) and these us (a program's start and end; the second kernel; 128 columns, besides their loads).
+# whole device) and these us (a program's start and end; the second kernel; the wait for 128 columns). The product of 128
+# columns with one token and one row takes a multiprocessor PACE us, and an instruction costs 8 rows more than it has.
+# A program that could share a multiprocessor is slower alone by _ALONE, as nothing hides its waits.
 _LOADED, _STORED = 1e5, 3e6
-_START, _LAUNCH, _BLOCK_TIME = 2.0, 3.0, 0.2
+_START, _LAUNCH, _WAIT = 2.0, 3.0, 0.1
+_PACE, _FP8_PACE, _ALONE = 4.4e-5, 3.45e-5, 1.25
 
 
 @triton.jit(do_not_specialize=["num_tokens", "x_scales_stride_block"])
@@ -57,6 +61,7 @@ def fixed_linear_kernel(
     TOKENS: tl.constexpr = x_desc.block_shape[0]
     ROWS: tl.constexpr = weight_desc.block_shape[0]
     DEPTH: tl.constexpr = x_desc.block_shape[1]
+    IS_TALL: tl.constexpr = TOKENS < 64  # a wgmma's first operand has 64 rows
     HAS_TOTAL: tl.constexpr = SEGMENT is not None and not IS_PARTIAL
     num_token_tiles, num_row_tiles = tl.cdiv(num_tokens, TOKENS), tl.cdiv(num_rows, ROWS)
     group = tl.program_id(0) // (_GROUP * num_row_tiles)
@@ -75,7 +80,7 @@ def fixed_linear_kernel(
         num_steps = tl.minimum(num_steps - first_step, SEGMENT // DEPTH)
         out_ptr += tl.program_id(1).to(tl.int64) * num_tokens * num_rows
     num_steps = tl.maximum(num_steps, 1)  # if a loop may have no steps, ptxas makes each wgmma wait for the one before
-    acc = tl.zeros([TOKENS, ROWS], tl.float32)
+    acc = tl.zeros([ROWS, TOKENS] if IS_TALL else [TOKENS, ROWS], tl.float32)
     total = acc
     for step in tl.range(first_step, first_step + num_steps, num_stages=STAGES):
         x = x_desc.load([first_token, step * DEPTH])
@@ -83,14 +88,21 @@ def fixed_linear_kernel(
         if x_scales_ptr is not None:
             scale = tl.load(x_scales_ptr + step * x_scales_stride_block, mask=is_token, other=0.0)
             scale *= tl.load(weight_scales_ptr + step)
-            acc = tl.fma(tl.dot(x, weight.T), tl.broadcast_to(scale[:, None], [TOKENS, ROWS]), acc)
+            if IS_TALL:
+                acc = tl.fma(tl.dot(weight, x.T), tl.broadcast_to(scale[None, :], [ROWS, TOKENS]), acc)
+            else:
+                acc = tl.fma(tl.dot(x, weight.T), tl.broadcast_to(scale[:, None], [TOKENS, ROWS]), acc)
+        elif IS_TALL:
+            acc = tl.dot(weight, x.T, acc)
         else:
             acc = tl.dot(x, weight.T, acc, input_precision="ieee")
         if HAS_TOTAL and (step + 1) % (SEGMENT // DEPTH) == 0:
             total += acc
-            acc = tl.zeros([TOKENS, ROWS], tl.float32)
+            acc = tl.zeros_like(acc)
     if HAS_TOTAL:
         acc = total + acc
+    if IS_TALL:
+        acc = acc.T
     at = token.to(tl.int64)[:, None] * num_rows + row[None, :]
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=is_token[:, None] & (row < num_rows)[None, :])
 
@@ -125,40 +137,59 @@ def segment_width(num_columns: int) -> int:
     return triton.cdiv(num_columns, triton.cdiv(num_columns, _MAX_SEGMENT) * BLOCK) * BLOCK
 
 
+def _list_shapes(num_tokens: int, num_segments: int, dtype: torch.dtype) -> list[tuple[int, int]]:
+    """List tokens and rows of tiles that were fast for such a product on an H200."""
+    is_fp8 = dtype == torch.float8_e4m3fn
+    if dtype == torch.float32:
+        return [(64, 32)]
+    # Of few tokens short tiles leave memory to the weight. With scales each thread would need those of all tokens.
+    if num_tokens <= (16 if is_fp8 else 32):
+        return [(16 if num_tokens <= 16 else 32, 64)]
+    if num_tokens <= 128:
+        return [(64, 128), (64, 64)] if is_fp8 else [(64 if num_tokens <= 64 else 128, r) for r in (128, 64, 32, 16)]
+    if is_fp8:
+        return [(64, 128), (128, 64), (64, 64), (64, 32)]
+    return [(128, 256)] * (num_segments == 1) + [(128, 128), (128, 64), (128, 32)]
+
+
 @lru_cache(1024)
 def choose_tile(num_tokens: int, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tile:
     """Return the tile for a product [num_tokens, num_columns] x [num_rows, num_columns]: the fastest by an estimate."""
     num_segments, is_fp8 = triton.cdiv(num_columns, segment_width(num_columns)), dtype == torch.float8_e4m3fn
-    tokens = 64 if num_tokens <= 64 or dtype == torch.float32 else 128
-    shapes = [(tokens, rows) for rows in ((32,) if dtype == torch.float32 else (128, 64, 32, 16))]
-    if num_tokens > 128 and num_segments == 1 and dtype.itemsize == 2:
-        shapes.append((128, 256))
 
     def count_programs(tokens: int, rows: int, is_partial: bool) -> int:
         tiles = triton.cdiv(num_tokens, tokens) * triton.cdiv(num_rows, rows)
         return tiles * num_segments if is_partial else tiles
 
+    def count_neighbours(tokens: int, rows: int, is_partial: bool) -> int:
+        """Count the programs that a multiprocessor runs at the same time, as its 65,536 registers can hold."""
+        num_accumulators = 1 + is_fp8 + (num_segments > 1 and not is_partial)
+        registers = num_accumulators * tokens * rows + 28 * 32 * (8 if tokens == 128 else 4)
+        wanted = triton.cdiv(count_programs(tokens, rows, is_partial), _MULTIPROCESSORS)
+        # Pipelines of scaled products gain nothing by the other half of the memory.
+        return max(1, min(max(wanted, 1 + is_fp8), 65_536 // registers, 3 if num_tokens <= 128 else 2))
+
     def estimate(candidate: tuple[int, int, bool]) -> float:
         tokens, rows, is_partial = candidate
-        waves = count_programs(*candidate) / _MULTIPROCESSORS
-        # Programs of few tokens wait for memory, and share a multiprocessor; others take turns.
-        waves = max(waves, 1.0) if num_tokens <= 128 else math.ceil(waves)
-        loads = ((min(tokens, num_tokens) + rows) * dtype.itemsize / _LOADED + _BLOCK_TIME / BLOCK) * num_columns
-        if not is_partial:
-            return waves * (loads + _START)
-        stores = 8 * num_tokens * num_rows * num_segments / _STORED
-        return waves * (loads / num_segments + _START) + stores + _LAUNCH
+        load = (min(tokens, num_tokens) + rows) * BLOCK * dtype.itemsize / _LOADED
+        turns, neighbours = count_programs(*candidate) / _MULTIPROCESSORS, count_neighbours(*candidate)
+        if num_tokens <= 128:
+            block = max(load + _WAIT, load * turns)
+        else:
+            pace = max(load, (_FP8_PACE if is_fp8 else _PACE) * tokens * (rows + 8))
+            shared, alone = divmod(math.ceil(turns), neighbours) if neighbours > 1 else (0, math.ceil(turns))
+            slower = _ALONE if neighbours > 1 else 1.0
+            block = shared * neighbours * pace + alone * max(load + _WAIT, pace * slower)
+        time = _START + block * num_columns / BLOCK / (num_segments if is_partial else 1)
+        return time + is_partial * (_LAUNCH + 8 * num_tokens * num_rows * num_segments / _STORED)
 
+    shapes = _list_shapes(num_tokens, num_segments, dtype)
     forms = (False, True) if num_segments > 1 else (False,)
     chosen = min(((*shape, is_partial) for is_partial in forms for shape in shapes), key=estimate)
-    tokens, rows, is_partial = chosen
-    num_warps = 4 if tokens == 64 else 8
-    # A multiprocessor runs as many programs at the same time as its 65,536 registers can hold.
-    num_accumulators = 1 + is_fp8 + (num_segments > 1 and not is_partial)
-    registers = num_accumulators * tokens * rows + 28 * 32 * num_warps
-    neighbours = max(1, min(triton.cdiv(count_programs(*chosen), _MULTIPROCESSORS), 65_536 // registers, 3))
+    (tokens, rows, is_partial), neighbours = chosen, count_neighbours(*chosen)
+    num_warps = 8 if tokens == 128 and (neighbours == 1 or rows >= 128) else 4
     shared_bytes, column_bytes = _SHARED_BYTES // neighbours, (tokens + rows) * dtype.itemsize
-    depth = BLOCK if is_fp8 or 4 * BLOCK * column_bytes <= shared_bytes else 64
+    depth = BLOCK if is_fp8 or tokens < 64 or 4 * BLOCK * column_bytes <= shared_bytes else 64
     depth = 32 if dtype == torch.float32 else depth
     return Tile(tokens, rows, depth, num_warps, min(shared_bytes // (depth * column_bytes), 8), is_partial)
 
