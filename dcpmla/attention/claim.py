@@ -38,7 +38,7 @@ def claim_attention(
     num_rows = min(num_tokens * num_heads * dcp.decode_context_parallel_size, PART_ROWS)
     # Room for queries, absorbed and then gathered, and for outputs, before and in the exchange.
     outputs = [new(2 * num_rows, config.latent_dim + config.kv_lora_rank)]
-    if dcp.deterministic:  # partial outputs, a slot for each program among them, and outputs in float32
+    if dcp.deterministic:  # partial outputs, spare rows of programs among them, and outputs in float32
         num_partials = ORDERED_ROWS * 5 // 4 + 2 * num_rows
         outputs.append(new(num_partials, config.kv_lora_rank + 1, dtype=torch.float32))
     del outputs
