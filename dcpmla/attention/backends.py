@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -104,13 +104,9 @@ def _kernel(name: str) -> Run:
 
 
 def _decode_kernel(folder: str) -> Run:
-    """Return a function that imports the launcher of a call's order when it runs."""
-
-    def run(call: DecodeCall, *args: Any) -> tuple[Tensor, Tensor]:
-        name = "decode" if call.num_classes is None else "ordered_decode"
-        return import_kernel(f"dcpmla.attention.{folder}.{name}:run")(call, *args)
-
-    return run
+    """Return a function that imports the launcher for a call's order when it runs."""
+    names = [f"dcpmla.attention.{folder}.{order}decode:run" for order in ("", "ordered_")]
+    return lambda call, *args: import_kernel(names[call.num_classes is not None])(call, *args)
 
 
 # Best first. Triton exists on Linux only, so kernels are imported when they run.

@@ -46,7 +46,8 @@ class ChunkBuilder:
             begin, end: Positions [num_reqs]. In a range that is not empty, begin must be a multiple of W I.
             table: Block ids of each request [num_reqs, max_blocks], integers on the device.
         """
-        size, interleave = self.dcp.decode_context_parallel_size, self.dcp.cp_kv_cache_interleave_size
+        size = self.dcp.decode_context_parallel_size
+        interleave = self.dcp.cp_kv_cache_interleave_size if size > 1 else 1  # one rank has all tokens in order
         lens = end - begin
         # Rank 0 stores the first I tokens of each range, so it has the most. All ranks pad to rank 0's number, rounded
         # up to a multiple of I.

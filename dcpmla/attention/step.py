@@ -118,8 +118,8 @@ class ContextChunk:
     Attributes:
         local_slots: Slots of this rank's cached tokens of the chunk [N], int64, request after request. Each request's
             slots are padded to the same number on all ranks.
-        order: order[s] is the row of token s in the concatenation [W N] of all ranks' rows. The S tokens are sorted by
-            request, then by position. [S], int64.
+        order: order[s] is the row of token s in the concatenation [W N] of all ranks' rows: s if W is 1. The S tokens
+            are sorted by request, then by position. [S], int64.
         tokens: tokens[n] is the token in [0, S) that this rank's row n holds, -1 for padding [N], int64. Collectives
             reorder by `order` after the gather; `direct` stores each row at its token's row by `tokens`.
         keys: Rows of each request among the S tokens.

@@ -93,4 +93,6 @@ def _pieces(engine: Engine, num_tokens: int, num_decodes: int, context: int) -> 
         return Piece(request, num_new)
 
     decodes = [piece(index, context, 1) for index in range(num_decodes)]
-    return [*decodes, piece(num_decodes, 0, num_tokens - num_decodes)]
+    prompt = piece(num_decodes, 0, num_tokens - num_decodes)
+    prompt.request.has_forms = engine.has_forms
+    return [*decodes, prompt]

@@ -147,10 +147,10 @@ class LocalExchange:
         return None
 
     def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
-        return lambda: pairs(rows)[order].view(rows.dtype)
+        return lambda: rows  # in token order already (`ContextChunk`)
 
     def reserve_context(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        # A chunk's rows in token order, and the next chunk's rows before they are ordered.
+        # A chunk's rows, and the next chunk's.
         torch.empty(2 * num_tokens, width, dtype=dtype, device=device)
 
     def check(self) -> None:

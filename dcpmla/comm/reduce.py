@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dcpmla.comm.norm import add_norm, check_rows, norm_rows, wide_dtype
+from dcpmla.comm.norm import add_norm, check_rows, wide_dtype
 from dcpmla.comm.select import direct_if_reached
 from dcpmla.parallel.collectives import named
 from dcpmla.parallel.fixed import sum_in_order
@@ -74,11 +74,7 @@ class CollectiveReduce:
         self, partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False
     ) -> tuple[PlainRows, Tensor]:
         check_rows(partial, residual, weight, quantizes)
-        summed = self._sum(partial, "add_norm")
-        if self._is_deterministic:  # the kernels of `direct`'s sums in rank order
-            new_residual = (residual.to(wide_dtype(residual.dtype)) + summed).to(residual.dtype)
-            return NormedRows.join(*norm_rows(new_residual, weight, eps, quantizes)), new_residual
-        normed, new_residual, *codes = add_norm(summed, residual, weight, eps, quantizes)
+        normed, new_residual, *codes = add_norm(self._sum(partial, "add_norm"), residual, weight, eps, quantizes)
         return NormedRows.join(normed, *codes), new_residual
 
     def check(self) -> None:

@@ -23,6 +23,17 @@ from tests.support.step_batches import make_batch
 from tests.support.steps import part
 
 
+@pytest.mark.parametrize("interleave", [1, 16, 64])
+def test_one_rank_reads_a_chunk_in_token_order(interleave: int) -> None:
+    dcp = dcp_config(1, 1, interleave, block_size=64, context_workspace_tokens=192)
+    step = StepBuilder(dcp, 0).build(StepRequests([3, 9], [150, 75], [[3, 1, 2], [5, 4]]))
+    assert step.prefill is not None
+    assert len(step.prefill.context_chunks) > 1
+    for chunk in step.prefill.context_chunks:
+        assert torch.equal(chunk.order, torch.arange(len(chunk.local_slots)))
+        assert torch.equal(chunk.tokens, chunk.order)
+
+
 def test_a_chunk_by_hand() -> None:
     """W = 2, I = 1, blocks of 2: positions 0 1 2 3 fill block 5 on both ranks, position 4 opens block 9 on rank 0."""
     dcp = DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=2, block_size=2)

@@ -42,12 +42,14 @@ class Sizes:
     device: str = "cpu"
     input_dtype: torch.dtype | None = None
 
-    def rows(self, seed: int, num_rows: int, *shape: int) -> Tensor:
-        """Draw rows of a seed; fewer rows are the first of more."""
-        generator = torch.Generator().manual_seed(seed)
-        rows = [torch.randn(64, *shape, generator=generator) for _ in range(-(-num_rows // 64))]
-        drawn = torch.cat(rows)[:num_rows].to(self.device, self.input_dtype or self.dtype)
-        return drawn.to(self.dtype)
+    def rows(self, seed: int, num_rows: int, *shape: int, first: int = 0) -> Tensor:
+        """Draw rows [first, num_rows) of a seed; fewer rows are the first of more."""
+        rows = []
+        for block in range(first // 64, -(-num_rows // 64)):
+            generator = torch.Generator().manual_seed(seed << 20 | block)
+            rows.append(torch.randn(64, *shape, generator=generator))
+        drawn = torch.cat(rows)[first % 64 :][: num_rows - first]
+        return drawn.to(self.device, self.input_dtype or self.dtype).to(self.dtype)
 
     @property
     def scale(self) -> float:
@@ -85,8 +87,8 @@ def share_caches(
 
 def queries(sizes: Sizes, batch: Batch, width: int) -> Tensor:
     """Return the queries [T, H, width] of the new tokens, by their positions."""
-    rows = [sizes.rows(seed + 1000, length, sizes.num_heads, width)[length - new :] for seed, length, new in batch]
-    return torch.cat(rows)
+    shape = sizes.num_heads, width
+    return torch.cat([sizes.rows(seed + 1000, length, *shape, first=length - new) for seed, length, new in batch])
 
 
 def decode_call(sizes: Sizes, size: int, q: Tensor, cache: Tensor, decode: DecodeMetadata) -> DecodeCall:

@@ -181,7 +181,8 @@ def convert_rows(queries, rows_ptr, walk, segment, buffers, barriers, paging, nu
     c0, s0 = _load_quarter(keys_ptr, 0, found, paging)
     c1, s1 = _load_quarter(keys_ptr, 1, found, paging)
     rope = _load_rope(keys_ptr, paging.row_stride, paging.is_ds_mla)
-    load_queries(queries, segment.first_row, buffers, barriers, walk.num_segments)
+    if segment.is_new:
+        load_queries(queries, segment.first_row, buffers, barriers, walk.num_segments)
     while tile < stop:
         stage = await_free(barriers.left, num_loaded)
         await_free(barriers.right, num_loaded)

@@ -69,7 +69,8 @@ def _consume_scores(buffers, barriers, partials_ptr, lses_ptr, spare_row, scale,
                     add_partial(partials_ptr, unit.row, spare_row, 0, num_rows, share, other_share)
                     num_handed += 2
             gl.store(lses_ptr + unit.row + row, merged_lse, mask=row < num_rows)
-            mbarrier.arrive(free_at(barriers.queries, walk.num_segments), count=1)
+            if unit.is_last:
+                mbarrier.arrive(free_at(barriers.queries, walk.num_segments), count=1)
         walk = next_unit(walk, unit)
 
 
@@ -93,7 +94,8 @@ def _consume_values(buffers, barriers, partials_ptr, spare_row, work):
                     other_share = take_factor(buffers, barriers, num_handed + 1)
                     add_partial(partials_ptr, unit.row, spare_row, 1, num_rows, share, other_share)
                     num_handed += 2
-            mbarrier.arrive(free_at(barriers.queries, walk.num_segments), count=1)
+            if unit.is_last:
+                mbarrier.arrive(free_at(barriers.queries, walk.num_segments), count=1)
         walk = next_unit(walk, unit)
 
 

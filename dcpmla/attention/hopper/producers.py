@@ -43,7 +43,8 @@ def copy_tiles(queries, keys, walk, segment, buffers, barriers, paging, num_load
     size: gl.constexpr = keys.half_desc.dtype.primitive_bitwidth // 8
     table = find_table(walk.request, paging)
     first_tile, num_tiles = walk.start - walk.begin, segment.stop - walk.start
-    load_queries(queries, segment.first_row, buffers, barriers, walk.num_segments)
+    if segment.is_new:
+        load_queries(queries, segment.first_row, buffers, barriers, walk.num_segments)
     for tile in range(0, num_tiles):
         row = find_row(first_key(first_tile + tile, segment), table, paging)
         stage = await_free(barriers.left, num_loaded)

@@ -7,6 +7,8 @@ wait for. The counts are the same in all threads (`schedule.uniform`), and so ar
 tensor cores would wait for them.
 """
 
+from functools import cache
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -84,7 +86,12 @@ def stage_of(buffer, index=0):
 
 def describe(matrix: Tensor, num_rows: int, num_columns: int) -> TensorDescriptor:
     """Describe a matrix for TMA, in swizzled tiles [num_rows, num_columns]."""
-    size = matrix.element_size()
-    swizzle = min(_SWIZZLE_BYTES, num_columns * size)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * size, rank=2)
+    layout = _tile_layout(num_columns, matrix.element_size())
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [num_rows, num_columns], layout)
+
+
+@cache
+def _tile_layout(num_columns: int, element_size: int) -> gl.NVMMASharedLayout:
+    """Return the layout of tiles in shared memory, which takes longer to build than a descriptor."""
+    swizzle = min(_SWIZZLE_BYTES, num_columns * element_size)
+    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * element_size, rank=2)

@@ -179,6 +179,7 @@ class Segment:
     stop: gl.tensor
     is_any: gl.tensor  # False: the part has no tiles of the request, or a gap
     num_classes: gl.base_value  # None: the tiles are adjacent (`units.Unit`)
+    is_new: gl.base_value  # whether its queries are other queries than those of the segment before
 
 
 @gluon.jit
@@ -193,7 +194,7 @@ def find_segment(walk, work):
     """Return the part's segment of the present request."""
     first_row, num_rows, num_keys = find_request(walk.request, work.batch)
     stop = gl.minimum(walk.begin + gl.cdiv(num_keys, KEYS), work.end)
-    return Segment(first_row, num_rows, num_keys, stop, (walk.start < stop) & (num_rows > 0), None)
+    return Segment(first_row, num_rows, num_keys, stop, (walk.start < stop) & (num_rows > 0), None, True)
 
 
 @gluon.jit

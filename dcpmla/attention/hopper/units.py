@@ -37,9 +37,7 @@ class UnitWork:
 
 @aggregate
 class UnitWalk:
-    """Position of a role on its way over the units of its program; `start`, `begin` and `num_segments` are as in
-    `schedule.Walk`.
-    """
+    """Position of a role on its way over the units of its program; `start` and `begin` are as in `schedule.Walk`."""
 
     request: gl.tensor
     unit: gl.tensor
@@ -47,7 +45,7 @@ class UnitWalk:
     left: gl.tensor
     start: gl.tensor
     begin: gl.tensor
-    num_segments: gl.tensor
+    num_segments: gl.tensor  # number of tiles of queries that are finished
 
 
 @aggregate
@@ -65,6 +63,8 @@ class Unit:
     num_units: gl.tensor  # units of the request
     request_rows: gl.tensor  # query rows of the request
     is_any: gl.tensor  # False: the request has no such unit, or no rows in this program's line
+    is_new: gl.tensor  # whether it is the program's first unit with its queries
+    is_last: gl.tensor  # whether it is the last one
 
 
 @gluon.jit
@@ -154,8 +154,10 @@ def find_unit(walk, work):
     stop = gl.where(has_rows, gl.minimum(start + SPLIT, stop), stop)
     row = walk.row + walk.unit * request_rows + above
     is_any = (walk.unit < num_units) & (above < request_rows)
+    is_new = (walk.unit == 0) | (walk.left == work.number)
+    is_last = (walk.unit + 1 == num_units) | (walk.left == 1)
     rows = first_row, request_rows - above, num_keys
-    return Unit(*rows, start, stop, num_classes, this_class, row, num_units, request_rows, is_any)
+    return Unit(*rows, start, stop, num_classes, this_class, row, num_units, request_rows, is_any, is_new, is_last)
 
 
 @gluon.jit
@@ -172,6 +174,6 @@ def next_unit(walk, unit):
     is_last = walk.unit + 1 >= unit.num_units
     request = walk.request + is_last.to(gl.int32)
     row = gl.where(is_last, walk.row + unit.num_units * unit.request_rows, walk.row)
-    num_segments = walk.num_segments + unit.is_any.to(gl.int32)
+    num_segments = walk.num_segments + (unit.is_any & unit.is_last).to(gl.int32)
     next_in_request = gl.where(is_last, 0, walk.unit + 1)
     return UnitWalk(request, next_in_request, row, walk.left - is_unit, walk.start, walk.begin, num_segments)

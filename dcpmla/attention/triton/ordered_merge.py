@@ -113,9 +113,15 @@ def merge_classes_kernel(
     first, num_rows, num_keys = measure(segment, (lens_ptr, start_ptr, query_len, num_heads))
     row = (token - first) * num_heads + head
     each, column = tl.arange(0, CLASSES), tl.arange(0, LATENT)
+    num_tiles = tl.where(row < num_rows, tl.cdiv(num_keys, _TILE), 0)  # none: a row of padding
+    out_ptr += tl.program_id(0).to(tl.int64) * LATENT
+    lse_ptr += tl.program_id(0)
+    if num_tiles == 0:
+        tl.store(out_ptr + column, tl.zeros([LATENT], tl.float32))
+        tl.store(lse_ptr, -float("inf"))
+        return
     out = tl.zeros([CLASSES, LATENT], tl.float32)
     lse = tl.full([CLASSES], -float("inf"), tl.float32)
-    num_tiles = tl.where(row < num_rows, tl.cdiv(num_keys, _TILE), 0)  # none: a row of padding
     first_row = tl.load(first_rows_ptr + segment)
     num_units = count_units(num_tiles, CLASSES)
     if first_row < 0:
@@ -133,9 +139,8 @@ def merge_classes_kernel(
     if IS_PERMUTED:
         place = column % GROUP
         column += place // 4 * 2 + place // 2 % 2 * 8 + place % 2 - place
-    at = tl.program_id(0).to(tl.int64)
-    tl.store(out_ptr + at * LATENT + tl.arange(0, 1)[:, None] + column[None, :], out)
-    tl.store(lse_ptr + at + tl.arange(0, 1), lse)
+    tl.store(out_ptr + tl.arange(0, 1)[:, None] + column[None, :], out)
+    tl.store(lse_ptr + tl.arange(0, 1), lse)
 
 
 def attend_and_merge(
