@@ -4,6 +4,7 @@ Without a GPU the kernels run in Triton's interpreter, whose products round with
 compared with float64, and on GPUs with themselves, tile by tile.
 """
 
+import itertools
 import re
 from collections.abc import Callable
 
@@ -267,28 +268,53 @@ def test_kernel(dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, FP8], ids=str)
 def test_all_tiles_give_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare all tiles that any sizes choose, over few and many rows; depths of one segment and of several."""
+    """Compare tiles of many shapes with the chosen one: few and many rows, depths of one segment and of several."""
     from dcpmla.parallel.kernels import fixed
 
-    sizes = [(tokens, rows) for tokens in (1, 65, 400, 9000) for rows in (16, 512, 2112, 4096, 7168, 16384, 130_000)]
+    scaled = [(16, 64), (32, 64), (16, 128), (64, 16), (64, 32), (64, 64), (64, 128), (128, 64), (128, 128)]
+    shapes = {
+        1: [(*shape, 128) for shape in scaled],
+        2: [(16, 64, 128), (32, 64, 64), (32, 128, 64), (64, 16, 128), (64, 64, 64), (64, 128, 64), (128, 32, 128)]
+        + [(128, 64, 64), (128, 128, 64)],
+        4: [(64, 32, 32), (64, 64, 32)],
+    }[dtype.itemsize]
     for num_tokens, num_rows, width in ((300, 2112, 7168), (70, 300, 640)):
-        tiles = {fixed.choose_tile(*size, width, dtype) for size in sizes}
-        assert len({tile[:2] for tile in tiles}) >= (1 if dtype == torch.float32 else 6)
-        assert {tile.is_partial for tile in tiles} == {False, width > 640}
         x, weight = drawn(num_tokens, width, device="cuda"), blocks(num_rows, width, device="cuda")
         if dtype != FP8:
             plain = drawn(num_rows, width, dtype=dtype, device="cuda", seed=1)
-        results = []
-        for tile in tiles:
-            monkeypatch.setattr(fixed, "choose_tile", lambda *_: tile)  # noqa: B023
-            out = torch.empty(num_tokens, num_rows, device="cuda")
+
+        def multiply() -> Tensor:
+            out = torch.empty(num_tokens, num_rows, device="cuda")  # noqa: B023
             if dtype == FP8:
-                fixed.multiply(*quantize_rows(x.bfloat16()), *weight, out)
+                fixed.multiply(*quantize_rows(x.bfloat16()), *weight, out)  # noqa: B023
             else:
-                fixed.multiply(x.to(dtype), None, plain, None, out)
-            results.append(out)
-        for tile, out in zip(tiles, results, strict=True):
-            assert torch.equal(out, results[0]), f"{tile} differs from {next(iter(tiles))}"
+                fixed.multiply(x.to(dtype), None, plain, None, out)  # noqa: B023
+            return out
+
+        expected = multiply()
+        for shape, is_partial in itertools.product(shapes, (False, True) if width > 640 else (False,)):
+            tile = fixed.Tile(*shape, 8 if shape[0] == 128 else 4, 2, is_partial)
+            with monkeypatch.context() as patch:
+                patch.setattr(fixed, "choose_tile", lambda *_: tile)  # noqa: B023
+                assert torch.equal(multiply(), expected), tile
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, FP8], ids=str)
+def test_chosen_tiles_fit(dtype: torch.dtype) -> None:
+    """A Hopper GPU gives a program 227 KB of shared memory; scales are of 128 rows and columns; segments of 128."""
+    pytest.importorskip("triton")
+    from dcpmla.parallel.kernels.fixed import choose_tile
+
+    sizes = (1, 16, 17, 32, 33, 64, 65, 128, 129, 300, 1000, 2048, 8192)
+    for num_tokens, num_rows, width in itertools.product(sizes, (16, 512, 2112, 7168, 130_000), (64, 1536, 7168)):
+        tile = choose_tile(num_tokens, num_rows, width, dtype)
+        stage = (tile.tokens + tile.rows) * tile.depth * dtype.itemsize
+        assert 2 <= tile.num_stages <= 224 * 1024 // stage, tile
+        assert max(tile.tokens, tile.rows) >= 64, tile
+        assert 128 % tile.depth == 0, tile
+        assert not tile.is_partial or width == 7168, tile
+        if dtype == FP8:
+            assert (tile.depth, 128 % tile.rows) == (128, 0), tile
 
 
 @pytest.mark.gpu
@@ -305,12 +331,9 @@ def test_rows_on_a_gpu(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8e4nv"])
 @pytest.mark.parametrize(
-    ("num_tokens", "num_rows", "width", "is_partial"),
-    [(1, 2112, 7168, True), (128, 2112, 7168, True), (4096, 2112, 7168, False), (4096, 7168, 2048, False)],
+    ("num_tokens", "num_rows", "width"), [(1, 2112, 7168), (128, 2112, 7168), (4096, 2112, 7168), (4096, 7168, 2048)]
 )
-def test_the_kernel_compiles_for_hopper(
-    dtype: str, num_tokens: int, num_rows: int, width: int, is_partial: bool
-) -> None:
+def test_the_kernel_compiles_for_hopper(dtype: str, num_tokens: int, num_rows: int, width: int) -> None:
     """Few and many rows by the same kind of instruction, which follow each other, and no register in memory."""
     pytest.importorskip("triton")
     from triton.compiler import ASTSource
@@ -319,14 +342,14 @@ def test_the_kernel_compiles_for_hopper(
     from tests.attention.test_decode_compile import build_for_hopper
 
     tile = choose_tile(num_tokens, num_rows, width, FP8 if dtype == "fp8e4nv" else torch.bfloat16)
-    assert tile.is_partial == is_partial
-    types = {"out_ptr": "*fp32" if is_partial else "*bf16", "x_scales_ptr": "*fp32", "weight_scales_ptr": "*fp32"}
+    types = {"out_ptr": "*fp32" if tile.is_partial else "*bf16", "x_scales_ptr": "*fp32", "weight_scales_ptr": "*fp32"}
     types |= {
         name: f"tensordesc<{dtype}[{rows}, {tile.depth}]>"
         for name, rows in (("x_desc", tile.tokens), ("weight_desc", tile.rows))
     }
     segment = segment_width(width)
-    constants = {"STAGES": tile.num_stages, "IS_PARTIAL": is_partial, "SEGMENT": segment if segment < width else None}
+    constants = {"STAGES": tile.num_stages, "IS_PARTIAL": tile.is_partial}
+    constants |= {"SEGMENT": segment if segment < width else None}
     if dtype == "bf16":
         constants |= {"x_scales_ptr": None, "weight_scales_ptr": None}
     options = {"num_warps": tile.num_warps, "enable_fp_fusion": False}

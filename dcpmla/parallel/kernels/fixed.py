@@ -28,9 +28,9 @@ _MAX_SEGMENT = 2048  # columns: narrower segments start more programs, wider one
 _MULTIPROCESSORS = 132  # H100s and H200s have as many
 _SHARED_BYTES = 221_184  # shared memory of a multiprocessor that the pipelines of its programs may take
 # An estimate of times takes these bytes per us (a multiprocessor's loads; stores and loads of segments' sums by the
-# whole device) and these us (a program's start and end; the second kernel; the wait for 128 columns). The product of 128
-# columns with one token and one row takes a multiprocessor PACE us, and an instruction costs 8 rows more than it has.
-# A program that could share a multiprocessor is slower alone by _ALONE, as nothing hides its waits.
+# whole device) and these us (a program's start and end; the second kernel; the wait for 128 columns). A multiprocessor
+# multiplies 128 columns of a token by those of a row in _PACE us, and an instruction takes as long as 8 rows more. A
+# program that could share a multiprocessor is slower alone by _ALONE, because no other one uses its waits.
 _LOADED, _STORED = 1e5, 3e6
 _START, _LAUNCH, _WAIT = 2.0, 3.0, 0.1
 _PACE, _FP8_PACE, _ALONE = 4.4e-5, 3.45e-5, 1.25
