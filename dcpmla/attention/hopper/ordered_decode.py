@@ -13,13 +13,13 @@ from dcpmla.attention.calls import DecodeCall, request_bound
 from dcpmla.attention.hopper.consumers import NUM_STAGES, SCORES, hand_factor, score_tiles, take_factor, value_tiles
 from dcpmla.attention.hopper.convert import convert_rows
 from dcpmla.attention.hopper.launch import describe_cache, describe_queries
-from dcpmla.attention.hopper.paging import Paging, Queries, Tiles
+from dcpmla.attention.hopper.paging import Paging, Queries, Tiles, load_queries
 from dcpmla.attention.hopper.partials import add_partial, store_partial
 from dcpmla.attention.hopper.pipeline import LOG2E, new_barriers, new_buffers, seen_by_rows
 from dcpmla.attention.hopper.producers import copy_tiles
 from dcpmla.attention.hopper.ring import await_ready, free_at
 from dcpmla.attention.hopper.schedule import ROWS, Batch
-from dcpmla.attention.hopper.units import SPLIT, begin_unit, cut_units, find_unit, next_unit, start_units
+from dcpmla.attention.hopper.units import SPLIT, begin_unit, cut_units, find_units, next_units, start_units, unit_of
 from dcpmla.attention.triton.ordered_merge import Partials, TileForm, attend_and_merge
 from dcpmla.comm.kernels import merge_tree
 
@@ -32,11 +32,14 @@ def _produce(queries, keys, buffers, barriers, paging, work, IS_CONVERTED: gl.co
     walk = start_units(work)
     num_loaded = 0
     while walk.left > 0:
-        unit = find_unit(walk, work)
-        if unit.is_any:
-            place = (begin_unit(walk, unit), unit, buffers, barriers, paging, num_loaded)
-            num_loaded = convert_rows(queries, keys, *place) if IS_CONVERTED else copy_tiles(queries, keys, *place)
-        walk = next_unit(walk, unit)
+        units = find_units(walk, work)
+        if units.is_any:
+            load_queries(queries, units.first_row, buffers, barriers, walk.num_segments)
+            for number in range(walk.unit, units.stop):
+                unit = unit_of(number, units, walk, work)
+                place = (begin_unit(walk, unit), unit, buffers, barriers, paging, num_loaded)
+                num_loaded = convert_rows(queries, keys, *place) if IS_CONVERTED else copy_tiles(queries, keys, *place)
+        walk = next_units(walk, units)
 
 
 @gluon.jit
@@ -46,32 +49,33 @@ def _consume_scores(buffers, barriers, partials_ptr, lses_ptr, spare_row, scale,
     num_done, num_handed = 0, 0
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     while walk.left > 0:
-        unit = find_unit(walk, work)
-        if unit.is_any:
-            seen = seen_by_rows(row, unit, work.batch.lens_ptr, work.batch.num_heads)
-            num_rows = gl.minimum(unit.num_rows, ROWS)
+        units = find_units(walk, work)
+        if units.is_any:
+            seen = seen_by_rows(row, units, work.batch.lens_ptr, work.batch.num_heads)
+            num_rows = gl.minimum(units.num_rows, ROWS)
             await_ready(barriers.queries, walk.num_segments)
-            merged_lse = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, SCORES))
-            for first in range(unit.start, unit.stop, SPLIT):
-                tiles = first, gl.minimum(first + SPLIT, unit.stop)
-                numbers = num_done, num_handed
-                acc, lse, num_done, num_handed = score_tiles(
-                    *tiles, unit, seen, scale, value_scale, buffers, barriers, *numbers
-                )
-                to = gl.where(first == unit.start, unit.row, spare_row)
-                store_partial(partials_ptr, to, 0, num_rows, num_rows, acc)
-                if first == unit.start:
-                    merged_lse = lse
-                else:
-                    share, other_share, merged_lse = find_shares(merged_lse, lse)
-                    share = hand_factor(share, buffers, barriers, num_handed)
-                    other_share = hand_factor(other_share, buffers, barriers, num_handed + 1)
-                    add_partial(partials_ptr, unit.row, spare_row, 0, num_rows, share, other_share)
-                    num_handed += 2
-            gl.store(lses_ptr + unit.row + row, merged_lse, mask=row < num_rows)
-            if unit.is_last:
-                mbarrier.arrive(free_at(barriers.queries, walk.num_segments), count=1)
-        walk = next_unit(walk, unit)
+            for number in range(walk.unit, units.stop):
+                unit = unit_of(number, units, walk, work)
+                merged_lse = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, SCORES))
+                for first in range(unit.start, unit.stop, SPLIT):
+                    tiles = first, gl.minimum(first + SPLIT, unit.stop)
+                    numbers = num_done, num_handed
+                    acc, lse, num_done, num_handed = score_tiles(
+                        *tiles, unit, seen, scale, value_scale, buffers, barriers, *numbers
+                    )
+                    to = gl.where(first == unit.start, unit.row, spare_row)
+                    store_partial(partials_ptr, to, 0, num_rows, num_rows, acc)
+                    if first == unit.start:
+                        merged_lse = lse
+                    else:
+                        share, other_share, merged_lse = find_shares(merged_lse, lse)
+                        share = hand_factor(share, buffers, barriers, num_handed)
+                        other_share = hand_factor(other_share, buffers, barriers, num_handed + 1)
+                        add_partial(partials_ptr, unit.row, spare_row, 0, num_rows, share, other_share)
+                        num_handed += 2
+                gl.store(lses_ptr + unit.row + row, merged_lse, mask=row < num_rows)
+            mbarrier.arrive(free_at(barriers.queries, walk.num_segments), count=1)
+        walk = next_units(walk, units)
 
 
 @gluon.jit
@@ -80,23 +84,24 @@ def _consume_values(buffers, barriers, partials_ptr, spare_row, work):
     walk = start_units(work)
     num_done, num_handed = 0, 0
     while walk.left > 0:
-        unit = find_unit(walk, work)
-        if unit.is_any:
-            num_rows = gl.minimum(unit.num_rows, ROWS)
-            for first in range(unit.start, unit.stop, SPLIT):
-                tiles = first, gl.minimum(first + SPLIT, unit.stop)
-                numbers = num_done, num_handed
-                acc, num_done, num_handed = value_tiles(*tiles, unit, buffers, barriers, *numbers)
-                to = gl.where(first == unit.start, unit.row, spare_row)
-                store_partial(partials_ptr, to, 1, num_rows, num_rows, acc)
-                if first != unit.start:
-                    share = take_factor(buffers, barriers, num_handed)
-                    other_share = take_factor(buffers, barriers, num_handed + 1)
-                    add_partial(partials_ptr, unit.row, spare_row, 1, num_rows, share, other_share)
-                    num_handed += 2
-            if unit.is_last:
-                mbarrier.arrive(free_at(barriers.queries, walk.num_segments), count=1)
-        walk = next_unit(walk, unit)
+        units = find_units(walk, work)
+        if units.is_any:
+            num_rows = gl.minimum(units.num_rows, ROWS)
+            for number in range(walk.unit, units.stop):
+                unit = unit_of(number, units, walk, work)
+                for first in range(unit.start, unit.stop, SPLIT):
+                    tiles = first, gl.minimum(first + SPLIT, unit.stop)
+                    numbers = num_done, num_handed
+                    acc, num_done, num_handed = value_tiles(*tiles, unit, buffers, barriers, *numbers)
+                    to = gl.where(first == unit.start, unit.row, spare_row)
+                    store_partial(partials_ptr, to, 1, num_rows, num_rows, acc)
+                    if first != unit.start:
+                        share = take_factor(buffers, barriers, num_handed)
+                        other_share = take_factor(buffers, barriers, num_handed + 1)
+                        add_partial(partials_ptr, unit.row, spare_row, 1, num_rows, share, other_share)
+                        num_handed += 2
+            mbarrier.arrive(free_at(barriers.queries, walk.num_segments), count=1)
+        walk = next_units(walk, units)
 
 
 # As `decode_kernel`: sizes of a step are not specialized. The number of classes is not either, because the code for all

@@ -37,34 +37,43 @@ class UnitWork:
 
 @aggregate
 class UnitWalk:
-    """Position of a role on its way over the units of its program; `start` and `begin` are as in `schedule.Walk`."""
+    """Position of a role on its way over the units of its program, request by request."""
 
     request: gl.tensor
     unit: gl.tensor
-    row: gl.tensor
-    left: gl.tensor
-    start: gl.tensor
-    begin: gl.tensor
+    row: gl.tensor  # first row of the request's partial outputs
+    left: gl.tensor  # units of the program that are left
     num_segments: gl.tensor  # number of tiles of queries that are finished
+    start: gl.tensor  # first tile of a unit (`schedule.Walk`)
+    begin: gl.tensor
+
+
+@aggregate
+class RequestUnits:
+    """The program's units [`UnitWalk.unit`, stop) of a request, in its line."""
+
+    first_row: gl.tensor  # first query row, and the rows and keys of the request from there on
+    num_rows: gl.tensor
+    num_keys: gl.tensor
+    num_units: gl.tensor  # units of the request
+    request_rows: gl.tensor  # query rows of the request
+    stop: gl.tensor
+    is_any: gl.tensor  # False: no units, or no rows in this program's line
 
 
 @aggregate
 class Unit:
-    """A unit: tiles [`UnitWalk.start`, stop) of a class."""
+    """A unit: tiles [start, stop) of a class. The first fields are as in `schedule.Segment`."""
 
-    first_row: gl.tensor  # query row, and the rows and keys of the request from there on
+    first_row: gl.tensor
     num_rows: gl.tensor
     num_keys: gl.tensor
+    num_classes: gl.tensor
+    is_new: gl.base_value
     start: gl.tensor
     stop: gl.tensor
-    num_classes: gl.tensor
     this_class: gl.tensor
     row: gl.tensor  # first row of its partial output
-    num_units: gl.tensor  # units of the request
-    request_rows: gl.tensor  # query rows of the request
-    is_any: gl.tensor  # False: the request has no such unit, or no rows in this program's line
-    is_new: gl.tensor  # whether it is the program's first unit with its queries
-    is_last: gl.tensor  # whether it is the last one
 
 
 @gluon.jit
@@ -139,41 +148,43 @@ def start_units(work):
 
 
 @gluon.jit
-def find_unit(walk, work):
-    """Return the unit at a position."""
-    batch, num_classes = work.batch, work.num_classes
+def find_units(walk, work):
+    """Return the program's units of the present request."""
+    batch = work.batch
     first, query_len, num_keys = measure(walk.request, batch)
-    request_rows = uniform(query_len * batch.num_heads)
+    request_rows, num_keys = uniform(query_len * batch.num_heads), uniform(num_keys)
     above = batch.line * ROWS
-    first_row, num_keys = uniform(first * batch.num_heads) + above, uniform(num_keys)
     num_tiles = gl.where(request_rows > 0, gl.cdiv(num_keys, KEYS), 0)
-    has_rows = work.has_rows != 0
-    num_units = gl.where(has_rows, count_units(num_tiles, num_classes), gl.minimum(num_tiles, num_classes))
-    this_class, start = walk.unit % num_classes, walk.unit // num_classes * SPLIT
-    stop = gl.cdiv(num_tiles - this_class, num_classes)
-    stop = gl.where(has_rows, gl.minimum(start + SPLIT, stop), stop)
-    row = walk.row + walk.unit * request_rows + above
-    is_any = (walk.unit < num_units) & (above < request_rows)
-    is_new = (walk.unit == 0) | (walk.left == work.number)
-    is_last = (walk.unit + 1 == num_units) | (walk.left == 1)
-    rows = first_row, request_rows - above, num_keys
-    return Unit(*rows, start, stop, num_classes, this_class, row, num_units, request_rows, is_any, is_new, is_last)
+    num_units = gl.minimum(num_tiles, work.num_classes)
+    num_units = gl.where(work.has_rows != 0, count_units(num_tiles, work.num_classes), num_units)
+    stop = gl.minimum(num_units, walk.unit + walk.left)
+    rows = uniform(first * batch.num_heads) + above, request_rows - above, num_keys
+    return RequestUnits(*rows, num_units, request_rows, stop, (walk.unit < stop) & (above < request_rows))
+
+
+@gluon.jit
+def unit_of(number, units, walk, work):
+    """Return a unit of a request by its number."""
+    num_classes = work.num_classes
+    this_class, start = number % num_classes, number // num_classes * SPLIT
+    stop = gl.cdiv(gl.cdiv(units.num_keys, KEYS) - this_class, num_classes)
+    stop = gl.where(work.has_rows != 0, gl.minimum(start + SPLIT, stop), stop)
+    row = walk.row + number * units.request_rows + work.batch.line * ROWS
+    rows = units.first_row, units.num_rows, units.num_keys
+    return Unit(*rows, num_classes, False, start, stop, this_class, row)
 
 
 @gluon.jit
 def begin_unit(walk, unit):
     """Return the position at the first tile of a unit."""
-    walk_at = walk.request, walk.unit, walk.row, walk.left
-    return UnitWalk(*walk_at, unit.start, walk.begin, walk.num_segments)
+    place = walk.request, walk.unit, walk.row, walk.left, walk.num_segments
+    return UnitWalk(*place, unit.start, walk.begin)
 
 
 @gluon.jit
-def next_unit(walk, unit):
-    """Return the position at the next unit."""
-    is_unit = (walk.unit < unit.num_units).to(gl.int32)
-    is_last = walk.unit + 1 >= unit.num_units
-    request = walk.request + is_last.to(gl.int32)
-    row = gl.where(is_last, walk.row + unit.num_units * unit.request_rows, walk.row)
-    num_segments = walk.num_segments + (unit.is_any & unit.is_last).to(gl.int32)
-    next_in_request = gl.where(is_last, 0, walk.unit + 1)
-    return UnitWalk(request, next_in_request, row, walk.left - is_unit, walk.start, walk.begin, num_segments)
+def next_units(walk, units):
+    """Return the position at the next request."""
+    row = walk.row + units.num_units * units.request_rows
+    left = walk.left - gl.maximum(units.stop - walk.unit, 0)
+    num_segments = walk.num_segments + units.is_any.to(gl.int32)
+    return UnitWalk(walk.request + 1, gl.to_tensor(0), row, left, num_segments, walk.start, walk.begin)

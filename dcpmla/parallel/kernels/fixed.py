@@ -167,7 +167,7 @@ def choose_tile(num_tokens: int, num_rows: int, num_columns: int, dtype: torch.d
         registers = num_accumulators * tokens * rows + 28 * 32 * (8 if tokens == 128 else 4)
         wanted = triton.cdiv(count_programs(tokens, rows, is_partial), _MULTIPROCESSORS)
         # Pipelines of scaled products gain nothing by the other half of the memory.
-        return max(1, min(max(wanted, 1 + is_fp8), 65_536 // registers, 3 if num_tokens <= 128 else 2))
+        return max(1, min(max(wanted, 1 + is_fp8), 65_536 // registers, 3 if is_fp8 or num_tokens <= 128 else 2))
 
     def estimate(candidate: tuple[int, int, bool]) -> float:
         tokens, rows, is_partial = candidate
