@@ -157,7 +157,7 @@ def ordered_kernel(
     """
     batch = Batch(lens_ptr, start_ptr, query_len, num_heads, gl.program_id(0), gl.to_tensor(False))
     buffers = new_buffers(q_desc, q_pe_desc, NUM_STAGES, 1, HAS_LSES=False)
-    barriers = new_barriers(NUM_STAGES, 1, Q_CONSUMERS=2, PROBS_CONSUMERS=1)
+    barriers = new_barriers(NUM_STAGES, 1, Q_CONSUMERS=2, PROBS_CONSUMERS=1, IS_MERGED=False)
     work = cut_units(batch, num_reqs, num_classes, num_partials, first_rows_ptr, REQS)
     queries = Queries(q_desc, q_pe_desc, num_heads, q_token_stride)
     keys = rows_ptr if kv_desc is None else Tiles(kv_desc, k_pe_desc)

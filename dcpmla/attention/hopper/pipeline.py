@@ -38,14 +38,16 @@ class Buffers:
 class Barriers:
     """Rings of the tiles of `Buffers`; the queries' has one stage, refilled for each segment.
 
-    The two of `merge_ready` open when a part's first request, and its last, can be merged.
+    The two of `merge_ready` open when a part's first request, and its last, can be merged. They are None where nothing
+    is merged: Triton gives the memory of an mbarrier that no role uses to other data, and the mbarrier may still be
+    written then.
     """
 
     queries: Ring
     left: Ring
     right: Ring
     probs: Ring
-    merge_ready: gl.shared_memory_descriptor
+    merge_ready: gl.base_value
 
 
 @gluon.jit
@@ -77,13 +79,19 @@ def new_buffers(q_desc, q_pe_desc, NUM_STAGES: gl.constexpr, NUM_PROBS: gl.const
 
 @gluon.jit
 def new_barriers(
-    NUM_STAGES: gl.constexpr, NUM_PROBS: gl.constexpr, Q_CONSUMERS: gl.constexpr, PROBS_CONSUMERS: gl.constexpr
+    NUM_STAGES: gl.constexpr,
+    NUM_PROBS: gl.constexpr,
+    Q_CONSUMERS: gl.constexpr,
+    PROBS_CONSUMERS: gl.constexpr,
+    IS_MERGED: gl.constexpr,
 ):
     """Allocate the mbarriers of a program, by the numbers of roles that read its queries and probabilities."""
     queries = new_ring(1, 1, Q_CONSUMERS)
     left, right = new_ring(NUM_STAGES, 1, 1), new_ring(NUM_STAGES, 1, 1)
     probs = new_ring(NUM_PROBS, 1, PROBS_CONSUMERS)
-    merge_ready = allocate_mbarriers(2, 1)
+    merge_ready = None
+    if IS_MERGED:
+        merge_ready = allocate_mbarriers(2, 1)
     fence_async_shared()
     return Barriers(queries, left, right, probs, merge_ready)
 
