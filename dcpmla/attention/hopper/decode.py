@@ -113,8 +113,8 @@ def decode_kernel(
     num_stages: gl.constexpr = consumers_fp8.NUM_STAGES if is_fp8 else consumers.NUM_STAGES
     num_probs: gl.constexpr = consumers_fp8.NUM_PROBS if is_fp8 else 1
     buffers = new_buffers(q_desc, q_pe_desc, num_stages, num_probs, HAS_LSES=is_fp8)
-    consumers_of: gl.constexpr = (3, 2) if is_fp8 else (2, 1)  # of queries, and of probabilities
-    barriers = new_barriers(num_stages, num_probs, *consumers_of, IS_MERGED=True)
+    consumers_of_q: gl.constexpr = 3 if is_fp8 else 2
+    barriers = new_barriers(num_stages, num_probs, consumers_of_q, PROBS_CONSUMERS=consumers_of_q - 1, IS_MERGED=True)
     work = cut(num_tiles, num_reqs, batch)
     mail = None
     if addresses_ptr is not None:
