@@ -147,7 +147,7 @@ class MLAAttention(AttentionWeights):
             output.reserve()
             tokens = Tokens(q_c, step.cos_sin, step.query_factor)
             mha = self.prepare_mha(tokens)
-            if not self.dcp.deterministic:  # else keys are projected as the cache holds them
+            if not self.dcp.deterministic or cache.latents.dtype == dtype:  # else keys have the cache's rounding
                 mha = mha._replace(kv=self.project_latents(latents[:, : self.config.kv_lora_rank], mha.w_kv_b))
             if step.decode is not None:
                 self._decode(tokens.rows(slice(0, step.num_decode_tokens)), cache.latents, step.decode, output)
@@ -269,8 +269,9 @@ class MLAAttention(AttentionWeights):
         widths = self.config.kv_lora_rank, self.config.qk_rope_head_dim
         if self.dcp.deterministic:
             up_project = functools.partial(self.project_latents, w_kv_b=mha.w_kv_b)
+            own = None if kv_cache.dtype != mha.q.dtype else (latents, mha.kv)
             out, _ = dcp_mla_prefill_in_order(
-                mha.q, kv_cache, up_project, prefill, widths, self.config.scale, self.exchange, self.kv_scale
+                mha.q, kv_cache, up_project, prefill, widths, self.config.scale, self.exchange, self.kv_scale, own
             )
             output.append(out.flatten(1))
             return

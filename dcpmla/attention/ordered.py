@@ -71,15 +71,18 @@ def dcp_mla_prefill_in_order(
     scale: float,
     exchange: Exchange,
     kv_scale: Tensor | None = None,
+    own: tuple[Tensor, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend as `dcp_mla_prefill`, but in a fixed order, whatever the chunks and the other requests. Collective.
 
-    A chunk is gathered while the one before it is used.
+    A chunk is gathered while the one before it is used. New tokens alone are not gathered if `own` is given.
 
     Args:
         q, kv_cache, w_kv_b, scale, exchange, kv_scale: As in `dcp_mla_prefill`; the new tokens are in the cache.
         prefill: Metadata whose chunks include the new tokens (`StepBuilder.prefill` with dcp.deterministic).
         widths: Widths of the latent, L, and of the rope part, R.
+        own: Latents of the new tokens [T, L + R], and their projected ones [T, h (P + V)] or None; None if the cache
+            holds other values.
     Returns:
         out [T, h, V] in the dtype of q, lse [T, h] float32.
     Raises:
@@ -93,12 +96,17 @@ def dcp_mla_prefill_in_order(
 
     out, sums = None, None
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    started = [start_gather(chunk) for chunk in chunks[:1]]
+    if own is not None and (len(chunks) > 1 or chunks[0].keys.start != prefill.queries.start):
+        own = None  # requests have contexts
+    started = [start_gather(chunk) for chunk in chunks[:1] if own is None]
     for index, chunk in enumerate(chunks):
-        latents = latents_of(started.pop()(), widths[0], kv_scale, q.dtype)  # see `dcp_mla_prefill`
+        if own is None:
+            latents, kv = latents_of(started.pop()(), widths[0], kv_scale, q.dtype), None  # see `dcp_mla_prefill`
+        else:
+            latents, kv = own
         started += [start_gather(following) for following in chunks[index + 1 : index + 2]]
         kv_c, k_pe = latents.split(list(widths), -1)
-        k_nope, v = up_project(kv_c, w_kv_b, num_heads, q.shape[-1] - rope)
+        k_nope, v = up_project(kv_c, w_kv_b, num_heads, q.shape[-1] - rope, kv)
         if out is None:
             out = q.new_empty(*q.shape[:2], v.shape[-1])
             # One chunk needs no memory for sums on a GPU.
@@ -109,7 +117,7 @@ def dcp_mla_prefill_in_order(
         queries = *prefill.queries, prefill.first_position
         call = OrderedPrefillCall(q, k_nope, k_pe, v, *queries, *chunk.keys, chunk.first_position, scale)
         attend_to_chunk(call, out, lse, sums)
-        del latents, kv_c, k_pe, k_nope, v, call  # frees them before the next chunk: at most two chunks exist at a time
+        del latents, kv, kv_c, k_pe, k_nope, v, call  # frees them: at most two chunks exist at a time
     assert out is not None
     return out, lse
 

@@ -150,8 +150,7 @@ class LocalExchange:
         return lambda: rows  # in token order already (`ContextChunk`)
 
     def reserve_context(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        # A chunk's rows, and the next chunk's.
-        torch.empty(2 * num_tokens, width, dtype=dtype, device=device)
+        torch.empty(2 * num_tokens, width, dtype=dtype, device=device)  # a chunk's rows, and the next chunk's
 
     def check(self) -> None:
         pass

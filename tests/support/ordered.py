@@ -171,7 +171,9 @@ def prefill(sizes: Sizes, size: int, batch: Batch, workspace: int = 1 << 16) -> 
     widths = sizes.latent, sizes.rope
     kv_scale = torch.ones(1, device=sizes.device) if sizes.cache_format == "fp8" else None
     exchange: Any = AllRanks(shared)
-    out, _ = dcp_mla_prefill_in_order(q, shared[0][0], project, prefill, widths, sizes.scale, exchange, kv_scale)
+    rows = [sizes.rows(seed, length, sum(widths), first=length - new) for seed, length, new in batch]
+    own = None if sizes.cache_format != "auto" else (torch.cat(rows), None)
+    out, _ = dcp_mla_prefill_in_order(q, shared[0][0], project, prefill, widths, sizes.scale, exchange, kv_scale, own)
     return list(out.split([num for _, _, num in batch]))
 
 
