@@ -83,6 +83,7 @@ def test_the_hopper_kernel_compiles(dtype: str, causal: bool, has_mask: bool) ->
     assert "cp.async.bulk.tensor" in ptx
     assert "0 bytes spill stores" in said
     assert "wgmma.mma_async instructions are serialized" not in said
+    test_decode_compile.assert_mbarriers_are_apart(ptx)
     loop = ptx[ptx.index("wgmma.wait_group.sync.aligned 1") :]
     softmax = loop[: loop.index("wgmma.wait_group.sync.aligned 0")]
     assert softmax.count("ex2.approx") >= 64
@@ -111,6 +112,7 @@ def test_the_hopper_kernel_in_a_fixed_order_compiles(dtype: str) -> None:
     assert "wgmma.mma_async.sync.aligned.m64n128k16" in ptx
     assert "wgmma.mma_async instructions are serialized" not in said
     assert "0 bytes spill stores" in said
+    test_decode_compile.assert_mbarriers_are_apart(ptx)
 
 
 def test_merge_part_compiles_for_hopper() -> None:
