@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from dcpmla.cache.formats import FP8
-from tests.attention.test_decode_compile import compile_for_hopper
+from tests.attention.test_decode_compile import assert_mbarriers_are_apart, compile_for_hopper
 from tests.support.shared_memory import run_interpreted
 
 DTYPES = {"bf16": torch.bfloat16, "fp8e4nv": FP8, "u8": torch.uint8, "int4": torch.uint8}
@@ -119,6 +119,7 @@ def test_the_product_of_many_rows_compiles(weights: str, gated: bool) -> None:
     assert ("f32.e4m3.e4m3" in ptx) == (weights == "fp8e4nv")
     assert "cp.async.bulk.tensor.2d" in ptx
     assert "cp.async.mbarrier.arrive.noinc" in ptx
+    assert_mbarriers_are_apart(ptx)
     # As with too few registers, where each product waits for the one before.
     assert "wgmma.mma_async instructions are serialized" not in said
 
