@@ -89,7 +89,7 @@ class Exchange(Protocol):
         Args:
             rows: This rank's rows [N, D], padded to the same N on every rank.
             order: Row of each token in the concatenation [W N] of all ranks' rows, [S] int64, for backends that reorder
-                after the gather.
+                after the gather; 0, 1, .. with one rank.
             tokens: Token in [0, S) of each of this rank's rows, [N] int64, -1 for padding, for backends that store rows
                 in token order.
         Returns:
