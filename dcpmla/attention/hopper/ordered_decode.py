@@ -165,7 +165,7 @@ def ordered_kernel(
     is_ds_mla: gl.constexpr = IS_CONVERTED and kv_scale_ptr is None
     paging = Paging(*table, ROW_STRIDE, None, False, is_ds_mla)
     program = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
-    spare_row = num_partials + program * ROWS  # for the later splits of units that have several
+    spare_row = num_partials + program * ROWS  # a unit of several splits stores the later ones there
     value_scale = 1.0
     if IS_CONVERTED and not is_ds_mla:  # one scale for all: keys and values are exact without it
         value_scale = gl.load(kv_scale_ptr)

@@ -144,9 +144,9 @@ def _consume(group: gl.constexpr, buffers, barriers, carried, out_ptr, lse_ptr, 
         num_whole = gl.minimum(work.last_key + group * ROWS + 1, work.num_keys) // KEYS
         middle = gl.minimum(gl.maximum(num_whole, 1), work.num_tiles)
         sums = acc, probs, peak, total
-        rest = group, buffers, barriers, last, scale_log2, work
-        sums = _attend(1, middle, sums, *rest, False)
-        acc, probs, peak, total = _attend(middle, work.num_tiles, sums, *rest, True)
+        role = group, buffers, barriers, last, scale_log2, work
+        sums = _attend(1, middle, sums, *role, False)
+        acc, probs, peak, total = _attend(middle, work.num_tiles, sums, *role, True)
         acc = warpgroup_mma_wait(0, deps=[start_values(probs, buffers, work.num_tiles - 1, acc)])
     if work.num_queries > 0:
         if work.is_last:

@@ -179,7 +179,7 @@ class Segment:
     stop: gl.tensor
     is_any: gl.tensor  # False: the part has no tiles of the request, or a gap
     num_classes: gl.base_value  # None: the tiles are adjacent (`units.Unit`)
-    is_new: gl.base_value  # whether its queries are other queries than those of the segment before
+    is_new: gl.base_value  # whether the producer loads the queries with its keys; False: they are there already
 
 
 @gluon.jit

@@ -82,9 +82,9 @@ def _add(a, b):
 
 
 @gluon.jit
-def _at(values, index, where):
-    """Return an element of a vector as a scalar."""
-    return gl.sum(gl.where(where == index, values, 0), 0)
+def _at(values, position, index):
+    """Return the element of a vector at a position as a scalar. index: All positions."""
+    return gl.sum(gl.where(index == position, values, 0), 0)
 
 
 @gluon.jit

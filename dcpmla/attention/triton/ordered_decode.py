@@ -16,8 +16,8 @@ class Tile(NamedTuple):
     """A tile of a program: query rows, keys at a time, stages of its pipeline, and rows in shared memory.
 
     With two stages no keys are loaded during the products; with five, two of three buffers are. A tile of 64 queries is
-    in shared memory, too; smaller ones are in registers. Measured on an H200: 64 keys without overlap take three
-    quarters of the time of 32 keys with it.
+    in shared memory, too; smaller ones are in registers. Measured on an H200: 64 keys without overlap take 69
+    to 85 % of the time of 32 keys with it.
     """
 
     rows: int

@@ -29,8 +29,8 @@ _MULTIPROCESSORS = 132  # H100s and H200s have as many
 _SHARED_BYTES = 221_184  # shared memory of a multiprocessor that the pipelines of its programs may take
 # An estimate of times takes these bytes per us (a multiprocessor's loads; stores and loads of segments' sums by the
 # whole device) and these us (a program's start and end; the second kernel; the wait for 128 columns). A multiprocessor
-# multiplies 128 columns of a token by those of a row in _PACE us, and an instruction takes as long as 8 rows more. A
-# program that could share a multiprocessor is slower alone by _ALONE, because no other one uses its waits.
+# needs _PACE us for 128 columns of one token and one row, and each instruction costs as much as 8 more rows. A program
+# that could share a multiprocessor takes _ALONE times as long alone, because no other program runs while it waits.
 _LOADED, _STORED = 1e5, 3e6
 _START, _LAUNCH, _WAIT = 2.0, 3.0, 0.1
 _PACE, _FP8_PACE, _ALONE = 4.4e-5, 3.45e-5, 1.25
@@ -142,7 +142,8 @@ def _list_shapes(num_tokens: int, num_segments: int, dtype: torch.dtype) -> list
     is_fp8 = dtype == torch.float8_e4m3fn
     if dtype == torch.float32:
         return [(64, 32)]
-    # Of few tokens short tiles leave memory to the weight. With scales each thread would need those of all tokens.
+    # If tokens are few, tiles of few tokens leave shared memory to the weight. In e4m3 a thread needs the scales of all
+    # tokens of a tile, so only the smallest tile pays.
     if num_tokens <= (16 if is_fp8 else 32):
         return [(16 if num_tokens <= 16 else 32, 64)]
     if num_tokens <= 128:
@@ -165,9 +166,9 @@ def choose_tile(num_tokens: int, num_rows: int, num_columns: int, dtype: torch.d
         """Count the programs that a multiprocessor runs at the same time, as its 65,536 registers can hold."""
         num_accumulators = 1 + is_fp8 + (num_segments > 1 and not is_partial)
         registers = num_accumulators * tokens * rows + 28 * 32 * (8 if tokens == 128 else 4)
-        wanted = triton.cdiv(count_programs(tokens, rows, is_partial), _MULTIPROCESSORS)
+        num_each = triton.cdiv(count_programs(tokens, rows, is_partial), _MULTIPROCESSORS)
         # Pipelines of scaled products gain nothing by the other half of the memory.
-        return max(1, min(max(wanted, 1 + is_fp8), 65_536 // registers, 3 if is_fp8 or num_tokens <= 128 else 2))
+        return max(1, min(max(num_each, 1 + is_fp8), 65_536 // registers, 3 if is_fp8 or num_tokens <= 128 else 2))
 
     def estimate(candidate: tuple[int, int, bool]) -> float:
         tokens, rows, is_partial = candidate
