@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.decode import dcp_mla_decode, mla_decode
 from dcpmla.attention.layer import MLAAttention
+from dcpmla.attention.ordered_layer import OrderedAttention
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.step import StepMetadata, StepRequests
@@ -38,6 +39,7 @@ __all__ = [
     "LatentCache",
     "MLAAttention",
     "MLAConfig",
+    "OrderedAttention",
     "Placement",
     "SamplingParams",
     "StepBuilder",

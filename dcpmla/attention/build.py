@@ -217,8 +217,8 @@ class StepBuilder:
             table: Block ids of each request [num_prefills, max_blocks], integers on the device, enough for seq_lens.
         """
         context_lens = np.subtract(seq_lens, query_lens)
-        # In a fixed order new tokens are read from the cache, too.
-        lens = np.asarray(seq_lens) if self.dcp.deterministic else context_lens
+        # In a fixed order keys are one sequence, so new tokens are read after their context.
+        lens = np.asarray(seq_lens) if self.dcp.deterministic and context_lens.any() else context_lens
         return PrefillMetadata(
             queries=segments_of(query_lens, self.device),
             first_position=upload([context_lens.astype(np.int32)], self.device)[0],

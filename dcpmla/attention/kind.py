@@ -14,6 +14,7 @@ from torch import Tensor
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.costs import AttentionCosts, LatentCosts, LayerReads
 from dcpmla.attention.layer import MLAAttention
+from dcpmla.attention.ordered_layer import OrderedAttention
 from dcpmla.attention.placement import Placement, check_order
 from dcpmla.attention.projections import query_factor
 from dcpmla.attention.routes import Rates
@@ -168,7 +169,8 @@ class DenseKind:
 
     def new_layer(self, layer: int, placement: Placement) -> AttentionLayer:
         """Return a layer of dense MLA."""
-        return MLAAttention(self.config, placement)
+        layer_type = OrderedAttention if placement.dcp.deterministic else MLAAttention
+        return layer_type(self.config, placement)
 
     def claim_step(self, num_tokens: int, device: torch.device | str) -> Any:
         """Return nothing, for the layers share no large memory."""

@@ -1,7 +1,7 @@
 """The tensor-parallel MLA layer over a sharded latent cache. `MLAAttention.attend` reads top to bottom."""
 
-import functools
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -9,9 +9,8 @@ from torch import Tensor
 from dcpmla.attention.claim import claim_attention
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.modules import MLAModules
-from dcpmla.attention.ordered import dcp_mla_decode_in_order, dcp_mla_prefill_in_order
 from dcpmla.attention.output.rows import OutputQuant, OutputRows, quant_for
-from dcpmla.attention.placement import Placement, check_order
+from dcpmla.attention.placement import Placement
 from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.projections import MHAInputs, Tokens, rows_of
 from dcpmla.attention.scales import calculate_scale_
@@ -57,9 +56,12 @@ class MLAAttention(AttentionWeights):
         indexer: Indexer of a sparse layer; None in a dense layer, and with skip_topk.
         kv_scale, q_scale: Scales of an fp8 cache and of fp8 queries (`dcpmla.attention.scales`), float32 [1], or None.
     Raises:
-        ValueError: Heads do not divide by the TP size, or the layer does not support the cache format.
+        ValueError: Heads do not divide by the TP size, the layer does not support the cache format, or
+            dcp.deterministic asks for an order that the class does not keep.
     Source: DeepSeek-V2, section 2.1; projections are named as in DeepSeek's checkpoints.
     """
+
+    has_order: ClassVar[bool] = False  # whether sums have the order of dcp.deterministic (`OrderedAttention`)
 
     def __init__(
         self,
@@ -68,7 +70,10 @@ class MLAAttention(AttentionWeights):
         skip_topk: bool = False,
         modules: MLAModules | None = None,
     ) -> None:
-        check_order(config, placement.dcp)
+        if placement.dcp.deterministic and not self.has_order:
+            raise ValueError(
+                f"dcp.deterministic is True; {type(self).__name__} sums in any order; choose OrderedAttention"
+            )
         super().__init__(config, placement, modules)
         self._placement = placement
         self.exchange, self.cache_dtype = placement.exchange, placement.cache_dtype
@@ -146,9 +151,7 @@ class MLAAttention(AttentionWeights):
         if step.cut is not None:
             output.reserve()
             tokens = Tokens(q_c, step.cos_sin, step.query_factor)
-            mha = self.prepare_mha(tokens)
-            if not self.dcp.deterministic or cache.latents.dtype == dtype:  # else keys have the cache's rounding
-                mha = mha._replace(kv=self.project_latents(latents[:, : self.config.kv_lora_rank], mha.w_kv_b))
+            mha = self.project_mha(tokens, latents)
             if step.decode is not None:
                 self._decode(tokens.rows(slice(0, step.num_decode_tokens)), cache.latents, step.decode, output)
         step.vary(self._attend, hidden_states, q_c, latents, mha, cache, output)
@@ -157,6 +160,11 @@ class MLAAttention(AttentionWeights):
     def latents_of(self, hidden_states: PlainRows, kv_cache: Tensor, step: StepMetadata) -> tuple[PlainRows, Tensor]:
         """Cache the step's latents, and return the query projection's input and the latents (`down_project`)."""
         return self.down_project(hidden_states, kv_cache, step.slot_mapping, step.cos_sin)
+
+    def project_mha(self, tokens: Tokens, latents: Tensor) -> MHAInputs:
+        """Return the inputs of MHA with the tokens' own latents projected."""
+        mha = self.prepare_mha(tokens)
+        return mha._replace(kv=self.project_latents(latents[:, : self.config.kv_lora_rank], mha.w_kv_b))
 
     def _attend(
         self,
@@ -267,14 +275,6 @@ class MLAAttention(AttentionWeights):
     ) -> None:
         """Append the output of prefill tokens, whose own latents are `latents`. Collective."""
         widths = self.config.kv_lora_rank, self.config.qk_rope_head_dim
-        if self.dcp.deterministic:
-            up_project = functools.partial(self.project_latents, w_kv_b=mha.w_kv_b)
-            own = None if kv_cache.dtype != mha.q.dtype else (latents, mha.kv)
-            out, _ = dcp_mla_prefill_in_order(
-                mha.q, kv_cache, up_project, prefill, widths, self.config.scale, self.exchange, self.kv_scale, own
-            )
-            output.append(out.flatten(1))
-            return
         kv_c, k_pe = latents.split(widths, -1)
         selected_positions = None if tokens.selection is None else tokens.selection.positions
         out, lse = dcp_mla_prefill(
@@ -300,20 +300,6 @@ class MLAAttention(AttentionWeights):
         if tokens.selection is not None:
             kv_cache, decode = selected_rows(kv_cache, tokens.selection, decode.workspace)
         q, gates = self.project_query(tokens, slice(0, self.q_heads.count))
-        if self.dcp.num_own_classes is not None:
-            out, _ = dcp_mla_decode_in_order(
-                self.absorb(q, self.w_uk, tokens.cos_sin, None),
-                kv_cache,
-                decode,
-                self.config.scale,
-                self.exchange,
-                self.config.kv_lora_rank,
-                self.dcp.num_own_classes,
-                self.dcp.dcp_q_replicate,
-                self.kv_scale,
-            )
-            output.project(out)
-            return
         project_first = self.dcp.dcp_project_before_merge and q.shape[0] >= PROJECT_FIRST_TOKENS
         out, lse = dcp_mla_decode(
             self.absorb(q, self.w_uk, tokens.cos_sin, self.q_scale),

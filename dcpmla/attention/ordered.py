@@ -1,8 +1,9 @@
 """Attention in a fixed order (`DCPConfig.deterministic`) over a cache that the ranks of a DCP group share.
 
 Decode sums up each class of tiles by itself, then merges all classes by one tree, over the ranks too. Prefill sums up a
-query's keys tile by tile from position 0. There new tokens are in the cache already: they are gathered with their
-context, chunk by chunk, so that all keys are tiles of one grid of positions and have the cache's rounding.
+query's keys tile by tile from position 0. So all keys are tiles of one grid of positions: new tokens are gathered from
+the cache with their context, chunk by chunk. Where no request has a context, they attend to their own latents, rounded
+as in the cache.
 """
 
 from collections.abc import Callable
@@ -71,18 +72,15 @@ def dcp_mla_prefill_in_order(
     scale: float,
     exchange: Exchange,
     kv_scale: Tensor | None = None,
-    own: tuple[Tensor, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend as `dcp_mla_prefill`, but in a fixed order, whatever the chunks and the other requests. Collective.
 
-    A chunk is gathered while the one before it is used. New tokens alone are not gathered if `own` is given.
+    A chunk is gathered while the one before it is used.
 
     Args:
         q, kv_cache, w_kv_b, scale, exchange, kv_scale: As in `dcp_mla_prefill`; the new tokens are in the cache.
-        prefill: Metadata whose chunks include the new tokens (`StepBuilder.prefill` with dcp.deterministic).
+        prefill: Metadata with chunks, which include the new tokens (`StepBuilder.prefill` with dcp.deterministic).
         widths: Widths of the latent, L, and of the rope part, R.
-        own: Latents of the new tokens [T, L + R], and their projected ones [T, h (P + V)] or None; None if the cache
-            holds other values.
     Returns:
         out [T, h, V] in the dtype of q, lse [T, h] float32.
     Raises:
@@ -95,31 +93,45 @@ def dcp_mla_prefill_in_order(
         return exchange.start_context(read_cache_rows(kv_cache, chunk.local_slots), chunk.order, chunk.tokens)
 
     out, sums = None, None
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    if own is not None and (len(chunks) > 1 or chunks[0].keys.start != prefill.queries.start):
-        own = None  # requests have contexts
-    started = [start_gather(chunk) for chunk in chunks[:1] if own is None]
+    lse, queries = q.new_empty(q.shape[:2], dtype=torch.float32), (prefill.queries.start_loc, prefill.first_position)
+    started = [start_gather(chunk) for chunk in chunks[:1]]
     for index, chunk in enumerate(chunks):
-        if own is None:
-            latents, kv = latents_of(started.pop()(), widths[0], kv_scale, q.dtype), None  # see `dcp_mla_prefill`
-        else:
-            latents, kv = own
+        latents = latents_of(started.pop()(), widths[0], kv_scale, q.dtype)  # see `dcp_mla_prefill`
         started += [start_gather(following) for following in chunks[index + 1 : index + 2]]
         kv_c, k_pe = latents.split(list(widths), -1)
-        k_nope, v = up_project(kv_c, w_kv_b, num_heads, q.shape[-1] - rope, kv)
+        k_nope, v = up_project(kv_c, w_kv_b, num_heads, q.shape[-1] - rope)
         if out is None:
-            out = q.new_empty(*q.shape[:2], v.shape[-1])
-            # One chunk needs no memory for sums on a GPU.
-            num_rows = 0 if len(chunks) == 1 and runs_kernel(q) else q.shape[0]
-            empty = q.new_empty(0, dtype=torch.promote_types(q.dtype, torch.float32))
-            sums = new_sums((num_rows, num_heads), v.shape[-1], empty)
+            out, sums = q.new_empty(*q.shape[:2], v.shape[-1]), _sums_for(q, v, len(chunks))
         assert sums is not None
-        queries = *prefill.queries, prefill.first_position
-        call = OrderedPrefillCall(q, k_nope, k_pe, v, *queries, *chunk.keys, chunk.first_position, scale)
+        keys = chunk.keys.start_loc, chunk.first_position
+        call = OrderedPrefillCall(q, k_nope, k_pe, v, *queries, *keys, scale)
         attend_to_chunk(call, out, lse, sums)
-        del latents, kv, kv_c, k_pe, k_nope, v, call  # frees them: at most two chunks exist at a time
+        del latents, kv_c, k_pe, k_nope, v, call  # frees them: at most two chunks exist at a time
     assert out is not None
     return out, lse
+
+
+def attend_to_own(q: Tensor, kv: Tensor, k_pe: Tensor, prefill: PrefillMetadata, scale: float, out: Tensor) -> None:
+    """Attend from prompts without contexts to their own tokens: `dcp_mla_prefill_in_order` of one chunk, ungathered.
+
+    Args:
+        q: Queries [T, h, P + R], rotated.
+        kv, k_pe: Projected latents [T, h (P + V)], and rope parts [T, R], both of latents as the cache holds them.
+        prefill: Metadata without chunks.
+        scale: Softmax scale.
+        out: Output [T, h, V] in the dtype of q, contiguous. Rows of no request stay as they are.
+    """
+    num_heads, starts = q.shape[1], (prefill.queries.start_loc, prefill.first_position)
+    k_nope, v = kv.unflatten(-1, (num_heads, -1)).split([kv.shape[-1] // num_heads - out.shape[-1], out.shape[-1]], -1)
+    lse, call = q.new_empty(q.shape[:2], dtype=torch.float32), (q, k_nope, k_pe, v, *starts, *starts, scale)
+    attend_to_chunk(OrderedPrefillCall(*call), out, lse, _sums_for(q, v, num_chunks=1))
+
+
+def _sums_for(q: Tensor, v: Tensor, num_chunks: int) -> Sums:
+    """Return sums for queries over all chunks; without rows for one chunk on a GPU, whose kernel stores none."""
+    num_rows = 0 if num_chunks == 1 and runs_kernel(q) else q.shape[0]
+    empty = q.new_empty(0, dtype=torch.promote_types(q.dtype, torch.float32))
+    return new_sums((num_rows, q.shape[1]), v.shape[-1], empty)
 
 
 @operator("ordered_prefill", fake=nothing, mutates_args=("out", "lse", "acc", "peak", "total"))

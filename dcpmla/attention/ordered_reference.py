@@ -5,7 +5,6 @@ depends on its own query and keys alone. Sums are made of products and additions
 same way in tensors of any shape, which matrix products do not.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,7 +25,8 @@ class OrderedPrefillCall(NamedTuple):
 
     Attributes:
         q, k_nope, k_pe, v, scale: As in `PrefillCall`.
-        query_start, query_start_loc, key_start, key_start_loc: As in `PrefillCall`.
+        query_start_loc, key_start_loc: First row of each request in q and in the keys, and the end [num_reqs + 1]
+            int32; the first may be above 0.
         query_position, key_position: Position of each request's first query and first key [num_reqs] int32. Keys begin
             at multiples of a tile. A query sees the keys up to its own position.
     """
@@ -35,10 +35,8 @@ class OrderedPrefillCall(NamedTuple):
     k_nope: Tensor
     k_pe: Tensor
     v: Tensor
-    query_start: Sequence[int]
     query_start_loc: Tensor
     query_position: Tensor
-    key_start: Sequence[int]
     key_start_loc: Tensor
     key_position: Tensor
     scale: float
@@ -149,13 +147,13 @@ def prefill_in_order(call: OrderedPrefillCall, out: Tensor, lse: Tensor, sums: S
     """Add a chunk of keys to the sums of each query [T, h]; write out and lse of requests whose last keys these are.
 
     Args:
-        out, lse: Output [T, h, V] in q's dtype, and [T, h] float32.
+        out, lse: Output [T, h, V] in q's dtype, and [T, h] float32. Rows of no request stay as they are.
         sums: Sums over the chunks before; requests at position 0 begin anew.
     """
     dtype, firsts = sums.acc.dtype, zip(call.query_position.tolist(), call.key_position.tolist(), strict=True)
+    query_start, key_start = call.query_start_loc.tolist(), call.key_start_loc.tolist()
     for request, (query_position, key_position) in enumerate(firsts):
-        queries = slice(*call.query_start[request : request + 2])
-        keys = slice(*call.key_start[request : request + 2])
+        queries, keys = slice(*query_start[request : request + 2]), slice(*key_start[request : request + 2])
         if keys.start == keys.stop:
             continue
         if key_position == 0:

@@ -1,4 +1,4 @@
-"""Steps of pieces that attend with absorbed queries, padded to a fixed number of tokens (`piece_columns`)."""
+"""Steps whose first pieces attend with absorbed queries, padded to a fixed number of tokens (`piece_columns`)."""
 
 from typing import Any, NamedTuple
 
@@ -10,12 +10,13 @@ from dcpmla.attention.step import StepRequests
 
 
 class PieceColumns(NamedTuple):
-    """The numbers of a step whose pieces attend with absorbed queries, padded with tokens that attend to nothing.
+    """The numbers of a step, padded with tokens that attend to nothing. Absorbed pieces are among its first N tokens.
 
     Attributes:
         positions, slot_mapping: Position and slot of each token [T], int64; 0 and -1 in padding.
-        local_seq_lens, seq_lens: Number of tokens that each token sees on this rank, and on all [T], int32.
-        request: Request of each token [T], int32; 0 in padding.
+        local_seq_lens, seq_lens: Number of tokens that each token of an absorbed piece sees on this rank, and on all
+            [N], int32; 0 for others.
+        request: Request of each token of an absorbed piece [N], int32; 0 for others.
         start_loc: First token of each segment, and the end [num_segments + 1], int32.
         request_index: Request of each segment [num_segments], int32.
         block_table: Block ids of each request [num_reqs, max_blocks], int32.
@@ -32,36 +33,46 @@ class PieceColumns(NamedTuple):
 
 
 def piece_columns(
-    steps: StepBuilder, requests: StepRequests, max_query_len: int, num_tokens: int, num_segments: int
+    steps: StepBuilder,
+    requests: StepRequests,
+    num_absorbed: int,
+    max_query_len: int,
+    num_tokens: int,
+    room: int,
+    num_segments: int,
 ) -> PieceColumns:
-    """Return the numbers of a step of absorbed pieces, padded to a fixed number of tokens.
+    """Return the numbers of a step, padded to a fixed number of tokens.
 
     Args:
         steps: Builder of the step.
         requests: Requests of the step.
+        num_absorbed: Number of requests that attend with absorbed queries, the first ones.
         max_query_len: Most tokens of a segment; longer requests are cut.
         num_tokens, num_segments: Number of tokens and of segments after padding.
+        room: N, the most tokens of absorbed pieces.
     Raises:
         ValueError: The requests are invalid (`check`), or have more tokens.
     """
     steps.check(requests)
-    lens = np.asarray(requests.query_lens)
-    host, num_real = steps.on_host(requests, max_query_len, len(lens)), int(lens.sum())
-    if num_real > num_tokens:
-        raise ValueError(f"query_lens has {num_real} tokens; at most {num_tokens} are allowed")
-    start_loc, request_index = cut_starts(lens, max_query_len, num_tokens, num_segments)
+    lens = np.asarray(requests.query_lens[:num_absorbed], dtype=np.int64)
+    host, num_seen = steps.on_host(requests, max_query_len, num_absorbed), int(lens.sum())
+    for num_given, limit in ((len(host.positions), num_tokens), (num_seen, room)):
+        if num_given > limit:
+            raise ValueError(f"query_lens has {num_given} tokens; at most {limit} are allowed")
+    start_loc, request_index = cut_starts(lens, max_query_len, room, num_segments)
 
-    def pad(values: np.ndarray, dtype: type, fill: int = 0) -> np.ndarray:
-        column: np.ndarray = np.full(num_tokens, fill, dtype=dtype)
-        column[:num_real] = values
+    def pad(values: np.ndarray, dtype: type, length: int, fill: int = 0) -> np.ndarray:
+        column: np.ndarray = np.full(length, fill, dtype=dtype)
+        column[: len(values)] = values
         return column
 
+    seen = host.positions[:num_seen]
     return PieceColumns(
-        positions=pad(host.positions, np.int64),
-        slot_mapping=pad(steps.slots(host), np.int64, -1),
-        local_seq_lens=pad(steps.local_seq_lens(host.positions), np.int32),
-        seq_lens=pad(host.positions + 1, np.int32),
-        request=pad(host.request, np.int32),
+        positions=pad(host.positions, np.int64, num_tokens),
+        slot_mapping=pad(steps.slots(host), np.int64, num_tokens, -1),
+        local_seq_lens=pad(steps.local_seq_lens(seen), np.int32, room),
+        seq_lens=pad(seen + 1, np.int32, room),
+        request=pad(host.request[:num_seen], np.int32, room),
         start_loc=start_loc,
         request_index=request_index,
         block_table=host.table.astype(np.int32),

@@ -139,10 +139,11 @@ class PrefillMetadata:
     """Requests that attend by MHA.
 
     Attributes:
-        queries: Rows of each request among the prefill tokens.
+        queries: Rows of each request among the prefill tokens. In a graph only the device knows them (`start` is
+            empty): they are among all tokens, and the first request may begin after the first one.
         first_position: Position of each request's first new token [num_prefills], int32.
-        context_chunks: Context that was cached before this step; empty when there is none. With dcp.deterministic it
-            includes the new tokens.
+        context_chunks: Context that was cached before this step; empty when there is none. With dcp.deterministic
+            chunks include the new tokens.
         window: Number of last tokens, its own included, among which a token selects; None where it selects among all.
     """
 
@@ -209,6 +210,11 @@ class StepMetadata:
             work(*arguments, self)
         else:
             self.cut(work, arguments)
+
+    @property
+    def shares_rows(self) -> bool:
+        """Return whether only the device knows which tokens are decodes and which are prefills."""
+        return self.prefill is not None and not self.prefill.queries.start
 
     def get(self, kind: type[Metadata]) -> Metadata | None:
         """Return the metadata of a class; None if the step has none."""

@@ -67,7 +67,7 @@ def mixed_times(engine: Engine, num_tokens: int, num_decodes: int, context: int,
     runner = StepRunner(engine.model, engine.cache, engine.dcp, engine.mesh.dcp_rank, costs, engine.grammars)
     mixed = engine.mixed_graph if in_graphs else None
     batch = Batch(0, pieces=_pieces(engine, num_tokens, num_decodes, context))
-    batch.arrange(costs, 0 if mixed is None else mixed.max_absorbed_tokens)
+    batch.arrange(costs, 0 if mixed is None else mixed.max_whole_tokens)
     graph, prompts = runner.graph_of(batch, None, mixed), PromptRows.of(batch)
 
     def step(_: int = 0) -> None:

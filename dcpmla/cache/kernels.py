@@ -113,6 +113,47 @@ def store_shared(cache_ptr, stride, slot, x, y, WIDTH: tl.constexpr):
     return x, y
 
 
+@triton.jit
+def quantize_kernel(
+    latents_ptr,
+    rows_ptr,
+    scale_ptr,
+    WIDTH: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    RANK_COLUMNS: tl.constexpr,
+    ROPE_COLUMNS: tl.constexpr,
+):
+    """Quantize one latent per program."""
+    row = tl.program_id(0).to(tl.int64)
+    latents_ptr += row * (RANK + ROPE)
+    rows_ptr += row * WIDTH
+    column, rope_column = tl.arange(0, RANK_COLUMNS), tl.arange(0, ROPE_COLUMNS)
+    kv_c = tl.load(latents_ptr + column, mask=column < RANK, other=0.0)
+    store_kv_c(rows_ptr, kv_c, scale_ptr, RANK, RANK_COLUMNS)
+    k_pe = tl.load(latents_ptr + RANK + rope_column, mask=rope_column < ROPE, other=0.0)
+    tl.store(k_pe_of(rows_ptr, RANK) + rope_column, quantize(k_pe, scale_ptr), mask=rope_column < ROPE)
+
+
+def round_latents(latents: Tensor, kv_lora_rank: int, storage: torch.dtype, kv_scale: Tensor | None) -> Tensor:
+    """Compute `round_latents` in two kernels, whose arithmetic is the cache's."""
+    formats.check_kv_scale(storage, kv_scale)
+    rope = latents.shape[1] - kv_lora_rank
+    width = formats.row_width(storage, kv_lora_rank, rope)
+    rows = latents.new_empty(len(latents), width, dtype=storage)
+    quantize_kernel[(len(latents),)](
+        latents.contiguous(),
+        rows,
+        kv_scale,
+        WIDTH=width,
+        RANK=kv_lora_rank,
+        ROPE=rope,
+        RANK_COLUMNS=triton.next_power_of_2(kv_lora_rank),
+        ROPE_COLUMNS=triton.next_power_of_2(rope),
+    )
+    return dequantize_rows(rows, kv_lora_rank, kv_scale, latents.dtype)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def read_kernel(
     cache_ptr,

@@ -82,10 +82,10 @@ def graph_lines(graph: "DecodeGraph | None", mixed_graph: "MixedGraph | None") -
         of_drafts = f"; with drafts {len(wide)}, the largest of {wide[-1]}" if wide else ""
         lines.append(f"decode graphs: {len(sizes)}, the largest of {sizes[-1]} requests{of_drafts}")
     if mixed_graph is not None:
-        num_absorbed, largest = sum(size.is_absorbed for size in mixed_graph.sizes), mixed_graph.sizes[-1].num_tokens
-        of_absorbed = f"; with all pieces absorbed {num_absorbed}, the largest of {mixed_graph.max_absorbed_tokens}"
-        counts = f"{len(mixed_graph.sizes) - num_absorbed}, the largest of {largest} tokens"
-        lines.append(f"graphs of steps with prompts: {counts}{of_absorbed if num_absorbed else ''}")
+        num_whole, largest = sum(size.is_whole for size in mixed_graph.sizes), mixed_graph.sizes[-1].num_tokens
+        of_whole = f"; of one graph each {num_whole}, the largest of {mixed_graph.max_whole_tokens}"
+        counts = f"{len(mixed_graph.sizes) - num_whole}, the largest of {largest} tokens"
+        lines.append(f"graphs of steps with prompts: {counts}{of_whole if num_whole else ''}")
     return lines
 
 

@@ -97,10 +97,10 @@ class PromptPlan:
         num_decoded = num_decodes * self._query_len
         new = min(new, self._limit - num_decoded)
         num_tokens, piece = new + num_decoded, [(new, context)]
-        whole = find_size(self._graphs, num_tokens, is_absorbed=True)
+        whole = find_size(self._graphs, num_tokens, is_whole=True)
         if not (whole and self.costs.absorbs_all(piece)) and not self.costs.choose_absorbed(piece)[0]:
             whole = None
-        graph = whole or find_size(self._graphs, num_tokens, is_absorbed=False)
+        graph = whole or find_size(self._graphs, num_tokens, is_whole=False)
         num_rows = graph.num_tokens if graph else num_tokens
         step_us = self._steps[num_decodes].step_us(new, context, num_rows, whole is not None)
         wait_us = max(0.0, step_us["total"] - self._decode_us) if num_decodes else 0.0
@@ -176,7 +176,7 @@ def _cells(steps: list[PromptStep]) -> dict[str, str]:
 def _graph(step: PromptStep) -> str:
     if step.graph is None:
         return "none"
-    return f"{step.graph.num_tokens:,}{' absorbed' if step.graph.is_absorbed else ''}"
+    return f"{step.graph.num_tokens:,}{' absorbed' if step.graph.is_whole else ''}"
 
 
 def _ms(time_us: float) -> str:

@@ -69,7 +69,7 @@ class Engine(Outcomes):
         super().__init__(model, cache, mesh, scheduler, max_model_len, tokenizer, drafter or NoDrafter())
         self.dcp, self.on_step, self.has_forms = dcp, on_step, dcp.deterministic
         self.graph, self.mixed_graph = graph, mixed_graph
-        scheduler.max_absorbed_tokens = 0 if mixed_graph is None else mixed_graph.max_absorbed_tokens
+        scheduler.max_absorbed_tokens = 0 if mixed_graph is None else mixed_graph.max_whole_tokens
         if memory is not None:
             self.offload = Offload(memory, cache, scheduler, self._agreement.progress)
         self._runner = StepRunner(model, cache, dcp, mesh.dcp_rank, scheduler.costs, self.grammars)

@@ -16,9 +16,9 @@ from dcpmla.config import DCPConfig
 from dcpmla.fields import check_fields, whole
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.capture import GraphSet, Track
-from dcpmla.runtime.mixed_inputs import MixedInputs, MixedLimits, MixedSize
+from dcpmla.runtime.mixed_inputs import DECODE_TOKENS, MixedInputs, MixedLimits, MixedSize
 
-MAX_ABSORBED_TOKENS = 1024  # tokens of the largest step that is one graph; the host keeps up with larger ones
+MAX_WHOLE_TOKENS = 1024  # tokens of the largest step that is one graph; the host keeps up with larger ones
 MAX_TOKENS = 8192  # tokens of the largest step in graphs; the GPU takes longer for a larger one than the host
 
 
@@ -26,6 +26,7 @@ class MixedModel(Protocol):
     """A model whose steps are captured; `dcpmla.integrations.sharded_model.ShardedModel` is one."""
 
     device: torch.device
+    dtype: torch.dtype
 
     def hidden(self, token_ids: Tensor, metadata: StepMetadata, cache: Cache) -> Tensor: ...
 
@@ -35,9 +36,10 @@ class MixedModel(Protocol):
 class MixedGraph:
     """Steps with pieces of prompts, up to the last hidden states, as CUDA graphs in one memory pool.
 
-    A step whose pieces all attend with absorbed queries is one graph: its kernels read all lengths on the GPU. In other
-    steps MHA is left out: graphs compute the rest of each layer for all tokens, the attention of dense MLA's decodes
-    among it, and between two graphs MHA is launched with the step's own numbers.
+    A step whose pieces all attend with absorbed queries is one graph: its kernels read all lengths on the GPU. So is,
+    with dcp.deterministic, a step whose other pieces have no context. In other steps MHA is left out: graphs compute
+    the rest of each layer for all tokens, the attention of dense MLA's decodes among it, and between two graphs MHA is
+    launched with the step's own numbers.
 
     Args:
         model: Model of the steps.
@@ -53,7 +55,7 @@ class MixedGraph:
 
     Attributes:
         sizes: Sizes of graphs, ascending.
-        max_absorbed_tokens: Tokens of the largest step that is one graph; 0 if there is none.
+        max_whole_tokens: Tokens of the largest step that is one graph; 0 if there is none.
     """
 
     def __init__(
@@ -70,13 +72,17 @@ class MixedGraph:
         limits = {"max_num_tokens": max_num_tokens, "max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
         check_fields(dict.fromkeys(limits, whole(1)), limits)
         self._model, self._cache, self._max_num_seqs = model, cache, max_num_seqs
-        self._tokens = token_sizes(max_num_tokens, tokens_per_request if steps.absorbs_pieces else 0, steps.dcp)
+        width = tokens_per_request if steps.absorbs_pieces else 0
+        self._tokens = token_sizes(max_num_tokens, width, steps.dcp)
         self.sizes = sorted(MixedSize(size, kind) for kind, sizes in self._tokens.items() for size in sizes)
-        self.max_absorbed_tokens = max(self._tokens[True], default=0)
+        self.max_whole_tokens = max(self._tokens[True], default=0)
         num_blocks = -(-max_model_len // cache.sizes.block_tokens)
         num_tokens = max(size.num_tokens for size in self.sizes)
-        sizes = num_tokens, self.max_absorbed_tokens, max_num_seqs, num_blocks, max_model_len, tokens_per_request
-        self._inputs = MixedInputs(MixedLimits(*sizes), steps, cache.sizes.num_blocks, model.device)
+        num_absorbed = min(self.max_whole_tokens, most_absorbed(width, steps.dcp))
+        sizes = num_tokens, num_absorbed, max_num_seqs, num_blocks, max_model_len, tokens_per_request
+        # In float32 the host's torch code attends on a GPU, too.
+        has_prompts = steps.dcp.deterministic and (model.device.type == "cpu" or model.dtype.itemsize == 2)
+        self._inputs = MixedInputs(MixedLimits(*sizes, has_prompts), steps, cache.sizes.num_blocks, model.device)
         self._graphs = GraphSet(self._compute, "graph", mesh, model.device)
         self._out: Tensor | None = None
 
@@ -90,22 +96,37 @@ class MixedGraph:
         """Return how many sizes take about as much memory as the largest one: sizes with a graph between all cuts."""
         return len(self._tokens[False])
 
-    def size(self, num_tokens: int, num_reqs: int, is_absorbed: bool) -> MixedSize | None:
-        """Return the size that a step is padded to; None if it is too large."""
-        return find_size(self._tokens, num_tokens, is_absorbed) if num_reqs <= self._max_num_seqs else None
+    def size(self, num_tokens: Sequence[int], contexts: Sequence[int], num_absorbed: int) -> MixedSize | None:
+        """Return the size that a step is padded to, a whole one if one can hold the step; None if it is too large.
+
+        Args:
+            num_tokens: Number of new tokens of each request.
+            contexts: Number of cached tokens of each request.
+            num_absorbed: Number of requests that attend with absorbed queries, the first ones.
+        """
+        if len(num_tokens) > self._max_num_seqs:
+            return None
+        whole = find_size(self._tokens, sum(num_tokens), True)
+        if whole and self._inputs.takes(whole, sum(num_tokens[:num_absorbed]), contexts[num_absorbed:]):
+            return whole
+        return find_size(self._tokens, sum(num_tokens), False)
 
     @torch.inference_mode()
-    def run_absorbed(self, size: MixedSize, token_ids: Tensor, requests: StepRequests) -> tuple[Tensor, StepMetadata]:
-        """Run a step whose pieces all attend with absorbed queries. Collective over the TP group.
+    def run_whole(
+        self, size: MixedSize, token_ids: Tensor, requests: StepRequests, num_absorbed: int
+    ) -> tuple[Tensor, StepMetadata]:
+        """Run a step of one graph. Collective over the TP group.
 
         Args:
             token_ids: Tokens of the step [n], int64, on the device or the CPU.
+            requests: Requests of the step.
+            num_absorbed: Number of requests that attend with absorbed queries, the first ones.
         Returns:
             The hidden states [n, width] and the padded step's metadata, in static memory: valid until the next run.
         Raises:
             ValueError: The requests are invalid, have more tokens than the size, or blocks that the cache lacks.
         """
-        self._inputs.fill_absorbed(size, token_ids, requests)
+        self._inputs.fill_whole(size, token_ids, requests, num_absorbed)
         self._graphs.run(size)
         assert self._out is not None
         return self._out[: len(token_ids)], self._inputs.step(size)
@@ -165,19 +186,19 @@ class MixedGraph:
         self._out[: size.num_tokens].copy_(out)
 
 
-def find_size(sizes: Mapping[bool, Sequence[int]], num_tokens: int, is_absorbed: bool) -> MixedSize | None:
+def find_size(sizes: Mapping[bool, Sequence[int]], num_tokens: int, is_whole: bool) -> MixedSize | None:
     """Return the size that a step is padded to; None if it is too large.
 
     Args:
         sizes: Numbers of tokens of all sizes (`token_sizes`).
     """
-    tokens = sizes[is_absorbed]
+    tokens = sizes[is_whole]
     index = bisect_left(tokens, num_tokens)
-    return MixedSize(tokens[index], is_absorbed) if index < len(tokens) else None
+    return MixedSize(tokens[index], is_whole) if index < len(tokens) else None
 
 
 def token_sizes(max_num_tokens: int, tokens_per_request: int, dcp: DCPConfig) -> dict[bool, list[int]]:
-    """Return the numbers of tokens, ascending, of steps whose pieces are all absorbed (True), and of other steps.
+    """Return the numbers of tokens, ascending, of steps of one graph (True), and of other steps.
 
     Other steps have at most a third of padding from 128 tokens on.
 
@@ -187,15 +208,28 @@ def token_sizes(max_num_tokens: int, tokens_per_request: int, dcp: DCPConfig) ->
             are not absorbed.
         dcp: Layout of the cache.
     """
-    most_absorbed = 0
-    if tokens_per_request:
-        # The host does not know the segments of a captured step, so it cannot cut the step into parts. As many heads as
-        # fit into a segment's rows are no fewer than the DCP group's.
-        most_tokens = part_tokens(SEGMENT_ROWS // tokens_per_request, dcp)
-        most_absorbed = min(max_num_tokens, MAX_ABSORBED_TOKENS, most_tokens)
-    absorbed = [16, *range(32, 256, 32), *range(256, 512, 64), *range(512, 1024, 128)]
+    # In a fixed order tokens of prompts attend by MHA, and need no room among absorbed ones.
+    most_absorbed_tokens = most_absorbed(tokens_per_request, dcp)
+    most_whole = MAX_WHOLE_TOKENS if dcp.deterministic and most_absorbed_tokens else most_absorbed_tokens
+    whole = [16, *range(32, 256, 32), *range(256, 512, 64), *range(512, 1024, 128)]
     mixed = [64, *range(128, 512, 128), *range(512, 2048, 256), *range(2048, 4096, 512), *range(4096, 8192, 1024)]
-    return {True: _up_to(most_absorbed, absorbed), False: _up_to(min(max_num_tokens, MAX_TOKENS), mixed)}
+    largest = min(max_num_tokens, MAX_WHOLE_TOKENS, most_whole)
+    return {True: _up_to(largest, whole), False: _up_to(min(max_num_tokens, MAX_TOKENS), mixed)}
+
+
+def most_absorbed(tokens_per_request: int, dcp: DCPConfig) -> int:
+    """Return how many tokens of a graph may attend with absorbed queries.
+
+    Args:
+        tokens_per_request, dcp: As in `token_sizes`.
+    """
+    if not tokens_per_request:
+        return 0
+    # The host does not know the segments of a captured step, so it cannot cut the step into parts. As many heads as fit
+    # into a segment's rows are no fewer than the DCP group's.
+    limit = part_tokens(SEGMENT_ROWS // tokens_per_request, dcp)
+    # In a fixed order these tokens are no prompts', and each costs time even if it is a prompt's.
+    return min(limit, DECODE_TOKENS) if dcp.deterministic else limit
 
 
 def _up_to(largest: int, sizes: Sequence[int]) -> list[int]:

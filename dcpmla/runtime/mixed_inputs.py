@@ -1,5 +1,6 @@
 """The static memory that captured mixed steps read (`MixedInputs`)."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,11 +9,13 @@ from torch import Tensor
 
 from dcpmla.attention.build import GraphRows, StepBuilder
 from dcpmla.attention.calls import Segments, decode_workspace
+from dcpmla.attention.chunks import starts_of
 from dcpmla.attention.pieces import PieceColumns, cut_starts, piece_columns
-from dcpmla.attention.step import Cut, DecodeMetadata, StepMetadata, StepRequests
+from dcpmla.attention.step import Cut, DecodeMetadata, PrefillMetadata, StepMetadata, StepRequests
 from dcpmla.upload import upload
 
-_DECODE_TOKENS = 256  # first tokens of a step with MHA that attend inside graphs
+DECODE_TOKENS = 256  # first tokens of a step with MHA that may be decodes inside graphs
+MAX_PROMPTS = 16  # requests of a whole graph that attend by MHA: its kernel has programs for the most that there may be
 
 
 class MixedSize(NamedTuple):
@@ -20,14 +23,14 @@ class MixedSize(NamedTuple):
 
     Attributes:
         num_tokens: Number of tokens.
-        is_absorbed: Whether all pieces attend with absorbed queries, so that the step is one graph.
+        is_whole: Whether the step is one graph, attention included.
     """
 
     num_tokens: int
-    is_absorbed: bool
+    is_whole: bool
 
     def __str__(self) -> str:
-        return f"{self.num_tokens} tokens{', all absorbed' if self.is_absorbed else ''}"
+        return f"{self.num_tokens} tokens{', whole' if self.is_whole else ''}"
 
 
 class MixedLimits(NamedTuple):
@@ -35,11 +38,12 @@ class MixedLimits(NamedTuple):
 
     Attributes:
         num_tokens: Most tokens of a step.
-        num_absorbed_tokens: Most tokens of a step whose pieces all attend with absorbed queries; 0 for no such step.
+        num_absorbed_tokens: Most tokens of a whole graph that attend with absorbed queries; 0 for no such graph.
         num_reqs: Most requests of a step.
         num_blocks: Most blocks of a request.
         max_model_len: Tokens of the longest request.
         tokens_per_request: Width of the segments that absorbed attention cuts requests into.
+        has_prompts: Whether tokens of a whole graph may attend by MHA.
     """
 
     num_tokens: int
@@ -48,6 +52,7 @@ class MixedLimits(NamedTuple):
     num_blocks: int
     max_model_len: int
     tokens_per_request: int
+    has_prompts: bool = False
 
     @property
     def num_segments(self) -> int:
@@ -68,7 +73,7 @@ class MixedInputs:
 
     def __init__(self, limits: MixedLimits, steps: StepBuilder, num_blocks: int, device: torch.device) -> None:
         self._limits, self._steps, self._num_blocks, self._device = limits, steps, num_blocks, device
-        self._num_decode_tokens = min(_DECODE_TOKENS, limits.num_absorbed_tokens) if steps.has_static_decodes else 0
+        self._num_decode_tokens = min(DECODE_TOKENS, limits.num_absorbed_tokens) if steps.has_static_decodes else 0
         self._token_ids = torch.zeros(limits.num_tokens, dtype=torch.int64, device=device)
         self._workspace = decode_workspace(device)
 
@@ -88,6 +93,7 @@ class MixedInputs:
             request_index=new(limits.num_segments),
             block_table=new(limits.num_reqs, limits.num_blocks),
         )
+        self._prompts = PrefillMetadata(Segments((), new(MAX_PROMPTS + 1)), new(MAX_PROMPTS), ())
 
     def clear(self, size: MixedSize) -> None:
         """Make all tokens of a size padding."""
@@ -95,18 +101,23 @@ class MixedInputs:
         for column in self._columns:
             column.zero_()
         self._columns.slot_mapping.fill_(-1)
+        self._prompts.queries.start_loc.zero_()
         self._set_numbers(size, _padding(size.num_tokens))
 
-    def fill_absorbed(self, size: MixedSize, token_ids: Tensor, requests: StepRequests) -> None:
-        """Copy a step whose pieces all attend with absorbed queries.
+    def fill_whole(self, size: MixedSize, token_ids: Tensor, requests: StepRequests, num_absorbed: int) -> None:
+        """Copy a step of one graph.
 
         Args:
             token_ids: Tokens of the step [n], int64, on the device or the CPU.
+            requests: Requests of the step.
+            num_absorbed: Number of requests that attend with absorbed queries, the first ones; the graph must be able
+                to hold the others (`takes`).
         Raises:
             ValueError: The requests are invalid, have more tokens than the size, or blocks that the cache lacks.
         """
         limits = self._limits
-        columns = piece_columns(self._steps, requests, limits.tokens_per_request, size.num_tokens, limits.num_segments)
+        shape = size.num_tokens, self._room(size), limits.num_segments
+        columns = piece_columns(self._steps, requests, num_absorbed, limits.tokens_per_request, *shape)
         block = columns.block_table.max()
         if block >= self._num_blocks:
             raise ValueError(
@@ -114,6 +125,21 @@ class MixedInputs:
             )
         self._copy(columns._asdict())
         self._set_tokens(size, token_ids)
+        if limits.has_prompts:
+            starts = starts_of(requests.query_lens)[num_absorbed:]
+            padded = np.pad(np.asarray(starts, dtype=np.int32), (0, MAX_PROMPTS + 1 - len(starts)), mode="edge")
+            self._prompts.queries.start_loc.copy_(upload([padded], self._device)[0])
+
+    def takes(self, size: MixedSize, num_absorbed_tokens: int, contexts: Sequence[int]) -> bool:
+        """Return whether one graph can hold a step.
+
+        Args:
+            num_absorbed_tokens: Number of tokens that attend with absorbed queries.
+            contexts: Number of cached tokens of each request that attends by MHA.
+        """
+        if num_absorbed_tokens > self._room(size):
+            return False
+        return not contexts or (self._limits.has_prompts and len(contexts) <= MAX_PROMPTS and not any(contexts))
 
     def fill(
         self, size: MixedSize, token_ids: Tensor, step: StepMetadata, requests: StepRequests, num_absorbed: int
@@ -141,7 +167,7 @@ class MixedInputs:
     def step(self, size: MixedSize, cut: Cut | None = None) -> StepMetadata:
         """Return the metadata of a size, in static memory."""
         columns, num_tokens = self._columns, size.num_tokens
-        absorbed = num_tokens if size.is_absorbed else self._room(size)
+        absorbed, has_prompts = self._room(size), size.is_whole and self._limits.has_prompts
         step = StepMetadata(
             num_tokens=num_tokens,
             num_decode_tokens=absorbed,
@@ -149,9 +175,10 @@ class MixedInputs:
             positions=columns.positions[:num_tokens],
             slot_mapping=columns.slot_mapping[:num_tokens],
             decode=self._decode(absorbed) if absorbed else None,
-            cut=None if size.is_absorbed else cut,
+            prefill=self._prompts if has_prompts else None,
+            cut=None if size.is_whole else cut,
         )
-        if not size.is_absorbed:
+        if not size.is_whole:
             return self._steps.extend_mixed(step, self._numbers, self._limits.num_reqs)
         rows = GraphRows(
             query_len=0,
@@ -170,13 +197,15 @@ class MixedInputs:
         return self._token_ids[: size.num_tokens]
 
     def _room(self, size: MixedSize) -> int:
-        """Return the number of tokens of a step with MHA that can attend inside the graphs."""
-        return min(self._num_decode_tokens, size.num_tokens)
+        """Return the number of a size's first tokens that can attend with absorbed queries inside its graphs."""
+        most = self._limits.num_absorbed_tokens if size.is_whole else self._num_decode_tokens
+        return min(most, size.num_tokens)
 
     def _fill_decodes(self, room: int, requests: StepRequests) -> bool:
         limits, num_tokens = self._limits, sum(requests.query_lens)
         if 0 < num_tokens <= room:
-            columns = piece_columns(self._steps, requests, limits.tokens_per_request, room, limits.num_segments)
+            widths = limits.tokens_per_request, room, room, limits.num_segments
+            columns = piece_columns(self._steps, requests, len(requests.query_lens), *widths)
             names = ("local_seq_lens", "start_loc", "request_index", "block_table")
             self._copy({name: getattr(columns, name) for name in names})
             return True

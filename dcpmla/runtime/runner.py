@@ -81,8 +81,8 @@ class StepRunner:
             return decode, decode.batch(num_reqs, query_len)
         if mixed is None:
             return None
-        absorbed = mixed.size(batch.num_tokens, num_reqs, True) if batch.num_absorbed == num_reqs else None
-        size = absorbed or mixed.size(batch.num_tokens, num_reqs, False)
+        contexts = [piece.request.num_computed_tokens for piece in batch.pieces]
+        size = mixed.size([piece.num_tokens for piece in batch.pieces], contexts, batch.num_absorbed)
         return None if size is None else (mixed, size)
 
     def start(
@@ -168,8 +168,8 @@ class StepRunner:
         graph: tuple[MixedGraph, MixedSize] | None,
     ) -> tuple[Tensor, StepMetadata]:
         """Return the hidden states of a step, and its metadata."""
-        if graph is not None and graph[1].is_absorbed:
-            return graph[0].run_absorbed(graph[1], inputs.token_ids, requests)
+        if graph is not None and graph[1].is_whole:
+            return graph[0].run_whole(graph[1], inputs.token_ids, requests, batch.num_absorbed)
         metadata = self._steps.build(
             requests,
             max_decode_query_len=self._decode_width(batch),
@@ -232,8 +232,8 @@ def reads_between_graphs(batch: Batch, graph: Graph | None) -> bool:
     """Return whether attention to blocks that are loading is launched for each layer, not inside of a graph."""
     if graph is None:
         return True
-    is_absorbed = not isinstance(graph[1], MixedSize) or graph[1].is_absorbed
-    return not is_absorbed and all(piece.request.loading is None for piece in batch.pieces[: batch.num_absorbed])
+    is_whole = not isinstance(graph[1], MixedSize) or graph[1].is_whole
+    return not is_whole and all(piece.request.loading is None for piece in batch.pieces[: batch.num_absorbed])
 
 
 def _draw(ready: Sequence[Piece], previous: InFlightStep | None, device: torch.device) -> Sequence[float] | Tensor:

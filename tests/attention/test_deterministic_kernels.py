@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.backends import DECODE_BACKENDS
-from dcpmla.attention.calls import DecodeCall
+from dcpmla.attention.build import StepBuilder
+from dcpmla.attention.calls import DecodeCall, Segments
 from dcpmla.attention.decode import run_call
+from dcpmla.attention.ordered import attend_to_own
+from dcpmla.attention.step import PrefillMetadata
 from tests.support.ordered import (
     Batch,
     Sizes,
@@ -81,6 +84,58 @@ def check_prefill_in_the_interpreter() -> None:
 
 def test_prefill_in_the_interpreter() -> None:
     run_interpreted(1, check_prefill_in_the_interpreter)
+
+
+def check_prompts_among_others(sizes: Sizes) -> None:
+    """Check prompts after decodes and before padding, as a graph has them: their rows are as without the others."""
+    lens, num_tokens = [3, 170, 1], 460
+    widths = sizes.nope + sizes.rope, sizes.num_heads * (sizes.nope + sizes.value), sizes.rope
+    q, kv, k_pe = (
+        sizes.rows(seed, num_tokens, width) for seed, width in enumerate((widths[0] * sizes.num_heads, *widths[1:]))
+    )
+    q = q.unflatten(1, (sizes.num_heads, -1))
+    steps = StepBuilder(layout(1, sizes), 0, sizes.device)
+    table = torch.zeros(len(lens), 3, dtype=torch.int32, device=sizes.device)
+    packed = steps.prefill(lens, lens, table)
+    assert not packed.context_chunks
+
+    def attend(rows: slice, prefill: PrefillMetadata) -> Tensor:
+        out = torch.full((num_tokens, sizes.num_heads, sizes.value), 7.0, dtype=sizes.dtype, device=sizes.device)[rows]
+        attend_to_own(q[rows], kv[rows], k_pe[rows], prefill, sizes.scale, out)
+        return out
+
+    for first in (0, 1, 127, 128, 259):
+        rows = slice(first, first + sum(lens))
+        starts = torch.tensor([first, first + 3, first + 173] + [first + 174] * 4, dtype=torch.int32)
+        prefill = PrefillMetadata(Segments((), starts.to(sizes.device)), packed.first_position.new_zeros(6), ())
+        out = attend(slice(None), prefill)
+        assert torch.equal(out[rows], attend(rows, packed))
+        assert (out[: rows.start] == 7).all()
+        assert (out[rows.stop :] == 7).all()
+
+
+def test_prompts_among_others() -> None:
+    check_prompts_among_others(Sizes())
+
+
+def check_prompts_among_others_in_the_interpreter() -> None:
+    from dcpmla.attention import ordered
+    from dcpmla.attention.triton import ordered_prefill as kernel
+    from tests.support.interpreter import convert_as_torch
+
+    convert_as_torch()
+    with patch.object(ordered, "attend_to_chunk", kernel.run):
+        check_prompts_among_others(SMALL)
+
+
+def test_prompts_among_others_in_the_interpreter() -> None:
+    run_interpreted(1, check_prompts_among_others_in_the_interpreter)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("kernels")
+def test_prompts_among_others_on_a_gpu() -> None:
+    check_prompts_among_others(replace(V3, num_heads=4))
 
 
 _PER_TOKEN = ("q", "q_pe", "block_table", "seq_lens")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention import projections
-from dcpmla.attention.prefill import dequantize_rows, read_cache_rows
+from dcpmla.attention.prefill import dequantize_rows, read_cache_rows, round_latents
 from dcpmla.cache.formats import FP8, row_width, to_fp8, to_latents, write_latents
 from tests.attention.test_small_kernels import (
     BLOCK_SIZE,
@@ -139,6 +139,25 @@ def check_reading(device: str) -> None:
         assert kernels.dequantize_rows(rows[:0], rank, on_device, torch.float32).shape == (0, rank + rope)
 
 
+def check_rounding(device: str) -> None:
+    """Check that latents are rounded as the cache rounds them, and as torch does."""
+    from dcpmla.attention.triton.projections import finish_latents
+    from dcpmla.cache import kernels
+
+    for storage, dtype in itertools.product((FP8, torch.uint8), (torch.float32, torch.float16)):
+        kv_scale = torch.tensor([0.01]) if storage == FP8 else None
+        num_rows, down = 9, 3 * torch.randn(9, 256 + 6, dtype=torch.float32).to(dtype)
+        cache = torch.zeros(3, 4, row_width(storage, 256, 6), dtype=storage)
+        slots, weight = torch.arange(num_rows), torch.ones(256, dtype=dtype)
+        given = on(device, [down, cache, slots, None, weight, 1e-6, 1.0, None, True, kv_scale])
+        _, latents, *_ = finish_latents(*given)
+        rounded = kernels.round_latents(latents, 256, storage, given[-1])
+        rows = read_cache_rows(given[1].cpu(), slots)
+        assert torch.equal(rounded.cpu(), to_latents(rows, 256, kv_scale, dtype))
+        assert torch.equal(rounded.cpu(), round_latents(latents.cpu(), 256, storage, kv_scale))
+        assert not torch.equal(rounded, latents)
+
+
 def check_refusals(device: str) -> None:
     from dcpmla.attention.triton.projections import finish_latents
     from dcpmla.cache import kernels
@@ -160,6 +179,7 @@ def test_kernels() -> None:
     check_quantized_latents("cuda")
     check_fp8_queries("cuda")
     check_reading("cuda")
+    check_rounding("cuda")
     check_refusals("cuda")
 
 
@@ -192,6 +212,8 @@ def check_operators(device: str) -> None:
         torch.library.opcheck(read_cache_rows.op, on(device, rows), test_utils=checks)
         codes = [read_cache_rows(*rows), sizes[1], arguments[-1], torch.bfloat16]
         torch.library.opcheck(dequantize_rows.op, on(device, codes), test_utils=checks)
+        latents = [torch.randn(3, sizes[1] + sizes[2]), sizes[1], storage, arguments[-1]]
+        torch.library.opcheck(round_latents.op, on(device, latents), test_utils=checks)
     query = [*query_case(ODD, 3, torch.float32, True, False)[:-1], torch.tensor([0.01])]
     torch.library.opcheck(projections.absorb_query.op, on(device, query))
 

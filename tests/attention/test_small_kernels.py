@@ -214,6 +214,7 @@ def check_formats_in_the_interpreter() -> None:
     formats.check_quantized_latents("cpu")
     formats.check_fp8_queries("cpu")
     formats.check_reading("cpu")
+    formats.check_rounding("cpu")
     formats.check_refusals("cpu")
 
 

@@ -16,8 +16,7 @@ from tests.support.hash_model import HashDrafter, make_engine
             True,
             [
                 "decode graphs: 4, the largest of 8 requests",
-                "graphs of steps with prompts: 2, the largest of 100 tokens; "
-                "with all pieces absorbed 5, the largest of 100",
+                "graphs of steps with prompts: 2, the largest of 100 tokens; of one graph each 5, the largest of 100",
             ],
         ),
     ],

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention import step as step_module
+from dcpmla.attention.step import StepRequests
 from dcpmla.cli.determinism import ALONE, GRAPH_WAYS, WAYS, Answer, Way, draw_cases, serve
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.arguments import layout
@@ -22,6 +23,8 @@ from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.mixed_graph import MixedGraph
+from dcpmla.runtime.mixed_inputs import MixedSize
+from dcpmla.runtime.sampling import SamplingParams
 from tests.support.models import VOCAB_SIZE, random_model, tiny_config
 from tests.support.ranks import run_ranks
 
@@ -80,6 +83,28 @@ def compare(
     return outcome
 
 
+def count_whole(loaded: Engine, prompts: Sequence[int]) -> int:
+    """Serve prompts of some lengths; return the number of steps that were one graph and had pieces by MHA."""
+    assert loaded.mixed_graph is not None
+    counted, run_whole = list[bool](), loaded.mixed_graph.run_whole
+
+    def count(size: MixedSize, token_ids: Tensor, requests: StepRequests, num_absorbed: int) -> Any:
+        counted.append(num_absorbed < len(requests.query_lens))
+        return run_whole(size, token_ids, requests, num_absorbed)
+
+    loaded.mixed_graph.run_whole = count  # type: ignore[method-assign]
+    for length in prompts:
+        loaded.add([1] * length, SamplingParams(max_new_tokens=2, ignore_eos=True))
+    list(loaded.run())
+    return sum(counted)
+
+
+def count_whole_steps(directory: Path) -> tuple[int, int]:
+    loaded = load(directory, 1, 1, "auto", {"max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_dtype": "fp8"})
+    with_graphs(loaded)
+    return count_whole(loaded, [20, 5]), count_whole(loaded, [100])
+
+
 def check(outcomes: Sequence[Outcome]) -> None:
     """Check that all logits were equal on all ranks."""
     for rank, outcome in enumerate(outcomes):
@@ -131,6 +156,12 @@ def test_all_ways(tmp_path: Path) -> None:
     save("deepseek_v3", tmp_path)
     ways = (*WAYS, *GRAPH_WAYS)
     check(run_ranks(1, compare, tmp_path, 1, [(1, "auto")], (1, 63, 64, 130), ways, {}, True))
+
+
+def test_steps_of_prompts_without_contexts_are_one_graph(tmp_path: Path) -> None:
+    """Of a prompt in two pieces, the second has a context."""
+    save("deepseek_v3", tmp_path)
+    assert run_ranks(1, count_whole_steps, tmp_path) == [(1, 1)]
 
 
 def test_without_the_mode_they_differ(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_sizes_of_graphs(v3: ModelSize) -> None:
     prompts = prompts_of(v3, Setting(tp=8, dcp=1, kv_cache_dtype="bf16"), 32, 65536, 10_000)
     pieces = (64, 65536, 0), (64, 65536, 32), (600, 0, 0), (1100, 0, 32)
     graphs = [str(prompts.step(*sizes).graph) for sizes in pieces]
-    assert graphs == ["64 tokens, all absorbed", "96 tokens, all absorbed", "640 tokens, all absorbed", "1280 tokens"]
+    assert graphs == ["64 tokens, whole", "96 tokens, whole", "640 tokens, whole", "1280 tokens"]
     assert prompts.step(9000, 0, 0).graph is None
     assert prompts.step(10_000, 0, 32).new == 10_000 - 32
 

@@ -15,7 +15,7 @@ from dcpmla.attention.pieces import piece_columns
 from dcpmla.attention.routes import RouteCosts
 from dcpmla.attention.step import DecodeMetadata, StepRequests, part_tokens
 from dcpmla.config import DCPConfig
-from dcpmla.runtime.mixed_graph import MixedGraph, token_sizes
+from dcpmla.runtime.mixed_graph import MixedGraph, most_absorbed, token_sizes
 from dcpmla.runtime.mixed_inputs import MixedInputs, MixedLimits, MixedSize
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.dense_layer import CONFIG
@@ -77,8 +77,8 @@ def test_both_kinds_of_graphs_are_used() -> None:
             engine.add(list(range(length)), SamplingParams(max_new_tokens=4, ignore_eos=True))
         list(engine.run())
     used = [line for line in sizes.lines if "graph of" in line]
-    assert any("all absorbed" in line for line in used)
-    assert any("all absorbed" not in line for line in used)
+    assert any(", whole" in line for line in used)
+    assert any(", whole" not in line for line in used)
 
 
 @pytest.mark.parametrize("most", [1, 16, 63, 64, 100, 512, 2000, 8192, 30000])
@@ -101,14 +101,17 @@ def test_steps_of_graphs_fit_into_one_part(heads: int, deterministic: bool) -> N
     for size in (1, 2, 4, 8):
         dcp = dcp_config(8, size, 64, block_size=64, deterministic=deterministic)
         width = RouteCosts(replace(CONFIG, num_heads=heads * 8 // size), dcp).tokens_per_request
-        limit, largest = part_tokens(heads, dcp), token_sizes(8192, width, dcp)[True][-1]
-        assert largest == min(1024, limit) or (heads == 40 and largest < limit)
+        limit, largest = part_tokens(heads, dcp), most_absorbed(width, dcp)
+        most = 256 if deterministic else limit
+        assert largest == min(most, limit) or (heads == 40 and largest < limit)
+        largest = min(1024, largest)
+        assert token_sizes(8192, width, dcp)[True][-1] == (1024 if deterministic else largest)
         steps, lens = StepBuilder(dcp, size - 1), [3, 1, largest - 14, 10]
         inputs = MixedInputs(MixedLimits(8192, largest, 4, 20, 2000, width), steps, 80, torch.device("cpu"))
         tables = [list(range(20 * index, 20 * index + 20)) for index in range(4)]
         requests = StepRequests(lens, [length + 50 for length in lens], tables)
         absorbed, mixed = MixedSize(largest, True), MixedSize(8192, False)
-        inputs.fill_absorbed(absorbed, torch.zeros(largest, dtype=torch.int64), requests)
+        inputs.fill_whole(absorbed, torch.zeros(largest, dtype=torch.int64), requests, 4)
         expected = steps.build(requests, width, num_decodes=4).decode
         assert expected is not None
         assert segments(inputs.step(absorbed).decode, limit) == segments(expected, limit)
@@ -143,13 +146,14 @@ def new_graph(max_num_tokens: int, max_num_seqs: int = 4) -> MixedGraph:
 
 def test_steps_that_are_too_large_have_no_size() -> None:
     graph = new_graph(100)
-    assert graph.size(33, 2, True) == MixedSize(64, True)
-    assert graph.size(100, 4, False) == MixedSize(100, False)
-    assert graph.size(101, 1, False) is None
-    assert graph.size(10, 5, True) is None
+    assert graph.size([30, 3], [5, 0], 2) == MixedSize(64, True)
+    assert graph.size([30, 3], [5, 0], 1) == MixedSize(64, False)
+    assert graph.size([97, 1, 1, 1], [0] * 4, 0) == MixedSize(100, False)
+    assert graph.size([101], [0], 0) is None
+    assert graph.size([2] * 5, [0] * 5, 5) is None
     with pytest.raises(ValueError, match="query_lens has 17 tokens; at most 16 are allowed"):
-        graph.run_absorbed(
-            MixedSize(16, True), torch.zeros(17, dtype=torch.int64), StepRequests([17], [17], [[0, 1, 2, 3, 4]])
+        graph.run_whole(
+            MixedSize(16, True), torch.zeros(17, dtype=torch.int64), StepRequests([17], [17], [[0, 1, 2, 3, 4]]), 1
         )
 
 
@@ -175,7 +179,8 @@ def test_columns_are_those_of_a_step(lens: list[tuple[int, int]], width: int, pa
     tables = [list(range(8 * index, 8 * index + 8)) for index in range(len(lens))]
     requests, num_tokens = StepRequests(query_lens, seq_lens, tables), sum(query_lens)
     num_segments = len(lens) + (num_tokens + padding) // width + 1
-    columns = piece_columns(steps, requests, width, num_tokens + padding, num_segments)
+    padded = num_tokens + padding
+    columns = piece_columns(steps, requests, len(lens), width, padded, padded, num_segments)
     step = steps.build(requests, width, num_decodes=len(lens))
     assert step.decode is not None
     assert columns.positions.tolist() == step.positions.tolist() + [0] * padding
@@ -196,6 +201,6 @@ def test_blocks_that_the_cache_lacks_are_named() -> None:
     requests = StepRequests([3], [3], [[20]])
     step = StepBuilder(DCPConfig(block_size=BLOCK), 0).build(requests, num_decodes=0)
     with pytest.raises(ValueError, match="block_tables has block 20; the cache has 20 blocks"):
-        graph.run_absorbed(MixedSize(16, True), token_ids, requests)
+        graph.run_whole(MixedSize(16, True), token_ids, requests, 1)
     with pytest.raises(ValueError, match="block_tables has block 20; the cache has 20 blocks"):
         graph.run(MixedSize(64, False), token_ids, step, requests, 0)

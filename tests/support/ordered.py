@@ -11,8 +11,8 @@ from dcpmla import DCPConfig
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.calls import DecodeCall, split_queries
 from dcpmla.attention.decode import run_call
-from dcpmla.attention.ordered import dcp_mla_prefill_in_order
-from dcpmla.attention.prefill import read_cache_rows
+from dcpmla.attention.ordered import attend_to_own, dcp_mla_prefill_in_order
+from dcpmla.attention.prefill import read_cache_rows, round_latents
 from dcpmla.attention.step import DecodeMetadata, StepMetadata, StepRequests
 from dcpmla.cache.formats import row_width, storage_dtype, write_latents
 from dcpmla.cache.latent import num_blocks
@@ -171,9 +171,16 @@ def prefill(sizes: Sizes, size: int, batch: Batch, workspace: int = 1 << 16) -> 
     widths = sizes.latent, sizes.rope
     kv_scale = torch.ones(1, device=sizes.device) if sizes.cache_format == "fp8" else None
     exchange: Any = AllRanks(shared)
-    rows = [sizes.rows(seed, length, sum(widths), first=length - new) for seed, length, new in batch]
-    own = None if sizes.cache_format != "auto" else (torch.cat(rows), None)
-    out, _ = dcp_mla_prefill_in_order(q, shared[0][0], project, prefill, widths, sizes.scale, exchange, kv_scale, own)
+    if prefill.context_chunks:
+        cache = shared[0][0]
+        out, _ = dcp_mla_prefill_in_order(q, cache, project, prefill, widths, sizes.scale, exchange, kv_scale)
+    else:
+        latents = torch.cat([sizes.rows(seed, new, sum(widths)) for seed, _, new in batch])
+        if sizes.cache_format != "auto":
+            latents = round_latents(latents, sizes.latent, shared[0][0].dtype, kv_scale)
+        kv_c, k_pe = latents.split(widths, -1)
+        out = q.new_empty(*q.shape[:2], sizes.value)
+        attend_to_own(q, project(kv_c), k_pe, prefill, sizes.scale, out)
     return list(out.split([num for _, _, num in batch]))
 
 

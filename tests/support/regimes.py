@@ -91,7 +91,7 @@ class Regime:
         """Note the kind of a step from the engine's line about it."""
         if "; graph of" not in line:
             self.kinds.add(f"eager {line.split()[0]}")
-        elif "all absorbed" in line:
+        elif ", whole" in line:
             self.kinds.add("absorbed graph")
         else:
             self.kinds.add("decode graph" if line.endswith("requests)") else "graph around attention")

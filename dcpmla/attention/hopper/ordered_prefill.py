@@ -69,7 +69,8 @@ def _find_work(query_start_ptr, query_position_ptr, key_start_ptr, key_position_
     num_keys = gl.load(key_start_ptr + request + 1) - key_start
     first_key = gl.load(key_position_ptr + request)
     offset = gl.load(query_position_ptr + request) - first_key  # query number i sees the keys up to number i + offset
-    num_left = gl.where(num_keys > 0, num_queries - first_query, 0)
+    # Programs of rows before the first request have tiles below 0.
+    num_left = gl.where((num_keys > 0) & (tile >= 0), num_queries - first_query, 0)
     num_seen = gl.maximum(gl.minimum(num_keys, first_query + QUERIES + offset), 0)
     num_tiles = gl.where(num_left > 0, gl.cdiv(num_seen, KEYS), 0)
     place = gl.program_id(0), query_start + first_query, num_left, first_query + offset

@@ -97,7 +97,8 @@ def ordered_prefill_kernel(
     first_query = tile * BLOCK_M
     key_start = tl.load(key_start_loc_ptr + request)
     num_keys = tl.load(key_start_loc_ptr + request + 1) - key_start
-    if (first_query >= num_queries) | (num_keys == 0):
+    # Programs of rows before the first request have tiles below 0.
+    if (tile < 0) | (first_query >= num_queries) | (num_keys == 0):
         return
     first_key = tl.load(key_position_ptr + request)
     # Query number i sees the keys of the chunk up to number i + offset.
