@@ -68,7 +68,8 @@ def share_caches(
     lens, new = [length for _, length, _ in batch], [num for _, _, num in batch]
     blocks = iter(torch.randperm(sum(num_blocks(each, dcp) for each in lens)).tolist())
     tables = [[next(blocks) for _ in range(num_blocks(each, dcp))] for each in lens]
-    latents = torch.cat([sizes.rows(seed, length, sizes.latent + sizes.rope) for seed, length, _ in batch])
+    # Quantized on the CPU, because torch on a GPU divides by a number as it multiplies by its inverse.
+    latents = torch.cat([sizes.rows(seed, length, sizes.latent + sizes.rope) for seed, length, _ in batch]).cpu()
     storage = storage_dtype(sizes.cache_format, sizes.dtype)
     width = row_width(storage, sizes.latent, sizes.rope)
     ranks = []
@@ -76,12 +77,12 @@ def share_caches(
         steps = StepBuilder(dcp, rank, sizes.device)
         numbers = sum(map(len, tables)), dcp.block_size, width
         # The bytes of unwritten slots are NaN in most formats.
-        cache = torch.full((*numbers[:2], width * storage.itemsize), 255, dtype=torch.uint8, device=sizes.device)
+        cache = torch.full((*numbers[:2], width * storage.itemsize), 255, dtype=torch.uint8)
         cache = cache.view(storage)
-        slots = steps.build(StepRequests(lens, lens, tables), num_decodes=0).slot_mapping
-        kv_scale = torch.ones(1, device=sizes.device) if sizes.cache_format == "fp8" else None
+        slots = steps.build(StepRequests(lens, lens, tables), num_decodes=0).slot_mapping.cpu()
+        kv_scale = torch.ones(1) if sizes.cache_format == "fp8" else None
         write_latents(cache, latents[:, : sizes.latent], latents[:, sizes.latent :], slots, kv_scale)
-        ranks.append((cache, steps.build(StepRequests(new, lens, tables), max_query_len, num_decodes)))
+        ranks.append((cache.to(sizes.device), steps.build(StepRequests(new, lens, tables), max_query_len, num_decodes)))
     return ranks
 
 

@@ -187,7 +187,7 @@ class DCPMLAImpl(MLACommonImpl):
 
         def decode(q: Tensor, cache: Tensor, step: DecodeMetadata) -> None:
             queries: Any = q
-            if cache.dtype == FP8:
+            if cache.dtype == FP8 and self.supports_quant_query_input:
                 queries = q.to(FP8)
             elif layer.dcp_manager is None and is_common:
                 queries = q.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
