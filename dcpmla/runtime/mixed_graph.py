@@ -80,7 +80,7 @@ class MixedGraph:
         num_tokens = max(size.num_tokens for size in self.sizes)
         num_absorbed = min(self.max_whole_tokens, most_absorbed(width, steps.dcp))
         sizes = num_tokens, num_absorbed, max_num_seqs, num_blocks, max_model_len, tokens_per_request
-        # In float32 the host's torch code attends on a GPU, too.
+        # A GPU attends in float32 by torch code, which reads the requests' rows on the host.
         has_prompts = steps.dcp.deterministic and (model.device.type == "cpu" or model.dtype.itemsize == 2)
         self._inputs = MixedInputs(MixedLimits(*sizes, has_prompts), steps, cache.sizes.num_blocks, model.device)
         self._graphs = GraphSet(self._compute, "graph", mesh, model.device)
