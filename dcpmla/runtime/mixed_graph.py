@@ -209,8 +209,8 @@ def token_sizes(max_num_tokens: int, tokens_per_request: int, dcp: DCPConfig) ->
         dcp: Layout of the cache.
     """
     # In a fixed order tokens of prompts attend by MHA, and need no room among absorbed ones.
-    most_absorbed_tokens = most_absorbed(tokens_per_request, dcp)
-    most_whole = MAX_WHOLE_TOKENS if dcp.deterministic and most_absorbed_tokens else most_absorbed_tokens
+    room = most_absorbed(tokens_per_request, dcp)
+    most_whole = MAX_WHOLE_TOKENS if dcp.deterministic and room else room
     whole = [16, *range(32, 256, 32), *range(256, 512, 64), *range(512, 1024, 128)]
     mixed = [64, *range(128, 512, 128), *range(512, 2048, 256), *range(2048, 4096, 512), *range(4096, 8192, 1024)]
     largest = min(max_num_tokens, MAX_WHOLE_TOKENS, most_whole)

@@ -198,8 +198,8 @@ class MixedInputs:
 
     def _room(self, size: MixedSize) -> int:
         """Return the number of a size's first tokens that can attend with absorbed queries inside its graphs."""
-        most = self._limits.num_absorbed_tokens if size.is_whole else self._num_decode_tokens
-        return min(most, size.num_tokens)
+        limit = self._limits.num_absorbed_tokens if size.is_whole else self._num_decode_tokens
+        return min(limit, size.num_tokens)
 
     def _fill_decodes(self, room: int, requests: StepRequests) -> bool:
         limits, num_tokens = self._limits, sum(requests.query_lens)
@@ -245,5 +245,5 @@ class MixedInputs:
 
 
 def _padding(num_tokens: int) -> StepRequests:
-    """Return a request of padding that has all tokens, so that kernels run as long as they do for a prompt."""
+    """Return one request of padding with all tokens: a prompt of as many tokens takes kernels as long."""
     return StepRequests([num_tokens], [num_tokens], [()], [-1])

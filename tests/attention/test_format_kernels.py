@@ -89,7 +89,7 @@ def check_cache_rows(device: str) -> None:
 
 
 def check_quantized_latents(device: str) -> None:
-    """Check that the query latent's codes are those of what is returned without them."""
+    """Check the query latent's codes against the quantized latent, which is the same without codes."""
     from dcpmla.attention.triton.projections import finish_latents
 
     for dtype in (torch.float32, torch.float16):
@@ -103,7 +103,7 @@ def check_quantized_latents(device: str) -> None:
 
 
 def check_fp8_queries(device: str) -> None:
-    """Check codes, rounded to q's dtype first: they are those of the query that the kernel makes without a scale."""
+    """Check codes against the kernel's query without a scale. Both are rounded to q's dtype first."""
     from dcpmla.attention.triton.projections import absorb_query
 
     dtypes = (
@@ -149,10 +149,10 @@ def check_rounding(device: str) -> None:
         num_rows, down = 9, 3 * torch.randn(9, 256 + 6, dtype=torch.float32).to(dtype)
         cache = torch.zeros(3, 4, row_width(storage, 256, 6), dtype=storage)
         slots, weight = torch.arange(num_rows), torch.ones(256, dtype=dtype)
-        given = on(device, [down, cache, slots, None, weight, 1e-6, 1.0, None, True, kv_scale])
-        _, latents, *_ = finish_latents(*given)
-        rounded = kernels.round_latents(latents, 256, storage, given[-1])
-        rows = read_cache_rows(given[1].cpu(), slots)
+        arguments = on(device, [down, cache, slots, None, weight, 1e-6, 1.0, None, True, kv_scale])
+        _, latents, *_ = finish_latents(*arguments)
+        rounded = kernels.round_latents(latents, 256, storage, arguments[-1])
+        rows = read_cache_rows(arguments[1].cpu(), slots)
         assert torch.equal(rounded.cpu(), to_latents(rows, 256, kv_scale, dtype))
         assert torch.equal(rounded.cpu(), round_latents(latents.cpu(), 256, storage, kv_scale))
         assert not torch.equal(rounded, latents)
