@@ -162,10 +162,25 @@ _ALL = (
         ),
         shared=(
             *(Variant(OURS, None, kind) for kind in ("auto", "fp8_ds_mla")),
-            *(Variant("FLASHMLA_SPARSE", name, "fp8_ds_mla") for name in ("ag_rs", "a2a")),
             *(Variant("FLASHMLA_SPARSE", None, kind, shares=False) for kind in ("auto", "fp8_ds_mla")),
         ),
         fields=_DENSE | _V32_FIELDS,
+    ),
+    # A quarter of the heads: vLLM shares a cache of sparse MLA only where a rank has fewer than 32.
+    Model(
+        "deepseek-v3.2-32-heads",
+        "deepseek-v3",
+        "deepseek_v32",
+        "DeepseekV32ForCausalLM",
+        num_layers=4,
+        bytes_per_token=1152 + 132 + 124,
+        whole=(),
+        shared=(
+            Variant(OURS, None, "fp8_ds_mla"),
+            *(Variant("FLASHMLA_SPARSE", name, "fp8_ds_mla") for name in ("ag_rs", "a2a")),
+            Variant("FLASHMLA_SPARSE", None, "fp8_ds_mla", shares=False),
+        ),
+        fields=_DENSE | _V32_FIELDS | {"num_attention_heads": 32, "num_key_value_heads": 32},
     ),
     _v4("deepseek-v4-flash", [0, 0, 4, 128, 4, 128]),
     _v4("deepseek-v4-pro", [4, 128, 4, 128]),
