@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from dcpmla import DCPConfig
-from dcpmla.attention.compressed import prefill
+from dcpmla.attention.compressed import lists, prefill
 from dcpmla.attention.compressed.config import CompressedConfig
+from dcpmla.attention.compressed.lists import RowLists
 from dcpmla.attention.compressed.step import CompressedMetadata
 from dcpmla.cache.shared_rows import read_rows
 from dcpmla.comm.exchange import Exchange
@@ -138,6 +139,22 @@ def test_prefills_in_no_more_rows_than_reserved(dcp: DCPConfig, num_rows: int) -
     run_ranks(dcp.tensor_parallel_size, check_turns, dcp, num_rows < 100)
 
 
+def count_lists() -> None:
+    """Check that layers of a step share lists, for as long as they are short."""
+    dcp, lengths = layout(1, 1, 1), [sum(tokens) for tokens in zip(*TURNS, strict=True)]
+    hidden = [hidden_states(i, length) for i, length in enumerate(lengths)]
+    with torch.no_grad():
+        for limit, num_layers in ((lists.KEPT_ROWS, 1), (0, 3)):
+            listing = patch.object(RowLists, "_list_windows", autospec=True, side_effect=RowLists._list_windows)
+            with patch.object(lists, "KEPT_ROWS", limit), listing as listed:
+                Layers(tiny(), dcp, lengths).run(TURNS, hidden)
+            assert listed.call_count == num_layers * len(TURNS)
+
+
+def test_layers_share_lists() -> None:
+    run_ranks(1, count_lists)
+
+
 def check_routes(device: str, dtype: torch.dtype, tolerance: float) -> None:
     """Compare chunks, and entries in place, with one chunk, at the widths of DeepSeek-V4."""
     sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "num_attention_heads": 64, "o_groups": 8}
@@ -185,8 +202,8 @@ def check_peak(layers: Layers, requests: list[tuple[int, int]]) -> None:
             layer.claim_memory(sum(new))
         with Allocations() as taken:
             q, rows = (torch.randn(sum(new), *shape) for shape in ((layer.num_heads, width), (width,)))
-            window = read_rows(cache.rows, compressed.context.window_slots, width, layer.down_proj.dtype)
-            arguments = torch.cat([window, rows]), cache.rows, compressed, layer.kind, selection
+            window = read_rows(cache.rows, compressed.context.window_slots[layer.ring], width, layer.down_proj.dtype)
+            arguments = (window, rows), cache.rows, compressed, layer.kind, selection
             prefill.attend_prefill(q, *arguments, layer.exchange, layers.dcp)
         assert taken.peak <= claimed.peak, (layer.kind, requests)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.build import GraphRows, HostStep, StepBuilder
+from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.chunks import ChunkBuilder
 from dcpmla.attention.compressed.cache import CompressedPlan
 from dcpmla.attention.compressed.config import LayerKind
@@ -61,7 +62,8 @@ class CompressedStepBuilder(StepBuilder):
         request, (first_position, seq_lens, states) = arrays
         numbers = step.positions, request, first_position, seq_lens, states, block_table
         compressed = CompressedMetadata(self.plan, self.dcp_rank, *numbers, max(host.requests.seq_lens))
-        step = step.with_kind(replace(compressed, context=self._context(host, compressed)))
+        workspace = None if step.decode is None else step.decode.workspace
+        step = step.with_kind(replace(compressed, context=self._context(host, compressed, workspace)))
         return with_token_rows(step, request, block_table) if self.plan.keeps_token_ids else step
 
     def extend_graph(self, step: StepMetadata, rows: GraphRows) -> StepMetadata:
@@ -72,8 +74,8 @@ class CompressedStepBuilder(StepBuilder):
         step = step.with_kind(CompressedMetadata(self.plan, self.dcp_rank, *numbers, rows.max_seq_len))
         return with_graph_rows(step, rows) if self.plan.keeps_token_ids else step
 
-    def _context(self, host: HostStep, step: CompressedMetadata) -> ContextRows | None:
-        """Return the context of prefills; None without prefills."""
+    def _context(self, host: HostStep, step: CompressedMetadata, workspace: Tensor | None) -> ContextRows | None:
+        """Return the context of prefills; None without prefills. A workspace is allocated if the step has none yet."""
         query_lens, seq_lens, _, states = host.requests
         num_decodes = host.num_decodes
         new, end = np.asarray(query_lens[num_decodes:]), np.asarray(seq_lens[num_decodes:])
@@ -90,9 +92,11 @@ class CompressedStepBuilder(StepBuilder):
         per_token = (
             np.repeat(x, new).astype(np.int32) for x in (first, window_start, num_window.sum() + new_start - start)
         )
-        first_position, first_row, new_row = upload(list(per_token), self.device)
+        rings = np.arange(1 + max(self.plan.config.rings))[:, None] * self.plan.rows_per_ring
+        columns = [*per_token, rings + np.concatenate(slots)]
+        first_position, first_row, new_row, window_slots = upload(columns, self.device)
         return ContextRows(
-            window_slots=upload([np.concatenate(slots)], self.device)[0],
+            window_slots=window_slots,
             first_position=first_position,
             first_row=first_row,
             new_row=new_row,
@@ -101,6 +105,7 @@ class CompressedStepBuilder(StepBuilder):
                 for kind in {(kind.ratio, kind.selects): kind for kind in self.plan.config.layer_kinds}.values()
                 if kind.ratio
             },
+            workspace=decode_workspace(self.device) if workspace is None else workspace,
         )
 
     def _chunks_of(

@@ -123,8 +123,7 @@ class CompressedAttention(CompressedWeights):
         # Windows are read before this step's tokens overwrite them.
         window = None
         if context is not None:
-            slots = context.window_slots + self.ring * compressed.plan.rows_per_ring
-            window = read_rows(cache.rows, slots, self.config.head_dim, self.dtype)
+            window = read_rows(cache.rows, context.window_slots[self.ring], self.config.head_dim, self.dtype)
         down = self.down_project(hidden_states[: step.num_tokens])
         norms = self.q_norm, self.kv_norm, self.config.rms_norm_eps
         states = compressed.ring_states(self.ring)
@@ -148,7 +147,7 @@ class CompressedAttention(CompressedWeights):
             parts.append(self._decode(q, cache, step.decode, compressed, selection))
         if window is not None:
             q = self.project_query(q_c[prefills], cos_sin[prefills], self.q_heads.own)
-            new = torch.cat([window, rows[prefills]])
+            new = window, rows[prefills]
             chosen = None if selection is None else selection.rows(prefills)
             parts.append(attend_prefill(q, new, cache.rows, compressed, self.kind, chosen, self.exchange, self.dcp))
         out, lse = (torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))

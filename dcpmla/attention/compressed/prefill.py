@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
+from dcpmla.attention.compressed.lists import KEPT_ROWS, RowLists
 from dcpmla.attention.compressed.step import CompressedMetadata
-from dcpmla.attention.compressed.visible import append_entries
 from dcpmla.attention.decode import dcp_mla_decode, mla_decode
 from dcpmla.attention.prefill import merge_part
 from dcpmla.attention.sparse.step import SelectedTokens
@@ -25,7 +25,7 @@ LISTED_ROWS = 1 << 22  # Row numbers that are listed at a time.
 
 def attend_prefill(
     q: Tensor,
-    new_rows: Tensor,
+    new_rows: tuple[Tensor, Tensor],
     rows: Tensor,
     step: CompressedMetadata,
     kind: LayerKind,
@@ -37,14 +37,14 @@ def attend_prefill(
 
     Args:
         q: Queries of this rank's heads [T, h, D].
-        new_rows: Rows of windows from earlier steps, then rows of the new tokens [C + T, D].
+        new_rows: Rows of windows from earlier steps [C, D], and rows of the new tokens [T, D].
         rows: Cache of this layer (`cache/shared_format.py`), including this rank's entries of this step's tokens.
         selection: Selected entries of each token; None where tokens attend to all entries before them.
     Returns:
         out [T, h, D], lse [T, h] float32, without the sink.
     """
     assert step.context is not None
-    prefill = _Prefill(q, step, kind, selection, dcp.attention_backend, decode_workspace(q.device))
+    prefill = _Prefill(q, step, kind, selection, dcp.attention_backend, RowLists(step, len(q)))
     chunks = step.context.chunks.get((kind.ratio, kind.selects), ())
     if selection is None or chunks:
         parts = _attend_gathered(prefill, new_rows, rows, chunks, exchange)
@@ -79,10 +79,10 @@ def claim_prefill(
         new(3 * num_tokens * num_heads),
         # A tile's gathered queries, and its outputs before and in the exchange.
         new(4 * num_rows),
-        # Windows are read, joined with new rows, and joined with a chunk.
-        new(3 * num_before + 2 * num_tokens + num_entries),
-        # Row numbers of entries are joined with row numbers of windows.
-        torch.empty(2 * LISTED_ROWS, dtype=torch.int32, device=device),
+        # Windows are read, then joined with new rows and a chunk.
+        new(2 * num_before + num_tokens + num_entries),
+        # Row numbers of entries are joined with row numbers of windows. Three lists and their bounds are kept.
+        torch.empty(2 * LISTED_ROWS + 4 * KEPT_ROWS, dtype=torch.int32, device=device),
         decode_workspace(device),
     ]
     if kind.ratio:
@@ -97,7 +97,7 @@ class _Prefill:
     Attributes:
         q: Queries of this rank's heads [T, h, D].
         selection: Selected entries of each token; None where tokens attend to all entries before them.
-        workspace: Memory from `decode_workspace`.
+        lists: Lists of the rows that tokens attend to.
     """
 
     q: Tensor
@@ -105,7 +105,13 @@ class _Prefill:
     kind: LayerKind
     selection: SelectedTokens | None
     backend: str
-    workspace: Tensor | None
+    lists: RowLists
+
+    @property
+    def workspace(self) -> Tensor | None:
+        """Memory from `decode_workspace`."""
+        assert self.step.context is not None
+        return self.step.context.workspace
 
     def tiles(self, num_entries: int, max_tokens: int) -> list[slice]:
         """Return the number of tokens that attend at a time, at most max_tokens, each to at most num_entries."""
@@ -117,15 +123,10 @@ class _Prefill:
         """Attend to gathered rows [N, D]: to windows if num_before rows come before the chunk's, and to the entries of
         a chunk if there is one.
         """
-        first = len(self.step.positions) - len(self.q)
-        request = self.step.request[first:][tokens]
-        if num_before:
-            rows, num = self._windows(tokens, request)
+        if chunk is None:
+            rows, num = self.lists.of_windows(tokens)
         else:
-            rows, num = request.new_empty(len(request), 0), torch.zeros_like(request)
-        if chunk is not None:
-            among_prefills = request - self.step.request[first]
-            rows, num = self._append_entries(rows, num, tokens, among_prefills, chunk, num_before)
+            rows, num = self.lists.of_chunk(tokens, self.kind.ratio, chunk, self.selection, num_before)
         return mla_decode(
             self.q[tokens],
             keys[:, None],
@@ -141,36 +142,9 @@ class _Prefill:
         """Return the maximum entries of a chunk that are listed for a token."""
         return max(chunk.keys.lens) if self.selection is None else self.selection.positions.shape[1]
 
-    def _windows(self, tokens: slice, request: Tensor) -> tuple[Tensor, Tensor]:
-        """List the rows of windows: return [n, window] int32, and their number [n]."""
-        context, window = self.step.context, self.step.plan.config.sliding_window
-        assert context is not None
-        positions = self.step.positions[-len(self.q) :][tokens]
-        num = (positions + 1).clamp(max=window).to(torch.int32)
-        position = (positions + 1 - num)[:, None] + torch.arange(window, device=positions.device)
-        first_row, first_position = context.first_row[tokens, None], context.first_position[tokens, None]
-        is_new = position >= self.step.first_position[request][:, None]
-        rows = torch.where(is_new, context.new_row[tokens, None] + position, first_row + position - first_position)
-        return rows.to(torch.int32), num
-
-    def _append_entries(
-        self, rows: Tensor, num: Tensor, tokens: slice, request: Tensor, chunk: ContextChunk, num_before: int
-    ) -> tuple[Tensor, Tensor]:
-        """Append a chunk's entries to lists of rows [n, N]; request [n] counts the prefills."""
-        visible = self.step.entries[self.kind.ratio].visible
-        assert visible is not None
-        first, base = chunk.first_position[request], chunk.keys.start_loc[request]
-        end_in_chunk = first + chunk.keys.start_loc[request + 1] - base
-        end = torch.minimum(visible.seq_lens[-len(self.q) :][tokens], end_in_chunk)
-        if self.selection is None:
-            entries = first[:, None] + torch.arange(self.num_listed(chunk), dtype=torch.int32, device=first.device)
-        else:
-            entries = self.selection.positions[tokens]
-        return append_entries(rows, num, entries, first, end, base + num_before)
-
 
 def _attend_gathered(
-    prefill: _Prefill, new_rows: Tensor, rows: Tensor, chunks: Sequence[ContextChunk], exchange: Exchange
+    prefill: _Prefill, new_rows: tuple[Tensor, Tensor], rows: Tensor, chunks: Sequence[ContextChunk], exchange: Exchange
 ) -> list[tuple[Tensor, Tensor]]:
     """Attend to windows and to chunks of entries: return out and lse of each tile of tokens.
 
@@ -182,19 +156,20 @@ def _attend_gathered(
         local_rows = read_rows(rows, chunk.local_slots, prefill.q.shape[-1], prefill.q.dtype)
         return exchange.start_context(local_rows, chunk.order, chunk.tokens)
 
-    dtype, num_new = prefill.q.dtype, len(new_rows)
+    dtype, num_new = prefill.q.dtype, sum(map(len, new_rows))
     # Results of several chunks are in float32, so that merges take more memory than one call for all tokens.
     max_tokens = PART_ROWS // prefill.q.shape[1] if len(chunks) > 1 else len(prefill.q)
     tiles = prefill.tiles(max(map(prefill.num_listed, chunks), default=0), max_tokens)
     if not chunks:
-        return [prefill.attend(tokens, new_rows, None, num_new) for tokens in tiles]
+        keys = torch.cat(new_rows)
+        return [prefill.attend(tokens, keys, None, num_new) for tokens in tiles]
     started = [start_gather(chunks[0])]
     parts: list[tuple[Tensor, Tensor]] = []
     for index, chunk in enumerate(chunks):
         gathered = started.pop()()
         started += [start_gather(following) for following in chunks[index + 1 : index + 2]]
         if index == 0:
-            keys = torch.cat([new_rows, gathered])
+            keys = torch.cat([*new_rows, gathered])
             parts = [prefill.attend(tokens, keys, chunk, num_new) for tokens in tiles]
             del keys
         else:
@@ -208,17 +183,22 @@ def _attend_gathered(
 
 
 def _attend_in_place(
-    prefill: _Prefill, new_rows: Tensor, rows: Tensor, selection: SelectedTokens, exchange: Exchange, dcp_size: int
+    prefill: _Prefill,
+    new_rows: tuple[Tensor, Tensor],
+    rows: Tensor,
+    selection: SelectedTokens,
+    exchange: Exchange,
+    dcp_size: int,
 ) -> list[tuple[Tensor, Tensor]]:
     """Attend to windows, and as in decode to selected entries on the ranks that own them: return out and lse of each
     tile of tokens.
     """
-    parts, q = [], prefill.q
+    parts, q, keys = [], prefill.q, torch.cat(new_rows)
     for tokens in prefill.tiles(0, PART_ROWS // (q.shape[1] * dcp_size)):
         chosen = selection.rows(tokens)
         # Copies start at multiples of 16 bytes, because Triton would compile another kernel for other addresses.
         decode = DecodeMetadata(chosen.slots.clone(), chosen.num_slots.clone(), None, 1, prefill.workspace)
         scale, width = prefill.step.plan.config.scale, q.shape[-1]
         of_entries = dcp_mla_decode(q[tokens], rows, decode, scale, exchange, width, backend=prefill.backend)
-        parts.append(merge_part(*prefill.attend(tokens, new_rows, None, len(new_rows)), *of_entries, q.dtype))
+        parts.append(merge_part(*prefill.attend(tokens, keys, None, len(keys)), *of_entries, q.dtype))
     return parts

@@ -1,6 +1,6 @@
 """The part of a step that layers of DeepSeek-V4's attention need: its tokens' requests and visible rows."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -36,12 +36,15 @@ class ContextRows:
     """The rows that prefill tokens attend to, gathered for one layer: windows, new tokens and entries.
 
     Attributes:
-        window_slots: Rows of the windows' tokens that earlier steps computed, [C] int64.
+        window_slots: Rows of the windows' tokens that earlier steps computed, in layers of each ring [num_rings, C]
+            int64.
         first_position: Position of the first such token of each prefill token's request, [T] int32.
         first_row: Row of that token among the gathered rows, [T] int32.
         new_row: Row that a new token at position 0 of its request would have, [T] int32.
         chunks: Entries of all ranks, by their ratio and whether they are selected: each request's, from its first to
             the last that this step completes; none where entries stay (`CompressedConfig.moves_queries`).
+        workspace: Memory from `decode_workspace`.
+        kept: Lists that layers share (`lists.RowLists`).
     """
 
     window_slots: Tensor
@@ -49,6 +52,8 @@ class ContextRows:
     first_row: Tensor
     new_row: Tensor
     chunks: dict[tuple[int, bool], tuple[ContextChunk, ...]]
+    workspace: Tensor | None
+    kept: dict[Hashable, tuple[Tensor, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

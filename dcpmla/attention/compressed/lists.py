@@ -1,0 +1,121 @@
+"""The gathered rows that each prefill token attends to (`RowLists`)."""
+
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+
+from dcpmla.attention.compressed.step import CompressedMetadata
+from dcpmla.attention.compressed.visible import append_entries
+from dcpmla.attention.sparse.step import SelectedTokens
+from dcpmla.attention.step import ContextChunk
+
+KEPT_ROWS = 1 << 20  # row numbers of the longest list that is kept for the next layer
+_Tensors = tuple[Tensor, ...]
+
+
+class RowLists:
+    """Lists of rows for the prefill tokens of a step.
+
+    The rows are those of windows from earlier steps, of new tokens, then of a chunk's entries. Layers list the same
+    rows, but for entries that they select. So what all tokens need at a time is kept in the step's context: small steps
+    would spend more time on lists than on attention.
+
+    Args:
+        step: Step with prefills.
+        num_tokens: Number of prefill tokens, the step's last ones.
+    """
+
+    def __init__(self, step: CompressedMetadata, num_tokens: int) -> None:
+        assert step.context is not None
+        self._step, self._context, self._num_tokens = step, step.context, num_tokens
+        self._window = step.plan.config.sliding_window
+
+    def of_windows(self, tokens: slice) -> tuple[Tensor, Tensor]:
+        """Return the rows [n, window] int32 of some tokens' windows, and their number [n] int32."""
+        rows, num = self._kept("windows", tokens, self._window, lambda: self._list_windows(tokens))
+        return rows, num
+
+    def of_chunk(
+        self, tokens: slice, ratio: int, chunk: ContextChunk, selection: SelectedTokens | None, num_before: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the rows [n, N] int32 of some tokens' windows and entries, and their number [n] int32.
+
+        Args:
+            ratio: Ratio of the layer.
+            chunk: Entries that were gathered.
+            selection: Selected entries of each token; None for all that it sees.
+            num_before: Number of rows before the chunk's; 0 if windows are left out.
+        """
+        if selection is not None:
+            return self._append(tokens, ratio, chunk, selection.positions[tokens], num_before)
+        num_listed = max(chunk.keys.lens)
+        key = "entries", id(chunk)
+        width = num_listed + (self._window if num_before else 0)
+
+        def append() -> _Tensors:
+            first, *_ = self._bounds(tokens, ratio, chunk, num_before)
+            entries = first[:, None] + torch.arange(num_listed, dtype=torch.int32, device=first.device)
+            return self._append(tokens, ratio, chunk, entries, num_before)
+
+        rows, num = self._kept(key, tokens, width, append)
+        return rows, num
+
+    def _append(
+        self, tokens: slice, ratio: int, chunk: ContextChunk, entries: Tensor, num_before: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the lists of windows with entries [n, N] appended."""
+        rows, num = self.of_windows(tokens) if num_before else self._empty(tokens)
+        return append_entries(rows, num, entries, *self._bounds(tokens, ratio, chunk, num_before))
+
+    def _empty(self, tokens: slice) -> tuple[Tensor, Tensor]:
+        request = self._requests(tokens)
+        rows, num = self._kept(
+            "empty", tokens, 1, lambda: (request.new_empty(len(request), 0), request.new_zeros(len(request)))
+        )
+        return rows, num
+
+    def _bounds(self, tokens: slice, ratio: int, chunk: ContextChunk, num_before: int) -> _Tensors:
+        """Return the first of a chunk's entries that each token may attend to, the end, and the first one's row."""
+
+        def find() -> _Tensors:
+            visible = self._step.entries[ratio].visible
+            assert visible is not None
+            request = self._requests(tokens) - self._step.request[self._first]  # among the prefills
+            first, base = chunk.first_position[request], chunk.keys.start_loc[request]
+            end = first + chunk.keys.start_loc[request + 1] - base
+            return first, torch.minimum(visible.seq_lens[self._first :][tokens], end), base + num_before
+
+        return self._kept(("bounds", id(chunk)), tokens, 3, find)
+
+    def _list_windows(self, tokens: slice) -> tuple[Tensor, Tensor]:
+        context, request = self._context, self._requests(tokens)
+        positions = self._step.positions[self._first :][tokens]
+        num = (positions + 1).clamp(max=self._window).to(torch.int32)
+        position = (positions + 1 - num)[:, None] + torch.arange(self._window, device=positions.device)
+        first_row, first_position = context.first_row[tokens, None], context.first_position[tokens, None]
+        is_new = position >= self._step.first_position[request][:, None]
+        rows = torch.where(is_new, context.new_row[tokens, None] + position, first_row + position - first_position)
+        return rows.to(torch.int32), num
+
+    @property
+    def _first(self) -> int:
+        """Return the number of tokens before the prefills."""
+        return len(self._step.positions) - self._num_tokens
+
+    def _requests(self, tokens: slice) -> Tensor:
+        return self._step.request[self._first :][tokens]
+
+    def _kept(self, key: Hashable, tokens: slice, width: int, compute: Callable[[], _Tensors]) -> _Tensors:
+        """Return what compute returns, from an earlier layer if it was kept: all tokens at a time, in short lists.
+
+        Args:
+            width: Row numbers of each token.
+        """
+        is_whole = tokens.stop - tokens.start == self._num_tokens
+        if not is_whole or self._num_tokens * width > KEPT_ROWS:
+            return compute()
+        kept = self._context.kept
+        if key not in kept:
+            kept[key] = compute()
+        return kept[key]
