@@ -75,6 +75,8 @@ def test_options_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [options.is_chosen(job(backend=backend)) for backend in (None, custom, other)] == [False, True, False]
     monkeypatch.setenv("DCPMLA_VLLM", "default")
     assert [options.is_chosen(job(backend=backend)) for backend in (None, custom, other)] == [True, True, False]
+    alone = [job(backend=backend, decode_context_parallel_size=1) for backend in (None, custom, other)]
+    assert [options.is_chosen(each) for each in alone] == [False, True, False]
 
 
 @pytest.mark.parametrize(("is_caching", "chosen"), [(True, None), (True, "own.Scheduler"), (False, None)])

@@ -30,11 +30,14 @@ logger = logging.getLogger(__name__)
 
 def is_chosen(vllm_config: Any) -> bool:
     """Return whether the options choose this package's attention: by `--attention-backend CUSTOM`, or with
-    DCPMLA_VLLM=default by no `--attention-backend` at all.
+    DCPMLA_VLLM=default by no `--attention-backend` at all, where ranks share a cache.
+
+    Without DCP vLLM's own attention takes less time (docs/plugging_in.md), so only CUSTOM replaces it.
     """
     backend = vllm_config.attention_config.backend
     if backend is None:
-        return os.environ.get("DCPMLA_VLLM") == "default"
+        is_shared = vllm_config.parallel_config.decode_context_parallel_size > 1
+        return is_shared and os.environ.get("DCPMLA_VLLM") == "default"
     return bool(backend.name == "CUSTOM")
 
 
