@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,6 +136,23 @@ _DENSE = {
     "topk_method": "noaux_tc",  # vLLM asks for these two
     "scoring_func": "sigmoid",
 }
+_V32 = Model(
+    "deepseek-v3.2",
+    "deepseek-v3",
+    "deepseek_v32",
+    "DeepseekV32ForCausalLM",
+    num_layers=4,
+    bytes_per_token=1152 + 132 + 124,  # latents, keys of the index, what aligns pages
+    whole=(
+        *(Variant(name) for name in (OURS, "FLASH_ATTN_MLA_SPARSE", "FLASHMLA_SPARSE")),
+        *(Variant(name, kv_cache_dtype="fp8_ds_mla") for name in (OURS, "FLASHMLA_SPARSE")),
+    ),
+    shared=(
+        *(Variant(OURS, None, kind) for kind in ("auto", "fp8_ds_mla")),
+        *(Variant("FLASHMLA_SPARSE", None, kind, shares=False) for kind in ("auto", "fp8_ds_mla")),
+    ),
+    fields=_DENSE | _V32_FIELDS,
+)
 _ALL = (
     Model(
         "deepseek-v3",
@@ -149,38 +166,18 @@ _ALL = (
         fields=_DENSE,
         in_parts=True,
     ),
-    Model(
-        "deepseek-v3.2",
-        "deepseek-v3",
-        "deepseek_v32",
-        "DeepseekV32ForCausalLM",
-        num_layers=4,
-        bytes_per_token=1152 + 132 + 124,  # latents, keys of the index, what aligns pages
-        whole=(
-            *(Variant(name) for name in (OURS, "FLASH_ATTN_MLA_SPARSE", "FLASHMLA_SPARSE")),
-            *(Variant(name, kv_cache_dtype="fp8_ds_mla") for name in (OURS, "FLASHMLA_SPARSE")),
-        ),
-        shared=(
-            *(Variant(OURS, None, kind) for kind in ("auto", "fp8_ds_mla")),
-            *(Variant("FLASHMLA_SPARSE", None, kind, shares=False) for kind in ("auto", "fp8_ds_mla")),
-        ),
-        fields=_DENSE | _V32_FIELDS,
-    ),
+    _V32,
     # A quarter of the heads: vLLM shares a cache of sparse MLA only where a rank has fewer than 32.
-    Model(
-        "deepseek-v3.2-32-heads",
-        "deepseek-v3",
-        "deepseek_v32",
-        "DeepseekV32ForCausalLM",
-        num_layers=4,
-        bytes_per_token=1152 + 132 + 124,
+    replace(
+        _V32,
+        name="deepseek-v3.2-32-heads",
         whole=(),
         shared=(
             Variant(OURS, None, "fp8_ds_mla"),
             *(Variant("FLASHMLA_SPARSE", name, "fp8_ds_mla") for name in ("ag_rs", "a2a")),
             Variant("FLASHMLA_SPARSE", None, "fp8_ds_mla", shares=False),
         ),
-        fields=_DENSE | _V32_FIELDS | {"num_attention_heads": 32, "num_key_value_heads": 32},
+        fields={**_V32.fields, "num_attention_heads": 32, "num_key_value_heads": 32},
     ),
     _v4("deepseek-v4-flash", [0, 0, 4, 128, 4, 128]),
     _v4("deepseek-v4-pro", [4, 128, 4, 128]),
