@@ -23,6 +23,7 @@ def test_public_names() -> None:
         "LatentCache",
         "MLAAttention",
         "MLAConfig",
+        "OrderedAttention",
         "Placement",
         "SamplingParams",
         "StepBuilder",

@@ -45,7 +45,7 @@ class HashModel:
     vocab_size = VOCAB_SIZE
     eos_token_ids = frozenset([EOS])
     least_prefill = 2  # tokens: pieces of one token come first, as decodes
-    has_new_in_chunks = False  # whether chunks of context include the new tokens
+    has_new_in_chunks = False  # whether chunks of context include the new tokens, where there are any
 
     def __init__(self) -> None:
         self.steps: list[list[int]] = []  # tokens of each piece of each step
@@ -102,11 +102,10 @@ class HashModel:
             for index, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
                 assert end - start >= self.least_prefill
                 new = slice(metadata.num_decode_tokens + start, metadata.num_decode_tokens + end)
-                context = torch.cat(
-                    [chunk_rows(chunk, rows, index) for chunk in metadata.prefill.context_chunks] or [rows[:0]]
-                )
-                own = torch.stack([token_ids[new], metadata.positions[new]], -1).float()
-                ends[new.stop - 1] = read(context if self.has_new_in_chunks else torch.cat([context, own])), end - start
+                parts = [chunk_rows(chunk, rows, index) for chunk in metadata.prefill.context_chunks]
+                if not (parts and self.has_new_in_chunks):
+                    parts.append(torch.stack([token_ids[new], metadata.positions[new]], -1).float())
+                ends[new.stop - 1] = read(torch.cat(parts)), end - start
         return ends
 
 
