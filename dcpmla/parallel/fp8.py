@@ -136,10 +136,13 @@ def fp8_linear(
     return multiply_groups(x, values.unflatten(0, (x.shape[1] // weight.shape[1], -1))).to(dtype)
 
 
+@torch.no_grad()
 def multiply_groups(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply each of G groups of columns of x [T, G K] by its weight in [G, N, K]; return [T, G N]."""
-    out = torch.bmm(x.view(len(x), len(weight), -1).transpose(0, 1), weight.transpose(1, 2))
-    return out.transpose(0, 1).flatten(1)
+    """Multiply each of G groups of columns of x [T, G K] by its weight in [G, N, K]; return [T, G N]. No gradients."""
+    out = x.new_empty(len(x), *weight.shape[:2])
+    # A product writes into any result with stride 1 along its rows, so no transposition is copied.
+    torch.bmm(x.view(len(x), len(weight), -1).transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
+    return out.flatten(1)
 
 
 @operator(
