@@ -55,10 +55,12 @@ class Recording(MtpDrafter):
 
 
 def serve_families(
-    directories: list[Path], tp: int, dcp_size: int, num_drafts: int = NUM_DRAFTS
+    directories: list[Path], tp: int, dcp_size: int, num_drafts: int = NUM_DRAFTS, deterministic: bool = False
 ) -> list[tuple[list[list[int]], Record]]:
     """On one rank: each model's tokens and drafts, eagerly and padded as graphs are."""
-    dcp = dcp_config(tp, dcp_size, block_size=4, context_workspace_tokens=4 * 4 * dcp_size)
+    interleave = 64 if deterministic else 1
+    rows = {"block_size": 4 * interleave, "context_workspace_tokens": 16 * interleave * dcp_size}
+    dcp = dcp_config(tp, dcp_size, interleave, **rows, deterministic=deterministic)
     mesh = init_mesh(tp, dcp_size)
     exchange = select_exchange(dcp, mesh.dcp_group, CPU)
     outcomes = []
@@ -93,15 +95,20 @@ def serve_families(
 
 
 @pytest.mark.parametrize(
-    ("tp", "dcp_size", "families", "num_drafts"),
-    [(2, 2, FAMILIES, NUM_DRAFTS), (4, 2, ("deepseek_v3",), NUM_DRAFTS), (2, 2, ("deepseek_v3",), 1)],
+    ("tp", "dcp_size", "families", "num_drafts", "deterministic"),
+    [
+        (2, 2, FAMILIES, NUM_DRAFTS, False),
+        (4, 2, ("deepseek_v3",), NUM_DRAFTS, False),
+        (2, 2, ("deepseek_v3",), 1, False),
+        (2, 2, ("deepseek_v3",), NUM_DRAFTS, True),
+    ],
 )
 def test_drafts_are_those_of_the_module(
-    tp: int, dcp_size: int, families: tuple[str, ...], num_drafts: int, tmp_path: Path
+    tp: int, dcp_size: int, families: tuple[str, ...], num_drafts: int, deterministic: bool, tmp_path: Path
 ) -> None:
     modules = [plain_module(family) for family in families]
     directories = [module.save(tmp_path / family) for module, family in zip(modules, families, strict=True)]
-    ranks = run_ranks(tp, serve_families, directories, tp, dcp_size, num_drafts)
+    ranks = run_ranks(tp, serve_families, directories, tp, dcp_size, num_drafts, deterministic)
     assert all(outcome == ranks[0] for outcome in ranks[1:])
     for index, (tokens, record) in enumerate(ranks[0]):
         module = modules[index // 2]
