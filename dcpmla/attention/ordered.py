@@ -17,7 +17,7 @@ from dcpmla.attention.obstacles import hopper_widths
 from dcpmla.attention.ordered_reference import OrderedPrefillCall, Sums, new_sums, prefill_in_order, runs_kernel
 from dcpmla.attention.prefill import UpProjection, latents_of, read_cache_rows, up_project
 from dcpmla.attention.step import ContextChunk, DecodeMetadata, PrefillMetadata
-from dcpmla.cache.formats import check_kv_scale
+from dcpmla.cache.formats import check_kv_scale, to_cache_rows, to_latents
 from dcpmla.comm.exchange import Exchange
 from dcpmla.operators import import_kernel, nothing, operator
 
@@ -143,3 +143,14 @@ def attend_to_chunk(call: OrderedPrefillCall, out: Tensor, lse: Tensor, sums: Su
     # A choice by anything that changes from step to step would change bits.
     folder = "triton" if hopper_widths(call.q, call.k_nope, call.k_pe, call.v) else "hopper"
     import_kernel(f"dcpmla.attention.{folder}.ordered_prefill:run")(call, out, lse, sums)
+
+
+@operator(
+    "round_latents",
+    kernel="dcpmla.cache.kernels:round_latents",
+    fake=lambda latents: latents.new_empty(latents.shape),
+)
+def round_latents(latents: Tensor, kv_lora_rank: int, storage: torch.dtype, kv_scale: Tensor | None) -> Tensor:
+    """Return latents [N, L + R] as a cache of dtype `storage`, of 8 bits, would hold them. A custom op."""
+    rows = to_cache_rows(latents[:, :kv_lora_rank], latents[:, kv_lora_rank:], storage, kv_scale)
+    return to_latents(rows, kv_lora_rank, kv_scale, latents.dtype)

@@ -5,10 +5,14 @@ from functools import partial
 from torch import Tensor
 
 from dcpmla.attention.layer import MLAAttention
-from dcpmla.attention.ordered import attend_to_own, dcp_mla_decode_in_order, dcp_mla_prefill_in_order
+from dcpmla.attention.ordered import (
+    attend_to_own,
+    dcp_mla_decode_in_order,
+    dcp_mla_prefill_in_order,
+    round_latents,
+)
 from dcpmla.attention.output.rows import OutputRows
 from dcpmla.attention.placement import Placement, check_order
-from dcpmla.attention.prefill import round_latents
 from dcpmla.attention.projections import MHAInputs, Tokens
 from dcpmla.attention.step import DecodeMetadata, PrefillMetadata, StepMetadata
 from dcpmla.cache.formats import is_quantized

@@ -10,7 +10,7 @@ from dcpmla.attention.backends import PREFILL_BACKENDS, select_backend
 from dcpmla.attention.calls import PrefillCall, Segments
 from dcpmla.attention.sparse.mask import selection_mask
 from dcpmla.attention.step import ContextChunk, PrefillMetadata
-from dcpmla.cache.formats import check_kv_scale, is_quantized, rope_dim_of, to_cache_rows, to_latents
+from dcpmla.cache.formats import check_kv_scale, is_quantized, rope_dim_of, to_latents
 from dcpmla.comm.exchange import Exchange
 from dcpmla.merge import merge_partials
 from dcpmla.operators import operator
@@ -124,17 +124,6 @@ def read_cache_rows(kv_cache: Tensor, slots: Tensor) -> Tensor:
 def dequantize_rows(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Dequantize rows [N, width] of an 8-bit cache to latents [N, L + R] (`formats.to_latents`). A custom op."""
     return to_latents(rows, kv_lora_rank, kv_scale, dtype)
-
-
-@operator(
-    "round_latents",
-    kernel="dcpmla.cache.kernels:round_latents",
-    fake=lambda latents: latents.new_empty(latents.shape),
-)
-def round_latents(latents: Tensor, kv_lora_rank: int, storage: torch.dtype, kv_scale: Tensor | None) -> Tensor:
-    """Return latents [N, L + R] as a cache of dtype `storage`, of 8 bits, would hold them. A custom op."""
-    rows = to_cache_rows(latents[:, :kv_lora_rank], latents[:, kv_lora_rank:], storage, kv_scale)
-    return to_latents(rows, kv_lora_rank, kv_scale, latents.dtype)
 
 
 def up_project(

@@ -11,8 +11,7 @@ from dcpmla.planning.prefill import PrefillCosts
 from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
 from dcpmla.runtime.costs import piece_tokens
-from dcpmla.runtime.mixed_graph import find_size, token_sizes
-from dcpmla.runtime.mixed_inputs import MixedSize
+from dcpmla.runtime.mixed_sizes import MixedSize, find_size, token_sizes
 
 _SIZES = (64, 512, 2048)  # pieces whose steps are printed, and one of a whole step
 

@@ -1,7 +1,6 @@
 """Steps with pieces of prompts as CUDA graphs, padded to numbers of tokens (`MixedGraph`)."""
 
-from bisect import bisect_left
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -9,17 +8,13 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.build import StepBuilder
-from dcpmla.attention.routes import SEGMENT_ROWS
-from dcpmla.attention.step import Cut, StepMetadata, StepRequests, part_tokens
+from dcpmla.attention.step import Cut, StepMetadata, StepRequests
 from dcpmla.cache.plan import Cache
-from dcpmla.config import DCPConfig
 from dcpmla.fields import check_fields, whole
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.capture import GraphSet, Track
-from dcpmla.runtime.mixed_inputs import DECODE_TOKENS, MixedInputs, MixedLimits, MixedSize
-
-MAX_WHOLE_TOKENS = 1024  # tokens of the largest step that is one graph; the host keeps up with larger ones
-MAX_TOKENS = 8192  # tokens of the largest step in graphs; the GPU takes longer for a larger one than the host
+from dcpmla.runtime.mixed_inputs import MixedInputs
+from dcpmla.runtime.mixed_sizes import MixedLimits, MixedSize, find_size, most_absorbed, token_sizes
 
 
 class MixedModel(Protocol):
@@ -184,53 +179,3 @@ class MixedGraph:
             with torch.inference_mode(False):  # the caller may use it outside of inference mode
                 self._out = torch.empty(num_rows, *out.shape[1:], dtype=out.dtype, device=out.device)
         self._out[: size.num_tokens].copy_(out)
-
-
-def find_size(sizes: Mapping[bool, Sequence[int]], num_tokens: int, is_whole: bool) -> MixedSize | None:
-    """Return the size that a step is padded to; None if it is too large.
-
-    Args:
-        sizes: Numbers of tokens of all sizes (`token_sizes`).
-    """
-    tokens = sizes[is_whole]
-    index = bisect_left(tokens, num_tokens)
-    return MixedSize(tokens[index], is_whole) if index < len(tokens) else None
-
-
-def token_sizes(max_num_tokens: int, tokens_per_request: int, dcp: DCPConfig) -> dict[bool, list[int]]:
-    """Return the numbers of tokens, ascending, of steps of one graph (True), and of other steps.
-
-    Other steps have at most a third of padding from 128 tokens on.
-
-    Args:
-        max_num_tokens: Limit of a step's tokens.
-        tokens_per_request: Width of the pieces that absorbed attention cuts requests into; 0 where pieces of prompts
-            are not absorbed.
-        dcp: Layout of the cache.
-    """
-    # In a fixed order tokens of prompts attend by MHA, and need no room among absorbed ones.
-    room = most_absorbed(tokens_per_request, dcp)
-    most_whole = MAX_WHOLE_TOKENS if dcp.deterministic and room else room
-    whole = [16, *range(32, 256, 32), *range(256, 512, 64), *range(512, 1024, 128)]
-    mixed = [64, *range(128, 512, 128), *range(512, 2048, 256), *range(2048, 4096, 512), *range(4096, 8192, 1024)]
-    largest = min(max_num_tokens, MAX_WHOLE_TOKENS, most_whole)
-    return {True: _up_to(largest, whole), False: _up_to(min(max_num_tokens, MAX_TOKENS), mixed)}
-
-
-def most_absorbed(tokens_per_request: int, dcp: DCPConfig) -> int:
-    """Return how many tokens of a graph may attend with absorbed queries.
-
-    Args:
-        tokens_per_request, dcp: As in `token_sizes`.
-    """
-    if not tokens_per_request:
-        return 0
-    # The host does not know the segments of a captured step, so it cannot cut the step into parts. As many heads as fit
-    # into a segment's rows are no fewer than the DCP group's.
-    limit = part_tokens(SEGMENT_ROWS // tokens_per_request, dcp)
-    # In a fixed order these tokens are no prompts', and each costs time even if it is a prompt's.
-    return min(limit, DECODE_TOKENS) if dcp.deterministic else limit
-
-
-def _up_to(largest: int, sizes: Sequence[int]) -> list[int]:
-    return [*(size for size in sizes if size < largest), largest] if largest else []

@@ -1,7 +1,7 @@
 """The static memory that captured mixed steps read (`MixedInputs`)."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,52 +12,8 @@ from dcpmla.attention.calls import Segments, decode_workspace
 from dcpmla.attention.chunks import starts_of
 from dcpmla.attention.pieces import PieceColumns, cut_starts, piece_columns
 from dcpmla.attention.step import Cut, DecodeMetadata, PrefillMetadata, StepMetadata, StepRequests
+from dcpmla.runtime.mixed_sizes import DECODE_TOKENS, MixedLimits, MixedSize, max_prompts
 from dcpmla.upload import upload
-
-DECODE_TOKENS = 256  # first tokens of a step with MHA that may be decodes inside graphs
-MAX_PROMPTS = 16  # requests of a whole graph that attend by MHA: its kernel has programs for the most that there may be
-
-
-class MixedSize(NamedTuple):
-    """A size that steps are padded to.
-
-    Attributes:
-        num_tokens: Number of tokens.
-        is_whole: Whether the step is one graph, attention included.
-    """
-
-    num_tokens: int
-    is_whole: bool
-
-    def __str__(self) -> str:
-        return f"{self.num_tokens} tokens{', whole' if self.is_whole else ''}"
-
-
-class MixedLimits(NamedTuple):
-    """Limits of mixed steps in graphs.
-
-    Attributes:
-        num_tokens: Most tokens of a step.
-        num_absorbed_tokens: Most tokens of a whole graph that attend with absorbed queries; 0 for no such graph.
-        num_reqs: Most requests of a step.
-        num_blocks: Most blocks of a request.
-        max_model_len: Tokens of the longest request.
-        tokens_per_request: Width of the segments that absorbed attention cuts requests into.
-        has_prompts: Whether tokens of a whole graph may attend by MHA.
-    """
-
-    num_tokens: int
-    num_absorbed_tokens: int
-    num_reqs: int
-    num_blocks: int
-    max_model_len: int
-    tokens_per_request: int
-    has_prompts: bool = False
-
-    @property
-    def num_segments(self) -> int:
-        """Return the most segments of a step, padding among them."""
-        return self.num_reqs + self.num_absorbed_tokens // self.tokens_per_request + 1
 
 
 class MixedInputs:
@@ -93,7 +49,8 @@ class MixedInputs:
             request_index=new(limits.num_segments),
             block_table=new(limits.num_reqs, limits.num_blocks),
         )
-        self._prompts = PrefillMetadata(Segments((), new(MAX_PROMPTS + 1)), new(MAX_PROMPTS), ())
+        self._prompt_starts = new(1 + max_prompts(limits.num_tokens))
+        self._prompt_positions = new(max_prompts(limits.num_tokens))
 
     def clear(self, size: MixedSize) -> None:
         """Make all tokens of a size padding."""
@@ -101,7 +58,7 @@ class MixedInputs:
         for column in self._columns:
             column.zero_()
         self._columns.slot_mapping.fill_(-1)
-        self._prompts.queries.start_loc.zero_()
+        self._prompt_starts.zero_()
         self._set_numbers(size, _padding(size.num_tokens))
 
     def fill_whole(self, size: MixedSize, token_ids: Tensor, requests: StepRequests, num_absorbed: int) -> None:
@@ -127,8 +84,9 @@ class MixedInputs:
         self._set_tokens(size, token_ids)
         if limits.has_prompts:
             starts = starts_of(requests.query_lens)[num_absorbed:]
-            padded = np.pad(np.asarray(starts, dtype=np.int32), (0, MAX_PROMPTS + 1 - len(starts)), mode="edge")
-            self._prompts.queries.start_loc.copy_(upload([padded], self._device)[0])
+            num_missing = len(self._prompt_starts) - len(starts)
+            padded = np.pad(np.asarray(starts, dtype=np.int32), (0, num_missing), mode="edge")
+            self._prompt_starts.copy_(upload([padded], self._device)[0])
 
     def takes(self, size: MixedSize, num_absorbed_tokens: int, contexts: Sequence[int]) -> bool:
         """Return whether one graph can hold a step.
@@ -139,7 +97,8 @@ class MixedInputs:
         """
         if num_absorbed_tokens > self._room(size):
             return False
-        return not contexts or (self._limits.has_prompts and len(contexts) <= MAX_PROMPTS and not any(contexts))
+        fits = len(contexts) <= max_prompts(size.num_tokens)
+        return not contexts or (self._limits.has_prompts and fits and not any(contexts))
 
     def fill(
         self, size: MixedSize, token_ids: Tensor, step: StepMetadata, requests: StepRequests, num_absorbed: int
@@ -167,7 +126,11 @@ class MixedInputs:
     def step(self, size: MixedSize, cut: Cut | None = None) -> StepMetadata:
         """Return the metadata of a size, in static memory."""
         columns, num_tokens = self._columns, size.num_tokens
-        absorbed, has_prompts = self._room(size), size.is_whole and self._limits.has_prompts
+        absorbed, prefill = self._room(size), None
+        if size.is_whole and self._limits.has_prompts:
+            num_prompts = max_prompts(num_tokens)
+            starts = Segments((), self._prompt_starts[: num_prompts + 1])
+            prefill = PrefillMetadata(starts, self._prompt_positions[:num_prompts], ())
         step = StepMetadata(
             num_tokens=num_tokens,
             num_decode_tokens=absorbed,
@@ -175,7 +138,7 @@ class MixedInputs:
             positions=columns.positions[:num_tokens],
             slot_mapping=columns.slot_mapping[:num_tokens],
             decode=self._decode(absorbed) if absorbed else None,
-            prefill=self._prompts if has_prompts else None,
+            prefill=prefill,
             cut=None if size.is_whole else cut,
         )
         if not size.is_whole:

@@ -23,7 +23,7 @@ from dcpmla.runtime.in_flight import Computed, InFlightStep, StepInputs
 from dcpmla.runtime.logprobs import Logprobs, PromptRows
 from dcpmla.runtime.masks import HostDrafts, Masks
 from dcpmla.runtime.mixed_graph import MixedGraph
-from dcpmla.runtime.mixed_inputs import MixedSize
+from dcpmla.runtime.mixed_sizes import MixedSize
 from dcpmla.runtime.penalties import Penalties
 from dcpmla.runtime.sampling import sample
 from dcpmla.runtime.speculation import Speculation

@@ -14,7 +14,7 @@ from dcpmla.bench import step_times
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.mixed_graph import MixedGraph
-from dcpmla.runtime.mixed_inputs import MixedSize
+from dcpmla.runtime.mixed_sizes import MixedSize
 from tests.support.graph_checks import open_model_on
 from tests.support.models import save_tiny
 from tests.support.ranks import run_ranks

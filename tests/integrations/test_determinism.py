@@ -23,7 +23,7 @@ from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.mixed_graph import MixedGraph
-from dcpmla.runtime.mixed_inputs import MixedSize
+from dcpmla.runtime.mixed_sizes import MixedSize
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.models import VOCAB_SIZE, random_model, tiny_config
 from tests.support.ranks import run_ranks

@@ -15,8 +15,9 @@ from dcpmla.attention.pieces import piece_columns
 from dcpmla.attention.routes import RouteCosts
 from dcpmla.attention.step import DecodeMetadata, StepRequests, part_tokens
 from dcpmla.config import DCPConfig
-from dcpmla.runtime.mixed_graph import MixedGraph, most_absorbed, token_sizes
-from dcpmla.runtime.mixed_inputs import MixedInputs, MixedLimits, MixedSize
+from dcpmla.runtime.mixed_graph import MixedGraph
+from dcpmla.runtime.mixed_inputs import MixedInputs
+from dcpmla.runtime.mixed_sizes import MixedLimits, MixedSize, most_absorbed, token_sizes
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.dense_layer import CONFIG
 from tests.support.hash_model import BLOCK, EOS, MESH, HashDrafter, HashModel, alone_ignoring_eos, make_engine
@@ -155,6 +156,26 @@ def test_steps_that_are_too_large_have_no_size() -> None:
         graph.run_whole(
             MixedSize(16, True), torch.zeros(17, dtype=torch.int64), StepRequests([17], [17], [[0, 1, 2, 3, 4]]), 1
         )
+
+
+def test_steps_of_one_graph_with_prompts() -> None:
+    """In a fixed order: prompts without contexts, up to a number, after up to 256 tokens of absorbed pieces."""
+    steps = StepBuilder(DCPConfig(block_size=BLOCK, deterministic=True), 0)
+    graph = MixedGraph(HashModel(), make_engine(20).cache, steps, MESH, 2048, 600, 40, 8)
+    for lens, contexts, num_absorbed, expected in (
+        ([300], [0], 0, MixedSize(320, True)),
+        ([300], [1], 0, MixedSize(384, False)),
+        ([1, 1, 300], [9, 9, 0], 2, MixedSize(320, True)),
+        ([10] * 8, [0] * 8, 0, MixedSize(96, True)),
+        ([10] * 9, [0] * 9, 0, MixedSize(128, False)),
+        ([10] * 20, [0] * 20, 0, MixedSize(256, False)),
+        ([20] * 20, [0] * 20, 0, MixedSize(448, True)),
+        ([1] * 256 + [30], [9] * 256 + [0], 256, MixedSize(320, True)),
+        ([1] * 257 + [30], [9] * 257 + [0], 257, MixedSize(384, False)),
+        ([1024], [0], 0, MixedSize(1024, True)),
+        ([1025], [0], 0, MixedSize(1280, False)),
+    ):
+        assert graph.size(lens, contexts, num_absorbed) == expected, (lens, contexts)
 
 
 @pytest.mark.parametrize("limit", ["max_num_tokens", "max_num_seqs", "max_model_len"])

@@ -11,8 +11,8 @@ from dcpmla import DCPConfig
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.calls import DecodeCall, split_queries
 from dcpmla.attention.decode import run_call
-from dcpmla.attention.ordered import attend_to_own, dcp_mla_prefill_in_order
-from dcpmla.attention.prefill import read_cache_rows, round_latents
+from dcpmla.attention.ordered import attend_to_own, dcp_mla_prefill_in_order, round_latents
+from dcpmla.attention.prefill import read_cache_rows
 from dcpmla.attention.step import DecodeMetadata, StepMetadata, StepRequests
 from dcpmla.cache.formats import row_width, storage_dtype, write_latents
 from dcpmla.cache.latent import num_blocks
