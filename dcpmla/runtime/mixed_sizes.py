@@ -12,7 +12,7 @@ MAX_WHOLE_TOKENS = 1024  # tokens of the largest step that is one graph; the hos
 MAX_TOKENS = 8192  # tokens of the largest step in graphs; the GPU takes longer for a larger one than the host
 DECODE_TOKENS = 256  # first tokens of a step with MHA that may be decodes inside graphs
 # Tokens of a whole graph for each request that may attend by MHA, and the fewest such requests. MHA's kernel has
-# programs for all of them, whether a step has so many or not.
+# programs for all such requests, even in a step with fewer.
 _PROMPT_TOKENS, _FEWEST_PROMPTS = 16, 8
 
 

@@ -17,8 +17,8 @@ _Tensors = tuple[Tensor, ...]
 class RowLists:
     """Lists of rows for the prefill tokens of a step.
 
-    The rows are those of windows from earlier steps, of new tokens, then of a chunk's entries. Layers list the same
-    rows, but for entries that they select. So what all tokens need at a time is kept in the step's context: small steps
+    Gathered rows belong to windows from earlier steps, to new tokens, then to a chunk's entries. All layers list the
+    same rows, except for selected entries. So lists of all tokens at a time are kept in the step's context: small steps
     would spend more time on lists than on attention.
 
     Args:
@@ -44,7 +44,7 @@ class RowLists:
         Args:
             ratio: Ratio of the layer.
             chunk: Entries that were gathered.
-            selection: Selected entries of each token; None for all that it sees.
+            selection: Selected entries of each token; None for all entries before the token.
             num_before: Number of rows before the chunk's; 0 if windows are left out.
         """
         if selection is not None:
