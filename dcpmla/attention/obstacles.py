@@ -119,7 +119,7 @@ def hopper_prefill(call: PrefillCall) -> str:
 
 
 def hopper_widths(q: Tensor, k_nope: Tensor, k_pe: Tensor, v: Tensor) -> str:
-    """Return why Hopper's kernels of prefill do not run on this GPU or with heads of these widths, "" if they do."""
+    """Return why this GPU or the widths of heads rule out Hopper's kernels of prefill; "" if nothing does."""
     if obstacle := _half_on_gpu_obstacle(q, (9, 0)) or _hopper_gpu_obstacle(q):
         return obstacle
     dims = k_nope.shape[-1], k_pe.shape[-1], v.shape[-1]

@@ -100,7 +100,7 @@ def most_absorbed(tokens_per_request: int, dcp: DCPConfig) -> int:
     # The host does not know the segments of a captured step, so it cannot cut the step into parts. As many heads as fit
     # into a segment's rows are no fewer than the DCP group's.
     limit = part_tokens(SEGMENT_ROWS // tokens_per_request, dcp)
-    # In a fixed order these tokens are no prompts', and each costs time even if it is a prompt's.
+    # In a fixed order prompts attend by MHA, so only tokens of answers need this room, and all of it takes time.
     return min(limit, DECODE_TOKENS) if dcp.deterministic else limit
 
 

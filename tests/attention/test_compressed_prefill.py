@@ -206,16 +206,18 @@ def check_peak(layers: Layers, requests: list[tuple[int, int]]) -> None:
             arguments = (window, rows), cache.rows, compressed, layer.kind, selection
             prefill.attend_prefill(q, *arguments, layer.exchange, layers.dcp)
         assert taken.peak <= claimed.peak, (layer.kind, requests)
+    assert sum(part.numel() for parts in compressed.context.kept.values() for part in parts) <= lists.KEPT_ROWS
 
 
 def check_peaks() -> None:
     sizes = {"head_dim": 256, "num_attention_heads": 2, "o_groups": 2}
     cases = ([(5, 40000)], 2048), ([(20, 600)] * 6, 256), ([(64, 0), (300, 700)], 256)
-    small_tiles = patch.multiple(prefill, LISTED_ROWS=512, PART_ROWS=64)
+    small_tiles = patch.multiple(prefill, LISTED_ROWS=512, PART_ROWS=64, KEPT_ROWS=100)
+    few_kept = patch.object(lists, "KEPT_ROWS", 100)
     no_scores = patch.object(prefill, "mla_decode", attend_to_nothing)
     for (requests, num_rows), in_place in itertools.product(cases, (True, False)):
         choice = patch.object(CompressedConfig, "moves_queries", return_value=in_place)
-        with small_tiles, no_scores, choice:
+        with small_tiles, few_kept, no_scores, choice:
             dcp = layout(1, 1, 1, context_workspace_tokens=num_rows)
             check_peak(Layers(tiny(**sizes), dcp, [new + cached for new, cached in requests]), requests)
 

@@ -68,7 +68,7 @@ def share_caches(
     lens, new = [length for _, length, _ in batch], [num for _, _, num in batch]
     blocks = iter(torch.randperm(sum(num_blocks(each, dcp) for each in lens)).tolist())
     tables = [[next(blocks) for _ in range(num_blocks(each, dcp))] for each in lens]
-    # Quantized on the CPU, because torch on a GPU divides by a number as it multiplies by its inverse.
+    # Quantized on the CPU: on a GPU torch multiplies by a number's inverse instead of dividing, and rounds differently.
     latents = torch.cat([sizes.rows(seed, length, sizes.latent + sizes.rope) for seed, length, _ in batch]).cpu()
     storage = storage_dtype(sizes.cache_format, sizes.dtype)
     width = row_width(storage, sizes.latent, sizes.rope)

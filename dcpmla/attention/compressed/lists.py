@@ -10,7 +10,7 @@ from dcpmla.attention.compressed.visible import append_entries
 from dcpmla.attention.sparse.step import SelectedTokens
 from dcpmla.attention.step import ContextChunk
 
-KEPT_ROWS = 1 << 20  # row numbers of the longest list that is kept for the next layer
+KEPT_ROWS = 1 << 21  # most row numbers that a step keeps for its next layers
 _Tensors = tuple[Tensor, ...]
 
 
@@ -33,7 +33,7 @@ class RowLists:
 
     def of_windows(self, tokens: slice) -> tuple[Tensor, Tensor]:
         """Return the rows [n, window] int32 of some tokens' windows, and their number [n] int32."""
-        rows, num = self._kept("windows", tokens, self._window, lambda: self._list_windows(tokens))
+        rows, num = self._kept("windows", tokens, self._window + 1, lambda: self._list_windows(tokens))
         return rows, num
 
     def of_chunk(
@@ -51,7 +51,7 @@ class RowLists:
             return self._append(tokens, ratio, chunk, selection.positions[tokens], num_before)
         num_listed = max(chunk.keys.lens)
         key = "entries", id(chunk)
-        width = num_listed + (self._window if num_before else 0)
+        width = 1 + num_listed + (self._window if num_before else 0)
 
         def append() -> _Tensors:
             first, *_ = self._bounds(tokens, ratio, chunk, num_before)
@@ -70,10 +70,7 @@ class RowLists:
 
     def _empty(self, tokens: slice) -> tuple[Tensor, Tensor]:
         request = self._requests(tokens)
-        rows, num = self._kept(
-            "empty", tokens, 1, lambda: (request.new_empty(len(request), 0), request.new_zeros(len(request)))
-        )
-        return rows, num
+        return request.new_empty(len(request), 0), torch.zeros_like(request)
 
     def _bounds(self, tokens: slice, ratio: int, chunk: ContextChunk, num_before: int) -> _Tensors:
         """Return the first of a chunk's entries that each token may attend to, the end, and the first one's row."""
@@ -107,15 +104,15 @@ class RowLists:
         return self._step.request[self._first :][tokens]
 
     def _kept(self, key: Hashable, tokens: slice, width: int, compute: Callable[[], _Tensors]) -> _Tensors:
-        """Return what compute returns, from an earlier layer if it was kept: all tokens at a time, in short lists.
+        """Return what compute returns, or what an earlier layer kept. Lists of all tokens are kept while there is room.
 
         Args:
-            width: Row numbers of each token.
+            width: Row numbers of each token, its number of rows among them.
         """
-        is_whole = tokens.stop - tokens.start == self._num_tokens
-        if not is_whole or self._num_tokens * width > KEPT_ROWS:
-            return compute()
-        kept = self._context.kept
-        if key not in kept:
-            kept[key] = compute()
-        return kept[key]
+        kept, is_whole = self._context.kept, tokens.stop - tokens.start == self._num_tokens
+        if is_whole and key in kept:
+            return kept[key]
+        tensors, num_kept = compute(), sum(part.numel() for parts in kept.values() for part in parts)
+        if is_whole and num_kept + self._num_tokens * width <= KEPT_ROWS:
+            kept[key] = tensors
+        return tensors

@@ -81,8 +81,8 @@ def claim_prefill(
         new(4 * num_rows),
         # Windows are read, then joined with new rows and a chunk.
         new(2 * num_before + num_tokens + num_entries),
-        # Row numbers of entries are joined with row numbers of windows. Three lists and their bounds are kept.
-        torch.empty(2 * LISTED_ROWS + 4 * KEPT_ROWS, dtype=torch.int32, device=device),
+        # Row numbers of entries are joined with row numbers of windows. Some are kept for the next layers.
+        torch.empty(2 * LISTED_ROWS + KEPT_ROWS, dtype=torch.int32, device=device),
         decode_workspace(device),
     ]
     if kind.ratio:

@@ -29,8 +29,8 @@ _MULTIPROCESSORS = 132  # H100s and H200s have as many
 _SHARED_BYTES = 221_184  # shared memory of a multiprocessor that the pipelines of its programs may take
 # An estimate of times takes these bytes per us (a multiprocessor's loads; stores and loads of segments' sums by the
 # whole device) and these us (a program's start and end; the second kernel; the wait for 128 columns). A multiprocessor
-# needs _PACE us for 128 columns of one token and one row, and each instruction costs as much as 8 more rows. A program
-# that could share a multiprocessor takes _ALONE times as long alone, because no other program runs while it waits.
+# needs _PACE us for 128 columns of one token and one row. An instruction adds the time of 8 rows. A program that could
+# share a multiprocessor takes _ALONE times as long alone, because no other program runs while it waits.
 _LOADED, _STORED = 1e5, 3e6
 _START, _LAUNCH, _WAIT = 2.0, 3.0, 0.1
 _PACE, _FP8_PACE, _ALONE = 4.4e-5, 3.45e-5, 1.25
