@@ -1,5 +1,6 @@
 """The tensor-parallel layer of DeepSeek-V4's and V4.1's attention. `CompressedAttention.attend` reads top to bottom."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -26,6 +27,8 @@ from dcpmla.attention.step import DecodeMetadata, StepMetadata
 from dcpmla.cache.shared_rows import read_rows
 from dcpmla.comm.exchange import LocalExchange
 from dcpmla.parallel.fp8 import NormedRows, PlainRows
+
+_FEW_TOKENS = 256  # of a step with prefills that runs some kernels concurrently
 
 
 class CompressedAttention(CompressedWeights):
@@ -133,20 +136,24 @@ class CompressedAttention(CompressedWeights):
         q_c = NormedRows.join(latents, *codes)
         if cache.sums is not None and self.config.has_entry_keys:
             self._write_entries(down[1], compressed, cache)
-        # In decode these kernels are too small to fill a GPU. The exchange is used on one stream at a time.
-        with fork(rows.device, self.selector is not None and context is None) as join:
+        # Kernels of few tokens are too small to fill a GPU. The exchange is used on one stream at a time.
+        with fork(rows.device, context is None or step.num_tokens <= _FEW_TOKENS) as side:
             if cache.index_sums is not None and cache.index_keys is not None:
                 self._compress(down[2], self.index_compressor, compressed, cache.index_sums, cache.index_keys)
-            selection = self.select(q_c, down, cache, compressed)
-        if cache.sums is not None and not self.config.has_entry_keys:
-            self._compress(down[1], self.compressor, compressed, cache.sums, cache.rows)
+            if self.selector is None:
+                self._pool_entries(down, compressed, cache)
+            selection = self.select(q_c, down, cache, compressed, side.mark)
+        if self.selector is not None:
+            self._pool_entries(down, compressed, cache)
+        side.reach_mark()  # Queries are a large product, which would delay the indexer's small kernels.
         parts = []
         if step.decode is not None:
             q = self.project_query(q_c[decodes], cos_sin[decodes], slice(0, self.q_heads.count))
-            join()
+            side.join()
             parts.append(self._decode(q, cache, step.decode, compressed, selection))
         if window is not None:
             q = self.project_query(q_c[prefills], cos_sin[prefills], self.q_heads.own)
+            side.join()
             new = window, rows[prefills]
             chosen = None if selection is None else selection.rows(prefills)
             parts.append(attend_prefill(q, new, cache.rows, compressed, self.kind, chosen, self.exchange, self.dcp))
@@ -160,7 +167,18 @@ class CompressedAttention(CompressedWeights):
         dtype, device = self.dtype, self.q_norm.device
         if self.selector is not None:  # free again before attention begins
             torch.empty(self.selector.workspace_bytes(num_tokens, dtype.itemsize), dtype=torch.uint8, device=device)
+            with fork(device, True) as side:
+                few = self.selector.workspace_bytes(min(num_tokens, _FEW_TOKENS), dtype.itemsize)
+                torch.empty(few, dtype=torch.uint8, device=device)
+            side.join()
         claim_prefill(num_tokens, self.num_heads, self.config, self.kind, self.exchange, self.dcp, dtype, device)
+
+    def _pool_entries(
+        self, down: tuple[Tensor, ...], compressed: CompressedMetadata, cache: CompressedLayerCache
+    ) -> None:
+        """Write the entries that the step's tokens complete, unless `_write_entries` has."""
+        if cache.sums is not None and not self.config.has_entry_keys:
+            self._compress(down[1], self.compressor, compressed, cache.sums, cache.rows)
 
     def _compress(
         self, pairs: Tensor, weights: CompressorWeights, step: CompressedMetadata, sums: Tensor, cache: Tensor
@@ -182,7 +200,12 @@ class CompressedAttention(CompressedWeights):
             finish_index_keys(keys, cache.index_keys, slots, *norm, *rotation, self.config.rms_norm_eps)
 
     def select(
-        self, q_c: PlainRows, down: tuple[Tensor, ...], cache: CompressedLayerCache, compressed: CompressedMetadata
+        self,
+        q_c: PlainRows,
+        down: tuple[Tensor, ...],
+        cache: CompressedLayerCache,
+        compressed: CompressedMetadata,
+        has_scored: Callable[[], None],
     ) -> SelectedTokens | None:
         """Write the entries that each token attends to into the step, and return them; return None if it attends to all
         entries before it. Collective.
@@ -190,6 +213,7 @@ class CompressedAttention(CompressedWeights):
         Args:
             q_c: Query latents [T, Lq] after their norm.
             down: Parts of `down_proj`'s output, [T, ..] each.
+            has_scored: Function that is called after the scores (`TokenSelector.select`).
         """
         config = self.config.indexer
         if not selects(compressed, self.kind):
@@ -205,7 +229,7 @@ class CompressedAttention(CompressedWeights):
         entries = compressed.entries[self.kind.ratio]
         assert entries.visible is not None
         tables = entries.visible, entries.block_table, compressed.selection
-        self.selector.select(q, weights, cache.index_keys, *tables, self._candidates(compressed))
+        self.selector.select(q, weights, cache.index_keys, *tables, self._candidates(compressed), has_scored)
         return compressed.selection
 
     def _candidates(self, compressed: CompressedMetadata) -> Candidates | None:

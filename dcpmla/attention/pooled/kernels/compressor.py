@@ -10,7 +10,7 @@ from dcpmla.attention.triton.rope import load_pairs, norm_factor, rotate_range, 
 from dcpmla.cache import index_keys
 from dcpmla.cache.kernels import quantize_pairs, store_shared
 
-_TOKENS = 8  # tokens of a span that are pooled at a time
+_TOKENS = 32  # most tokens of a span that are pooled at a time
 _SMALLEST_AMAX = tl.constexpr(index_keys.SMALLEST_AMAX)
 
 
@@ -111,18 +111,18 @@ def compress_kernel(
         is_carried = (order == 0) & (start > 0)
         own_half = (own_ptr + (HALVES - 1) * WIDTH, own_bias_ptr + (HALVES - 1) * WIDTH)
         sums = load_sums(sums_ptr, column, is_carried, WIDTH)
-        sums = add_tokens(sums, own_half, num, pairs_stride, column, WIDTH, HALVES, GATES, TOKENS)
+        sums = add_tokens(sums, own_half, num, pairs_stride, column, WIDTH, HALVES, GATES, TOKENS, RATIO)
         following = load_sums(sums_ptr, column, False, WIDTH)
         if HALVES == 2:
             num_before = tl.where(order > 0, tl.minimum(begin - start, RATIO), 0)
             before = (pairs_ptr + (row - num_before) * pairs_stride, bias_ptr + (RATIO - num_before) * (HALVES * WIDTH))
-            sums = add_tokens(sums, before, num_before, pairs_stride, column, WIDTH, HALVES, GATES, TOKENS)
+            sums = add_tokens(sums, before, num_before, pairs_stride, column, WIDTH, HALVES, GATES, TOKENS, RATIO)
             # The span before was in progress when the step began: its part from then on is in the next entry's sums.
             is_unfinished = (order == 1) & (start % RATIO > 0)
             sums = merge(sums, load_sums(sums_ptr + 3 * WIDTH, column, is_unfinished, WIDTH))
             following = load_sums(sums_ptr + 3 * WIDTH, column, is_carried, WIDTH)
             own_token = (own_ptr, own_bias_ptr)
-            following = add_tokens(following, own_token, num, pairs_stride, column, WIDTH, HALVES, GATES, TOKENS)
+            following = add_tokens(following, own_token, num, pairs_stride, column, WIDTH, HALVES, GATES, TOKENS, RATIO)
         is_complete = begin - at + RATIO <= end
         if order == last:
             tl.debug_barrier()  # other threads may still read the old values
@@ -178,6 +178,9 @@ def compress_(
         return
     if is_index:
         index_keys.check_index_cache(cache, cache.dtype, width)
+    columns = triton.next_power_of_2(width)
+    # In most steps of decodes alone, each request has one token.
+    tokens = 1 if num_tokens <= len(part.end) else min(_TOKENS, triton.next_power_of_2(len(bias)))
     compress_kernel[(num_tokens,)](
         pairs,
         bias,
@@ -199,8 +202,9 @@ def compress_(
         WIDTH=width,
         GATES=pairs.shape[1] - num_halves * width,  # values are their own gates if there are none
         ROPE=0 if layout.cos_sin is None else layout.cos_sin.shape[1],
-        COLUMNS=triton.next_power_of_2(width),
-        TOKENS=1 if num_tokens <= len(part.end) else _TOKENS,  # one a request, in most steps of decodes alone
+        COLUMNS=columns,
+        TOKENS=tokens,
         IS_INDEX=is_index,
         HADAMARD_BITS=width.bit_length() - 1 if hadamard else 0,
+        num_warps=max(4, tokens * columns // 1024),
     )

@@ -38,6 +38,33 @@ def merge(sums, second):
 
 
 @triton.jit
+def _add_tile(
+    sums,
+    first,
+    start,
+    num,
+    stride,
+    column,
+    WIDTH: tl.constexpr,
+    HALVES: tl.constexpr,
+    GATES: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Add TOKENS tokens from number `start` on, as far as there are num, to an entry's sums (`add_tokens`)."""
+    pairs_ptr, bias_ptr = first
+    token = (start + tl.arange(0, TOKENS))[:, None]
+    mask = (token < num) & (column < WIDTH)[None, :]
+    token_ptr = pairs_ptr + token * stride + column[None, :]
+    value = tl.load(token_ptr, mask=mask, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + token * (HALVES * WIDTH) + column[None, :], mask=mask, other=0.0)
+    gate = tl.load(token_ptr + GATES, mask=mask, other=0.0).to(tl.float32) + bias
+    gate = tl.where(token < num, gate, float("-inf"))
+    peak = tl.max(gate, 0)
+    weights = tl.exp(gate - _shift(peak)[None, :])
+    return merge(sums, (peak, tl.sum(weights, 0), tl.sum(weights * value, 0)))
+
+
+@triton.jit
 def add_tokens(
     sums,
     first,
@@ -48,24 +75,16 @@ def add_tokens(
     HALVES: tl.constexpr,
     GATES: tl.constexpr,
     TOKENS: tl.constexpr,
+    RATIO: tl.constexpr,
 ):
-    """Add num tokens to an entry's sums.
+    """Add num tokens, at most RATIO, to an entry's sums.
 
     first: Pointers to the first token's values and bias. GATES: Columns from a value to its gate.
     """
-    pairs_ptr, bias_ptr = first
+    if RATIO <= TOKENS:  # without a loop, so that the loads of several calls overlap
+        return _add_tile(sums, first, 0, num, stride, column, WIDTH, HALVES, GATES, TOKENS)
     for start in range(0, num, TOKENS):
-        token = (start + tl.arange(0, TOKENS))[:, None]
-        mask = (token < num) & (column < WIDTH)[None, :]
-        token_ptr = pairs_ptr + token * stride + column[None, :]
-        value = tl.load(token_ptr, mask=mask, other=0.0).to(tl.float32)
-        bias = tl.load(bias_ptr + token * (HALVES * WIDTH) + column[None, :], mask=mask, other=0.0)
-        gate = tl.load(token_ptr + GATES, mask=mask, other=0.0).to(tl.float32) + bias
-        gate = tl.where(token < num, gate, float("-inf"))
-        peak = tl.max(gate, 0)
-        weights = tl.exp(gate - _shift(peak)[None, :])
-        values = tl.sum(weights * value, 0)
-        sums = merge(sums, (peak, tl.sum(weights, 0), values))
+        sums = _add_tile(sums, first, start, num, stride, column, WIDTH, HALVES, GATES, TOKENS)
     return sums
 
 

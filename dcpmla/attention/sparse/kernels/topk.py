@@ -21,6 +21,7 @@ from dcpmla.attention.sparse.slots import SlotLayout
 
 TILE = 16384  # keys of a program
 WARPS = 8  # warps per program; each repeats the scalar work between counts, so more would take longer
+_FEW_PROGRAMS = 256  # that run at the same time
 _LAST_POSITION = tl.constexpr(packing.LAST_POSITION)  # all ones: xor with it flips a position's bits
 
 
@@ -130,10 +131,10 @@ def choose_kernel(
 def local_candidates(
     scores: Tensor, seq_lens: Tensor, local_seq_lens: Tensor, topk: int, dcp_rank: int, dcp_size: int, interleave: int
 ) -> Tensor:
-    """Compute `topk.local_candidates`, in one kernel for up to TILE columns."""
+    """Compute `topk.local_candidates`, in one kernel for up to TILE / 2 columns."""
     num_tokens, num_columns = scores.shape
     width = packing.candidate_width(topk, num_columns)
-    tile = _tile(num_columns, width)
+    tile = _shared_tile(num_tokens, num_columns, width)
     num_tiles = triton.cdiv(num_columns, tile)
     out = torch.empty(num_tokens, num_tiles * width, dtype=torch.int64, device=scores.device)
     if out.numel() == 0:
@@ -205,6 +206,17 @@ def _cut(candidates: Tensor, width: int) -> Tensor:
         candidates, out, num_candidates, candidates.stride(0), width=width, **_tiling(tile, candidates)
     )
     return out
+
+
+def _shared_tile(num_rows: int, num_keys: int, width: int) -> int:
+    """Choose a tile's keys where all tiles of a row run at the same time if the rows are few: then smaller tiles take
+    less time, and the cut after them takes more, for it reads `width` keys of each.
+    """
+    tile = _tile(num_keys, width)
+    if num_keys <= TILE // 2:
+        return tile
+    balanced = max(2 ** round(math.log2(num_keys * width) / 2), 2 * triton.next_power_of_2(width), 128)
+    return balanced if balanced < tile and num_rows * triton.cdiv(num_keys, balanced) <= _FEW_PROGRAMS else tile
 
 
 def _tile(num_keys: int, width: int) -> int:

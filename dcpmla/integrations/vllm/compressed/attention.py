@@ -1,12 +1,16 @@
 """A layer of DeepSeek-V4's attention in vLLM: vLLM's parameters, this package's attention."""
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from dcpmla.attention.compressed.modules import CompressedModules, CompressorModules
 from dcpmla.integrations.vllm.compressed.backend import DCPMLACompressedBackend
 from dcpmla.integrations.vllm.compressed.names import (
+    BreakableCUDAGraphCapture,
     ColumnParallelLinear,
     DeepseekCompressor,
     DeepseekV4Attention,
@@ -99,19 +103,25 @@ class DCPMLADeepseekV4Attention(DeepseekV4Attention):
 
     def forward(self, positions: Tensor, hidden_states: Tensor, llama_4_scaling: Tensor | None = None) -> Tensor:
         """Run a step: [T, hidden] -> [T, hidden]."""
+        if not BreakableCUDAGraphCapture.is_active():
+            return self.wo_b(self._attend(hidden_states))
         low = hidden_states.new_empty(len(hidden_states), self.n_local_groups * self.o_lora_rank)
         self._attend_outside_pieces(hidden_states, low)
         return self.wo_b(low)
 
-    def _attend(self, hidden_states: Tensor, low: Tensor) -> None:
-        """Write attention's output before its last projection into `low` [T, groups x o_lora_rank]."""
+    def _attend(self, hidden_states: Tensor) -> Tensor:
+        """Return attention's output before its last projection [T, groups x o_lora_rank]."""
         metadata, stack = get_forward_context().attn_metadata, self.stack
         is_profile = not isinstance(metadata, dict)
         cache, step = (None, None) if is_profile else (stack.cache[self.number], metadata[stack.leader.prefix].step)
-        low.copy_(stack.attention[self.number].attend(hidden_states, cache, step))
+        low: Tensor = stack.attention[self.number].attend(hidden_states, cache, step)
+        return low
 
-    # Between the graphs of a step's pieces, if vLLM captures pieces.
-    _attend_outside_pieces = eager_break_during_capture(_attend)
+    def _attend_into(self, hidden_states: Tensor, low: Tensor) -> None:
+        low.copy_(self._attend(hidden_states))
+
+    # Between the graphs of a step's pieces, which read its result where it was at the capture.
+    _attend_outside_pieces = eager_break_during_capture(_attend_into)
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         """Return the pages of the whole model in one layer, and None in all others."""
@@ -125,17 +135,16 @@ class DCPMLADeepseekV4Attention(DeepseekV4Attention):
     def modules(self) -> CompressedModules:
         """Return the projections and weights of this layer as this package's layer takes them."""
         indexer = self.indexer
-        projections = [lambda x: self.fused_wqa_wkv(x)[0]]
-        projections += [compressor.fused_wkv_wgate for compressor in self._compressors()]
+        linears = [self.fused_wqa_wkv, *(compressor.fused_wkv_wgate for compressor in self._compressors())]
         of_indexer: dict[str, Any] = {}
         if indexer is not None:
-            projections.append(lambda x: indexer.weights_proj(x)[0])
+            linears.append(indexer.weights_proj)
             of_indexer = {
                 "index_compressor": _pooling(indexer.compressor),
                 "index_q_proj": lambda q_c: indexer.wq_b(q_c)[0],
             }
         return CompressedModules(
-            down_proj=lambda x: tuple(project(x) for project in projections),
+            down_proj=_joined(linears),
             q_proj=self.wq_b,
             q_norm=self.q_norm.weight.data.float(),
             kv_norm=self.kv_norm.weight.data.float(),
@@ -145,6 +154,33 @@ class DCPMLADeepseekV4Attention(DeepseekV4Attention):
             o_b_proj=self.wo_b,
             **of_indexer,
         )
+
+
+def _joined(linears: list[Any]) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """Return the function that multiplies rows by the weights of linear layers [N, K], the first of which may be
+    quantized. The others' weights, and the first one's if it is not, become parts of one, for one product.
+    """
+    first, *others = linears
+    is_quantized = first.weight.dtype != others[0].weight.dtype if others else True
+    joined = others if is_quantized else linears
+    if len(joined) < 2:
+        return lambda x: tuple(_output(linear(x)) for linear in linears)
+    widths = [len(linear.weight) for linear in joined]
+    whole = torch.cat([linear.weight.data for linear in joined])
+    for linear, rows in zip(joined, whole.split(widths), strict=True):
+        linear.weight.data = rows
+
+    def project(x: Tensor) -> tuple[Tensor, ...]:
+        parts = functional.linear(x, whole).split(widths, -1)
+        return (_output(first(x)), *parts) if is_quantized else parts
+
+    return project
+
+
+def _output(result: Any) -> Tensor:
+    """Return the output of a linear layer of vLLM's, which may come with a bias."""
+    output: Tensor = result[0] if isinstance(result, tuple) else result
+    return output
 
 
 def _pooling(compressor: Any) -> CompressorModules:

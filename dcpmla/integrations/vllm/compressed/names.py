@@ -2,7 +2,7 @@
 every tested version that has this model.
 """
 
-from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture, eager_break_during_capture
 from vllm.distributed.parallel_state import get_dcp_group, get_tp_group
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear
