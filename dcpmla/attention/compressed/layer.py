@@ -137,7 +137,8 @@ class CompressedAttention(CompressedWeights):
         if cache.sums is not None and self.config.has_entry_keys:
             self._write_entries(down[1], compressed, cache)
         # Kernels of few tokens are too small to fill a GPU. The exchange is used on one stream at a time.
-        with fork(rows.device, context is None or step.num_tokens <= _FEW_TOKENS) as side:
+        is_small = self.selector is None or context is None or step.num_tokens <= _FEW_TOKENS
+        with fork(rows.device, is_small) as side:
             if cache.index_sums is not None and cache.index_keys is not None:
                 self._compress(down[2], self.index_compressor, compressed, cache.index_sums, cache.index_keys)
             if self.selector is None:

@@ -20,7 +20,7 @@ from dcpmla.cache.shared_rows import read_rows
 from dcpmla.comm.exchange import Exchange
 from dcpmla.config import DCPConfig
 
-LISTED_ROWS = 1 << 22  # Row numbers that are listed at a time.
+LISTED_ROWS = 1 << 23  # Row numbers that are listed at a time.
 
 
 def attend_prefill(

@@ -10,7 +10,7 @@ from dcpmla.attention.triton.rope import load_pairs, norm_factor, rotate_range, 
 from dcpmla.cache import index_keys
 from dcpmla.cache.kernels import quantize_pairs, store_shared
 
-_TOKENS = 32  # most tokens of a span that are pooled at a time
+_TOKENS = 16  # most tokens of a span that are pooled at a time
 _SMALLEST_AMAX = tl.constexpr(index_keys.SMALLEST_AMAX)
 
 
@@ -178,7 +178,6 @@ def compress_(
         return
     if is_index:
         index_keys.check_index_cache(cache, cache.dtype, width)
-    columns = triton.next_power_of_2(width)
     # In most steps of decodes alone, each request has one token.
     tokens = 1 if num_tokens <= len(part.end) else min(_TOKENS, triton.next_power_of_2(len(bias)))
     compress_kernel[(num_tokens,)](
@@ -202,9 +201,8 @@ def compress_(
         WIDTH=width,
         GATES=pairs.shape[1] - num_halves * width,  # values are their own gates if there are none
         ROPE=0 if layout.cos_sin is None else layout.cos_sin.shape[1],
-        COLUMNS=columns,
+        COLUMNS=triton.next_power_of_2(width),
         TOKENS=tokens,
         IS_INDEX=is_index,
         HADAMARD_BITS=width.bit_length() - 1 if hadamard else 0,
-        num_warps=max(4, tokens * columns // 1024),
     )

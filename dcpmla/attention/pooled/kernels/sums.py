@@ -38,30 +38,13 @@ def merge(sums, second):
 
 
 @triton.jit
-def _add_tile(
-    sums,
-    first,
-    start,
-    num,
-    stride,
-    column,
-    WIDTH: tl.constexpr,
-    HALVES: tl.constexpr,
-    GATES: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    """Add TOKENS tokens from number `start` on, as far as there are num, to an entry's sums (`add_tokens`)."""
+def _load_gate(first, token, num, stride, column, WIDTH: tl.constexpr, HALVES: tl.constexpr, GATES: tl.constexpr):
+    """Load the gate of a token, its bias added; -inf from token num on."""
     pairs_ptr, bias_ptr = first
-    token = (start + tl.arange(0, TOKENS))[:, None]
-    mask = (token < num) & (column < WIDTH)[None, :]
-    token_ptr = pairs_ptr + token * stride + column[None, :]
-    value = tl.load(token_ptr, mask=mask, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + token * (HALVES * WIDTH) + column[None, :], mask=mask, other=0.0)
-    gate = tl.load(token_ptr + GATES, mask=mask, other=0.0).to(tl.float32) + bias
-    gate = tl.where(token < num, gate, float("-inf"))
-    peak = tl.max(gate, 0)
-    weights = tl.exp(gate - _shift(peak)[None, :])
-    return merge(sums, (peak, tl.sum(weights, 0), tl.sum(weights * value, 0)))
+    mask = column < tl.where(token < num, WIDTH, 0)
+    gate = tl.load(pairs_ptr + token * stride + GATES + column, mask=mask, other=0.0).to(tl.float32)
+    gate += tl.load(bias_ptr + token * (HALVES * WIDTH) + column, mask=mask, other=0.0)
+    return tl.where(token < num, gate, float("-inf"))
 
 
 @triton.jit
@@ -77,14 +60,27 @@ def add_tokens(
     TOKENS: tl.constexpr,
     RATIO: tl.constexpr,
 ):
-    """Add num tokens, at most RATIO, to an entry's sums.
+    """Add num tokens, at most RATIO, to an entry's sums, TOKENS at a time.
+
+    A thread keeps its columns, so nothing is sent between threads; loops over TOKENS are unrolled, so that their loads
+    overlap.
 
     first: Pointers to the first token's values and bias. GATES: Columns from a value to its gate.
     """
-    if RATIO <= TOKENS:  # without a loop, so that the loads of several calls overlap
-        return _add_tile(sums, first, 0, num, stride, column, WIDTH, HALVES, GATES, TOKENS)
-    for start in range(0, num, TOKENS):
-        sums = _add_tile(sums, first, start, num, stride, column, WIDTH, HALVES, GATES, TOKENS)
+    pairs_ptr, _ = first
+    for start in range(0, num if TOKENS < RATIO else 1, TOKENS):
+        peak = tl.full(column.shape, float("-inf"), tl.float32)
+        for index in tl.static_range(TOKENS):
+            peak = tl.maximum(peak, _load_gate(first, start + index, num, stride, column, WIDTH, HALVES, GATES))
+        shift = _shift(peak)
+        total, values = tl.zeros_like(peak), tl.zeros_like(peak)
+        for index in tl.static_range(TOKENS):
+            token = start + index
+            weight = tl.exp(_load_gate(first, token, num, stride, column, WIDTH, HALVES, GATES) - shift)
+            mask = column < tl.where(token < num, WIDTH, 0)
+            total += weight
+            values += weight * tl.load(pairs_ptr + token * stride + column, mask=mask, other=0.0).to(tl.float32)
+        sums = merge(sums, (peak, total, values))
     return sums
 
 

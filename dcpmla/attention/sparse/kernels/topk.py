@@ -216,7 +216,9 @@ def _shared_tile(num_rows: int, num_keys: int, width: int) -> int:
     if num_keys <= TILE // 2:
         return tile
     balanced = max(2 ** round(math.log2(num_keys * width) / 2), 2 * triton.next_power_of_2(width), 128)
-    return balanced if balanced < tile and num_rows * triton.cdiv(num_keys, balanced) <= _FEW_PROGRAMS else tile
+    while balanced < tile and num_rows * triton.cdiv(num_keys, balanced) > _FEW_PROGRAMS:
+        balanced *= 2
+    return min(balanced, tile)
 
 
 def _tile(num_keys: int, width: int) -> int:
