@@ -169,6 +169,24 @@ def test_kernels(num_columns: int, topk: int, size: int) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "num_keys", "width", "tile"),
+    [
+        (1, 33_792, 512, 4096),  # 9 tiles, whose 4,608 keys are cut at once
+        (32, 33_792, 512, 8192),
+        (128, 33_792, 512, 16_384),  # more programs than run at the same time
+        (1, 8192, 512, 8192),  # one launch
+        (1, 133_120, 2048, 16_384),
+        (1, 20_000, 9000, 32_768),  # twice the keys that a tile keeps
+    ],
+)
+def test_tiles_of_a_row(num_rows: int, num_keys: int, width: int, tile: int) -> None:
+    pytest.importorskip("triton")
+    from dcpmla.attention.sparse.kernels.topk import _shared_tile
+
+    assert _shared_tile(num_rows, num_keys, width) == tile
+
+
 @pytest.mark.gpu
 def test_candidates_may_be_anything() -> None:
     for num_candidates in (2500, 16384, 40_000):

@@ -55,6 +55,7 @@ def check(report: dict[str, Any], num_layers: int = 4, tolerance: float = 1e-4) 
     assert calls["attend_prefill"] > 5 * num_layers
     assert report["static"]["steps"] >= 5
     assert report["layers"] == num_layers, "vLLM has caches of its own for windows, states or index keys"
+    assert report["joined weights"] == 3, "a layer of windows alone has one projection"
     assert report["in one piece"]
     assert report["bytes"] >= report["needed"]
     assert report["bytes"] <= report["pages"] + report["fixed"]

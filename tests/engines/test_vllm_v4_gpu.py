@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.engines.test_vllm_gpu import VARIABLES
+from tests.engines.vllm_v4_drafts import save_v4_with_module
 from tests.engines.vllm_v4_model import save_v4
 from tests.support.launchers import ROOT, run_together, torchrun
 
@@ -32,17 +33,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_v4(tmp_path_factory.mktemp("v4"), index_topk=128)
 
 
-def check(model: Path, num_ranks: int, dtype: str, **layout: Any) -> str:
-    """Run an engine of that many ranks; check its logprobs, and return its log."""
-    program = [ROOT / "tests" / "engines" / "vllm_v4_cases.py", model, json.dumps(OURS | {"dtype": dtype} | layout)]
+def run_engine(model: Path, num_ranks: int, **options: Any) -> tuple[dict[str, Any], str]:
+    """Run an engine of that many ranks; return its report and its log."""
+    program = [ROOT / "tests" / "engines" / "vllm_v4_cases.py", model, json.dumps(OURS | options)]
     (ended,) = run_together([(torchrun(program, num_ranks), VARIABLES)], timeout=300)
-    report = json.loads(next(line for line in ended.stdout.splitlines() if line.startswith('{"blocks"')))
+    return json.loads(next(line for line in ended.stdout.splitlines() if line.startswith('{"blocks"'))), ended.stderr
+
+
+def check(model: Path, num_ranks: int, dtype: str, **layout: Any) -> str:
+    """Check the logprobs of an engine of that many ranks, and return its log."""
+    report, log = run_engine(model, num_ranks, dtype=dtype, **layout)
     for turn, num_ended in (("first", 20), ("aborted", 19), ("tight", 4)):
         assert report[turn]["ended"] == num_ended, turn
         assert report[turn]["error"] < TOLERANCES[dtype], (turn, report[turn])
     for turn in ("one by one", "together", "after a reset"):
         assert report["reuse"][turn]["error"] < TOLERANCES[dtype], (turn, report["reuse"])
-    return ended.stderr
+    return log
 
 
 @pytest.mark.gpu
@@ -61,3 +67,14 @@ def test_caches_in_8_bits(model: Path) -> None:
 def test_two_gpus(model: Path) -> None:
     for graphs in ({}, IN_GRAPHS):
         assert "dcpmla: exchange direct" in check(model, 2, "bfloat16", decode_context_parallel_size=2, **graphs)
+
+
+@pytest.mark.gpu
+def test_drafts_in_graphs(tmp_path: Path) -> None:
+    """A module in plain torch makes most of the same drafts; answers are right, whatever is accepted."""
+    drafts = {"method": "mtp", "num_speculative_tokens": 2}
+    model = save_v4_with_module(tmp_path)
+    report, _ = run_engine(model, 1, dtype="float32", speculative_config=drafts, **IN_GRAPHS)
+    assert report["drafts"]["right"] > 0.9 * report["drafts"]["made"] > 90
+    for turn in (report["first"], report["guided"], report["reuse"]["one by one"], report["reuse"]["together"]):
+        assert turn["error"] < TOLERANCES["float32"], report

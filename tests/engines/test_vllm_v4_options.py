@@ -11,7 +11,7 @@ from dcpmla.integrations.families.deepseek_v4_config import compressed_config
 from dcpmla.integrations.vllm import register
 from dcpmla.integrations.vllm.compressed import options
 from dcpmla.integrations.vllm.compressed.memory import fixed_bytes
-from dcpmla.integrations.vllm.compressed.weights import reformatted
+from dcpmla.integrations.vllm.compressed.weights import joined, reformatted
 from tests.support.models import tiny_config
 from tests.support.quantized_models import dequantize, quantize
 
@@ -162,3 +162,29 @@ def test_weights_of_a_checkpoint() -> None:
         assert torch.equal(loaded[prefix + name].float(), expected), name
     whole = {"layers.0.attn.wo_a.weight": torch.randn(4, 4)}
     assert dict(reformatted(whole.items(), width, rope)) == whole
+
+
+class _Quantized(torch.nn.Linear):
+    """A layer whose weight has codes; vLLM's return the bias, too."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.nn.functional.linear(x, self.weight.float()), None
+
+
+@pytest.mark.parametrize(("is_quantized", "num_others"), [(False, 0), (False, 1), (False, 3), (True, 1), (True, 3)])
+def test_projections_of_the_same_rows(is_quantized: bool, num_others: int) -> None:
+    """Their outputs stay the same, and so do their weights, in the memory of one matrix where there are several."""
+    torch.manual_seed(0)
+    first = _Quantized(8, 6, bias=False) if is_quantized else torch.nn.Linear(8, 6, bias=False)
+    if is_quantized:
+        first.weight = torch.nn.Parameter(first.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    others = [torch.nn.Linear(8, 2 + index, bias=False) for index in range(num_others)]
+    weights, x = [linear.weight.clone() for linear in others], torch.randn(5, 8)
+    expected = [first(x)[0] if is_quantized else first(x), *(linear(x) for linear in others)]
+    outputs = joined([first, *others])(x)
+    for output, tensor in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(output, tensor)
+    assert all(map(torch.equal, (linear.weight for linear in others), weights))
+    is_joined = num_others + (not is_quantized) > 1
+    parts = others if is_quantized else [first, *others]
+    assert len({linear.weight.untyped_storage().data_ptr() for linear in parts}) == (1 if is_joined else len(parts))

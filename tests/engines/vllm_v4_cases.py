@@ -112,6 +112,7 @@ def main(directory: str, options: dict[str, Any]) -> None:
     add_dummy_batches(llm)
     report["dummies"] = compare(model, tight, run(llm, tight))
     report["calls"] = dict(CALLS)
+    report["joined weights"] = sum(map(has_joined_weights, stack_of(llm).layers))
     report["reuse"] = reuse(llm, model, block)
     if torch.cuda.is_available():
         end(report)
@@ -139,6 +140,8 @@ def with_drafts(llm: LLM, model: Any, block: int) -> dict[str, Any]:
     steps = CALLS["attend"]
     report["guided"] = compare(model, requests, run(llm, requests)) | {"calls": CALLS["attend"] - steps}
     report["reuse"] = reuse(llm, model, block)
+    if torch.cuda.is_available():
+        return report
     use_static_steps()
     few = requests[2:8]  # together in one step, then in steps of as many tokens each
     report["static"] = compare(model, few, run(llm, few)) | {"steps": CALLS["static steps"]}
@@ -210,6 +213,13 @@ def describe(llm: LLM) -> dict[str, Any]:
         "cuts prompts": config.scheduler_config.max_num_batched_tokens < BLOCK,
         "async": config.scheduler_config.async_scheduling,
     }
+
+
+def has_joined_weights(attention: Any) -> bool:
+    """Return whether the projections of a layer's hidden states that are not quantized are one matrix."""
+    linears = [attention.fused_wqa_wkv, *(compressor.fused_wkv_wgate for compressor in attention._compressors())]
+    linears += [] if attention.indexer is None else [attention.indexer.weights_proj]
+    return len({linear.weight.untyped_storage().data_ptr() for linear in linears}) == 1 < len(linears)
 
 
 def stack_of(llm: LLM) -> Any:

@@ -138,7 +138,7 @@ class CompressedAttention(CompressedWeights):
             self._write_entries(down[1], compressed, cache)
         # Kernels of few tokens are too small to fill a GPU. The exchange is used on one stream at a time.
         is_small = self.selector is None or context is None or step.num_tokens <= _FEW_TOKENS
-        with fork(rows.device, is_small) as side:
+        with fork(rows.device, is_small and self.kind.ratio > 0) as side:
             if cache.index_sums is not None and cache.index_keys is not None:
                 self._compress(down[2], self.index_compressor, compressed, cache.index_sums, cache.index_keys)
             if self.selector is None:

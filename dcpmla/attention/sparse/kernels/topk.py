@@ -131,7 +131,7 @@ def choose_kernel(
 def local_candidates(
     scores: Tensor, seq_lens: Tensor, local_seq_lens: Tensor, topk: int, dcp_rank: int, dcp_size: int, interleave: int
 ) -> Tensor:
-    """Compute `topk.local_candidates`, in one kernel for up to TILE / 2 columns."""
+    """Compute `topk.local_candidates`, in one launch, and for more than TILE / 2 columns in several."""
     num_tokens, num_columns = scores.shape
     width = packing.candidate_width(topk, num_columns)
     tile = _shared_tile(num_tokens, num_columns, width)

@@ -1,11 +1,8 @@
 """A layer of DeepSeek-V4's attention in vLLM: vLLM's parameters, this package's attention."""
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from dcpmla.attention.compressed.modules import CompressedModules, CompressorModules
 from dcpmla.integrations.vllm.compressed.backend import DCPMLACompressedBackend
@@ -18,6 +15,7 @@ from dcpmla.integrations.vllm.compressed.names import (
     eager_break_during_capture,
     get_forward_context,
 )
+from dcpmla.integrations.vllm.compressed.weights import joined
 from dcpmla.parallel.fp8 import multiply_groups
 
 
@@ -144,7 +142,7 @@ class DCPMLADeepseekV4Attention(DeepseekV4Attention):
                 "index_q_proj": lambda q_c: indexer.wq_b(q_c)[0],
             }
         return CompressedModules(
-            down_proj=_joined(linears),
+            down_proj=joined(linears),
             q_proj=self.wq_b,
             q_norm=self.q_norm.weight.data.float(),
             kv_norm=self.kv_norm.weight.data.float(),
@@ -154,33 +152,6 @@ class DCPMLADeepseekV4Attention(DeepseekV4Attention):
             o_b_proj=self.wo_b,
             **of_indexer,
         )
-
-
-def _joined(linears: list[Any]) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """Return the function that multiplies rows by the weights of linear layers [N, K], the first of which may be
-    quantized. The others' weights, and the first one's if it is not, become parts of one, for one product.
-    """
-    first, *others = linears
-    is_quantized = first.weight.dtype != others[0].weight.dtype if others else True
-    joined = others if is_quantized else linears
-    if len(joined) < 2:
-        return lambda x: tuple(_output(linear(x)) for linear in linears)
-    widths = [len(linear.weight) for linear in joined]
-    whole = torch.cat([linear.weight.data for linear in joined])
-    for linear, rows in zip(joined, whole.split(widths), strict=True):
-        linear.weight.data = rows
-
-    def project(x: Tensor) -> tuple[Tensor, ...]:
-        parts = functional.linear(x, whole).split(widths, -1)
-        return (_output(first(x)), *parts) if is_quantized else parts
-
-    return project
-
-
-def _output(result: Any) -> Tensor:
-    """Return the output of a linear layer of vLLM's, which may come with a bias."""
-    output: Tensor = result[0] if isinstance(result, tuple) else result
-    return output
 
 
 def _pooling(compressor: Any) -> CompressorModules:

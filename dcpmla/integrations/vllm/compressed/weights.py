@@ -1,10 +1,12 @@
-"""A checkpoint's weights in the form that this package's layers take. Nothing here imports vLLM."""
+"""Weights in the form that this package's layers take. Nothing here imports vLLM."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from dcpmla.attention.modules import rotated_first
 from dcpmla.parallel.quantized import BlockFp8, dequantize
@@ -45,3 +47,32 @@ def _rotated_first(tensor: Tensor, has_columns: bool, head_dim: int, rope_dim: i
 def _values(weight: Tensor, scale: Tensor | None = None) -> Tensor:
     """Return the values of a weight that may be in blocks of e4m3."""
     return weight if scale is None else dequantize(BlockFp8(weight, scale.float()), torch.bfloat16)
+
+
+def joined(linears: list[Any]) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """Return the function from rows [T, K] to the outputs of several linear layers of vLLM's.
+
+    Layers with weights [N, K] in the dtype of the last one's are computed in one product: their weights become parts of
+    one matrix. At most the first layer has another dtype, of a quantized weight.
+    """
+    dtype = linears[-1].weight.dtype
+    parts = [linear for linear in linears if linear.weight.dtype == dtype]
+    if len(parts) < 2:
+        return lambda x: tuple(_output(linear(x)) for linear in linears)
+    widths = [len(linear.weight) for linear in parts]
+    whole = torch.cat([linear.weight.data for linear in parts])
+    for linear, rows in zip(parts, whole.split(widths), strict=True):
+        linear.weight.data = rows
+    before = linears[: -len(parts)]
+
+    def project(x: Tensor) -> tuple[Tensor, ...]:
+        outputs = functional.linear(x, whole).split(widths, -1)
+        return (*(_output(linear(x)) for linear in before), *outputs)
+
+    return project
+
+
+def _output(result: Any) -> Tensor:
+    """Return the output of a linear layer of vLLM's, which may come with a bias."""
+    output: Tensor = result[0] if isinstance(result, tuple) else result
+    return output
