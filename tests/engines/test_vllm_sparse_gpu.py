@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.engines.glm_next_model import save_glm_next
 from tests.engines.sparse_model import save_sparse_model
 from tests.engines.test_vllm_gpu import (
     EAGER,
@@ -33,8 +32,8 @@ def sparse_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check_eagerly(model: Path, num_ranks: int, tolerance: float, **options: Any) -> None:
     """Check answers and selections as the tests on CPUs do; scores are of a model in bfloat16."""
-    options = {"dtype": "bfloat16", "threshold": 32, "route": "mha", "block_size": 64} | options
-    program = [ROOT / "tests" / "engines" / "vllm_sparse.py", model, json.dumps(OURS | MEMORY | options)]
+    options |= OURS | MEMORY | {"dtype": "bfloat16", "threshold": 32, "route": "mha", "block_size": 64}
+    program = [ROOT / "tests" / "engines" / "vllm_sparse.py", model, json.dumps(options)]
     (ended,) = run_together([(torchrun(program, num_ranks), VARIABLES)], timeout=300)
     report = json.loads(next(line for line in ended.stdout.splitlines() if line.startswith('{"warm-up"')))
     assert report["error"] < tolerance
@@ -68,11 +67,3 @@ def test_two_gpus(sparse_model: Path, interleave: int) -> None:
     check_eagerly(sparse_model, 2, TOLERANCE, **layout)
     logs = check_graphs(sparse_model, **layout, tensor_parallel_size=2, block_size=64)
     assert all("dcpmla: exchange direct" in log for log in logs)
-
-
-@pytest.mark.gpu
-def test_selection_of_pools(tmp_path: Path) -> None:
-    """GLM-5-Next, next to vLLM's own kernels of linear attention."""
-    model = save_glm_next(tmp_path / "glm_next")
-    check_eagerly(model, 1, TOLERANCE, block_size=128, longest=300)
-    check_graphs(model, block_size=128)

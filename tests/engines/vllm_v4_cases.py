@@ -19,7 +19,7 @@ from dcpmla.attention.compressed.layer import CompressedAttention
 from dcpmla.comm.nccl import AllToAll
 from dcpmla.integrations.vllm.compressed.backend import CompressedMetadataBuilder, LazyStep
 from tests.engines.vllm_cases import CALLS, VOCABULARY, count, end, largest_error, prompts, run, without_merge
-from tests.engines.vllm_drafts import compare_drafts, record_drafts
+from tests.engines.vllm_drafts import DRAFTED, compare_drafts, record_drafts
 from tests.engines.vllm_v4_drafts import GUIDES, Module, guide_drafts, use_plain_module
 from tests.engines.vllm_v4_model import round_reference, use_plain_torch
 
@@ -103,6 +103,7 @@ def main(directory: str, options: dict[str, Any]) -> None:
     block = report["tokens"] // report["blocks"]
     CALLS.clear()
     if has_module:
+        DRAFTED.clear()  # in warm-ups
         end(report | with_drafts(llm, model, block))
     requests = prompts()
     # These need a second block at the same time.
