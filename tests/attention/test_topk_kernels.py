@@ -56,7 +56,7 @@ def adversarial(num_rows: int, num_columns: int, device: str) -> Iterator[Tensor
 
 
 def check(scores: Tensor, seq_lens: Tensor, topk: int, size: int, interleave: int, block_size: int = 8) -> None:
-    """Both kernels do what the torch code does, on one rank of several and with candidates of all of them."""
+    """Compare both kernels with the torch code, on one rank of several and with candidates of all ranks."""
     from dcpmla.attention.sparse.kernels import topk as kernels
 
     device, (num_tokens, num_columns), rank = scores.device, scores.shape, size - 1
@@ -64,21 +64,21 @@ def check(scores: Tensor, seq_lens: Tensor, topk: int, size: int, interleave: in
     local_seq_lens = ownership.local_seq_lens(seq_lens, size, rank, interleave)
     scores = scores.masked_fill(torch.arange(num_columns, device=device) >= local_seq_lens[:, None], torch.nan)
     arguments = scores, seq_lens, local_seq_lens, topk, rank, size, interleave
-    wanted = spec.local_candidates(*(x.cpu() if isinstance(x, Tensor) else x for x in arguments))
+    expected = spec.local_candidates(*(x.cpu() if isinstance(x, Tensor) else x for x in arguments))
     got = kernels.local_candidates(*arguments)
-    assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
-    assert torch.equal(got.cpu(), wanted)
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+    assert torch.equal(got.cpu(), expected)
     others = [
         spec.local_candidates(scores.roll(1 + each, 1).cpu(), seq_lens.cpu(), lens.cpu(), topk, each, size, interleave)
         for each, lens in enumerate(ownership.local_seq_lens(seq_lens, size, None, interleave).unbind(-1)[:-1])
     ]
-    candidates = torch.cat([wanted, *others], 1)
+    candidates = torch.cat([expected, *others], 1)
     blocks = torch.arange(3 * -(-num_columns // block_size), dtype=torch.int32).flip(0).view(3, -1)
     request = torch.arange(num_tokens, dtype=torch.int32) % 3
     selections = []
     by: tuple[tuple[Any, Any], ...] = ((spec.choose_tokens, "cpu"), (kernels.choose_tokens, device))
     for choose, place in by:
-        # Some tokens have slots already, which stay in front of those that are selected.
+        # Some tokens have slots already, which stay before the selected ones.
         num_first = None if interleave == 1 else torch.arange(num_tokens, dtype=torch.int32, device=place) % 3
         slots = torch.empty(num_tokens, topk + 2, dtype=torch.int32, device=place)
         selection = dataclasses.replace(SelectedTokens.empty(num_tokens, topk, place), slots=slots, num_first=num_first)
@@ -197,8 +197,8 @@ def test_candidates_may_be_anything() -> None:
 def test_results_are_the_same_each_time() -> None:
     scores = torch.randn(64, 100_000, device="cuda").round(decimals=2)
     seq_lens = torch.full((64,), 100_000, dtype=torch.int32, device="cuda")
-    first, *others = (spec.local_candidates(scores, seq_lens, seq_lens, 2048, 0, 1, 1) for _ in range(5))
-    assert all(torch.equal(first, other) for other in others)
+    first, *repeated = (spec.local_candidates(scores, seq_lens, seq_lens, 2048, 0, 1, 1) for _ in range(5))
+    assert all(torch.equal(first, again) for again in repeated)
 
 
 TYPES = {

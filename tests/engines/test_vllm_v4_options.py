@@ -171,20 +171,20 @@ class _Quantized(torch.nn.Linear):
         return torch.nn.functional.linear(x, self.weight.float()), None
 
 
-@pytest.mark.parametrize(("is_quantized", "num_others"), [(False, 0), (False, 1), (False, 3), (True, 1), (True, 3)])
-def test_projections_of_the_same_rows(is_quantized: bool, num_others: int) -> None:
+@pytest.mark.parametrize(("is_quantized", "num_more"), [(False, 0), (False, 1), (False, 3), (True, 1), (True, 3)])
+def test_projections_of_the_same_rows(is_quantized: bool, num_more: int) -> None:
     """Their outputs stay the same, and so do their weights, in the memory of one matrix where there are several."""
     torch.manual_seed(0)
     first = _Quantized(8, 6, bias=False) if is_quantized else torch.nn.Linear(8, 6, bias=False)
     if is_quantized:
         first.weight = torch.nn.Parameter(first.weight.to(torch.float8_e4m3fn), requires_grad=False)
-    others = [torch.nn.Linear(8, 2 + index, bias=False) for index in range(num_others)]
-    weights, x = [linear.weight.clone() for linear in others], torch.randn(5, 8)
-    expected = [first(x)[0] if is_quantized else first(x), *(linear(x) for linear in others)]
-    outputs = joined([first, *others])(x)
+    linears = [torch.nn.Linear(8, 2 + index, bias=False) for index in range(num_more)]
+    weights, x = [linear.weight.clone() for linear in linears], torch.randn(5, 8)
+    expected = [first(x)[0] if is_quantized else first(x), *(linear(x) for linear in linears)]
+    outputs = joined([first, *linears])(x)
     for output, tensor in zip(outputs, expected, strict=True):
         torch.testing.assert_close(output, tensor)
-    assert all(map(torch.equal, (linear.weight for linear in others), weights))
-    is_joined = num_others + (not is_quantized) > 1
-    parts = others if is_quantized else [first, *others]
+    assert all(map(torch.equal, (linear.weight for linear in linears), weights))
+    is_joined = num_more + (not is_quantized) > 1
+    parts = linears if is_quantized else [first, *linears]
     assert len({linear.weight.untyped_storage().data_ptr() for linear in parts}) == (1 if is_joined else len(parts))

@@ -72,7 +72,7 @@ def main(directory: str, options: dict[str, Any]) -> None:
         use_plain_module()
         record_drafts()
     count(CompressedAttention, "attend")
-    for name in ("dcp_mla_decode", "attend_prefill", "compress"):
+    for name in ("dcp_mla_decode", "attend_prefill"):
         count(layer, name)
     for name in ("gather_heads", "combine"):
         count(AllToAll, name)

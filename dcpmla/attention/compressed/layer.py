@@ -8,9 +8,8 @@ from torch import Tensor
 
 from dcpmla.attention.compressed.cache import CompressedLayerCache
 from dcpmla.attention.compressed.checks import check_cache, check_step
-from dcpmla.attention.compressed.compressor import compress, compress_and_keep
-from dcpmla.attention.compressed.compressor_weights import CompressorWeights
 from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
+from dcpmla.attention.compressed.entries import write_entries, write_entries_and_keys, write_index_keys
 from dcpmla.attention.compressed.fork import fork
 from dcpmla.attention.compressed.modules import CompressedModules
 from dcpmla.attention.compressed.prefill import attend_prefill, claim_prefill
@@ -20,7 +19,7 @@ from dcpmla.attention.compressed.weights import CompressedWeights
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.sparse.blocks import Candidates
-from dcpmla.attention.sparse.projections import finish_index_keys, finish_index_queries
+from dcpmla.attention.sparse.projections import finish_index_queries
 from dcpmla.attention.sparse.selector import TokenSelector
 from dcpmla.attention.sparse.step import SelectedTokens
 from dcpmla.attention.step import DecodeMetadata, StepMetadata
@@ -28,7 +27,7 @@ from dcpmla.cache.shared_rows import read_rows
 from dcpmla.comm.exchange import LocalExchange
 from dcpmla.parallel.fp8 import NormedRows, PlainRows
 
-_FEW_TOKENS = 256  # of a step with prefills that runs some kernels concurrently
+_FEW_TOKENS = 256  # A larger step with prefills runs its indexer's kernels one after the other.
 
 
 class CompressedAttention(CompressedWeights):
@@ -134,18 +133,17 @@ class CompressedAttention(CompressedWeights):
         options = compressed.plan.ring_rows, self.q_b_proj.takes_quantized
         latents, rows, *codes = finish_rows(down[0], cache.rows, *norms, cos_sin, *requests, *options)
         q_c = NormedRows.join(latents, *codes)
-        if cache.sums is not None and self.config.has_entry_keys:
-            self._write_entries(down[1], compressed, cache)
+        if self.config.has_entry_keys:
+            write_entries_and_keys(self, down, compressed, cache)
         # Kernels of few tokens are too small to fill a GPU. The exchange is used on one stream at a time.
         is_small = self.selector is None or context is None or step.num_tokens <= _FEW_TOKENS
         with fork(rows.device, is_small and self.kind.ratio > 0) as side:
-            if cache.index_sums is not None and cache.index_keys is not None:
-                self._compress(down[2], self.index_compressor, compressed, cache.index_sums, cache.index_keys)
+            write_index_keys(self, down, compressed, cache)
             if self.selector is None:
-                self._pool_entries(down, compressed, cache)
+                write_entries(self, down, compressed, cache)
             selection = self.select(q_c, down, cache, compressed, side.mark)
         if self.selector is not None:
-            self._pool_entries(down, compressed, cache)
+            write_entries(self, down, compressed, cache)
         side.reach_mark()  # Queries are a large product, which would delay the indexer's small kernels.
         parts = []
         if step.decode is not None:
@@ -173,32 +171,6 @@ class CompressedAttention(CompressedWeights):
                 torch.empty(few, dtype=torch.uint8, device=device)
             side.join()
         claim_prefill(num_tokens, self.num_heads, self.config, self.kind, self.exchange, self.dcp, dtype, device)
-
-    def _pool_entries(
-        self, down: tuple[Tensor, ...], compressed: CompressedMetadata, cache: CompressedLayerCache
-    ) -> None:
-        """Write the entries that the step's tokens complete, unless `_write_entries` has."""
-        if cache.sums is not None and not self.config.has_entry_keys:
-            self._compress(down[1], self.compressor, compressed, cache.sums, cache.rows)
-
-    def _compress(
-        self, pairs: Tensor, weights: CompressorWeights, step: CompressedMetadata, sums: Tensor, cache: Tensor
-    ) -> None:
-        """Write the entries, or with an indexer's weights the index keys, that the step's tokens complete."""
-        options = weights.bias, weights.norm, self.config.rms_norm_eps, self.kind.ratio
-        is_index = weights is not self.compressor
-        hadamard = is_index and self.dcp.index_hadamard
-        compress(pairs, *options, step, sums, cache, is_index=is_index, hadamard=hadamard)
-
-    def _write_entries(self, pairs: Tensor, step: CompressedMetadata, cache: CompressedLayerCache) -> None:
-        """Write the entries that the step's tokens complete, and the index keys that are projected from them."""
-        options = self.compressor.bias, self.compressor.norm, self.config.rms_norm_eps, self.kind.ratio
-        latents, slots = compress_and_keep(pairs, *options, step, cache)
-        if cache.index_keys is not None:
-            keys, cos_sin = self.index_k_proj(latents), step.entries[self.kind.ratio].cos_sin
-            rotation = cos_sin, True, self.dcp.index_hadamard
-            norm = self.index_k_norm, None
-            finish_index_keys(keys, cache.index_keys, slots, *norm, *rotation, self.config.rms_norm_eps)
 
     def select(
         self,

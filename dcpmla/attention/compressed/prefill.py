@@ -74,7 +74,7 @@ def claim_prefill(
     num_requests = min(num_tokens, dcp.context_workspace_tokens // config.chunk_alignment(dcp))
     num_before = num_requests * (config.sliding_window - 1)
     num_rows = min(num_tokens * num_heads * dcp.decode_context_parallel_size, PART_ROWS)
-    held = [
+    claimed = [
         # Queries and outputs, which are float32 until the last chunk.
         new(3 * num_tokens * num_heads),
         # A tile's gathered queries, and its outputs before and in the exchange.
@@ -87,7 +87,7 @@ def claim_prefill(
     ]
     if kind.ratio:
         exchange.reserve_context(num_entries, config.head_dim, dtype, device)
-    del held  # after the exchange's memory, because the allocator's peak counts
+    del claimed  # after the exchange's memory, because the allocator's peak counts
 
 
 @dataclass(frozen=True)

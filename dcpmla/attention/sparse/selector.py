@@ -93,11 +93,11 @@ class TokenSelector:
         shape = num_blocks, block_size, index_row_width(storage, self.config.head_dim)
         is_right = index_keys is not None and tuple(index_keys.shape) == shape and index_keys.dtype == storage
         if index_keys is None or not is_right or not index_keys.is_contiguous():
-            found = "None"
+            cached = "None"
             if index_keys is not None:
-                found = f"{index_keys.dtype} {tuple(index_keys.shape)}, strides {index_keys.stride()}"
+                cached = f"{index_keys.dtype} {tuple(index_keys.shape)}, strides {index_keys.stride()}"
             asked = f"index_cache_dtype (--index-cache-dtype) {self.dcp.index_cache_dtype!r}"
-            raise ValueError(f"cache.index_keys is {found}; expected {storage} {shape}, contiguous, for {asked}")
+            raise ValueError(f"cache.index_keys is {cached}; expected {storage} {shape}, contiguous, for {asked}")
 
     def _tile_tokens(self, num_columns: int, num_blocks: int) -> int:
         """Return how many tokens to select for at a time, and to choose num_blocks for. All ranks get the same number,

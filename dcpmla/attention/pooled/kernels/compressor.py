@@ -10,7 +10,7 @@ from dcpmla.attention.triton.rope import load_pairs, norm_factor, rotate_range, 
 from dcpmla.cache import index_keys
 from dcpmla.cache.kernels import quantize_pairs, store_shared
 
-_TOKENS = 16  # most tokens of a span that are pooled at a time
+_TOKENS = 8  # most tokens of a span that are pooled at a time
 _SMALLEST_AMAX = tl.constexpr(index_keys.SMALLEST_AMAX)
 
 
