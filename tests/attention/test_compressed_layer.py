@@ -226,6 +226,29 @@ def test_a_rank_without_entries_attends_to_nothing() -> None:
     run_ranks(8, check, layout(8, 8, 1), (((4, 3, 16, 1), (1, 1, 1, 3)),))
 
 
+@pytest.mark.parametrize(("changes", "asked"), [({}, 2), ({"_FEW_TOKENS": 7}, 1), ({"_FEW_SCORES": 13}, 1)])
+def test_small_steps_run_on_two_streams(changes: dict[str, int], asked: int) -> None:
+    """A prefill of 8 tokens, which see up to 2 entries, in layers of windows alone, with an indexer and without."""
+    run_ranks(1, check_streams, changes, asked)
+
+
+def check_streams(changes: dict[str, int], asked: int) -> None:
+    forks = []
+
+    def choose(device: torch.device, is_asked: bool) -> Any:
+        forks.append(is_asked)
+        return fork(device, is_asked)
+
+    hidden = [hidden_states(0, 9)]
+    layers = Layers(tiny(), layout(1, 1, 1), [9], "cpu", torch.float32)
+    with torch.no_grad(), patch.multiple(layer_module, fork=choose, **changes):
+        layers.run(((8,),), hidden)
+        assert sum(forks) == asked, "layers that run kernels concurrently"
+        forks.clear()
+        layers.run(((8,), (1,)), hidden)
+        assert sum(forks[len(forks) // 2 :]) == 2, "decodes always do"
+
+
 def check_side_stream() -> None:
     """Compare bytes with those of kernels that run one after the other."""
     sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "num_attention_heads": 64, "o_groups": 8}

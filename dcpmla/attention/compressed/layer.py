@@ -27,7 +27,8 @@ from dcpmla.cache.shared_rows import read_rows
 from dcpmla.comm.exchange import LocalExchange
 from dcpmla.parallel.fp8 import NormedRows, PlainRows
 
-_FEW_TOKENS = 256  # A larger step with prefills runs its indexer's kernels one after the other.
+# A step with prefills that has more tokens, or more scores of its indexer, runs its kernels one after the other.
+_FEW_TOKENS, _FEW_SCORES = 256, 1 << 22
 
 
 class CompressedAttention(CompressedWeights):
@@ -135,9 +136,8 @@ class CompressedAttention(CompressedWeights):
         q_c = NormedRows.join(latents, *codes)
         if self.config.has_entry_keys:
             write_entries_and_keys(self, down, compressed, cache)
-        # Kernels of few tokens are too small to fill a GPU. The exchange is used on one stream at a time.
-        is_small = self.selector is None or context is None or step.num_tokens <= _FEW_TOKENS
-        with fork(rows.device, is_small and self.kind.ratio > 0) as side:
+        # The exchange is used on one stream at a time.
+        with fork(rows.device, self._has_side_stream(compressed)) as side:
             write_index_keys(self, down, compressed, cache)
             if self.selector is None:
                 write_entries(self, down, compressed, cache)
@@ -167,10 +167,18 @@ class CompressedAttention(CompressedWeights):
         if self.selector is not None:  # free again before attention begins
             torch.empty(self.selector.workspace_bytes(num_tokens, dtype.itemsize), dtype=torch.uint8, device=device)
             with fork(device, True) as side:
-                few = self.selector.workspace_bytes(min(num_tokens, _FEW_TOKENS), dtype.itemsize)
+                few = self.selector.workspace_bytes(min(num_tokens, _FEW_TOKENS), dtype.itemsize, 4 * _FEW_SCORES)
                 torch.empty(few, dtype=torch.uint8, device=device)
             side.join()
         claim_prefill(num_tokens, self.num_heads, self.config, self.kind, self.exchange, self.dcp, dtype, device)
+
+    def _has_side_stream(self, compressed: CompressedMetadata) -> bool:
+        """Return whether kernels of a step run concurrently: those of few tokens are too small to fill a GPU."""
+        if self.selector is None or compressed.context is None:
+            return self.kind.ratio > 0
+        num_tokens = len(compressed.positions)
+        num_scores = num_tokens * compressed.max_entries(self.kind.ratio)
+        return num_tokens <= _FEW_TOKENS and num_scores <= _FEW_SCORES
 
     def select(
         self,

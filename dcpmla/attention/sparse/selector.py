@@ -80,12 +80,13 @@ class TokenSelector:
             written = chosen.positions, chosen.slots, chosen.num_slots
             choose_tokens(best.flatten(1), cache, chosen.num_first, *written)
 
-    def workspace_bytes(self, num_tokens: int, element_size: int) -> int:
+    def workspace_bytes(self, num_tokens: int, element_size: int, score_bytes: int = WORKSPACE_BYTES) -> int:
         """Return the peak bytes of a step's selection: all tokens' queries, as projected in elements of this size and
-        as scored; scores of a tile, and its candidates on this rank, on all ranks, and in the exchange.
+        as scored; at most score_bytes of a tile's scores, and its candidates on this rank, on all ranks, and in the
+        exchange.
         """
         query_bytes = num_tokens * self.config.num_heads * self.config.head_dim * element_size
-        return 2 * query_bytes + 4 * WORKSPACE_BYTES
+        return 2 * query_bytes + 4 * min(score_bytes, WORKSPACE_BYTES)
 
     def check_cache(self, index_keys: Tensor | None, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
         """Raise ValueError unless index_keys is a cache of num_blocks for this indexer, which computes in dtype."""
