@@ -173,7 +173,9 @@ class _Quantized(torch.nn.Linear):
 
 @pytest.mark.parametrize(("is_quantized", "num_more"), [(False, 0), (False, 1), (False, 3), (True, 1), (True, 3)])
 def test_projections_of_the_same_rows(is_quantized: bool, num_more: int) -> None:
-    """Their outputs stay the same, and so do their weights, in the memory of one matrix where there are several."""
+    """Their outputs stay the same, and so do their weights, in the memory of one matrix where there are several. New
+    weights are used.
+    """
     torch.manual_seed(0)
     first = _Quantized(8, 6, bias=False) if is_quantized else torch.nn.Linear(8, 6, bias=False)
     if is_quantized:
@@ -181,10 +183,16 @@ def test_projections_of_the_same_rows(is_quantized: bool, num_more: int) -> None
     linears = [torch.nn.Linear(8, 2 + index, bias=False) for index in range(num_more)]
     weights, x = [linear.weight.clone() for linear in linears], torch.randn(5, 8)
     expected = [first(x)[0] if is_quantized else first(x), *(linear(x) for linear in linears)]
-    outputs = joined([first, *linears])(x)
+    with torch.inference_mode():  # as in vLLM's profile
+        project = joined([first, *linears])
+        outputs = project(x)
     for output, tensor in zip(outputs, expected, strict=True):
         torch.testing.assert_close(output, tensor)
     assert all(map(torch.equal, (linear.weight for linear in linears), weights))
     is_joined = num_more + (not is_quantized) > 1
     parts = linears if is_quantized else [first, *linears]
     assert len({linear.weight.untyped_storage().data_ptr() for linear in parts}) == (1 if is_joined else len(parts))
+    with torch.no_grad():
+        for linear in parts:
+            linear.weight.zero_()  # new weights that vLLM loads
+    assert not any(output.any() for output in project(x)[len(linears) + 1 - len(parts) :])
