@@ -186,7 +186,7 @@ class CompressedAttention(CompressedWeights):
         down: tuple[Tensor, ...],
         cache: CompressedLayerCache,
         compressed: CompressedMetadata,
-        has_scored: Callable[[], None],
+        has_scored: Callable[[], None] = lambda: None,
     ) -> SelectedTokens | None:
         """Write the entries that each token attends to into the step, and return them; return None if it attends to all
         entries before it. Collective.
