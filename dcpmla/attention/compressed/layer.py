@@ -173,7 +173,7 @@ class CompressedAttention(CompressedWeights):
         claim_prefill(num_tokens, self.num_heads, self.config, self.kind, self.exchange, self.dcp, dtype, device)
 
     def _has_side_stream(self, compressed: CompressedMetadata) -> bool:
-        """Return whether kernels of a step run concurrently: those of few tokens are too small to fill a GPU."""
+        """Return whether kernels of a step run concurrently. Kernels of few tokens are too small to fill a GPU."""
         if self.selector is None or compressed.context is None:
             return self.kind.ratio > 0
         num_tokens = len(compressed.positions)
@@ -186,7 +186,7 @@ class CompressedAttention(CompressedWeights):
         down: tuple[Tensor, ...],
         cache: CompressedLayerCache,
         compressed: CompressedMetadata,
-        has_scored: Callable[[], None] = lambda: None,
+        after_scores: Callable[[], None] = lambda: None,
     ) -> SelectedTokens | None:
         """Write the entries that each token attends to into the step, and return them; return None if it attends to all
         entries before it. Collective.
@@ -194,7 +194,7 @@ class CompressedAttention(CompressedWeights):
         Args:
             q_c: Query latents [T, Lq] after their norm.
             down: Parts of `down_proj`'s output, [T, ..] each.
-            has_scored: Function that is called after the scores (`TokenSelector.select`).
+            after_scores: Function that is called after the scores (`TokenSelector.select`).
         """
         config = self.config.indexer
         if not selects(compressed, self.kind):
@@ -210,7 +210,7 @@ class CompressedAttention(CompressedWeights):
         entries = compressed.entries[self.kind.ratio]
         assert entries.visible is not None
         tables = entries.visible, entries.block_table, compressed.selection
-        self.selector.select(q, weights, cache.index_keys, *tables, self._candidates(compressed), has_scored)
+        self.selector.select(q, weights, cache.index_keys, *tables, self._candidates(compressed), after_scores)
         return compressed.selection
 
     def _candidates(self, compressed: CompressedMetadata) -> Candidates | None:

@@ -51,7 +51,7 @@ class TokenSelector:
         slot_table: Tensor,
         selection: SelectedTokens,
         candidates: Candidates | None = None,
-        has_scored: Callable[[], None] = lambda: None,
+        after_scores: Callable[[], None] = lambda: None,
     ) -> None:
         """Write the selection of T tokens by their queries [T, H, D] and weights [T, H] float32. Collective.
 
@@ -59,7 +59,7 @@ class TokenSelector:
             index_keys: Index keys of the layer [num_blocks, block_size, width] (`dcpmla.cache.index_keys`).
             slot_table: Block table of the cache that slots are in: sparse.block_table, or the same for another cache.
             candidates: Blocks to choose, too, or to select among; None for all keys.
-            has_scored: Function that is called after the scores of each tile of tokens.
+            after_scores: Function that is called after the scores of each tile of tokens.
         """
         topk, size = self.config.num_pools, self.dcp.decode_context_parallel_size
         layout = self.dcp_rank, size, self.dcp.cp_kv_cache_interleave_size
@@ -70,7 +70,7 @@ class TokenSelector:
             part, chosen = sparse.rows(tokens), selection.rows(tokens)
             lens = part.seq_lens, part.local_seq_lens
             scores = index_scores(q[tokens], weights[tokens], index_keys, part.block_table, part.request, *lens, topk)
-            has_scored()
+            after_scores()
             if candidates is not None and candidates.is_source:
                 candidates.rows(tokens).choose(scores, lens, layout, self.exchange.gather_candidates)
             elif candidates is not None:

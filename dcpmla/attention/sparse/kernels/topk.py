@@ -21,7 +21,7 @@ from dcpmla.attention.sparse.slots import SlotLayout
 
 TILE = 16384  # keys of a program
 WARPS = 8  # warps per program; each repeats the scalar work between counts, so more would take longer
-_FEW_PROGRAMS = 256  # All of these run at the same time.
+_FEW_PROGRAMS = 256  # A Hopper GPU runs as many at the same time.
 _LAST_POSITION = tl.constexpr(packing.LAST_POSITION)  # all ones: xor with it flips a position's bits
 
 

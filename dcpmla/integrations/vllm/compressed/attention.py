@@ -118,7 +118,7 @@ class DCPMLADeepseekV4Attention(DeepseekV4Attention):
     def _attend_into(self, hidden_states: Tensor, low: Tensor) -> None:
         low.copy_(self._attend(hidden_states))
 
-    # Between the graphs of a step's pieces, which read its result where it was at the capture.
+    # This runs between the graphs of a step's pieces, which read the result where it was at the capture.
     _attend_outside_pieces = eager_break_during_capture(_attend_into)
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
