@@ -1,4 +1,6 @@
-"""Triton's interpreter with GPUs' conversions: its own truncate to bfloat16 and lose e4m3's carry into the exponent."""
+"""Triton's interpreter with GPUs' conversions, and without what it repeats. Its own conversions truncate to bfloat16 and
+lose e4m3's carry into the exponent.
+"""
 
 from typing import Any
 
@@ -23,3 +25,28 @@ def convert_as_torch() -> None:
         return x.view(torch.uint8).numpy().view(f"u{_TYPES[target].itemsize}").reshape(data.shape)
 
     interpreter._convert_float = convert
+
+
+def patch_once() -> None:
+    """Patch Triton's language at the first call into each module, not at each call, and build one table of NumPy's types,
+    not one at each look-up. A process that interprets never compiles, so patches stay.
+    """
+    patch, find = interpreter._patch_lang, interpreter._get_np_dtype
+    patched: set[int] = set()
+    types: dict[str, Any] = {}
+
+    def patch_module(function: Any) -> Any:
+        module = id(function.__globals__)
+        if module not in patched:
+            patched.add(module)
+            patch(function)
+        return interpreter._LangPatchScope()  # which restores nothing
+
+    def find_once(kind: Any) -> Any:
+        element = kind.element_ty if isinstance(kind, tl.block_type) else kind
+        if element.name not in types:
+            types[element.name] = find(element)
+        return types[element.name]
+
+    interpreter._patch_lang = patch_module
+    interpreter._get_np_dtype = find_once

@@ -21,14 +21,14 @@ import torch.distributed as dist
 
 # Children fork from a clean server that has imported the heavy modules once: a rank starts in milliseconds. PyTorch
 # imports the compiler at the first custom operator, which takes a rank seconds. Triton's interpreter is chosen at
-# import: its ranks have a
-# server of their own.
+# import: its ranks have a server of their own.
 _CLI = [f"dcpmla.cli.{command}" for command in ("bench", "doctor", "generate", "plan", "serve")]
 _CLI += [f"dcpmla.bench.{name}" for name in ("exchange", "generate", "layer", "serve", "sparse")]
 _CLI += ["dcpmla.serving.http", "dcpmla.serving.loop"]
 _MODELS = ["transformers.conversion_mapping", "transformers.models.deepseek_v3.modeling_deepseek_v3"]
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch.testing", "pytest", *_CLI, *_MODELS])
+_LAST = ["tests.support.preloaded"]
+_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch.testing", "pytest", *_CLI, *_MODELS, *_LAST])
 
 
 def start_process(target: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -1,0 +1,11 @@
+"""What a server of ranks does after its imports, once for all its ranks."""
+
+import gc
+
+from triton import knobs
+
+from tests.support.interpreter import patch_once
+
+if knobs.runtime.interpret:
+    patch_once()
+gc.freeze()  # a collection in a rank would copy all pages of what it inherits
