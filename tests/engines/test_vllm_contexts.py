@@ -2,18 +2,17 @@
 
 import json
 import sys
-from pathlib import Path
 
 from tests.engines.test_vllm_names import VERSIONS
 from tests.engines.trees import vllm_tree, vllm_variables
 from tests.support.launchers import ROOT, run_together
 
 
-def test_contexts_are_cached_and_hold_numbers(tmp_path: Path) -> None:
+def test_contexts_are_cached_and_hold_numbers() -> None:
     """vLLM can make the class, finds all but the last tokens cached, and zeroes no block that has been filled."""
     tree = vllm_tree(VERSIONS[-1])
     command = [sys.executable, ROOT / "tests" / "engines" / "vllm_contexts.py"]
-    (ended,) = run_together([(command, vllm_variables(tree, tmp_path))], timeout=200)
+    (ended,) = run_together([(command, vllm_variables(tree))], timeout=200)
     report = json.loads(ended.stdout.splitlines()[-1])
     assert report["is connector"]
     assert report["has groups"]

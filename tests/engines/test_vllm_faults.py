@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines.forked import run_engine_ranks
 from tests.engines.test_vllm_names import VERSIONS
-from tests.engines.trees import vllm_tree, vllm_variables
-from tests.support.launchers import ROOT, run_together, torchrun
+from tests.engines.trees import vllm_tree
 
 LINE = "combine failed on rank {rank} of the group {group}: nothing came from rank {peer} for 60 s, in exchange 412"
 
@@ -22,14 +22,13 @@ LINE = "combine failed on rank {rank} of the group {group}: nothing came from ra
     ids=["second runner", "scheduled ahead, in another DCP group than the first rank's", "first runner"],
 )
 def test_no_token_of_a_failed_step_leaves(
-    model: Path, tmp_path: Path, runner: int, is_asynchronous: bool, num_ranks: int, line: str
+    model: Path, runner: int, is_asynchronous: bool, num_ranks: int, line: str
 ) -> None:
     """All ranks, the first one too, whose own exchange is sound, raise what the last one's kernel found."""
-    variables = vllm_variables(vllm_tree(VERSIONS[-1]), tmp_path)
-    variables |= {"DCPMLA_VLLM": "default", "VLLM_USE_V2_MODEL_RUNNER": str(runner - 1)}
+    variables = {"DCPMLA_VLLM": "default", "VLLM_USE_V2_MODEL_RUNNER": str(runner - 1)}
     options = {"decode_context_parallel_size": 2, "block_size": 16, "asynchronous": is_asynchronous}
-    program = [ROOT / "tests" / "engines" / "vllm_faults.py", model, json.dumps(options)]
-    (ended,) = run_together([(torchrun(program, num_ranks), variables)], timeout=500)
+    tree = vllm_tree(VERSIONS[-1])
+    ended = run_engine_ranks(tree, "vllm_faults.py", num_ranks, model, json.dumps(options), **variables)
     for report in json.loads(ended.stdout.splitlines()[-1]):
         assert (report["runner"], report["asynchronous"]) == (runner, is_asynchronous)
         assert report["error"] == line

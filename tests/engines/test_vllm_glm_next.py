@@ -38,20 +38,20 @@ def test_every_name_is_there(version: str) -> None:
     assert not moved(vllm_tree(version), PLUG_IN)
 
 
-def test_one_rank(model: Path, tmp_path: Path) -> None:
+def test_one_rank(model: Path) -> None:
     """Long prefills attend to up-projected keys under a mask."""
-    report = run_engine(model, tmp_path, 1, route="mha", **OPTIONS)
+    report = run_engine(model, 1, route="mha", **OPTIONS)
     check_pools(report)
     assert report["calls"]["dcp_mla_prefill"] >= 4
 
 
-def test_drafts_under_decode_context_parallelism(model: Path, tmp_path: Path) -> None:
+def test_drafts_under_decode_context_parallelism(model: Path) -> None:
     """TP 2 x DCP 2 in groups of two pools, two drafts a step by an MTP module, whose layer selects pools, too; all
     prefills attend with absorbed queries. Without the merge, or with the candidates of one rank, answers are wrong.
     """
     layout = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 8}
     drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
-    report = run_engine(model, tmp_path, 2, route="absorbed", **layout, **drafts, **OPTIONS)
+    report = run_engine(model, 2, route="absorbed", **layout, **drafts, **OPTIONS)
     check_pools(report)
     assert report["drafts"]["made"] > 20
     assert report["drafts"]["right"] > 0.9 * report["drafts"]["made"]  # Ties may go either way.

@@ -3,7 +3,6 @@
 import json
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -27,9 +26,9 @@ def run_engine(model: Path, variables: dict[str, str], num_ranks: int, check: bo
     return run_together([(torchrun(program, num_ranks), variables | INVARIANT)], check=check, timeout=600)[0]
 
 
-def on_cpu(model: Path) -> dict[str, str]:
+def on_cpu() -> dict[str, str]:
     """Return the environment of an engine on CPUs."""
-    return vllm_variables(vllm_tree(VERSIONS[-1]), Path(mkdtemp(dir=model.parent))) | {"DCPMLA_VLLM": "default"}
+    return vllm_variables(vllm_tree(VERSIONS[-1])) | {"DCPMLA_VLLM": "default"}
 
 
 def check_bits(*ended: Ended) -> None:
@@ -48,12 +47,12 @@ def test_bits_do_not_depend_on_batch_chunks_cache_and_dcp_size(tmp_path: Path) -
     earlier turns, answers among them.
     """
     model = save_model(tmp_path / "model", num_heads=2, head_dim=32)
-    check_bits(*(run_engine(model, on_cpu(model), 2, **ON_CPU, **layout) for layout in (WHOLE, PIECES | SHARDED)))
+    check_bits(*(run_engine(model, on_cpu(), 2, **ON_CPU, **layout) for layout in (WHOLE, PIECES | SHARDED)))
 
 
 def test_another_interleave_is_a_mistake(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", num_heads=2, head_dim=32)
-    ended = run_engine(model, on_cpu(model), 2, check=False, **ON_CPU, decode_context_parallel_size=2)
+    ended = run_engine(model, on_cpu(), 2, check=False, **ON_CPU, decode_context_parallel_size=2)
     assert ended.returncode
     assert (
         "ValueError: cp_kv_cache_interleave_size (--cp-kv-cache-interleave-size) is 1; with VLLM_BATCH_INVARIANT and "

@@ -3,10 +3,10 @@
 import json
 from pathlib import Path
 
+from tests.engines.forked import run_engine_ranks
 from tests.engines.test_vllm_names import VERSIONS
-from tests.engines.trees import vllm_tree, vllm_variables
+from tests.engines.trees import vllm_tree
 from tests.engines.vllm_kimi import save_text_model
-from tests.support.launchers import ROOT, run_together, torchrun
 
 
 def test_decodes_and_exchanges_are_this_packages(tmp_path: Path) -> None:
@@ -15,11 +15,10 @@ def test_decodes_and_exchanges_are_this_packages(tmp_path: Path) -> None:
     attend by vLLM's own code.
     """
     model = save_text_model(tmp_path / "model")
-    variables = vllm_variables(vllm_tree(VERSIONS[-1]), tmp_path)
-    variables |= {"DCPMLA_VLLM": "default", "VLLM_KIMI_K3_GEMM_AR": "0"}
+    variables = {"DCPMLA_VLLM": "default", "VLLM_KIMI_K3_GEMM_AR": "0"}
     layout = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 4}
-    program = [ROOT / "tests" / "engines" / "vllm_kimi_cases.py", model, json.dumps(layout)]
-    (ended,) = run_together([(torchrun(program, 2), variables)], timeout=500)
+    tree = vllm_tree(VERSIONS[-1])
+    ended = run_engine_ranks(tree, "vllm_kimi_cases.py", 2, model, json.dumps(layout), **variables)
     report = json.loads(ended.stdout.splitlines()[-1])
     linear, dense = ["KimiK3DeltaAttention", "NoneType"], ["MultiHeadLatentAttention", "DCPMLAImpl"]
     assert report["layers"] == [linear, dense, linear, dense]

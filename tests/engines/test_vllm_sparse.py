@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from tests.engines.forked import run_engine_ranks
 from tests.engines.sparse_model import save_sparse_model, save_sparse_model_with_module
-from tests.engines.trees import vllm_tree, vllm_variables
-from tests.support.launchers import ROOT, run_together, torchrun
+from tests.engines.trees import vllm_tree
 
 
 @pytest.fixture(scope="module")
@@ -16,12 +16,11 @@ def sparse_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_sparse_model(tmp_path_factory.mktemp("sparse"))
 
 
-def run_engine(model: Path, folder: Path, num_ranks: int, **options: Any) -> dict[str, Any]:
+def run_engine(model: Path, num_ranks: int, **options: Any) -> dict[str, Any]:
     """Run `vllm_sparse.py` and return its report."""
-    variables = vllm_variables(vllm_tree("0.33.0"), folder) | {"DCPMLA_VLLM": "default"}
     options = {"block_size": 16, "threshold": 32, "longest": 150} | options
-    program = [ROOT / "tests" / "engines" / "vllm_sparse.py", model, json.dumps(options)]
-    (ended,) = run_together([(torchrun(program, num_ranks), variables)], timeout=500)
+    arguments = "vllm_sparse.py", num_ranks, model, json.dumps(options)
+    ended = run_engine_ranks(vllm_tree("0.33.0"), *arguments, DCPMLA_VLLM="default")
     return json.loads(ended.stdout.splitlines()[-1])
 
 
@@ -43,9 +42,9 @@ def check(report: dict[str, Any]) -> None:
     assert report["warm-up"]["exchanges of builders"] == 0
 
 
-def test_one_rank(sparse_model: Path, tmp_path: Path) -> None:
+def test_one_rank(sparse_model: Path) -> None:
     """Long prefills attend to up-projected keys under a mask."""
-    report = run_engine(sparse_model, tmp_path, 1, route="mha")
+    report = run_engine(sparse_model, 1, route="mha")
     check(report)
     assert report["calls"]["dcp_mla_prefill"] >= 4
 
@@ -55,10 +54,9 @@ def test_drafts_under_decode_context_parallelism(tmp_path: Path) -> None:
     queries. Without the merge, or with the candidates of one rank, answers are wrong.
     """
     model = save_sparse_model_with_module(tmp_path / "model")
-    (tmp_path / "entry_points").mkdir()
     layout = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 4}
     drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
-    report = run_engine(model, tmp_path / "entry_points", 2, route="absorbed", **layout, **drafts)
+    report = run_engine(model, 2, route="absorbed", **layout, **drafts)
     check(report)
     assert report["drafts"]["made"] > 20
     assert report["drafts"]["right"] > 0.9 * report["drafts"]["made"]  # Ties may go either way.

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from dcpmla.integrations.vllm import FIRST_WITH_V4
+from tests.engines.forked import run_engine_ranks
 from tests.engines.test_vllm_names import VERSIONS
-from tests.engines.trees import vllm_tree, vllm_variables
+from tests.engines.trees import vllm_tree
 from tests.engines.vllm_names import Name, has, moved, uncalled
 from tests.engines.vllm_v4_drafts import save_v4_with_module
 from tests.engines.vllm_v4_model import save_v4
-from tests.support.launchers import ROOT, run_together, torchrun
+from tests.support.launchers import ROOT
 
 PLUG_IN = ROOT / "dcpmla" / "integrations" / "vllm" / "compressed"
 # Methods of vLLM's that the plug-in replaces, by the modules that call them.
@@ -34,13 +35,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_v4(tmp_path_factory.mktemp("v4"))
 
 
-def run_engine(
-    model: Path, folder: Path, num_ranks: int, variables: dict[str, str], **engine: Any
-) -> tuple[dict[str, Any], str]:
+def run_engine(model: Path, num_ranks: int, variables: dict[str, str], **engine: Any) -> tuple[dict[str, Any], str]:
     """Run `vllm_v4_cases.py`: return its report and its stderr."""
-    variables = vllm_variables(vllm_tree(WITH_V4[-1]), folder) | variables
-    program = [ROOT / "tests" / "engines" / "vllm_v4_cases.py", model, json.dumps(engine)]
-    (ended,) = run_together([(torchrun(program, num_ranks), variables)], timeout=500)
+    tree = vllm_tree(WITH_V4[-1])
+    ended = run_engine_ranks(tree, "vllm_v4_cases.py", num_ranks, model, json.dumps(engine), **variables)
     return json.loads(ended.stdout.splitlines()[-1]), ended.stderr
 
 
@@ -79,13 +77,12 @@ def check_reuse(report: dict[str, Any], tolerance: float = 1e-4, remembers_answe
     assert reuse["without copies"]["error"] > 0.05, "states decide nothing: the test would not see that one is wrong"
 
 
-def test_preempted_requests(model: Path, tmp_path: Path) -> None:
+def test_preempted_requests(model: Path) -> None:
     """TP 1, chosen by --attention-backend CUSTOM, with four blocks for the requests: some lose theirs and restart. vLLM
     schedules steps before it knows the tokens of the last one, as on GPUs.
     """
     report, stderr = run_engine(
         model,
-        tmp_path,
         1,
         {},
         attention_backend="CUSTOM",
@@ -100,13 +97,12 @@ def test_preempted_requests(model: Path, tmp_path: Path) -> None:
     assert "dcpmla: prefix caching is off" not in stderr
 
 
-def test_decode_context_parallel_matches_transformers(model: Path, tmp_path: Path) -> None:
+def test_decode_context_parallel_matches_transformers(model: Path) -> None:
     """TP 2 x DCP 2: prompts of 1 to 300 tokens, 20 at once, in chunks of at most 100 tokens; a block holds twice the
     tokens in as many bytes.
     """
     report, stderr = run_engine(
         model,
-        tmp_path,
         2,
         {"DCPMLA_VLLM": "default"},
         decode_context_parallel_size=2,
@@ -127,14 +123,14 @@ def model_with_module(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_drafts(model_with_module: Path, tmp_path: Path, num_ranks: int) -> None:
+def test_drafts(model_with_module: Path, num_ranks: int) -> None:
     """A module in plain torch makes the same drafts; answers are transformers', with drafts rejected and accepted. On
     two ranks vLLM schedules the next step before it knows how many drafts are rejected.
     """
     options: dict[str, Any] = {"decode_context_parallel_size": num_ranks, "async_scheduling": num_ranks == 2}
     drafts = {"method": "mtp", "num_speculative_tokens": 4 - num_ranks}
     options |= {"attention_backend": "CUSTOM", "num_gpu_blocks_override": 9, "speculative_config": drafts}
-    report, _ = run_engine(model_with_module, tmp_path, num_ranks, {}, **options)
+    report, _ = run_engine(model_with_module, num_ranks, {}, **options)
     for turn in ("first", "guided"):
         assert report[turn]["ended"] == 8
         assert report[turn]["error"] < 1e-4
@@ -153,10 +149,9 @@ def test_caches_in_8_bits(tmp_path: Path) -> None:
     """Rows and index keys as vLLM caches them by default: transformers' logprobs over rounded rows. Indexers select all
     entries, since rounded keys would tip a choice.
     """
-    (tmp_path / "entry_points").mkdir()
     model = save_v4(tmp_path / "model", index_topk=128)
     options = {"attention_backend": "CUSTOM", "num_gpu_blocks_override": 9, "kv_cache_dtype": "fp8"}
-    report, _ = run_engine(model, tmp_path / "entry_points", 1, {}, **options)
+    report, _ = run_engine(model, 1, {}, **options)
     check(report, tolerance=0.1)  # a few codes are others; over exact rows the error is 1
 
 

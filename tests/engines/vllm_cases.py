@@ -1,4 +1,4 @@
-"""A real vLLM engine in each rank, started by torchrun: MODEL OPTIONS. Rank 0 prints a report as a line of JSON.
+"""A real vLLM engine in each rank: MODEL OPTIONS. Rank 0 prints a report as a line of JSON.
 
 OPTIONS are the engine's, and `threshold`: the most new tokens of a decode in place of the plug-in's.
 """

@@ -1,4 +1,4 @@
-"""A real vLLM engine in each rank, started by torchrun: MODEL OPTIONS. In one step an exchange of the last rank fails
+"""A real vLLM engine in each rank: MODEL OPTIONS. In one step an exchange of the last rank fails
 as in a CUDA graph: a kernel writes the fault word, and nothing is called. Each rank prints a report as a line of JSON.
 
 OPTIONS are the engine's, and `asynchronous`: whether vLLM schedules a step before it has read the tokens of the last.

@@ -1,4 +1,4 @@
-"""Kimi-K3 in a real vLLM engine in each rank, started by torchrun: MODEL OPTIONS. Rank 0 prints a report as JSON."""
+"""Kimi-K3 in a real vLLM engine in each rank: MODEL OPTIONS. Rank 0 prints a report as JSON."""
 
 import json
 import os

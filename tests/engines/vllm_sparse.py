@@ -1,4 +1,4 @@
-"""A real vLLM engine with sparse MLA in each rank, started by torchrun: MODEL OPTIONS. Rank 0 prints a report as a line
+"""A real vLLM engine with sparse MLA in each rank: MODEL OPTIONS. Rank 0 prints a report as a line
 of JSON. OPTIONS are the engine's, `threshold` (the most new tokens of a decode), `route` ("absorbed" or "mha"), and
 `longest`, the longest prompt's tokens. MODEL is a DeepSeek-V3.2, or a GLM-5-Next.
 """

@@ -1,4 +1,4 @@
-"""A real vLLM engine with DeepSeek-V4 in each rank, started by torchrun: MODEL OPTIONS. Rank 0 prints a report."""
+"""A real vLLM engine with DeepSeek-V4 in each rank: MODEL OPTIONS. Rank 0 prints a report."""
 
 import json
 import os

@@ -1,7 +1,8 @@
-"""Triton's interpreter with GPUs' conversions, and without what it repeats. Its own conversions truncate to bfloat16 and
-lose e4m3's carry into the exponent.
+"""Triton's interpreter with GPUs' conversions, and without what it repeats. Its own conversions truncate to bfloat16
+and lose e4m3's carry into the exponent.
 """
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,9 +28,10 @@ def convert_as_torch() -> None:
     interpreter._convert_float = convert
 
 
+@cache
 def patch_once() -> None:
-    """Patch Triton's language at the first call into each module, not at each call, and build one table of NumPy's types,
-    not one at each look-up. A process that interprets never compiles, so patches stay.
+    """Patch Triton's language at the first call into each module, not at each call, and build one table of NumPy's
+    types, not one at each look-up. A process that interprets never compiles, so patches stay.
     """
     patch, find = interpreter._patch_lang, interpreter._get_np_dtype
     patched: set[int] = set()
