@@ -8,7 +8,18 @@ import httpx2
 import pytest
 
 from tests.support.fake_engine import AT_ONCE, AUTHORIZED, LATE, MEMORY, FakeEngine, wait_until
-from tests.support.servers import KEY, RunningServer, needle_with_template, serve
+from tests.support.heap import frozen_heap
+from tests.support.servers import KEY, MAX_MODEL_LEN, RunningServer, needle_with_template, serve
+
+__all__ = ["frozen_heap"]
+
+
+@pytest.fixture(scope="package", autouse=True)
+def no_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Hide the system's certificates: a client reads them in 40 ms, and no client here speaks HTTPS."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_DIR", str(tmp_path_factory.mktemp("certificates")))
+        yield
 
 
 @pytest.fixture(scope="package")
@@ -27,6 +38,8 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
         64,
         "--max-waiting",
         400,
+        "--max-model-len",
+        MAX_MODEL_LEN,
         "--dtype",
         "float32",
     ]

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from tests.support.servers import KEY, QUESTION, RunningServer
+from tests.support.servers import KEY, MAX_MODEL_LEN, QUESTION, RunningServer
 
 GREEDY = {"model": "needle", "temperature": 0}
 
@@ -204,7 +204,7 @@ def test_tokens_and_back(client: openai.OpenAI, server: RunningServer, reference
         return client.post(f"{server.url}{path}", body=body, cast_to=dict)  # type: ignore[type-var]
 
     ids = reference[1](QUESTION)["input_ids"]
-    assert post("/tokenize", {"prompt": QUESTION}) == {"count": len(ids), "max_model_len": 8192, "tokens": ids}
+    assert post("/tokenize", {"prompt": QUESTION}) == {"count": len(ids), "max_model_len": MAX_MODEL_LEN, "tokens": ids}
     assert post("/tokenize", {"prompt": QUESTION, "add_special_tokens": False})["tokens"] == ids[1:]
     messages = [{"role": "user", "content": QUESTION}]
     assert post("/tokenize", {"messages": messages})["tokens"] == ids[1:]

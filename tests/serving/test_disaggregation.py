@@ -49,18 +49,13 @@ class Servers:
         wait_until(has_moved, self.decode.log())
 
     def num_moved(self) -> float:
-        return labelled(self.decode, 'kv_transfer_requests_total{direction="received",outcome="done"}')
+        name = 'kv_transfer_requests_total{direction="received",outcome="done"}'
+        return self.decode.metric(name, **AUTHORIZED)
 
     def prefill_processes(self) -> list[psutil.Process]:
         """Return the prefill server's processes: rank, guard and HTTP."""
         top = psutil.Process(self.prefill.processes[0].pid)
         return [top, *top.children(recursive=True)]
-
-
-def labelled(server: RunningServer, name: str) -> float:
-    lines = httpx2.get(f"{server.url}/metrics", headers=AUTHORIZED).text.splitlines()
-    values = [float(line.split()[-1]) for line in lines if line.startswith(f"dcpmla_{name}")]
-    return sum(values)
 
 
 def prompt(num_facts: int = 25) -> str:

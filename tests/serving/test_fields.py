@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 import dcpmla
-from tests.support.servers import KEY, QUESTION, RunningServer, read_events
+from tests.support.servers import KEY, MAX_MODEL_LEN, QUESTION, RunningServer, read_events
 
 GREEDY = {"prompt": QUESTION, "max_tokens": 3, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 2, "temperature": 0}
@@ -77,9 +77,9 @@ def test_lengths(client: Any, ids: list[int]) -> None:
         assert answer["usage"]["prompt_tokens"] == 3
         chat = ask(client, CHATS, truncate_prompt_tokens=kept, return_token_ids=True)
         assert chat["prompt_token_ids"] == ids[-3:]
-    long = ids[-1:] * 9000
+    long = ids[-1:] * (MAX_MODEL_LEN + 800)
     filled = ask(client, prompt=long, truncate_prompt_tokens=-1, max_tokens=5)["usage"]
-    assert (filled["prompt_tokens"], filled["completion_tokens"]) == (8192 - 5, 5)
+    assert (filled["prompt_tokens"], filled["completion_tokens"]) == (MAX_MODEL_LEN - 5, 5)
     echoed = ask(client, truncate_prompt_tokens=2, echo=True, logprobs=0, max_tokens=1)["choices"][0]
     assert echoed["logprobs"]["text_offset"][0] == 0
     assert len(echoed["logprobs"]["tokens"]) == 3

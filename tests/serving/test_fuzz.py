@@ -21,7 +21,7 @@ from tests.support.fuzz import GOOD, LATE, ROUTES, Connection, framed, garbage, 
 from tests.support.servers import KEY, RunningServer
 
 SEED = int(os.environ.get("DCPMLA_FUZZ_SEED", "0"))
-NUM_CLIENTS, NUM_ACTIONS, FUZZ_SECONDS = 8, 25, 15  # Clients stop at either of the last two.
+NUM_CLIENTS, NUM_ACTIONS, FUZZ_SECONDS = 8, 12, 15  # Clients stop at either of the last two.
 PATIENCE = 2.0  # seconds until a client abandons a request that may be long
 MEMORY = 150 << 20  # bytes that a process may grow by
 STATUSES = {200, 400, 401, 404, 405, 408, 411, 413, 414, 415, 422, 429, 431, 501, 503, 505}

@@ -7,7 +7,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import psutil
 import pytest
 
 from dcpmla.serving.frontend import Frontend, listen
+from tests.support.forked_torchrun import start_torchrun
 from tests.support.launchers import ROOT, environment, free_port
 from tests.support.servers import NEEDLE, QUESTION, read_events, serve, wait_until_healthy
 
@@ -115,32 +115,36 @@ def page(*changes: tuple[str, str]) -> list[str]:
 
 
 @pytest.fixture
-def job() -> Iterator[Any]:
+def job(tmp_path: Path) -> Iterator[Any]:
     """Run the page's first command, with what makes it small; yield the process, its address and the page's blocks."""
     port = free_port()
     small = f"--device cpu --port {port} --kv-cache-memory-bytes {4 << 20}"
     start, *others = page((":8000", f":{port}"), ("--max-restarts", "--monitor-interval 0.2 --max-restarts"))
-    program = shlex.split(start.replace("torchrun", f"{sys.executable} -m torch.distributed.run")) + shlex.split(small)
-    process = subprocess.Popen(program, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    yield process, f"http://127.0.0.1:{port}", others
-    process.terminate()
-    process.communicate(timeout=60)
+    name, *words = shlex.split(f"{start} {small}")
+    assert name == "torchrun"
+    agent = start_torchrun(words, environment(), tmp_path / "output")
+    yield agent, f"http://127.0.0.1:{port}", others
+    for process in psutil.Process(agent.pid).children(recursive=True) if agent.is_alive() else ():
+        process.kill()
+    agent.kill()
+    agent.join()
 
 
 def test_a_dead_rank_fails_all_requests_and_torchrun_starts_it_again(
     job: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And the page's commands work."""
-    process, url, (ask, use, *_) = job
-    wait_until_healthy(url, 90, lambda: process.poll() is None)
-    (rank_1,) = (child for child in psutil.Process(process.pid).children() if child.environ().get("RANK") == "1")
+    agent, url, (ask, use, *_) = job
+    wait_until_healthy(url, 90, agent.is_alive)
+    # The first rank has children that serve HTTP.
+    (rank_1,) = (rank for rank in psutil.Process(agent.pid).children() if not rank.children())
     with Reader.reading(url, 8000) as running:
-        os.kill(rank_1.pid, signal.SIGKILL)
+        rank_1.kill()
         killed = time.monotonic()
     last = json.loads(running.lines[-2].removeprefix("data: "))
     assert "error" in last, running.lines[-4:]
     assert (last["error"]["type"], last["error"]["code"]) == ("server_error", "rank_failed")
-    wait_until_healthy(url, 90, lambda: process.poll() is None)
+    wait_until_healthy(url, 90, agent.is_alive)
     print(f"healthy {time.monotonic() - killed:.1f} s after the rank's death")
     if shutil.which("curl"):
         answer = subprocess.run(shlex.split(ask), capture_output=True, check=True, timeout=60).stdout

@@ -20,7 +20,7 @@ from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Started
 from dcpmla.serving.sampling_fields import SamplingFields
 from dcpmla.serving.structured import GrammarChecks
-from tests.support.random_model import save_random_model
+from tests.support.random_model import LINES, save_random_model
 from tests.support.servers import RunningServer, serve
 
 
@@ -44,6 +44,7 @@ class Machine(BaseModel):
 
 # Its markup is Ling's; the prompts are short, for the model's context is.
 TEMPLATE = "{# <tool_call> #}{% if tools %}T{% endif %}{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
+ONE_LINE = dict.fromkeys(map(str, LINES), -100)  # Random models write long indentations after each end of a line.
 MODEL = Started(None, "", 300, 100, 4, 1000)
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -68,18 +69,18 @@ def client(server: RunningServer) -> OpenAI:
 
 
 def test_openai_s_client_parses_answers(client: OpenAI) -> None:
-    for seed in range(2):
-        completion = client.chat.completions.parse(
-            model="random",
-            messages=[{"role": "user", "content": "a machine"}],
-            response_format=Machine,
-            temperature=2.0,
-            seed=seed,
-            n=2,
-        )
-        for choice in completion.choices:
-            assert choice.finish_reason == "stop"
-            assert isinstance(choice.message.parsed, Machine)
+    completion = client.chat.completions.parse(
+        model="random",
+        messages=[{"role": "user", "content": "a machine"}],
+        response_format=Machine,
+        temperature=2.0,
+        logit_bias=ONE_LINE,
+        n=4,
+    )
+    assert len(completion.choices) == 4
+    for choice in completion.choices:
+        assert choice.finish_reason == "stop"
+        assert isinstance(choice.message.parsed, Machine)
 
 
 def test_streams_are_in_their_grammars(client: OpenAI) -> None:
@@ -98,15 +99,17 @@ def test_random_models_call_tools_where_they_must(server: RunningServer, client:
     """Over three routes: text of a random model under the grammar is read as one call with valid arguments."""
     fields = {"model": "random", "temperature": 2.0}
     user = {"role": "user", "content": "x"}
-    for seed in range(3):
-        (choice,) = client.chat.completions.create(
-            messages=[user],  # type: ignore[list-item]
-            tools=[{"type": "function", "function": TOOL}],  # type: ignore[typeddict-item]
-            tool_choice="required",
-            parallel_tool_calls=False,
-            seed=seed,
-            **fields,  # type: ignore[arg-type]
-        ).choices
+    choices = client.chat.completions.create(
+        messages=[user],  # type: ignore[list-item]
+        tools=[{"type": "function", "function": TOOL}],  # type: ignore[typeddict-item]
+        tool_choice="required",
+        parallel_tool_calls=False,
+        n=3,
+        logit_bias=ONE_LINE,
+        **fields,  # type: ignore[arg-type]
+    ).choices
+    assert len(choices) == 3
+    for choice in choices:
         assert (choice.finish_reason, len(choice.message.tool_calls or ())) == ("tool_calls", 1)
         assert choice.message.tool_calls
         jsonschema.validate(json.loads(choice.message.tool_calls[0].function.arguments), SCHEMA)  # type: ignore[union-attr]

@@ -19,6 +19,7 @@ TOKENIZER = tokenizer_of("byte_level")
 EOS = TOKENIZER.convert_tokens_to_ids("<eos>")
 TOOL = TOKENIZER.convert_tokens_to_ids("<tool>")
 VOCAB_SIZE = len(TOKENIZER) + 19  # a padded vocabulary, as models have it
+LINES = [token for text, token in TOKENIZER.get_vocab().items() if "\n" in TOKENIZER.convert_tokens_to_string([text])]
 
 
 class RandomModel(HashModel):
@@ -57,8 +58,9 @@ class RandomModel(HashModel):
 
 
 def save_random_model(directory: Path, template: str | None = None) -> None:
-    """Save a tiny DeepSeek-V3 with the vocabulary, its tokenizer and a chat template."""
+    """Save a tiny DeepSeek-V3 of one layer with the vocabulary, its tokenizer and a chat template."""
     config = tiny_config("deepseek_v3")
+    config.num_hidden_layers = 1
     config.vocab_size, config.eos_token_id = VOCAB_SIZE, EOS
     random_model(config).save_pretrained(directory)
     tokenizer = copy(TOKENIZER)

@@ -18,6 +18,7 @@ from tests.support.ranks import start_process
 
 NEEDLE = ROOT / "examples" / "needle" / "model"
 KEY = "sesame"
+MAX_MODEL_LEN = 2048  # The shared server has this limit; the needle model has 8192.
 QUESTION = "amber-ant 123; amber-apple 456; amber-ant?"  # the model answers 123 123 123 ...
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ['user', 'assistant', 'system'] %}"
@@ -43,10 +44,11 @@ class RunningServer:
     logs: list[Path]
 
     def metric(self, name: str, **headers: str) -> float:
-        """Return the value of a metric without labels, or the sum of one with labels."""
+        """Return the sum of a metric's values. A name with labels selects among them, and may have no value."""
         lines = httpx2.get(f"{self.url}/metrics", headers=headers).text.splitlines()
-        values = [float(line.split()[-1]) for line in lines if line.split("{")[0].split()[0] == f"dcpmla_{name}"]
-        assert values, name
+        starts = f"dcpmla_{name}" if "{" in name else (f"dcpmla_{name} ", f"dcpmla_{name}{{")
+        values = [float(line.split()[-1]) for line in lines if line.startswith(starts)]
+        assert values or "{" in name, name
         return sum(values)
 
     def stop(self, rank: int = 0, number: int = signal.SIGTERM) -> None:
