@@ -1,37 +1,51 @@
-"""The package where torch, triton and numpy alone are installed: all other packages are refused to a fresh process."""
+"""The package where torch, triton and numpy alone are installed: all other packages are refused to fresh processes."""
 
 import json
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from dcpmla.extras import EXTRAS, MissingExtraError, needed_by
-from tests.support.launchers import ROOT, run_together
+from tests.support.launchers import ROOT, Ended, environment
 from tests.support.sources import CORE, CORE_MODULES, ROOMS, room
 
 REFUSED = [*(package for packages in EXTRAS.values() for package in packages), "mpi4py", "flashinfer"]
-# None in place of a module: its import raises ModuleNotFoundError.
-REFUSAL = f"import sys; sys.path[0] = ''; sys.modules.update(dict.fromkeys({REFUSED}))\n"
-COMMAND = "from dcpmla.__main__ import main; sys.exit(main(sys.argv[1:]))"
+COMMAND = "import sys; from dcpmla.__main__ import main; sys.exit(main(sys.argv[1:]))"
+
+RunAlone = Callable[..., Ended]
 
 
-def run_alone(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    (result,) = run_together([([sys.executable, "-c", REFUSAL + script, *arguments], {})], check=False)
-    return result
+@pytest.fixture(scope="module")
+def run_alone() -> Iterator[RunAlone]:
+    """Run scripts with arguments in children of a process that has imported torch and triton."""
+    server = [sys.executable, "-m", "tests.support.alone", *REFUSED]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(server, env=environment(), cwd=ROOT, text=True, **pipes) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def run(script: str, *arguments: object) -> Ended:
+            argv = [script, *map(str, arguments)]
+            print(json.dumps(argv), file=process.stdin, flush=True)
+            return Ended(argv, *json.loads(process.stdout.readline()))
+
+        yield run
+        process.stdin.close()
 
 
-def test_the_refusal_refuses() -> None:
+def test_the_refusal_refuses(run_alone: RunAlone) -> None:
     result = run_alone("import transformers")
     assert "ModuleNotFoundError: import of transformers halted" in result.stderr
 
 
-def test_the_core_computes_alone() -> None:
+def test_the_core_computes_alone(run_alone: RunAlone) -> None:
     """Import all its modules, and compute a prompt and decodes with a dense layer: no module of a ring is imported."""
     result = run_alone(f"""
-import importlib, json
+import importlib, json, sys
 for module in {CORE_MODULES}:
     importlib.import_module(module)
 from tests.support.dense_layer import check_steps
@@ -47,9 +61,9 @@ print(json.dumps(sorted(name for name in sys.modules if name.startswith("dcpmla.
 @pytest.mark.parametrize(
     ("name", "last"), [("layer", "47 to 48"), ("sparse_layer", "47 to 48"), ("compressed_layer", "67 to 68")]
 )
-def test_the_layers_examples_need_no_extra(name: str, last: str) -> None:
+def test_the_layers_examples_need_no_extra(run_alone: RunAlone, name: str, last: str) -> None:
     example = ROOT / "examples" / f"{name}.py"
-    result = run_alone("import runpy; runpy.run_path(sys.argv[1], run_name='__main__')", example)
+    result = run_alone("import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')", example)
     assert f"tokens {last}: " in result.stdout, result.stderr
 
 
@@ -65,7 +79,7 @@ def test_the_layers_examples_need_no_extra(name: str, last: str) -> None:
         "bench layer --geometry tiny --device cpu",
     ],
 )
-def test_a_command_says_which_extra_it_needs(command: str) -> None:
+def test_a_command_says_which_extra_it_needs(run_alone: RunAlone, command: str) -> None:
     result = run_alone(COMMAND, *command.split())
     assert result.returncode == 2, result.stderr
     assert result.stdout == ""
@@ -74,7 +88,7 @@ def test_a_command_says_which_extra_it_needs(command: str) -> None:
     assert "needs the extra engine: pip install 'dcpmla[engine]' (import of " in line
 
 
-def test_doctor_lists_what_is_missing() -> None:
+def test_doctor_lists_what_is_missing(run_alone: RunAlone) -> None:
     result = run_alone(COMMAND, "doctor", "--device", "cpu")
     assert not result.returncode, result.stderr
     for extra in ("engine", "serve"):
@@ -82,14 +96,14 @@ def test_doctor_lists_what_is_missing() -> None:
         assert line in result.stdout.splitlines()
 
 
-def test_a_benchmark_of_kernels_runs(tmp_path: Path) -> None:
+def test_a_benchmark_of_kernels_runs(run_alone: RunAlone, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     result = run_alone(COMMAND, "bench", "decode", "--device", "cpu", "--time-limit", "1", "--json", out)
     assert not result.returncode, result.stderr
     assert json.loads(out.read_text())["rows"]
 
 
-def test_names_of_the_engine_name_the_extra() -> None:
+def test_names_of_the_engine_name_the_extra(run_alone: RunAlone) -> None:
     result = run_alone("""
 import dcpmla
 from dcpmla import Engine, SamplingParams

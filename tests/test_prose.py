@@ -4,12 +4,14 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.support.launchers import ROOT
+from tests.support.sources import FILES, nodes_of
 
 RULES = {  # banned -> what to write
     r"(?:quanti|normali|seriali|initiali|synchroni|optimi|tokeni|recogni|speciali|randomi)s(?:e|ing|ation)": "z",
@@ -31,15 +33,14 @@ def read_prose(path: Path) -> Iterator[tuple[int, str]]:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
-    for _, line, docstring in read_docstrings(text):
-        yield line, docstring
+    yield from read_docstrings(ast.walk(ast.parse(text)))
 
 
-def read_docstrings(text: str) -> Iterator[tuple[ast.AST, int, str]]:
-    """Yield (node, line, docstring) of a module, its classes and its functions."""
-    for node in ast.walk(ast.parse(text)):
+def read_docstrings(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
+    """Yield (line, docstring) of each module, class and function among nodes."""
+    for node in nodes:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (docstring := ast.get_docstring(node)):
-            yield node, node.body[0].lineno, docstring
+            yield node.body[0].lineno, docstring
 
 
 def find_faults(text: str) -> list[str]:
@@ -48,14 +49,14 @@ def find_faults(text: str) -> list[str]:
     return [f"{phrase!r}; write {better}" for phrase, better in found]
 
 
-SOURCES = [path for path in sorted((ROOT / "dcpmla").rglob("*.py"))]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_no_banned_phrase() -> None:
     faults = [
         f"{path.relative_to(ROOT)}:{line}: {fault}"
-        for path in [*SOURCES, *PAGES]
+        for path in [*FILES.values(), *PAGES]
+        if find_faults(path.read_text())  # Code may hold such a phrase. Few files need the slow tokenizer.
         for line, text in read_prose(path)
         for fault in find_faults(text)
     ]
@@ -65,8 +66,8 @@ def test_no_banned_phrase() -> None:
 def test_docstrings_have_a_subject_or_a_verb() -> None:
     faults = [
         f"{path.relative_to(ROOT)}:{line}: {docstring.splitlines()[0]}"
-        for path in SOURCES
-        for _, line, docstring in read_docstrings(path.read_text())
+        for module, path in FILES.items()
+        for line, docstring in read_docstrings(nodes_of(module))
         if HEADLESS.match(docstring)
     ]
     assert not faults, "\n".join(["begin with a noun (module, class) or an imperative verb (function):", *faults])
@@ -88,10 +89,10 @@ def test_documents_name_code_that_exists() -> None:
     """`file.py: name` in the documents: a file of the project, and a name in it."""
     folders = "dcpmla", "tests", "benchmarks", "launch", "examples"
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    missing = []
+    missing, read = [], cache(Path.read_text)
     for document in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
         for file, name in re.findall(r"`([\w/]+\.py): ([\w.]+)`", document.read_text()):
-            texts = [path.read_text() for path in files if path.as_posix().endswith(f"/{file}")]
+            texts = [read(path) for path in files if path.as_posix().endswith(f"/{file}")]
             if not any(all(re.search(rf"\b{part}\b", text) for part in name.split(".")) for text in texts):
                 missing.append((document.name, file, name))
     assert not missing

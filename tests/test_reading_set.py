@@ -6,13 +6,14 @@
 import json
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from dcpmla.cache.latent import num_blocks
 from dcpmla.config import DCPConfig
-from tests.support.launchers import run_together
+from tests.support.launchers import run_forked
 from tests.support.trace import Trace, trace
 
 # Limits of files, of their lines, and of lines in functions that run. Lower them when a step gets shorter.
@@ -29,8 +30,9 @@ APART = {"attention/reference.py", "parallel/fp8.py", "parallel/quantized.py"}
 STRUCTURE = Path(__file__).parents[1] / "docs" / "structure.md"
 
 
+@cache
 def traced(name: str) -> Trace:
-    (result,) = run_together([([sys.executable, "-m", "tests.support.trace", name], {})])
+    (result,) = run_forked([([sys.executable, "-m", "tests.support.trace", name], {})])
     return Trace(**json.loads(result.stdout.splitlines()[-1]))
 
 

@@ -24,15 +24,14 @@ class Allocations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.storages: list[weakref.ref[torch.UntypedStorage]] = []
+        self.storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor):
-            self.storages.append(weakref.ref(result.untyped_storage()))
-        live = {storage.data_ptr(): storage.nbytes() for ref in self.storages if (storage := ref()) is not None}
-        self.peak = max(self.peak, sum(live.values()))
+            self.storages.add(result.untyped_storage())
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in self.storages))
         return result
 
 
