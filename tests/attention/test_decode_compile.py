@@ -1,14 +1,14 @@
 """Decode kernels compiled for Hopper, without a GPU."""
 
-import contextlib
-import io
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-triton = pytest.importorskip("triton")
+from tests.support.hopper import compile_with_log
+
+pytest.importorskip("triton")
 
 
 def compile_for_hopper(
@@ -28,17 +28,10 @@ def build_for_hopper(
     **options: int,
 ) -> tuple[Any, str]:
     """Compile a kernel; return it, and what the assembler says of it. multiples: Arguments that are multiples of 16."""
-    from triton.backends.compiler import GPUTarget
-
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     aligned = [name for name in kernel.arg_names if signature[name].startswith("*") or name in multiples]
     attrs = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}  # as they are launched
-    said = io.StringIO()
-    with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope(), contextlib.redirect_stdout(said):
-        triton.knobs.compilation.always_compile = triton.knobs.nvidia.dump_ptxas_log = True
-        built = source(kernel, signature, constexprs=constants, attrs=attrs)
-        compiled = triton.compile(built, target=GPUTarget("cuda", 90, 32), options=options)
-    return compiled, said.getvalue()
+    return compile_with_log(source(kernel, signature, constexprs=constants, attrs=attrs), options)
 
 
 def assert_mbarriers_are_apart(ptx: str) -> None:
@@ -63,17 +56,13 @@ POINTERS = {
 @pytest.mark.parametrize(
     ("q", "cache", "rows", "is_ragged", "own_heads"),
     [
-        ("bf16", "bf16", "tiled", True, "i32"),
-        ("bf16", "bf16", "heads", False, None),
+        ("bf16", "bf16", "heads", False, "i32"),
         ("bf16", "bf16", "sparse", False, None),
         ("fp8e4nv", "fp8e4nv", "tiled", True, "i32"),
-        ("bf16", "fp8e4nv", "tiled", False, None),
+        ("bf16", "fp8e4nv", "tiled", True, None),
         ("bf16", "u8", "sparse", False, 1),
-        ("bf16", "bf16", "shared", False, None),
         ("bf16", "bf16", "shared", False, "i32"),
-        ("bf16", "u8", "shared", False, None),
-        ("bf16", "u8", "shared", False, "i32"),
-        ("fp16", "u8", "shared", False, None),
+        ("fp16", "u8", "shared", False, "i32"),
     ],
 )
 def test_the_hopper_kernel_compiles(
@@ -137,7 +126,7 @@ def test_the_hopper_kernel_compiles(
         (16, "fp8e4nv", "fp8e4nv", 512, 64),
         (16, "bf16", "u8", 512, 64),
         (16, "bf16", "bf16", 512, 0),
-        (64, "bf16", "u8", 512, 0),
+        (16, "bf16", "u8", 512, 0),
         (32, "bf16", "bf16", 1024, 64),
     ],
 )
@@ -165,7 +154,7 @@ def test_the_portable_kernel_compiles(rows: int, q: str, cache: str, latent: int
 
 @pytest.mark.parametrize(
     ("cache", "shared_bytes"),
-    [("bf16", 232_448), ("fp8e4nv", 232_448), ("u8", 232_448), ("bf16", 166_912), ("bf16", 101_376), ("bf16", 65_536)],
+    [("bf16", 232_448), ("u8", 232_448), ("bf16", 166_912), ("fp8e4nv", 101_376), ("bf16", 65_536)],
 )
 def test_the_kernel_in_a_fixed_order_compiles(cache: str, shared_bytes: int) -> None:
     """With the tile for each size of shared memory. With five stages keys are loaded while others are multiplied."""
@@ -195,7 +184,6 @@ def test_the_kernel_in_a_fixed_order_compiles(cache: str, shared_bytes: int) -> 
 @pytest.mark.parametrize(
     ("q", "cache", "is_ragged", "rows"),
     [
-        ("bf16", "bf16", True, "tiled"),
         ("bf16", "bf16", False, "heads"),
         ("bf16", "fp8e4nv", True, "tiled"),
         ("fp16", "u8", False, "tiled"),

@@ -19,6 +19,7 @@ from dcpmla.attention.sparse.candidates import EMPTY
 from dcpmla.attention.sparse.slots import SlotLayout
 from dcpmla.attention.sparse.step import SelectedTokens
 from tests.attention.test_topk import owned
+from tests.support.hopper import compile_source
 from tests.support.shared_memory import run_interpreted
 
 
@@ -221,8 +222,7 @@ def test_kernels_compile_for_hopper(name: str, width: int, constants: dict[str, 
     """Keys are loaded 16 bytes a thread, and are stored from where they are: shared memory is for what sums and scans
     leave in it.
     """
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
+    pytest.importorskip("triton")
     from triton.compiler import ASTSource
 
     from dcpmla.attention.sparse.kernels import topk as kernels
@@ -235,7 +235,7 @@ def test_kernels_compile_for_hopper(name: str, width: int, constants: dict[str, 
     }
     signature = {each: "constexpr" if each in constants else TYPES.get(each, "i32") for each in kernel.arg_names}
     source = ASTSource(kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+    compiled = compile_source(source, {"num_warps": num_warps})
     loads = re.findall(r"ld\.global\.v4\.b32" if width == 4 else r"ld\.global\.v2\.b64", compiled.asm["ptx"])
     assert len(loads) >= tile // (width * 32 * num_warps)
     assert compiled.metadata.shared <= tile
