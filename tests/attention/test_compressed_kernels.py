@@ -17,7 +17,7 @@ from dcpmla.attention.compressed.visible import append_entries, visible_rows
 from dcpmla.cache.shared_format import ROPE_DIM, rows_shape
 from dcpmla.cache.shared_rows import read_rows, write_rows
 from dcpmla.parallel.quantized import quantize_groups
-from tests.attention.test_small_kernels import compile_for_hopper, cut, on, randn
+from tests.attention.test_small_kernels import compile_for_hopper, cut, on, randn, with_dtypes
 from tests.support.shared_memory import run_interpreted
 
 POISON, RING = 0xA5, 7
@@ -62,7 +62,7 @@ def check_finish_rows(device: str, *sizes: tuple[int, int, int]) -> None:
     """Check that rows are as the torch code's, and a cache, byte by byte, as it makes them of the kernel's rows."""
     from dcpmla.attention.compressed.kernels import projections as kernels
 
-    for size, dtype in itertools.product(sizes, DTYPES):
+    for size, dtype in with_dtypes(device, sizes):
         arguments = rows_case(size, dtype, dtype)
         moved = on(device, arguments)
         wanted, got = projections.finish_rows(*arguments), kernels.finish_rows(*moved)
@@ -145,7 +145,7 @@ def check_reading(device: str) -> None:
     from dcpmla.cache.shared_kernels import read_shared_rows
 
     slots = torch.tensor([[3, 3, 0], [127, 64, 130]])
-    for width, dtype in itertools.product((128, 192, 512), DTYPES):
+    for width, dtype in with_dtypes(device, (128, 192, 512)):
         cache = torch.empty(rows_shape(140, width, torch.uint8), dtype=torch.uint8)
         write_rows(cache, randn(140, width), torch.arange(140))
         (moved,) = on(device, [cache])

@@ -4,7 +4,7 @@ The kernel runs on a GPU, in Triton's interpreter without one, and is compiled f
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -40,20 +40,22 @@ STEPS = (
 Steps = tuple[tuple[int, ...], ...]
 
 
-def check_compressor(
-    device: str, width: int, rope: int, dtypes: tuple[torch.dtype, ...] = DTYPES, steps: Steps = STEPS
-) -> None:
+KINDS = (  # A kind of layer, whether it has index keys, and whether its cache is quantized where the format allows it.
+    (LayerKind(4, True), False, True),
+    (LayerKind(4, True), True, True),
+    (LayerKind(4, True), True, False),
+    (LayerKind(6, False), False, False),
+    (LayerKind(2, True), False, True),  # Neither this nor the next one overlaps.
+    (LayerKind(1, True), False, False),
+)
+Case = tuple[tuple[LayerKind, bool, bool], torch.dtype]
+
+
+def check_compressor(device: str, width: int, rope: int, cases: Iterable[Case], steps: Steps = STEPS) -> None:
     """Check entries and sums after every step, of rows and of index keys, in every format; poison stays elsewhere."""
     layouts = ((1, 0, 1), (3, 1, 1), (2, 0, 2))
-    cases = (  # Each case is a kind of layer, whether it has index keys, and whether they are quantized.
-        (LayerKind(4, True), False, rope == ROPE_DIM),
-        (LayerKind(4, True), True, True),
-        (LayerKind(4, True), True, False),
-        (LayerKind(6, False), False, False),
-        (LayerKind(2, True), False, rope == ROPE_DIM),  # Neither this nor the next one overlaps.
-        (LayerKind(1, True), False, False),
-    )
-    for number, ((kind, is_index, is_quantized), dtype) in enumerate(itertools.product(cases, dtypes)):
+    for number, ((kind, is_index, can_be_quantized), dtype) in enumerate(cases, start=width // 8):
+        is_quantized = can_be_quantized and (is_index or rope == ROPE_DIM)
         size, rank, interleave = layouts[number % len(layouts)]
         layout = {"tensor_parallel_size": size, "decode_context_parallel_size": size}
         formats = {
@@ -164,16 +166,17 @@ def check_wide_pairs(device: str) -> None:
     config = config_of(LayerKind(4, True), 128, 64)
     for dcp in (DCPConfig(block_size=2), DCPConfig(block_size=2, kv_cache_dtype="fp8_ds_mla", index_cache_dtype="fp8")):
         for is_index in (False, True):
-            check_steps(device, config, dcp, 0, is_index, torch.bfloat16, STEPS[:4], torch.float32)
+            check_steps(device, config, dcp, 0, is_index, torch.bfloat16, STEPS[:2], torch.float32)
 
 
 def check_compressor_in_the_interpreter() -> None:
     from tests.support.interpreter import convert_as_torch
 
     convert_as_torch()
-    check_compressor("cpu", 16, 8, (torch.float32, torch.bfloat16))
-    check_compressor("cpu", 24, 6, (torch.float32,), STEPS[:4])
-    check_compressor("cpu", 128, 64, (torch.bfloat16,), STEPS[:5])
+    check_compressor("cpu", 16, 8, zip(KINDS, itertools.cycle((torch.float32, torch.bfloat16)), strict=False))
+    check_compressor("cpu", 24, 6, itertools.product(KINDS, (torch.float32,)), STEPS[2:4])
+    quantized = [kind for kind in KINDS if kind[-1]]  # The other formats do not depend on the width of RoPE.
+    check_compressor("cpu", 128, 64, itertools.product(quantized, (torch.bfloat16,)), STEPS[2:4])
     check_wide_pairs("cpu")
 
 
@@ -185,7 +188,7 @@ def test_the_kernel_in_the_interpreter() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("width", "rope"), [(16, 8), (24, 6), (128, 64), (512, 64)])
 def test_the_kernel(width: int, rope: int) -> None:
-    check_compressor("cuda", width, rope)
+    check_compressor("cuda", width, rope, itertools.product(KINDS, DTYPES))
     check_wide_pairs("cuda")
 
 
@@ -217,11 +220,11 @@ def test_the_kernel_compiles_for_hopper(dtype: str, cache: str) -> None:
     pooled: dict[str, Any] = {"ROPE": 64, "HADAMARD_BITS": 0, "IS_INDEX": False, "WIDTH": 512, "COLUMNS": 512}
     index = {**pooled, "IS_INDEX": True, "WIDTH": 128, "COLUMNS": 128, "HADAMARD_BITS": 7}
     none: dict[str, Any] = dict.fromkeys(("latents_ptr", "slots_ptr"))
-    for ratio, halves, tokens in itertools.product((4, 128), (1, 2), (1, 4, 8)):
+    for ratio, halves, tokens in ((4, 2, 1), (4, 2, 4), (128, 1, 1), (128, 1, 8)):
         constants = {"RATIO": ratio, "HALVES": halves, "GATES": halves * 512, "TOKENS": tokens}
         compile_for_hopper(compress_kernel, dtype, {**pooled, **constants, **none}, **types)
     for ratio in (1, 2):  # These write entries before RoPE, too.
-        constants = {"RATIO": ratio, "HALVES": 1, "GATES": 512 * (ratio - 1), "TOKENS": 1}
+        constants = {"RATIO": ratio, "HALVES": 1, "GATES": 512 * (ratio - 1), "TOKENS": ratio}
         compile_for_hopper(compress_kernel, dtype, {**pooled, **constants}, **types)
     constants = {"RATIO": 4, "HALVES": 2, "GATES": 256, "TOKENS": 4}
     compile_for_hopper(compress_kernel, dtype, {**index, **constants, **none}, **types)

@@ -149,7 +149,7 @@ requests = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 40)), min_size=1
 @example(requests=[(1, 20), *[(4, 30)] * 4], num_heads=2, num_parts=5, is_uniform=False)  # a gap in the second line
 @example(requests=[(1, 20), *[(4, 30)] * 4, (1, 9)], num_heads=2, num_parts=14, is_uniform=False)  # one in each
 @example(requests=[(1, 0), (4, 3), (0, 7), (2, 20), (0, 0)], num_heads=3, num_parts=5, is_uniform=False)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_the_hopper_kernels_split_and_merge(
     requests: list[tuple[int, int]], num_heads: int, num_parts: int, is_uniform: bool
 ) -> None:

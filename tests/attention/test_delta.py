@@ -150,7 +150,7 @@ def check_in_the_interpreter() -> None:
     from tests.support.interpreter import convert_as_torch
 
     convert_as_torch()
-    compare(launch, torch.float32, "cpu", (2, 16), 1e-5, (SHORT,))
+    compare(launch, torch.float32, "cpu", (2, 16), 1e-5, (SHORT,), (-5.0,))
     compare(launch, torch.bfloat16, "cpu", (1, 24), 0.02, (SHORT,), (None,))
 
 
@@ -218,7 +218,7 @@ def check_chunks_in_the_interpreter() -> None:
     from tests.support.interpreter import convert_as_torch
 
     convert_as_torch()
-    compare(attend_by_chunks(launch), torch.float32, "cpu", (2, 16), 1e-5, (LONG,))
+    compare(attend_by_chunks(launch), torch.float32, "cpu", (2, 16), 1e-5, (LONG,), (-5.0,))
     compare(attend_by_chunks(launch), torch.bfloat16, "cpu", (1, 24), 0.02, (LONG,), (None,))
     layout_module.MAX_PIECES = 1  # the shorter piece goes through the recurrence
     compare(attend_by_chunks(launch), torch.float32, "cpu", (2, 16), 1e-5, (LONG,), (None,))

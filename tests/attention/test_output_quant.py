@@ -4,11 +4,7 @@ Kernels run on a GPU, in Triton's interpreter without one, and are compiled for 
 """
 
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +19,8 @@ from dcpmla.attention.projections import project_values
 from dcpmla.cache.formats import FP8
 from dcpmla.parallel.fp8 import QuantizedRows
 from tests.attention.test_output_formats import KINDS, TIES, codes, randn, unswizzle
+from tests.support.hopper import compile_source
+from tests.support.shared_memory import run_interpreted
 
 
 def parts_case(dtype: torch.dtype, num_tokens: int, heads: int, rank: int, value: int) -> tuple[list[Tensor], Tensor]:
@@ -163,21 +161,19 @@ def check_kernels(device: str, dtype: torch.dtype, num_tokens: int, heads: int, 
             torch.testing.assert_close(got.scales.cpu(), wanted.scales, rtol=1e-2, atol=0)
 
 
+def check_in_the_interpreter() -> None:
+    from tests.support.interpreter import convert_as_torch
+
+    convert_as_torch()
+    check_kernels("cpu", torch.float16, 19, 3, 72, 128)
+    check_kernels("cpu", torch.float16, 131, 1, 16, 192)
+    check_kernels("cpu", torch.float32, 5, 5, 40, 48)
+    check_kernels("cpu", torch.float32, 0, 3, 40, 20)
+
+
 def test_kernels_in_the_interpreter() -> None:
-    """In a process of its own: Triton decides to interpret when a kernel is defined."""
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    script = """
-import torch
-from tests.support.interpreter import convert_as_torch
-from tests.attention.test_output_quant import check_kernels
-convert_as_torch()
-check_kernels("cpu", torch.float16, 19, 3, 72, 128)
-check_kernels("cpu", torch.float16, 131, 1, 16, 192)
-check_kernels("cpu", torch.float32, 5, 5, 40, 48)
-check_kernels("cpu", torch.float32, 0, 3, 40, 20)
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, env=environment, cwd=Path(__file__).parent, timeout=200)
+    run_interpreted(1, check_in_the_interpreter)
 
 
 @pytest.mark.gpu
@@ -235,8 +231,6 @@ def test_offsets_past_2_to_the_31() -> None:
 
 
 def compile_for_hopper(kernel: Any, constants: dict[str, Any], options: dict[str, int], **types: str) -> Any:
-    import triton
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
@@ -251,7 +245,7 @@ def compile_for_hopper(kernel: Any, constants: dict[str, Any], options: dict[str
         constexprs=constants,
         attrs={at: how for at, how in aligned.items() if kernel.arg_names[at[0]] not in constants},
     )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return compile_source(source, options)
 
 
 @pytest.mark.parametrize(

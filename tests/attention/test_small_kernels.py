@@ -5,7 +5,7 @@ They run on a GPU, in Triton's interpreter without one, and are compiled for Hop
 
 import itertools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dcpmla.attention import head_factors, projections
 from dcpmla.attention.prefill import read_cache_rows
+from tests.support.hopper import compile_source
 from tests.support.shared_memory import run_interpreted
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 7
@@ -91,12 +92,18 @@ def assert_near(got: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(got.double().cpu(), wanted.double(), atol=tolerance, rtol=tolerance, equal_nan=True)
 
 
+def with_dtypes(device: str, cases: Iterable[Any]) -> Iterator[Any]:
+    """Pair cases with dtypes: all combinations on GPUs, a dtype for each case in the interpreter."""
+    if device == "cuda":
+        return itertools.product(cases, DTYPES)
+    return zip(cases, itertools.cycle(DTYPES), strict=False)
+
+
 def check_latents(device: str, *sizes: tuple[int, ...]) -> None:
     from dcpmla.attention.triton import projections as kernels
 
-    for number, (size, dtype, rope, interleaved) in enumerate(
-        itertools.product(sizes, DTYPES, (True, False), (True, False))
-    ):
+    cases = itertools.product(sizes, (True, False), (True, False))
+    for number, ((size, rope, interleaved), dtype) in enumerate(with_dtypes(device, cases)):
         arguments = latents_case(size, [3, -1, 27, -1, 0], dtype, rope, interleaved)
         if number % 4 in (1, 2):  # k_pe is normed, in either layout
             arguments += [False, randn(size[2], dtype=dtype, seed=7)]
@@ -129,7 +136,8 @@ def check_queries(device: str, num_tokens: int, *sizes: tuple[int, ...]) -> None
 def check_factors(device: str) -> None:
     from dcpmla.attention.triton import head_factors as kernels
 
-    for num_heads, width, padding, dtype in itertools.product((1, 3, 16), (64, 12), (0, 64, 5), DTYPES):
+    cases = itertools.product((0, 64, 5), (1, 3, 16), (64, 12))
+    for (padding, num_heads, width), dtype in with_dtypes(device, cases):
         logs, scale, bias = (randn(size, dtype=dtype, seed=size) for size in (5, num_heads + 7, num_heads + 8))
         arguments = [cut(randn(5, num_heads, width, dtype=dtype)), logs, scale[7:], bias[8:], padding]
         assert_near(kernels.scale_queries(*on(device, arguments)), head_factors.scale_queries(*arguments))
@@ -226,8 +234,6 @@ def test_kernels_in_the_interpreter(check: Callable[[], None]) -> None:
 
 def compile_for_hopper(kernel: Any, dtype: str, constants: dict[str, Any], **types: str) -> str:
     """PTX of a kernel whose pointers are to dtype where nothing else is said, and like the strides multiples of 16."""
-    from triton import compile as triton_compile
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     def type_of(name: str) -> str:
@@ -242,7 +248,7 @@ def compile_for_hopper(kernel: Any, dtype: str, constants: dict[str, Any], **typ
     source = ASTSource(
         kernel, {name: type_of(name) for name in kernel.arg_names}, constexprs=constants, attrs=attributes
     )
-    ptx = str(triton_compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
+    ptx = str(compile_source(source).asm["ptx"])
     assert "sm_90a" in ptx
     return ptx
 

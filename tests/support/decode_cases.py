@@ -108,8 +108,8 @@ class Case:
 
 
 def check(kernel: Any, case: Case, device: str, tolerance: float = 1e-2, lse_tolerance: float = 1e-4) -> None:
-    """Twice with one workspace: its counters must be as they were."""
-    for seed in range(2):
+    """Twice with one workspace: its counters must be as they were. On GPUs with two sets of numbers."""
+    for seed in range(2 if device == "cuda" else 1):
         inputs = case.inputs(device, seed)
         expected = case.answer(inputs)
         for _ in range(2 if inputs["workspace"] is not None else 1):
