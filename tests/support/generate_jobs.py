@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import psutil
 
 from tests.support import faulty
+from tests.support.forked_torchrun import start_torchrun
 from tests.support.launchers import free_port
 from tests.support.ranks import start_process
 from tests.support.watched_jobs import is_stopped, process_status
@@ -145,25 +145,15 @@ def _rank(directory: Path, environment: dict[str, str], fault: dict[str, Any], a
 def torchrun(model: Path, fault: dict[str, Any], number: int | None = None, max_restarts: int = 0) -> Ended:
     """Start two ranks under torchrun, which is sent a signal when the fault begins."""
     with new_job() as job:
-        options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", str(max_restarts)]
-        # Fresh interpreters may be ready seconds apart; a timeout finds no fault here.
-        program = [
-            str(Path(faulty.__file__)),
-            str(job.directory),
-            json.dumps(fault),
-            *job.arguments(model, timeout=4 * TIMEOUT),
-        ]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *options, *program],
-            stdout=subprocess.DEVNULL,
-            stderr=job.errors,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_FR_DUMP_TEMP_FILE": str(job.directory / "flight ")},
-        )
+        options = ["--standalone", "--nproc-per-node", 2, "--max-restarts", max_restarts]
+        program = [faulty.__file__, job.directory, json.dumps(fault), *job.arguments(model)]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_FR_DUMP_TEMP_FILE": str(job.directory / "flight ")}
+        agent = start_torchrun([*options, *program], env, job.directory / "errors")
         try:
-            return job.wait(lambda: [process.poll()], lambda: number and process.send_signal(number))
+            return job.wait(lambda: [agent.exitcode], lambda: number and os.kill(agent.pid, number))
         finally:
-            process.kill()
-            process.wait()
+            agent.kill()
+            agent.join()
 
 
 def with_broken_weights(model: Path) -> Ended:
