@@ -4,6 +4,7 @@ import json
 import random
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import httpx2
@@ -66,27 +67,27 @@ def test_endless_bytes(engine: FakeEngine, start: bytes, piece: bytes) -> None:
     assert is_closed(connection)
 
 
-@pytest.mark.parametrize(
-    ("start", "piece"),
-    [
-        (b"", b"G"),
-        (b"GET /health HTTP/1.1\r\n\r\n", b"G"),
-        (b"GET /health HTTP/1.1\r\n\r\n", b"\r\n"),
-        (head(1000, key="wrong"), b"x"),
-        (head(1000), b"x"),
-        (head(None, key="wrong") + b"0\r\na: ", b"x"),
-    ],
-)
-def test_dripping_bytes(engine: FakeEngine, start: bytes, piece: bytes) -> None:
-    connection = engine.connect(start)
-    seconds = LATE
-    assert send_until_closed(connection, piece, int(seconds / 0.1) * len(piece), 0.1) < seconds / 0.1 * len(piece)
-    assert is_closed(connection)
+DRIPPING = [
+    (b"", b"G"),
+    (b"GET /health HTTP/1.1\r\n\r\n", b"G"),
+    (b"GET /health HTTP/1.1\r\n\r\n", b"\r\n"),
+    (head(1000, key="wrong"), b"x"),
+    (head(1000), b"x"),
+    (head(None, key="wrong") + b"0\r\na: ", b"x"),
+]
+SILENT = [b"", b"GET / HT", head(None) + b"0\r\n"]
 
 
-@pytest.mark.parametrize("start", [b"", b"GET / HT", head(None) + b"0\r\n"])
-def test_silence(engine: FakeEngine, start: bytes) -> None:
-    assert is_closed(engine.connect(start))
+def test_dripping_bytes_and_silence(engine: FakeEngine) -> None:
+    """On connections that are open at the same time."""
+    silent = [engine.connect(start) for start in SILENT]
+    dripping = [(engine.connect(start), piece) for start, piece in DRIPPING]
+    with ThreadPoolExecutor(len(dripping)) as pool:
+        sent = pool.map(lambda each: send_until_closed(*each, LATE * 10 * len(each[1]), 0.1), dripping)
+    for (connection, piece), num_sent in zip(dripping, sent, strict=True):
+        assert num_sent < LATE * 10 * len(piece), piece
+        assert is_closed(connection)
+    assert all(map(is_closed, silent))
 
 
 def test_bodies_have_a_total(engine: FakeEngine) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
 import pytest
@@ -59,13 +60,19 @@ def test_a_slow_reader_gets_the_whole_answer(engine: FakeEngine, stream: bool) -
 
 def test_a_slow_stream_and_kept_connections(engine: FakeEngine) -> None:
     """They take longer than any limit but --request-timeout."""
-    with httpx2.Client(base_url=engine.url, headers=AUTHORIZED, timeout=LATE) as client:
+    with (
+        httpx2.Client(base_url=engine.url, headers=AUTHORIZED, timeout=LATE) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
         body = {"prompt": [SLOW]}
+        whole = pool.submit(client.post, "/v1/completions", json=body)
         with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
             lines = [line for line in response.iter_lines() if line]
         assert lines[-1] == "data: [DONE]"
         assert sum(len(json.loads(line.removeprefix("data: "))["choices"][0]["text"]) for line in lines[:-1]) == 16
-        assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == "a" * 16
+        assert whole.result().json()["choices"][0]["text"] == "a" * 16
+        kept = client.post("/v1/completions", json={"prompt": [AT_ONCE]})
+        assert kept.json()["choices"][0]["text"] == "a"
 
 
 @pytest.mark.parametrize(
