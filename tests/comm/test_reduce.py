@@ -67,7 +67,7 @@ def shrink(num_programs: int) -> None:
     direct_reduce._NARROW_ELEMENTS, direct_reduce._WIDE_ELEMENTS = 300, 600
 
 
-def check_direct(num_steps: int) -> None:
+def check_direct() -> None:
     """Check sums in one trip and in two, of rows of one item each and of several, in one turn and in several."""
     delay_kernels(random.Random(dist.get_rank()))
     convert_as_torch()
@@ -76,11 +76,11 @@ def check_direct(num_steps: int) -> None:
         shrink(num_programs)
         reduce = new_reduce(landing_bytes=1 << 13)
         reduce._memory[1].state[:-1] = 2**31 - 3  # the exchange numbers pass 32 bits
-        for step in range(num_steps):
+        for step in range(4):
             direct_reduce._ONE_SHOT_BYTES = (1 << 20, 0)[step % 2]
             dtype = (torch.float16, torch.float32)[step // 2]
             shape = common.randint(1, 3 + 6 * (step == 1)), common.choice(widths)
-            check_sums(reduce, shape, dtype, step, CPU, is_odd=step >= num_steps - 2)
+            check_sums(reduce, shape, dtype, step, CPU, is_odd=(step + size) % 2 == 0)
         assert reduce.all_reduce(torch.zeros(0, 8)).shape == (0, 8)
         for one_shot_bytes, shape in quantized:
             direct_reduce._ONE_SHOT_BYTES = one_shot_bytes
@@ -145,9 +145,9 @@ def test_direct_in_rank_order() -> None:
     run_interpreted(3, check_direct_order)
 
 
-@pytest.mark.parametrize(("num_ranks", "num_steps"), [(2, 4), (3, 4), (4, 2)])
-def test_direct(num_ranks: int, num_steps: int) -> None:
-    run_interpreted(num_ranks, check_direct, num_steps)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_direct(num_ranks: int) -> None:
+    run_interpreted(num_ranks, check_direct)
 
 
 def check_missing_rank() -> None:
