@@ -55,7 +55,7 @@ def streamed(stream: TextStream, token_ids: Sequence[int]) -> list[str]:
 def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, bool]:
     """Return the text before the stop string that is complete first, the longest of those that end together."""
     for end in range(1, len(text) + 1):
-        complete = [each for each in stop if text[:end].endswith(each)]
+        complete = [each for each in stop if text.endswith(each, 0, end)]
         if complete:
             return text[: end - max(map(len, complete))], True
     return text, False
@@ -63,7 +63,7 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, bool]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pieces_are_the_whole_text(family: str) -> None:
-    @settings(deadline=None, max_examples=150)
+    @settings(deadline=None, max_examples=50)
     @given(token_ids_of(family))
     def check(token_ids: list[int]) -> None:
         assert "".join(streamed(TextStream(tokenizer_of(family)), token_ids)) == whole(family, token_ids)
@@ -73,7 +73,7 @@ def test_pieces_are_the_whole_text(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pieces_end_before_a_stop_string(family: str) -> None:
-    @settings(deadline=None, max_examples=150)
+    @settings(deadline=None, max_examples=50)
     @given(token_ids_of(family), st.data())
     def check(token_ids: list[int], data: st.DataObject) -> None:
         text = whole(family, token_ids)
@@ -91,7 +91,7 @@ def test_pieces_end_before_a_stop_string(family: str) -> None:
 def test_certain_text_comes_at_once(family: str) -> None:
     """After each token: all characters that are whole by then."""
 
-    @settings(deadline=None, max_examples=50)
+    @settings(deadline=None, max_examples=25)
     @given(token_ids_of(family))
     def check(token_ids: list[int]) -> None:
         stream = TextStream(tokenizer_of(family))

@@ -61,6 +61,11 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 }
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()]
 TOOLS.append({"type": "function", "function": {"name": "refresh"}})
+CHECKS = GrammarChecks()
+VALIDATORS = {
+    name: jsonschema.Draft202012Validator(schema)
+    for name, schema in {**SCHEMAS, "refresh": {"additionalProperties": False}}.items()
+}
 ENDS = '"}]/<>1'
 
 
@@ -81,7 +86,7 @@ def tokenizer_of(name: str, is_special: bool = True) -> Any:
 def written(tokenizer: Any, grammar: Grammar, seed: int, begun: str = "", limit: int = 500) -> str | None:
     """Return a random text of a grammar after its beginning, with special tokens; None if it does not end."""
     eos = tokenizer.eos_token_id
-    matcher = compile_grammar(vocabulary_of(tokenizer), grammar.kind, grammar.text)
+    matcher = matcher_of(tokenizer, grammar.kind, grammar.text).deep_copy()
     follower = Follower(matcher, "", [eos], ())
     chooser, tokens = random.Random(seed), list[int]()
     weights = np.ones(len(tokenizer))
@@ -106,6 +111,11 @@ def written(tokenizer: Any, grammar: Grammar, seed: int, begun: str = "", limit:
 
 
 @cache
+def matcher_of(tokenizer: Any, kind: str, text: str) -> Any:
+    return compile_grammar(vocabulary_of(tokenizer), kind, text)
+
+
+@cache
 def vocabulary_of(tokenizer: Any) -> Any:
     return from_tokenizer(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
 
@@ -113,7 +123,7 @@ def vocabulary_of(tokenizer: Any) -> Any:
 def grammars_of(name: str, is_special: bool = True) -> AnswerGrammars:
     tokenizer = tokenizer_of(name, is_special)
     model = Started(tokenizer, "", len(tokenizer), 10_000, 4, 10_000)
-    return AnswerGrammars(model, FORMATS[name], FORMATS[name], GrammarChecks())
+    return AnswerGrammars(model, FORMATS[name], FORMATS[name], CHECKS)
 
 
 def grammar_of(name: str, use: ToolUse, asked: Grammar | None = None, **prompt: Any) -> Grammar:
@@ -127,8 +137,7 @@ def read(name: str, text: str) -> tuple[str, str, list[dict[str, Any]]]:
     parser = FORMATS[name].parser(TOOLS, in_reasoning=False, parses_calls=True, parses_reasoning=True)
     reasoning, content, calls = stream(parser, [text])
     for call in calls:
-        schema = SCHEMAS.get(call["name"], {"additionalProperties": False})
-        jsonschema.validate(json.loads(call["arguments"]), schema)
+        VALIDATORS[call["name"]].validate(json.loads(call["arguments"]))
     return reasoning, content, calls
 
 
@@ -147,7 +156,7 @@ def test_required_calls_are_read_by_the_parser(name: str, is_special: bool) -> N
     assert many is not None
     assert single is not None
     names_read, num_read = set[str](), 0
-    for seed in range(12):
+    for seed in range(8):
         text = written(tokenizer, many if seed % 3 else single, seed)
         if text is None:
             continue
@@ -157,7 +166,7 @@ def test_required_calls_are_read_by_the_parser(name: str, is_special: bool) -> N
         assert seed % 3 or [call["name"] for call in calls] == ["weather"]
         names_read |= {call["name"] for call in calls}
         num_read += 1
-    assert num_read > 5
+    assert num_read > 3
     assert len(names_read) > 1
 
 
@@ -174,7 +183,7 @@ def test_strict_calls_come_after_any_text(name: str) -> None:
         ("plain", None),
     ):
         num_read = 0
-        for seed in range(6):
+        for seed in range(4):
             text = written(tokenizer_of(name), grammar, seed, begun)
             if text is not None:
                 reasoning, content, calls = read(name, text)

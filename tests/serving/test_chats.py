@@ -177,7 +177,7 @@ BODIES: list[tuple[type[ChatRequest], str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("kind", "items", "good"), BODIES)
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_any_json_is_a_conversation_or_an_error(
     kind: type[ChatRequest], items: str, good: dict[str, Any], data: st.DataObject
 ) -> None:

@@ -1,11 +1,12 @@
 """Answers as the families' templates write them, with tools, calls and texts for the parsers of answers."""
 
 import json
+from functools import cache
 from typing import Any
 
 from hypothesis import strategies
 from hypothesis.strategies import DrawFn, SearchStrategy, composite
-from jinja2 import StrictUndefined
+from jinja2 import StrictUndefined, Template
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dcpmla.serving.chat.events import AnswerParser, Pieces
@@ -104,8 +105,12 @@ Call = dict[str, Any]
 
 def render(template: str, reasoning: str, content: str, calls: list[Call]) -> str:
     """Return an answer as a template writes it."""
-    compiled = _ENVIRONMENT.from_string(template.rstrip("\n"))
-    return compiled.render(reasoning=reasoning, content=content, calls=calls)
+    return _compiled(template).render(reasoning=reasoning, content=content, calls=calls)
+
+
+@cache
+def _compiled(template: str) -> Template:
+    return _ENVIRONMENT.from_string(template.rstrip("\n"))
 
 
 def markers_of(name: str) -> list[str]:
