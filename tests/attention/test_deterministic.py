@@ -117,17 +117,17 @@ def test_prefill_is_accurate() -> None:
 
 def check_layers(hf_config: Any) -> None:
     """Check that a layer has the same bits over ranks that share no cache and over both exchanges."""
-    outputs = []
+    outputs, attention = [], oracle(hf_config)
     for size, backend in ((1, "a2a"), (2, "ag_rs"), (4, "a2a")):
         dcp = dcp_config(4, size, 64, dcp_comm_backend=backend, block_size=64, deterministic=True)
         mesh = init_mesh(4, size)
         exchange = select_exchange(dcp, mesh.dcp_group, "cpu").exchange
         config = attention_kind(hf_config).config
         layer = OrderedAttention(config, Placement(dcp, mesh, exchange, torch.float32, "cpu"))
-        layer.load_weights(oracle(hf_config).state_dict())
+        layer.load_weights(attention.state_dict())
         with torch.no_grad():
             outputs.append(run_steps(layer, hf_config, dcp, LAYER_BATCH, True, 0, 2, 3))
-    torch.testing.assert_close(outputs[0], expected(hf_config, LAYER_BATCH, True), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(outputs[0], expected(attention, hf_config, LAYER_BATCH, True), atol=1e-5, rtol=1e-4)
     assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 

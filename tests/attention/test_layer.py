@@ -58,9 +58,9 @@ def rope(config: Any, num_tokens: int, with_positions: bool) -> tuple[Tensor, Te
     return (cos, sin) if with_positions else (torch.ones_like(cos), torch.zeros_like(sin))
 
 
-def expected(config: Any, batch: Batch, with_positions: bool) -> Tensor:
+def expected(attention: DeepseekV3Attention, config: Any, batch: Batch, with_positions: bool) -> Tensor:
     """Return the outputs of the new tokens of all requests, laid end to end."""
-    attention, outputs = oracle(config), []
+    outputs = []
     for (_, new), hidden in zip(batch, hidden_states(config, batch), strict=True):
         causal = torch.full((len(hidden), len(hidden)), -torch.inf).triu(1)[None, None]
         outputs.append(attention(hidden[None], rope(config, len(hidden), with_positions), causal)[0][0, -new:])
@@ -116,10 +116,11 @@ def check_layer(
     config = dataclasses.replace(attention_kind(hf_config).config, use_rope=with_positions)
     exchange = Mock(wraps=select_exchange(dcp, mesh.dcp_group, "cpu").exchange)
     layer = MLAAttention(config, Placement(dcp, mesh, exchange, torch.float32, "cpu"))
-    layer.load_weights(oracle(hf_config).state_dict())
+    attention = oracle(hf_config)
+    layer.load_weights(attention.state_dict())
     with torch.no_grad():
         out = run_steps(layer, hf_config, dcp, batch, with_positions, padding, max_decode_query_len, num_decodes)
-        wanted = expected(hf_config, batch, with_positions)
+        wanted = expected(attention, hf_config, batch, with_positions)
     assert out.shape == (len(wanted) + padding, config.hidden_size)
     torch.testing.assert_close(out[: len(wanted)], wanted, atol=1e-5, rtol=1e-4)
     assert out.isfinite().all()  # padding took nothing from the rows after num_tokens
@@ -137,16 +138,15 @@ def check_variants(hf_config: Any, dcp: DCPConfig) -> None:
         assert exchange.combine.call_args.args[0].shape[-1] == width
 
 
-def check_query_lens(hf_config: Any, dcp: DCPConfig) -> None:
+def check_query_lens(hf_config: Any, dcp: DCPConfig, mesh: DCPMesh) -> None:
     """Compare decodes of several query tokens: as many each, then different numbers, with padding and a prefill."""
-    mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
     for batch, padding in ((SPECULATED, 0), ((*SPECULATED, (6, 1), (4, 2), (13, 9)), 3)):
         check_layer(hf_config, dcp, mesh, batch, padding=padding, max_decode_query_len=3)
 
 
-def check_absorbed_pieces(hf_config: Any, dcp: DCPConfig) -> None:
+def check_absorbed_pieces(hf_config: Any, dcp: DCPConfig, mesh: DCPMesh) -> None:
     """Compare pieces of prompts that attend with absorbed queries, cut into requests and parts of all sizes."""
-    mesh, batch = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size), (*SPECULATED, *PIECES)
+    batch = *SPECULATED, *PIECES
     for width, max_rows, num_decodes in ((1, 1 << 16, None), (2, 20, 0), (4, 20, 1), (3, 1, 0)):
         step_module.PART_ROWS = max_rows
         count = len(batch) - (num_decodes or 0)
@@ -155,8 +155,11 @@ def check_absorbed_pieces(hf_config: Any, dcp: DCPConfig) -> None:
         assert (exchange.combine.call_count > 2) == (max_rows < 1 << 16)
 
 
-def check_padding(hf_config: Any, dcp: DCPConfig) -> None:
-    check_layer(hf_config, dcp, init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size), BATCH, False, 5)
+def check_batches(hf_config: Any, dcp: DCPConfig) -> None:
+    mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
+    check_layer(hf_config, dcp, mesh, BATCH, with_positions=False, padding=5)
+    check_query_lens(hf_config, dcp, mesh)
+    check_absorbed_pieces(hf_config, dcp, mesh)  # cuts later steps, too
 
 
 def layout(tp: int, dcp: int, interleave: int = 1, backend: str = "auto") -> DCPConfig:
@@ -164,10 +167,15 @@ def layout(tp: int, dcp: int, interleave: int = 1, backend: str = "auto") -> DCP
     return dataclasses.replace(config, context_workspace_tokens=4 * config.chunk_alignment)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v3_neox"])
 @pytest.mark.parametrize(
-    "dcp",
-    [layout(1, 1), layout(2, 2), layout(4, 2, 2, "ag_rs"), layout(4, 4, 4, "a2a"), layout(3, 3, 2, "ag_rs")],
+    ("family", "dcp"),
+    [
+        ("deepseek_v3", layout(1, 1)),
+        ("deepseek_v3_neox", layout(2, 2)),
+        ("deepseek_v3", layout(3, 3, 2, "ag_rs")),
+        ("deepseek_v3", layout(4, 2, 2, "ag_rs")),
+        ("deepseek_v3_neox", layout(4, 4, 4, "a2a")),
+    ],
     ids=str,
 )
 def test_mixed_batch(family: str, dcp: DCPConfig) -> None:
@@ -175,17 +183,8 @@ def test_mixed_batch(family: str, dcp: DCPConfig) -> None:
 
 
 @pytest.mark.parametrize("dcp", [layout(1, 1), layout(2, 2, 2, "a2a"), layout(3, 3, 1, "ag_rs")], ids=str)
-def test_several_query_tokens(dcp: DCPConfig) -> None:
-    run_ranks(dcp.tensor_parallel_size, check_query_lens, tiny_config("deepseek_v3"), dcp)
-
-
-@pytest.mark.parametrize("dcp", [layout(1, 1), layout(2, 2, 2, "a2a"), layout(3, 3, 1, "ag_rs")], ids=str)
-def test_absorbed_pieces(dcp: DCPConfig) -> None:
-    run_ranks(dcp.tensor_parallel_size, check_absorbed_pieces, tiny_config("deepseek_v3"), dcp)
-
-
-def test_padding_and_no_positions() -> None:
-    run_ranks(2, check_padding, tiny_config("deepseek_v3"), layout(2, 2))
+def test_several_query_tokens_and_no_positions(dcp: DCPConfig) -> None:
+    run_ranks(dcp.tensor_parallel_size, check_batches, tiny_config("deepseek_v3"), dcp)
 
 
 # Widths and variants of the models that are supported, as one rank of several has them.
