@@ -65,29 +65,27 @@ class PlainCache:
         )
         self.mover = RowMover(cast(Cache, cache), layout)
 
-    def place(self, tensor: int, row: int, blocks: list[int]) -> tuple[int, int] | None:
-        """Return the block and the offset of a row of a sequence; None if another rank has it."""
+    def places(self, tensor: int, start: int, end: int, blocks: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return this rank's rows of positions [start, end) of a sequence, their blocks, and offsets in these."""
         layout, spec = self.layout, self.layout.tokens[tensor]
+        index = rows = torch.arange(start // spec.span, end // spec.span)
         if not spec.is_shared:
             share = layout.dcp_size * layout.interleave
-            if row % share // layout.interleave != self.rank % layout.dcp_size:
-                return None
-            row = row // share * layout.interleave + row % layout.interleave
-        return blocks[row // spec.per_block], row % spec.per_block
+            rows = rows[rows % share // layout.interleave == self.rank % layout.dcp_size]
+            index = rows // share * layout.interleave + rows % layout.interleave
+        return rows, torch.tensor(blocks)[index // spec.per_block], index % spec.per_block
 
     def fill(self, content: Content, blocks: list[int], start: int, end: int) -> None:
         """Compute positions [start, end) of a prompt."""
-        for tensor, spec in enumerate(self.layout.tokens):
-            for row in range(start // spec.span, end // spec.span):
-                if (place := self.place(tensor, row, blocks)) is not None:
-                    self.tensors[tensor][place] = content.rows[tensor][row]
+        for tensor, memory in enumerate(self.tensors):
+            rows, *places = self.places(tensor, start, end, blocks)
+            memory[tuple(places)] = content.rows[tensor][rows].to(memory.device)
 
     def check(self, content: Content, blocks: list[int], state: int, start: int = 0) -> None:
         """Compare the rows that end at positions from `start` on, and the state."""
         for tensor, spec in enumerate(self.layout.tokens):
-            for row in range(start // spec.span, content.num_tokens // spec.span):
-                if (place := self.place(tensor, row, blocks)) is not None:
-                    assert torch.equal(self.tensors[tensor][place].cpu(), content.rows[tensor][row]), (spec.name, row)
+            rows, *places = self.places(tensor, start, content.num_tokens, blocks)
+            assert torch.equal(self.tensors[tensor][tuple(places)].cpu(), content.rows[tensor][rows]), (spec.name, rows)
         assert torch.equal(self.states[state].cpu(), content.state)
 
     def overwrite(self, blocks: list[int], state: int) -> list[Tensor]:

@@ -20,6 +20,9 @@ from tests.support.models import FAMILIES, tiny_config
 
 BLOCKS_HERE, BLOCKS_THERE = [7, 2, 5, 0, 1, 3, 4, 6], [4, 3, 9, 1, 0, 2, 6, 5, 8, 7]
 STATE_HERE, STATE_THERE = 1, 3
+# Other families have caches of the same kinds.
+OF_KINDS = {"deepseek_v3", "glm_moe_dsa", "mistral_large4_text", "dots3_note_text"}
+OF_KINDS |= {"deepseek_v4", "kimi_k3", "glm5_next_text"}
 LAYOUTS = [(2, 2, 1, 4, 4, 16), (2, 1, 1, 4, 2, 4), (4, 4, 4, 2, 1, 1), (1, 1, 1, 2, 2, 16)]
 
 
@@ -66,7 +69,7 @@ def kinds(family: str) -> AttentionKind:
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family in OF_KINDS])
 def test_all_rows_of_a_sequence_move(family: str, sizes: tuple[int, ...]) -> None:
     """In three ranges and small parts; nothing else changes."""
     tp, dcp, interleave, tp_there, dcp_there, interleave_there = sizes
@@ -74,12 +77,12 @@ def test_all_rows_of_a_sequence_move(family: str, sizes: tuple[int, ...]) -> Non
     if tp == 4 and family.startswith("deepseek_v4"):
         formats["kv_cache_dtype"] = "fp8_ds_mla"
     kind = kinds(family)
-    here = Job(kind, dcp_config(tp, dcp, interleave, block_size=64, **formats), 8, 0)
-    there = Job(kind, dcp_config(tp_there, dcp_there, interleave_there, block_size=128, **formats), 10, 2)
+    here = Job(kind, dcp_config(tp, dcp, interleave, block_size=16, **formats), 8, 0)
+    there = Job(kind, dcp_config(tp_there, dcp_there, interleave_there, block_size=64, **formats), 10, 2)
     here.layout.check_matches(there.layout)
     longest = min(6 * here.caches[0].sizes.block_tokens, 7 * there.caches[0].sizes.block_tokens)
     start, middle, end = sorted(Random(0).sample(range(longest), 3))
-    slot_bytes = max(8192, *(spec.row_bytes for spec in (*here.layout.tokens, *here.layout.states)))
+    slot_bytes = max(2048, *(spec.row_bytes for spec in (*here.layout.tokens, *here.layout.states)))
     unchanged = [[tensor.clone() for tensor in cache.tensors] for cache in there.caches]
     for target in range(tp_there):
         for source in range(tp):

@@ -137,7 +137,7 @@ class Schedule:
                 assert side._staging.num_free == len(side._transport.memory)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_everything_arrives(seed: int, clock: Clock) -> None:
     schedule = Schedule(seed, clock, num_decoders=1 + seed % 2)
     schedule.run()
@@ -148,14 +148,14 @@ def test_everything_arrives(seed: int, clock: Clock) -> None:
     schedule.check_slots()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_cancelled_transfers_write_nothing(seed: int, clock: Clock) -> None:
     schedule = Schedule(seed, clock, num_decoders=1 + seed % 2)
     schedule.run({"cancel"}, num_prompts=12)
     schedule.check_slots()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_stopped_jobs_use_nothing_wrong(seed: int, clock: Clock) -> None:
     """A stopped rank may wake when its slots hold other content."""
     schedule = Schedule(seed, clock, num_decoders=1 + seed % 2)
@@ -163,7 +163,7 @@ def test_stopped_jobs_use_nothing_wrong(seed: int, clock: Clock) -> None:
     schedule.check_slots()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_lost_ranks_end_their_transfers(seed: int, clock: Clock) -> None:
     schedule = Schedule(seed, clock, num_decoders=1 + seed % 2)
     schedule.run({"lose"}, num_prompts=10)
