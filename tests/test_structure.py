@@ -71,8 +71,8 @@ def test_the_core_needs_torch_triton_and_numpy_alone() -> None:
         "dcpmla.comm.reach": {"pynvml"},
     }
     needed = {"torch", "triton", "numpy"}
-    others = {module: packages_of(module) - needed - optional.get(module, set()) for module in CORE_MODULES}
-    assert not {module: packages for module, packages in others.items() if packages}
+    excess = {module: packages_of(module) - needed - optional.get(module, set()) for module in CORE_MODULES}
+    assert not {module: packages for module, packages in excess.items() if packages}
 
 
 # Those who import DeepSeek-V4 files: the table of families, the benchmark of layers, the plug-in for vLLM.
@@ -100,10 +100,10 @@ def family_questions(nodes: Iterable[ast.AST]) -> list[str]:
 
 def test_families_are_asked_for_in_their_files_alone() -> None:
     """What families write in conversations is in the tables of `serving/chat`."""
-    others, apart = FILES.keys() - V4_MODULES, ("dcpmla.integrations.families.", "dcpmla.serving.chat.")
-    questions = {module: family_questions(nodes_of(module)) for module in others if not module.startswith(apart)}
+    modules, apart = FILES.keys() - V4_MODULES, ("dcpmla.integrations.families.", "dcpmla.serving.chat.")
+    questions = {module: family_questions(nodes_of(module)) for module in modules if not module.startswith(apart)}
     assert not {module: texts for module, texts in questions.items() if texts}
-    imports = {module: V4_MODULES & imports_of(module) for module in others - V4_TABLES}
+    imports = {module: V4_MODULES & imports_of(module) for module in modules - V4_TABLES}
     assert not {module: imported for module, imported in imports.items() if imported}
 
 
@@ -131,5 +131,5 @@ def unpickling_names(nodes: Sequence[ast.AST]) -> set[str]:
 
 def test_no_rank_unpickles() -> None:
     """A pickle runs code where it is read. Only the HTTP process reads pickles, and its own rank 0 wrote them."""
-    found = {module: unpickling_names(nodes_of(module)) for module in FILES}
-    assert {module: names for module, names in found.items() if names} == {"dcpmla.serving.messages": {"pickle"}}
+    unpickling = {module: unpickling_names(nodes_of(module)) for module in FILES}
+    assert {module: names for module, names in unpickling.items() if names} == {"dcpmla.serving.messages": {"pickle"}}

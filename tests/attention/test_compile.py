@@ -135,7 +135,7 @@ def check_compiled(
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "q_lora"])  # which "llama_4" has, too
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "q_lora"])  # "llama_4" has q_lora, too
 def test_decodes_of_all_sizes_share_two_graphs(variant: str) -> None:
     """The first batch's sizes are taken for constants, from the second on they are not."""
     (graphs,) = run_ranks(

@@ -195,14 +195,16 @@ def check_layers(size: int) -> None:
         random_model(config_of_layer()).model.layers[0].self_attn.state_dict(),
         without_positions(config_of_layer()),
     )
-    for kv_format, interleave in itertools.product(FORMATS, (1, 2, 16)):
+    interleaves = {2: (1, 2, 16), 4: (16, 1, 2)}[size]
+    for kv_format, interleave in zip(FORMATS, interleaves, strict=True):
         for absorbs in (False, True):
             check_layer(weights, config, layout(size, size, interleave, kv_format), absorbs=absorbs)
     if size == 2:
         check_calculated_scales(weights, config)
         check_old_gpus(config)
         layer_module.PROJECT_FIRST_TOKENS = 2  # among the numbers of decodes in these steps
-        for kv_format, q_replicate in itertools.product(FORMATS, (False, True)):
+        # Queries in fp8 are gathered with q_replicate or without it.
+        for kv_format, q_replicate in zip((*FORMATS, FORMATS[1]), (False, True, True, False), strict=True):
             changes = {"dcp_q_replicate": q_replicate, "dcp_project_before_merge": True, "dcp_comm_backend": "ag_rs"}
             check_layer(weights, config, layout(2, 2, 2, kv_format, **changes))
     if size == 4:
