@@ -1,4 +1,4 @@
-"""Several hosts, as network namespaces joined by a virtual cable: two ranks on each give the tokens of one process."""
+"""Several hosts, as network namespaces joined by a virtual cable: their ranks give the tokens of one process."""
 
 import json
 import sys
@@ -17,19 +17,20 @@ from tests.support.launchers import (
     free_port,
     mpirun,
     read_lines,
+    run_forked,
     run_together,
     srun,
     two_hosts,
 )
 
-SHARDED = ["-tp", 4, "-dcp", 4, "--cp-kv-cache-interleave-size", 2, "--block-size", 8]
+IN_NAMESPACE = ROOT / "tests" / "support" / "in_namespace.py"
 
 needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="mpirun and mpi4py of extra `mpi` are not installed")
 
 
 @pytest.fixture(scope="module")
 def one_process(model: Path) -> list[list[int]]:
-    run_together([([sys.executable, *GENERATE, *options(model, model / "out.json")], {})])
+    run_forked([([sys.executable, *GENERATE, *options(model, model / "out.json")], {})])
     return read_tokens(model / "out.json")
 
 
@@ -43,9 +44,10 @@ def hosts() -> Iterator[tuple[Host, Host]]:
         yield pair
 
 
-def options(model: Path, out: Path) -> list[object]:
+def options(model: Path, out: Path, num_ranks: int = 1) -> list[object]:
     prompts = ["--prompt-ids", "5,6,7", "--prompt-ids", ",".join(map(str, range(1, 60)))]
-    return ["--model", model, *prompts, "--max-new-tokens", 6, "--device", "cpu", "--json", out]
+    sizes = ["-tp", num_ranks, "-dcp", num_ranks, "--cp-kv-cache-interleave-size", 2, "--block-size", 8]
+    return ["--model", model, *prompts, "--max-new-tokens", 6, "--device", "cpu", "--json", out, *sizes]
 
 
 def read_tokens(file: Path) -> list[list[int]]:
@@ -72,8 +74,8 @@ def test_the_hosts_are_two(hosts: tuple[Host, Host]) -> None:
 def test_torchrun(hosts: tuple[Host, Host], model: Path, one_process: list[list[int]], tmp_path: Path) -> None:
     """Host names do not tell these hosts apart, so the agents are given addresses."""
     out = tmp_path / "out.json"
-    argv = [ROOT / "launch" / "torchrun_nodes.sh", *options(model, out), *SHARDED]
-    shared = {"NODES": "2", "RANKS": "2", "HEAD": hosts[0].address, "PYTHON": sys.executable}
+    argv = [ROOT / "launch" / "torchrun_nodes.sh", *options(model, out, 2)]
+    shared = {"NODES": "2", "RANKS": "1", "HEAD": hosts[0].address, "PYTHON": sys.executable}
     run_together([host.command(argv, {**shared, "LOCAL_ADDR": host.address}) for host in hosts])
     assert read_tokens(out) == one_process
 
@@ -81,16 +83,20 @@ def test_torchrun(hosts: tuple[Host, Host], model: Path, one_process: list[list[
 def test_srun(hosts: tuple[Host, Host], model: Path, one_process: list[list[int]], tmp_path: Path) -> None:
     """Each node's tasks run in its namespace; the node list does not resolve here, so MASTER_ADDR gives the host."""
     out = tmp_path / "out.json"
-    tasks = srun([*GENERATE, *options(model, out), *SHARDED], [2, 2], "n[1-2]", MASTER_ADDR=hosts[0].address)
-    run_together([hosts[int(env["SLURM_NODEID"])].command(argv, env) for argv, env in tasks])
+    tasks = srun([*GENERATE, *options(model, out, 4)], [2, 2], "n[1-2]", MASTER_ADDR=hosts[0].address)
+    commands = []
+    for (python, *program), env in tasks:
+        host = hosts[int(env["SLURM_NODEID"])]
+        commands.append(([python, IN_NAMESPACE, host.name, *program], host.command([], env)[1]))
+    run_forked(commands)
     assert read_tokens(out) == one_process
 
 
 @needs_mpirun
 def test_mpirun(hosts: tuple[Host, Host], model: Path, one_process: list[list[int]], tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    argv = [ROOT / "launch" / "mpirun.sh", *options(model, out), *SHARDED]
-    variables = {"HOSTS": ",".join(host.address for host in hosts), "RANKS": "2", "PYTHON": sys.executable}
+    argv = [ROOT / "launch" / "mpirun.sh", *options(model, out, 2)]
+    variables = {"HOSTS": ",".join(host.address for host in hosts), "RANKS": "1", "PYTHON": sys.executable}
     run_together([hosts[0].command(argv, {**variables, **hydra(hosts, tmp_path)})])
     assert read_tokens(out) == one_process
 
@@ -151,18 +157,13 @@ for command in Path("/proc").glob("[0-9]*/cmdline"):
 """
 
 
-@pytest.mark.parametrize("launcher", ["srun", pytest.param("mpirun", marks=needs_mpirun)])
-def test_a_server_over_two_hosts(launcher: str, hosts: tuple[Host, Host], tmp_path: Path) -> None:
+def test_a_server_over_two_hosts(hosts: tuple[Host, Host]) -> None:
     """The first rank's host answers a client on the other one; asked to stop, all ranks end well."""
     port, address = free_port(), hosts[0].address
     where = ["--host", address, "--port", port, "--device", "cpu", "-tp", 2, "-dcp", 2, "--block-size", 8]
     serve = ["-m", "dcpmla", "serve", "--model", ROOT / "examples" / "needle" / "model", *where]
-    if launcher == "srun":
-        tasks = srun(serve, [1, 1], "n[1-2]", MASTER_ADDR=address)
-        commands = [hosts[int(env["SLURM_NODEID"])].command(argv, env) for argv, env in tasks]
-    else:
-        argv = mpirun(serve, 2, "-hosts", ",".join(host.address for host in hosts), "-ppn", 1)
-        commands = [hosts[0].command(argv, hydra(hosts, tmp_path))]
+    tasks = srun(serve, [1, 1], "n[1-2]", MASTER_ADDR=address)
+    commands = [hosts[int(env["SLURM_NODEID"])].command(argv, env) for argv, env in tasks]
     client = [sys.executable, "-c", CLIENT, f"http://{address}:{port}", "5,6,7"]
     *_, ended = run_together([*commands, hosts[1].command(client, {})])
     assert ended.stdout.strip() == "6"
