@@ -1,5 +1,7 @@
 """NIXL between processes that are stopped and killed, and what its import does."""
 
+import importlib
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +11,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
+from dcpmla.extras import needed_by
 from dcpmla.transfer.incoming import Incoming
 from dcpmla.transfer.nixl import NixlTransport
 from dcpmla.transfer.outgoing import Outgoing
@@ -114,28 +117,23 @@ def test_wrong_metadata() -> None:
         other.close()
 
 
-def run(script: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-
-
 def test_it_prints_nothing_and_leaves_logging_alone() -> None:
-    result = run("""
+    script = """
 import logging, torch
 before = logging.raiseExceptions, logging.root.level, list(logging.root.handlers)
 from dcpmla.transfer.nixl import NixlTransport
 from dcpmla.transfer.staging import allocate_staging
 NixlTransport("a/0", allocate_staging(torch.device("cpu"), 2, 64)).close()
 assert (logging.raiseExceptions, logging.root.level, list(logging.root.handlers)) == before
-""")
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
-def test_a_missing_package_is_named() -> None:
-    result = run("""
-import sys
-sys.modules.update(nixl=None, nixl_cu12=None)
-from dcpmla.extras import needed_by
-with needed_by("--role prefill"):
-    import dcpmla.transfer.nixl
-""")
-    assert "--role prefill needs the extra disaggregation: pip install 'dcpmla[disaggregation]'" in result.stderr
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "dcpmla.transfer.nixl")
+    for name in ("nixl", "nixl_cu12", "nixl_cu13"):
+        monkeypatch.setitem(sys.modules, f"{name}._api", None)
+    message = re.escape("--role prefill needs the extra disaggregation: pip install 'dcpmla[disaggregation]'")
+    with pytest.raises(ImportError, match=message), needed_by("--role prefill"):
+        importlib.import_module("dcpmla.transfer.nixl")
