@@ -95,7 +95,10 @@ def test_two_ranks_measure_each_kind(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("one_process_on_cpu")
-def test_formats_of_rows_and_of_index_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_formats_of_rows_and_of_index_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(timing.ROTATED_BYTES, "cpu", 1)  # one step, again and again
     out = tmp_path / "layer.json"
     options = ["--kv-cache-dtype", "bf16,fp8,fp8_ds_mla", "--index-cache-dtype", "auto,fp8", "--variants", ",pbm"]
     assert main([*TINY, "--batch", "1", "--context", str(CONTEXT), *options, "--json", str(out)]) == 0

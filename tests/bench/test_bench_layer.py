@@ -12,6 +12,7 @@ import torch
 
 from dcpmla.__main__ import main
 from dcpmla.attention.layer import PROJECT_FIRST_TOKENS
+from dcpmla.bench import timing
 from dcpmla.bench.geometries import config_of
 from dcpmla.bench.layer_stack import PARTS, LayerStack
 from dcpmla.bench.layouts import crossovers
@@ -109,7 +110,10 @@ def test_two_ranks_on_each_of_two_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("one_process_on_cpu")
-def test_caches_and_queries_of_every_dtype(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_caches_and_queries_of_every_dtype(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(timing.ROTATED_BYTES, "cpu", 1)  # one step, again and again
     out = tmp_path / "layer.json"
     options = ["--batch", "2", "--context", "70", "--kv-cache-dtype", "fp8_ds_mla,fp8,bf16", "--json", str(out)]
     assert main([*TINY, "--device", "cpu", *options]) == 0

@@ -13,16 +13,16 @@ TINY = ["bench", "turns", "--device", "cpu", "--geometry", "v2-lite", "--heads",
 @pytest.mark.usefixtures("one_process_on_cpu")
 def test_a_row_for_each_case_and_route(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "turns.json"
-    options = ["--tokens", "3,200", "--context", "32", "--batch", "2", "--json", str(out)]
+    options = ["--tokens", "3,20", "--context", "32", "--batch", "2", "--json", str(out)]
     assert main([*TINY, *options]) == 0
     rows = json.loads(out.read_text())["rows"]
     cases = [(row["query_len"], row["decodes"], row["route"]) for row in rows]
-    assert cases == [(num, decodes, route) for num in (3, 200) for decodes in (0, 1) for route in ("mha", "absorbed")]
+    assert cases == [(num, decodes, route) for num in (3, 20) for decodes in (0, 1) for route in ("mha", "absorbed")]
     for row in rows:
         assert (row["batch"], row["context"], row["heads"], row["tp"], row["dcp"]) == (2, 32, 4, 1, 1)
         assert row["median_us"] > 0
     assert [sum(row["is_chosen"] for row in pair) for pair in zip(rows[::2], rows[1::2], strict=True)] == [1] * 4
-    assert "2 x 200 new tokens after 32 and 1 decode" in capsys.readouterr().out
+    assert "2 x 20 new tokens after 32 and 1 decode" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("one_process_on_cpu")

@@ -18,6 +18,8 @@ from benchmarks import disaggregation, server_processes
 from benchmarks.disaggregation import Prompts
 from dcpmla.bench.http_load import Answer
 from dcpmla.bench.results import unknown_fields
+from tests.support.launchers import environment, run_program, unattended
+from tests.support.ranks import start_process
 
 KEY = server_processes.API_KEY
 TOKEN_BYTES, TRANSFER_SECONDS, STEP_SECONDS = 1000, 0.25, 0.002
@@ -174,7 +176,36 @@ def test_a_server_that_ends_shows_its_log(monkeypatch: pytest.MonkeyPatch) -> No
         pass
 
 
+class ForkedServer:
+    """A server of one rank, forked from a process that has done the imports."""
+
+    def __init__(self, server: server_processes.ServerProcess, log: Any) -> None:
+        program = ["-m", "dcpmla", "serve", "--port", server.port, *server.options]
+        [(command, variables)] = unattended(program, 1)
+        variables = {**environment(), **variables, "CUDA_VISIBLE_DEVICES": "", "DCPMLA_API_KEY": KEY}
+        arguments = [*map(str, command[1:])]
+        self._process = start_process(run_program, (arguments, variables, log.name, log.name))
+
+    def poll(self) -> int | None:
+        exit_code: int | None = self._process.exitcode
+        return exit_code
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def wait(self, seconds: float) -> None:
+        self._process.join(seconds)
+        self._process.kill()
+        self._process.join()
+
+
 def test_real_servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    launch = server_processes.ServerProcess.start
+
+    def start(server: server_processes.ServerProcess, log: Any) -> Any:
+        return ForkedServer(server, log) if len(server.devices) == 1 else launch(server, log)
+
+    monkeypatch.setattr(server_processes.ServerProcess, "start", start)
     out = tmp_path / "disaggregation.json"
     command = f"disaggregation.py {TINY} {SIZES} {RATE} --json {out}"
     monkeypatch.setattr(sys, "argv", command.split())
