@@ -84,13 +84,16 @@ CONFIGS = {family: whole_config(family) for family in MODEL_TYPES}
 
 @pytest.mark.parametrize("family", MODEL_TYPES)
 def test_a_field_is_taken_or_named(family: str, tmp_path: Path) -> None:
+    """Try all values in the first family with a field, and a third in each later family."""
+    number = MODEL_TYPES.index(family)
+    known = {path for earlier in MODEL_TYPES[:number] for path in paths_of(CONFIGS[earlier])}
     for path in paths_of(CONFIGS[family]):
-        for value in NONSENSE:
+        for value in NONSENSE[number % 3 :: 3] if path in known else NONSENSE:
             check_change(family, path, value, tmp_path / "config.json")
 
 
 @pytest.mark.parametrize("family", MODEL_TYPES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_a_field_of_any_type_is_taken_or_named(
     family: str, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
