@@ -107,14 +107,21 @@ class Case:
         return reference.mla_decode(unchecked_call(**exact))
 
 
-def check(kernel: Any, case: Case, device: str, tolerance: float = 1e-2, lse_tolerance: float = 1e-4) -> None:
-    """Twice with one workspace: its counters must be as they were. On GPUs with two sets of numbers."""
+def check(
+    kernel: Any, case: Case, device: str, tolerance: float = 1e-2, lse_tolerance: float = 1e-4
+) -> tuple[Tensor, Tensor]:
+    """Check a kernel twice with one workspace, whose counters must be as they were; return its last result.
+
+    On GPUs it gets two sets of inputs, else only the first.
+    """
     for seed in range(2 if device == "cuda" else 1):
         inputs = case.inputs(device, seed)
         expected = case.answer(inputs)
         for _ in range(2 if inputs["workspace"] is not None else 1):
-            compare(kernel(**inputs), expected, case, tolerance, lse_tolerance)
+            got = kernel(**inputs)
+            compare(got, expected, case, tolerance, lse_tolerance)
             assert inputs["workspace"] is None or not inputs["workspace"][:COUNTER_WORDS].any()
+    return got
 
 
 def compare(
