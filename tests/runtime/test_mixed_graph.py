@@ -48,7 +48,7 @@ class RandomCosts:
     seed=st.integers(0, 100),
     num_drafts=st.sampled_from([0, 2]),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_answers_are_those_without_graphs(prompts: list[list[int]], budget: int, seed: int, num_drafts: int) -> None:
     drafter = HashDrafter(num_drafts, 0.5, always=True) if num_drafts else None
     sizes = Sizes()

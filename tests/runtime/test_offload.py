@@ -75,7 +75,7 @@ def check_empty(engine: Engine) -> None:
 
 
 @given(load=loads())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_every_request_gets_what_it_gets_alone(load: Load) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offload, "_STORED_TOGETHER", load.num_stored_together)

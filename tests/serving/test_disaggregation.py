@@ -4,6 +4,7 @@ import json
 import random
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -43,6 +44,7 @@ class Servers:
         before = self.num_moved()
 
         def has_moved() -> bool:
+            time.sleep(0.3)  # The servers connect in their own time, and each question costs them several steps.
             ask(self.decode, {"prompt": prompt(), "max_tokens": 1})
             return self.num_moved() > before
 
