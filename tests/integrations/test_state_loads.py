@@ -18,7 +18,6 @@ from tests.support.models import STATE_FAMILIES, save_tiny
 from tests.support.ranks import run_ranks
 from tests.support.state_loads import CPU, Load, draw_requests, serve
 
-NUM_REQUESTS = 16
 EVENTS = (
     *("preemptions", "hits", "evicted_blocks", "evicted_states", "loaded_blocks", "read_bytes", "aborts"),
     *("accepted_drafts", "rejected_drafts"),
@@ -29,16 +28,18 @@ FAMILIES = [family for family in STATE_FAMILIES if family != "kimi_k3"]  # its s
 SHARDED = [family for family in FAMILIES if family != "bailing_hybrid"]  # its caches are Kimi Linear's
 
 
-def serve_loads(directory: Path, dcp: DCPConfig, seeds: tuple[int, ...]) -> Counter[str]:
+def serve_loads(
+    directory: Path, dcp: DCPConfig, seeds: tuple[int, ...], num_requests: int, output_lens: tuple[int, ...]
+) -> Counter[str]:
     """On one rank: serve loads of the same requests, and return counts of events."""
     mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
     exchange = select_exchange(dcp, mesh.dcp_group, CPU)
     model = load_model(directory, load_config(directory), dcp, mesh, exchange, torch.float32, CPU)
-    drawn = draw_requests(model, dcp, mesh, NUM_REQUESTS)
+    drawn = draw_requests(model, dcp, mesh, num_requests, output_lens)
     counts: Counter[str] = Counter()
     for seed in seeds:
         counts += serve(
-            model, dcp, mesh, Load.draw(seed, NUM_REQUESTS), drawn, 3 * (seed // 2 % 2), directory / f"disk{seed}"
+            model, dcp, mesh, Load.draw(seed, num_requests), drawn, 3 * (seed // 2 % 2), directory / f"disk{seed}"
         )
     return counts
 
@@ -48,9 +49,11 @@ def serve_loads(directory: Path, dcp: DCPConfig, seeds: tuple[int, ...]) -> Coun
 )
 def test_requests_get_the_tokens_of_lone_ones(family: str, tp: int, tmp_path: Path) -> None:
     save_tiny(family, tmp_path)
-    block_size = 2 if family == "deepseek_v4" else 4  # blocks of 8 tokens a rank there
+    block_size, *requests = 4, 10, (1, 4, 8, 20)
+    if family == "deepseek_v4":  # its blocks have 8 tokens a rank: fewer requests would cause no preemptions
+        block_size, *requests = 2, 16, (1, 5, 12, 30)
     dcp = dcp_config(tp, tp, block_size=block_size, context_workspace_tokens=64)
-    counts = run_ranks(tp, serve_loads, tmp_path, dcp, LOADS if tp == 1 else (5,), timeout=300)[0]
+    counts = run_ranks(tp, serve_loads, tmp_path, dcp, LOADS if tp == 1 else (5,), *requests, timeout=300)[0]
     assert all(
         counts[event] for event in (EVENTS if tp == 1 else ("hits", "evicted_blocks", "loaded_blocks", "aborts"))
     ), counts

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -67,7 +68,7 @@ class Load:
         return cls(seed, arrivals, aborts, *limits, rng.randint(0, 5), rng.randint(0, 23), seed % 2 == 1, seed % 3 * 12)
 
 
-def draw_requests(model: Any, dcp: DCPConfig, mesh: Any, num_requests: int) -> list[Drawn]:
+def draw_requests(model: Any, dcp: DCPConfig, mesh: Any, num_requests: int, output_lens: Sequence[int]) -> list[Drawn]:
     """Draw prompts with shared beginnings, or after an earlier prompt and its answer, and serve each one alone."""
     rng = random.Random(0)
     pieces = [[rng.randrange(1, VOCAB_SIZE - 1) for _ in range(8)] for _ in range(4)]
@@ -81,7 +82,7 @@ def draw_requests(model: Any, dcp: DCPConfig, mesh: Any, num_requests: int) -> l
         prompt = beginning + sum(rng.choices(pieces, k=2), [])[: rng.randint(1, 14)]
         alone = Load(0, [0], set(), 1000, 1, 0, 0, False)
         engine = make_engine(model, dcp, mesh, alone, MAX_MODEL_LEN)
-        request = engine.add(prompt, SamplingParams(max_new_tokens=rng.choice([1, 5, 12, 30])), keep_logits=True)
+        request = engine.add(prompt, SamplingParams(max_new_tokens=rng.choice(output_lens)), keep_logits=True)
         list(engine.run())
         drawn.append((prompt, request.token_ids, torch.stack(request.logits)))
     return drawn
