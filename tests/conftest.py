@@ -2,6 +2,7 @@
 started.
 """
 
+import gc
 import os
 from pathlib import Path
 
@@ -26,6 +27,12 @@ def pytest_configure() -> None:
     name = "use_kernel_func_from_hub_with_fallback"  # from 5.24 on
     if hasattr(hub_kernels, name):
         setattr(hub_kernels, name, lambda *_: lambda function: function)
+
+
+def pytest_collection_finish() -> None:
+    """Keep modules and tests out of collections of garbage, a full one of which takes half a second with them."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

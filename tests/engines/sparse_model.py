@@ -37,7 +37,7 @@ def save_sparse_model(
         qk_rope_head_dim=64,
         qk_nope_head_dim=head_dim,
         v_head_dim=head_dim,
-        index_n_heads=4,
+        index_n_heads=num_heads // 4,
         index_head_dim=128,
         index_topk=topk,
         n_routed_experts=8,

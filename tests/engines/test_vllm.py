@@ -27,7 +27,7 @@ def run_engine(tree: Path, model: Path, num_ranks: int = 2, **options: Any) -> t
 
 def check_logprobs(report: dict[str, Any]) -> None:
     """Check that all requests but the aborted one ended with transformers' logprobs."""
-    for turn, ended in (("first", 20), ("again", 20), ("aborted", 19)):
+    for turn, ended in (("first", 20), ("again", 19)):
         assert report[turn]["ended"] == ended, turn
         assert report[turn]["error"] < 1e-4, turn
     assert max(report["again"]["cached"]) >= 256
@@ -58,7 +58,7 @@ def check_merge(report: dict[str, Any], q_is_replicated: bool = False) -> None:
 @pytest.mark.parametrize("replicates", [False, True], ids=["queries gathered", "queries of all heads on each rank"])
 def test_decode_context_parallel_matches_transformers(model: Path, replicates: bool) -> None:
     """TP 2 x DCP 2: prompts of 1 to 300 tokens, 20 at once, in chunks of at most 100 tokens. Chunks of at most 48
-    are decodes. Again, from the prefix cache; and once more with a request aborted.
+    are decodes. Again, from the prefix cache, with a request aborted.
     """
     layout = {"decode_context_parallel_size": 2, "block_size": 16}
     options = {"dcp_q_replicate": True} if replicates else {}

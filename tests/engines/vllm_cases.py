@@ -159,20 +159,15 @@ def main(directory: str, options: dict[str, Any]) -> None:
     if options.get("kv_cache_dtype") == "fp8":
         end(report | rounded_errors(llm, model, MAX_BATCHED if threshold == 1 else 1) | {"calls": dict(CALLS)})
     requests = prompts()
-    for turn in ("first", "again"):
-        outputs = run(llm, requests)
+    for turn, aborted in (("first", None), ("again", 18)):
+        outputs = run(llm, requests, aborted)
         report[turn] = {
             "error": largest_error(model, requests, outputs),
-            "cached": [output.num_cached_tokens for output in outputs],
-            "ended": sum(output is not None for output in outputs),
+            "cached": [output.num_cached_tokens for output in outputs if output is not None],
+            "ended": sum(output is not None and output.outputs[0].finish_reason == "length" for output in outputs),
         }
         if has_module and turn == "first":
             report["drafts"] = compare_drafts(Module(directory), requests, outputs)
-    outputs = run(llm, requests, aborted=1)
-    report["aborted"] = {
-        "error": largest_error(model, requests, outputs),
-        "ended": sum(output is not None and output.outputs[0].finish_reason == "length" for output in outputs),
-    }
     report["calls"] = dict(CALLS)
     if options.get("decode_context_parallel_size", 1) > 1:
         report |= exchange_report(llm, model, requests)

@@ -52,8 +52,10 @@ def use_static_steps() -> None:
     CompressedMetadataBuilder.build = static
 
 
-def add_dummy_batches(llm: LLM) -> None:
-    """Run a dummy batch after each step, as idle ranks of data parallelism do: it must change no state of a request."""
+def run_with_dummies(llm: LLM, requests: list[list[int]]) -> list[Any]:
+    """Run requests, and a dummy batch after each step, as idle ranks of data parallelism do: it must change no state of
+    a request.
+    """
     step = llm.llm_engine.step
 
     def step_and_run_dummies() -> Any:
@@ -63,6 +65,9 @@ def add_dummy_batches(llm: LLM) -> None:
         return outputs
 
     llm.llm_engine.step = step_and_run_dummies
+    outputs = run(llm, requests)
+    llm.llm_engine.step = step
+    return outputs
 
 
 def main(directory: str, options: dict[str, Any]) -> None:
@@ -110,8 +115,7 @@ def main(directory: str, options: dict[str, Any]) -> None:
     tight = [requests[1][: BLOCK - 1 - index] for index in range(4)]
     for turn, of_turn, aborted in (("first", requests, None), ("aborted", requests, 1), ("tight", tight, None)):
         report[turn] = compare(model, of_turn, run(llm, of_turn, aborted))
-    add_dummy_batches(llm)
-    report["dummies"] = compare(model, tight, run(llm, tight))
+    report["dummies"] = compare(model, tight, run_with_dummies(llm, tight))
     report["calls"] = dict(CALLS)
     report["joined weights"] = sum(map(has_joined_weights, stack_of(llm).layers))
     report["reuse"] = reuse(llm, model, block)

@@ -8,10 +8,7 @@ import httpx2
 import pytest
 
 from tests.support.fake_engine import AT_ONCE, AUTHORIZED, LATE, MEMORY, FakeEngine, wait_until
-from tests.support.heap import frozen_heap
 from tests.support.servers import KEY, MAX_MODEL_LEN, RunningServer, needle_with_template, serve
-
-__all__ = ["frozen_heap"]
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -75,6 +75,7 @@ def test_openai_s_client_parses_answers(client: OpenAI) -> None:
         response_format=Machine,
         temperature=2.0,
         logit_bias=ONE_LINE,
+        seed=0,
         n=4,
     )
     assert len(completion.choices) == 4
@@ -105,6 +106,7 @@ def test_random_models_call_tools_where_they_must(server: RunningServer, client:
         tool_choice="required",
         parallel_tool_calls=False,
         n=3,
+        seed=0,
         logit_bias=ONE_LINE,
         **fields,  # type: ignore[arg-type]
     ).choices
