@@ -120,6 +120,26 @@ isinstance(x, Decoder)
     }
 
 
+def constants_by_attribute(nodes: Iterable[ast.AST]) -> list[str]:
+    """Return the constants that kernels read as attributes of modules."""
+    functions = (node for node in nodes if isinstance(node, ast.FunctionDef))
+    return [
+        ast.unparse(node)
+        for function in functions
+        if any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute) and re.fullmatch(r"\w+\.[A-Z]\w*[A-Z_]", ast.unparse(node))
+    ]
+
+
+def test_kernels_import_constants_by_name() -> None:
+    """Triton's key of a compiled kernel holds no constant that it reads as an attribute of a module."""
+    constants = {module: constants_by_attribute(nodes_of(module)) for module in FILES}
+    assert not {module: names for module, names in constants.items() if names}
+    source = "@gluon.jit\ndef kernel():\n    return consumers.NUM_STAGES + NUM_PROBS"
+    assert constants_by_attribute(ast.walk(ast.parse(source))) == ["consumers.NUM_STAGES"]
+
+
 def unpickling_names(nodes: Sequence[ast.AST]) -> set[str]:
     """Return the names of modules and functions with which nodes of a file could read pickles."""
     names = {alias.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}

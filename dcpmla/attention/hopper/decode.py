@@ -22,6 +22,9 @@ from triton.experimental.gluon import language as gl
 
 from dcpmla.attention.calls import COUNTER_WORDS, DecodeCall, num_programs, request_bound
 from dcpmla.attention.hopper import consumers, consumers_fp8
+from dcpmla.attention.hopper.consumers import NUM_STAGES
+from dcpmla.attention.hopper.consumers_fp8 import NUM_PROBS as FP8_PROBS
+from dcpmla.attention.hopper.consumers_fp8 import NUM_STAGES as FP8_STAGES
 from dcpmla.attention.hopper.launch import describe_cache, describe_queries
 from dcpmla.attention.hopper.outputs import Outputs, open_mail
 from dcpmla.attention.hopper.paging import Paging, Queries, Tiles
@@ -110,8 +113,8 @@ def decode_kernel(
     num_tiles = count_tiles(batch, num_reqs, REQS)  # its loads are in flight while the mbarriers are set up
     is_fp8: gl.constexpr = q_desc.dtype == gl.float8e4nv
     is_ds_mla: gl.constexpr = IS_CONVERTED and kv_scale_ptr is None
-    num_stages: gl.constexpr = consumers_fp8.NUM_STAGES if is_fp8 else consumers.NUM_STAGES
-    num_probs: gl.constexpr = consumers_fp8.NUM_PROBS if is_fp8 else 1
+    num_stages: gl.constexpr = FP8_STAGES if is_fp8 else NUM_STAGES
+    num_probs: gl.constexpr = FP8_PROBS if is_fp8 else 1
     buffers = new_buffers(q_desc, q_pe_desc, num_stages, num_probs, HAS_LSES=is_fp8)
     consumers_of_q: gl.constexpr = 3 if is_fp8 else 2
     barriers = new_barriers(num_stages, num_probs, consumers_of_q, PROBS_CONSUMERS=consumers_of_q - 1, IS_MERGED=True)
