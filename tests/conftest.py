@@ -22,7 +22,7 @@ def pytest_configure() -> None:
 
     Products are tiny: threads of one process would wait for each other on cores that other tests need.
     """
-    os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start
+    os.environ["OMP_NUM_THREADS"] = "1"  # Processes that tests start read it.
     torch.set_num_threads(1)  # This process has read the variable before.
     name = "use_kernel_func_from_hub_with_fallback"  # from 5.24 on
     if hasattr(hub_kernels, name):
@@ -30,7 +30,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep modules and tests out of collections of garbage, a full one of which takes half a second with them."""
+    """Freeze the heap: with all modules and tests in it, a full collection of garbage takes half a second."""
     gc.collect()
     gc.freeze()
 

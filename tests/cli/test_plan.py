@@ -286,8 +286,8 @@ def test_notes_say_what_the_numbers_rest_on(tmp_path: Path, capfd: pytest.Captur
     assert main(["plan", "--model", config, "-tp", "8", "-dcp", "8", "--context", "4096"]) == 0
     assert "note:" not in capfd.readouterr().out
     measured = json.loads(LAYER.read_text())
-    some = write(tmp_path / "layer.json", {**measured, "rows": measured["rows"][::20]})
-    machine = ["--machine", f"h200x8,{some}"]
+    sampled = write(tmp_path / "layer.json", {**measured, "rows": measured["rows"][::20]})
+    machine = ["--machine", f"h200x8,{sampled}"]
     assert main(["plan", "--model", config, *machine, "-tp", "32", "-dcp", "8", "--context", "4096"]) == 0
     report = capfd.readouterr().out
     assert " on h200x8, calibrated, nodes of 8 GPUs" in report

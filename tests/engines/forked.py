@@ -40,6 +40,6 @@ def _server(tree: Path) -> ProcessPoolExecutor:
 
 
 def _choose_imports(variables: dict[str, str]) -> None:
-    os.environ.update(variables)  # for the server
-    sys.path[:0] = variables["PYTHONPATH"].split(os.pathsep)  # for its ranks, which get this process's
+    os.environ.update(variables)  # The server inherits it.
+    sys.path[:0] = variables["PYTHONPATH"].split(os.pathsep)  # Ranks get this process's.
     ranks._CONTEXT.set_forkserver_preload(list(_IMPORTED))

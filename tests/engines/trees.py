@@ -74,7 +74,7 @@ def packages(engine: str = "vllm") -> Path:
 @lru_cache
 def entry_points() -> Path:
     """Write the metadata by which vLLM finds this package's plug-in, as pyproject.toml declares it, and the CPU; return
-    the folder that has it, for as long as this process runs.
+    its folder, which is removed when this process ends.
     """
     folder = TemporaryDirectory()
     atexit.register(folder.cleanup)

@@ -1,5 +1,5 @@
-"""Triton's interpreter with GPUs' conversions, and without what it repeats. Its own conversions truncate to bfloat16
-and lose e4m3's carry into the exponent.
+"""Triton's interpreter with GPUs' conversions and less repeated work. Its own conversions truncate to bfloat16 and lose
+e4m3's carry into the exponent.
 """
 
 from functools import cache
@@ -42,7 +42,7 @@ def patch_once() -> None:
         if module not in patched:
             patched.add(module)
             patch(function)
-        return interpreter._LangPatchScope()  # which restores nothing
+        return interpreter._LangPatchScope()  # A new scope restores nothing.
 
     def find_once(kind: Any) -> Any:
         element = kind.element_ty if isinstance(kind, tl.block_type) else kind

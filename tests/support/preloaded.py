@@ -8,4 +8,4 @@ from tests.support.interpreter import patch_once
 
 if knobs.runtime.interpret:
     patch_once()
-gc.freeze()  # a collection in a rank would copy all pages of what it inherits
+gc.freeze()  # A collection in a rank would copy all pages of inherited objects.
