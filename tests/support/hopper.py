@@ -25,7 +25,7 @@ def compile_source(source: Any, options: dict[str, Any] | None = None) -> Any:
 def compile_with_log(source: Any, options: dict[str, Any]) -> tuple[Any, str]:
     """Compile a kernel, unless the package is as it was at the last time; return it with its assembler's log.
 
-    Triton's cache holds the log beside the kernel.
+    The log lies beside the kernel in Triton's cache.
     """
     import triton
     from triton.runtime.cache import get_cache_manager
