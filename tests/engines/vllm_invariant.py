@@ -37,14 +37,20 @@ class ByRows(TorchFunctionMode):
             x, weight = args[:2]
             assert args[2:] in ((), (None,))
             return multiply_rows(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
-        if func is torch.bmm:
-            out = multiply_rows(args[0].transpose(0, 1), args[1].transpose(1, 2)).transpose(0, 1)
-            return kwargs["out"].copy_(out) if "out" in kwargs else out
         if func is F.silu:
             return by_rows(F.silu, args[0])
         if func is Tensor.mean:
             return by_rows(lambda row: row.sum(-1, keepdim=True) / row.shape[-1], args[0])
         return func(*args, **kwargs)
+
+
+def bmm_by_rows(x: Tensor, weights: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Multiply batches as `torch.bmm`, each row by itself.
+
+    vLLM calls it inside an operator, where no mode is active; MKL's result depends on a row's place among six.
+    """
+    product = multiply_rows(x.transpose(0, 1), weights.transpose(1, 2)).transpose(0, 1)
+    return product if out is None else out.copy_(product)
 
 
 def serve(llm: LLM, requests: list[list[int]], at_once: int) -> list[Any]:
@@ -101,5 +107,7 @@ def main(directory: str, options: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        torch.bmm = bmm_by_rows
     with nullcontext() if torch.cuda.is_available() else ByRows():
         main(sys.argv[1], json.loads(sys.argv[2]))
