@@ -107,7 +107,8 @@ def main(directory: str, options: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    if not torch.cuda.is_available():
+    is_on_cpu = not torch.cuda.is_available()
+    if is_on_cpu:
         torch.bmm = bmm_by_rows
-    with nullcontext() if torch.cuda.is_available() else ByRows():
+    with ByRows() if is_on_cpu else nullcontext():
         main(sys.argv[1], json.loads(sys.argv[2]))
