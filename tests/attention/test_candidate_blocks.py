@@ -31,8 +31,10 @@ def choose(scores: Tensor) -> Tensor:
     return torch.zeros(NUM_TOKENS, 17, dtype=torch.bool).scatter_(1, order, True)[:, :16]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("num_ranks", "interleave"), [(1, 4), (2, 4), (4, 4), (2, 8), (3, 8)])
-def test_ranks_choose_as_one(num_ranks: int, interleave: int) -> None:
+def test_ranks_choose_as_one(num_ranks: int, interleave: int, device: str) -> None:
+    """Tokens with fewer blocks than candidates have -1 after the last, and padding nothing else."""
     scores, later_scores = draw_scores(0), draw_scores(1)
     keys = torch.arange(64)
     owned = [keys[ownership.owner_rank(keys, num_ranks, interleave) == rank] for rank in range(num_ranks)]
@@ -40,17 +42,18 @@ def test_ranks_choose_as_one(num_ranks: int, interleave: int) -> None:
     sent: list[Tensor] = []
 
     def run(rank: int, gather: Callable[[Tensor], Tensor]) -> tuple[Candidates, Tensor]:
-        candidates = Candidates(torch.full((NUM_TOKENS, NUM_BLOCKS), 99, dtype=torch.int32), SIZE, True)
-        local = ownership.local_seq_lens(LENS, num_ranks, rank, interleave)
+        blocks = torch.full((NUM_TOKENS, NUM_BLOCKS), 10**6, dtype=torch.int32, device=device)
+        candidates, local = Candidates(blocks, SIZE, True), ownership.local_seq_lens(LENS, num_ranks, rank, interleave)
         shard, later = (torch.full((NUM_TOKENS, width), torch.nan) for _ in range(2))
         shard[:, : len(owned[rank])], later[:, : len(owned[rank])] = (
             scores[:, owned[rank]],
             later_scores[:, owned[rank]],
         )
+        shard, later, lens = shard.to(device), later.to(device), (LENS.to(device), local.to(device))
         layout = rank, num_ranks, interleave
-        candidates.choose(shard, (LENS, local), layout, gather)
+        candidates.choose(shard, lens, layout, gather)
         candidates.exclude_(later, layout)
-        return candidates, later[:, : len(owned[rank])]
+        return candidates._replace(blocks=candidates.blocks.cpu()), later[:, : len(owned[rank])].cpu()
 
     def keep(best: Tensor) -> Tensor:
         sent.append(best)
@@ -65,6 +68,7 @@ def test_ranks_choose_as_one(num_ranks: int, interleave: int) -> None:
         blocks = torch.zeros(NUM_TOKENS, 17, dtype=torch.bool)
         blocks.scatter_(1, torch.where(candidates.blocks < 0, 16, candidates.blocks).long(), True)
         assert torch.equal(blocks[:, :16], expected)
+        assert (candidates.blocks[0] == -1).all()
         is_inside = expected.repeat_interleave(SIZE, 1)[:, owned[rank]]
         assert torch.equal(left, later_scores[:, owned[rank]].masked_fill(~is_inside, -torch.inf))
 

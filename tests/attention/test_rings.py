@@ -1,9 +1,15 @@
-"""Windows in rows that layers share: each ring's rows are the rows of the first one, moved."""
+"""Windows in rows that layers share: each ring's rows are the rows of the first one, moved.
 
+The kernel runs on a GPU, in Triton's interpreter without one.
+"""
+
+import pytest
 import torch
 
+from dcpmla.attention.compressed import rings
 from dcpmla.attention.compressed.rings import ring_states, visible_in_rings
 from dcpmla.attention.compressed.visible import visible_rows
+from tests.support.shared_memory import run_interpreted
 
 SIZES = 2, 4, 8, 8  # ratio, entries of a block, window, rows of a request's window
 
@@ -31,3 +37,34 @@ def test_a_step_without_decodes() -> None:
     states, table = ring_states(torch.tensor([2], dtype=torch.int32), 2, 5), torch.zeros(1, 3, dtype=torch.int32)
     rows, num = visible_in_rings(*no_tokens, states, table, SIZES, (0, 1, 1))
     assert rows.shape[:2] == num.shape == (2, 0)
+
+
+def check_kernel(device: str) -> None:
+    """Compare any number of requests, some of which are padding, with a list for each ring in torch."""
+    from dcpmla.attention.compressed.kernels import visible as kernels
+
+    table = torch.arange(30, 80, dtype=torch.int32).view(5, 10)
+    for num_reqs in range(1, 6):
+        states = torch.tensor([3, -1, 0, 2, -1][-num_reqs:], dtype=torch.int32)
+        positions, request = torch.tensor([0, 9, 30, 17, 5][:num_reqs]), torch.arange(num_reqs, dtype=torch.int32)
+        for num_rings, layout in ((1, (0, 1, 1)), (2, (1, 2, 2)), (4, (0, 1, 1))):
+            arguments = positions, request, ring_states(states, num_rings, 5), table[:num_reqs]
+            expected = [visible_rows(*arguments[:2], ring, arguments[3], *SIZES, *layout) for ring in arguments[2]]
+            there = *(each.to(device) for each in (positions, request)), ring_states(states.to(device), num_rings, 5)
+            rings.visible_rows = kernels.visible_rows  # type: ignore[assignment]  # not the torch code
+            rows, num = visible_in_rings(*there, table[:num_reqs].to(device), SIZES, layout)
+            for ring, (rows_expected, num_expected) in enumerate(expected):
+                assert num[ring].tolist() == num_expected.tolist()
+                for token, count in enumerate(num_expected.tolist()):
+                    assert rows[ring, token, :count].tolist() == rows_expected[token, :count].tolist()
+
+
+def test_the_kernel_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run_interpreted(1, check_kernel, "cpu")
+
+
+@pytest.mark.gpu
+def test_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rings, "visible_rows", visible_rows)  # undone afterwards
+    check_kernel("cuda")

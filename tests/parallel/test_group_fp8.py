@@ -33,8 +33,8 @@ def groups(num_rows: int, width: int, seed: int = 0, device: str = "cpu") -> Gro
 
 
 def exact(weight: GroupFp8) -> Tensor:
-    """Return the values, float64."""
-    factors = 2.0 ** (weight.scales.double() - 127)
+    """Return the values, float64. A power of a GPU is rounded, even of a whole exponent."""
+    factors = torch.ldexp(torch.ones_like(weight.scales, dtype=torch.float64), weight.scales.int() - 127)
     return weight.codes.double() * factors.repeat_interleave(32, 1)
 
 
