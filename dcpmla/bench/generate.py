@@ -18,7 +18,7 @@ from dcpmla.bench.options import add_measured
 from dcpmla.bench.plots import draw_lines, new_figure, save_figure, select
 from dcpmla.bench.results import Row
 from dcpmla.bench.runner import Benchmark
-from dcpmla.bench.step_times import is_quantized, least_us, size_of, step_times
+from dcpmla.bench.step_times import is_quantized, modelled_times, size_of, step_times
 from dcpmla.bench.timing import largest
 from dcpmla.cache.formats import format_name
 from dcpmla.cli.engine_arguments import add_engine_arguments
@@ -47,6 +47,7 @@ class Batch(NamedTuple):
         acceptance: Rate of accepted drafts, None without drafts.
         is_adaptive: Whether it drafts where that pays, not in every step.
         tokens: Number of tokens of a step with a piece of a prompt, the decodes' among them; 0 for decodes alone.
+        context: Number of cached tokens of requests whose prompts nobody computes; 0 for --input-len, computed.
     """
 
     size: int
@@ -54,6 +55,7 @@ class Batch(NamedTuple):
     acceptance: float | None = None
     is_adaptive: bool = False
     tokens: int = 0
+    context: int = 0
 
 
 class Generate(Benchmark[Batch, None]):
@@ -69,7 +71,7 @@ class Generate(Benchmark[Batch, None]):
         dcp = dcp_config(args, args.decode_context_parallel_size)
         # A block more for each request: the scheduler keeps one free for each that runs.
         block_tokens = dcp.virtual_block_size * attention_kind(files.config).config.row_tokens
-        seq_len = args.input_len + args.output_len - 1 + block_tokens
+        seq_len = max(args.input_len + args.output_len - 1, *args.context, 0) + block_tokens
         num_reqs = max(args.batch)
         if args.step_tokens:  # all of a step are within the limits of graphs
             num_reqs = max(num_reqs, min(_NUM_DECODES + 1, args.max_num_seqs))
@@ -82,9 +84,13 @@ class Generate(Benchmark[Batch, None]):
         needed, room = max(args.batch) * -(-seq_len // block_tokens), self.engine.cache.sizes.num_blocks
         if needed > room:  # requests that wait for blocks would make a smaller batch of it
             self.close()
-            hint = "lower --batch, --input-len or --output-len, or raise --kv-cache-memory-bytes"
+            hint = "lower --batch, --input-len, --output-len or --context, or raise --kv-cache-memory-bytes"
             sizes = f"cache: {max(args.batch)} requests need {needed:,} blocks, but there is room for {room:,}"
             raise ValueError(f"{sizes}; {hint}")
+        if args.context:
+            for memory in self.engine.cache.tensors:
+                if memory.dtype == model.dtype:
+                    memory.normal_()  # Equal scores are not those that a selection meets.
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,6 +102,8 @@ class Generate(Benchmark[Batch, None]):
         add("--seed", type=seed, default=0, help="of the prompts' tokens")
         steps = "tokens of steps with a piece of a prompt, alone and with 32 decodes, timed as well"
         add("--step-tokens", type=positive_list, default=[], metavar="A,B", help=steps)
+        contexts = "cached tokens of requests whose step is timed on the device alone, without a prefill before it"
+        add("--context", type=positive_list, default=[], metavar="A,B", help=contexts)
         rates = "forced on the drafts of --speculative-method, one after the other"
         add("--acceptance", type=share_list, default="0,0.5,0.8,1", metavar="A,B", help=rates)
 
@@ -107,6 +115,10 @@ class Generate(Benchmark[Batch, None]):
             reason = "the first token comes with the prompt"
             raise ValueError(f"--output-len is {args.output_len}; it must be at least 2: {reason}")
         check_lengths(files, {"--input-len": args.input_len, "--output-len": args.output_len})
+        if (context := max(args.context, default=0)) > files.max_model_len:
+            raise ValueError(
+                f"--context has {context}; --max-model-len, by default the model's, allows {files.max_model_len}"
+            )
         limit = min(args.max_num_seqs, args.max_num_batched_tokens)
         if max(args.batch) > limit:
             options = "--max-num-seqs and --max-num-batched-tokens"
@@ -126,10 +138,15 @@ class Generate(Benchmark[Batch, None]):
         for tokens in dict.fromkeys(args.step_tokens):
             sizes = (0, _NUM_DECODES) if tokens > _NUM_DECODES < args.max_num_seqs else (0,)
             yield from (Batch(size, mode, tokens=tokens) for size, mode in product(sizes, modes))
+        for context, size in product(args.context, args.batch):
+            yield Batch(size, modes[0], context=context)
 
     def measure(self, case: Batch, inputs: None) -> list[Row]:
         if case.tokens:
             return [self._mixed_row(case)]
+        if case.context:
+            labels = self._labels(case) | {"batch": case.size, "input_len": case.context}
+            return [labels | self._device_times(case.size, case.context)]
         args, engine = self.args, self.engine
         engine.graph, engine.mixed_graph = (self.graph, self.mixed_graph) if case.mode == "graph" else (None, None)
         engine.speculation = Speculation(self._drafter(case))
@@ -149,7 +166,9 @@ class Generate(Benchmark[Batch, None]):
             row |= {**drafts, "acceptance": case.acceptance, "is_adaptive": case.is_adaptive}
             row["tokens_a_step"] = round(tokens_a_step, 2)
         elif case.mode == "graph":
-            row |= self._device_times(case.size)
+            row |= self._device_times(case.size, args.input_len)
+            if case.size == max(args.batch):
+                row |= self._prefill_times()
         return [row]
 
     def _labels(self, case: Batch) -> Row:
@@ -169,21 +188,22 @@ class Generate(Benchmark[Batch, None]):
         row = self._labels(case) | {"tokens": case.tokens, "decodes": case.size, "step_us": round(times.step_us, 1)}
         return row if times.device_us is None else row | {"device_us": round(times.device_us, 1)}
 
-    def _device_times(self, batch: int) -> Row:
-        """Return the times of a step, and of the prefill of one prompt, on the device alone."""
-        args, engine = self.args, self.engine
+    def _device_times(self, batch: int, context: int) -> Row:
+        """Return the times of a step on the device alone, and on H200s the modelled ones."""
+        engine = self.engine
         self.job.watchdog.enter("timing steps on the device")
-        layout = self.model, engine.cache, engine.dcp, engine.mesh
-        decode = step_times(*layout, batch, args.input_len)
-        row = {name: round(value, 1) for name, value in decode._asdict().items()}
-        floor_us = least_us(args, engine, self.size, batch)
-        if floor_us is not None:
-            row |= floor_fields(floor_us, decode.device_us)
-        if batch == max(args.batch):
-            num_tokens = min(args.input_len, args.max_num_batched_tokens)
-            prefill = step_times(*layout, 1, num_tokens, num_tokens)
-            row |= {f"prefill_{name}": round(value, 1) for name, value in prefill._asdict().items()}
+        decode = step_times(self.model, engine.cache, engine.dcp, engine.mesh, batch, context)
+        row: Row = {name: round(value, 1) for name, value in decode._asdict().items()}
+        modelled = modelled_times(self.args, engine, self.size, batch, context, self.exchange)
+        if modelled is not None:
+            row |= floor_fields(modelled.floor_us, decode.device_us) | {"predicted_us": round(modelled.step_us, 1)}
         return row
+
+    def _prefill_times(self) -> Row:
+        """Return the times of the prefill of one prompt on the device alone."""
+        engine, num_tokens = self.engine, min(self.args.input_len, self.args.max_num_batched_tokens)
+        times = step_times(self.model, engine.cache, engine.dcp, engine.mesh, 1, num_tokens, num_tokens)
+        return {f"prefill_{name}": round(value, 1) for name, value in times._asdict().items()}
 
     def _drafter(self, case: Batch) -> Drafter:
         """Return the drafter of a case, with its forced acceptance."""
@@ -198,6 +218,10 @@ class Generate(Benchmark[Batch, None]):
             alone = f"  kernels {row['device_us'] / 1e3:>8.3f} ms" if "device_us" in row else ""
             step = f"step of {row['tokens']:>5} tokens, {row['decodes']:>2} decodes"
             return f"{step}  {row['mode']:<5}  {row['step_us'] / 1e3:>10.3f} ms{alone}"
+        if "step_us" not in row:
+            modelled = f", modelled {row['predicted_us'] / 1e3:.3f} ms" if "predicted_us" in row else ""
+            step = f"step of {row['batch']:>3} x {row['input_len']:>9,} cached tokens"
+            return f"{step}  device {row['device_us'] / 1e3:>8.3f} ms{modelled}"
         time, rate = f"{row['step_us'] / 1e3:>10.3f} ms", f"{row['tokens_per_second']:>10,.0f} tok/s"
         device = f"  device {row['device_us'] / 1e3:>8.3f} ms" if "device_us" in row else ""
         layer = f", a layer of experts {row['us_per_moe_layer']:>7.1f} us" if row.get("us_per_moe_layer") else ""
@@ -207,7 +231,7 @@ class Generate(Benchmark[Batch, None]):
 
     def summary(self, rows: Sequence[Row]) -> Iterator[str]:
         """Yield how much faster graphs are, for each batch, and drafts."""
-        rows = [row for row in rows if "batch" in row]
+        rows = [row for row in rows if "batch" in row and "step_us" in row]
         plain = [row for row in rows if "acceptance" not in row]
         times = {(row["batch"], row["mode"]): row["step_us"] for row in plain}
         rates = {(row["batch"], row["mode"]): row["tokens_per_second"] for row in plain}
@@ -222,7 +246,7 @@ class Generate(Benchmark[Batch, None]):
     @staticmethod
     def plot(path: Path, rows: Sequence[Row]) -> None:
         """Draw time per token and tokens/s over batches, a line for each mode."""
-        rows = [row for row in rows if "batch" in row]
+        rows = [row for row in rows if "batch" in row and "step_us" in row]
         fastest, row = max(rows, key=itemgetter("tokens_per_second")), rows[0]
         title = f"{row['model']}, tp {row['tp']}, dcp {row['dcp']}, {row['dtype']}, after {row['input_len']} tokens"
         title += f": {fastest['tokens_per_second']:,.0f} tokens/s at batch {fastest['batch']}"

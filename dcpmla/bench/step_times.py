@@ -23,7 +23,7 @@ from dcpmla.parallel.linear import Linear
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.planning.capacity import FORMATS
 from dcpmla.planning.machine import H200X8
-from dcpmla.planning.predict import floor_us
+from dcpmla.planning.predict import floor_us, predict_step
 from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
 from dcpmla.runtime.engine import Engine
@@ -100,13 +100,28 @@ def size_of(config: Any, dtype: torch.dtype, expert_dtype: str) -> ModelSize:
     return read_model(config).with_expert_dtype(expert_dtype)
 
 
-def least_us(args: argparse.Namespace, engine: Engine, size: ModelSize, batch: int) -> float | None:
-    """Return the least time of a step after prompts of --input-len; None on GPUs and for caches that the planner has no
-    numbers for.
+class ModelledTimes(NamedTuple):
+    """Microseconds of a decode step by the planner's model.
+
+    Attributes:
+        floor_us: Least time, at the memory's rate.
+        step_us: Predicted time.
+    """
+
+    floor_us: float
+    step_us: float
+
+
+def modelled_times(
+    args: argparse.Namespace, engine: Engine, size: ModelSize, batch: int, context: int, exchange: str
+) -> ModelledTimes | None:
+    """Return the modelled times of a step after `context` cached tokens; None on GPUs and for caches that the planner
+    has no numbers for.
     """
     mesh, kv_cache_dtype = engine.mesh, format_name(engine.cache.sizes.dtype)
     if not is_h200(engine.model.device) or kv_cache_dtype not in FORMATS:
         return None
     options = {name: getattr(args, name) for name in ("index_cache_dtype", "enable_expert_parallel")}
     setting = Setting(tp=mesh.tp_size, dcp=mesh.dcp_size, kv_cache_dtype=kv_cache_dtype, **options)
-    return floor_us(H200X8, size, setting, batch, args.input_len)
+    load = size, setting, batch, context
+    return ModelledTimes(floor_us(H200X8, *load), predict_step(H200X8, *load, exchange)["total"])

@@ -253,6 +253,7 @@ def test_flashmla_says_empty_by_infinity() -> None:
     assert rows.tolist() == [[1.0, 2.0], [-math.inf, 3.0]]
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_ours_in_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # GPUs may be seen again

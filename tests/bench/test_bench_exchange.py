@@ -210,6 +210,7 @@ def test_mistakes_are_one_line(options: list[str], message: str, capfd: pytest.C
     assert len(captured.err.strip().splitlines()) == 1
 
 
+@pytest.mark.alone
 @pytest.mark.gpu_2
 def test_two_gpus_in_graphs(tmp_path: Path) -> None:
     out = tmp_path / "exchange.json"

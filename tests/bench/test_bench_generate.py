@@ -140,7 +140,8 @@ def test_steps_with_prompts(
     monkeypatch.setattr(bench_generate.Generate, "close", lambda self: None)
     out = tmp_path / "out.json"
     monkeypatch.setattr(bench_generate, "decode_steps", lambda engine, batch, *_: [(1.0, batch)])
-    monkeypatch.setattr(bench_generate.Generate, "_device_times", lambda self, batch: {})
+    monkeypatch.setattr(bench_generate.Generate, "_device_times", lambda self, *_: {})
+    monkeypatch.setattr(bench_generate.Generate, "_prefill_times", lambda self: {})
     assert bench(model, json=out, batch="1", step_tokens="20,50", max_num_batched_tokens=64) == 0
     rows = [row for row in json.loads(out.read_text())["rows"] if "tokens" in row]
     cases = [(tokens, decodes, mode) for tokens, decodes in ((20, 0), (50, 0), (50, 32)) for mode in ("graph", "eager")]
@@ -148,6 +149,23 @@ def test_steps_with_prompts(
     assert all(row["step_us"] > 0 and row["input_len"] == 9 for row in rows)
     assert [found.num_tokens for found in sizes if found] == [32, 64, 64]
     assert "step of    50 tokens, 32 decodes  graph" in capsys.readouterr().out
+
+
+def test_steps_over_contexts_that_nobody_computes(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On H200s the planner's time is beside the measured one."""
+    monkeypatch.setattr(step_times, "_SECONDS", 0.05)
+    monkeypatch.setattr(step_times, "is_h200", lambda _: True)
+    monkeypatch.setattr(step_times, "format_name", lambda _: "bf16")
+    out = tmp_path / "out.json"
+    assert bench(model, json=out, batch="1,2", context="17,40") == 0
+    rows = [row for row in json.loads(out.read_text())["rows"] if "step_us" not in row]
+    assert [(row["batch"], row["input_len"]) for row in rows] == [(1, 17), (2, 17), (1, 40), (2, 40)]
+    for row in rows:
+        assert row["device_us"] > 0
+        assert row["predicted_us"] > row["floor_us"] > 0
+    assert "step of   2 x        40 cached tokens  device" in capsys.readouterr().out
 
 
 def test_plot_of_both_modes(tmp_path: Path) -> None:
@@ -177,6 +195,7 @@ def test_plot_of_both_modes(tmp_path: Path) -> None:
             "--output-len is 2: with a batch of 3 the first requests end before",
         ),
         ({"step_tokens": "9,65", "max_num_batched_tokens": 64}, "--step-tokens has 65; raise --max-num-batched-tokens"),
+        ({"context": "30,400"}, "--context has 400; --max-model-len, by default the model's, allows 256"),
         ({"plot": "out.docx"}, "--plot is out.docx; its ending must be one of"),
     ],
 )

@@ -214,6 +214,7 @@ def test_time_is_over_on_all_ranks_at_once() -> None:
     )  # warm-ups, one to see how long it takes, samples
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_one_gpu_in_graphs(tmp_path: Path) -> None:
     out = tmp_path / "layer.json"
@@ -227,6 +228,7 @@ def test_one_gpu_in_graphs(tmp_path: Path) -> None:
         assert 0 < row["median_us"] < 1e5
 
 
+@pytest.mark.alone
 @pytest.mark.gpu_2
 def test_two_gpus_in_graphs(tmp_path: Path) -> None:
     out = tmp_path / "layer.json"

@@ -105,6 +105,7 @@ def test_a_wrong_backend_is_seen_and_a_failing_one_left_out(
     assert "left out: failing of 40 new tokens over 24: no kernel image" in lines
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_backends_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # GPUs may be seen again
