@@ -5,5 +5,4 @@ set -euo pipefail
 ruff check .
 mypy
 python launch/check_package.py
-# Two workers: many tests wait for processes of their own, or leave a core idle.
-exec python -m pytest --numprocesses 2 --dist worksteal --ignore tests/engines "$@"
+exec python launch/run_tests.py cpu "$@"

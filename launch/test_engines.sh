@@ -3,4 +3,4 @@
 # checkout (DCPMLA_ENGINES_CACHE); where it cannot be had, its tests are skipped, and the end says why.
 set -euo pipefail
 . "$(dirname "$0")/setup.sh" '[dev]'
-exec python -m pytest tests/engines -rs --timeout 900 --numprocesses 2 --dist worksteal "$@"
+exec python launch/run_tests.py engines "$@"

@@ -3,6 +3,7 @@ started.
 """
 
 import gc
+import json
 import os
 from pathlib import Path
 
@@ -15,18 +16,70 @@ from tests.support.models import save_tiny
 from tests.support.plan_cases import read_v3
 
 _NUM_GPUS = {"gpu": 1, "gpu_2": 2, "gpu_4": 4, "gpu_8": 8}
+_RECORD = Path(__file__).resolve().parents[1] / "launch" / "tested_gpus.json"
 
 
-def pytest_configure() -> None:
-    """Give each process one thread, and keep transformers' models, which run on CPUs, from kernels of other packages.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", metavar="K/N", help="run every N-th test, from the K-th")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give each process one thread and its share of the GPUs, and keep transformers' models, which run on CPUs, from
+    kernels of other packages.
 
     Products are tiny: threads of one process would wait for each other on cores that other tests need.
     """
     os.environ["OMP_NUM_THREADS"] = "1"  # Processes that tests start read it.
+    _take_gpus(_part(config))
     torch.set_num_threads(1)  # This process has read the variable before.
     name = "use_kernel_func_from_hub_with_fallback"  # from 5.24 on
     if hasattr(hub_kernels, name):
         setattr(hub_kernels, name, lambda *_: lambda function: function)
+
+
+def _part(config: pytest.Config) -> str:
+    """Return the part of the GPUs' tests that alone runs, "" for others: "gpu_2" of the expression "gpu_2 and x"."""
+    first, *others = [*config.option.markexpr.split(), ""]
+    return first if first in _NUM_GPUS and "or" not in others else ""
+
+
+def _take_gpus(part: str) -> None:
+    """Let this worker of several see as many GPUs as a test of the part needs."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None or not part:
+        return
+    size, total = _NUM_GPUS[part], torch.cuda.device_count()
+    if total > size:
+        first = int(worker.removeprefix("gw")) % (total // size) * size
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(first, first + size)))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose a fraction of the tests, and let slow ones start first: each worker's first two tests lie side by side."""
+    number, total = map(int, config.option.part.split("/"))
+    if total > 1:
+        config.hook.pytest_deselected(items=[item for index, item in enumerate(items) if index % total != number - 1])
+        items[:] = items[number - 1 :: total]
+    num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    if num_workers == 1 or not _RECORD.exists() or not _part(config):
+        return
+    parts = json.loads(_RECORD.read_text())["parts"].values()
+    seconds = {name: each for part in parts for name, each in part["slow"].items()}
+    items.sort(key=lambda item: -seconds.get(item.nodeid, 0))
+    first, rest = items[:num_workers], items[num_workers:]
+    short = [rest.pop() for _ in first if rest]
+    paired = [item for pair in zip(first, short, strict=False) for item in pair]
+    items[:] = [*paired, *first[len(short) :], *rest]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Append each outcome to the file of a run of `launch/run_tests.py`, whose end may never come."""
+    path = os.environ.get("DCPMLA_OUTCOMES")
+    if path and "PYTEST_XDIST_WORKER" not in os.environ:
+        reason = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else ""
+        line = {"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration, "reason": reason}
+        with open(path, "a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def pytest_collection_finish() -> None:

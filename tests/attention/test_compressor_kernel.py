@@ -186,9 +186,16 @@ def test_the_kernel_in_the_interpreter() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("width", "rope"), [(16, 8), (24, 6), (128, 64), (512, 64)])
-def test_the_kernel(width: int, rope: int) -> None:
-    check_compressor("cuda", width, rope, itertools.product(KINDS, DTYPES))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("width", "rope"), [(128, 64), (512, 64)])
+def test_the_kernel(width: int, rope: int, dtype: torch.dtype) -> None:
+    check_compressor("cuda", width, rope, itertools.product(KINDS, (dtype,)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("width", "rope"), [(16, 8), (24, 6)])
+def test_the_kernel_of_narrow_rows(width: int, rope: int) -> None:
+    check_compressor("cuda", width, rope, zip(KINDS, itertools.cycle(DTYPES), strict=False))
     check_wide_pairs("cuda")
 
 

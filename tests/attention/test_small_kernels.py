@@ -155,10 +155,14 @@ def check_rows(device: str, width: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [0, 1, 17, 130])
+def test_queries(num_tokens: int) -> None:
+    check_queries("cuda", num_tokens, DEEPSEEK, ODD, LONG)
+
+
+@pytest.mark.gpu
 def test_kernels() -> None:
     check_latents("cuda", DEEPSEEK, NO_Q_LORA, ODD)
-    for num_tokens in (0, 1, 17, 130):
-        check_queries("cuda", num_tokens, DEEPSEEK, ODD, LONG)
     check_rows("cuda", 576)
     check_rows("cuda", 7)
     check_factors("cuda")

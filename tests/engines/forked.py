@@ -29,8 +29,9 @@ def run_engine_ranks(tree: Path, program: str, num_ranks: int, *arguments: objec
         AssertionError: a rank failed, or 500 seconds ran out.
     """
     commands = unattended([ROOT / "tests" / "engines" / program, *arguments], num_ranks)
-    # vLLM inspects models in processes of their own, which read PYTHONPATH.
-    commands = [(argv, {**vllm_variables(tree), **own, **variables}) for argv, own in commands]
+    # vLLM inspects models in processes of their own, which read PYTHONPATH. The server below knows no test's name.
+    shared = vllm_variables(tree) | {"PYTEST_CURRENT_TEST": os.environ.get("PYTEST_CURRENT_TEST", "")}
+    commands = [(argv, {**shared, **own, **variables}) for argv, own in commands]
     first, *_ = _server(tree).submit(run_forked, commands, timeout=500).result()
     return first
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from tests.engines.trees import cache, metadata, once, packages, pip
-from tests.support.launchers import ROOT
+from tests.support.launchers import ROOT, python_path
 
 OLDEST, VERSION = "0.5.22", "0.5.23"
 CPU = ROOT / "tests" / "engines" / "sglang_cpu"
@@ -28,7 +28,7 @@ def sglang_variables(site: Path, version: str = VERSION) -> dict[str, str]:
     _write_entry_points(site)
     cores = sorted(os.sched_getaffinity(0))
     return {
-        "PYTHONPATH": os.pathsep.join(map(str, [site, CPU, *sglang_path(version), ROOT])),
+        "PYTHONPATH": python_path(site, CPU, *sglang_path(version), ROOT),
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",
         "SGLANG_TEST_STUBS": STUBS,

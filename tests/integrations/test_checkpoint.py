@@ -23,6 +23,7 @@ from tests.integrations.test_transformers import check, make_cases
 from tests.support.models import random_model, save_tiny, tiny_config
 from tests.support.quantized_models import dequantize, quantize, write_dequantized, write_quantized
 from tests.support.ranks import run_ranks
+from tests.support.sarvam_files import save_sarvam
 
 BLOCK = 32  # smaller than DeepSeek's 128: a tiny matrix has several blocks, and cuts over heads run through them
 
@@ -79,37 +80,7 @@ def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(transformers, "SarvamMLAConfig"), reason="needs transformers 5.23")
 def test_sarvam_is_read_as_deepseek_v3(tmp_path: Path) -> None:
     """Its published config, which transformers translates, has no groups and no low-rank queries."""
-    common = tiny_config("deepseek_v3_neox").to_dict()
-    sizes = "vocab_size hidden_size intermediate_size moe_intermediate_size num_hidden_layers num_attention_heads"
-    sizes += " kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim max_position_embeddings num_experts_per_tok"
-    published = {
-        **{name: common[name] for name in sizes.split()},
-        "model_type": "sarvam_mla",
-        "architectures": ["SarvamMLAForCausalLM"],
-        "num_experts": 8,
-        "num_shared_experts": 1,
-        "head_dim": common["kv_lora_rank"] + common["qk_rope_head_dim"],
-        "q_head_dim": common["qk_nope_head_dim"] + common["qk_rope_head_dim"],
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "rope_theta": 1e4,
-        "rope_scaling": {
-            "type": "deepseek_yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 1.0,
-            "mscale_all_dim": 0.8,
-        },
-        "initializer_range": 0.2,
-        "bos_token_id": 0,
-        "eos_token_id": common["eos_token_id"],
-    }
-    config = transformers.SarvamMLAConfig.from_dict(dict(published))
-    reference = random_model(config)
-    reference.save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(published))
+    reference = save_sarvam(tmp_path)
     loaded = load_config(tmp_path)
     assert (loaded.model_type, loaded.n_routed_experts, loaded.n_group) == ("deepseek_v3", 8, 1)
     assert loaded.rope_parameters["rope_type"] == "yarn"

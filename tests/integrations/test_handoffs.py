@@ -68,6 +68,20 @@ def test_prompts_move_between_layouts(
     check(reference, prompts, run_jobs(model, *layouts, prompts, meeting))
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "deepseek_v4", "kimi_linear"])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpu_2)])
+def test_prompts_move_between_gpus(tp: int, family: str, tmp_path: Path) -> None:
+    """Two jobs share the first GPU. Decodes run in graphs."""
+    pytest.importorskip("dcpmla.transfer.nixl", reason="nixl is not installed", exc_type=ImportError)
+    model, meeting = tmp_path / "model", tmp_path / "meeting"
+    model.mkdir(), meeting.mkdir()
+    reference, prompts = save_tiny(family, model), draw_prompts()
+    layouts = [dcp_config(tp, tp, 1, block_size=64), dcp_config(1, 1, 1, block_size=32)]
+    if family == "deepseek_v4":
+        layouts = [dcp_config(size, size, 1, block_size=64) for size in (tp, 1)]
+    check(reference, prompts, run_jobs(model, *layouts, prompts, meeting, "cuda"))
+
+
 def test_shared_rows_and_ids_of_tokens_move(tmp_path: Path) -> None:
     """DeepSeek-V4.1: layers share rows, and every rank has the ids of all tokens."""
     model, meeting = tmp_path / "model", tmp_path / "meeting"

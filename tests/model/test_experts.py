@@ -77,18 +77,16 @@ def brute_force(
     quantizes: bool,
     value_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return [T, H] in float64, route by route; quantizes: as block fp8 does on GPUs, value_dtype: to which weights are
-    rounded before.
+    """Return [T, H] in float64, expert by expert; quantizes: as block fp8 does on GPUs, value_dtype: to which weights
+    are rounded before.
     """
     gate_up, down = (dequantize(weight, value_dtype).double() for weight in weights)
     rows, out = (quantized(x) if quantizes else x.double()), torch.zeros(x.shape, dtype=torch.float64)
-    for (token, i), expert in (
-        (at, int(ids[at])) for at in ((t, i) for t in range(len(x)) for i in range(ids.shape[1]))
-    ):
-        if 0 <= expert < len(down):
-            gate, up = (gate_up[expert] @ rows[token]).chunk(2)
-            h = (glu_of(gate, up, glu) * expert_weights[token, i]).to(x.dtype)[None]
-            out[token] += down[expert] @ (quantized(h) if quantizes else h.double())[0]
+    for expert in range(len(down)):
+        token, place = (ids == expert).nonzero(as_tuple=True)
+        gate, up = (rows[token] @ gate_up[expert].T).chunk(2, 1)
+        h = (glu_of(gate, up, glu) * expert_weights[token, place, None]).to(x.dtype)
+        out.index_add_(0, token, (quantized(h) if quantizes else h.double()) @ down[expert].T)
     return out
 
 

@@ -36,7 +36,7 @@ def serve(
     mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
     results: list[tuple[str, list[list[int]], int, bool]] = []
     for method, enforce_eager in methods:
-        options: dict[str, Any] = {"dtype": dtype, "max_num_seqs": 5}
+        options: dict[str, Any] = {"dtype": dtype, "max_num_seqs": 5, "kv_cache_memory_bytes": 1 << 27}
         options |= {"enforce_eager": enforce_eager, "max_num_batched_tokens": 64, "num_speculative_tokens": 3}
         options |= {"speculative_method": "ngram" if method == "recorded" else method}
         chosen = select_exchange(dcp, mesh.dcp_group, device)

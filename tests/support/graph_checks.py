@@ -260,6 +260,7 @@ def serve_loaded(
             max_num_batched_tokens=64,
             enforce_eager=enforce_eager,
             enable_expert_parallel=enable_expert_parallel,
+            kv_cache_memory_bytes=1 << 27,
         )
         chosen = select_exchange(dcp, mesh.dcp_group, device)
         engine = load_engine(open_model(str(directory)), dcp, mesh, chosen, device, options, seq_lens=[60] * 7)

@@ -41,7 +41,13 @@ Ended = subprocess.CompletedProcess[str]
 def environment() -> dict[str, str]:
     """Return this process's environment without what a launcher around the tests may have set."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_PREFIXES)}
-    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return {**kept, "PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def python_path(*folders: object) -> str:
+    """Return a PYTHONPATH, with the observers of engines first while a run of tests is recorded."""
+    observers = [ROOT / "tests" / "support" / "observed"] if os.environ.get("DCPMLA_OBSERVATIONS") else []
+    return os.pathsep.join(map(str, [*observers, *folders]))
 
 
 def run_together(commands: Sequence[Command], timeout: float = 240, check: bool = True) -> list[Ended]:

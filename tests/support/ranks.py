@@ -38,10 +38,16 @@ def start_process(target: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     once: of two threads that ask for it at the same time, one is told 255. So it gets to know of these children no more
     than their start.
     """
-    process = _CONTEXT.Process(target=target, args=args, daemon=True)
+    test = os.environ.get("PYTEST_CURRENT_TEST", "")  # The server has the variables of when it started.
+    process = _CONTEXT.Process(target=_begin, args=(test, target, args), daemon=True)
     process.start()
     multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
     return process
+
+
+def _begin(test: str, target: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ["PYTEST_CURRENT_TEST"] = test
+    target(*args)
 
 
 def run_ranks(

@@ -31,6 +31,7 @@ from dcpmla.transfer.outgoing import Outgoing
 from dcpmla.transfer.parts import RowMover
 from dcpmla.transfer.staging import allocate_staging
 from dcpmla.transfer.transport import Peer, rank_name
+from tests.support.graph_checks import device_of
 from tests.support.ranks import run_ranks
 
 SLOT_BYTES = 1 << 15  # several parts for each prompt
@@ -115,10 +116,10 @@ def link(engine: Engine, directory: Path, meeting: Meeting, name: str, other: st
 
 
 def prefill(
-    directory: Path, dcp: DCPConfig, options: EngineOptions, prompts: Sequence[Prompt], there: Path, n: int
+    directory: Path, dcp: DCPConfig, options: EngineOptions, device: str, prompts: Sequence[Prompt], there: Path, n: int
 ) -> int:
     """On a rank: prefill all prompts for the other job; return the number of blocks that are still held."""
-    engine, meeting = make_engine(directory, dcp, options, torch.device("cpu")), Meeting(there)
+    engine, meeting = make_engine(directory, dcp, options, device_of(device)), Meeting(there)
     link(engine, directory, meeting, "prefill", "decode", n)
     for number, (token_ids, params) in enumerate(prompts):
         engine.add(token_ids, params, request_id=number, handoff=str(number))
@@ -137,10 +138,10 @@ def prefill(
 
 
 def decode(
-    directory: Path, dcp: DCPConfig, options: EngineOptions, prompts: Sequence[Prompt], there: Path, n: int
+    directory: Path, dcp: DCPConfig, options: EngineOptions, device: str, prompts: Sequence[Prompt], there: Path, n: int
 ) -> Decoded:
     """On a rank: decode all prompts."""
-    engine, meeting = make_engine(directory, dcp, options, torch.device("cpu")), Meeting(there)
+    engine, meeting = make_engine(directory, dcp, options, device_of(device)), Meeting(there)
     link(engine, directory, meeting, "decode", "prefill", n)
     requests = [engine.add(ids, params, request_id=number) for number, (ids, params) in enumerate(prompts)]
     drafts = record_drafts(engine.speculation.drafter)
@@ -185,10 +186,17 @@ def record_drafts(drafter: Any) -> list[tuple[list[int], list[int]]]:
 
 
 def run_jobs(
-    directory: Path, prefills: DCPConfig, decodes: DCPConfig, prompts: Sequence[Prompt], there: Path, **options: Any
+    directory: Path,
+    prefills: DCPConfig,
+    decodes: DCPConfig,
+    prompts: Sequence[Prompt],
+    there: Path,
+    device: str = "cpu",
+    **options: Any,
 ) -> tuple[list[int], list[Decoded]]:
     """Run both jobs; return the results of `prefill` and of `decode` on all ranks."""
-    chosen = EngineOptions(dtype="float32", max_num_seqs=4, max_num_batched_tokens=48, **options)
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "kv_cache_memory_bytes": 1 << 25}
+    chosen = EngineOptions(dtype="float32", **limits | options)
     jobs: list[tuple[Callable[..., Any], DCPConfig, DCPConfig]] = [
         (prefill, prefills, decodes),
         (decode, decodes, prefills),
@@ -197,8 +205,8 @@ def run_jobs(
         futures = []
         for function, own, other in jobs:
             sizes = own.tensor_parallel_size, other.tensor_parallel_size
-            arguments = directory, own, chosen, prompts, there, sizes[1]
-            futures.append(pool.submit(run_ranks, sizes[0], function, *arguments, timeout=300))
+            arguments = directory, own, chosen, device, prompts, there, sizes[1]
+            futures.append(pool.submit(run_ranks, sizes[0], function, *arguments, device=device, timeout=300))
         errors = []
         for future in as_completed(futures):
             errors.append(future.exception())

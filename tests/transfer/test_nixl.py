@@ -13,10 +13,11 @@ import torch
 
 from dcpmla.extras import needed_by
 from dcpmla.transfer.incoming import Incoming
-from dcpmla.transfer.nixl import NixlTransport
 from dcpmla.transfer.outgoing import Outgoing
 from dcpmla.transfer.staging import allocate_staging
 from tests.support.transfer_process import Rank, RankProcess
+
+nixl = pytest.importorskip("dcpmla.transfer.nixl", reason="nixl is not installed", exc_type=ImportError)
 
 
 @pytest.fixture
@@ -95,7 +96,7 @@ def test_a_decode_server_ends_or_stops(stack: ExitStack, number: signal.Signals)
 
 
 def test_wrong_metadata() -> None:
-    one, other = (NixlTransport(name, allocate_staging(torch.device("cpu"), 2, 64)) for name in ("a/0", "b/0"))
+    one, other = (nixl.NixlTransport(name, allocate_staging(torch.device("cpu"), 2, 64)) for name in ("a/0", "b/0"))
     try:
         good = other.metadata()
         for wrong in (b"", b"{}", b"[]", good[:-20], good.replace(b"b/0", b"c/0"), good.replace(b"DRAM", b"FILE")):

@@ -1,0 +1,114 @@
+"""launch/run_tests.py: what a run of a part reports, and the record of all parts."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.launchers import ROOT
+
+sys.path.append(str(ROOT / "launch"))
+import run_tests  # noqa: E402
+
+TESTS = """
+import pytest
+
+def test_passes(): pass
+
+def test_fails(): assert False
+
+@pytest.mark.parametrize("number", range(4))
+def test_is_skipped(number): pytest.skip(f"no package {number % 2}")
+"""
+
+
+def report(folder: Path, *options: str) -> dict[str, Any]:
+    """Run pytest over TESTS as a part is run, and read what it reports."""
+    (folder / "test_some.py").write_text(TESTS)
+    (folder / "conftest.py").write_text(
+        f"pytest_plugins = ['tests.conftest']\nimport sys\nsys.path.append({str(ROOT)!r})"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "--rootdir", str(folder), str(folder)]
+    env = {"PATH": "", "PYTHONPATH": str(ROOT), "DCPMLA_OUTCOMES": str(folder / "outcomes.jsonl")}
+    subprocess.run([*command, *options], env=env, cwd=folder, capture_output=True, check=False)
+    return run_tests.read_run(folder, 12.34)
+
+
+def test_outcomes_are_counted(tmp_path: Path) -> None:
+    """In one process, and by two workers, whose outcomes one process reports."""
+    for number, options in enumerate(((), ("--numprocesses", "2"))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        found = report(folder, *options)
+        assert (found["passed"], found["failed"]) == (1, ["test_some.py::test_fails"])
+        assert found["skipped"] == {"no package 0": 2, "no package 1": 2}
+        assert (found["seconds"], found["cards"]) == (12.3, [])
+        assert {"python", "torch", "triton"} <= found["versions"].keys()
+
+
+def test_a_fraction_of_the_tests(tmp_path: Path) -> None:
+    counts = []
+    for number in (1, 2, 3):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        found = report(folder, "--part", f"{number}/3")
+        counts.append(found["passed"] + len(found["failed"]) + sum(found["skipped"].values()))
+    assert counts == [2, 2, 2]
+
+
+def found_of(passed: int, failed: list[str], sources: str = "s") -> dict[str, Any]:
+    features = {"v3": {"tp": {"cpu": {"count": 1, "tests": [f"t{passed}"], "ranks": passed}}}}
+    slow = {f"t{passed}": 6.0}
+    counts = {"seconds": 1.5, "passed": passed, "failed": failed, "skipped": {"x": 1}, "slow": slow}
+    return {**counts, "features": features, "sources": sources}
+
+
+def test_fractions_of_a_part_add_up() -> None:
+    """Fractions of other sources, or of another number, do not belong together."""
+    record = run_tests.add({"parts": {"cpu": {}}}, "gpu", (1, 2), found_of(1, []))
+    record = run_tests.add(record, "gpu", (2, 2), found_of(3, ["t"]))
+    whole = record["parts"]["gpu"]
+    assert whole["fractions"] == [[1, 2], 2]
+    assert (whole["passed"], whole["failed"], whole["skipped"], whole["seconds"]) == (4, ["t"], {"x": 2}, 3.0)
+    assert whole["features"] == {"v3": {"tp": {"cpu": {"count": 2, "tests": ["t1", "t3"], "ranks": 3}}}}
+    assert record["parts"]["cpu"] == {}
+    assert whole["slow"] == {"t1": 6.0, "t3": 6.0}
+    for part, sources in (((1, 3), "s"), ((1, 2), "other"), ((1, 1), "s")):
+        again = run_tests.add(record, "gpu", part, found_of(7, [], sources))["parts"]["gpu"]
+        assert (again["passed"], again["fractions"]) == (7, [[1], part[1]])
+
+
+def test_a_line_says_that_other_sources_ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = ("gpu", "gpu_2", "gpu_4")
+    record = {"parts": {name: {"sources": run_tests.hash_sources(), "fractions": [[1], 1]} for name in names}}
+    assert run_tests.outdated(record) == ""
+    record["parts"]["gpu_2"]["sources"] = "other"
+    record["parts"]["gpu_4"]["fractions"] = [[2], 2]
+    assert "(gpu_2, gpu_4)" in run_tests.outdated(record)
+    assert "gpu, gpu_2, gpu_4" in run_tests.outdated({"parts": {}})
+    (tmp_path / "dcpmla" / "attention" / "mla").mkdir(parents=True)
+    file = tmp_path / "dcpmla" / "attention" / "mla" / "kernel.py"
+    monkeypatch.setattr(run_tests, "ROOT", tmp_path)
+    hashes = set()
+    for text in ("a = 1", "a = 2", "a = 1\n"):
+        file.write_text(text)
+        hashes.add(run_tests.hash_sources())
+    (tmp_path / "dcpmla" / "cli.txt").write_text("")
+    assert run_tests.hash_sources() in hashes
+    assert len(hashes) == 3
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "1", "a/b"])
+def test_what_is_no_fraction(text: str) -> None:
+    with pytest.raises(run_tests.argparse.ArgumentTypeError, match=f"'{text}' is not K/N"):
+        run_tests._fraction(text)
+
+
+def test_the_record_is_whole() -> None:
+    """A part that ran in fractions has them all."""
+    for name, part in json.loads(run_tests.RECORD.read_text())["parts"].items() if run_tests.RECORD.exists() else ():
+        done, total = part["fractions"]
+        assert done == [*range(1, total + 1)], name
