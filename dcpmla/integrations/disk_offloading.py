@@ -42,34 +42,42 @@ def check_scales(dcp: DCPConfig, options: EngineOptions) -> None:
         )
 
 
-def make_disk_tier(
-    memory: HostMemory | None,
-    options: EngineOptions,
-    files: ModelFiles,
-    dcp: DCPConfig,
-    plan: CachePlan,
-    model: ShardedModel,
-    mesh: DCPMesh,
-) -> Tier:
-    """Open a rank's files below its host memory; return the bookkeeping of their content. Collective over the job.
-
-    Without --kv-offloading-path there are no files.
+def open_folder(
+    options: EngineOptions, files: ModelFiles, dcp: DCPConfig, plan: CachePlan, model: ShardedModel, mesh: DCPMesh
+) -> DiskFolder | None:
+    """Open the folder of a job's files; None without --kv-offloading-path. Collective over the job.
 
     Args:
-        memory: Host memory of this rank, which gets the files.
         plan: Sizes of the cache.
     Raises:
-        ValueError: The directory, its disk or the size is not suitable.
+        ValueError: The directory is not suitable.
     """
-    if options.kv_offloading_path is None or options.kv_offloading_disk_size is None:
-        return Tier()
-    assert memory is not None
+    if options.kv_offloading_path is None:
+        return None
     identity = cache_identity(files, dcp, plan, model, mesh)
-    num_bytes = int(options.kv_offloading_disk_size * _GIB) // mesh.tp_size
     with agree():
         folder = DiskFolder(Path(options.kv_offloading_path), identity)
     if mesh.tp_rank == 0:
         _log_others(folder, options.kv_offloading_path, identity)
+    return folder
+
+
+def make_disk_tier(
+    folder: DiskFolder | None, memory: HostMemory | None, options: EngineOptions, plan: CachePlan, mesh: DCPMesh
+) -> Tier:
+    """Open a rank's files below its host memory; return the bookkeeping of their content. Collective over the job.
+
+    Args:
+        folder: Result of `open_folder`; None for no files.
+        memory: Host memory of this rank, which gets the files.
+        plan: Sizes of the cache.
+    Raises:
+        ValueError: The disk or the size is not suitable.
+    """
+    if folder is None or options.kv_offloading_disk_size is None:
+        return Tier()
+    assert memory is not None
+    num_bytes = int(options.kv_offloading_disk_size * _GIB) // mesh.tp_size
     with agree():
         opened = open_files(folder, mesh.tp_rank, memory, num_bytes, plan.block_tokens)
     memory.disk = DiskFiles(*map(DiskTransfers, opened))

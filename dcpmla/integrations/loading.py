@@ -10,13 +10,14 @@ from dcpmla.attention.backends import check_backends
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.chunks import max_chunk_tokens
 from dcpmla.cache.blocks import BlockAllocator
+from dcpmla.cache.host import HostMemory
 from dcpmla.cache.plan import Cache, CachePlan
 from dcpmla.cache.tier import HostTier
 from dcpmla.comm.select import ChosenExchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.cache_memory import free_bytes, plan_cache
 from dcpmla.integrations.decode_graphs import GraphMaker
-from dcpmla.integrations.disk_offloading import check_scales, make_disk_tier
+from dcpmla.integrations.disk_offloading import check_scales, make_disk_tier, open_folder
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.families.table import attention_kind
 from dcpmla.integrations.model_size import read_model
@@ -24,14 +25,15 @@ from dcpmla.integrations.offloading import make_host_memory
 from dcpmla.integrations.open_model import ModelFiles, check_layout, open_model
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.speculation import check_speculation, make_drafter, mtp_graphs
+from dcpmla.integrations.tier_speeds import measure
 from dcpmla.integrations.transformers import load_model
 from dcpmla.job.bootstrap import agree, check_equal_arguments
 from dcpmla.parallel.mesh import DCPMesh
-from dcpmla.planning.load import TierCosts
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.prefill import PrefillCosts
 from dcpmla.planning.setting import Setting
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
+from dcpmla.runtime.costs import LoadCosts
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import DecodeGraph
 from dcpmla.runtime.mixed_graph import MixedGraph
@@ -70,30 +72,12 @@ def load_engine(
         RuntimeError: A step fails or aborts its capture (`GraphSet.capture`).
     """
     options = options or EngineOptions()
+    files, dcp = _open(model, dcp, device, options)
     with agree():
-        files = model if isinstance(model, ModelFiles) else open_model(model)
-        check_layout(files, dcp)
-        check_backends(dcp, device)
-        check_speculation(files.config, dcp, options.speculative_method)
-        check_scales(dcp, options)
-    check_equal_arguments({f"{name} of the model's directory": digest for name, digest in files.digests.items()})
-    alignment = attention_kind(files.config).chunk_alignment(dcp)
-    workspace = max_chunk_tokens(files.max_model_len, options.max_num_seqs, alignment)
-    dcp = replace(dcp, context_workspace_tokens=workspace)
-    with agree():
-        sharded = load_model(
-            files.directory,
-            files.config,
-            dcp,
-            mesh,
-            chosen,
-            options.torch_dtype,
-            device,
-            options.enable_expert_parallel,
-            options.load_format,
-            options.expert_dtype,
-            options.speculative_method == "mtp",
-        )
+        has_mtp = options.speculative_method == "mtp"
+        formats = options.enable_expert_parallel, options.load_format, options.expert_dtype, has_mtp
+        placed = dcp, mesh, chosen, options.torch_dtype, device
+        sharded = load_model(files.directory, files.config, *placed, *formats)
         costs = _piece_costs(files.config, dcp, options)
     num_running = min(options.max_num_seqs, len(seq_lens)) if seq_lens else options.max_num_seqs
     lens = num_running, files.max_model_len, costs.tokens_per_request
@@ -106,19 +90,50 @@ def load_engine(
     with agree():
         cache = plan.allocate(device)
         memory, tier = make_host_memory(cache, options.kv_offloading_size, mesh.tp_size, num_local_ranks)
-    tier.disk = make_disk_tier(memory, options, files, dcp, plan, sharded, mesh)
+    folder = open_folder(options, files, dcp, plan, sharded, mesh)
+    tier.disk = make_disk_tier(folder, memory, options, plan, mesh)
     mixed_graph = mixed.capture(cache, on_step) if is_captured else None
     graph, *captured = [maker.capture(cache, on_step) if is_captured else None for maker in makers]
     mtp = [graph_of or maker.make(cache) for graph_of, maker in zip(captured, makers[1:], strict=True)]
     method, num_drafts = options.speculative_method, options.num_speculative_tokens
     drafter = make_drafter(method, num_drafts, sharded, cache, mesh, mtp)
-    scheduler = _new_scheduler(plan, sharded.attention.num_layers, options, costs, tier)
-    max_model_len, tokenizer = files.max_model_len, files.tokenizer
-    parts = graph, drafter, mixed_graph, memory
-    engine = Engine(sharded, cache, dcp, mesh, scheduler, max_model_len, tokenizer, on_step, *parts)
-    if device.type == "cuda" and not dcp.calculate_kv_scales:  # the first prompt sets the scales
-        warm_up(engine)
-    return engine
+
+    def new_engine(memory: HostMemory | None, tier: HostTier, *load_costs: LoadCosts) -> Engine:
+        scheduler = _new_scheduler(plan, options, costs, tier, load_costs)
+        max_model_len, tokenizer = files.max_model_len, files.tokenizer
+        parts = graph, drafter, mixed_graph, memory
+        return Engine(sharded, cache, dcp, mesh, scheduler, max_model_len, tokenizer, on_step, *parts)
+
+    can_compute = not dcp.calculate_kv_scales  # else the first prompt sets the scales
+    if device.type == "cuda" and can_compute:
+        # An engine of its own: its blocks reach no disk, and the content of the disk's files stays known.
+        warm_up(new_engine(memory, HostTier(tier.blocks.num_slots, tier.states.num_slots)))
+    if memory is None:
+        return new_engine(None, tier)
+    alone = new_engine(None, HostTier()) if can_compute else None
+    speeds = measure(plan, memory, tier.blocks.num_slots, folder, alone, costs, mesh)
+    return new_engine(memory, tier, *speeds.costs(plan, costs, options.max_num_batched_tokens, mesh.tp_rank == 0))
+
+
+def _open(
+    model: str | ModelFiles, dcp: DCPConfig, device: torch.device, options: EngineOptions
+) -> tuple[ModelFiles, DCPConfig]:
+    """Open a model; return its files, and the layout with a workspace for the model's contexts. Collective over the
+    job.
+
+    Raises:
+        ValueError: The model does not support the layout or an option, or ranks have other files.
+    """
+    with agree():
+        files = model if isinstance(model, ModelFiles) else open_model(model)
+        check_layout(files, dcp)
+        check_backends(dcp, device)
+        check_speculation(files.config, dcp, options.speculative_method)
+        check_scales(dcp, options)
+    check_equal_arguments({f"{name} of the model's directory": digest for name, digest in files.digests.items()})
+    alignment = attention_kind(files.config).chunk_alignment(dcp)
+    workspace = max_chunk_tokens(files.max_model_len, options.max_num_seqs, alignment)
+    return files, replace(dcp, context_workspace_tokens=workspace)
 
 
 def _graph_makers(
@@ -155,16 +170,17 @@ def _graph_makers(
 
 
 def _new_scheduler(
-    plan: CachePlan, num_layers: int, options: EngineOptions, costs: PrefillCosts, tier: HostTier
+    plan: CachePlan, options: EngineOptions, costs: PrefillCosts, tier: HostTier, load_costs: Sequence[LoadCosts]
 ) -> Scheduler:
-    """Return the scheduler over a cache and the tiers below it."""
+    """Return the scheduler over a cache and the tiers below it.
+
+    Args:
+        load_costs: Costs of loads from host memory and from disks; empty where all loads pay.
+    """
     # The cache has fewer states if fewer requests are known to come.
     max_num_seqs = min(options.max_num_seqs, plan.num_states or options.max_num_seqs)
     limits = options.max_num_batched_tokens, max_num_seqs, options.enable_prefix_caching
-    host, disk = H200X8.host_gb_per_s, H200X8.disk_gb_per_s
-    # Blocks are first read into host memory.
-    tier_costs = [TierCosts(plan, num_layers, rate, costs) for rate in (host, host * disk / (host + disk))]
-    return Scheduler(BlockAllocator.of(plan), *limits, costs, tier, *tier_costs)
+    return Scheduler(BlockAllocator.of(plan), *limits, costs, tier, *load_costs)
 
 
 def _piece_costs(config: Any, dcp: DCPConfig, options: EngineOptions) -> PrefillCosts:

@@ -12,6 +12,8 @@ from dcpmla.planning.prefill import PrefillCosts
 from dcpmla.planning.recommend import Plan, cache_bytes, smallest
 from dcpmla.planning.weights import ModelSize
 
+_LAUNCH_US = 10.0  # assumed, not measured: launches of a load in one layer, whatever it moves
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tier:
@@ -71,7 +73,8 @@ def load_costs(machine: Machine, model: ModelSize, plan: Plan, pieces: PrefillCo
     host, disk = machine.host_gb_per_s, machine.disk_gb_per_s
     block, num_layers = block_of_plan(model, plan), model.attention.num_layers
     rates = {"host": host, "disk": host * disk / (host + disk)}
-    return {name: TierCosts(block, num_layers, rate, pieces) for name, rate in rates.items()}
+    latency_us = num_layers * _LAUNCH_US
+    return {name: TierCosts(block, latency_us, rate, pieces.piece_us) for name, rate in rates.items()}
 
 
 def shortest_load(costs: TierCosts) -> int | None:

@@ -13,7 +13,6 @@ import torch
 from dcpmla.cli.determinism import ALONE, Answer, Case, draw_cases, serve
 from dcpmla.integrations.arguments import layout
 from dcpmla.runtime import offload
-from dcpmla.runtime.costs import TOKEN_COSTS
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.runtime.sampling import SamplingParams
@@ -162,7 +161,6 @@ def compare_tiers(directory: Path, disk: Path) -> tuple[Outcome, list[int]]:
     tiers = {"kv_offloading_size": 0.06, "kv_offloading_path": str(disk), "kv_offloading_disk_size": 0.08}
     for name in ("memory", "disk"):
         engine = load(directory, 2, 2, "a2a", {**tiers, "kv_cache_memory_bytes": 110_000, "max_num_seqs": 2})
-        engine.scheduler.reuse._costs = engine.scheduler.reuse._disk_costs = TOKEN_COSTS
         for _ in range(2 if name == "memory" else 1):
             requests = [engine.add(token_ids, params, keep_logits=True) for token_ids, params in cases]
             list(engine.run())

@@ -19,7 +19,6 @@ from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.loading import load_engine
 from dcpmla.integrations.open_model import open_model
 from dcpmla.parallel.mesh import init_mesh
-from dcpmla.runtime.costs import TOKEN_COSTS
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.layouts import dcp_config
@@ -43,9 +42,7 @@ def engine_on(model: Path, disk: Path, dcp: DCPConfig, device_type: str = "cpu")
         max_num_batched_tokens=48,
         dtype="float32",
     )
-    engine = load_engine(open_model(str(model), 160), dcp, mesh, chosen, device, options)
-    engine.scheduler.reuse._costs = engine.scheduler.reuse._disk_costs = TOKEN_COSTS
-    return engine
+    return load_engine(open_model(str(model), 160), dcp, mesh, chosen, device, options)
 
 
 def converse(

@@ -1,0 +1,138 @@
+"""The speeds that decide between loads and prefills: the rule with given ones, and how they are measured."""
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dcpmla import LLM, SamplingParams
+from dcpmla.cache.disk_folder import DiskFolder
+from dcpmla.cache.host import HostMemory
+from dcpmla.integrations import tier_speeds
+from dcpmla.integrations.tier_speeds import Line, TierSpeeds, measure
+from dcpmla.parallel.mesh import init_mesh
+from tests.cache.test_host import new_cache
+from tests.support.disk import IDENTITY
+from tests.support.models import save_tiny
+from tests.support.ranks import run_ranks
+
+PIECES: Any = SimpleNamespace(piece_us=lambda new, context: new * (1 + context / 1000))
+PLAN: Any = SimpleNamespace(block_tokens=16, bytes_per_block=1000, bytes_per_state=0)
+
+
+def test_lines() -> None:
+    assert Line.through({10.0: 7.0, 30.0: 11.0}) == (5.0, 0.2)
+    assert Line.through({10.0: 7.0, 30.0: 6.0}) == (7.0, 0.0), "noise: no time is negative"
+    assert Line.through({10.0: 1.0, 30.0: 9.0}) == (0.0, 0.4)
+    assert Line.through({10.0: 5.0}) == (0.0, 0.5)
+    assert Line.through({0.0: 5.0}) == (5.0, 0.0)
+
+
+def test_the_rule() -> None:
+    """Computing costs a share of a step's start; the disk's blocks are read into host memory first."""
+    speeds = TierSpeeds(copy=Line(10.0, 0.001), read=Line(100.0, 0.01), prefill=Line(800.0, 0.1))
+    host, disk = speeds.costs(PLAN, PIECES, 80, logs=False)
+    assert host.load_us(33, False) == pytest.approx(10 + 0.001 * 3000)
+    assert disk.load_us(33, False) == pytest.approx(110 + 0.011 * 3000)
+    # A token costs 10.1 us at the start, and 10.2 after 1,000 others.
+    assert [host.should_load(tokens, 0) for tokens in (1, 2)] == [False, True]
+    assert [disk.should_load(tokens, 0) for tokens in (11, 12)] == [False, True]
+    slow, _ = TierSpeeds(Line(0.0, 1.0), Line(0.0, 0.0), Line(0.0, 1.0)).costs(PLAN, PIECES, 80, logs=False)
+    assert [slow.should_load(160, context) for context in (0, 70_000)] == [False, True]
+
+
+def test_a_refusal_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    speeds = TierSpeeds(copy=Line(2000.0, 0.0), read=Line(1000.0, 0.0), prefill=Line(0.0, 10.0))
+    for logs in (False, True):
+        host, disk = speeds.costs(PLAN, PIECES, 80, logs)
+        with caplog.at_level(logging.WARNING, "dcpmla"):
+            for costs in (host, disk, host, disk):
+                assert not costs.should_load(150, 0)
+    lines = [record.getMessage() for record in caplog.records]
+    times = "loading them takes {} ms and computing them again 1.50 ms, by the speeds measured at the start"
+    assert len(lines) == 2
+    assert lines[0].startswith(f"host memory has 150 tokens of a request, but {times.format('2.00')}")
+    assert lines[1].startswith(f"the disk has 150 tokens of a request, but {times.format('3.00')}")
+
+
+def measure_on_ranks(folder: Path | None) -> tuple[TierSpeeds, int]:
+    """On one rank: return the speeds without an engine, where the second rank takes longer, and the calls."""
+    mesh, calls = init_mesh(dist.get_world_size(), 1), 0
+    cache = new_cache("deepseek_v3", "auto", 6)
+    memory = HostMemory(cache)
+    memory.allocate(4, 0)
+
+    def take(run: Any, size: int) -> float:
+        nonlocal calls
+        calls += 1
+        run(size)
+        return 100.0 * (1 + dist.get_rank()) + size
+
+    tier_speeds._least_us = take
+    disk = None if folder is None else DiskFolder(folder, IDENTITY)
+    return measure(cache.sizes, memory, 4, disk, None, PIECES, mesh), calls
+
+
+def test_all_ranks_have_the_slowest_one_s_speeds(tmp_path: Path) -> None:
+    """Without a prompt that may be computed, prefills have the modelled time. The disk keeps no file."""
+    results = run_ranks(2, measure_on_ranks, tmp_path / "disk")
+    (speeds, calls), (others, _) = results
+    assert speeds == others
+    assert calls == 4
+    assert speeds.prefill == (0.0, 1.0)
+    assert speeds.copy.start == speeds.read.start == 200.0
+    assert [path.suffix for path in (tmp_path / "disk").rglob("*") if path.is_file()] == [".json"]
+    ((alone, calls),) = run_ranks(1, measure_on_ranks, None)
+    assert (alone.read, calls) == ((0.0, 0.0), 2)
+
+
+def test_a_full_disk_gets_the_planner_s_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("no room")
+
+    monkeypatch.setattr(tier_speeds, "BlockFile", refuse)
+    memory: Any = SimpleNamespace(block_bytes=4096)
+    assert tier_speeds._measure_reads(memory, 3, DiskFolder(tmp_path, IDENTITY), 0) == (0.0, 1e-3 / 5)
+
+
+@pytest.mark.parametrize("prefill_us", [1e-9, 1e9])
+def test_contexts_that_left_the_cache(
+    prefill_us: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of 150 tokens all full blocks come back, or a line says why not."""
+    save_tiny("deepseek_v3", tmp_path)
+    monkeypatch.setattr(tier_speeds, "_measure_prefills", lambda *_: Line(0.0, prefill_us))
+    options: dict[str, Any] = {"kv_cache_memory_bytes": 40_000, "kv_offloading_size": 0.01, "block_size": 16}
+    params = SamplingParams(max_new_tokens=2, ignore_eos=True)
+    with LLM(str(tmp_path), device="cpu", dtype="float32", max_model_len=200, **options) as llm:
+        prompts = [[1 + (7 * index + number) % 180 for index in range(150)] for number in range(4)]
+        for prompt in (*prompts, prompts[0]):
+            (request,) = llm.generate([prompt], params)
+        assert llm.engine.cache.sizes.num_blocks < 4 * 9
+    assert request.num_cached_tokens == (144 if prefill_us > 1 else 0)
+    lines = [record.getMessage() for record in caplog.records if "host memory has" in record.getMessage()]
+    assert len(lines) == (0 if prefill_us > 1 else 1)
+
+
+def test_prefills_are_measured(tmp_path: Path) -> None:
+    """More tokens take more time, in the engine as its user gets it."""
+    save_tiny("deepseek_v3", tmp_path)
+    measured: list[TierSpeeds] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "dcpmla.integrations.loading.measure",
+            lambda *arguments: measured.append(measure(*arguments)) or measured[0],
+        )
+        options: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 20, "kv_offloading_size": 0.01}
+        with LLM(str(tmp_path), device="cpu", dtype="float32", **options) as llm:
+            assert llm.engine.stats.num_steps == 0
+            assert llm.engine.allocator.num_free == llm.engine.allocator.num_blocks
+    (speeds,) = measured
+    assert speeds.copy.slope > 0
+    assert speeds.read == (0.0, 0.0)
+    assert speeds.prefill.slope > 0 or speeds.prefill.start > 0
+    assert torch.tensor([*speeds.copy, *speeds.prefill]).isfinite().all()
