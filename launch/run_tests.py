@@ -36,26 +36,29 @@ class Part:
 
     Attributes:
         options: Options of pytest that choose the tests.
-        num_gpus: Number of GPUs that a test needs.
-        cores_per_worker: Number of cores for each of the processes that run tests at the same time.
+        workers: Number of processes that run tests at the same time; 0 for one for so many cores.
+        cores_per_worker: Number of cores for each.
     """
 
     options: tuple[str, ...]
-    num_gpus: int = 0
-    cores_per_worker: int = 1
+    workers: int = 0
+    cores_per_worker: int = 0
 
     def num_workers(self) -> int:
-        """Return how many processes run tests. Two of CPUs: many tests wait for processes of their own."""
-        return max(2, (os.cpu_count() or 2) // self.cores_per_worker) if self.num_gpus else 2
+        """Return how many processes run tests."""
+        return self.workers or max(2, (os.cpu_count() or 2) // self.cores_per_worker)
 
 
+# By the GPUs that a test needs; a rank needs a core and more, to compile.
+_GPU_PARTS = {
+    name: Part(("--ignore", "tests/serving", "--ignore", "tests/engines"), cores_per_worker=cores_per_worker)
+    for name, cores_per_worker in (("gpu", 1), ("gpu_2", 3), ("gpu_4", 6), ("gpu_8", 12))
+}
 PARTS = {
-    "cpu": Part(("--ignore", "tests/engines")),
-    "engines": Part(("tests/engines", "-rs", "--timeout", "900")),
-    **{
-        name: Part(("--ignore", "tests/serving"), num_gpus, cores_per_worker)
-        for name, num_gpus, cores_per_worker in (("gpu", 1, 1), ("gpu_2", 2, 3), ("gpu_4", 4, 6), ("gpu_8", 8, 12))
-    },
+    "cpu": Part(("--ignore", "tests/engines"), workers=2),  # Many tests wait for processes of their own.
+    "engines": Part(("tests/engines", "-rs", "--timeout", "900"), workers=2),
+    "engines_gpu": Part(("tests/engines", "-rs", "--timeout", "900", "-m", "gpu or gpu_2"), workers=1),
+    **_GPU_PARTS,
 }
 
 
@@ -89,20 +92,20 @@ def run(name: str, part: tuple[int, int], options: list[str], folder: Path | Non
         options: More options of pytest.
         folder: Folder for what the tests report; None where nobody reads it.
     """
-    chosen, paths = PARTS[name], [ROOT]
+    chosen, paths = PARTS[name], [str(ROOT)]
     variables = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     if folder is not None:
-        paths.insert(0, ROOT / "tests" / "support" / "observed")
+        paths.insert(0, str(ROOT / "tests" / "support" / "observed"))
         reports = {"DCPMLA_OBSERVATIONS": folder / "observed", "DCPMLA_OUTCOMES": folder / "outcomes.jsonl"}
         variables |= {variable: str(path) for variable, path in reports.items()}
-    variables["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "pytest", *chosen.options, "--part", "{}/{}".format(*part)]
-    workers = ["--numprocesses", str(chosen.num_workers()), "--dist"]
-    if chosen.num_gpus:  # One test at a time goes to each worker, the slow ones first.
-        workers += ["load", "--maxschedchunk", "1", "-m", f"{name} and not alone"]
-        runs = [workers, ["-m", f"{name} and alone"]]
+    num_workers = chosen.num_workers()
+    workers = [] if num_workers == 1 else ["--numprocesses", str(num_workers), "--dist"]
+    if name in _GPU_PARTS:  # One test at a time goes to each worker, the slow ones first.
+        runs = [[*workers, "load", "--maxschedchunk", "1", "-m", f"{name} and not alone"], ["-m", f"{name} and alone"]]
     else:
-        runs = [[*workers, "worksteal"]]
+        runs = [[*workers, "worksteal"] if workers else []]
     statuses = [subprocess.run([*command, *each, *options], cwd=ROOT, env=variables).returncode for each in runs]
     return next((status for status in statuses if status not in (0, _NO_TESTS)), min(statuses))
 
@@ -191,7 +194,7 @@ def _machine() -> dict[str, Any]:
 
     cards = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     python = ".".join(map(str, sys.version_info[:3]))
-    engines = {name: installed(name) for name in ("vllm", "sglang", "nixl-cu12") if installed(name)}
+    engines = {name: installed(name) for name in ("vllm", "sglang", "nixl-cu12", "nixl-cu13") if installed(name)}
     return {"cards": cards, "versions": {"python": python, **versions(), **engines}}
 
 
