@@ -31,6 +31,7 @@ class HostMemory:
     Attributes:
         block_bytes, state_bytes: Bytes of host memory for a block and for a state; 0 for caches without states.
         disk: Files on this rank's disk, which keep copies of blocks and states; None without.
+        is_cuda: Whether the cache is on a GPU.
     """
 
     disk: DiskFiles | None = None
@@ -40,8 +41,8 @@ class HostMemory:
         self._blocks, self._states = [*shared, *pack_layers(cache.block_items)], Pack(cache.state_items, -1)
         self.block_bytes, self.state_bytes = sum(pack.row_bytes for pack in self._blocks), self._states.row_bytes
         self._device = device = cache.tensors[0].device
-        self._is_cuda = device.type == "cuda"
-        self._store_stream, self._load_stream = (torch.cuda.Stream(device) if self._is_cuda else None for _ in range(2))
+        self.is_cuda = device.type == "cuda"
+        self._store_stream, self._load_stream = (torch.cuda.Stream(device) if self.is_cuda else None for _ in range(2))
         width = max([PART_BYTES, self.state_bytes, *(pack.row_bytes for pack in self._blocks)])
         self._store_staging, self._load_staging = torch.empty(2, width, dtype=torch.uint8, device=device)
         # A state changes with the next step, so it is first copied on the current stream.
@@ -57,8 +58,8 @@ class HostMemory:
             ValueError: The host has too little memory, or does not pin as much.
         """
         for pack in self._blocks:
-            pack.allocate(num_blocks, self._is_cuda)
-        self._states.allocate(num_states, self._is_cuda)
+            pack.allocate(num_blocks, self.is_cuda)
+        self._states.allocate(num_states, self.is_cuda)
 
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Copy:
         """Copy blocks into slots. What writes to the blocks waits for the copy (`Copy.wait`)."""

@@ -25,7 +25,7 @@ from dcpmla.integrations.offloading import make_host_memory
 from dcpmla.integrations.open_model import ModelFiles, check_layout, open_model
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.speculation import check_speculation, make_drafter, mtp_graphs
-from dcpmla.integrations.tier_speeds import measure
+from dcpmla.integrations.tier_speeds import measure, prefills
 from dcpmla.integrations.transformers import load_model
 from dcpmla.job.bootstrap import agree, check_equal_arguments
 from dcpmla.parallel.mesh import DCPMesh
@@ -104,15 +104,21 @@ def load_engine(
         parts = graph, drafter, mixed_graph, memory
         return Engine(sharded, cache, dcp, mesh, scheduler, max_model_len, tokenizer, on_step, *parts)
 
-    can_compute = not dcp.calculate_kv_scales  # else the first prompt sets the scales
-    if device.type == "cuda" and can_compute:
+    if _needs_warm_up(device, dcp):
         # An engine of its own: its blocks reach no disk, and the content of the disk's files stays known.
         warm_up(new_engine(memory, HostTier(tier.blocks.num_slots, tier.states.num_slots)))
     if memory is None:
         return new_engine(None, tier)
-    alone = new_engine(None, HostTier()) if can_compute else None
-    speeds = measure(plan, memory, tier.blocks.num_slots, folder, alone, costs, mesh)
-    return new_engine(memory, tier, *speeds.costs(plan, costs, options.max_num_batched_tokens, mesh.tp_rank == 0))
+    limit = options.max_num_batched_tokens
+    # With scales from the first prompt, no prompt may run before. A profile runs all but attention.
+    prefill = (sharded.profile, limit) if dcp.calculate_kv_scales else prefills(new_engine(None, HostTier()))
+    speeds = measure(plan, memory, tier.blocks.num_slots, folder, *prefill, mesh)
+    return new_engine(memory, tier, *speeds.costs(plan, costs, limit, mesh.tp_rank == 0))
+
+
+def _needs_warm_up(device: torch.device, dcp: DCPConfig) -> bool:
+    """Return whether kernels are compiled before the first request; not where the first prompt sets the scales."""
+    return device.type == "cuda" and not dcp.calculate_kv_scales
 
 
 def _open(

@@ -1,6 +1,6 @@
 """The speeds of this machine that decide between loading cached tokens and computing them again.
 
-They are measured at the start of an engine with host memory: a copy between host memory and the cache, reads of the
+They are measured at the start of an engine with host memory: copies between host memory and the cache, reads of the
 disk, and prefills of a short and of a longer prompt.
 """
 
@@ -28,8 +28,10 @@ from dcpmla.planning.prefill import PrefillCosts
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.sampling import SamplingParams
 
-_COPIED_BYTES, _READ_BYTES = 1 << 26, 1 << 24  # of the larger copy, and of the larger reads of a disk
-_SHORT_TOKENS, _LONG_TOKENS = 16, {"cuda": 2048, "cpu": 128}  # of the prompts
+_COPIED_BYTES, _READ_BYTES, _READ_BLOCKS = 1 << 26, 1 << 25, 32  # limits of the larger copy, and of the larger reads
+_SHORT_TOKENS, _GROWTH = 16, 4  # the short prompt, and the factor from one prompt to the next longer one
+# A prompt is long enough if it takes this many times the short one's time: then noise hardly changes the slope.
+_LONG_SHARE = 3
 _NUM_REPEATS = 4
 _POLL_SECONDS = 1e-4
 
@@ -61,32 +63,39 @@ class TierSpeeds(NamedTuple):
     """The speeds of a machine, of its slowest rank.
 
     Attributes:
-        copy: Time of a copy from host memory into the cache, by bytes.
-        read: Time of reads from the disk into host memory, by bytes; 0 without a disk.
-        prefill: Time of a prefill alone, by the microseconds of the planner's model, whatever device it is of.
+        copy: Time of a copy from host memory into the cache, by bytes of the cache.
+        read: Time of reads from the disk into host memory, by bytes of the cache; 0 without a disk.
+        prefill: Time of a prefill alone, by tokens.
+        num_tokens: Number of tokens of the longest prefill that was timed.
     """
 
     copy: Line
     read: Line
     prefill: Line
+    num_tokens: int
 
     def costs(self, plan: CachePlan, pieces: PrefillCosts, max_num_batched_tokens: int, logs: bool) -> list[TierCosts]:
         """Return the costs of loads from host memory, and of loads from the disk through host memory.
 
         Args:
-            pieces: Modelled time of pieces of prompts.
+            pieces: Modelled time of pieces of prompts. Only its growth with contexts counts, scaled to this machine:
+                in small models launches, whose number is constant, hide the time of tokens.
+            max_num_batched_tokens: Limit of a step's tokens, which share the time that a step takes with few tokens.
             logs: Whether to log the first request whose tokens are computed although a tier has them.
         """
+        longest, (step_us, token_us) = self.num_tokens, self.prefill
+        scale = token_us * longest / pieces.piece_us(longest, 0)
         through_host = Line(self.copy.start + self.read.start, self.copy.slope + self.read.slope)
 
         def prefill_us(num_tokens: int, context: int) -> float:
-            # The tokens of a full step share the time that a step takes with few tokens, too.
-            share = num_tokens / max_num_batched_tokens
-            return self.prefill.slope * pieces.piece_us(num_tokens, context) + self.prefill.start * share
+            measured = pieces.piece_us(min(num_tokens, longest), 0) * max(1.0, num_tokens / longest)
+            growth = max(0.0, pieces.piece_us(num_tokens, context) - measured)
+            return num_tokens * (token_us + step_us / max_num_batched_tokens) + scale * growth
 
         def costs_of(tier: str, line: Line) -> TierCosts:
             gb_per_s = 1e-3 / line.slope if line.slope else float("inf")
-            return TierCosts(plan, line.start, gb_per_s, prefill_us, _Refusals(tier).log if logs else _log_nothing)
+            log = (_Refusals(tier).log,) if logs else ()
+            return TierCosts(plan, line.start, gb_per_s, prefill_us, *log)
 
         return [costs_of("host memory", self.copy), costs_of("the disk", through_host)]
 
@@ -112,17 +121,13 @@ class _Refusals:
         )
 
 
-def _log_nothing(num_tokens: int, load_us: float, prefill_us: float) -> None:
-    """Log nothing: another rank does."""
-
-
 def measure(
     plan: CachePlan,
     memory: HostMemory,
     num_slots: int,
     folder: DiskFolder | None,
-    engine: Engine | None,
-    pieces: PrefillCosts,
+    prefill: Callable[[int], object],
+    max_tokens: int,
     mesh: DCPMesh,
 ) -> TierSpeeds:
     """Measure the speeds, the same on all ranks. Collective over the TP group. The cache and host memory are empty, and
@@ -131,42 +136,77 @@ def measure(
     Args:
         num_slots: Number of blocks that host memory holds.
         folder: Folder of the disk's files; None without a disk.
-        engine: Engine over the cache without host memory; None where no prompt may be computed yet, so that the
-            modelled time of prefills counts.
-        pieces: Modelled time of pieces of prompts.
+        prefill: Function that prefills a number of tokens in one step, up to max_tokens. Collective over the TP group.
     """
-    copy = _measure_copies(memory, min(plan.num_blocks, num_slots))
-    read = Line(0.0, 0.0) if folder is None else _measure_reads(memory, num_slots, folder, mesh.tp_rank)
-    prefill = Line(0.0, 1.0) if engine is None else _measure_prefills(engine, pieces)
-    of_ranks = gather_values([*copy, *read, *prefill], mesh.tp_group, "comparing speeds")
-    slowest = [float(max(column)) for column in zip(*of_ranks, strict=True)]
-    return TierSpeeds(Line(*slowest[:2]), Line(*slowest[2:4]), Line(*slowest[4:]))
+
+    def slowest(times: Sequence[float]) -> list[float]:
+        of_ranks = gather_values([*times], mesh.tp_group, "comparing speeds")
+        return [float(max(column)) for column in zip(*of_ranks, strict=True)]
+
+    copy = Line(*slowest(_measure_copies(plan, memory, num_slots)))
+    read = Line(0.0, 0.0)
+    if folder is not None:
+        read = Line(*slowest(_measure_reads(plan, memory, num_slots, folder, mesh.tp_rank)))
+
+    def run(num_tokens: int) -> None:
+        prefill(num_tokens)
+        _finish(memory)
+
+    lens = [min(_SHORT_TOKENS, max_tokens)]
+    times = slowest([_least_us(run, lens[0])])
+    while lens[-1] < max_tokens and times[-1] < _LONG_SHARE * times[0]:
+        lens.append(min(_GROWTH * lens[-1], max_tokens))
+        times += slowest([_least_us(run, lens[-1])])
+    # The time of a single size is the step's: more tokens need more steps.
+    line = Line.through({lens[0]: times[0], lens[-1]: times[-1]}) if len(lens) > 1 else Line(times[0], 0.0)
+    return TierSpeeds(copy, read, line, lens[-1])
 
 
-def _measure_copies(memory: HostMemory, num_blocks: int) -> Line:
-    """Time copies of blocks from host memory into the cache."""
+def prefills(engine: Engine) -> tuple[Callable[[int], object], int]:
+    """Return a function that prefills a number of tokens with an engine, and the limit of the number."""
+    room = min(engine.max_model_len, engine.allocator.num_blocks * engine.allocator.block_tokens) - 1
+    rng, vocabulary = random.Random(0), range(engine.model.vocab_size)
+    params = SamplingParams(max_new_tokens=1, ignore_eos=True)
+
+    def prefill(num_tokens: int) -> None:
+        engine.add(rng.choices(vocabulary, k=num_tokens), params)
+        for _ in engine.run():
+            pass
+
+    return prefill, min(room, engine.scheduler.max_num_batched_tokens)
+
+
+def _measure_copies(plan: CachePlan, memory: HostMemory, num_slots: int) -> Line:
+    """Time copies of blocks, with a state if there are any, from host memory into the cache."""
+    most = _most_blocks(memory, min(plan.num_blocks, num_slots), _COPIED_BYTES)
+    state = (0, 0) if memory.state_bytes else None
+    # Host memory that nothing has been written to is read faster on CPUs.
+    memory.store(range(most), range(most)).wait()
+    if state is not None:
+        memory.store_state(*state)
 
     def load(count: int) -> None:
-        memory.load(range(count), range(count)).wait()
+        memory.load(range(count), range(count), state).wait()
         memory.advance()  # It forgets the copy, whose parts are all queued.
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
+        _finish(memory)
 
-    return _measure_blocks(load, memory.block_bytes, num_blocks, _COPIED_BYTES)
+    times = {count: _least_us(load, count) for count in (1, most)}
+    return Line.through({plan.bytes_per_block * count + plan.bytes_per_state: us for count, us in times.items()})
 
 
-def _measure_reads(memory: HostMemory, num_slots: int, folder: DiskFolder, rank: int) -> Line:
+def _measure_reads(plan: CachePlan, memory: HostMemory, num_slots: int, folder: DiskFolder, rank: int) -> Line:
     """Time reads of blocks from a file of its own, which is removed. Without room for it the planner's rate counts."""
-    claimed = folder.claim(rank, "probe")
-    num_blocks = max(1, min(num_slots, _READ_BYTES // max(1, memory.block_bytes)))
-    places = [Place(sha256(b"%d" % slot).digest(), slot, slot) for slot in range(num_blocks)]
+    most = _most_blocks(memory, min(num_slots, _READ_BLOCKS), _READ_BYTES)
+    places = [Place(sha256(b"%d" % slot).digest(), slot, slot) for slot in range(most)]
     try:
-        transfers = DiskTransfers(BlockFile(claimed, num_blocks, memory.block_bytes))
+        claimed = folder.claim(rank, "probe")
+        try:
+            transfers = DiskTransfers(BlockFile(claimed, most, memory.block_bytes))
+        finally:
+            claimed.index.unlink(missing_ok=True)
+            claimed.blocks.unlink(missing_ok=True)
     except (OSError, ValueError):
         return Line(0.0, 1e-3 / H200X8.disk_gb_per_s)
-    finally:
-        for path in (claimed.blocks, claimed.index):
-            path.unlink(missing_ok=True)
 
     def move(start: Callable[[int, bytes, Sequence[memoryview]], Transfer], count: int) -> None:
         def begin(place: Place) -> Transfer:
@@ -177,33 +217,22 @@ def _measure_reads(memory: HostMemory, num_slots: int, folder: DiskFolder, rank:
             time.sleep(_POLL_SECONDS)
 
     try:
-        move(transfers.write, num_blocks)
-        return _measure_blocks(lambda count: move(transfers.read, count), memory.block_bytes, num_blocks, _READ_BYTES)
+        move(transfers.write, most)
+        times = {count: _least_us(lambda count: move(transfers.read, count), count) for count in (1, most)}
     finally:
         transfers.close()
+    return Line.through({float(plan.bytes_per_block * count): us for count, us in times.items()})
 
 
-def _measure_prefills(engine: Engine, pieces: PrefillCosts) -> Line:
-    """Time prefills of a short and of a longer prompt. Collective over the TP group."""
-    room = min(engine.max_model_len, engine.allocator.num_blocks * engine.allocator.block_tokens) - 1
-    longest = min(room, engine.scheduler.max_num_batched_tokens, _LONG_TOKENS[engine.model.device.type])
-    rng, vocabulary = random.Random(0), range(engine.model.vocab_size)
-    params = SamplingParams(max_new_tokens=1, ignore_eos=True)
-
-    def prefill(num_tokens: int) -> None:
-        engine.add(rng.choices(vocabulary, k=num_tokens), params)
-        for _ in engine.run():
-            pass
-
-    lens = {min(_SHORT_TOKENS, longest), longest}
-    by_tokens = Line.through({float(num_tokens): _least_us(prefill, num_tokens) for num_tokens in lens})
-    return Line(by_tokens.start, by_tokens.slope * longest / pieces.piece_us(longest, 0))
+def _most_blocks(memory: HostMemory, num_blocks: int, num_bytes: int) -> int:
+    """Return the number of blocks up to a number, and up to so many bytes of host memory, but at least one."""
+    return max(1, min(num_blocks, num_bytes // max(1, memory.block_bytes)))
 
 
-def _measure_blocks(move: Callable[[int], object], block_bytes: int, num_blocks: int, num_bytes: int) -> Line:
-    """Time moves of one block, and of as many as have so many bytes, if there are as many."""
-    counts = {1, max(1, min(num_blocks, num_bytes // max(1, block_bytes)))}
-    return Line.through({float(count * block_bytes): _least_us(move, count) for count in counts})
+def _finish(memory: HostMemory) -> None:
+    """Wait for all work of the device."""
+    if memory.is_cuda:
+        torch.cuda.synchronize()
 
 
 def _least_us(run: Callable[[int], object], size: int) -> float:

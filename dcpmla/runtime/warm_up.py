@@ -37,22 +37,20 @@ def warm_up(engine: Engine) -> None:
     """Serve prompts of all sizes alone, then more at once than a step takes, then prompts with all sampling parameters,
     then turns after one document, in all numbers. Collective over the TP group.
 
-    The engine is reset afterwards. The first rank shows a progress bar if it has a terminal.
+    Its blocks have arbitrary tokens, so real requests need another engine over the same cache. The first rank shows a
+    progress bar if it has a terminal.
     """
-    drafter = engine.speculation.drafter
     room = min(engine.max_model_len, engine.allocator.num_blocks * engine.allocator.block_tokens)
     longest = room - _GREEDY.max_new_tokens
     if longest < 1:
         return
-    engine.speculation = Speculation(_Always(drafter))
+    engine.speculation = Speculation(_Always(engine.speculation.drafter))
     disable = None if engine.mesh.tp_rank == 0 else True
     for prompts, params in tqdm(_rounds(engine, longest), desc="warming up", unit="round", disable=disable):
         for prompt in prompts:
             engine.add(prompt, params)
         for _ in engine.run():
             pass
-    engine.speculation = Speculation(drafter)
-    engine.reset()
 
 
 def _rounds(engine: Engine, longest: int) -> list[tuple[list[list[int]], SamplingParams]]:

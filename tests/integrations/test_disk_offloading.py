@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from dcpmla.cache.disk_file import RECORD_BYTES
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
+from dcpmla.integrations import loading
 from dcpmla.integrations.disk_offloading import _common, check_scales
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.loading import load_engine
@@ -21,6 +23,7 @@ from dcpmla.integrations.open_model import open_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.runtime.warm_up import warm_up
 from tests.support.layouts import dcp_config
 from tests.support.models import VOCAB_SIZE, save_tiny
 from tests.support.ranks import run_ranks
@@ -39,7 +42,7 @@ def engine_on(model: Path, disk: Path, dcp: DCPConfig, device_type: str = "cpu")
         kv_offloading_path=str(disk),
         kv_offloading_disk_size=0.04 * mesh.tp_size,
         max_num_seqs=4,
-        max_num_batched_tokens=48,
+        max_num_batched_tokens=16,  # many steps, so that loads pay on all machines
         dtype="float32",
     )
     return load_engine(open_model(str(model), 160), dcp, mesh, chosen, device, options)
@@ -60,6 +63,29 @@ def converse(
     assert engine.allocator.num_free == engine.allocator.num_blocks
     engine.close()
     return [request.token_ids for request in requests], [request.num_cached_tokens for request in requests], lines
+
+
+def converse_after_warm_up(
+    model: Path, disk: Path, dcp: DCPConfig, conversations: list[list[int]]
+) -> tuple[list[list[int]], list[int], list[str], int]:
+    """On one rank: `converse` after a warm-up, as GPUs have it; return the number of blocks on the disk, too."""
+    engines: list[Engine] = []
+
+    def watch(engine: Engine) -> None:
+        warm_up(engine)
+        assert engine.offload is not None
+        assert len(engine.offload.tier.blocks) > 0
+        engines.append(engine)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "_needs_warm_up", lambda device, dcp: True)
+        patch.setattr(loading, "warm_up", watch)
+        results = converse(model, disk, dcp, conversations)
+    assert len(engines) == 1
+    (file,) = disk.glob(f"*/rank{dist.get_rank()}.0.index")
+    content = file.read_bytes()
+    records = [content[at : at + RECORD_BYTES] for at in range(0, len(content), RECORD_BYTES)]
+    return *results, sum(map(any, records))
 
 
 def check(reference: Any, prompts: list[list[int]], answers: list[list[int]]) -> None:
@@ -94,6 +120,24 @@ def test_conversations_continue_after_a_restart(
         check(reference, prompts, answers)
         assert all(number >= len(PROMPTS[0]) - layout.block_size * dcp for number in num_cached), num_cached
         assert not lines
+
+
+@pytest.mark.parametrize(("family", "tp"), [("deepseek_v3", 1), ("kimi_linear", 2)])
+def test_a_warm_up_neither_forgets_nor_writes_what_disks_have(family: str, tp: int, tmp_path: Path) -> None:
+    reference = save_tiny(family, tmp_path / "model")
+    layout = dcp_config(tp, tp, 1, block_size=4)
+    serve = functools.partial(
+        run_ranks, tp, converse_after_warm_up, tmp_path / "model", tmp_path / "disk", layout, timeout=300
+    )
+    results = serve(PROMPTS)
+    prompts = [prompt + answer + [5, 6, 7] for prompt, answer in zip(PROMPTS, results[0][0], strict=True)]
+    num_blocks = [len(PROMPTS) * ((len(each[0]) + 5) // layout.virtual_block_size) for each in (PROMPTS, prompts)]
+    assert all(num_written == num_blocks[0] for *_, num_written in results)
+    for answers, num_cached, lines, num_written in serve(prompts):
+        check(reference, prompts, answers)
+        assert all(number >= len(PROMPTS[0]) - layout.virtual_block_size for number in num_cached), num_cached
+        assert not lines
+        assert num_written == num_blocks[1]
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "kimi_linear", "deepseek_v4"])

@@ -93,7 +93,8 @@ def load(directory: Path, num_ranks: int, device: torch.device, layout: dict[str
     dcp = dcp_config(num_ranks, num_ranks, **layout)
     mesh = init_mesh(num_ranks, num_ranks)
     chosen = select_exchange(dcp, mesh.dcp_group, device)
-    defaults = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 24, "max_num_seqs": 4, "max_num_batched_tokens": 48}
+    defaults: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 24, "max_num_seqs": 4}
+    defaults["max_num_batched_tokens"] = 16  # many steps, so that loads pay on all machines
     engine_options = EngineOptions(**(defaults | options))
     return load_engine(open_model(str(directory), MAX_LEN), dcp, mesh, chosen, device, engine_options)
 
@@ -131,8 +132,11 @@ def serve_plain(directory: Path, family: str, num_ranks: int, device: torch.devi
 
 
 def close(engine: Engine, device: torch.device) -> None:
-    """Close an engine, which has captured its steps if it is on a GPU."""
-    assert device.type == "cpu" or (engine.graph is not None and engine.graph.is_captured)
+    """Close an engine, which has captured its steps if it is on a GPU and not deterministic: then kernels do not take
+    heads of these sizes, and the torch code, which runs in their place, waits for the GPU.
+    """
+    is_captured = engine.graph is not None and engine.graph.is_captured
+    assert is_captured == (device.type == "cuda" and not engine.dcp.deterministic)
     engine.close()
 
 

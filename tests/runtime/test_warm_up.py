@@ -1,9 +1,8 @@
-"""What the warm-up serves, and that the engine after it has no trace of it."""
+"""What the warm-up serves, and that an engine after it over the same model has no trace of it."""
 
 import pytest
 
 from dcpmla.runtime.sampling import SamplingParams
-from dcpmla.runtime.stats import Stats
 from dcpmla.runtime.warm_up import warm_up
 from tests.support.hash_model import HashDrafter, HashModel, alone, make_engine
 
@@ -12,14 +11,9 @@ SIZES = {2, 3, 4, 6, 8, 12, 16, 24, 32}
 
 @pytest.mark.parametrize("max_model_len", [48, 64, 200])
 @pytest.mark.parametrize("with_graph", [False, True])
-def test_steps_of_all_kinds_are_served(max_model_len: int, with_graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = HashModel()
-    engine = make_engine(
-        80, 64, 4, max_model_len, model=model, with_graph=with_graph, drafter=HashDrafter(3, 0.5, always=True)
-    )
-    served: list[Stats] = []
-    reset = engine.reset
-    monkeypatch.setattr(engine, "reset", lambda: (served.append(engine.stats), reset()))
+def test_steps_of_all_kinds_are_served(max_model_len: int, with_graph: bool) -> None:
+    model, drafter = HashModel(), HashDrafter(3, 0.5, always=True)
+    engine = make_engine(80, 64, 4, max_model_len, model=model, with_graph=with_graph, drafter=drafter)
     warm_up(engine)
     largest = min(64, max_model_len - 8)
     sizes = [step[0] for step in model.steps if len(step) == 1]
@@ -27,15 +21,18 @@ def test_steps_of_all_kinds_are_served(max_model_len: int, with_graph: bool, mon
     assert any(len(step) > 1 and min(step) > 1 for step in model.steps), "prompts of several requests"
     assert any(1 in step and max(step) > 1 for step in model.steps), "prompts and decodes"
     assert any(len(step) > 1 and set(step) == {max(step)} for step in model.steps), "turns of several requests"
-    assert served[0].num_draft_tokens > 0
-    assert served[0].num_prefill_tokens > sum(SIZES | {1, largest}) + 64, "more at once than a step takes"
-    assert engine.stats.num_steps == 0
+    assert engine.stats.num_draft_tokens > 0
+    assert engine.stats.num_prefill_tokens > sum(SIZES | {1, largest}) + 64, "more at once than a step takes"
     assert not engine.has_requests
     assert engine.allocator.num_free == 80
-    request = engine.add([5, 6, 7], SamplingParams(max_new_tokens=12))
-    list(engine.run())
+    after = make_engine(80, 64, 4, max_model_len, model=model, drafter=drafter)
+    request = after.add([5, 6, 7], SamplingParams(max_new_tokens=12))
+    list(after.run())
     assert request.token_ids == alone([5, 6, 7], 12)
-    assert engine.stats.num_cached_tokens == 0
+
+
+def test_requests_forbid_a_reset() -> None:
+    engine = make_engine(80)
     engine.add([1])
     with pytest.raises(ValueError, match="without requests"):
         engine.reset()
