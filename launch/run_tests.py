@@ -116,10 +116,12 @@ def read_run(folder: Path, seconds: float) -> dict[str, Any]:
     path = folder / "outcomes.jsonl"
     for text in path.read_text().splitlines() if path.exists() else ():
         line = json.loads(text)
-        test = outcomes.setdefault(line["test"], {"outcome": "passed", "seconds": 0.0, "reason": ""})
+        test = outcomes.setdefault(line["test"], {"outcome": "", "seconds": 0.0, "reason": ""})
         test["seconds"] += line["seconds"]
         if line["outcome"] != "passed" and test["outcome"] != "failed":
             test |= {"outcome": line["outcome"], "reason": line["reason"]}
+        elif line["when"] == "teardown":
+            test["outcome"] = test["outcome"] or "passed"
     passed = {name for name, test in outcomes.items() if test["outcome"] == "passed"}
     slow = {name: round(test["seconds"], 1) for name, test in outcomes.items() if test["seconds"] > _SLOW_SECONDS}
     return {

@@ -77,7 +77,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     path = os.environ.get("DCPMLA_OUTCOMES")
     if path and "PYTEST_XDIST_WORKER" not in os.environ:
         reason = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else ""
-        line = {"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration, "reason": reason}
+        line = {"test": report.nodeid, "when": report.when, "outcome": report.outcome, "reason": reason}
+        line["seconds"] = round(report.duration, 3)
         with open(path, "a") as file:
             file.write(json.dumps(line) + "\n")
 
