@@ -36,8 +36,8 @@ class Part:
 
     Attributes:
         options: Options of pytest that choose the tests.
-        workers: Number of processes that run tests at the same time; 0 for one for so many cores.
-        cores_per_worker: Number of cores for each.
+        workers: Number of processes that run tests at the same time; 0 to derive it from the number of cores.
+        cores_per_worker: Number of cores for each process, where the number of processes is derived.
     """
 
     options: tuple[str, ...]
@@ -84,13 +84,13 @@ def main() -> None:
     sys.exit(status)
 
 
-def run(name: str, part: tuple[int, int], options: list[str], folder: Path | None) -> int:
+def run(name: str, fraction: tuple[int, int], options: list[str], folder: Path | None) -> int:
     """Run the tests of a part, those that need a GPU for themselves one after the other; return pytest's status.
 
     Args:
-        part: Number of the tests to run among so many, from 1.
+        fraction: K and N, to run every N-th test from the K-th, counted from 1.
         options: More options of pytest.
-        folder: Folder for what the tests report; None where nobody reads it.
+        folder: Folder for what the tests report; None to report nothing.
     """
     chosen, paths = PARTS[name], [str(ROOT)]
     variables = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
@@ -99,7 +99,7 @@ def run(name: str, part: tuple[int, int], options: list[str], folder: Path | Non
         reports = {"DCPMLA_OBSERVATIONS": folder / "observed", "DCPMLA_OUTCOMES": folder / "outcomes.jsonl"}
         variables |= {variable: str(path) for variable, path in reports.items()}
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "pytest", *chosen.options, "--part", "{}/{}".format(*part)]
+    command = [sys.executable, "-m", "pytest", *chosen.options, "--part", "{}/{}".format(*fraction)]
     num_workers = chosen.num_workers()
     workers = [] if num_workers == 1 else ["--numprocesses", str(num_workers), "--dist"]
     if name in _GPU_PARTS:  # One test at a time goes to each worker, the slow ones first.
@@ -136,9 +136,9 @@ def read_run(folder: Path, seconds: float) -> dict[str, Any]:
     }
 
 
-def add(record: dict[str, Any], name: str, part: tuple[int, int], found: dict[str, Any]) -> dict[str, Any]:
+def add(record: dict[str, Any], name: str, fraction: tuple[int, int], found: dict[str, Any]) -> dict[str, Any]:
     """Return a record with a run of a part in it, added to the other fractions of the same sources."""
-    number, total = part
+    number, total = fraction
     before = record["parts"].get(name, {})
     is_continued = before.get("sources") == found["sources"] and before.get("fractions", [1, 1])[1] == total
     done = [*before["fractions"][0], number] if total > 1 and is_continued else [number]

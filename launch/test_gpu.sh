@@ -5,6 +5,7 @@
 #   --record writes what ran into tested_gpus.json, from which write_support.py makes docs/support.md
 set -euo pipefail
 cd "$(dirname "$0")/.."
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 parts="gpu gpu_2 gpu_4 gpu_8"
 case "${1:-}" in gpu | gpu_2 | gpu_4 | gpu_8 | engines_gpu) parts=$1 && shift ;; esac
 status=0

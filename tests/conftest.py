@@ -73,14 +73,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Append each outcome to the file of a run of `launch/run_tests.py`, whose end may never come."""
+    """Report a phase of a test."""
+    _report(report, report.when, report.duration)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """Report a file that cannot be imported, or that is skipped because a package is missing."""
+    if not report.passed:
+        _report(report, "collect", 0.0)
+
+
+def _report(report: pytest.TestReport | pytest.CollectReport, when: str, seconds: float) -> None:
+    """Append an outcome to the file of a run of `launch/run_tests.py`, at once, because a run may not end."""
     path = os.environ.get("DCPMLA_OUTCOMES")
     if path and "PYTEST_XDIST_WORKER" not in os.environ:
         reason = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else ""
-        line = {"test": report.nodeid, "when": report.when, "outcome": report.outcome, "reason": reason}
-        line["seconds"] = round(report.duration, 3)
+        line = {"test": report.nodeid, "when": when, "outcome": report.outcome, "reason": reason}
         with open(path, "a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(line | {"seconds": round(seconds, 3)}) + "\n")
 
 
 def pytest_collection_finish() -> None:

@@ -49,6 +49,20 @@ def test_outcomes_are_counted(tmp_path: Path) -> None:
         assert {"python", "torch", "triton"} <= found["versions"].keys()
 
 
+def test_files_that_are_not_collected(tmp_path: Path) -> None:
+    """One that cannot be imported has failed; one that lacks a package is skipped, with the package's name."""
+    for number, options in enumerate(((), ("--numprocesses", "2"))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "test_broken.py").write_text("import no_such_package")
+        (folder / "test_optional.py").write_text(
+            "import pytest\npytest.importorskip('no_package', reason='no package')"
+        )
+        found = report(folder, *options)
+        assert "test_broken.py" in found["failed"]
+        assert found["skipped"]["no package"] == 1
+
+
 def test_a_fraction_of_the_tests(tmp_path: Path) -> None:
     counts = []
     for number in (1, 2, 3):

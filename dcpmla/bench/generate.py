@@ -47,7 +47,8 @@ class Batch(NamedTuple):
         acceptance: Rate of accepted drafts, None without drafts.
         is_adaptive: Whether it drafts where that pays, not in every step.
         tokens: Number of tokens of a step with a piece of a prompt, the decodes' among them; 0 for decodes alone.
-        context: Number of cached tokens of requests whose prompts nobody computes; 0 for --input-len, computed.
+        context: Number of cached tokens of each request, without a prefill before the step; 0 for a prefill of
+            --input-len tokens.
     """
 
     size: int
@@ -90,7 +91,7 @@ class Generate(Benchmark[Batch, None]):
         if args.context:
             for memory in self.engine.cache.tensors:
                 if memory.dtype == model.dtype:
-                    memory.normal_()  # Equal scores are not those that a selection meets.
+                    memory.normal_()  # Zeros would give all keys the same score.
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -151,7 +151,7 @@ def test_steps_with_prompts(
     assert "step of    50 tokens, 32 decodes  graph" in capsys.readouterr().out
 
 
-def test_steps_over_contexts_that_nobody_computes(
+def test_steps_over_contexts_without_prefills(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On H200s the planner's time is beside the measured one."""

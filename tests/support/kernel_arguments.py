@@ -1,5 +1,5 @@
-"""A check of the tensors that this package's kernels get, in the interpreter and on GPUs: they read the elements of a
-vector side by side, and have a parameter for the strides of matrices alone.
+"""A check of the tensors that this package's kernels get in ranks of tests (`tests/support/ranks.py`), interpreted or
+on GPUs: kernels read the elements of a vector side by side, and have parameters for strides of matrices alone.
 
 A vector may be strided where nobody expects it: `flatten()` of the one column of a wider tensor copies nothing.
 """

@@ -73,7 +73,7 @@ def visible_in_rings(
     positions, request = (functional.pad(column, (0, -num_tokens % _ALIGNMENT)) for column in (positions, request))
     first = num_reqs * torch.arange(num_rings, dtype=request.dtype, device=request.device)[:, None]
     tokens = positions.repeat(num_rings), (request + first).flatten()
-    in_turn = states.contiguous().view(-1)  # Of one request, flatten() would return padded rings' first elements.
+    in_turn = states.contiguous().view(-1)  # flatten() copies nothing for one request, so its elements stay apart.
     rows, num = visible_rows(*tokens, in_turn, entry_table.repeat(num_rings, 1), *sizes, *layout)
     by_ring = rows.view(num_rings, len(positions), rows.shape[1]), num.view(num_rings, len(positions))
     return by_ring[0][:, :num_tokens], by_ring[1][:, :num_tokens]
