@@ -3,6 +3,7 @@ imports. Nothing of it is installed: tests put it on PYTHONPATH.
 """
 
 import atexit
+import fcntl
 import os
 import subprocess
 import sys
@@ -92,17 +93,23 @@ def metadata() -> dict[str, Any]:
 
 
 def once(folder: Path, fill: Callable[[Path], None]) -> Path:
-    """Fill a folder that does not exist yet, all of it or nothing; skip the test where that fails."""
-    if folder.is_dir():
-        return folder
-    unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
-    unfinished.mkdir(parents=True)
-    try:
-        fill(unfinished)
-    except (subprocess.SubprocessError, OSError) as error:
-        reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        pytest.skip(f"{folder.name} cannot be had: {reason[-1] if reason else error}")
-    unfinished.rename(folder)
+    """Fill a folder that does not exist yet, all of it or nothing; skip the test where that fails. Of processes that
+    want it at the same time one fills it, and the others wait.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.is_dir():
+            return folder
+        with TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True) as unfinished:
+            filled = Path(unfinished) / folder.name
+            filled.mkdir()
+            try:
+                fill(filled)
+            except (subprocess.SubprocessError, OSError) as error:
+                reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+                pytest.skip(f"{folder.name} cannot be had: {reason[-1] if reason else error}")
+            filled.rename(folder)
     return folder
 
 
