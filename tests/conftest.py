@@ -12,6 +12,7 @@ import torch
 from transformers.integrations import hub_kernels
 
 from dcpmla.planning.weights import ModelSize
+from tests.support.combinations import PROPERTY, Row, coverage
 from tests.support.models import save_tiny
 from tests.support.plan_cases import read_v3
 
@@ -21,6 +22,7 @@ _RECORD = Path(__file__).resolve().parents[1] / "launch" / "tested_gpus.json"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", default="1/1", metavar="K/N", help="run every N-th test, from the K-th")
+    parser.addoption("--seeds", type=int, default=1, metavar="N", help="number of arrays of families x features")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -91,6 +93,14 @@ def _report(report: pytest.TestReport | pytest.CollectReport, when: str, seconds
         line = {"test": report.nodeid, "when": when, "outcome": report.outcome, "reason": reason}
         with open(path, "a") as file:
             file.write(json.dumps(line | {"seconds": round(seconds, 3)}) + "\n")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print which pairs of families and features have run together."""
+    reports = terminalreporter.getreports("passed")
+    rows = [text for report in reports for name, text in report.user_properties if name == PROPERTY]
+    if rows:
+        terminalreporter.write_line(coverage(map(Row.parse, rows)))
 
 
 def pytest_collection_finish() -> None:

@@ -130,11 +130,11 @@ class LatentCache(Cache):
         self.sizes = plan
         blocks = plan.num_blocks, plan.block_size
         own, widths = sorted(set(plan.source_of_layers)), plan.row_widths
-        self.layers = [torch.empty(*blocks, widths[layer], dtype=plan.dtype, device=device) for layer in own]
+        self.layers = [torch.zeros(*blocks, widths[layer], dtype=plan.dtype, device=device) for layer in own]
         latents = dict(zip(own, self.layers, strict=True))
         index: dict[str, Any] = {"dtype": plan.index_dtype, "device": device}
         keys = plan.num_blocks, plan.block_size // plan.pool_size, plan.index_row_width
-        self.index_layers = [torch.empty(keys, **index) for _ in plan.index_layers]
+        self.index_layers = [torch.zeros(keys, **index) for _ in plan.index_layers]
         index_keys = dict(zip(plan.index_layers, self.index_layers, strict=True))
         self.loads, self.starts = ([list[torch.cuda.Event]() for _ in plan.source_of_layers] for _ in range(2))
         self.per_layer = [

@@ -84,7 +84,8 @@ class CachePlan(ABC):
 
     @abstractmethod
     def allocate(self, device: torch.device) -> "Cache":
-        """Allocate the caches.
+        """Allocate the caches, all zeros: an MTP module reads rows of tokens that it has not computed, because nothing
+        was drafted after them. Such rows may be any numbers, but not NaN.
 
         Raises:
             ValueError: The device has too little memory.

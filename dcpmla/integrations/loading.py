@@ -82,7 +82,7 @@ def load_engine(
     num_running = min(options.max_num_seqs, len(seq_lens)) if seq_lens else options.max_num_seqs
     lens = num_running, files.max_model_len, costs.tokens_per_request
     mixed, *makers = _graph_makers(sharded, dcp, mesh, options, *lens)
-    is_captured = device.type == "cuda" and not options.enforce_eager
+    is_captured = _captures(device, options)
     num_bytes = options.kv_cache_memory_bytes
     if num_bytes is None:
         num_bytes = free_bytes(sharded, options, num_local_ranks, [mixed, *makers] if is_captured else [])
@@ -114,6 +114,11 @@ def load_engine(
     prefill = (sharded.profile, limit) if dcp.calculate_kv_scales else prefills(new_engine(None, HostTier()))
     speeds = measure(plan, memory, tier.blocks.num_slots, folder, *prefill, mesh)
     return new_engine(memory, tier, *speeds.costs(plan, costs, limit, mesh.tp_rank == 0))
+
+
+def _captures(device: torch.device, options: EngineOptions) -> bool:
+    """Return whether steps are captured as CUDA graphs."""
+    return device.type == "cuda" and not options.enforce_eager
 
 
 def _needs_warm_up(device: torch.device, dcp: DCPConfig) -> bool:

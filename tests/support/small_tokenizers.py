@@ -109,6 +109,19 @@ def word_piece() -> PreTrainedTokenizerFast:
     return wrap(tokenizer)
 
 
+def ascii_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """Return one of printable ASCII, some pairs of letters, and last the end of a sequence: below 256 tokens."""
+    letters = [chr(code) for code in range(0x21, 0x7F)]
+    pairs = [(one, two) for one in "abcdz" for two in "abcdefz9"][: vocab_size - len(letters) - 1]
+    tokens = [*letters, *(one + two for one, two in pairs)]
+    tokens += [f"<{index}>" for index in range(len(tokens), vocab_size - 1)]
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
 BUILDERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
     builder.__name__: builder for builder in (byte_level, straddling, metaspace, byte_fallback, word_level, word_piece)
 }

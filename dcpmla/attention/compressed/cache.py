@@ -185,7 +185,7 @@ class CompressedCache(Cache):
         self.token_ids = allocate_token_ids(plan, device)
         layers = [plan.layer_tensors(kind) for kind in plan.config.layer_kinds]
         if memory is None:
-            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in plan.tensors]
+            tensors = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in plan.tensors]
         else:
             tensors = carve(memory, plan.tensors)
         parts = iter(tensors)

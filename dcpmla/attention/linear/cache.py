@@ -107,8 +107,8 @@ class HybridCache(Cache):
         self._latents = LatentCache(replace(plan.latents, num_blocks=plan.num_blocks), device)
         self._states = [
             DeltaState(
-                torch.empty(plan.recent_shape, dtype=plan.state_dtype, device=device),
-                torch.empty(plan.memory_shape, device=device),
+                torch.zeros(plan.recent_shape, dtype=plan.state_dtype, device=device),
+                torch.zeros(plan.memory_shape, device=device),
             )
             for _ in range(sum(plan.is_linear))
         ]

@@ -50,7 +50,7 @@ class PooledCache(HybridCache):
             ValueError: The device has too little memory.
         """
         super().__init__(plan, device)
-        self._sums = [torch.empty(plan.sums_shape, device=device) for _ in plan.latents.index_layers]
+        self._sums = [torch.zeros(plan.sums_shape, device=device) for _ in plan.latents.index_layers]
         sums = iter(self._sums)
         self.per_layer = [
             layer._replace(index_sums=next(sums)) if getattr(layer, "index_keys", None) is not None else layer
