@@ -8,10 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla import ownership
+from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.pooled import compressor
-from dcpmla.attention.pooled.entries import EntryLayout, Part
+from dcpmla.attention.pooled.entries import EntryLayout, Part, cut_parts
 from dcpmla.attention.pooled.expand import expand_pools
 from dcpmla.attention.sparse.slots import SlotLayout
+from dcpmla.attention.step import StepRequests
+from dcpmla.config import DCPConfig
 from tests.attention.test_small_kernels import compile_for_hopper
 from tests.support.shared_memory import run_interpreted
 
@@ -63,6 +66,43 @@ def test_tokens_of_pools(seed: int, pool_size: int, num_pools: int, layout: tupl
     assert [len(tokens) for tokens in owned] == [
         int((pools[row] >= 0).sum()) * pool_size + seq_len % pool_size for row, seq_len in enumerate(seq_lens.tolist())
     ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    query_lens=st.lists(st.integers(1, 12), min_size=1, max_size=5),
+    num_sums=st.integers(1, 5),
+    width=st.integers(1, 6),
+    data=st.data(),
+)
+def test_parts_hold_each_token_once(query_lens: list[int], num_sums: int, width: int, data: st.DataObject) -> None:
+    """Decodes of any length, beside prefills: a later step may continue after any of a decode's last tokens."""
+    num_decodes = data.draw(st.integers(0, len(query_lens)))
+    contexts = data.draw(st.lists(st.integers(0, 9), min_size=len(query_lens), max_size=len(query_lens)))
+    ends = [context + new for context, new in zip(contexts, query_lens, strict=True)]
+    tables = [[3 * index, 3 * index + 1, 3 * index + 2] for index in range(len(ends))]
+    steps = StepBuilder(DCPConfig(block_size=8), 0)
+    step = steps.build(StepRequests(query_lens, ends, tables), width, num_decodes)
+    first, end = torch.tensor(contexts, dtype=torch.int32), torch.tensor(ends, dtype=torch.int32)
+    states, request = (torch.arange(len(ends), dtype=torch.int32) for _ in range(2))
+    requests = first, end, states
+    parts = cut_parts(
+        (step.positions, request.repeat_interleave(torch.tensor(query_lens))), requests, num_sums, step.decode
+    )
+    assert len(parts) <= num_sums
+    for index, (context, stop) in enumerate(zip(contexts, ends, strict=True)):
+        bounds = [(int(part.first_position[index]), int(part.end[index])) for part in parts]
+        assert [bound[0] for bound in bounds] == [context, *(bound[1] for bound in bounds[:-1])]
+        assert bounds[-1][1] == stop
+        kept = {}
+        for part, (begin, until) in zip(parts, bounds, strict=True):
+            assert begin <= until
+            if num_sums > 1:
+                assert part.source[index] == index * num_sums + (begin - 1) % num_sums
+                assert part.target[index] == index * num_sums + (until - 1) % num_sums
+            kept[int(part.target[index])] = until - 1
+        last = range(max(context, stop - num_sums), stop) if index < num_decodes else [stop - 1]
+        assert set(last) <= set(kept.values())
 
 
 def check_kernels(device: str) -> None:

@@ -52,21 +52,25 @@ def cut_parts(
     num_sums: int,
     decode: DecodeMetadata | None,
 ) -> tuple[Part, ...]:
-    """Return the parts of a step: one, or if tokens may be rejected one per decode token, because each token's sums are
-    kept; prefills are in the first part.
+    """Return the parts of a step: one if no token may be rejected. Otherwise each of a decode's last num_sums tokens
+    ends a part, because a later step may continue after any of them; prefills are in the first part.
 
     Args:
         tokens: Positions [T] int64 and requests [T] int32 of the step's tokens.
         requests: First position, end and state of each request [num_reqs], int32.
         num_sums: Copies of a request's sums: one, and one for each draft that may be rejected.
+        decode: Decodes of the step, of any number of tokens; None without any.
     """
     first, end, states = requests
     if num_sums == 1:
         return (Part(*tokens, first, end, states, states),)
-    sums, num_decodes = states * num_sums, 0 if decode is None else len(decode.block_table)
+    sums, num_decodes, num_parts = states * num_sums, 0, 1
+    if decode is not None:
+        is_cut = decode.request_index is not None  # max_query_len is then the width of segments, not of requests
+        num_decodes, num_parts = len(decode.block_table), num_sums if is_cut else min(decode.max_query_len, num_sums)
     parts = []
-    for _ in range(1 if decode is None else decode.max_query_len):
-        part_end = torch.cat([torch.minimum(first + 1, end)[:num_decodes], end[num_decodes:]])
+    for num_later in reversed(range(num_parts)):
+        part_end = torch.cat([torch.maximum(first + 1, end - num_later).minimum(end)[:num_decodes], end[num_decodes:]])
         source, target = sums + (first - 1) % num_sums, sums + (part_end - 1) % num_sums
         parts.append(Part(*tokens, first, part_end, source, target))
         first = part_end
