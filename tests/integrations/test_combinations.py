@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from dcpmla.attention.pooled import step as pooled_step
+from dcpmla.attention.pooled.entries import Part
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations import loading
@@ -47,6 +49,8 @@ KEPT = 2000  # tokens of host memory
 ALPHABET = (3, 7)  # New tokens are two alone: three of them soon repeat, and drafts begin.
 FEW = SamplingParams(max_new_tokens=3, ignore_eos=True)
 CHOICES = ("abcab", "abd", "cd-ef", "zz9")
+SELECTING = ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "mistral_large4_text", "dots3_note_text", "glm5_next_text")
+SELECTING += ("deepseek_v4", "deepseek_v41")
 TOLERANCE = 1e-3  # of logits up to 7, most of them within 1e-5; Kimi-K3's, of 120 tokens, within 3e-4
 
 
@@ -314,18 +318,25 @@ def test_combinations(family: str, rows: list[Row], device: str, tmp_path: Path,
 
 def check(row: Row, served: Served, oracle: Any, words: list[str]) -> None:
     """Assert that answers have the oracle's logits, and the tokens that follow from their own."""
-    rounded = list[tuple[torch.Tensor, torch.Tensor]]()
+    logits = torch.cat([answer.logits for answer in served.answers])
+    exact = torch.cat([expected(oracle, answer) for answer in served.answers])
+    (check_rounded if row.has("8 bits") else check_exact)(logits, exact, row)
     for answer in served.answers:
-        exact = expected(oracle, answer)
-        if row.has("8 bits"):
-            rounded.append((answer.logits, exact))
-        else:
-            torch.testing.assert_close(answer.logits, exact, atol=TOLERANCE, rtol=0, msg=lambda text: f"{row}: {text}")
         check_tokens(answer, words)
-    if rounded:
-        check_rounded(*map(torch.cat, zip(*rounded, strict=True)))
     if row.has("deterministic"):
         assert torch.equal(served.alone.logits, served.together.logits), row
+
+
+def check_exact(logits: torch.Tensor, exact: torch.Tensor, row: Row) -> None:
+    """Assert that logits [n, vocab] are the oracle's. Where two scores of an indexer differ by the last bits, another
+    token may be selected: a few rows then differ by little.
+    """
+    errors = (logits - exact).abs().amax(-1)
+    if row.family in SELECTING:
+        assert float((errors > TOLERANCE).float().mean()) < 0.05, (row, errors)
+        assert float(errors.max()) < 0.1, (row, errors)
+    else:
+        assert float(errors.max()) < TOLERANCE, (row, errors)
 
 
 def check_tokens(answer: Answer, words: list[str]) -> None:
@@ -362,10 +373,39 @@ def expected(oracle: Any, answer: Answer) -> torch.Tensor:
         return oracle(*answer.prompt, *answer.tokens[:-1])[len(answer.prompt) - 1 :]
 
 
-def check_rounded(rows: torch.Tensor, exact_rows: torch.Tensor) -> None:
+def check_rounded(logits: torch.Tensor, exact: torch.Tensor, row: Row) -> None:
     """Assert that rounded latents have changed logits, and most rows by little: some tokens get other experts."""
-    errors = (rows - exact_rows).norm(dim=-1) / exact_rows.norm(dim=-1).square().mean().sqrt()
-    assert 1e-3 < float(errors.median()) < 0.25, errors
+    errors = (logits - exact).norm(dim=-1) / exact.norm(dim=-1).square().mean().sqrt()
+    assert 1e-3 < float(errors.median()) < 0.25, (row, errors)
+
+
+def cut_by_width(tokens: Any, requests: Any, num_sums: int, decode: Any) -> tuple[Part, ...]:
+    """Cut parts with a fault: as many as a segment has tokens, though an absorbed piece may have more."""
+    first, end, states = requests
+    num_decodes, num_parts = (0, 1) if decode is None else (len(decode.block_table), decode.max_query_len)
+    parts = []
+    for _ in range(num_parts):
+        part_end = torch.cat([torch.minimum(first + 1, end)[:num_decodes], end[num_decodes:]])
+        source, target = (states * num_sums + (each - 1) % num_sums for each in (first, part_end))
+        parts.append(Part(*tokens, first, part_end, source, target))
+        first = part_end
+    return tuple(parts)
+
+
+def serve_with_fault(directory: Path, rows: list[Row]) -> list[Served]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pooled_step, "cut_parts", cut_by_width)
+        return serve(directory, rows, "cpu")
+
+
+def test_the_array_finds_lost_sums(tmp_path: Path) -> None:
+    """A fault that no test had found: with drafts, GLM-5-Next's prompts beyond the selected tokens got other logits."""
+    rows = [row for row in covering_array() if row.family == "glm5_next_text" and not row.has("no drafts")]
+    row = next(row for row in rows if row.has("exact"))
+    reference = save(row.family, tmp_path / "model")
+    (served,) = run_ranks(row.num_ranks, serve_with_fault, tmp_path / "model", [row])[0]
+    with pytest.raises(AssertionError, match="glm5_next_text"):
+        check(row, served, lambda *tokens: reference(torch.tensor([tokens])).logits[0], words_of(tmp_path / "model"))
 
 
 @pytest.mark.parametrize(("family", "level"), REFUSED)
