@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from dcpmla.serving.chat.events import Pieces
+from dcpmla.serving.chat.events import Kind, Pieces
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Output
 from dcpmla.serving.prompts import Prompt
@@ -19,9 +19,7 @@ class Block:
         call_id, name: Id and function of a call, else empty.
     """
 
-    def __init__(
-        self, kind: Literal["reasoning", "text", "call"], index: int, call_id: str = "", name: str = ""
-    ) -> None:
+    def __init__(self, kind: Kind, index: int, call_id: str, name: str) -> None:
         self.kind, self.index, self.call_id, self.name = kind, index, call_id, name
         self._texts: list[str] = []
 
@@ -49,20 +47,15 @@ class Blocks:
     def __init__(self) -> None:
         self.all: list[Block] = []
         self._open: Block | None = None
-        self._call: int | None = None  # index of the open call
+        self._call = 0  # number of the open call, 0 for other blocks
 
     def push(self, pieces: Pieces) -> Iterator[Change]:
         """Yield the changes that pieces make."""
-        for kind, text in (("reasoning", pieces.reasoning), ("text", pieces.content)):
-            if text:
-                if self._open is None or self._open.kind != kind:
-                    yield from self._begin(Block(kind, len(self.all)))  # type: ignore[arg-type]  # one of the two
-                yield from self._add(text)
-        for piece in pieces.calls:
-            if piece.index != self._call or self._open is None or self._open.kind != "call":
-                yield from self._begin(Block("call", len(self.all), piece.call_id or "", piece.name or ""))
-                self._call = piece.index
-            yield from self._add(piece.arguments)
+        for piece in pieces:
+            if self._open is None or (self._open.kind, self._call) != (piece.kind, piece.number):
+                yield from self._begin(Block(piece.kind, len(self.all), piece.call_id or "", piece.name or ""))
+                self._call = piece.number
+            yield from self._add(piece.text)
 
     def finish(self) -> Iterator[Change]:
         """End the open block."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dcpmla.serving.answers import Answers, in_json
-from dcpmla.serving.chat.events import CallPiece, Pieces
+from dcpmla.serving.chat.events import Piece, Pieces
 from dcpmla.serving.chat_body import ChatBody
 from dcpmla.serving.messages import Output
 from dcpmla.serving.prompts import Prompt, Texts
@@ -50,7 +50,7 @@ class ChatAnswers(Answers):
         pieces = reader.push(output)
         self._count_reasoning(index)
         if not self.shows_reasoning:
-            pieces = pieces._replace(reasoning="")
+            pieces = Pieces(piece for piece in pieces if piece.kind != "reasoning")
         said = {"delta": _delta(pieces)} if is_chunk else {"message": _message(pieces)}
         return {
             "index": index,
@@ -87,7 +87,7 @@ def _delta(pieces: Pieces) -> Json:
     """Return the change of a message that pieces make."""
     delta: Json = {"content": pieces.content} if pieces.content else {}
     if pieces.calls:
-        delta["tool_calls"] = [{"index": piece.index, **_call(piece)} for piece in pieces.calls]
+        delta["tool_calls"] = [{"index": piece.number, **_call(piece)} for piece in pieces.calls]
     return {**delta, **_reasoning(pieces)}
 
 
@@ -105,12 +105,12 @@ def _reasoning(pieces: Pieces) -> Json:
     return {"reasoning_content": pieces.reasoning, "reasoning": pieces.reasoning} if pieces.reasoning else {}
 
 
-def _call(piece: CallPiece) -> Json:
+def _call(piece: Piece) -> Json:
     """Return a piece of a call; the first one has id and name."""
     if piece.name is None:
-        return {"function": {"arguments": piece.arguments}}
+        return {"function": {"arguments": piece.text}}
     call: Json = {"id": piece.call_id, "type": "function"}
-    return {**call, "function": {"name": piece.name, "arguments": piece.arguments}}
+    return {**call, "function": {"name": piece.name, "arguments": piece.text}}
 
 
 def chat_answers(

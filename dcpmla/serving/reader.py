@@ -1,10 +1,11 @@
 """Readers of answers: outputs of the engine -> reasoning, content and tool calls."""
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 
 from dcpmla.runtime.text import TokenOffsets
-from dcpmla.serving.chat.events import AnswerParser, CallPiece, Pieces
+from dcpmla.serving.chat.events import AnswerParser, Kind, Piece, PieceCollector, Pieces
 from dcpmla.serving.messages import Output
 
 
@@ -13,7 +14,7 @@ class PlainParser:
 
     def push(self, text: str) -> Pieces:
         """Return the text as content."""
-        return Pieces(content=text)
+        return Pieces([Piece("text", text)])
 
     def finish(self) -> Pieces:
         """Return nothing: no text was held back."""
@@ -28,13 +29,16 @@ class ChainedParser:
 
     def push(self, text: str) -> Pieces:
         """Return the pieces that are certain now."""
-        first = self._reasoning.push(text)
-        return joined_pieces([Pieces(first.reasoning), self._calls.push(first.content)])
+        return self._read(self._reasoning.push(text))
 
     def finish(self) -> Pieces:
         """Return the pieces that were held back."""
-        first = self._reasoning.finish()
-        return joined_pieces([Pieces(first.reasoning), self._calls.push(first.content), self._calls.finish()])
+        return Pieces((*self._read(self._reasoning.finish()), *self._calls.finish()))
+
+    def _read(self, pieces: Pieces) -> Pieces:
+        """Return pieces in which the texts are parsed for calls."""
+        parts = (self._calls.push(piece.text) if piece.kind == "text" else (piece,) for piece in pieces)
+        return Pieces(itertools.chain.from_iterable(parts))
 
 
 class HiddenTokens:
@@ -98,7 +102,8 @@ class AnswerReader:
         is_parallel: bool = True,
     ) -> None:
         self._parser, self._offsets, self._is_parallel = parser, offsets, is_parallel
-        self._reasoning, self._content = _Shown(hidden), _Shown(hidden)
+        self._shown, self._out = _Shown(hidden), PieceCollector()
+        self._kind: Kind | None = None  # of the last piece
         self._in_reasoning, self._length = in_reasoning, 0
         self._starts: deque[int] = deque()  # offsets of tokens whose text has not come
         self.has_calls = False
@@ -106,13 +111,12 @@ class AnswerReader:
 
     def push(self, output: Output) -> Pieces:
         """Return what an output adds to the answer."""
-        parts = [self._counted(text, num_tokens) for text, num_tokens in self._slices(output)]
+        for text, num_tokens in self._slices(output):
+            self._add(self._counted(text, num_tokens))
         if output.finish_reason:
-            parts.append(self._parser.finish())
-        pieces = joined_pieces(parts)
-        calls = pieces.calls if self._is_parallel else tuple(call for call in pieces.calls if call.index == 0)
-        self.has_calls = self.has_calls or bool(calls)
-        return self._shown(pieces._replace(calls=calls), bool(output.finish_reason))
+            self._add(self._parser.finish())
+            self._begin(None)
+        return self._out.take()
 
     def finish_reason(self, reason: str | None) -> str | None:
         """Return the reason of an answer's end, from the engine's: calls are one."""
@@ -147,24 +151,21 @@ class AnswerReader:
             self.num_reasoning_tokens += num_tokens
         return pieces
 
-    def _shown(self, pieces: Pieces, is_end: bool) -> Pieces:
-        """Return pieces without hidden tokens."""
-        reasoning, content = self._reasoning.push(pieces.reasoning), self._content.push(pieces.content)
-        if is_end or pieces.content or pieces.calls:
-            reasoning += self._reasoning.finish()
-        if is_end or pieces.calls:
-            content += self._content.finish()
-        return Pieces(reasoning, content, pieces.calls)
+    def _add(self, pieces: Pieces) -> None:
+        """Add pieces to the output's, without hidden tokens and calls that are not kept."""
+        for piece in pieces:
+            if piece.kind == "call" and piece.number and not self._is_parallel:
+                continue
+            if piece.kind != self._kind:
+                self._begin(piece.kind)
+            if piece.kind == "call":
+                self.has_calls = True
+                self._out.add(piece)
+            else:
+                self._out.add(piece._replace(text=self._shown.push(piece.text)))
 
-
-def joined_pieces(parts: Sequence[Pieces]) -> Pieces:
-    """Return pieces that follow each other as one, with one piece for each call."""
-    if len(parts) == 1:
-        return parts[0]
-    calls: list[CallPiece] = []
-    for call in (call for part in parts for call in part.calls):
-        if calls and calls[-1].index == call.index:
-            calls[-1] = calls[-1]._replace(arguments=calls[-1].arguments + call.arguments)
-        else:
-            calls.append(call)
-    return Pieces("".join(part.reasoning for part in parts), "".join(part.content for part in parts), tuple(calls))
+    def _begin(self, kind: Kind | None) -> None:
+        """Add the text that was held back, which ends before another kind of piece, or the answer's end."""
+        if self._kind is not None:
+            self._out.add(Piece(self._kind, self._shown.finish()))
+        self._kind = kind

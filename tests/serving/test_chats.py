@@ -108,7 +108,7 @@ def test_a_published_encoding_in_place_of_a_template() -> None:
     text = f"hm</think>I look\n\n<｜DSML｜function_calls>{invoke}</｜DSML｜invoke></｜DSML｜function_calls>"
     pieces = reader.push(Output(0, text, (1,), (), "stop"))
     assert (pieces.reasoning, pieces.content) == ("hm", "I look")
-    assert [(piece.name, piece.arguments) for piece in pieces.calls] == [("weather", '{"city": "Oslo"}')]
+    assert [(piece.name, piece.text) for piece in pieces.calls] == [("weather", '{"city": "Oslo"}')]
     with pytest.raises(ApiError, match="refuses the messages"):
         rendered(chats, Conversation([messages[-1]]))
 
@@ -138,7 +138,7 @@ def test_two_formats_in_one_answer() -> None:
     text = f"[THINK]hm[/THINK]I look<|tool_calls_section_begin|>{call}<|tool_calls_section_end|>"
     pieces = reader.push(Output(0, text, (1,), (), "stop"))
     assert (pieces.reasoning, pieces.content) == ("hm", "I look")
-    assert [(piece.name, piece.arguments) for piece in pieces.calls] == [("weather", '{"city": "Rome"}')]
+    assert [(piece.name, piece.text) for piece in pieces.calls] == [("weather", '{"city": "Rome"}')]
     assert reader.finish_reason("stop") == "tool_calls"
 
 

@@ -1,30 +1,46 @@
 """Pieces of an answer, as parsers stream them."""
 
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
+
+Kind = Literal["reasoning", "text", "call"]
 
 
-class CallPiece(NamedTuple):
-    """A piece of a tool call.
+class Piece(NamedTuple):
+    """A piece of an answer's reasoning, of a text or of a tool call.
 
     Attributes:
-        index: Number of the call in the answer, from 0.
+        text: The next characters; of a call, the next ones of its arguments, as JSON text.
+        number: Number of the call in the answer, from 0. It is 0 in other pieces.
         call_id: Id of the call in its first piece, else None.
         name: The function's whole name in the call's first piece, else None.
-        arguments: The next characters of the call's arguments, as JSON text.
     """
 
-    index: int  # type: ignore[assignment]  # it hides a method of tuples
-    call_id: str | None
-    name: str | None
-    arguments: str
+    kind: Kind
+    text: str
+    number: int = 0
+    call_id: str | None = None
+    name: str | None = None
 
 
-class Pieces(NamedTuple):
-    """The pieces that a text adds to an answer."""
+class Pieces(tuple[Piece, ...]):
+    """The pieces that a text adds to an answer, in the order in which the model wrote them."""
 
-    reasoning: str = ""
-    content: str = ""
-    calls: tuple[CallPiece, ...] = ()
+    __slots__ = ()
+
+    @property
+    def reasoning(self) -> str:
+        """Return the reasoning."""
+        return "".join(piece.text for piece in self if piece.kind == "reasoning")
+
+    @property
+    def content(self) -> str:
+        """Return the texts as one."""
+        return "".join(piece.text for piece in self if piece.kind == "text")
+
+    @property
+    def calls(self) -> tuple[Piece, ...]:
+        """Return the pieces of calls."""
+        return tuple(piece for piece in self if piece.kind == "call")
 
 
 class AnswerParser(Protocol):
@@ -40,25 +56,21 @@ class AnswerParser(Protocol):
 
 
 class PieceCollector:
-    """Pieces that are collected until they are taken."""
+    """Pieces that are collected until they are taken. Neighbours of one text or call become one piece."""
 
     def __init__(self) -> None:
-        self.reasoning = self.content = ""
-        self.calls: list[CallPiece] = []
-        self._index = -1
+        self._pieces: list[tuple[Piece, list[str]]] = []  # the first piece, and the texts of it and its neighbours
 
-    def extend_call(self, json_text: str) -> None:
-        """Add JSON text to the arguments of the last call."""
-        if self.calls and json_text:
-            last = self.calls[-1]
-            self.calls[-1] = last._replace(arguments=last.arguments + json_text)
-        elif json_text:
-            self.calls.append(CallPiece(self._index, None, None, json_text))
+    def add(self, piece: Piece) -> None:
+        """Add the next piece."""
+        last = self._pieces[-1] if self._pieces else None
+        if last is not None and (last[0].kind, last[0].number) == (piece.kind, piece.number):
+            last[1].append(piece.text)
+        elif piece.text or piece.name:
+            self._pieces.append((piece, [piece.text]))
 
     def take(self) -> Pieces:
         """Return the pieces, and forget them."""
-        pieces = Pieces(self.reasoning, self.content, tuple(self.calls))
-        self._index = self.calls[-1].index if self.calls else self._index
-        self.reasoning = self.content = ""
-        self.calls = []
+        pieces = Pieces(piece._replace(text="".join(texts)) for piece, texts in self._pieces)
+        self._pieces = []
         return pieces

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from dcpmla.serving.chat.arguments import ArgumentReader, CallEnds, JsonArguments, WrappedArguments
-from dcpmla.serving.chat.events import CallPiece, PieceCollector, Pieces
+from dcpmla.serving.chat.events import Piece, PieceCollector, Pieces
 from dcpmla.serving.chat.markup import Markup, find_first, held_length
 from dcpmla.serving.chat.parameters import ParameterArguments
 
@@ -86,22 +86,26 @@ class MarkupParser:
     def finish(self) -> Pieces:
         """End the answer."""
         if self._reader is not None:
-            self._out.extend_call(self._reader.finish())
+            self._extend_call(self._reader.finish())
         else:
             self._show(self._text)
         if not self._num_calls:
-            self._out.content += self._released()
+            self._out.add(Piece("text", self._released()))
         self._text, self._reader = "", None
         return self._out.take()
 
     def _read_arguments(self, reader: ArgumentReader) -> bool:
         """Read a call's arguments and return whether the call has ended."""
         json_text, following = reader.push(self._text)
-        self._out.extend_call(json_text)
+        self._extend_call(json_text)
         self._text = following or ""
         if following is not None:
             self._reader = None
         return following is not None
+
+    def _extend_call(self, json_text: str) -> None:
+        """Add JSON text to the arguments of the last call."""
+        self._out.add(Piece("call", json_text, self._num_calls - 1))
 
     def _read_text(self) -> bool:
         """Read text up to the next marker, and return whether there may be more markers."""
@@ -157,7 +161,7 @@ class MarkupParser:
         self._space = ""
         number, self._num_calls = self._num_calls, self._num_calls + 1
         call_id = self._make_id(opening.name, opening.call_id, self._first_call + number)
-        self._out.calls.append(CallPiece(number, call_id, opening.name, ""))
+        self._out.add(Piece("call", "", number, call_id, opening.name))
         self._reader = self._reader_of(opening)
         return True
 
@@ -215,7 +219,7 @@ class MarkupParser:
     def _show(self, text: str) -> None:
         """Add a text to the reasoning or the content; leading white space of content waits for other content."""
         if self._in_reasoning:
-            self._out.reasoning += text
+            self._out.add(Piece("reasoning", text))
             self._may_reason = self._may_reason and not text.strip()
             return
         if not self._has_content:
@@ -225,7 +229,7 @@ class MarkupParser:
                 return
             self._has_content, self._may_reason = True, False
             text = self._released() + visible
-        self._out.content += text
+        self._out.add(Piece("text", text))
 
     def _released(self) -> str:
         """Return the white space that waited, without what separates reasoning from content."""

@@ -148,16 +148,16 @@ def calls_of(events: list[Pieces]) -> list[Call]:
     """Return the calls of an answer's pieces, in order; only a call's first piece has its id and name."""
     calls: list[Call] = []
     for piece in (piece for each in events for piece in each.calls):
-        if piece.index == len(calls):
+        if piece.number == len(calls):
             assert piece.name
             assert piece.call_id
             calls.append({"id": piece.call_id, "name": piece.name, "arguments": ""})
         else:
-            assert piece.index == len(calls) - 1
+            assert piece.number == len(calls) - 1
             assert piece.name is None
             assert piece.call_id is None
-            assert piece.arguments
-        calls[-1]["arguments"] += piece.arguments
+            assert piece.text
+        calls[-1]["arguments"] += piece.text
     return calls
 
 

@@ -141,7 +141,7 @@ def test_pieces_come_as_soon_as_they_are_certain(name: str) -> None:
     before = calls_of(shown)[0]["arguments"]
     assert json.loads(before + '"}') == {"query": ""}
     for character in text:
-        assert [piece.arguments for piece in parser.push(character).calls] == [character]
+        assert [piece.text for piece in parser.push(character).calls] == [character]
 
 
 @pytest.mark.parametrize("name", NAMES)
