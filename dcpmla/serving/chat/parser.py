@@ -130,7 +130,7 @@ class MarkupParser:
             self._in_reasoning = self._may_reason = False
             self._after_reasoning = self._markup.after_reasoning
         elif marker == self._markup.section[1]:
-            self._in_section = False
+            self._in_section, self._space = False, ""  # White space after the last call is markup.
         return True
 
     def _markers(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
