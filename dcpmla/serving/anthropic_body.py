@@ -16,12 +16,13 @@ from dcpmla.serving.refused import check_fields_of_body, refuse
 from dcpmla.serving.sampling_fields import MAX_TOKENS, SamplingFields, StopText
 from dcpmla.serving.shown import Json
 from dcpmla.serving.structured import grammar_of_format
-from dcpmla.serving.tools import Tools, ToolUse, function_tool, tool_use
+from dcpmla.serving.tools import Tools, ToolUse, function_tool, own_tools, tool_use
 
 # Values that change nothing, by field.
 _REFUSED: dict[str, tuple[object, ...]] = {"container": (), "mcp_servers": ([],), "prefill": ()}
-_TOOL: dict[str, tuple[object, ...]] = {"defer_loading": (False,), "input_examples": ([],)}
+_HINTS = ("task_budget",)  # fields of output_config that no answer has to follow
 _KEPT_THINKING = "clear_thinking_"  # Which reasoning a prompt keeps, the chat template decides.
+_BILLING = "x-anthropic-billing-header:"
 
 Blocks = list[dict[str, Any]]
 
@@ -78,7 +79,7 @@ class CountBody(ChatRequest):
         for name in SamplingFields.model_fields.keys() & extra.keys():
             refuse(name, extra[name], (), "this route does not have it")
         for name, value in ((self.output_config and self.output_config.model_extra) or {}).items():
-            refuse(f"output_config.{name}", value, (), "leave it out")
+            refuse(f"output_config.{name}", value, None if name in _HINTS else (), "leave it out")
         if not all(map(_keeps_thinking, (self.context_management or {}).values())):
             raise ApiError(400, "context_management is not supported; leave it out", param="context_management")
         extra.clear()  # The answer may take minutes.
@@ -86,9 +87,9 @@ class CountBody(ChatRequest):
     def conversation(self) -> Conversation:
         history = History()
         if self.system:
-            history.add({"role": "system", "content": _texts(self.system, "system")})
+            _add(history, _Message(role="system", content=self.system), "system")
         for number, message in enumerate(self.messages):
-            _add(history, message, f"messages.{number}")
+            _add(history, message, f"messages.{number}.content")
         last = self.messages[-1].role == "assistant"
         if last and "tool_calls" in history.messages[-1]:
             raise ApiError(400, "the last message has tool_use without a tool_result after it", param="messages")
@@ -104,14 +105,10 @@ class CountBody(ChatRequest):
         return conversation
 
     def _tool_use(self) -> ToolUse:
-        tools = []
-        for number, tool in enumerate(self.tools or []):
-            path = f"tools.{number}"
-            if tool.get("type") not in (None, "custom"):
-                raise ApiError(400, f"{path}: type {tool['type']!r} is not supported; give your own tools", param=path)
-            for field, allowed in _TOOL.items():
-                refuse(f"{path}.{field}", tool.get(field), allowed, "leave it out")
-            tools.append(function_tool({**tool, "parameters": tool.get("input_schema")}, path))
+        tools = [
+            function_tool({**tool, "parameters": tool.get("input_schema")}, path)
+            for path, tool in own_tools(self.tools, (None, "custom", "function"))
+        ]
         chosen = self.tool_choice or _ToolChoice(type="auto")
         choice: str | Json = "required" if chosen.type == "any" else chosen.type
         if choice == "tool":
@@ -161,15 +158,19 @@ def _keeps_thinking(edits: Any) -> bool:
 
 
 def _add(history: History, message: _Message, path: str) -> None:
-    """Add a message to a history: results of tools become messages of their own."""
+    """Add a message to a history: results of tools become messages of their own.
+
+    Args:
+        path: Path of the content in the body.
+    """
     blocks = [{"type": "text", "text": message.content}] if isinstance(message.content, str) else message.content
     if message.role == "assistant":
         for number, block in enumerate(blocks):
-            history.add_part(_part(block, f"{path}.content.{number}"))
+            history.add_part(_part(block, f"{path}.{number}"))
         return
     texts: list[str] = []
     for number, block in enumerate(blocks):
-        place = f"{path}.content.{number}"
+        place = f"{path}.{number}"
         if block.get("type") == "tool_result" and message.role == "user":
             if texts:
                 history.add({"role": "user", "content": "".join(texts)})
@@ -177,9 +178,19 @@ def _add(history: History, message: _Message, path: str) -> None:
             content = _texts(block.get("content") or "", f"{place}.content")
             history.add({"role": "tool", "tool_call_id": _field(block, "tool_use_id", place), "content": content})
         else:
-            texts.append(_texts([block], place))
+            text = _texts([block], place)
+            if message.role == "user" or (text := _without_billing(text)):
+                texts.append(text)
     if texts:
         history.add({"role": message.role, "content": "".join(texts)})
+
+
+def _without_billing(text: str) -> str:
+    """Return a system's text without Claude Code's first line.
+
+    It has a hash of the request, so a prompt that begins with it shares no block of the cache with any other.
+    """
+    return text.partition("\n")[2] if text.startswith(_BILLING) else text
 
 
 def _part(block: Mapping[str, Any], path: str) -> Json:

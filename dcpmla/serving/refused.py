@@ -15,9 +15,7 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "prediction": (),
     "suffix": ("",),
-    "verbosity": ("medium",),
     "web_search_options": (),
     # vLLM
     "allowed_token_ids": ([],),

@@ -24,7 +24,7 @@ from dcpmla.serving.refused import check_fields_of_body, check_stream_options, r
 from dcpmla.serving.sampling_fields import MAX_TOKENS, SamplingFields
 from dcpmla.serving.shown import Json
 from dcpmla.serving.structured import grammar_of_format
-from dcpmla.serving.tools import Tools, function_tool, tool_use
+from dcpmla.serving.tools import Tools, function_tool, own_tools, tool_use
 
 # Values that change nothing, by field.
 _REFUSED: dict[str, tuple[object, ...]] = {
@@ -39,8 +39,18 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
-_REASONING = {"context": ("auto",), "mode": ("standard",)}
-_INCLUDED = "reasoning.encrypted_content"  # The reasoning itself is in the item, and may be sent back.
+_REASONING = {"mode": ("standard",)}
+# The item of a reasoning has its text, which may be sent back. The others are about tools and images, which no answer
+# has.
+_INCLUDED = (
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
 
 
 class ReasoningFields(BaseModel):
@@ -48,12 +58,12 @@ class ReasoningFields(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
     effort: Effort | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
+    summary: Literal["auto", "concise", "detailed", "none"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class _TextFields(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(strict=True)
     format: dict[str, Any] | None = None
 
 
@@ -89,9 +99,7 @@ class ResponsesBody(ChatRequest):
             refuse(name, extra[name], (), "this route does not have it")
         check_stream_options(self.stream_options or {})
         for name in self.include or []:
-            refuse("include", name, (_INCLUDED,), f"only {_INCLUDED!r} is accepted")
-        if self.text is not None:
-            refuse("text.verbosity", (self.text.model_extra or {}).get("verbosity"), ("medium",), "leave it out")
+            refuse("include", name, _INCLUDED, f"{name[:100]!r} is not in {', '.join(_INCLUDED)}")
         for name, value in ((self.reasoning and self.reasoning.model_extra) or {}).items():
             refuse(f"reasoning.{name}", value, _REASONING.get(name), "leave it out")
         extra.clear()  # The answer may take minutes.
@@ -109,12 +117,7 @@ class ResponsesBody(ChatRequest):
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         messages: list[Json] = [{"role": "system", "content": self.instructions}] if self.instructions else []
         messages += messages_of(items)
-        tools = []
-        for number, tool in enumerate(self.tools or []):
-            if tool.get("type") != "function":
-                words = f"tools.{number}: type {tool.get('type')!r} is not supported; give functions"
-                raise ApiError(400, words, param=f"tools.{number}")
-            tools.append(function_tool(tool, f"tools.{number}"))
+        tools = [function_tool(tool, path) for path, tool in own_tools(self.tools)]
         self.input = ""
         effort = None if self.reasoning is None else self.reasoning.effort
         is_strict = any(tool.get("strict") for tool in self.tools or [])

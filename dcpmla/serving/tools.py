@@ -1,7 +1,8 @@
 """Tools of a request, and what the answer may do with them."""
 
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -12,6 +13,10 @@ from dcpmla.serving.shown import Json
 
 _NAME = re.compile(r"[a-zA-Z0-9_.:-]{1,128}")
 _MAX_TOOLS = 1024
+_MAX_LOGGED = 64  # types of tools: clients choose their names
+
+_logger = logging.getLogger(__name__)
+_logged: set[str] = set()
 
 Tools = Annotated[list[dict[str, Any]], Field(max_length=_MAX_TOOLS)]
 
@@ -38,6 +43,32 @@ class ToolUse:
     def needs_grammar(self) -> bool:
         """Return whether a grammar must hold the answer to its calls."""
         return bool(self.required) or self.is_strict
+
+
+def own_tools(
+    tools: Sequence[Mapping[str, Any]] | None, types: Collection[str | None] = ("function",)
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the functions among a request's tools, each with its path in the body.
+
+    Tools of other types are left out, since agents send them unasked: the provider's server runs them (`web_search`),
+    or its models know them without a schema (`bash_20250124`). The log names each type once.
+
+    Args:
+        types: Types of functions in the route's API; None stands for a tool without a type.
+    Raises:
+        ApiError: A type is no string, or is missing.
+    """
+    for number, tool in enumerate(tools or ()):
+        path, kind = f"tools.{number}", tool.get("type")
+        if kind in types:
+            yield path, tool
+        elif not isinstance(kind, str):
+            raise ApiError(400, f"{path}: type {kind!r:.100} is not supported; give functions", param=path)
+        elif kind not in _logged and len(_logged) < _MAX_LOGGED:
+            _logged.add(kind)
+            _logger.warning(
+                "tools of type %.100r are left out of prompts: only functions of the client are served", kind
+            )
 
 
 def function_tool(fields: Mapping[str, Any], path: str) -> Json:
@@ -70,13 +101,11 @@ def chat_tools(tools: Sequence[Mapping[str, Any]]) -> list[Json]:
     """Return the tools of a chat completion.
 
     Raises:
-        ApiError: A tool is no function, or has a wrong field.
+        ApiError: A tool has a wrong field.
     """
     checked = []
-    for number, tool in enumerate(tools):
-        function, path = tool.get("function"), f"tools.{number}"
-        if tool.get("type") != "function":
-            raise ApiError(400, f"{path}: type {tool.get('type')!r} is not supported; give functions", param=path)
+    for path, tool in own_tools(tools):
+        function = tool.get("function")
         if not isinstance(function, dict):
             raise ApiError(400, f"{path}.function is missing", param=f"{path}.function")
         checked.append(function_tool(function, f"{path}.function"))

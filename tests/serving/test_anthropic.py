@@ -7,6 +7,7 @@ import httpx2
 import pytest
 
 from tests.support.agent import SUM, TEMPLATE, WEATHER, answer, call, run
+from tests.support.agent_bodies import CLAUDE_CODE
 from tests.support.scripted import RunningScript, scripted_tokenizer, serve_script
 from tests.support.servers import KEY
 
@@ -145,7 +146,9 @@ def test_what_is_refused(client: Any, scripted: RunningScript) -> None:
             "messages.0.content.0.content: blocks of type 'image'",
             {"messages": [{"role": "user", "content": [{**result, "content": [image]}]}]},
         ),
-        ("tools.0: type 'bash_20250124'", {"tools": [{"type": "bash_20250124", "name": "bash"}]}),
+        ("tools.0: type 5", {"tools": [{"type": 5, "name": "bash"}]}),
+        ("tools.0.name", {"tools": [WEATHER]}),
+        ("tool_choice", {"tools": [{"type": "bash_20250124", "name": "bash"}], "tool_choice": {"type": "any"}}),
         ("tool_choice", {"tool_choice": {"type": "any"}}),
         ("tool_choice names", {"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}),
         ("tools.0.input_schema.properties.a: ", {"tools": [UNIQUE], "tool_choice": {"type": "any"}}),
@@ -179,6 +182,39 @@ def test_what_is_refused(client: Any, scripted: RunningScript) -> None:
     edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
     ask(client, extra_body={"context_management": edits}, output_config={"effort": "high"})
     assert scripted.model.prompts[-1].endswith("<think>")
+
+
+def test_claude_code_with_its_default_settings(scripted: RunningScript) -> None:
+    answered = httpx2.post(f"{scripted.url}/v1/messages", json=CLAUDE_CODE, headers={"x-api-key": KEY})
+    assert (answered.status_code, answered.text.split()[-1]) == (200, '{"type":"message_stop"}'), answered.text
+    prompt = scripted.model.prompts[-1]
+    shown = "<|system|>You are Claude Code.\nBe short.<|end|><|user|>Fix it.<|end|><|system|><system-reminder>"
+    assert shown in prompt
+    assert all(name in prompt for name in ("Bash", "Edit", "Deferred"))
+    assert "web_search" not in prompt
+    assert "tool_search" not in prompt
+
+
+@pytest.mark.parametrize("route", ["messages", "messages/count_tokens"])
+def test_hashes_of_requests_are_no_part_of_prompts(scripted: RunningScript, route: str) -> None:
+    """Claude Code's first block has another hash in each request, and proxies join it with the next by a line's end."""
+    system, headers = CLAUDE_CODE["system"], {"x-api-key": KEY}
+
+    def answer_to(system: Any, first: Any = ()) -> Any:
+        messages = [*first, USER]
+        fields = {"max_tokens": 9} if route == "messages" else {}
+        body = {"messages": messages, "system": system, **fields}
+        answered = httpx2.post(f"{scripted.url}/v1/{route}", json=body, headers=headers)
+        assert answered.status_code == 200, answered.text
+        usage = answered.json().get("usage") or answered.json()
+        return usage["input_tokens"]
+
+    plain = answer_to("You are Claude Code.\nBe short.")
+    joined = system[0]["text"] + "\n" + "You are Claude Code.\nBe short."
+    for each in (system, joined, [{"type": "text", "text": joined}]):
+        assert answer_to(each) == plain
+    alone = answer_to(system[:1])
+    assert alone == answer_to([]) == answer_to([], [{"role": "system", "content": system[:1]}])
 
 
 def test_formats_and_required_calls_have_grammars(client: Any, scripted: RunningScript) -> None:

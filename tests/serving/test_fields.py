@@ -188,8 +188,6 @@ REFUSED: list[tuple[str, str, Any]] = [
         ("enable_thinking", False),
         ("reasoning", {"effort": "low"}),
         ("reasoning_effort", "low"),
-        ("verbosity", "low"),
-        ("prediction", {"type": "content", "content": "x"}),
         ("priority", 5),
         ("spaces_between_special_tokens", False),
         ("detokenize", False),

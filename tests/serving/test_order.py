@@ -1,4 +1,4 @@
-"""Reasoning, texts and calls reach clients in the order in which the model wrote them, at any number of tokens an output."""
+"""Reasoning, texts and calls reach clients in the order in which the model wrote them, whatever an output has."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,8 @@ HIDDEN = "<|pad|>"
 Blocks = list[tuple[str, Any]]  # (kind, text, or name and arguments)
 WORDS = st.text(st.characters(exclude_categories=("Cs", "Z", "Cc"), exclude_characters="[]"), min_size=1, max_size=9)
 # Texts begin and end with letters: white space beside markup belongs to the format.
-TEXTS = st.lists(WORDS | st.sampled_from(["</", "<|", "\n\n", " <tool", HIDDEN]), max_size=4).map(lambda w: f"a{''.join(w)}z")
+PARTS = st.lists(WORDS | st.sampled_from(["</", "<|", "\n\n", " <tool", HIDDEN]), max_size=4)
+TEXTS = PARTS.map(lambda parts: f"a{''.join(parts)}z")
 BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 9}
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from dcpmla.serving.responses_body import messages_of
 from tests.support.agent import SUM, TEMPLATE, WEATHER, answer, call, run
+from tests.support.agent_bodies import CODEX
 from tests.support.scripted import RunningScript, scripted_tokenizer, serve_script
 from tests.support.servers import KEY
 
@@ -170,17 +171,17 @@ def test_what_is_refused(client: openai.OpenAI) -> None:
         ("background", {"background": True}),
         ("truncation", {"truncation": "auto"}),
         ("prompt", {"prompt": {"id": "p"}}),
-        ("include", {"include": ["file_search_call.results"]}),
+        ("include", {"include": ["message.output_text.logprobs"]}),
         ("text.format.type", {"text": {"format": {"type": "grammar"}}}),
         (
             "text.format.schema.properties.a",
             {"text": {"format": {**FORMAT, "schema": {"properties": {"a": {"not": {}}}}}}},
         ),
         ("tools.0.parameters.properties.a", {"tools": [{**TOOLS[0], "strict": True, "parameters": UNIQUE}]}),
-        ("text.verbosity", {"text": {"verbosity": "low"}}),
         ("reasoning.mode", {"reasoning": {"mode": "pro"}}),
-        ("tools.0", {"tools": [{"type": "web_search"}]}),
-        ("tools.1", {"tools": [TOOLS[0], {"type": "custom", "name": "apply_patch"}]}),
+        ("tools.0", {"tools": [{"name": "weather"}]}),
+        ("tools.1", {"tools": [TOOLS[0], {"type": 5}]}),
+        ("tool_choice", {"tools": [{"type": "web_search"}], "tool_choice": "required"}),
         ("tools.0.strict", {"tools": [{**TOOLS[0], "strict": 1}]}),
         ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}),
         ("input.0", {"input": [{"type": "item_reference", "id": "a"}]}),
@@ -209,6 +210,18 @@ def test_what_is_refused(client: openai.OpenAI) -> None:
         "extra_body": {"client_metadata": {}, "cache_salt": "x", "max_tool_calls": 3},
     }
     assert ask(client, **neutral).output_text == "hello you"
+
+
+def test_codex_with_its_default_settings(scripted: RunningScript) -> None:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    answered = httpx2.post(f"{scripted.url}/v1/responses", json=CODEX, headers=headers)
+    assert answered.status_code == 200, answered.text
+    assert "event: response.completed" in answered.text
+    prompt = scripted.model.prompts[-1]
+    for shown in ("You are Codex.", "sandbox", "cwd", "Fix it.", "exec_command", "update_plan", "a.py"):
+        assert shown in prompt
+    for left_out in ("apply_patch", "web_search", "local_shell", "mcp__docs", "tool_search", "image_generation"):
+        assert left_out not in prompt
 
 
 def test_formats_and_required_calls_have_grammars(client: openai.OpenAI, scripted: RunningScript) -> None:

@@ -62,8 +62,8 @@ Here are the functions available in JSONSchema format:
 class DeepseekV32:
     """The encoding of DeepSeek V3.2.
 
-    The text that opens an answer follows each user's message and each group of results. Reasoning before the last
-    user's message is dropped.
+    The text that opens an answer follows a user's message and a group of results, unless another user's or developer's
+    message comes before the answer. Reasoning before the last user's message is dropped.
     """
 
     thinks_by_default = False
@@ -108,7 +108,9 @@ class DeepseekV32:
         text, is_last = text_of(message), number == len(messages) - 1
         role, shown_tools = message["role"], message.get("tools")
         described = f"\n\n{_TOOLS.format(schemas=schemas_of(shown_tools))}" if shown_tools else ""
-        opening = "" if is_last else ASSISTANT + (THINK if thinking else END_THINK)
+        answers = not is_last and messages[number + 1]["role"] == "assistant"
+        mark = (THINK if thinking else END_THINK) if answers else ""
+        opening = ASSISTANT + mark if answers else ""
         if role == "system":
             return text + described
         if role == "developer":
@@ -116,7 +118,7 @@ class DeepseekV32:
         if role == "user":
             return USER + text + opening
         if role == "tool":
-            return _render_result(messages, number, "" if is_last else THINK if thinking else END_THINK)
+            return _render_result(messages, number, mark)
         return render_answer(message, "function_calls", reasons=thinking, goes_on=is_last and continues)
 
 

@@ -125,7 +125,7 @@ class DeepseekV4:
         if reasoning_effort not in self.efforts:
             names = ", ".join(str(name) for name in self.efforts if name and not name.isdigit())
             raise ValueError(f"reasoning_effort: {reasoning_effort!r} is not in {names}")
-        conversation = _merge_results(prepare(messages, tools, _ROLES))
+        conversation = _merge_results(prepare(messages, tools, _ROLES, marks_systems=self.marks_systems))
         if continue_final_message:
             check_last(conversation)
         keeps_reasoning = any(message.get("tools") for message in conversation)

@@ -30,11 +30,16 @@ def reasoning_of(message: Message) -> str:
     return str(message.get("reasoning_content") or message.get("reasoning") or "")
 
 
-def prepare(messages: Sequence[Message], tools: Sequence[Message] | None, roles: Sequence[str]) -> list[dict[str, Any]]:
+def prepare(
+    messages: Sequence[Message], tools: Sequence[Message] | None, roles: Sequence[str], *, marks_systems: bool = False
+) -> list[dict[str, Any]]:
     """Return messages whose first one is a system's and has the request's tools in place of its own.
 
-    Developers' messages at the start are a system's messages: the encoders write that role as a user's.
+    Developers' messages at the start are a system's messages: the encoders write that role as a user's. A system's
+    later messages are a developer's, unless the encoder marks them: others write them into the message before.
 
+    Args:
+        marks_systems: Whether the encoder marks a system's later messages.
     Raises:
         ValueError: A message has another role.
     """
@@ -42,10 +47,13 @@ def prepare(messages: Sequence[Message], tools: Sequence[Message] | None, roles:
     for number, message in enumerate(copied):
         if message["role"] not in roles:
             raise ValueError(f"messages: role {message['role']!r} of message {number} is not in {', '.join(roles)}")
+    is_start = True
     for message in copied:
-        if message["role"] not in ("system", "developer"):
-            break
-        message["role"] = "system"
+        is_start = is_start and message["role"] in ("system", "developer")
+        if is_start:
+            message["role"] = "system"
+        elif message["role"] == "system" and not marks_systems:
+            message["role"] = "developer"
     if tools:
         if not copied or copied[0]["role"] != "system":
             copied.insert(0, {"role": "system", "content": ""})
