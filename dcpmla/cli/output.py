@@ -122,26 +122,35 @@ class OutputLines:
         self._separator = b"" if content[: self.num_bytes].endswith(b"\n") or not self.num_bytes else b"\n"
 
     def append(self, outputs: Sequence[dict[str, Any]]) -> None:
-        """Write a line for each output to the disk before this returns, or no line at all.
+        """Write a line for each output to the disk before this returns.
 
         Raises:
-            OSError: The disk is full; the file ends with the line before.
+            OSError: The disk is full; the file ends with the last line that fits.
         """
         if not outputs:
             return
-        # UTF-8 lacks half a surrogate pair: it becomes its escape in JSON.
-        texts = (json.dumps(output, ensure_ascii=False) for output in outputs)
-        lines = self._separator + b"".join(text.encode(errors="backslashreplace") + b"\n" for text in texts)
+        try:
+            try:
+                for output in outputs:
+                    # UTF-8 lacks half a surrogate pair: it becomes its escape in JSON.
+                    text = json.dumps(output, ensure_ascii=False).encode(errors="backslashreplace")
+                    self._write(self._separator + text + b"\n")
+            finally:
+                os.fsync(self._descriptor)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+
+    def _write(self, line: bytes) -> None:
+        """Write a line after the whole outputs, or nothing."""
         try:
             os.ftruncate(self._descriptor, self.num_bytes)
             written = 0
-            while written < len(lines):
-                written += os.write(self._descriptor, lines[written:])
-            os.fsync(self._descriptor)
-        except OSError as error:
+            while written < len(line):
+                written += os.write(self._descriptor, line[written:])
+        except OSError:
             os.ftruncate(self._descriptor, self.num_bytes)
-            raise OSError(error.errno, error.strerror, str(self.path)) from error
-        self.num_bytes, self._separator = self.num_bytes + len(lines), b""
+            raise
+        self.num_bytes, self._separator = self.num_bytes + len(line), b""
 
 
 @contextmanager

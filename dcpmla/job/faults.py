@@ -13,7 +13,7 @@ import torch
 
 from dcpmla.parallel.collectives import PeerFault, is_failed_collective, name_ranks
 
-RESTART = "run the same command again (finished outputs are on disk and are kept)"
+RESTART = "run the same command again"
 _LOOK = f"see what holds it there, then {RESTART}; or raise --timeout"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_MEMORY = (

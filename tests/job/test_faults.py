@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.generate_jobs import MARGIN, TIMEOUT, Ended, at, direct, torchrun, with_broken_weights
 
-AGAIN = r"run the same command again \(finished outputs are on disk and are kept\)"
+AGAIN = "run the same command again"
 MISSING = (
     r"rank 1 is missing, last seen \d+ s ago in {}\b.*; its process or host is gone or stopped: see its log, then "
     + AGAIN
