@@ -81,7 +81,7 @@ def draw_bars(
     axis: Any, bars: Mapping[str, float | Mapping[str, float]], x_label: str, number: str = "{:,.0f}"
 ) -> None:
     """Draw horizontal bars by their labels, the first one at the top, with their lengths as numbers; parts of bars are
-    stacked, and their names are below the figure.
+    stacked, and their names are below the figure. A length of 0 stands for none.
     """
     stacks = {label: parts if isinstance(parts, Mapping) else {"": parts} for label, parts in bars.items()}
     ends = dict.fromkeys(stacks, 0.0)
@@ -89,7 +89,7 @@ def draw_bars(
         lengths = [parts.get(name, 0.0) for parts in stacks.values()]
         drawn = axis.barh([*stacks], lengths, left=[*ends.values()], label=name)
         ends = {label: end + length for (label, end), length in zip(ends.items(), lengths, strict=True)}
-    axis.bar_label(drawn, [number.format(end) for end in ends.values()], padding=3)
+    axis.bar_label(drawn, [number.format(end) if end else "-" for end in ends.values()], padding=3)
     axis.set_xlabel(x_label)
     axis.set_xlim(0, 1.15 * max(ends.values()) or 1)
     axis.invert_yaxis()

@@ -93,11 +93,12 @@ def run(args: argparse.Namespace) -> None:
     settings = _settings(args, model)
     plans = [make_plan(machine, model, setting, args.batch, args.context) for setting in settings]
     best, reason = recommend(machine, plans, args.batch, args.context)
-    prompts = PromptPlan(machine, model, best, args.batch, args.context, args.max_num_batched_tokens)
-    tiers = None
-    if args.kv_offloading_size is not None:
-        sizes = args.kv_offloading_size, args.kv_offloading_disk_size
-        tiers = TierPlan(machine, model, best, prompts, args.context, *sizes)
+    prompts = tiers = None
+    if best is not None:
+        prompts = PromptPlan(machine, model, best, args.batch, args.context, args.max_num_batched_tokens)
+        if args.kv_offloading_size is not None:
+            sizes = args.kv_offloading_size, args.kv_offloading_disk_size
+            tiers = TierPlan(machine, model, best, prompts, args.context, *sizes)
     split = None
     if args.request_rate is not None:
         traffic = Traffic(request_rate=args.request_rate, input_len=args.input_len, output_len=args.output_len)
@@ -109,18 +110,19 @@ def run(args: argparse.Namespace) -> None:
             "machine": asdict(machine),
             **{name: getattr(args, name) for name in ("batch", "context", "num_gpus", "expert_dtype")},
             "settings": [plan.as_json() for plan in plans],
-            "recommended": {**best.as_json(), "reason": reason},
+            "recommended": best and {**best.as_json(), "reason": reason},
             "measured": [{**row, "predicted_us": round(time, 2)} for row, time in predicted if time is not None],
-            "prompts": prompts.as_json(args.input_len),
+            "prompts": prompts and prompts.as_json(args.input_len),
             "tiers": tiers and tiers.as_json(),
             "split": split and split.as_json(),
         }
         write_json(args.json, content)
     if args.plot:
         load = f"{args.model.name} on {machine.name}, {args.batch:,} x {args.context:,} tokens"
-        plot(args.plot, plans, f"{load}: {best} is recommended")
+        plot(args.plot, plans, f"{load}: {best or 'nothing'} is recommended")
     print("\n".join(report(args, machine, model, plans, best, reason)))
-    print("\n".join(["", *prompts.report(str(best), args.input_len)]))
+    if prompts is not None:
+        print("\n".join(["", *prompts.report(str(best), args.input_len)]))
     if tiers is not None:
         print("\n".join(["", *tiers.report()]))
     if split is not None:

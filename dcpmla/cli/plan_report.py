@@ -20,7 +20,7 @@ _SIZES = ("tp", "dcp", "heads", "tokens", "num_layers", "batch", "context", "inp
 
 
 def report(
-    args: argparse.Namespace, machine: Machine, model: ModelSize, plans: Sequence[Plan], best: Plan, reason: str
+    args: argparse.Namespace, machine: Machine, model: ModelSize, plans: Sequence[Plan], best: Plan | None, reason: str
 ) -> list[str]:
     """Return the lines to print."""
     formats = ", ".join({f"{plan.kv_cache_dtype} {plan.kv_bytes_per_token:,}": None for plan in plans})
@@ -32,8 +32,9 @@ def report(
     ]
     if args.num_gpus:
         shares = "each replica of the TP group takes its share of the requests"
-        lines.append(f"{args.num_gpus:,} GPUs in {best.num_nodes:,} nodes; {shares}")
-    lines += ["", *_table(plans), "", *_capacity(machine, model, plans), "", f"recommended: {best}. {reason}"]
+        lines.append(f"{args.num_gpus:,} GPUs in {plans[0].num_nodes:,} nodes; {shares}")
+    verdict = "none" if best is None else str(best)
+    lines += ["", *_table(plans), "", *_capacity(machine, model, plans), "", f"recommended: {verdict}. {reason}"]
     return [*lines, *(f"note: {note}" for note in _notes(args, machine, model, plans))]
 
 
@@ -53,15 +54,21 @@ def _notes(args: argparse.Namespace, machine: Machine, model: ModelSize, plans: 
 
 def _table(plans: Sequence[Plan]) -> list[str]:
     """Return aligned columns: contents of a rank, capacity, the step and its parts in milliseconds, and the context at
-    which DCP starts to win.
+    which DCP starts to win. Plans that do not fit have no times.
     """
-    rows = [_cells(plan) for plan in plans]
+    parts = _parts(plans)
+    rows = [_cells(plan, parts) for plan in plans]
     if all(plan.num_replicas == 1 for plan in plans):
         rows = [{name: cell for name, cell in row.items() if name != "replicas"} for row in rows]
     return align(rows)
 
 
-def _cells(plan: Plan) -> dict[str, str]:
+def _parts(plans: Sequence[Plan]) -> list[str]:
+    """Return the names of a step's parts, none if no plan fits."""
+    return next(([part for part in plan.step_us if part != "total"] for plan in plans if plan.fits), [])
+
+
+def _cells(plan: Plan, parts: Sequence[str]) -> dict[str, str]:
     crossover = "-"
     if plan.crossover:
         context = plan.crossover["context_at_batch"]
@@ -76,11 +83,15 @@ def _cells(plan: Plan) -> dict[str, str]:
         "KV tokens": f"{plan.kv_tokens_total:,}",
         "fits": "yes" if plan.fits else "no",
         "longest": f"{plan.longest_context:,}",
-        "tokens/s": f"{plan.tokens_per_second:,.0f}",
-        "step ms": f"{plan.step_us['total'] / 1e3:.2f}",
-        **{part: f"{time / 1e3:.2f}" for part, time in plan.step_us.items() if part != "total"},
+        "tokens/s": "-" if plan.tokens_per_second is None else f"{plan.tokens_per_second:,.0f}",
+        "step ms": _ms(plan, "total"),
+        **{part: _ms(plan, part) for part in parts},
         "beats tp from": crossover,
     }
+
+
+def _ms(plan: Plan, part: str) -> str:
+    return f"{plan.step_us[part] / 1e3:.2f}" if plan.fits else "-"
 
 
 def _capacity(machine: Machine, model: ModelSize, plans: Sequence[Plan]) -> list[str]:
@@ -124,10 +135,10 @@ def measured_report(path: Path, predicted: Sequence[tuple[Row, float | None]]) -
 
 
 def plot(path: Path, plans: Sequence[Plan], title: str) -> None:
-    """Draw step times, stacked by part, and the tokens that fit, a bar for each plan."""
+    """Draw step times of plans that fit, stacked by part, and the tokens that fit, a bar for each plan."""
     figure, (steps, tokens) = new_figure(title, num_axes=2, height=1.8 + 0.4 * len(plans))
-    parts = [part for part in plans[0].step_us if part != "total"]
-    times = {str(plan): {part: plan.step_us[part] / 1e3 for part in parts} for plan in plans}
+    parts = _parts(plans) or ["total"]
+    times = {str(plan): {part: plan.step_us.get(part, 0) / 1e3 for part in parts} for plan in plans}
     draw_bars(steps, times, "decode step, ms", "{:,.2f}")
     totals = {str(plan): plan.kv_tokens_total / 1e6 for plan in plans}
     draw_bars(tokens, totals, "tokens that fit, millions", "{:,.2f}")

@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+import logging
 import os
 import re
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ from dcpmla.serving.frontend import Frontend, listen
 from dcpmla.serving.loop import ServingLoop, started
 
 _KEY = "DCPMLA_API_KEY"
+_logger = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,6 +111,12 @@ def _start_frontend(args: argparse.Namespace, api_key: str | None) -> Frontend |
     from dcpmla.serving.http import serve_http  # starlette and uvicorn are needed on this rank alone
     from dcpmla.serving.settings import Settings
 
+    if args.role != "both" and api_key is None:
+        _logger.warning(
+            "role (--role) is %s without a key (--api-key, %s): whoever reaches the port can send blocks and read them",
+            args.role,
+            _KEY,
+        )
     check_template_sandbox()
     settings = Settings(
         args.served_model_name or args.model,

@@ -37,10 +37,11 @@ class Plan(Setting):
         fits: True if batch x context tokens and the weights fit.
         longest_context: Longest context that `batch` requests can have at once, by memory alone.
         max_num_seqs: Requests of `context` tokens that fit at once, on the whole job.
-        step_us: Time of one decode step, "total" and its parts.
-        tokens_per_second: Throughput of the job.
+        step_us: Time of one decode step, "total" and its parts; empty for a load that does not fit.
+        tokens_per_second: Throughput of the job, None for a load that does not fit.
         crossover: Smallest context at this batch, and smallest batch at this context, from which the step is
-            shorter than plain TP's (None: never up to 16 Mi); empty for plain TP itself.
+            shorter than plain TP's (None: never up to 16 Mi); empty for plain TP itself, and for a load that does not
+            fit.
     """
 
     weight_bytes_per_rank: int
@@ -57,7 +58,7 @@ class Plan(Setting):
     longest_context: int
     max_num_seqs: int
     step_us: dict[str, float]
-    tokens_per_second: float
+    tokens_per_second: float | None
     crossover: dict[str, int | None]
 
     def as_json(self) -> dict[str, Any]:
@@ -86,7 +87,8 @@ def make_plan(machine: Machine, model: ModelSize, setting: Setting, batch: int, 
         key=lambda num_seqs: _cache(model, setting, room, num_seqs).num_blocks < num_seqs * request_blocks,
     )
     dcp_num_nodes = machine.num_nodes(setting.dcp, setting.num_ranks)
-    step = _step(machine, model, setting, batch, context)
+    fits = max_num_seqs >= batch
+    step = _step(machine, model, setting, batch, context) if fits else {}
     return Plan(
         **(asdict(setting) | {"num_gpus": setting.num_ranks}),
         weight_bytes_per_rank=weight_bytes,
@@ -99,12 +101,12 @@ def make_plan(machine: Machine, model: ModelSize, setting: Setting, batch: int, 
         num_nodes=machine.num_nodes(setting.num_ranks, setting.num_ranks),
         dcp_num_nodes=dcp_num_nodes,
         exchange=auto_backend(machine, setting.dcp, dcp_num_nodes),
-        fits=max_num_seqs >= batch,
+        fits=fits,
         longest_context=cache.num_blocks // share * cache.block_tokens,
         max_num_seqs=max_num_seqs,
         step_us={part: round(time, 2) for part, time in step.items()},
-        tokens_per_second=round(batch * setting.tokens_a_step / step["total"] * 1e6, 1),
-        crossover=_crossover(machine, model, setting, batch, context) if setting.dcp > 1 else {},
+        tokens_per_second=round(batch * setting.tokens_a_step / step["total"] * 1e6, 1) if fits else None,
+        crossover=_crossover(machine, model, setting, batch, context) if fits and setting.dcp > 1 else {},
     )
 
 
@@ -130,23 +132,26 @@ def _step(machine: Machine, model: ModelSize, setting: Setting, batch: int, cont
     return predict_step(machine, model, setting, _share(setting, batch), context)
 
 
-def recommend(machine: Machine, plans: Sequence[Plan], batch: int, context: int) -> tuple[Plan, str]:
+def recommend(machine: Machine, plans: Sequence[Plan], batch: int, context: int) -> tuple[Plan | None, str]:
     """Choose a plan, and give the reason in sentences.
 
     Returns:
         Of the plans that fit, the one with the shortest step; among steps within 2 % the smaller DCP group, which
-        moves less. If no plan fits, the plan that holds most.
+        moves less. None if no plan fits.
     """
     fitting = [plan for plan in plans if plan.fits]
     load = f"{batch:,} x {context:,} tokens"
     if not fitting:
-        best = max(plans, key=lambda plan: (plan.kv_tokens_total * plan.num_replicas, -plan.step_us["total"]))
-        if best.kv_tokens_total == 0:
-            weights = f"No setting holds even the weights ({_gib(best.weight_bytes_per_rank)} a rank)"
-            return best, f"{weights}; use more ranks (-tp) or larger GPUs."
-        return best, (
-            f"No setting holds {load}; {best} holds most: {best.kv_tokens_total * best.num_replicas:,} tokens, "
-            f"{best.max_num_seqs:,} such requests, or {batch:,} requests of {best.longest_context:,}."
+        widest = max(plans, key=lambda plan: plan.kv_tokens_total * plan.num_replicas)
+        if widest.kv_tokens_total == 0:
+            least = min(plan.weight_bytes_per_rank for plan in plans)
+            return (
+                None,
+                f"No setting holds even the weights ({_gib(least)} a rank); use more ranks (-tp) or larger GPUs.",
+            )
+        return None, (
+            f"No setting holds {load}; {widest} holds most: {widest.kv_tokens_total * widest.num_replicas:,} tokens, "
+            f"{widest.max_num_seqs:,} such requests, or {batch:,} requests of {widest.longest_context:,}."
         )
     shortest = min(plan.step_us["total"] for plan in fitting)
     best = min(
@@ -179,9 +184,7 @@ def _against_plain(best: Plan, plans: Sequence[Plan]) -> str:
     plain = next((plan for plan in same if plan.dcp == 1), None)
     if plain is None:
         return ""
-    return f" (plain TP: {_ms(plain)}" + (
-        ")" if plain.fits else f", and it holds {plain.kv_tokens_total:,} tokens only)"
-    )
+    return f" (plain TP: {_ms(plain)})" if plain.fits else f" (plain TP holds {plain.kv_tokens_total:,} tokens only)"
 
 
 def _crossing(machine: Machine, best: Plan, fitting: Sequence[Plan]) -> str:

@@ -79,10 +79,11 @@ def predict_split(
     link_busy = max(rate * sent_us, traffic.request_rate / num_decode * received_us) / 1e6
     goal = traffic.request_rate / num_decode * steps / 1e6
     num_running = _smallest(_most_running(decode), lambda num: num / decode.decode_us(num) >= goal)
-    queue_us = _queue_us(busy, service_us)
+    has_room = prefill.num_prompts >= 2
+    queue_us = _queue_us(busy, service_us) if has_room else None
     tokens = decode.setting.tokens_a_step
     obstacle = ""
-    if prefill.num_prompts < 2:
+    if not has_room:
         obstacle = (
             f"a prefill server holds {prefill.num_prompts:,} of 2 prompts: the next is computed while one is sent"
         )

@@ -280,6 +280,27 @@ def test_a_file_cut_anywhere_is_whole_lines_again(
     assert written == [*(line(index, text) for index, text in enumerate(texts[:kept])), line("new", "")]
 
 
+def test_lines_that_fit_on_a_full_disk_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that a step finishes together are written together, and the disk has room for some of them."""
+    path, write = tmp_path / "out", os.write
+    room = len(json.dumps(line(1))) * 5 // 2
+
+    def write_some(descriptor: int, data: bytes) -> int:
+        left = room - os.fstat(descriptor).st_size
+        if left <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data[:left])
+
+    with open_output_lines(path) as lines:
+        monkeypatch.setattr(os, "write", write_some)
+        with pytest.raises(OSError, match="No space left on device"):
+            lines.append([line(1), line(2), line(3), line(4)])
+        monkeypatch.undo()
+    assert read_lines(path) == [line(1), line(2)]
+    with open_output_lines(path) as lines:
+        assert lines.ids == {1, 2}
+
+
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, write = tmp_path / "out", os.write
 

@@ -92,6 +92,28 @@ def test_command_takes_a_directory_and_prints_a_table(tmp_path: Path, capfd: pyt
     assert len({len(line) for line in table}) == 1
 
 
+def test_nothing_is_recommended_where_nothing_fits(
+    config_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Neither of 1 GiB for the weights nor for the load there is room: no time is predicted."""
+    small, out, plot = tmp_path / "machine.json", tmp_path / "plan.json", tmp_path / "plan.png"
+    for memory, words in ((1 << 10, "even the weights"), (1 << 22, "No setting holds 2,000 x 20,000 tokens")):
+        small.write_text(json.dumps({"memory_bytes": memory}))
+        command = f"plan --model {config_file} --machine {small} -tp 4,8 --batch 2000 --context 20000 --input-len 64"
+        command += f" --kv-offloading-size 1 --json {out} --plot {plot}"
+        assert main(command.split()) == 0
+        printed, content = capfd.readouterr().out, json.loads(out.read_text())
+        assert re.search(rf"^recommended: none\. .*{words}", printed, re.MULTILINE)
+        assert "steps of tp" not in printed
+        assert "tiers of the cache" not in printed
+        for field in ("recommended", "prompts", "tiers"):
+            assert content[field] is None
+        for setting in content["settings"]:
+            assert (setting["fits"], setting["tokens_per_second"]) == (False, None)
+            assert (setting["step_us"], setting["crossover"]) == ({}, {})
+        assert plot.read_bytes().startswith(b"\x89PNG")
+
+
 def test_command_plans_sparse_models(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config, out, plot = tmp_path / "config.json", tmp_path / "plan.json", tmp_path / "plan.png"
     config.write_text(tiny_config("glm_moe_dsa").to_json_string())

@@ -37,6 +37,23 @@ def test_options_that_do_not_go_together(options: list[str], words: list[str]) -
     assert all(word in str(error.value) for word in words)
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode", "both"])
+def test_roles_without_a_key(role: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Servers of both roles need a key, and a start without one says so."""
+    options = ["--role", role, *(["--prefill-servers", "http://p:1"] if role == "decode" else [])]
+    monkeypatch.setattr(serve, "listen", lambda *_: pytest.skip.Exception)
+
+    def start(key: str | None) -> str:
+        caplog.clear()
+        with pytest.raises(TypeError, match="context manager"):
+            serve._start_frontend(parse(*options), key)
+        return caplog.text
+
+    without = start(None)
+    assert ("--api-key" in without and f"is {role} without a key" in without) is (role != "both")
+    assert not start("sesame")
+
+
 @pytest.mark.parametrize("url", ["p:1", "ftp://p", "http://", "http://p/v1", "http://p?x"])
 def test_wrong_urls(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
