@@ -50,6 +50,12 @@ def one_of(choices: Sequence[str]) -> Rule:
     return Rule(f"one of {', '.join(choices)}", lambda value: isinstance(value, str) and value in choices)
 
 
+def only(value: object) -> Rule:
+    """Return the rule of a single value, of its own type: 1 is not True."""
+    words = repr(value) if isinstance(value, str) else str(value).lower()
+    return Rule(words, lambda other: type(other) is type(value) and other == value)
+
+
 def optional(rule: Rule) -> Rule:
     """Return a rule that takes None, too."""
     return Rule(f"{rule.words}, or none", lambda value: value is None or rule.holds(value))
@@ -84,6 +90,7 @@ def either(first: Rule, second: Rule) -> Rule:
 
 
 FLAG = Rule("true or false", lambda value: isinstance(value, bool))
+OBJECT = Rule("an object", lambda value: isinstance(value, dict))
 TEXT = Rule("text that is not empty", lambda value: isinstance(value, str) and value != "")
 SIZE = whole(1, LARGEST_SIZE)
 

@@ -14,6 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from dcpmla.fields import (
     FLAG,
     LARGEST_SIZE,
+    OBJECT,
     SIZE,
     TEXT,
     Rule,
@@ -23,6 +24,7 @@ from dcpmla.fields import (
     list_of,
     number,
     one_of,
+    only,
     optional,
     whole,
 )
@@ -32,7 +34,6 @@ from dcpmla.integrations.families.routing import Routing, num_routed_experts
 _NUM_EXPERTS = whole(1, 1 << 16)
 _THETA = number(1, above=True)
 _POSITIVE = number(0, above=True)
-_OBJECT = Rule("an object", lambda value: isinstance(value, dict))
 _TOKEN_IDS = optional(either(whole(0), list_of(whole(0))))
 _DTYPE = optional(one_of(("float32", "bfloat16", "float16", "float64")))
 _LETTERS = Rule("text of F and S", lambda value: isinstance(value, str) and not set(value) - {"F", "S"})
@@ -76,12 +77,23 @@ _CONFIG_RULES = {
     **dict.fromkeys(("layer_types", "mlp_layer_types"), optional(list_of(TEXT))),
     **dict.fromkeys(("rope_theta", "compress_rope_theta"), _THETA),
     "partial_rotary_factor": optional(number(0, 1, above=True)),
-    **dict.fromkeys(("rope_parameters", "rope_scaling", "quantization_config"), optional(_OBJECT)),
+    **dict.fromkeys(("rope_parameters", "rope_scaling", "quantization_config"), optional(OBJECT)),
     "eos_token_id": _TOKEN_IDS,
     "pad_token_id": optional(whole(-LARGEST_SIZE)),
 }
-# Of the file alone: transformers renames or derives them.
-_RAW_RULES = {"dtype": _DTYPE, "torch_dtype": _DTYPE, "qk_rope_head_dim": even(LARGEST_SIZE)}
+# Of the file alone: transformers renames, derives or ignores them. Other values of several make other models.
+_RAW_RULES = {
+    **dict.fromkeys(("dtype", "torch_dtype"), _DTYPE),
+    "qk_rope_head_dim": even(LARGEST_SIZE),
+    "moe_layer_freq": only(1),
+    **dict.fromkeys(("use_bias", "use_qkv_bias", "mlp_bias"), optional(only(False))),
+}
+# Fields of the file that repeat another field of the model.
+_SAME = {
+    "rotary_dim": "qk_rope_head_dim",
+    "moe_shared_expert_intermediate_size": "moe_intermediate_size",
+    "num_key_value_heads": "num_attention_heads",
+}
 _ROPE_RULES = {
     **dict.fromkeys(("rope_type", "type"), _ROPE_TYPE),
     "rope_theta": _THETA,
@@ -93,7 +105,7 @@ _ROPE_RULES = {
     **dict.fromkeys(("short_factor", "long_factor"), list_of(_POSITIVE)),
     "truncate": FLAG,
     "llama_4_scaling_beta": optional(number(0)),
-    **dict.fromkeys(("main", "compress"), _OBJECT),
+    **dict.fromkeys(("main", "compress"), OBJECT),
 }
 
 
@@ -106,7 +118,7 @@ def check_generation_config(directory: Path) -> None:
         return
     try:
         raw = json.loads(file.read_text())
-        check_fields({"the file": _OBJECT}, {"the file": raw})
+        check_fields({"the file": OBJECT}, {"the file": raw})
         check_fields({"eos_token_id": _TOKEN_IDS}, raw)
         transformers.GenerationConfig.from_dict(raw)
     except Exception as error:  # transformers raises many kinds
@@ -118,14 +130,16 @@ def reason(error: Exception) -> str:
     return str(error) if isinstance(error, ValueError) else repr(error)
 
 
-def check_raw_config(raw: Mapping[str, Any], names: Mapping[str, str]) -> None:
-    """Raise ValueError for a field of a config.json that no model can have, by its name in the file.
+def check_raw_config(raw: Mapping[str, Any], names: Mapping[str, str], rules: Mapping[str, Rule]) -> None:
+    """Raise ValueError for a field of a config.json that no model of a family can have, by its name in the file.
 
     Args:
         names: Names in the file of fields that transformers' config has under others (`attribute_map`).
+        rules: Rules of the family (`Family.rules`).
     """
     renamed = {names[name]: rule for name, rule in _CONFIG_RULES.items() if name in names}
-    check_fields(renamed | _CONFIG_RULES | _RAW_RULES, raw)
+    inner = {f"{name}.{key}": raw[name][key] for name in raw if isinstance(raw[name], dict) for key in raw[name]}
+    check_fields({**renamed, **_CONFIG_RULES, **_RAW_RULES, **rules}, {**raw, **inner})
     for name in ("rope_parameters", "rope_scaling"):
         check_fields(_ROPE_RULES, raw.get(name) or {}, f"{name}.{{}}".format)
         for kind, fields in (raw.get(name) or {}).items():
@@ -173,8 +187,19 @@ def check_model(config: Any, routing: Routing) -> None:
 
 
 def check_mla(config: Any) -> None:
-    """Raise ValueError for inconsistent fields of MLA."""
-    _check_rope(config)
+    """Raise ValueError for inconsistent fields of MLA with a rotary embedding."""
+    check_sizes(config)
+    check_rope(config)
+
+
+def check_sizes(config: Any) -> None:
+    """Raise ValueError for sizes of MLA and of shared experts that do not go together."""
+    for name, other in _SAME.items():
+        if (size := getattr(config, name, None)) is not None and size != getattr(config, other, size):
+            raise ValueError(
+                f"{name} is {size}; it must be {config.attribute_map.get(other, other)}, which is "
+                f"{getattr(config, other)}"
+            )
     qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     if config.qk_head_dim != qk_head_dim:
         raise ValueError(
@@ -187,16 +212,17 @@ def check_mla(config: Any) -> None:
         )
 
 
-def _check_rope(config: Any) -> None:
+def check_rope(config: Any) -> None:
     """Raise ValueError unless transformers' rotary embedding rotates as many dims as attention has for it."""
     rope, dims = config.rope_parameters, config.qk_rope_head_dim
     check_rope_fields(rope, dims, "rope_parameters.{}")
-    rotated = config.head_dim
+    rotated, factor = config.head_dim, rope.get("partial_rotary_factor", 1.0)
     if rope["rope_type"] not in ("default", "proportional"):
-        rotated = int(rotated * rope.get("partial_rotary_factor", 1.0))
+        rotated = int(rotated * factor)
+    elif factor != 1.0 and dims not in (int(rotated * factor), int(getattr(config, "linear_head_dim", 0) * factor)):
+        rotated = int(rotated * factor)  # transformers ignores the factor; Ling's is of the other layers' heads
     if rotated != dims or dims % 2:
         raise ValueError(
             f"qk_rope_head_dim is {dims}; it must be even, and the {rotated} dims that head_dim {config.head_dim} and "
-            f"rope_parameters (rope_type {rope['rope_type']}, partial_rotary_factor "
-            f"{rope.get('partial_rotary_factor', 1.0)}) give"
+            f"rope_parameters (rope_type {rope['rope_type']}, partial_rotary_factor {factor}) give"
         )

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from dcpmla.attention.sparse.kind import SparseKind
-from dcpmla.fields import SIZE, check_fields, list_of, one_of, optional, whole
+from dcpmla.fields import SIZE, list_of, one_of, optional, whole
 from dcpmla.integrations.checkpoint_names import rename
 from dcpmla.integrations.decoder import load_decoder
 from dcpmla.integrations.families.family import NO_MTP
@@ -39,11 +39,6 @@ _NAMES = [
 @dataclass(frozen=True)
 class _AXK2(SparseFamily):
     """A.X-K2, whose query projection makes the gates of attention's output, too."""
-
-    def read_config(self, raw: dict[str, Any]) -> Any:
-        """Return A.X-K2's config."""
-        check_fields(_RULES, raw)
-        return super().read_config(raw)
 
     def attention(self, config: Any, has_mtp: bool = False) -> SparseKind:
         """Return sparse MLA with gates."""
@@ -91,4 +86,4 @@ def _load_decoder(parts: Parts, num_layers: int) -> Decoder:
     return load_decoder(parts, num_layers, "input_layernorm.norm", _load_block)
 
 
-AXK2 = _AXK2("AXK2", Routing(may_lack_groups=True, unchosen_score=0.0), load_decoder=_load_decoder)
+AXK2 = _AXK2("AXK2", Routing(may_lack_groups=True, unchosen_score=0.0), load_decoder=_load_decoder, rules=_RULES)

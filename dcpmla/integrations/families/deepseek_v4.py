@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcpmla.attention.compressed.kind import CompressedKind
+from dcpmla.fields import only
 from dcpmla.integrations.checkpoint_names import rename
 from dcpmla.integrations.decoder import Shapes, mtp_shapes
 from dcpmla.integrations.families.deepseek_v4_config import check_compressed, compressed_config
@@ -61,5 +62,10 @@ class _DeepseekV4(Family):
 
 
 DEEPSEEK_V4 = _DeepseekV4(
-    "DeepseekV4", Routing(scoring=None, group_score="max"), check_compressed, load_mixed_streams, load_stream_mtp
+    "DeepseekV4",
+    Routing(scoring=None, group_score="max"),
+    check_compressed,
+    load_mixed_streams,
+    load_stream_mtp,
+    rules={"num_key_value_heads": only(1)},
 )

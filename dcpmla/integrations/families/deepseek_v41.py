@@ -12,7 +12,7 @@ from torch import nn
 from dcpmla.attention.compressed.kind import CompressedKind
 from dcpmla.integrations.checkpoint_names import rename
 from dcpmla.integrations.families.deepseek_v4_names import RULES
-from dcpmla.integrations.families.deepseek_v41_config import check_raw, check_shared, shared_config
+from dcpmla.integrations.families.deepseek_v41_config import RAW_RULES, check_raw, check_shared, shared_config
 from dcpmla.integrations.families.family import NO_MTP, Family
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.streams import load_streams
@@ -37,13 +37,15 @@ class _DeepseekV41(Family):
 
     def read_config(self, raw: dict[str, Any]) -> Any:
         """Return transformers' config of DeepSeek-V4 with the fields of V4.1."""
-        check_raw(raw)
-        # transformers refuses these ratios, so its layers have windows alone.
-        fields = raw | {"entry_ratios": raw["compress_ratios"], "num_hash_layers": 0}
-        fields |= {"layer_types": ["sliding_attention"] * raw["num_hidden_layers"], "compress_ratios": None}
-        config = super().read_config(fields)
+        config = super().read_config(raw)
         config.model_type = "deepseek_v41_text"
         return config
+
+    def translate(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields for layers with windows alone, because transformers refuses these ratios."""
+        check_raw(raw)
+        fields = raw | {"entry_ratios": raw["compress_ratios"], "num_hash_layers": 0}
+        return fields | {"layer_types": ["sliding_attention"] * raw["num_hidden_layers"], "compress_ratios": None}
 
     def attention(self, config: Any, has_mtp: bool = False) -> CompressedKind:
         """Return the attention of all layers."""
@@ -102,4 +104,10 @@ def _load_delayed_streams(parts: Parts, num_layers: int) -> StreamDecoder:
     return decoder
 
 
-DEEPSEEK_V41 = _DeepseekV41("DeepseekV4", Routing(scoring=None, group_score="max"), check_shared, _load_delayed_streams)
+DEEPSEEK_V41 = _DeepseekV41(
+    "DeepseekV4",
+    Routing(scoring=None, group_score="max"),
+    check_shared,
+    _load_delayed_streams,
+    rules=RAW_RULES,
+)

@@ -4,13 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 from dcpmla.attention.compressed.config import WINDOW_ONLY, CandidateConfig, CompressedConfig, LayerKind
-from dcpmla.fields import FLAG, LARGEST_SIZE, SIZE, Rule, check_fields, even, list_of, optional, whole
+from dcpmla.fields import FLAG, LARGEST_SIZE, SIZE, either, even, list_of, one_of, only, optional, whole
 from dcpmla.integrations.families.deepseek_v4_config import check_compressed, compressed_config
 from dcpmla.integrations.ngrams import NgramSizes
 
 _LAYERS = list_of(whole(0, 1023))
-_FALSE = Rule("false", lambda value: value is False)
-_ONE = Rule("1", lambda value: value == 1 and not isinstance(value, bool))
 _SOURCES = ("kv_source_layer_ids", "index_source_layer_ids")
 _BLOCKS = ("candidate_topk_blocks", "candidate_block_size")
 # Without them transformers' config of DeepSeek-V4 would have its own sizes.
@@ -20,15 +18,14 @@ _NEEDED = (
     *("n_routed_experts", "num_experts_per_tok", "index_n_heads", "index_head_dim", "index_topk"),
     *("compress_ratios", *_SOURCES, "candidate_source_layer_id"),
 )
-_RAW_RULES = {
+RAW_RULES = {
     "num_hidden_layers": whole(1, 1024),
     "head_dim": SIZE,
     "qk_rope_head_dim": even(LARGEST_SIZE),
-    **dict.fromkeys(("num_key_value_heads", "n_shared_experts", "gate_temp"), _ONE),
-    "attention_bias": _FALSE,
+    **dict.fromkeys(("num_key_value_heads", "n_shared_experts", "gate_temp"), either(only(1), only(1.0))),
+    "attention_bias": only(False),
     "norm_topk_prob": FLAG,
-    "topk_method": Rule("'noaux_tc'", lambda value: value == "noaux_tc"),
-    "scoring_func": Rule("'sqrtsoftplus'", lambda value: value == "sqrtsoftplus"),
+    "scoring_func": one_of(("sqrtsoftplus",)),
     "compress_ratios": list_of(whole(0, 2)),
     **dict.fromkeys(_SOURCES, _LAYERS),
     "candidate_source_layer_id": whole(-1, 1023),  # -1 for no candidate blocks
@@ -38,8 +35,7 @@ _RAW_RULES = {
 
 
 def check_raw(raw: dict[str, Any]) -> None:
-    """Raise ValueError for fields of a file that are missing, or that no such model can have."""
-    check_fields(_RAW_RULES, raw)
+    """Raise ValueError for fields of a file that are missing, and for a head narrower than its rotated part."""
     needed = _NEEDED + (_BLOCKS if raw.get("candidate_source_layer_id", -1) >= 0 else ())
     if missing := [name for name in needed if raw.get(name) is None]:
         raise ValueError(f"{missing[0]} is missing; a DeepSeek-V4.1 config has {', '.join(needed)}")

@@ -11,6 +11,7 @@ from dcpmla.config import MLAConfig
 from dcpmla.fields import (
     FLAG,
     LARGEST_SIZE,
+    OBJECT,
     SIZE,
     Rule,
     check_fields,
@@ -19,6 +20,7 @@ from dcpmla.fields import (
     list_of,
     number,
     one_of,
+    only,
     optional,
     whole,
 )
@@ -30,7 +32,6 @@ from dcpmla.integrations.parts import Parts
 from dcpmla.model.mtp import MtpLayer
 from dcpmla.parallel.linear import read_weight
 
-_OBJECT = Rule("an object", lambda value: isinstance(value, dict))
 _SIZES = dict.fromkeys(
     ("num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank", "head_dim", "qk_nope_head_dim"), SIZE
 ) | {"v_head_dim": SIZE, "qk_rope_head_dim": even(LARGEST_SIZE)}
@@ -41,18 +42,15 @@ _RAW_RULES = {
     "sliding_window_size": SIZE,
     "shared_experts_intermediate_size": SIZE,
     "moe_shared_expert_intermediate_size": SIZE,
-    "rope_parameters": optional(_OBJECT),
+    **dict.fromkeys(("rope_parameters.indexed_attention", "rope_parameters.sliding_attention"), OBJECT),
     "per_layer_config": optional(Rule("an object of objects", lambda value: _holds_objects(value))),
     "num_hidden_layers": whole(1, 1024),
     "n_routed_experts": whole(2, 1 << 16),
     "mtp_layer_types": optional(list_of(one_of(("full_attention", FULL_ROTARY, WINDOW_ROTARY)))),
     "moe_layer_freq": either(whole(1), list_of(whole(0, 1))),
     **dict.fromkeys(("use_dsa", "use_sliding_window"), FLAG),
-    "scoring_func": one_of(("sigmoid",)),
-    "topk_method": one_of(("noaux_tc",)),
-    "apply_mla_qkv_lora_rescale": Rule("true", lambda value: value is True),
+    "apply_mla_qkv_lora_rescale": only(True),
     **dict.fromkeys(("attention_gate_type", "swa_attention_gate_type"), one_of(("headwise",))),
-    "mlp_bias": Rule("false", lambda value: value is False),
 }
 _TYPES = (FULL_ROTARY, WINDOW_ROTARY)
 
@@ -61,15 +59,12 @@ _TYPES = (FULL_ROTARY, WINDOW_ROTARY)
 class _Dots3(Family):
     """dots3, whose layers with a window have sizes of their own."""
 
-    def read_config(self, raw: dict[str, Any]) -> Any:
-        """Return the text model's config. The published file has configs of encoders, too."""
-        check_fields(_RAW_RULES, raw)
-        raw.setdefault("num_nextn_predict_layers", 1)  # published configs do not have it
-        check_fields(dict.fromkeys(_TYPES, _OBJECT), raw.get("rope_parameters") or {}, "rope_parameters.{}".format)
+    def translate(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields with the number of MTP modules, which published configs do not have."""
         if raw.get("per_layer_config") is not None:
             check_fields({"layer_types": list_of(one_of(_TYPES))}, raw)
             _check_sizes(raw["per_layer_config"], raw.get("num_hidden_layers"))
-        return super().read_config(raw)
+        return {"num_nextn_predict_layers": 1, **raw}
 
     def check(self, config: Any) -> None:
         """Raise ValueError for fields that no such model can have; sizes of layers are read from a layer's config."""
@@ -177,4 +172,4 @@ def _load_mtp(parts: Parts, block: str, embedding: Tensor) -> MtpLayer:
     return load_mtp(parts, block, own.to(**parts.placement.factory_kwargs))
 
 
-DOTS3 = _Dots3("Dots3NoteText", check_attention=_check, load_mtp=_load_mtp)
+DOTS3 = _Dots3("Dots3NoteText", check_attention=_check, load_mtp=_load_mtp, rules=_RAW_RULES)

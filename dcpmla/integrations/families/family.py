@@ -2,8 +2,8 @@
 
 import copy
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import transformers
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dcpmla.attention.kind import AttentionKind, DenseKind
 from dcpmla.config import MLAConfig
+from dcpmla.fields import Rule
 from dcpmla.hf_quantization import has_quantized_weights
 from dcpmla.integrations.checkpoint_names import TEXT_RULES, rename
 from dcpmla.integrations.config_checks import check_mla, check_model, check_raw_config
@@ -37,6 +38,8 @@ class Family:
         check_attention: Function that raises ValueError for inconsistent fields of a config.
         load_decoder: Loader of a number of the model's layers, without the MTP module's.
         load_mtp: Loader of the MTP module, whose block has a name, over the model's embedding.
+        rules: Rules for fields of a config.json that the family has, or of which it has a single value, by name; a
+            field of an object as "object.field".
     """
 
     class_prefix: str = "DeepseekV3"
@@ -44,6 +47,7 @@ class Family:
     check_attention: Callable[[Any], None] = check_mla
     load_decoder: Callable[[Parts, int], DecoderModule] = load_decoder
     load_mtp: Callable[[Parts, str, Tensor], MtpModule] = load_mtp
+    rules: Mapping[str, Rule] = field(default_factory=dict)
 
     def config_class(self) -> Any:
         """Return transformers' class of configs.
@@ -65,12 +69,16 @@ class Family:
             ValueError: A field that no such model can have. transformers raises exceptions of other kinds, too.
         """
         config_class = self.config_class()
-        check_raw_config(raw, config_class.attribute_map)
+        check_raw_config(raw, config_class.attribute_map, {**self.routing.rules(), **self.rules})
         if not has_quantized_weights(raw.get("quantization_config") or {}):
             del raw["quantization_config"]
-        config = config_class.from_dict(raw)
+        config = config_class.from_dict(self.translate(raw))
         self.check(config)
         return config
+
+    def translate(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a config.json, which keep to the rules, as transformers' class takes them."""
+        return raw
 
     def check(self, config: Any) -> None:
         """Raise ValueError for a transformers config that no such model can have."""

@@ -9,7 +9,7 @@ import transformers
 
 from dcpmla.attention.linear.config import DeltaConfig
 from dcpmla.attention.pooled.kind import PooledKind
-from dcpmla.fields import FLAG, SIZE, Rule, check_fields, list_of, number, one_of, optional, rules_of, whole
+from dcpmla.fields import FLAG, OBJECT, SIZE, check_fields, list_of, number, one_of, only, optional, rules_of, whole
 from dcpmla.indexer_config import IndexerConfig
 from dcpmla.integrations.checkpoint_names import rename
 from dcpmla.integrations.families.hybrid import HybridFamily
@@ -24,25 +24,21 @@ from dcpmla.parallel.linear import read_weight
 
 _PADDING = 64  # columns of zeros where other models have k_pe: rows have the width that kernels take
 _IN_FLOAT32 = ("attn_hc.fn", "ffn_hc.fn", "index_kpool_compress_ape")
-_TRUE = Rule("true", lambda value: value is True)
-_ZERO = whole(0, 0)
 _FLOOR = optional(number(-100, 0))
 _RAW_RULES = {
-    **dict.fromkeys(("qk_rope_head_dim", "head_dim"), _ZERO),
-    "mla_use_nope": _TRUE,  # vLLM's config has the field
-    "index_kpool_always_select_tail": _TRUE,  # else a request's first tokens would attend to nothing
+    **dict.fromkeys(("qk_rope_head_dim", "head_dim"), only(0)),
+    "mla_use_nope": only(True),  # vLLM's config has the field
+    "index_kpool_always_select_tail": only(True),  # else a request's first tokens would attend to nothing
     "norm_topk_prob": FLAG,
     "index_kpool": whole(2, 1024),
     "linear_lower_bound": _FLOOR,
-    "linear_attn_config": optional(Rule("an object", lambda value: isinstance(value, dict))),
+    "linear_attn_config": optional(OBJECT),
     "layer_types": optional(list_of(one_of(("linear_attention", "full_attention", *SPARSE_LAYERS)))),
     "mlp_layer_types": optional(list_of(one_of(("dense", "sparse")))),
-}
-_LINEAR_RULES = {
-    **dict.fromkeys(("num_heads", "head_dim"), SIZE),
-    "short_conv_kernel_size": whole(2, 64),
-    "gate_lower_bound": _FLOOR,
-    "safe_gate": FLAG,
+    **dict.fromkeys(("linear_attn_config.num_heads", "linear_attn_config.head_dim"), SIZE),
+    "linear_attn_config.short_conv_kernel_size": whole(2, 64),
+    "linear_attn_config.gate_lower_bound": _FLOOR,
+    "linear_attn_config.safe_gate": FLAG,
 }
 _DELTA_FIELDS = {"num_heads": "linear_num_heads", "head_dim": "linear_head_dim", "conv_size": "linear_conv_kernel_dim"}
 _NAMES = [(re.compile(r"\.hc_(attn|ffn)_(fn|base|scale)$"), r".\1_hc.\2")]
@@ -52,13 +48,9 @@ _NAMES = [(re.compile(r"\.hc_(attn|ffn)_(fn|base|scale)$"), r".\1_hc.\2")]
 class _Glm5Next(HybridFamily):
     """GLM-5-Next, whose layers without positions have no config of a rotary embedding."""
 
-    def read_config(self, raw: dict[str, Any]) -> Any:
-        """Return the text model's config of the fields."""
-        check_fields(_RAW_RULES, raw)
-        check_fields(_LINEAR_RULES, raw.get("linear_attn_config") or {}, "linear_attn_config.{}".format)
-        for name in ("qk_rope_head_dim", "head_dim"):
-            raw.pop(name, None)
-        return super().read_config(raw)
+    def translate(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields without the sizes of positions, which are 0."""
+        return {name: value for name, value in raw.items() if name not in ("qk_rope_head_dim", "head_dim")}
 
     def attention(self, config: Any, has_mtp: bool = False) -> PooledKind:
         """Return layers of linear attention and of sparse MLA over pools."""
@@ -151,4 +143,4 @@ def _load_decoder(parts: Parts, num_layers: int) -> StreamDecoder:
     return load_streams(parts, num_layers, constants, collapses=True, to_head=to_head)
 
 
-GLM5_NEXT = _Glm5Next("Glm5NextText", check_attention=_check, load_decoder=_load_decoder)
+GLM5_NEXT = _Glm5Next("Glm5NextText", check_attention=_check, load_decoder=_load_decoder, rules=_RAW_RULES)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dcpmla.attention.sparse.kind import SparseKind
-from dcpmla.fields import Rule, check_fields, list_of, number, one_of, whole
+from dcpmla.fields import check_fields, list_of, number, one_of, only, whole
 from dcpmla.integrations.checkpoint_names import rename
 from dcpmla.integrations.config_checks import check_mla, check_raw_config
 from dcpmla.integrations.families.sparse import SPARSE_LAYERS, SparseFamily
@@ -27,9 +27,8 @@ _NAMES = [
         (r"\.self_attn\.gate_proj\.", ".self_attn.g_proj."),
     )
 ]
-_TRUE = Rule("true", lambda value: value is True)
 _RAW_RULES = {  # vLLM's config has these fields; other values are other models
-    **dict.fromkeys(("enable_ihc", "gated_mla", "learnable_sink"), _TRUE),
+    **dict.fromkeys(("enable_ihc", "gated_mla", "learnable_sink"), only(True)),
     "gating_type": one_of(("elementwise",)),
 }
 _RULES = {
@@ -37,17 +36,12 @@ _RULES = {
     "layer_types": list_of(one_of(SPARSE_LAYERS)),
     "mlp_layer_types": list_of(one_of(("dense", "sparse"))),
 }
-_VL_ROPE_RULES = {"mrope_section": list_of(whole(0), 3)}
+_VL_RULES = _RAW_RULES | {"rope_parameters.mrope_section": list_of(whole(0), 3)}
 
 
 @dataclass(frozen=True)
 class _HyV4(SparseFamily):
     """HY V4, whose rotary embeddings rotate halves (rope_interleaved), in the indexer of the last columns."""
-
-    def read_config(self, raw: dict[str, Any]) -> Any:
-        """Return the config."""
-        check_fields(_RAW_RULES, raw)
-        return super().read_config(raw)
 
     def attention(self, config: Any, has_mtp: bool = False) -> SparseKind:
         """Return sparse MLA with gates and sinks."""
@@ -84,8 +78,7 @@ class _HyV4Vl(_HyV4):
     def read_config(self, raw: dict[str, Any]) -> Any:
         """Return HY V4's config of the fields, with this family's model type."""
         config_class = self.config_class()
-        check_raw_config(raw, config_class.attribute_map)
-        check_fields(_VL_ROPE_RULES, raw.get("rope_parameters") or {}, "rope_parameters.{}".format)
+        check_raw_config(raw, config_class.attribute_map, {**self.routing.rules(), **self.rules})
         fields = config_class.from_dict(raw).to_dict()
         del fields["rope_parameters"]["mrope_section"]
         model_type = fields.pop("model_type")
@@ -112,5 +105,7 @@ def _load_decoder(parts: Parts, num_layers: int) -> StreamDecoder:
     return load_streams(parts, num_layers, constants, collapses=True)
 
 
-HY_V4 = _HyV4("HYV4", check_attention=_check, load_decoder=_load_decoder)
-HY_V4_VL = _HyV4Vl("HYV4VLText", check_attention=_check, load_decoder=_load_decoder, rope_interleaved=True)
+HY_V4 = _HyV4("HYV4", check_attention=_check, load_decoder=_load_decoder, rules=_RAW_RULES)
+HY_V4_VL = _HyV4Vl(
+    "HYV4VLText", check_attention=_check, load_decoder=_load_decoder, rules=_VL_RULES, rope_interleaved=True
+)

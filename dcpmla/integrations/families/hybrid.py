@@ -6,8 +6,9 @@ from typing import Any
 
 from dcpmla.attention.linear.config import DeltaConfig
 from dcpmla.attention.linear.kind import HybridKind
-from dcpmla.fields import FLAG, check_fields, list_of, one_of, rules_of
+from dcpmla.fields import FLAG, check_fields, list_of, one_of, only, optional, rules_of
 from dcpmla.integrations.checkpoint_names import rename
+from dcpmla.integrations.config_checks import check_rope, check_sizes
 from dcpmla.integrations.families.family import Family
 
 _NAMES = [
@@ -30,6 +31,18 @@ _DELTA_FIELDS = {
     "head_dim": "linear_head_dim",
     "conv_size": "linear_conv_kernel_dim",
     "decay_floor": "kda_lower_bound",  # Ling's
+}
+# Ling-2.5 and 2.6 have the model type of Ling-3.0, and Lightning attention. Other fields are of Ling's older models.
+_LING_RULES = {
+    "architectures": optional(list_of(one_of(("BailingMoeV3ForCausalLM", "BailingHybridForCausalLM")))),
+    **dict.fromkeys(("no_kda_lora", "linear_silu", "use_qk_norm", "use_rmsnorm"), only(True)),
+    "moe_router_enable_expert_bias": only(True),
+    **dict.fromkeys(("use_kda_lora", "use_mla_nope", "mtp_use_kda", "pregate_inference"), only(False)),
+    **dict.fromkeys(("value_norm", "up_proj_norm", "use_nGPT", "scale_router_input"), only(False)),
+    "gated_attention_proj_granularity_type": one_of(("head_wise",)),
+    "group_norm_size": only(1),
+    "num_kv_heads_for_linear_attn": only(0),
+    "router_dtype": one_of(("fp32", "float32")),
 }
 
 
@@ -74,7 +87,8 @@ class _Ling(HybridFamily):
 
 
 def check_hybrid(config: Any) -> None:
-    """Raise ValueError unless each layer is MLA or linear attention, and both exist."""
+    """Raise ValueError for inconsistent sizes, or unless each layer is MLA or linear attention, and both exist."""
+    check_sizes(config)
     rules = {_DELTA_FIELDS.get(name, name): rule for name, rule in rules_of(DeltaConfig).items()}
     check_fields(rules | {"layer_types": list_of(one_of(_TYPES)), "kda_safe_gate": FLAG}, vars(config))
     if len(config.layer_types) != config.num_hidden_layers or {*config.layer_types} != {*_TYPES}:
@@ -84,4 +98,10 @@ def check_hybrid(config: Any) -> None:
         )
 
 
-LING = _Ling("BailingHybrid", check_attention=check_hybrid)
+def _check_ling(config: Any) -> None:
+    """Raise ValueError for inconsistent fields of layers and of the rotary embedding."""
+    check_hybrid(config)
+    check_rope(config)
+
+
+LING = _Ling("BailingHybrid", check_attention=_check_ling, rules=_LING_RULES)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dcpmla.attention.linear.kind import HybridKind
-from dcpmla.fields import FLAG, SIZE, Rule, check_fields, list_of, number, one_of, optional, whole
+from dcpmla.fields import FLAG, OBJECT, SIZE, list_of, number, one_of, only, optional, whole
 from dcpmla.integrations.decoder import load_decoder
 from dcpmla.integrations.families.family import NO_MTP
 from dcpmla.integrations.families.hybrid import HybridFamily, check_hybrid
@@ -14,23 +14,19 @@ from dcpmla.integrations.sharded_model import DecoderModule
 
 _LAYERS = list_of(whole(1, 1024))
 _RULES = {
-    "linear_attn_config": Rule("an object", lambda value: isinstance(value, dict)),
+    "linear_attn_config": OBJECT,
     "attn_res_block_size": optional(whole(1, 1024)),
     "routed_expert_hidden_size": optional(SIZE),
     **dict.fromkeys(("latent_moe_use_norm", "mla_use_output_gate"), FLAG),
-    "mla_use_nope": Rule("true", lambda value: value is True),
+    "mla_use_nope": only(True),
     "hidden_act": one_of(("silu", "swish", "situ")),
     **dict.fromkeys(("activation_situ_beta", "activation_situ_linear_beta"), optional(number(0, above=True))),
-    "moe_router_activation_func": one_of(("sigmoid",)),
-    "topk_method": one_of(("noaux_tc",)),
-    "moe_layer_freq": whole(1, 1),
-}
-_DELTA_RULES = {
-    **dict.fromkeys(("num_heads", "head_dim"), SIZE),
-    "short_conv_kernel_size": whole(2, 64),
-    **dict.fromkeys(("kda_layers", "full_attn_layers"), _LAYERS),
-    "use_full_rank_gate": FLAG,
-    "gate_lower_bound": optional(number(-100, 0)),
+    "use_grouped_topk": only(True),
+    **dict.fromkeys(("linear_attn_config.num_heads", "linear_attn_config.head_dim"), SIZE),
+    "linear_attn_config.short_conv_kernel_size": whole(2, 64),
+    **dict.fromkeys(("linear_attn_config.kda_layers", "linear_attn_config.full_attn_layers"), _LAYERS),
+    "linear_attn_config.use_full_rank_gate": FLAG,
+    "linear_attn_config.gate_lower_bound": optional(number(-100, 0)),
 }
 
 
@@ -40,16 +36,17 @@ class _Kimi(HybridFamily):
 
     def read_config(self, raw: dict[str, Any]) -> Any:
         """Return Kimi Linear's config, with `situ_bounds` if the activation has them."""
-        check_fields(_RULES, raw)
+        config = super().read_config(raw)
+        if raw.get("hidden_act") == "situ":
+            config.situ_bounds = raw.get("activation_situ_beta") or 1.0, raw.get("activation_situ_linear_beta")
+        return config
+
+    def translate(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields with an activation that transformers has."""
         linear = raw.get("linear_attn_config") or {}
-        check_fields(_DELTA_RULES, linear, "linear_attn_config.{}".format)
         if "kda_layers" in linear and "full_attn_layers" in linear:
             _check_layers(linear["kda_layers"], linear["full_attn_layers"], raw.get("num_hidden_layers"))
-        if raw.get("hidden_act") != "situ":
-            return super().read_config(raw)
-        config = super().read_config(raw | {"hidden_act": "silu"})  # transformers has no SiTU
-        config.situ_bounds = raw.get("activation_situ_beta") or 1.0, raw.get("activation_situ_linear_beta")
-        return config
+        return raw | {"hidden_act": "silu"} if raw.get("hidden_act") == "situ" else raw
 
     def attention(self, config: Any, has_mtp: bool = False) -> HybridKind:
         """Return layers of MLA and of linear attention."""
@@ -88,4 +85,4 @@ def _load_decoder(parts: Parts, num_layers: int) -> DecoderModule:
     return load_sum_decoder(parts, num_layers) if is_mixed else load_decoder(parts, num_layers)
 
 
-KIMI_LINEAR = _Kimi("KimiLinear", check_attention=check_hybrid, load_decoder=_load_decoder)
+KIMI_LINEAR = _Kimi("KimiLinear", check_attention=check_hybrid, load_decoder=_load_decoder, rules=_RULES)

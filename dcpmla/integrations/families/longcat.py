@@ -8,12 +8,22 @@ from typing import Any
 from torch import Tensor
 
 from dcpmla.attention.kind import DenseKind
+from dcpmla.fields import one_of, only
 from dcpmla.integrations.decoder import Shapes, load_decoder
 from dcpmla.integrations.families.family import Family
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.block import ShortcutBlock
 from dcpmla.model.moe import MoE
+
+_RULES = {
+    **dict.fromkeys(("mla_scale_q_lora", "mla_scale_kv_lora"), only(True)),
+    "zero_expert_type": one_of(("identity",)),
+    "attention_method": one_of(("MLA", "mla")),
+    **dict.fromkeys(("router_bias", "nextn_use_scmoe"), only(False)),
+    # LongCat-Flash-Lite adds embeddings of n-grams.
+    **dict.fromkeys(("ngram_vocab_size_ratio", "emb_neighbor_num", "emb_split_num"), only(None)),
+}
 
 
 @dataclass(frozen=True)
@@ -72,4 +82,5 @@ LONGCAT = _Longcat(
         bias="router.e_score_correction_bias",
     ),
     load_decoder=partial(load_decoder, first_norm="input_layernorm.0", load=_load_block),
+    rules=_RULES,
 )

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from dcpmla.attention.kind import DenseKind
-from dcpmla.fields import SIZE, Rule, check_fields, number
+from dcpmla.fields import SIZE, check_fields, number
 from dcpmla.integrations.config_checks import check_mla
 from dcpmla.integrations.decoder import load_decoder
 from dcpmla.integrations.families.family import Family
@@ -18,7 +18,6 @@ _RULES = {
     "scale_emb": number(0, 1e4, above=True),
     "scale_depth": number(1e-3, 1e3),
     "dim_model_base": SIZE,
-    "mlp_bias": Rule("false", lambda value: value is False),
 }
 
 

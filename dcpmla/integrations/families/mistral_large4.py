@@ -7,9 +7,9 @@ from typing import Any
 import transformers
 
 from dcpmla.attention.sparse.mixed import MixedKind
-from dcpmla.fields import Rule, check_fields, list_of, number, one_of, optional, whole
+from dcpmla.fields import Rule, list_of, number, one_of, only, optional, whole
 from dcpmla.integrations.checkpoint_names import rename
-from dcpmla.integrations.config_checks import check_mla, check_raw_config
+from dcpmla.integrations.config_checks import check_mla
 from dcpmla.integrations.decoder import load_decoder
 from dcpmla.integrations.families.family import NO_MTP
 from dcpmla.integrations.families.routing import Routing
@@ -19,10 +19,9 @@ from dcpmla.integrations.parts import Parts
 from dcpmla.model.block import Decoder
 from dcpmla.parallel.linear import fill, read_weight
 
-_TRUE = Rule("true", lambda value: value is True)
 _RULES = {
     "q_lora_rank": Rule("null, as queries are made from hidden states", lambda value: value is None),
-    **dict.fromkeys(("norm_topk_prob", "rope_interleave", "indexer_rope_interleave"), _TRUE),
+    **dict.fromkeys(("norm_topk_prob", "rope_interleave", "indexer_rope_interleave"), only(True)),
     "final_logit_softcapping": number(0, above=True),
     **dict.fromkeys(("no_rope_layer_interval", "index_topk_freq"), whole(1)),
     "index_skip_topk_offset": whole(1),
@@ -60,13 +59,10 @@ _NAMES = [
 class _MistralLarge4(SparseFamily):
     """Mistral Large 4, whose layers have latents of their own or attend to an earlier layer's."""
 
-    def read_config(self, raw: dict[str, Any]) -> Any:
-        """Return the text model's config of the fields."""
-        config_class = self.config_class()
-        check_raw_config(raw, config_class.attribute_map)
-        check_fields(_RULES, raw)
-        _check_lists(raw, raw.get("num_hidden_layers", config_class.num_hidden_layers))
-        return super().read_config(raw)
+    def translate(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields, whose lists have an entry a layer."""
+        _check_lists(raw, raw.get("num_hidden_layers", self.config_class().num_hidden_layers))
+        return raw
 
     def attention(self, config: Any, has_mtp: bool = False) -> MixedKind:
         """Return sparse MLA, with and without positions."""
@@ -145,5 +141,6 @@ MISTRAL_LARGE4 = _MistralLarge4(
     Routing(scoring="softmax"),
     check_attention=_check,
     load_decoder=_load_decoder,
+    rules=_RULES,
     rope_interleaved=True,
 )

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from dcpmla.fields import Rule, one_of, only, optional
 from dcpmla.model.router import Router
 
 
@@ -31,6 +32,14 @@ class Routing:
     needs_bias: bool = True
     may_lack_groups: bool = False
     unchosen_score: float = -math.inf
+
+    def rules(self) -> dict[str, Rule]:
+        """Return the rules for the fields of a config.json that would choose experts in another way."""
+        scoring = one_of(("sigmoid", "sqrtsoftplus") if self.scoring is None else (self.scoring,))
+        rules = dict.fromkeys(("scoring_func", "score_function", "moe_router_activation_func"), scoring)
+        methods = ("greedy", "group_limited_greedy") if self.reads_topk_method else ("noaux_tc",)
+        rules["topk_method"] = optional(one_of(methods if self.needs_bias else (*methods, "none")))
+        return rules if self.renormalizes else rules | {"norm_topk_prob": only(False)}
 
     def router(self, config: Any, num_shared: int) -> Router:
         """Return the router of a transformers config.
