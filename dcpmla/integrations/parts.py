@@ -1,7 +1,7 @@
 """The parts of a model that this package computes, each from transformers' module of it and a checkpoint's slices."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from dcpmla.comm.reduce import Reduce
 from dcpmla.fields import check_experts
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.model.block import VocabHead
-from dcpmla.model.glu import SWIGLU, Glu
+from dcpmla.model.glu import Glu, LayerGlus
 from dcpmla.model.latent import Latent
 from dcpmla.model.mlp import MLP, MLPPart
 from dcpmla.model.moe import Gate, MoE, load_experts, read_expert, unstack_experts
@@ -39,11 +39,11 @@ class Parts:
         spreads_experts: Whether each rank has its share of the experts whole, instead of a slice of every one.
         expert_dtype: "auto" or "fp8" (`load_experts`).
         routing: Choice of experts.
+        glus: Function of a layer's number that returns its gated linear units.
         kind: Kind of attention.
         reduce: Sums over the TP ranks.
         eps: Epsilon of the norms of hidden states.
         directory: Directory of the checkpoint.
-        bounds_mlps: Whether swiglu_limit bounds dense MLPs and shared experts, as it bounds routed experts.
         default_scales: Names of scales that are 1 because the checkpoint lacks them.
         num_layers: Number of layers of attention that are loaded.
     """
@@ -54,25 +54,17 @@ class Parts:
     spreads_experts: bool
     expert_dtype: str
     routing: Routing
+    glus: Callable[[int], LayerGlus]
     kind: AttentionKind
     reduce: Reduce
     eps: float
     directory: Path
-    bounds_mlps: bool = True
     default_scales: set[str] = field(default_factory=set)
     num_layers: int = 0
 
-    @property
-    def _glu(self) -> Glu:
-        config = self.model.config
-        if (bounds := getattr(config, "situ_bounds", None)) is not None:
-            return Glu(bounds[0], bounds[1], is_smooth=True)
-        limit = getattr(config, "swiglu_limit", None)
-        return Glu(limit, limit)
-
-    @property
-    def _mlp_glu(self) -> Glu:
-        return self._glu if self.bounds_mlps else SWIGLU
+    def _glus_of(self, name: str) -> LayerGlus:
+        """Return the gated linear units of the layer that has a module `model.layers.N.*`."""
+        return self.glus(int(name.split(".")[2]))
 
     def _cut(self, size: int) -> slice:
         in_blocks = getattr(self.model.config, "quantization_config", None) is not None
@@ -128,16 +120,21 @@ class Parts:
         module = self.model.get_submodule(name)
         return self._moe(name, module) if hasattr(module, "experts") else self.dense(name)
 
-    def dense(self, name: str) -> MLP:
-        """Return an MLP of the checkpoint's size."""
+    def dense(self, name: str, glu: Glu | None = None) -> MLP:
+        """Return an MLP of the checkpoint's size.
+
+        Args:
+            glu: Its gated linear unit; None for that of the layer's dense MLPs.
+        """
         size, hidden_size = self.weights[f"{name}.gate_proj.weight"].shape
         columns = self._cut(size)
-        mlp = MLP(hidden_size, columns.stop - columns.start, self._mlp_glu, **self.placement.factory_kwargs)
+        glu = self._glus_of(name).dense if glu is None else glu
+        mlp = MLP(hidden_size, columns.stop - columns.start, glu, **self.placement.factory_kwargs)
         mlp.load_weights(self.weights, MLPPart(f"{name}.", size, columns))
         return mlp
 
     def _moe(self, name: str, module: Any) -> MoE:
-        tp_rank, tp_size = self.placement.mesh.tp_rank, self.placement.mesh.tp_size
+        tp_rank, tp_size, glus = self.placement.mesh.tp_rank, self.placement.mesh.tp_size, self._glus_of(name)
         num_experts, width, size = module.experts.down_proj.shape
         check_experts(num_experts, size, tp_size, self.spreads_experts)
         weights = unstack_experts(self.weights, f"{name}.experts.", num_experts)
@@ -155,8 +152,8 @@ class Parts:
             gate,
             experts,
             own.start,
-            self.dense(f"{name}.shared_experts") if has_mlp else None,
-            self._glu,
+            self.dense(f"{name}.shared_experts", glus.shared) if has_mlp else None,
+            glus.routed,
             num_experts + len(shared),
             adds_identity,
             self._latent(name, width) if hasattr(module, "routed_expert_down_proj") else None,
@@ -175,7 +172,8 @@ class Parts:
 
     def _shared_parts(self, name: str, module: Any, weights: Mapping[str, Weight], expert: MLPPart) -> list[MLPPart]:
         """Return the shared MLP as further experts, if it has their activation, width, cut and format."""
-        if not hasattr(module, "shared_experts") or self.spreads_experts or self._mlp_glu != self._glu:
+        glus = self._glus_of(name)
+        if not hasattr(module, "shared_experts") or self.spreads_experts or glus.shared != glus.routed:
             return []
         whole, hidden_size = module.shared_experts.gate_proj.weight.shape
         if whole % expert.size or hidden_size != module.experts.down_proj.shape[1]:

@@ -86,7 +86,10 @@ def load_model(
     reduce = select_reduce(mesh.tp_group, device, dcp.exchange_timeout, dcp.deterministic)
     spreads_experts, routing = enable_expert_parallel and mesh.tp_size > 1, family.routing
     eps = config.rms_norm_eps
-    parts = Parts(model, weights, placement, spreads_experts, expert_dtype, routing, attention, reduce, eps, directory)
+    glus = partial(family.glus, config)
+    parts = Parts(
+        model, weights, placement, spreads_experts, expert_dtype, routing, glus, attention, reduce, eps, directory
+    )
     num_mtp_layers = config.num_hidden_layers - num_layers
     decoder = family.load_decoder(parts, len(model.model.layers) - num_mtp_layers)
     mtp = family.load_mtp(parts, mtp_block, decoder.embedding) if with_mtp else None

@@ -1,5 +1,6 @@
 """Gated linear units, the activation of MLPs and experts: silu(gate) * up, with bounds."""
 
+from math import exp
 from typing import NamedTuple
 
 from torch import Tensor, tanh
@@ -23,6 +24,27 @@ class Glu(NamedTuple):
 
 
 SWIGLU = Glu()
+
+
+class LayerGlus(NamedTuple):
+    """The gated linear units of a layer: of routed experts, of shared experts, and of dense MLPs."""
+
+    routed: Glu
+    shared: Glu
+    dense: Glu
+
+
+def clamp_after_silu(limit: float) -> Glu:
+    """Return the unit silu(gate).clamp(max=limit) * up.clamp(-limit, limit), as Ling-3.0 has it; no bounds for 0.
+
+    silu rises wherever it is positive, so its bound is one of gate: the x above 0 with silu(x) = limit.
+    """
+    if limit == 0:
+        return SWIGLU
+    bound = limit
+    for _ in range(64):  # Newton's method on x - limit (1 + exp(-x)), which is concave: it never passes the root
+        bound -= (bound - limit * (1 + exp(-bound))) / (1 + limit * exp(-bound))
+    return Glu(bound, limit)
 
 
 def activate(gate: Tensor, up: Tensor, glu: Glu) -> Tensor:

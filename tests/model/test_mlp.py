@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch.nn import functional
 
-from dcpmla.model.glu import SWIGLU, Glu
+from dcpmla.model.glu import SWIGLU, Glu, clamp_after_silu
 from dcpmla.model.mlp import activate_rows
 from dcpmla.parallel.fp8 import quantize_rows
 from dcpmla.parallel.quantized import quantize_groups
@@ -30,6 +31,16 @@ def test_values(glu: Glu) -> None:
         torch.testing.assert_close(activate_rows(gate_up, glu), wanted(gate_up, glu).float(), equal_nan=True)
         rounded = activate_rows(gate_up.bfloat16(), glu)
         torch.testing.assert_close(rounded, wanted(gate_up.bfloat16(), glu).bfloat16(), equal_nan=True)
+
+
+@pytest.mark.parametrize("limit", [1e-3, 0.05, 0.3, 1.0, 4.0, 7.0, 1e3])
+def test_bounds_after_silu(limit: float) -> None:
+    gate_up = torch.cat([random_rows(1025) * scale * max(limit, 0.1) for scale in (0.3, 1.0, 10.0)])
+    gate, up = gate_up.double().chunk(2, -1)
+    expected = functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+    out = activate_rows(gate_up, clamp_after_silu(limit))
+    torch.testing.assert_close(out, expected.float(), equal_nan=True)
+    assert clamp_after_silu(0) == SWIGLU
 
 
 def check_kernel(device: str) -> None:

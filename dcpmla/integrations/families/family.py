@@ -19,6 +19,7 @@ from dcpmla.integrations.decoder import Shapes, load_decoder, load_mtp, mtp_shap
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.parts import Parts
 from dcpmla.integrations.sharded_model import DecoderModule, MtpModule
+from dcpmla.model.glu import Glu, LayerGlus
 
 # eps of the norms of both latents. Whatever a config's rms_norm_eps is (it holds for the other norms), the modeling
 # code published with DeepSeek-V2, V3 and V3.2, Kimi-K2 and LongCat, and transformers' for all families, leave these
@@ -94,6 +95,11 @@ class Family:
             ValueError: A field that no attention can have.
         """
         return DenseKind(_mla_config(config), config.num_hidden_layers)
+
+    def glus(self, config: Any, layer: int) -> LayerGlus:
+        """Return a layer's gated linear units: swiglu_limit bounds all."""
+        limit = getattr(config, "swiglu_limit", None)
+        return LayerGlus(*3 * [Glu(limit, limit)])
 
     def new_model(self, config: Any) -> Any:
         """Return transformers' causal language model of a config."""

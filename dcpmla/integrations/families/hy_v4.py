@@ -11,6 +11,7 @@ from dcpmla.integrations.config_checks import check_mla, check_raw_config
 from dcpmla.integrations.families.sparse import SPARSE_LAYERS, SparseFamily
 from dcpmla.integrations.families.streams import drop_connections, load_streams, with_single_stream
 from dcpmla.integrations.parts import Parts
+from dcpmla.model.glu import SWIGLU, LayerGlus
 from dcpmla.model.mixing import Constants
 from dcpmla.model.stream_decoder import StreamDecoder
 
@@ -50,6 +51,10 @@ class _HyV4(SparseFamily):
         indexer = replace(kind.config.indexer, rope_last=True, norm_eps=config.rms_norm_eps)
         mla = replace(kind.config, rope_interleaved=self.rope_interleaved, has_sinks=True, indexer=indexer)
         return replace(kind, config=mla, num_gates=config.v_head_dim)
+
+    def glus(self, config: Any, layer: int) -> LayerGlus:
+        """Return a layer's gated linear units: swiglu_limit bounds routed experts alone."""
+        return LayerGlus(super().glus(config, layer).routed, SWIGLU, SWIGLU)
 
     def extend(self, model: Any) -> None:
         """Give the gates' projections the name that other families have for them; an MTP module has no streams."""
@@ -100,7 +105,7 @@ def _check(config: Any) -> None:
 
 def _load_decoder(parts: Parts, num_layers: int) -> StreamDecoder:
     """Load a decoder whose streams are not mixed with each other."""
-    config, parts.bounds_mlps = parts.model.config, False
+    config = parts.model.config
     constants = Constants(config.rms_norm_eps, config.hc_eps, 0, config.hc_magnitude, post_eps=config.hc_eps)
     return load_streams(parts, num_layers, constants, collapses=True)
 

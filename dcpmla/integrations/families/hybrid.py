@@ -6,10 +6,11 @@ from typing import Any
 
 from dcpmla.attention.linear.config import DeltaConfig
 from dcpmla.attention.linear.kind import HybridKind
-from dcpmla.fields import FLAG, check_fields, list_of, one_of, only, optional, rules_of
+from dcpmla.fields import FLAG, check_fields, list_of, number, one_of, only, optional, rules_of
 from dcpmla.integrations.checkpoint_names import rename
 from dcpmla.integrations.config_checks import check_rope, check_sizes
 from dcpmla.integrations.families.family import Family
+from dcpmla.model.glu import SWIGLU, LayerGlus, clamp_after_silu
 
 _NAMES = [
     (re.compile(pattern), name)
@@ -32,6 +33,7 @@ _DELTA_FIELDS = {
     "conv_size": "linear_conv_kernel_dim",
     "decay_floor": "kda_lower_bound",  # Ling's
 }
+_LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")  # of routed and of shared experts
 # Ling-2.5 and 2.6 have the model type of Ling-3.0, and Lightning attention. Other fields are of Ling's older models.
 _LING_RULES = {
     "architectures": optional(list_of(one_of(("BailingMoeV3ForCausalLM", "BailingHybridForCausalLM")))),
@@ -40,6 +42,7 @@ _LING_RULES = {
     **dict.fromkeys(("use_kda_lora", "use_mla_nope", "mtp_use_kda", "pregate_inference"), only(False)),
     **dict.fromkeys(("value_norm", "up_proj_norm", "use_nGPT", "scale_router_input"), only(False)),
     "gated_attention_proj_granularity_type": one_of(("head_wise",)),
+    **dict.fromkeys(_LIMITS, optional(list_of(optional(number(0))))),
     "group_norm_size": only(1),
     "num_kv_heads_for_linear_attn": only(0),
     "router_dtype": one_of(("fp32", "float32")),
@@ -85,6 +88,15 @@ class _Ling(HybridFamily):
         delta = replace(kind.delta, low_ranks="", decay_floor=floor)
         return replace(kind, num_gates=1, delta=delta)
 
+    def glus(self, config: Any, layer: int) -> LayerGlus:
+        """Return a layer's gated linear units; transformers' model has no bounds.
+
+        Source: vLLM's and SGLang's models of Ling-3.0.
+        """
+        lists = [getattr(config, name, None) or [] for name in _LIMITS]
+        routed, shared = (clamp_after_silu((limits[layer] or 0) if layer < len(limits) else 0) for limits in lists)
+        return LayerGlus(routed, shared, SWIGLU)
+
 
 def check_hybrid(config: Any) -> None:
     """Raise ValueError for inconsistent sizes, or unless each layer is MLA or linear attention, and both exist."""
@@ -102,6 +114,13 @@ def _check_ling(config: Any) -> None:
     """Raise ValueError for inconsistent fields of layers and of the rotary embedding."""
     check_hybrid(config)
     check_rope(config)
+    for name in _LIMITS:
+        limits = getattr(config, name, None)
+        if limits is not None and len(limits) < config.num_hidden_layers:
+            raise ValueError(
+                f"{name} has {len(limits)} entries; each of {config.num_hidden_layers} layers (num_hidden_layers) has "
+                "one, 0 for no limit"
+            )
 
 
 LING = _Ling("BailingHybrid", check_attention=_check_ling, rules=_LING_RULES)

@@ -11,6 +11,7 @@ from dcpmla.integrations.families.hybrid import HybridFamily, check_hybrid
 from dcpmla.integrations.families.kimi_k3 import K3Fields, extend_to_k3, load_sum_decoder
 from dcpmla.integrations.parts import Parts
 from dcpmla.integrations.sharded_model import DecoderModule
+from dcpmla.model.glu import Glu, LayerGlus
 
 _LAYERS = list_of(whole(1, 1024))
 _RULES = {
@@ -57,6 +58,15 @@ class _Kimi(HybridFamily):
             config=replace(kind.config, use_rope=False),
             delta=replace(kind.delta, low_ranks=low_ranks, decay_floor=fields.decay_floor),
             num_gates=config.v_head_dim if fields.gates_output else 0,
+        )
+
+    def glus(self, config: Any, layer: int) -> LayerGlus:
+        """Return a layer's gated linear units: SiTU for Kimi-K3."""
+        bounds = getattr(config, "situ_bounds", None)
+        return (
+            super().glus(config, layer)
+            if bounds is None
+            else LayerGlus(*3 * [Glu(bounds[0], bounds[1], is_smooth=True)])
         )
 
     def check_mtp(self, config: Any) -> None:

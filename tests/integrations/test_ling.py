@@ -1,0 +1,78 @@
+"""Ling-3.0's bounds of activations, by layer and kind of expert, against transformers' model with the bounds added."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dcpmla.integrations.model_files import load_config
+from tests.integrations.test_transformers import check, make_cases, rewrite_config
+from tests.support.models import STATE_FAMILIES, save_tiny
+
+pytestmark = pytest.mark.skipif("bailing_hybrid" not in STATE_FAMILIES, reason="needs a transformers with Ling")
+ROUTED, SHARED = "expert_swiglu_limit_list", "share_expert_swiglu_limit_list"
+
+
+def bounded(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """Return the activation of vLLM's and SGLang's models; a limit of 0 is none."""
+    if not limit:
+        return functional.silu(gate) * up
+    return functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+
+
+class Experts(nn.Module):
+    """transformers' experts with a bound."""
+
+    def __init__(self, experts: Any, limit: float) -> None:
+        super().__init__()
+        self.experts, self.limit = experts, limit
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        gate, up = torch.einsum("th,eoh->teo", x, self.experts.gate_up_proj).chunk(2, -1)
+        rows = torch.einsum("tei,ehi->teh", bounded(gate, up, self.limit), self.experts.down_proj)
+        return (rows.gather(1, ids[..., None].expand(-1, -1, x.shape[1])) * weights[..., None]).sum(1)
+
+
+class Shared(nn.Module):
+    """transformers' shared experts with a bound."""
+
+    def __init__(self, mlp: Any, limit: float) -> None:
+        super().__init__()
+        self.mlp, self.limit = mlp, limit
+
+    def forward(self, x: Tensor) -> Tensor:
+        down: Tensor = self.mlp.down_proj(bounded(self.mlp.gate_proj(x), self.mlp.up_proj(x), self.limit))
+        return down
+
+
+def test_bounds_of_each_layer(tmp_path: Path) -> None:
+    reference = save_tiny("bailing_hybrid", tmp_path)
+    # Layer 0 has no experts; the others have a bound for either kind, for both, or the same for both.
+    routed, shared = [0.1, 0, 0.3, 0.2], [0.1, 0.4, 0, 0.2, 9.0]
+    for layer, of_routed, of_shared in zip(reference.model.layers[1:], routed[1:], shared[1:], strict=False):
+        layer.mlp.experts = Experts(layer.mlp.experts, of_routed)
+        layer.mlp.shared_experts = Shared(layer.mlp.shared_experts, of_shared)
+    rewrite_config(tmp_path, {ROUTED: routed, SHARED: shared, "pad_token_id": 0})
+    check(reference, tmp_path, 2, make_cases(2, [2], (1,), ("a2a",)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({ROUTED: [1.0]}, "expert_swiglu_limit_list has 1 entries; each of 4 layers (num_hidden_layers) has one"),
+        ({SHARED: [0, -1, 0, 0]}, "share_expert_swiglu_limit_list is [0, -1, 0, 0]; it must be a list"),
+        ({SHARED: 4.0}, "share_expert_swiglu_limit_list is 4.0; it must be a list"),
+        ({"rotary_dim": 6}, "rotary_dim is 6; it must be qk_rope_head_dim, which is 8"),
+        ({"moe_shared_expert_intermediate_size": 96}, "it must be moe_intermediate_size, which is 48"),
+        ({"architectures": ["BailingMoeV2_5ForCausalLM"]}, "architectures is ['BailingMoeV2_5ForCausalLM']"),
+    ],
+)
+def test_fields_of_other_models(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    save_tiny("bailing_hybrid", tmp_path)
+    rewrite_config(tmp_path, {"pad_token_id": 0, **changes})
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_config(tmp_path)
