@@ -139,7 +139,7 @@ class RowEngines:
         if row.has("deterministic"):
             block = 64
         elif self.device.type == "cuda":
-            block = 16 // size
+            block = 16 if row.has("8 bits") else 16 // size
         else:
             block = 4
             if row.family == "deepseek_v4" and not row.has("dcp 2 in groups"):
