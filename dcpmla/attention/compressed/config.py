@@ -160,8 +160,8 @@ class CompressedConfig:
         """Return how many layers' windows the rows of a ratio begin with; the same for all groups of the ratio, so that
         layers of several groups may share a selection's slots.
         """
-        sizes = (len(group) for first, group in self.row_groups.items() if self.layer_kinds[first].ratio == ratio)
-        return max(sizes, default=1)
+        sizes = [len(group) for first, group in self.row_groups.items() if self.layer_kinds[first].ratio == ratio]
+        return max([1, *sizes])
 
     def num_halves(self, kind: LayerKind) -> int:
         """Return how many entries a token is pooled into: two if entries overlap, else one."""

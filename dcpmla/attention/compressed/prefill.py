@@ -138,6 +138,12 @@ class _Prefill:
             backend=self.backend,
         )
 
+    def attend_tiles(
+        self, tiles: Sequence[slice], keys: Tensor, chunk: ContextChunk | None, num_before: int
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Attend from each tile of tokens (`attend`)."""
+        return [self.attend(tokens, keys, chunk, num_before) for tokens in tiles]
+
     def num_listed(self, chunk: ContextChunk) -> int:
         """Return the maximum entries of a chunk that are listed for a token."""
         return max(chunk.keys.lens) if self.selection is None else self.selection.positions.shape[1]
@@ -159,19 +165,16 @@ def _attend_gathered(
     dtype, num_new = prefill.q.dtype, sum(map(len, new_rows))
     # Results of several chunks are in float32, so that merges take more memory than one call for all tokens.
     max_tokens = PART_ROWS // prefill.q.shape[1] if len(chunks) > 1 else len(prefill.q)
-    tiles = prefill.tiles(max(map(prefill.num_listed, chunks), default=0), max_tokens)
+    tiles = prefill.tiles(max([0, *map(prefill.num_listed, chunks)]), max_tokens)
     if not chunks:
-        keys = torch.cat(new_rows)
-        return [prefill.attend(tokens, keys, None, num_new) for tokens in tiles]
+        return prefill.attend_tiles(tiles, torch.cat(new_rows), None, num_new)
     started = [start_gather(chunks[0])]
     parts: list[tuple[Tensor, Tensor]] = []
     for index, chunk in enumerate(chunks):
         gathered = started.pop()()
         started += [start_gather(following) for following in chunks[index + 1 : index + 2]]
         if index == 0:
-            keys = torch.cat([*new_rows, gathered])
-            parts = [prefill.attend(tokens, keys, chunk, num_new) for tokens in tiles]
-            del keys
+            parts = prefill.attend_tiles(tiles, torch.cat([*new_rows, gathered]), chunk, num_new)
         else:
             # Results are rounded once, after the last chunk.
             merged = dtype if chunk is chunks[-1] else torch.promote_types(dtype, torch.float32)

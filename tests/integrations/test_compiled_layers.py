@@ -1,0 +1,70 @@
+"""`torch.compile(fullgraph=True)` of every kind of layer, in the steps of an engine: transformers' logits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+
+from dcpmla.comm.select import select_exchange
+from dcpmla.config import DCPConfig
+from dcpmla.integrations.engine_options import EngineOptions
+from dcpmla.integrations.loading import load_engine
+from dcpmla.integrations.open_model import open_model
+from dcpmla.parallel.mesh import init_mesh
+from dcpmla.runtime.sampling import SamplingParams
+from tests.support.deepseek_v41_files import save_v41
+from tests.support.models import FAMILIES, save_tiny
+from tests.support.ranks import run_ranks
+
+PROMPT = [3 + index * 5 % 97 for index in range(37)]
+# Layers of each class in dcpmla/attention, by families.
+CLASSES = {
+    "deepseek_v32": {"MLAAttention"},
+    "deepseek_v4": {"CompressedAttention"},
+    "deepseek_v41": {"CompressedAttention"},
+    "dots3_note_text": {"GatedAttention", "WindowAttention"},
+    "glm5_next_text": {"DeltaAttention", "PooledAttention"},
+    "hy_v4": {"GatedAttention"},
+    "deepseek_v3": {"OrderedAttention"},
+}
+
+
+def serve(directory: Path, dcp: DCPConfig) -> tuple[set[str], int, list[int], torch.Tensor]:
+    """On one rank: return the classes of compiled layers, the number of graphs, new tokens, and their logits."""
+    mesh, device = init_mesh(1, 1), torch.device("cpu")
+    chosen = select_exchange(dcp, mesh.dcp_group, device)
+    options = EngineOptions(dtype="float32", kv_cache_memory_bytes=1 << 24, max_num_seqs=2, max_num_batched_tokens=32)
+    engine = load_engine(open_model(str(directory), 64), dcp, mesh, chosen, device, options)
+    torch._dynamo.config.recompile_limit = 100  # Layers share their code.
+    layers = {kind_of(layer): layer for layer in layers_of(engine.model)}
+    for layer in layers.values():
+        layer.partial = torch.compile(layer.partial, fullgraph=True, backend="aot_eager")
+    request = engine.add(PROMPT, SamplingParams(max_new_tokens=3, ignore_eos=True), keep_logits=True)
+    list(engine.run())
+    num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    classes = {type(layer).__name__ for layer in layers.values()}
+    return classes, num_graphs, request.token_ids, torch.stack(request.logits)
+
+
+def layers_of(model: Any) -> list[Any]:
+    modules = model.hidden_states.modules()
+    return [each for each in modules if hasattr(each, "partial") and "dcpmla.attention" in type(each).__module__]
+
+
+def kind_of(layer: Any) -> Any:
+    """Return what the code of a layer depends on: its class, and in DeepSeek-V4 its entries."""
+    return type(layer), getattr(layer, "kind", None), getattr(layer, "indexer", None) is None
+
+
+@pytest.mark.parametrize("family", [family for family in CLASSES if family in (*FAMILIES, "deepseek_v41")])
+def test_layers_are_one_graph(family: str, tmp_path: Path) -> None:
+    reference = save_v41(tmp_path) if family == "deepseek_v41" else save_tiny(family, tmp_path)
+    dcp = DCPConfig(block_size=64, deterministic=CLASSES[family] == {"OrderedAttention"})
+    ((classes, num_graphs, tokens, logits),) = run_ranks(1, serve, tmp_path, dcp)
+    assert classes == CLASSES[family]
+    assert num_graphs >= 2 * len(classes)  # steps with a piece of a prompt, and decodes
+    with torch.no_grad():
+        expected = reference(torch.tensor([PROMPT + tokens[:-1]])).logits[0, len(PROMPT) - 1 :]
+    torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
