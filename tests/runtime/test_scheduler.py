@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import dcpmla.runtime.batch as batch_module
 import dcpmla.runtime.request as request_module
 from dcpmla.cache.blocks import BlockAllocator, block_key
-from dcpmla.runtime.batch import Batch
+from dcpmla.runtime.batch import Batch, Piece
 from dcpmla.runtime.costs import piece_tokens
 from dcpmla.runtime.prefixes import ComingBlocks
 from dcpmla.runtime.request import Request
@@ -266,3 +266,32 @@ def test_a_piece_exceeds_the_limit_rather_than_read_its_context_too_often(max_lo
         done += sizes[-1]
     assert sizes == pieces
     assert piece_tokens(costs, 1000, 300, 150.0) == 64  # not a step's first piece: no more room
+
+
+@pytest.mark.parametrize("num_blocks", [22, 23, 24])
+def test_a_preempted_request_waits_for_its_token_in_flight(num_blocks: int) -> None:
+    """Its drafts held more blocks than it needs again, so there may be room for it in the step that preempts it."""
+    scheduler = Scheduler(BlockAllocator(num_blocks, 1), 64, 4)
+    requests = [Request([number] * 3, SamplingParams(max_new_tokens=10 * (number + 1))) for number in range(2)]
+    scheduler.waiting += requests
+    pending: list[Piece] = []
+    while scheduler.running or scheduler.waiting:
+        before = [request.num_preemptions for request in requests]
+        step = scheduler.schedule(0.0, num_drafts=5)
+        for request, num_preemptions in zip(requests, before, strict=True):
+            if request.num_preemptions > num_preemptions and request.num_in_flight:
+                assert request in scheduler.waiting
+        ready = []
+        for piece in step.pieces:
+            piece.request.num_computed_tokens += piece.num_tokens - piece.num_drafts
+            if not piece.request.num_pending_tokens:
+                ready.append(piece)
+        for piece in ready:
+            piece.request.num_in_flight += 1
+            piece.request.num_tried += piece.num_drafts
+        for piece in pending:
+            piece.request.num_tried -= piece.num_drafts  # All drafts are rejected.
+        collect(scheduler, [piece.request for piece in pending])
+        pending = ready
+    assert [len(request.token_ids) for request in requests] == [10, 20]
+    assert requests[1].num_preemptions

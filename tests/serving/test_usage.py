@@ -1,0 +1,113 @@
+"""The values of usage and of /metrics: tokens that prefix reuse saved, and times, on a server and on a known clock."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from dcpmla.serving.messages import Output
+from dcpmla.serving.metrics import Metrics, Timings
+from tests.support.servers import KEY, RunningServer
+
+BLOCK = 32  # tokens, over two ranks
+PROMPT = " ".join(f"amber-cat{number} 5;" for number in range(60))
+Usage = tuple[int, int]  # tokens of the prompt, and how many of them were cached
+TIMES = ("time_to_first_token_seconds", "request_seconds")
+
+
+def gpt(server: RunningServer) -> Any:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=60)
+
+
+def completions(server: RunningServer, salt: str, streams: bool) -> Usage:
+    options = {"stream_options": {"include_usage": True}} if streams else {}
+    fields: dict[str, Any] = {**options, "extra_body": {"cache_salt": salt}}
+    done = gpt(server).completions.create(model="needle", prompt=PROMPT, max_tokens=3, stream=streams, **fields)
+    usage = [*done][-1].usage if streams else done.usage
+    return usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens
+
+
+def chat(server: RunningServer, salt: str, streams: bool) -> Usage:
+    options = {"stream_options": {"include_usage": True}} if streams else {}
+    fields: dict[str, Any] = {**options, "extra_body": {"cache_salt": salt}}
+    messages = [{"role": "user", "content": PROMPT}]
+    create = gpt(server).chat.completions.create
+    done = create(model="needle", messages=messages, max_tokens=3, stream=streams, **fields)
+    usage = [*done][-1].usage if streams else done.usage
+    return usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens
+
+
+def responses(server: RunningServer, salt: str, streams: bool) -> Usage:
+    done = gpt(server).responses.create(
+        model="needle", input=PROMPT, max_output_tokens=3, stream=streams, extra_body={"cache_salt": salt}
+    )
+    usage = ([*done][-1].response if streams else done).usage
+    return usage.input_tokens, usage.input_tokens_details.cached_tokens
+
+
+def messages(server: RunningServer, salt: str, streams: bool) -> Usage:
+    client = anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0, timeout=60)
+    asked = [{"role": "user", "content": PROMPT}]
+    fields: Any = {"model": "needle", "max_tokens": 3, "messages": asked, "extra_body": {"cache_salt": salt}}
+    if streams:
+        usage: Any = [*client.messages.create(**fields, stream=True)][-2].usage  # type: ignore[union-attr]
+    else:
+        usage = client.messages.create(**fields).usage
+    assert usage.cache_creation_input_tokens == 0
+    return usage.input_tokens + usage.cache_read_input_tokens, usage.cache_read_input_tokens
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("route", [completions, chat, responses, messages])
+def test_what_reuse_saves(
+    server: RunningServer, route: Callable[[RunningServer, str, bool], Usage], streams: bool
+) -> None:
+    headers = {"Authorization": f"Bearer {KEY}"}
+
+    def totals() -> dict[str, float]:
+        times = [f"{name}_{kind}" for name in TIMES for kind in ("count", "sum")]
+        names = ["prompt_tokens_total", "cached_prompt_tokens_total", *times]
+        return {name: server.metric(name, **headers) for name in names}
+
+    salt = f"{route.__name__} {streams}"
+    before, started = totals(), time.monotonic()
+    (length, cached), again = route(server, salt, streams), route(server, salt, streams)
+    elapsed = time.monotonic() - started
+    assert length > 3 * BLOCK
+    assert (cached, again) == (0, (length, (length - 1) // BLOCK * BLOCK))
+    after = totals()
+    gained = {name: after[name] - before[name] for name in before}
+    assert gained["prompt_tokens_total"] == 2 * length
+    assert gained["cached_prompt_tokens_total"] == again[1]
+    assert [gained[f"{name}_count"] for name in TIMES] == [2, 2]
+    first, whole = (gained[f"{name}_sum"] for name in TIMES)
+    assert 0 < first < whole < elapsed
+
+
+def test_times_of_requests() -> None:
+    """Two requests of one submission: their first tokens after 2 and 5 s, three and one tokens in all."""
+    metrics, timings = Metrics(), Timings(100.0)
+    for now, output in (
+        (102.0, Output(1, "a", (5,), num_cached_tokens=64)),
+        (105.0, Output(2, "b", (6,), finish_reason="length", num_cached_tokens=32)),
+        (106.0, Output(1, "c", (7,), num_cached_tokens=64)),
+        (110.0, Output(1, "d", (8,), finish_reason="stop", num_cached_tokens=64)),
+    ):
+        metrics.observe(output, timings, now)
+    expected = {
+        "cached_prompt_tokens_total": 96,
+        "generation_tokens_total": 4,
+        "time_to_first_token_seconds_count": 2,
+        "time_to_first_token_seconds_sum": 7,
+        "request_seconds_count": 2,
+        "request_seconds_sum": 15,
+        "time_per_output_token_seconds_count": 1,
+        "time_per_output_token_seconds_sum": 4,
+    }
+    assert {name: metrics.registry.get_sample_value(f"dcpmla_{name}") for name in expected} == expected
+    for limit, number in (("1.0", 0), ("2.5", 1), ("5.0", 2)):
+        name = "dcpmla_time_to_first_token_seconds_bucket"
+        assert metrics.registry.get_sample_value(name, {"le": limit}) == number
