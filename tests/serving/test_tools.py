@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 
+from dcpmla.serving import tools as tools_module
 from tests.support.agent import SUM, TEMPLATE, WEATHER, answer, call, run
 from tests.support.scripted import RunningScript, scripted_tokenizer, serve_script
 from tests.support.servers import KEY
@@ -211,3 +212,17 @@ def test_langchain_s_loop(scripted: RunningScript) -> None:
         assert [each["name"] for each in message.tool_calls] == ["weather"] * num_calls
         assert scripted.model.submitted[-1].params.grammar is not None
         assert len(messages) == 7
+
+
+def test_tools_that_are_left_out_are_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tools_module, "_logged", set())
+    hosted = [{"type": "web_search"}, {"type": "custom", "name": "patch"}, {"type": "web_search"}]
+    kinds = [{"type": f"kind {number}\n" + "x" * 999} for number in range(100)]
+    for _ in range(2):
+        assert [*tools_module.own_tools([*hosted, WEATHER, *kinds])] == [("tools.3", WEATHER)]
+    lines = [record.getMessage() for record in caplog.records]
+    assert [sum(f"type {name!r}" in line for line in lines) for name in ("web_search", "custom")] == [1, 1]
+    assert len(lines) == 64
+    assert all("\n" not in line and len(line) < 250 for line in lines)

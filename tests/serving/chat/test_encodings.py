@@ -156,6 +156,41 @@ def test_a_developer_s_later_message_is_kept(name: str) -> None:
     assert "Be long." in render(name, messages, thinking=True)
 
 
+LATER = [SYSTEM, said("user", "task"), said("system", "AGENTS")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        LATER,
+        LATER[1:],
+        [*LATER, said("assistant", "So."), said("user", "Why?"), said("system", "AGENTS")],
+        [*LATER, said("user", "now")],
+        [said("user", "a"), said("user", "b"), said("system", "AGENTS"), said("assistant", "So."), said("user", "c")],
+    ],
+)
+def test_an_answer_is_opened_where_one_follows(name: str, thinking: bool, messages: list[Message]) -> None:
+    """Claude Code writes instructions as a system's message after the user's."""
+    text = render(name, messages, thinking=thinking)
+    num_answers = sum(message["role"] == "assistant" for message in messages)
+    assert text.count("<｜Assistant｜>") == num_answers + 1
+    for before in text.split("AGENTS")[:-1]:
+        said_by = max(("<｜User｜>", "<｜Assistant｜>", "<｜System｜>"), key=before.rfind)
+        assert said_by != "<｜Assistant｜>"
+        assert before[before.rfind(said_by) :].removeprefix(said_by).strip() in ("", "# The user's message is:")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("thinking", [False, True])
+def test_a_system_s_message_after_results(name: str, thinking: bool) -> None:
+    messages = [*CONVERSATIONS["calls"][:5], said("system", "AGENTS")]
+    marks = render(name, messages, TOOLS, thinking=thinking).split("AGENTS")[0].split("b.py</")[1]
+    assert "<｜User｜>" in marks or "<｜System｜>" in marks
+    assert "think>" not in marks
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_contents_are_texts_or_parts(name: str) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
