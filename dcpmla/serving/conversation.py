@@ -63,7 +63,10 @@ def thinking_of(effort: str | None) -> tuple[bool | None, str | None]:
 
 
 class History:
-    """Messages, written part by part. Reasoning, then text, then calls of one answer are one message."""
+    """Messages, written part by part. Reasoning, then text, then calls of one answer are one message.
+
+    So is what follows calls before their results. A message has no order of texts and calls: its texts come first.
+    """
 
     def __init__(self) -> None:
         self.messages: list[Json] = []
@@ -81,17 +84,15 @@ class History:
         if self._answer is None or not self._follows(part, self._answer):
             self._answer = {"role": "assistant", "content": ""}
             self.messages.append(self._answer)
-        calls = [*self._answer.get("tool_calls", []), *part.get("tool_calls", [])]
-        self._answer |= part
-        if calls:
-            self._answer["tool_calls"] = calls
+        for name, value in part.items():
+            self._answer[name] = self._answer[name] + value if name in self._answer else value
 
     @staticmethod
     def _follows(part: Json, answer: Json) -> bool:
-        """Return whether a part comes after the present parts of an answer."""
-        if "tool_calls" in part:
+        """Return whether a part belongs to the same answer as the present parts."""
+        if "tool_calls" in part or "tool_calls" in answer:
             return True
-        return not answer["content"] and "tool_calls" not in answer and not part.keys() & {"reasoning"} & answer.keys()
+        return not answer["content"] and not part.keys() & {"reasoning"} & answer.keys()
 
 
 def reasoning_part(text: str) -> Json:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from dcpmla.serving.anthropic_body import MessagesBody
 from dcpmla.serving.anthropic_reply import messages_reply
+from dcpmla.serving.chat.encodings import find_encoding
 from dcpmla.serving.chat.formats import FORMATS
 from dcpmla.serving.chat_answers import chat_answers
 from dcpmla.serving.chat_body import ChatBody
@@ -33,7 +34,8 @@ WORDS = st.text(st.characters(exclude_categories=("Cs", "Z", "Cc"), exclude_char
 # Texts begin and end with letters: white space beside markup belongs to the format.
 PARTS = st.lists(WORDS | st.sampled_from(["</", "<|", "\n\n", " <tool", HIDDEN]), max_size=4)
 TEXTS = PARTS.map(lambda parts: f"a{''.join(parts)}z")
-BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 9}
+USER = {"role": "user", "content": "x"}
+BODY: dict[str, Any] = {"model": "m", "messages": [USER], "max_tokens": 9}
 
 
 def sections_of(name: str, reasoning: str, sections: Sequence[tuple[str, list[Call]]]) -> str:
@@ -180,6 +182,25 @@ SHOWN: Blocks = [
     ("call", ("weather", {"city": "Oslo"})),
     ("text", "Bye."),
 ]
+
+
+def test_answers_are_sent_back_in_any_order() -> None:
+    """DeepSeek-V3.2 takes results only behind the message with their calls: texts after calls must not come between."""
+    use = {"type": "tool_use", "id": "t", "name": "weather", "input": {"city": "Rome"}}
+    said, result = {"type": "text", "text": "Bye."}, {"type": "tool_result", "tool_use_id": "t", "content": "sun"}
+    turns = [USER, {"role": "assistant", "content": [said, use, said]}, {"role": "user", "content": [result]}]
+    claude = MessagesBody.model_validate({**BODY, "messages": turns}).conversation()
+    call_item = {"type": "function_call", "call_id": "t", "name": "weather", "arguments": '{"city": "Rome"}'}
+    item = {"role": "assistant", "content": "Bye."}
+    output = {"type": "function_call_output", "call_id": "t", "output": "sun"}
+    gpt = ResponsesBody.model_validate({"input": [USER, item, call_item, item, output]}).conversation()
+    assert claude.messages == gpt.messages
+    encoding = find_encoding("deepseek_v32", "")
+    assert encoding is not None
+    options: Any = {"thinking": False, "reasoning_effort": None, "continue_final_message": False}
+    text = encoding.render(claude.messages, [WEATHER], add_generation_prompt=True, **options)
+    assert "</think>Bye.Bye.\n\n<｜DSML｜function_calls>" in text
+    assert text.endswith("<result>sun</result>\n</function_results>\n\n</think>")
 
 
 @pytest.fixture(scope="module")

@@ -154,9 +154,14 @@ def test_items_of_one_answer_are_one_message() -> None:
         {"role": "assistant", "content": "b", **thought, "tool_calls": [called, called]}
     ]
     assert messages_of([function, said, reasoning("r"), function]) == [
-        {"role": "assistant", "content": "", "tool_calls": [called]},
+        {"role": "assistant", "content": "b", **thought, "tool_calls": [called, called]}
+    ]
+    result = {"type": "function_call_output", "call_id": "a", "output": "o"}
+    assert messages_of([said, function, said, result, said, said]) == [
+        {"role": "assistant", "content": "bb", "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "a", "content": "o"},
         {"role": "assistant", "content": "b"},
-        {"role": "assistant", "content": "", **thought, "tool_calls": [called]},
+        {"role": "assistant", "content": "b"},
     ]
     hidden = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
     summed = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "r"}]}
