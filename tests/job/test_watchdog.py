@@ -142,7 +142,7 @@ JOBS: dict[str, tuple[Callable[[], Ended], list[int], str]] = {  # -> exit codes
         r"rank ([02]) lost another rank \(combine failed on rank \1 of .*: nothing came from rank 1 for 1 s\) "
         r"in decode step 2 .*: "
         r"rank 1 in decode step 2 .* at watched_jobs.py:\d+ \(oversleep\); "
-        r"see what holds it, and its log, then run the same command again .*; or raise --dcp-exchange-timeout$",
+        r"see what holds it, and its log, then run the same command again; or raise --dcp-exchange-timeout$",
     ),
     "left apart": (partial(run, leave_apart, 3), [0, 0, 0], ""),
     "loading": (partial(run, take_turns_loading), [0, 0], ""),
