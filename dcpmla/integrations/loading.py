@@ -22,7 +22,7 @@ from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.families.table import attention_kind
 from dcpmla.integrations.model_size import read_model
 from dcpmla.integrations.offloading import make_host_memory
-from dcpmla.integrations.open_model import ModelFiles, check_layout, open_model
+from dcpmla.integrations.open_model import ModelFiles, check_layout, open_model, warn_of_unknown_tokens
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.speculation import check_speculation, make_drafter, mtp_graphs
 from dcpmla.integrations.tier_speeds import measure, prefills
@@ -79,6 +79,8 @@ def load_engine(
         placed = dcp, mesh, chosen, options.torch_dtype, device
         sharded = load_model(files.directory, files.config, *placed, *formats)
         costs = _piece_costs(files.config, dcp, options)
+    if mesh.tp_rank == 0:
+        warn_of_unknown_tokens(files)
     num_running = min(options.max_num_seqs, len(seq_lens)) if seq_lens else options.max_num_seqs
     lens = num_running, files.max_model_len, costs.tokens_per_request
     mixed, *makers = _graph_makers(sharded, dcp, mesh, options, *lens)

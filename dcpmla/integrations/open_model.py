@@ -1,5 +1,6 @@
 """A model before its weights are read: its directory, config and tokenizer (`open_model`)."""
 
+import logging
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -15,6 +16,7 @@ from dcpmla.integrations.model_files import find_commit, find_model, load_config
 from dcpmla.integrations.tokenizer import load_tokenizer
 from dcpmla.runtime.text import Tokenizer
 
+_logger = logging.getLogger(__name__)
 _FORMATS = {"int4": "int4", "fp4": "MXFP4", None: "MXFP8"}  # Keys are codes of experts.
 
 
@@ -65,6 +67,21 @@ def open_model(model: str, max_model_len: int | None = None, revision: str | Non
     commit = find_commit(directory)
     digests = {"commit": str(commit)} | _digests(directory, tokenizer)
     return ModelFiles(directory, config, tokenizer, reason, max_model_len, digests, commit)
+
+
+def warn_of_unknown_tokens(files: ModelFiles) -> None:
+    """Log that the tokenizer has tokens without a row of the embedding, if it has.
+
+    It is no error: checkpoints were published with added tokens that no text of theirs contains.
+    """
+    tokenizer: Any = files.tokenizer
+    if tokenizer is not None and len(tokenizer) > files.config.vocab_size:
+        _logger.warning(
+            "the tokenizer has %s tokens, the model's vocabulary (vocab_size) %s: prompts with a later token are "
+            "refused",
+            f"{len(tokenizer):,}",
+            f"{files.config.vocab_size:,}",
+        )
 
 
 def check_layout(files: ModelFiles, dcp: DCPConfig) -> None:
