@@ -37,6 +37,7 @@ class Started:
         model_type: Name of the model's family in its config.
         text_type: Name of the family of its text model, which may be another.
         encoder: Text of the checkpoint's own encoder of chats, empty without one.
+        eos_token_ids: End-of-sequence tokens.
         no_grammars: Reason why no request may have a grammar; empty if requests may.
         link: This job, for others that exchange blocks with it; None if it exchanges none.
     """
@@ -50,6 +51,7 @@ class Started:
     model_type: str = ""
     text_type: str = ""
     encoder: str = ""
+    eos_token_ids: Sequence[int] = ()
     no_grammars: str = ""
     link: Connect | None = None
 
