@@ -2,12 +2,12 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import llguidance
 
-from dcpmla.runtime.schemas import Path, with_inner
+from dcpmla.runtime.schemas import Path, allows_all_names, with_inner
 
 # Whitespace is bounded, because some models never stop to write it. A character has one form, without \u: otherwise a
 # second form of a property's name would be another property.
@@ -22,7 +22,6 @@ _OPTIONS: Any = {
 }
 # Formats that are enforced. Others are annotations, as the standard has it by default.
 _FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}
-ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$comment"}
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # characters that strings cannot have without \u
 # Without this, llguidance looks for all text that must follow, which takes a second and 200 MB for the million letters
 # of a{1000}{1000}, and allows only the tokens into which a tokenizer cuts it: also a special token that is spelled so.
@@ -91,7 +90,7 @@ def compile_grammar(
     return matcher
 
 
-def read_vocabulary(tokenizer: Any, vocab_size: int, eos_token_ids: Any) -> llguidance.LLTokenizer:
+def read_vocabulary(tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> llguidance.LLTokenizer:
     """Return the vocabulary of a fast tokenizer of transformers, as llguidance reads it.
 
     Raises:
@@ -100,7 +99,7 @@ def read_vocabulary(tokenizer: Any, vocab_size: int, eos_token_ids: Any) -> llgu
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError("only fast tokenizers are supported")
     num_tokens = max(vocab_size, len(tokenizer))
-    return llguidance.LLTokenizer(tokenizer.backend_tokenizer.to_str(), num_tokens, sorted(eos_token_ids))
+    return llguidance.LLTokenizer(tokenizer.backend_tokenizer.to_str(), num_tokens, sorted(eos_token_ids) or None)
 
 
 def schema_in_grammar(schema: Mapping[str, Any]) -> str:
@@ -110,14 +109,6 @@ def schema_in_grammar(schema: Mapping[str, Any]) -> str:
         SchemaFault: A keyword or a value cannot be enforced.
     """
     return json.dumps({**_served([], schema), "x-guidance": _OPTIONS}, ensure_ascii=False)
-
-
-def allows_all_names(schema: Any) -> bool:
-    """Return whether a schema of property names allows all names."""
-    if isinstance(schema, Mapping):
-        types = schema.get("type", "string")
-        return schema.keys() <= {"type", *ANNOTATIONS} and (types == "string" or "string" in list(types))
-    return schema is True
 
 
 def _served(path: Path, schema: Any) -> Any:

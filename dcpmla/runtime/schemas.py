@@ -7,6 +7,7 @@ from urllib.parse import unquote
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")  # keywords with schemas by name
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$comment"}
 Path = list[str | int]
 
 
@@ -82,3 +83,11 @@ def alone(root: Mapping[str, Any], part: Any) -> Any:
         reference = list(names)[len(definitions)]
         definitions[str(len(definitions))] = moved(refer(root, reference))
     return {**own, "$defs": definitions} if definitions else own
+
+
+def allows_all_names(schema: Any) -> bool:
+    """Return whether a schema of property names allows all names."""
+    if isinstance(schema, Mapping):
+        types = schema.get("type", "string")
+        return schema.keys() <= {"type", *ANNOTATIONS} and (types == "string" or "string" in list(types))
+    return schema is True
