@@ -9,13 +9,13 @@ import llguidance
 
 from dcpmla.runtime.schemas import Path, allows_all_names, with_inner
 
-# Whitespace is bounded, because some models never stop to write it. A character has one form, without \u: otherwise a
-# second form of a property's name would be another property.
+# Whitespace is bounded, because some models never stop to write it: an indentation is 8 levels of 4 spaces, or 16 tabs.
+# A character has one form, without \u: otherwise a second form of a property's name would be another property.
 _OPTIONS: Any = {
     "item_separator": ",",
     "key_separator": ":",
     "whitespace_flexible": True,
-    "whitespace_pattern": r"( |\n[ \t]{0,64})?",
+    "whitespace_pattern": r"( |\n( {0,32}|\t{0,16}))?",
     "json_allowed_escapes": 'bfnrt"\\',
     "coerce_one_of": False,
     "lenient": False,

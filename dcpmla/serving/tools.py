@@ -24,7 +24,7 @@ class ToolUse:
         tools: Tools that the prompt shows, in the shape of chat completions.
         is_parallel: Whether an answer may have several calls; of others only the first is kept.
         required: Names of functions. The answer must call one or more of them; empty if it need not.
-        strict: Whether calls of a function must follow its schema, by its name; others do where calls are required.
+        strict: Field `strict` of functions that have it, by name.
         schema_field: Path of the schema in a tool of the body.
     """
 
@@ -40,8 +40,10 @@ class ToolUse:
         return bool(self.required) or any(self.strict.values())
 
     def follows_schema(self, name: str) -> bool:
-        """Return whether calls of a function must follow its schema."""
-        return self.strict.get(name, bool(self.required))
+        """Return whether calls of a function must follow its schema: if it is strict, or if calls are required and no
+        function says more.
+        """
+        return self.strict.get(name, bool(self.required) and not any(self.strict.values()))
 
 
 def function_tool(fields: Mapping[str, Any], path: str) -> Json:

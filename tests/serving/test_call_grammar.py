@@ -60,6 +60,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 }
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()]
 TOOLS.append({"type": "function", "function": {"name": "refresh"}})
+STRICT = dict.fromkeys([*SCHEMAS, "refresh"], True)
 VALIDATORS = {
     name: jsonschema.Draft202012Validator(schema)
     for name, schema in {**SCHEMAS, "refresh": {"additionalProperties": False}}.items()
@@ -178,7 +179,7 @@ def test_required_calls_are_read_by_the_parser(name: str, is_special: bool) -> N
 def test_strict_calls_come_after_any_text(name: str) -> None:
     """Without markup the answer is a text; with it, calls follow the schemas. The model may reason first."""
     opens = name != "kimi_k3"  # its prompts open the reasoning, or the content
-    grammar = grammar_of(name, ToolUse(TOOLS, strict=dict.fromkeys([*SCHEMAS, "refresh"], True)), may_reason=opens)
+    grammar = grammar_of(name, ToolUse(TOOLS, strict=STRICT), may_reason=opens)
     writing, (start, end) = WRITINGS[name], FORMATS[name].markup.reasoning if opens else ("", "")
     called = f"I look </ here{writing.before}{writing.opening}"
     for begun, expected in (
@@ -202,7 +203,7 @@ def test_strict_calls_come_after_any_text(name: str) -> None:
 def test_structured_output_beside_tools(name: str) -> None:
     """The answer calls a tool, or is JSON of the schema, after the reasoning that the model may open."""
     asked = Grammar("json_schema", json.dumps(SCHEMAS["list"]))
-    grammar = grammar_of(name, ToolUse(TOOLS), asked, may_reason=True)
+    grammar = grammar_of(name, ToolUse(TOOLS, strict=STRICT), asked, may_reason=True)
     writing, (start, end) = WRITINGS[name], FORMATS[name].markup.reasoning
     for begun in (writing.before + writing.opening, "{", f"{start}hm{end}" + "{"):
         texts = [written(tokenizer_of(name), grammar, seed, begun) for seed in range(8)]
