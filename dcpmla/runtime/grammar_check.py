@@ -47,10 +47,8 @@ def _innermost(vocabulary: llguidance.LLTokenizer, root: dict[str, Any], words: 
     """Return the path and the fault of the innermost part of a schema that has one by itself."""
     path, until = list[str | int](), time.process_time() + _SEARCH_SECONDS
     seen, pending = {str(path)}, _parts(root, path, root)
-    while time.process_time() < until:
-        steps, part = next(pending, (path, False))
-        if steps is path:
-            break
+    while time.process_time() < until and (found := next(pending, None)) is not None:
+        steps, part = found
         if part is False or str(steps) in seen:  # False forbids a property.
             continue
         seen.add(str(steps))
@@ -62,11 +60,14 @@ def _innermost(vocabulary: llguidance.LLTokenizer, root: dict[str, Any], words: 
 
 
 def _parts(root: dict[str, Any], path: Path, schema: Any) -> Iterator[tuple[Path, Any]]:
-    """Yield what a schema refers to, and the schemas inside it, each after its path."""
-    if isinstance(schema, dict) and is_local(reference := schema.get("$ref")):
+    """Yield the schemas inside a schema, each after its path. Where one is a reference, it is what that leads to."""
+    for steps, part in [([], schema), *inner_schemas(schema)]:
+        reference = part.get("$ref") if isinstance(part, dict) else None
         with suppress(LookupError):
-            yield pointer(reference), refer(root, reference)
-    yield from (([*path, *steps], part) for steps, part in inner_schemas(schema))
+            if is_local(reference):
+                yield pointer(reference), refer(root, reference)
+                continue
+        yield [*path, *steps], part
 
 
 def _check(vocabulary: llguidance.LLTokenizer, kind: str, text: str) -> None:

@@ -30,7 +30,7 @@ _NO_FORCING = '\n%llguidance {"no_forcing": true}'
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 50_000,
-    "step_max_items": 20_000,
+    "step_max_items": 50_000,
     "max_items_in_row": 2_000,
     "max_lexer_states": 20_000,
     "max_grammar_size": 200_000,

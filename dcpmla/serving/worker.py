@@ -26,6 +26,7 @@ CPU_SECONDS = 1
 MAX_BYTES = 512 << 20  # memory of a child beyond the process's own
 MAX_ANSWER = 1 << 20  # bytes
 _MODEL, _FUNCTION = b"m", b"f"  # what a socket that is passed to the process is for
+_STANDARD_ERROR = 2
 _CONTROL = 3  # the process's only file besides the standard ones
 
 
@@ -44,7 +45,7 @@ class Worker:
         self._prepare = prepare
         self._control: socket.socket | None = None
         self._room = asyncio.Semaphore(MAX_CHILDREN)
-        self._has_model = False
+        self._ready: asyncio.Future[bytes] | None = None  # the answer to the model
 
     def start(self) -> None:
         """Fork the process, unless it runs."""
@@ -66,13 +67,15 @@ class Worker:
         """
         async with self._room:
             self.start()
-            if not self._has_model:
-                self._has_model = True
-                await self._exchange(_MODEL, await asyncio.to_thread(pickle.dumps, model))
-            answer = await self._exchange(_FUNCTION, pickle.dumps((function, args)))
+            self._ready = self._ready or asyncio.ensure_future(self._send(model))
+            await asyncio.shield(self._ready)  # The first caller may leave before it.
+            answer = await self._exchange(_FUNCTION, pickle.dumps((function, args)), SECONDS)
         return json.loads(answer)
 
-    async def _exchange(self, purpose: bytes, content: bytes) -> bytes:
+    async def _send(self, model: Any) -> bytes:
+        return await self._exchange(_MODEL, await asyncio.to_thread(pickle.dumps, model), None)
+
+    async def _exchange(self, purpose: bytes, content: bytes, seconds: float | None) -> bytes:
         """Return the answer to a message, over a socket of its own."""
         assert self._control is not None
         ours, theirs = socket.socketpair()
@@ -80,7 +83,7 @@ class Worker:
             socket.send_fds(self._control, [purpose], [theirs.fileno()])
         reader, writer = await asyncio.open_connection(sock=ours)
         try:
-            async with asyncio.timeout(SECONDS):
+            async with asyncio.timeout(seconds):
                 writer.write(LENGTH.pack(len(content)) + content)
                 (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
                 if length > MAX_ANSWER:
@@ -100,7 +103,7 @@ def _run(control: socket.socket, prepare: Callable[[Any], Any]) -> NoReturn:
         os.closerange(_CONTROL + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         _serve(socket.socket(fileno=_CONTROL), prepare)
     except BaseException:
-        traceback.print_exc()
+        os.write(_STANDARD_ERROR, traceback.format_exc().encode())
     finally:
         os._exit(0)
 
@@ -158,7 +161,7 @@ def _child(channel: socket.socket, model: Any) -> NoReturn:
     except MemoryError:
         pass
     except BaseException:
-        traceback.print_exc()
+        os.write(_STANDARD_ERROR, traceback.format_exc().encode())
     finally:
         os._exit(0)
 
