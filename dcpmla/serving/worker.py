@@ -9,7 +9,6 @@ import asyncio
 import gc
 import json
 import os
-import pickle
 import resource
 import select
 import signal
@@ -18,7 +17,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from dcpmla.serving.messages import LENGTH
+from dcpmla.serving.messages import LENGTH, pack, unpack
 
 MAX_CHILDREN = 2  # at once; other functions wait
 SECONDS = 20.0  # duration of a function from its start on, for a machine that is busy with other work
@@ -69,13 +68,13 @@ class Worker:
             self.start()
             self._ready = self._ready or asyncio.ensure_future(self._send(model))
             await asyncio.shield(self._ready)  # The first caller may leave before it.
-            answer = await self._exchange(_FUNCTION, pickle.dumps((function, args)), SECONDS)
+            answer = await self._exchange(_FUNCTION, pack((function, args)), SECONDS)
         return json.loads(answer)
 
     async def _send(self, model: Any) -> bytes:
-        return await self._exchange(_MODEL, await asyncio.to_thread(pickle.dumps, model), None)
+        return await self._exchange(_MODEL, await asyncio.to_thread(pack, model), None)
 
-    async def _exchange(self, purpose: bytes, content: bytes, seconds: float | None) -> bytes:
+    async def _exchange(self, purpose: bytes, packed: bytes, seconds: float | None) -> bytes:
         """Return the answer to a message, over a socket of its own."""
         assert self._control is not None
         ours, theirs = socket.socketpair()
@@ -84,7 +83,7 @@ class Worker:
         reader, writer = await asyncio.open_connection(sock=ours)
         try:
             async with asyncio.timeout(seconds):
-                writer.write(LENGTH.pack(len(content)) + content)
+                writer.write(packed)
                 (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
                 if length > MAX_ANSWER:
                     raise LimitError("its answer is too large")
@@ -124,7 +123,7 @@ def _serve(control: socket.socket, prepare: Callable[[Any], Any]) -> None:
                     return
                 channel = socket.socket(fileno=files[0])
                 if purpose == _MODEL:
-                    model = prepare(pickle.loads(_receive(channel)))
+                    model = prepare(unpack(_receive(channel)))
                     _answer(channel, None)
                     channel.close()
                     continue
@@ -156,10 +155,10 @@ def _child(channel: socket.socket, model: Any) -> NoReturn:
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
         resource.setrlimit(resource.RLIMIT_AS, (own + MAX_BYTES, own + MAX_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        function, args = pickle.loads(_receive(channel))
+        function, args = unpack(_receive(channel))
         _answer(channel, function(model, *args))
-    except MemoryError:
-        pass
+    except (MemoryError, ConnectionError):
+        pass  # The caller sees the end, or has gone.
     except BaseException:
         os.write(_STANDARD_ERROR, traceback.format_exc().encode())
     finally:

@@ -47,8 +47,7 @@ def test_functions_get_the_prepared_model() -> None:
         return await asyncio.gather(*(own.call("model", joined, number, "é") for number in range(5)))
 
     own = Worker(prepared)
-    for _ in range(2):  # of two event loops
-        assert asyncio.run(calls()) == [["MODEL", number, "é"] for number in range(5)]
+    assert asyncio.run(calls()) == [["MODEL", number, "é"] for number in range(5)]
 
 
 @pytest.mark.parametrize("function", [spin, fill, write_much, fail])
