@@ -24,7 +24,7 @@ _SEARCH_SECONDS = 0.4  # processor time for finding the part that is at fault
 _CLOSING = '"}]>'  # These letters end texts and lists, so that a walk comes to what follows.
 _NOTHING = "NoExtensionBias"  # llguidance's word for a mask without tokens
 _MAX_WORDS = 500  # characters of a reason
-_LOG_LEVEL = 2  # The log then has the rules.
+_LOG_LEVEL = 3  # The log then has all rules.
 _STANDARD_ERROR = 2
 
 

@@ -133,3 +133,12 @@ def test_special_tokens_texts_are_texts(text: str) -> None:
             assert matcher.consume_token(tokens[-1])
         written = TOKENIZER.decode([token for token in tokens if token != EOS])
         assert written == text or jsonschema.validate(json.loads(written), schema) is None
+
+
+def test_rules_of_large_grammars_are_looked_at() -> None:
+    """A log of a lower level leaves them out."""
+    names = [f"r{number}" for number in range(300)]
+    chain = [f'{name}: "x" {after} | "y"' for name, after in zip(names, names[1:], strict=False)]
+    for last, is_endless in (('"z"', False), ('"z" r299', True)):
+        fault = fault_of("grammar", "\n".join(["start: r0", *chain, f"r299: {last}"]))
+        assert (fault is not None) is is_endless

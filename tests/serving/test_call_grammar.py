@@ -254,6 +254,67 @@ def test_a_fault_has_its_path(name: str, schema: dict[str, Any], path: str, word
     assert words in caught.value.message
 
 
+CIRCLE = {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize("name", ["glm47", "deepseek_v32", "kimi_k3", "mistral"])
+@pytest.mark.parametrize("is_required", [True, False])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"enum": []}}, "required": ["a"]},
+        {"properties": {"a": False}, "required": ["a"]},
+        {"properties": {"a": {"type": "integer", "minimum": 3, "maximum": 2}}, "required": ["a"]},
+        {"properties": {}, "required": ["a"], "additionalProperties": False},
+        {"properties": {"a": {"$ref": "#/$defs/none"}}},
+        {"properties": {"a": CIRCLE}, "$defs": {"n": CIRCLE}},
+    ],
+)
+def test_arguments_without_values_are_refused(name: str, is_required: bool, schema: dict[str, Any]) -> None:
+    """Before any token, whether a call is required or may come after any text."""
+    use = ToolUse(tool(**schema), required=["f"] if is_required else (), strict={"f": True}, schema_field="parameters")
+    with pytest.raises(ApiError) as caught:
+        grammar_of(name, use)
+    assert str(caught.value.param).startswith("tools.1.parameters")
+
+
+@pytest.mark.parametrize("name", ["glm47", "deepseek_v41", "kimi_k3", "mistral"])
+def test_references_lead_into_the_function_s_schema(name: str) -> None:
+    size = {"type": "integer", "minimum": 0, "maximum": 3}
+    properties = {
+        "size": size,
+        "child": {"type": "object", "properties": {"size": {"$ref": "#/properties/size"}}, "required": ["size"]},
+        "more": {"type": "array", "items": {"$ref": "#"}, "minItems": 1, "maxItems": 1},
+    }
+    schema = {"properties": properties, "required": ["size", "child"], "additionalProperties": False}
+    properties["child"]["additionalProperties"] = False
+    grammar = grammar_of(name, ToolUse(tool(**schema), False, required=["f"]))
+    validator, num_read = jsonschema.Draft202012Validator({"type": "object", **schema}), 0
+    for seed in range(12):
+        if text := written(tokenizer_of(name), grammar, seed):
+            parser = FORMATS[name].parser(tool(**schema), in_reasoning=False, parses_calls=True, parses_reasoning=True)
+            (call,) = stream(parser, [text])[2]
+            validator.validate(json.loads(call["arguments"]))
+            num_read += 1
+    assert num_read
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_of_functions_that_are_not_strict_are_free(name: str) -> None:
+    """A schema that cannot be enforced is then no fault, and the parser reads what the grammar allows."""
+    tools = tool(properties={"a": {"type": "array", "uniqueItems": True}}, anyOf=[{"required": ["a"]}])
+    grammar = grammar_of(name, ToolUse(tools, strict={"list": True}))
+    writing = WRITINGS[name]
+    begun = writing.before + writing.opening + writing.forms[0].start.partition("{name}")[0] + "f"
+    parsers = (
+        FORMATS[name].parser(tools, in_reasoning=False, parses_calls=True, parses_reasoning=True) for _ in range(9)
+    )
+    texts = (written(tokenizer_of(name), grammar, seed, begun) for seed in range(9))
+    calls = [stream(parser, [text])[2] for text, parser in zip(texts, parsers, strict=True) if text]
+    assert calls
+    assert all(isinstance(json.loads(call["arguments"]), dict) for each in calls for call in each)
+
+
 @pytest.mark.parametrize("name", ["glm47", "mistral"])
 @pytest.mark.parametrize("keyword", ["type", "enum", "properties", "required", "minProperties", "minLength", "anyOf"])
 def test_odd_schemas_are_refused_or_served(name: str, keyword: str, monkeypatch: pytest.MonkeyPatch) -> None:
