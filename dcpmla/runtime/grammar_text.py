@@ -1,45 +1,52 @@
-"""Grammars in the notation of llguidance, which compiles them, and the fault of one that cannot be compiled.
-
-The server runs this file as a program of its own before any rank compiles a client's grammar (`serving/structured.py`).
-So it imports nothing but llguidance and the standard library.
-"""
+"""Grammars in the notation of llguidance, which compiles them."""
 
 import json
-import resource
-import sys
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import llguidance
 
-# Whitespace is bounded, because some models never stop to write it. A character has one form, without \u: otherwise a
-# second form of a property's name would be another property.
+from dcpmla.runtime.schemas import Path, allows_all_names, with_inner
+
+# Whitespace is bounded, because some models never stop to write it: an indentation is 8 levels of 4 spaces, or 16 tabs.
+# A character has one form, without \u: otherwise a second form of a property's name would be another property.
 _OPTIONS: Any = {
     "item_separator": ",",
     "key_separator": ":",
     "whitespace_flexible": True,
-    "whitespace_pattern": r"( |\n[ \t]{0,64})?",
+    "whitespace_pattern": r"( |\n( {0,32}|\t{0,16}))?",
     "json_allowed_escapes": 'bfnrt"\\',
     "coerce_one_of": False,
     "lenient": False,
 }
 # Formats that are enforced. Others are annotations, as the standard has it by default.
 _FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")  # keywords with schemas by name
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SINGLE = ("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+_UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # characters that strings cannot have without \u
+# Without this, llguidance looks for all text that must follow, which takes a second and 200 MB for the million letters
+# of a{1000}{1000}, and allows only the tokens into which a tokenizer cuts it: also a special token that is spelled so.
+_NO_FORCING = '\n%llguidance {"no_forcing": true}'
 # A step's work on the host is at most a few milliseconds, and a request's memory about 20 MB.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 50_000,
-    "step_max_items": 20_000,
+    "step_max_items": 50_000,
+    "max_items_in_row": 2_000,
     "max_lexer_states": 20_000,
     "max_grammar_size": 200_000,
     "precompute_large_lexemes": False,
     "verbose_errors": False,
 }
-_MAX_ATTEMPTS = 200  # compilations to find a fault
-_CPU_SECONDS, _BYTES = 1, 1 << 30  # limits of the program
+# llguidance shows lines of the grammar, which a JSON schema does not have.
+_SHOWN_LINES = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: |\n +\d+ \| (?s:.*)|\n?<non-verbose/>")
+
+
+class SchemaFault(ValueError):
+    """A schema that cannot be enforced, with the path of the part that is at fault."""
+
+    def __init__(self, path: Path, words: str) -> None:
+        super().__init__(": ".join(filter(None, (".".join(map(str, path)), words))))
+        self.path, self.words = path, words
 
 
 def llguidance_text(kind: str, text: str) -> str:
@@ -53,144 +60,95 @@ def llguidance_text(kind: str, text: str) -> str:
             schema = json.loads(text)
             if schema is False:
                 raise ValueError("no value satisfies the schema false")
-            return _of_schema({} if schema is True else schema)
+            lark = f"start: %json {schema_in_grammar({} if schema is True else schema)}"
         case "json_object":
-            return _of_schema({"type": "object"})
+            lark = f"start: %json {schema_in_grammar({'type': 'object'})}"
         case "regex":
-            return llguidance.LLMatcher.grammar_from_regex(text)
+            lark = json.loads(llguidance.LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
         case "choice":
-            texts = (json.dumps(each, ensure_ascii=False) for each in json.loads(text))
-            return llguidance.LLMatcher.grammar_from_lark("start: " + " | ".join(texts))
-    return llguidance.grammar_from("grammar", text)
+            texts = " | ".join(json.dumps(each, ensure_ascii=False) for each in json.loads(text))
+            lark = f"start: TEXT\nTEXT: {texts}"  # One terminal costs less than thousands.
+        case _:
+            lark = llguidance.grammar_from("grammar", text)
+    return lark + _NO_FORCING
 
 
-def compile_grammar(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> llguidance.LLMatcher:
+def compile_grammar(
+    vocabulary: llguidance.LLTokenizer, kind: str, text: str, log_level: int = 0
+) -> llguidance.LLMatcher:
     """Return a matcher at the beginning of a grammar.
 
+    Args:
+        log_level: Level of llguidance's log, which is written to the process's standard error; 0 is none.
     Raises:
         ValueError: The grammar is wrong, has parts that are not supported, or passes a limit.
     """
     limits = llguidance.LLParserLimits(**LIMITS)
-    matcher = llguidance.LLMatcher(tokenizer, llguidance_text(kind, text), log_level=0, limits=limits)
+    matcher = llguidance.LLMatcher(vocabulary, llguidance_text(kind, text), log_level=log_level, limits=limits)
     if matcher.is_error():
-        raise ValueError(matcher.get_error())
+        words = matcher.get_error()
+        raise ValueError(words if kind == "grammar" else _SHOWN_LINES.sub("", words))
     return matcher
 
 
-def byte_tokenizer(vocab_size: int) -> llguidance.LLTokenizer:
-    """Return a tokenizer whose first 256 tokens are the bytes, and whose others have no text."""
+def read_vocabulary(tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> llguidance.LLTokenizer:
+    """Return the vocabulary of a fast tokenizer of transformers, as llguidance reads it.
 
-    class Bytes:
-        eos_token_id, bos_token_id, special_token_ids = 256, None, [256]
-        tokens = [*(bytes([value]) for value in range(256)), b"<end>", *[b""] * (vocab_size - 257)]
-        is_tokenizer_wrapper = True
-
-        def __call__(self, text: str | bytes) -> list[int]:
-            return list(text.encode() if isinstance(text, str) else text)
-
-    return llguidance.LLTokenizer(Bytes())  # type: ignore[arg-type]
-
-
-def find_fault(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> tuple[list[str | int], str] | None:
-    """Return the reason why a grammar cannot be compiled, after the path of the innermost part of a schema that cannot
-    be compiled by itself; None if it can.
+    Raises:
+        ValueError: The tokenizer is no fast one, or its tokens are no bytes.
     """
-    try:
-        compile_grammar(tokenizer, kind, text)
-    except (ValueError, RecursionError) as error:
-        path, words = list[str | int](), str(error)
-        if kind != "json_schema" or not isinstance(root := json.loads(text), dict):
-            return path, words
-        part, num_left = root, _MAX_ATTEMPTS
-        definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
-        while (wrong := _wrong_part(tokenizer, part, definitions, num_left)) is not None:
-            steps, part, words, num_left = wrong
-            path += steps
-            keyword, _, name = str(part.get("$ref") if isinstance(part, dict) else "").removeprefix("#/").partition("/")
-            if name in definitions.get(keyword, {}):
-                path, part = [keyword, name], definitions[keyword][name]
-        return path, words
-    return None
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError("only fast tokenizers are supported")
+    num_tokens = max(vocab_size, len(tokenizer))
+    return llguidance.LLTokenizer(tokenizer.backend_tokenizer.to_str(), num_tokens, sorted(eos_token_ids) or None)
 
 
-def _wrong_part(
-    tokenizer: llguidance.LLTokenizer, schema: Any, definitions: dict[str, Any], num_left: int
-) -> tuple[list[str | int], Any, str, int] | None:
-    """Return the first part of a schema that cannot be compiled: its path, itself, the reason, the attempts left."""
-    for path, part in _parts(schema):
-        if num_left == 0:
-            return None
-        num_left -= 1
-        alone = {**definitions, **part} if isinstance(part, dict) else part
-        if alone == {**definitions, **schema}:
-            continue
-        try:
-            compile_grammar(tokenizer, "json_schema", json.dumps(alone))
-        except (ValueError, RecursionError) as error:
-            if part is not False:  # it forbids a property
-                return path, part, str(error), num_left
-    return None
-
-
-def schema_in_grammar(schema: dict[str, Any]) -> str:
+def schema_in_grammar(schema: Mapping[str, Any]) -> str:
     """Return a schema as it is written after %json in a grammar.
 
     Raises:
-        ValueError: A keyword cannot be enforced.
+        SchemaFault: A keyword or a value cannot be enforced.
     """
-    return json.dumps({**_served(schema), "x-guidance": _OPTIONS}, ensure_ascii=False)
+    return json.dumps({**_served([], schema), "x-guidance": _OPTIONS}, ensure_ascii=False)
 
 
-def _of_schema(schema: dict[str, Any]) -> str:
-    return llguidance.LLMatcher.grammar_from_json_schema(_served(schema), overrides=_OPTIONS)
+def _served(path: Path, schema: Any) -> Any:
+    """Return a schema without keywords that change nothing, and without llguidance's own options.
 
-
-def _served(schema: Any) -> Any:
-    """Return a schema without formats that are not enforced, and without llguidance's own options.
-
+    Args:
+        path: Path of the schema in the whole one.
     Raises:
-        ValueError: A keyword cannot be enforced.
+        SchemaFault: A keyword or a value cannot be enforced.
     """
-    if not isinstance(schema, dict):
+    if not isinstance(schema, Mapping):
         return schema
     least, required = schema.get("minProperties", 0), schema.get("required", [])
     if isinstance(least, int) and isinstance(required, list) and least > len(required):
-        raise ValueError(f"minProperties is {least}, above the {len(required)} required: a name may occur twice")
+        words = f"minProperties is {least}, above the {len(required)} required: a name may occur twice"
+        raise SchemaFault(path, words)
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    for value in values if isinstance(values, list) else []:
+        if found := _unwritable(value):
+            words = f"{value!r:.60} has the character U+{ord(found):04X}, which answers cannot write"
+            raise SchemaFault(path, words)
     kept = {key: value for key, value in schema.items() if key != "x-guidance"}
     named = kept.get("format")
     if isinstance(named, str) and named not in _FORMATS:
         del kept["format"]
-    for key, value in kept.items():
-        if key in _MAPS and isinstance(value, Mapping):
-            kept[key] = {name: _served(part) for name, part in value.items()}
-        elif key in _LISTS and isinstance(value, list):
-            kept[key] = [_served(part) for part in value]
-        elif key in _SINGLE:
-            kept[key] = [_served(part) for part in value] if isinstance(value, list) else _served(value)
-    return kept
+    if kept.get("uniqueItems") is False:
+        del kept["uniqueItems"]
+    if "propertyNames" in kept and allows_all_names(kept["propertyNames"]):
+        del kept["propertyNames"]
+    return with_inner(kept, lambda steps, part: _served([*path, *steps], part))
 
 
-def _parts(schema: Any) -> Iterator[tuple[list[str | int], Any]]:
-    """Yield the schemas inside a schema, each after its path."""
-    if not isinstance(schema, dict):
-        return
-    for key, value in schema.items():
-        if key in _MAPS and isinstance(value, dict):
-            yield from (([key, name], part) for name, part in value.items())
-        elif isinstance(value, list) and key in (*_LISTS, *_SINGLE):
-            yield from (([key, index], part) for index, part in enumerate(value))
-        elif key in _SINGLE and isinstance(value, dict):
-            yield [key], value
+def _unwritable(value: Any) -> str:
+    """Return the first character of a value's texts that JSON writes with \\u alone; empty without one.
 
-
-def main() -> None:
-    """Read {kind, text, vocab_size} as JSON, and print [path, reason] or null, within limits of time and memory."""
-    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
-    resource.setrlimit(resource.RLIMIT_AS, (_BYTES, _BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    order = json.load(sys.stdin)
-    print(json.dumps(find_fault(byte_tokenizer(order["vocab_size"]), order["kind"], order["text"])))
-
-
-if __name__ == "__main__":
-    main()
+    Names of properties may have them: llguidance writes them as they are given.
+    """
+    if isinstance(value, str):
+        found = _UNWRITABLE.search(value)
+        return found[0] if found else ""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next(filter(None, map(_unwritable, inner)), "")

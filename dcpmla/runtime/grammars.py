@@ -31,7 +31,7 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int], is_first: bool) -> None:
-        self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, sorted(eos_token_ids)
+        self._tokenizer, self._vocab_size, self.eos_token_ids = tokenizer, vocab_size, sorted(eos_token_ids)
         self._is_first = is_first
         self._waiting: deque[Request] = deque()  # on every rank
         self._num_taken = self._num_compiled = 0
@@ -142,8 +142,8 @@ class Grammars:
                 vocabulary = self._read_vocabulary()
             matcher = self._matcher(vocabulary, grammar.kind, grammar.text)
         except Exception as error:  # whatever it is, it ends this request alone
-            return Follower(None, str(error), self._eos_token_ids, grammar.starts_after)
-        return Follower(matcher, "", self._eos_token_ids, grammar.starts_after)
+            return Follower(None, str(error), self.eos_token_ids, grammar.starts_after)
+        return Follower(matcher, "", self.eos_token_ids, grammar.starts_after)
 
     def _matcher(self, vocabulary: "LLTokenizer", kind: str, text: str) -> "LLMatcher":
         from dcpmla.runtime.grammar_text import compile_grammar
@@ -162,9 +162,9 @@ class Grammars:
 
     def _read_vocabulary(self) -> "LLTokenizer":
         if self._vocabulary is None:
-            from llguidance.hf import from_tokenizer
+            from dcpmla.runtime.grammar_text import read_vocabulary
 
-            self._vocabulary = from_tokenizer(self._tokenizer, self._num_tokens, self._eos_token_ids)
+            self._vocabulary = read_vocabulary(self._tokenizer, self._vocab_size, self.eos_token_ids)
         return self._vocabulary
 
 

@@ -15,7 +15,7 @@ from dcpmla.serving.messages import Started
 from dcpmla.serving.prompts import Prompt
 from dcpmla.serving.structured import GrammarChecks, check_support
 from dcpmla.serving.tools import ToolUse
-from dcpmla.serving.written_calls import UnwrittenSchema, written_call
+from dcpmla.serving.written_calls import UnwrittenSchema, free_call, written_call
 
 
 class AnswerGrammars:
@@ -107,6 +107,9 @@ class AnswerGrammars:
             function, path = tool["function"], f"tools.{number}.{use.schema_field}"
             if use.required and function["name"] not in use.required:
                 continue
+            if not use.follows_schema(function["name"]):
+                calls[path] = free_call(self._writing, function["name"])
+                continue
             try:
                 calls[path] = written_call(self._writing, function["name"], function.get("parameters"))
             except UnwrittenSchema as error:
@@ -120,15 +123,15 @@ class AnswerGrammars:
         """Raise ApiError with the path of a function's schema if it alone cannot be served."""
         for number, tool in enumerate(use.tools):
             path = f"tools.{number}.{use.schema_field}"
-            if path not in calls:
+            if path not in calls or not use.follows_schema(tool["function"]["name"]):
                 continue
-            schema = tool["function"].get("parameters", {})
-            await self._checks.check(Grammar("json_schema", json.dumps(schema)), path, self._model)
             try:
                 alone = parts_grammar(calls[path], self._special_tokens)
-            except (TypeError, ValueError, AttributeError, RecursionError) as error:
-                raise ApiError(400, f"{path}: {error}", param=path) from error
-            await self._checks.check(alone, path, self._model)
+                await self._checks.check(alone, path, self._model)
+            except (TypeError, ValueError, AttributeError, RecursionError, ApiError) as error:
+                schema = Grammar("json_schema", json.dumps(tool["function"].get("parameters", {})))
+                await self._checks.check(schema, path, self._model)  # Its fault has a longer path.
+                raise error if isinstance(error, ApiError) else ApiError(400, f"{path}: {error}", param=path) from error
 
     @cached_property
     def _special_tokens(self) -> dict[str, int]:

@@ -16,7 +16,7 @@ from dcpmla.serving.refused import check_fields_of_body, refuse
 from dcpmla.serving.sampling_fields import MAX_TOKENS, SamplingFields, StopText
 from dcpmla.serving.shown import Json
 from dcpmla.serving.structured import grammar_of_format
-from dcpmla.serving.tools import Tools, ToolUse, function_tool, own_tools, tool_use
+from dcpmla.serving.tools import Tools, ToolUse, function_tool, own_tools, strict_of, tool_use
 
 # Values that change nothing, by field.
 _REFUSED: dict[str, tuple[object, ...]] = {"container": (), "mcp_servers": ([],), "prefill": ()}
@@ -105,17 +105,14 @@ class CountBody(ChatRequest):
         return conversation
 
     def _tool_use(self) -> ToolUse:
-        tools = [
-            function_tool({**tool, "parameters": tool.get("input_schema")}, path)
-            for path, tool in own_tools(self.tools, (None, "custom", "function"))
-        ]
+        own = dict(own_tools(self.tools, (None, "custom", "function")))
+        tools = [function_tool({**tool, "parameters": tool.get("input_schema")}, path) for path, tool in own.items()]
         chosen = self.tool_choice or _ToolChoice(type="auto")
         choice: str | Json = "required" if chosen.type == "any" else chosen.type
         if choice == "tool":
             choice = {"type": "function", "name": chosen.name}
-        is_strict = any(tool.get("strict") for tool in self.tools or [])
         is_parallel = not chosen.disable_parallel_tool_use
-        return tool_use(tools, choice, is_parallel, is_strict=is_strict, schema_field="input_schema")
+        return tool_use(tools, choice, is_parallel, strict=strict_of(own.values()), schema_field="input_schema")
 
     def _thinking(self) -> dict[str, Any]:
         """Return the conversation's fields of reasoning."""

@@ -1,7 +1,7 @@
 """The HTTP API: its routes over an engine."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from importlib import metadata
 from typing import Any, TypeVar
@@ -37,21 +37,25 @@ from dcpmla.serving.router import Router
 from dcpmla.serving.settings import Settings
 from dcpmla.serving.structured import GrammarChecks
 from dcpmla.serving.transfer_fields import KvTransferParams
+from dcpmla.serving.worker import Worker
 
 _NUM_NEW = 16  # new tokens of a completion without max_tokens
 Chat = TypeVar("Chat", bound=ChatRequest)
+T = TypeVar("T")
 
 
 class Api:
     """The routes over an engine."""
 
-    def __init__(self, engine: Engine, settings: Settings, limits: Limits, prefills: Prefills | None = None) -> None:
+    def __init__(
+        self, engine: Engine, settings: Settings, limits: Limits, worker: Worker, prefills: Prefills | None = None
+    ) -> None:
         self._engine, self._settings, self._created = engine, settings, int(time.time())
         self._receiver = Receiver(limits)
         self._handoffs = HandoffRoutes(engine, settings, self._receiver)
         self._router = Router(engine, settings, prefills)
         self._form: Chats | None = None
-        self._checks = GrammarChecks()
+        self._checks = GrammarChecks(worker)
 
     def app(self) -> ASGIApp:
         """Return the application."""
@@ -115,7 +119,9 @@ class Api:
             body.prompt = ""  # The answer may take minutes.
         prompt_logprobs = [num for num in (body.logprobs if echo else None, body.prompt_logprobs) if num is not None]
         params = body.params(num_new, body.logprobs, max(prompt_logprobs, default=None))
-        await self._checks.check(params.grammar, body.grammar_source, self._engine.ready())
+        check = self._checks.check(params.grammar, body.grammar_source, self._engine.ready())
+        if await while_connected(request.receive, _done(check)) is None:
+            return Response(status_code=499)
         shown = body.shown(echo=echo, num_logprobs=body.logprobs, drops_new=max_tokens == 0)
         answers = Answers(texts, self._settings.name, prompts, body.num_choices, shown)
         num_kept_characters = sum(len(prompt.text) for prompt in prompts) if echo else 0
@@ -186,9 +192,12 @@ class Api:
         readers = [chats.reader(conversation, prompts[0], skips) for _ in range(sampling.num_choices)]
         limit = limit or longest - len(prompts[0].token_ids)
         params = sampling.params(limit, body.num_logprobs, sampling.prompt_logprobs)
-        grammar = await chats.grammars.grammar(conversation.tool_use, prompts[0], *body.asked_grammar())
+        check = chats.grammars.grammar(conversation.tool_use, prompts[0], *body.asked_grammar())
         del conversation  # The answer may take minutes.
-        if grammar is not None:
+        done = await while_connected(request.receive, _done(check))
+        if done is None:
+            return Response(status_code=499)
+        if (grammar := done[0]) is not None:
             if params.ignore_eos:
                 words = "ignore_eos is true; an answer with required or strict calls ends where its grammar does"
                 raise ApiError(400, words, param="ignore_eos")
@@ -258,3 +267,8 @@ class Api:
                 found = ApiError(500, "the server has made a mistake; its log says more")
         self._engine.metrics.refused(found.status)
         return found.response(request.url.path)
+
+
+async def _done(work: Coroutine[Any, Any, T]) -> tuple[T]:
+    """Return what work comes to, which may be None, in a tuple."""
+    return (await work,)

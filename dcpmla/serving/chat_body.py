@@ -13,7 +13,7 @@ from dcpmla.serving.errors import ApiError
 from dcpmla.serving.protocol import CacheSalt, GenerationFields
 from dcpmla.serving.refused import check_fields_of_body
 from dcpmla.serving.sampling_fields import MAX_LOGPROBS, SamplingFields
-from dcpmla.serving.tools import Tools, chat_tools, own_tools, tool_use
+from dcpmla.serving.tools import Tools, chat_tools, own_tools, strict_of, tool_use
 
 Effort = Annotated[str, StringConstraints(min_length=1, max_length=32)]
 
@@ -81,10 +81,10 @@ class ChatFields(BaseModel):
             raise ApiError(400, words, param="continue_final_message")
         continues = bool(self.continue_final_message)
         tools = chat_tools(self.tools or [])
-        is_strict = any(tool["function"].get("strict") for _, tool in own_tools(self.tools))
+        strict = strict_of(tool["function"] for _, tool in own_tools(self.tools))
         conversation = Conversation(
             [message.for_template(number) for number, message in enumerate(messages)],
-            tool_use(tools, self.tool_choice, self.parallel_tool_calls, is_strict=is_strict),
+            tool_use(tools, self.tool_choice, self.parallel_tool_calls, strict=strict),
             self.chat_template_kwargs or {},
             *thinking_of(self.reasoning_effort),
             reasoning_field="reasoning_effort",

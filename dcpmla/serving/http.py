@@ -17,6 +17,8 @@ from dcpmla.serving.metrics import Metrics
 from dcpmla.serving.outbox import Outbox
 from dcpmla.serving.prefills import Prefills
 from dcpmla.serving.settings import Settings
+from dcpmla.serving.structured import vocabulary_of
+from dcpmla.serving.worker import Worker
 
 _FLUSH = 3  # Seconds for the remaining answers at the end.
 _POLL = 0.1
@@ -52,7 +54,9 @@ def serve_http(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # launchers send them to all processes; the ranks decide
     limits = limit_connections(limits or Limits())
-    uvloop.run(_serve(connection, listener, settings, max_waiting, drain_seconds, limits))
+    worker = Worker(vocabulary_of)
+    worker.start()  # Later this process has threads, which a fork does not copy.
+    uvloop.run(_serve(connection, listener, settings, max_waiting, drain_seconds, limits, worker))
 
 
 async def _serve(
@@ -62,6 +66,7 @@ async def _serve(
     max_waiting: int,
     drain_seconds: float,
     limits: Limits,
+    worker: Worker,
 ) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
     engine = Engine(reader, Outbox(writer), max_waiting, Metrics())
@@ -71,7 +76,7 @@ async def _serve(
         prefills = Prefills(settings.prefill_servers, engine, settings.api_key)
         tasks.append(asyncio.create_task(prefills.run()))
     config = uvicorn.Config(
-        Api(engine, settings, limits, prefills).app(),
+        Api(engine, settings, limits, worker, prefills).app(),
         http=partial(Connection, limits=limits, request_timeout=settings.request_timeout),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",

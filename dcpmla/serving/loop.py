@@ -199,6 +199,7 @@ def started(engine: Engine, files: ModelFiles, link: Peer | None = None) -> Star
         read_model_type(files.directory),
         files.config.model_type,
         read_encoder(files.directory),
+        eos_token_ids=engine.grammars.eos_token_ids,
         no_grammars=engine.grammars.load(),
         link=None if link is None else connect_of(link),
     )

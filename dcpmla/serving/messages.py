@@ -2,7 +2,8 @@
 
 Commands are JSON and token ids: clients may attack the HTTP process, and even if they took it over, no rank would run
 their code. The first rank's messages are pickles, because a tokenizer has no other form. Only the HTTP process, which
-that rank has forked, unpickles them; no other process holds an end of their socket pair.
+that rank has forked, and the worker that this has forked, unpickle them; no other process holds an end of their socket
+pairs.
 """
 
 import json
@@ -37,6 +38,7 @@ class Started:
         model_type: Name of the model's family in its config.
         text_type: Name of the family of its text model, which may be another.
         encoder: Text of the checkpoint's own encoder of chats, empty without one.
+        eos_token_ids: End-of-sequence tokens.
         no_grammars: Reason why no request may have a grammar; empty if requests may.
         link: This job, for others that exchange blocks with it; None if it exchanges none.
     """
@@ -50,6 +52,7 @@ class Started:
     model_type: str = ""
     text_type: str = ""
     encoder: str = ""
+    eos_token_ids: Sequence[int] = ()
     no_grammars: str = ""
     link: Connect | None = None
 
@@ -201,11 +204,11 @@ def unpack_commands(packed: bytes) -> Iterator[Command]:
 
 
 def pack(message: object) -> bytes:
-    """Return a message of the first rank as it travels."""
+    """Return a message of the first rank, or to the worker, as it travels."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return LENGTH.pack(len(body)) + body
 
 
 def unpack(body: bytes) -> Any:
-    """Return a message of the first rank, packed less its length."""
+    """Return a message of the first rank, or to the worker, packed less its length."""
     return pickle.loads(body)

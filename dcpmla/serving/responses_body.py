@@ -24,7 +24,7 @@ from dcpmla.serving.refused import check_fields_of_body, check_stream_options, r
 from dcpmla.serving.sampling_fields import MAX_TOKENS, SamplingFields
 from dcpmla.serving.shown import Json
 from dcpmla.serving.structured import grammar_of_format
-from dcpmla.serving.tools import Tools, function_tool, own_tools, tool_use
+from dcpmla.serving.tools import Tools, function_tool, own_tools, strict_of, tool_use
 
 # Values that change nothing, by field.
 _REFUSED: dict[str, tuple[object, ...]] = {
@@ -117,13 +117,12 @@ class ResponsesBody(ChatRequest):
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         messages: list[Json] = [{"role": "system", "content": self.instructions}] if self.instructions else []
         messages += messages_of(items)
-        tools = [function_tool(tool, path) for path, tool in own_tools(self.tools)]
+        own = dict(own_tools(self.tools))
+        tools = [function_tool(tool, path) for path, tool in own.items()]
         self.input = ""
         effort = None if self.reasoning is None else self.reasoning.effort
-        is_strict = any(tool.get("strict") for tool in self.tools or [])
-        use = tool_use(
-            tools, self.tool_choice, self.parallel_tool_calls, is_strict=is_strict, schema_field="parameters"
-        )
+        strict = strict_of(own.values())
+        use = tool_use(tools, self.tool_choice, self.parallel_tool_calls, strict=strict, schema_field="parameters")
         thinking, level = thinking_of(effort)
         return Conversation(messages, use, thinking=thinking, effort=level, reasoning_field="reasoning.effort")
 

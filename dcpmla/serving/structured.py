@@ -1,28 +1,23 @@
-"""Fields for structured output, as grammars, and the check of a client's grammar outside of all other processes.
+"""Fields for structured output, as grammars, and the check of a client's grammar before any rank compiles it.
 
 Sources: OpenAI's API reference (response_format); the protocol of vLLM's server (structured_outputs).
 """
 
-import asyncio
 import hashlib
 import json
-import sys
 from collections import OrderedDict
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-import dcpmla.runtime
 from dcpmla.extras import install, missing
 from dcpmla.runtime.grammar import Grammar
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Started
+from dcpmla.serving.worker import LimitError, Worker
 
-_PROGRAM = f"{dcpmla.runtime.__path__[0]}/grammar_text.py"
 _MAX_CHARACTERS = 1 << 16
-_MAX_CHECKS = 2  # at once
 _MAX_KEPT = 1024  # latest grammars that need no other check
-_SECONDS = 20.0  # limit of a check, whose program has its own limit of processor time
 _KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
 
@@ -138,21 +133,24 @@ def check_support(field: str, model: Started) -> None:
 
 
 class GrammarChecks:
-    """Checks of grammars by compiling them in a program of its own, with limits of time and memory.
+    """Checks of grammars with the model's own tokenizer, in a process with limits of time and memory.
 
     A grammar that passes takes the ranks a bounded time, and crashes none.
+
+    Args:
+        worker: Process whose model is `vocabulary_of` a `Started`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, worker: Worker | None = None) -> None:
         self._passed: OrderedDict[bytes, None] = OrderedDict()  # digests
-        self._room = asyncio.Semaphore(_MAX_CHECKS)
+        self._worker = worker or Worker(vocabulary_of)
 
     async def check(self, grammar: Grammar | None, source: str, model: Started) -> None:
         """Check a grammar, unless an equal one has passed.
 
         Args:
             source: Path of the field that has it.
-            model: The model, whose tokenizer must be one that grammars can use.
+            model: The model, whose tokenizer must be one that grammars can use; the same in all calls.
         Raises:
             ApiError: It cannot be served; the message has the path of the part of a schema that is at fault.
         """
@@ -163,8 +161,10 @@ class GrammarChecks:
         if key in self._passed:
             self._passed.move_to_end(key)
             return
-        async with self._room:
-            fault = await _find_fault(grammar, model.vocab_size)
+        try:
+            fault = await self._worker.call(model, find_fault, grammar.kind, grammar.text)
+        except LimitError as error:
+            fault = [], f"{error} to compile"
         if fault is not None:
             path = ".".join([source, *map(str, fault[0])])
             raise ApiError(400, f"{path}: {fault[1]}", param=path)
@@ -173,23 +173,18 @@ class GrammarChecks:
             self._passed.popitem(last=False)
 
 
-async def _find_fault(grammar: Grammar, vocab_size: int) -> tuple[list[str | int], str] | None:
-    """Return the path and the reason of a grammar's fault (`grammar_text.find_fault`), None without one."""
-    pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
-    program = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", _PROGRAM, stdin=pipe, stdout=pipe, stderr=nothing
-    )
-    order = {"kind": grammar.kind, "text": grammar.text, "vocab_size": vocab_size}
-    try:
-        async with asyncio.timeout(_SECONDS):
-            answer, _ = await program.communicate(json.dumps(order).encode())
-    except TimeoutError:
-        return [], "it takes too long to compile"
-    finally:
-        if program.returncode is None:
-            program.kill()
-            await program.wait()
-    if program.returncode != 0:
-        return [], "it takes too much time or memory to compile"
-    path, words = json.loads(answer) or ([], "")
-    return (path, words) if words else None
+def vocabulary_of(model: Started) -> Any:
+    """Return the vocabulary of a model as grammars need it, in the process that checks them."""
+    from dcpmla.runtime.grammar_check import closing_tokens
+    from dcpmla.runtime.grammar_text import read_vocabulary
+
+    vocabulary = read_vocabulary(model.tokenizer, model.vocab_size, model.eos_token_ids)
+    closing_tokens(vocabulary)  # Functions find it made.
+    return vocabulary
+
+
+def find_fault(vocabulary: Any, kind: str, text: str) -> tuple[list[str | int], str] | None:
+    """Return the path and the reason of a grammar's fault (`grammar_check.find_fault`), None without one."""
+    from dcpmla.runtime import grammar_check  # The extra structured brings what it imports.
+
+    return grammar_check.find_fault(vocabulary, kind, text)

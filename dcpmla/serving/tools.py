@@ -2,8 +2,8 @@
 
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -29,20 +29,26 @@ class ToolUse:
         tools: Tools that the prompt shows, in the shape of chat completions.
         is_parallel: Whether an answer may have several calls; of others only the first is kept.
         required: Names of functions. The answer must call one or more of them; empty if it need not.
-        is_strict: Whether calls must follow the schemas also where none is required.
+        strict: Field `strict` of functions that have it, by name.
         schema_field: Path of the schema in a tool of the body.
     """
 
     tools: Sequence[Json] = ()
     is_parallel: bool = True
     required: Sequence[str] = ()
-    is_strict: bool = False
+    strict: Mapping[str, bool] = field(default_factory=dict)
     schema_field: str = "function.parameters"
 
     @property
     def needs_grammar(self) -> bool:
         """Return whether a grammar must hold the answer to its calls."""
-        return bool(self.required) or self.is_strict
+        return bool(self.required) or any(self.strict.values())
+
+    def follows_schema(self, name: str) -> bool:
+        """Return whether calls of a function must follow its schema: if it is strict, or if calls are required and no
+        function says more.
+        """
+        return self.strict.get(name, bool(self.required) and not any(self.strict.values()))
 
 
 def own_tools(
@@ -112,12 +118,17 @@ def chat_tools(tools: Sequence[Mapping[str, Any]]) -> list[Json]:
     return checked
 
 
+def strict_of(functions: Iterable[Mapping[str, Any]]) -> dict[str, bool]:
+    """Return the field `strict` of functions that have it, by their names."""
+    return {function["name"]: function["strict"] for function in functions if function.get("strict") is not None}
+
+
 def tool_use(
     tools: Sequence[Json],
     choice: str | Mapping[str, Any] | None,
     is_parallel: bool | None,
     *,
-    is_strict: bool = False,
+    strict: Mapping[str, bool],
     schema_field: str = "function.parameters",
 ) -> ToolUse:
     """Return what an answer may do with tools.
@@ -125,26 +136,26 @@ def tool_use(
     Args:
         choice: "auto", "none", "required", or the object that names a function.
         is_parallel: Whether it may call several; None is true.
-        is_strict, schema_field: Attributes of `ToolUse`.
+        strict, schema_field: Attributes of `ToolUse`.
     Raises:
         ApiError: The choice is not served, or there is no tool to choose.
     """
     if choice in (None, "auto"):
-        return ToolUse(tools, is_parallel is not False, (), is_strict, schema_field)
+        return ToolUse(tools, is_parallel is not False, (), strict, schema_field)
     if choice == "none":
         return ToolUse()  # The model cannot call what the prompt does not show.
     names = [tool["function"]["name"] for tool in tools]
     if choice == "required":
         if not names:
             raise ApiError(400, "tool_choice is 'required', and there are no tools", param="tool_choice")
-        return ToolUse(tools, is_parallel is not False, names, is_strict, schema_field)
+        return ToolUse(tools, is_parallel is not False, names, strict, schema_field)
     name = _chosen(choice)
     if name is None:
         words = f"tool_choice is {str(choice)[:100]!r}; it must be 'auto', 'none', 'required' or a function's name"
         raise ApiError(400, words, param="tool_choice")
     if name not in names:
         raise ApiError(400, f"tool_choice names {name[:100]!r}, which tools does not have", param="tool_choice")
-    return ToolUse(tools, False, [name], is_strict, schema_field)
+    return ToolUse(tools, False, [name], strict, schema_field)
 
 
 def _chosen(choice: str | Mapping[str, Any] | None) -> str | None:

@@ -5,8 +5,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dcpmla.serving.call_grammar import Either, Part, Parts, Pattern, Schema, Text
-from dcpmla.serving.chat.values import refer, types_of
+from dcpmla.runtime.schemas import ANNOTATIONS, allows_all_names, alone, refer
+from dcpmla.serving.call_grammar import Either, Part, Parts, Pattern, Repeat, Schema, Text
+from dcpmla.serving.chat.values import types_of
 from dcpmla.serving.chat.writing import Form, Tags, Writing
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -16,7 +17,7 @@ _UNWRITTEN = (
     *("$ref", "allOf", "anyOf", "const", "dependencies", "dependentRequired", "dependentSchemas", "else", "enum"),
     *("if", "not", "oneOf", "patternProperties", "propertyNames", "then", "unevaluatedProperties"),
 )
-_ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$comment"}
+_FREE_KEY = Pattern(r'[^<>"&\n]{1,256}')  # of an argument that no schema names
 # What a text without a declared type must not be, to be read as a text where another type is allowed.
 _READ_AS = {
     "null": r"\s*null\s*",
@@ -59,6 +60,21 @@ def written_call(writing: Writing, name: str, parameters: Mapping[str, Any] | No
     return options[0] if len(options) == 1 else [Either(options)]
 
 
+def free_call(writing: Writing, name: str) -> Parts:
+    """Return a call of a function after its opening, with any arguments."""
+    options = [[*_start(form, name), *_any_arguments(form.tags), form.end] for form in writing.forms]
+    return options[0] if len(options) == 1 else [Either(options)]
+
+
+def _any_arguments(tags: Tags | None) -> Parts:
+    if tags is None:
+        return [Schema({"type": "object"})]
+    before, after = tags.start.split("{key}")
+    values = _argument(Tags(after, tags.end, tags.types), "", _values({}, {}, []))
+    options = [[before, _FREE_KEY, *value] for value in values]
+    return [Either([[Repeat([Either(options)])], []])]
+
+
 def _start(form: Form, name: str) -> Parts:
     start, _, end = form.start.partition("{number}")
     texts = [part.format(name=name) for part in (start, end)]
@@ -70,19 +86,23 @@ def _arguments(tags: Tags | None, schema: Mapping[str, Any]) -> Parts:
     if tags is None:
         return [Schema(schema)]
     for keyword in _UNWRITTEN:
-        if keyword in schema:
+        if keyword in schema and not (keyword == "propertyNames" and allows_all_names(schema[keyword])):
             raise UnwrittenSchema([keyword], "the arguments of this model's calls cannot keep to it")
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, Mapping) or not isinstance(required, list):
         raise UnwrittenSchema([], "properties must be an object, and required a list")
     additional = schema.get("additionalProperties", {})
-    properties = {**properties, **{key: additional for key in required if key not in properties}}
+    unnamed = {key: additional for key in required if key not in properties}
+    properties = {**properties, **unnamed}
     if schema.get("minProperties", 0) > len(required) or schema.get("maxProperties", len(properties)) < len(properties):
         raise UnwrittenSchema([], "the arguments of this model's calls cannot keep to minProperties and maxProperties")
     parts: list[Part] = []
     for key, value in properties.items():
         options = list(_argument(tags, key, _values(schema, value, ["properties", key])))
-        if options or key in required:
+        if key in required and not options:
+            path = ["required"] if key in unnamed else ["properties", key]
+            raise UnwrittenSchema(path, f"no value satisfies the argument {key[:64]!r}, and it is required")
+        if options:
             parts.append(Either(options if key in required else [*options, []]))
     return parts
 
@@ -114,8 +134,12 @@ def _values(root: Mapping[str, Any], schema: Any, path: list[str], depth: int = 
         raise UnwrittenSchema(path, "it is no JSON schema, or nested too deep")
     if "$ref" in schema:
         around = {key: value for key, value in schema.items() if key != "$ref"}
-        target = refer(root, str(schema["$ref"]))
-        return _values(root, _joined(around, True if target is None else target, path), path, depth + 1)
+        try:
+            target = refer(root, schema["$ref"])
+        except LookupError:
+            words = f"$ref is {str(schema['$ref'])[:100]!r}; it must lead to a part of the function's schema"
+            raise UnwrittenSchema(path, words) from None
+        return _values(root, _joined(around, target, path), path, depth + 1)
     for union in ("anyOf", "oneOf", "allOf"):
         if union in schema:
             return _union(root, schema, union, path, depth)
@@ -125,9 +149,8 @@ def _values(root: Mapping[str, Any], schema: Any, path: list[str], depth: int = 
         options = [schema["const"]] if "const" in schema else schema["enum"]
         kept = [value for value in options if "type" not in schema or types_of(value) & {*types}]
         return [(min(types_of(value)), value if isinstance(value, str) else json.dumps(value)) for value in kept]
-    definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
     return [
-        (kind, _text(schema, path) if kind == "string" else Schema({**schema, "type": kind, **definitions}))
+        (kind, _text(schema, path) if kind == "string" else Schema(alone(root, {**schema, "type": kind})))
         for kind in types
     ]
 
@@ -153,7 +176,7 @@ def _joined(around: Mapping[str, Any], branch: Any, path: list[str]) -> Any:
     """Return a schema with the keywords around it, which must be others."""
     if not isinstance(branch, Mapping):
         return branch
-    kept = {key: value for key, value in around.items() if key not in _ANNOTATIONS}
+    kept = {key: value for key, value in around.items() if key not in ANNOTATIONS}
     if twice := kept.keys() & branch.keys():
         raise UnwrittenSchema(path, f"{min(twice)} is there twice")
     return {**kept, **branch}

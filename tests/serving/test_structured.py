@@ -15,11 +15,11 @@ from pydantic import BaseModel, Field
 
 from dcpmla.extras import EXTRAS
 from dcpmla.runtime.grammar import Grammar
-from dcpmla.serving import structured
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Started
 from dcpmla.serving.sampling_fields import SamplingFields
-from dcpmla.serving.structured import GrammarChecks
+from dcpmla.serving.structured import GrammarChecks, vocabulary_of
+from dcpmla.serving.worker import Worker
 from tests.support.random_model import LINES, save_random_model
 from tests.support.servers import RunningServer, serve
 
@@ -229,11 +229,12 @@ def test_a_hostile_schema_is_refused_after_a_bounded_time(server: RunningServer)
 def test_equal_grammars_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[str] = []
 
-    async def find_fault(grammar: Grammar, vocab_size: int) -> None:
-        checked.append(grammar.text)
+    class Recording(Worker):
+        async def call(self, model: Any, function: Any, *args: Any) -> None:
+            checked.append(args[1])
 
     async def check() -> None:
-        checks = GrammarChecks()
+        checks = GrammarChecks(Recording(vocabulary_of))
         for text in ("a", "b", "a", "b"):
             await checks.check(Grammar("regex", text), "x", MODEL)
         await checks.check(None, "x", MODEL)
@@ -243,7 +244,6 @@ def test_equal_grammars_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(ApiError, match=r"x needs the extra structured: pip install 'dcpmla\[structured\]'"):
             await checks.check(Grammar("regex", "c"), "x.y", MODEL)
 
-    monkeypatch.setattr(structured, "_find_fault", find_fault)
     asyncio.run(check())
     assert checked == ["a", "b"]
 

@@ -48,7 +48,11 @@ class ScriptedModel:
         self.is_mute = False
         self.prompts: list[str] = []
         self.submitted: list[Submit] = []
-        self._send(Started(tokenizer, "", len(tokenizer), 100_000, 4, 100_000, "scripted"))
+        self._send(
+            Started(
+                tokenizer, "", len(tokenizer), 100_000, 4, 100_000, "scripted", eos_token_ids=[tokenizer.eos_token_id]
+            )
+        )
         threading.Thread(target=self._read, daemon=True).start()
 
     def stop(self) -> None:

@@ -2,7 +2,10 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
+
+from dcpmla.runtime.schemas import refer
 
 _MAX_SCHEMAS = 64  # parts of a schema that are looked at for one argument: references may form a circle
 
@@ -49,7 +52,8 @@ def schema_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
             names.update(*map(types_of, [*_items(part.get("enum")), *([part["const"]] if "const" in part else [])]))
         pending += [each for union in ("anyOf", "oneOf", "allOf") for each in _items(part.get(union))]
         if isinstance(reference := part.get("$ref"), str):
-            pending.append(refer(schema, reference))
+            with suppress(LookupError):
+                pending.append(refer(schema, reference))
     return frozenset(names)
 
 
@@ -69,11 +73,3 @@ def types_of(value: object) -> frozenset[str]:
 
 def _items(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-def refer(schema: Mapping[str, Any], reference: str) -> Any:
-    """Return the part of a schema that a reference names, None if it is not there."""
-    part: Any = schema
-    for name in reference.removeprefix("#").split("/")[1:]:
-        part = part.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(part, Mapping) else None
-    return part if reference.startswith("#/") else None

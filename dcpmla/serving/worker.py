@@ -1,0 +1,178 @@
+"""A process that runs functions for the HTTP process, each in a child of its own with limits of time and memory.
+
+What clients send may make a function slow or large. Its child then ends, and nothing else: the event loop never waits,
+and a function whose client has gone is ended, too. The process is forked before the HTTP process has threads, has one
+itself, and so shares all imported modules with its children.
+"""
+
+import asyncio
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from dcpmla.serving.messages import LENGTH, pack, unpack
+
+MAX_CHILDREN = 2  # at once; other functions wait
+SECONDS = 20.0  # duration of a function from its start on, for a machine that is busy with other work
+CPU_SECONDS = 1
+MAX_BYTES = 512 << 20  # memory of a child beyond the process's own
+MAX_ANSWER = 1 << 20  # bytes
+_MODEL, _FUNCTION = b"m", b"f"  # what a socket that is passed to the process is for
+_STANDARD_ERROR = 2
+_CONTROL = 3  # the process's only file besides the standard ones
+
+
+class LimitError(Exception):
+    """The end of a function that has passed a limit."""
+
+
+class Worker:
+    """The process, as the HTTP process knows it.
+
+    Args:
+        prepare: Function that the process itself runs on what `model` is given, and whose result functions get first.
+    """
+
+    def __init__(self, prepare: Callable[[Any], Any]) -> None:
+        self._prepare = prepare
+        self._control: socket.socket | None = None
+        self._room = asyncio.Semaphore(MAX_CHILDREN)
+        self._ready: asyncio.Future[bytes] | None = None  # the answer to the model
+
+    def start(self) -> None:
+        """Fork the process, unless it runs."""
+        if self._control is None:
+            self._control, theirs = socket.socketpair()
+            if os.fork() == 0:
+                _run(theirs, self._prepare)
+            theirs.close()
+
+    async def call(self, model: Any, function: Callable[..., Any], *args: Any) -> Any:
+        """Return what a function of a module returns for the prepared model and arguments, as JSON has it.
+
+        The function's child is ended when this coroutine is cancelled.
+
+        Args:
+            model: Argument of `prepare`, the same in all calls.
+        Raises:
+            LimitError: The function has passed a limit.
+        """
+        async with self._room:
+            self.start()
+            self._ready = self._ready or asyncio.ensure_future(self._send(model))
+            await asyncio.shield(self._ready)  # The first caller may leave before it.
+            answer = await self._exchange(_FUNCTION, pack((function, args)), SECONDS)
+        return json.loads(answer)
+
+    async def _send(self, model: Any) -> bytes:
+        return await self._exchange(_MODEL, await asyncio.to_thread(pack, model), None)
+
+    async def _exchange(self, purpose: bytes, packed: bytes, seconds: float | None) -> bytes:
+        """Return the answer to a message, over a socket of its own."""
+        assert self._control is not None
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._control, [purpose], [theirs.fileno()])
+        reader, writer = await asyncio.open_connection(sock=ours)
+        try:
+            async with asyncio.timeout(seconds):
+                writer.write(packed)
+                (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                if length > MAX_ANSWER:
+                    raise LimitError("its answer is too large")
+                return await reader.readexactly(length)
+        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
+            raise LimitError("it takes too much time or memory") from error
+        finally:
+            writer.transport.abort()
+
+
+def _run(control: socket.socket, prepare: Callable[[Any], Any]) -> NoReturn:
+    """Serve functions until the other end of a socket is closed, and end this process."""
+    try:
+        gc.freeze()  # The HTTP process's files are closed below: no object of theirs may close a number again.
+        os.dup2(control.fileno(), _CONTROL)
+        os.closerange(_CONTROL + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        _serve(socket.socket(fileno=_CONTROL), prepare)
+    except BaseException:
+        os.write(_STANDARD_ERROR, traceback.format_exc().encode())
+    finally:
+        os._exit(0)
+
+
+def _serve(control: socket.socket, prepare: Callable[[Any], Any]) -> None:
+    """Start a child for each function, and end it when the other end of its socket is closed."""
+    model: Any = None
+    children = dict[int, tuple[int, socket.socket]]()  # process id and socket, by the file that shows a child's end
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    while True:
+        for number, event in poll.poll():
+            if number == control.fileno():
+                purpose, files, _, _ = socket.recv_fds(control, 1, 1)
+                if not purpose:
+                    for pid, _ in children.values():
+                        os.kill(pid, signal.SIGKILL)
+                    return
+                channel = socket.socket(fileno=files[0])
+                if purpose == _MODEL:
+                    model = prepare(unpack(_receive(channel)))
+                    _answer(channel, None)
+                    channel.close()
+                    continue
+                pid = os.fork()
+                if pid == 0:
+                    _child(channel, model)
+                child = os.pidfd_open(pid)
+                children[child] = pid, channel
+                poll.register(child, select.POLLIN)
+                poll.register(channel, 0)  # Only the other end's end is of interest; the child reads.
+            elif number in children:
+                pid, channel = children.pop(number)
+                os.waitpid(pid, 0)
+                poll.unregister(number)
+                poll.unregister(channel)
+                os.close(number)
+                channel.close()
+            elif event & select.POLLHUP:
+                for pid, channel in children.values():
+                    if channel.fileno() == number:
+                        os.kill(pid, signal.SIGKILL)
+
+
+def _child(channel: socket.socket, model: Any) -> NoReturn:
+    """Run the function that comes over a socket, within limits, answer, and end this process."""
+    try:
+        with open("/proc/self/statm") as sizes:
+            own = int(sizes.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+        resource.setrlimit(resource.RLIMIT_AS, (own + MAX_BYTES, own + MAX_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        function, args = unpack(_receive(channel))
+        _answer(channel, function(model, *args))
+    except (MemoryError, ConnectionError):
+        pass  # The caller sees the end, or has gone.
+    except BaseException:
+        os.write(_STANDARD_ERROR, traceback.format_exc().encode())
+    finally:
+        os._exit(0)
+
+
+def _receive(channel: socket.socket) -> bytes:
+    """Return the message that comes over a socket."""
+    with channel.makefile("rb") as stream:
+        (length,) = LENGTH.unpack(stream.read(LENGTH.size))
+        return stream.read(length)
+
+
+def _answer(channel: socket.socket, value: Any) -> None:
+    """Send a value as JSON."""
+    body = json.dumps(value).encode()
+    channel.sendall(LENGTH.pack(len(body)) + body)

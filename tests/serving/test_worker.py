@@ -1,0 +1,82 @@
+"""The process that works for the HTTP process: functions in children, with limits, which end with their callers."""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcpmla.serving import worker
+from dcpmla.serving.worker import LimitError, Worker
+
+
+def prepared(model: str) -> str:
+    return model.upper()
+
+
+def joined(model: str, *args: Any) -> list[Any]:
+    return [model, *args]
+
+
+def spin(model: str) -> None:
+    while True:
+        pass
+
+
+def fill(model: str) -> None:
+    bytearray(2 * worker.MAX_BYTES)
+
+
+def write_much(model: str) -> str:
+    return "x" * worker.MAX_ANSWER
+
+
+def fail(model: str) -> None:
+    raise KeyError("a mistake")
+
+
+def sleep(model: str, path: str) -> None:
+    Path(path).write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+def test_functions_get_the_prepared_model() -> None:
+    async def calls() -> list[Any]:
+        return await asyncio.gather(*(own.call("model", joined, number, "é") for number in range(5)))
+
+    own = Worker(prepared)
+    assert asyncio.run(calls()) == [["MODEL", number, "é"] for number in range(5)]
+
+
+@pytest.mark.parametrize("function", [spin, fill, write_much, fail])
+def test_limits_end_a_function_and_nothing_else(function: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    async def calls() -> Any:
+        with pytest.raises(LimitError):
+            await own.call("m", function)
+        return await own.call("m", joined)
+
+    own = Worker(prepared)
+    assert asyncio.run(calls()) == ["M"]
+    assert ("KeyError: 'a mistake'" in capfd.readouterr().err) == (function is fail)
+
+
+def test_functions_end_with_their_callers(tmp_path: Path) -> None:
+    """Otherwise those of clients that have left would take the places of others."""
+
+    async def calls() -> Any:
+        paths = [tmp_path / str(number) for number in range(worker.MAX_CHILDREN + 2)]
+        tasks = [asyncio.create_task(own.call("m", sleep, str(path))) for path in paths]
+        while not all(path.exists() and path.read_text() for path in paths[: worker.MAX_CHILDREN]):
+            await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+        answer = await own.call("m", joined)
+        pids = [int(path.read_text()) for path in paths if path.exists()]
+        while any(Path(f"/proc/{pid}").exists() for pid in pids):
+            await asyncio.sleep(0.01)
+        return answer, len(pids)
+
+    own = Worker(prepared)
+    assert asyncio.run(calls()) == (["M"], worker.MAX_CHILDREN)
