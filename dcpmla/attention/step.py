@@ -214,7 +214,7 @@ class StepMetadata:
     @property
     def shares_rows(self) -> bool:
         """Return whether only the device knows which tokens are decodes and which are prefills."""
-        return self.prefill is not None and self.prefill.queries.start == 0
+        return self.prefill is not None and len(self.prefill.queries.start) == 0
 
     def get(self, kind: type[Metadata]) -> Metadata | None:
         """Return the metadata of a class; None if the step has none."""

@@ -16,7 +16,9 @@ from dcpmla.serving.metrics import Metrics
 from dcpmla.serving.outbox import Outbox
 from dcpmla.serving.prefills import Prefills
 from dcpmla.serving.settings import Settings
+from dcpmla.serving.structured import vocabulary_of
 from dcpmla.serving.transfer_messages import Connect
+from dcpmla.serving.worker import Worker
 from dcpmla.transfer.layout import CacheLayout, TokenSpec
 from tests.support.servers import KEY
 
@@ -77,7 +79,7 @@ class Ranks:
         return self.of(kind)[number - 1]
 
     def app(self, role: str, prefills: Prefills | None = None) -> Any:
-        return Api(self.engine, Settings("model", KEY, 30, role=role), Limits(), prefills).app()
+        return Api(self.engine, Settings("model", KEY, 30, role=role), Limits(), Worker(vocabulary_of), prefills).app()
 
 
 class Network(httpx2.AsyncBaseTransport):
