@@ -85,14 +85,18 @@ _CONFIG_RULES = {
 _RAW_RULES = {
     **dict.fromkeys(("dtype", "torch_dtype"), _DTYPE),
     "qk_rope_head_dim": even(LARGEST_SIZE),
+    "shared_experts_intermediate_size": SIZE,
     "moe_layer_freq": only(1),
     **dict.fromkeys(("use_bias", "use_qkv_bias", "mlp_bias"), optional(only(False))),
 }
-# Fields of the file that repeat another field of the model.
+# Fields of the file that repeat another one, in families without a rule of their own for them.
 _SAME = {
     "rotary_dim": "qk_rope_head_dim",
     "moe_shared_expert_intermediate_size": "moe_intermediate_size",
+    "shared_experts_intermediate_size": "moe_shared_expert_intermediate_size",
     "num_key_value_heads": "num_attention_heads",
+    "swa_num_key_value_heads": "swa_num_attention_heads",
+    "swa_qk_rope_head_dim": "qk_rope_head_dim",
 }
 _ROPE_RULES = {
     **dict.fromkeys(("rope_type", "type"), _ROPE_TYPE),
@@ -140,6 +144,15 @@ def check_raw_config(raw: Mapping[str, Any], names: Mapping[str, str], rules: Ma
     renamed = {names[name]: rule for name, rule in _CONFIG_RULES.items() if name in names}
     inner = {f"{name}.{key}": raw[name][key] for name in raw if isinstance(raw[name], dict) for key in raw[name]}
     check_fields({**renamed, **_CONFIG_RULES, **_RAW_RULES, **rules}, {**raw, **inner})
+    for name, other in [*names.items(), *((name, other) for name, other in _SAME.items() if name not in rules)]:
+        value, expected = raw.get(name), raw.get(other, raw.get(names.get(other, other)))
+        if value is not None and expected is not None and value != expected:
+            raise ValueError(f"{name} is {value}; it must be {other}, which is {expected}")
+    if "qk_nope_head_dim" in raw and "qk_rope_head_dim" in raw:
+        width = raw["qk_nope_head_dim"] + raw["qk_rope_head_dim"]
+        for name in ("qk_head_dim", "q_head_dim"):
+            if raw.get(name) not in (None, width):
+                raise ValueError(f"{name} is {raw[name]}; it must be qk_nope_head_dim + qk_rope_head_dim = {width}")
     for name in ("rope_parameters", "rope_scaling"):
         check_fields(_ROPE_RULES, raw.get(name) or {}, f"{name}.{{}}".format)
         for kind, fields in (raw.get(name) or {}).items():
@@ -179,6 +192,13 @@ def check_model(config: Any, routing: Routing) -> None:
     """
     values = {name: getattr(config, name) for name in _CONFIG_RULES if hasattr(config, name)}
     check_fields(_CONFIG_RULES, values, lambda name: config.attribute_map.get(name, name))  # the file's names
+    for name in ("layer_types", "mlp_layer_types"):
+        types = getattr(config, name, None)
+        if types is not None and len(types) < config.num_hidden_layers:
+            raise ValueError(
+                f"{name} has {len(types)} entries; each of {config.num_hidden_layers} layers (num_hidden_layers) has "
+                "one"
+            )
     pad = config.pad_token_id
     if pad is not None and not -config.vocab_size <= pad < config.vocab_size:
         raise ValueError(f"pad_token_id is {pad}; it must be less than vocab_size {config.vocab_size}")
@@ -188,23 +208,7 @@ def check_model(config: Any, routing: Routing) -> None:
 
 def check_mla(config: Any) -> None:
     """Raise ValueError for inconsistent fields of MLA with a rotary embedding."""
-    check_sizes(config)
     check_rope(config)
-
-
-def check_sizes(config: Any) -> None:
-    """Raise ValueError for sizes of MLA and of shared experts that do not go together."""
-    for name, other in _SAME.items():
-        if (size := getattr(config, name, None)) is not None and size != getattr(config, other, size):
-            raise ValueError(
-                f"{name} is {size}; it must be {config.attribute_map.get(other, other)}, which is "
-                f"{getattr(config, other)}"
-            )
-    qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
-    if config.qk_head_dim != qk_head_dim:
-        raise ValueError(
-            f"qk_head_dim is {config.qk_head_dim}; it must be qk_nope_head_dim + qk_rope_head_dim = {qk_head_dim}"
-        )
     index_head_dim = getattr(config, "index_head_dim", config.qk_rope_head_dim)
     if index_head_dim < config.qk_rope_head_dim:
         raise ValueError(

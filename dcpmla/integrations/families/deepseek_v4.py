@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcpmla.attention.compressed.kind import CompressedKind
-from dcpmla.fields import only
+from dcpmla.fields import LARGEST_SIZE, even, only
 from dcpmla.integrations.checkpoint_names import rename
 from dcpmla.integrations.decoder import Shapes, mtp_shapes
 from dcpmla.integrations.families.deepseek_v4_config import check_compressed, compressed_config
@@ -14,6 +14,11 @@ from dcpmla.integrations.families.deepseek_v4_weights import load_mixed_streams,
 from dcpmla.integrations.families.family import NO_MTP, Family
 from dcpmla.integrations.families.routing import Routing
 
+_RULES = {
+    **dict.fromkeys(("num_key_value_heads", "n_shared_experts"), only(1)),
+    "attention_bias": only(False),
+    "index_head_dim": even(LARGEST_SIZE),
+}
 _WINDOW = (0, "sliding_attention")  # entries of compress_ratios and of layer_types
 
 
@@ -27,6 +32,18 @@ class _DeepseekV4(Family):
         name = "compress_ratios" if raw.get("layer_types") is None else "layer_types"
         config.mtp_attention = {name: (raw.get(name) or [])[config.num_hidden_layers :][:1]}
         return config
+
+    def translate(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields, whose two fields for the width of the rotary embedding agree."""
+        width, rotated = raw.get("head_dim", self.config_class().head_dim), raw.get("qk_rope_head_dim")
+        factor = raw.get("partial_rotary_factor")
+        if rotated is not None and rotated > width:
+            raise ValueError(f"qk_rope_head_dim is {rotated}; it must be at most head_dim {width}")
+        if rotated is not None and factor is not None and int(width * factor) != rotated:
+            raise ValueError(
+                f"qk_rope_head_dim is {rotated}; it must be head_dim {width} times partial_rotary_factor {factor}"
+            )
+        return raw
 
     def attention(self, config: Any, has_mtp: bool = False) -> CompressedKind:
         """Return the attention of all layers."""
@@ -67,5 +84,5 @@ DEEPSEEK_V4 = _DeepseekV4(
     check_compressed,
     load_mixed_streams,
     load_stream_mtp,
-    rules={"num_key_value_heads": only(1)},
+    rules=_RULES,
 )

@@ -30,6 +30,7 @@ RAW_RULES = {
     **dict.fromkeys(_SOURCES, _LAYERS),
     "candidate_source_layer_id": whole(-1, 1023),  # -1 for no candidate blocks
     **dict.fromkeys(_BLOCKS, SIZE),
+    "index_head_dim": even(LARGEST_SIZE),
     "engram_layer_ids": optional(_LAYERS),
 }
 

@@ -9,7 +9,6 @@ from torch import Tensor
 from dcpmla.attention.windowed.kind import FULL_ROTARY, WINDOW_ROTARY, WindowedKind
 from dcpmla.config import MLAConfig
 from dcpmla.fields import (
-    FLAG,
     LARGEST_SIZE,
     OBJECT,
     SIZE,
@@ -37,10 +36,9 @@ _SIZES = dict.fromkeys(
 ) | {"v_head_dim": SIZE, "qk_rope_head_dim": even(LARGEST_SIZE)}
 _RAW_RULES = {
     "head_dim": optional(SIZE),
-    **{f"swa_{name}": rule for name, rule in _SIZES.items()},
+    **{f"swa_{name}": rule for name, rule in _SIZES.items() if name not in ("num_key_value_heads", "qk_rope_head_dim")},
     "swa_rope_theta": number(1, above=True),
     "sliding_window_size": SIZE,
-    "shared_experts_intermediate_size": SIZE,
     "moe_shared_expert_intermediate_size": SIZE,
     **dict.fromkeys(("rope_parameters.indexed_attention", "rope_parameters.sliding_attention"), OBJECT),
     "per_layer_config": optional(Rule("an object of objects", lambda value: _holds_objects(value))),
@@ -48,7 +46,7 @@ _RAW_RULES = {
     "n_routed_experts": whole(2, 1 << 16),
     "mtp_layer_types": optional(list_of(one_of(("full_attention", FULL_ROTARY, WINDOW_ROTARY)))),
     "moe_layer_freq": either(whole(1), list_of(whole(0, 1))),
-    **dict.fromkeys(("use_dsa", "use_sliding_window"), FLAG),
+    **dict.fromkeys(("use_dsa", "use_sliding_window"), only(True)),
     "apply_mla_qkv_lora_rescale": only(True),
     **dict.fromkeys(("attention_gate_type", "swa_attention_gate_type"), one_of(("headwise",))),
 }

@@ -69,13 +69,16 @@ class Family:
         Raises:
             ValueError: A field that no such model can have. transformers raises exceptions of other kinds, too.
         """
-        config_class = self.config_class()
-        check_raw_config(raw, config_class.attribute_map, {**self.routing.rules(), **self.rules})
+        self.check_raw(raw)
         if not has_quantized_weights(raw.get("quantization_config") or {}):
             del raw["quantization_config"]
-        config = config_class.from_dict(self.translate(raw))
+        config = self.config_class().from_dict(self.translate(raw))
         self.check(config)
         return config
+
+    def check_raw(self, raw: dict[str, Any]) -> None:
+        """Raise ValueError for a field of a config.json that no such model can have."""
+        check_raw_config(raw, self.config_class().attribute_map, {**self.routing.rules(), **self.rules})
 
     def translate(self, raw: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of a config.json, which keep to the rules, as transformers' class takes them."""

@@ -7,7 +7,7 @@ from typing import Any
 from dcpmla.attention.sparse.kind import SparseKind
 from dcpmla.fields import check_fields, list_of, number, one_of, only, whole
 from dcpmla.integrations.checkpoint_names import rename
-from dcpmla.integrations.config_checks import check_mla, check_raw_config
+from dcpmla.integrations.config_checks import check_mla
 from dcpmla.integrations.families.sparse import SPARSE_LAYERS, SparseFamily
 from dcpmla.integrations.families.streams import drop_connections, load_streams, with_single_stream
 from dcpmla.integrations.parts import Parts
@@ -82,9 +82,8 @@ class _HyV4Vl(_HyV4):
 
     def read_config(self, raw: dict[str, Any]) -> Any:
         """Return HY V4's config of the fields, with this family's model type."""
-        config_class = self.config_class()
-        check_raw_config(raw, config_class.attribute_map, {**self.routing.rules(), **self.rules})
-        fields = config_class.from_dict(raw).to_dict()
+        self.check_raw(raw)
+        fields = self.config_class().from_dict(raw).to_dict()
         del fields["rope_parameters"]["mrope_section"]
         model_type = fields.pop("model_type")
         config = HY_V4.read_config(fields)

@@ -6,9 +6,9 @@ from typing import Any
 
 from dcpmla.attention.linear.config import DeltaConfig
 from dcpmla.attention.linear.kind import HybridKind
-from dcpmla.fields import FLAG, check_fields, list_of, number, one_of, only, optional, rules_of
+from dcpmla.fields import FLAG, check_fields, list_of, number, one_of, only, optional, rules_of, whole
 from dcpmla.integrations.checkpoint_names import rename
-from dcpmla.integrations.config_checks import check_rope, check_sizes
+from dcpmla.integrations.config_checks import check_rope
 from dcpmla.integrations.families.family import Family
 from dcpmla.model.glu import SWIGLU, LayerGlus, clamp_after_silu
 
@@ -43,6 +43,8 @@ _LING_RULES = {
     **dict.fromkeys(("value_norm", "up_proj_norm", "use_nGPT", "scale_router_input"), only(False)),
     "gated_attention_proj_granularity_type": one_of(("head_wise",)),
     **dict.fromkeys(_LIMITS, optional(list_of(optional(number(0))))),
+    "layer_group_size": whole(1, 1024),
+    "short_conv_kernel_size": whole(2, 64),
     "group_norm_size": only(1),
     "num_kv_heads_for_linear_attn": only(0),
     "router_dtype": one_of(("fp32", "float32")),
@@ -99,14 +101,14 @@ class _Ling(HybridFamily):
 
 
 def check_hybrid(config: Any) -> None:
-    """Raise ValueError for inconsistent sizes, or unless each layer is MLA or linear attention, and both exist."""
-    check_sizes(config)
+    """Raise ValueError unless each layer is MLA or linear attention, and both exist."""
     rules = {_DELTA_FIELDS.get(name, name): rule for name, rule in rules_of(DeltaConfig).items()}
     check_fields(rules | {"layer_types": list_of(one_of(_TYPES)), "kda_safe_gate": FLAG}, vars(config))
+    group_size = getattr(config, "layer_group_size", None)
     if len(config.layer_types) != config.num_hidden_layers or {*config.layer_types} != {*_TYPES}:
         raise ValueError(
             f"layer_types has {config.layer_types}; each of {config.num_hidden_layers} layers has one, and both "
-            f"{' and '.join(_TYPES)} must be there"
+            f"{' and '.join(_TYPES)} must be there" + (f"; layer_group_size is {group_size}" if group_size else "")
         )
 
 

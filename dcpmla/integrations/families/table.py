@@ -3,8 +3,6 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-import transformers
-
 from dcpmla.attention.kind import AttentionKind, DenseKind
 from dcpmla.fields import choices
 from dcpmla.integrations.families.axk2 import AXK2
@@ -42,7 +40,11 @@ class _Sarvam(Family):
 
     def read_config(self, raw: dict[str, Any]) -> Any:
         """Return DeepSeek-V3's config of the fields."""
-        translated = getattr(transformers, f"{self.class_prefix}Config").from_dict(raw).to_dict()
+        rope = raw.get("rope_scaling")
+        if isinstance(rope, dict) and rope.get("type") == "deepseek_yarn":
+            raw = raw | {"rope_scaling": rope | {"type": "yarn"}}
+        self.check_raw(raw)
+        translated = self.config_class().from_dict(raw).to_dict()
         return _DEEPSEEK_V3.read_config(translated | {"model_type": "deepseek_v3"})
 
 
