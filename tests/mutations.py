@@ -123,6 +123,8 @@ def _run_pytest(copy: Path, tests: Sequence[str], failure: Path, options: Sequen
         os.dup2(output, descriptor)
     os.chdir(copy)
     os.environ |= {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False  # All runs in a copy share the compiled files.
     sys.path[:] = [str(copy), *(path for path in sys.path if ROOT not in (Path(path), *Path(path).parents))]
     sys.exit(pytest.main([*options, "-p", "no:cacheprovider", *tests], plugins=[_FirstFailure(failure)]))
 
