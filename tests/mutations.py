@@ -116,6 +116,7 @@ class _FirstFailure:
 def _run_pytest(copy: Path, tests: Sequence[str], failure: Path, options: Sequence[str]) -> None:
     """Run tests of a copy in this process, which has imported other packages but not this one."""
     import pytest
+    from hypothesis import Phase, settings
 
     os.setpgrp()  # ends with all processes that its tests have started
     output = os.open(copy / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -126,6 +127,8 @@ def _run_pytest(copy: Path, tests: Sequence[str], failure: Path, options: Sequen
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False  # All runs in a copy share the compiled files.
     sys.path[:] = [str(copy), *(path for path in sys.path if ROOT not in (Path(path), *Path(path).parents))]
+    settings.register_profile("unshrunk", phases=set(Phase) - {Phase.shrink, Phase.explain})  # A failure is enough.
+    settings.load_profile("unshrunk")
     sys.exit(pytest.main([*options, "-p", "no:cacheprovider", *tests], plugins=[_FirstFailure(failure)]))
 
 
