@@ -206,13 +206,18 @@ def run_all(mutations: Sequence[Mutation], num_jobs: int) -> list[Result]:
             copy = copies.get()
             result = copy.result(mutation)
             copies.put(copy)
-            print(f"{result.outcome:9} {result.seconds:5} s  {result.group}/{result.name}  {result.test or ''}", flush=True)
+            print(
+                f"{result.outcome:9} {result.seconds:5} s  {result.group}/{result.name}  {result.test or ''}",
+                flush=True,
+            )
             return result
 
         with ThreadPoolExecutor(num_jobs) as pool:
             results = list(pool.map(test, mutations))
         failing = copies.get().failing(sorted({result.test for result in results if result.test}))
-    return [Result(**(asdict(result) | ({"outcome": "broken"} if result.test in failing else {}))) for result in results]
+    return [
+        Result(**(asdict(result) | ({"outcome": "broken"} if result.test in failing else {}))) for result in results
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
