@@ -24,8 +24,8 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -166,10 +166,8 @@ class Copy:
         process.join(_LIMIT)
         code = process.exitcode
         if process.pid is not None:
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         process.join()
         return code, failure.read_text() if failure.exists() else None
 
@@ -206,18 +204,14 @@ def run_all(mutations: Sequence[Mutation], num_jobs: int) -> list[Result]:
             copy = copies.get()
             result = copy.result(mutation)
             copies.put(copy)
-            print(
-                f"{result.outcome:9} {result.seconds:5} s  {result.group}/{result.name}  {result.test or ''}",
-                flush=True,
-            )
+            words = f"{result.outcome:9} {result.seconds:5} s  {result.group}/{result.name}  {result.test or ''}"
+            print(words, flush=True)
             return result
 
         with ThreadPoolExecutor(num_jobs) as pool:
             results = list(pool.map(test, mutations))
         failing = copies.get().failing(sorted({result.test for result in results if result.test}))
-    return [
-        Result(**(asdict(result) | ({"outcome": "broken"} if result.test in failing else {}))) for result in results
-    ]
+    return [replace(each, outcome="broken") if each.test in failing else each for each in results]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
