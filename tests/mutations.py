@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tests" / "mutations.toml"
 _LIMIT = 300.0  # seconds of a mutation's tests: faults may let them wait forever
 _TESTS_FAILED = 1  # pytest's exit code
+_KILLED = ("killed", "timed out")
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class _FirstFailure:
             self._path.write_text(report.nodeid)
 
 
-def _run_pytest(copy: Path, tests: Sequence[str], failure: Path, options: Sequence[str]) -> None:
+def _run_pytest(copy: Path, tests: Sequence[str], failure: Path) -> None:
     """Run tests of a copy in this process, which has imported other packages but not this one."""
     import pytest
     from hypothesis import Phase, settings
@@ -129,7 +130,7 @@ def _run_pytest(copy: Path, tests: Sequence[str], failure: Path, options: Sequen
     sys.path[:] = [str(copy), *(path for path in sys.path if ROOT not in (Path(path), *Path(path).parents))]
     settings.register_profile("unshrunk", phases=set(Phase) - {Phase.shrink, Phase.explain})  # A failure is enough.
     settings.load_profile("unshrunk")
-    sys.exit(pytest.main([*options, "-p", "no:cacheprovider", *tests], plugins=[_FirstFailure(failure)]))
+    sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests], plugins=[_FirstFailure(failure)]))
 
 
 class Copy:
@@ -140,7 +141,7 @@ class Copy:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self._passes = path, dict[str, bool]()
         shutil.copytree(ROOT, path, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache"))
         # Processes start as forks of one that has imported torch and others, which takes longer than most tests.
         self._context = multiprocessing.get_context("forkserver")
@@ -157,11 +158,11 @@ class Copy:
         finally:
             _write(path, text)
 
-    def run(self, tests: Sequence[str], options: Sequence[str] = ("-x", "-q")) -> tuple[int | None, str | None]:
-        """Run tests; return pytest's exit code, None if they took too long, and the last test that failed, if any."""
+    def run(self, tests: Sequence[str]) -> tuple[int | None, str | None]:
+        """Run tests up to the first failure; return pytest's exit code, None if they took too long, and that test."""
         failure = self.path / "failure.txt"
         failure.unlink(missing_ok=True)
-        process = self._context.Process(target=_run_pytest, args=(self.path, tests, failure, options))
+        process = self._context.Process(target=_run_pytest, args=(self.path, tests, failure))
         process.start()
         process.join(_LIMIT)
         code = process.exitcode
@@ -177,13 +178,15 @@ class Copy:
         with self.mutated(mutation):
             code, test = self.run(mutation.tests)
         outcome = {0: "survived", _TESTS_FAILED: "killed", None: "timed out"}.get(code, "broken")
+        if test is not None and not self.passes(test):
+            outcome = "broken"
         return Result(mutation.group, mutation.name, outcome, test, round(time.monotonic() - start, 1))
 
-    def failing(self, tests: Sequence[str]) -> set[str]:
-        """Return those of tests that fail without a mutation, each run by itself: most runs have none."""
-        if not tests or self.run(tests)[0] == 0:
-            return set()
-        return {test for test in tests if self.run([test])[0] != 0}
+    def passes(self, test: str) -> bool:
+        """Return whether a test passes without a mutation. Each is run once."""
+        if test not in self._passes:
+            self._passes[test] = self.run([test])[0] == 0
+        return self._passes[test]
 
 
 def _write(path: Path, text: str) -> None:
@@ -192,8 +195,8 @@ def _write(path: Path, text: str) -> None:
     Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
 
-def run_all(mutations: Sequence[Mutation], num_jobs: int) -> list[Result]:
-    """Test mutations, several at a time, and print each result when it is known."""
+def run_all(mutations: Sequence[Mutation], num_jobs: int) -> Iterator[Result]:
+    """Yield the result of each mutation, in order. Several are tested at a time."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         copies: SimpleQueue[Copy] = SimpleQueue()
@@ -202,16 +205,12 @@ def run_all(mutations: Sequence[Mutation], num_jobs: int) -> list[Result]:
 
         def test(mutation: Mutation) -> Result:
             copy = copies.get()
-            result = copy.result(mutation)
-            copies.put(copy)
-            words = f"{result.outcome:9} {result.seconds:5} s  {result.group}/{result.name}  {result.test or ''}"
-            print(words, flush=True)
-            return result
+            try:
+                return copy.result(mutation)
+            finally:
+                copies.put(copy)
 
-        with ThreadPoolExecutor(num_jobs) as pool:
-            results = list(pool.map(test, mutations))
-        failing = copies.get().failing(sorted({result.test for result in results if result.test}))
-    return [replace(each, outcome="broken") if each.test in failing else each for each in results]
+        yield from stack.enter_context(ThreadPoolExecutor(num_jobs)).map(test, mutations)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -235,15 +234,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     if not chosen:
         parser.error(f"no mutation of that name or group; groups are {', '.join({each.group for each in mutations})}")
-    results = run_all(chosen, options.num_jobs)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+    results: list[Result] = []
+    for result in run_all(chosen, options.num_jobs):
+        words = f"{result.outcome:9} {result.seconds:5} s  {result.group}/{result.name}  {result.test or ''}"
+        print(words, flush=True)
+        results.append(result)
+        if options.json:  # at once: a run takes long, and may be stopped
+            options.json.write_text(json.dumps([asdict(each) for each in results], indent=1) + "\n")
     counts = Counter(result.outcome for result in results)
     print(", ".join(f"{count} {outcome}" for outcome, count in counts.most_common()))
-    for result in results:
-        if result.outcome not in ("killed", "timed out"):
-            print(f"{result.outcome}: {result.group}/{result.name}")
-    return counts["killed"] + counts["timed out"] < len(results)
+    missed = [f"{each.outcome}: {each.group}/{each.name}" for each in results if each.outcome not in _KILLED]
+    print("\n".join(missed))
+    return bool(missed)
 
 
 if __name__ == "__main__":

@@ -123,11 +123,12 @@ def test_an_evicted_prompt_comes_from_host_memory(memory: type[HostMemory]) -> N
     check_empty(engine)
 
 
-def test_others_decode_while_a_prompt_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_tokens", [24, 25])  # one token more than blocks is a decode
+def test_others_decode_while_a_prompt_loads(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A running request gets its tokens in successive steps; the loaded one joins when its copy has ended."""
     monkeypatch.setattr(LateMemory, "num_polls", 6)
     engine = make_engine(16, num_host_blocks=40, memory=LateMemory)
-    prompt, other = [7, 3, 5] * 8, [2, 9]
+    prompt, other = ([7, 3, 5] * 9)[:num_tokens], [2, 9]
     engine.add(prompt, SamplingParams(max_new_tokens=1))
     list(engine.run())
     for _ in range(2):
@@ -148,6 +149,27 @@ def test_others_decode_while_a_prompt_loads(monkeypatch: pytest.MonkeyPatch) -> 
     assert loaded.num_cached_tokens > 0
     assert loaded.token_ids == alone_ignoring_eos(prompt, 2)
     assert running.token_ids == alone_ignoring_eos(other, 30)
+
+
+def test_without_others_a_step_waits_for_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which began beside a request that has ended since."""
+    monkeypatch.setattr(LateMemory, "num_polls", 1000)
+    engine = make_engine(16, num_host_blocks=40, memory=LateMemory)
+    prompt = [7, 3, 5] * 8
+    for each in (prompt, [1, 2, 3, 4] * 15, [4, 3, 2, 1] * 15):
+        engine.add(each, SamplingParams(max_new_tokens=1))
+        list(engine.run())
+    engine.add([2, 9], SamplingParams(max_new_tokens=6, ignore_eos=True))
+    engine.step()
+    loaded = engine.add(prompt, SamplingParams(max_new_tokens=2, ignore_eos=True))
+    num_steps = 0
+    while not loaded.token_ids:
+        engine.step()
+        num_steps += 1
+    assert 5 < num_steps < 20
+    assert loaded.num_cached_tokens > 0
+    list(engine.run())
+    assert loaded.token_ids == alone_ignoring_eos(prompt, 2)
 
 
 def test_blocks_of_an_aborted_load_are_written_after_it(monkeypatch: pytest.MonkeyPatch) -> None:

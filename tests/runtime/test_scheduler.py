@@ -257,6 +257,23 @@ class ReadingCosts(DrawnCosts):
         return new + context / 10
 
 
+def test_prompts_beside_decodes_share_the_time() -> None:
+    """The first prompt takes all of a step's 200 us until its context is read."""
+    scheduler = Scheduler(BlockAllocator(2000, BLOCK), 512, 4, costs=ReadingCosts(math.inf))
+    prompts = [Request([name] * 500, SamplingParams(max_new_tokens=1)) for name in (2, 3)]
+    steps = serve(scheduler, [[Request([1] * 8, SamplingParams(max_new_tokens=100))], [], prompts])
+    pieces = [[piece.num_tokens for piece in step.pieces if piece.request in prompts] for step in steps]
+    assert [sizes for sizes in pieces if sizes][:3] == [[200], [180], [120, 64]]
+
+
+@pytest.mark.parametrize(("num_blocks", "nums_drafts"), [(5, [0, 0]), (7, [3, 0]), (8, [3, 3])])
+def test_drafts_leave_a_block_for_each_that_runs(num_blocks: int, nums_drafts: list[int]) -> None:
+    scheduler = Scheduler(BlockAllocator(num_blocks, BLOCK), 64, 4)
+    scheduler.waiting += [Request([name] * 7, SamplingParams(max_new_tokens=20)) for name in range(2)]
+    compute(scheduler, scheduler.schedule(0.0))
+    assert [piece.num_drafts for piece in scheduler.schedule(1.0, num_drafts=3).pieces] == nums_drafts
+
+
 @pytest.mark.parametrize(("max_loss", "pieces"), [(math.inf, [100, 90, 81, 29]), (0.25, [300])])
 def test_a_piece_exceeds_the_limit_rather_than_read_its_context_too_often(max_loss: float, pieces: list[int]) -> None:
     """After 1,000 cached tokens each piece loses 100 us, a quarter of 400."""
