@@ -344,10 +344,8 @@ def check_tokens(answer: Answer, words: list[str]) -> None:
     if answer.params.grammar is not None:
         text = ""
         for token, row in zip(answer.tokens, answer.logits, strict=True):
-            allowed = [index for index, word in enumerate(words) if word and num_begun(text + word)]
-            if num_begun(text) > 1:  # The tokens of a text that is certain are not chosen by their logits.
-                assert token == max(allowed, key=row.tolist().__getitem__)
-            assert token in (allowed or [VOCAB_SIZE - 1])
+            allowed = [index for index, word in enumerate(words) if word and is_begun(text + word)]
+            assert token == (max(allowed, key=row.tolist().__getitem__) if allowed else VOCAB_SIZE - 1)
             text += words[token] if allowed else ""
         assert text in CHOICES
     elif answer.params.logit_bias:
@@ -356,8 +354,8 @@ def check_tokens(answer: Answer, words: list[str]) -> None:
         assert answer.tokens == answer.logits.argmax(-1).tolist()
 
 
-def num_begun(text: str) -> int:
-    return sum(choice.startswith(text) for choice in CHOICES)
+def is_begun(text: str) -> bool:
+    return any(choice.startswith(text) for choice in CHOICES)
 
 
 def words_of(directory: Path) -> list[str]:
