@@ -8,6 +8,7 @@ from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.states import StatePool, Worth, num_states
 from dcpmla.cache.tier import HostTier
 from dcpmla.runtime.costs import TOKEN_COSTS
+from dcpmla.runtime.loading import Loading
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.reuse import PrefixReuse
 from dcpmla.runtime.sampling import SamplingParams
@@ -18,8 +19,15 @@ BLOCK = 4
 prompts = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=30), min_size=1, max_size=8)
 
 
-def serve(scheduler: Scheduler, requests: list[Request], memory: dict[int, list[int]]) -> None:
-    """Run requests to their ends over states that hold the tokens they come from; every step checks them."""
+def serve(
+    scheduler: Scheduler, requests: list[Request], memory: dict[int, list[int]], host: dict[int, list[int]] | None = None
+) -> None:
+    """Run requests to their ends over states that hold the tokens they come from; every step checks them.
+
+    Args:
+        memory, host: Tokens of the states of the cache and of host memory. Loads end as late as they may.
+    """
+    tier, host = scheduler.tier, {} if host is None else host
     for request in requests:
         scheduler.reuse.add(request)
     scheduler.waiting.extend(requests)
@@ -29,6 +37,11 @@ def serve(scheduler: Scheduler, requests: list[Request], memory: dict[int, list[
             break
         for source, target in step.copies:
             memory[target] = list(memory[source])
+        computed = [piece.request for piece in step.pieces]
+        for request in scheduler.running:
+            if isinstance(request.loading, Loading) and (request in computed or request not in step.loads):
+                load(tier, request.loading, memory, host)
+                request.loading = None
         assert len({request.state for request, *_ in step.pieces}) == len(step.pieces)
         for request, num, _ in step.pieces:
             assert request.state is not None
@@ -39,13 +52,28 @@ def serve(scheduler: Scheduler, requests: list[Request], memory: dict[int, list[
             request.num_computed_tokens = end
         for request, *_ in step.pieces:
             if (copy := scheduler.reuse.remember(request)) is not None:
-                memory[copy[1]] = list(memory[copy[0]])
+                if copy.target is not None:
+                    memory[copy.target] = list(memory[copy.source])
+                slot = None if copy.key in tier.states else tier.states.add(copy.key)
+                if slot is not None:
+                    host[slot] = list(memory[copy.source])
+        tier.take_pending()
         for request, *_ in step.pieces:
             if not request.num_pending_tokens:
                 request.append(1 + len(request.token_ids) % 2, frozenset())
             if request.finish_reason:
                 scheduler.remove(request)
     assert all(request.finish_reason == "length" for request in requests)
+
+
+def load(tier: HostTier, loading: Loading, memory: dict[int, list[int]], host: dict[int, list[int]]) -> None:
+    """Copy a state from host memory, which protects it until then."""
+    assert loading.state is not None  # blocks are of no use without
+    key, state = loading.state
+    memory[state] = list(host[tier.states.slots([key])[0]])
+    tier.states.release([key])
+    tier.blocks.slots(loading.keys)  # they are there
+    tier.blocks.release(loading.keys)
 
 
 @settings(max_examples=60, deadline=None)
@@ -61,6 +89,39 @@ def test_requests_go_on_from_their_own_states(prompts: list[list[int]], room: in
     free = allocator.states
     taken = [free.take() for _ in range(3 + more)]
     assert sorted(state for state in taken if state is not None) == list(range(3 + more))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    prompts=prompts,
+    room=st.integers(0, 8),
+    budget=st.integers(1, 40),
+    num_host_blocks=st.integers(1, 30),
+    num_host_states=st.integers(1, 6),
+)
+def test_states_return_from_host_memory(
+    prompts: list[list[int]], room: int, budget: int, num_host_blocks: int, num_host_states: int
+) -> None:
+    longest = -(-max(len(prompt) + 5 for prompt in prompts) // BLOCK)
+    tier = HostTier(num_host_blocks, num_host_states)
+    scheduler = Scheduler(BlockAllocator(longest + room, BLOCK, 3), budget, 3, tier=tier)
+    memory: dict[int, list[int]] = {}
+    host: dict[int, list[int]] = {}
+    for _ in range(2):
+        serve(scheduler, [Request(list(prompt), SamplingParams(max_new_tokens=5)) for prompt in prompts], memory, host)
+    assert not tier.blocks._holders
+    assert not tier.states._holders
+
+
+def test_a_conversation_returns_from_host_memory() -> None:
+    """Its state has left the cache, but not those of the blocks before it."""
+    scheduler, memory, host = Scheduler(BlockAllocator(30, BLOCK, 2), 8, 1, tier=HostTier(99, 20)), {}, {}  # type: ignore[var-annotated]
+    first, others = [1, 2, 3] * 9, [[index] * 80 for index in (7, 8)]
+    for prompt in (first, *others):
+        serve(scheduler, [Request(prompt, SamplingParams(max_new_tokens=1))], memory, host)
+    later = Request([*first, 5, 5, 5], SamplingParams(max_new_tokens=1))
+    serve(scheduler, [later], memory, host)
+    assert later.num_cached_tokens == 24
 
 
 def test_a_prompt_is_found_again_with_its_state() -> None:
