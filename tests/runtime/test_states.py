@@ -192,6 +192,32 @@ def test_a_long_prompt_evicts_no_state_of_more_worth() -> None:
     assert server.cached([9] * 699) == [696]
 
 
+def test_only_states_after_whole_blocks_are_remembered() -> None:
+    """Pieces of 3 tokens end inside of blocks of 4."""
+    server = Server(100, 8, 3)
+    assert server.cached([1] * 20, [2] * 9) == [0, 0]
+    assert server.cached([1] * 4 + [3] * 4) == [0]  # the state after the first piece past them has 6 tokens
+
+
+def test_pieces_of_long_prompts_end_with_blocks() -> None:
+    """A piece of 7 tokens gives up 3, so that the state after it is remembered where the prompt has doubled."""
+    server = Server(100, 8, 7)
+    assert server.cached([9] * 40) == [0]
+    assert server.cached([9] * 18 + [1] * 3) == [16]
+
+
+def test_no_state_after_a_token_in_flight_is_remembered() -> None:
+    """It would be found by the tokens before that one."""
+    scheduler = Scheduler(BlockAllocator(20, 1, 4), 100, 2)
+    request = Request([1, 2, 3], SamplingParams(max_new_tokens=3))
+    scheduler.waiting.append(request)
+    for num_in_flight in (1, 2):
+        scheduler.schedule(0.0).advance()
+        request.num_in_flight = num_in_flight
+    assert (request.num_computed_tokens, request.num_known_tokens) == (4, 3)
+    assert scheduler.reuse.remember(request) is None
+
+
 def test_conversations_keep_their_latest_states() -> None:
     """Each answer ends in a later state, which makes the states before it worth less; long prompts pass by."""
     server, turns = Server(1000, 7, 100), [[1] * 9, [2] * 30]
