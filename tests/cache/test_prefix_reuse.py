@@ -137,6 +137,16 @@ def test_two_that_computed_the_same_share_what_follows() -> None:
     assert find(allocator, [1, 2, 3, 4]) == [*first, after]
 
 
+def test_a_search_ends_at_the_first_gap() -> None:
+    """Of two requests with the same tokens one may have registered what another's lost blocks preceded."""
+    allocator = BlockAllocator(3, 1)
+    blocks = allocator.allocate(2)
+    for block, key in zip(blocks, (b"first", b"third"), strict=True):
+        allocator.remember(block, key)
+    assert allocator.find([b"first", b"second", b"third"]) == blocks[:1]
+    assert allocator.find([b"second", b"third"]) == []
+
+
 def test_tokens_of_a_large_vocabulary() -> None:
     allocator = BlockAllocator(4, BLOCK)
     blocks = hold(allocator, [163_000, 1 << 40])
