@@ -166,6 +166,17 @@ def test_slots_evict_the_end_of_the_oldest_sequence_first() -> None:
     assert b"c" not in table
 
 
+def test_content_that_comes_twice_leaves_a_slot_free() -> None:
+    """It was stored while it was read from the disk."""
+    table = SlotTable(2)
+    slot = table.take()
+    assert slot is not None
+    assert table.add(b"key") is not None
+    table.put(b"key", slot)
+    assert table.take() == slot
+    assert b"key" in table
+
+
 def test_a_tier_with_all_content_held_takes_nothing() -> None:
     tier = HostTier(2)
     for block in range(3):
