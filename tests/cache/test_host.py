@@ -164,6 +164,10 @@ def test_slots_evict_the_end_of_the_oldest_sequence_first() -> None:
     table.expire(b"c")
     table.add(b"e")
     assert b"c" not in table
+    table.touch([b"d", b"e"])
+    table.touch([b"b1", b"b2"])
+    table.add(b"f")
+    assert [key in table for key in (b"d", b"e")] == [True, False]
 
 
 def test_content_that_comes_twice_leaves_a_slot_free() -> None:

@@ -206,6 +206,13 @@ def test_drafts_are_tried_where_they_pay() -> None:
     assert payoff.pays([wrong], 1, 3)
 
 
+def test_drafts_past_a_rejected_one_say_nothing() -> None:
+    acceptance = Acceptance()
+    acceptance.count(num_drafts=5, num_accepted=1)
+    assert acceptance.share(0.5) == (1 + 2 * 0.5) / (2 + 2)
+    assert acceptance.metrics()["mean_accepted_length"] == 2
+
+
 def test_large_batches_draft_nothing() -> None:
     speculation = Speculation(HashDrafter(3, 1.0, always=True))
     request = Request([1], SamplingParams())
