@@ -20,7 +20,10 @@ prompts = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=30), min_siz
 
 
 def serve(
-    scheduler: Scheduler, requests: list[Request], memory: dict[int, list[int]], host: dict[int, list[int]] | None = None
+    scheduler: Scheduler,
+    requests: list[Request],
+    memory: dict[int, list[int]],
+    host: dict[int, list[int]] | None = None,
 ) -> None:
     """Run requests to their ends over states that hold the tokens they come from; every step checks them.
 
