@@ -202,6 +202,7 @@ def test_several_answers_are_computed_by_the_decode_server() -> None:
         for body in ({"prompt": PROMPT, "n": 2}, {"prompt": [PROMPT, PROMPT]}):
             proxy = Proxy()
             assert (await proxy.ask("/v1/completions", body)).status_code == 200
+            assert {submit.move.handoff for submit in proxy.here.of(Submit)} == {""}  # else their blocks would be held
             assert {submit.move.source for submit in proxy.there.of(Submit)} == {None}
 
     run(test())
