@@ -219,6 +219,12 @@ def test_large_batches_draft_nothing() -> None:
     assert [speculation.num_wanted([request] * num_running) for num_running in (1, 64, 65)] == [3, 3, 0]
 
 
+def test_requests_that_cannot_draft_want_no_drafts() -> None:
+    """The host would wait for the step under way."""
+    speculation, params = Speculation(HashDrafter(3, 1.0, always=True)), SamplingParams(presence_penalty=1.0)
+    assert speculation.num_wanted([Request([1], params)]) == 0
+
+
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 5))
 @settings(max_examples=60, deadline=None)
 def test_a_lookup_finds_the_latest_of_the_longest_matches(text: list[int], num_wanted: int) -> None:

@@ -25,6 +25,14 @@ def test_an_absurd_body_is_refused_before_it_is_parsed() -> None:
     assert times[0] < times[1]
 
 
+@pytest.mark.parametrize("value", ["[]", "{}", '"a"', '"\\""', "1" + ",1" * 9])
+def test_values_of_each_kind_have_a_limit(value: str) -> None:
+    content = '{"prompt": [1], "x": [' + ",".join([value] * 300_000) + "]}"
+    with pytest.raises(ApiError, match="the body has too many values"):
+        parse(CompletionBody, content.encode())
+    assert parse(CompletionBody, (content[: content.index(value)] + value + "]}").encode()).prompt == [1]
+
+
 def test_large_bodies_that_are_not_absurd() -> None:
     texts = ['[{"a": "b"}], ' * 100_000, "\\" * 1_000_000, '\\"' * 1_000_000]
     for text in texts:
