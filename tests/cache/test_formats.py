@@ -156,6 +156,9 @@ def test_products_with_scales_are_rounded_once_from_float32(dtype: torch.dtype) 
     decoded = to_latents(ALL_BYTES.view(FP8), 250, scale, dtype)
     assert decoded.dtype == dtype
     torch.testing.assert_close(decoded, product.to(dtype), rtol=0, atol=0, equal_nan=True)
+    rows = to_cache_rows(numbers(3, 384, torch.float32, 0), numbers(3, 6, torch.bfloat16, 1), torch.uint8, None)
+    wide = to_latents(rows, 384, None, torch.float32)
+    assert torch.equal(to_latents(rows, 384, None, dtype)[:, :384], wide[:, :384].to(dtype))
 
 
 @pytest.mark.parametrize("storage", [FP8, torch.uint8])

@@ -158,6 +158,8 @@ def test_nothing_comes_after_the_end() -> None:
     token_ids = tokenizer_of("straddling").encode("abc")
     assert stream.push(token_ids) == "a"
     assert (stream.push(token_ids), stream.finish(), stream.text, stream.stopped) == ("", "", "a", True)
+    stream = TextStream(tokenizer_of("straddling"), ["b"], includes_stop=True)
+    assert [stream.push(token_ids), stream.push(token_ids), stream.finish(), stream.text] == ["ab", "", "", "ab"]
     stream = TextStream(tokenizer_of("straddling"), ["bc"])
     assert [stream.push(token_ids[:2]), stream.finish(), stream.finish(), stream.text] == ["a", "b", "", "ab"]
 
