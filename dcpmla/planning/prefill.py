@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from math import inf
 
 from dcpmla.attention.routes import Rates
@@ -12,6 +13,7 @@ from dcpmla.planning.weights import ModelSize
 
 _MAX_LOSS = 1 / 16
 _LARGE_STEP = 1 << 20  # tokens of a step in which every product takes longer than reading its weights
+_SHORT_US = 1000.0  # a step that is too short for its prompt to be noticeably later
 
 
 class PrefillCosts:
@@ -44,6 +46,7 @@ class PrefillCosts:
         max_prefill_ms: float | None = None,
     ) -> None:
         self._token_us = token_us(machine, model, setting)
+        self._placed = machine, model, setting
         self._attention = model.attention.costs(setting.dcp_config, kernel_rates(machine))
         self.tokens_per_request = self._attention.tokens_per_request
         limit_us = self.piece_us(max_num_batched_tokens, 0) if max_prefill_ms is None else 1e3 * max_prefill_ms
@@ -56,6 +59,24 @@ class PrefillCosts:
         More new tokens and longer contexts take no less.
         """
         return new * self._token_us + self.attention_us(new, context)
+
+    @cached_property
+    def least_state_tokens(self) -> int:
+        """Return the least power of two tokens after which a piece of a prompt ends only to remember its state.
+
+        The step that this adds reads the weights once more. A prompt that begins with the same tokens saves those since
+        half as many, where the state before it was. So the added time must be less than theirs, or too short to notice.
+        """
+        machine, model, setting = self._placed
+
+        def pays(num_tokens: int) -> bool:
+            layers_us = model.attention.num_layers * machine.layer_us
+            step_us = layers_us + _products_us(machine, model, setting, num_tokens)
+            saved_us = self.piece_us(num_tokens - num_tokens // 2, num_tokens // 2)
+            return step_us - num_tokens * self._token_us < max(saved_us, _SHORT_US)
+
+        sizes = [1 << exponent for exponent in range(_LARGE_STEP.bit_length())]
+        return next((size for size in sizes if pays(size)), _LARGE_STEP)
 
     def attention_us(self, new: int, context: int) -> float:
         """Return the part of `piece_us` that attention takes."""
@@ -76,19 +97,18 @@ def token_us(machine: Machine, model: ModelSize, setting: Setting) -> float:
     Embedding and head do not count: the one is a lookup, the other sees a prompt's last token only. kv_b_proj counts as
     attention, whose routes differ in it.
     """
-    counted = [
-        parameter
+    sizes = _LARGE_STEP, 2 * _LARGE_STEP
+    small_us, large_us = [_products_us(machine, model, setting, num_tokens) for num_tokens in sizes]
+    return (large_us - small_us) / _LARGE_STEP
+
+
+def _products_us(machine: Machine, model: ModelSize, setting: Setting, num_tokens: int) -> float:
+    """Return the microseconds of a step's products and all-reduces that `token_us` counts."""
+    return sum(
+        parameter.count * sum(parameter_us(machine, model, parameter, setting, num_tokens).values())
         for parameter in model.parameters
         if not any(name in parameter.name for name in ("embed_tokens", "lm_head", "kv_b_proj"))
-    ]
-
-    def step_us(num_tokens: int) -> float:
-        parts = (
-            (parameter.count, parameter_us(machine, model, parameter, setting, num_tokens)) for parameter in counted
-        )
-        return sum(count * sum(times.values()) for count, times in parts)
-
-    return (step_us(2 * _LARGE_STEP) - step_us(_LARGE_STEP)) / _LARGE_STEP
+    )
 
 
 def kernel_rates(machine: Machine) -> Rates:

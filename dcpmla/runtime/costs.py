@@ -18,6 +18,8 @@ class PieceCosts(Protocol):
             than that, a step's first piece exceeds it; inf if it never may.
         tokens_per_request: Width of the pieces that absorbed attention cuts requests into
             (`RouteCosts.tokens_per_request`).
+        least_state_tokens: Least tokens before a border at which a piece of a prompt ends only to remember its state:
+            from there on the step that this adds costs less than computing the tokens again.
     """
 
     @property
@@ -28,6 +30,9 @@ class PieceCosts(Protocol):
 
     @property
     def tokens_per_request(self) -> int: ...
+
+    @property
+    def least_state_tokens(self) -> int: ...
 
     def piece_us(self, new: int, context: int) -> float:
         """Return the microseconds that a piece of `new` tokens after `context` tokens adds to a step."""
@@ -52,7 +57,7 @@ class TokenCosts:
     """Cost model of equal tokens: only their number bounds a step, all pieces attend by MHA, and every load pays."""
 
     max_prefill_us = max_loss = float("inf")
-    tokens_per_request = 1
+    tokens_per_request = least_state_tokens = 1
 
     def piece_us(self, new: int, context: int) -> float:
         """Return the number of new tokens."""

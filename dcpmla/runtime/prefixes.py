@@ -15,12 +15,16 @@ class Forks:
     A prefix is reused only up to a remembered state. Prompts that wait or run at the same time are compared on arrival.
     A prompt parts from an earlier one after the last block that it finds without a state.
 
+    Where they will part is not known of the first of them, so its state is also worth a copy wherever its number of
+    blocks has doubled: the next one reuses at least half of what it shares with it.
+
     Args:
         block_tokens: Tokens of a block.
+        least_tokens: Tokens from which on doubled numbers of blocks are borders (`PieceCosts.least_state_tokens`).
     """
 
-    def __init__(self, block_tokens: int) -> None:
-        self._block_tokens = block_tokens
+    def __init__(self, block_tokens: int, least_tokens: int) -> None:
+        self._block_tokens, self._least_tokens = block_tokens, least_tokens
         self._live: Counter[bytes] = Counter()  # keys of the full blocks of prompts that wait or run
         self._prompts: dict[Request, list[bytes]] = {}
         self._forks: OrderedDict[bytes, None] = OrderedDict()
@@ -53,11 +57,14 @@ class Forks:
 
     def borders(self, request: Request, first: int, last: int) -> list[int]:
         """Return the numbers of blocks in (first, last] after which a request's state is to be remembered: those where
-        it parts from others, and `last`.
+        it parts from others, powers of two, and `last`.
         """
+        if last <= first:
+            return []
         keys = request.block_keys(first, last, self._block_tokens) if self._forks else []
-        borders = [first + index for index, key in enumerate(keys, 1) if key in self._forks]
-        return borders if last in borders or last <= first else [*borders, last]
+        forks = [first + index for index, key in enumerate(keys, 1) if key in self._forks]
+        powers = [1 << exponent for exponent in range(first.bit_length(), last.bit_length())]
+        return sorted({*forks, *(n for n in powers if n * self._block_tokens >= self._least_tokens), last})
 
 
 class ComingBlocks:

@@ -53,6 +53,7 @@ class PrefixReuse:
         tier: Content of host memory.
         costs, disk_costs: Costs of loads from host memory, and from disks, which are left out where computing is
             cheaper.
+        least_state_tokens: Tokens from which on states within a prompt are worth a step (`PieceCosts`).
     """
 
     def __init__(
@@ -62,11 +63,13 @@ class PrefixReuse:
         tier: HostTier,
         costs: LoadCosts,
         disk_costs: LoadCosts = TOKEN_COSTS,
+        least_state_tokens: int = TOKEN_COSTS.least_state_tokens,
     ) -> None:
         self._allocator, self._block_tokens, self.is_enabled = allocator, allocator.block_tokens, is_enabled
         self._tier, self._costs, self._disk_costs = tier, costs, disk_costs
         # None without states, and where nothing is reused.
-        self._forks = Forks(allocator.block_tokens) if allocator.states.num_states and is_enabled else None
+        has_states = allocator.states.num_states > 0 and is_enabled
+        self._forks = Forks(allocator.block_tokens, least_state_tokens) if has_states else None
 
     def add(self, request: Request) -> None:
         """Hash the blocks of a prompt on arrival, so that no step waits for the hashes of many long prompts."""

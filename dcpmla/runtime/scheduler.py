@@ -60,7 +60,8 @@ class Scheduler(Queues):
                 f"request that runs"
             )
         tier = tier or HostTier()
-        super().__init__(allocator, PrefixReuse(allocator, enable_prefix_caching, tier, load_costs, disk_costs), tier)
+        of_loads = load_costs, disk_costs, costs.least_state_tokens if num_states else 0
+        super().__init__(allocator, PrefixReuse(allocator, enable_prefix_caching, tier, *of_loads), tier)
         self.costs = costs
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self.max_absorbed_tokens = 0

@@ -145,7 +145,7 @@ def test_nobody_waits_without_prefix_caching_or_for_scores() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "waits"), [([*BEGINNING, 1], True), ([*BEGINNING, 2], True), (BEGINNING[:9], False)]
+    ("prompt", "waits"), [([*BEGINNING, 1], True), ([*BEGINNING, 2], True), (BEGINNING[:9], True), ([5] * 9, False)]
 )
 def test_states_are_found_where_a_prompt_ends(prompt: list[int], waits: bool) -> None:
     scheduler = Scheduler(BlockAllocator(100, BLOCK, 8), 100, 4)

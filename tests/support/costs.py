@@ -16,6 +16,7 @@ class DrawnCosts:
         self.max_prefill_us = (float("inf"), 150.0, 1.0)[seed % 3]
         self.max_loss = float("inf")
         self.tokens_per_request = 1 + seed % 4
+        self.least_state_tokens = (1, 16, 1 << 20)[seed % 3]
         self.num_absorbed = 0  # pieces so far
 
     def piece_us(self, new: int, context: int) -> float:
