@@ -59,9 +59,11 @@ class StatePool:
         return state
 
     def find(self, content: int) -> int | None:
-        """Return the remembered state after a block, or None. The sequence that finds it has no later one."""
+        """Return the remembered state after a block, or None. If its sequence has a later state, the sequence that
+        finds it parts from that one.
+        """
         worth = self._worth_of(content)
-        return None if worth is None else self._rank(content, max(worth, Worth.LATEST))
+        return None if worth is None else self._rank(content, worth or Worth.SHARED)
 
     def supersede(self, content: int) -> None:
         """Lower the worth of the latest state of a sequence, which has a later one now."""
