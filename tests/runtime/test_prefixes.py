@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla.cache.blocks import BlockAllocator, block_key, salt_key
+from dcpmla.runtime import prefixes
 from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.prefixes import Forks
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.scheduler import Scheduler
@@ -142,6 +144,14 @@ def test_nobody_waits_without_prefix_caching_or_for_scores() -> None:
     scheduler = Scheduler(BlockAllocator(100, BLOCK), 100, 4, enable_prefix_caching=False)
     scheduler.waiting.extend(Request(list(BEGINNING), SamplingParams()) for _ in range(3))
     assert [piece.num_tokens for piece in scheduler.schedule(0.0).pieces] == 3 * [len(BEGINNING)]
+
+
+def test_the_border_that_was_noted_first_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "_MOST_FORKS", 2)
+    forks = Forks(BLOCK)
+    for key in (b"a", b"b", b"a", b"c"):
+        forks.mark(key)
+    assert [key in forks for key in (b"a", b"b", b"c")] == [True, False, True]
 
 
 @pytest.mark.parametrize(
