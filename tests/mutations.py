@@ -233,9 +233,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if mutation.name in (options.only or [mutation.name]) and mutation.group in (options.group or [mutation.group])
     ]
     if not chosen:
-        parser.error(
-            f"no mutation of that name or group; groups are {', '.join(dict.fromkeys(each.group for each in mutations))}"
-        )
+        groups = dict.fromkeys(mutation.group for mutation in mutations)
+        parser.error(f"no mutation of that name or group; groups are {', '.join(groups)}")
     results: list[Result] = []
     for result in run_all(chosen, options.num_jobs):
         words = f"{result.outcome:9} {result.seconds:5} s  {result.group}/{result.name}  {result.test or ''}"

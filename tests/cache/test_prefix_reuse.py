@@ -152,6 +152,8 @@ def test_tokens_of_a_large_vocabulary() -> None:
     blocks = hold(allocator, [163_000, 1 << 40])
     assert find(allocator, [163_000, 1 << 40]) == blocks
     assert find(allocator, [163_000, 1]) == []
+    assert find(allocator, [163_000 - (1 << 16), 1 << 40]) == []
+    assert find(allocator, [163_000, 1 << 41]) == []
 
 
 def test_block_tokens() -> None:

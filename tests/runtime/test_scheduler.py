@@ -271,7 +271,10 @@ def test_drafts_leave_a_block_for_each_that_runs(num_blocks: int, nums_drafts: l
     scheduler = Scheduler(BlockAllocator(num_blocks, BLOCK), 64, 4)
     scheduler.waiting += [Request([name] * 7, SamplingParams(max_new_tokens=20)) for name in range(2)]
     compute(scheduler, scheduler.schedule(0.0))
-    assert [piece.num_drafts for piece in scheduler.schedule(1.0, num_drafts=3).pieces] == nums_drafts
+    batch = scheduler.schedule(1.0, num_drafts=3)
+    assert [piece.num_drafts for piece in batch.pieces] == nums_drafts
+    batch.advance()
+    assert [piece.request.num_computed_tokens for piece in batch.pieces] == [8, 8]  # drafts count once accepted
 
 
 @pytest.mark.parametrize(("max_loss", "pieces"), [(math.inf, [100, 90, 81, 29]), (0.25, [300])])
