@@ -14,7 +14,7 @@ from dcpmla.cache.latent import LatentCache, LatentPlan
 from dcpmla.cache.plan import Cache
 from dcpmla.cache.shared_format import row_items, rows_shape
 from dcpmla.cache.shared_rows import read_rows, write_rows
-from dcpmla.cache.tier import HostTier, SlotTable
+from dcpmla.cache.tier import HostTier, SlotTable, Tier
 from dcpmla.integrations.families.table import attention_kind
 from tests.support.models import FAMILIES, tiny_config
 
@@ -179,6 +179,14 @@ def test_content_that_comes_twice_leaves_a_slot_free() -> None:
     table.put(b"key", slot)
     assert table.take() == slot
     assert b"key" in table
+
+
+def test_a_count_ends_at_the_first_gap() -> None:
+    tier = HostTier(4, disk=Tier(4))
+    for table, key in ((tier.blocks, b"first"), (tier.disk.blocks, b"second"), (tier.blocks, b"third")):
+        table.add(key)
+    keys = [b"first", b"second", b"third", b"fourth"]
+    assert [tier.count(keys), tier.count(keys, with_disk=True), tier.count(keys[1:])] == [1, 3, 0]
 
 
 def test_a_tier_with_all_content_held_takes_nothing() -> None:

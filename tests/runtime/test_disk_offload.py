@@ -229,7 +229,10 @@ def test_damaged_files(damage: str, tmp_path: Path) -> None:
         assert len(known) == (0 if damage == "no index" else FULL // BLOCK + 1)
         assert answer(engine, PROMPT).num_cached_tokens == (0 if damage == "no index" else 2 * BLOCK)
     check_empty(engine)
-    assert len(engine.scheduler.tier.disk.blocks) == FULL // BLOCK + 1  # damaged blocks have been written again
+    assert len(engine.scheduler.tier.disk.blocks) == FULL // BLOCK + 1
+    engine.close()
+    engine = make_engine(40, num_host_blocks=40, open_disk=threaded_disk(tmp_path, 40))
+    assert answer(engine, PROMPT).num_cached_tokens == FULL  # damaged blocks have been written again
     engine.reset()
     engine.close()
 

@@ -1,5 +1,6 @@
 """Drafts change the number of steps, and nothing else."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -204,6 +205,23 @@ def test_drafts_are_tried_where_they_pay() -> None:
         assert num_plain == 80 or not payoff.pays([wrong], 1, 3)
         payoff.count_step(has_drafts=False)
     assert payoff.pays([wrong], 1, 3)
+
+
+def test_times_of_steps_without_drafts_follow_others_of_their_size() -> None:
+    speculation, times = Speculation(HashDrafter(3, 1.0)), list[StepTime | None]()
+    for num_reqs, num_drafts, is_prefill in [
+        (2, 0, 0),
+        (2, 0, 0),
+        (3, 0, 0),
+        (3, 0, 1),
+        (3, 0, 0),
+        (3, 9, 0),
+        (2, 6, 0),
+    ]:
+        step: Any = SimpleNamespace(pieces=[None] * num_reqs, num_drafts=num_drafts, is_prefill=bool(is_prefill))
+        speculation.end(step, 1.0)
+        times.append(speculation.step_time)
+    assert times == [None, (2, False, 1.0), None, None, None, (3, True, 1.0), (2, True, 1.0)]
 
 
 def test_drafts_past_a_rejected_one_say_nothing() -> None:

@@ -95,6 +95,8 @@ def test_the_same_beginning_has_the_same_server_unless_it_is_busy() -> None:
             chosen = [{str(decoder.prefills.choose(each)) for each in alike} for alike in requests]
             assert {len(each) for each in chosen} == {1}
             assert min(Counter(str(each) for each in chosen).values()) > 4
+            salted = [Wanted(9, beginnings[0], PARAMS, f"salt {number}") for number in range(64)]
+            assert len({decoder.prefills.choose(each) for each in salted}) == 4  # nothing is shared over salts
             busy = decoder.prefills.choose(requests[0][0])
             assert busy is not None
             busy.num_open = 4
