@@ -19,17 +19,22 @@ Projection = Callable[[Tensor], Tensor]
 class MLAModules:
     """The projections of one rank's layer, any callables, and the weights that attention reads directly.
 
+    A config's has_query_factors asks for weights that are no part of them, and is refused.
+
     Attributes:
         down_proj: Projection [T, hidden] -> [T, Lq + L + R]: query latent (none without q_lora_rank), latent, rope part
             of the key, before their norms.
         q_proj: Projection of q_c [T, Lq] after its norm, or [T, hidden] without q_lora_rank -> [T, h (P + R)], not
             rotated, in new memory: prefill rotates it in place. With dcp_q_replicate h are the whole DCP group's heads.
+            With query_gates its input is [T, 2 Lq], the latent before its norm last, and each head has V more columns.
         q_a_layernorm: Weight [Lq]; None without q_lora_rank.
         kv_a_layernorm: Weight [L].
         w_kv_b: Rows [h (P + V), L] of kv_b_proj for this rank's heads, which attention absorbs; with dcp_q_replicate or
             dcp_project_before_merge for the whole DCP group's heads. `BlockFp8` where P and V are multiples of 128.
         o_proj: Projection [T, h V] -> [T, hidden], including any sum over the TP ranks: the layer returns its result
             unchanged.
+        sinks: Logits [h] of this rank's own heads, float32; None without has_sinks.
+        k_pe_layernorm: Weight [R]; None without norms_k_pe.
         indexer: Projections of the indexer of sparse MLA, which a layer with skip_topk does not run. None in dense MLA,
             or for an indexer whose weights the layer loads itself.
     """
@@ -40,20 +45,28 @@ class MLAModules:
     kv_a_layernorm: Tensor
     w_kv_b: Tensor | BlockFp8
     o_proj: Projection
+    sinks: Tensor | None = None
+    k_pe_layernorm: Tensor | None = None
     indexer: IndexerModules | None = None
 
-    def check(self, config: MLAConfig, num_heads: int) -> None:
-        """Raise ValueError for weights whose shapes do not match num_heads heads of the config."""
+    def check(self, config: MLAConfig, num_heads: int, num_held: int) -> None:
+        """Raise ValueError for weights that do not match the config, num_heads own heads and num_held of kv_b_proj."""
+        if config.has_query_factors:
+            raise ValueError("config.has_query_factors is True, but modules hold no factors; it must be False")
         widths = config.qk_nope_head_dim, config.v_head_dim
         codes, scales = unpack(self.w_kv_b)
-        q_a = None if self.q_a_layernorm is None else tuple(self.q_a_layernorm.shape)
-        for name, found, expected in (
-            ("q_a_layernorm", q_a, None if config.q_lora_rank is None else (config.q_lora_rank,)),
-            ("kv_a_layernorm", tuple(self.kv_a_layernorm.shape), (config.kv_lora_rank,)),
-            ("w_kv_b", tuple(codes.shape), (num_heads * sum(widths), config.kv_lora_rank)),
+        for name, weight, expected in (
+            ("q_a_layernorm", self.q_a_layernorm, None if config.q_lora_rank is None else (config.q_lora_rank,)),
+            ("kv_a_layernorm", self.kv_a_layernorm, (config.kv_lora_rank,)),
+            ("w_kv_b", codes, (num_held * sum(widths), config.kv_lora_rank)),
+            ("sinks", self.sinks, (num_heads,) if config.has_sinks else None),
+            ("k_pe_layernorm", self.k_pe_layernorm, (config.qk_rope_head_dim,) if config.norms_k_pe else None),
         ):
+            found = None if weight is None else tuple(weight.shape)
             if found != expected:
                 raise ValueError(f"{name} has shape {found}; the config and the heads of this rank ask for {expected}")
+        if self.sinks is not None and self.sinks.dtype != torch.float32:
+            raise ValueError(f"sinks is {self.sinks.dtype}; attention reads torch.float32")
         if scales is not None and any(width % BLOCK for width in widths):
             raise ValueError(f"w_kv_b is BlockFp8; heads of {widths} values share blocks of {BLOCK}: give its values")
         if self.indexer is not None:

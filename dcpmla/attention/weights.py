@@ -84,14 +84,12 @@ class AttentionWeights(nn.Module):
         self.register_buffer(
             "q_scale", new_scale(None, device) if dcp.decode_query_dtype == "fp8" else None, persistent=False
         )
-        sinks = torch.empty(self.num_heads, dtype=torch.float32, device=device) if config.has_sinks else None
-        self.register_parameter("sinks", None if sinks is None else nn.Parameter(sinks))
-        self.k_pe_layernorm = None
+        self.sinks = self.k_pe_layernorm = None
         self._given = modules
         if modules is None:
             self._make(placement.factory_kwargs)
         else:
-            modules.check(config, self.kv_heads.count)
+            modules.check(config, self.num_heads, self.kv_heads.count)
             self._take(modules)
 
     def _take(self, modules: MLAModules) -> None:
@@ -103,6 +101,10 @@ class AttentionWeights(nn.Module):
             self.fused_qkv_a_proj, self.q_b_proj = down_proj, query_proj
             self.q_a_layernorm = given_norm(modules.q_a_layernorm, self.config.rms_norm_eps)
         self.kv_a_layernorm = given_norm(modules.kv_a_layernorm, self.config.rms_norm_eps)
+        if modules.k_pe_layernorm is not None:
+            self.k_pe_layernorm = given_norm(modules.k_pe_layernorm, self.config.rms_norm_eps)
+        if modules.sinks is not None:
+            self.sinks = nn.Parameter(modules.sinks, requires_grad=False)
         self.kv_b_proj = given_weight(modules.w_kv_b, modules.kv_a_layernorm.dtype)
         self.o_proj = GivenLinear(modules.o_proj)
 
@@ -119,6 +121,8 @@ class AttentionWeights(nn.Module):
         self.kv_b_proj = Linear(config.kv_lora_rank, kv_b_dim, **new)
         o_cols = config.num_heads * config.v_head_dim
         self.o_proj = RowParallelLinear(o_cols, hidden, config.attention_bias, self.mesh.tp_group, **new)
+        if config.has_sinks:
+            self.sinks = nn.Parameter(torch.empty(self.num_heads, dtype=torch.float32, device=new["device"]))
 
     def _make_down(self, new: dict[str, Any]) -> None:
         """Make the down-projection and the norms of latents."""
@@ -245,10 +249,13 @@ class AttentionWeights(nn.Module):
                 scales. With modules only the scales of the cache and of queries are read.
         Raises:
             ValueError: A weight is missing, or its shape does not match the config; or a scale is not a
-                finite number above 0.
+                finite number above 0; or the layer has modules and the weights have one that modules hold.
         """
         if self._given is None:
             self._load_parameters(weights)
+        for name in weights if self._given is not None else ():
+            if name not in KV_SCALE_NAMES + Q_SCALE_NAMES and not name.startswith("indexer."):
+                raise ValueError(f"weights have {name!r}, but the layer's modules hold its weights; give scales alone")
         if self.kv_scale is not None and self.dcp.kv_cache_scale is None:
             self.kv_scale.fill_(read_scale(weights, KV_SCALE_NAMES))
         if self.q_scale is not None:

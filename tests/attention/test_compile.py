@@ -85,7 +85,7 @@ def run_layer(
     totals = [cached + new for cached, new in batch]
     blocks = iter(range(1000))
     tables = [[next(blocks) for _ in range(num_blocks(total, dcp))] for total in totals]
-    builder = StepBuilder if config.indexer is None else SparseStepBuilder
+    builder = StepBuilder if config.topk is None else SparseStepBuilder
     steps = builder(dcp, layer.mesh.dcp_rank, weight.device)
     step = steps.build(StepRequests([new for _, new in batch], totals, tables), max_decode_query_len)
     generator = torch.Generator().manual_seed(3)
@@ -97,7 +97,7 @@ def run_layer(
     if is_quantized(layer.cache_dtype):
         parts = latents.split([config.kv_lora_rank, config.qk_rope_head_dim], -1)
         latents = to_cache_rows(*parts, layer.cache_dtype, layer.kv_scale)
-    cos_sin = random(step.num_tokens, config.qk_rope_head_dim, dtype=torch.float32)
+    cos_sin = random(step.num_tokens, config.qk_rope_head_dim, dtype=torch.float32) if config.use_rope else None
     step = step.with_cos_sin(cos_sin, query_factor(step.positions, config.llama_4_scaling, weight.dtype))
     hidden_states = random(step.num_tokens + 2, config.hidden_size)
     index_keys = None

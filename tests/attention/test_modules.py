@@ -1,6 +1,7 @@
 """A layer over an engine's own projections does what the layer does that loads the same weights."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 
 from dcpmla import MLAAttention, MLAConfig, Placement
 from dcpmla.attention.modules import MLAModules
+from dcpmla.attention.pooled.layer import PooledAttention
 from dcpmla.parallel.quantized import BlockFp8, dequantize
 from tests.attention.test_compile import MIXED, SMALL, VARIANTS, make_layer, run_layer
 from tests.support.ranks import run_ranks
@@ -27,6 +29,8 @@ def modules_of(layer: MLAAttention) -> MLAModules:
         kv_a_layernorm=layer.kv_a_layernorm.weight,
         w_kv_b=layer.kv_b_proj.weight,
         o_proj=layer.o_proj,
+        sinks=layer.sinks,
+        k_pe_layernorm=None if layer.k_pe_layernorm is None else layer.k_pe_layernorm.weight,
     )
 
 
@@ -52,6 +56,66 @@ def compare(config: MLAConfig, options: dict[str, bool]) -> bool:
 )
 def test_an_engine_s_projections(name: str, options: dict[str, bool]) -> None:
     assert run_ranks(2, compare, VARIANTS[name], options) == [True, True]
+
+
+# A value other than the default for each field of the config that has one, or fields that go together.
+FIELDS: dict[str, dict[str, Any]] = {
+    "rms_norm_eps": {"rms_norm_eps": 0.5},
+    "rope_interleaved": {"rope_interleaved": False},
+    "use_rope": {"use_rope": False},
+    "projects_pe": {"projects_pe": False},
+    "attention_bias": {"attention_bias": False},
+    "kv_lora_scale": {"kv_lora_scale": 1.5},
+    "llama_4_scaling": {"llama_4_scaling": (0.3, 16)},
+    "has_query_factors": {"has_query_factors": True},
+    "indexer": {"indexer": VARIANTS["sparse"].indexer},
+    "has_sinks": {"has_sinks": True},
+    "window": {"window": 64},
+    "norms_k_pe": {"norms_k_pe": True},
+    "query_gates": {"query_gates": True},
+}
+
+
+def compare_fields() -> dict[str, str]:
+    """On one rank: compare layers of each field with layers over their modules; return those that are refused."""
+    refused = {}
+    for name, changes in FIELDS.items():
+        config = dataclasses.replace(SMALL, **changes)
+        layer_class = MLAAttention if config.projects_pe else PooledAttention
+        made = make_layer(SMALL, 1, "auto", torch.float32, "cpu")
+        placement = Placement(made.dcp, made.mesh, made.exchange, torch.float32, "cpu")
+        layer, generator = layer_class(config, placement), torch.Generator().manual_seed(1)
+        for parameter in layer.parameters():
+            parameter.data.uniform_(0.1, 0.6, generator=generator)
+        try:
+            own = layer_class(config, placement, modules=modules_of(layer))
+        except ValueError as error:
+            refused[name] = str(error)
+            continue
+        if own.indexer is not None:  # it loads its own weights
+            assert layer.indexer is not None
+            own.indexer.load_state_dict(layer.indexer.state_dict())
+        results = [run_layer(each, MIXED) for each in (layer, own)]
+        for found, expected in zip(*results, strict=True):
+            torch.testing.assert_close(found, expected, atol=0, rtol=0)
+            assert expected.any()
+        assert not set(dict(layer.named_parameters())) - set(dict(own.named_parameters())) - HELD
+    return refused
+
+
+# Parameters whose work an engine's callables do.
+HELD = {
+    f"{part}.{kind}" for part in ("fused_qkv_a_proj", "kv_a_proj", "q_b_proj", "o_proj") for kind in ("weight", "bias")
+}
+
+
+def test_every_field_reaches_the_layer_or_is_refused() -> None:
+    assert list(FIELDS) == [
+        each.name for each in dataclasses.fields(MLAConfig) if each.default is not dataclasses.MISSING
+    ]
+    ((refused),) = run_ranks(1, compare_fields)
+    assert list(refused) == ["has_query_factors"]
+    assert "config.has_query_factors is True" in refused["has_query_factors"]
 
 
 def block_fp8() -> tuple[Tensor, Tensor]:
@@ -88,6 +152,22 @@ def refusals() -> list[str]:
         with pytest.raises(ValueError, match="has shape|BlockFp8") as caught:
             given(layer, dataclasses.replace(modules, **wrong))
         told.append(str(caught.value))
+    sinks = torch.zeros(6)
+    for flags, wrong in (
+        ({"has_sinks": True}, {}),
+        ({"has_sinks": True}, {"sinks": sinks[:5]}),
+        ({"has_sinks": True}, {"sinks": sinks.double()}),
+        ({}, {"sinks": sinks}),
+        ({"norms_k_pe": True}, {}),
+        ({}, {"k_pe_layernorm": torch.ones(8)}),
+    ):
+        with pytest.raises(ValueError, match="has shape|sinks is") as caught:
+            dataclasses.replace(modules, **wrong).check(dataclasses.replace(SMALL, **flags), 6, 6)  # type: ignore[arg-type]
+        told.append(str(caught.value))
+    own = given(layer, modules)
+    own.load_weights({"attn.k_scale": torch.ones(1)})
+    with pytest.raises(ValueError, match="weights have 'sinks', but the layer's modules hold its weights"):
+        own.load_weights({"sinks": sinks})
     return told
 
 
@@ -98,4 +178,10 @@ def test_weights_of_other_shapes_are_refused() -> None:
         "q_a_layernorm has shape None; the config and the heads of this rank ask for (24,)",
         "kv_a_layernorm has shape (8,); the config and the heads of this rank ask for (16,)",
         "w_kv_b is BlockFp8; heads of (8, 4) values share blocks of 128: give its values",
+        "sinks has shape None; the config and the heads of this rank ask for (6,)",
+        "sinks has shape (5,); the config and the heads of this rank ask for (6,)",
+        "sinks is torch.float64; attention reads torch.float32",
+        "sinks has shape (6,); the config and the heads of this rank ask for None",
+        "k_pe_layernorm has shape None; the config and the heads of this rank ask for (8,)",
+        "k_pe_layernorm has shape (8,); the config and the heads of this rank ask for None",
     ]

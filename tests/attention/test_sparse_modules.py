@@ -1,6 +1,7 @@
 """Sparse MLA over an engine's own projections, indexer and buffer of selected positions."""
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -147,6 +148,8 @@ def check_refusals(hf_config: Any) -> None:
     ):
         with pytest.raises(ValueError, match=match):
             modules.indexer.check(dataclasses.replace(config, **changes))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"weights have 'indexer.wk.weight', but the layer's modules hold its indexer"):
+        given(layer, modules).load_weights({"indexer.wk.weight": torch.zeros(1)})
     step = SparseStepBuilder(dcp, 0).build(StepRequests([30], [30], [list(range(8))])).with_cos_sin(torch.zeros(30, 8))
     cache = LayerCache(torch.zeros(8, 4, 24), torch.zeros(8, 4, 16))
     wrong = given(layer, modules_of(layer, {"down_proj": lambda x: (x, x)}))
@@ -161,6 +164,34 @@ def check_refusals(hf_config: Any) -> None:
     with pytest.raises(ValueError, match="step has no sparse part"):
         with_selected(dataclasses.replace(step, kinds={}), buffer, dcp, 0)
     assert with_selected(step, torch.empty(40, 30, dtype=torch.int32), dcp, 0) is step
+    check_rows(step, dcp)
+
+
+def check_rows(step: StepMetadata, dcp: DCPConfig) -> None:
+    """Give a step of 30 tokens selections of 8 of them, right ones and wrong ones."""
+    right = torch.full((30, 8), -1, dtype=torch.int32)
+    for row in range(30):
+        num = min(row + 1, 8)
+        right[row, :num] = torch.randperm(row + 1)[:num]
+    right[20, 5:] = -1  # an engine may select fewer
+    selection = part(with_selected(step, right, dcp, 0), SparseMetadata).selection
+    assert selection is not None
+    assert torch.equal(selection.positions, right)
+    for row, wrong in (
+        (20, [1, 2, 3, -1, 5, 6, 7, 8]),
+        (20, [1, 2, 3, 4, 5, 6, 7, 7]),
+        (20, [1, 2, 3, 4, 5, 6, 7, 21]),
+        (20, [1, 2, 3, 4, 5, 6, -2, -1]),
+        (20, [-1] * 8),
+        (5, [0, 1, 2, 3, 4, -1, -1, -1]),
+        (5, [0, 1, 2, 3, 4, 5, 6, -1]),
+    ):
+        broken = right.clone()
+        broken[row] = torch.tensor(wrong)
+        amount = "some of [0, 21)" if row == 20 else "all of [0, 6)"
+        match = re.escape(f"positions[{row}] is {wrong}; a token after {row} others lists {amount}, each once, then -1")
+        with pytest.raises(ValueError, match=match):
+            with_selected(step, broken, dcp, 0)
 
 
 def test_mistakes_are_named() -> None:

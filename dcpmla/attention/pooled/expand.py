@@ -6,6 +6,7 @@ A custom op (`torch.ops.dcpmla`). The torch code here specifies it and runs on C
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dcpmla.attention.sparse.slots import SlotLayout, find_slots
 from dcpmla.operators import nothing, operator
@@ -30,7 +31,7 @@ def expand_pools(
     """Select the tokens of pools and of each row's unfinished pool, and find the slots that this rank owns.
 
     Args:
-        pools: Selected pools [T, K] int32, -1 after the last.
+        pools: Selected pools [T, K] int32, -1 after the last. With pools of one token -1 may stand anywhere.
         seq_lens: Column of `SparseMetadata`.
         layout: Cache that slots are in.
         positions, slots, num_slots: Fields of `SelectedTokens` of at least K pool_size + pool_size - 1 columns;
@@ -38,10 +39,10 @@ def expand_pools(
     Source: transformers' GLM-5-Next.
     """
     column = torch.arange(positions.shape[1], device=pools.device)
-    num_selected = (pools >= 0).sum(1, keepdim=True) * pool_size
-    of_column = (column // pool_size).clamp(max=pools.shape[1] - 1).expand(len(pools), -1)
-    selected = pools.gather(1, of_column) * pool_size + column % pool_size
-    after, lens = column - num_selected, seq_lens[:, None]
-    unfinished = torch.where(after < lens % pool_size, lens // pool_size * pool_size + after, -1)
-    positions.copy_(torch.where(after < 0, selected, unfinished))
+    of_column = pools.repeat_interleave(pool_size, 1)
+    of_column = F.pad(of_column, (0, len(column) - of_column.shape[1]), value=-1)
+    after, lens = column - (of_column >= 0).sum(1, keepdim=True), seq_lens[:, None]
+    is_unfinished = (after >= 0) & (after < lens % pool_size)
+    unfinished = torch.where(is_unfinished, lens // pool_size * pool_size + after, -1)
+    positions.copy_(torch.where(of_column >= 0, of_column * pool_size + column % pool_size, unfinished))
     find_slots(positions, layout, None, slots, num_slots)

@@ -32,7 +32,7 @@ class Indexer(nn.Module):
     Args:
         config: Geometry of the layer, with an indexer.
         placement: Placement of the layer; the parameters are uninitialized until `load_weights`.
-        modules: Projections that another engine has made and loaded; `load_weights` then reads nothing.
+        modules: Projections that another engine has made and loaded; `load_weights` then takes nothing.
     Raises:
         ValueError: Queries are made from a query latent that the layer lacks, or the Hadamard transform is asked for
             and the width is not a power of two.
@@ -113,11 +113,15 @@ class Indexer(nn.Module):
 
         Args:
             weights: Whole weights by their names in a checkpoint, from "wq_b.weight" to "weights_proj.weight".
-                Nothing is read if modules are given.
         Raises:
-            ValueError: A weight is missing, or its shape does not match the config.
+            ValueError: A weight is missing, its shape does not match the config, or modules hold it.
         """
         if self._given is not None:
+            if weights:
+                name = next(iter(weights))
+                raise ValueError(
+                    f"weights have 'indexer.{name}', but the layer's modules hold its indexer; leave it out"
+                )
             return
         width, num_heads = self.config.head_dim, self.config.num_heads
         hidden, source = self.hidden_size, self.source_width
