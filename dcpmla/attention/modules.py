@@ -19,8 +19,6 @@ Projection = Callable[[Tensor], Tensor]
 class MLAModules:
     """The projections of one rank's layer, any callables, and the weights that attention reads directly.
 
-    A config's has_query_factors asks for weights that are no part of them, and is refused.
-
     Attributes:
         down_proj: Projection [T, hidden] -> [T, Lq + L + R]: query latent (none without q_lora_rank), latent, rope part
             of the key, before their norms.

@@ -248,14 +248,13 @@ class AttentionWeights(nn.Module):
                 of the cache or of queries is 1. Without "o_proj.input_scale" each input of o_proj determines its own
                 scales. With modules only the scales of the cache and of queries are read.
         Raises:
-            ValueError: A weight is missing, or its shape does not match the config; or a scale is not a
-                finite number above 0; or the layer has modules and the weights have one that modules hold.
+            ValueError: A weight is missing, its shape does not match the config, or modules hold it; or a scale is not
+                a finite number above 0.
         """
         if self._given is None:
             self._load_parameters(weights)
-        for name in weights if self._given is not None else ():
-            if name not in KV_SCALE_NAMES + Q_SCALE_NAMES and not name.startswith("indexer."):
-                raise ValueError(f"weights have {name!r}, but the layer's modules hold its weights; give scales alone")
+        elif held := [n for n in weights if n not in KV_SCALE_NAMES + Q_SCALE_NAMES and not n.startswith("indexer.")]:
+            raise ValueError(f"weights have {held[0]!r}, but the layer's modules hold its weights; give scales alone")
         if self.kv_scale is not None and self.dcp.kv_cache_scale is None:
             self.kv_scale.fill_(read_scale(weights, KV_SCALE_NAMES))
         if self.q_scale is not None:

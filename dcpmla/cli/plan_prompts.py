@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dcpmla.cli.output import align
+from dcpmla.planning.capacity import block_of
 from dcpmla.planning.machine import Machine
 from dcpmla.planning.mixed import MixedSteps
 from dcpmla.planning.predict import predict_step
@@ -68,6 +69,9 @@ class PromptPlan:
 
     Attributes:
         costs: Time of pieces of prompts.
+        block_tokens: Tokens of a block, the unit of prefix reuse.
+        least_state_tokens: Least tokens of a prompt that the next one reuses in a model with states
+            (`PrefillCosts.least_state_tokens`); None in others.
         loads: Numbers of decodes in a step; 0 alone if decodes leave no room for prompts.
     """
 
@@ -89,6 +93,9 @@ class PromptPlan:
         self._steps = {
             load: MixedSteps(machine, model, setting, self.costs, load, context if load else 0) for load in self.loads
         }
+        block = block_of(model.attention, setting.dcp_config, 1)
+        least = max(self.costs.least_state_tokens, block.block_tokens) if block.num_states else None
+        self.block_tokens, self.least_state_tokens = block.block_tokens, least
         self._graphs = token_sizes(max_num_batched_tokens, self.costs.tokens_per_request, setting.dcp_config)
 
     def step(self, new: int, context: int, num_decodes: int) -> PromptStep:
@@ -136,7 +143,8 @@ class PromptPlan:
     def as_json(self, num_tokens: int) -> dict[str, Any]:
         """Return all predictions; `num_tokens` is the length of the prompt."""
         steps = [asdict(step) | {"graph": step.graph and step.graph._asdict()} for row in self.steps() for step in row]
-        return {"steps": steps, "first_token": [asdict(way) for way in self.first_tokens(num_tokens)]}
+        reuse = {name: getattr(self, name) for name in ("block_tokens", "least_state_tokens")}
+        return {"steps": steps, "first_token": [asdict(way) for way in self.first_tokens(num_tokens)], "reuse": reuse}
 
     def report(self, name: str, num_tokens: int) -> list[str]:
         """Return the lines to print; `name` names the setting, `num_tokens` is the length of the prompt."""
@@ -149,7 +157,10 @@ class PromptPlan:
         for load in loaded:
             line += f"; with {load.num_decodes:,} decodes {_ms(load.time_us)} ms in {load.num_steps:,} steps"
             line += f", each at most {_ms(load.longest_wait_us)} ms longer than with decodes alone"
-        return [*lines, line]
+        reuse = f"prompts that begin alike reuse blocks of {self.block_tokens:,} tokens"
+        if self.least_state_tokens is not None:
+            reuse += f": the second a power of two blocks of at least {self.least_state_tokens:,} tokens, others all"
+        return [*lines, line, reuse]
 
     @property
     def _has_both(self) -> bool:

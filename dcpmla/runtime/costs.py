@@ -18,8 +18,7 @@ class PieceCosts(Protocol):
             than that, a step's first piece exceeds it; inf if it never may.
         tokens_per_request: Width of the pieces that absorbed attention cuts requests into
             (`RouteCosts.tokens_per_request`).
-        least_state_tokens: Least tokens before a border at which a piece of a prompt ends only to remember its state:
-            from there on the step that this adds costs less than computing the tokens again.
+        least_state_tokens: Tokens of a prompt from which on a piece may end only so that its state is remembered.
     """
 
     @property

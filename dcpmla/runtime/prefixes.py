@@ -15,8 +15,8 @@ class Forks:
     A prefix is reused only up to a remembered state. Prompts that wait or run at the same time are compared on arrival.
     A prompt parts from an earlier one after the last block that it finds without a state.
 
-    Where they will part is not known of the first of them, so its state is also worth a copy wherever its number of
-    blocks has doubled: the next one reuses at least half of what it shares with it.
+    The first does not know where they will part, so its state is also worth a copy wherever its number of blocks has
+    doubled: the second reuses at least half of what they share.
 
     Args:
         block_tokens: Tokens of a block.
@@ -55,10 +55,13 @@ class Forks:
     def __contains__(self, key: bytes) -> bool:
         return key in self._forks
 
-    def borders(self, request: Request, first: int, last: int) -> list[int]:
-        """Return the numbers of blocks in (first, last] after which a request's state is to be remembered: those where
-        it parts from others, powers of two, and `last`.
+    def borders(self, request: Request) -> list[int]:
+        """Return the numbers of blocks after which a running request will remember its state: those where it parts from
+        others, powers of two, and all.
         """
+        first = request.num_computed_tokens // self._block_tokens
+        # A preempted request's tokens are a prompt's again.
+        last = (request.num_known_tokens - 1) // self._block_tokens
         if last <= first:
             return []
         keys = request.block_keys(first, last, self._block_tokens) if self._forks else []

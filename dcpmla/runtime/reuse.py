@@ -170,7 +170,7 @@ class PrefixReuse:
     def add_coming(self, request: Request, coming: ComingBlocks) -> None:
         """Add the blocks that a running request will remember."""
         if self.is_enabled:
-            coming.add(request, None if self._forks is None else self._borders(self._forks, request))
+            coming.add(request, None if self._forks is None else self._forks.borders(request))
 
     def is_held(self, request: Request, coming: ComingBlocks) -> bool:
         """Return whether a waiting request finds more blocks if it waits for running ones."""
@@ -184,7 +184,7 @@ class PrefixReuse:
         """Return the number of a request's tokens to compute next, or up to the next border where its state is to be
         remembered.
         """
-        borders = None if self._forks is None else self._borders(self._forks, request)
+        borders = None if self._forks is None else self._forks.borders(request)
         if not borders:
             return request.longest_piece
         return borders[0] * self._block_tokens - request.num_computed_tokens
@@ -233,9 +233,3 @@ class PrefixReuse:
             return None
         worth = Worth.SHARED if key in forks else Worth.LATEST if is_latest else Worth.PASSED
         return StateCopy(request.state, self._allocator.remember_state(key, worth), key)
-
-    def _borders(self, forks: Forks, request: Request) -> list[int]:
-        """Return the numbers of blocks after which a running request will remember its state."""
-        # A preempted request's tokens are a prompt's again.
-        last = (request.num_known_tokens - 1) // self._block_tokens
-        return forks.borders(request, request.num_computed_tokens // self._block_tokens, last)

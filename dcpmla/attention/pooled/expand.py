@@ -31,7 +31,7 @@ def expand_pools(
     """Select the tokens of pools and of each row's unfinished pool, and find the slots that this rank owns.
 
     Args:
-        pools: Selected pools [T, K] int32, -1 after the last. With pools of one token -1 may stand anywhere.
+        pools: Selected pools [T, K] int32, -1 after the last. With pools of one token -1 may be anywhere.
         seq_lens: Column of `SparseMetadata`.
         layout: Cache that slots are in.
         positions, slots, num_slots: Fields of `SelectedTokens` of at least K pool_size + pool_size - 1 columns;

@@ -20,8 +20,8 @@ def with_selected(step: StepMetadata, positions: Tensor, dcp: DCPConfig, dcp_ran
         positions: Positions in the tokens' requests [at least T, topk] int32, the same on all ranks of the DCP group;
             read now. Each row has positions up to the token's own, in any order, none twice, and -1 after the last. A
             token with at most topk tokens before and with it lists all. Rows are checked on CPUs alone: on GPUs this
-            would wait for the device. There a -1 anywhere is ignored, decodes count a position as often as it stands in
-            a row, and one after the token's own reads other tokens' rows.
+            would wait for the device. There a -1 anywhere is ignored, decodes count a position as often as it is
+            listed, and one after the token's own reads other tokens' rows.
         dcp, dcp_rank: Layout of the cache, and this rank's part of it.
     Raises:
         ValueError: The step is not sparse, or positions are not such a tensor or, on CPUs, have other rows.
