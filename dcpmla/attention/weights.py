@@ -248,8 +248,7 @@ class AttentionWeights(nn.Module):
                 of the cache or of queries is 1. Without "o_proj.input_scale" each input of o_proj determines its own
                 scales. With modules only the scales of the cache and of queries are read.
         Raises:
-            ValueError: A weight is missing, its shape does not match the config, or modules hold it; or a scale is not
-                a finite number above 0.
+            ValueError: A weight is missing, has another shape, or modules hold it; a scale is not finite and above 0.
         """
         if self._given is None:
             self._load_parameters(weights)

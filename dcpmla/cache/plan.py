@@ -84,8 +84,7 @@ class CachePlan(ABC):
 
     @abstractmethod
     def allocate(self, device: torch.device) -> "Cache":
-        """Allocate the caches, all zeros: an MTP module reads rows of tokens that it has not computed, because nothing
-        was drafted after them. Such rows may be any numbers, but not NaN.
+        """Allocate the caches, all zeros: an MTP module also reads rows that it has not written, which must not be NaN.
 
         Raises:
             ValueError: The device has too little memory.

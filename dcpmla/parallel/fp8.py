@@ -138,9 +138,7 @@ def fp8_linear(
 
 @operator("multiply_groups", fake=lambda x, weight: x.new_empty(x.shape[0], weight.shape[0] * weight.shape[1]))
 def multiply_groups(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply each of G groups of columns of x [T, G K] by its weight in [G, N, K]; return [T, G N]. A custom op, in
-    which compiled layers write a product into a transposed result.
-    """
+    """Multiply each of G groups of columns of x [T, G K] by its weight in [G, N, K]; return [T, G N]. A custom op."""
     out = x.new_empty(len(x), *weight.shape[:2])
     # A product writes into any result with stride 1 along its rows, so no transposition is copied.
     torch.bmm(x.view(len(x), len(weight), -1).transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))

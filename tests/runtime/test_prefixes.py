@@ -148,7 +148,7 @@ def test_nobody_waits_without_prefix_caching_or_for_scores() -> None:
 
 def test_the_border_that_was_noted_first_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefixes, "_MOST_FORKS", 2)
-    forks = Forks(BLOCK)
+    forks = Forks(BLOCK, 1 << 20)
     for key in (b"a", b"b", b"a", b"c"):
         forks.mark(key)
     assert [key in forks for key in (b"a", b"b", b"c")] == [True, False, True]
