@@ -89,7 +89,7 @@ def dcp_mla_prefill(
         started += [start_gather(following) for following in chunks[index + 1 : index + 2]]
         context_kv_c, context_k_pe = latents.split([kv_c.shape[-1], k_pe.shape[-1]], -1)
         # Merged results stay in float32, or wider, until the last chunk.
-        dtype = q.dtype if chunk is chunks[-1] else torch.promote_types(q.dtype, torch.float32)
+        dtype = q.dtype if index == len(chunks) - 1 else torch.promote_types(q.dtype, torch.float32)
         out, lse = merge_part(
             out, lse, *attend(context_kv_c, context_k_pe, chunk.keys, chunk.first_position, causal=False), dtype
         )

@@ -226,6 +226,35 @@ def test_a_rank_without_entries_attends_to_nothing() -> None:
     run_ranks(8, check, layout(8, 8, 1), (((4, 3, 16, 1), (1, 1, 1, 3)),))
 
 
+PREFILLS = ((20, 33), (9, 30), (5, 17), (11, 14))
+
+
+def compile_layer(number: int, is_dynamic: bool | None, num_steps: int) -> int:
+    """On one rank: compare a layer with itself compiled, in steps with two prefills; return the number of graphs."""
+    steps = PREFILLS[:num_steps]
+    lengths = [sum(tokens) for tokens in zip(*steps, strict=True)]
+    hidden, outputs = [hidden_states(i, length) for i, length in enumerate(lengths)], []
+    for is_compiled in (False, True):
+        layers = Layers(tiny(), layout(1, 1, 1), lengths)
+        layer = layers.layers[number]
+        compiled = torch.compile(layer, fullgraph=True, dynamic=is_dynamic, backend="aot_eager")
+        layers.layers, layers.cache.per_layer = [compiled if is_compiled else layer], [layers.cache[number]]
+        with torch.inference_mode():
+            outputs.append(layers.run(steps, hidden)[0])
+    for mine, theirs in zip(*outputs, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.parametrize(
+    ("case", "num_graphs"), [((1, None, len(PREFILLS)), 3), ((2, True, 1), 1)], ids=["CSA", "HCA, all sizes vary"]
+)
+def test_prefills_of_all_lengths_share_graphs(case: tuple[Any, ...], num_graphs: int) -> None:
+    """torch.compile may make one graph for the first sizes, one for others, and one for a size of 1."""
+    (found,) = run_ranks(1, compile_layer, *case, timeout=600)
+    assert found <= num_graphs
+
+
 @pytest.mark.parametrize(("changes", "asked"), [({}, 2), ({"_FEW_TOKENS": 7}, 1), ({"_FEW_SCORES": 13}, 1)])
 def test_small_steps_run_on_two_streams(changes: dict[str, int], asked: int) -> None:
     """A prefill of 8 tokens, which see up to 2 entries, in layers of windows alone, with an indexer and without."""

@@ -14,6 +14,7 @@ from dcpmla.integrations.loading import load_engine
 from dcpmla.integrations.open_model import open_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.sampling import SamplingParams
+from tests.integrations import test_mistral_large4
 from tests.support.deepseek_v41_files import save_v41
 from tests.support.models import FAMILIES, save_tiny
 from tests.support.ranks import run_ranks
@@ -28,6 +29,7 @@ CLASSES = {
     "glm5_next_text": {"DeltaAttention", "PooledAttention"},
     "hy_v4": {"GatedAttention"},
     "deepseek_v3": {"OrderedAttention"},
+    "mistral_large4_text": {"ReusingAttention", "ScaledAttention"},
 }
 
 
@@ -58,9 +60,29 @@ def kind_of(layer: Any) -> Any:
     return type(layer), getattr(layer, "kind", None), getattr(layer, "indexer", None) is None
 
 
+def save(family: str, directory: Path) -> Any:
+    """Save a tiny checkpoint with layers of all classes of a family, and return transformers' model."""
+    match family:
+        case "deepseek_v41":
+            return save_v41(directory)
+        case "mistral_large4_text":
+            return test_mistral_large4.save(directory, **test_mistral_large4.SHARING)
+    return save_tiny(family, directory)
+
+
+def test_all_classes_are_compiled() -> None:
+    """Families' table has imported all kinds of attention."""
+    found, classes = list[type](), [torch.nn.Module]
+    while classes:
+        classes = [each for parent in classes for each in parent.__subclasses__()]
+        found += [each for each in classes if each.__module__.startswith("dcpmla.attention")]
+    names = {each.__name__ for each in found if each.__name__.endswith("Attention")}
+    assert names == set.union(*CLASSES.values())
+
+
 @pytest.mark.parametrize("family", [family for family in CLASSES if family in (*FAMILIES, "deepseek_v41")])
 def test_layers_are_one_graph(family: str, tmp_path: Path) -> None:
-    reference = save_v41(tmp_path) if family == "deepseek_v41" else save_tiny(family, tmp_path)
+    reference = save(family, tmp_path)
     dcp = DCPConfig(block_size=64, deterministic=CLASSES[family] == {"OrderedAttention"})
     ((classes, num_graphs, tokens, logits),) = run_ranks(1, serve, tmp_path, dcp)
     assert classes == CLASSES[family]

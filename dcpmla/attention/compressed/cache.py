@@ -8,6 +8,7 @@ fixed size and is the same on every rank: its windows, and the sums of the entri
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -64,8 +65,12 @@ class CompressedPlan(CachePlan):
 
     def window_rows(self, ratio: int) -> int:
         """Return the rows of all windows, before the entries: whole blocks of every ratio, and whole pages."""
-        granule = math.lcm(PAGE_ROWS, *(self.entries_per_block(ratio) for ratio in self.config.ratios))
-        return -(-self.config.num_rings(ratio) * self.rows_per_ring // granule) * granule
+        return -(-self.config.num_rings(ratio) * self.rows_per_ring // self._window_granule) * self._window_granule
+
+    @cached_property
+    def _window_granule(self) -> int:
+        """Rows of which windows take a multiple; kept, because torch.compile traces no lcm of sizes that vary."""
+        return math.lcm(PAGE_ROWS, *(self.entries_per_block(ratio) for ratio in self.config.ratios))
 
     def entries_per_block(self, ratio: int) -> int:
         """Return the number of entries of a ratio that a block holds on one rank."""

@@ -1,10 +1,11 @@
 """The gathered rows that each prefill token attends to (`RowLists`)."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
 
+from dcpmla.attention.compressed.config import LayerKind
 from dcpmla.attention.compressed.step import CompressedMetadata
 from dcpmla.attention.compressed.visible import append_entries
 from dcpmla.attention.sparse.step import SelectedTokens
@@ -23,13 +24,18 @@ class RowLists:
 
     Args:
         step: Step with prefills.
+        kind: Kind of the layer.
         num_tokens: Number of prefill tokens, the step's last ones.
+    Attributes:
+        chunks: Entries that the layer gathers.
     """
 
-    def __init__(self, step: CompressedMetadata, num_tokens: int) -> None:
+    def __init__(self, step: CompressedMetadata, kind: LayerKind, num_tokens: int) -> None:
         assert step.context is not None
         self._step, self._context, self._num_tokens = step, step.context, num_tokens
         self._window = step.plan.config.sliding_window
+        self._entries = kind.ratio, kind.selects
+        self.chunks: Sequence[ContextChunk] = step.context.chunks.get(self._entries, ())
 
     def of_windows(self, tokens: slice) -> tuple[Tensor, Tensor]:
         """Return the rows [n, window] int32 of some tokens' windows, and their number [n] int32."""
@@ -37,53 +43,50 @@ class RowLists:
         return rows, num
 
     def of_chunk(
-        self, tokens: slice, ratio: int, chunk: ContextChunk, selection: SelectedTokens | None, num_before: int
+        self, tokens: slice, number: int, selection: SelectedTokens | None, num_before: int
     ) -> tuple[Tensor, Tensor]:
         """Return the rows [n, N] int32 of some tokens' windows and entries, and their number [n] int32.
 
         Args:
-            ratio: Ratio of the layer.
-            chunk: Entries that were gathered.
+            number: Number of the chunk whose entries were gathered.
             selection: Selected entries of each token; None for all entries before the token.
             num_before: Number of rows before the chunk's; 0 if windows are left out.
         """
         if selection is not None:
-            return self._append(tokens, ratio, chunk, selection.positions[tokens], num_before)
-        num_listed = max(chunk.keys.lens)
-        key = "entries", id(chunk)
+            return self._append(tokens, number, selection.positions[tokens], num_before)
+        num_listed = max(self.chunks[number].keys.lens)
+        key = "entries", self._entries, number
         width = 1 + num_listed + (self._window if num_before else 0)
 
         def append() -> _Tensors:
-            first, *_ = self._bounds(tokens, ratio, chunk, num_before)
+            first, *_ = self._bounds(tokens, number, num_before)
             entries = first[:, None] + torch.arange(num_listed, dtype=torch.int32, device=first.device)
-            return self._append(tokens, ratio, chunk, entries, num_before)
+            return self._append(tokens, number, entries, num_before)
 
         rows, num = self._kept(key, tokens, width, append)
         return rows, num
 
-    def _append(
-        self, tokens: slice, ratio: int, chunk: ContextChunk, entries: Tensor, num_before: int
-    ) -> tuple[Tensor, Tensor]:
+    def _append(self, tokens: slice, number: int, entries: Tensor, num_before: int) -> tuple[Tensor, Tensor]:
         """Return the lists of windows with entries [n, N] appended."""
         rows, num = self.of_windows(tokens) if num_before else self._empty(tokens)
-        return append_entries(rows, num, entries, *self._bounds(tokens, ratio, chunk, num_before))
+        return append_entries(rows, num, entries, *self._bounds(tokens, number, num_before))
 
     def _empty(self, tokens: slice) -> tuple[Tensor, Tensor]:
         request = self._requests(tokens)
         return request.new_empty(len(request), 0), torch.zeros_like(request)
 
-    def _bounds(self, tokens: slice, ratio: int, chunk: ContextChunk, num_before: int) -> _Tensors:
+    def _bounds(self, tokens: slice, number: int, num_before: int) -> _Tensors:
         """Return the first of a chunk's entries that each token may attend to, the end, and the first one's row."""
 
         def find() -> _Tensors:
-            visible = self._step.entries[ratio].visible
+            chunk, visible = self.chunks[number], self._step.entries[self._entries[0]].visible
             assert visible is not None
             request = self._requests(tokens) - self._step.request[self._first]  # among the prefills
             first, base = chunk.first_position[request], chunk.keys.start_loc[request]
             end = first + chunk.keys.start_loc[request + 1] - base
             return first, torch.minimum(visible.seq_lens[self._first :][tokens], end), base + num_before
 
-        return self._kept(("bounds", id(chunk)), tokens, 3, find)
+        return self._kept(("bounds", self._entries, number), tokens, 3, find)
 
     def _list_windows(self, tokens: slice) -> tuple[Tensor, Tensor]:
         context, request = self._context, self._requests(tokens)

@@ -43,11 +43,9 @@ def attend_prefill(
     Returns:
         out [T, h, D], lse [T, h] float32, without the sink.
     """
-    assert step.context is not None
-    prefill = _Prefill(q, step, kind, selection, dcp.attention_backend, RowLists(step, len(q)))
-    chunks = step.context.chunks.get((kind.ratio, kind.selects), ())
-    if selection is None or chunks:
-        parts = _attend_gathered(prefill, new_rows, rows, chunks, exchange)
+    prefill = _Prefill(q, step, selection, dcp.attention_backend, RowLists(step, kind, len(q)))
+    if selection is None or prefill.lists.chunks:
+        parts = _attend_gathered(prefill, new_rows, rows, exchange)
     else:
         parts = _attend_in_place(prefill, new_rows, rows, selection, exchange, dcp.decode_context_parallel_size)
     out, lse = (torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
@@ -102,7 +100,6 @@ class _Prefill:
 
     q: Tensor
     step: CompressedMetadata
-    kind: LayerKind
     selection: SelectedTokens | None
     backend: str
     lists: RowLists
@@ -114,19 +111,21 @@ class _Prefill:
         return self.step.context.workspace
 
     def tiles(self, num_entries: int, max_tokens: int) -> list[slice]:
-        """Return the number of tokens that attend at a time, at most max_tokens, each to at most num_entries."""
-        num_rows = self.step.plan.config.sliding_window + num_entries
+        """Return the tokens that attend at a time, at most max_tokens, each to at most num_entries."""
+        num_rows, num_tokens = self.step.plan.config.sliding_window + num_entries, len(self.q)
         size = max(1, min(LISTED_ROWS // num_rows, max_tokens))
-        return [slice(start, min(start + size, len(self.q))) for start in range(0, len(self.q), size)]
+        if num_tokens <= size:  # A compiler makes a graph for each length of the loop.
+            return [slice(0, num_tokens)]
+        return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
 
-    def attend(self, tokens: slice, keys: Tensor, chunk: ContextChunk | None, num_before: int) -> tuple[Tensor, Tensor]:
+    def attend(self, tokens: slice, keys: Tensor, number: int | None, num_before: int) -> tuple[Tensor, Tensor]:
         """Attend to gathered rows [N, D]: to windows if num_before rows come before the chunk's, and to the entries of
-        a chunk if there is one.
+        the chunk of a number if there is one.
         """
-        if chunk is None:
+        if number is None:
             rows, num = self.lists.of_windows(tokens)
         else:
-            rows, num = self.lists.of_chunk(tokens, self.kind.ratio, chunk, self.selection, num_before)
+            rows, num = self.lists.of_chunk(tokens, number, self.selection, num_before)
         return mla_decode(
             self.q[tokens],
             keys[:, None],
@@ -139,10 +138,10 @@ class _Prefill:
         )
 
     def attend_tiles(
-        self, tiles: Sequence[slice], keys: Tensor, chunk: ContextChunk | None, num_before: int
+        self, tiles: Sequence[slice], keys: Tensor, number: int | None, num_before: int
     ) -> list[tuple[Tensor, Tensor]]:
         """Attend from each tile of tokens (`attend`)."""
-        return [self.attend(tokens, keys, chunk, num_before) for tokens in tiles]
+        return [self.attend(tokens, keys, number, num_before) for tokens in tiles]
 
     def num_listed(self, chunk: ContextChunk) -> int:
         """Return the maximum entries of a chunk that are listed for a token."""
@@ -150,7 +149,7 @@ class _Prefill:
 
 
 def _attend_gathered(
-    prefill: _Prefill, new_rows: tuple[Tensor, Tensor], rows: Tensor, chunks: Sequence[ContextChunk], exchange: Exchange
+    prefill: _Prefill, new_rows: tuple[Tensor, Tensor], rows: Tensor, exchange: Exchange
 ) -> list[tuple[Tensor, Tensor]]:
     """Attend to windows and to chunks of entries: return out and lse of each tile of tokens.
 
@@ -162,7 +161,7 @@ def _attend_gathered(
         local_rows = read_rows(rows, chunk.local_slots, prefill.q.shape[-1], prefill.q.dtype)
         return exchange.start_context(local_rows, chunk.order, chunk.tokens)
 
-    dtype, num_new = prefill.q.dtype, sum(map(len, new_rows))
+    chunks, dtype, num_new = prefill.lists.chunks, prefill.q.dtype, sum(map(len, new_rows))
     # Results of several chunks are in float32, so that merges take more memory than one call for all tokens.
     max_tokens = PART_ROWS // prefill.q.shape[1] if len(chunks) > 1 else len(prefill.q)
     tiles = prefill.tiles(max([0, *map(prefill.num_listed, chunks)]), max_tokens)
@@ -170,17 +169,16 @@ def _attend_gathered(
         return prefill.attend_tiles(tiles, torch.cat(new_rows), None, num_new)
     started = [start_gather(chunks[0])]
     parts: list[tuple[Tensor, Tensor]] = []
-    for index, chunk in enumerate(chunks):
+    for index in range(len(chunks)):
         gathered = started.pop()()
         started += [start_gather(following) for following in chunks[index + 1 : index + 2]]
         if index == 0:
-            parts = prefill.attend_tiles(tiles, torch.cat([*new_rows, gathered]), chunk, num_new)
+            parts = prefill.attend_tiles(tiles, torch.cat([*new_rows, gathered]), index, num_new)
         else:
             # Results are rounded once, after the last chunk.
-            merged = dtype if chunk is chunks[-1] else torch.promote_types(dtype, torch.float32)
-            for number, tokens in enumerate(tiles):
-                of_chunk = prefill.attend(tokens, gathered, chunk, 0)
-                parts[number] = merge_part(*parts[number], *of_chunk, merged)
+            merged = dtype if index == len(chunks) - 1 else torch.promote_types(dtype, torch.float32)
+            for part, tokens in enumerate(tiles):
+                parts[part] = merge_part(*parts[part], *prefill.attend(tokens, gathered, index, 0), merged)
         del gathered  # The next gather needs this memory: at most two chunks exist at a time.
     return parts
 
