@@ -196,6 +196,14 @@ def test_block_covers_block_size_positions_of_each_rank() -> None:
             assert sorted(slot for slot in row if slot >= 0) == list(range(block * 32, (block + 1) * 32))
 
 
+@pytest.mark.parametrize(("dcp_size", "interleave"), [(1, 1), (2, 1), (3, 4), (8, 2), (4, 64)])
+def test_a_window_has_no_more_tokens_of_a_rank_than_its_bound(dcp_size: int, interleave: int) -> None:
+    owners = ownership.owner_rank(torch.arange(900), dcp_size, interleave)
+    for window in (1, 2, 5, 63, 128):
+        most = int((owners == 0).long().unfold(0, window, 1).sum(-1).max())
+        assert most <= ownership.window_bound(window, dcp_size, interleave) <= min(window, most + 2 * interleave)
+
+
 def test_slots_of_one_position() -> None:
     blocks = [7, 3]
     expected = deal_slots(24, blocks, 4, 3, 2)

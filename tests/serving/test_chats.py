@@ -148,6 +148,7 @@ def test_hidden_tokens_in_pieces() -> None:
         shown = _Shown(HiddenTokens(["<|end|>", "<|e2|>"]))
         parts = [shown.push(text[start : start + size]) for start in range(0, len(text), size)]
         assert "".join(parts) + shown.finish() == "ab<|ec<|e"
+    assert _Shown(HiddenTokens(["<|e", "<|e|>"])).push("a<|e|>b<|ec") == "abc"  # one begins as the other
 
 
 WORDS = ["type", "role", "content", "text", "tool_calls", "function", "name", "arguments", "id", "input", "call_id"]

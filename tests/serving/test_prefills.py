@@ -171,6 +171,7 @@ def test_a_request_that_ends_closes_its_connection() -> None:
             await until(lambda: not decoder.prefills.servers[0].num_open)
             assert not decoder.there.of(Lose)
             decoder.want(generation, [1])  # too late
+            assert not decoder.prefills._tasks
             assert len(decoder.there.of(Pull)) == 1
 
     run(test())
