@@ -196,10 +196,10 @@ def test_a_long_prompt_evicts_no_state_of_more_worth() -> None:
 
 
 def test_only_states_after_whole_blocks_are_remembered() -> None:
-    """Pieces of 3 tokens end inside of blocks of 4."""
+    """Pieces of 3 tokens end inside of blocks of 4, or where a prompt has doubled."""
     server = Server(100, 8, 3)
     assert server.cached([1] * 20, [2] * 9) == [0, 0]
-    assert server.cached([1] * 4 + [3] * 4) == [0]  # the state after the first piece past them has 6 tokens
+    assert server.cached([1] * 4 + [3] * 4, [1] * 15) == [4, 8]  # no state after 7 tokens, or 12
 
 
 def test_pieces_of_long_prompts_end_with_blocks() -> None:
@@ -214,7 +214,7 @@ def test_no_state_after_a_token_in_flight_is_remembered() -> None:
     scheduler = Scheduler(BlockAllocator(20, 1, 4), 100, 2)
     request = Request([1, 2, 3], SamplingParams(max_new_tokens=3))
     scheduler.waiting.append(request)
-    for num_in_flight in (1, 2):
+    for num_in_flight in (0, 0, 1, 2):  # pieces end after one block and two
         scheduler.schedule(0.0).advance()
         request.num_in_flight = num_in_flight
     assert (request.num_computed_tokens, request.num_known_tokens) == (4, 3)
