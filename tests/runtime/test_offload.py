@@ -151,10 +151,11 @@ def test_others_decode_while_a_prompt_loads(num_tokens: int, monkeypatch: pytest
     assert running.token_ids == alone_ignoring_eos(other, 30)
 
 
-def test_without_others_a_step_waits_for_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("with_graph", [False, True])
+def test_without_others_a_step_waits_for_the_load(with_graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which began beside a request that has ended since."""
     monkeypatch.setattr(LateMemory, "num_polls", 1000)
-    engine = make_engine(16, num_host_blocks=40, memory=LateMemory)
+    engine = make_engine(16, num_host_blocks=40, memory=LateMemory, with_graph=with_graph, mixed=with_graph)
     prompt = [7, 3, 5] * 8
     for each in (prompt, [1, 2, 3, 4] * 15, [4, 3, 2, 1] * 15):
         engine.add(each, SamplingParams(max_new_tokens=1))

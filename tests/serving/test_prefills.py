@@ -168,7 +168,10 @@ def test_a_request_that_ends_closes_its_connection() -> None:
                 decoder.want(generation, [1])
                 await decoder.here[0].wait_for(Submit)
                 assert decoder.prefills.servers[0].num_open == 1
+                (task,) = decoder.prefills._tasks.values()
             await until(lambda: not decoder.prefills.servers[0].num_open)
+            await until(task.done)
+            assert task.cancelled()
             assert not decoder.there.of(Lose)
             decoder.want(generation, [1])  # too late
             assert not decoder.prefills._tasks
