@@ -124,7 +124,7 @@ class Parts:
         """Return an MLP of the checkpoint's size.
 
         Args:
-            glu: Its gated linear unit; None for that of the layer's dense MLPs.
+            glu: Gated linear unit; None takes the unit of the layer's dense MLPs.
         """
         size, hidden_size = self.weights[f"{name}.gate_proj.weight"].shape
         columns = self._cut(size)

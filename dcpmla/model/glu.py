@@ -27,7 +27,7 @@ SWIGLU = Glu()
 
 
 class LayerGlus(NamedTuple):
-    """The gated linear units of a layer: of routed experts, of shared experts, and of dense MLPs."""
+    """The gated linear units that a layer uses in routed experts, shared experts and dense MLPs."""
 
     routed: Glu
     shared: Glu

@@ -16,7 +16,7 @@ class Forks:
     A prompt parts from an earlier one after the last block that it finds without a state.
 
     The first does not know where they will part, so its state is also worth a copy wherever its number of blocks has
-    doubled: the second reuses at least half of what they share.
+    doubled: the second prompt reuses at least half of the shared blocks.
 
     Args:
         block_tokens: Tokens of a block.

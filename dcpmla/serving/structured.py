@@ -185,6 +185,6 @@ def vocabulary_of(model: Started) -> Any:
 
 def find_fault(vocabulary: Any, kind: str, text: str) -> tuple[list[str | int], str] | None:
     """Return the path and the reason of a grammar's fault (`grammar_check.find_fault`), None without one."""
-    from dcpmla.runtime import grammar_check  # The extra structured brings what it imports.
+    from dcpmla.runtime import grammar_check  # It imports llguidance, which only the extra installs.
 
     return grammar_check.find_fault(vocabulary, kind, text)

@@ -69,7 +69,7 @@ class CompressedPlan(CachePlan):
 
     @cached_property
     def _window_granule(self) -> int:
-        """Rows of which windows take a multiple; kept, because torch.compile traces no lcm of sizes that vary."""
+        """Granule of window rows, computed once because torch.compile cannot trace an lcm of sizes that vary."""
         return math.lcm(PAGE_ROWS, *(self.entries_per_block(ratio) for ratio in self.config.ratios))
 
     def entries_per_block(self, ratio: int) -> int:
