@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dcpmla.cache.formats import format_name, row_width, storage_dtype
 from dcpmla.cache.index_keys import index_format_name, index_row_width, index_rows, index_storage_dtype
+from dcpmla.cache.memory import zeros
 from dcpmla.cache.plan import Cache, CachePlan
 from dcpmla.cache.rows import TokenRows
 from dcpmla.config import DCPConfig, MLAConfig
@@ -130,11 +131,10 @@ class LatentCache(Cache):
         self.sizes = plan
         blocks = plan.num_blocks, plan.block_size
         own, widths = sorted(set(plan.source_of_layers)), plan.row_widths
-        self.layers = [torch.zeros(*blocks, widths[layer], dtype=plan.dtype, device=device) for layer in own]
+        self.layers = [zeros((*blocks, widths[layer]), plan.dtype, device) for layer in own]
         latents = dict(zip(own, self.layers, strict=True))
-        index: dict[str, Any] = {"dtype": plan.index_dtype, "device": device}
         keys = plan.num_blocks, plan.block_size // plan.pool_size, plan.index_row_width
-        self.index_layers = [torch.zeros(keys, **index) for _ in plan.index_layers]
+        self.index_layers = [zeros(keys, plan.index_dtype, device) for _ in plan.index_layers]
         index_keys = dict(zip(plan.index_layers, self.index_layers, strict=True))
         self.loads, self.starts = ([list[torch.cuda.Event]() for _ in plan.source_of_layers] for _ in range(2))
         self.per_layer = [

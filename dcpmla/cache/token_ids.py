@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from dcpmla.cache.memory import zeros
 from dcpmla.cache.plan import CachePlan
 
 
@@ -15,4 +16,4 @@ def allocate_token_ids(plan: CachePlan, device: torch.device) -> Tensor | None:
     """Allocate `Cache.token_ids`."""
     if not plan.keeps_token_ids:
         return None
-    return torch.zeros(plan.num_blocks, plan.block_tokens, dtype=torch.int32, device=device)
+    return zeros((plan.num_blocks, plan.block_tokens), torch.int32, device)

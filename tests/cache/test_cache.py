@@ -1,7 +1,9 @@
 """Blocks against a set of what is out, plans against what is allocated, rows against what was written."""
 
+import mmap
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -156,6 +158,23 @@ def test_plan_is_what_is_allocated(
     )  # every sequence opens its own blocks
 
 
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm5_next_text", "deepseek_v4"])
+def test_a_cache_takes_pages_of_the_host_as_it_is_written(family: str) -> None:
+    """An engine on CPUs plans its cache for all free memory, and so may other ranks."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    plan = attention_kind(tiny_config(family)).plan_cache(
+        make_dcp(block_size=64), [2**22], torch.float32, num_states=64
+    )
+    before = resident()
+    cache = plan.allocate(torch.device("cpu"))
+    assert sum(tensor.nbytes for tensor in cache.tensors) == plan.bytes_per_rank > 2**28
+    assert resident() - before < plan.bytes_per_rank / 8
+    assert not any(tensor.flatten()[:1000].float().any() for tensor in cache.tensors)
+
+
 def test_capacities_are_those_of_caches(config: MLAConfig) -> None:
     """The table's numbers, next to the bytes of tensors that are there."""
     plans = capacity_table(DenseKind(replace(config, kv_lora_rank=128), 2), 10**6, 4, (1, 4))
@@ -234,7 +253,7 @@ def test_a_plan_that_cannot_fit_is_refused_before_it_is_allocated(
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("allocated")
 
-    monkeypatch.setattr(torch, "empty", refuse)
+    monkeypatch.setattr("dcpmla.cache.latent.zeros", refuse)
     plan = LatentCache.plan(config, make_dcp(2), 1, [2**40], torch.float32)
     with pytest.raises(ValueError, match=r"do not fit into the [\d,]+ bytes free on cpu") as error:
         LatentCache(plan, torch.device("cpu"))

@@ -33,7 +33,7 @@ PUBLISHED = Path(__file__).parents[1] / "planning" / "configs" / "glm5_next.json
 WIDE = {
     **{"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256, "num_attention_heads": 4},
     **{"num_key_value_heads": 4, "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 128},
-    **{"v_head_dim": 128, "index_head_dim": 128, "linear_num_heads": 4, "linear_head_dim": 64},
+    **{"qk_head_dim": 128, "v_head_dim": 128, "index_head_dim": 128, "linear_num_heads": 4, "linear_head_dim": 64},
     "initializer_range": 0.1,
 }
 

@@ -19,6 +19,7 @@ from dcpmla.cache.carve import Described, carve, carved_bytes
 from dcpmla.cache.formats import format_name, storage_dtype
 from dcpmla.cache.index_keys import index_format_name, index_row_width, index_rows, index_storage_dtype
 from dcpmla.cache.items import Items
+from dcpmla.cache.memory import zeros
 from dcpmla.cache.plan import Cache, CachePlan
 from dcpmla.cache.rows import StateRows, TokenRows
 from dcpmla.cache.shared_format import PAGE_ROWS, row_items, rows_shape
@@ -190,7 +191,7 @@ class CompressedCache(Cache):
         self.token_ids = allocate_token_ids(plan, device)
         layers = [plan.layer_tensors(kind) for kind in plan.config.layer_kinds]
         if memory is None:
-            tensors = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in plan.tensors]
+            tensors = [zeros(shape, dtype, device) for shape, dtype in plan.tensors]
         else:
             tensors = carve(memory, plan.tensors)
         parts = iter(tensors)

@@ -14,6 +14,7 @@ from dcpmla.attention.linear.calls import DeltaState
 from dcpmla.attention.linear.config import DeltaConfig
 from dcpmla.cache.items import Items
 from dcpmla.cache.latent import LatentCache, LatentPlan
+from dcpmla.cache.memory import zeros
 from dcpmla.cache.plan import Cache, CachePlan
 from dcpmla.cache.rows import StateRows, TokenRows
 
@@ -107,8 +108,8 @@ class HybridCache(Cache):
         self._latents = LatentCache(replace(plan.latents, num_blocks=plan.num_blocks), device)
         self._states = [
             DeltaState(
-                torch.zeros(plan.recent_shape, dtype=plan.state_dtype, device=device),
-                torch.zeros(plan.memory_shape, device=device),
+                zeros(plan.recent_shape, plan.state_dtype, device),
+                zeros(plan.memory_shape, torch.float32, device),
             )
             for _ in range(sum(plan.is_linear))
         ]

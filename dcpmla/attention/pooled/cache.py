@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dcpmla.attention.linear.cache import HybridCache, HybridPlan
 from dcpmla.cache.items import Items
+from dcpmla.cache.memory import zeros
 from dcpmla.cache.rows import StateRows
 
 
@@ -50,7 +51,7 @@ class PooledCache(HybridCache):
             ValueError: The device has too little memory.
         """
         super().__init__(plan, device)
-        self._sums = [torch.zeros(plan.sums_shape, device=device) for _ in plan.latents.index_layers]
+        self._sums = [zeros(plan.sums_shape, torch.float32, device) for _ in plan.latents.index_layers]
         sums = iter(self._sums)
         self.per_layer = [
             layer._replace(index_sums=next(sums)) if getattr(layer, "index_keys", None) is not None else layer
