@@ -127,7 +127,7 @@ def _run_pytest(copy: Path, tests: Sequence[str], failure: Path) -> None:
     os.environ |= {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False  # All runs in a copy share the compiled files.
-    sys.path[:] = [str(copy), *(path for path in sys.path if ROOT not in (Path(path), *Path(path).parents))]
+    sys.path[:] = [str(copy), *(path for path in sys.path if Path(path).resolve() != ROOT)]  # ROOT may hold .venv
     settings.register_profile("unshrunk", phases=set(Phase) - {Phase.shrink, Phase.explain})  # A failure is enough.
     settings.load_profile("unshrunk")
     sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests], plugins=[_FirstFailure(failure)]))

@@ -64,16 +64,16 @@ class PrefillCosts:
     def least_state_tokens(self) -> int:
         """Return the least power of two tokens after which a piece of a prompt ends only to remember its state.
 
-        The step that this adds reads the weights once more. A prompt that begins with the same tokens saves those since
-        half as many, where the state before it was. So the added time must be less than theirs, or too short to notice.
+        The step that this adds reads the weights once more. Few prompts use the state, so its time must be at most a
+        sixteenth of the prompt's time so far, or too short to notice.
         """
         machine, model, setting = self._placed
 
         def pays(num_tokens: int) -> bool:
             layers_us = model.attention.num_layers * machine.layer_us
             step_us = layers_us + _products_us(machine, model, setting, num_tokens)
-            saved_us = self.piece_us(num_tokens - num_tokens // 2, num_tokens // 2)
-            return step_us - num_tokens * self._token_us < max(saved_us, _SHORT_US)
+            added_us = step_us - num_tokens * self._token_us
+            return added_us < max(_MAX_LOSS * self.piece_us(num_tokens, 0), _SHORT_US)
 
         sizes = [1 << exponent for exponent in range(_LARGE_STEP.bit_length())]
         return next((size for size in sizes if pays(size)), _LARGE_STEP)

@@ -59,7 +59,7 @@ class Decoder:
     def want(self, generation: Any, prompt: list[int]) -> int:
         """Let the ranks ask for another server's prefill of a request."""
         (request_id,) = generation.indices
-        self.there.engine.on_wanted(Wanted(request_id, prompt, PARAMS, ""))
+        self.there.engine.on_wanted(Wanted(request_id, prompt, PARAMS, "pepper"))
         return int(request_id)
 
 
@@ -81,6 +81,7 @@ def test_a_prompt_gets_its_first_token() -> None:
         assert (pull.engine, pull.handoff) == ("p0", submit.move.handoff)
         assert submit.params.max_new_tokens == 9
         assert submit.seeds == [5]
+        assert submit.cache_salt == "pepper"
         assert not decoder.there.of(Lose)
 
     run(test())
@@ -230,12 +231,14 @@ def test_a_server_that_forgot_this_one_is_connected_again() -> None:
     run(test())
 
 
-@pytest.mark.parametrize("answer", ["other cache", "wrong key", "nonsense"])
+@pytest.mark.parametrize("answer", ["other cache", "another layout", "wrong key", "nonsense"])
 def test_a_server_that_does_not_suit_is_not_used(answer: str) -> None:
     async def test() -> None:
         decoder = Decoder()
         if answer == "other cache":
             decoder.prefills._own = job("d", layout(row_bytes=32))
+        elif answer == "another layout":  # which the server itself has not compared
+            decoder.network.apps["p0"] = httpx2.Response(200, json=vars(job("p0", layout(row_bytes=32))))
         elif answer == "wrong key":
             decoder.prefills._client.headers["Authorization"] = "Bearer wrong"
         else:
