@@ -213,10 +213,10 @@ class Api:
             settings = self._settings
             self._form = Chats(
                 self._engine.ready(),
+                self._checks,
                 settings.chat_template,
                 settings.tool_call_parser,
                 settings.reasoning_parser,
-                self._checks,
             )
         return self._form
 

@@ -30,10 +30,10 @@ class Chats:
     """The form of a model's conversations.
 
     Args:
+        checks: Checks of grammars.
         chat_template: Template in place of the tokenizer's, None for that.
         call_parser: Name of the format of tool calls, None for the model's.
         reasoning_parser: Name of the format of reasoning, None for the model's.
-        checks: Checks of grammars.
 
     Attributes:
         grammars: Grammars of answers.
@@ -42,10 +42,10 @@ class Chats:
     def __init__(
         self,
         model: Started,
+        checks: GrammarChecks,
         chat_template: str | None = None,
         call_parser: str | None = None,
         reasoning_parser: str | None = None,
-        checks: GrammarChecks | None = None,
     ) -> None:
         self._texts, self._given_template = Texts(model), chat_template
         own_template = chat_template or getattr(model.tokenizer, "chat_template", None) or ""
@@ -60,7 +60,7 @@ class Chats:
         own = next(filter(None, formats), None)
         self._call_format = own if call_parser is None else FORMATS[call_parser]
         self._reasoning_format = own if reasoning_parser is None else FORMATS[reasoning_parser]
-        self.grammars = AnswerGrammars(model, self._call_format, self._reasoning_format, checks or GrammarChecks())
+        self.grammars = AnswerGrammars(model, self._call_format, self._reasoning_format, checks)
 
     @cached_property
     def _hidden(self) -> HiddenTokens:

@@ -141,9 +141,9 @@ class GrammarChecks:
         worker: Process whose model is `vocabulary_of` a `Started`.
     """
 
-    def __init__(self, worker: Worker | None = None) -> None:
+    def __init__(self, worker: Worker) -> None:
         self._passed: OrderedDict[bytes, None] = OrderedDict()  # digests
-        self._worker = worker or Worker(vocabulary_of)
+        self._worker = worker
 
     async def check(self, grammar: Grammar | None, source: str, model: Started) -> None:
         """Check a grammar, unless an equal one has passed.

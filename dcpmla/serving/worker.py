@@ -43,14 +43,19 @@ class Worker:
     def __init__(self, prepare: Callable[[Any], Any]) -> None:
         self._prepare = prepare
         self._control: socket.socket | None = None
+        self._pid = 0
         self._room = asyncio.Semaphore(MAX_CHILDREN)
         self._ready: asyncio.Future[bytes] | None = None  # the answer to the model
 
     def start(self) -> None:
-        """Fork the process, unless it runs."""
+        """Fork the process, unless it runs. If one was killed, another follows and is given the model again."""
+        if self._control is not None and os.waitpid(self._pid, os.WNOHANG)[0]:
+            self._control.close()
+            self._control = self._ready = None
         if self._control is None:
             self._control, theirs = socket.socketpair()
-            if os.fork() == 0:
+            self._pid = os.fork()
+            if self._pid == 0:
                 _run(theirs, self._prepare)
             theirs.close()
 

@@ -71,27 +71,25 @@ def test_parameters_are_as_published(name: str, billions: float) -> None:
     assert total / 1e9 == pytest.approx(billions, rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["flash", "pro"])
-def test_states_within_prompts_are_kept_where_a_step_is_cheaper_than_their_tokens(name: str) -> None:
-    """A step of so many tokens takes less than their share of a large one and the tokens since half as many; a step of
-    half as many takes more.
-    """
+@pytest.mark.parametrize(("name", "expected"), [("flash", 4096), ("pro", 8192)])
+def test_states_within_prompts_cost_a_sixteenth_of_their_time(name: str, expected: int) -> None:
+    """Of its time without another step for a state, which half as many tokens would exceed."""
     setting = Setting(tp=8, dcp=8, kv_cache_dtype="bf16")
     costs = PrefillCosts(H200X8, read(name), setting, 8192)
     steps, least = MixedSteps(H200X8, read(name), setting, costs, 0, 0), costs.least_state_tokens
-    assert least == 2048
+    assert least == expected
     for size, pays in ((least, True), (least // 2, False)):
         added_us = steps.step_us(size, 0, size, is_one_graph=True)["total"] - costs.piece_us(size, 0)
-        assert (added_us < costs.piece_us(size // 2, size // 2)) == pays
+        assert (16 * added_us < costs.piece_us(size, 0)) == pays
 
 
 def test_plan_prints_what_prompts_that_begin_alike_reuse(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     command = f"plan --model {CONFIGS / 'deepseek_v4_flash.json'} -tp 8 -dcp 2 --batch 2 --context 4096 --json"
     assert main([*command.split(), str(tmp_path / "plan.json")]) == 0
-    line = "reuse blocks of 512 tokens: the second a power of two blocks of at least 2,048 tokens, others all"
+    line = "reuse blocks of 512 tokens: the second a power of two blocks of at least 4,096 tokens, others all"
     assert line in capfd.readouterr().out
     reuse = json.loads((tmp_path / "plan.json").read_text())["prompts"]["reuse"]
-    assert reuse == {"block_tokens": 512, "least_state_tokens": 2048}
+    assert reuse == {"block_tokens": 512, "least_state_tokens": 4096}
 
 
 def test_weight_bytes_are_those_of_the_checkpoint(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ from dcpmla.serving.protocol import parse
 from dcpmla.serving.reader import AnswerReader, HiddenTokens, PlainParser
 from dcpmla.serving.replies import event
 from dcpmla.serving.shown import Shown
+from dcpmla.serving.structured import GrammarChecks, vocabulary_of
+from dcpmla.serving.worker import Worker
 from tests.serving.test_texts import texts_of
 from tests.support.small_tokenizers import tokenizer_of
 
@@ -67,7 +69,7 @@ def rendered(**fields: Any) -> str:
     model = Started(tokenizer_of("straddling"), "", 1000, 1000, 4, 1000)
     messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
     body = parse(ChatBody, json.dumps({"messages": messages, **fields}).encode())
-    prompt = asyncio.run(Chats(model, TEMPLATE).prompt(body.conversation()))
+    prompt = asyncio.run(Chats(model, GrammarChecks(Worker(vocabulary_of)), TEMPLATE).prompt(body.conversation()))
     return str(model.tokenizer.decode(prompt.token_ids))
 
 

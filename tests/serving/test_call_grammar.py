@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from dcpmla.runtime.follower import Follower
 from dcpmla.runtime.grammar import Grammar
 from dcpmla.runtime.grammar_text import compile_grammar
+from dcpmla.serving import structured
 from dcpmla.serving.answer_grammars import AnswerGrammars
 from dcpmla.serving.call_grammar import Either, Parts, Pattern, Repeat, Schema, Text, parts_grammar
 from dcpmla.serving.chat.formats import FORMATS
@@ -26,6 +27,7 @@ from dcpmla.serving.messages import Started
 from dcpmla.serving.prompts import Prompt
 from dcpmla.serving.structured import GrammarChecks
 from dcpmla.serving.tools import ToolUse
+from dcpmla.serving.worker import Worker
 from tests.serving.chat.answers import markers_of, stream
 from tests.support.small_tokenizers import byte_level
 
@@ -128,7 +130,7 @@ def grammars_of(name: str, is_special: bool = True) -> AnswerGrammars:
 @cache
 def checks_of(name: str, is_special: bool) -> GrammarChecks:
     """Return checks with a tokenizer's vocabulary, whose process is forked once."""
-    return GrammarChecks()
+    return GrammarChecks(Worker(structured.vocabulary_of))
 
 
 def grammar_of(name: str, use: ToolUse, asked: Grammar | None = None, **prompt: Any) -> Grammar:

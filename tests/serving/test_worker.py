@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ def prepared(model: str) -> str:
 
 def joined(model: str, *args: Any) -> list[Any]:
     return [model, *args]
+
+
+def parent(model: str) -> int:
+    return os.getppid()
 
 
 def spin(model: str) -> None:
@@ -60,6 +65,20 @@ def test_limits_end_a_function_and_nothing_else(function: Any, capfd: pytest.Cap
     own = Worker(prepared)
     assert asyncio.run(calls()) == ["M"]
     assert ("KeyError: 'a mistake'" in capfd.readouterr().err) == (function is fail)
+
+
+def test_another_process_follows_one_that_was_killed() -> None:
+    async def calls() -> Any:
+        first = await own.call("m", parent)
+        os.kill(first, signal.SIGKILL)
+        while Path(f"/proc/{first}/stat").read_text().split(")")[1].split()[0] != "Z":
+            await asyncio.sleep(0.01)
+        return first, await own.call("m", parent), await own.call("m", joined)
+
+    own = Worker(prepared)
+    first, second, answer = asyncio.run(calls())
+    assert first != second
+    assert answer == ["M"]
 
 
 def test_functions_end_with_their_callers(tmp_path: Path) -> None:
