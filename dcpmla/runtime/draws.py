@@ -34,7 +34,7 @@ def draw_tokens(logits: Tensor, numbers: Tensor, top_k: Tensor) -> Tensor:
         masses = masses.where(nucleus(logits, masses, top_p), 0)
     cumulative = masses.cumsum(-1)
     total = cumulative[:, -1:]
-    targets = (uniform * total).long().minimum(total - 1)  # the product may round to the total
+    targets = (uniform * total).long().minimum(total - 1)  # a row of NaN has no mass: its token is the first
     return torch.searchsorted(cumulative, targets, right=True).squeeze(-1)
 
 

@@ -45,8 +45,14 @@ class Always(MtpDrafter):
     drafts_always = True
 
 
-def make_mtp_engine(num_drafts: int, num_blocks: int, max_num_batched_tokens: int, max_num_seqs: int) -> Engine:
-    model, device = HashModelWithMtp(), torch.device("cpu")
+def make_mtp_engine(
+    num_drafts: int,
+    num_blocks: int,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    model: HashModelWithMtp | None = None,
+) -> Engine:
+    model, device = model or HashModelWithMtp(), torch.device("cpu")
     plan = LatentPlan(
         num_layers=1, num_blocks=num_blocks, block_size=BLOCK, row_width=2, dtype=torch.float32, dcp_size=1
     )
@@ -92,6 +98,24 @@ def test_mtp_takes_any_load(seed: int) -> None:
     list(engine.run())
     for request in requests:
         assert request.token_ids == alone_ignoring_eos(request.prompt_token_ids, request.params.max_new_tokens)
+
+
+def test_mtp_drafts_after_the_last_token_that_was_accepted() -> None:
+    """All drafts are wrong, and the next step is launched before that is known."""
+    first_positions: list[int] = []
+
+    class Wrong(HashModelWithMtp):
+        def draft(self, hidden_states: Tensor, metadata: Any, cache: LatentCache) -> Tensor:
+            first_positions.append(int(metadata.positions[0]))
+            return torch.full((len(hidden_states),), VOCAB_SIZE - 2)
+
+    engine = make_mtp_engine(3, 90, 64, 16, Wrong())
+    request = engine.add([1, 2, 3, 4, 5], SamplingParams(max_new_tokens=9, ignore_eos=True))
+    list(engine.run())
+    assert VOCAB_SIZE - 2 not in request.token_ids
+    starts = sorted(set(first_positions))
+    assert starts == list(range(starts[0], starts[0] + len(starts)))
+    assert starts[-1] < len(request.prompt_token_ids) + 9
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [33, 64, 65])

@@ -6,15 +6,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.runtime.acceptance import Acceptance, Payoff, StepTime
+from dcpmla.runtime.batch import Piece
 from dcpmla.runtime.drafts import NO_DRAFT, Drafter
 from dcpmla.runtime.in_flight import InFlightStep
 from dcpmla.runtime.ngram import NgramDrafter, find_following
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.runtime.scheduler import Scheduler
 from dcpmla.runtime.speculation import Speculation
 from tests.runtime.test_engine import Load, check_limits, check_totals, loads
 from tests.support.hash_model import (
@@ -237,6 +240,25 @@ def test_large_batches_draft_nothing() -> None:
     assert [speculation.num_wanted([request] * num_running) for num_running in (1, 64, 65)] == [3, 3, 0]
 
 
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_accepted_drafts_count_as_computed_unless_their_request_was_preempted(is_preempted: bool) -> None:
+    speculation, request = Speculation(HashDrafter(3, 1.0)), Request([1, 2, 3], SamplingParams())
+    request.block_ids.extend([] if is_preempted else [0])
+    request.num_computed_tokens = 0 if is_preempted else 3
+    assert speculation.accept(Piece(request, 4, 3), [7, 8, 9], 2) == 3
+    assert request.num_computed_tokens == (0 if is_preempted else 5)
+
+
+def test_drafts_that_are_being_verified_have_blocks() -> None:
+    """Each may become a token, and the next step's token comes after all of them."""
+    scheduler, request = Scheduler(BlockAllocator(9, BLOCK), 100, 1), Request([1, 2], SamplingParams())
+    request.block_ids.extend(scheduler.allocator.allocate(1))
+    request.num_computed_tokens, request.num_tried = BLOCK - 2, 2
+    scheduler.running.append(request)
+    assert scheduler.grow(request)
+    assert len(request.block_ids) == 2
+
+
 def test_requests_that_cannot_draft_want_no_drafts() -> None:
     """The host would wait for the step under way."""
     speculation, params = Speculation(HashDrafter(3, 1.0, always=True)), SamplingParams(presence_penalty=1.0)
@@ -245,6 +267,7 @@ def test_requests_that_cannot_draft_want_no_drafts() -> None:
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 5))
 @settings(max_examples=60, deadline=None)
+@example(text=[1, 1, 1, 0, 1, 1, 1, 2, 1, 1, 1], num_wanted=1)
 def test_a_lookup_finds_the_latest_of_the_longest_matches(text: list[int], num_wanted: int) -> None:
     best = (2, 0)
     for end in range(1, len(text)):

@@ -77,6 +77,16 @@ def test_penalized_tokens(requests: list[tuple[list[int], SamplingParams]], budg
         assert request.token_ids == alone(prompt, params)
 
 
+@pytest.mark.parametrize("repetition", [1.7, 0.8])
+def test_repeated_tokens_of_negative_logits(repetition: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "TABLE", TABLE - 20)
+    params = SamplingParams(max_new_tokens=12, repetition_penalty=repetition, ignore_eos=True)
+    engine = make_engine(8, 64, model=TableModel())
+    request = engine.add([1, 2, 3], params)
+    list(engine.run())
+    assert request.token_ids == alone([1, 2, 3], params)
+
+
 @given(min_p=st.floats(0.01, 1), temperature=st.sampled_from([0.5, 1.0, 3.0]), seed=st.integers(0, 99))
 @settings(max_examples=20, deadline=None)
 def test_min_p_is_transformers_(min_p: float, temperature: float, seed: int) -> None:

@@ -221,6 +221,12 @@ def test_the_ends_of_the_unit_interval(vocab: int) -> None:
     assert draw_tokens(logits, numbers, torch.zeros(2, dtype=torch.int64)).tolist() == [1, vocab - 2]
 
 
+def test_a_row_without_a_number_gives_some_token() -> None:
+    numbers = torch.tensor([[1.0, 1.0, number] for number in (0.0, 0.5, 1 - 2**-53)], dtype=torch.float64)
+    tokens = draw_tokens(torch.full((3, 4), torch.nan), numbers, torch.zeros(3, dtype=torch.int64)).tolist()
+    assert set(tokens) <= set(range(4))
+
+
 def check_kernel(device: str, num_rows: int, vocab: int, tile: int = 2048) -> None:
     """Check the kernel against plain torch, on the CPU: rows of a batch in any order, each with its own numbers; ties,
     zeros of both signs, logits without probability, rows of NaN.

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.states import StatePool, Worth, num_states
 from dcpmla.cache.tier import HostTier
-from dcpmla.runtime.costs import TOKEN_COSTS
+from dcpmla.runtime.costs import TOKEN_COSTS, PieceCosts, TokenCosts
 from dcpmla.runtime.loading import Loading
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.reuse import PrefixReuse
@@ -137,11 +137,17 @@ def test_a_prompt_is_found_again_with_its_state() -> None:
         assert request.num_cached_tokens == found
 
 
+class DearStates(TokenCosts):
+    """Costs by which no piece of a prompt ends only because its number of blocks has doubled."""
+
+    least_state_tokens = 1 << 20
+
+
 class Server:
     """A scheduler and the tokens in its states."""
 
-    def __init__(self, num_blocks: int, num_states: int, budget: int) -> None:
-        self.scheduler = Scheduler(BlockAllocator(num_blocks, BLOCK, num_states), budget, 2)
+    def __init__(self, num_blocks: int, num_states: int, budget: int, costs: PieceCosts = TOKEN_COSTS) -> None:
+        self.scheduler = Scheduler(BlockAllocator(num_blocks, BLOCK, num_states), budget, 2, costs=costs)
         self.memory: dict[int, list[int]] = {}
 
     def serve(self, *prompts: list[int], num_new: int = 3) -> list[Request]:
@@ -164,6 +170,15 @@ def test_prompts_that_part_inside_one(budget: int) -> None:
     before = server.cached(first[:20] + [70] * 9)[0]
     assert before in (0, 8, 16)  # the steps of a long prompt end anywhere
     assert server.cached(first[:20] + [80] * 9) == [20]
+
+
+def test_prompts_part_after_the_last_block_that_they_share() -> None:
+    scheduler, first = Server(100, 20, 100, DearStates()).scheduler, [*range(1, 18)]
+    requests = [Request(prompt, SamplingParams()) for prompt in ([*first, *[40] * 33], [*first, *[50] * 5])]
+    for request in requests:
+        scheduler.reuse.add(request)
+    assert scheduler.reuse._forks is not None
+    assert [scheduler.reuse._forks.borders(request) for request in requests] == [[4, 12], [4, 5]]
 
 
 @settings(max_examples=100, deadline=None)
@@ -200,6 +215,9 @@ def test_only_states_after_whole_blocks_are_remembered() -> None:
     server = Server(100, 8, 3)
     assert server.cached([1] * 20, [2] * 9) == [0, 0]
     assert server.cached([1] * 4 + [3] * 4, [1] * 15) == [4, 8]  # no state after 7 tokens, or 12
+    dear = Server(100, 8, 3, DearStates())
+    assert dear.cached([1] * 9) == [0]  # states after 3, 6 and 8 tokens
+    assert dear.cached([1] * 6 + [2] * 3) == [0]
 
 
 def test_pieces_of_long_prompts_end_with_blocks() -> None:
@@ -207,6 +225,11 @@ def test_pieces_of_long_prompts_end_with_blocks() -> None:
     server = Server(100, 8, 7)
     assert server.cached([9] * 40) == [0]
     assert server.cached([9] * 18 + [1] * 3) == [16]
+    scheduler = Server(100, 8, 7, DearStates()).scheduler
+    request = Request([9] * 40, SamplingParams(max_new_tokens=1))
+    assert scheduler.reuse.cut_piece(request, 7) == 4
+    request.num_computed_tokens = 4
+    assert [scheduler.reuse.cut_piece(request, num) for num in (3, 7, 8)] == [3, 4, 8]
 
 
 def test_no_state_after_a_token_in_flight_is_remembered() -> None:
