@@ -158,6 +158,8 @@ def check_identity() -> None:
     assert all(
         torch.equal(got, given) for got, given in zip(selection.exchange.combine(out, lse), (out, lse), strict=True)
     )
+    candidates = torch.randint(9, (T, 5))
+    assert torch.equal(selection.exchange.gather_candidates(candidates), candidates[:, None])
     order = torch.arange(T)  # one rank's rows are in token order
     assert torch.equal(selection.exchange.start_context(out[:, 0], order, order)(), out[:, 0])
 
@@ -169,6 +171,8 @@ def test_one_rank_is_the_identity() -> None:
 def check_selection() -> list[tuple[str, str]]:
     auto = DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=2)
     layouts = [auto, *(dataclasses.replace(auto, dcp_comm_backend=name) for name in ("ag_rs", "a2a"))]
+    fixed = {"deterministic": True, "cp_kv_cache_interleave_size": auto.block_size}
+    layouts.append(dataclasses.replace(layouts[1], **fixed))
     selections = [select_exchange(dcp, dist.group.WORLD, "cpu") for dcp in layouts]
     for mistake in ({"dcp_comm_backend": "direct"}, {"dcp_exchange_dtype": "fp8"}):
         with pytest.raises(ValueError, match=f"{next(iter(mistake))} .* the ranks are CPUs; choose auto"):
@@ -193,7 +197,8 @@ def test_selection_says_why() -> None:
     auto, *asked = run_ranks(2, check_selection)[0]
     assert auto[0] == "a2a"
     assert auto[1].startswith("auto: the ranks are CPUs")
-    assert asked == [("ag_rs", "asked for"), ("a2a", "asked for")]
+    in_order = "asked for ag_rs, whose reduce-scatter adds in no fixed order"
+    assert asked == [("ag_rs", "asked for"), ("a2a", "asked for"), ("a2a", in_order)]
 
 
 def wait_for_missing_rank() -> str:
