@@ -1,7 +1,8 @@
 """The HTTP API: its routes over an engine."""
 
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from importlib import metadata
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from dcpmla.serving.access import guarded
 from dcpmla.serving.answers import Answers
 from dcpmla.serving.anthropic_body import CountBody, MessagesBody
 from dcpmla.serving.anthropic_reply import messages_reply
+from dcpmla.serving.background import Background
 from dcpmla.serving.chat_answers import chat_answers
 from dcpmla.serving.chat_body import ChatBody, ChatRequest, TokenizeBody
 from dcpmla.serving.chats import Chats
@@ -25,9 +27,10 @@ from dcpmla.serving.client import Engine
 from dcpmla.serving.connections import Limits
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.handoffs import HandoffRoutes
+from dcpmla.serving.messages import Started
 from dcpmla.serving.prefills import Prefills
 from dcpmla.serving.prompts import Prompt, Texts
-from dcpmla.serving.protocol import CompletionBody, DetokenizeBody
+from dcpmla.serving.protocol import Body, CompletionBody, DetokenizeBody
 from dcpmla.serving.reader import AnswerReader
 from dcpmla.serving.receive import Receiver
 from dcpmla.serving.replies import EventStream, Reply, collect, events, while_connected
@@ -37,7 +40,7 @@ from dcpmla.serving.router import Router
 from dcpmla.serving.settings import Settings
 from dcpmla.serving.structured import GrammarChecks
 from dcpmla.serving.transfer_fields import KvTransferParams
-from dcpmla.serving.worker import Worker
+from dcpmla.serving.worker import CLIENT, Worker
 
 _NUM_NEW = 16  # new tokens of a completion without max_tokens
 Chat = TypeVar("Chat", bound=ChatRequest)
@@ -55,7 +58,8 @@ class Api:
         self._handoffs = HandoffRoutes(engine, settings, self._receiver)
         self._router = Router(engine, settings, prefills)
         self._form: Chats | None = None
-        self._checks = GrammarChecks(worker)
+        self._place: Background | None = None
+        self._worker, self._checks = worker, GrammarChecks(worker)
 
     def app(self) -> ASGIApp:
         """Return the application."""
@@ -108,24 +112,25 @@ class Api:
 
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
-        self._engine.check_room(1)
-        async with self._receiver.body(request, CompletionBody) as body:
-            texts = self._texts(body.model)
-            self._engine.check_room(len(body.prompts) * body.num_choices)
-            max_tokens = _NUM_NEW if body.token_limit is None else body.token_limit
-            num_new, echo, adds_special = max(1, max_tokens), bool(body.echo), body.add_special_tokens is not False
-            num_kept = body.num_kept_tokens(self._engine.ready().max_model_len, num_new)
-            prompts = [await texts.prompt(prompt, echo, adds_special, num_kept) for prompt in body.prompts]
-            body.prompt = ""  # The answer may take minutes.
+        async with self._body(request, CompletionBody) as body:
+            answers, params = await _under(request, self._completion(body))
+        num_kept_characters = sum(len(prompt.text) for prompt in answers.prompts) if body.echo else 0
+        return await self._answer(request, body, answers, params, body.kv_transfer_params, num_kept_characters)
+
+    async def _completion(self, body: CompletionBody) -> tuple[Answers, SamplingParams]:
+        """Return the form of the answers to a body, and the parameters of its requests."""
+        texts = self._texts(body.model)
+        max_tokens = _NUM_NEW if body.token_limit is None else body.token_limit
+        num_new, echo, adds_special = max(1, max_tokens), bool(body.echo), body.add_special_tokens is not False
+        num_kept = body.num_kept_tokens(self._engine.ready().max_model_len, num_new)
         prompt_logprobs = [num for num in (body.logprobs if echo else None, body.prompt_logprobs) if num is not None]
         params = body.params(num_new, body.logprobs, max(prompt_logprobs, default=None))
-        check = self._checks.check(params.grammar, body.grammar_source, self._engine.ready())
-        if await while_connected(request.receive, _done(check)) is None:
-            return Response(status_code=499)
+        self._engine.check_room(len(body.prompts) * body.num_choices, num_counted=1)
+        await self._checks.check(params.grammar, body.grammar_source, self._engine.ready())
+        prompts = [await texts.prompt(prompt, echo, adds_special, num_kept) for prompt in body.prompts]
+        body.prompt = ""  # The answer may take minutes.
         shown = body.shown(echo=echo, num_logprobs=body.logprobs, drops_new=max_tokens == 0)
-        answers = Answers(texts, self._settings.name, prompts, body.num_choices, shown)
-        num_kept_characters = sum(len(prompt.text) for prompt in prompts) if echo else 0
-        return await self._answer(request, body, answers, params, body.kv_transfer_params, num_kept_characters)
+        return Answers(texts, self._settings.name, prompts, body.num_choices, shown), params
 
     async def chat_completions(self, request: Request) -> Response:
         """Continue a conversation of chat completions."""
@@ -141,30 +146,36 @@ class Api:
 
     async def count_tokens(self, request: Request) -> Response:
         """Return the number of tokens of a conversation of Anthropic's messages."""
-        self._engine.ready()
-        async with self._receiver.body(request, CountBody) as body:
+        async with self._body(request, CountBody) as body:
             self._texts(body.model)
-            prompt = await self._chats().prompt(body.conversation())
+            prompt = await _under(request, self._chats().prompt(body.conversation()))
         return JSONResponse({"input_tokens": len(prompt.token_ids)})
 
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a text, or of a conversation."""
-        self._engine.ready()
-        async with self._receiver.body(request, TokenizeBody) as body:
-            texts, adds_special = self._texts(body.model), bool(body.add_special_tokens)
-            if body.messages is not None:
-                tokens = (await self._chats().prompt(body.conversation_of(body.messages), adds_special)).token_ids
-            else:
-                tokens = await texts.encode(body.prompt or "", body.add_special_tokens is not False)
+        async with self._body(request, TokenizeBody) as body:
+            tokens = await _under(request, self._tokens(body))
         return JSONResponse(
             {"count": len(tokens), "max_model_len": self._engine.ready().max_model_len, "tokens": tokens}
         )
 
+    async def _tokens(self, body: TokenizeBody) -> list[int]:
+        texts, adds_special = self._texts(body.model), bool(body.add_special_tokens)
+        if body.messages is None:
+            return await texts.encode(body.prompt or "", body.add_special_tokens is not False)
+        return (await self._chats().prompt(body.conversation_of(body.messages), adds_special)).token_ids
+
     async def detokenize(self, request: Request) -> Response:
         """Return the text of tokens."""
-        self._engine.ready()
-        async with self._receiver.body(request, DetokenizeBody) as body:
-            return JSONResponse({"prompt": await self._texts(body.model).decode(body.tokens)})
+        async with self._body(request, DetokenizeBody) as body:
+            return JSONResponse({"prompt": await _under(request, self._texts(body.model).decode(body.tokens))})
+
+    @asynccontextmanager
+    async def _body(self, request: Request, kind: type[Body]) -> AsyncIterator[Body]:
+        """Receive and parse a body. Its bytes and its request count until the end of the block (`Receiver.body`)."""
+        CLIENT.set(request.client.host if request.client else "")
+        async with self._engine.preparing(), self._receiver.body(request, kind) as body:
+            yield body
 
     def _texts(self, name: str | None) -> Texts:
         """Return the tokenizer of the model that a client names, or of the one there is."""
@@ -172,7 +183,7 @@ class Api:
         if name not in (None, self._settings.name):
             words = f"the model {name!r} does not exist; this is {self._settings.name!r}"
             raise ApiError(404, words, param="model", code="model_not_found")
-        return Texts(model)
+        return Texts(self._background(model))
 
     async def _chat(
         self,
@@ -181,38 +192,45 @@ class Api:
         reply: Callable[[Chat, Texts, str, list[Prompt], list[AnswerReader]], Reply],
     ) -> Response:
         """Continue a conversation in the shape of any route."""
-        self._engine.check_room(1)
-        async with self._receiver.body(request, kind) as body:
-            texts, chats, sampling = self._texts(body.model), self._chats(), body.sampling
-            longest, limit = self._engine.ready().max_model_len, sampling.token_limit
-            num_kept = sampling.num_kept_tokens(longest, limit or 1)
-            conversation = body.conversation()
-            prompts = [await chats.prompt(conversation, body.adds_special_tokens, num_kept)]
+        async with self._body(request, kind) as body:
+            answer, params = await _under(request, self._conversation(body, reply))
+        return await self._answer(request, body, answer, params, body.sampling.kv_transfer_params)
+
+    async def _conversation(
+        self, body: Chat, reply: Callable[[Chat, Texts, str, list[Prompt], list[AnswerReader]], Reply]
+    ) -> tuple[Reply, SamplingParams]:
+        """Return the form of the answer to a body of any route, and the parameters of its requests."""
+        texts, chats, sampling = self._texts(body.model), self._chats(), body.sampling
+        longest, limit = self._engine.ready().max_model_len, sampling.token_limit
+        num_kept = sampling.num_kept_tokens(longest, limit or 1)
+        conversation = body.conversation()
+        prompts = [await chats.prompt(conversation, body.adds_special_tokens, num_kept)]
         skips = not sampling.shows_special_tokens
         readers = [chats.reader(conversation, prompts[0], skips) for _ in range(sampling.num_choices)]
         limit = limit or longest - len(prompts[0].token_ids)
         params = sampling.params(limit, body.num_logprobs, sampling.prompt_logprobs)
-        check = chats.grammars.grammar(conversation.tool_use, prompts[0], *body.asked_grammar())
-        del conversation  # The answer may take minutes.
-        done = await while_connected(request.receive, _done(check))
-        if done is None:
-            return Response(status_code=499)
-        if (grammar := done[0]) is not None:
+        grammar = await chats.grammars.grammar(conversation.tool_use, prompts[0], *body.asked_grammar())
+        if grammar is not None:
             if params.ignore_eos:
                 words = "ignore_eos is true; an answer with required or strict calls ends where its grammar does"
                 raise ApiError(400, words, param="ignore_eos")
             params = replace(params, grammar=grammar)
         if chats.has_format:
             params = replace(params, skip_special_tokens=False)
-        answer = reply(body, texts, self._settings.name, prompts, readers)
-        return await self._answer(request, body, answer, params, sampling.kv_transfer_params)
+        return reply(body, texts, self._settings.name, prompts, readers), params
+
+    def _background(self, model: Started) -> Background:
+        """Return the place of work on what clients send."""
+        if self._place is None:
+            self._place = Background(model, self._worker)
+        return self._place
 
     def _chats(self) -> Chats:
         """Return the form of the model's conversations."""
         if self._form is None:
             settings = self._settings
             self._form = Chats(
-                self._engine.ready(),
+                self._background(self._engine.ready()),
                 self._checks,
                 settings.chat_template,
                 settings.tool_call_parser,
@@ -269,6 +287,17 @@ class Api:
         return found.response(request.url.path)
 
 
-async def _done(work: Coroutine[Any, Any, T]) -> tuple[T]:
-    """Return what work comes to, which may be None, in a tuple."""
-    return (await work,)
+async def _under(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return what work for a request comes to. It ends with the client.
+
+    Raises:
+        ApiError: The client has left.
+    """
+
+    async def done() -> tuple[T]:
+        return (await work,)  # which may be None
+
+    found = await while_connected(request.receive, done())
+    if found is None:
+        raise ApiError(499, "the client has left")
+    return found[0]

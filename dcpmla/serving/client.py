@@ -4,6 +4,7 @@ import asyncio
 import time
 from asyncio import StreamReader
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count, islice
 from types import TracebackType
@@ -17,6 +18,7 @@ from dcpmla.serving.outbox import Outbox
 from dcpmla.serving.transfer_messages import STAYS, Move, Wanted
 
 _SILENCE = 10.0  # seconds without a step after which the ranks count as stuck
+_MOMENT = 0.1  # seconds in which the work for clients that have just left ends
 _RETRY_AFTER = {"Retry-After": "1"}  # seconds
 WAITING_TOKENS = 1 << 23  # Limit of open requests' prompt tokens beyond the cache's capacity.
 
@@ -46,6 +48,7 @@ class Engine:
     on_end: Callable[[int], object] = lambda request_id: None
     _ids: Any = field(default_factory=count)
     _open: "dict[int, Generation]" = field(default_factory=dict)
+    _num_prepared: int = 0  # HTTP requests that are not submitted yet
     _num_tokens: int = 0  # prompt tokens of all generations that are not abandoned
     _last: float = 0.0
 
@@ -72,8 +75,28 @@ class Engine:
             raise ApiError(503, "the model is being loaded", code="loading", headers=_RETRY_AFTER)
         return self.model
 
-    def check_room(self, num_requests: int, num_tokens: int = 0) -> None:
-        """Raise ApiError unless the queue has room for so many requests more, with prompts of so many tokens."""
+    @asynccontextmanager
+    async def preparing(self) -> AsyncIterator[None]:
+        """Count an HTTP request as open in an `async with` block, which ends right before its submission.
+
+        Raises:
+            ApiError: The queue is full, or the ranks are not ready.
+        """
+        if self._num_prepared and len(self._open) + self._num_prepared >= self.ready().max_num_seqs + self.max_waiting:
+            await asyncio.sleep(_MOMENT)
+        self.check_room(1)
+        self._num_prepared += 1
+        try:
+            yield
+        finally:
+            self._num_prepared -= 1
+
+    def check_room(self, num_requests: int, num_tokens: int = 0, num_counted: int = 0) -> None:
+        """Raise ApiError unless the queue has room for so many requests more, with prompts of so many tokens.
+
+        Args:
+            num_counted: Number of them that are counted already (`preparing`).
+        """
         model = self.ready()
         limit, token_limit = model.max_num_seqs + self.max_waiting, model.num_cache_tokens + WAITING_TOKENS
         if num_requests > limit:
@@ -81,8 +104,9 @@ class Engine:
         if num_tokens > token_limit:
             words = f"the prompts have {num_tokens:,} tokens; at most {token_limit:,} are served at once"
             raise ApiError(400, words, param="prompt")
-        if num_requests > limit - len(self._open):
-            words = f"{len(self._open)} requests are open, and {limit} is the most there may be; try again later"
+        num_open = len(self._open) + self._num_prepared - num_counted
+        if num_requests > limit - num_open:
+            words = f"{num_open} requests are open, and {limit} is the most there may be; try again later"
             raise ApiError(429, words, code="queue_full", headers=_RETRY_AFTER)
         if num_tokens > token_limit - self._num_tokens:
             words = f"open prompts have {self._num_tokens:,} tokens, of {token_limit:,} at most; try again later"

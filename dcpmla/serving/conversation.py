@@ -42,9 +42,25 @@ class Conversation:
     continue_final_message: bool = False
 
     @property
+    def num_characters(self) -> int:
+        """Return the number of characters of all messages and tools, and one more for each value."""
+        return _size([self.messages, self.tool_use.tools, self.variables])
+
+    @property
     def num_calls(self) -> int:
         """Return the number of tool calls in all messages."""
         return sum(len(message.get("tool_calls", ())) for message in self.messages)
+
+
+def _size(value: Any) -> int:
+    """Return the number of a JSON value's characters, and of its values."""
+    if isinstance(value, str):
+        return 1 + len(value)
+    if isinstance(value, Mapping):
+        return 1 + sum(len(name) + _size(each) for name, each in value.items())
+    if isinstance(value, Sequence):
+        return 1 + sum(map(_size, value))
+    return 1
 
 
 def tool_call(call_id: str | None, name: str, arguments: str | Mapping[str, Any]) -> Json:

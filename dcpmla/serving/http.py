@@ -11,13 +11,13 @@ import uvicorn
 import uvloop
 
 from dcpmla.serving.app import Api
+from dcpmla.serving.background import prepare
 from dcpmla.serving.client import Engine
 from dcpmla.serving.connections import Connection, Limits, limit_connections
 from dcpmla.serving.metrics import Metrics
 from dcpmla.serving.outbox import Outbox
 from dcpmla.serving.prefills import Prefills
 from dcpmla.serving.settings import Settings
-from dcpmla.serving.structured import vocabulary_of
 from dcpmla.serving.worker import Worker
 
 _FLUSH = 3  # Seconds for the remaining answers at the end.
@@ -54,7 +54,7 @@ def serve_http(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # launchers send them to all processes; the ranks decide
     limits = limit_connections(limits or Limits())
-    worker = Worker(vocabulary_of)
+    worker = Worker(prepare)
     worker.start()  # Later this process has threads, which a fork does not copy.
     uvloop.run(_serve(connection, listener, settings, max_waiting, drain_seconds, limits, worker))
 

@@ -1,16 +1,18 @@
 """Prompts of API requests -> token ids, and back: the tokenizer, off the event loop."""
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dcpmla.runtime.admission import check_prompt
 from dcpmla.runtime.text import TokenOffsets, joins_words, unfinished_end
+from dcpmla.serving.background import Background, Prepared
 from dcpmla.serving.errors import ApiError
-from dcpmla.serving.messages import Started
+from dcpmla.serving.worker import Allowance, LimitError
 
 _CHARACTERS = 64  # a token's average in the longest text that is encoded
+_ENCODED = 1 << 18  # characters that a tokenizer encodes in a second, a fraction of what it does
+_BYTES = 512  # of memory, and as many of an answer, for a character or token
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,8 @@ class Texts:
         ApiError: No tokenizer; every method raises it.
     """
 
-    def __init__(self, model: Started) -> None:
-        self._model = model
+    def __init__(self, background: Background) -> None:
+        self._background, self._model = background, background.model
         self._tokens: dict[int, str] = {}
 
     @property
@@ -64,18 +66,22 @@ class Texts:
             prompt = await self.encoded(content, add_special_tokens, num_kept)
         else:
             prompt = self._checked(content, "", num_kept)
-        return await asyncio.to_thread(self._with_offsets, prompt, add_special_tokens) if wants_text else prompt
+        if not wants_text:
+            return prompt
+        size = max(len(prompt.text), len(prompt.token_ids))
+        args = prompt.token_ids, prompt.text, add_special_tokens
+        text, offsets = await self._run("prompt", size, _with_offsets, *args)
+        return Prompt(prompt.token_ids, text, offsets)
 
-    def _with_offsets(self, prompt: Prompt, add_special_tokens: bool) -> Prompt:
-        """Return a prompt with its text, which it may have, and offsets."""
-        token_ids, text = prompt.token_ids, prompt.text
-        if text and self.tokenizer.is_fast:
-            encoded = self.tokenizer(text, return_offsets_mapping=True, add_special_tokens=add_special_tokens)
-            return Prompt(token_ids, text, _offsets(encoded))
-        if not text:
-            text = self.tokenizer.decode(token_ids).removesuffix(unfinished_end(self.tokenizer, token_ids))
-        offsets = TokenOffsets(self.tokenizer, skip_special_tokens=False)
-        return Prompt(token_ids, text, [min(offsets.push(token), len(text)) for token in token_ids])
+    async def _run(self, param: str, size: int, function: Callable[..., Any], *args: Any) -> Any:
+        """Return what a function returns for the model and arguments (`Background.run`)."""
+        assert self.tokenizer is not None  # without one, the property raises ApiError
+        seconds = 1 + size / _ENCODED
+        allowance = Allowance(seconds, 20 * seconds, (512 << 20) + _BYTES * size, (1 << 20) + _BYTES * size)
+        try:
+            return await self._background.run(size, allowance, function, *args)
+        except LimitError as error:
+            raise ApiError(400, f"{param}: {error} in the tokenizer", param=param) from error
 
     async def encoded(self, text: str, add_special_tokens: bool, num_kept: int | None) -> Prompt:
         """Return a prompt of a text.
@@ -97,8 +103,8 @@ class Texts:
         if len(text) > longest:
             words = f"the prompt has {len(text):,} characters; at most {longest:,} are looked at"
             raise ApiError(400, words, param="prompt", code="context_length_exceeded")
-        encoded = await asyncio.to_thread(self.tokenizer, text, add_special_tokens=add_special_tokens)
-        return list(encoded["input_ids"])
+        token_ids: list[int] = await self._run("prompt", len(text), _encode, text, add_special_tokens)
+        return token_ids
 
     async def decode(self, token_ids: list[int]) -> str:
         """Return the text of tokens.
@@ -110,7 +116,7 @@ class Texts:
         if outside is not None:
             words = f"token id {outside} is outside the model's vocabulary, [0, {self._model.vocab_size})"
             raise ApiError(400, words, param="tokens")
-        text: str = await asyncio.to_thread(self.tokenizer.decode, token_ids)
+        text: str = await self._run("tokens", len(token_ids), _decode, token_ids)
         return text
 
     def token(self, token_id: int) -> str:
@@ -137,6 +143,33 @@ class Texts:
             code = "context_length_exceeded" if is_long else None  # clients then shorten a prompt and ask again
             raise ApiError(400, str(error), param="prompt", code=code) from error
         return Prompt(token_ids, text)
+
+
+def _encode(prepared: Prepared, text: str, add_special_tokens: bool) -> list[int]:
+    tokenizer = prepared.model.tokenizer
+    if tokenizer.is_fast and tokenizer.backend_tokenizer.truncation is tokenizer.backend_tokenizer.padding is None:
+        # Offsets, which nobody reads, would take most of the time.
+        (encoded,) = tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoded.ids)
+    return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+
+def _decode(prepared: Prepared, token_ids: list[int]) -> str:
+    text: str = prepared.model.tokenizer.decode(token_ids)
+    return text
+
+
+def _with_offsets(
+    prepared: Prepared, token_ids: list[int], text: str, add_special_tokens: bool
+) -> tuple[str, list[int]]:
+    """Return a prompt's text, which may be given, and the offsets of its tokens."""
+    tokenizer = prepared.model.tokenizer
+    if text and tokenizer.is_fast:
+        return text, _offsets(tokenizer(text, return_offsets_mapping=True, add_special_tokens=add_special_tokens))
+    if not text:
+        text = tokenizer.decode(token_ids).removesuffix(unfinished_end(tokenizer, token_ids))
+    offsets = TokenOffsets(tokenizer, skip_special_tokens=False)
+    return text, [min(offsets.push(token), len(text)) for token in token_ids]
 
 
 def _offsets(encoded: Any) -> list[int]:

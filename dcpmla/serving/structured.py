@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from dcpmla.extras import install, missing
 from dcpmla.runtime.grammar import Grammar
+from dcpmla.serving.background import Prepared
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Started
 from dcpmla.serving.worker import LimitError, Worker
@@ -138,7 +139,7 @@ class GrammarChecks:
     A grammar that passes takes the ranks a bounded time, and crashes none.
 
     Args:
-        worker: Process whose model is `vocabulary_of` a `Started`.
+        worker: Process whose model is `background.prepare` of a `Started`.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -162,7 +163,7 @@ class GrammarChecks:
             self._passed.move_to_end(key)
             return
         try:
-            fault = await self._worker.call(model, find_fault, grammar.kind, grammar.text)
+            fault = await self._worker.call(model, _find_fault, grammar.kind, grammar.text)
         except LimitError as error:
             fault = [], f"{error} to compile"
         if fault is not None:
@@ -173,18 +174,8 @@ class GrammarChecks:
             self._passed.popitem(last=False)
 
 
-def vocabulary_of(model: Started) -> Any:
-    """Return the vocabulary of a model as grammars need it, in the process that checks them."""
-    from dcpmla.runtime.grammar_check import closing_tokens
-    from dcpmla.runtime.grammar_text import read_vocabulary
+def _find_fault(prepared: Prepared, kind: str, text: str) -> Any:
+    """Return the fault of a grammar (`grammar_check.find_fault`)."""
+    from dcpmla.runtime.grammar_check import find_fault
 
-    vocabulary = read_vocabulary(model.tokenizer, model.vocab_size, model.eos_token_ids)
-    closing_tokens(vocabulary)  # Functions find it made.
-    return vocabulary
-
-
-def find_fault(vocabulary: Any, kind: str, text: str) -> tuple[list[str | int], str] | None:
-    """Return the path and the reason of a grammar's fault (`grammar_check.find_fault`), None without one."""
-    from dcpmla.runtime import grammar_check  # It imports llguidance, which only the extra installs.
-
-    return grammar_check.find_fault(vocabulary, kind, text)
+    return find_fault(prepared.vocabulary, kind, text)

@@ -14,16 +14,18 @@ import select
 import signal
 import socket
 import traceback
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from dcpmla.serving.messages import LENGTH, pack, unpack
 
-MAX_CHILDREN = 2  # at once; other functions wait
-SECONDS = 20.0  # duration of a function from its start on, for a machine that is busy with other work
-CPU_SECONDS = 1
-MAX_BYTES = 512 << 20  # memory of a child beyond the process's own
-MAX_ANSWER = 1 << 20  # bytes
+MAX_CHILDREN = 4  # at once, and all but one of them for one client; other functions wait
+CLIENT: ContextVar[str] = ContextVar("client", default="")  # address of the client whose request a task works on
+_NICENESS = 10  # of children: ranks and the event loop come first
 _MODEL, _FUNCTION = b"m", b"f"  # what a socket that is passed to the process is for
 _STANDARD_ERROR = 2
 _CONTROL = 3  # the process's only file besides the standard ones
@@ -31,6 +33,70 @@ _CONTROL = 3  # the process's only file besides the standard ones
 
 class LimitError(Exception):
     """The end of a function that has passed a limit."""
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """Limits of one function.
+
+    Attributes:
+        cpu_seconds: Time of processors.
+        seconds: Duration from its start on, for a machine that is busy with other work.
+        num_bytes: Memory of its child beyond the process's own.
+        answer_bytes: Length of its answer as JSON.
+    """
+
+    cpu_seconds: float = 1.0
+    seconds: float = 20.0
+    num_bytes: int = 512 << 20
+    answer_bytes: int = 1 << 20
+
+
+class Places:
+    """Places for children. They come free for clients in the order of their arrival, but one client never has all."""
+
+    def __init__(self, num_places: int) -> None:
+        self._num_places, self._taken = num_places, Counter[str]()
+        self._waiting = deque[tuple[str, asyncio.Future[None]]]()
+
+    @asynccontextmanager
+    async def place(self, client: str) -> AsyncIterator[None]:
+        """Wait for a place, and hold it until the end of the block."""
+        if self._is_free(client):
+            self._taken[client] += 1
+        else:
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append((client, turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.cancelled():
+                    self._waiting.remove((client, turn))
+                else:
+                    self._leave(client)
+                raise
+        try:
+            yield
+        finally:
+            self._leave(client)
+
+    def _is_free(self, client: str) -> bool:
+        """Return whether a client may take a place now."""
+        return self._taken.total() < self._num_places and self._taken[client] < max(1, self._num_places - 1)
+
+    def _leave(self, client: str) -> None:
+        """Free a client's place, for the first one that waits and may take it."""
+        self._taken[client] -= 1
+        if not self._taken[client]:
+            del self._taken[client]
+        for waiting in list(self._waiting):
+            if self._is_free(waiting[0]) and not waiting[1].done():  # A cancelled one is about to remove itself.
+                self._waiting.remove(waiting)
+                self._taken[waiting[0]] += 1
+                waiting[1].set_result(None)
+
+
+_ALLOWANCE = Allowance()
 
 
 class Worker:
@@ -44,7 +110,7 @@ class Worker:
         self._prepare = prepare
         self._control: socket.socket | None = None
         self._pid = 0
-        self._room = asyncio.Semaphore(MAX_CHILDREN)
+        self._places = Places(MAX_CHILDREN)
         self._ready: asyncio.Future[bytes] | None = None  # the answer to the model
 
     def start(self) -> None:
@@ -59,27 +125,30 @@ class Worker:
                 _run(theirs, self._prepare)
             theirs.close()
 
-    async def call(self, model: Any, function: Callable[..., Any], *args: Any) -> Any:
+    async def call(
+        self, model: Any, function: Callable[..., Any], *args: Any, allowance: Allowance = _ALLOWANCE
+    ) -> Any:
         """Return what a function of a module returns for the prepared model and arguments, as JSON has it.
 
         The function's child is ended when this coroutine is cancelled.
 
         Args:
             model: Argument of `prepare`, the same in all calls.
+            allowance: Limits of the function.
         Raises:
             LimitError: The function has passed a limit.
         """
-        async with self._room:
+        async with self._places.place(CLIENT.get()):
             self.start()
             self._ready = self._ready or asyncio.ensure_future(self._send(model))
             await asyncio.shield(self._ready)  # The first caller may leave before it.
-            answer = await self._exchange(_FUNCTION, pack((function, args)), SECONDS)
+            answer = await self._exchange(_FUNCTION, pack((allowance, function, args)), allowance)
         return json.loads(answer)
 
     async def _send(self, model: Any) -> bytes:
         return await self._exchange(_MODEL, await asyncio.to_thread(pack, model), None)
 
-    async def _exchange(self, purpose: bytes, packed: bytes, seconds: float | None) -> bytes:
+    async def _exchange(self, purpose: bytes, packed: bytes, allowance: Allowance | None) -> bytes:
         """Return the answer to a message, over a socket of its own."""
         assert self._control is not None
         ours, theirs = socket.socketpair()
@@ -87,10 +156,10 @@ class Worker:
             socket.send_fds(self._control, [purpose], [theirs.fileno()])
         reader, writer = await asyncio.open_connection(sock=ours)
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(None if allowance is None else allowance.seconds):
                 writer.write(packed)
                 (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-                if length > MAX_ANSWER:
+                if allowance is not None and length > allowance.answer_bytes:
                     raise LimitError("its answer is too large")
                 return await reader.readexactly(length)
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
@@ -157,10 +226,11 @@ def _child(channel: socket.socket, model: Any) -> NoReturn:
     try:
         with open("/proc/self/statm") as sizes:
             own = int(sizes.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
-        resource.setrlimit(resource.RLIMIT_AS, (own + MAX_BYTES, own + MAX_BYTES))
+        os.nice(_NICENESS)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        function, args = unpack(_receive(channel))
+        allowance, function, args = unpack(_receive(channel))
+        resource.setrlimit(resource.RLIMIT_AS, (own + allowance.num_bytes,) * 2)
+        signal.setitimer(signal.ITIMER_PROF, allowance.cpu_seconds)  # Its signal ends the process.
         _answer(channel, function(model, *args))
     except (MemoryError, ConnectionError):
         pass  # The caller sees the end, or has gone.

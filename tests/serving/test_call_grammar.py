@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast
 from dcpmla.runtime.follower import Follower
 from dcpmla.runtime.grammar import Grammar
 from dcpmla.runtime.grammar_text import compile_grammar
-from dcpmla.serving import structured
 from dcpmla.serving.answer_grammars import AnswerGrammars
+from dcpmla.serving.background import prepare
 from dcpmla.serving.call_grammar import Either, Parts, Pattern, Repeat, Schema, Text, parts_grammar
 from dcpmla.serving.chat.formats import FORMATS
 from dcpmla.serving.chat.writing import WRITINGS
@@ -130,7 +130,7 @@ def grammars_of(name: str, is_special: bool = True) -> AnswerGrammars:
 @cache
 def checks_of(name: str, is_special: bool) -> GrammarChecks:
     """Return checks with a tokenizer's vocabulary, whose process is forked once."""
-    return GrammarChecks(Worker(structured.vocabulary_of))
+    return GrammarChecks(Worker(prepare))
 
 
 def grammar_of(name: str, use: ToolUse, asked: Grammar | None = None, **prompt: Any) -> Grammar:

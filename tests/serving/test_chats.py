@@ -22,9 +22,8 @@ from dcpmla.serving.prompts import Prompt
 from dcpmla.serving.protocol import parse
 from dcpmla.serving.reader import HiddenTokens, _Shown
 from dcpmla.serving.responses_body import ResponsesBody
-from dcpmla.serving.structured import GrammarChecks, vocabulary_of
 from dcpmla.serving.tools import ToolUse
-from dcpmla.serving.worker import Worker
+from tests.serving.test_texts import chats_of
 from tests.support.agent import TEMPLATE, WEATHER
 from tests.support.scripted import scripted_tokenizer
 
@@ -41,8 +40,7 @@ def model(template: str | None = None, model_type: str = "") -> Started:
     return Started(tokenizer, "", len(tokenizer), 10_000, 4, 10_000, model_type)
 
 
-CHECKS = GrammarChecks(Worker(vocabulary_of))
-CHATS = Chats(model(), CHECKS)
+CHATS = chats_of(model())
 
 
 def rendered(chats: Chats, conversation: Conversation) -> str:
@@ -55,7 +53,7 @@ def rendered(chats: Chats, conversation: Conversation) -> str:
 )
 def test_arguments_have_the_form_that_the_template_reads(written: str, expected: str) -> None:
     """The client's own text where that is possible: blocks of earlier answers are then reused."""
-    chats = Chats(model(), CHECKS, CALLS.replace("ARGUMENTS", written))
+    chats = chats_of(model(), CALLS.replace("ARGUMENTS", written))
     call = tool_call("a", "f", '{"a":1}')
     assert rendered(chats, Conversation([{"role": "assistant", "content": "", "tool_calls": [call]}])) == expected
     broken = tool_call("a", "f", '{"a": [')
@@ -64,9 +62,9 @@ def test_arguments_have_the_form_that_the_template_reads(written: str, expected:
 
 def test_roles_that_the_template_does_not_know() -> None:
     message = {"role": "developer", "content": "a"}
-    assert "<|system|>a" in rendered(Chats(model(), CHECKS), Conversation([message]))
+    assert "<|system|>a" in rendered(chats_of(model()), Conversation([message]))
     own = "{% for m in messages %}{% if m.role == 'developer' %}D{% endif %}{% endfor %}"
-    assert rendered(Chats(model(), CHECKS, own), Conversation([message])) == "D"
+    assert rendered(chats_of(model(), own), Conversation([message])) == "D"
 
 
 def test_what_the_template_would_not_show() -> None:
@@ -81,19 +79,19 @@ def test_what_the_template_would_not_show() -> None:
         (plain, None, Conversation(user, thinking=True, reasoning_field="reasoning"), "reasoning is not supported by"),
     ):
         with pytest.raises(ApiError, match=words):
-            rendered(Chats(model(), CHECKS, template, parser), conversation)
-    assert rendered(Chats(model(), CHECKS, plain), Conversation(user, thinking=False, reasoning_field="x")) == "a"
+            rendered(chats_of(model(), template, parser), conversation)
+    assert rendered(chats_of(model(), plain), Conversation(user, thinking=False, reasoning_field="x")) == "a"
     without = model()
     without.tokenizer.chat_template = None
     with pytest.raises(ApiError, match="has no chat template"):
-        rendered(Chats(without, CHECKS), Conversation(user))
+        rendered(chats_of(without), Conversation(user))
 
 
 def test_a_published_encoding_in_place_of_a_template() -> None:
     """Of DeepSeek V3.2: the prompt opens the reasoning if it is asked for, and the answer has calls in DSML."""
     without = model(model_type="deepseek_v32")
     without.tokenizer.chat_template = None
-    chats = Chats(without, CHECKS)
+    chats = chats_of(without)
     called = [tool_call("a", "weather", '{"city": "Rome"}')]
     messages = [
         {"role": "user", "content": "hi"},
@@ -121,7 +119,7 @@ def test_reasoning_of_a_published_encoding_by_default(model_type: str, thinks: b
     """As vLLM has it. Kimi-K3's text model has another type."""
     without = replace(model(), model_type=model_type, text_type="kimi_linear")
     without.tokenizer.chat_template = None
-    chats, user = Chats(without, CHECKS), [{"role": "user", "content": "hi"}]
+    chats, user = chats_of(without), [{"role": "user", "content": "hi"}]
 
     def in_reasoning(**variables: Any) -> bool:
         return asyncio.run(chats.prompt(Conversation(user, variables=variables))).in_reasoning
@@ -134,7 +132,7 @@ def test_reasoning_of_a_published_encoding_by_default(model_type: str, thinks: b
 
 def test_two_formats_in_one_answer() -> None:
     """Reasoning as Mistral writes it, calls as Kimi does."""
-    chats = Chats(model(), CHECKS, call_parser="kimi_k2", reasoning_parser="mistral")
+    chats = chats_of(model(), None, "kimi_k2", "mistral")
     conversation = Conversation([], ToolUse([WEATHER]))
     reader = chats.reader(conversation, Prompt([1], ""), skip_special_tokens=True)
     call = '<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"city": "Rome"}<|tool_call_end|>'
@@ -192,7 +190,7 @@ def test_any_json_is_a_conversation_or_an_error(
         conversation = body.conversation()
         assert all(isinstance(message["content"], str) for message in conversation.messages)
         body.sampling.params(5, None, None)
-        CHATS._render(conversation)
+        CHATS._template.render(conversation)
 
 
 def test_files_of_templates(tmp_path: Any) -> None:

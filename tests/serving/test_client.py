@@ -13,6 +13,7 @@ import dcpmla.serving.client as client_module
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.app import Api
+from dcpmla.serving.background import prepare
 from dcpmla.serving.client import Engine
 from dcpmla.serving.connections import Limits
 from dcpmla.serving.errors import ApiError
@@ -20,7 +21,6 @@ from dcpmla.serving.messages import Abort, Output, Report, Started, Submit, merg
 from dcpmla.serving.metrics import Metrics
 from dcpmla.serving.outbox import Outbox
 from dcpmla.serving.settings import Settings
-from dcpmla.serving.structured import vocabulary_of
 from dcpmla.serving.worker import Worker
 
 
@@ -163,7 +163,7 @@ def test_many_outputs_are_joined_in_one_pass() -> None:
 def test_an_open_request_holds_no_copy_of_its_prompt(fields: dict[str, Any]) -> None:
     """Once it is sent: its answer may take minutes."""
     engine, wire = make_engine(max_num_seqs=5, max_model_len=50_000, num_cache_tokens=50_000)
-    app = Api(engine, Settings("model", None, 30), Limits(), Worker(vocabulary_of)).app()
+    app = Api(engine, Settings("model", None, 30), Limits(), Worker(prepare)).app()
     body = json.dumps({"prompt": [7] * 40_000, **fields}).encode()
     messages = iter([{"type": "http.request", "body": body, "more_body": False}])
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}

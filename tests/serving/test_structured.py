@@ -15,10 +15,11 @@ from pydantic import BaseModel, Field
 
 from dcpmla.extras import EXTRAS
 from dcpmla.runtime.grammar import Grammar
+from dcpmla.serving.background import prepare
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Started
 from dcpmla.serving.sampling_fields import SamplingFields
-from dcpmla.serving.structured import GrammarChecks, vocabulary_of
+from dcpmla.serving.structured import GrammarChecks
 from dcpmla.serving.worker import Worker
 from tests.support.random_model import LINES, save_random_model
 from tests.support.servers import RunningServer, serve
@@ -234,7 +235,7 @@ def test_equal_grammars_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> Non
             checked.append(args[1])
 
     async def check() -> None:
-        checks = GrammarChecks(Recording(vocabulary_of))
+        checks = GrammarChecks(Recording(prepare))
         for text in ("a", "b", "a", "b"):
             await checks.check(Grammar("regex", text), "x", MODEL)
         await checks.check(None, "x", MODEL)

@@ -8,14 +8,24 @@ import pytest
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.runtime.text import TextStream
 from dcpmla.serving.answers import Answers
+from dcpmla.serving.background import Background, prepare
+from dcpmla.serving.chats import Chats
 from dcpmla.serving.messages import Output, Started
 from dcpmla.serving.prompts import Prompt, Texts
 from dcpmla.serving.shown import Shown
-from tests.runtime.test_text import SPECIAL, byte_letter, tokenizer_of
+from dcpmla.serving.structured import GrammarChecks
+from dcpmla.serving.worker import Worker
+from tests.support.small_tokenizers import FAMILIES, SENTENCES, SPECIAL, byte_letter, tokenizer_of
 
 
 def texts_of(family: str) -> Texts:
-    return Texts(Started(tokenizer_of(family), "", len(tokenizer_of(family)), 1000, 4, 1000))
+    model = Started(tokenizer_of(family), "", len(tokenizer_of(family)), 1000, 4, 1000)
+    return Texts(Background(model, Worker(prepare)))
+
+
+def chats_of(model: Started, *formats: str | None) -> Chats:
+    worker = Worker(prepare)
+    return Chats(Background(model, worker), GrammarChecks(worker), *formats)
 
 
 def prompt_of(family: str, content: str | list[int]) -> Prompt:
@@ -104,3 +114,32 @@ def test_offsets_end_with_the_text() -> None:
 
 def test_only_an_echo_needs_offsets() -> None:
     assert asyncio.run(texts_of("straddling").prompt([1, 2], wants_text=False)) == Prompt([1, 2], "")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("adds_special", [False, True])
+def test_tokens_are_those_of_the_tokenizer(family: str, adds_special: bool) -> None:
+    """Of short texts in a thread, and of a long one in a child of the worker."""
+    texts, tokenizer = long_texts_of(family), tokenizer_of(family)
+    for text in (*SENTENCES, f"a{SPECIAL[1]} b", "", f"{SENTENCES[0]}\n" * 2000):
+        expected = tokenizer(text, add_special_tokens=adds_special)["input_ids"]
+        assert asyncio.run(texts.encode(text, adds_special)) == expected
+
+
+def long_texts_of(family: str) -> Texts:
+    model = Started(
+        tokenizer_of(family), "", len(tokenizer_of(family)), 200_000, 4, 200_000, no_grammars="not of all of them"
+    )
+    return Texts(Background(model, Worker(prepare)))
+
+
+def test_long_texts_and_prompts_of_many_tokens_go_through_a_child() -> None:
+    """With the same offsets and text as short ones have."""
+    texts = long_texts_of("straddling")
+    token_ids = ids_of_bytes(b"ab \xc3") * 20_000
+    for content in (token_ids, "ab " * 30_000):
+        prompt = asyncio.run(texts.prompt(content, wants_text=True))
+        part = asyncio.run(texts.prompt(content[:3000], wants_text=True))
+        assert prompt.text.startswith(part.text[:-1])
+        assert prompt.offsets[:2900] == part.offsets[:2900]
+    assert asyncio.run(texts.decode(token_ids)) == tokenizer_of("straddling").decode(token_ids)

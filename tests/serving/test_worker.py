@@ -31,11 +31,11 @@ def spin(model: str) -> None:
 
 
 def fill(model: str) -> None:
-    bytearray(2 * worker.MAX_BYTES)
+    bytearray(2 * worker.Allowance.num_bytes)
 
 
 def write_much(model: str) -> str:
-    return "x" * worker.MAX_ANSWER
+    return "x" * worker.Allowance.answer_bytes
 
 
 def fail(model: str) -> None:
@@ -82,15 +82,19 @@ def test_another_process_follows_one_that_was_killed() -> None:
 
 
 def test_functions_end_with_their_callers(tmp_path: Path) -> None:
-    """Otherwise those of clients that have left would take the places of others."""
+    """Otherwise those of clients that have left would take the places of others. One client never has all places."""
+    num_places = worker.MAX_CHILDREN - 1
 
     async def calls() -> Any:
         paths = [tmp_path / str(number) for number in range(worker.MAX_CHILDREN + 2)]
         tasks = [asyncio.create_task(own.call("m", sleep, str(path))) for path in paths]
-        while not all(path.exists() and path.read_text() for path in paths[: worker.MAX_CHILDREN]):
+        while not all(path.exists() and path.read_text() for path in paths[:num_places]):
             await asyncio.sleep(0.01)
+        worker.CLIENT.set("another")
+        assert await own.call("m", joined) == ["M"]
         for task in tasks:
             task.cancel()
+        worker.CLIENT.set("")
         answer = await own.call("m", joined)
         pids = [int(path.read_text()) for path in paths if path.exists()]
         while any(Path(f"/proc/{pid}").exists() for pid in pids):
@@ -98,4 +102,35 @@ def test_functions_end_with_their_callers(tmp_path: Path) -> None:
         return answer, len(pids)
 
     own = Worker(prepared)
-    assert asyncio.run(calls()) == (["M"], worker.MAX_CHILDREN)
+    assert asyncio.run(calls()) == (["M"], num_places)
+
+
+def test_places_come_free_in_the_order_of_arrival() -> None:
+    """Where the first one that waits may take none, the next one may."""
+
+    async def hold(client: str) -> None:
+        async with places.place(client):
+            order.append(client)
+            await ends[client[:1]].wait()
+
+    async def scenario() -> None:
+        tasks = [asyncio.create_task(hold(client)) for client in ("a", "a", "a", "b", "a", "c")]
+        await asyncio.sleep(0)
+        assert order == ["a", "a", "b"]
+        tasks[2].cancel()
+        ends["b"].set()
+        await asyncio.sleep(0.01)
+        assert order == ["a", "a", "b", "c"]
+        ends["a"].set()
+        ends["c"].set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert order == ["a", "a", "b", "c", "a"]
+        assert not places._taken
+        assert not places._waiting
+
+    async def run() -> None:
+        ends.update({name: asyncio.Event() for name in "abc"})
+        await scenario()
+
+    places, order, ends = worker.Places(3), list[str](), dict[str, asyncio.Event]()
+    asyncio.run(run())

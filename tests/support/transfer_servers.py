@@ -9,6 +9,7 @@ import httpx2
 
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.serving.app import Api
+from dcpmla.serving.background import prepare
 from dcpmla.serving.client import Engine
 from dcpmla.serving.connections import Limits
 from dcpmla.serving.messages import Output, Report, Started, Submit, unpack_commands
@@ -16,7 +17,6 @@ from dcpmla.serving.metrics import Metrics
 from dcpmla.serving.outbox import Outbox
 from dcpmla.serving.prefills import Prefills
 from dcpmla.serving.settings import Settings
-from dcpmla.serving.structured import vocabulary_of
 from dcpmla.serving.transfer_messages import Connect
 from dcpmla.serving.worker import Worker
 from dcpmla.transfer.layout import CacheLayout, TokenSpec
@@ -79,7 +79,7 @@ class Ranks:
         return self.of(kind)[number - 1]
 
     def app(self, role: str, prefills: Prefills | None = None) -> Any:
-        return Api(self.engine, Settings("model", KEY, 30, role=role), Limits(), Worker(vocabulary_of), prefills).app()
+        return Api(self.engine, Settings("model", KEY, 30, role=role), Limits(), Worker(prepare), prefills).app()
 
 
 class Network(httpx2.AsyncBaseTransport):

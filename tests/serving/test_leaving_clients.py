@@ -1,0 +1,134 @@
+"""Clients that leave while their requests are tokenized, rendered or checked: the work ends, nothing stays counted."""
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dcpmla.serving.app import Api
+from dcpmla.serving.background import prepare
+from dcpmla.serving.client import Engine
+from dcpmla.serving.connections import Limits
+from dcpmla.serving.messages import Started
+from dcpmla.serving.settings import Settings
+from dcpmla.serving.worker import Worker
+from tests.serving.test_client import make_engine
+from tests.support.agent import TEMPLATE, WEATHER
+from tests.support.scripted import scripted_tokenizer
+
+LONG = "word " * 20_000
+USER = [{"role": "user", "content": LONG}]
+SHORT = [{"role": "user", "content": "a"}]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+STRICT = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+FLAT = {"type": "function", "strict": True, **WEATHER["function"]}
+# Bodies whose work is long: a text, tokens, a conversation, a grammar, calls.
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": LONG}),
+    ("/v1/completions", {"prompt": [5] * 70_000, "echo": True}),
+    ("/v1/completions", {"prompt": [5], "structured_outputs": {"json": SCHEMA}}),
+    ("/v1/chat/completions", {"messages": USER}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 500}] * 3000}),
+    ("/v1/chat/completions", {"messages": SHORT, "tools": [STRICT]}),
+    (
+        "/v1/chat/completions",
+        {"messages": SHORT, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
+    ),
+    ("/v1/responses", {"input": LONG}),
+    ("/v1/responses", {"input": "a", "tools": [FLAT], "tool_choice": "required"}),
+    ("/v1/messages", {"messages": USER, "max_tokens": 5}),
+    ("/v1/messages/count_tokens", {"messages": USER}),
+    ("/tokenize", {"prompt": LONG}),
+    ("/tokenize", {"messages": USER}),
+    ("/detokenize", {"tokens": [5] * 70_000}),
+]
+
+
+class Slow(Worker):
+    """A process whose functions never end by themselves."""
+
+    num_called = num_ended = 0
+
+    async def call(self, *args: Any, **kwargs: Any) -> Any:
+        self.num_called += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.num_ended += 1
+
+
+class Client:
+    """A client of an application, which sends a body and then leaves when told to."""
+
+    def __init__(self, app: Any, path: str, body: bytes) -> None:
+        self.status, self._left = 0, asyncio.Event()
+        self._messages = [{"type": "http.request", "body": body, "more_body": False}]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
+        self.task = asyncio.create_task(app(scope, self._receive, self._send))
+
+    async def _receive(self) -> Any:
+        if self._messages:
+            return self._messages.pop()
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        self.status = message.get("status", self.status)
+
+    async def leave(self) -> None:
+        self._left.set()
+        await self.task
+
+
+def slow_api() -> tuple[Engine, Slow, Api]:
+    engine, _ = make_engine(max_num_seqs=2)
+    tokenizer = scripted_tokenizer(TEMPLATE)
+    engine.model = replace(Started(tokenizer, "", len(tokenizer), 500_000, 2, 500_000), eos_token_ids=(1,))
+    worker = Slow(prepare)
+    return engine, worker, Api(engine, Settings("model", None, 30), Limits(), worker)
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+def test_work_ends_with_its_client(path: str, body: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        engine, worker, api = slow_api()
+        packed = json.dumps(body).encode()
+        client = Client(api.app(), path, packed)
+        while not worker.num_called:
+            assert not client.task.done(), client.status
+            await asyncio.sleep(0)
+        assert (engine._num_prepared, api._receiver._num_bytes) == (1, len(packed))
+        await client.leave()
+        assert worker.num_called == worker.num_ended == 1
+        assert (engine._num_prepared, api._receiver._num_bytes, engine.num_open) == (0, 0, 0)
+        assert client.status == 499
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(scenario())
+
+
+def test_requests_count_before_they_are_submitted() -> None:
+    """The queue has room for three; the fourth is refused, and served once another client has left."""
+
+    async def scenario() -> None:
+        engine, worker, api = slow_api()
+        app, body = api.app(), json.dumps({"prompt": LONG}).encode()
+        clients = [Client(app, "/v1/completions", body) for _ in range(3)]
+        while worker.num_called < 3:
+            await asyncio.sleep(0)
+        fourth = Client(app, "/tokenize", body)
+        await fourth.task
+        assert fourth.status == 429
+        fifth = Client(app, "/v1/completions", body)
+        await asyncio.sleep(0)
+        await clients[0].leave()  # while the fifth one waits a moment
+        while worker.num_called < 4:
+            assert not fifth.task.done()
+            await asyncio.sleep(0.01)
+        for client in (*clients[1:], fifth):
+            await client.leave()
+        assert engine._num_prepared == 0
+
+    asyncio.run(scenario())
