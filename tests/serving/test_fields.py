@@ -71,6 +71,12 @@ def test_min_tokens_and_stops(client: Any, tokenizer: Any) -> None:
 def test_lengths(client: Any, ids: list[int]) -> None:
     assert len(ask(client, return_token_ids=True, max_tokens=None)["choices"][0]["token_ids"]) == 16
     assert text(client, max_tokens=None, max_completion_tokens=2) == "123 123"
+    assert text(client, max_tokens=3, max_completion_tokens=2) == "123 123"
+    refused = client.post("/v1/completions", json={"prompt": ids, "max_tokens": 0})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
+    for num_more, code in ((0, "context_length_exceeded"), (-1, None)):
+        asked = client.post("/v1/completions", json={"prompt": ids[-1:] * (MAX_MODEL_LEN + num_more), "max_tokens": 1})
+        assert asked.json().get("error", {}).get("code") == code
     for kept in (3, "3"):
         answer = ask(client, truncate_prompt_tokens=kept, return_token_ids=True)
         assert answer["choices"][0]["prompt_token_ids"] == ids[-3:]

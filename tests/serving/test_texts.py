@@ -10,6 +10,7 @@ from dcpmla.runtime.text import TextStream
 from dcpmla.serving.answers import Answers
 from dcpmla.serving.background import Background, prepare
 from dcpmla.serving.chats import Chats
+from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Output, Started
 from dcpmla.serving.prompts import Prompt, Texts
 from dcpmla.serving.shown import Shown
@@ -143,3 +144,8 @@ def test_long_texts_and_prompts_of_many_tokens_go_through_a_child() -> None:
         assert prompt.text.startswith(part.text[:-1])
         assert prompt.offsets[:2900] == part.offsets[:2900]
     assert asyncio.run(texts.decode(token_ids)) == tokenizer_of("straddling").decode(token_ids)
+
+
+def test_texts_that_no_vocabulary_makes_short_are_not_encoded() -> None:
+    with pytest.raises(ApiError, match="the prompt has 64,001 characters; at most 64,000 are looked at"):
+        asyncio.run(texts_of("straddling").encode("x" * 64_001))
