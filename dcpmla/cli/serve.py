@@ -7,7 +7,9 @@ import os
 import re
 from contextlib import ExitStack
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from dcpmla.cli.engine_arguments import add_engine_arguments
 from dcpmla.cli.options import build_engine, dcp_config, positive, seconds, start
@@ -23,7 +25,7 @@ from dcpmla.serving.chat.formats import FORMATS
 from dcpmla.serving.frontend import Frontend, listen
 from dcpmla.serving.loop import ServingLoop, started
 
-_KEY = "DCPMLA_API_KEY"
+_KEY, _TRANSFER_KEY = "DCPMLA_API_KEY", "DCPMLA_TRANSFER_KEY"
 _logger = logging.getLogger(__name__)
 
 
@@ -45,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     servers = "servers with --role prefill that compute prompts for this one, with --role decode"
     add("--prefill-servers", nargs="+", type=_url, default=[], metavar="URL", help=servers)
     add("--api-key", metavar="KEY", help=f"that clients must give; default: the variable {_KEY}, else none")
+    transfer = "that servers with --role prefill and --role decode have in common, and clients have not"
+    add("--transfer-key", metavar="KEY", help=f"{transfer}; default: the variable {_TRANSFER_KEY}, else none")
     origins = "origins whose web pages may use the server, such as https://chat.example; *: any"
     add("--allowed-origins", nargs="+", type=_origin, default=["*"], metavar="ORIGIN", help=origins)
     add("--max-waiting", type=positive, default=1024, metavar="N", help="most requests beyond those that run; then 429")
@@ -58,12 +62,9 @@ def run(args: argparse.Namespace) -> None:
     Every rank calls it; the first one listens.
     """
     dcp = dcp_config(args, args.decode_context_parallel_size)
-    api_key = args.api_key if args.api_key is not None else os.environ.get(_KEY)
-    del args.api_key  # ranks compare their arguments, and print differences
-    if api_key == "":
-        raise ValueError(f"api_key (--api-key, {_KEY}) is empty; give a key, or leave it out")
+    api_key, transfer_key = _take_key(args, "api_key", _KEY), _take_key(args, "transfer_key", _TRANSFER_KEY)
     _check_role(args, dcp)
-    frontend = _start_frontend(args, api_key)
+    frontend = _start_frontend(args, api_key, transfer_key)
     with start(args) as job, ExitStack() as to_close:
         job.watchdog.enter("reading the model's files", LOAD_TIMEOUT)
         with agree():
@@ -90,6 +91,21 @@ def run(args: argparse.Namespace) -> None:
         loop.run()
 
 
+def _take_key(args: argparse.Namespace, name: str, variable: str) -> str | None:
+    """Return a key from the options or the environment, None without one, and remove it from the options, which ranks
+    compare, and of which they print differences.
+
+    Raises:
+        ValueError: The key is empty.
+    """
+    key: str | None = vars(args).pop(name)
+    key = os.environ.get(variable) if key is None else key
+    if key == "":
+        option = f"--{name.replace('_', '-')}"
+        raise ValueError(f"{name} ({option}, {variable}) is empty; give a key, or leave it out")
+    return key
+
+
 def _check_role(args: argparse.Namespace, dcp: DCPConfig) -> None:
     """Raise ValueError for a role that lacks its servers, has none to use, or cannot exchange blocks."""
     if (args.role == "decode") != bool(args.prefill_servers):
@@ -100,23 +116,52 @@ def _check_role(args: argparse.Namespace, dcp: DCPConfig) -> None:
     check_role(args.role, dcp)
 
 
-def _start_frontend(args: argparse.Namespace, api_key: str | None) -> Frontend | None:
+def _check_keys(args: argparse.Namespace, api_key: str | None, transfer_key: str | None) -> None:
+    """Check that clients cannot act as servers that exchange blocks. Inside of one host a warning is enough.
+
+    Raises:
+        ValueError: A server that other hosts reach, or that reaches other hosts, has no transfer key; or clients have
+            the same key.
+    """
+    label = f"transfer_key (--transfer-key, {_TRANSFER_KEY})"
+    if transfer_key is not None and transfer_key == api_key:
+        raise ValueError(f"{label} is the API key (--api-key, {_KEY}), which clients have; give another one")
+    if args.role == "both" or transfer_key is not None:
+        return
+    hosts = [args.host, *(urlsplit(url).hostname or "" for url in args.prefill_servers)]
+    if outside := [host for host in hosts if not _is_loopback(host)]:
+        raise ValueError(
+            f"{label} is missing; role (--role) is {args.role}, and {outside[0]} (--host, --prefill-servers) is no "
+            "loopback address; give the prefill and the decode servers one key, which no client has"
+        )
+    _logger.warning(
+        "role (--role) is %s without a key of servers (--transfer-key, %s): %s can exchange blocks as a server",
+        args.role,
+        _TRANSFER_KEY,
+        "whoever reaches the port" if api_key is None else "each client",
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    """Return whether a name or an address is one that other hosts do not reach. No name server is asked."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def _start_frontend(args: argparse.Namespace, api_key: str | None, transfer_key: str | None) -> Frontend | None:
     """Start the HTTP process of the first rank, before this process has threads.
 
     Raises:
-        ValueError: The address is taken or not this host's.
+        ValueError: The address is taken or not this host's, or a key is missing.
     """
     if claimed_rank(os.environ) not in (None, "0"):
         return None
     from dcpmla.serving.http import serve_http  # starlette and uvicorn are needed on this rank alone
     from dcpmla.serving.settings import Settings
 
-    if args.role != "both" and api_key is None:
-        _logger.warning(
-            "role (--role) is %s without a key (--api-key, %s): whoever reaches the port can send blocks and read them",
-            args.role,
-            _KEY,
-        )
+    _check_keys(args, api_key, transfer_key)
     check_template_sandbox()
     settings = Settings(
         args.served_model_name or args.model,
@@ -128,6 +173,7 @@ def _start_frontend(args: argparse.Namespace, api_key: str | None) -> Frontend |
         args.reasoning_parser,
         args.role,
         args.prefill_servers,
+        transfer_key,
     )
     listener = listen(args.host, args.port)
     with listener:

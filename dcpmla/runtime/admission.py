@@ -86,6 +86,7 @@ class Admission:
         keep_logits: Flag = False,
         keep_logprobs: Flag = True,
         handoff: _Handoff = "",
+        reader: _Handoff = "",
         source: _Source = None,
     ) -> Request:
         """Queue a prompt: a text, token ids, or what `prompt` returned. Requests are served in the order of their
@@ -97,6 +98,7 @@ class Admission:
             keep_logits: Whether to keep the logits that each token was chosen from.
             keep_logprobs: Whether this rank keeps the log probabilities that params ask for.
             handoff: Name under which another job reads its blocks; it ends with its first token. Empty for none.
+            reader: Name of that job, which alone may read them; empty for the first one that asks.
             source: Name of a job that has prefilled it, and its handoff there; None if it is prefilled here, or a
                 job that `StepEvents.wanted` asks for prefills it.
         Raises:
@@ -130,7 +132,7 @@ class Admission:
         )
         self.scheduler.check_fits(request)
         if handoff or source is not None:
-            self._exchange(request, handoff, source)
+            self._exchange(request, handoff, reader, source)
         if params.grammar is None:
             insort(self._coming, request, key=_arrival_time)
         else:
@@ -138,11 +140,11 @@ class Admission:
         self.scheduler.reuse.add(request)
         return request
 
-    def _exchange(self, request: Request, handoff: str, source: tuple[str, str] | None) -> None:
+    def _exchange(self, request: Request, handoff: str, reader: str, source: tuple[str, str] | None) -> None:
         if self.handoffs is None:
             raise ValueError(f"handoff is {handoff!r} and source {source}, but this job exchanges no blocks (--role)")
         if handoff:
-            self.handoffs.begin(request, handoff)
+            self.handoffs.begin(request, handoff, reader)
         if source is not None:
             self.handoffs.await_room(request, source)
 

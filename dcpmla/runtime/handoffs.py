@@ -8,9 +8,10 @@ from dcpmla.cache.plan import Cache
 from dcpmla.runtime.batch import Batch
 from dcpmla.runtime.loading import Arriving
 from dcpmla.runtime.progress import Progress
-from dcpmla.runtime.request import Request
+from dcpmla.runtime.request import Request, prompt_digest
 from dcpmla.runtime.scheduler import Scheduler
 from dcpmla.runtime.stats import TransferTotals
+from dcpmla.transfer.handoff import Handoff
 from dcpmla.transfer.incoming import Incoming
 from dcpmla.transfer.outgoing import Outgoing
 from dcpmla.transfer.transport import Peer
@@ -24,6 +25,9 @@ class Handoffs:
 
     A request that another job prefills for this one holds its blocks from its admission on, so that there is room when
     they arrive. If a transfer fails on any rank, the request waits again: for another job, or for its prefill here.
+
+    The ranks of two jobs call a transfer by its handoff and by the digest of its prompt and salt, which each job takes
+    from its own request. So a request never gets the rows of another prompt, whatever handoff a client names.
 
     Args:
         cache: Cache of this rank.
@@ -48,6 +52,7 @@ class Handoffs:
     ) -> None:
         self._cache, self._scheduler, self._progress, self._remember = cache, scheduler, progress, remember
         self._outgoing, self._incoming = outgoing, incoming
+        self._begun: list[Handoff] = []
         scheduler.prefills_elsewhere = incoming is not None
         self.wanted: list[Request] = []
         self._starts: list[torch.cuda.Event] = []
@@ -65,15 +70,23 @@ class Handoffs:
             if side is not None:
                 side.disconnect(engine)
 
-    def begin(self, request: Request, handoff: str) -> None:
+    @property
+    def readers(self) -> list[str]:
+        """Return the names of the jobs that read blocks of this one, or are to read them."""
+        return sorted({sending.reader for sending in self._begun if not sending.is_done} - {""})
+
+    def begin(self, request: Request, handoff: str, reader: str) -> None:
         """Begin to send a new request's blocks, as they are computed, under a name that the other job knows.
 
+        Args:
+            reader: Name of the other job, which alone may read them; "" is the first one that asks.
         Raises:
             ValueError: This job sends nothing.
         """
         if self._outgoing is None:
             raise ValueError(f"handoff is {handoff!r}, but this job prefills for no other (--role prefill)")
-        request.sending = self._outgoing.begin(handoff)
+        request.sending = self._outgoing.begin(_name(request, handoff), reader)
+        self._begun = [*(sending for sending in self._begun if not sending.is_done), request.sending]
 
     def await_room(self, request: Request, source: tuple[str, str]) -> None:
         """Note that another job has prefilled a new request, and holds its blocks until there is room here.
@@ -83,7 +96,8 @@ class Handoffs:
         """
         if self._incoming is None:
             raise ValueError(f"source is {source}, but no other job prefills for this one (--role decode)")
-        request.source = source
+        engine, handoff = source
+        request.source = engine, _name(request, handoff)
 
     def start(self, batch: Batch) -> None:
         """Start the transfers of requests that were admitted with a step, before its launch."""
@@ -91,7 +105,7 @@ class Handoffs:
             if request.source is None:
                 self.wanted.append(request)
             else:
-                self.pull(request, *request.source)
+                self._open(request, *request.source)
         if self._incoming is not None:
             for request in self._scheduler.waiting:
                 if request.source is not None:
@@ -107,12 +121,15 @@ class Handoffs:
 
     def pull(self, request: Request, engine: str, handoff: str) -> None:
         """Read a request's blocks from the job that prefills it, unless it has stopped to wait for them."""
+        self._open(request, engine, _name(request, handoff))
+
+    def _open(self, request: Request, engine: str, name: str) -> None:
         loading = request.loading
         if not isinstance(loading, Arriving) or self._incoming is None:
             return
         num_tokens, request.source = len(request.prompt_token_ids), None
         arrival = self._incoming.open(
-            engine, handoff, request.num_computed_tokens, num_tokens, request.block_ids, request.state
+            engine, name, request.num_computed_tokens, num_tokens, request.block_ids, request.state
         )
         loading.copy = arrival
 
@@ -176,3 +193,8 @@ class Handoffs:
         for side in (self._outgoing, self._incoming):
             if side is not None:
                 side.close()
+
+
+def _name(request: Request, handoff: str) -> str:
+    """Return the name of a request's transfer between ranks."""
+    return f"{handoff}.{prompt_digest(request.prompt_token_ids, request.cache_salt)}"

@@ -11,9 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from dcpmla.runtime.grammar import Grammar
 from dcpmla.serving.chat_body import ChatRequest, Effort
 from dcpmla.serving.conversation import MAX_MESSAGES, Conversation, History, reasoning_part, tool_call
+from dcpmla.serving.engine_limits import MAX_TOKENS
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.refused import check_fields_of_body, refuse
-from dcpmla.serving.sampling_fields import MAX_TOKENS, SamplingFields, StopText
+from dcpmla.serving.sampling_fields import SamplingFields, StopTexts
 from dcpmla.serving.shown import Json
 from dcpmla.serving.structured import grammar_of_format
 from dcpmla.serving.tools import Tools, ToolUse, function_tool, own_tools, strict_of, tool_use
@@ -129,7 +130,7 @@ class MessagesBody(CountBody):
     """A body of /v1/messages."""
 
     max_tokens: int = Field(ge=1, le=MAX_TOKENS)
-    stop_sequences: Annotated[list[StopText], Field(max_length=16, fail_fast=True)] | None = None
+    stop_sequences: StopTexts | None = None
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=MAX_TOKENS)

@@ -1,8 +1,8 @@
 """The HTTP API: its routes over an engine."""
 
+import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
 from typing import Any, TypeVar
@@ -25,22 +25,23 @@ from dcpmla.serving.chat_body import ChatBody, ChatRequest, TokenizeBody
 from dcpmla.serving.chats import Chats
 from dcpmla.serving.client import Engine
 from dcpmla.serving.connections import Limits
+from dcpmla.serving.engine_limits import check_params
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.handoffs import HandoffRoutes
 from dcpmla.serving.messages import Started
 from dcpmla.serving.prefills import Prefills
 from dcpmla.serving.prompts import Prompt, Texts
-from dcpmla.serving.protocol import Body, CompletionBody, DetokenizeBody
+from dcpmla.serving.protocol import CompletionBody, DetokenizeBody
 from dcpmla.serving.reader import AnswerReader
 from dcpmla.serving.receive import Receiver
-from dcpmla.serving.replies import EventStream, Reply, collect, events, while_connected
+from dcpmla.serving.replies import EventStream, Reply, collect, events, under, while_connected
 from dcpmla.serving.responses_body import ResponsesBody
 from dcpmla.serving.responses_reply import responses_reply
 from dcpmla.serving.router import Router
 from dcpmla.serving.settings import Settings
 from dcpmla.serving.structured import GrammarChecks
 from dcpmla.serving.transfer_fields import KvTransferParams
-from dcpmla.serving.worker import CLIENT, Worker
+from dcpmla.serving.worker import Worker
 
 _NUM_NEW = 16  # new tokens of a completion without max_tokens
 Chat = TypeVar("Chat", bound=ChatRequest)
@@ -54,12 +55,13 @@ class Api:
         self, engine: Engine, settings: Settings, limits: Limits, worker: Worker, prefills: Prefills | None = None
     ) -> None:
         self._engine, self._settings, self._created = engine, settings, int(time.time())
-        self._receiver = Receiver(limits)
-        self._handoffs = HandoffRoutes(engine, settings, self._receiver)
-        self._router = Router(engine, settings, prefills)
+        self._receiver = Receiver(engine, limits)
         self._form: Chats | None = None
         self._place: Background | None = None
         self._worker, self._checks = worker, GrammarChecks(worker)
+        secret = secrets.token_hex()
+        self._handoffs = HandoffRoutes(engine, settings, self._receiver, self._checks, secret)
+        self._router = Router(engine, settings, prefills, secret)
 
     def app(self) -> ASGIApp:
         """Return the application."""
@@ -83,7 +85,7 @@ class Api:
             routes=routes,
             exception_handlers={ApiError: self._refuse, HTTPException: self._refuse, Exception: self._refuse},
         )
-        return guarded(app, self._settings.api_key, self._settings.allowed_origins)
+        return guarded(app, self._settings)
 
     async def health(self, request: Request) -> Response:
         """Return 200 while every rank takes part in steps and new requests are taken."""
@@ -112,8 +114,8 @@ class Api:
 
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
-        async with self._body(request, CompletionBody) as body:
-            answers, params = await _under(request, self._completion(body))
+        async with self._receiver.body(request, CompletionBody) as body:
+            answers, params = await under(request, self._completion(body))
         num_kept_characters = sum(len(prompt.text) for prompt in answers.prompts) if body.echo else 0
         return await self._answer(request, body, answers, params, body.kv_transfer_params, num_kept_characters)
 
@@ -126,7 +128,7 @@ class Api:
         prompt_logprobs = [num for num in (body.logprobs if echo else None, body.prompt_logprobs) if num is not None]
         params = body.params(num_new, body.logprobs, max(prompt_logprobs, default=None))
         self._engine.check_room(len(body.prompts) * body.num_choices, num_counted=1)
-        await self._checks.check(params.grammar, body.grammar_source, self._engine.ready())
+        await check_params(params, body.grammar_source, self._engine.ready(), self._checks)
         prompts = [await texts.prompt(prompt, echo, adds_special, num_kept) for prompt in body.prompts]
         body.prompt = ""  # The answer may take minutes.
         shown = body.shown(echo=echo, num_logprobs=body.logprobs, drops_new=max_tokens == 0)
@@ -146,15 +148,15 @@ class Api:
 
     async def count_tokens(self, request: Request) -> Response:
         """Return the number of tokens of a conversation of Anthropic's messages."""
-        async with self._body(request, CountBody) as body:
+        async with self._receiver.body(request, CountBody) as body:
             self._texts(body.model)
-            prompt = await _under(request, self._chats().prompt(body.conversation()))
+            prompt = await under(request, self._chats().prompt(body.conversation()))
         return JSONResponse({"input_tokens": len(prompt.token_ids)})
 
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a text, or of a conversation."""
-        async with self._body(request, TokenizeBody) as body:
-            tokens = await _under(request, self._tokens(body))
+        async with self._receiver.body(request, TokenizeBody) as body:
+            tokens = await under(request, self._tokens(body))
         return JSONResponse(
             {"count": len(tokens), "max_model_len": self._engine.ready().max_model_len, "tokens": tokens}
         )
@@ -167,15 +169,8 @@ class Api:
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of tokens."""
-        async with self._body(request, DetokenizeBody) as body:
-            return JSONResponse({"prompt": await _under(request, self._texts(body.model).decode(body.tokens))})
-
-    @asynccontextmanager
-    async def _body(self, request: Request, kind: type[Body]) -> AsyncIterator[Body]:
-        """Receive and parse a body. Its bytes and its request count until the end of the block (`Receiver.body`)."""
-        CLIENT.set(request.client.host if request.client else "")
-        async with self._engine.preparing(), self._receiver.body(request, kind) as body:
-            yield body
+        async with self._receiver.body(request, DetokenizeBody) as body:
+            return JSONResponse({"prompt": await under(request, self._texts(body.model).decode(body.tokens))})
 
     def _texts(self, name: str | None) -> Texts:
         """Return the tokenizer of the model that a client names, or of the one there is."""
@@ -192,8 +187,8 @@ class Api:
         reply: Callable[[Chat, Texts, str, list[Prompt], list[AnswerReader]], Reply],
     ) -> Response:
         """Continue a conversation in the shape of any route."""
-        async with self._body(request, kind) as body:
-            answer, params = await _under(request, self._conversation(body, reply))
+        async with self._receiver.body(request, kind) as body:
+            answer, params = await under(request, self._conversation(body, reply))
         return await self._answer(request, body, answer, params, body.sampling.kv_transfer_params)
 
     async def _conversation(
@@ -217,6 +212,7 @@ class Api:
             params = replace(params, grammar=grammar)
         if chats.has_format:
             params = replace(params, skip_special_tokens=False)
+        await check_params(params, sampling.grammar_source, self._engine.ready(), self._checks)
         return reply(body, texts, self._settings.name, prompts, readers), params
 
     def _background(self, model: Started) -> Background:
@@ -253,18 +249,15 @@ class Api:
             transfer: Field of a router.
             num_kept_characters: Characters of the prompts that are kept for the answer.
         """
-        try:
-            params.check_vocabulary(self._engine.ready().vocab_size)
-        except ValueError as error:
-            raise ApiError(400, str(error), param="logit_bias") from error
-        move = self._router.move(transfer, reply.prompts, reply.num_choices)
-        reply = self._router.handed_over(reply, move, request.url)
+        salt = body.cache_salt or ""
+        move = self._router.move(transfer, reply.prompts, reply.num_choices, salt)
+        reply = self._router.handed_over(reply, move, request.url, salt)
         generation = self._engine.submit(
             [prompt.token_ids for prompt in reply.prompts],
             params.for_prompt(0) if move.handoff else params,
             self._settings.request_timeout,
             num_choices=reply.num_choices,
-            cache_salt=body.cache_salt or "",
+            cache_salt=salt,
             num_characters=num_kept_characters,
             move=move,
         )
@@ -285,19 +278,3 @@ class Api:
                 found = ApiError(500, "the server has made a mistake; its log says more")
         self._engine.metrics.refused(found.status)
         return found.response(request.url.path)
-
-
-async def _under(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return what work for a request comes to. It ends with the client.
-
-    Raises:
-        ApiError: The client has left.
-    """
-
-    async def done() -> tuple[T]:
-        return (await work,)  # which may be None
-
-    found = await while_connected(request.receive, done())
-    if found is None:
-        raise ApiError(499, "the client has left")
-    return found[0]

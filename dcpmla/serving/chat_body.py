@@ -9,10 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from dcpmla.runtime.grammar import Grammar
 from dcpmla.serving.conversation import ChatMessage, Conversation, Messages, check_messages, thinking_of
+from dcpmla.serving.engine_limits import MAX_LOGPROBS
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.protocol import CacheSalt, GenerationFields
 from dcpmla.serving.refused import check_fields_of_body
-from dcpmla.serving.sampling_fields import MAX_LOGPROBS, SamplingFields
+from dcpmla.serving.sampling_fields import SamplingFields
 from dcpmla.serving.tools import Tools, chat_tools, own_tools, strict_of, tool_use
 
 Effort = Annotated[str, StringConstraints(min_length=1, max_length=32)]

@@ -31,6 +31,7 @@ class Engine:
         reader: Stream of the first rank's messages.
         outbox: Commands for the ranks.
         max_waiting: Limit of requests beyond the running ones.
+        readers: Names of the jobs that read blocks of this one, or are to read them.
         on_start: Function of the model, once the ranks are ready.
         on_wanted: Function of a request that another server is to prefill.
         on_end: Function of the id of a request that has ended, in any way.
@@ -43,6 +44,7 @@ class Engine:
     model: Started | None = None
     has_failed: bool = False
     drain: asyncio.Event = field(default_factory=asyncio.Event)
+    readers: Sequence[str] = ()
     on_start: Callable[[Started], object] = lambda started: None
     on_wanted: Callable[[Wanted], object] = lambda request: None
     on_end: Callable[[int], object] = lambda request_id: None
@@ -185,7 +187,7 @@ class Engine:
         async for message in self._messages():
             match message:
                 case Report():
-                    self._last = time.monotonic()
+                    self._last, self.readers = time.monotonic(), message.readers
                     self.outbox.take(message.num_bytes)
                     self._hand_out(message)
                 case Started():

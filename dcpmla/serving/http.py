@@ -73,7 +73,7 @@ async def _serve(
     tasks = [asyncio.create_task(_drain(engine, drain_seconds)), asyncio.create_task(_beat(engine.outbox))]
     prefills = None
     if settings.prefill_servers:
-        prefills = Prefills(settings.prefill_servers, engine, settings.api_key)
+        prefills = Prefills(settings.prefill_servers, engine, settings.server_key)
         tasks.append(asyncio.create_task(prefills.run()))
     config = uvicorn.Config(
         Api(engine, settings, limits, worker, prefills).app(),

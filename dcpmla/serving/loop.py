@@ -113,6 +113,7 @@ class ServingLoop:
                     request_id=request_id,
                     keep_logprobs=is_first,
                     handoff=command.move.handoff,
+                    reader=command.move.reader,
                     source=command.move.source,
                 )
                 if command.move.first is not None:
@@ -177,8 +178,11 @@ class ServingLoop:
         num_running, num_waiting = len(scheduler.running), len(scheduler.waiting)
         cache_use, num_bytes = self._engine.cache_use(), self._frontend.num_taken
         tiers = _tier_totals(self._engine.offload)
-        transfers = transfer_totals(self._engine)
-        self._frontend.send(Report(outputs, num_bytes, num_running, num_waiting, cache_use, totals, tiers, transfers))
+        transfers, handoffs = transfer_totals(self._engine), self._engine.handoffs
+        readers = [] if handoffs is None else handoffs.readers
+        self._frontend.send(
+            Report(outputs, num_bytes, num_running, num_waiting, cache_use, totals, tiers, transfers, readers)
+        )
 
 
 def started(engine: Engine, files: ModelFiles, link: Peer | None = None) -> Started:

@@ -152,6 +152,7 @@ class Report:
         tier_totals: Totals of copies between the cache and other tiers of memory on the first rank, by the name of a
             metric, the tier and the direction ("load" or "store").
         transfer_totals: Totals of transfers with other jobs on the first rank, by the name of a metric and its labels.
+        readers: Names of the jobs that read blocks of this one, or are to read them.
     """
 
     outputs: list[Output]
@@ -162,6 +163,7 @@ class Report:
     totals: dict[str, int]
     tier_totals: dict[tuple[str, str, str], float] = field(default_factory=dict)
     transfer_totals: dict[tuple[str, ...], float] = field(default_factory=dict)
+    readers: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

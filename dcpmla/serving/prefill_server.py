@@ -35,6 +35,7 @@ class PrefillServer:
         on_disconnect: Function of the name of a job that has ended or is lost.
     Attributes:
         engine: Name of the server's job; empty while it is not connected.
+        secret: Secret of the server's proofs (`proof_of`), while it is connected.
         num_open: Prompts that it computes for this server.
     """
 
@@ -46,7 +47,7 @@ class PrefillServer:
         on_connect: Callable[[Connect], object],
         on_disconnect: Callable[[str], object],
     ) -> None:
-        self.url, self.engine, self.num_open = url, "", 0
+        self.url, self.engine, self.secret, self.num_open = url, "", "", 0
         self._client, self._own = client, own
         self._on_connect, self._on_disconnect = on_connect, on_disconnect
         self._is_healthy = False
@@ -137,13 +138,14 @@ class PrefillServer:
             self._say(f"status {answer.status_code} of /kv/connect: {_reason(answer)}")
             return
         try:
-            other = Connect(**answer.json())
+            content = answer.json()
+            secret, other = str(content.pop("secret")), Connect(**content)
             peer = peer_of(other)
             peer.layout.check_matches(peer_of(own).layout)
-        except (TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             self._say(f"its answer of /kv/connect is wrong: {error}")
             return
-        self.engine, self._lost = other.engine, asyncio.Event()
+        self.engine, self.secret, self._lost = other.engine, secret, asyncio.Event()
         self._on_connect(other)
         self._say("connected")
 

@@ -28,7 +28,7 @@ class Prefills:
     Args:
         urls: Prefill servers.
         engine: Engine of this server.
-        key: API key of this server and of the prefill servers; None for none.
+        key: Key of this server and of the prefill servers (`Settings.server_key`); None for none.
         transport: Transport of HTTP in place of the network; None for that.
     """
 
@@ -58,9 +58,9 @@ class Prefills:
                 task.cancel()
             await self._client.aclose()
 
-    def has_engine(self, engine: str) -> bool:
-        """Return whether a prefill server has this name and is connected."""
-        return any(server.engine == engine for server in self.servers if server.engine)
+    def secret_of(self, engine: str) -> str | None:
+        """Return the secret of the connected prefill server whose job has this name; None without one."""
+        return next((server.secret for server in self.servers if server.engine == engine), None)
 
     def choose(self, request: Wanted) -> PrefillServer | None:
         """Choose a server for a request. Prompts with the same beginning have the same server, unless it is busier.

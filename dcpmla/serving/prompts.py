@@ -8,6 +8,7 @@ from dcpmla.runtime.admission import check_prompt
 from dcpmla.runtime.text import TokenOffsets, joins_words, unfinished_end
 from dcpmla.serving.background import Background, Prepared
 from dcpmla.serving.errors import ApiError
+from dcpmla.serving.messages import Started
 from dcpmla.serving.worker import Allowance, LimitError
 
 _CHARACTERS = 64  # a token's average in the longest text that is encoded
@@ -136,13 +137,18 @@ class Texts:
     def _checked(self, token_ids: list[int], text: str, num_kept: int | None) -> Prompt:
         if num_kept is not None and len(token_ids) > num_kept:
             token_ids, text = token_ids[-num_kept:], ""
-        try:
-            check_prompt("the prompt", token_ids, self._model.vocab_size, self._model.max_model_len)
-        except ValueError as error:
-            is_long = len(token_ids) >= self._model.max_model_len
-            code = "context_length_exceeded" if is_long else None  # clients then shorten a prompt and ask again
-            raise ApiError(400, str(error), param="prompt", code=code) from error
+        check_tokens(self._model, token_ids)
         return Prompt(token_ids, text)
+
+
+def check_tokens(model: Started, token_ids: Sequence[int]) -> None:
+    """Raise ApiError if the model cannot continue a prompt."""
+    try:
+        check_prompt("the prompt", token_ids, model.vocab_size, model.max_model_len)
+    except ValueError as error:
+        is_long = len(token_ids) >= model.max_model_len
+        code = "context_length_exceeded" if is_long else None  # clients then shorten a prompt and ask again
+        raise ApiError(400, str(error), param="prompt", code=code) from error
 
 
 def _encode(prepared: Prepared, text: str, add_special_tokens: bool) -> list[int]:

@@ -7,9 +7,10 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
+from dcpmla.serving.engine_limits import MAX_LOGPROBS
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.refused import check_fields_of_body, check_stream_options
-from dcpmla.serving.sampling_fields import MAX_LOGPROBS, SamplingFields
+from dcpmla.serving.sampling_fields import SamplingFields
 from dcpmla.serving.shown import Shown
 
 # pydantic parses 10 million numbers a second, but only 300,000 messages, and holds Python's lock meanwhile. A thread

@@ -6,28 +6,32 @@ from contextlib import asynccontextmanager
 
 from starlette.requests import ClientDisconnect, Request
 
+from dcpmla.serving.client import Engine
 from dcpmla.serving.connections import Limits
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.protocol import Body, parse
+from dcpmla.serving.worker import CLIENT
 
 
 class Receiver:
-    """The bodies of all requests that are being received or tokenized."""
+    """The door of all routes with bodies: requests count from their arrival until they are submitted."""
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits, self._num_bytes = limits, 0
+    def __init__(self, engine: Engine, limits: Limits) -> None:
+        self._engine, self._limits, self._num_bytes = engine, limits, 0
 
     @asynccontextmanager
     async def body(self, request: Request, kind: type[Body]) -> AsyncIterator[Body]:
-        """Receive and parse a body, which counts towards the total until the end of the block.
+        """Receive and parse a body. It and its request count until the end of the block, right before a submission.
 
         Raises:
-            ApiError: The body is too long, too slow or wrong, or the bodies of other requests leave no room.
+            ApiError: The body is too long, too slow or wrong, or other requests leave no room.
         """
+        CLIENT.set(request.client.host if request.client else "")
         content = bytearray()
         try:
-            await self._receive(request, content)
-            yield parse(kind, content)
+            async with self._engine.preparing():
+                await self._receive(request, content)
+                yield parse(kind, content)
         finally:
             self._num_bytes -= len(content)
 

@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -119,3 +120,19 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T |
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def under(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return what work for a request comes to; it ends with the client.
+
+    Raises:
+        ApiError: The client has left.
+    """
+
+    async def done() -> tuple[T]:
+        return (await work,)  # which may be None
+
+    found = await while_connected(request.receive, done())
+    if found is None:
+        raise ApiError(499, "the client has left")
+    return found[0]

@@ -19,9 +19,10 @@ from dcpmla.serving.conversation import (
     thinking_of,
     tool_call,
 )
+from dcpmla.serving.engine_limits import MAX_TOKENS
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.refused import check_fields_of_body, check_stream_options, refuse
-from dcpmla.serving.sampling_fields import MAX_TOKENS, SamplingFields
+from dcpmla.serving.sampling_fields import SamplingFields
 from dcpmla.serving.shown import Json
 from dcpmla.serving.structured import grammar_of_format
 from dcpmla.serving.tools import Tools, function_tool, own_tools, strict_of, tool_use

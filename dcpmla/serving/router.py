@@ -1,12 +1,13 @@
 """Requests that a router sends to a prefill server, and then to a decode server (`Router`)."""
 
-from collections.abc import Sequence
-from hashlib import sha256
+import json
+from collections.abc import Callable, Sequence
+from hmac import compare_digest
 from uuid import uuid4
 
-import numpy as np
 from starlette.datastructures import URL
 
+from dcpmla.runtime.request import prompt_digest
 from dcpmla.serving.client import Engine
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.handoffs import token_json
@@ -16,7 +17,7 @@ from dcpmla.serving.prompts import Prompt
 from dcpmla.serving.replies import Reply
 from dcpmla.serving.settings import Settings
 from dcpmla.serving.shown import Json
-from dcpmla.serving.transfer_fields import KvTransferParams
+from dcpmla.serving.transfer_fields import KvTransferParams, proof_of
 from dcpmla.serving.transfer_messages import STAYS, Move, token_of
 
 _FIELD = "kv_transfer_params"
@@ -27,13 +28,17 @@ class Router:
 
     Args:
         prefills: Prefill servers of a decode server; None for other roles.
+        secret: Secret of this server's proofs.
     """
 
-    def __init__(self, engine: Engine, settings: Settings, prefills: Prefills | None) -> None:
-        self._engine, self._settings, self._prefills = engine, settings, prefills
+    def __init__(self, engine: Engine, settings: Settings, prefills: Prefills | None, secret: str) -> None:
+        self._engine, self._settings, self._prefills, self._secret = engine, settings, prefills, secret
 
-    def move(self, fields: KvTransferParams | None, prompts: Sequence[Prompt], num_choices: int) -> Move:
-        """Return the part of prompts in a transfer; none where there are several, or several choices.
+    def move(
+        self, fields: KvTransferParams | None, prompts: Sequence[Prompt], num_choices: int, cache_salt: str
+    ) -> Move:
+        """Return the part of prompts in a transfer; none where there are several, or several choices, or where the
+        prefill server has not computed this prompt with this salt.
 
         Raises:
             ApiError: This server does not take part in such transfers, or the other one is none of its own.
@@ -45,24 +50,27 @@ class Router:
             self._check_role("do_remote_decode", "prefill")
             return Move(handoff=uuid4().hex) if is_one else STAYS
         self._check_role("do_remote_prefill", "decode")
-        engine, handoff = fields.remote_engine_id, fields.remote_request_id
-        if engine is None or handoff is None or fields.first_token is None:
-            words = "needs remote_engine_id, remote_request_id and first_token, as the prefill server gave them"
+        engine, handoff, first, proof = (
+            fields.remote_engine_id,
+            fields.remote_request_id,
+            fields.first_token,
+            fields.proof,
+        )
+        if engine is None or handoff is None or first is None or proof is None:
+            words = "needs remote_engine_id, remote_request_id, first_token and proof, as the prefill server gave them"
             raise ApiError(400, f"{_FIELD} with do_remote_prefill {words}", param=_FIELD)
-        if self._prefills is None or not self._prefills.has_engine(engine):
+        secret = None if self._prefills is None else self._prefills.secret_of(engine)
+        if secret is None:
             words = "which is no engine of a connected server of prefill_servers (--prefill-servers)"
             raise ApiError(400, f"{_FIELD}.remote_engine_id is {engine!r}, {words}", param=_FIELD)
-        try:
-            first = token_of(fields.first_token)
-        except ValueError as error:
-            raise ApiError(400, f"{_FIELD}.first_token: {error}", param=_FIELD) from error
-        if not 0 <= first.token_id < self._engine.ready().vocab_size:
-            raise ApiError(400, f"{_FIELD}.first_token has token {first.token_id}, which there is not", param=_FIELD)
-        if not is_one or fields.prompt_digest != digest_of(prompts[0].token_ids):
+        if not is_one:
             return STAYS
-        return Move(source=(engine, handoff), first=first)
+        expected = proof_of(secret, handoff, first, prompt_digest(prompts[0].token_ids, cache_salt))
+        if not compare_digest(expected.encode(), proof.encode()):
+            return STAYS
+        return Move(source=(engine, handoff), first=token_of(json.loads(first)))
 
-    def handed_over(self, reply: Reply, move: Move, url: URL) -> Reply:
+    def handed_over(self, reply: Reply, move: Move, url: URL, cache_salt: str) -> Reply:
         """Return an answer that also has what the decode server needs, if its blocks are handed over."""
         link = self._engine.ready().link
         if not move.handoff or link is None:
@@ -76,9 +84,9 @@ class Router:
             "remote_port": url.port,
             "remote_block_ids": [],
             "tp_size": link.layout["tp_size"],
-            "prompt_digest": digest_of(reply.prompts[0].token_ids),
         }
-        return _HandedOver(reply, params)
+        digest = prompt_digest(reply.prompts[0].token_ids, cache_salt)
+        return _HandedOver(reply, params, lambda first: proof_of(self._secret, move.handoff, first, digest))
 
     def _check_role(self, field: str, role: str) -> None:
         if self._settings.role != role:
@@ -87,10 +95,14 @@ class Router:
 
 
 class _HandedOver:
-    """An answer with `kv_transfer_params`, of a stream in the chunk that ends it."""
+    """An answer with `kv_transfer_params`, of a stream in the chunk that ends it.
 
-    def __init__(self, reply: Reply, params: Json) -> None:
-        self._reply, self._params = reply, params
+    Args:
+        prove: Function that returns the proof of the JSON of the first token.
+    """
+
+    def __init__(self, reply: Reply, params: Json, prove: Callable[[str], str]) -> None:
+        self._reply, self._params, self._prove = reply, params, prove
         self.prompts, self.num_choices, self.ending = reply.prompts, reply.num_choices, reply.ending
 
     def drop_prompts(self) -> None:
@@ -114,9 +126,5 @@ class _HandedOver:
 
     def _after(self, output: Output) -> Json:
         """Return the field of an answer that has its token."""
-        return {_FIELD: {**self._params, "first_token": token_json(output)}}
-
-
-def digest_of(token_ids: Sequence[int]) -> str:
-    """Return a digest of a prompt's tokens."""
-    return sha256(np.asarray(token_ids, dtype="<i4").tobytes()).hexdigest()[:32]
+        first = json.dumps(token_json(output))
+        return {_FIELD: {**self._params, "first_token": first, "proof": self._prove(first)}}

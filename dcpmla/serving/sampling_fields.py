@@ -7,18 +7,26 @@ from typing import Annotated
 from pydantic import AfterValidator, ConfigDict, Field, StringConstraints
 
 from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.serving.engine_limits import (
+    LARGEST_PENALTY,
+    MAX_LOGPROBS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_TOKENS,
+    MAX_STOPS,
+    MAX_TOKENS,
+)
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.structured import StructuredFields
 from dcpmla.serving.transfer_fields import KvTransferParams
 
 MAX_CHOICES = 128  # Answers to one prompt.
-MAX_LOGPROBS = 20  # alternatives of a token
-MAX_TOKENS = 1 << 31
 _SEEDS = 1 << 64
 _MAX_BIASES = 1024
 
-# A stop string's length is work at every token, for all requests.
-StopText = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+StopTexts = Annotated[
+    list[Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]],
+    Field(max_length=MAX_STOPS, fail_fast=True),
+]
 Number = Annotated[str, StringConstraints(pattern=r"^-?[0-9]{1,10}$")]
 # Keys of JSON objects are strings.
 TokenBiases = Annotated[
@@ -48,18 +56,16 @@ class SamplingFields(StructuredFields):
     top_k: int | None = Field(None, ge=-1, le=MAX_TOKENS)
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, gt=-_SEEDS, lt=_SEEDS)
-    stop: (
-        Annotated[str, StringConstraints(max_length=256)]
-        | Annotated[list[StopText], Field(max_length=16, fail_fast=True)]
-        | None
+    stop: Annotated[str, StringConstraints(max_length=MAX_STOP_CHARACTERS)] | StopTexts | None = None
+    stop_token_ids: (
+        Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None
     ) = None
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=256, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     best_of: int | None = None
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-LARGEST_PENALTY, le=LARGEST_PENALTY)
+    frequency_penalty: float | None = Field(None, ge=-LARGEST_PENALTY, le=LARGEST_PENALTY)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     logit_bias: TokenBiases | None = None
     ignore_eos: bool | None = None

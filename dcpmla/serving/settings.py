@@ -18,6 +18,7 @@ class Settings:
         reasoning_parser: Name of the format of reasoning, None for the model's.
         role: Part of the work: "prefill" computes prompts for other servers, "decode" what follows them, "both" all.
         prefill_servers: URLs of the servers that prefill for a decode server.
+        transfer_key: Key that prefill and decode servers have in common, and clients have not; None for no key.
     """
 
     name: str
@@ -29,3 +30,9 @@ class Settings:
     reasoning_parser: str | None = None
     role: str = "both"
     prefill_servers: Sequence[str] = ()
+    transfer_key: str | None = None
+
+    @property
+    def server_key(self) -> str | None:
+        """Return the key by which prefill and decode servers know each other, None for no key."""
+        return self.api_key if self.transfer_key is None else self.transfer_key

@@ -17,7 +17,7 @@ from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Started
 from dcpmla.serving.worker import LimitError, Worker
 
-_MAX_CHARACTERS = 1 << 16
+MAX_CHARACTERS = 1 << 16
 _MAX_KEPT = 1024  # latest grammars that need no other check
 _KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
@@ -115,8 +115,8 @@ def _grammar(kind: str, content: Any, path: str) -> Grammar:
             text = json.dumps(content, ensure_ascii=False)
         except RecursionError:
             raise ApiError(400, f"{path} is nested too deep", param=path) from None
-    if len(text) > _MAX_CHARACTERS:
-        words = f"{path} has {len(text):,} characters; at most {_MAX_CHARACTERS:,} are served"
+    if len(text) > MAX_CHARACTERS:
+        words = f"{path} has {len(text):,} characters; at most {MAX_CHARACTERS:,} are served"
         raise ApiError(400, words, param=path)
     try:
         return Grammar(kind, text)

@@ -3,7 +3,9 @@
 Source: the convention of vLLM's NIXL connector, which its proxies and llm-d's follow.
 """
 
-from typing import Annotated, Any
+import hmac
+import json
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, StringConstraints
 
@@ -17,8 +19,8 @@ class KvTransferParams(BaseModel):
         do_remote_decode: Whether another server decodes, so that this one keeps the prompt's blocks for it.
         do_remote_prefill: Whether another server has prefilled the prompt.
         remote_engine_id, remote_request_id: Name of the prefill server's job, and of the transfer.
-        first_token: The first token, with its log probabilities (`token_of`).
-        prompt_digest: Digest of the prompt's tokens.
+        first_token: JSON of the first token, with its log probabilities (`token_of`).
+        proof: The prefill server's proof of all these for this prompt and salt (`proof_of`).
     """
 
     model_config = ConfigDict(strict=True)
@@ -26,5 +28,18 @@ class KvTransferParams(BaseModel):
     do_remote_prefill: bool | None = None
     remote_engine_id: Name | None = None
     remote_request_id: Name | None = None
-    first_token: list[Any] | None = None
-    prompt_digest: str | None = None
+    first_token: str | None = None
+    proof: str | None = None
+
+
+def proof_of(secret: str, handoff: str, first_token: str, prompt: str) -> str:
+    """Return the proof that a prefill server has computed a prompt, which no client can write.
+
+    Args:
+        secret: Secret of the prefill server, which it gives to decode servers that connect.
+        handoff: Name of the transfer.
+        first_token: JSON of the first token.
+        prompt: Digest of the prompt and its salt (`prompt_digest`).
+    """
+    content = json.dumps([handoff, first_token, prompt]).encode()
+    return hmac.new(secret.encode(), content, "sha256").hexdigest()

@@ -77,11 +77,13 @@ class Move(NamedTuple):
             params' own seed.
         source: Name of the job that has prefilled it, and its handoff there; None for none.
         first: First token of the only choice, from that job.
+        reader: Name of the job that alone may read a handoff; empty for the first one that asks.
     """
 
     handoff: str = ""
     source: tuple[str, str] | None = None
     first: TokenLogprobs | None = None
+    reader: str = ""
 
 
 STAYS = Move()
@@ -101,7 +103,7 @@ def token_of(content: Any) -> TokenLogprobs:
         raise ValueError(f"{content!r} is no token with its log probabilities: {error}") from error
 
 
-def move_of(handoff: str, source: list[str] | None, first: Any) -> Move:
+def move_of(handoff: str, source: list[str] | None, first: Any, reader: str) -> Move:
     """Return a prompt's part in a transfer from its JSON."""
     pair = None if source is None else (source[0], source[1])
-    return Move(handoff, pair, None if first is None else token_of(first))
+    return Move(handoff, pair, None if first is None else token_of(first), reader)

@@ -66,11 +66,14 @@ class Handoff(Outcome):
 
     It is done when all ranks of the decode server that read from this rank have read everything, or when it has failed:
     no rank asked in time, one was lost, the other job gave it up.
+
+    Attributes:
+        reader: Name of the decode server that reads it; "" until one has asked.
     """
 
-    def __init__(self, name: str, stream: SideStream, wake: Callable[[], None]) -> None:
+    def __init__(self, name: str, reader: str, stream: SideStream, wake: Callable[[], None]) -> None:
         super().__init__(name, stream)
-        self._wake = wake
+        self.reader, self._wake = reader, wake
         self._computed: Computed | None = None
 
     def computed(self, blocks: Sequence[int], num_tokens: int, starts: Sequence[torch.cuda.Event | None] = ()) -> None:

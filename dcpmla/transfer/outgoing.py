@@ -49,9 +49,13 @@ class Outgoing(Side):
         self._filler = Filler(self._staging, mover)
         self._worker.start()
 
-    def begin(self, handoff: str) -> Handoff:
-        """Return a handoff that decode ranks may read under a name that was never used before."""
-        begun = Handoff(handoff, self._stream, self._worker.wake)
+    def begin(self, handoff: str, reader: str = "") -> Handoff:
+        """Return a handoff that decode ranks may read under a name that was never used before.
+
+        Args:
+            reader: Name of the decode server, which alone may read it; "" is the first one that asks.
+        """
+        begun = Handoff(handoff, reader, self._stream, self._worker.wake)
         self._call(lambda: self._begin(begun))
         return begun
 
@@ -68,7 +72,7 @@ class Outgoing(Side):
         self._admit()
 
     def _disconnect(self, engine: str) -> None:
-        for served in [served for served in self._served.values() if served.engine == engine]:
+        for served in [served for served in self._served.values() if served.handoff.reader == engine]:
             self._end(served, f"decode server {engine} is disconnected")
         for key in [key for key in self._waiting if key[1] == engine]:
             del self._waiting[key]
@@ -80,6 +84,8 @@ class Outgoing(Side):
             handoff.end(f"another handoff has the name {handoff.name}")
         elif handoff.name in self._ended:
             handoff.end(self._ended[handoff.name] or f"another handoff had the name {handoff.name}")
+        elif handoff.reader and handoff.reader not in self._peers:
+            handoff.end(f"decode server {handoff.reader} is not connected")
         else:
             self._served[handoff.name] = Served(handoff)
             self._admit()
@@ -102,13 +108,13 @@ class Outgoing(Side):
                 self._try_to_send(name, Closed(handoff, f"{_MOST_WAITING} requests wait for handoffs already"))
             return
         served = self._served.get(handoff)
-        if served is not None and served.engine in ("", engine):
+        if served is not None and served.handoff.reader in ("", engine):
             self._hear(served, engine, rank, message)
         elif isinstance(message, Touch):
             is_waiting = (handoff, engine, rank) in self._waiting
             reason = self._ended.get(handoff) or "it is not known"
             self._try_to_send(name, Alive(handoff) if is_waiting else Closed(handoff, reason))
-        elif isinstance(message, Close):
+        elif isinstance(message, Close) and served is None:
             self._waiting.pop((handoff, engine, rank), None)
             self._note_end(handoff, f"decode server {engine} gave it up")
 
@@ -131,7 +137,7 @@ class Outgoing(Side):
     def _open(self, handoff: str, engine: str, rank: int, message: Open) -> None:
         served, name = self._served[handoff], rank_name(engine, rank)
         part_bytes = min(self._staging.part_bytes, message.slot_bytes - TAGS_BYTES)
-        if served.engine not in ("", engine):
+        if served.handoff.reader not in ("", engine):
             reason = "another decode server reads it"
         elif rank not in self._peers[engine] or message.start > message.num_tokens or part_bytes < 1:
             reason = f"rank {self._rank} of the prefill server cannot send positions {message.start} to "
@@ -139,7 +145,7 @@ class Outgoing(Side):
         elif rank in served.targets:
             reason = "it is open already"
         else:
-            served.engine, served.heard[rank] = engine, time.monotonic()
+            served.handoff.reader, served.heard[rank] = engine, time.monotonic()
             served.handoff.note_opening()
             route = self._peers[engine][rank]
             served.targets[rank] = Target(name, route, message.start, message.num_tokens, part_bytes)
@@ -182,7 +188,7 @@ class Outgoing(Side):
 
     def _fill(self, served: Served, target: Target) -> bool:
         """Fill a slot with the next part; return whether there was one, and a slot."""
-        return self._filler.fill(served.handoff, served.engine, target)
+        return self._filler.fill(served.handoff, target)
 
     def _announce(self, served: Served, target: Target) -> bool:
         """Offer the slots that are filled. After the last one was read, the part of the handoff is complete."""

@@ -12,16 +12,15 @@ from dcpmla.transfer.staging import MOST_SLOTS, Staging, make_tag
 
 
 class Served:
-    """A handoff that has begun, the one decode server that reads it, and its ranks.
+    """A handoff that has begun, and the ranks of the one decode server that reads it.
 
     Attributes:
-        engine: Name of the decode server; "" until one of its ranks has asked.
         targets: Parts of the ranks that have asked.
         heard: Times of the latest messages of ranks.
     """
 
     def __init__(self, handoff: Handoff) -> None:
-        self.handoff, self.engine = handoff, ""
+        self.handoff = handoff
         self.targets: dict[int, Target] = {}
         self.heard: dict[int, float] = {}
         self._final_at: float | None = None
@@ -33,23 +32,23 @@ class Served:
             ranks: Ranks of each decode server that this rank talks with.
         """
         complete = {rank for rank, target in self.targets.items() if target.is_complete}
-        return bool(complete) and complete.issuperset(ranks[self.engine])
+        return bool(complete) and complete.issuperset(ranks[self.handoff.reader])
 
     def silent_rank(self, since: float, ranks: Mapping[str, Iterable[int]]) -> str | None:
         """Return the name of a rank that has sent nothing since a time, and must have; None without one."""
         for rank, target in self.targets.items():
             if not target.is_complete and self.heard[rank] < since:
-                return f"rank {rank} of decode server {self.engine}"
+                return f"rank {rank} of decode server {self.handoff.reader}"
         computed = self.handoff.snapshot()[1]
         if computed is None or not computed.is_final:
             return None
         if self._final_at is None:
             self._final_at = time.monotonic()
-        if not self.engine:
+        if not self.handoff.reader:
             return "a decode server" if max([self._final_at, *self.heard.values()]) < since else None
-        for rank in set(ranks[self.engine]).difference(self.targets):
+        for rank in set(ranks[self.handoff.reader]).difference(self.targets):
             if max(self._final_at, self.heard.get(rank, 0.0)) < since:
-                return f"rank {rank} of decode server {self.engine}"
+                return f"rank {rank} of decode server {self.handoff.reader}"
         return None
 
 
@@ -64,7 +63,7 @@ class Filler:
     def __init__(self, staging: Staging, mover: RowMover) -> None:
         self._staging, self._mover, self._counts = staging, mover, count()
 
-    def fill(self, handoff: Handoff, engine: str, target: Target) -> bool:
+    def fill(self, handoff: Handoff, target: Target) -> bool:
         """Start to fill a slot with the next part for a rank; return whether there was a part that could be sent now.
 
         Raises:
@@ -82,7 +81,7 @@ class Filler:
         if not part.is_state:
             mark_of_rows = computed.point(target.range[1]).after(part.last_layer)
         # A gather that waited would hold up later ones, of other handoffs.
-        slot = self._staging.take(engine) if mark_of_rows.is_done else None
+        slot = self._staging.take(handoff.reader) if mark_of_rows.is_done else None
         if slot is None:
             return False
         number, mark = next(self._counts), None

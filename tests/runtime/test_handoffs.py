@@ -195,11 +195,86 @@ def test_a_router_brings_the_first_token() -> None:
     pair.there.take_first(request, prefill.token_ids[0])
     events = pair.there.step()
     assert (request, "") in events.tokens
-    assert pair.wire.touched == [source], "it waits for room"
+    assert pair.wire.touched == [("prefill", *pair.wire.handoffs)], "it waits for room"
     run(pair)
     assert request.token_ids == alone_ignoring_eos(prompt, 9)
     assert running.token_ids == alone_ignoring_eos([5], 22)
     assert (pair.num_wanted, pair.there.stats.num_prefill_tokens) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "salts"),
+    [
+        ([6, 2] * 8 + [6, 3], ("", "")),  # the first blocks are those of the other prompt
+        ([6, 2] * 8 + [6, 3], ("a", "a")),
+        ([5, 2] + [6, 2] * 8, ("", "")),
+        ([6, 2] * 9, ("a", "")),
+        ([6, 2] * 9, ("", "a")),
+        ([6, 2] * 9, ("a", "b")),
+    ],
+)
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_a_handoff_of_another_prompt_or_salt_brings_no_rows(
+    prompt: list[int], salts: tuple[str, str], is_cached: bool
+) -> None:
+    """Whoever names it, nothing is read or remembered, and the one whose prompt it is gets it afterwards."""
+    pair, own = make_pair(), [6, 2] * 9
+    params = SamplingParams(max_new_tokens=5, ignore_eos=True)
+    if is_cached:  # so that only the last blocks are missing
+        pair.there.add(pair.there.prompt(prompt[:12], salts[1]), SamplingParams(max_new_tokens=1))
+        run(pair)
+    prefill = pair.here.add(pair.here.prompt(own, salts[0]), params, handoff="by hand")
+    list(pair.here.run())
+    before = len(pair.wire.arrivals)
+    forged = pair.there.add(pair.there.prompt(prompt, salts[1]), params, source=("prefill", "by hand"))
+    for _ in range(20):
+        pair.there.step()
+        pair.wire.advance()
+    assert [arrival.is_done for arrival in pair.wire.arrivals[before:]] == [False]
+    assert not forged.token_ids
+    pair.there.handoffs.lose(forged, True)
+    later = pair.there.add(pair.there.prompt(prompt, salts[1]), params)
+    right = pair.there.add(pair.there.prompt(own, salts[0]), params, source=("prefill", "by hand"))
+    pair.there.take_first(right, prefill.token_ids[0])
+    run(pair)
+    assert [request.token_ids for request in (forged, later)] == [alone_ignoring_eos(prompt, 5)] * 2
+    assert right.token_ids == alone_ignoring_eos(own, 5)
+
+
+def test_equal_prompts_share_what_has_arrived() -> None:
+    pair, prompt = make_pair(), [6, 2] * 9
+    params = SamplingParams(max_new_tokens=5, ignore_eos=True)
+    prefill = pair.here.add(prompt, params, handoff="by hand")
+    list(pair.here.run())
+    first = pair.there.add(prompt, params, source=("prefill", "by hand"))
+    pair.there.take_first(first, prefill.token_ids[0])
+    run(pair)
+    second = pair.there.add(prompt, params)
+    run(pair)
+    assert second.num_cached_tokens >= BLOCK
+    assert [request.token_ids for request in (first, second)] == [alone_ignoring_eos(prompt, 5)] * 2
+    assert pair.num_wanted == 0
+
+
+def test_readers_are_known_until_they_have_read() -> None:
+    pair, prompt = make_pair(), [6, 2] * 9
+    assert pair.here.handoffs.readers == []
+    prefills = [
+        pair.here.add([number, *prompt], handoff=f"h{number}", reader=reader) for number, reader in enumerate("dde")
+    ]
+    pair.here.add(prompt, handoff="of a router")
+    assert pair.here.handoffs.readers == ["d", "e"]
+    list(pair.here.run())
+    assert pair.here.handoffs.readers == ["d", "e"]
+    for number, prefill in enumerate(prefills[:2]):
+        request = pair.there.add([number, *prompt], SamplingParams(max_new_tokens=2), source=("prefill", f"h{number}"))
+        pair.there.take_first(request, prefill.token_ids[0])
+        pair.there.step()
+    while any(not arrival.is_done for arrival in pair.wire.arrivals):
+        pair.wire.advance()
+    assert pair.here.handoffs.readers == ["e"]
+    run(pair)
+    assert pair.here.handoffs.readers == []
 
 
 @pytest.mark.parametrize("is_aborted", [False, True])

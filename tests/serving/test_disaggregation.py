@@ -19,6 +19,7 @@ from tests.support.launchers import free_port
 from tests.support.servers import KEY, RunningServer, needle_with_template, read_events, serve
 
 OPTIONS = ["--api-key", KEY, "--served-model-name", "needle", "--dtype", "float32", "--max-num-batched-tokens", 32]
+OPTIONS += ["--transfer-key", "of servers"]
 NAMES = ["ant", "apple", "ash", "axe"]
 _numbers = random.Random(0)
 
@@ -135,11 +136,46 @@ def test_a_router(servers: Servers) -> None:
         before, text = servers.num_moved(), prompt()
         body = {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
         body |= {"max_tokens": 4, "seed": 3}
-        asked = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
-        first = ask(servers.prefill, {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": asked}, path)
+        first = ask(servers.prefill, {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": ASK}, path)
         answer = ask(servers.decode, {**body, "kv_transfer_params": first["kv_transfer_params"]}, path)
         assert answer["choices"] == ask(servers.prefill, body, path)["choices"]
         assert servers.num_moved() == before + 1
+
+
+ASK = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
+
+
+@pytest.mark.parametrize("salts", [("", ""), ("a", "a"), ("a", ""), ("", "a"), ("a", "b")])
+@pytest.mark.parametrize("is_other", [True, False])
+def test_a_replay_changes_no_answer(servers: Servers, salts: tuple[str, str], is_other: bool) -> None:
+    """A client hands the blocks of one prompt over as those of another, or of another salt. Both begin alike."""
+    mine = prompt()
+    number = mine[mine.rindex("amber-ant ") :].split(";")[0].split()[-1]
+    text = mine.replace(f"amber-ant {number}", f"amber-ant {1099 - int(number)}") if is_other else mine
+    salted = [{"cache_salt": salt} if salt else {} for salt in salts]
+    expected = ask(servers.prefill, {"prompt": text, "max_tokens": 4, "cache_salt": "c"})["choices"]
+    ask(servers.decode, {"prompt": text[:80], "max_tokens": 1, **salted[1]})  # so that only the last blocks are missing
+    kv = ask(servers.prefill, {"prompt": mine, "max_tokens": 1, "kv_transfer_params": ASK, **salted[0]})
+    field = {**kv["kv_transfer_params"], "prompt_digest": "0" * 32}
+    body = {"prompt": text, "max_tokens": 4, **salted[1]}
+    for more in ({"kv_transfer_params": field}, {}, {"kv_transfer_params": field}, {}):
+        assert ask(servers.decode, {**body, **more})["choices"] == expected
+    own = {"prompt": mine, "max_tokens": 4, "kv_transfer_params": field, **salted[0]}  # which still gets its blocks
+    assert (ask(servers.decode, own)["choices"] != expected) is is_other
+
+
+def test_clients_are_no_servers(servers: Servers) -> None:
+    for path in ("/kv/connect", "/kv/prefill"):
+        for server in (servers.prefill, servers.decode):
+            assert httpx2.post(f"{server.url}{path}", json={}, headers=AUTHORIZED).status_code == 401
+
+
+def test_equal_prompts_share(servers: Servers) -> None:
+    body = {"prompt": prompt(), "max_tokens": 4}
+    first = ask(servers.prefill, {**body, "max_tokens": 1, "kv_transfer_params": ASK})
+    answers = [ask(servers.decode, body | more) for more in ({"kv_transfer_params": first["kv_transfer_params"]}, {})]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
 @pytest.mark.parametrize("num_facts", [25, 400])

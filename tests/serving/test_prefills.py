@@ -238,7 +238,9 @@ def test_a_server_that_does_not_suit_is_not_used(answer: str) -> None:
         if answer == "other cache":
             decoder.prefills._own = job("d", layout(row_bytes=32))
         elif answer == "another layout":  # which the server itself has not compared
-            decoder.network.apps["p0"] = httpx2.Response(200, json=vars(job("p0", layout(row_bytes=32))))
+            decoder.network.apps["p0"] = httpx2.Response(
+                200, json={**vars(job("p0", layout(row_bytes=32))), "secret": "s"}
+            )
         elif answer == "wrong key":
             decoder.prefills._client.headers["Authorization"] = "Bearer wrong"
         else:

@@ -1,6 +1,7 @@
 """Roles of servers: options that do not go together, and what two servers must have in common."""
 
 import argparse
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,21 +38,86 @@ def test_options_that_do_not_go_together(options: list[str], words: list[str]) -
     assert all(word in str(error.value) for word in words)
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode", "both"])
-def test_roles_without_a_key(role: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Servers of both roles need a key, and a start without one says so."""
-    options = ["--role", role, *(["--prefill-servers", "http://p:1"] if role == "decode" else [])]
-    monkeypatch.setattr(serve, "listen", lambda *_: pytest.skip.Exception)
+class Keys:
+    """Starts of a server's first rank up to its listener, with keys from options or the environment."""
 
-    def start(key: str | None) -> str:
-        caplog.clear()
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        self.environment, self._log = monkeypatch, caplog
+        for name in ("DCPMLA_API_KEY", "DCPMLA_TRANSFER_KEY"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(serve, "listen", lambda *_: pytest.skip.Exception)
+
+    def start(self, role: str, *options: str, url: str = "http://127.0.0.1:1") -> str:
+        """Start a server as far as it goes; return its log."""
+        self._log.clear()
+        servers = ["--prefill-servers", url] if role == "decode" else []
         with pytest.raises(TypeError, match="context manager"):
-            serve._start_frontend(parse(*options), key)
-        return caplog.text
+            serve.run(parse("--role", role, *servers, *options))
+        return self._log.text
 
-    without = start(None)
-    assert ("--api-key" in without and f"is {role} without a key" in without) is (role != "both")
-    assert not start("sesame")
+    def refuse(self, role: str, *options: str, url: str = "http://127.0.0.1:1") -> str:
+        """Start a server that refuses its options; return the error."""
+        servers = ["--prefill-servers", url] if role == "decode" else []
+        with pytest.raises(ValueError, match=r"\(--(transfer|api)-key, DCPMLA_(TRANSFER|API)_KEY\)") as error:
+            serve.run(parse("--role", role, *servers, *options))
+        return str(error.value)
+
+
+@pytest.fixture
+def keys(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Keys:
+    return Keys(monkeypatch, caplog)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "both"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost", "LocalHost"])
+def test_roles_without_a_key_inside_of_a_host(role: str, host: str, keys: Keys) -> None:
+    """A start without a key of servers says who can then act as a server."""
+    own, url = ["--host", host], f"http://{f'[{host}]' if ':' in host else host}:1"
+    log = keys.start(role, *own, url=url)
+    assert ("--transfer-key" in log and "whoever reaches the port" in log) is (role != "both")
+    log = keys.start(role, *own, "--api-key", "sesame", url=url)
+    assert ("--transfer-key" in log and "each client" in log) is (role != "both")
+    assert not keys.start(role, *own, "--api-key", "sesame", "--transfer-key", "open", url=url)
+    keys.environment.setenv("DCPMLA_TRANSFER_KEY", "open")
+    assert not keys.start(role, *own, url=url)
+
+
+@pytest.mark.parametrize(
+    ("role", "options", "url"),
+    [
+        *(("prefill", ["--host", host], "") for host in ("0.0.0.0", "::", "10.0.0.2", "host", "localhost.example", "")),
+        ("decode", ["--host", "0.0.0.0"], "http://127.0.0.1:1"),
+        ("decode", [], "http://p:1"),
+        ("decode", [], "http://127.0.0.1@10.0.0.2:1"),
+        ("decode", [], "http://[::]:1"),
+    ],
+)
+def test_roles_beyond_a_host_need_the_key_of_servers(role: str, options: list[str], url: str, keys: Keys) -> None:
+    for api_key in ([], ["--api-key", "sesame"]):
+        error = keys.refuse(role, *options, *api_key, url=url)
+        assert f"role (--role) is {role}" in error
+        assert not keys.start(role, *options, *api_key, "--transfer-key", "open", url=url)
+    assert not keys.start("both", *options)
+
+
+def test_wrong_keys(keys: Keys) -> None:
+    assert "is empty" in keys.refuse("both", "--api-key", "")
+    assert "is empty" in keys.refuse("prefill", "--transfer-key", "")
+    assert "give another one" in keys.refuse("prefill", "--api-key", "sesame", "--transfer-key", "sesame")
+    keys.environment.setenv("DCPMLA_API_KEY", "sesame")
+    assert "give another one" in keys.refuse("prefill", "--transfer-key", "sesame")
+    keys.environment.setenv("DCPMLA_TRANSFER_KEY", "")
+    assert "is empty" in keys.refuse("prefill")
+
+
+def test_keys_reach_the_http_process_and_no_other_rank(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks compare their arguments, and print differences."""
+    args = parse("--role", "prefill", "--api-key", "sesame", "--transfer-key", "open")
+    monkeypatch.setattr(serve, "listen", lambda *_: nullcontext())
+    monkeypatch.setattr(serve, "Frontend", lambda main, _: pytest.fail(str(main.keywords["settings"])))
+    with pytest.raises(pytest.fail.Exception, match="api_key='sesame'.*transfer_key='open'"):
+        serve.run(args)
+    assert not {"api_key", "transfer_key"} & vars(args).keys()
 
 
 @pytest.mark.parametrize("url", ["p:1", "ftp://p", "http://", "http://p/v1", "http://p?x"])

@@ -78,8 +78,11 @@ class Ranks:
         await until(lambda: len(self.of(kind)) >= number)
         return self.of(kind)[number - 1]
 
-    def app(self, role: str, prefills: Prefills | None = None) -> Any:
-        return Api(self.engine, Settings("model", KEY, 30, role=role), Limits(), Worker(prepare), prefills).app()
+    def app(
+        self, role: str, prefills: Prefills | None = None, transfer_key: str | None = None, worker: Any = None
+    ) -> Any:
+        settings = Settings("model", KEY, 600, role=role, transfer_key=transfer_key)
+        return Api(self.engine, settings, Limits(), worker or Worker(prepare), prefills).app()
 
 
 class Network(httpx2.AsyncBaseTransport):

@@ -16,13 +16,13 @@ _PATIENCE = 40  # looks at a handoff without readers until its lease ends
 class WireHandoff:
     """A handoff whose rows leave the cache only when the other side looks."""
 
-    def __init__(self, rows: Tensor) -> None:
+    def __init__(self, rows: Tensor, reader: str) -> None:
         self._rows = rows
         self._blocks: list[int] = []
         self._num_tokens = self._num_looks = 0
         self.length: int | None = None
         self.is_asked_for = self.is_read = self.has_failed = False
-        self.num_bytes, self.seconds = 8, 0.5
+        self.num_bytes, self.seconds, self.reader = 8, 0.5, reader
 
     def computed(self, blocks: Sequence[int], num_tokens: int, starts: Sequence[object]) -> None:
         assert self.length is None
@@ -110,8 +110,8 @@ class Wire:
         here.link(end, None)
         there.link(None, end)
 
-    def begin(self, handoff: str) -> WireHandoff:
-        self.handoffs[handoff] = begun = WireHandoff(self.rows_here)
+    def begin(self, handoff: str, reader: str) -> WireHandoff:
+        self.handoffs[handoff] = begun = WireHandoff(self.rows_here, reader)
         return begun
 
     def touch(self, engine: str, handoff: str) -> None:

@@ -262,6 +262,30 @@ def test_the_second_server_that_asks_gets_nothing(clock: Clock) -> None:
     arrive(pair, first)
 
 
+def test_a_handoff_for_one_server_is_read_by_no_other(clock: Clock) -> None:
+    pair = Pair(clock, (1, 1), (1, 1), (1, 1))
+    first, second = pair.prompt("h"), pair.prompt("h", pair.decoders[1])
+    first.open()
+    first.handoffs = [side.begin("h", "d1") for side in pair.prefill.sides]
+    pair.poll(10)
+    assert reasons(first) == ["p/0: another decode server reads it"]
+    second.open()
+    second.handoffs, second.content = first.handoffs, first.content
+    send_all(second)
+    arrive(pair, second)
+
+
+def test_a_handoff_for_one_server_that_does_not_ask(pair: Pair) -> None:
+    prompts = [pair.prompt(name) for name in ("h0", "h1")]
+    for prompt, reader in zip(prompts, ("d0", "stranger"), strict=True):
+        prompt.handoffs = [side.begin(prompt.name, reader) for side in pair.prefill.sides]
+    pair.poll(3)
+    assert failures(prompts[1]) == ["decode server stranger is not connected"]
+    send_all(prompts[0])
+    pair.pass_time(LEASE + 8)
+    assert failures(prompts[0]) == ["rank 0 of decode server d0 asked for nothing in 40 s"]
+
+
 def test_a_restarted_server_has_another_name(pair: Pair) -> None:
     lost = pair.prompt("h0")
     lost.open()

@@ -59,13 +59,13 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[FakeMark]:
 
 def test_layers_of_a_step_leave_one_after_the_other(starts: list[FakeMark]) -> None:
     stream, mover = FakeStream(), Recorder()
-    handoff = Handoff("a", stream, lambda: None)
+    handoff = Handoff("a", "", stream, lambda: None)
     staging = Staging(allocate_staging(torch.device("cpu"), 8, 8 * ROW + 32))  # for a layer of 8 rows each
     filler = Filler(staging, mover)
     target = Target("b", Route(LAYOUT, 0, LAYOUT, 0), 0, 16, 8 * ROW)
 
     def fill() -> list[tuple[int, list[int]]]:
-        while filler.fill(handoff, "engine", target):
+        while filler.fill(handoff, target):
             staging.free(target.offers.popitem()[0])  # it is read at once
         return mover.take()
 
@@ -92,21 +92,21 @@ def test_layers_of_a_step_leave_one_after_the_other(starts: list[FakeMark]) -> N
 
 def test_a_retracted_step_leaves_after_it_was_computed_again(starts: list[FakeMark]) -> None:
     stream, mover = FakeStream(), Recorder()
-    handoff = Handoff("a", stream, lambda: None)
+    handoff = Handoff("a", "", stream, lambda: None)
     filler = Filler(Staging(allocate_staging(torch.device("cpu"), 8, 8 * ROW + 32)), mover)
     target = Target("b", Route(LAYOUT, 0, LAYOUT, 0), 0, 16, 8 * ROW)
     handoff.computed([0], 8, [FakeMark(True), FakeMark(True), None, None])
-    assert filler.fill(handoff, "engine", target)
-    assert not filler.fill(handoff, "engine", target)
+    assert filler.fill(handoff, target)
+    assert not filler.fill(handoff, target)
     handoff.retract()
     stream.marks[0].is_done = True
-    assert not filler.fill(handoff, "engine", target)
+    assert not filler.fill(handoff, target)
     handoff.computed([1], 4)
     stream.marks[1].is_done = True
-    assert not filler.fill(handoff, "engine", target), "some tokens of the step are missing"
+    assert not filler.fill(handoff, target), "some tokens of the step are missing"
     handoff.computed([1], 12)
-    assert not filler.fill(handoff, "engine", target)
+    assert not filler.fill(handoff, target)
     stream.marks[2].is_done = True
     target.offers.clear()
-    assert filler.fill(handoff, "engine", target)
+    assert filler.fill(handoff, target)
     assert mover.take() == [(0, list(range(8))), (1, list(range(8)))]

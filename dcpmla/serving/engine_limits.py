@@ -1,0 +1,81 @@
+"""Limits of what a request may ask of the engine, on every route (`check_params`)."""
+
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+from dcpmla.fields import Rule, check_fields, number, optional, whole
+from dcpmla.runtime.grammar import Grammar
+from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.serving.errors import ApiError
+from dcpmla.serving.messages import Started
+from dcpmla.serving.structured import MAX_CHARACTERS, GrammarChecks
+
+MAX_LOGPROBS = 20  # alternatives of a token
+MAX_TOKENS = 1 << 31
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256  # A stop string's length is work at every token, for all requests.
+MAX_STOP_TOKENS = 256
+LARGEST_PENALTY = 2
+_MAX_WRITTEN = 1 << 20  # characters of a grammar of calls; larger ones take more time than a check has
+_MAX_MARKER = 64  # tokens
+
+_PENALTY = number(-LARGEST_PENALTY, LARGEST_PENALTY)
+_NUM_LOGPROBS = optional(whole(0, MAX_LOGPROBS))
+
+
+def _are_few(value: object, limit: int) -> TypeGuard[tuple[Any, ...]]:
+    return isinstance(value, tuple) and len(value) <= limit
+
+
+def _are_stops(value: object) -> bool:
+    """Return whether stop strings are few and short."""
+    return _are_few(value, MAX_STOPS) and all(len(text) <= MAX_STOP_CHARACTERS for text in value)
+
+
+def _is_short(value: object) -> bool:
+    """Return whether a grammar is short. A grammar of calls is written here, and longer than a client's own."""
+    if not isinstance(value, Grammar):
+        return False
+    limit = _MAX_WRITTEN if value.kind == "grammar" else MAX_CHARACTERS
+    return len(value.text) <= limit and len(value.starts_after) <= _MAX_MARKER
+
+
+# Fields that are not here have the limits of `SamplingParams`.
+LIMITS: Mapping[str, Rule] = {
+    "max_new_tokens": whole(1, MAX_TOKENS),
+    "min_tokens": whole(0, MAX_TOKENS),
+    "top_k": whole(0, MAX_TOKENS),
+    "stop": Rule(f"at most {MAX_STOPS} strings of {MAX_STOP_CHARACTERS} characters", _are_stops),
+    "stop_token_ids": Rule(f"at most {MAX_STOP_TOKENS} token ids", lambda value: _are_few(value, MAX_STOP_TOKENS)),
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "logprobs": _NUM_LOGPROBS,
+    "prompt_logprobs": _NUM_LOGPROBS,
+    "grammar": optional(
+        Rule(
+            f"at most {MAX_CHARACTERS:,} characters ({_MAX_WRITTEN:,} of kind grammar) after {_MAX_MARKER} tokens",
+            _is_short,
+        )
+    ),
+}
+
+
+async def check_params(params: SamplingParams, grammar_source: str, model: Started, checks: GrammarChecks) -> None:
+    """Check the parameters of a request before any rank gets it. All routes to the engine call this.
+
+    Args:
+        grammar_source: Path of the field that has the grammar.
+    Raises:
+        ApiError: A parameter is beyond its limit, has a token that the model does not have, or is a grammar that
+            cannot be served.
+    """
+    for name, rule in LIMITS.items():
+        try:
+            check_fields({name: rule}, vars(params))
+        except ValueError as error:
+            raise ApiError(400, str(error), param=name) from error
+    try:
+        params.check_vocabulary(model.vocab_size)
+    except ValueError as error:
+        raise ApiError(400, str(error), param=str(error).partition(" ")[0]) from error
+    await checks.check(params.grammar, grammar_source, model)
