@@ -1,5 +1,6 @@
 """JSON schemas as trees: the schemas inside one, and what references lead to."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeGuard
 from urllib.parse import unquote
@@ -9,6 +10,7 @@ _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
 ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$comment"}
 Path = list[str | int]
+_INDEX = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
 def inner_schemas(schema: Any) -> Iterator[tuple[Path, Any]]:
@@ -41,11 +43,13 @@ def refer(root: Any, reference: str) -> Any:
     if not is_local(reference):
         raise LookupError(reference)
     part = root
-    for name in pointer(reference):
-        container: Any = {str(index): each for index, each in enumerate(part)} if isinstance(part, list) else part
-        if not isinstance(container, Mapping):
+    for name in map(str, pointer(reference)):
+        if isinstance(part, list) and _INDEX.fullmatch(name):
+            part = part[int(name)]
+        elif isinstance(part, Mapping):
+            part = part[name]
+        else:
             raise LookupError(reference)
-        part = container[name]
     return part
 
 

@@ -11,6 +11,7 @@ from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Output
 from dcpmla.serving.prompts import Prompt, Texts
 from dcpmla.serving.shown import Json, Shown, Usage
+from dcpmla.serving.slices import Each
 
 _LEAST = -9999.0
 _NUM_LAST = 256  # tokens of a prompt, more than the offsets of new ones depend on (`TokenOffsets`)
@@ -120,7 +121,7 @@ class Answers:
         if self.shown.token_ids:
             extras["prompt_token_ids"] = self._prompt_token_ids[index // self.num_choices]
         if self.shown.num_prompt_logprobs is not None:
-            extras["prompt_logprobs"] = [self._ranked(entry) for entry in output.prompt_logprobs]
+            extras["prompt_logprobs"] = Each(self._ranked, output.prompt_logprobs)
         return extras
 
     def _counted(self, index: int, output: Output) -> tuple[bool, Output]:
@@ -147,21 +148,24 @@ class Answers:
         if self.shown.num_logprobs is None:
             return None
         echoed = output.prompt_logprobs if self.shown.echo else ()
-        tokens = [(self.texts.token(entry.token_id), entry) for entry in (*echoed, *output.logprobs)]
+        entries = (*echoed, *output.logprobs)
         prompt = self.prompts[index // self.num_choices]
         if index not in self._offsets:
             start = len(prompt.text) if self.shown.echo else 0
             self._offsets[index] = self.texts.offsets(prompt, start, not self.shown.special_tokens)
-        offsets = [*prompt.offsets] if echoed else []
-        offsets += [self._offsets[index].push(entry.token_id) for entry in output.logprobs]
+        known = [*prompt.offsets] if echoed else []
         self._lengths[index] = length = self._lengths.get(index, 0) + len(output.text)
-        if output.finish_reason:  # a stop string is not in the text, its tokens are here
-            offsets = [min(offset, length) for offset in offsets]
+        is_over, push = output.finish_reason is not None, self._offsets[index].push
+
+        def offset(source: int | TokenLogprobs) -> int:
+            place = push(source.token_id) if isinstance(source, TokenLogprobs) else source
+            return min(place, length) if is_over else place  # A stop string is not in the text, its tokens are here.
+
         return {
-            "tokens": [text for text, _ in tokens],
-            "token_logprobs": [None if entry.logprob is None else in_json(entry.logprob) for _, entry in tokens],
-            "top_logprobs": [self._alternatives(entry) for _, entry in tokens],
-            "text_offset": offsets,
+            "tokens": Each(lambda entry: self.texts.token(entry.token_id), entries),
+            "token_logprobs": Each(lambda entry: None if entry.logprob is None else in_json(entry.logprob), entries),
+            "top_logprobs": Each(self._alternatives, entries),
+            "text_offset": Each(offset, [*known, *output.logprobs]),
         }
 
     def _alternatives(self, entry: TokenLogprobs) -> dict[str, float] | None:

@@ -34,11 +34,12 @@ from dcpmla.serving.prompts import Prompt, Texts
 from dcpmla.serving.protocol import CompletionBody, DetokenizeBody
 from dcpmla.serving.reader import AnswerReader
 from dcpmla.serving.receive import Receiver
-from dcpmla.serving.replies import EventStream, Reply, collect, events, under, while_connected
+from dcpmla.serving.replies import EventStream, Reply, WholeAnswer, collect, events, under
 from dcpmla.serving.responses_body import ResponsesBody
 from dcpmla.serving.responses_reply import responses_reply
 from dcpmla.serving.router import Router
 from dcpmla.serving.settings import Settings
+from dcpmla.serving.slices import MAX_ENTRIES, check_entries
 from dcpmla.serving.structured import GrammarChecks
 from dcpmla.serving.transfer_fields import KvTransferParams
 from dcpmla.serving.worker import Worker
@@ -202,7 +203,10 @@ class Api:
         prompts = [await chats.prompt(conversation, body.adds_special_tokens, num_kept)]
         skips = not sampling.shows_special_tokens
         readers = [chats.reader(conversation, prompts[0], skips) for _ in range(sampling.num_choices)]
-        limit = limit or longest - len(prompts[0].token_ids)
+        if not limit:
+            limit = longest - len(prompts[0].token_ids)
+            if body.num_logprobs is not None and not body.stream:  # Nobody has asked for more than is served.
+                limit = max(1, min(limit, MAX_ENTRIES // (sampling.num_choices * (1 + body.num_logprobs))))
         params = sampling.params(limit, body.num_logprobs, sampling.prompt_logprobs)
         grammar = await chats.grammars.grammar(conversation.tool_use, prompts[0], *body.asked_grammar())
         if grammar is not None:
@@ -249,6 +253,13 @@ class Api:
             transfer: Field of a router.
             num_kept_characters: Characters of the prompts that are kept for the answer.
         """
+        longest, num_new = self._engine.ready().max_model_len, 0
+        lengths = [len(prompt.token_ids) for prompt in reply.prompts]
+        if not body.stream:
+            num_new = sum(max(0, min(params.max_new_tokens, longest - length)) for length in lengths)
+        num_entries = check_entries(
+            sum(lengths) * reply.num_choices, params.prompt_logprobs, num_new * reply.num_choices, params.logprobs
+        )
         salt = body.cache_salt or ""
         move = self._router.move(transfer, reply.prompts, reply.num_choices, salt)
         reply = self._router.handed_over(reply, move, request.url, salt)
@@ -258,15 +269,15 @@ class Api:
             self._settings.request_timeout,
             num_choices=reply.num_choices,
             cache_salt=salt,
-            num_characters=num_kept_characters,
+            num_characters=num_kept_characters + num_entries,
             move=move,
         )
         reply.drop_prompts()
         if body.stream:
             return EventStream(generation, events(generation, reply))
         with generation:
-            value = await while_connected(request.receive, collect(generation, reply))
-        return Response(status_code=499) if value is None else JSONResponse(value)
+            value = await under(request, collect(generation, reply))
+        return WholeAnswer(value)
 
     async def _refuse(self, request: Request, error: Exception) -> Response:
         match error:

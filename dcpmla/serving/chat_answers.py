@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.serving.answers import Answers, in_json
 from dcpmla.serving.chat.events import Piece, Pieces
 from dcpmla.serving.chat_body import ChatBody
@@ -10,6 +11,7 @@ from dcpmla.serving.messages import Output
 from dcpmla.serving.prompts import Prompt, Texts
 from dcpmla.serving.reader import AnswerReader
 from dcpmla.serving.shown import Json
+from dcpmla.serving.slices import Each
 
 
 @dataclass
@@ -68,14 +70,11 @@ class ChatAnswers(Answers):
     def _logprobs(self, index: int, output: Output) -> Json | None:
         if self.shown.num_logprobs is None:
             return None
-        content = [
-            {
-                **self._token(entry.token_id, entry.logprob or 0.0),
-                "top_logprobs": [self._token(token_id, logprob) for token_id, logprob in entry.top],
-            }
-            for entry in output.logprobs
-        ]
-        return {"content": content}
+        return {"content": Each(self._entry, output.logprobs)}
+
+    def _entry(self, entry: TokenLogprobs) -> Json:
+        top = [self._token(token_id, logprob) for token_id, logprob in entry.top]
+        return {**self._token(entry.token_id, entry.logprob or 0.0), "top_logprobs": top}
 
     def _token(self, token_id: int, logprob: float) -> Json:
         text = self.texts.token(token_id)

@@ -132,7 +132,7 @@ class Engine:
             seconds: Time until the generation's deadline.
             num_choices: Number of requests for each prompt.
             cache_salt: Salt of the keys of the prompts' blocks.
-            num_characters: Characters of the prompts that are kept for the answer; they count as tokens do.
+            num_characters: Characters and log probabilities that are kept for the answer; they count as tokens do.
             move: Part in a transfer of the only prompt, which has one choice.
         Raises:
             ApiError: The queue is full.

@@ -1,8 +1,7 @@
 """The ways in which an answer follows the engine: whole, or as a stream of events, while its client is connected."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -14,6 +13,7 @@ from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Output, joined
 from dcpmla.serving.prompts import Prompt
 from dcpmla.serving.shown import Json
+from dcpmla.serving.slices import slices
 
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 T = TypeVar("T")
@@ -57,10 +57,13 @@ class Reply(Protocol):
         ...
 
 
-def event(chunk: Json) -> str:
-    """Return a chunk as a server-sent event, named after the chunk's type if it has one."""
-    name = f"event: {chunk['type']}\n" if "type" in chunk else ""
-    return f"{name}data: {json.dumps(chunk, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n"
+def event(chunk: Json) -> Iterator[str]:
+    """Yield a chunk as a server-sent event in slices, named after the chunk's type if it has one."""
+    before = f"event: {chunk['type']}\ndata: " if "type" in chunk else "data: "
+    for text in slices(chunk):
+        yield before + text
+        before = ""
+    yield "\n\n"
 
 
 async def collect(generation: Generation, answers: Reply) -> Json:
@@ -75,16 +78,44 @@ async def events(generation: Generation, answers: Reply) -> AsyncIterator[str]:
     """Yield the answer as events; an error is the last one, if one comes."""
     try:
         for chunk in answers.first_chunks():
-            yield event(chunk)
+            for text in event(chunk):
+                yield text
         async for index, output in generation.outputs():
             for chunk in answers.chunks(index, output):
-                yield event(chunk)
+                for text in event(chunk):
+                    yield text
     except ApiError as error:
-        yield event(answers.error(error))
+        for text in event(answers.error(error)):
+            yield text
     else:
         for chunk in answers.last_chunks():
-            yield event(chunk)
+            for text in event(chunk):
+                yield text
         yield answers.ending
+
+
+class WholeAnswer(Response):
+    """A whole answer as JSON. One of several slices has no Content-Length."""
+
+    def __init__(self, value: Json) -> None:
+        super().__init__()
+        self._value = value
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await while_connected(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        pieces = slices(self._value)
+        text, following = next(pieces), next(pieces, None)
+        headers = [(b"content-type", b"application/json")]
+        if following is None:
+            headers.append((b"content-length", str(len(text.encode())).encode()))
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        while following is not None:
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+            await asyncio.sleep(0)
+            text, following = following, next(pieces, None)
+        await send({"type": "http.response.body", "body": text.encode()})
 
 
 class EventStream(Response):
@@ -102,6 +133,7 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
         async for text in self._events:
             await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+            await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b""})
 
 

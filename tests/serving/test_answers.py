@@ -20,6 +20,7 @@ from dcpmla.serving.protocol import parse
 from dcpmla.serving.reader import AnswerReader, HiddenTokens, PlainParser
 from dcpmla.serving.replies import event
 from dcpmla.serving.shown import Shown
+from dcpmla.serving.slices import slices
 from tests.serving.test_texts import chats_of, texts_of
 from tests.support.small_tokenizers import tokenizer_of
 
@@ -41,12 +42,12 @@ def test_no_number_is_outside_of_json(kind: type[Answers], value: float) -> None
 
     expected = 0.0 if value == math.inf else -9999.0
     (chunk,), whole = answers().chunks(0, output), answers().whole([output])
-    for sent in (json.loads(event(chunk).removeprefix("data: ")), json.loads(json.dumps(whole, allow_nan=False))):
+    for sent in (json.loads("".join(event(chunk)).removeprefix("data: ")), json.loads("".join(slices(whole)))):
         numbers = json.dumps(sent["choices"][0]["logprobs"])
         assert str(expected) in numbers
         assert "-0.5" in numbers
     with pytest.raises(ValueError, match="JSON"):
-        event({"x": math.nan})
+        list(event({"x": math.nan}))
 
 
 def test_errors_of_the_model_are_named() -> None:

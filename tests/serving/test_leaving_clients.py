@@ -83,7 +83,7 @@ class Client:
 
 
 def slow_api() -> tuple[Engine, Slow, Api]:
-    engine, _ = make_engine(max_num_seqs=2)
+    engine, _ = make_engine(max_num_seqs=2)  # with a queue of one more
     tokenizer = scripted_tokenizer(TEMPLATE)
     engine.model = replace(Started(tokenizer, "", len(tokenizer), 500_000, 2, 500_000), eos_token_ids=(1,))
     worker = Slow(prepare)

@@ -23,6 +23,7 @@ from dcpmla.serving.reader import AnswerReader, ChainedParser, HiddenTokens
 from dcpmla.serving.replies import Reply, event
 from dcpmla.serving.responses_body import ResponsesBody
 from dcpmla.serving.responses_reply import responses_reply
+from dcpmla.serving.slices import slices
 from tests.serving.chat.answers import TEMPLATES, Call, cut, parser_of, render, some_calls
 from tests.support.agent import TEMPLATE, WEATHER, call
 from tests.support.scripted import RunningScript, scripted_tokenizer, serve_script
@@ -53,7 +54,7 @@ def outputs_of(answer: str, sizes: list[int]) -> list[Output]:
 
 def streamed(reply: Reply, outputs: list[Output]) -> str:
     chunks = [*reply.first_chunks(), *(chunk for each in outputs for chunk in reply.chunks(0, each))]
-    return "".join(map(event, [*chunks, *reply.last_chunks()])) + reply.ending
+    return "".join(text for chunk in [*chunks, *reply.last_chunks()] for text in event(chunk)) + reply.ending
 
 
 def client_of(kind: type, text: str, is_stream: bool) -> Any:
@@ -169,7 +170,7 @@ def test_blocks_come_as_they_were_written(name: str, route: str, data: st.DataOb
     sizes = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
     stream = client_of(client_kind, streamed(reply(), outputs_of(answer, sizes)), is_stream=True)
     assert blocks_of(stream, True, **body) == wanted
-    whole = client_of(client_kind, json.dumps(reply().whole(outputs_of(answer, [len(answer)]))), is_stream=False)
+    whole = client_of(client_kind, "".join(slices(reply().whole(outputs_of(answer, [len(answer)])))), is_stream=False)
     assert blocks_of(whole, False, **body) == wanted
 
 

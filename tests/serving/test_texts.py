@@ -1,6 +1,7 @@
 """Prompts, tokens and offsets of the API, with small tokenizers and without a server."""
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Output, Started
 from dcpmla.serving.prompts import Prompt, Texts
 from dcpmla.serving.shown import Shown
+from dcpmla.serving.slices import slices
 from dcpmla.serving.structured import GrammarChecks
 from dcpmla.serving.worker import Worker
 from tests.support.small_tokenizers import FAMILIES, SENTENCES, SPECIAL, byte_letter, tokenizer_of
@@ -55,13 +57,13 @@ def choice(family: str, prompt: Prompt, new: list[int], echo: bool, stop: tuple[
             "stop" if is_last else None,
             prompt_logprobs=() if number else scored,
         )
-        (chunk,) = answers.chunks(0, output)[0]["choices"]
+        (chunk,) = json.loads("".join(slices(answers.chunks(0, output)[0])))["choices"]
         joined["text"] += chunk["text"]
         joined["tokens"] += chunk["logprobs"]["tokens"]
         joined["text_offset"] += chunk["logprobs"]["text_offset"]
     logprobs = tuple(TokenLogprobs(token, -1.0, ()) for token in new)
     output = Output(0, stream.text, tuple(new), logprobs, "stop", prompt_logprobs=scored)
-    (once,) = whole.whole([output])["choices"]
+    (once,) = json.loads("".join(slices(whole.whole([output]))))["choices"]
     assert once["text"] == joined["text"]
     length = len(once["text"])
     assert once["logprobs"]["text_offset"] == [min(offset, length) for offset in joined["text_offset"]]

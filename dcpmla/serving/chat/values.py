@@ -8,6 +8,8 @@ from typing import Any
 from dcpmla.runtime.schemas import refer
 
 _MAX_SCHEMAS = 64  # parts of a schema that are looked at for one argument: references may form a circle
+_MAX_ITEMS = 64  # items of each list of a part that are looked at
+_LONGEST_REFERENCE = 1024  # characters
 
 
 def dumps(value: object) -> str:
@@ -36,7 +38,10 @@ def json_of(text: str, types: frozenset[str]) -> str:
 
 
 def schema_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
-    """Return the types that a function's schema allows for an argument, none if it does not say."""
+    """Return the types that a function's schema allows for an argument, none if it does not say.
+
+    Of a long list the first items stand for all: the event loop waits for this.
+    """
     properties = schema.get("properties")
     pending: list[Any] = [properties.get(key)] if isinstance(properties, Mapping) else []
     names: set[str] = set()
@@ -51,7 +56,7 @@ def schema_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
         if declared is None:
             names.update(*map(types_of, [*_items(part.get("enum")), *([part["const"]] if "const" in part else [])]))
         pending += [each for union in ("anyOf", "oneOf", "allOf") for each in _items(part.get(union))]
-        if isinstance(reference := part.get("$ref"), str):
+        if isinstance(reference := part.get("$ref"), str) and len(reference) <= _LONGEST_REFERENCE:
             with suppress(LookupError):
                 pending.append(refer(schema, reference))
     return frozenset(names)
@@ -72,4 +77,4 @@ def types_of(value: object) -> frozenset[str]:
 
 
 def _items(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
+    return value[:_MAX_ITEMS] if isinstance(value, list) else []

@@ -151,6 +151,38 @@ def test_types_of_a_schema(key: str, types: set[str]) -> None:
     assert schema_types({}, key) == schema_types({"properties": []}, key) == set()
 
 
+class Counted(dict[str, Any]):
+    """A part of a schema that counts how often it is looked at."""
+
+    num = 0
+
+    def get(self, key: str, default: Any = None) -> Any:
+        Counted.num += key == "type"
+        return super().get(key, default)
+
+
+@pytest.mark.parametrize("union", ["anyOf", "oneOf", "allOf"])
+def test_few_parts_of_a_schema_are_looked_at(union: str) -> None:
+    inner: Any = Counted({"$ref": "#/$defs/x"})
+    Counted.num = 0
+    for _ in range(3):
+        inner = Counted({union: [inner] * 10_000})
+    assert schema_types({"properties": {"a": inner}, "$defs": {"x": inner}}, "a") == set()
+    assert 0 < Counted.num <= 64
+
+
+@pytest.mark.parametrize("field", ["enum", "type"])
+def test_the_first_items_of_a_long_list_stand_for_all(field: str) -> None:
+    few, last = (["string"], "null") if field == "type" else (["a"], None)
+    assert schema_types({"properties": {"a": {field: few * 64 + [last] * 10_000}}}, "a") == {"string"}
+    assert schema_types({"properties": {"a": {field: few * 63 + [last]}}}, "a") == {"string", "null"}
+
+
+def test_a_long_reference_is_not_followed() -> None:
+    schema = {"properties": {"a": {"$ref": "#/$defs/" + "x" * 2000}}, "$defs": {"x" * 2000: {"type": "string"}}}
+    assert schema_types(schema, "a") == set()
+
+
 @pytest.mark.parametrize(
     ("text", "types", "expected"),
     [
