@@ -70,7 +70,7 @@ class BlockFile:
                 )
             if slot_bytes < 1 or slot_bytes % ALIGNMENT:
                 raise ValueError(f"slot_bytes is {slot_bytes}; it must be a positive multiple of {ALIGNMENT}")
-            self._index = os.open(claimed.index, os.O_RDWR | os.O_CREAT, mode=0o600)
+            self._index = claimed.open_index()
             self._descriptors.append(self._index)
             _resize(self._index, num_slots * RECORD_BYTES)
             _resize(claimed.lock, num_slots * slot_bytes)
@@ -199,7 +199,7 @@ def _resize(descriptor: int, num_bytes: int) -> None:
 def _open_direct(claimed: ClaimedFile) -> int:
     """Open the file to bypass the page cache, which other programs need more; or not, on file systems without that."""
     try:
-        direct = os.open(claimed.blocks, os.O_RDWR | os.O_DIRECT)
+        direct = claimed.open_direct()
     except OSError:
         return os.dup(claimed.lock)
     try:

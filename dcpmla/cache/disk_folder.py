@@ -9,6 +9,8 @@ A job holds an exclusive lock on each of its files. A second job with the same i
 the next generation: a server can start while its predecessor still finishes requests, and a process that hangs cannot
 keep others from starting. Files without a lock are either reused or removed, also files of other identities, so a
 directory never holds more than --kv-offloading-disk-size for each running job. The lock ends with its process.
+
+Folders and files are this user's alone (`own_folder.py`), wherever DIR is; everything else is refused.
 """
 
 import fcntl
@@ -20,7 +22,10 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from dcpmla.cache.own_folder import OwnFolder
+
 _BLOCKS, _INDEX = ".blocks", ".index"
+_NAME = re.compile(r"([a-z]+\d+)\.(0|[1-9]\d{0,8})\.blocks")  # content and rank, generation
 
 
 @dataclass(frozen=True)
@@ -28,16 +33,57 @@ class ClaimedFile:
     """A file of blocks that this process has locked.
 
     Args:
-        blocks: Path of the blocks; the lock is on this file.
-        index: Path of the records.
-        lock: Descriptor of `blocks`, for reads and writes through the page cache. The lock ends when it is closed.
+        folder: Folder of the files.
+        name: Name of the blocks; the lock is on this file.
+        lock: Descriptor of the blocks, for reads and writes through the page cache. The lock ends when it is closed.
         owner: Digest of the identity and the rank. Records of other owners do not pass for records of this file.
     """
 
-    blocks: Path
-    index: Path
+    folder: OwnFolder
+    name: str
     lock: int
     owner: bytes
+
+    @property
+    def blocks(self) -> Path:
+        """Path of the blocks."""
+        return self.folder.path / self.name
+
+    @property
+    def index(self) -> Path:
+        """Path of the records."""
+        return self.blocks.with_suffix(_INDEX)
+
+    def open_index(self) -> int:
+        """Open the records, made if they are not there.
+
+        Raises:
+            ValueError: What is there is no file of this user alone.
+        """
+        try:
+            try:
+                return self.folder.open(self.index.name, os.O_RDWR)
+            except FileNotFoundError:
+                return self.folder.open(self.index.name, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise _path_error(self.folder.path.parent, error) from error
+
+    def open_direct(self) -> int:
+        """Open the blocks once more, for reads and writes that bypass the page cache.
+
+        Raises:
+            OSError: The file system has none, or another file has the name now.
+        """
+        descriptor = self.folder.open(self.name, os.O_RDWR | os.O_DIRECT)
+        if not os.path.samestat(os.fstat(descriptor), os.fstat(self.lock)):
+            os.close(descriptor)
+            raise FileNotFoundError(self.blocks)
+        return descriptor
+
+    def remove(self) -> None:
+        """Remove the files. The lock stays until it is closed."""
+        self.folder.remove(self.index.name)
+        self.folder.remove(self.name)
 
 
 class DiskFolder:
@@ -57,15 +103,19 @@ class DiskFolder:
 
     def __init__(self, directory: Path, identity: Mapping[str, str]) -> None:
         self._directory, self._digest = directory, _digest(identity)
-        self.path = directory / self._digest
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.others = [other for path, other in _folders(directory) if path != self.path and _has_blocks(path)]
-            written = self.path / f"identity.{os.getpid()}"
-            written.write_text(json.dumps(dict(identity), indent=2, sort_keys=True) + "\n")
-            written.replace(self.path / "identity.json")
+            self._folder = OwnFolder(directory / self._digest)
+            self.others = [
+                other for path, other in _folders(directory) if path != self.path and _has_blocks(OwnFolder(path))
+            ]
+            self._folder.write("identity.json", json.dumps(dict(identity), indent=2, sort_keys=True) + "\n")
         except OSError as error:
             raise _path_error(directory, error) from error
+
+    @property
+    def path(self) -> Path:
+        """Path of the folder of this identity."""
+        return self._folder.path
 
     def claim(self, rank: int, content: str = "rank") -> ClaimedFile:
         """Lock a file of a rank: the newest generation that no process holds, or a new one.
@@ -79,27 +129,28 @@ class DiskFolder:
             ValueError: The files cannot be made or locked.
         """
         try:
-            lock, path = self._lock_generation(f"{content}{rank}")
-            for folder, _ in _folders(self._directory):
-                if folder != self.path:
-                    _remove_unlocked(folder.glob(f"*{_BLOCKS}"))
+            lock, name = self._lock_generation(f"{content}{rank}")
+            for path, _ in _folders(self._directory):
+                if path != self.path:
+                    other = OwnFolder(path)
+                    _remove_unlocked(other, [each for each in other.names() if _NAME.fullmatch(each)])
         except OSError as error:
             raise _path_error(self._directory, error) from error
         owner = sha256(f"{self._digest} {content} {rank}".encode()).digest()
-        return ClaimedFile(path, path.with_suffix(_INDEX), lock, owner)
+        return ClaimedFile(self._folder, name, lock, owner)
 
-    def _lock_generation(self, name: str) -> tuple[int, Path]:
+    def _lock_generation(self, name: str) -> tuple[int, str]:
         while True:
-            paths = self.path.glob(f"{name}.*{_BLOCKS}")
-            generations = sorted(int(path.name.split(".")[1]) for path in paths)
-            existing = [self.path / f"{name}.{generation}{_BLOCKS}" for generation in reversed(generations)]
-            for path in existing:
-                if (lock := _lock(path)) is not None:
-                    _remove_unlocked(existing)  # The lock keeps the file itself.
-                    return lock, path
-            path = self.path / f"{name}.{max(generations, default=-1) + 1}{_BLOCKS}"
-            if (lock := _lock(path, os.O_CREAT)) is not None:
-                return lock, path
+            found = filter(None, map(_NAME.fullmatch, self._folder.names()))
+            generations = sorted((int(each[2]) for each in found if each[1] == name), reverse=True)
+            existing = [f"{name}.{generation}{_BLOCKS}" for generation in generations]
+            for each in existing:
+                if (lock := _lock(self._folder, each)) is not None:
+                    _remove_unlocked(self._folder, existing)  # The lock keeps the file itself.
+                    return lock, each
+            new = f"{name}.{max(generations, default=-1) + 1}{_BLOCKS}"
+            if (lock := _lock(self._folder, new, os.O_CREAT)) is not None:
+                return lock, new
             # Another job has made this file since: look again.
 
 
@@ -108,26 +159,29 @@ def _digest(identity: Mapping[str, str]) -> str:
 
 
 def _folders(directory: Path) -> Iterator[tuple[Path, dict[str, str]]]:
-    """Yield all folders of blocks with their identities. Other folders do not match their names."""
+    """Yield all folders of blocks of this user with their identities. Other folders do not match their names."""
     for path in sorted(directory.iterdir()):
         if re.fullmatch(r"[0-9a-f]{64}", path.name):
             try:
-                identity = json.loads((path / "identity.json").read_text())
+                identity = json.loads(OwnFolder(path).read("identity.json"))
             except (OSError, ValueError):
                 continue
             if isinstance(identity, dict) and _digest(identity) == path.name:
                 yield path, identity
 
 
-def _has_blocks(folder: Path) -> bool:
-    return any(folder.glob(f"*{_BLOCKS}"))
+def _has_blocks(folder: OwnFolder) -> bool:
+    return any(map(_NAME.fullmatch, folder.names()))
 
 
-def _lock(path: Path, flags: int = 0) -> int | None:
-    """Open and lock a file; None if another descriptor has locked it, or if it does not exist (any more)."""
+def _lock(folder: OwnFolder, name: str, flags: int = 0) -> int | None:
+    """Open and lock a file; None if another descriptor has locked it, or if it does not exist (any more).
+
+    With O_CREAT, None if it exists by now.
+    """
     try:
-        descriptor = os.open(path, os.O_RDWR | flags, mode=0o600)
-    except FileNotFoundError:
+        descriptor = folder.open(name, os.O_RDWR | flags)
+    except (FileNotFoundError, FileExistsError):
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -142,17 +196,17 @@ def _lock(path: Path, flags: int = 0) -> int | None:
     return None
 
 
-def _remove_unlocked(paths: Iterator[Path] | list[Path]) -> None:
+def _remove_unlocked(folder: OwnFolder, names: list[str]) -> None:
     """Remove files of blocks that no process holds, each under its lock, so that no process takes it meanwhile."""
-    for path in paths:
-        if (lock := _lock(path)) is not None:
-            path.with_suffix(_INDEX).unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
+    for name in names:
+        if (lock := _lock(folder, name)) is not None:
+            ClaimedFile(folder, name, lock, b"").remove()
             os.close(lock)
 
 
 def _path_error(directory: Path, error: OSError) -> ValueError:
     return ValueError(
         f"kv_offloading_path (--kv-offloading-path) is {directory}: {error}; it must be a directory on a local disk "
-        "in which this user can make, lock and write files"
+        "in which this user can make, lock and write files; what it has there must be this user's alone: directories "
+        "of mode 0700, files of mode 0600, no links"
     )

@@ -203,8 +203,7 @@ def _measure_reads(plan: CachePlan, memory: HostMemory, num_slots: int, folder: 
         try:
             transfers = DiskTransfers(BlockFile(claimed, most, memory.block_bytes))
         finally:
-            claimed.index.unlink(missing_ok=True)
-            claimed.blocks.unlink(missing_ok=True)
+            claimed.remove()
     except (OSError, ValueError):
         return Line(0.0, 1e-3 / H200X8.disk_gb_per_s)
 

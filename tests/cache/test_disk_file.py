@@ -6,6 +6,7 @@ import itertools
 import multiprocessing
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -151,7 +152,7 @@ def test_a_file_of_another_identity_or_rank_is_a_miss(tmp_path: Path, rank: int)
     identity = {**IDENTITY, "model": "d2"} if rank == 0 else IDENTITY
     folder = DiskFolder(tmp_path / "other", identity)
     for suffix in ("blocks", "index"):
-        (folder.path / f"rank{rank}.0.{suffix}").write_bytes(path_of(tmp_path, suffix).read_bytes())
+        shutil.copy(path_of(tmp_path, suffix), folder.path / f"rank{rank}.0.{suffix}")
     file = BlockFile(folder.claim(rank), 4, SLOT_BYTES)
     assert not file.stored
     with pytest.raises(DamagedBlockError, match="another block"):
