@@ -26,6 +26,7 @@ from dcpmla.serving.frontend import Frontend, listen
 from dcpmla.serving.loop import ServingLoop, started
 
 _KEY, _TRANSFER_KEY = "DCPMLA_API_KEY", "DCPMLA_TRANSFER_KEY"
+_LOOPBACK = "localhost", "127.0.0.1", "[::1]"  # names in requests
 _logger = logging.getLogger(__name__)
 
 
@@ -49,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--api-key", metavar="KEY", help=f"that clients must give; default: the variable {_KEY}, else none")
     transfer = "that servers with --role prefill and --role decode have in common, and clients have not"
     add("--transfer-key", metavar="KEY", help=f"{transfer}; default: the variable {_TRANSFER_KEY}, else none")
-    origins = "origins whose web pages may use the server, such as https://chat.example; *: any"
-    add("--allowed-origins", nargs="+", type=_origin, default=["*"], metavar="ORIGIN", help=origins)
+    origins = "origins whose web pages may use the server, such as https://chat.example; *: any, the default with a key"
+    add("--allowed-origins", nargs="+", type=_origin, metavar="ORIGIN", help=origins)
     add("--max-waiting", type=positive, default=1024, metavar="N", help="most requests beyond those that run; then 429")
     add("--request-timeout", type=seconds, default=3600, metavar="S", help="seconds that one request may take")
     add("--drain-seconds", type=seconds, default=25, metavar="S", help="seconds for running requests after a SIGTERM")
@@ -75,6 +76,8 @@ def run(args: argparse.Namespace) -> None:
         link = None
         if args.role != "both":
             job.watchdog.enter("connecting to the network of transfers", LOAD_TIMEOUT)
+            if not _hosts_outside(args) and os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+                os.environ.setdefault("UCX_NET_DEVICES", "lo")  # UCX listens for this host's servers alone
             with needed_by(f"--role {args.role}"):
                 link = link_engine(engine, files, dcp, args.role)
         loop = ServingLoop(engine, frontend)
@@ -128,8 +131,7 @@ def _check_keys(args: argparse.Namespace, api_key: str | None, transfer_key: str
         raise ValueError(f"{label} is the API key (--api-key, {_KEY}), which clients have; give another one")
     if args.role == "both" or transfer_key is not None:
         return
-    hosts = [args.host, *(urlsplit(url).hostname or "" for url in args.prefill_servers)]
-    if outside := [host for host in hosts if not _is_loopback(host)]:
+    if outside := _hosts_outside(args):
         raise ValueError(
             f"{label} is missing; role (--role) is {args.role}, and {outside[0]} (--host, --prefill-servers) is no "
             "loopback address; give the prefill and the decode servers one key, which no client has"
@@ -140,6 +142,12 @@ def _check_keys(args: argparse.Namespace, api_key: str | None, transfer_key: str
         _TRANSFER_KEY,
         "whoever reaches the port" if api_key is None else "each client",
     )
+
+
+def _hosts_outside(args: argparse.Namespace) -> list[str]:
+    """Return the hosts with which a server exchanges blocks and that are not this one."""
+    hosts = [args.host, *(urlsplit(url).hostname or "" for url in args.prefill_servers)]
+    return [host for host in hosts if not _is_loopback(host)]
 
 
 def _is_loopback(host: str) -> bool:
@@ -167,13 +175,14 @@ def _start_frontend(args: argparse.Namespace, api_key: str | None, transfer_key:
         args.served_model_name or args.model,
         api_key,
         args.request_timeout,
-        args.allowed_origins,
+        args.allowed_origins or (() if api_key is None else ("*",)),
         _read_template(args.chat_template),
         args.tool_call_parser,
         args.reasoning_parser,
         args.role,
         args.prefill_servers,
         transfer_key,
+        (*_LOOPBACK, args.host.lower()) if _is_loopback(args.host) else (),
     )
     listener = listen(args.host, args.port)
     with listener:

@@ -15,9 +15,12 @@ _OF_SERVERS = "/kv/"
 def guarded(app: ASGIApp, settings: Settings) -> ASGIApp:
     """Return an application that requires the keys, and sends answers to web pages of allowed origins.
 
-    A browser's preflight request has no key and needs none.
+    A browser's preflight request has no key and needs none. Where no key keeps pages out, those of other origins are
+    refused, and so are requests for hosts that `settings.hosts` does not have: a page's own name may lead here, too.
     """
     app = _with_keys(app, settings.api_key, settings.server_key)
+    if settings.api_key is None and "*" not in settings.allowed_origins:
+        app = _without_pages(app, settings)
     return CORSMiddleware(app, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"])
 
 
@@ -39,6 +42,26 @@ def _with_keys(app: ASGIApp, api_key: str | None, server_key: str | None) -> ASG
         await (app if is_allowed else error.response(scope["path"]))(scope, receive, send)
 
     return check_key
+
+
+def _without_pages(app: ASGIApp, settings: Settings) -> ASGIApp:
+    """Return an application that refuses web pages of other origins, by what their browsers say of them."""
+    origins = {origin.encode() for origin in settings.allowed_origins}
+    hosts = {name.encode() for name in settings.hosts}
+
+    async def check_page(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope.get("headers", []))
+        origin, host = headers.get(b"origin"), headers.get(b"host", b"")
+        name = host.rpartition(b":")[0] if host.rpartition(b":")[2].isdigit() else host
+        refused = None
+        if origin is not None and origin not in origins:
+            refused = ApiError(403, "web pages of this origin may not use the server (--allowed-origins)")
+        elif hosts and name and name.lower() not in hosts:
+            words = "give the server a key (--api-key), or call it by a name of its own host (--host)"
+            refused = ApiError(403, words)
+        await (app if refused is None else refused.response(scope["path"]))(scope, receive, send)
+
+    return check_page
 
 
 def _has_key(scope: Scope, key: bytes) -> bool:

@@ -86,6 +86,7 @@ class Api:
             routes=routes,
             exception_handlers={ApiError: self._refuse, HTTPException: self._refuse, Exception: self._refuse},
         )
+        app.router.redirect_slashes = False  # A redirect would name the host that the client has made up.
         return guarded(app, self._settings)
 
     async def health(self, request: Request) -> Response:

@@ -1,6 +1,7 @@
 """The HTTP process: server and engine's client on one event loop, until the ranks end."""
 
 import asyncio
+import logging
 import signal
 import socket
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import uvloop
 from dcpmla.serving.app import Api
 from dcpmla.serving.background import prepare
 from dcpmla.serving.client import Engine
-from dcpmla.serving.connections import Connection, Limits, limit_connections
+from dcpmla.serving.connections import Connection, FewLines, Limits, limit_connections
 from dcpmla.serving.metrics import Metrics
 from dcpmla.serving.outbox import Outbox
 from dcpmla.serving.prefills import Prefills
@@ -85,6 +86,7 @@ async def _serve(
         server_header=False,
         timeout_graceful_shutdown=_FLUSH,
     )
+    logging.getLogger("uvicorn.error").addFilter(FewLines())
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:

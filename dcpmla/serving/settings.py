@@ -19,18 +19,20 @@ class Settings:
         role: Part of the work: "prefill" computes prompts for other servers, "decode" what follows them, "both" all.
         prefill_servers: URLs of the servers that prefill for a decode server.
         transfer_key: Key that prefill and decode servers have in common, and clients have not; None for no key.
+        hosts: Names in lower case by which clients without a key may call the server; empty for any.
     """
 
     name: str
     api_key: str | None
     request_timeout: float
-    allowed_origins: Sequence[str] = ("*",)
+    allowed_origins: Sequence[str] = ()
     chat_template: str | None = None
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     role: str = "both"
     prefill_servers: Sequence[str] = ()
     transfer_key: str | None = None
+    hosts: Sequence[str] = ()
 
     @property
     def server_key(self) -> str | None:

@@ -1,0 +1,82 @@
+"""Who may use the server: web pages, names of hosts; what the log says of strangers."""
+
+import asyncio
+import logging
+from typing import Any
+
+import httpx2
+import pytest
+
+from dcpmla.serving.access import guarded
+from dcpmla.serving.app import Api
+from dcpmla.serving.background import prepare
+from dcpmla.serving.connections import FewLines, Limits
+from dcpmla.serving.settings import Settings
+from dcpmla.serving.worker import Worker
+from tests.serving.test_client import make_engine
+
+LOCAL = ("localhost", "127.0.0.1", "[::1]")
+
+
+async def answer(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"prompts of others"})
+
+
+def ask(app: Any, path: str = "/v1/models", **headers: str) -> httpx2.Response:
+    async def get() -> httpx2.Response:
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as client:
+            return await client.get(path, headers=headers)
+
+    return asyncio.run(get())
+
+
+@pytest.mark.parametrize(("host", "status"), [
+    ("localhost:8000", 200),
+    ("LOCALHOST", 200),
+    ("127.0.0.1:8000", 200),
+    ("[::1]:8000", 200),
+    ("[::1]", 200),
+    ("evil.example", 403),
+    ("evil.example:8000", 403),
+    ("127.0.0.1.evil.example:80", 403),
+    ("localhost:evil", 403),
+])  # fmt: skip
+def test_names_of_a_local_server_without_a_key(host: str, status: int) -> None:
+    """A page may give its own name this address (DNS rebinding), and is then no page of another origin."""
+    assert ask(guarded(answer, Settings("m", None, 9, hosts=LOCAL)), Host=host).status_code == status
+    assert ask(guarded(answer, Settings("m", None, 9, ("*",), hosts=LOCAL)), Host=host).status_code == 200
+    assert ask(guarded(answer, Settings("m", None, 9)), Host=host).status_code == 200  # on an outer address
+    assert ask(guarded(answer, Settings("m", "k", 9, hosts=LOCAL)), Host=host).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("allowed", "status"), [((), 403), (("https://a.example",), 403), (("https://b.example",), 200)]
+)
+def test_pages_of_other_origins_without_a_key(allowed: tuple[str, ...], status: int) -> None:
+    response = ask(guarded(answer, Settings("m", None, 9, allowed)), Origin="https://b.example")
+    assert response.status_code == status
+    assert ("access-control-allow-origin" in response.headers) == (status == 200)
+    assert ask(guarded(answer, Settings("m", None, 9, allowed))).status_code == 200
+
+
+def test_no_redirect_names_the_host_of_a_request() -> None:
+    engine, _ = make_engine()
+    app = Api(engine, Settings("m", None, 9), Limits(), Worker(prepare)).app()
+    for path in ("/metrics/", "/health/", "/v1/completions/"):
+        response = ask(app, path, Host="evil.example")
+        assert response.status_code == 404
+        assert "location" not in response.headers
+
+
+def test_lines_that_strangers_cause_are_few(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("a server's")
+    logger.addFilter(few := FewLines())
+    for _ in range(1000):
+        logger.warning("Invalid HTTP request received.")
+    logger.warning("another line")
+    assert len(caplog.records) == 11
+    assert "left out" in caplog.records[9].message
+    later = caplog.records[0]
+    later.created += 61
+    assert few.filter(later)
