@@ -1,4 +1,4 @@
-"""Folders and files that are this user's alone, where other users may have put anything in their place."""
+"""Folders and files that are this user's alone, in directories where other users may have put anything."""
 
 import os
 import stat
@@ -12,7 +12,7 @@ _WRITES = os.O_RDWR | os.O_WRONLY
 
 
 class OwnFolder:
-    """A folder of this user that others cannot enter, held by its descriptor: what is put in its place is not it.
+    """A folder of this user that others cannot enter, held by its descriptor: whatever gets its path later is not it.
 
     Its path may lead through links, its last name may not be one.
 
@@ -65,7 +65,7 @@ class OwnFolder:
             return file.read()
 
     def write(self, name: str, text: str) -> None:
-        """Put a file in the place of what has its name; readers see the one or the other."""
+        """Write a file under a name; readers see what had it before, or all of the file."""
         written = f"{name}.{os.getpid()}"
         self.remove(written)  # of a process with the same number
         with open(self.open(written, os.O_WRONLY | os.O_CREAT), "w") as file:

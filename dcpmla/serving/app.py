@@ -58,7 +58,7 @@ class Api:
         self._engine, self._settings, self._created = engine, settings, int(time.time())
         self._receiver = Receiver(engine, limits)
         self._form: Chats | None = None
-        self._place: Background | None = None
+        self._off_loop: Background | None = None
         self._worker, self._checks = worker, GrammarChecks(worker)
         secret = secrets.token_hex()
         self._handoffs = HandoffRoutes(engine, settings, self._receiver, self._checks, secret)
@@ -221,10 +221,10 @@ class Api:
         return reply(body, texts, self._settings.name, prompts, readers), params
 
     def _background(self, model: Started) -> Background:
-        """Return the place of work on what clients send."""
-        if self._place is None:
-            self._place = Background(model, self._worker)
-        return self._place
+        """Return where what clients send is worked on."""
+        if self._off_loop is None:
+            self._off_loop = Background(model, self._worker)
+        return self._off_loop
 
     def _chats(self) -> Chats:
         """Return the form of the model's conversations."""

@@ -48,7 +48,7 @@ def prepare(model: Started) -> Prepared:
 
 
 class Background:
-    """The place of work on what the clients of a model send.
+    """Work on what the clients of a model send, off the event loop.
 
     Args:
         worker: Process whose model is `prepare` of this one.

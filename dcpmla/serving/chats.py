@@ -24,7 +24,7 @@ class Chats:
     """The form of a model's conversations.
 
     Args:
-        background: Place of the work on prompts.
+        background: What renders and tokenizes prompts.
         checks: Checks of grammars.
         chat_template: Template in place of the tokenizer's, None for that.
         call_parser: Name of the format of tool calls, None for the model's.

@@ -52,16 +52,16 @@ class Allowance:
     answer_bytes: int = 1 << 20
 
 
-class Places:
-    """Places for children. They come free for clients in the order of their arrival, but one client never has all."""
+class Permits:
+    """Permits for children. Clients get them in the order of their arrival, but one client never has all."""
 
-    def __init__(self, num_places: int) -> None:
-        self._num_places, self._taken = num_places, Counter[str]()
+    def __init__(self, num_permits: int) -> None:
+        self._num_permits, self._taken = num_permits, Counter[str]()
         self._waiting = deque[tuple[str, asyncio.Future[None]]]()
 
     @asynccontextmanager
-    async def place(self, client: str) -> AsyncIterator[None]:
-        """Wait for a place, and hold it until the end of the block."""
+    async def permit(self, client: str) -> AsyncIterator[None]:
+        """Wait for a permit, and hold it until the end of the block."""
         if self._is_free(client):
             self._taken[client] += 1
         else:
@@ -81,11 +81,11 @@ class Places:
             self._leave(client)
 
     def _is_free(self, client: str) -> bool:
-        """Return whether a client may take a place now."""
-        return self._taken.total() < self._num_places and self._taken[client] < max(1, self._num_places - 1)
+        """Return whether a client may get a permit now."""
+        return self._taken.total() < self._num_permits and self._taken[client] < max(1, self._num_permits - 1)
 
     def _leave(self, client: str) -> None:
-        """Free a client's place, for the first one that waits and may take it."""
+        """Return a client's permit, for the first one that waits and may have it."""
         self._taken[client] -= 1
         if not self._taken[client]:
             del self._taken[client]
@@ -110,7 +110,7 @@ class Worker:
         self._prepare = prepare
         self._control: socket.socket | None = None
         self._pid = 0
-        self._places = Places(MAX_CHILDREN)
+        self._permits = Permits(MAX_CHILDREN)
         self._ready: asyncio.Future[bytes] | None = None  # the answer to the model
 
     def start(self) -> None:
@@ -138,7 +138,7 @@ class Worker:
         Raises:
             LimitError: The function has passed a limit.
         """
-        async with self._places.place(CLIENT.get()):
+        async with self._permits.permit(CLIENT.get()):
             self.start()
             self._ready = self._ready or asyncio.ensure_future(self._send(model))
             await asyncio.shield(self._ready)  # The first caller may leave before it.

@@ -82,13 +82,13 @@ def test_another_process_follows_one_that_was_killed() -> None:
 
 
 def test_functions_end_with_their_callers(tmp_path: Path) -> None:
-    """Otherwise those of clients that have left would take the places of others. One client never has all places."""
-    num_places = worker.MAX_CHILDREN - 1
+    """Otherwise those of clients that have left would keep others waiting. One client never has all permits."""
+    num_permits = worker.MAX_CHILDREN - 1
 
     async def calls() -> Any:
         paths = [tmp_path / str(number) for number in range(worker.MAX_CHILDREN + 2)]
         tasks = [asyncio.create_task(own.call("m", sleep, str(path))) for path in paths]
-        while not all(path.exists() and path.read_text() for path in paths[:num_places]):
+        while not all(path.exists() and path.read_text() for path in paths[:num_permits]):
             await asyncio.sleep(0.01)
         worker.CLIENT.set("another")
         assert await own.call("m", joined) == ["M"]
@@ -102,14 +102,14 @@ def test_functions_end_with_their_callers(tmp_path: Path) -> None:
         return answer, len(pids)
 
     own = Worker(prepared)
-    assert asyncio.run(calls()) == (["M"], num_places)
+    assert asyncio.run(calls()) == (["M"], num_permits)
 
 
-def test_places_come_free_in_the_order_of_arrival() -> None:
+def test_permits_are_given_in_the_order_of_arrival() -> None:
     """Where the first one that waits may take none, the next one may."""
 
     async def hold(client: str) -> None:
-        async with places.place(client):
+        async with permits.permit(client):
             order.append(client)
             await ends[client[:1]].wait()
 
@@ -125,12 +125,12 @@ def test_places_come_free_in_the_order_of_arrival() -> None:
         ends["c"].set()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert order == ["a", "a", "b", "c", "a"]
-        assert not places._taken
-        assert not places._waiting
+        assert not permits._taken
+        assert not permits._waiting
 
     async def run() -> None:
         ends.update({name: asyncio.Event() for name in "abc"})
         await scenario()
 
-    places, order, ends = worker.Places(3), list[str](), dict[str, asyncio.Event]()
+    permits, order, ends = worker.Permits(3), list[str](), dict[str, asyncio.Event]()
     asyncio.run(run())
