@@ -1,0 +1,211 @@
+"""A soak of a server: honest clients alone, then beside hostile ones; a program of its own, outside the suite.
+
+    python tests/hostile_soak.py                     1 minute of honest clients, 10 of both, on one rank
+    python tests/hostile_soak.py --ranks 2 --seconds 60 --json out.json
+
+It fails where an honest request is not answered with 200, where their 99th percentile beside hostile clients is more
+than three times the one alone, where the server's memory grows by more than 1 GiB, or where anything is left after.
+"""
+
+import argparse
+import json
+import random
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.support.servers import KEY, QUESTION, RunningServer, needle_with_template, serve  # noqa: E402
+
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+_MOST_GROWTH = 1 << 30
+_REST = 20.0  # seconds in which all that hostile clients have begun must end
+_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_WIDE = {"type": "object", "properties": {"a": {"enum": list(range(200_000))}}}
+
+
+def honest(rng: random.Random) -> tuple[str, dict[str, Any]]:
+    """Return a small request: a completion, a chat, or one with a grammar."""
+    return rng.choice(
+        [
+            (_COMPLETIONS, {"prompt": QUESTION, "max_tokens": 4, "temperature": 0}),
+            (_CHAT, {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 4, "temperature": 0}),
+            (_COMPLETIONS, {"prompt": QUESTION, "max_tokens": 4, "structured_outputs": {"regex": "[0-9 ]{1,9}"}}),
+        ]
+    )
+
+
+def hostile(rng: random.Random) -> tuple[str, bytes]:
+    """Return a request that asks for much work, or a body that is none."""
+    number = rng.randrange(1 << 40)
+    schema = {"anyOf": [{"type": "integer", "multipleOf": 999_983 + number}, {"type": "integer", "multipleOf": 7919}]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": _WIDE}}
+    path, body = rng.choice(
+        [
+            ("/tokenize", {"messages": [{"role": "system", "content": "x" * 400}] * 4000}),
+            (_CHAT, {"messages": [{"role": "user", "content": f"word {number} " * 200_000}]}),
+            ("/tokenize", {"prompt": "a" * 500_000}),
+            ("/detokenize", {"tokens": [5] * 500_000}),
+            (_COMPLETIONS, {"prompt": [5], "max_tokens": 1, "structured_outputs": {"json": schema}}),
+            (_COMPLETIONS, {"prompt": [5], "structured_outputs": {"regex": f"(a{{1000}}{number}){{1000}}"}}),
+            (_COMPLETIONS, {"prompt": [5] * 1900, "prompt_logprobs": 20, "max_tokens": 100, "logprobs": 20, "n": 4}),
+            (_COMPLETIONS, {"prompt": [[5] * 1900] * 30, "echo": True, "logprobs": 20, "max_tokens": 1}),
+            (_CHAT, {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "tool_choice": "required"}),
+            ("/kv/connect", {"engine": str(number), "layout": {}, "agents": []}),
+            ("/kv/prefill", {"engine": str(number), "handoff": "h", "prompt_token_ids": [5], "params": {}}),
+        ]
+    )
+    content = json.dumps(body).encode()
+    return path, content[: rng.randrange(len(content))] if rng.random() < 0.1 else content
+
+
+def attack(server: RunningServer, rng: random.Random) -> str:
+    """Send a hostile request; read its answer, or leave at some time. Return its status, or how it ended."""
+    address = urlsplit(server.url)
+    path, content = hostile(rng)
+    head = f"POST {path} HTTP/1.1\r\nHost: {address.netloc}\r\nAuthorization: Bearer {KEY}\r\nConnection: close\r\n"
+    if rng.random() < 0.1:
+        head = head.replace("POST ", "GET /\0")
+    try:
+        with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
+            connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+            connection.settimeout(rng.choice([0.001, 0.1, 1.0, 30.0]))
+            status = connection.recv(12)[-3:].decode()
+            while connection.recv(1 << 16):
+                pass
+            return status
+    except TimeoutError:
+        return "left"
+    except OSError:
+        return "closed"
+
+
+def in_threads(num: int, seconds: float, work: Callable[[random.Random], None]) -> list[threading.Thread]:
+    """Start threads that repeat some work for a while."""
+    until = time.monotonic() + seconds
+
+    def repeat(seed: int) -> None:
+        rng = random.Random(seed)
+        while time.monotonic() < until:
+            work(rng)
+
+    threads = [threading.Thread(target=repeat, args=(seed,)) for seed in range(num)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+class Honest:
+    """Honest clients, and the times and statuses of their answers."""
+
+    def __init__(self, server: RunningServer) -> None:
+        self._client = httpx2.Client(base_url=server.url, headers=HEADERS, timeout=120)
+        self.seconds: list[float] = []
+        self.statuses: Counter[int] = Counter()
+
+    def ask(self, rng: random.Random) -> None:
+        """Send a request, and wait a little after its answer."""
+        path, body = honest(rng)
+        start = time.monotonic()
+        status = self._client.post(path, json=body).status_code
+        self.seconds.append(time.monotonic() - start)
+        self.statuses[status] += 1
+        time.sleep(rng.uniform(0, 0.1))
+
+    @property
+    def p99(self) -> float:
+        """Return the 99th percentile of the times, in seconds."""
+        return quantiles(self.seconds, n=100)[98]
+
+
+def memory_of(server: RunningServer) -> int:
+    """Return the bytes of all processes of a server."""
+    total = 0
+    for process in server.processes:
+        parent = psutil.Process(process.pid)
+        for each in [parent, *parent.children(recursive=True)]:
+            with suppress(psutil.Error):
+                total += each.memory_full_info().uss
+    return total
+
+
+def is_quiet(server: RunningServer) -> bool:
+    """Return whether no request runs or waits, and no child of a worker is left."""
+    names = ("requests_running", "requests_waiting")
+    processes = [psutil.Process(process.pid) for process in server.processes]
+    working = [each for process in processes for each in process.children(recursive=True) if each.nice() > 0]
+    return not working and not any(server.metric(name, **HEADERS) for name in names)
+
+
+def soak(server: RunningServer, seconds: float) -> dict[str, Any]:
+    """Return the measurements of a server."""
+    alone = Honest(server)
+    for thread in in_threads(4, seconds / 10, alone.ask):
+        thread.join()
+    before, most, ends = memory_of(server), 0, Counter[str]()
+    beside = Honest(server)
+    threads = in_threads(4, seconds, beside.ask)
+    threads += in_threads(8, seconds, lambda rng: ends.update([attack(server, rng)]))
+    while any(thread.is_alive() for thread in threads):
+        most = max(most, memory_of(server))
+        time.sleep(1)
+    until = time.monotonic() + _REST
+    while not (quiet := is_quiet(server)) and time.monotonic() < until:
+        time.sleep(0.5)
+    return {
+        "honest_alone": {"requests": len(alone.seconds), "p99_s": alone.p99, "statuses": dict(alone.statuses)},
+        "honest_beside": {"requests": len(beside.seconds), "p99_s": beside.p99, "statuses": dict(beside.statuses)},
+        "hostile": dict(ends),
+        "memory_before": before,
+        "memory_most": most,
+        "memory_after": memory_of(server),
+        "is_quiet": quiet,
+    }
+
+
+def faults_of(found: dict[str, Any]) -> list[str]:
+    """Return what is wrong with the measurements."""
+    alone, beside = found["honest_alone"], found["honest_beside"]
+    faults = [f"honest requests got {each['statuses']}" for each in (alone, beside) if set(each["statuses"]) != {200}]
+    if beside["p99_s"] > 3 * alone["p99_s"]:
+        faults.append(f"p99 is {beside['p99_s']:.2f} s beside hostile clients, {alone['p99_s']:.2f} s alone")
+    if found["memory_most"] - found["memory_before"] > _MOST_GROWTH:
+        faults.append(f"memory grew from {found['memory_before'] >> 20} to {found['memory_most'] >> 20} MiB")
+    return faults if found["is_quiet"] else [*faults, "work is left after all clients have gone"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; return 1 if there are faults."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=600.0, help="time with hostile clients")
+    parser.add_argument("--json", type=Path, metavar="PATH")
+    options = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        model = needle_with_template(Path(folder))
+        with serve(Path(folder), model, options.ranks, "--api-key", KEY, "--max-model-len", 2048) as server:
+            found = soak(server, options.seconds)
+    print(json.dumps(found, indent=1))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    faults = faults_of(found)
+    print("\n".join(faults) or "no faults")
+    return bool(faults)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
