@@ -143,12 +143,15 @@ def memory_of(server: RunningServer) -> int:
     return total
 
 
-def is_quiet(server: RunningServer) -> bool:
-    """Return whether no request runs or waits, and no child of a worker is left."""
+def num_processes(server: RunningServer) -> int:
+    """Return the number of processes of a server: those that it has at rest, and children that work for clients."""
+    return sum(1 + len(psutil.Process(process.pid).children(recursive=True)) for process in server.processes)
+
+
+def is_quiet(server: RunningServer, num_at_rest: int) -> bool:
+    """Return whether no request runs or waits, and no child works for a client that has gone."""
     names = ("requests_running", "requests_waiting")
-    processes = [psutil.Process(process.pid) for process in server.processes]
-    working = [each for process in processes for each in process.children(recursive=True) if each.nice() > 0]
-    return not working and not any(server.metric(name, **HEADERS) for name in names)
+    return num_processes(server) <= num_at_rest and not any(server.metric(name, **HEADERS) for name in names)
 
 
 def soak(server: RunningServer, seconds: float) -> dict[str, Any]:
@@ -157,6 +160,7 @@ def soak(server: RunningServer, seconds: float) -> dict[str, Any]:
     for thread in in_threads(4, seconds / 10, alone.ask):
         thread.join()
     before, most, ends = memory_of(server), 0, Counter[str]()
+    num_at_rest = num_processes(server)
     beside = Honest(server)
     threads = in_threads(4, seconds, beside.ask)
     threads += in_threads(8, seconds, lambda rng: ends.update([attack(server, rng)]))
@@ -164,7 +168,7 @@ def soak(server: RunningServer, seconds: float) -> dict[str, Any]:
         most = max(most, memory_of(server))
         time.sleep(1)
     until = time.monotonic() + _REST
-    while not (quiet := is_quiet(server)) and time.monotonic() < until:
+    while not (quiet := is_quiet(server, num_at_rest)) and time.monotonic() < until:
         time.sleep(0.5)
     return {
         "honest_alone": {"requests": len(alone.seconds), "p99_s": alone.p99, "statuses": dict(alone.statuses)},

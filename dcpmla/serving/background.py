@@ -1,19 +1,22 @@
 """Work on what clients send, off the event loop: small work in a thread, large work in a child of a process.
 
-A thread cannot be ended. So it does only what takes little whatever the content is, and all else is done in a child,
-within limits, which ends with its client (`worker.py`).
+A thread cannot be ended, so it does only what takes a fraction of a second whatever the content is, and keeps its
+permit to the end. All else is done in a child, within limits, which ends with its client (`worker.py`): that takes 20
+to 50 ms more.
 """
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from dcpmla.extras import missing
 from dcpmla.serving.messages import Started
 from dcpmla.serving.template import Template
-from dcpmla.serving.worker import Allowance, Worker
+from dcpmla.serving.worker import Allowance, Permits, Worker
 
-_SMALL = 1 << 16  # characters, or tokens, of the work of a thread
+_NUM_THREADS = 16  # that work at a time
+_SMALL, _SMALL_IN_PYTHON = 1 << 20, 1 << 16  # characters, or tokens, of the work of a thread; of slow tokenizers
 
 
 class Prepared:
@@ -59,6 +62,8 @@ class Background:
 
     def __init__(self, model: Started, worker: Worker) -> None:
         self.model, self._worker, self._prepared = model, worker, Prepared(model)
+        self._small = _SMALL if getattr(model.tokenizer, "is_fast", True) else _SMALL_IN_PYTHON
+        self._threads, self._permits = ThreadPoolExecutor(_NUM_THREADS), Permits(_NUM_THREADS)
 
     async def run(self, size: int, allowance: Allowance, function: Callable[..., Any], *args: Any) -> Any:
         """Return what a function of a module returns for the prepared model and arguments: something that JSON has.
@@ -69,6 +74,9 @@ class Background:
         Raises:
             LimitError: The function has passed a limit, or failed in a child.
         """
-        if size <= _SMALL:
-            return await asyncio.to_thread(function, self._prepared, *args)
+        if size <= self._small:
+            give_back = await self._permits.take()
+            running = asyncio.get_running_loop().run_in_executor(self._threads, function, self._prepared, *args)
+            running.add_done_callback(lambda _: give_back())  # also where the client has left meanwhile
+            return await asyncio.shield(running)
         return await self._worker.call(self.model, function, *args, allowance=allowance)

@@ -15,17 +15,16 @@ import signal
 import socket
 import traceback
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 from dcpmla.serving.messages import LENGTH, pack, unpack
 
 MAX_CHILDREN = 4  # at once, and all but one of them for one client; other functions wait
 CLIENT: ContextVar[str] = ContextVar("client", default="")  # address of the client whose request a task works on
-_NICENESS = 10  # of children: ranks and the event loop come first
 _MODEL, _FUNCTION = b"m", b"f"  # what a socket that is passed to the process is for
 _STANDARD_ERROR = 2
 _CONTROL = 3  # the process's only file besides the standard ones
@@ -53,38 +52,36 @@ class Allowance:
 
 
 class Permits:
-    """Permits for children. Clients get them in the order of their arrival, but one client never has all."""
+    """Permits to work. Clients get them in the order of their arrival, but one client never has all."""
 
     def __init__(self, num_permits: int) -> None:
         self._num_permits, self._taken = num_permits, Counter[str]()
         self._waiting = deque[tuple[str, asyncio.Future[None]]]()
 
-    @asynccontextmanager
-    async def permit(self, client: str) -> AsyncIterator[None]:
-        """Wait for a permit, and hold it until the end of the block."""
+    async def take(self) -> Callable[[], None]:
+        """Wait for a permit of this task's client; return the function that gives it back."""
+        client = CLIENT.get()
+        give_back = partial(self._give_back, client)
         if self._is_free(client):
             self._taken[client] += 1
-        else:
-            turn = asyncio.get_running_loop().create_future()
-            self._waiting.append((client, turn))
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if turn.cancelled():
-                    self._waiting.remove((client, turn))
-                else:
-                    self._leave(client)
-                raise
+            return give_back
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((client, turn))
         try:
-            yield
-        finally:
-            self._leave(client)
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._waiting.remove((client, turn))
+            else:
+                give_back()
+            raise
+        return give_back
 
     def _is_free(self, client: str) -> bool:
         """Return whether a client may get a permit now."""
         return self._taken.total() < self._num_permits and self._taken[client] < max(1, self._num_permits - 1)
 
-    def _leave(self, client: str) -> None:
+    def _give_back(self, client: str) -> None:
         """Return a client's permit, for the first one that waits and may have it."""
         self._taken[client] -= 1
         if not self._taken[client]:
@@ -138,11 +135,14 @@ class Worker:
         Raises:
             LimitError: The function has passed a limit.
         """
-        async with self._permits.permit(CLIENT.get()):
+        give_back = await self._permits.take()
+        try:
             self.start()
             self._ready = self._ready or asyncio.ensure_future(self._send(model))
             await asyncio.shield(self._ready)  # The first caller may leave before it.
             answer = await self._exchange(_FUNCTION, pack((allowance, function, args)), allowance)
+        finally:
+            give_back()
         return json.loads(answer)
 
     async def _send(self, model: Any) -> bytes:
@@ -226,7 +226,6 @@ def _child(channel: socket.socket, model: Any) -> NoReturn:
     try:
         with open("/proc/self/statm") as sizes:
             own = int(sizes.read().split()[0]) * resource.getpagesize()
-        os.nice(_NICENESS)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         allowance, function, args = unpack(_receive(channel))
         resource.setrlimit(resource.RLIMIT_AS, (own + allowance.num_bytes,) * 2)

@@ -2,18 +2,19 @@
 
 import asyncio
 import json
+import threading
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from dcpmla.serving.app import Api
-from dcpmla.serving.background import prepare
+from dcpmla.serving.background import Background, prepare
 from dcpmla.serving.client import Engine
 from dcpmla.serving.connections import Limits
 from dcpmla.serving.messages import Started
 from dcpmla.serving.settings import Settings
-from dcpmla.serving.worker import Worker
+from dcpmla.serving.worker import CLIENT, Allowance, Worker
 from tests.serving.test_client import make_engine
 from tests.support.agent import TEMPLATE, WEATHER
 from tests.support.scripted import scripted_tokenizer
@@ -44,6 +45,11 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/tokenize", {"messages": USER}),
     ("/detokenize", {"tokens": [5] * 70_000}),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _short_texts_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dcpmla.serving.background._SMALL", 1 << 14)
 
 
 class Slow(Worker):
@@ -130,5 +136,39 @@ def test_requests_count_before_they_are_submitted() -> None:
         for client in (*clients[1:], fifth):
             await client.leave()
         assert engine._num_prepared == 0
+
+    asyncio.run(scenario())
+
+
+def blocked(prepared: Any, started: threading.Semaphore, end: threading.Event) -> None:
+    started.release()
+    end.wait()
+
+
+def test_threads_keep_their_permits_to_the_end() -> None:
+    """A client that leaves and comes again gets no more of them, and never all."""
+
+    async def scenario() -> None:
+        background = Background(Started(None, "", 9, 9, 1, 9), Slow(prepare))
+        started, end, num_threads = threading.Semaphore(0), threading.Event(), background._permits._num_permits
+
+        def work(client: str, num: int) -> list[asyncio.Task[Any]]:
+            CLIENT.set(client)
+            run = background.run
+            return [asyncio.create_task(run(1, Allowance(), blocked, started, end)) for _ in range(num)]
+
+        first = work("a", num_threads + 5)
+        for _ in range(num_threads - 1):
+            await asyncio.to_thread(started.acquire)
+        for task in first:
+            task.cancel()
+        await asyncio.gather(*first, return_exceptions=True)
+        again, other = work("a", 3), work("b", 1)
+        await asyncio.to_thread(started.acquire)  # the other client's
+        assert background._permits._taken == {"a": num_threads - 1, "b": 1}
+        end.set()
+        await asyncio.gather(*again, *other)
+        await asyncio.sleep(0)
+        assert not background._permits._taken
 
     asyncio.run(scenario())

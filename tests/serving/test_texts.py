@@ -119,6 +119,12 @@ def test_only_an_echo_needs_offsets() -> None:
     assert asyncio.run(texts_of("straddling").prompt([1, 2], wants_text=False)) == Prompt([1, 2], "")
 
 
+@pytest.fixture
+def _short_texts_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dcpmla.serving.background._SMALL", 1 << 14)
+
+
+@pytest.mark.usefixtures("_short_texts_are_long")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("adds_special", [False, True])
 def test_tokens_are_those_of_the_tokenizer(family: str, adds_special: bool) -> None:
@@ -136,6 +142,7 @@ def long_texts_of(family: str) -> Texts:
     return Texts(Background(model, Worker(prepare)))
 
 
+@pytest.mark.usefixtures("_short_texts_are_long")
 def test_long_texts_and_prompts_of_many_tokens_go_through_a_child() -> None:
     """With the same offsets and text as short ones have."""
     texts = long_texts_of("straddling")

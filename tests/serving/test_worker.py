@@ -109,9 +109,13 @@ def test_permits_are_given_in_the_order_of_arrival() -> None:
     """Where the first one that waits may take none, the next one may."""
 
     async def hold(client: str) -> None:
-        async with permits.permit(client):
-            order.append(client)
-            await ends[client[:1]].wait()
+        worker.CLIENT.set(client)
+        give_back = await permits.take()
+        order.append(client)
+        try:
+            await ends[client].wait()
+        finally:
+            give_back()
 
     async def scenario() -> None:
         tasks = [asyncio.create_task(hold(client)) for client in ("a", "a", "a", "b", "a", "c")]
