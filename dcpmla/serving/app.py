@@ -229,13 +229,14 @@ class Api:
     def _chats(self) -> Chats:
         """Return the form of the model's conversations."""
         if self._form is None:
-            settings = self._settings
+            settings, model = self._settings, self._engine.ready()
             self._form = Chats(
-                self._background(self._engine.ready()),
-                self._checks,
+                model,
                 settings.chat_template,
                 settings.tool_call_parser,
                 settings.reasoning_parser,
+                self._background(model),
+                self._checks,
             )
         return self._form
 

@@ -58,10 +58,11 @@ class Background:
 
     Attributes:
         model: The model.
+        worker: The process.
     """
 
     def __init__(self, model: Started, worker: Worker) -> None:
-        self.model, self._worker, self._prepared = model, worker, Prepared(model)
+        self.model, self.worker, self._prepared = model, worker, Prepared(model)
         self._small = _SMALL if getattr(model.tokenizer, "is_fast", True) else _SMALL_IN_PYTHON
         self._threads, self._permits = ThreadPoolExecutor(_NUM_THREADS), Permits(_NUM_THREADS)
 
@@ -79,4 +80,4 @@ class Background:
             running = asyncio.get_running_loop().run_in_executor(self._threads, function, self._prepared, *args)
             running.add_done_callback(lambda _: give_back())  # also where the client has left meanwhile
             return await asyncio.shield(running)
-        return await self._worker.call(self.model, function, *args, allowance=allowance)
+        return await self.worker.call(self.model, function, *args, allowance=allowance)

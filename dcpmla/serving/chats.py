@@ -4,17 +4,18 @@ from dataclasses import replace
 from functools import cached_property
 
 from dcpmla.serving.answer_grammars import AnswerGrammars
-from dcpmla.serving.background import Background, Prepared
+from dcpmla.serving.background import Background, Prepared, prepare
 from dcpmla.serving.chat.events import AnswerParser
 from dcpmla.serving.chat.formats import FORMATS, AnswerFormat, find_format
 from dcpmla.serving.chat.writing import WRITINGS
 from dcpmla.serving.conversation import Conversation
 from dcpmla.serving.errors import ApiError
+from dcpmla.serving.messages import Started
 from dcpmla.serving.prompts import Prompt, Texts
 from dcpmla.serving.reader import AnswerReader, ChainedParser, HiddenTokens, PlainParser
 from dcpmla.serving.structured import GrammarChecks
 from dcpmla.serving.template import Template
-from dcpmla.serving.worker import Allowance, LimitError
+from dcpmla.serving.worker import Allowance, LimitError, Worker
 
 _RENDERED = 1 << 24  # characters that a template writes in a second, and much fewer than it does
 _SMALL_NUMBER = 64  # messages whose number does not matter
@@ -24,11 +25,11 @@ class Chats:
     """The form of a model's conversations.
 
     Args:
-        background: What renders and tokenizes prompts.
-        checks: Checks of grammars.
         chat_template: Template in place of the tokenizer's, None for that.
         call_parser: Name of the format of tool calls, None for the model's.
         reasoning_parser: Name of the format of reasoning, None for the model's.
+        background: What renders and tokenizes prompts; None for one of its own.
+        checks: Checks of grammars; None for those of the background's worker.
 
     Attributes:
         grammars: Grammars of answers.
@@ -36,20 +37,24 @@ class Chats:
 
     def __init__(
         self,
-        background: Background,
-        checks: GrammarChecks,
+        model: Started,
         chat_template: str | None = None,
         call_parser: str | None = None,
         reasoning_parser: str | None = None,
+        background: Background | None = None,
+        checks: GrammarChecks | None = None,
     ) -> None:
+        background = background or Background(model, Worker(prepare))
         self._background, self._texts, self._given_template = background, Texts(background), chat_template
-        model, self._template = background.model, Template(background.model, chat_template)
+        self._template = Template(model, chat_template)
         types = model.model_type, model.text_type
         formats = (find_format(name, self._template.text or model.encoder) for name in types)
         own = next(filter(None, formats), None)
         self._call_format = own if call_parser is None else FORMATS[call_parser]
         self._reasoning_format = own if reasoning_parser is None else FORMATS[reasoning_parser]
-        self.grammars = AnswerGrammars(model, self._call_format, self._reasoning_format, checks)
+        self.grammars = AnswerGrammars(
+            model, self._call_format, self._reasoning_format, checks or GrammarChecks(background.worker)
+        )
 
     @cached_property
     def _hidden(self) -> HiddenTokens:

@@ -12,6 +12,7 @@ from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.serving.answers import Answers
 from dcpmla.serving.chat_answers import ChatAnswers
 from dcpmla.serving.chat_body import ChatBody
+from dcpmla.serving.chats import Chats
 from dcpmla.serving.client import _check
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Output, Started
@@ -21,7 +22,7 @@ from dcpmla.serving.reader import AnswerReader, HiddenTokens, PlainParser
 from dcpmla.serving.replies import event
 from dcpmla.serving.shown import Shown
 from dcpmla.serving.slices import slices
-from tests.serving.test_texts import chats_of, texts_of
+from tests.serving.test_texts import texts_of
 from tests.support.small_tokenizers import tokenizer_of
 
 SHOWN = Shown(echo=True, num_logprobs=2, num_prompt_logprobs=2, token_ids=True, usage_in_chunks=True)
@@ -67,7 +68,7 @@ def rendered(**fields: Any) -> str:
     model = Started(tokenizer_of("straddling"), "", 1000, 1000, 4, 1000)
     messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
     body = parse(ChatBody, json.dumps({"messages": messages, **fields}).encode())
-    prompt = asyncio.run(chats_of(model, TEMPLATE).prompt(body.conversation()))
+    prompt = asyncio.run(Chats(model, TEMPLATE).prompt(body.conversation()))
     return str(model.tokenizer.decode(prompt.token_ids))
 
 

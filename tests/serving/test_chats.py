@@ -23,7 +23,6 @@ from dcpmla.serving.protocol import parse
 from dcpmla.serving.reader import HiddenTokens, _Shown
 from dcpmla.serving.responses_body import ResponsesBody
 from dcpmla.serving.tools import ToolUse
-from tests.serving.test_texts import chats_of
 from tests.support.agent import TEMPLATE, WEATHER
 from tests.support.scripted import scripted_tokenizer
 
@@ -40,7 +39,7 @@ def model(template: str | None = None, model_type: str = "") -> Started:
     return Started(tokenizer, "", len(tokenizer), 10_000, 4, 10_000, model_type)
 
 
-CHATS = chats_of(model())
+CHATS = Chats(model())
 
 
 def rendered(chats: Chats, conversation: Conversation) -> str:
@@ -53,7 +52,7 @@ def rendered(chats: Chats, conversation: Conversation) -> str:
 )
 def test_arguments_have_the_form_that_the_template_reads(written: str, expected: str) -> None:
     """The client's own text where that is possible: blocks of earlier answers are then reused."""
-    chats = chats_of(model(), CALLS.replace("ARGUMENTS", written))
+    chats = Chats(model(), CALLS.replace("ARGUMENTS", written))
     call = tool_call("a", "f", '{"a":1}')
     assert rendered(chats, Conversation([{"role": "assistant", "content": "", "tool_calls": [call]}])) == expected
     broken = tool_call("a", "f", '{"a": [')
@@ -62,9 +61,9 @@ def test_arguments_have_the_form_that_the_template_reads(written: str, expected:
 
 def test_roles_that_the_template_does_not_know() -> None:
     message = {"role": "developer", "content": "a"}
-    assert "<|system|>a" in rendered(chats_of(model()), Conversation([message]))
+    assert "<|system|>a" in rendered(Chats(model()), Conversation([message]))
     own = "{% for m in messages %}{% if m.role == 'developer' %}D{% endif %}{% endfor %}"
-    assert rendered(chats_of(model(), own), Conversation([message])) == "D"
+    assert rendered(Chats(model(), own), Conversation([message])) == "D"
 
 
 def test_what_the_template_would_not_show() -> None:
@@ -79,19 +78,19 @@ def test_what_the_template_would_not_show() -> None:
         (plain, None, Conversation(user, thinking=True, reasoning_field="reasoning"), "reasoning is not supported by"),
     ):
         with pytest.raises(ApiError, match=words):
-            rendered(chats_of(model(), template, parser), conversation)
-    assert rendered(chats_of(model(), plain), Conversation(user, thinking=False, reasoning_field="x")) == "a"
+            rendered(Chats(model(), template, parser), conversation)
+    assert rendered(Chats(model(), plain), Conversation(user, thinking=False, reasoning_field="x")) == "a"
     without = model()
     without.tokenizer.chat_template = None
     with pytest.raises(ApiError, match="has no chat template"):
-        rendered(chats_of(without), Conversation(user))
+        rendered(Chats(without), Conversation(user))
 
 
 def test_a_published_encoding_in_place_of_a_template() -> None:
     """Of DeepSeek V3.2: the prompt opens the reasoning if it is asked for, and the answer has calls in DSML."""
     without = model(model_type="deepseek_v32")
     without.tokenizer.chat_template = None
-    chats = chats_of(without)
+    chats = Chats(without)
     called = [tool_call("a", "weather", '{"city": "Rome"}')]
     messages = [
         {"role": "user", "content": "hi"},
@@ -119,7 +118,7 @@ def test_reasoning_of_a_published_encoding_by_default(model_type: str, thinks: b
     """As vLLM has it. Kimi-K3's text model has another type."""
     without = replace(model(), model_type=model_type, text_type="kimi_linear")
     without.tokenizer.chat_template = None
-    chats, user = chats_of(without), [{"role": "user", "content": "hi"}]
+    chats, user = Chats(without), [{"role": "user", "content": "hi"}]
 
     def in_reasoning(**variables: Any) -> bool:
         return asyncio.run(chats.prompt(Conversation(user, variables=variables))).in_reasoning
@@ -132,7 +131,7 @@ def test_reasoning_of_a_published_encoding_by_default(model_type: str, thinks: b
 
 def test_two_formats_in_one_answer() -> None:
     """Reasoning as Mistral writes it, calls as Kimi does."""
-    chats = chats_of(model(), None, "kimi_k2", "mistral")
+    chats = Chats(model(), None, "kimi_k2", "mistral")
     conversation = Conversation([], ToolUse([WEATHER]))
     reader = chats.reader(conversation, Prompt([1], ""), skip_special_tokens=True)
     call = '<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"city": "Rome"}<|tool_call_end|>'

@@ -10,13 +10,11 @@ from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.runtime.text import TextStream
 from dcpmla.serving.answers import Answers
 from dcpmla.serving.background import Background, prepare
-from dcpmla.serving.chats import Chats
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Output, Started
 from dcpmla.serving.prompts import Prompt, Texts
 from dcpmla.serving.shown import Shown
 from dcpmla.serving.slices import slices
-from dcpmla.serving.structured import GrammarChecks
 from dcpmla.serving.worker import Worker
 from tests.support.small_tokenizers import FAMILIES, SENTENCES, SPECIAL, byte_letter, tokenizer_of
 
@@ -24,11 +22,6 @@ from tests.support.small_tokenizers import FAMILIES, SENTENCES, SPECIAL, byte_le
 def texts_of(family: str) -> Texts:
     model = Started(tokenizer_of(family), "", len(tokenizer_of(family)), 1000, 4, 1000)
     return Texts(Background(model, Worker(prepare)))
-
-
-def chats_of(model: Started, *formats: str | None) -> Chats:
-    worker = Worker(prepare)
-    return Chats(Background(model, worker), GrammarChecks(worker), *formats)
 
 
 def prompt_of(family: str, content: str | list[int]) -> Prompt:
