@@ -7,6 +7,7 @@ No state of the files makes a wrong block pass for a right one.
 """
 
 import errno
+import fcntl
 import itertools
 import mmap
 import os
@@ -58,7 +59,8 @@ class BlockFile:
     """
 
     def __init__(self, claimed: ClaimedFile, num_slots: int, slot_bytes: int) -> None:
-        self._descriptors = [claimed.lock]
+        self._blocks, self._index = claimed.lock, claimed.index
+        self._descriptors = [self._blocks, self._index]
         self.num_slots, self.slot_bytes = num_slots, slot_bytes
         # A file with slots of another size is a foreign one.
         self._owner = sha256(claimed.owner + slot_bytes.to_bytes(8, "little")).digest()
@@ -70,12 +72,9 @@ class BlockFile:
                 )
             if slot_bytes < 1 or slot_bytes % ALIGNMENT:
                 raise ValueError(f"slot_bytes is {slot_bytes}; it must be a positive multiple of {ALIGNMENT}")
-            self._index = claimed.open_index()
-            self._descriptors.append(self._index)
             _resize(self._index, num_slots * RECORD_BYTES)
-            _resize(claimed.lock, num_slots * slot_bytes)
-            self._blocks = _open_direct(claimed)
-            self._descriptors.append(self._blocks)
+            _resize(self._blocks, num_slots * slot_bytes)
+            _bypass_page_cache(self._blocks)
             self._records, self.stored, last = self._read_index()
             self._sequence = itertools.count(last + 1)
         except BaseException:
@@ -196,15 +195,11 @@ def _resize(descriptor: int, num_bytes: int) -> None:
         ) from error
 
 
-def _open_direct(claimed: ClaimedFile) -> int:
-    """Open the file to bypass the page cache, which other programs need more; or not, on file systems without that."""
+def _bypass_page_cache(descriptor: int) -> None:
+    """Let reads and writes bypass the page cache, which other programs need more; not on file systems without that."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
-        direct = claimed.open_direct()
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+        os.preadv(descriptor, [mmap.mmap(-1, ALIGNMENT)], 0)
     except OSError:
-        return os.dup(claimed.lock)
-    try:
-        os.preadv(direct, [mmap.mmap(-1, ALIGNMENT)], 0)
-    except OSError:
-        os.close(direct)
-        return os.dup(claimed.lock)
-    return direct
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)

@@ -10,22 +10,28 @@ the next generation: a server can start while its predecessor still finishes req
 keep others from starting. Files without a lock are either reused or removed, also files of other identities, so a
 directory never holds more than --kv-offloading-disk-size for each running job. The lock ends with its process.
 
-Folders and files are this user's alone (`own_folder.py`), wherever DIR is; everything else is refused.
+The folder of an identity and its files belong to this user and are closed to others, or the job is refused. They are
+opened, listed and removed through the folder's descriptor, which is held from its making on (`own_files.py`). DIR may
+be shared: folders of other users are not touched. A user who can rename folders in DIR, or DIR itself, can take the
+cache away from the next job, but a running job keeps its folder, and the next one refuses a folder that another user
+made.
 """
 
 import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from dcpmla.cache.own_folder import OwnFolder
+from dcpmla.own_files import OwnFolder, open_place, shown
 
-_BLOCKS, _INDEX = ".blocks", ".index"
-_NAME = re.compile(r"([a-z]+\d+)\.(0|[1-9]\d{0,8})\.blocks")  # content and rank, generation
+_BLOCKS, _INDEX, _IDENTITY = ".blocks", ".index", "identity.json"
+_FILE = re.compile(r"[a-z]+(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)\.(blocks|index)")
+_OTHERS_WRITE = 0o002  # refuses identity.json; earlier versions made it with the mode of the umask
 
 
 @dataclass(frozen=True)
@@ -33,57 +39,22 @@ class ClaimedFile:
     """A file of blocks that this process has locked.
 
     Args:
-        folder: Folder of the files.
-        name: Name of the blocks; the lock is on this file.
-        lock: Descriptor of the blocks, for reads and writes through the page cache. The lock ends when it is closed.
+        folder: Folder of both files.
+        blocks: Path of the blocks; the lock is on this file.
+        lock: Descriptor of `blocks`. The lock ends when it is closed.
+        index: Descriptor of the records.
         owner: Digest of the identity and the rank. Records of other owners do not pass for records of this file.
     """
 
     folder: OwnFolder
-    name: str
+    blocks: Path
     lock: int
+    index: int
     owner: bytes
 
-    @property
-    def blocks(self) -> Path:
-        """Path of the blocks."""
-        return self.folder.path / self.name
-
-    @property
-    def index(self) -> Path:
-        """Path of the records."""
-        return self.blocks.with_suffix(_INDEX)
-
-    def open_index(self) -> int:
-        """Open the records, made if they are not there.
-
-        Raises:
-            ValueError: What is there is no file of this user alone.
-        """
-        try:
-            try:
-                return self.folder.open(self.index.name, os.O_RDWR)
-            except FileNotFoundError:
-                return self.folder.open(self.index.name, os.O_RDWR | os.O_CREAT)
-        except OSError as error:
-            raise _path_error(self.folder.path.parent, error) from error
-
-    def open_direct(self) -> int:
-        """Open the blocks once more, for reads and writes that bypass the page cache.
-
-        Raises:
-            OSError: The file system has none, or another file has the name now.
-        """
-        descriptor = self.folder.open(self.name, os.O_RDWR | os.O_DIRECT)
-        if not os.path.samestat(os.fstat(descriptor), os.fstat(self.lock)):
-            os.close(descriptor)
-            raise FileNotFoundError(self.blocks)
-        return descriptor
-
     def remove(self) -> None:
-        """Remove the files. The lock stays until it is closed."""
-        self.folder.remove(self.index.name)
-        self.folder.remove(self.name)
+        """Remove the names of both files; their descriptors can be used as before."""
+        _remove(self.folder, self.blocks.name)
 
 
 class DiskFolder:
@@ -96,26 +67,23 @@ class DiskFolder:
         identity: Names and values of everything on which the bytes of a block depend: digest of the model, format of
             the cache, layout over ranks.
     Attributes:
+        path: Path of the folder.
         others: Other identities for which the directory holds blocks. This cache cannot use them.
     Raises:
-        ValueError: The directory cannot be made or written.
+        ValueError: The directory cannot be made or written, or the folder or one of its files is not this user's own.
     """
 
     def __init__(self, directory: Path, identity: Mapping[str, str]) -> None:
         self._directory, self._digest = directory, _digest(identity)
+        self.path = directory / self._digest
         try:
-            self._folder = OwnFolder(directory / self._digest)
-            self.others = [
-                other for path, other in _folders(directory) if path != self.path and _has_blocks(OwnFolder(path))
-            ]
-            self._folder.write("identity.json", json.dumps(dict(identity), indent=2, sort_keys=True) + "\n")
-        except OSError as error:
+            self._place = open_place(directory)
+            self._folder = self._place.open_folder(self._digest, makes=True)
+            _check_files(self._folder)
+            _write_identity(self._folder, identity)
+            self.others = [other for folder, other in self._other_folders() if any(_blocks_in(folder))]
+        except (OSError, ValueError) as error:
             raise _path_error(directory, error) from error
-
-    @property
-    def path(self) -> Path:
-        """Path of the folder of this identity."""
-        return self._folder.path
 
     def claim(self, rank: int, content: str = "rank") -> ClaimedFile:
         """Lock a file of a rank: the newest generation that no process holds, or a new one.
@@ -126,24 +94,27 @@ class DiskFolder:
             content: Content of the file, "rank" for blocks or "states".
 
         Raises:
-            ValueError: The files cannot be made or locked.
+            ValueError: The files cannot be made or locked, or are not this user's own.
         """
         try:
             lock, name = self._lock_generation(f"{content}{rank}")
-            for path, _ in _folders(self._directory):
-                if path != self.path:
-                    other = OwnFolder(path)
-                    _remove_unlocked(other, [each for each in other.names() if _NAME.fullmatch(each)])
-        except OSError as error:
+            try:
+                index = self._folder.open_file(_index_of(name), os.O_RDWR | os.O_CREAT)
+            except BaseException:
+                os.close(lock)
+                raise
+            for folder, _ in self._other_folders():
+                _remove_unlocked(folder, _blocks_in(folder))
+        except (OSError, ValueError) as error:
             raise _path_error(self._directory, error) from error
         owner = sha256(f"{self._digest} {content} {rank}".encode()).digest()
-        return ClaimedFile(self._folder, name, lock, owner)
+        return ClaimedFile(self._folder, self.path / name, lock, index, owner)
 
     def _lock_generation(self, name: str) -> tuple[int, str]:
         while True:
-            found = filter(None, map(_NAME.fullmatch, self._folder.names()))
-            generations = sorted((int(each[2]) for each in found if each[1] == name), reverse=True)
-            existing = [f"{name}.{generation}{_BLOCKS}" for generation in generations]
+            names = [each for each in _blocks_in(self._folder) if each.startswith(f"{name}.")]
+            generations = sorted(int(each.split(".")[1]) for each in names)
+            existing = [f"{name}.{generation}{_BLOCKS}" for generation in reversed(generations)]
             for each in existing:
                 if (lock := _lock(self._folder, each)) is not None:
                     _remove_unlocked(self._folder, existing)  # The lock keeps the file itself.
@@ -153,35 +124,58 @@ class DiskFolder:
                 return lock, new
             # Another job has made this file since: look again.
 
+    def _other_folders(self) -> Iterator[tuple[OwnFolder, dict[str, str]]]:
+        """Yield this user's folders of other identities. What else the directory holds does not match its name."""
+        for name in self._place.names():
+            if name != self._digest and re.fullmatch(r"[0-9a-f]{64}", name):
+                try:
+                    folder = self._place.open_folder(name)
+                    identity = _read_identity(folder)
+                except (OSError, ValueError):
+                    continue
+                if isinstance(identity, dict) and _digest(identity) == name:
+                    yield folder, identity
+
 
 def _digest(identity: Mapping[str, str]) -> str:
     return sha256(json.dumps(dict(identity), sort_keys=True).encode()).hexdigest()
 
 
-def _folders(directory: Path) -> Iterator[tuple[Path, dict[str, str]]]:
-    """Yield all folders of blocks of this user with their identities. Other folders do not match their names."""
-    for path in sorted(directory.iterdir()):
-        if re.fullmatch(r"[0-9a-f]{64}", path.name):
-            try:
-                identity = json.loads(OwnFolder(path).read("identity.json"))
-            except (OSError, ValueError):
-                continue
-            if isinstance(identity, dict) and _digest(identity) == path.name:
-                yield path, identity
+def _check_files(folder: OwnFolder) -> None:
+    """Raise an error if a file of the folder, of any rank, is not this user's own or has an odd name."""
+    for name in folder.names():
+        if name.endswith((_BLOCKS, _INDEX)):
+            folder.check_file(name)
+            if not _FILE.fullmatch(name):
+                raise ValueError(f"{shown(folder.path / name)} has another name than files of ranks: rank3.0{_BLOCKS}")
 
 
-def _has_blocks(folder: OwnFolder) -> bool:
-    return any(map(_NAME.fullmatch, folder.names()))
+def _write_identity(folder: OwnFolder, identity: Mapping[str, str]) -> None:
+    """Write the identity in place. All ranks write the same bytes, so that their order does not matter."""
+    descriptor = folder.open_file(_IDENTITY, os.O_WRONLY | os.O_CREAT, _OTHERS_WRITE)
+    with open(descriptor, "wb") as file:
+        file.write((json.dumps(dict(identity), indent=2, sort_keys=True) + "\n").encode())
+        file.truncate()
+
+
+def _read_identity(folder: OwnFolder) -> object:
+    with open(folder.open_file(_IDENTITY, os.O_RDONLY, _OTHERS_WRITE), "rb") as file:
+        return json.loads(file.read())
+
+
+def _blocks_in(folder: OwnFolder) -> list[str]:
+    return [name for name in folder.names() if name.endswith(_BLOCKS) and _FILE.fullmatch(name)]
+
+
+def _index_of(blocks: str) -> str:
+    return blocks.removesuffix(_BLOCKS) + _INDEX
 
 
 def _lock(folder: OwnFolder, name: str, flags: int = 0) -> int | None:
-    """Open and lock a file; None if another descriptor has locked it, or if it does not exist (any more).
-
-    With O_CREAT, None if it exists by now.
-    """
+    """Open and lock a file; None if another descriptor has locked it, or if it does not exist (any more)."""
     try:
-        descriptor = folder.open(name, os.O_RDWR | flags)
-    except (FileNotFoundError, FileExistsError):
+        descriptor = folder.open_file(name, os.O_RDWR | flags)
+    except FileNotFoundError:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -196,17 +190,27 @@ def _lock(folder: OwnFolder, name: str, flags: int = 0) -> int | None:
     return None
 
 
-def _remove_unlocked(folder: OwnFolder, names: list[str]) -> None:
-    """Remove files of blocks that no process holds, each under its lock, so that no process takes it meanwhile."""
+def _remove_unlocked(folder: OwnFolder, names: Iterable[str]) -> None:
+    """Remove files of blocks that no process holds, each under its lock, so that no process takes it meanwhile.
+
+    What is not this user's own stays.
+    """
     for name in names:
-        if (lock := _lock(folder, name)) is not None:
-            ClaimedFile(folder, name, lock, b"").remove()
-            os.close(lock)
+        with suppress(PermissionError):
+            if (lock := _lock(folder, name)) is not None:
+                try:
+                    _remove(folder, name)
+                finally:
+                    os.close(lock)
 
 
-def _path_error(directory: Path, error: OSError) -> ValueError:
+def _remove(folder: OwnFolder, blocks: str) -> None:
+    folder.remove_file(_index_of(blocks))
+    folder.remove_file(blocks)
+
+
+def _path_error(directory: Path, error: Exception) -> ValueError:
     return ValueError(
-        f"kv_offloading_path (--kv-offloading-path) is {directory}: {error}; it must be a directory on a local disk "
-        "in which this user can make, lock and write files; what it has there must be this user's alone: directories "
-        "of mode 0700, files of mode 0600, no links"
+        f"kv_offloading_path (--kv-offloading-path) is {shown(directory)}: {error}; it must be a directory on a local "
+        "disk in which this user can make, lock and write files, with no links or other users' files among them"
     )

@@ -7,11 +7,13 @@ from typing import Any
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
+from dcpmla.own_files import open_own
+
 
 def write_flight_record(rank: int) -> None:
     """Write torch's record of the last operations where NCCL would after a timeout; `torchfrtrace` reads it.
 
-    Nothing is written where the disk has no room, or where another user's file or a link has the path.
+    Nothing is written where the disk has no room, or where the path is a link, a pipe or another user's file.
     """
     recorder: Any = _distributed_c10d
     has_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
@@ -19,18 +21,13 @@ def write_flight_record(rank: int) -> None:
     path = _start_of_path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_own(path.with_name(f"{path.name}{rank}"), dump())
+        content = dump()
+        descriptor = open_own(path.with_name(f"{path.name}{rank}"), os.O_WRONLY | os.O_CREAT)
+        with open(descriptor, "wb") as file:
+            file.truncate()
+            file.write(content)
     except (OSError, RuntimeError):
         pass
-
-
-def _write_own(path: Path, content: bytes) -> None:
-    """Write a file that only this user may read; refuse links and other users' files, which /tmp may contain."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600), "wb") as file:
-        if os.fstat(file.fileno()).st_uid != os.geteuid():
-            raise PermissionError(f"{path} belongs to another user")
-        file.truncate()
-        file.write(content)
 
 
 def _start_of_path() -> Path:

@@ -1,196 +1,426 @@
-"""What other users may put in the place of the disk tier's folders and files: it is refused, and stays as it is."""
+"""The disk tier among links, pipes, open files and other users' files: refused in one line, and nothing is changed."""
 
+import json
 import os
+import re
 import socket
 import stat
-from collections.abc import Callable
-from contextlib import suppress
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dcpmla.cache.disk_file import BlockFile
 from dcpmla.cache.disk_folder import DiskFolder
-from tests.support.disk import IDENTITY, content_of, key_of, open_file, pieces_of, read_slot
+from dcpmla.own_files import open_own
+from tests.support.disk import IDENTITY, SLOT_BYTES, content_of, key_of, open_file, pieces_of, read_slot
+from tests.support.launchers import Ended, run_together
+from tests.support.models import save_tiny
 
-NOBODY = 65534
-FILES = ["rank0.0.blocks", "rank0.0.index", "identity.json"]
-REFUSED = r"^kv_offloading_path \(--kv-offloading-path\) is .*; it must be a directory on a local disk"
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user, which root may")
-
-
-def link(path: Path, victim: Path) -> None:
-    path.symlink_to(victim)
-
-
-def dangling_link(path: Path, victim: Path) -> None:
-    path.symlink_to(victim.with_name("none"))
+OTHER = {**IDENTITY, "layout": "tp 4, dcp 2, interleave 16"}
+STRANGER = 65534
+PRECIOUS = b"precious" * 100
+FILES_OF = [f"{content}{rank}.0" for content in ("rank", "states", "probe") for rank in (0, 3)]
+NAMES = [f"{name}.{suffix}" for name in FILES_OF for suffix in ("blocks", "index")]
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
 
 
-def hard_link(path: Path, victim: Path) -> None:
-    os.link(victim, path)
+@pytest.fixture(autouse=True)
+def umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
 
 
-def link_to_a_device(path: Path, victim: Path) -> None:
-    path.symlink_to("/dev/zero")
+def tree(directory: Path) -> dict[str, tuple[object, ...]]:
+    """Return kind, mode, owner, names, target and content of all that a directory holds, without following links."""
+    entries: dict[str, tuple[object, ...]] = {}
+    for path in [directory, *directory.rglob("*")]:
+        status = path.lstat()
+        is_file = stat.S_ISREG(status.st_mode)
+        content = path.read_bytes() if is_file else os.readlink(path) if path.is_symlink() else None
+        entries[str(path)] = status.st_mode, status.st_uid, status.st_nlink if is_file else 0, content
+    return entries
 
 
-def pipe(path: Path, victim: Path) -> None:
-    os.mkfifo(path)
+def own(path: Path, mode: int = 0o600) -> None:
+    path.write_bytes(PRECIOUS)
+    path.chmod(mode)
 
 
-def listener(path: Path, victim: Path) -> None:
-    place = os.getcwd()
-    os.chdir(path.parent)  # the path is too long for a socket's address
+def give_away(path: Path) -> None:
+    own(path)
+    os.chown(path, STRANGER, STRANGER)
+
+
+def bind(path: Path) -> None:
+    """Make a socket; its address is relative because it may have 107 characters."""
+    before = os.open(".", os.O_RDONLY)
+    os.chdir(path.parent)
     try:
-        socket.socket(socket.AF_UNIX).bind(path.name)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path.name)
     finally:
-        os.chdir(place)
+        os.fchdir(before)
+        os.close(before)
 
 
-def directory(path: Path, victim: Path) -> None:
-    path.mkdir()
-    (path / "mine").write_text("precious")
+def fill_folder(path: Path) -> None:
+    path.mkdir(mode=0o700)
+    own(path / "mine")
 
 
-def open_to_others(path: Path, victim: Path) -> None:
-    path.write_text("precious")
-    path.chmod(0o666)
+# What stands in the place of a file, by the beginning of what the refusal says of it. The victim's file is beside.
+ODD_FILES: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    "link": (lambda path, victim: path.symlink_to(victim), "a link of user"),
+    "dangling link": (lambda path, victim: path.symlink_to(victim.parent / "missing"), "a link of user"),
+    "link to a device": (lambda path, victim: path.symlink_to("/dev/zero"), "a link of user"),
+    "link to itself": (lambda path, victim: path.symlink_to(path.name), "a link of user"),
+    "link to a folder": (lambda path, victim: path.symlink_to(victim.parent), "a link of user"),
+    "hard link": (lambda path, victim: path.hardlink_to(victim), "a file with 2 names of user"),
+    "pipe": (lambda path, victim: os.mkfifo(path, 0o600), "a pipe of user"),
+    "socket": (lambda path, victim: bind(path), "a socket of user"),
+    "folder": (lambda path, victim: fill_folder(path), "a folder of user"),
+    "open file": (lambda path, victim: own(path, 0o666), "a file of user .* with mode 0666"),
+    "another user's": (lambda path, victim: give_away(path), f"a file of user {STRANGER} "),
+}
+FILE_KINDS = [pytest.param(kind, marks=as_root if kind == "another user's" else ()) for kind in ODD_FILES]
 
 
-def of_another_user(path: Path, victim: Path) -> None:
-    path.write_text("precious")
-    path.chmod(0o600)
-    os.chown(path, NOBODY, NOBODY)
+def refusal(directory: Path, path: Path, words: str) -> str:
+    option = rf"^kv_offloading_path \(--kv-offloading-path\) is {re.escape(str(directory))}: "
+    rule = r"[^\n]*; only [^\n]* used[^\n]*; it must be a directory on [^\n]*$"
+    return rf"{option}{re.escape(str(path))} is {words}{rule}"
 
 
-THINGS = [link, dangling_link, hard_link, link_to_a_device, pipe, listener, directory, open_to_others]
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    (tmp_path / "victim").mkdir(mode=0o700)
+    own(tmp_path / "victim" / "file")
+    return tmp_path / "victim" / "file"
 
 
-def states(*folders: Path) -> dict[Path, tuple[object, ...]]:
-    """Return kind, owner, size, number of names and text of all that folders hold; names of our own are left out."""
-    found: dict[Path, tuple[object, ...]] = {}
-    for folder in folders:
-        for path in folder.rglob("*"):
-            status = path.lstat()
-            text = path.read_text() if stat.S_ISREG(status.st_mode) and status.st_size < 100 else None
-            found[path] = status.st_mode, status.st_uid, status.st_size, status.st_nlink, text
-    return found
+@pytest.mark.parametrize("name", ["identity.json", *NAMES])
+@pytest.mark.parametrize("kind", FILE_KINDS)
+def test_odd_things_in_place_of_a_file(kind: str, name: str, victim: Path, tmp_path: Path) -> None:
+    """The start refuses them, whichever rank's file it is."""
+    disk = tmp_path / "disk"
+    open_file(disk).close()
+    path = DiskFolder(disk, IDENTITY).path / name
+    path.unlink(missing_ok=True)
+    make, words = ODD_FILES[kind]
+    make(path, victim)
+    before = tree(tmp_path)
+    with pytest.raises(ValueError, match=refusal(disk, path, words)):
+        DiskFolder(disk, IDENTITY)
+    assert tree(tmp_path) == before
 
 
-@pytest.mark.parametrize("name", FILES[:2])
-@pytest.mark.parametrize("put", [*THINGS, pytest.param(of_another_user, marks=needs_root)])
-def test_what_is_not_ours_is_refused(tmp_path: Path, name: str, put: Callable[[Path, Path], None]) -> None:
-    """Also where a file of blocks of ours is beside it. It is neither opened for good, resized nor removed."""
-    victim = tmp_path / "victim"
-    victim.write_text("precious")
-    folder = DiskFolder(tmp_path / "tier", IDENTITY).path
-    if name.endswith("index"):
-        (folder / FILES[0]).touch(mode=0o600)
-    put(folder / name, victim)
-    before = {path: state for path, state in states(tmp_path).items() if path.name not in FILES or path.name == name}
-    with pytest.raises(ValueError, match=REFUSED):
-        open_file(tmp_path / "tier")
-    after = states(tmp_path)
-    assert {path: after[path] for path in before} == before
+@pytest.mark.parametrize("suffix", ["blocks", "index"])
+@pytest.mark.parametrize("kind", FILE_KINDS)
+def test_odd_things_that_come_after_the_start(kind: str, suffix: str, victim: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    folder = DiskFolder(disk, IDENTITY)
+    path = folder.path / f"rank0.0.{suffix}"
+    make, words = ODD_FILES[kind]
+    make(path, victim)
+    before = tree(tmp_path)
+    for _ in range(2):  # The lock of the blocks is free after a refusal of the index.
+        with pytest.raises(ValueError, match=refusal(disk, path, words)):
+            folder.claim(0)
+    after = tree(tmp_path)
+    assert {name: after[name] for name in before} == before
 
 
-@pytest.mark.parametrize("put", THINGS)
-def test_an_identity_is_replaced_and_not_followed(tmp_path: Path, put: Callable[[Path, Path], None]) -> None:
-    victim = tmp_path / "victim"
-    victim.write_text("precious")
-    folder = DiskFolder(tmp_path / "tier", IDENTITY).path
-    (folder / "identity.json").unlink()
-    put(folder / "identity.json", victim)
-    if put is directory:
-        with pytest.raises(ValueError, match=REFUSED):
-            DiskFolder(tmp_path / "tier", IDENTITY)
-    else:
-        open_file(tmp_path / "tier").close()
-        written = (folder / "identity.json").lstat()
-        assert stat.S_ISREG(written.st_mode)
-        assert stat.S_IMODE(written.st_mode) == 0o600
-    assert victim.read_text() == "precious"
+@pytest.mark.parametrize("suffix", ["blocks", "index"])
+@pytest.mark.parametrize("kind", FILE_KINDS)
+def test_odd_things_in_a_folder_of_another_identity(kind: str, suffix: str, victim: Path, tmp_path: Path) -> None:
+    """The job runs, and does not remove them."""
+    other = DiskFolder(tmp_path / "disk", OTHER)
+    other.claim(0).remove()
+    own(other.path / "rank0.0.blocks")
+    path = other.path / f"rank0.0.{suffix}"
+    path.unlink(missing_ok=True)
+    ODD_FILES[kind][0](path, victim)
+    before = tree(other.path) | tree(victim.parent)
+    open_file(tmp_path / "disk").close()
+    assert tree(other.path) | tree(victim.parent) == before
 
 
-def put_folder(path: Path, kind: str, victim: Path) -> None:
-    if kind == "link":
-        path.symlink_to(victim)
-    elif kind == "file":
-        path.write_text("precious")
-    else:
-        path.mkdir()
-        path.chmod(0o777 if kind == "open" else 0o700)
-        (path / "mine.txt").write_text("precious")
-        if kind == "another user's":
-            os.chown(path, NOBODY, NOBODY)
+def linked_folder(path: Path, victim: Path) -> None:
+    path.symlink_to(victim.parent)
 
 
-@pytest.mark.parametrize("kind", ["link", "file", "open", pytest.param("another user's", marks=needs_root)])
-def test_a_folder_that_is_not_ours_is_refused(tmp_path: Path, kind: str) -> None:
-    """In the place of this identity's. In the place of another identity's it is left alone."""
-    victim, tier = tmp_path / "victim", tmp_path / "tier"
-    for folder in (victim, tier):
-        folder.mkdir()
-    (victim / "mine.txt").write_text("precious")
-    name = DiskFolder(tmp_path / "elsewhere", IDENTITY).path.name
-    put_folder(tier / name, kind, victim)
-    before = states(victim, tier)
-    with pytest.raises(ValueError, match=REFUSED):
-        DiskFolder(tier, IDENTITY)
-    assert states(victim, tier) == before
-    other = DiskFolder(tier, {**IDENTITY, "model": "d2"})
-    other.claim(0)
-    assert not other.others
-    after = states(victim, tier)
-    assert {path: after[path] for path in before} == before
+def foreign_folder(path: Path, victim: Path) -> None:
+    fill_folder(path)
+    os.chown(path, STRANGER, STRANGER)
 
 
-@needs_root
-def test_blocks_of_another_identity_that_are_not_ours_stay(tmp_path: Path) -> None:
-    open_file(tmp_path).close()
-    folder = DiskFolder(tmp_path, IDENTITY).path
-    os.chown(folder, NOBODY, NOBODY)
-    other = DiskFolder(tmp_path, {**IDENTITY, "model": "d2"})
-    assert not other.others
-    other.claim(0)
-    assert sorted(path.name for path in folder.iterdir()) == ["identity.json", "rank0.0.blocks", "rank0.0.index"]
+def open_folder(mode: int, path: Path, victim: Path) -> None:
+    fill_folder(path)
+    path.chmod(mode)
 
 
-def test_a_folder_that_is_replaced_is_still_ours(tmp_path: Path) -> None:
-    """All of it goes into the folder that was checked, and none into what has its path now."""
-    victim = tmp_path / "victim"
-    victim.mkdir()
-    tier = DiskFolder(tmp_path / "tier", IDENTITY)
-    moved = tmp_path / "moved"
-    tier.path.rename(moved)
-    tier.path.symlink_to(victim)
-    claimed = tier.claim(0)
-    os.close(claimed.open_index())
-    with suppress(OSError):  # not all file systems have direct reads
-        os.close(claimed.open_direct())
-    claimed.remove()
-    os.close(claimed.lock)
-    assert not list(victim.iterdir())
-    assert [path.name for path in moved.iterdir()] == ["identity.json"]
+ODD_FOLDERS: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    **{kind: odd for kind, odd in ODD_FILES.items() if kind != "folder"},
+    "another user's": (foreign_folder, f"a folder of user {STRANGER} "),
+    "open file": (lambda path, victim: own(path, 0o666), "a file of user"),
+}
+MODES = (0o755, 0o750, 0o701, 0o730, 0o777)
+OPEN_FOLDERS: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    f"mode {mode:o}": (partial(open_folder, mode), rf"a folder of user \d+ with mode 0{mode:o}") for mode in MODES
+}
+FOLDER_KINDS = [pytest.param(kind, marks=as_root if kind == "another user's" else ()) for kind in ODD_FOLDERS]
 
 
-def test_a_file_that_is_replaced_is_not_opened_again(tmp_path: Path) -> None:
-    claimed = DiskFolder(tmp_path, IDENTITY).claim(0)
-    claimed.blocks.unlink()
-    claimed.blocks.touch(mode=0o600)
-    with pytest.raises(OSError, match="rank0"):
-        claimed.open_direct()
-    os.close(claimed.lock)
+@pytest.mark.parametrize("kind", [*FOLDER_KINDS, *OPEN_FOLDERS])
+def test_odd_things_in_place_of_the_folder(kind: str, victim: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    path = DiskFolder(disk, IDENTITY).path
+    path.rename(tmp_path / "moved")
+    make, words = (ODD_FOLDERS | OPEN_FOLDERS)[kind]
+    make(path, victim)
+    before = tree(tmp_path)
+    with pytest.raises(ValueError, match=refusal(disk, path, words)):
+        DiskFolder(disk, IDENTITY)
+    assert tree(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    "name", ["rank0.x.blocks", "rank0.007.blocks", "rank0..blocks", f"rank0.{'9' * 400}.index"[:255]]
-)
-def test_odd_names_are_left_alone(tmp_path: Path, name: str) -> None:
-    path = DiskFolder(tmp_path, IDENTITY).path / name
-    path.write_text("precious")
-    file = open_file(tmp_path)
+@pytest.mark.parametrize("kind", FOLDER_KINDS)
+def test_odd_things_in_place_of_the_directory(kind: str, victim: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    make, words = ODD_FOLDERS[kind]
+    make(disk, victim)
+    before = tree(tmp_path)
+    with pytest.raises(ValueError, match=refusal(disk, disk, words)):
+        DiskFolder(disk, IDENTITY)
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("kind", [*FOLDER_KINDS, *OPEN_FOLDERS])
+def test_odd_things_in_place_of_another_identity_s_folder(kind: str, victim: Path, tmp_path: Path) -> None:
+    """They are not this user's: the job runs beside them."""
+    disk = tmp_path / "disk"
+    path = DiskFolder(disk, OTHER).path
+    identity = (path / "identity.json").read_bytes()
+    path.rename(tmp_path / "moved")
+    (ODD_FOLDERS | OPEN_FOLDERS)[kind][0](path, victim)
+    for folder in (victim.parent, path):
+        if folder.is_dir():
+            (folder / "identity.json").write_bytes(identity)
+            own(folder / "rank0.0.blocks")
+    before = tree(victim.parent) | (tree(path) if not path.is_symlink() else {})
+    assert not DiskFolder(disk, IDENTITY).others
+    open_file(disk).close()
+    assert tree(victim.parent) | (tree(path) if not path.is_symlink() else {}) == before
+
+
+def test_links_above_the_directory(tmp_path: Path) -> None:
+    """One's own are followed, another user's are not."""
+    (tmp_path / "target").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    open_file(tmp_path / "link" / "disk").close()
+    assert (tmp_path / "target" / "disk").is_dir()
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "link", STRANGER, STRANGER, follow_symlinks=False)
+        before = tree(tmp_path)
+        for disk in (tmp_path / "link" / "disk", tmp_path / "link" / "new" / "disk"):
+            message = rf"link is a link of user {STRANGER} with mode 0777; links of user 0 or of root are followed"
+            with pytest.raises(ValueError, match=message):
+                DiskFolder(disk, IDENTITY)
+        assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("level", ["directory", "folder"])
+def test_a_folder_that_is_replaced_after_its_making(level: str, victim: Path, tmp_path: Path) -> None:
+    """The job goes on in the folder that it has made."""
+    disk = tmp_path / "disk"
+    folder = DiskFolder(disk, IDENTITY)
+    path = disk if level == "directory" else folder.path
+    kept = tmp_path / "moved" / (folder.path.name if level == "directory" else "")
+    path.rename(tmp_path / "moved")
+    path.symlink_to(victim.parent)
+    before = tree(victim.parent)
+    file = BlockFile(folder.claim(0), 4, SLOT_BYTES)
     file.write(0, key_of(1), pieces_of(content_of(1)))
+    folder.claim(0, "probe").remove()
     file.close()
-    assert read_slot(open_file(tmp_path), 0, key_of(1)) == content_of(1)
-    assert path.read_text() == "precious"
+    assert tree(victim.parent) == before
+    assert sorted(entry.name for entry in kept.iterdir()) == ["identity.json", "rank0.0.blocks", "rank0.0.index"]
+    with pytest.raises(ValueError, match=refusal(disk, path, "a link of user")):
+        DiskFolder(disk, IDENTITY)
+
+
+@pytest.mark.parametrize("kind", FOLDER_KINDS)
+@pytest.mark.parametrize("level", ["directory", "folder"])
+def test_a_folder_that_is_replaced_right_after_it_is_made(
+    level: str, kind: str, victim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = tmp_path / "disk"
+    path = disk if level == "directory" else DiskFolder(disk, IDENTITY).path
+    if level == "folder":
+        path.rename(tmp_path / "before")
+    make_folder, (make, words) = os.mkdir, ODD_FOLDERS[kind]
+
+    def make_and_replace(made: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        make_folder(made, mode, dir_fd=dir_fd)
+        if Path(made).name == path.name and not (tmp_path / "moved").exists():
+            path.rename(tmp_path / "moved")
+            make(path, victim)
+
+    before = tree(victim.parent)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "mkdir", make_and_replace)
+        with pytest.raises(ValueError, match=refusal(disk, path, words)):
+            DiskFolder(disk, IDENTITY)
+    after = tree(victim.parent)
+    assert kind == "hard link" or after == before
+    assert victim.read_bytes() == PRECIOUS
+    assert not list((tmp_path / "moved").iterdir())
+
+
+@pytest.mark.parametrize("kind", FILE_KINDS)
+def test_a_file_that_is_replaced_before_it_is_opened(
+    kind: str, victim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the first look and the opening: a link is not followed, a pipe does not block, the rest is looked at."""
+    open_file(tmp_path / "disk").close()
+    folder = DiskFolder(tmp_path / "disk", IDENTITY)
+    path, opens = folder.path / "rank0.0.blocks", os.open
+
+    def replace_and_open(name: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if name == path.name and not (folder.path / "moved").exists():
+            path.rename(folder.path / "moved")
+            ODD_FILES[kind][0](path, victim)
+        return opens(name, flags, mode, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", replace_and_open)
+    with pytest.raises(ValueError, match=r"^kv_offloading_path \(--kv-offloading-path\) is [^\n]*$"):
+        folder.claim(0)
+    assert victim.read_bytes() == PRECIOUS
+    assert stat.S_IMODE(victim.stat().st_mode) == 0o600
+
+
+ODD_NAMES = ["x.blocks", "00.blocks", "-1.index", "\u0663.blocks", "0.1.blocks", "0\n.blocks"]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_odd_names(name: str, tmp_path: Path) -> None:
+    path = DiskFolder(tmp_path, IDENTITY).path / f"rank0.{name}"
+    own(path)
+    before = tree(tmp_path)
+    with pytest.raises(ValueError, match=r"^kv_offloading_path [^\n]* has another name than files of ranks[^\n]*$"):
+        DiskFolder(tmp_path, IDENTITY)
+    assert tree(tmp_path) == before
+
+
+def test_a_name_that_is_no_text(tmp_path: Path) -> None:
+    path = os.fsencode(DiskFolder(tmp_path, IDENTITY).path) + b"/\xff.blocks"
+    os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
+    with pytest.raises(ValueError, match=r"\\udcff\.blocks' has another name") as caught:
+        DiskFolder(tmp_path, IDENTITY)
+    str(caught.value).encode()
+    with pytest.raises(ValueError, match=r"\(--kv-offloading-path\) is '/nul\\x00': .*null"):
+        DiskFolder(Path("/nul\0"), IDENTITY)
+
+
+def test_files_of_earlier_versions_are_used(tmp_path: Path) -> None:
+    """They made the directory and identity.json with the modes of the umask, and left `identity.PID` after a kill."""
+    disk = tmp_path / "disk"
+    for umask in (0o022, 0o002):
+        disk.mkdir(mode=0o777 & ~umask, exist_ok=True)
+        file = open_file(disk)
+        file.write(0, key_of(1), pieces_of(content_of(1)))
+        file.close()
+        folder = DiskFolder(disk, IDENTITY).path
+        (folder / "identity.json").chmod(0o666 & ~umask)
+        (folder / "identity.123").write_text("")
+        disk.chmod(0o777 & ~umask)
+        file = open_file(disk)
+        assert read_slot(file, 0, key_of(1)) == content_of(1)
+        file.close()
+        assert stat.S_IMODE((folder / "identity.json").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_what_is_made_is_closed_to_others(umask: int, tmp_path: Path) -> None:
+    os.umask(umask)
+    open_file(tmp_path / "disk").close()
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in [tmp_path / "disk", *(tmp_path / "disk").rglob("*")]}
+    assert all(mode == (0o700 if path.is_dir() else 0o600) for path, mode in modes.items()), modes
+    assert len(modes) == 5
+
+
+@pytest.mark.parametrize("content", [b"", b"no json", b"{" * 10_000])
+def test_a_damaged_identity_is_written_again(content: bytes, tmp_path: Path) -> None:
+    path = DiskFolder(tmp_path, IDENTITY).path / "identity.json"
+    path.write_bytes(content)
+    DiskFolder(tmp_path, OTHER)
+    DiskFolder(tmp_path, IDENTITY)
+    assert json.loads(path.read_text()) == IDENTITY
+
+
+@as_root
+def test_a_directory_that_users_share(tmp_path: Path) -> None:
+    """Another user's folder of another identity stays, and does not keep this user from working."""
+    disk = tmp_path / "disk"
+    DiskFolder(disk, OTHER).claim(0)
+    disk.chmod(0o1777)
+    path = DiskFolder(disk, OTHER).path
+    for entry in [path, *path.iterdir()]:
+        os.chown(entry, STRANGER, STRANGER)
+    before = tree(path)
+    for _ in range(2):
+        assert not DiskFolder(disk, IDENTITY).others
+        open_file(disk).close()
+    assert tree(path) == before
+
+
+@pytest.mark.parametrize("kind", FILE_KINDS)
+def test_own_files(kind: str, victim: Path, tmp_path: Path) -> None:
+    """The same function opens files by their paths."""
+    path = tmp_path / "file"
+    ODD_FILES[kind][0](path, victim)
+    before = tree(tmp_path)
+    with pytest.raises(PermissionError, match=f"^{path} is {ODD_FILES[kind][1]}"):
+        open_own(path, os.O_WRONLY | os.O_CREAT)
+    assert tree(tmp_path) == before
+
+
+def generate(model: Path, disk: Path) -> Ended:
+    """Run the command with tiers, as users do."""
+    prompt = ",".join(str(1 + index % 50) for index in range(100))
+    sizes = "--block-size 16 --kv-cache-memory-bytes 1048576 --kv-offloading-size 0.01 --kv-offloading-disk-size 0.01"
+    options = f"--device cpu --dtype float32 {sizes} --max-new-tokens 1 --prompt-ids {prompt}".split()
+    command = [sys.executable, "-m", "dcpmla", "generate", "--model", model, "--kv-offloading-path", disk, *options]
+    (ended,) = run_together([(command, {})], check=False)
+    return ended
+
+
+def test_a_command_refuses_links(victim: Path, tmp_path: Path) -> None:
+    """It writes its blocks, ends with one line if a link has the place of a file or the folder, and starts again."""
+    model, disk = tmp_path / "model", tmp_path / "disk"
+    save_tiny("deepseek_v3", model)
+    ended = generate(model, disk)
+    assert ended.returncode == 0, ended.stderr
+    (index,) = disk.glob("*/rank0.0.index")
+    content = index.read_bytes()
+    assert any(content)
+    before = tree(victim.parent)
+    for name in ("rank0.0.blocks", "rank0.0.index", "identity.json", ""):
+        path = index.parent / name
+        path.rename(tmp_path / "moved")
+        path.symlink_to(victim if name else victim.parent)
+        ended = generate(model, disk)
+        assert ended.returncode == 2
+        assert f"kv_offloading_path (--kv-offloading-path) is {disk}: {path} is a link of user" in ended.stderr
+        assert "Traceback" not in ended.stderr
+        assert tree(victim.parent) == before
+        path.unlink()
+        (tmp_path / "moved").rename(path)
+    assert index.read_bytes() == content
+    ended = generate(model, disk)
+    assert ended.returncode == 0, ended.stderr

@@ -18,6 +18,7 @@ ROOMS = {  # first part of a module's name under dcpmla -> floor
     "ownership": 0,
     "merge": 0,
     "operators": 0,
+    "own_files": 0,
     "upload": 0,
     "parallel": 1,
     "cache": 2,
