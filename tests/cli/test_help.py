@@ -47,7 +47,7 @@ def imports() -> Imports:
 def test_help_imports_no_command(imports: Imports) -> None:
     more, everything = imports[""]
     ours = {name for name in more if name.startswith("dcpmla.")}
-    assert {name.split(".")[1] for name in ours} <= {"__main__", "extras", "job"}
+    assert {name.split(".")[1] for name in ours} <= {"__main__", "extras", "job", "own_files"}
     assert not HEAVY & everything
 
 
