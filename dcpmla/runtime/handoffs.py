@@ -1,20 +1,26 @@
 """Prompts that one job prefills for another: their blocks and states move between the two caches (`Handoffs`)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
+from dcpmla.cache.blocks import block_key, salt_key
 from dcpmla.cache.plan import Cache
 from dcpmla.runtime.batch import Batch
 from dcpmla.runtime.loading import Arriving
 from dcpmla.runtime.progress import Progress
-from dcpmla.runtime.request import Request, prompt_digest
+from dcpmla.runtime.request import Request
 from dcpmla.runtime.scheduler import Scheduler
 from dcpmla.runtime.stats import TransferTotals
 from dcpmla.transfer.handoff import Handoff
 from dcpmla.transfer.incoming import Incoming
 from dcpmla.transfer.outgoing import Outgoing
 from dcpmla.transfer.transport import Peer
+
+
+def prompt_digest(token_ids: Sequence[int], cache_salt: str) -> str:
+    """Return a digest of a whole prompt and its salt, the same in all jobs, whatever the sizes of their blocks."""
+    return block_key(salt_key(cache_salt), token_ids).hex()
 
 
 class Handoffs:

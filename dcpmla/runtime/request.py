@@ -2,7 +2,6 @@
 
 import hashlib
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -37,11 +36,6 @@ class Prompt(NamedTuple):
     token_ids: list[int]
     cache_salt: str
     block_keys: list[bytes]
-
-
-def prompt_digest(token_ids: Sequence[int], cache_salt: str) -> str:
-    """Return a digest of a whole prompt and its salt, the same in all jobs, whatever the sizes of their blocks."""
-    return block_key(salt_key(cache_salt), token_ids).hex()
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ from uuid import uuid4
 
 from starlette.datastructures import URL
 
-from dcpmla.runtime.request import prompt_digest
+from dcpmla.runtime.handoffs import prompt_digest
 from dcpmla.serving.client import Engine
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.handoffs import token_json

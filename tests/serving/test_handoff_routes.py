@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from dcpmla.runtime.request import prompt_digest
+from dcpmla.runtime.handoffs import prompt_digest
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.messages import Abort, Submit
 from dcpmla.serving.prefills import Prefills
