@@ -39,12 +39,12 @@ _WIDE = {"type": "object", "properties": {"a": {"enum": list(range(200_000))}}}
 
 
 def honest(rng: random.Random) -> tuple[str, dict[str, Any]]:
-    """Return a small request: a completion, a chat, or one with a grammar."""
+    """Return a small request: a completion, a chat, or a text to tokenize."""
     return rng.choice(
         [
             (_COMPLETIONS, {"prompt": QUESTION, "max_tokens": 4, "temperature": 0}),
             (_CHAT, {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 4, "temperature": 0}),
-            (_COMPLETIONS, {"prompt": QUESTION, "max_tokens": 4, "structured_outputs": {"regex": "[0-9 ]{1,9}"}}),
+            ("/tokenize", {"prompt": QUESTION}),
         ]
     )
 
