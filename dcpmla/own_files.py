@@ -1,7 +1,7 @@
 """Files and folders of this user, in places where other users may have put links, pipes or files of their own.
 
 Nothing is opened before its kind and owner are known, and its descriptor is checked again. An `OwnFolder` holds the
-folder's descriptor: when the folder is renamed or replaced, its entries are still those of the folder that was opened.
+folder's descriptor, so it still reaches the entries of the opened folder after its path was renamed or replaced.
 """
 
 import os

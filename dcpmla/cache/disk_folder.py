@@ -193,7 +193,7 @@ def _lock(folder: OwnFolder, name: str, flags: int = 0) -> int | None:
 def _remove_unlocked(folder: OwnFolder, names: Iterable[str]) -> None:
     """Remove files of blocks that no process holds, each under its lock, so that no process takes it meanwhile.
 
-    What is not this user's own stays.
+    Files of other users are kept.
     """
     for name in names:
         with suppress(PermissionError):

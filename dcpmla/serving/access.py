@@ -15,7 +15,7 @@ _OF_SERVERS = "/kv/"
 def guarded(app: ASGIApp, settings: Settings) -> ASGIApp:
     """Return an application that requires the keys, and sends answers to web pages of allowed origins.
 
-    A browser's preflight request has no key and needs none. Where no key keeps pages out, those of other origins are
+    A browser's preflight request has no key and needs none. Without a key, pages of other origins are
     refused, and so are requests for hosts that `settings.hosts` does not have: a page's own name may lead here, too.
     """
     app = _with_keys(app, settings.api_key, settings.server_key)

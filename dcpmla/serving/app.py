@@ -206,7 +206,7 @@ class Api:
         readers = [chats.reader(conversation, prompts[0], skips) for _ in range(sampling.num_choices)]
         if not limit:
             limit = longest - len(prompts[0].token_ids)
-            if body.num_logprobs is not None and not body.stream:  # Nobody has asked for more than is served.
+            if body.num_logprobs is not None and not body.stream:  # The default is what an answer may have.
                 limit = max(1, min(limit, MAX_ENTRIES // (sampling.num_choices * (1 + body.num_logprobs))))
         params = sampling.params(limit, body.num_logprobs, sampling.prompt_logprobs)
         grammar = await chats.grammars.grammar(conversation.tool_use, prompts[0], *body.asked_grammar())

@@ -1,8 +1,8 @@
 """Work on what clients send, off the event loop: small work in a thread, large work in a child of a process.
 
 A thread cannot be ended, so it does only what takes a fraction of a second whatever the content is, and keeps its
-permit to the end. All else is done in a child, within limits, which ends with its client (`worker.py`): that takes 20
-to 50 ms more.
+permit to the end. All else is done in a child, within limits, which ends with its client (`worker.py`). Starting a
+child takes time that short prompts would notice.
 """
 
 import asyncio
@@ -59,10 +59,11 @@ class Background:
     Attributes:
         model: The model.
         worker: The process.
+        prepared: The model as functions in threads get it.
     """
 
     def __init__(self, model: Started, worker: Worker) -> None:
-        self.model, self.worker, self._prepared = model, worker, Prepared(model)
+        self.model, self.worker, self.prepared = model, worker, Prepared(model)
         self._small = _SMALL if getattr(model.tokenizer, "is_fast", True) else _SMALL_IN_PYTHON
         self._threads, self._permits = ThreadPoolExecutor(_NUM_THREADS), Permits(_NUM_THREADS)
 
@@ -77,7 +78,7 @@ class Background:
         """
         if size <= self._small:
             give_back = await self._permits.take()
-            running = asyncio.get_running_loop().run_in_executor(self._threads, function, self._prepared, *args)
+            running = asyncio.get_running_loop().run_in_executor(self._threads, function, self.prepared, *args)
             running.add_done_callback(lambda _: give_back())  # also where the client has left meanwhile
             return await asyncio.shield(running)
         return await self.worker.call(self.model, function, *args, allowance=allowance)

@@ -14,10 +14,9 @@ from dcpmla.serving.messages import Started
 from dcpmla.serving.prompts import Prompt, Texts
 from dcpmla.serving.reader import AnswerReader, ChainedParser, HiddenTokens, PlainParser
 from dcpmla.serving.structured import GrammarChecks
-from dcpmla.serving.template import Template
 from dcpmla.serving.worker import Allowance, LimitError, Worker
 
-_RENDERED = 1 << 24  # characters that a template writes in a second, and much fewer than it does
+_RENDERED = 1 << 24  # characters a second of a slow template; common ones are faster
 _SMALL_NUMBER = 64  # messages whose number does not matter
 
 
@@ -46,7 +45,7 @@ class Chats:
     ) -> None:
         background = background or Background(model, Worker(prepare))
         self._background, self._texts, self._given_template = background, Texts(background), chat_template
-        self._template = Template(model, chat_template)
+        self._template = background.prepared.template(chat_template)
         types = model.model_type, model.text_type
         formats = (find_format(name, self._template.text or model.encoder) for name in types)
         own = next(filter(None, formats), None)

@@ -48,7 +48,7 @@ def limit_connections(limits: Limits) -> Limits:
 
 
 class FewLines(logging.Filter):
-    """The first lines of a kind in each minute: clients without a key cause some, as many as they like."""
+    """A filter that passes the first equal lines of each minute, because clients without a key can cause any number."""
 
     def __init__(self) -> None:
         super().__init__()

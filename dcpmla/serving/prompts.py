@@ -12,8 +12,8 @@ from dcpmla.serving.messages import Started
 from dcpmla.serving.worker import Allowance, LimitError
 
 _CHARACTERS = 64  # a token's average in the longest text that is encoded
-_ENCODED = 1 << 18  # characters that a tokenizer encodes in a second, a fraction of what it does
-_BYTES = 512  # of memory, and as many of an answer, for a character or token
+_ENCODED = 1 << 18  # characters a second of a slow tokenizer; common ones are faster
+_BYTES = 512  # limit of memory, and of an answer's length, for each character or token
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def check_tokens(model: Started, token_ids: Sequence[int]) -> None:
 def _encode(prepared: Prepared, text: str, add_special_tokens: bool) -> list[int]:
     tokenizer = prepared.model.tokenizer
     if tokenizer.is_fast and tokenizer.backend_tokenizer.truncation is tokenizer.backend_tokenizer.padding is None:
-        # Offsets, which nobody reads, would take most of the time.
+        # Computing the offsets of tokens, which are not needed, would take most of the time.
         (encoded,) = tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoded.ids)
     return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
