@@ -89,7 +89,10 @@ def _report(report: pytest.TestReport | pytest.CollectReport, when: str, seconds
     """Append an outcome to the file of a run of `launch/run_tests.py`, at once, because a run may not end."""
     path = os.environ.get("DCPMLA_OUTCOMES")
     if path and "PYTEST_XDIST_WORKER" not in os.environ:
-        reason = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else ""
+        if isinstance(report.longrepr, tuple):
+            reason = report.longrepr[2].removeprefix("Skipped: ")
+        else:  # The end of a traceback, and of a rank's own above it.
+            reason = "" if report.longrepr is None else str(report.longrepr)[-4000:]
         line = {"test": report.nodeid, "when": when, "outcome": report.outcome, "reason": reason}
         with open(path, "a") as file:
             file.write(json.dumps(line | {"seconds": round(seconds, 3)}) + "\n")

@@ -6,12 +6,12 @@ import resource
 from collections.abc import Iterator
 from typing import Any
 
-import jsonschema
 import pytest
 
 from tests.support.random_model import EOS, TOKENIZER, VOCAB_SIZE
 
 pytest.importorskip("llguidance")
+jsonschema = pytest.importorskip("jsonschema")
 
 from dcpmla.runtime.grammar_check import find_fault  # noqa: E402
 from dcpmla.runtime.grammar_text import compile_grammar, read_vocabulary  # noqa: E402

@@ -3,10 +3,11 @@
 import json
 from typing import Any
 
-import jsonschema
 import pytest
 
 from dcpmla.runtime.schemas import alone, inner_schemas, refer, with_inner
+
+jsonschema = pytest.importorskip("jsonschema")
 
 TREE = {
     "type": "object",
