@@ -9,6 +9,8 @@ than three times the one alone, where the server's memory grows by more than 1 G
 
 import argparse
 import json
+import multiprocessing
+import os
 import random
 import socket
 import sys
@@ -50,7 +52,10 @@ def honest(rng: random.Random) -> tuple[str, dict[str, Any]]:
 
 
 def hostile(rng: random.Random) -> tuple[str, bytes]:
-    """Return a request that asks for much work, or a body that is none."""
+    """Return a request that asks for much work, or a body that is none.
+
+    The work is the HTTP process's: steps of the engine are the model's, and any client's share of them is its right.
+    """
     number = rng.randrange(1 << 40)
     schema = {"anyOf": [{"type": "integer", "multipleOf": 999_983 + number}, {"type": "integer", "multipleOf": 7919}]}
     tool = {"type": "function", "function": {"name": "f", "parameters": _WIDE}}
@@ -62,8 +67,9 @@ def hostile(rng: random.Random) -> tuple[str, bytes]:
             ("/detokenize", {"tokens": [5] * 500_000}),
             (_COMPLETIONS, {"prompt": [5], "max_tokens": 1, "structured_outputs": {"json": schema}}),
             (_COMPLETIONS, {"prompt": [5], "structured_outputs": {"regex": f"(a{{1000}}{number}){{1000}}"}}),
-            (_COMPLETIONS, {"prompt": [5] * 1900, "prompt_logprobs": 20, "max_tokens": 100, "logprobs": 20, "n": 4}),
-            (_COMPLETIONS, {"prompt": [[5] * 1900] * 30, "echo": True, "logprobs": 20, "max_tokens": 1}),
+            (_COMPLETIONS, {"prompt": [5] * 60, "prompt_logprobs": 20, "max_tokens": 4, "logprobs": 20, "n": 4}),
+            (_COMPLETIONS, {"prompt": [[5] * 60] * 8, "echo": True, "logprobs": 20, "max_tokens": 1}),
+            (_COMPLETIONS, {"prompt": [5], "prompt_logprobs": 1 << 40, "max_tokens": 1 << 40, "n": 128}),
             (_CHAT, {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "tool_choice": "required"}),
             ("/kv/connect", {"engine": str(number), "layout": {}, "agents": []}),
             ("/kv/prefill", {"engine": str(number), "handoff": "h", "prompt_token_ids": [5], "params": {}}),
@@ -109,27 +115,53 @@ def in_threads(num: int, seconds: float, work: Callable[[random.Random], None]) 
     return threads
 
 
-class Honest:
-    """Honest clients, and the times and statuses of their answers."""
+def ask_for(server: RunningServer, seconds: float) -> dict[str, Any]:
+    """Return what honest clients see: the number, the 99th percentile and the statuses of their answers."""
+    client = httpx2.Client(base_url=server.url, headers=HEADERS, timeout=120)
+    times: list[float] = []
+    statuses: Counter[int] = Counter()
 
-    def __init__(self, server: RunningServer) -> None:
-        self._client = httpx2.Client(base_url=server.url, headers=HEADERS, timeout=120)
-        self.seconds: list[float] = []
-        self.statuses: Counter[int] = Counter()
-
-    def ask(self, rng: random.Random) -> None:
-        """Send a request, and wait a little after its answer."""
+    def ask(rng: random.Random) -> None:
         path, body = honest(rng)
         start = time.monotonic()
-        status = self._client.post(path, json=body).status_code
-        self.seconds.append(time.monotonic() - start)
-        self.statuses[status] += 1
+        statuses.update([client.post(path, json=body).status_code])
+        times.append(time.monotonic() - start)
         time.sleep(rng.uniform(0, 0.1))
 
+    for thread in in_threads(4, seconds, ask):
+        thread.join()
+    return {"requests": len(times), "p99_s": quantiles(times, n=100)[98], "statuses": dict(statuses)}
+
+
+def attack_for(server: RunningServer, seconds: float) -> dict[str, int]:
+    """Return how many hostile requests ended how. Their clients get what the server leaves of the processors, because
+    they would be on other hosts.
+    """
+    os.nice(19)
+    ends: Counter[str] = Counter()
+    for thread in in_threads(8, seconds, lambda rng: ends.update([attack(server, rng)])):
+        thread.join()
+    return dict(ends)
+
+
+class Apart:
+    """A function that runs in a process of its own, as clients do."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        fork = multiprocessing.get_context("fork")
+        self._ours, theirs = fork.Pipe()
+        self._process = fork.Process(target=lambda: theirs.send(function(*args)))
+        self._process.start()
+
     @property
-    def p99(self) -> float:
-        """Return the 99th percentile of the times, in seconds."""
-        return quantiles(self.seconds, n=100)[98]
+    def is_running(self) -> bool:
+        return self._process.is_alive() and not self._ours.poll()
+
+    def result(self) -> Any:
+        """Wait for the function's result, and return it."""
+        found = self._ours.recv()
+        self._process.join()
+        return found
 
 
 def memory_of(server: RunningServer) -> int:
@@ -156,24 +188,20 @@ def is_quiet(server: RunningServer, num_at_rest: int) -> bool:
 
 def soak(server: RunningServer, seconds: float) -> dict[str, Any]:
     """Return the measurements of a server."""
-    alone = Honest(server)
-    for thread in in_threads(4, seconds / 10, alone.ask):
-        thread.join()
-    before, most, ends = memory_of(server), 0, Counter[str]()
+    alone = Apart(ask_for, server, seconds / 10).result()
+    before, most = memory_of(server), 0
     num_at_rest = num_processes(server)
-    beside = Honest(server)
-    threads = in_threads(4, seconds, beside.ask)
-    threads += in_threads(8, seconds, lambda rng: ends.update([attack(server, rng)]))
-    while any(thread.is_alive() for thread in threads):
+    beside, hostile_ones = Apart(ask_for, server, seconds), Apart(attack_for, server, seconds)
+    while beside.is_running or hostile_ones.is_running:
         most = max(most, memory_of(server))
         time.sleep(1)
     until = time.monotonic() + _REST
     while not (quiet := is_quiet(server, num_at_rest)) and time.monotonic() < until:
         time.sleep(0.5)
     return {
-        "honest_alone": {"requests": len(alone.seconds), "p99_s": alone.p99, "statuses": dict(alone.statuses)},
-        "honest_beside": {"requests": len(beside.seconds), "p99_s": beside.p99, "statuses": dict(beside.statuses)},
-        "hostile": dict(ends),
+        "honest_alone": alone,
+        "honest_beside": beside.result(),
+        "hostile": hostile_ones.result(),
         "memory_before": before,
         "memory_most": most,
         "memory_after": memory_of(server),

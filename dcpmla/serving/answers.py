@@ -2,13 +2,12 @@
 
 import time
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.runtime.text import TokenOffsets
 from dcpmla.serving.errors import ApiError
-from dcpmla.serving.messages import Output
+from dcpmla.serving.messages import Output, joined
 from dcpmla.serving.prompts import Prompt, Texts
 from dcpmla.serving.shown import Json, Shown, Usage
 from dcpmla.serving.slices import Each
@@ -35,6 +34,7 @@ class Answers:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
     _begun: set[int] = field(default_factory=set)
+    _outputs: dict[int, list[Output]] = field(default_factory=dict)  # of each choice of a whole answer
     _offsets: dict[int, TokenOffsets] = field(default_factory=dict)
     _lengths: dict[int, int] = field(default_factory=dict)  # characters of each choice so far
 
@@ -55,13 +55,17 @@ class Answers:
             text = prompt.text if self.shown.echo else ""
             self.prompts[number] = replace(prompt, token_ids=prompt.token_ids[-_NUM_LAST:], text=text)
 
-    def whole(self, outputs: Sequence[Output]) -> Json:
-        """Return the whole answer, from one output for each choice."""
+    def add(self, index: int, output: Output) -> None:
+        """Take outputs of a choice, joined, for the whole answer."""
+        self._outputs.setdefault(index, []).append(self._counted(index, output)[1])
+
+    def whole(self) -> Json:
+        """Return the whole answer, after all outputs."""
+        outputs = [joined(self._outputs[index]) for index in range(len(self._outputs))]
         choices = []
         for index, output in enumerate(outputs):
-            is_first, output = self._counted(index, output)
             choice = self._choice(index, output, self._logprobs(index, output), is_chunk=False)
-            choices.append({**choice, **self._extras(index, output, is_first)})
+            choices.append({**choice, **self._extras(index, output, is_first=True)})
         return {**self._around(choices, self.kind), **self._whole_extras(outputs[0]), "usage": self.usage.body()}
 
     def first_chunks(self) -> list[Json]:

@@ -2,7 +2,7 @@
 
 import json
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from dcpmla.serving.anthropic_body import MessagesBody
 from dcpmla.serving.blocks import Block, BlockReply, Change
@@ -22,10 +22,8 @@ class MessagesReply(BlockReply):
         super().__init__(prompts, reader)
         self._model, self._omits_thinking, self._id = model, omits_thinking, uuid.uuid4().hex
 
-    def whole(self, outputs: Sequence[Output]) -> Json:
+    def whole(self) -> Json:
         """Return the message."""
-        for _ in self._changes(outputs[0]):
-            pass
         return {**self._message(), "content": [self._content(block, block.text) for block in self.blocks.all]}
 
     def first_chunks(self) -> list[Json]:

@@ -159,9 +159,8 @@ class Api:
         """Return the tokens of a text, or of a conversation."""
         async with self._receiver.body(request, TokenizeBody) as body:
             tokens = await under(request, self._tokens(body))
-        return JSONResponse(
-            {"count": len(tokens), "max_model_len": self._engine.ready().max_model_len, "tokens": tokens}
-        )
+        longest = self._engine.ready().max_model_len
+        return WholeAnswer({"count": len(tokens), "max_model_len": longest, "tokens": tokens})
 
     async def _tokens(self, body: TokenizeBody) -> list[int]:
         texts, adds_special = self._texts(body.model), bool(body.add_special_tokens)
@@ -172,7 +171,8 @@ class Api:
     async def detokenize(self, request: Request) -> Response:
         """Return the text of tokens."""
         async with self._receiver.body(request, DetokenizeBody) as body:
-            return JSONResponse({"prompt": await under(request, self._texts(body.model).decode(body.tokens))})
+            text = await under(request, self._texts(body.model).decode(body.tokens))
+        return WholeAnswer({"prompt": text})
 
     def _texts(self, name: str | None) -> Texts:
         """Return the tokenizer of the model that a client names, or of the one there is."""

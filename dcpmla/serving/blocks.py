@@ -97,6 +97,11 @@ class BlockReply:
         """Forget the prompts."""
         self.prompts.clear()
 
+    def add(self, index: int, output: Output) -> None:
+        """Take outputs of the whole answer, joined."""
+        for _ in self._changes(output):
+            pass
+
     def error(self, error: ApiError) -> Json:
         """Return the last event of a stream that fails."""
         raise NotImplementedError

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.serving.answers import Answers, in_json
-from dcpmla.serving.chat.events import Piece, Pieces
+from dcpmla.serving.chat.events import Piece, PieceCollector, Pieces
 from dcpmla.serving.chat_body import ChatBody
 from dcpmla.serving.messages import Output
 from dcpmla.serving.prompts import Prompt, Texts
@@ -25,6 +25,7 @@ class ChatAnswers(Answers):
 
     readers: Sequence[AnswerReader] = field(kw_only=True)
     shows_reasoning: bool = True
+    _collectors: dict[int, PieceCollector] = field(default_factory=dict)  # of each choice of a whole answer
 
     prefix = "chatcmpl-"
     kind = "chat.completion"
@@ -47,19 +48,25 @@ class ChatAnswers(Answers):
     def _whole_extras(self, output: Output) -> Json:
         return self._prompt_extras(0, output)
 
+    def add(self, index: int, output: Output) -> None:
+        super().add(index, output)
+        collector = self._collectors.setdefault(index, PieceCollector())
+        for piece in self._read(index, output):
+            collector.add(piece)
+
     def _choice(self, index: int, output: Output, logprobs: Json | None, is_chunk: bool) -> Json:
-        reader = self.readers[index]
-        pieces = reader.push(output)
+        if is_chunk:
+            said = {"delta": _delta(self._read(index, output))}
+        else:
+            said = {"message": _message(self._collectors[index].take())}
+        reason = self.readers[index].finish_reason(output.finish_reason)
+        return {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
+
+    def _read(self, index: int, output: Output) -> Pieces:
+        """Return what an output adds to a choice."""
+        pieces = self.readers[index].push(output)
         self._count_reasoning(index)
-        if not self.shows_reasoning:
-            pieces = Pieces(piece for piece in pieces if piece.kind != "reasoning")
-        said = {"delta": _delta(pieces)} if is_chunk else {"message": _message(pieces)}
-        return {
-            "index": index,
-            **said,
-            "logprobs": logprobs,
-            "finish_reason": reader.finish_reason(output.finish_reason),
-        }
+        return pieces if self.shows_reasoning else Pieces(piece for piece in pieces if piece.kind != "reasoning")
 
     def _count_reasoning(self, index: int) -> None:
         numbers = [reader.num_reasoning_tokens for reader in self.readers]

@@ -1,6 +1,7 @@
 """The HTTP process: server and engine's client on one event loop, until the ranks end."""
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -54,6 +55,8 @@ def serve_http(
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # launchers send them to all processes; the ranks decide
+    gc.collect()
+    gc.freeze()  # A collection would go through all that is imported, 0.15 s in which no client is answered.
     limits = limit_connections(limits or Limits())
     worker = Worker(prepare)
     worker.start()  # Later this process has threads, which a fork does not copy.

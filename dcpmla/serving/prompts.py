@@ -13,6 +13,7 @@ from dcpmla.serving.worker import Allowance, LimitError
 
 _CHARACTERS = 64  # a token's average in the longest text that is encoded
 _ENCODED = 1 << 18  # characters a second of a slow tokenizer; common ones are faster
+_DECODED = 16  # characters that are encoded while a token is decoded; decoding holds the interpreter's lock, too
 _BYTES = 512  # limit of memory, and of an answer's length, for each character or token
 
 
@@ -69,7 +70,7 @@ class Texts:
             prompt = self._checked(content, "", num_kept)
         if not wants_text:
             return prompt
-        size = max(len(prompt.text), len(prompt.token_ids))
+        size = max(len(prompt.text), _DECODED * len(prompt.token_ids))
         args = prompt.token_ids, prompt.text, add_special_tokens
         text, offsets = await self._run("prompt", size, _with_offsets, *args)
         return Prompt(prompt.token_ids, text, offsets)
@@ -113,11 +114,13 @@ class Texts:
         Raises:
             ApiError: The model does not have a token.
         """
-        outside = next((token for token in token_ids if not 0 <= token < self._model.vocab_size), None)
-        if outside is not None:
-            words = f"token id {outside} is outside the model's vocabulary, [0, {self._model.vocab_size})"
+        vocab_size = self._model.vocab_size
+        ends = (min(token_ids), max(token_ids)) if token_ids else ()
+        outside = [token for token in ends if not 0 <= token < vocab_size]
+        if outside:
+            words = f"token id {outside[0]} is outside the model's vocabulary, [0, {vocab_size})"
             raise ApiError(400, words, param="tokens")
-        text: str = await self._run("tokens", len(token_ids), _decode, token_ids)
+        text: str = await self._run("tokens", _DECODED * len(token_ids), _decode, token_ids)
         return text
 
     def token(self, token_id: int) -> str:

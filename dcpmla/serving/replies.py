@@ -1,7 +1,7 @@
 """The ways in which an answer follows the engine: whole, or as a stream of events, while its client is connected."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -16,6 +16,7 @@ from dcpmla.serving.shown import Json
 from dcpmla.serving.slices import slices
 
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+_NUM_JOINED = 256  # outputs of a whole answer that are read at once
 T = TypeVar("T")
 
 
@@ -36,8 +37,12 @@ class Reply(Protocol):
         """Keep only the parts of prompts that the answer needs: it may take minutes."""
         ...
 
-    def whole(self, outputs: Sequence[Output]) -> Json:
-        """Return the whole answer, from one output for each choice."""
+    def add(self, index: int, output: Output) -> None:
+        """Take outputs of a choice, joined, for the whole answer."""
+        ...
+
+    def whole(self) -> Json:
+        """Return the whole answer, after all outputs."""
         ...
 
     def first_chunks(self) -> list[Json]:
@@ -67,11 +72,14 @@ def event(chunk: Json) -> Iterator[str]:
 
 
 async def collect(generation: Generation, answers: Reply) -> Json:
-    """Return the whole answer."""
-    outputs: list[list[Output]] = [[] for _ in generation.indices]
+    """Return the whole answer. It is read as it comes: reading a long one at its end would keep the event loop."""
+    waiting: list[list[Output]] = [[] for _ in generation.indices]
     async for index, output in generation.outputs():
-        outputs[index].append(output)
-    return answers.whole([joined(parts) for parts in outputs])
+        waiting[index].append(output)
+        if output.finish_reason is not None or len(waiting[index]) == _NUM_JOINED:
+            answers.add(index, joined(waiting[index]))
+            waiting[index].clear()
+    return answers.whole()
 
 
 async def events(generation: Generation, answers: Reply) -> AsyncIterator[str]:

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from dcpmla.serving.blocks import Block, BlockReply, Change
@@ -24,10 +24,8 @@ class ResponsesReply(BlockReply):
         super().__init__(prompts, reader)
         self._fields, self._id, self._created, self._number = fields, uuid.uuid4().hex, int(time.time()), 0
 
-    def whole(self, outputs: Sequence[Output]) -> Json:
+    def whole(self) -> Json:
         """Return the response."""
-        for _ in self._changes(outputs[0]):
-            pass
         return self._response(self._status())
 
     def first_chunks(self) -> list[Json]:

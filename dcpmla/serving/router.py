@@ -108,8 +108,13 @@ class _HandedOver:
     def drop_prompts(self) -> None:
         self._reply.drop_prompts()
 
-    def whole(self, outputs: Sequence[Output]) -> Json:
-        return self._reply.whole(outputs) | self._after(outputs[0])
+    def add(self, index: int, output: Output) -> None:
+        self._reply.add(index, output)
+        if output.finish_reason:
+            self._params |= self._after(output)[_FIELD]
+
+    def whole(self) -> Json:
+        return self._reply.whole() | {_FIELD: self._params}
 
     def first_chunks(self) -> list[Json]:
         return self._reply.first_chunks()

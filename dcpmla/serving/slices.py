@@ -8,6 +8,7 @@ from dcpmla.serving.errors import ApiError
 
 MAX_ENTRIES = 1 << 20  # log probabilities of an answer
 SLICE = 1 << 16  # characters
+_NUM_NUMBERS = 1 << 12  # integers of a list that are written at once
 
 
 class Each:
@@ -71,6 +72,12 @@ def _texts(value: object) -> Iterator[str]:
             yield found
         elif isinstance(found, dict):
             pending.append(_fields(found))
+        elif isinstance(found, list) and len(found) > _NUM_NUMBERS and isinstance(found[0], int):
+            yield "["
+            yield _dumps(found[:_NUM_NUMBERS])[1:-1]
+            for start in range(_NUM_NUMBERS, len(found), _NUM_NUMBERS):
+                yield f",{_dumps(found[start : start + _NUM_NUMBERS])[1:-1]}"
+            yield "]"
         elif isinstance(found, list):
             pending.append(_items(found))
         elif isinstance(found, Each):

@@ -27,6 +27,7 @@ MAX_CHILDREN = 4  # at once, and all but one of them for one client; other funct
 CLIENT: ContextVar[str] = ContextVar("client", default="")  # address of the client whose request a task works on
 _MODEL, _FUNCTION = b"m", b"f"  # what a socket that is passed to the process is for
 _STANDARD_ERROR = 2
+_NICE = 10  # Where processors are few, steps of the engine and answers to other clients go first.
 _CONTROL = 3  # the process's only file besides the standard ones
 
 
@@ -108,6 +109,7 @@ class Worker:
         self._control: socket.socket | None = None
         self._pid = 0
         self._permits = Permits(MAX_CHILDREN)
+        self._packing = asyncio.Lock()  # of the arguments of a function, which may be large
         self._ready: asyncio.Future[bytes] | None = None  # the answer to the model
 
     def start(self) -> None:
@@ -140,7 +142,10 @@ class Worker:
             self.start()
             self._ready = self._ready or asyncio.ensure_future(self._send(model))
             await asyncio.shield(self._ready)  # The first caller may leave before it.
-            answer = await self._exchange(_FUNCTION, pack((allowance, function, args)), allowance)
+            async with self._packing:
+                await asyncio.sleep(0)
+                packed = pack((allowance, function, args))
+            answer = await self._exchange(_FUNCTION, packed, allowance)
         finally:
             give_back()
         return json.loads(answer)
@@ -227,6 +232,7 @@ def _child(channel: socket.socket, model: Any) -> NoReturn:
         with open("/proc/self/statm") as sizes:
             own = int(sizes.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.nice(_NICE)
         allowance, function, args = unpack(_receive(channel))
         resource.setrlimit(resource.RLIMIT_AS, (own + allowance.num_bytes,) * 2)
         signal.setitimer(signal.ITIMER_PROF, allowance.cpu_seconds)  # Its signal ends the process.

@@ -24,6 +24,7 @@ from dcpmla.serving.shown import Shown
 from dcpmla.serving.slices import slices
 from tests.serving.test_texts import texts_of
 from tests.support.small_tokenizers import tokenizer_of
+from tests.support.whole_answers import whole_of
 
 SHOWN = Shown(echo=True, num_logprobs=2, num_prompt_logprobs=2, token_ids=True, usage_in_chunks=True)
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.reasoning_content %}!{% endif %};{% endfor %}"
@@ -42,7 +43,7 @@ def test_no_number_is_outside_of_json(kind: type[Answers], value: float) -> None
         return kind(texts_of("straddling"), "m", [Prompt([5, 5], "ab", [0, 1])], 1, SHOWN, **readers)
 
     expected = 0.0 if value == math.inf else -9999.0
-    (chunk,), whole = answers().chunks(0, output), answers().whole([output])
+    (chunk,), whole = answers().chunks(0, output), whole_of(answers(), [(0, output)])
     for sent in (json.loads("".join(event(chunk)).removeprefix("data: ")), json.loads("".join(slices(whole)))):
         numbers = json.dumps(sent["choices"][0]["logprobs"])
         assert str(expected) in numbers

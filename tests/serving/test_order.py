@@ -28,6 +28,7 @@ from tests.serving.chat.answers import TEMPLATES, Call, cut, parser_of, render, 
 from tests.support.agent import TEMPLATE, WEATHER, call
 from tests.support.scripted import RunningScript, scripted_tokenizer, serve_script
 from tests.support.servers import KEY
+from tests.support.whole_answers import whole_of
 
 HIDDEN = "<|pad|>"
 Blocks = list[tuple[str, Any]]  # (kind, text, or name and arguments)
@@ -170,7 +171,8 @@ def test_blocks_come_as_they_were_written(name: str, route: str, data: st.DataOb
     sizes = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
     stream = client_of(client_kind, streamed(reply(), outputs_of(answer, sizes)), is_stream=True)
     assert blocks_of(stream, True, **body) == wanted
-    whole = client_of(client_kind, "".join(slices(reply().whole(outputs_of(answer, [len(answer)])))), is_stream=False)
+    value = whole_of(reply(), ((0, output) for output in outputs_of(answer, sizes)))
+    whole = client_of(client_kind, "".join(slices(value)), is_stream=False)
     assert blocks_of(whole, False, **body) == wanted
 
 

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.serving.answers import Answers
+from dcpmla.serving.anthropic_body import MessagesBody
+from dcpmla.serving.anthropic_reply import messages_reply
 from dcpmla.serving.app import Api
 from dcpmla.serving.background import prepare
 from dcpmla.serving.chat_answers import ChatAnswers
@@ -20,7 +22,9 @@ from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Output
 from dcpmla.serving.prompts import Prompt
 from dcpmla.serving.reader import AnswerReader, HiddenTokens, PlainParser
-from dcpmla.serving.replies import WholeAnswer, event, events
+from dcpmla.serving.replies import WholeAnswer, collect, event, events
+from dcpmla.serving.responses_body import ResponsesBody
+from dcpmla.serving.responses_reply import responses_reply
 from dcpmla.serving.settings import Settings
 from dcpmla.serving.shown import Json, Shown
 from dcpmla.serving.slices import MAX_ENTRIES, SLICE, Each, check_entries, slices
@@ -29,6 +33,7 @@ from tests.serving.test_client import make_engine
 from tests.serving.test_leaving_clients import Client
 from tests.serving.test_texts import texts_of
 from tests.support.scripted import scripted_tokenizer
+from tests.support.whole_answers import whole_of
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=30)
@@ -116,11 +121,48 @@ async def sent_by(app: Any) -> tuple[list[bytes], int, list[tuple[bytes, bytes]]
     return [piece for piece in pieces if piece], num_turns, headers
 
 
+@pytest.mark.parametrize("reply", [messages_reply, responses_reply])
+def test_the_loop_runs_between_slices_of_blocks(reply: Any) -> None:
+    kind = MessagesBody if reply is messages_reply else ResponsesBody
+    body = (
+        {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
+        if reply is messages_reply
+        else {"input": "a"}
+    )
+    reader = AnswerReader(PlainParser(), HiddenTokens([]))
+    made = reply(kind.model_validate(body), None, "m", [Prompt([5], "a")], [reader])
+    outputs = [(0, output_of()._replace(text="a" * SLICE, finish_reason=reason)) for reason in [None] * 9 + ["stop"]]
+    pieces, num_turns, _ = asyncio.run(sent_by(WholeAnswer(whole_of(made, outputs))))
+    assert len(pieces) >= 10
+    assert num_turns >= len(pieces)
+    assert max(map(len, pieces)) < LARGEST
+    assert b"a" * 10 * SLICE in b"".join(pieces)
+
+
+def test_long_answers_are_read_as_they_come() -> None:
+    """Reading the text of many tokens at the end would keep the event loop."""
+
+    class Generation:
+        indices = range(2)
+
+        async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
+            for number in range(2000):
+                yield number % 2, Output(0, "ab", (5,), finish_reason="stop" if number >= 1998 else None)
+
+    reply, texts = reply_of(ChatAnswers, 2), list[int]()
+    add = reply.add
+    reply.add = lambda index, output: (texts.append(len(output.text)), add(index, output))  # type: ignore
+    whole = asyncio.run(collect(Generation(), reply))  # type: ignore[arg-type]
+    assert max(texts) <= 512
+    assert [choice["message"]["content"] for choice in whole["choices"]] == ["ab" * 1000] * 2
+
+
 @pytest.mark.parametrize(
     ("kind", "num_choices", "num_prompts"), [(Answers, 3, 1), (Answers, 1, 3), (ChatAnswers, 3, 1)]
 )
 def test_the_loop_runs_between_slices(kind: type[Answers], num_choices: int, num_prompts: int) -> None:
-    whole = reply_of(kind, num_choices, num_prompts).whole([output_of()] * num_choices * num_prompts)
+    outputs = enumerate([output_of()] * num_choices * num_prompts)
+    whole = whole_of(reply_of(kind, num_choices, num_prompts), outputs)
     pieces, num_turns, headers = asyncio.run(sent_by(WholeAnswer(whole)))
     assert len(pieces) > 10
     assert num_turns >= len(pieces)

@@ -17,6 +17,7 @@ from dcpmla.serving.shown import Shown
 from dcpmla.serving.slices import slices
 from dcpmla.serving.worker import Worker
 from tests.support.small_tokenizers import FAMILIES, SENTENCES, SPECIAL, byte_letter, tokenizer_of
+from tests.support.whole_answers import whole_of
 
 
 def texts_of(family: str) -> Texts:
@@ -56,7 +57,7 @@ def choice(family: str, prompt: Prompt, new: list[int], echo: bool, stop: tuple[
         joined["text_offset"] += chunk["logprobs"]["text_offset"]
     logprobs = tuple(TokenLogprobs(token, -1.0, ()) for token in new)
     output = Output(0, stream.text, tuple(new), logprobs, "stop", prompt_logprobs=scored)
-    (once,) = json.loads("".join(slices(whole.whole([output]))))["choices"]
+    (once,) = json.loads("".join(slices(whole_of(whole, [(0, output)]))))["choices"]
     assert once["text"] == joined["text"]
     length = len(once["text"])
     assert once["logprobs"]["text_offset"] == [min(offset, length) for offset in joined["text_offset"]]
