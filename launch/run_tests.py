@@ -23,6 +23,10 @@ import write_support
 from features import collect
 
 ROOT, RECORD = write_support.ROOT, write_support.RECORD
+sys.path.insert(0, str(ROOT))  # also where the package is not installed
+
+from dcpmla.bench.results import installed, versions  # noqa: E402
+
 # What may change the result of a test on GPUs.
 _FOLDERS = ("attention", "cache", "comm", "integrations", "model", "parallel", "planning", "runtime", "transfer")
 GPU_SOURCES = ("dcpmla/*.py", *(f"dcpmla/{folder}/**/*.py" for folder in _FOLDERS))
@@ -191,8 +195,6 @@ def outdated(record: dict[str, Any]) -> str:
 def _machine() -> dict[str, Any]:
     """Return the names of the GPUs and the versions that results depend on."""
     import torch
-
-    from dcpmla.bench.results import installed, versions
 
     cards = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     python = ".".join(map(str, sys.version_info[:3]))
