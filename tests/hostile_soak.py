@@ -37,6 +37,7 @@ HEADERS = {"Authorization": f"Bearer {KEY}"}
 _MOST_GROWTH = 1 << 30
 _REST = 20.0  # seconds in which all that hostile clients have begun must end
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_OPTIONS = ("--max-model-len", 2048, "--kv-cache-memory-bytes", 64 << 20)  # so that memory does not grow with the cache
 _WIDE = {"type": "object", "properties": {"a": {"enum": list(range(200_000))}}}
 
 
@@ -229,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         model = needle_with_template(Path(folder))
-        with serve(Path(folder), model, options.ranks, "--api-key", KEY, "--max-model-len", 2048) as server:
+        with serve(Path(folder), model, options.ranks, "--api-key", KEY, *_OPTIONS) as server:
             found = soak(server, options.seconds)
     print(json.dumps(found, indent=1))
     if options.json:

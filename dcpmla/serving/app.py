@@ -165,7 +165,7 @@ class Api:
     async def _tokens(self, body: TokenizeBody) -> list[int]:
         texts, adds_special = self._texts(body.model), bool(body.add_special_tokens)
         if body.messages is None:
-            return await texts.encode(body.prompt or "", body.add_special_tokens is not False)
+            return await texts.encode([body.prompt or ""], body.add_special_tokens is not False)
         return (await self._chats().prompt(body.conversation_of(body.messages), adds_special)).token_ids
 
     async def detokenize(self, request: Request) -> Response:

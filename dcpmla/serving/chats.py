@@ -8,6 +8,7 @@ from dcpmla.serving.background import Background, Prepared, prepare
 from dcpmla.serving.chat.events import AnswerParser
 from dcpmla.serving.chat.formats import FORMATS, AnswerFormat, find_format
 from dcpmla.serving.chat.writing import WRITINGS
+from dcpmla.serving.control_tokens import CUT
 from dcpmla.serving.conversation import Conversation
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Started
@@ -74,14 +75,14 @@ class Chats:
         if conversation.tool_use.tools and self._call_format is None:
             raise ApiError(400, "tools need --tool-call-parser: the model's format is unknown", param="tools")
         self._template.check(conversation, self._texts.tokenizer)
-        text = await self._rendered(conversation)
-        prompt = await self._texts.encoded(text, add_special_tokens, num_kept)
+        pieces = (await self._rendered(conversation)).split(CUT)
+        prompt, text = await self._texts.encoded(pieces, add_special_tokens, num_kept), "".join(pieces)
         in_reasoning = self._opens_reasoning(text, conversation.continue_final_message)
         may_reason = not in_reasoning and self._may_reason(text, conversation)
         return replace(prompt, in_reasoning=in_reasoning, may_reason=may_reason)
 
     async def _rendered(self, conversation: Conversation) -> str:
-        """Return a conversation's text.
+        """Return a conversation's text, with cuts.
 
         Templates that join texts message by message take a time that grows with the product of both.
         """

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from dcpmla.runtime.admission import check_prompt
@@ -65,7 +66,7 @@ class Texts:
             ApiError: The model cannot continue the prompt.
         """
         if isinstance(content, str):
-            prompt = await self.encoded(content, add_special_tokens, num_kept)
+            prompt = await self.encoded([content], add_special_tokens, num_kept)
         else:
             prompt = self._checked(content, "", num_kept)
         if not wants_text:
@@ -85,27 +86,29 @@ class Texts:
         except LimitError as error:
             raise ApiError(400, f"{param}: {error} in the tokenizer", param=param) from error
 
-    async def encoded(self, text: str, add_special_tokens: bool, num_kept: int | None) -> Prompt:
+    async def encoded(self, pieces: Sequence[str], add_special_tokens: bool, num_kept: int | None) -> Prompt:
         """Return a prompt of a text.
 
         Args:
+            pieces: Pieces of the text, which have no token in common.
             num_kept: Number of its last tokens to keep, None for all.
         Raises:
             ApiError: The model cannot continue the prompt.
         """
-        return self._checked(await self.encode(text, add_special_tokens), text, num_kept)
+        return self._checked(await self.encode(pieces, add_special_tokens), "".join(pieces), num_kept)
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return a text's tokens.
+    async def encode(self, pieces: Sequence[str], add_special_tokens: bool = True) -> list[int]:
+        """Return the tokens of a text in pieces.
 
         Raises:
             ApiError: The text is too long for any vocabulary.
         """
         longest = _CHARACTERS * self._model.max_model_len
-        if len(text) > longest:
-            words = f"the prompt has {len(text):,} characters; at most {longest:,} are looked at"
+        length = sum(map(len, pieces))
+        if length > longest:
+            words = f"the prompt has {length:,} characters; at most {longest:,} are looked at"
             raise ApiError(400, words, param="prompt", code="context_length_exceeded")
-        token_ids: list[int] = await self._run("prompt", len(text), _encode, text, add_special_tokens)
+        token_ids: list[int] = await self._run("prompt", length, _encode, pieces, add_special_tokens)
         return token_ids
 
     async def decode(self, token_ids: list[int]) -> str:
@@ -154,13 +157,16 @@ def check_tokens(model: Started, token_ids: Sequence[int]) -> None:
         raise ApiError(400, str(error), param="prompt", code=code) from error
 
 
-def _encode(prepared: Prepared, text: str, add_special_tokens: bool) -> list[int]:
+def _encode(prepared: Prepared, pieces: Sequence[str], add_special_tokens: bool) -> list[int]:
+    if len(pieces) > 1:  # The first piece gets special tokens, if any are added.
+        parts = (_encode(prepared, [piece], add_special_tokens and not index) for index, piece in enumerate(pieces))
+        return list(chain.from_iterable(parts))
     tokenizer = prepared.model.tokenizer
     if tokenizer.is_fast and tokenizer.backend_tokenizer.truncation is tokenizer.backend_tokenizer.padding is None:
         # Computing the offsets of tokens, which are not needed, would take most of the time.
-        (encoded,) = tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        (encoded,) = tokenizer.backend_tokenizer.encode_batch_fast(pieces, add_special_tokens=add_special_tokens)
         return list(encoded.ids)
-    return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+    return list(tokenizer(pieces[0], add_special_tokens=add_special_tokens)["input_ids"])
 
 
 def _decode(prepared: Prepared, token_ids: list[int]) -> str:

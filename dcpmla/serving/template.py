@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from dcpmla.serving.chat.encodings import find_encoding
+from dcpmla.serving.control_tokens import ControlTokens
 from dcpmla.serving.conversation import Conversation
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Started
@@ -56,7 +57,8 @@ class Template:
             raise ApiError(400, f"{name} is not supported by the model's chat template; leave it out", param=name)
 
     def render(self, conversation: Conversation) -> str:
-        """Return the text of a conversation."""
+        """Return the text of a conversation, in which texts of users and tools are cut (`ControlTokens.cut`)."""
+        messages: Sequence[Json] = self._control_tokens.cut(conversation.messages)
         variables: Json = {}
         if conversation.thinking is not None:
             variables = dict.fromkeys(_SWITCHES, conversation.thinking)
@@ -71,18 +73,21 @@ class Template:
             effort = variables.get("reasoning_effort")
             switches = [variables[name] for name in _SWITCHES if variables.get(name) is not None]
             return self._encoding.render(
-                conversation.messages,
+                messages,
                 conversation.tool_use.tools or None,
                 thinking=effort != "none" and (any(switches) if switches else self._encoding.thinks_by_default),
                 reasoning_effort=None if effort == "none" else effort,
                 **arguments,
             )
-        messages = conversation.messages
         if conversation.num_calls and not self._takes_texts:
             messages = _with_objects(messages)
         if "developer" not in self._words:  # Most templates ignore messages of roles that they do not know.
             messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
         return self._apply(messages, list(conversation.tool_use.tools) or None, **arguments, **variables)
+
+    @cached_property
+    def _control_tokens(self) -> ControlTokens:
+        return ControlTokens(self._tokenizer)
 
     @cached_property
     def _takes_texts(self) -> bool:

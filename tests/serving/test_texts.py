@@ -126,7 +126,7 @@ def test_tokens_are_those_of_the_tokenizer(family: str, adds_special: bool) -> N
     texts, tokenizer = long_texts_of(family), tokenizer_of(family)
     for text in (*SENTENCES, f"a{SPECIAL[1]} b", "", f"{SENTENCES[0]}\n" * 2000):
         expected = tokenizer(text, add_special_tokens=adds_special)["input_ids"]
-        assert asyncio.run(texts.encode(text, adds_special)) == expected
+        assert asyncio.run(texts.encode([text], adds_special)) == expected
 
 
 def long_texts_of(family: str) -> Texts:
@@ -151,4 +151,4 @@ def test_long_texts_and_prompts_of_many_tokens_go_through_a_child() -> None:
 
 def test_texts_that_no_vocabulary_makes_short_are_not_encoded() -> None:
     with pytest.raises(ApiError, match="the prompt has 64,001 characters; at most 64,000 are looked at"):
-        asyncio.run(texts_of("straddling").encode("x" * 64_001))
+        asyncio.run(texts_of("straddling").encode(["x" * 64_001]))
