@@ -25,7 +25,7 @@ from dcpmla.fields import (
     whole,
 )
 from dcpmla.indexer_config import IndexerConfig
-from dcpmla.ownership import NUM_CLASSES, TILE, check_block_size
+from dcpmla.ownership import NUM_CLASSES, TILE, Owner, check_block_size
 
 DCP_COMM_BACKENDS = ("auto", "ag_rs", "a2a", "direct")
 DCP_EXCHANGE_DTYPES = ("auto", "fp8")
@@ -309,3 +309,7 @@ class DCPConfig:
     def virtual_block_size(self) -> int:
         """Return the number of positions that one block id covers: block_size on each of the DCP ranks."""
         return self.block_size * self.decode_context_parallel_size
+
+    def owner(self, dcp_rank: int) -> Owner:
+        """Return a rank of the DCP group as the owner of tokens."""
+        return Owner(dcp_rank, self.decode_context_parallel_size, self.cp_kv_cache_interleave_size)

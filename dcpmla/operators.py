@@ -5,13 +5,14 @@ without values, for tracing; `kernel` runs instead of the reference where the co
 names the arguments that are written. If `kernel` is given, the reference is plain torch, which specifies the kernel and
 runs on any device. If it is not, the reference always runs, and may itself choose and launch kernels.
 
-A parameter's type may be a NamedTuple class X, or X | None. A schema has no tuples, so the custom op has the
-tuple's fields as arguments, and the reference's signature does not repeat them. Callers pass tuples by position.
+A parameter's type may be a NamedTuple class X, or X | None; a field's type may be one, too. A schema has no tuples, so
+the custom op has the fields as arguments, and the reference's signature does not repeat them. Callers pass tuples by
+position.
 """
 
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
@@ -54,6 +55,8 @@ class Operator(Generic[Result]):
         parameters = inspect.signature(reference).parameters
         self._tuples = {key: kind for key in parameters if (kind := _tuple_class(parameters[key].annotation))}
         self._names = tuple(parameters)
+        self._num_fields = {key: len(_fields_of(kind)) for key, kind in self._tuples.items()}
+        self._shapes = {key: _shape_of(kind) for key, kind in self._tuples.items()}
         schema = torch.library.infer_schema(_with_fields(reference, self._tuples), mutates_args=mutates_args)
         run, fake = self._nest(self._run), self._nest(_take_named(fake, reference))
         self.op = torch.library.custom_op(f"dcpmla::{name}", run, mutates_args=mutates_args, schema=schema)
@@ -68,11 +71,12 @@ class Operator(Generic[Result]):
         """Return the arguments with the fields of tuples instead of tuples; for None, a None for each field."""
         fields: list[Any] = []
         for key, value in zip(self._names, args, strict=False):
-            kind = self._tuples.get(key)
-            if kind is None:
+            if key not in self._tuples:
                 fields.append(value)
             else:
-                fields.extend((None,) * len(kind._fields) if value is None else value)
+                fields.extend(
+                    (None,) * self._num_fields[key] if value is None else _values_of(value, self._shapes[key])
+                )
         return fields
 
     def _nest(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,9 +90,9 @@ class Operator(Generic[Result]):
                 if first == len(args):
                     break  # other parameters have defaults, or are named
                 kind = self._tuples.get(key)
-                fields = args[first : first + (1 if kind is None else len(kind._fields))]
+                fields = args[first : first + self._num_fields.get(key, 1)]
                 is_none = all(field is None for field in fields)
-                values.append(fields[0] if kind is None or is_none else kind(*fields))
+                values.append(fields[0] if kind is None or is_none else _nested(kind, iter(fields)))
                 first += len(fields)
             return function(*values, **kwargs)
 
@@ -140,6 +144,38 @@ def _tuple_class(annotation: Any) -> Any:
     return next((kind for kind in (annotation, *get_args(annotation)) if hasattr(kind, "_fields")), None)
 
 
+@cache
+def _fields_of(kind: Any) -> tuple[tuple[str, Any], ...]:
+    """Return the names and types of a NamedTuple class's fields; an inner tuple counts as its own fields."""
+    hints = get_type_hints(kind)
+    inner = ((name, hints[name]) for name in kind._fields)
+    return tuple(
+        field for name, hint in inner for field in (_fields_of(hint) if hasattr(hint, "_fields") else ((name, hint),))
+    )
+
+
+def _shape_of(kind: Any) -> tuple[Any, ...]:
+    """Return the shape of a NamedTuple class: the shape of each field that is an inner tuple, None for other fields."""
+    hints = get_type_hints(kind)
+    return tuple(_shape_of(hints[name]) if hasattr(hints[name], "_fields") else None for name in kind._fields)
+
+
+def _values_of(value: Any, shape: tuple[Any, ...]) -> list[Any]:
+    """Return the values of a tuple's fields; an inner tuple counts as its own fields."""
+    values: list[Any] = []
+    for field, inner in zip(value, shape, strict=True):
+        values.extend([field] if inner is None else _values_of(field, inner))
+    return values
+
+
+def _nested(kind: Any, values: Iterator[Any]) -> Any:
+    """Return a tuple of a class from the values of `_fields_of`."""
+    hints = get_type_hints(kind)
+    return kind(
+        *(_nested(hints[name], values) if hasattr(hints[name], "_fields") else next(values) for name in kind._fields)
+    )
+
+
 def _with_fields(reference: Callable[..., Any], tuples: dict[str, Any]) -> Callable[..., Any]:
     """Return a function with the reference's signature and the fields of tuples instead of tuples.
 
@@ -150,7 +186,7 @@ def _with_fields(reference: Callable[..., Any], tuples: dict[str, Any]) -> Calla
         if (kind := tuples.get(parameter.name)) is None:
             parameters.append(parameter)
             continue
-        for name, annotation in get_type_hints(kind).items():
+        for name, annotation in _fields_of(kind):
             annotation = annotation if parameter.annotation is kind else annotation | None
             parameters.append(inspect.Parameter(name, parameter.kind, annotation=annotation))
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dcpmla import ownership
+from dcpmla.ownership import Owner, check_block_size
 
 SIZES = tuple(range(1, 9))
 INTERLEAVES = (1, 2, 16)
@@ -58,14 +58,11 @@ def test_deal_is_the_layout_of_the_specification() -> None:
 def test_owner_and_local_index_of_every_position(dcp_size: int, interleave: int) -> None:
     num_tokens = 3 * dcp_size * interleave + interleave // 2 + 1
     dealt = deal(num_tokens, dcp_size, interleave)
-    positions = torch.arange(num_tokens)
-    assert ownership.owner_rank(positions, dcp_size, interleave).tolist() == [rank for rank, _ in dealt]
-    assert ownership.local_index(positions, dcp_size, interleave).tolist() == [index for _, index in dealt]
+    positions, owner = torch.arange(num_tokens), Owner(0, dcp_size, interleave)
+    assert owner.rank_of(positions).tolist() == [rank for rank, _ in dealt]
+    assert owner.local_index(positions).tolist() == [index for _, index in dealt]
     for position, owner_and_index in enumerate(dealt):
-        assert (
-            ownership.owner_rank(position, dcp_size, interleave),
-            ownership.local_index(position, dcp_size, interleave),
-        ) == owner_and_index
+        assert (owner.rank_of(position), owner.local_index(position)) == owner_and_index
 
 
 @layouts
@@ -75,34 +72,26 @@ def test_global_position_is_the_inverse(dcp_size: int, interleave: int) -> None:
     for position, (rank, _) in enumerate(deal(num_tokens, dcp_size, interleave)):
         held[rank].append(position)
     for rank, positions in held.items():
-        indices = torch.arange(len(positions))
-        assert ownership.global_position(indices, rank, dcp_size, interleave).tolist() == positions
-        assert [
-            ownership.global_position(index, rank, dcp_size, interleave) for index in range(len(positions))
-        ] == positions
+        indices, owner = torch.arange(len(positions)), Owner(rank, dcp_size, interleave)
+        assert owner.global_position(indices).tolist() == positions
+        assert [owner.global_position(index) for index in range(len(positions))] == positions
 
 
 @layouts
 def test_local_seq_lens_of_every_length(dcp_size: int, interleave: int) -> None:
     lengths = list(range(2 * dcp_size * interleave + interleave + 2))  # 0, shorter than W, ragged tails
     owners = [rank for rank, _ in deal(lengths[-1], dcp_size, interleave)]
-    expected = [[owners[:length].count(rank) for rank in range(dcp_size)] for length in lengths]
-    whole = ownership.local_seq_lens(torch.tensor(lengths), dcp_size, interleave=interleave)
-    assert whole.dtype == torch.int32
-    assert whole.tolist() == expected
     for rank in range(dcp_size):
-        mine = ownership.local_seq_lens(torch.tensor(lengths), dcp_size, rank, interleave)
-        array = ownership.local_seq_lens(np.array(lengths), dcp_size, rank, interleave)
+        owner = Owner(rank, dcp_size, interleave)
+        mine, array = owner.local_seq_lens(torch.tensor(lengths)), owner.local_seq_lens(np.array(lengths))
         assert (mine.dtype, array.dtype) == (torch.int32, np.int32)
-        assert mine.tolist() == array.tolist() == [row[rank] for row in expected]
+        assert mine.tolist() == array.tolist() == [owners[:length].count(rank) for length in lengths]
 
 
 def test_local_seq_lens_of_ints() -> None:
     owners = [rank for rank, _ in deal(37, 5, 2)]
-    lens = ownership.local_seq_lens(37, 5, interleave=2)
-    assert (lens.dtype, lens.tolist()) == (torch.int32, [owners.count(rank) for rank in range(5)])
     for rank in range(5):
-        mine = ownership.local_seq_lens(37, 5, rank, 2)
+        mine = Owner(rank, 5, 2).local_seq_lens(37)
         assert type(mine) is int
         assert mine == owners.count(rank)
 
@@ -113,19 +102,15 @@ def test_tensors_of_any_shape(shape: tuple[int, ...], dtype: torch.dtype) -> Non
     numbers = torch.randint(0, 200, shape, dtype=dtype)
     dealt = deal(201, 6, 2)
     flat = numbers.flatten().tolist()
-    owners, indices = ownership.owner_rank(numbers, 6, 2), ownership.local_index(numbers, 6, 2)
+    owners, indices = Owner(0, 6, 2).rank_of(numbers), Owner(0, 6, 2).local_index(numbers)
     assert owners.shape == indices.shape == torch.Size(shape)
     assert list(zip(owners.flatten().tolist(), indices.flatten().tolist(), strict=True)) == [
         dealt[number] for number in flat
     ]
-    whole = ownership.local_seq_lens(numbers, 6, interleave=2)
-    assert whole.shape == (*shape, 6)
-    assert whole.reshape(-1, 6).tolist() == [
-        [sum(r == rank for r, _ in dealt[:number]) for rank in range(6)] for number in flat
-    ]
-    mine = ownership.local_seq_lens(numbers, 6, 4, 2)
-    assert (mine.shape, mine.dtype) == (torch.Size(shape), torch.int32)
-    assert torch.equal(mine, whole[..., 4])
+    for rank in range(6):
+        mine = Owner(rank, 6, 2).local_seq_lens(numbers)
+        assert (mine.shape, mine.dtype) == (torch.Size(shape), torch.int32)
+        assert mine.flatten().tolist() == [sum(r == rank for r, _ in dealt[:number]) for number in flat]
 
 
 @settings(max_examples=200, deadline=None)
@@ -140,10 +125,11 @@ def test_positions_past_32_bits(dcp_size: int, interleave: int, rounds: int, off
     offset %= dcp_size * interleave
     rank, index = deal(offset + 1, dcp_size, interleave)[-1]
     position, local = rounds * dcp_size * interleave + offset, rounds * interleave + index
+    owner = Owner(rank, dcp_size, interleave)
     for kind in (int, torch.tensor):
-        assert int(ownership.owner_rank(kind(position), dcp_size, interleave)) == rank
-        assert int(ownership.local_index(kind(position), dcp_size, interleave)) == local
-        assert int(ownership.global_position(kind(local), rank, dcp_size, interleave)) == position
+        assert int(owner.rank_of(kind(position))) == rank
+        assert int(owner.local_index(kind(position))) == local
+        assert int(owner.global_position(kind(local))) == position
 
 
 @layouts
@@ -155,9 +141,8 @@ def test_slots_fill_the_blocks_in_order(dcp_size: int, interleave: int, blocks_o
     expected = deal_slots(num_tokens, blocks, block_size, dcp_size, interleave)
     positions = torch.arange(num_tokens)
     for rank in range(dcp_size):
-        slots = ownership.slot_mapping(
-            positions, torch.tensor(blocks, dtype=torch.int32), block_size, dcp_size, rank, interleave
-        )
+        table = torch.tensor(blocks, dtype=torch.int32)
+        slots = Owner(rank, dcp_size, interleave).slot_mapping(positions, table, block_size)
         assert slots.dtype == torch.int64
         assert slots.tolist() == [slot if owner == rank else -1 for owner, slot in expected]
 
@@ -178,7 +163,7 @@ def test_ranks_together_hold_each_token_once(data: st.DataObject) -> None:
     expected = [deal_slots(capacity, table, block_size, dcp_size, interleave) for table in tables.tolist()]
     slots = torch.stack(
         [
-            ownership.slot_mapping(positions, tables[sequences], block_size, dcp_size, rank, interleave)
+            Owner(rank, dcp_size, interleave).slot_mapping(positions, tables[sequences], block_size)
             for rank in range(dcp_size)
         ]
     )
@@ -191,82 +176,54 @@ def test_block_covers_block_size_positions_of_each_rank() -> None:
     blocks, block_size, dcp_size, interleave = shuffled_blocks(4), 32, 6, 16
     positions = torch.arange(4 * 32 * 6)
     for rank in range(dcp_size):
-        slots = ownership.slot_mapping(positions, torch.tensor(blocks), block_size, dcp_size, rank, interleave)
+        slots = Owner(rank, dcp_size, interleave).slot_mapping(positions, torch.tensor(blocks), block_size)
         for block, row in zip(blocks, slots.view(4, 32 * 6).tolist(), strict=True):
             assert sorted(slot for slot in row if slot >= 0) == list(range(block * 32, (block + 1) * 32))
 
 
 @pytest.mark.parametrize(("dcp_size", "interleave"), [(1, 1), (2, 1), (3, 4), (8, 2), (4, 64)])
 def test_a_window_has_no_more_tokens_of_a_rank_than_its_bound(dcp_size: int, interleave: int) -> None:
-    owners = ownership.owner_rank(torch.arange(900), dcp_size, interleave)
+    owners = Owner(0, dcp_size, interleave).rank_of(torch.arange(900))
     for window in (1, 2, 5, 63, 128):
         most = int((owners == 0).long().unfold(0, window, 1).sum(-1).max())
-        assert most <= ownership.window_bound(window, dcp_size, interleave) <= min(window, most + 2 * interleave)
-
-
-def test_slots_of_one_position() -> None:
-    blocks = [7, 3]
-    expected = deal_slots(24, blocks, 4, 3, 2)
-    for position, (owner, slot) in enumerate(expected):
-        for rank in range(3):
-            mine = ownership.slot_mapping(position, blocks, 4, 3, rank, 2)
-            assert type(mine) is int
-            assert mine == (slot if rank == owner else -1)
-    assert ownership.slot_mapping(-1, blocks, 4, 3, 2, 2) == -1
+        assert most <= Owner(0, dcp_size, interleave).window_bound(window) <= min(window, most + 2 * interleave)
 
 
 def test_padding_alone_and_no_tokens() -> None:
     table = torch.tensor([[5], [6]], dtype=torch.int32)
-    assert ownership.slot_mapping(torch.tensor([-1, -7]), table, 4, 2, 1).tolist() == [-1, -1]
-    empty = ownership.slot_mapping(torch.empty(0, dtype=torch.int64), table[0], 4, 2, 1)
+    assert Owner(1, 2).slot_mapping(torch.tensor([-1, -7]), table, 4).tolist() == [-1, -1]
+    empty = Owner(1, 2).slot_mapping(torch.empty(0, dtype=torch.int64), table[0], 4)
     assert (tuple(empty.shape), empty.dtype) == ((0,), torch.int64)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_slots_past_32_bits(dtype: torch.dtype) -> None:
     block = 2**31 - 1  # the last id of an int32 table
-    slots = ownership.slot_mapping(
-        torch.tensor([0, 1, 127], dtype=dtype), torch.tensor([block], dtype=torch.int32), 64, 2, 1
-    )
+    table = torch.tensor([block], dtype=torch.int32)
+    slots = Owner(1, 2).slot_mapping(torch.tensor([0, 1, 127], dtype=dtype), table, 64)
     assert slots.tolist() == [-1, block * 64, block * 64 + 63]
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: ownership.owner_rank(0, 0), "dcp_size is 0; it must be at least 1"),
-        (lambda: ownership.owner_rank(0, -2), "dcp_size is -2; it must be at least 1"),
+        (lambda: Owner(0, 0), "dcp_size is 0; it must be at least 1"),
+        (lambda: Owner(0, -2), "dcp_size is -2; it must be at least 1"),
+        (lambda: Owner(0, 2, 0), "interleave (--cp-kv-cache-interleave-size) is 0; it must be at least 1"),
+        (lambda: Owner(0, 3, -1), "interleave (--cp-kv-cache-interleave-size) is -1; it must be at least 1"),
+        (lambda: Owner(2, 2), "dcp_rank is 2; with dcp_size 2 it must be in [0, 2)"),
+        (lambda: Owner(-1, 2), "dcp_rank is -1; with dcp_size 2 it must be in [0, 2)"),
+        (lambda: Owner(0, 2).rank_of(-1), "position is -1; it must not be negative"),
+        (lambda: Owner(0, 2).local_index(-4), "position is -4; it must not be negative"),
+        (lambda: Owner(0, 2).global_position(-1), "index is -1; it must not be negative"),
+        (lambda: Owner(0, 2).local_seq_lens(-1), "seq_lens is -1; it must not be negative"),
         (
-            lambda: ownership.owner_rank(0, 2, 0),
-            "interleave (--cp-kv-cache-interleave-size) is 0; it must be at least 1",
-        ),
-        (lambda: ownership.owner_rank(-1, 2), "position is -1; it must not be negative"),
-        (lambda: ownership.local_index(-4, 2), "position is -4; it must not be negative"),
-        (lambda: ownership.local_index(4, 0), "dcp_size is 0; it must be at least 1"),
-        (lambda: ownership.global_position(-1, 0, 2), "index is -1; it must not be negative"),
-        (lambda: ownership.global_position(0, 2, 2), "dcp_rank is 2; with dcp_size 2 it must be in [0, 2)"),
-        (lambda: ownership.global_position(0, -1, 2), "dcp_rank is -1; with dcp_size 2 it must be in [0, 2)"),
-        (lambda: ownership.local_seq_lens(-1, 2), "seq_lens is -1; it must not be negative"),
-        (lambda: ownership.local_seq_lens(-1, 2, 0), "seq_lens is -1; it must not be negative"),
-        (
-            lambda: ownership.local_seq_lens(torch.tensor([1]), 3, 3),
-            "dcp_rank is 3; with dcp_size 3 it must be in [0, 3)",
-        ),
-        (
-            lambda: ownership.local_seq_lens(1, 3, 0, -1),
-            "interleave (--cp-kv-cache-interleave-size) is -1; it must be at least 1",
-        ),
-        (
-            lambda: ownership.slot_mapping(torch.tensor([0]), [0], 4, 2, 2),
-            "dcp_rank is 2; with dcp_size 2 it must be in [0, 2)",
-        ),
-        (
-            lambda: ownership.slot_mapping(torch.tensor([0]), [0], 24, 2, 0, 16),
+            lambda: Owner(0, 2, 16).slot_mapping(torch.tensor([0]), torch.tensor([0]), 24),
             "cp_kv_cache_interleave_size (--cp-kv-cache-interleave-size) is 16; it must divide block_size "
             "(--block-size) 24",
         ),
-        (lambda: ownership.check_block_size(0, 1), "block_size (--block-size) is 0; it must be at least 1"),
-        (lambda: ownership.check_block_size(-4, 2), "block_size (--block-size) is -4; it must be at least 1"),
+        (lambda: check_block_size(0, 1), "block_size (--block-size) is 0; it must be at least 1"),
+        (lambda: check_block_size(-4, 2), "block_size (--block-size) is -4; it must be at least 1"),
     ],
 )
 def test_mistakes_are_named(call: Callable[[], Any], message: str) -> None:
@@ -276,12 +233,12 @@ def test_mistakes_are_named(call: Callable[[], Any], message: str) -> None:
 
 def test_tensors_are_not_looked_into() -> None:
     """Reading a tensor would synchronize with the host; on the meta device it fails."""
-    positions = torch.empty(3, dtype=torch.int64, device="meta")
+    positions, owner = torch.empty(3, dtype=torch.int64, device="meta"), Owner(1, 4)
     tensors: list[Tensor] = [
-        ownership.owner_rank(positions, 4),
-        ownership.local_index(positions, 4),
-        ownership.global_position(positions, 1, 4),
-        ownership.slot_mapping(positions, torch.empty(3, 2, dtype=torch.int32, device="meta"), 16, 4, 1),
+        owner.rank_of(positions),
+        owner.local_index(positions),
+        owner.global_position(positions),
+        owner.local_seq_lens(positions),
+        owner.slot_mapping(positions, torch.empty(3, 2, dtype=torch.int32, device="meta"), 16),
     ]
     assert all(tensor.shape == (3,) and tensor.device.type == "meta" for tensor in tensors)
-    assert ownership.local_seq_lens(positions, 4).shape == (3, 4)

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dcpmla import ownership
 from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.chunks import ChunkBuilder, cut_queries, pad_table, positions_of, segments_of
 from dcpmla.attention.step import DecodeMetadata, PrefillMetadata, StepMetadata, StepRequests
@@ -70,6 +69,7 @@ class StepBuilder:
         dcp_rank: Rank in the DCP group.
         device: Device of the steps' tensors.
     Attributes:
+        owner: This rank, as the owner of tokens.
         block_tokens: Positions that a block id covers, over all ranks.
         chunks: Builder of context chunks.
         num_states: Number of requests' states in the cache; 0 where it has none.
@@ -87,10 +87,9 @@ class StepBuilder:
     has_static_decodes = True
 
     def __init__(self, dcp: DCPConfig, dcp_rank: int, device: torch.device | str = "cpu") -> None:
-        self.dcp, self.dcp_rank, self.device = dcp, dcp_rank, device
+        self.dcp, self.owner, self.device = dcp, dcp.owner(dcp_rank), device
         self.block_tokens = dcp.virtual_block_size
-        self._layout = dcp.decode_context_parallel_size, dcp_rank, dcp.cp_kv_cache_interleave_size
-        self.chunks = ChunkBuilder(dcp, dcp_rank, device, dcp.block_size)
+        self.chunks = ChunkBuilder(dcp, self.owner, device, dcp.block_size)
 
     def build(
         self,
@@ -207,7 +206,7 @@ class StepBuilder:
 
     def local_seq_lens(self, positions: np.ndarray) -> np.ndarray:
         """Return the number of this rank's tokens up to and including each position [T], int32 [T]."""
-        return ownership.local_seq_lens(positions + 1, *self._layout)
+        return self.owner.local_seq_lens(positions + 1)
 
     def prefill(self, query_lens: Sequence[int], seq_lens: Sequence[int], table: Tensor) -> PrefillMetadata:
         """Lay out a step's prefills, without waiting for the device.
@@ -250,15 +249,14 @@ class StepBuilder:
     def slots(self, host: HostStep) -> np.ndarray:
         """Return the slot [T] of each token on this rank, -1 where another rank owns the token.
 
-        It reads one block id for each token; `ownership.slot_mapping` would need a whole row of the table for each.
+        It reads one block id for each token; `Owner.slot_mapping` would need a whole row of the table for each.
         """
         if not self.has_slots:
             return np.full(len(host.positions), -1)
         blocks = host.table[host.request, host.positions // self.block_tokens]
-        size, rank, interleave = self._layout
         offsets = host.positions % self.block_tokens
-        slots = blocks * self.dcp.block_size + ownership.local_index(offsets, size, interleave)
-        return np.where(ownership.owner_rank(offsets, size, interleave) == rank, slots, -1)
+        slots = blocks * self.dcp.block_size + self.owner.local_index(offsets)
+        return np.where(self.owner.rank_of(offsets) == self.owner.rank, slots, -1)
 
     def _decode(
         self,

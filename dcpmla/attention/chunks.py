@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dcpmla import ownership
 from dcpmla.attention.calls import Segments
 from dcpmla.attention.step import ContextChunk
 from dcpmla.config import DCPConfig
+from dcpmla.ownership import Owner
 from dcpmla.upload import upload
 
 
@@ -22,13 +22,13 @@ class ChunkBuilder:
 
     Attributes:
         dcp: Layout of the cache over the ranks.
-        dcp_rank: Rank in the DCP group.
+        owner: Rank whose rows they are.
         device: Device of the chunks' tensors.
         rows_per_block: Rows of a block on one rank.
     """
 
     dcp: DCPConfig
-    dcp_rank: int
+    owner: Owner
     device: torch.device | str
     rows_per_block: int
 
@@ -46,8 +46,8 @@ class ChunkBuilder:
             begin, end: Positions [num_reqs]. In a range that is not empty, begin must be a multiple of W I.
             table: Block ids of each request [num_reqs, max_blocks], integers on the device.
         """
-        size = self.dcp.decode_context_parallel_size
-        interleave = self.dcp.cp_kv_cache_interleave_size if size > 1 else 1  # one rank has all tokens in order
+        owner = self.owner if self.owner.size > 1 else Owner()  # one rank has all tokens in order
+        size, interleave = owner.size, owner.interleave
         lens = end - begin
         # Rank 0 stores the first I tokens of each range, so it has the most. All ranks pad to rank 0's number, rounded
         # up to a multiple of I.
@@ -63,12 +63,12 @@ class ChunkBuilder:
 
         request = torch.repeat_interleave(range_tokens, output_size=start[-1])
         position = torch.arange(start[-1], device=self.device) + token_offset[request]
-        row = ownership.local_index(position, size, interleave) - row_offset[request]
-        order = ownership.owner_rank(position, size, interleave) * padded_start[-1] + row
+        row = owner.local_index(position) - row_offset[request]
+        order = owner.rank_of(position) * padded_start[-1] + row
 
         request = torch.repeat_interleave(range_rows, output_size=padded_start[-1])
         index = torch.arange(padded_start[-1], device=self.device) + row_offset[request]
-        position = ownership.global_position(index, self.dcp_rank, size, interleave)
+        position = owner.global_position(index)
         tokens = torch.where(position < range_end[request], position - token_offset[request], -1)
         # A padding row reads a slot of the block of its request's last token in the chunk; `order` never points to it.
         block = table[request, index // self.rows_per_block].to(torch.int64)

@@ -20,7 +20,7 @@ from dcpmla.comm.reach import reach
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.merge import merge_partials
-from dcpmla.ownership import global_position, local_index, owner_rank
+from dcpmla.ownership import Owner
 
 _NUM_DRAWN = 131071  # numbers drawn before they repeat; a prime: fewer rows than that are all different
 
@@ -159,8 +159,9 @@ class GatherContext:
         num_rows = -(-case.num_tokens // case.size)
         positions = torch.arange(case.num_tokens, device=case.device)
         self.case, self.rows = case, case.sets(num_rows, case.query_dim)
-        self.order = owner_rank(positions, case.size) * num_rows + local_index(positions, case.size)
-        tokens = global_position(torch.arange(num_rows, device=case.device), case.rank, case.size)
+        owner = Owner(case.rank, case.size)
+        self.order = owner.rank_of(positions) * num_rows + owner.local_index(positions)
+        tokens = owner.global_position(torch.arange(num_rows, device=case.device))
         self.tokens = torch.where(tokens < case.num_tokens, tokens, -1)
         self.received_bytes = (case.size - 1) * self.rows[0].nbytes
 

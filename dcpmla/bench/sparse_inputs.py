@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpmla import ownership
 from dcpmla.attention.sparse.candidates import EMPTY
 from dcpmla.attention.sparse.scores import index_scores
 from dcpmla.attention.sparse.slots import SlotLayout
@@ -26,6 +25,7 @@ from dcpmla.bench.timing import Operation, num_rotated
 from dcpmla.cache import formats, shared_format
 from dcpmla.cache.index_keys import index_row_width, index_storage_dtype, index_to_fp8
 from dcpmla.comm.exchange import Exchange, LocalExchange
+from dcpmla.ownership import Owner
 
 BLOCK_SIZE = 64
 _INDEX_DIM = 128  # DeepSeek-V3.2 and GLM-5
@@ -51,7 +51,12 @@ class SparseCase:
     @property
     def num_local(self) -> int:
         """Tokens of a request on this rank."""
-        return ownership.local_seq_lens(self.context, self.dcp_size, self.dcp_rank)
+        return self.owner.local_seq_lens(self.context)
+
+    @property
+    def owner(self) -> Owner:
+        """This rank, as the owner of tokens."""
+        return Owner(self.dcp_rank, self.dcp_size)
 
     @property
     def max_blocks(self) -> int:
@@ -140,7 +145,7 @@ class SelectionInputs:
     def nominate(self, scores: Tensor) -> Tensor:
         """Return this rank's candidates [T, k]."""
         case = self.case
-        return local_candidates(scores, *self.lens, case.topk, case.dcp_rank, case.dcp_size, 1)
+        return local_candidates(scores, *self.lens, case.topk, case.owner)
 
     def choose(self, index: int, candidates: Tensor) -> None:
         """Choose tokens among all ranks' candidates [T, W, k]."""
@@ -148,7 +153,7 @@ class SelectionInputs:
 
     def _choose(self, candidates: Tensor, table: Tensor, request: Tensor, selection: SelectedTokens) -> None:
         case = self.case
-        layout = SlotLayout(table, request, BLOCK_SIZE, case.dcp_rank, case.dcp_size, 1)
+        layout = SlotLayout(table, request, BLOCK_SIZE, case.owner)
         choose_tokens(candidates.flatten(1), layout, None, selection.positions, selection.slots, selection.num_slots)
 
     def select(self, index: int) -> None:
@@ -169,7 +174,7 @@ class SelectionInputs:
         scores = index_scores(self.q[0, last].float(), self.weights[0, last], *keys, case.topk).cpu()
         candidates = self._of_ranks[0][last].cpu().clone()
         candidates[:, case.dcp_rank] = local_candidates(
-            scores, *(numbers.cpu() for numbers in lens), case.topk, case.dcp_rank, case.dcp_size, 1
+            scores, *(numbers.cpu() for numbers in lens), case.topk, case.owner
         )
         answer = SelectedTokens.empty(1, case.topk, "cpu")
         self._choose(candidates, self.block_tables[0].cpu(), self.request[last].cpu(), answer)

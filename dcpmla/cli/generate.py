@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from dcpmla.bench.results import dtype_name
 from dcpmla.cache.formats import format_name
@@ -20,7 +19,6 @@ from dcpmla.integrations.open_model import ModelFiles, check_layout, open_model
 from dcpmla.job.bootstrap import agree
 from dcpmla.job.join import LOAD_TIMEOUT
 from dcpmla.llm import run_with_bar
-from dcpmla.ownership import local_seq_lens
 from dcpmla.parallel.collectives import broadcast_value
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.request import Request
@@ -199,7 +197,5 @@ def _print_rate(phase: str, num_tokens: int, seconds: float) -> None:
 
 def _kv_tokens_per_rank(engine: Engine, requests: Sequence[Request]) -> list[int]:
     """Count the tokens that each TP rank cached for the requests: all but the last of each request."""
-    size, interleave = engine.dcp.decode_context_parallel_size, engine.dcp.cp_kv_cache_interleave_size
-    lens = torch.tensor([request.num_tokens - 1 for request in requests])
-    per_dcp_rank = local_seq_lens(lens, size, interleave=interleave).sum(0).tolist()
-    return [per_dcp_rank[tp_rank % size] for tp_rank in range(engine.mesh.tp_size)]
+    owners = [engine.dcp.owner(tp_rank % engine.mesh.dcp_size) for tp_rank in range(engine.mesh.tp_size)]
+    return [sum(owner.local_seq_lens(request.num_tokens - 1) for request in requests) for owner in owners]

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dcpmla import ownership
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.calls import Segments
 from dcpmla.attention.chunks import cut_queries
@@ -113,9 +112,7 @@ class DecodeLayout:
 
     def _local(self, seen: Tensor) -> Tensor:
         """Return this rank's share of the first `seen` tokens, int32; zero for the padding of a graph."""
-        dcp = self.steps.dcp
-        size, interleave = dcp.decode_context_parallel_size, dcp.cp_kv_cache_interleave_size
-        return ownership.local_seq_lens(seen.clamp(min=0), size, self.steps.dcp_rank, interleave)
+        return self.steps.owner.local_seq_lens(seen.clamp(min=0))
 
 
 def uniform_query_len(query_start: np.ndarray, num_reqs: int, num_tokens: int) -> int | None:

@@ -2,7 +2,6 @@
 
 import torch
 
-from dcpmla import ownership
 from dcpmla.attention.build import StepBuilder
 from dcpmla.runtime.numbers import Numbers, Rows
 
@@ -22,7 +21,7 @@ def lay_out(numbers: Numbers, rows: Rows, steps: StepBuilder) -> None:
         layout.lay_out(numbers, rows, steps)
         return
     num_reqs, num_rows = len(numbers.num_tokens), len(rows.positions)
-    size, interleave = steps.dcp.decode_context_parallel_size, steps.dcp.cp_kv_cache_interleave_size
+    owner = steps.owner
     index = torch.arange(num_rows // num_reqs)
     num_tokens = numbers.num_tokens[:, None]
     first = (numbers.first_position - numbers.num_rejected)[:, None]
@@ -31,9 +30,9 @@ def lay_out(numbers: Numbers, rows: Rows, steps: StepBuilder) -> None:
     seen = (positions + 1).where(is_here, 0)
     blocks = numbers.block_table.gather(1, positions // steps.block_tokens)
     offsets = positions % steps.block_tokens
-    slots = blocks * steps.dcp.block_size + ownership.local_index(offsets, size, interleave)
-    is_mine = ownership.owner_rank(offsets, size, interleave) == steps.dcp_rank
+    slots = blocks * steps.dcp.block_size + owner.local_index(offsets)
+    is_mine = owner.rank_of(offsets) == owner.rank
     is_written = is_mine & (index < num_tokens) & steps.has_slots
-    local = ownership.local_seq_lens(seen, size, steps.dcp_rank, interleave)
+    local = owner.local_seq_lens(seen)
     for column, values in zip(rows, (positions, slots.where(is_written, -1), local, seen), strict=True):
         column.copy_(values.flatten())

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
+from dcpmla.ownership import Owner
 
 
 class TokenSpec(NamedTuple):
@@ -79,6 +80,10 @@ class CacheLayout:
             raise ValueError("its sizes must be whole numbers of at least 1")
         if self.tp_size % self.dcp_size:
             raise ValueError(f"dcp_size {self.dcp_size} does not divide tp_size {self.tp_size}")
+
+    def owner(self, tp_rank: int) -> Owner:
+        """Return a rank of the job as the owner of tokens."""
+        return Owner(tp_rank % self.dcp_size, self.dcp_size, self.interleave)
 
     def check_matches(self, target: "CacheLayout") -> None:
         """Check that this job's rows are rows of another job's cache.

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from dcpmla.cache.items import Items
 from dcpmla.cache.plan import Cache
-from dcpmla.ownership import local_index
 from dcpmla.transfer.layout import CacheLayout
 from dcpmla.transfer.route import Part, Piece
 from dcpmla.upload import upload
@@ -81,6 +80,6 @@ class RowMover:
             return state * num_rows + piece.rows % num_rows
         spec, index = layout.tokens[piece.tensor], piece.rows
         if not spec.is_shared:
-            index = local_index(index, layout.dcp_size, layout.interleave)
+            index = layout.owner(0).local_index(index)
         table = np.asarray(blocks, dtype=np.int64)
         return table[index // spec.per_block] * spec.per_block + index % spec.per_block

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dcpmla.ownership import owner_rank
 from dcpmla.transfer.layout import CacheLayout, StateSpec
 
 _ALIGNMENT = 16  # bytes; pieces of a part begin at multiples, so that their rows are copied as wide integers
@@ -121,7 +120,8 @@ class Route:
         rows = np.arange(start, end)
         for layout, rank in zip((self._source, self._target), self._ranks, strict=True):
             if not is_shared:
-                rows = rows[owner_rank(rows, layout.dcp_size, layout.interleave) == rank % layout.dcp_size]
+                owner = layout.owner(rank)
+                rows = rows[owner.rank_of(rows) == owner.rank]
         return rows
 
     def _columns(self, here: StateSpec, there: StateSpec) -> tuple[tuple[int, int, int], ...]:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla import ownership
 from dcpmla.attention.sparse.blocks import Candidates
 from dcpmla.attention.sparse.topk import local_candidates
+from dcpmla.ownership import Owner
 
 NUM_TOKENS, SIZE, NUM_BLOCKS = 12, 4, 3
 LENS = torch.tensor([0, 1, 4, 12, 13, 16, 31, 32, 33, 50, 63, 64], dtype=torch.int32)
@@ -37,22 +37,22 @@ def test_ranks_choose_as_one(num_ranks: int, interleave: int, device: str) -> No
     """Tokens with fewer blocks than candidates have -1 after the last, and padding nothing else."""
     scores, later_scores = draw_scores(0), draw_scores(1)
     keys = torch.arange(64)
-    owned = [keys[ownership.owner_rank(keys, num_ranks, interleave) == rank] for rank in range(num_ranks)]
+    owned = [keys[Owner(0, num_ranks, interleave).rank_of(keys) == rank] for rank in range(num_ranks)]
     width = -(-max(map(len, owned)) // interleave) * interleave
     sent: list[Tensor] = []
 
     def run(rank: int, gather: Callable[[Tensor], Tensor]) -> tuple[Candidates, Tensor]:
+        owner = Owner(rank, num_ranks, interleave)
         blocks = torch.full((NUM_TOKENS, NUM_BLOCKS), 10**6, dtype=torch.int32, device=device)
-        candidates, local = Candidates(blocks, SIZE, True), ownership.local_seq_lens(LENS, num_ranks, rank, interleave)
+        candidates, local = Candidates(blocks, SIZE, True), owner.local_seq_lens(LENS)
         shard, later = (torch.full((NUM_TOKENS, width), torch.nan) for _ in range(2))
         shard[:, : len(owned[rank])], later[:, : len(owned[rank])] = (
             scores[:, owned[rank]],
             later_scores[:, owned[rank]],
         )
         shard, later, lens = shard.to(device), later.to(device), (LENS.to(device), local.to(device))
-        layout = rank, num_ranks, interleave
-        candidates.choose(shard, lens, layout, gather)
-        candidates.exclude_(later, layout)
+        candidates.choose(shard, lens, owner, gather)
+        candidates.exclude_(later, owner)
         return candidates._replace(blocks=candidates.blocks.cpu()), later[:, : len(owned[rank])].cpu()
 
     def keep(best: Tensor) -> Tensor:
@@ -77,5 +77,5 @@ def test_scores_outside_are_not_chosen() -> None:
     """An excluded key comes after all others, whatever their scores."""
     scores = torch.tensor([[-5.0, -torch.inf, -7.0, -torch.inf]])
     lens = torch.tensor([4], dtype=torch.int32)
-    best = local_candidates(scores, lens, lens, 2, 0, 1, 1)
+    best = local_candidates(scores, lens, lens, 2, Owner())
     assert (2**31 - 1 - (best & 0xFFFFFFFF)).tolist() == [[0, 2]]

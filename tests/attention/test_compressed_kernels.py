@@ -16,6 +16,7 @@ from dcpmla.attention.compressed import projections
 from dcpmla.attention.compressed.visible import append_entries, visible_rows
 from dcpmla.cache.shared_format import ROPE_DIM, rows_shape
 from dcpmla.cache.shared_rows import read_rows, write_rows
+from dcpmla.ownership import Owner
 from dcpmla.parallel.quantized import quantize_groups
 from tests.attention.test_small_kernels import compile_for_hopper, cut, on, randn, with_dtypes
 from tests.support.shared_memory import run_interpreted
@@ -163,8 +164,8 @@ def visible_cases() -> Iterator[list[Any]]:
     request = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7], dtype=torch.int32)
     states = torch.tensor([3, 1, 0, 4, 2, 6, 5, -1], dtype=torch.int32)
     table = torch.randperm(8 * 50).view(8, 50).to(torch.int32)
-    for ratio, (rank, size, interleave) in itertools.product((0, 4, 16), ((0, 1, 1), (2, 3, 1), (1, 2, 4))):
-        yield [positions, request, states, table, ratio, 8 if ratio == 4 else 4, 12, 16, rank, size, interleave]
+    for ratio, owner in itertools.product((0, 4, 16), (Owner(), Owner(2, 3, 1), Owner(1, 2, 4))):
+        yield [positions, request, states, table, ratio, 8 if ratio == 4 else 4, 12, 16, owner]
 
 
 def check_visible(device: str) -> None:
@@ -266,7 +267,7 @@ def check_operators(device: str) -> None:
 def test_operators() -> None:
     check_operators("cpu")
     for arguments in visible_cases():
-        torch.library.opcheck(visible_rows.op, arguments)
+        torch.library.opcheck(visible_rows.op, visible_rows._flatten(tuple(arguments)))
     for arguments in append_cases():
         torch.library.opcheck(append_entries.op, arguments, test_utils=_CHECKS)  # rows after the last may be anything
 

@@ -84,7 +84,7 @@ def test_entries_are_those_of_whole_prompts(data: st.DataObject) -> None:
             )
             done = kept
             cos_sin = angles[step.positions // ratio * ratio]
-            layout = EntryLayout(cos_sin, step.entry_table(ratio), plan.entries_per_block(ratio), *step.layout)
+            layout = EntryLayout(cos_sin, step.entry_table(ratio), plan.entries_per_block(ratio), step.owner)
             for each in parts:
                 compressor.compress_(pairs, bias, norm, EPS, sums, cache, each, layout, False, False, None, None)
         written = 0

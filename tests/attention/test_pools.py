@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcpmla import ownership
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.pooled import compressor
 from dcpmla.attention.pooled.entries import EntryLayout, Part, cut_parts
@@ -15,6 +14,7 @@ from dcpmla.attention.pooled.expand import expand_pools
 from dcpmla.attention.sparse.slots import SlotLayout
 from dcpmla.attention.step import StepRequests
 from dcpmla.config import DCPConfig
+from dcpmla.ownership import Owner
 from tests.attention.test_small_kernels import compile_for_hopper
 from tests.support.shared_memory import run_interpreted
 
@@ -48,7 +48,8 @@ def test_tokens_of_pools(seed: int, pool_size: int, num_pools: int, layout: tupl
     owned = [set[int]() for _ in seq_lens]
     for rank in range(size):
         positions, slots, num_slots = new_selection(len(seq_lens), width)
-        cache = SlotLayout(table, request, BLOCK_SIZE, rank, size, interleave)
+        owner = Owner(rank, size, interleave)
+        cache = SlotLayout(table, request, BLOCK_SIZE, owner)
         expand_pools(pools, seq_lens, pool_size, cache, positions, slots, num_slots)
         for row, seq_len in enumerate(seq_lens.tolist()):
             whole = {int(pool) * pool_size + at for pool in pools[row] if pool >= 0 for at in range(pool_size)}
@@ -56,8 +57,8 @@ def test_tokens_of_pools(seed: int, pool_size: int, num_pools: int, layout: tupl
             found = positions[row].tolist()
             assert sorted(found[: len(expected)]) == sorted(expected)
             assert found[len(expected) :] == [-1] * (width - len(expected))
-            mine = [p for p in found if p >= 0 and ownership.owner_rank(p, size, interleave) == rank]
-            index = [ownership.local_index(p, size, interleave) for p in mine]
+            mine = [p for p in found if p >= 0 and owner.rank_of(p) == rank]
+            index = [owner.local_index(p) for p in mine]
             blocks = table[request[row]].tolist()
             assert slots[row, : num_slots[row]].tolist() == [
                 blocks[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in index
@@ -114,8 +115,8 @@ def check_kernels(device: str) -> None:
         width = num_pools * pool_size + pool_size - 1
         expected, found = new_selection(9, width), new_selection(9, width, device)
         there = [value.to(device) if isinstance(value, torch.Tensor) else value for value in case]
-        expand_pools(*case[:3], SlotLayout(*case[3:], *layout), *expected)
-        kernels.expand_pools(*there[:3], SlotLayout(*there[3:], *layout), *found)
+        expand_pools(*case[:3], SlotLayout(*case[3:], Owner(*layout)), *expected)
+        kernels.expand_pools(*there[:3], SlotLayout(*there[3:], Owner(*layout)), *found)
         assert torch.equal(found[0].cpu(), expected[0])
         assert torch.equal(found[2].cpu(), expected[2])
         for row, number in enumerate(expected[2].tolist()):
@@ -129,7 +130,7 @@ def check_kernels(device: str) -> None:
     results = []
     for run, where in ((compressor.compress_, "cpu"), (pooling.compress_, device)):
         cache, copies = torch.zeros(12, 2, 16, device=where), sums.to(where, copy=True)
-        layout = EntryLayout(None, TABLE[:1].to(where), 2, 0, 1, 1)
+        layout = EntryLayout(None, TABLE[:1].to(where), 2, Owner())
         moved = Part(*(column.to(where) for column in part))
         run(pairs.to(where), bias.to(where), None, 0.0, copies, cache, moved, layout, True, False, None, None)
         results.append((cache.cpu(), copies.cpu()))

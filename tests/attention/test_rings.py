@@ -9,6 +9,7 @@ import torch
 from dcpmla.attention.compressed import rings
 from dcpmla.attention.compressed.rings import ring_states, visible_in_rings
 from dcpmla.attention.compressed.visible import visible_rows
+from dcpmla.ownership import Owner
 from tests.support.shared_memory import run_interpreted
 
 SIZES = 2, 4, 8, 8  # ratio, entries of a block, window, rows of a request's window
@@ -18,13 +19,13 @@ def test_rows_of_rings() -> None:
     """Padding sees nothing, and the data of each ring is aligned."""
     positions, request = torch.tensor([3, 9, 30]), torch.tensor([0, 1, 2], dtype=torch.int32)
     states, table = torch.tensor([1, 4, -1], dtype=torch.int32), torch.arange(30, 60, dtype=torch.int32).view(3, 10)
-    layout = 0, 1, 1
+    owner = Owner()
     in_rings = ring_states(states, 3, 5)
     assert in_rings.tolist() == [[1, 4, -1], [6, 9, -1], [11, 14, -1]]
-    rows, num = visible_in_rings(positions, request, in_rings, table, SIZES, layout)
+    rows, num = visible_in_rings(positions, request, in_rings, table, SIZES, owner)
     assert rows.shape[:2] == num.shape == (3, 3)
     for ring in range(3):
-        expected, num_expected = visible_rows(positions, request, in_rings[ring], table, *SIZES, *layout)
+        expected, num_expected = visible_rows(positions, request, in_rings[ring], table, *SIZES, owner)
         assert torch.equal(num[ring], num_expected)
         for token, count in enumerate(num_expected.tolist()):
             assert torch.equal(rows[ring, token, :count], expected[token, :count])
@@ -35,7 +36,7 @@ def test_rows_of_rings() -> None:
 def test_a_step_without_decodes() -> None:
     no_tokens = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32)
     states, table = ring_states(torch.tensor([2], dtype=torch.int32), 2, 5), torch.zeros(1, 3, dtype=torch.int32)
-    rows, num = visible_in_rings(*no_tokens, states, table, SIZES, (0, 1, 1))
+    rows, num = visible_in_rings(*no_tokens, states, table, SIZES, Owner())
     assert rows.shape[:2] == num.shape == (2, 0)
 
 
@@ -47,12 +48,12 @@ def check_kernel(device: str) -> None:
     for num_reqs in range(1, 6):
         states = torch.tensor([3, -1, 0, 2, -1][-num_reqs:], dtype=torch.int32)
         positions, request = torch.tensor([0, 9, 30, 17, 5][:num_reqs]), torch.arange(num_reqs, dtype=torch.int32)
-        for num_rings, layout in ((1, (0, 1, 1)), (2, (1, 2, 2)), (4, (0, 1, 1))):
+        for num_rings, owner in ((1, Owner()), (2, Owner(1, 2, 2)), (4, Owner())):
             arguments = positions, request, ring_states(states, num_rings, 5), table[:num_reqs]
-            expected = [visible_rows(*arguments[:2], ring, arguments[3], *SIZES, *layout) for ring in arguments[2]]
+            expected = [visible_rows(*arguments[:2], ring, arguments[3], *SIZES, owner) for ring in arguments[2]]
             there = *(each.to(device) for each in (positions, request)), ring_states(states.to(device), num_rings, 5)
             rings.visible_rows = kernels.visible_rows  # type: ignore[assignment]  # not the torch code
-            rows, num = visible_in_rings(*there, table[:num_reqs].to(device), SIZES, layout)
+            rows, num = visible_in_rings(*there, table[:num_reqs].to(device), SIZES, owner)
             for ring, (rows_expected, num_expected) in enumerate(expected):
                 assert num[ring].tolist() == num_expected.tolist()
                 for token, count in enumerate(num_expected.tolist()):

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dcpmla import ownership
 from dcpmla.attention.sparse import topk as spec
 from dcpmla.attention.sparse.candidates import candidate_width, unpack_positions
 from dcpmla.attention.sparse.slots import SlotLayout
 from dcpmla.attention.sparse.step import SelectedTokens
+from dcpmla.ownership import Owner
 
 SCORES = [0.0, -0.0, 1.0, -1.0, 1e-42, -1e-42, 3e38, math.inf, -math.inf, math.nan, 0.5]
 
@@ -30,9 +30,10 @@ def shard(
     """Return a rank's scores [T, num_columns], NaN after each row's last, and how many of each row it has."""
     local = torch.full((len(scores), num_columns), torch.nan)
     position = torch.arange(scores.shape[1])
-    mine = position[ownership.owner_rank(position, size, interleave) == rank]
+    owner = Owner(rank, size, interleave)
+    mine = position[owner.rank_of(position) == rank]
     local[:, : len(mine)] = scores[:, mine]
-    local_seq_lens = ownership.local_seq_lens(seq_lens, size, rank, interleave)
+    local_seq_lens = owner.local_seq_lens(seq_lens)
     local[torch.arange(num_columns) >= local_seq_lens[:, None]] = torch.nan
     return local, local_seq_lens
 
@@ -56,7 +57,7 @@ def test_every_layout_selects_what_sorting_does(rows: list[list[float]], topk: i
     blocks = torch.randperm(len(rows) * 10, generator=torch.Generator().manual_seed(1)).view(len(rows), 10).int()
     shards = [shard(scores, seq_lens, rank, size, interleave, 40) for rank in range(size)]
     parts = [
-        spec.local_candidates(local, seq_lens, lens, topk, rank, size, interleave)
+        spec.local_candidates(local, seq_lens, lens, topk, Owner(rank, size, interleave))
         for rank, (local, lens) in enumerate(shards)
     ]
     for part in parts:
@@ -68,7 +69,7 @@ def test_every_layout_selects_what_sorting_does(rows: list[list[float]], topk: i
         selections.append(SelectedTokens.empty(len(rows), topk, "cpu"))
         chosen = selections[rank].positions, selections[rank].slots, selections[rank].num_slots
         request = torch.arange(len(rows), dtype=torch.int32)
-        table = SlotLayout(blocks, request, block_size, rank, size, interleave)
+        table = SlotLayout(blocks, request, block_size, Owner(rank, size, interleave))
         spec.choose_tokens(torch.cat(parts, 1), table, None, *chosen)
     for row, known in enumerate(rows):
         wanted = sorted_positions(known, topk)
@@ -76,13 +77,10 @@ def test_every_layout_selects_what_sorting_does(rows: list[list[float]], topk: i
             num_selected = len(wanted)
             assert set(selection.positions[row, :num_selected].tolist()) == wanted
             assert set(selection.positions[row, num_selected:].tolist()) <= {-1}
-            mine = [position for position in wanted if ownership.owner_rank(position, size, interleave) == rank]
-            slots = (
-                ownership.slot_mapping(torch.tensor(sorted(mine)), blocks[row], block_size, size, rank, interleave)
-                if mine
-                else None
-            )
-            assert sorted(owned(selection, row)) == ([] if slots is None else sorted(slots.tolist()))
+            owner = Owner(rank, size, interleave)
+            mine = torch.tensor([each for each in wanted if owner.rank_of(each) == rank], dtype=torch.int64)
+            slots = owner.slot_mapping(mine, blocks[row], block_size)
+            assert sorted(owned(selection, row)) == sorted(slots.tolist())
 
 
 @given(topk=st.integers(1, 3000), num_columns=st.integers(1, 5000))

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla import ownership
 from dcpmla.attention.sparse import topk as spec
 from dcpmla.attention.sparse.candidates import EMPTY
 from dcpmla.attention.sparse.slots import SlotLayout
 from dcpmla.attention.sparse.step import SelectedTokens
+from dcpmla.ownership import Owner
 from tests.attention.test_topk import owned
 from tests.support.hopper import compile_source
 from tests.support.shared_memory import run_interpreted
@@ -62,16 +62,19 @@ def check(scores: Tensor, seq_lens: Tensor, topk: int, size: int, interleave: in
 
     device, (num_tokens, num_columns), rank = scores.device, scores.shape, size - 1
     seq_lens = seq_lens.to(device)
-    local_seq_lens = ownership.local_seq_lens(seq_lens, size, rank, interleave)
+    owner = Owner(rank, size, interleave)
+    local_seq_lens = owner.local_seq_lens(seq_lens)
     scores = scores.masked_fill(torch.arange(num_columns, device=device) >= local_seq_lens[:, None], torch.nan)
-    arguments = scores, seq_lens, local_seq_lens, topk, rank, size, interleave
+    arguments = scores, seq_lens, local_seq_lens, topk, owner
     expected = spec.local_candidates(*(x.cpu() if isinstance(x, Tensor) else x for x in arguments))
     got = kernels.local_candidates(*arguments)
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     assert torch.equal(got.cpu(), expected)
     others = [
-        spec.local_candidates(scores.roll(1 + each, 1).cpu(), seq_lens.cpu(), lens.cpu(), topk, each, size, interleave)
-        for each, lens in enumerate(ownership.local_seq_lens(seq_lens, size, None, interleave).unbind(-1)[:-1])
+        spec.local_candidates(
+            scores.roll(1 + each.rank, 1).cpu(), seq_lens.cpu(), each.local_seq_lens(seq_lens.cpu()), topk, each
+        )
+        for each in (Owner(other, size, interleave) for other in range(rank))
     ]
     candidates = torch.cat([expected, *others], 1)
     blocks = torch.arange(3 * -(-num_columns // block_size), dtype=torch.int32).flip(0).view(3, -1)
@@ -85,7 +88,7 @@ def check(scores: Tensor, seq_lens: Tensor, topk: int, size: int, interleave: in
         selection = dataclasses.replace(SelectedTokens.empty(num_tokens, topk, place), slots=slots, num_first=num_first)
         for memory in (selection.positions, selection.slots, selection.num_slots):
             memory.fill_(-7)
-        layout = SlotLayout(blocks.to(place), request.to(place), block_size, rank, size, interleave)
+        layout = SlotLayout(blocks.to(place), request.to(place), block_size, owner)
         chosen = selection.positions, selection.slots, selection.num_slots
         choose(candidates.to(place), layout, num_first, *chosen)
         selections.append(selection)
@@ -119,7 +122,7 @@ def check_garbage(device: str, num_candidates: int, topk: int) -> None:
     request = torch.zeros(len(rows), dtype=torch.int32, device=device)
     memory = torch.full((3, len(rows) + 2, topk), -7, dtype=torch.int32, device=device)
     positions, slots, num_slots = memory[:, 1:-1]
-    layout = SlotLayout(blocks, request, 8, 0, 2, 1)
+    layout = SlotLayout(blocks, request, 8, Owner(0, 2, 1))
     kernels.choose_tokens(candidates, layout, None, positions, slots, num_slots[:, 0].contiguous())
     assert (memory[:2, [0, -1]] == -7).all()
     assert (positions >= -1).all()
@@ -198,7 +201,7 @@ def test_candidates_may_be_anything() -> None:
 def test_results_are_the_same_each_time() -> None:
     scores = torch.randn(64, 100_000, device="cuda").round(decimals=2)
     seq_lens = torch.full((64,), 100_000, dtype=torch.int32, device="cuda")
-    first, *repeated = (spec.local_candidates(scores, seq_lens, seq_lens, 2048, 0, 1, 1) for _ in range(5))
+    first, *repeated = (spec.local_candidates(scores, seq_lens, seq_lens, 2048, Owner()) for _ in range(5))
     assert all(torch.equal(first, again) for again in repeated)
 
 

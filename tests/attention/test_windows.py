@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcpmla import ownership
 from dcpmla.attention.calls import PrefillCall
 from dcpmla.attention.reference import run_prefill
 from dcpmla.attention.sparse.mask import selection_mask
@@ -17,6 +16,7 @@ from dcpmla.attention.step import StepRequests
 from dcpmla.attention.windowed.build import WindowedStepBuilder
 from dcpmla.attention.windowed.select import select_window
 from dcpmla.attention.windowed.step import WindowMetadata, of_window, with_windows
+from dcpmla.ownership import Owner
 from tests.attention.test_small_kernels import compile_for_hopper
 from tests.support.layouts import dcp_config
 from tests.support.prefill_checks import segments
@@ -34,7 +34,7 @@ def selected(
     lens, request = torch.tensor(seq_lens, dtype=torch.int32), torch.arange(len(seq_lens), dtype=torch.int32)
     memory = SelectedTokens.empty(len(seq_lens), window, device)
     written = memory.positions, memory.slots, memory.num_slots
-    layout = SlotLayout(table.to(device), request.to(device), BLOCK_SIZE, rank, *cut)
+    layout = SlotLayout(table.to(device), request.to(device), BLOCK_SIZE, Owner(rank, *cut))
     function(lens.to(device), layout, *written)
     return table, memory
 
@@ -48,10 +48,8 @@ def test_windows(window: int, seq_lens: tuple[int, ...], layout: tuple[int, int]
         for row, seq_len in enumerate(seq_lens):
             expected = list(range(max(0, seq_len - window), seq_len))
             assert memory.positions[row].tolist() == expected[::-1] + [-1] * (window - len(expected))
-            slots = [
-                ownership.slot_mapping(position, table[row], BLOCK_SIZE, layout[0], rank, layout[1])
-                for position in expected
-            ]
+            positions = torch.tensor(expected, dtype=torch.int64)
+            slots = Owner(rank, *layout).slot_mapping(positions, table[row], BLOCK_SIZE).tolist()
             assert memory.slots[row, : memory.num_slots[row]].tolist() == [slot for slot in slots if slot >= 0]
 
 

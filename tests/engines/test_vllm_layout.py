@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcpmla import ownership
 from dcpmla.attention import step as step_module
 from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.decode import dcp_mla_decode
@@ -17,6 +16,7 @@ from dcpmla.attention.step import DecodeMetadata
 from dcpmla.comm.exchange import LocalExchange
 from dcpmla.integrations.absorbed import DecodeLayout, Part
 from dcpmla.integrations.vllm.sparse.layout import SelectionLayout
+from dcpmla.ownership import Owner
 from tests.support.layouts import dcp_config
 
 Requests = list[tuple[int, int]]  # new tokens of each request, and its cached ones
@@ -35,24 +35,19 @@ def build(decodes: DecodeLayout, requests: Requests, padding: int = 0) -> tuple[
     query_lens, contexts = map(np.array, zip(*requests, strict=True))
     start = np.concatenate([[0], np.cumsum(query_lens), [query_lens.sum()] * padding]).astype(np.int32)
     seq_lens = torch.tensor([*(query_lens + contexts), *[0] * padding], dtype=torch.int32)
-    dcp = decodes.steps.dcp
-    sizes = dcp.decode_context_parallel_size, decodes.steps.dcp_rank, dcp.cp_kv_cache_interleave_size
     table = torch.arange(len(seq_lens), dtype=torch.int32)[:, None]
     num_tokens = int(query_lens.sum()) + padding * int(query_lens[0])
-    local = ownership.local_seq_lens(seq_lens, *sizes)
+    local = decodes.steps.owner.local_seq_lens(seq_lens)
     return decodes.build(table, seq_lens, local, torch.from_numpy(start), start, num_tokens)
 
 
 def count_seen(decodes: DecodeLayout, requests: Requests) -> list[int]:
     """Count one by one, for each new token, the tokens on this rank at its position and before."""
-    dcp, counts = decodes.steps.dcp, []
+    owner, counts = decodes.steps.owner, []
     for num_new, context in requests:
         for position in range(context, context + num_new):
-            owners = [
-                ownership.owner_rank(other, dcp.decode_context_parallel_size, dcp.cp_kv_cache_interleave_size)
-                for other in range(position + 1)
-            ]
-            counts.append(owners.count(decodes.steps.dcp_rank))
+            owners = [owner.rank_of(other) for other in range(position + 1)]
+            counts.append(owners.count(owner.rank))
     return counts
 
 
@@ -165,7 +160,7 @@ def test_each_token_selects_from_what_is_before_it(
             num_actual_tokens=int(query_lens.sum()) + padding * uniform,
             max_seq_len=int(seq_lens.max()),
             seq_lens=seq_lens,
-            dcp_local_seq_lens=ownership.local_seq_lens(seq_lens, dcp_size, rank, interleave),
+            dcp_local_seq_lens=Owner(rank, dcp_size, interleave).local_seq_lens(seq_lens),
             block_table_tensor=torch.zeros(len(seq_lens), 20, dtype=torch.int32),
             query_start_loc=starts,
             query_start_loc_cpu=starts,

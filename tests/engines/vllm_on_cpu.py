@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.runtime import interpreter
 
-from dcpmla import ownership
+from dcpmla.ownership import Owner
 from tests.support.interpreter import patch_once
 
 
@@ -107,13 +107,7 @@ def slot_mapping(
 ) -> None:
     """Compute what vLLM's kernel of this name does on GPUs."""
     request = torch.repeat_interleave(query_start_loc.diff().long())
-    slots = ownership.slot_mapping(
-        positions[: len(request)].long(),
-        block_table[request],
-        KV_CACHE_BLOCK_SIZE,
-        TOTAL_CP_WORLD_SIZE,
-        TOTAL_CP_RANK,
-        CP_KV_CACHE_INTERLEAVE_SIZE,
-    )
+    owner = Owner(TOTAL_CP_RANK, TOTAL_CP_WORLD_SIZE, CP_KV_CACHE_INTERLEAVE_SIZE)
+    slots = owner.slot_mapping(positions[: len(request)].long(), block_table[request], KV_CACHE_BLOCK_SIZE)
     slot_mapping[: len(request)] = slots
     slot_mapping[len(request) : max_num_tokens] = PAD_ID

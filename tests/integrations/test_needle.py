@@ -14,7 +14,7 @@ from dcpmla.cache.latent import LatentCache
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.transformers import load_model
-from dcpmla.ownership import owner_rank
+from dcpmla.ownership import Owner
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.engines import new_engine
@@ -66,7 +66,7 @@ def test_needles_on_other_ranks_are_found_by_a_decode_step() -> None:
     prompts, answers = needles(7, 600)
     num_tokens = len(prompts[0])
     places = {
-        owner_rank(prompt.index(prompt[-2]) + 1, 4) for prompt in prompts
+        Owner(0, 4).rank_of(prompt.index(prompt[-2]) + 1) for prompt in prompts
     }  # the number behind the key that is asked for
     assert places == {0, 1, 2, 3}
     # A first piece of all tokens but the last leaves one, and a piece of one token is a decode.

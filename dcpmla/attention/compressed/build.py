@@ -61,7 +61,7 @@ class CompressedStepBuilder(StepBuilder):
         """Return the step with the numbers that layers with entries read."""
         request, (first_position, seq_lens, states) = arrays
         numbers = step.positions, request, first_position, seq_lens, states, block_table
-        compressed = CompressedMetadata(self.plan, self.dcp_rank, *numbers, max(host.requests.seq_lens))
+        compressed = CompressedMetadata(self.plan, self.owner, *numbers, max(host.requests.seq_lens))
         workspace = None if step.decode is None else step.decode.workspace
         step = step.with_kind(replace(compressed, context=self._context(host, compressed, workspace)))
         return with_token_rows(step, request, block_table) if self.plan.keeps_token_ids else step
@@ -71,7 +71,7 @@ class CompressedStepBuilder(StepBuilder):
         seen = rows.seq_lens.view(-1, rows.query_len)  # 0 for padding
         first, seq_lens = seen[:, 0] - 1, seen[:, -1].contiguous()
         numbers = rows.positions, rows.request, first, seq_lens, rows.states, rows.block_table
-        step = step.with_kind(CompressedMetadata(self.plan, self.dcp_rank, *numbers, rows.max_seq_len))
+        step = step.with_kind(CompressedMetadata(self.plan, self.owner, *numbers, rows.max_seq_len))
         return with_graph_rows(step, rows) if self.plan.keeps_token_ids else step
 
     def _context(self, host: HostStep, step: CompressedMetadata, workspace: Tensor | None) -> ContextRows | None:
@@ -116,7 +116,7 @@ class CompressedStepBuilder(StepBuilder):
         """
         if selects(step, kind) and self.plan.config.moves_queries(self.dcp, num_tokens, int(num_entries.sum())):
             return ()
-        builder = ChunkBuilder(self.dcp, self.dcp_rank, self.device, self.plan.entries_per_block(kind.ratio))
+        builder = ChunkBuilder(self.dcp, self.owner, self.device, self.plan.entries_per_block(kind.ratio))
         table = step.entry_table(kind.ratio)[-len(num_entries) :]
         alignment = self.dcp.decode_context_parallel_size * self.dcp.cp_kv_cache_interleave_size
         return builder.build_all(num_entries, alignment, table)

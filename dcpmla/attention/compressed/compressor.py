@@ -27,7 +27,7 @@ def compress(
     """Pool a step's tokens into entries of `ratio` tokens, and write this rank's complete ones (`compress_`)."""
     entries = step.entries[ratio]
     table = step.block_table if is_index else entries.block_table
-    layout = EntryLayout(entries.cos_sin, table, step.plan.entries_per_block(ratio), *step.layout)
+    layout = EntryLayout(entries.cos_sin, table, step.plan.entries_per_block(ratio), step.owner)
     for part in step.parts:
         compress_(pairs, bias, norm_weight, eps, sums, cache, part, layout, is_index, hadamard, latents, slots)
 

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from dcpmla.attention.compressed.visible import visible_rows
 from dcpmla.attention.sparse.step import SelectedTokens
+from dcpmla.ownership import Owner
 
 _ALIGNMENT = 4  # int32 of 16 bytes
 
@@ -58,14 +59,14 @@ def visible_in_rings(
     states: Tensor,
     entry_table: Tensor,
     sizes: tuple[int, int, int, int],
-    layout: tuple[int, int, int],
+    owner: Owner,
 ) -> tuple[Tensor, Tensor]:
     """List `visible_rows` for each ring.
 
     Args:
         states: Result of `ring_states`.
         sizes: Ratio, entries per block, window and rows of a request's window.
-        layout: Rank, ranks that share the rows, and interleave.
+        owner: This rank, among the ranks that share the rows.
     Returns:
         Rows [rings, n, N] int32; their number [rings, n] int32.
     """
@@ -74,6 +75,6 @@ def visible_in_rings(
     first = num_reqs * torch.arange(num_rings, dtype=request.dtype, device=request.device)[:, None]
     tokens = positions.repeat(num_rings), (request + first).flatten()
     in_turn = states.contiguous().view(-1)  # flatten() copies nothing for one request, so its elements stay apart.
-    rows, num = visible_rows(*tokens, in_turn, entry_table.repeat(num_rings, 1), *sizes, *layout)
+    rows, num = visible_rows(*tokens, in_turn, entry_table.repeat(num_rings, 1), *sizes, owner)
     by_ring = rows.view(num_rings, len(positions), rows.shape[1]), num.view(num_rings, len(positions))
     return by_ring[0][:, :num_tokens], by_ring[1][:, :num_tokens]

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dcpmla import ownership
 from dcpmla.attention.compressed.cache import CompressedPlan
 from dcpmla.attention.compressed.config import LayerKind
 from dcpmla.attention.compressed.rings import RingWindows, ring_states, visible_in_rings
@@ -15,6 +14,7 @@ from dcpmla.attention.compressed.visible import visible_rows
 from dcpmla.attention.pooled.entries import Part, cut_parts
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
 from dcpmla.attention.step import ContextChunk, DecodeMetadata, StepMetadata, tokens_of
+from dcpmla.ownership import Owner
 
 
 class Entries(NamedTuple):
@@ -62,7 +62,7 @@ class CompressedMetadata:
 
     Attributes:
         plan: Plan of the caches.
-        dcp_rank: Rank in the DCP group.
+        owner: This rank, as the owner of entries.
         positions: Position of each token, [T] int64.
         request: Request of each token, [T] int32.
         first_position: Position of each request's first token in this step, [num_reqs] int32.
@@ -84,7 +84,7 @@ class CompressedMetadata:
     """
 
     plan: CompressedPlan
-    dcp_rank: int
+    owner: Owner
     positions: Tensor
     request: Tensor
     first_position: Tensor
@@ -101,12 +101,6 @@ class CompressedMetadata:
     windows: RingWindows | None = None
     candidates: Tensor | None = None
     states_in_rings: Tensor | None = None
-
-    @property
-    def layout(self) -> tuple[int, int, int]:
-        """dcp_rank, dcp_size and interleave, in the order of `dcpmla.ownership`."""
-        dcp = self.plan.dcp
-        return self.dcp_rank, dcp.decode_context_parallel_size, dcp.cp_kv_cache_interleave_size
 
     def of_tokens(self, index: int, size: int) -> "CompressedMetadata":
         """Return the step of each request's token number `index` alone, where each request has `size` tokens."""
@@ -141,23 +135,20 @@ class CompressedMetadata:
         """Return the entries that each token sees, in the format of sparse MLA's tokens."""
         counts = (self.positions + 1) // ratio
         counts = counts.where(self.states[self.request] >= 0, 0)  # 0 for padding
-        rank, size, interleave = self.layout
-        local = ownership.local_seq_lens(counts, size, rank, interleave)
+        local = self.owner.local_seq_lens(counts)
         return SparseMetadata(self.block_table, self.request, counts.to(torch.int32), local, self.max_entries(ratio))
 
     def entry_table(self, ratio: int) -> Tensor:
         """Return the block table in blocks of a layer's rows (`Entries.block_table`)."""
         return self.block_table + self.plan.window_rows(ratio) // self.plan.entries_per_block(ratio)
 
-    def visible_rows(
-        self, tokens: slice, ratio: int, layout: tuple[int, int, int], num_rings: int = 1
-    ) -> tuple[Tensor, Tensor]:
+    def visible_rows(self, tokens: slice, ratio: int, owner: Owner, num_rings: int = 1) -> tuple[Tensor, Tensor]:
         """Return the rows that some tokens attend to without selection: a rank's rows of their windows and of all
         entries that they see.
 
         Args:
             ratio: Ratio of the layer; 0 for windows alone.
-            layout: Rank, ranks that share the rows, and interleave.
+            owner: This rank, among the ranks that share the rows.
             num_rings: Number of layers that share the layer's rows (`rings.py`).
         Returns:
             Rows of each layer [num_rings, n, N] int32, arbitrary after the last; their number [num_rings, n] int32.
@@ -167,8 +158,8 @@ class CompressedMetadata:
         sizes = ratio, per_block, self.plan.config.sliding_window, self.plan.ring_rows
         of_tokens = self.positions[tokens], self.request[tokens]
         if self.states_in_rings is not None and num_rings > 1:
-            return visible_in_rings(*of_tokens, self.states_in_rings[:num_rings], table, sizes, layout)
-        rows, num = visible_rows(*of_tokens, self.states, table, *sizes, *layout)
+            return visible_in_rings(*of_tokens, self.states_in_rings[:num_rings], table, sizes, owner)
+        rows, num = visible_rows(*of_tokens, self.states, table, *sizes, owner)
         return rows[None], num[None]
 
     def new_selection(self, num_decode_tokens: int, num_rings: int) -> tuple[SelectedTokens, RingWindows | None]:
@@ -176,7 +167,7 @@ class CompressedMetadata:
         in the first ring, and their windows in all rings; None for one ring.
         """
         topk = self.plan.config.indexer.topk
-        windows, num_windows = self.visible_rows(slice(0, num_decode_tokens), 0, self.layout, num_rings)
+        windows, num_windows = self.visible_rows(slice(0, num_decode_tokens), 0, self.owner, num_rings)
         num_tokens, width = len(self.positions), windows.shape[2]
         slots = windows.new_empty(num_tokens, width + topk)
         slots[:num_decode_tokens, :width] = windows[0]
@@ -236,8 +227,8 @@ def with_angles(
             parts=compressed.parts_of(step.decode) if entries else (),
             # Every rank reads all of a window without entries, so such layers exchange nothing.
             decode_rows={
-                ratio: compressed.visible_rows(decodes, ratio, layout, config.num_rings(ratio))
-                for ratio, layout in ((ratio, compressed.layout if ratio else (0, 1, 1)) for ratio in seen)
+                ratio: compressed.visible_rows(decodes, ratio, owner, config.num_rings(ratio))
+                for ratio, owner in ((ratio, compressed.owner if ratio else Owner()) for ratio in seen)
             },
             selection=selection,
             windows=windows,

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from dcpmla import ownership
 from dcpmla.operators import operator
+from dcpmla.ownership import Owner
 
 
 def _empty_lists(
@@ -14,11 +14,10 @@ def _empty_lists(
     ratio: int,
     entries_per_block: int,
     window: int,
-    dcp_size: int,
-    interleave: int,
+    owner: Owner,
 ) -> tuple[Tensor, Tensor]:
     num_entries = entry_table.shape[1] * entries_per_block if ratio else 0
-    width = ownership.window_bound(window, dcp_size, interleave) + num_entries
+    width = owner.window_bound(window) + num_entries
     return request.new_empty(positions.shape[0], width), request.new_empty(positions.shape[0])
 
 
@@ -37,9 +36,7 @@ def visible_rows(
     entries_per_block: int,
     window: int,
     ring_rows: int,
-    dcp_rank: int,
-    dcp_size: int,
-    interleave: int,
+    owner: Owner,
 ) -> tuple[Tensor, Tensor]:
     """List this rank's rows of each token's window, and of all entries that the token sees.
 
@@ -53,26 +50,23 @@ def visible_rows(
     Returns:
         Rows [n, N] int32, of any value after the last; their number [n] int32. N is the largest number possible.
     """
-    layout = dcp_rank, dcp_size, interleave
     state = states[request]
-    rows, num = _window_rows(positions, state, window, ring_rows, *layout)
+    rows, num = _window_rows(positions, state, window, ring_rows, owner)
     if not ratio:
         return rows, num
     counts = ((positions + 1) // ratio).where(state >= 0, 0)
     entries = (entry_table * entries_per_block)[..., None] + torch.arange(entries_per_block, dtype=torch.int32)
-    local = ownership.local_seq_lens(counts, dcp_size, dcp_rank, interleave)
+    local = owner.local_seq_lens(counts)
     return append_rows(rows, num, entries.flatten(1)[request.long()], local)
 
 
-def _window_rows(
-    positions: Tensor, state: Tensor, window: int, ring_rows: int, dcp_rank: int, dcp_size: int, interleave: int
-) -> tuple[Tensor, Tensor]:
+def _window_rows(positions: Tensor, state: Tensor, window: int, ring_rows: int, owner: Owner) -> tuple[Tensor, Tensor]:
     """Compute `visible_rows` of windows alone, by the states [n] of tokens."""
-    first = ownership.local_seq_lens((positions + 1 - window).clamp(min=0), dcp_size, dcp_rank, interleave)
-    count = ownership.local_seq_lens(positions + 1, dcp_size, dcp_rank, interleave) - first
-    width = ownership.window_bound(window, dcp_size, interleave)
+    first = owner.local_seq_lens((positions + 1 - window).clamp(min=0))
+    count = owner.local_seq_lens(positions + 1) - first
+    width = owner.window_bound(window)
     index = first[:, None] + torch.arange(width, dtype=torch.int32, device=positions.device)
-    rows = ownership.global_position(index, dcp_rank, dcp_size, interleave) % ring_rows + state[:, None] * ring_rows
+    rows = owner.global_position(index) % ring_rows + state[:, None] * ring_rows
     return rows.to(torch.int32), count.where(state >= 0, 0).to(torch.int32)
 
 

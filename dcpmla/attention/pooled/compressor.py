@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dcpmla import ownership
 from dcpmla.attention.pooled.entries import EntryLayout, Part
 from dcpmla.attention.projections import apply_rope
 from dcpmla.attention.sparse.projections import hadamard_matrix
@@ -76,12 +75,12 @@ def compress_(
         entries = entries * torch.rsqrt(entries.square().mean(-1, keepdim=True) + eps) * norm_weight
     entries = entries.to(pairs.dtype)
     unrotated = entries.clone()
-    cos_sin, block_table, entries_per_block, dcp_rank, dcp_size, interleave = layout
+    cos_sin, block_table, entries_per_block, owner = layout
     if cos_sin is not None:
         rotated = slice(0, cos_sin.shape[1]) if is_index else slice(width - cos_sin.shape[1], width)
         entries[:, rotated] = apply_rope(entries[:, rotated], cos_sin[token], True)
     index, rows = positions[token] // ratio, block_table[request[token].long()]
-    row_slots = ownership.slot_mapping(index, rows, entries_per_block, dcp_size, dcp_rank, interleave)
+    row_slots = owner.slot_mapping(index, rows, entries_per_block)
     if not is_index:
         write_rows(cache, entries, row_slots)
         if latents is not None and slots is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.step import DecodeMetadata
+from dcpmla.ownership import Owner
 
 
 class Part(NamedTuple):
@@ -35,15 +36,13 @@ class EntryLayout(NamedTuple):
     Attributes:
         cos_sin: Angles of the entry that each token belongs to [T, R] float32; None for entries without positions.
         block_table: Block table [num_reqs, max_blocks] int32, in blocks of the cache.
-        dcp_rank, dcp_size, interleave: Owners of the entries, as in `dcpmla.ownership`.
+        owner: This rank, as the owner of entries.
     """
 
     cos_sin: Tensor | None
     block_table: Tensor
     entries_per_block: int
-    dcp_rank: int
-    dcp_size: int
-    interleave: int
+    owner: Owner
 
 
 def cut_parts(

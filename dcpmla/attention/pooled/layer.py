@@ -66,7 +66,7 @@ class PoolIndexer(Indexer):
         is_fp8 = dcp.index_cache_dtype == "fp8"
         q, weights = finish_index_queries(q, weights, None, False, dcp.index_hadamard, is_fp8)
         self.selector.select(q, weights, cache.index_keys, pools.visible, sparse.block_table, pools.selection)
-        layout = SlotLayout(sparse.block_table, sparse.request, dcp.block_size, *pools.layout)
+        layout = SlotLayout(sparse.block_table, sparse.request, dcp.block_size, pools.owner)
         chosen, selected = sparse.selection, pools.selection.positions
         memory = chosen.positions, chosen.slots, chosen.num_slots
         expand_pools(selected, sparse.seq_lens, config.pool_size, layout, *memory)

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dcpmla import ownership
 from dcpmla.attention.build import GraphRows, HostStep
 from dcpmla.attention.linear.layout import DeltaMetadata
 from dcpmla.attention.linear.step import HybridStepBuilder
@@ -17,6 +16,7 @@ from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata, with_se
 from dcpmla.attention.step import StepMetadata
 from dcpmla.config import DCPConfig
 from dcpmla.indexer_config import IndexerConfig
+from dcpmla.ownership import Owner
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class PoolMetadata:
 
     Attributes:
         num_sums: Copies of a request's sums of the pool in progress.
-        layout: Owners of the pools: dcp_rank, dcp_size and interleave.
+        owner: This rank, as the owner of pools.
         per_block: Pools of a block on one rank.
         parts: Parts that are added to the sums, in order; empty before `with_pools`.
         visible: Whole pools that each token may select from, as if they were tokens; None before `with_pools`.
@@ -33,7 +33,7 @@ class PoolMetadata:
     """
 
     num_sums: int
-    layout: tuple[int, int, int]
+    owner: Owner
     per_block: int
     parts: tuple[Part, ...] = ()
     visible: SparseMetadata | None = None
@@ -41,13 +41,13 @@ class PoolMetadata:
 
     def of_tokens(self, index: int, size: int) -> "PoolMetadata":
         """Return metadata for a token of each request, as before `with_pools`."""
-        return PoolMetadata(self.num_sums, self.layout, self.per_block)
+        return PoolMetadata(self.num_sums, self.owner, self.per_block)
 
     @property
     def entries(self) -> EntryLayout:
         """Return the layout of the pools' keys in the index cache."""
         assert self.visible is not None
-        return EntryLayout(None, self.visible.block_table, self.per_block, *self.layout)
+        return EntryLayout(None, self.visible.block_table, self.per_block, self.owner)
 
 
 class PooledStepBuilder(HybridStepBuilder):
@@ -57,8 +57,7 @@ class PooledStepBuilder(HybridStepBuilder):
         self, plan: PooledPlan, dcp: DCPConfig, dcp_rank: int, device: torch.device | str, takes_chunks: bool
     ) -> None:
         super().__init__(plan, dcp, dcp_rank, device, takes_chunks)
-        layout = dcp_rank, dcp.decode_context_parallel_size, dcp.cp_kv_cache_interleave_size
-        self._pools = PoolMetadata(plan.num_copies, layout, dcp.block_size // plan.latents.pool_size)
+        self._pools = PoolMetadata(plan.num_copies, self.owner, dcp.block_size // plan.latents.pool_size)
 
     def columns(self, host: HostStep) -> list[np.ndarray]:
         """Return the arrays of `HybridStepBuilder`, then three arrays for `SparseMetadata`."""
@@ -89,8 +88,7 @@ def with_pools(step: StepMetadata, indexer: IndexerConfig) -> StepMetadata:
     row = torch.arange(step.num_tokens, device=start.device) - start[sparse.request]
     positions = step.positions.where(row < (end - first)[sparse.request], -1)
     counts = sparse.seq_lens // indexer.pool_size
-    rank, size, interleave = pools.layout
-    local = ownership.local_seq_lens(counts, size, rank, interleave)
+    local = pools.owner.local_seq_lens(counts)
     max_pools = sparse.max_seq_len // indexer.pool_size
     selects = sparse.max_seq_len > indexer.topk
     chosen = SelectedTokens.empty(step.num_tokens, indexer.num_pools, step.positions.device) if selects else None

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dcpmla import ownership
 from dcpmla.attention.sparse.slots import SlotLayout
 from dcpmla.attention.sparse.topk import choose_tokens, local_candidates
+from dcpmla.ownership import Owner
 
 
 class Candidates(NamedTuple):
@@ -36,7 +36,7 @@ class Candidates(NamedTuple):
         self,
         scores: Tensor,
         lens: tuple[Tensor, Tensor],
-        layout: tuple[int, int, int],
+        owner: Owner,
         gather: Callable[[Tensor], Tensor],
     ) -> None:
         """Write the blocks of the best scores, and the block of each token's last key. Collective.
@@ -45,36 +45,35 @@ class Candidates(NamedTuple):
             scores: Result [T, N] of `index_scores` for this rank's keys, set to -inf after a token's keys; N is whole
                 blocks.
             lens: Number of each token's keys on all ranks, and on this rank, [T] int32.
-            layout: Rank, ranks and interleave of keys, which is whole blocks.
+            owner: This rank, as the owner of keys; its interleave is whole blocks.
             gather: Gather of all ranks' candidates (`Exchange.gather_candidates`).
         """
-        size, (rank, num_ranks, interleave) = self.block_size, self._block_layout(layout)
+        size, of_blocks = self.block_size, self._of_blocks(owner)
         index = torch.arange(scores.shape[1], device=scores.device)
         best = scores.masked_fill_(index >= lens[1][:, None], -torch.inf).unflatten(1, (-1, size)).amax(2)
         num_blocks, num_local = ((each + size - 1) // size for each in lens)
         last = (num_blocks - 1).clamp(min=0)
-        position = ownership.local_index(last, num_ranks, interleave)[:, None].long()
-        is_mine = (ownership.owner_rank(last, num_ranks, interleave) == rank)[:, None]
+        position = of_blocks.local_index(last)[:, None].long()
+        is_mine = (of_blocks.rank_of(last) == of_blocks.rank)[:, None]
         position = position.clamp(max=best.shape[1] - 1)
         best.scatter_(1, position, torch.where(is_mine, torch.inf, best.gather(1, position)))
-        local = local_candidates(best, num_blocks, num_local, self.blocks.shape[1], rank, num_ranks, interleave)
+        local = local_candidates(best, num_blocks, num_local, self.blocks.shape[1], of_blocks)
         table, request = index[None, : best.shape[1]].int(), torch.zeros_like(num_blocks)
         unread = torch.empty_like(self.blocks), torch.empty_like(num_blocks)
-        order = SlotLayout(table, request, 1, rank, num_ranks, interleave)
+        order = SlotLayout(table, request, 1, of_blocks)
         choose_tokens(gather(local).flatten(1), order, None, self.blocks, *unread)
 
-    def exclude_(self, scores: Tensor, layout: tuple[int, int, int]) -> None:
+    def exclude_(self, scores: Tensor, owner: Owner) -> None:
         """Set the scores [T, N] of this rank's keys outside the blocks to -inf."""
-        rank, num_ranks, interleave = self._block_layout(layout)
+        of_blocks = self._of_blocks(owner)
         by_block = scores.unflatten(1, (-1, self.block_size))
         known = self.blocks.clamp(min=0).long()
-        is_mine = (self.blocks >= 0) & (ownership.owner_rank(known, num_ranks, interleave) == rank)
-        index = ownership.local_index(known, num_ranks, interleave).where(is_mine, by_block.shape[1])
+        is_mine = (self.blocks >= 0) & (of_blocks.rank_of(known) == of_blocks.rank)
+        index = of_blocks.local_index(known).where(is_mine, by_block.shape[1])
         is_outside = torch.ones(len(scores), by_block.shape[1] + 1, dtype=torch.bool, device=scores.device)
         is_outside.scatter_(1, index, False)
         by_block.masked_fill_(is_outside[:, :-1, None], -torch.inf)
 
-    def _block_layout(self, layout: tuple[int, int, int]) -> tuple[int, int, int]:
-        """Return the layout of blocks among the ranks."""
-        rank, num_ranks, interleave = layout
-        return rank, num_ranks, interleave // self.block_size
+    def _of_blocks(self, owner: Owner) -> Owner:
+        """Return a rank as the owner of blocks."""
+        return Owner(owner.rank, owner.size, owner.interleave // self.block_size)

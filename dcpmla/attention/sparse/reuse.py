@@ -35,8 +35,7 @@ def with_selected(step: StepMetadata, positions: Tensor, dcp: DCPConfig, dcp_ran
         return step
     if positions.device.type == "cpu":
         _check_rows(positions[: step.num_tokens], sparse.seq_lens[: step.num_tokens])
-    rank = dcp_rank, dcp.decode_context_parallel_size, dcp.cp_kv_cache_interleave_size
-    layout = SlotLayout(sparse.block_table, sparse.request, dcp.block_size, *rank)
+    layout = SlotLayout(sparse.block_table, sparse.request, dcp.block_size, dcp.owner(dcp_rank))
     selection = SelectedTokens.empty(step.num_tokens, topk, positions.device)
     memory = selection.positions, selection.slots, selection.num_slots
     expand_pools(positions[: step.num_tokens], sparse.seq_lens, 1, layout, *memory)  # pools of one token

@@ -36,7 +36,7 @@ class TokenSelector:
     """
 
     def __init__(self, config: IndexerConfig, dcp: DCPConfig, dcp_rank: int, exchange: Exchange) -> None:
-        self.config, self.dcp, self.dcp_rank, self.exchange = config, dcp, dcp_rank, exchange
+        self.config, self.dcp, self.owner, self.exchange = config, dcp, dcp.owner(dcp_rank), exchange
         if self.dcp.index_hadamard and config.head_dim & (config.head_dim - 1):
             raise ValueError(
                 f"index_hadamard (--index-hadamard) takes a power of two; the indexer's head_dim is {config.head_dim}"
@@ -61,8 +61,7 @@ class TokenSelector:
             candidates: Blocks to choose, too, or to select among; None for all keys.
             after_scores: Function that is called after the scores of each tile of tokens.
         """
-        topk, size = self.config.num_pools, self.dcp.decode_context_parallel_size
-        layout = self.dcp_rank, size, self.dcp.cp_kv_cache_interleave_size
+        topk, owner = self.config.num_pools, self.owner
         num_blocks = 0 if candidates is None else candidates.blocks.shape[1]
         tile = self._tile_tokens(sparse.block_table.shape[1] * index_keys.shape[1], num_blocks)
         for index in range(-(-len(q) // tile)):  # a compiler guards the number of tiles, not of tokens
@@ -72,11 +71,11 @@ class TokenSelector:
             scores = index_scores(q[tokens], weights[tokens], index_keys, part.block_table, part.request, *lens, topk)
             after_scores()
             if candidates is not None and candidates.is_source:
-                candidates.rows(tokens).choose(scores, lens, layout, self.exchange.gather_candidates)
+                candidates.rows(tokens).choose(scores, lens, owner, self.exchange.gather_candidates)
             elif candidates is not None:
-                candidates.rows(tokens).exclude_(scores, layout)
-            best = self.exchange.gather_candidates(local_candidates(scores, *lens, topk, *layout))
-            cache = SlotLayout(slot_table, part.request, index_keys.shape[1], *layout)
+                candidates.rows(tokens).exclude_(scores, owner)
+            best = self.exchange.gather_candidates(local_candidates(scores, *lens, topk, owner))
+            cache = SlotLayout(slot_table, part.request, index_keys.shape[1], owner)
             written = chosen.positions, chosen.slots, chosen.num_slots
             choose_tokens(best.flatten(1), cache, chosen.num_first, *written)
 

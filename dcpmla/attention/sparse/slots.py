@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dcpmla import ownership
+from dcpmla.ownership import Owner
 
 
 class SlotLayout(NamedTuple):
@@ -15,15 +15,13 @@ class SlotLayout(NamedTuple):
         block_table: Block ids of each request [num_reqs, max_blocks] int32.
         request: Request of each token [T] int32.
         block_size: Slots of a block on one rank.
-        dcp_rank, dcp_size, interleave: Owners of tokens (`dcpmla.ownership`).
+        owner: This rank, as the owner of tokens.
     """
 
     block_table: Tensor
     request: Tensor
     block_size: int
-    dcp_rank: int
-    dcp_size: int
-    interleave: int
+    owner: Owner
 
     def slots(self, index: Tensor) -> Tensor:
         """Return the slots of local indices [T, N]; those beyond the block table are undefined."""
@@ -37,9 +35,9 @@ def find_slots(
     positions: Tensor, layout: SlotLayout, num_first: Tensor | None, slots: Tensor, num_slots: Tensor
 ) -> None:
     """Write the slots of selected positions that this rank owns, and their number (`choose_tokens`)."""
-    known = positions.clamp(min=0).long()
-    is_mine = (positions >= 0) & (ownership.owner_rank(known, layout.dcp_size, layout.interleave) == layout.dcp_rank)
-    owned = layout.slots(ownership.local_index(known, layout.dcp_size, layout.interleave))
+    known, owner = positions.clamp(min=0).long(), layout.owner
+    is_mine = (positions >= 0) & (owner.rank_of(known) == owner.rank)
+    owned = layout.slots(owner.local_index(known))
     first = torch.sort(~is_mine, dim=1, stable=True).indices  # this rank's tokens first, in stable order
     index = torch.arange(positions.shape[1], device=slots.device).expand_as(positions)
     if num_first is not None:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dcpmla import ownership
 from dcpmla.attention.sparse.candidates import EMPTY, candidate_width, pack_candidates, unpack_positions
 from dcpmla.attention.sparse.slots import SlotLayout, find_slots
 from dcpmla.operators import nothing, operator
+from dcpmla.ownership import Owner
 
 
 @operator(
@@ -22,9 +22,7 @@ from dcpmla.operators import nothing, operator
     ),
     runs=lambda scores: scores.is_cuda,
 )
-def local_candidates(
-    scores: Tensor, seq_lens: Tensor, local_seq_lens: Tensor, topk: int, dcp_rank: int, dcp_size: int, interleave: int
-) -> Tensor:
+def local_candidates(scores: Tensor, seq_lens: Tensor, local_seq_lens: Tensor, topk: int, owner: Owner) -> Tensor:
     """Return the best tokens of this rank, which include all its tokens that can be selected.
 
     Args:
@@ -34,7 +32,7 @@ def local_candidates(
         [T, candidate_width(topk, N)] int64 candidates, positions ascending, EMPTY after the last.
     """
     index = torch.arange(scores.shape[1], device=scores.device)
-    positions = ownership.global_position(index, dcp_rank, dcp_size, interleave)
+    positions = owner.global_position(index)
     scores = scores.masked_fill((seq_lens <= topk)[:, None], 0.0)
     candidates = pack_candidates(scores, positions).masked_fill(index >= local_seq_lens[:, None], EMPTY)
     width = candidate_width(topk, scores.shape[1])

@@ -31,7 +31,7 @@ class WindowAttention(GatedAttention):
 
     def __init__(self, config: MLAConfig, placement: Placement, num_gates: int, selects: bool) -> None:
         super().__init__(config, placement, num_gates)
-        self._selects = selects
+        self._selects, self._owner = selects, placement.dcp.owner(placement.mesh.dcp_rank)
 
     def attend(
         self,
@@ -63,7 +63,6 @@ class WindowAttention(GatedAttention):
         selection, sparse = super()._select(hidden_states, q_c, cache, step), step.get(SparseMetadata)
         if selection is not None and sparse is not None and self._selects:
             dcp, memory = self.dcp, (selection.positions, selection.slots, selection.num_slots)
-            owners = self.mesh.dcp_rank, dcp.decode_context_parallel_size, dcp.cp_kv_cache_interleave_size
-            layout = SlotLayout(sparse.block_table, sparse.request, dcp.block_size, *owners)
+            layout = SlotLayout(sparse.block_table, sparse.request, dcp.block_size, self._owner)
             select_window(sparse.seq_lens, layout, *memory)
         return selection

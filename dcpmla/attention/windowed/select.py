@@ -7,7 +7,6 @@ A custom op (`torch.ops.dcpmla`). The torch code here specifies it and runs on C
 import torch
 from torch import Tensor
 
-from dcpmla import ownership
 from dcpmla.attention.sparse.slots import SlotLayout
 from dcpmla.operators import nothing, operator
 
@@ -27,11 +26,11 @@ def select_window(seq_lens: Tensor, layout: SlotLayout, positions: Tensor, slots
         layout: Cache that slots are in.
         positions, slots, num_slots: Fields of `SelectedTokens`, written. The width of positions is the window.
     """
-    window, owners = positions.shape[1], (layout.dcp_size, layout.dcp_rank, layout.interleave)
+    window, owner = positions.shape[1], layout.owner
     column = torch.arange(window, device=positions.device)
     last = seq_lens[:, None] - 1
     positions.copy_((last - column).clamp(min=-1))
     # A rank's tokens of a window are neighbours among its tokens.
-    first = ownership.local_seq_lens((seq_lens - window).clamp(min=0), *owners)
-    num_slots.copy_(ownership.local_seq_lens(seq_lens, *owners) - first)
+    first = owner.local_seq_lens((seq_lens - window).clamp(min=0))
+    num_slots.copy_(owner.local_seq_lens(seq_lens) - first)
     slots.copy_(layout.slots(first[:, None] + column))

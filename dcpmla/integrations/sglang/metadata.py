@@ -11,7 +11,6 @@ from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.step import PrefillMetadata
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.absorbed import DecodeLayout, Part
-from dcpmla.ownership import local_seq_lens
 from dcpmla.upload import upload
 
 # Most new tokens of a prompt that attends as decodes do; `vllm.backend` documents the measured cost of both ways.
@@ -38,7 +37,7 @@ class MetadataBuilder:
     """
 
     def __init__(self, dcp: DCPConfig, dcp_rank: int, req_to_token: Tensor, num_heads: int, max_query_len: int) -> None:
-        self.size, self.rank, self.slots_per_page = dcp.decode_context_parallel_size, dcp_rank, dcp.virtual_block_size
+        self.slots_per_page = dcp.virtual_block_size
         self.first_slots = req_to_token[:, :: self.slots_per_page]
         device = req_to_token.device
         self.steps = StepBuilder(dcp, dcp_rank, device)
@@ -56,14 +55,14 @@ class MetadataBuilder:
         is_known = batch.seq_lens_cpu is not None and not capturing
         longest = int(batch.seq_lens_cpu.max()) + num_ahead if is_known else None
         seq_lens = batch.seq_lens + num_ahead
-        local = local_seq_lens(seq_lens, self.size, self.rank)
+        local = self.steps.owner.local_seq_lens(seq_lens)
         return self.layout.uniform(self._table(batch, longest), seq_lens, local, query_len)
 
     def short_prefills(self, batch: Any) -> tuple[Part, ...]:
         """Lay out prompts of few new tokens each."""
         start = np.concatenate([[0], np.cumsum(batch.extend_seq_lens_cpu)]).astype(np.int32)
         (start_loc,) = upload([start], self.steps.device)
-        local = local_seq_lens(batch.seq_lens, self.size, self.rank)
+        local = self.steps.owner.local_seq_lens(batch.seq_lens)
         table = self._table(batch, max(_lens_after(batch)))
         return self.layout.build(table, batch.seq_lens, local, start_loc, start, int(start[-1]))
 
@@ -82,7 +81,8 @@ class MetadataBuilder:
     def slots(self, batch: Any) -> Tensor:
         """Return the slots [T] int64 of the new tokens on this rank, -1 where they are another's."""
         slots = batch.out_cache_loc.to(torch.int64)
-        return torch.where(slots % self.size == self.rank, slots // self.size, -1)
+        owner = self.steps.owner
+        return torch.where(slots % owner.size == owner.rank, slots // owner.size, -1)
 
 
 def _lens_after(batch: Any) -> list[int]:

@@ -4,14 +4,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.ownership import window_bound
+from dcpmla.ownership import Owner
 
 _COLUMNS = tl.constexpr(1024)  # Columns of a program or of its step.
 
 
 @triton.jit
 def _count(length, rank, size, interleave):
-    """Compute `ownership.local_seq_lens`."""
+    """Compute `Owner.local_seq_lens`."""
     rest = length % (size * interleave) - rank * interleave
     return length // (size * interleave) * interleave + tl.minimum(tl.maximum(rest, 0), interleave)
 
@@ -69,13 +69,11 @@ def visible_rows(
     entries_per_block: int,
     window: int,
     ring_rows: int,
-    dcp_rank: int,
-    dcp_size: int,
-    interleave: int,
+    owner: Owner,
 ) -> tuple[Tensor, Tensor]:
     """Compute `visible.visible_rows` in one kernel."""
     num_tokens, num_entries = len(positions), entry_table.shape[1] * entries_per_block if ratio else 0
-    width = window_bound(window, dcp_size, interleave) + num_entries
+    width = owner.window_bound(window) + num_entries
     rows, num = request.new_empty(num_tokens, width), request.new_empty(num_tokens)
     if num_tokens:
         visible_kernel[(num_tokens, triton.cdiv(width, _COLUMNS.value))](
@@ -91,9 +89,7 @@ def visible_rows(
             entries_per_block,
             window,
             ring_rows,
-            dcp_rank,
-            dcp_size,
-            interleave,
+            *owner,
             HAS_ENTRIES=ratio > 0,
         )
     return rows, num

@@ -78,8 +78,8 @@ def expand_pools(
         WIDTH=width,
         COLUMNS=triton.next_power_of_2(width),
         BLOCK_SIZE=layout.block_size,
-        DCP_RANK=layout.dcp_rank,
-        DCP_SIZE=layout.dcp_size,
-        INTERLEAVE=layout.interleave,
+        DCP_RANK=layout.owner.rank,
+        DCP_SIZE=layout.owner.size,
+        INTERLEAVE=layout.owner.interleave,
         num_warps=8,
     )

@@ -18,6 +18,7 @@ from dcpmla.attention.sparse.kernels.compaction import compact, fill
 from dcpmla.attention.sparse.kernels.slots import store_slots
 from dcpmla.attention.sparse.kernels.threshold import best_of, sample_guesses
 from dcpmla.attention.sparse.slots import SlotLayout
+from dcpmla.ownership import Owner
 
 TILE = 16384  # keys of a program
 WARPS = 8  # warps per program; each repeats the scalar work between counts, so more would take longer
@@ -128,9 +129,7 @@ def choose_kernel(
     tl.store(num_slots_ptr + row, num_first + num_owned)
 
 
-def local_candidates(
-    scores: Tensor, seq_lens: Tensor, local_seq_lens: Tensor, topk: int, dcp_rank: int, dcp_size: int, interleave: int
-) -> Tensor:
+def local_candidates(scores: Tensor, seq_lens: Tensor, local_seq_lens: Tensor, topk: int, owner: Owner) -> Tensor:
     """Compute `topk.local_candidates`, in one launch, and for more than TILE / 2 columns in several."""
     num_tokens, num_columns = scores.shape
     width = packing.candidate_width(topk, num_columns)
@@ -148,9 +147,9 @@ def local_candidates(
         scores.stride(0),
         topk=topk,
         width=width,
-        DCP_RANK=dcp_rank,
-        DCP_SIZE=dcp_size,
-        INTERLEAVE=interleave,
+        DCP_RANK=owner.rank,
+        DCP_SIZE=owner.size,
+        INTERLEAVE=owner.interleave,
         VECTOR=math.gcd(num_columns, 4),
         **_tiling(tile, scores),
     )
@@ -187,9 +186,9 @@ def choose_tokens(
         layout.block_table.stride(0),
         layout.block_table.shape[1],
         BLOCK_SIZE=layout.block_size,
-        DCP_RANK=layout.dcp_rank,
-        DCP_SIZE=layout.dcp_size,
-        INTERLEAVE=layout.interleave,
+        DCP_RANK=layout.owner.rank,
+        DCP_SIZE=layout.owner.size,
+        INTERLEAVE=layout.owner.interleave,
         topk=topk,
         SELECTED=triton.next_power_of_2(topk),
         **_tiling(tile, candidates),

@@ -50,7 +50,7 @@ def select_window(seq_lens: Tensor, layout: SlotLayout, positions: Tensor, slots
     """Compute `windowed.select.select_window` in one kernel."""
     num_tokens, window = positions.shape
     if num_tokens:
-        table, request, *sizes = layout
+        table, request, block_size, owner = layout
         tensors = table, request, seq_lens, positions, slots, num_slots
         columns = triton.next_power_of_2(window)
-        window_kernel[(num_tokens,)](*tensors, table.stride(0), *sizes, WINDOW=window, COLUMNS=columns)
+        window_kernel[(num_tokens,)](*tensors, table.stride(0), block_size, *owner, WINDOW=window, COLUMNS=columns)

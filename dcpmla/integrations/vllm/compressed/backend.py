@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dcpmla import ownership
 from dcpmla.attention.build import GraphRows, HostStep
 from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.chunks import positions_of, segments_of
@@ -181,11 +180,6 @@ class CompressedMetadataBuilder(AttentionMetadataBuilder):
         )
         return self.steps.extend_graph(step, rows)
 
-    def _local(self, seq_lens: Tensor) -> Tensor:
-        dcp = self.steps.dcp
-        size, interleave = dcp.decode_context_parallel_size, dcp.cp_kv_cache_interleave_size
-        return ownership.local_seq_lens(seq_lens, size, self.steps.dcp_rank, interleave)
-
     def _layout(
         self,
         positions: Tensor,
@@ -205,9 +199,10 @@ class CompressedMetadataBuilder(AttentionMetadataBuilder):
         decode = None
         if num_decode_tokens:
             is_uniform = query_lens.min() == query_lens.max()
+            seen = positions[:num_decode_tokens].int() + 1 if seen is None else seen
             decode = DecodeMetadata(
                 block_table=table[: len(query_lens)],
-                local_seq_lens=self._local(positions[:num_decode_tokens].int() + 1 if seen is None else seen),
+                local_seq_lens=self.steps.owner.local_seq_lens(seen),
                 queries=None if is_uniform else segments_of(query_lens, self.device),
                 max_query_len=int(query_lens.max()),
                 workspace=self.workspace,

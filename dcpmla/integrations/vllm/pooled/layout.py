@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpmla import ownership
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.absorbed import uniform_query_len
@@ -88,14 +87,14 @@ class PoolLayout:
     def update(self, pools: StepPools) -> None:
         """Count pools again by the tokens' lengths and block tables, in place."""
         tokens, visible, layout = pools.tokens, pools.visible, self.pools
-        size, interleave = layout.decode_context_parallel_size, layout.cp_kv_cache_interleave_size
+        owner = layout.owner(self.tokens.owner.rank)
         torch.div(tokens.seq_lens, self.pool_size, rounding_mode="floor", out=visible.seq_lens)
-        local = ownership.local_seq_lens(visible.seq_lens, size, self.tokens.dcp_rank, interleave)
+        local = owner.local_seq_lens(visible.seq_lens)
         visible.local_seq_lens.copy_(local)
         last = (visible.seq_lens - 1).clamp(min=0)
-        index = ownership.local_index(last, size, interleave)
+        index = owner.local_index(last)
         column = (index // layout.block_size).clamp(max=tokens.block_table.shape[1] - 1)
         slots = tokens.block_table[tokens.request, column] * layout.block_size + index % layout.block_size
-        is_mine = ownership.owner_rank(last, size, interleave) == self.tokens.dcp_rank
+        is_mine = owner.rank_of(last) == owner.rank
         is_complete = (tokens.seq_lens % self.pool_size == 0) & (tokens.seq_lens > 0)
         pools.slots.copy_(torch.where(is_mine & is_complete, slots, -1))

@@ -33,6 +33,7 @@ from dcpmla.integrations.vllm.sparse.selection import (
     reserve,
     selection_of,
 )
+from dcpmla.ownership import Owner
 
 
 @dataclass
@@ -149,9 +150,9 @@ def select_pools(
     chosen, table = pools.selection, tokens.block_table
     selector.select(q[rows], weights[rows], index_keys, pools.visible, table, chosen)
     pool_size = selector.config.pool_size
-    size, interleave = selector.dcp.decode_context_parallel_size, selector.dcp.cp_kv_cache_interleave_size
-    owners = selector.dcp_rank, size, interleave * pool_size
-    layout = SlotLayout(table, tokens.request, selector.dcp.block_size * pool_size, *owners)
+    of_pools = selector.owner
+    owner = Owner(of_pools.rank, of_pools.size, of_pools.interleave * pool_size)
+    layout = SlotLayout(table, tokens.request, selector.dcp.block_size * pool_size, owner)
     written = selection.rows(rows)
     expand_pools(
         chosen.positions, tokens.seq_lens, pool_size, layout, written.positions, written.slots, written.num_slots

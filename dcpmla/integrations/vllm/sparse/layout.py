@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from dcpmla import ownership
 from dcpmla.attention.sparse.step import SparseMetadata
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.absorbed import tokens_seen, uniform_query_len
@@ -22,7 +21,7 @@ class SelectionLayout:
     """
 
     def __init__(self, dcp: DCPConfig, dcp_rank: int, max_num_tokens: int, device: torch.device) -> None:
-        self.dcp, self.dcp_rank = dcp, dcp_rank
+        self.dcp, self.owner = dcp, dcp.owner(dcp_rank)
         self._arange = torch.arange(max_num_tokens, dtype=torch.int32, device=device)
         self._columns = torch.zeros(3, max_num_tokens, dtype=torch.int32, device=device)
 
@@ -36,13 +35,12 @@ class SelectionLayout:
         # Blocks that no request has would only make the scores wider.
         table = step.block_table_tensor[:, : max(1, -(-longest // self.dcp.virtual_block_size))]
         query_len = uniform_query_len(step.query_start_loc_cpu.numpy(), len(table), num_tokens)
-        size, interleave = self.dcp.decode_context_parallel_size, self.dcp.cp_kv_cache_interleave_size
         if query_len == 1:
-            local = seq_lens if size == 1 else step.dcp_local_seq_lens
+            local = seq_lens if self.owner.size == 1 else step.dcp_local_seq_lens
             return SparseMetadata(table, self._arange[:num_tokens], seq_lens, local, longest)
         request, seen = tokens_seen(seq_lens, step.query_start_loc, query_len, num_tokens)
         seen = seen.clamp(min=0)
-        local = ownership.local_seq_lens(seen, size, self.dcp_rank, interleave)
+        local = self.owner.local_seq_lens(seen)
         kept = [
             column[:num_tokens].copy_(values)
             for column, values in zip(self._columns, (request, seen, local), strict=True)
