@@ -37,7 +37,7 @@ HEADERS = {"Authorization": f"Bearer {KEY}"}
 _MOST_GROWTH = 1 << 30
 _REST = 20.0  # seconds in which all that hostile clients have begun must end
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-_OPTIONS = ("--max-model-len", 2048, "--kv-cache-memory-bytes", 64 << 20)  # so that memory does not grow with the cache
+OPTIONS = ("--max-model-len", 2048, "--kv-cache-memory-bytes", 64 << 20)  # so that memory does not grow with the cache
 _WIDE = {"type": "object", "properties": {"a": {"enum": list(range(200_000))}}}
 
 
@@ -52,38 +52,37 @@ def honest(rng: random.Random) -> tuple[str, dict[str, Any]]:
     )
 
 
-def hostile(rng: random.Random) -> tuple[str, bytes]:
-    """Return a request that asks for much work, or a body that is none.
+def hostile(number: int) -> list[tuple[str, dict[str, Any]]]:
+    """Return requests that ask for much work, one of each kind, with a number that none had before.
 
     The work is the HTTP process's: steps of the engine are the model's, and any client's share of them is its right.
     """
-    number = rng.randrange(1 << 40)
     schema = {"anyOf": [{"type": "integer", "multipleOf": 999_983 + number}, {"type": "integer", "multipleOf": 7919}]}
     tool = {"type": "function", "function": {"name": "f", "parameters": _WIDE}}
-    path, body = rng.choice(
-        [
-            ("/tokenize", {"messages": [{"role": "system", "content": "x" * 400}] * 4000}),
-            (_CHAT, {"messages": [{"role": "user", "content": f"word {number} " * 200_000}]}),
-            ("/tokenize", {"prompt": "a" * 500_000}),
-            ("/detokenize", {"tokens": [5] * 500_000}),
-            (_COMPLETIONS, {"prompt": [5], "max_tokens": 1, "structured_outputs": {"json": schema}}),
-            (_COMPLETIONS, {"prompt": [5], "structured_outputs": {"regex": f"(a{{1000}}{number}){{1000}}"}}),
-            (_COMPLETIONS, {"prompt": [5] * 60, "prompt_logprobs": 20, "max_tokens": 4, "logprobs": 20, "n": 4}),
-            (_COMPLETIONS, {"prompt": [[5] * 60] * 8, "echo": True, "logprobs": 20, "max_tokens": 1}),
-            (_COMPLETIONS, {"prompt": [5], "prompt_logprobs": 1 << 40, "max_tokens": 1 << 40, "n": 128}),
-            (_CHAT, {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "tool_choice": "required"}),
-            ("/kv/connect", {"engine": str(number), "layout": {}, "agents": []}),
-            ("/kv/prefill", {"engine": str(number), "handoff": "h", "prompt_token_ids": [5], "params": {}}),
-        ]
-    )
-    content = json.dumps(body).encode()
-    return path, content[: rng.randrange(len(content))] if rng.random() < 0.1 else content
+    return [
+        ("/tokenize", {"messages": [{"role": "system", "content": "x" * 400}] * 4000}),
+        (_CHAT, {"messages": [{"role": "user", "content": f"word {number} " * 200_000}]}),
+        ("/tokenize", {"prompt": "a" * 500_000}),
+        ("/detokenize", {"tokens": [5] * 500_000}),
+        (_COMPLETIONS, {"prompt": [5], "max_tokens": 1, "structured_outputs": {"json": schema}}),
+        (_COMPLETIONS, {"prompt": [5], "structured_outputs": {"regex": f"(a{{1000}}{number}){{1000}}"}}),
+        (_COMPLETIONS, {"prompt": [5] * 60, "prompt_logprobs": 20, "max_tokens": 4, "logprobs": 20, "n": 4}),
+        (_COMPLETIONS, {"prompt": [[5] * 60] * 8, "echo": True, "logprobs": 20, "max_tokens": 1}),
+        (_COMPLETIONS, {"prompt": [5], "prompt_logprobs": 1 << 40, "max_tokens": 1 << 40, "n": 128}),
+        (_CHAT, {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "tool_choice": "required"}),
+        ("/kv/connect", {"engine": str(number), "layout": {}, "agents": []}),
+        ("/kv/prefill", {"engine": str(number), "handoff": "h", "prompt_token_ids": [5], "params": {}}),
+    ]
 
 
 def attack(server: RunningServer, rng: random.Random) -> str:
-    """Send a hostile request; read its answer, or leave at some time. Return its status, or how it ended."""
+    """Send a hostile request, one in ten cut off; read its answer, or leave at some time. Return its status, or how it
+    ended.
+    """
+    path, body = rng.choice(hostile(rng.randrange(1 << 40)))
+    content = json.dumps(body).encode()
+    content = content[: rng.randrange(len(content))] if rng.random() < 0.1 else content
     address = urlsplit(server.url)
-    path, content = hostile(rng)
     head = f"POST {path} HTTP/1.1\r\nHost: {address.netloc}\r\nAuthorization: Bearer {KEY}\r\nConnection: close\r\n"
     if rng.random() < 0.1:
         head = head.replace("POST ", "GET /\0")
@@ -230,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         model = needle_with_template(Path(folder))
-        with serve(Path(folder), model, options.ranks, "--api-key", KEY, *_OPTIONS) as server:
+        with serve(Path(folder), model, options.ranks, "--api-key", KEY, *OPTIONS) as server:
             found = soak(server, options.seconds)
     print(json.dumps(found, indent=1))
     if options.json:
