@@ -119,7 +119,6 @@ DECODE_BACKENDS: list[Backend[DecodeCall]] = [
         needs_gpu=True,
     ),
     Backend("triton", obstacles.triton_decode, _decode_kernel("triton"), needs_gpu=True),
-    Backend("flashinfer", obstacles.flashinfer_decode, flashinfer.run_decode, needs_gpu=True),
     Backend("torch", _device_obstacle, reference.mla_decode),
 ]
 # Best first, by `bench prefill`. cuDNN is missing because torch up to 2.13 plans each ragged call anew, in 45 ms.

@@ -42,10 +42,6 @@ def hopper_decode(call: DecodeCall) -> str:
     return ""
 
 
-def _order_obstacle(call: DecodeCall) -> str:
-    return "" if call.num_classes is None else "it merges partial results in no fixed order"
-
-
 def _shared_memory(q: Tensor) -> int:
     properties: Any = torch.cuda.get_device_properties(q.device)
     return int(properties.shared_memory_per_block_optin)
@@ -87,17 +83,6 @@ def triton_decode(call: DecodeCall) -> str:
     if is_words and (any(stride % 4 for stride in kv_cache.stride()[:2]) or kv_cache.data_ptr() % 4):
         return "rows of the fp8_ds_mla cache do not begin at multiples of 4 bytes"
     return ""
-
-
-def flashinfer_decode(call: DecodeCall) -> str:
-    if obstacle := (
-        _order_obstacle(call) or triton_decode(call) or _hopper_gpu_obstacle(call.q) or _missing_flashinfer()
-    ):
-        return obstacle
-    if call.q.dtype != call.kv_cache.dtype or call.q.dtype not in _HALF:
-        return f"q has dtype {call.q.dtype} and the cache {call.kv_cache.dtype}; both must be bfloat16 or float16"
-    widths = call.kv_lora_rank, call.rope_dim
-    return "" if widths == flashinfer.WIDTHS else f"latents have {widths[0]} + {widths[1]} columns, not 512 + 64"
 
 
 def flashinfer_prefill(call: PrefillCall) -> str:

@@ -89,15 +89,10 @@ ON_GPU = [
 ON_GPU += [replace(case, **kind) for kind in QUANTIZED for case in ON_GPU]
 
 
-def backends_of(case: Case) -> list[str]:
-    """Those made for a case's format; not all of them take its sizes."""
-    return ["hopper", "triton", "flashinfer"] if case.format == "auto" and case.block_size > 1 else ["hopper", "triton"]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("case", "backend"),
-    [(case, backend) for case in ON_GPU for backend in backends_of(case)],
+    [(case, backend) for case in ON_GPU for backend in ("hopper", "triton")],
     ids=lambda x: x if isinstance(x, str) else f"{len(x.requests)}x{x.requests[0][1]}x{x.num_heads}-{x.format}",
 )
 def test_kernels_against_float64(case: Case, backend: str) -> None:
