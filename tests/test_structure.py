@@ -153,3 +153,28 @@ def test_no_rank_unpickles() -> None:
     """A pickle runs code where it is read. Only the HTTP process reads pickles, and its own rank 0 wrote them."""
     unpickling = {module: unpickling_names(nodes_of(module)) for module in FILES}
     assert {module: names for module, names in unpickling.items() if names} == {"dcpmla.serving.messages": {"pickle"}}
+
+
+_OF_OWNERS = {"dcp_rank", "dcp_size", "interleave", "cp_kv_cache_interleave_size"}
+
+
+def takes_owner_in_parts(function: ast.FunctionDef) -> bool:
+    """Return whether a function has two or three numbers of an `Owner` as parameters, whose order may be mistaken."""
+    names = {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}
+    return len(names & _OF_OWNERS) > 1
+
+
+def test_owners_are_one_argument() -> None:
+    """Not those of kernels, to which a launcher passes an owner's numbers in order (`*owner`)."""
+    assert not [
+        f"{module}:{node.lineno} {node.name}"
+        for module in FILES
+        for node in nodes_of(module)
+        if isinstance(node, ast.FunctionDef) and takes_owner_in_parts(node) and ".kernels." not in module
+    ]
+
+
+def test_owners_in_parts_are_found() -> None:
+    code = "def a(x, dcp_rank, *, dcp_size): ...\ndef b(dcp_rank, dcp): ...\ndef c(rank, size): ..."
+    functions = [node for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)]
+    assert [takes_owner_in_parts(function) for function in functions] == [True, False, False]

@@ -1,6 +1,7 @@
 """Bodies of requests: their receipt, within limits."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -39,12 +40,15 @@ class Receiver:
             self._num_bytes -= len(content)
 
     async def _parsed(self, kind: type[Body], content: bytearray) -> Body:
-        """Return a body. Parsing a large one keeps the event loop, which does all else before it parses the next."""
+        """Return a body. Parsing a large one keeps the event loop, so other work has its time before the next one."""
         if len(content) <= _SMALL:
             return parse(kind, content)
-        async with self._turn:
-            await asyncio.sleep(0)
+        await self._turn.acquire()
+        start = time.perf_counter()
+        try:
             return parse(kind, content)
+        finally:
+            asyncio.get_running_loop().call_later(2 * (time.perf_counter() - start), self._turn.release)
 
     async def _receive(self, request: Request, content: bytearray) -> None:
         self._check_length(int(request.headers.get("content-length", 0)))

@@ -1,6 +1,7 @@
 """Clients that leave while their requests are tokenized, rendered or checked: the work ends, nothing stays counted."""
 
 import asyncio
+import itertools
 import json
 import threading
 from dataclasses import replace
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dcpmla.serving import receive
 from dcpmla.serving.app import Api
 from dcpmla.serving.background import Background, prepare
 from dcpmla.serving.client import Engine
@@ -172,3 +174,31 @@ def test_threads_keep_their_permits_to_the_end() -> None:
         assert not background._permits._taken
 
     asyncio.run(scenario())
+
+
+def test_other_clients_are_answered_between_large_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight clients send large bodies at once: between any two that are parsed, a small one is."""
+    parsed: list[int] = []
+    parse = receive.parse
+
+    def counting(kind: Any, content: bytearray) -> Any:
+        parsed.append(len(content))
+        return parse(kind, content)
+
+    monkeypatch.setattr(receive, "parse", counting)
+
+    async def scenario() -> None:
+        engine, _, api = slow_api()
+        engine.max_waiting = 100
+        app, large = api.app(), json.dumps({"prompt": LONG}).encode()
+        clients = [Client(app, "/v1/completions", large) for _ in range(8)]
+        while sum(size > len(LONG) for size in parsed) < 8:
+            small = Client(app, "/tokenize", b'{"prompt": 1}')
+            await small.task
+            assert small.status == 400
+        for client in clients:
+            await client.leave()
+
+    asyncio.run(scenario())
+    places = [index for index, size in enumerate(parsed) if size > len(LONG)]
+    assert all(after - before > 1 for before, after in itertools.pairwise(places))
