@@ -5,9 +5,8 @@ without values, for tracing; `kernel` runs instead of the reference where the co
 names the arguments that are written. If `kernel` is given, the reference is plain torch, which specifies the kernel and
 runs on any device. If it is not, the reference always runs, and may itself choose and launch kernels.
 
-A parameter's type may be a NamedTuple class X, or X | None; a field's type may be one, too. A schema has no tuples, so
-the custom op has the fields as arguments, and the reference's signature does not repeat them. Callers pass tuples by
-position.
+A parameter's type may be a NamedTuple class X, or X | None, and a field's type X. A schema has no tuples, so the custom
+op has the fields as arguments, which the reference's signature does not repeat. Callers pass tuples by position.
 """
 
 import importlib
@@ -56,7 +55,6 @@ class Operator(Generic[Result]):
         self._tuples = {key: kind for key in parameters if (kind := _tuple_class(parameters[key].annotation))}
         self._names = tuple(parameters)
         self._num_fields = {key: len(_fields_of(kind)) for key, kind in self._tuples.items()}
-        self._shapes = {key: _shape_of(kind) for key, kind in self._tuples.items()}
         schema = torch.library.infer_schema(_with_fields(reference, self._tuples), mutates_args=mutates_args)
         run, fake = self._nest(self._run), self._nest(_take_named(fake, reference))
         self.op = torch.library.custom_op(f"dcpmla::{name}", run, mutates_args=mutates_args, schema=schema)
@@ -74,9 +72,7 @@ class Operator(Generic[Result]):
             if key not in self._tuples:
                 fields.append(value)
             else:
-                fields.extend(
-                    (None,) * self._num_fields[key] if value is None else _values_of(value, self._shapes[key])
-                )
+                fields.extend((None,) * self._num_fields[key] if value is None else _values_of(value))
         return fields
 
     def _nest(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,39 +137,31 @@ def _is_float_on_gpu(x: Tensor) -> bool:
 
 def _tuple_class(annotation: Any) -> Any:
     """Return the NamedTuple class in an annotation `X` or `X | None`; None without one."""
-    return next((kind for kind in (annotation, *get_args(annotation)) if hasattr(kind, "_fields")), None)
+    return next(filter(_is_tuple, (annotation, *get_args(annotation))), None)
 
 
-@cache
-def _fields_of(kind: Any) -> tuple[tuple[str, Any], ...]:
+def _is_tuple(kind: Any) -> bool:
+    return hasattr(kind, "_fields")
+
+
+def _hints_of(kind: Any) -> list[tuple[str, Any]]:
+    return [(name, get_type_hints(kind)[name]) for name in kind._fields]
+
+
+def _fields_of(kind: Any) -> list[tuple[str, Any]]:
     """Return the names and types of a NamedTuple class's fields; an inner tuple counts as its own fields."""
-    hints = get_type_hints(kind)
-    inner = ((name, hints[name]) for name in kind._fields)
-    return tuple(
-        field for name, hint in inner for field in (_fields_of(hint) if hasattr(hint, "_fields") else ((name, hint),))
-    )
+    return [each for field in _hints_of(kind) for each in (_fields_of(field[1]) if _is_tuple(field[1]) else [field])]
 
 
-def _shape_of(kind: Any) -> tuple[Any, ...]:
-    """Return the shape of a NamedTuple class: the shape of each field that is an inner tuple, None for other fields."""
-    hints = get_type_hints(kind)
-    return tuple(_shape_of(hints[name]) if hasattr(hints[name], "_fields") else None for name in kind._fields)
-
-
-def _values_of(value: Any, shape: tuple[Any, ...]) -> list[Any]:
-    """Return the values of a tuple's fields; an inner tuple counts as its own fields."""
-    values: list[Any] = []
-    for field, inner in zip(value, shape, strict=True):
-        values.extend([field] if inner is None else _values_of(field, inner))
-    return values
+def _values_of(value: Any) -> list[Any]:
+    """Return the values of a tuple's fields, in the order of `_fields_of`."""
+    parts = (_values_of(field) if isinstance(field, tuple) and _is_tuple(field) else [field] for field in value)
+    return [each for part in parts for each in part]
 
 
 def _nested(kind: Any, values: Iterator[Any]) -> Any:
-    """Return a tuple of a class from the values of `_fields_of`."""
-    hints = get_type_hints(kind)
-    return kind(
-        *(_nested(hints[name], values) if hasattr(hints[name], "_fields") else next(values) for name in kind._fields)
-    )
+    """Return a tuple of a class from the values of `_values_of`."""
+    return kind(*(_nested(hint, values) if _is_tuple(hint) else next(values) for _, hint in _hints_of(kind)))
 
 
 def _with_fields(reference: Callable[..., Any], tuples: dict[str, Any]) -> Callable[..., Any]:

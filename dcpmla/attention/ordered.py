@@ -6,8 +6,6 @@ the cache with their context, chunk by chunk. Where no request has a context, th
 as in the cache.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -15,8 +13,8 @@ from dcpmla.attention.calls import DecodeCall, Queries, split_queries
 from dcpmla.attention.decode import run_call
 from dcpmla.attention.obstacles import hopper_widths
 from dcpmla.attention.ordered_reference import OrderedPrefillCall, Sums, new_sums, prefill_in_order, runs_kernel
-from dcpmla.attention.prefill import UpProjection, latents_of, read_cache_rows, up_project
-from dcpmla.attention.step import ContextChunk, DecodeMetadata, PrefillMetadata
+from dcpmla.attention.prefill import ContextGather, UpProjection, latents_of, read_cache_rows, up_project
+from dcpmla.attention.step import DecodeMetadata, PrefillMetadata
 from dcpmla.cache.formats import check_kv_scale, to_cache_rows, to_latents
 from dcpmla.comm.exchange import Exchange
 from dcpmla.operators import import_kernel, nothing, operator
@@ -89,15 +87,12 @@ def dcp_mla_prefill_in_order(
     check_kv_scale(kv_cache.dtype, kv_scale)
     chunks, num_heads, rope = prefill.context_chunks, q.shape[1], widths[1]
 
-    def start_gather(chunk: ContextChunk) -> Callable[[], Tensor]:
-        return exchange.start_context(read_cache_rows(kv_cache, chunk.local_slots), chunk.order, chunk.tokens)
-
     out, sums = None, None
     lse, queries = q.new_empty(q.shape[:2], dtype=torch.float32), (prefill.queries.start_loc, prefill.first_position)
-    started = [start_gather(chunk) for chunk in chunks[:1]]
-    for index, chunk in enumerate(chunks):
-        latents = latents_of(started.pop()(), widths[0], kv_scale, q.dtype)  # see `dcp_mla_prefill`
-        started += [start_gather(following) for following in chunks[index + 1 : index + 2]]
+    gather = ContextGather(exchange, chunks, lambda chunk: read_cache_rows(kv_cache, chunk.local_slots))
+    for chunk in chunks:
+        latents = latents_of(gather.take(), widths[0], kv_scale, q.dtype)
+        gather.start()
         kv_c, k_pe = latents.split(list(widths), -1)
         k_nope, v = up_project(kv_c, w_kv_b, num_heads, q.shape[-1] - rope)
         if out is None:

@@ -1,6 +1,6 @@
 """Prefill: new tokens attend to each other, then to their context chunk by chunk, each rank for its own heads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -66,9 +66,6 @@ def dcp_mla_prefill(
         )
     queries, chunks = prefill.queries, prefill.context_chunks
 
-    def start_gather(chunk: ContextChunk) -> Callable[[], Tensor]:
-        return exchange.start_context(read_cache_rows(kv_cache, chunk.local_slots), chunk.order, chunk.tokens)
-
     def attend(
         kv_c: Tensor, k_pe: Tensor, keys: Segments, first_position: Tensor, causal: bool, kv: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -80,13 +77,11 @@ def dcp_mla_prefill(
         window = prefill.window if causal and mask is not None else None
         return mha_prefill(PrefillCall(q, k_nope, k_pe, v, *queries, *keys, scale, causal, mask, backend, window))
 
-    started = [start_gather(chunk) for chunk in chunks[:1]]
+    gather = ContextGather(exchange, chunks, lambda chunk: read_cache_rows(kv_cache, chunk.local_slots))
     out, lse = attend(kv_c, k_pe, queries, prefill.first_position, causal=True, kv=kv)
     for index, chunk in enumerate(chunks):
-        # A gather's function may keep the unordered rows alive. pop drops the only reference to it, so that these rows
-        # are freed before the next gather allocates its own.
-        latents = latents_of(started.pop()(), kv_c.shape[-1], kv_scale, q.dtype)
-        started += [start_gather(following) for following in chunks[index + 1 : index + 2]]
+        latents = latents_of(gather.take(), kv_c.shape[-1], kv_scale, q.dtype)
+        gather.start()
         context_kv_c, context_k_pe = latents.split([kv_c.shape[-1], k_pe.shape[-1]], -1)
         # Merged results stay in float32, or wider, until the last chunk.
         dtype = q.dtype if index == len(chunks) - 1 else torch.promote_types(q.dtype, torch.float32)
@@ -95,6 +90,33 @@ def dcp_mla_prefill(
         )
         del latents, context_kv_c, context_k_pe  # frees them before the next chunk: at most two chunks exist at a time
     return out, lse
+
+
+class ContextGather:
+    """The rows of a step's chunks from all ranks of the DCP group; the first gather starts at once. Collective.
+
+    Args:
+        read: Function that returns this rank's rows of a chunk.
+    """
+
+    def __init__(
+        self, exchange: Exchange, chunks: Sequence[ContextChunk], read: Callable[[ContextChunk], Tensor]
+    ) -> None:
+        self._exchange, self._chunks, self._read, self._num_started = exchange, chunks, read, 0
+        self._started: list[Callable[[], Tensor]] = []  # at most one
+        self.start()
+
+    def start(self) -> None:
+        """Start to gather the next chunk, if there is one."""
+        for chunk in self._chunks[self._num_started : self._num_started + 1]:
+            self._started.append(self._exchange.start_context(self._read(chunk), chunk.order, chunk.tokens))
+        self._num_started += 1
+
+    def take(self) -> Tensor:
+        """Return the rows of the chunk that is being gathered."""
+        # The gather's function may keep the unordered rows alive. pop drops the only reference to it, so that these
+        # rows are freed before the next gather allocates its own.
+        return self._started.pop()()
 
 
 def latents_of(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:

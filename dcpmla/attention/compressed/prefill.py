@@ -2,7 +2,7 @@
 own heads alone, or entries stay and queries of all heads are sent to the entries' ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
 from dcpmla.attention.compressed.lists import KEPT_ROWS, RowLists
 from dcpmla.attention.compressed.step import CompressedMetadata
 from dcpmla.attention.decode import dcp_mla_decode, mla_decode
-from dcpmla.attention.prefill import merge_part
+from dcpmla.attention.prefill import ContextGather, merge_part
 from dcpmla.attention.sparse.step import SelectedTokens
 from dcpmla.attention.step import PART_ROWS, ContextChunk, DecodeMetadata
 from dcpmla.cache.shared_rows import read_rows
@@ -157,21 +157,18 @@ def _attend_gathered(
     during the attention to the previous chunk.
     """
 
-    def start_gather(chunk: ContextChunk) -> Callable[[], Tensor]:
-        local_rows = read_rows(rows, chunk.local_slots, prefill.q.shape[-1], prefill.q.dtype)
-        return exchange.start_context(local_rows, chunk.order, chunk.tokens)
-
     chunks, dtype, num_new = prefill.lists.chunks, prefill.q.dtype, sum(map(len, new_rows))
     # Results of several chunks are in float32, so that merges take more memory than one call for all tokens.
     max_tokens = PART_ROWS // prefill.q.shape[1] if len(chunks) > 1 else len(prefill.q)
     tiles = prefill.tiles(max([0, *map(prefill.num_listed, chunks)]), max_tokens)
     if not chunks:
         return prefill.attend_tiles(tiles, torch.cat(new_rows), None, num_new)
-    started = [start_gather(chunks[0])]
+    width = prefill.q.shape[-1]
+    gather = ContextGather(exchange, chunks, lambda chunk: read_rows(rows, chunk.local_slots, width, dtype))
     parts: list[tuple[Tensor, Tensor]] = []
     for index in range(len(chunks)):
-        gathered = started.pop()()
-        started += [start_gather(following) for following in chunks[index + 1 : index + 2]]
+        gathered = gather.take()
+        gather.start()
         if index == 0:
             parts = prefill.attend_tiles(tiles, torch.cat([*new_rows, gathered]), index, num_new)
         else:
