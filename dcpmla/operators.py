@@ -144,8 +144,10 @@ def _is_tuple(kind: Any) -> bool:
     return hasattr(kind, "_fields")
 
 
+@cache  # A compiled graph asks at each call of an operator.
 def _hints_of(kind: Any) -> list[tuple[str, Any]]:
-    return [(name, get_type_hints(kind)[name]) for name in kind._fields]
+    hints = get_type_hints(kind)
+    return [(name, hints[name]) for name in kind._fields]
 
 
 def _fields_of(kind: Any) -> list[tuple[str, Any]]:

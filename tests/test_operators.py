@@ -6,7 +6,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,7 +14,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dcpmla
+from dcpmla.attention.sparse.slots import SlotLayout
+from dcpmla.attention.sparse.topk import choose_tokens
 from dcpmla.operators import Operator, import_kernel, nothing, operator
+from dcpmla.ownership import Owner
 
 PACKAGE = Path(dcpmla.__file__).parent
 FILES = [
@@ -234,3 +237,17 @@ def test_fakes_keep_sizes_symbolic(path: Path) -> None:
     bodies = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
     called = [node.func for body in [*fakes, *bodies] for node in ast.walk(body) if isinstance(node, ast.Call)]
     assert not {name.id for name in called if isinstance(name, ast.Name)} & {"len", "int"}
+
+
+def test_inner_tuples_are_flat_in_a_schema() -> None:
+    """As `Owner` in `SlotLayout`: its fields are arguments, and the reference gets both tuples whole."""
+    schema = str(choose_tokens.op._opoverload._schema)
+    assert "Tensor request, SymInt block_size, SymInt rank, SymInt size, SymInt interleave" in schema
+    table, candidates = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, 3, dtype=torch.int64)
+    layout, seen = SlotLayout(table, torch.zeros(1, dtype=torch.int32), 4, Owner(1, 2)), list[Any]()
+    memory = [torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1).int()]
+    flat = choose_tokens._flatten((candidates, layout, None, *memory))
+    choose_tokens._nest(lambda *values: seen.extend(values))(*flat)
+    assert type(seen[1]) is SlotLayout
+    assert seen[1].owner == Owner(1, 2)
+    assert type(seen[1].owner) is Owner

@@ -45,7 +45,7 @@ def _with_keys(app: ASGIApp, api_key: str | None, server_key: str | None) -> ASG
 
 
 def _without_pages(app: ASGIApp, settings: Settings) -> ASGIApp:
-    """Return an application that refuses web pages of other origins, by what their browsers say of them."""
+    """Return an application that refuses web pages of other origins, by the headers that browsers send."""
     origins = {origin.encode() for origin in settings.allowed_origins}
     hosts = {name.encode() for name in settings.hosts}
 

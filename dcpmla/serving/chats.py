@@ -29,7 +29,7 @@ class Chats:
         call_parser: Name of the format of tool calls, None for the model's.
         reasoning_parser: Name of the format of reasoning, None for the model's.
         background: What renders and tokenizes prompts; None for one of its own.
-        checks: Checks of grammars; None for those of the background's worker.
+        checks: Checks of grammars; by default those of the background's worker.
 
     Attributes:
         grammars: Grammars of answers.

@@ -32,10 +32,12 @@ class ControlTokens:
 
     def _cut(self, message: Json) -> Json:
         content = message.get("content")
-        if self._pattern is None or not isinstance(content, str):
+        if not isinstance(content, str):
             return message
         text = content.replace(CUT, "")
-        return {**message, "content": self._pattern.sub(lambda found: f"{found[0][0]}{CUT}{found[0][1:]}", text)}
+        if self._pattern is not None:
+            text = self._pattern.sub(lambda found: f"{found[0][0]}{CUT}{found[0][1:]}", text)
+        return {**message, "content": text}
 
 
 def _pattern_of(words: Sequence[str]) -> str:

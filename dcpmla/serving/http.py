@@ -56,7 +56,7 @@ def serve_http(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # launchers send them to all processes; the ranks decide
     gc.collect()
-    gc.freeze()  # A collection would go through all that is imported, 0.15 s in which no client is answered.
+    gc.freeze()  # Otherwise a garbage collection scans every import, and no client is answered for 0.15 s.
     limits = limit_connections(limits or Limits())
     worker = Worker(prepare)
     worker.start()  # Later this process has threads, which a fork does not copy.

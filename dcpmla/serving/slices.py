@@ -44,7 +44,7 @@ def check_entries(num_prompt: int, prompt_logprobs: int | None, num_new: int, lo
 
     Args:
         num_prompt: Number of prompt tokens that the answer has log probabilities of, over all choices.
-        prompt_logprobs: Alternatives of each of them, None without log probabilities.
+        prompt_logprobs: Alternatives of each prompt token, None without log probabilities.
         num_new: Maximum number of new tokens that are collected, over all choices.
         logprobs: Alternatives of each of them, None without log probabilities.
     Raises:
