@@ -5,13 +5,14 @@ parallelism).
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.decode import dcp_mla_decode, mla_decode
 from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.ordered_layer import OrderedAttention
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.prefill import dcp_mla_prefill
-from dcpmla.attention.step import StepMetadata, StepRequests
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import StepMetadata
+from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.latent import LatentCache
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig, MLAConfig
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from dcpmla.integrations.loading import load_engine
     from dcpmla.llm import LLM
     from dcpmla.runtime.engine import Engine
-    from dcpmla.runtime.graph import DecodeGraph
+    from dcpmla.runtime.graph import StepGraph
     from dcpmla.runtime.sampling import SamplingParams
 
 __version__ = "0.1.0"
@@ -32,7 +33,7 @@ __all__ = [
     "LLM",
     "DCPConfig",
     "DCPMesh",
-    "DecodeGraph",
+    "StepGraph",
     "Engine",
     "EngineOptions",
     "IndexerConfig",
@@ -54,7 +55,7 @@ __all__ = [
     "select_exchange",
 ]
 _ENGINE = {  # modules of names beyond the core, which are imported on demand
-    "DecodeGraph": "dcpmla.runtime.graph",
+    "StepGraph": "dcpmla.runtime.graph",
     "Engine": "dcpmla.runtime.engine",
     "EngineOptions": "dcpmla.integrations.engine_options",
     "LLM": "dcpmla.llm",

@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dcpmla import DCPConfig, DCPMesh, IndexerConfig, Placement, select_exchange
-from dcpmla.attention.compressed.build import CompressedStepBuilder
 from dcpmla.attention.compressed.cache import CompressedCache, plan_compressed
 from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
 from dcpmla.attention.compressed.layer import CompressedAttention
 from dcpmla.attention.compressed.modules import CompressedModules, CompressorModules
-from dcpmla.attention.compressed.step import with_angles
+from dcpmla.attention.compressed.step import compressed_traits, with_angles
 from dcpmla.attention.modules import rotated_first
-from dcpmla.attention.step import StepRequests
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.table import StepRequests
 from dcpmla.comm.faults import StepFaults
 from dcpmla.job.bootstrap import distributed, read_launcher
 
@@ -120,7 +120,7 @@ def main() -> None:
             torch.cat([angles.cos(), angles.sin()], -1).to(device)
             for angles in (torch.arange(MAX_TOKENS)[:, None] / base ** (torch.arange(8) / 8) for base in (1e4, 1.6e5))
         ]
-        steps = CompressedStepBuilder(plan, mesh.dcp_rank, device)
+        steps = StepBuilder(plan.dcp, mesh.dcp_rank, device, compressed_traits(plan))
         for start, end in [(0, PROMPT_LEN), *((pos, pos + 1) for pos in range(PROMPT_LEN, SEQ_LEN))]:
             step = steps.build(StepRequests([end - start], [end], [block_table], states=[0]))
             step = with_angles(step, lambda positions, is_compressed: tables[is_compressed][positions])

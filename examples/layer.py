@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from dcpmla import DCPConfig, DCPMesh, MLAAttention, MLAConfig, Placement, select_exchange
-from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.modules import MLAModules
-from dcpmla.attention.step import StepRequests
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.latent import LayerCache
 from dcpmla.comm.faults import StepFaults
 from dcpmla.job.bootstrap import distributed, read_launcher

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 from dcpmla import DCPConfig, DCPMesh, IndexerConfig, MLAAttention, MLAConfig, Placement, select_exchange
 from dcpmla.attention.modules import MLAModules
-from dcpmla.attention.sparse.build import SparseStepBuilder
 from dcpmla.attention.sparse.modules import IndexerModules
 from dcpmla.attention.sparse.step import with_selection
-from dcpmla.attention.step import StepRequests
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.latent import LayerCache
 from dcpmla.comm.faults import StepFaults
 from dcpmla.job.bootstrap import distributed, read_launcher
@@ -100,10 +100,10 @@ def main() -> None:
         angles = torch.arange(MAX_TOKENS)[:, None] / 10_000 ** (torch.arange(8) / 8)
         table = torch.cat([angles.cos(), angles.sin()], -1).to(device)
         selected = torch.empty(MAX_TOKENS, TOPK, dtype=torch.int32, device=device)  # positions, layer after layer
-        steps = SparseStepBuilder(dcp, mesh.dcp_rank, device)
+        steps = StepBuilder(dcp, mesh.dcp_rank, device)
         for start, end in [(0, PROMPT_LEN), *((pos, pos + 1) for pos in range(PROMPT_LEN, SEQ_LEN))]:
             step = steps.build(StepRequests([end - start], [end], [block_table]))
-            step = with_selection(step.with_cos_sin(table[step.positions]), TOPK, selected)
+            step = with_selection(step.with_cos_sin(table[step.tokens.positions]), TOPK, selected)
             x = hidden_states[start:end]
             for layer, cache in zip(layers, caches, strict=True):
                 x = x + layer(x, cache, step)

@@ -16,7 +16,7 @@ def test_public_names() -> None:
         "LLM",
         "DCPConfig",
         "DCPMesh",
-        "DecodeGraph",
+        "StepGraph",
         "Engine",
         "EngineOptions",
         "IndexerConfig",

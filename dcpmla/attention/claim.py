@@ -7,7 +7,7 @@ from dcpmla.attention.backends import PREFILL_BACKENDS, select_backend
 from dcpmla.attention.calls import ORDERED_ROWS, PrefillCall, Segments
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.sparse.selector import TokenSelector
-from dcpmla.attention.step import PART_ROWS
+from dcpmla.attention.step.metadata import PART_ROWS
 from dcpmla.cache.formats import is_quantized, row_width
 from dcpmla.config import MLAConfig
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from dcpmla.attention.backends import DECODE_BACKENDS, select_backend
 from dcpmla.attention.calls import DecodeCall, Queries, split_queries
 from dcpmla.attention.projections import project_values
-from dcpmla.attention.step import DecodeMetadata
+from dcpmla.attention.step.metadata import DecodeMetadata
 from dcpmla.comm.exchange import Exchange, Mailbox
 from dcpmla.operators import import_kernel, operator
 from dcpmla.parallel.quantized import BlockFp8, unpack

@@ -7,7 +7,7 @@ from torch import Tensor
 from dcpmla.attention.gates import apply_gates
 from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.placement import Placement, refuse_order
-from dcpmla.attention.step import StepMetadata
+from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.latent import LayerCache
 from dcpmla.config import MLAConfig
 from dcpmla.parallel.fp8 import AnyRows, PlainRows

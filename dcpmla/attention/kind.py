@@ -11,14 +11,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.costs import AttentionCosts, LatentCosts, LayerReads
 from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.ordered_layer import OrderedAttention
 from dcpmla.attention.placement import Placement, check_order
 from dcpmla.attention.projections import query_factor
 from dcpmla.attention.routes import Rates
-from dcpmla.attention.step import StepMetadata
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.formats import row_width, storage_dtype
 from dcpmla.cache.latent import LatentCache
 from dcpmla.cache.plan import CachePlan
@@ -164,8 +164,8 @@ class DenseKind:
         self, step: StepMetadata, rotary: Rotary, dtype: torch.dtype, layers: Sequence[int] | None = None
     ) -> StepMetadata:
         """Return a step with its positions' angles and query factor."""
-        factor = query_factor(step.positions, self.config.llama_4_scaling, dtype)
-        return step.with_cos_sin(rotary(step.positions, MAIN_ROTARY), factor)
+        factor = query_factor(step.tokens.positions, self.config.llama_4_scaling, dtype)
+        return step.with_cos_sin(rotary(step.tokens.positions, MAIN_ROTARY), factor)
 
     def new_layer(self, layer: int, placement: Placement) -> AttentionLayer:
         """Return a layer of dense MLA."""

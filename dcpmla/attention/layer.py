@@ -18,7 +18,8 @@ from dcpmla.attention.sinks import apply_sinks
 from dcpmla.attention.sparse.indexer import Indexer
 from dcpmla.attention.sparse.selector import selected_rows
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata, check_selection
-from dcpmla.attention.step import DecodeMetadata, PrefillMetadata, StepMetadata, part_tokens
+from dcpmla.attention.step.chunks import PrefillMetadata
+from dcpmla.attention.step.metadata import DecodeMetadata, StepMetadata, part_tokens
 from dcpmla.attention.weights import AttentionWeights
 from dcpmla.cache.formats import check_cache, row_width
 from dcpmla.cache.latent import LayerCache
@@ -159,7 +160,7 @@ class MLAAttention(AttentionWeights):
 
     def latents_of(self, hidden_states: PlainRows, kv_cache: Tensor, step: StepMetadata) -> tuple[PlainRows, Tensor]:
         """Cache the step's latents, and return the query projection's input and the latents (`down_project`)."""
-        return self.down_project(hidden_states, kv_cache, step.slot_mapping, step.cos_sin)
+        return self.down_project(hidden_states, kv_cache, step.tokens.slots, step.cos_sin)
 
     def project_mha(self, tokens: Tokens, latents: Tensor) -> MHAInputs:
         """Return the inputs of MHA with the tokens' own latents projected."""
@@ -230,7 +231,7 @@ class MLAAttention(AttentionWeights):
         prefills = slice(step.num_decode_tokens, step.num_tokens)
         assert self.kv_scale is not None
         self._lacks_scales = False
-        no_slots, cos_sin = torch.full_like(step.slot_mapping[prefills], -1), rows_of(step.cos_sin, prefills)
+        no_slots, cos_sin = torch.full_like(step.tokens.slots[prefills], -1), rows_of(step.cos_sin, prefills)
         q_c, latents = self.down_project(hidden_states[prefills], kv_cache, no_slots, cos_sin)
         calculate_scale_(self.kv_scale, latents, self.mesh.tp_group)
         self._calculate_q_scale(Tokens(q_c, cos_sin, rows_of(step.query_factor, prefills)))

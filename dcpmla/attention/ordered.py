@@ -14,7 +14,8 @@ from dcpmla.attention.decode import run_call
 from dcpmla.attention.obstacles import hopper_widths
 from dcpmla.attention.ordered_reference import OrderedPrefillCall, Sums, new_sums, prefill_in_order, runs_kernel
 from dcpmla.attention.prefill import ContextGather, UpProjection, latents_of, read_cache_rows, up_project
-from dcpmla.attention.step import DecodeMetadata, PrefillMetadata
+from dcpmla.attention.step.chunks import PrefillMetadata
+from dcpmla.attention.step.metadata import DecodeMetadata
 from dcpmla.cache.formats import check_kv_scale, to_cache_rows, to_latents
 from dcpmla.comm.exchange import Exchange
 from dcpmla.operators import import_kernel, nothing, operator

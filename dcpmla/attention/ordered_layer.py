@@ -14,7 +14,8 @@ from dcpmla.attention.ordered import (
 from dcpmla.attention.output.rows import OutputRows
 from dcpmla.attention.placement import Placement, check_order
 from dcpmla.attention.projections import MHAInputs, Tokens
-from dcpmla.attention.step import DecodeMetadata, PrefillMetadata, StepMetadata
+from dcpmla.attention.step.chunks import PrefillMetadata
+from dcpmla.attention.step.metadata import DecodeMetadata, StepMetadata
 from dcpmla.cache.formats import is_quantized
 from dcpmla.cache.latent import LayerCache
 from dcpmla.config import MLAConfig

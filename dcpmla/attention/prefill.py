@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from dcpmla.attention.backends import PREFILL_BACKENDS, select_backend
 from dcpmla.attention.calls import PrefillCall, Segments
 from dcpmla.attention.sparse.mask import selection_mask
-from dcpmla.attention.step import ContextChunk, PrefillMetadata
+from dcpmla.attention.step.chunks import ContextChunk, PrefillMetadata
 from dcpmla.cache.formats import check_kv_scale, is_quantized, rope_dim_of, to_latents
 from dcpmla.comm.exchange import Exchange
 from dcpmla.merge import merge_partials

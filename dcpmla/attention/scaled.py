@@ -11,7 +11,7 @@ from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.output.rows import OutputQuant
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.projections import Tokens, rows_of
-from dcpmla.attention.step import StepMetadata
+from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.latent import LayerCache
 from dcpmla.config import MLAConfig
 from dcpmla.parallel.fp8 import PlainRows, QuantizedRows, unquantized
@@ -27,10 +27,6 @@ class SharedLatents:
     """
 
     latents: dict[bool, Tensor] = field(default_factory=dict)
-
-    def of_tokens(self, index: int, size: int) -> "SharedLatents":
-        """Return the metadata of a step that no layer has run yet."""
-        return SharedLatents()
 
 
 class ScaledAttention(MLAAttention):

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.calls import Segments
-from dcpmla.attention.step import DecodeMetadata, PrefillMetadata
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.chunks import PrefillMetadata, lay_out_prefills
+from dcpmla.attention.step.metadata import DecodeMetadata
 from dcpmla.cache.formats import row_width
 
 _NEW_TOKENS = 16
@@ -51,13 +52,13 @@ def warm_up(
         max_num_seqs, max_query_len: Maximum requests of a step, and new tokens of a decode.
         segment_len, max_segments: Maximum tokens of a segment, and segments of a call; 0 if no request is cut.
     """
-    rank, rope, device = layer.kv_lora_rank, layer.qk_rope_head_dim, steps.device
+    rank, rope, device = layer.kv_lora_rank, layer.qk_rope_head_dim, steps.layout.device
 
     def zeros(*shape: int, dtype: torch.dtype = layer.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     width = row_width(layer.cache_dtype, rank, rope)
-    cache = zeros(1, steps.dcp.block_size, width, dtype=layer.cache_dtype)
+    cache = zeros(1, steps.layout.dcp.block_size, width, dtype=layer.cache_dtype)
     table = zeros(max_num_seqs, 1, dtype=torch.int32)
     seq_lens = torch.ones(max(max_num_seqs * max_query_len, max_segments), dtype=torch.int32, device=device)
     for query_len in sorted({1, max_query_len}):
@@ -71,10 +72,10 @@ def warm_up(
             decode(zeros(num_segments, layer.num_heads, rank + rope), cache, step)
     q = zeros(_NEW_TOKENS, layer.num_heads, layer.qk_nope_head_dim + rope)
     new_tokens = q, zeros(_NEW_TOKENS, rank), zeros(_NEW_TOKENS, rope)
-    longest = _LONGEST_CONTEXT * steps.dcp.decode_context_parallel_size
+    longest = _LONGEST_CONTEXT * steps.layout.dcp.decode_context_parallel_size
     table = zeros(1, longest + _NEW_TOKENS, dtype=torch.int32)
     for context in (0, *sizes(longest)):
-        prefill(*new_tokens, cache, steps.prefill([_NEW_TOKENS], [context + _NEW_TOKENS], table))
+        prefill(*new_tokens, cache, lay_out_prefills(steps.layout, [_NEW_TOKENS], [context + _NEW_TOKENS], table))
 
 
 def _segments(

@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.calls import decode_workspace
-from dcpmla.attention.compressed.build import CompressedStepBuilder
 from dcpmla.attention.compressed.cache import CompressedCache, plan_compressed
 from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
 from dcpmla.attention.compressed.costs import layer_reads
 from dcpmla.attention.compressed.layer import CompressedAttention
-from dcpmla.attention.compressed.step import CompressedMetadata, selects, with_angles
+from dcpmla.attention.compressed.step import CompressedMetadata, compressed_traits, selects, with_angles
 from dcpmla.attention.decode import mla_decode
 from dcpmla.attention.sparse.candidates import candidate_width
-from dcpmla.attention.step import StepMetadata, StepRequests
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import StepMetadata
+from dcpmla.attention.step.table import StepRequests
 from dcpmla.bench.cache_formats import fill_index_keys, fill_shared_rows
 from dcpmla.bench.stack import MOST_STEPS, Stack, StackMaker, StackSizes
 from dcpmla.bench.timing import num_rotated
@@ -72,7 +73,8 @@ class CompressedStack(Stack):
                     sums.fill_(1.0)
         blocks = torch.randperm(plan.num_blocks).view(num_sets, batch, -1).tolist()
         states = torch.arange(batch * num_steps).view(num_steps, batch).tolist()
-        steps, workspace = CompressedStepBuilder(plan, mesh.dcp_rank, device), decode_workspace(device)
+        steps = StepBuilder(plan.dcp, mesh.dcp_rank, device, compressed_traits(plan))
+        workspace = decode_workspace(device)
         requests = [
             StepRequests([1] * batch, [context] * batch, blocks[index % num_sets], states[index])
             for index in range(num_steps)
@@ -114,7 +116,7 @@ class CompressedStack(Stack):
         try:
             for layer in self.layers:
                 layer.selector = None
-            self._project(hidden, metadata.with_kind(unselected))
+            self._project(hidden, metadata.sharing(unselected))
         finally:
             for layer, selector in zip(self.layers, selectors, strict=True):
                 layer.selector = selector

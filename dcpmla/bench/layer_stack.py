@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
-from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.decode import mla_decode
 from dcpmla.attention.kind import DenseKind
 from dcpmla.attention.layer import PROJECT_FIRST_TOKENS, MLAAttention
 from dcpmla.attention.projections import project_values, query_factor
-from dcpmla.attention.step import StepRequests
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.table import StepRequests
 from dcpmla.bench.cache_formats import KV_SCALE, fill_randomly
 from dcpmla.bench.stack import MOST_STEPS, Stack, StackSizes
 from dcpmla.bench.stack import PARTS as ALL_PARTS
@@ -68,7 +68,9 @@ class LayerStack(Stack):
         self.group_lse = torch.randn(batch, group_heads, device=device)
         self.rows = self.randn(batch, heads, row_dim)
         cos_sin = torch.randn(batch, config.qk_rope_head_dim, device=device)
-        factor = query_factor(self.metadata[0].positions, config.llama_4_scaling, self.dtype)  # the same in all steps
+        factor = query_factor(
+            self.metadata[0].tokens.positions, config.llama_4_scaling, self.dtype
+        )  # the same in all steps
         self.metadata = [step.with_cos_sin(cos_sin, factor) for step in self.metadata]
 
     def attend(self, index: int = 0) -> None:

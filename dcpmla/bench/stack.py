@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dcpmla.attention.costs import LayerReads
 from dcpmla.attention.placement import Placement
-from dcpmla.attention.step import StepMetadata
+from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.bench.timing import Timing, calls_over, time_operation
 from dcpmla.cache.plan import Cache
 from dcpmla.comm.exchange import LocalExchange

@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.routes import RouteCosts
-from dcpmla.attention.step import StepMetadata, StepRequests
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import StepMetadata
+from dcpmla.attention.step.table import StepRequests
 from dcpmla.bench.cache_formats import config_name
 from dcpmla.bench.geometries import GEOMETRIES, config_of
 from dcpmla.bench.layer_stack import LayerStack

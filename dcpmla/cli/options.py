@@ -17,8 +17,7 @@ if TYPE_CHECKING:  # these import transformers, which only commands that run a m
     from dcpmla.comm.select import ChosenExchange
     from dcpmla.integrations.open_model import ModelFiles
     from dcpmla.runtime.engine import Engine
-    from dcpmla.runtime.graph import DecodeGraph
-    from dcpmla.runtime.mixed_graph import MixedGraph
+    from dcpmla.runtime.graph import StepGraph
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,11 +73,14 @@ def build_engine(
     return engine, chosen
 
 
-def graph_lines(graph: "DecodeGraph | None", mixed_graph: "MixedGraph | None") -> list[str]:
+def graph_lines(graph: "StepGraph | None", mixed_graph: "StepGraph | None") -> list[str]:
     """Return the lines to print about an engine's CUDA graphs: how many there are, and the largest."""
     lines = []
     if graph is not None:
-        sizes, wide = graph.batch_sizes, graph.wide_sizes
+        sizes, wide = (
+            [size.num_tokens // size.query_len for size in graph.sizes if (size.query_len > 1) == is_wide]
+            for is_wide in (False, True)
+        )
         of_drafts = f"; with drafts {len(wide)}, the largest of {wide[-1]}" if wide else ""
         lines.append(f"decode graphs: {len(sizes)}, the largest of {sizes[-1]} requests{of_drafts}")
     if mixed_graph is not None:

@@ -12,7 +12,7 @@ from dcpmla.planning.prefill import PrefillCosts
 from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
 from dcpmla.runtime.costs import piece_tokens
-from dcpmla.runtime.mixed_sizes import MixedSize, find_size, token_sizes
+from dcpmla.runtime.graph_sizes import GraphSize, find_size, token_sizes
 
 _SIZES = (64, 512, 2048)  # pieces whose steps are printed, and one of a whole step
 
@@ -32,7 +32,7 @@ class PromptStep:
     new: int
     context: int
     num_decodes: int
-    graph: MixedSize | None
+    graph: GraphSize | None
     step_us: dict[str, float]
     wait_us: float
 

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.calls import Segments
-from dcpmla.attention.chunks import cut_queries
 from dcpmla.attention.routes import SEGMENT_ROWS
-from dcpmla.attention.step import DecodeMetadata, part_tokens
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import DecodeMetadata, part_tokens
+from dcpmla.attention.step.table import cut_queries
 from dcpmla.upload import upload
 
 Part = tuple[slice, DecodeMetadata]
@@ -45,7 +45,7 @@ class DecodeLayout:
     @property
     def part_len(self) -> int:
         """Return the most tokens of a part."""
-        return part_tokens(self.num_heads, self.steps.dcp)
+        return part_tokens(self.num_heads, self.steps.layout.dcp)
 
     def max_segments(self, max_num_seqs: int, max_num_tokens: int) -> int:
         """Return a bound on the segments of a part, for steps of so many requests and tokens."""
@@ -78,7 +78,7 @@ class DecodeLayout:
             return self.uniform(block_table, seq_lens, local_seq_lens, query_len)
         segment_lens, request = cut_queries(np.diff(query_start), self.segment_len)
         start = np.concatenate([[0], np.cumsum(segment_lens)]).astype(np.int32)
-        index, start_loc = upload([request, start], self.steps.device)
+        index, start_loc = upload([request, start], self.steps.layout.device)
         # One form of cut steps, so that the warm-up compiles few variants of the kernel.
         queries = None if self.segment_len == 1 else Segments(tuple(start.tolist()), start_loc)
         _, seen = tokens_seen(seq_lens, query_start_loc, None, num_tokens)
@@ -106,13 +106,13 @@ class DecodeLayout:
             block_table, local_seq_lens: Arguments of `build`, which nothing reads.
         """
         step = DecodeMetadata(block_table, local_seq_lens, None, 1, self.workspace)
-        part_len = self.part_len if self.steps.dcp.decode_context_parallel_size > 1 else max(1, num_tokens)
+        part_len = self.part_len if self.steps.layout.dcp.decode_context_parallel_size > 1 else max(1, num_tokens)
         starts = range(0, num_tokens, part_len)
         return tuple((slice(start, min(start + part_len, num_tokens)), step) for start in starts)
 
     def _local(self, seen: Tensor) -> Tensor:
         """Return this rank's share of the first `seen` tokens, int32; zero for the padding of a graph."""
-        return self.steps.owner.local_seq_lens(seen.clamp(min=0))
+        return self.steps.layout.owner.local_seq_lens(seen.clamp(min=0))
 
 
 def uniform_query_len(query_start: np.ndarray, num_reqs: int, num_tokens: int) -> int | None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import psutil
 import torch
@@ -49,9 +48,7 @@ def plan_cache(
     return replace(plan, num_blocks=min(plan.num_blocks, int(affordable)) if seq_lens else int(affordable))
 
 
-def free_bytes(
-    model: ShardedModel, options: EngineOptions, num_local_ranks: int, graphs: Sequence[GraphMaker[Any]]
-) -> int:
+def free_bytes(model: ShardedModel, options: EngineOptions, num_local_ranks: int, graphs: Sequence[GraphMaker]) -> int:
     """Return this rank's bytes for the cache: the usable memory, less the needs of the largest step and of graphs."""
     utilization, num_tokens = options.gpu_memory_utilization, options.max_num_batched_tokens
     if model.device.type == "cpu":

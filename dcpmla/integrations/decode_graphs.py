@@ -2,29 +2,26 @@
 
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Generic, TypeVar
 
 import torch
 from tqdm import tqdm
 
-from dcpmla.attention.build import StepBuilder
+from dcpmla.attention.step.build import StepBuilder
 from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.capture import CannotCapture, Track
-from dcpmla.runtime.graph import DecodeGraph
-from dcpmla.runtime.mixed_graph import MixedGraph
+from dcpmla.runtime.graph import StepGraph
 
 _logger = logging.getLogger(__name__)
 
 
-Graph = TypeVar("Graph", bound=DecodeGraph | MixedGraph)
 # Function of a cache, of the builder of steps over it, and of the longest sequence.
-NewGraph = Callable[[Cache, StepBuilder, int], Graph]
+NewGraph = Callable[[Cache, StepBuilder, int], StepGraph]
 
 
-class GraphMaker(Generic[Graph]):
+class GraphMaker:
     """The maker of a model's graphs over one cache or another; after a failure it no longer tries. Collective over the
     TP group.
 
@@ -39,7 +36,7 @@ class GraphMaker(Generic[Graph]):
     def __init__(
         self,
         name: str,
-        new: NewGraph[Graph],
+        new: NewGraph,
         model: ShardedModel,
         dcp: DCPConfig,
         mesh: DCPMesh,
@@ -51,7 +48,7 @@ class GraphMaker(Generic[Graph]):
         self._max_model_len, self._max_num_seqs, self._num_drafts = max_model_len, max_num_seqs, num_drafts
         self._has_failed = False
 
-    def capture(self, cache: Cache, on_step: Callable[[str], object] = lambda line: None) -> Graph | None:
+    def capture(self, cache: Cache, on_step: Callable[[str], object] = lambda line: None) -> StepGraph | None:
         """Capture the graphs over a cache; or return None, and the first rank logs the reason.
 
         The first rank shows a progress bar if it has a terminal.
@@ -68,7 +65,7 @@ class GraphMaker(Generic[Graph]):
 
         return self._capture(cache, min(self._max_model_len, cache.sizes.tokens_total), track=track)
 
-    def make(self, cache: Cache) -> Graph:
+    def make(self, cache: Cache) -> StepGraph:
         """Return the graphs over a cache, not captured: they pad their steps, and run them eagerly."""
         return self._make(cache, min(self._max_model_len, cache.sizes.tokens_total))
 
@@ -90,11 +87,13 @@ class GraphMaker(Generic[Graph]):
         with_two, with_one, without = *free, _free_bytes(model.device)
         return without - with_one + max(0, with_one - with_two) * max(0, num_sizes - 1)
 
-    def _make(self, cache: Cache, longest: int) -> Graph:
+    def _make(self, cache: Cache, longest: int) -> StepGraph:
         steps = self._model.attention.step_builder(cache.sizes, self._dcp, self._mesh.dcp_rank, self._model.device)
         return self._new(cache, steps, longest)
 
-    def _capture(self, cache: Cache, longest: int, num_sizes: int | None = None, track: Track = iter) -> Graph | None:
+    def _capture(
+        self, cache: Cache, longest: int, num_sizes: int | None = None, track: Track = iter
+    ) -> StepGraph | None:
         if self._has_failed:
             return None
         graph = self._make(cache, longest)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from dcpmla.attention.backends import check_backends
-from dcpmla.attention.build import StepBuilder
-from dcpmla.attention.chunks import max_chunk_tokens
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.chunks import max_chunk_tokens
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.host import HostMemory
 from dcpmla.cache.plan import Cache, CachePlan
@@ -35,8 +35,7 @@ from dcpmla.planning.setting import Setting
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
 from dcpmla.runtime.costs import LoadCosts
 from dcpmla.runtime.engine import Engine
-from dcpmla.runtime.graph import DecodeGraph
-from dcpmla.runtime.mixed_graph import MixedGraph
+from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.scheduler import Scheduler
 from dcpmla.runtime.warm_up import warm_up
 
@@ -157,7 +156,7 @@ def _graph_makers(
     num_running: int,
     max_model_len: int,
     tokens_per_request: int,
-) -> tuple[GraphMaker[MixedGraph], *tuple[GraphMaker[DecodeGraph], ...]]:
+) -> tuple[GraphMaker, *tuple[GraphMaker, ...]]:
     """Return the makers of the model's graphs of mixed steps and of decodes, then of its MTP module's.
 
     Args:
@@ -168,11 +167,11 @@ def _graph_makers(
     token = torch.zeros((), dtype=torch.int64, device=model.device)
     sizes = max_model_len, num_seqs, options.max_query_len - 1
 
-    def new_mixed(cache: Cache, steps: StepBuilder, longest: int) -> MixedGraph:
-        return MixedGraph(model, cache, steps, mesh, limit, num_seqs, longest, tokens_per_request)
+    def new_mixed(cache: Cache, steps: StepBuilder, longest: int) -> StepGraph:
+        return StepGraph.prompts(model, cache, steps, mesh, limit, num_seqs, longest, tokens_per_request)
 
-    def new_decode(cache: Cache, steps: StepBuilder, longest: int) -> DecodeGraph:
-        return DecodeGraph(model.decode, token, cache, steps, mesh, num_seqs, longest, options.max_query_len)
+    def new_decode(cache: Cache, steps: StepBuilder, longest: int) -> StepGraph:
+        return StepGraph.decodes(model.decode, token, cache, steps, mesh, num_seqs, longest, options.max_query_len)
 
     mixed = GraphMaker("steps with prompts", new_mixed, model, dcp, mesh, *sizes)
     makers = [GraphMaker("decode steps", new_decode, model, dcp, mesh, *sizes)]

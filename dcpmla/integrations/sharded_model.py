@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dcpmla.attention.kind import AttentionKind
 from dcpmla.attention.placement import Placement
-from dcpmla.attention.step import StepMetadata
+from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.plan import Cache
 from dcpmla.comm.reduce import Reduce
 from dcpmla.model.block import VocabHead
@@ -98,7 +98,7 @@ class ShardedModel:
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor, metadata: StepMetadata, cache: Cache) -> Tensor:
-        """Run one step for a `DecodeGraph`: logits of all rows, without reading results on the host. Collective over
+        """Run one step for a `StepGraph`: logits of all rows, without reading results on the host. Collective over
         the TP group.
 
         Args:
@@ -128,7 +128,7 @@ class ShardedModel:
 
     @torch.inference_mode()
     def draft(self, hidden_states: Tensor, metadata: StepMetadata, cache: Cache) -> Tensor:
-        """Draft tokens one by one, for a `DecodeGraph`: each request's first from a hidden state of the MTP module,
+        """Draft tokens one by one, for a `StepGraph`: each request's first from a hidden state of the MTP module,
         each other from the module's output for the previous draft. Collective over the TP group.
 
         Args:
@@ -145,7 +145,7 @@ class ShardedModel:
         drafts = [self.head.best(self._mtp.collapse(hidden_states))]
         for index in range(1, num_drafts):
             rows = self.join(drafts[-1], hidden_states)
-            hidden_states = self.predict(rows, metadata.of_tokens(index), cache)
+            hidden_states = self.predict(rows, metadata.nth_token(index), cache)
             drafts.append(self.head.best(self._mtp.collapse(hidden_states)))
         return torch.stack(drafts, 1).flatten()
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpmla.attention.build import StepBuilder
+from dcpmla.attention.step.build import StepBuilder
 from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.decode_graphs import GraphMaker
@@ -15,7 +15,7 @@ from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
 from dcpmla.runtime.drafts import Drafter, NoDrafter
-from dcpmla.runtime.graph import DecodeGraph, DecodeStep
+from dcpmla.runtime.graph import Step, StepGraph
 from dcpmla.runtime.mtp import MtpDrafter
 from dcpmla.runtime.ngram import NgramDrafter
 
@@ -37,7 +37,7 @@ def make_drafter(
     model: ShardedModel,
     cache: Cache,
     mesh: DCPMesh,
-    graphs: Sequence[DecodeGraph],
+    graphs: Sequence[StepGraph],
 ) -> Drafter:
     """Return the drafter of a method.
 
@@ -53,7 +53,7 @@ def make_drafter(
 
 def mtp_graphs(
     num_speculative_tokens: int, model: ShardedModel, dcp: DCPConfig, mesh: DCPMesh, max_num_seqs: int, longest: int
-) -> list[GraphMaker[DecodeGraph]]:
+) -> list[GraphMaker]:
     """Return the makers of the MTP module's graphs: of its steps over tokens, and over its own drafts.
 
     Args:
@@ -63,9 +63,9 @@ def mtp_graphs(
     hidden_state = torch.zeros_like(model.hidden_rows[0])
     row = model.join(torch.zeros(1, dtype=torch.int64, device=model.device), hidden_state[None])[0]
 
-    def maker(step: DecodeStep, input_like: Tensor, query_len: int) -> GraphMaker[DecodeGraph]:
-        def new(cache: Cache, steps: StepBuilder, longest: int) -> DecodeGraph:
-            return DecodeGraph(step, input_like, cache, steps, mesh, num_reqs, longest, query_len)
+    def maker(step: Step, input_like: Tensor, query_len: int) -> GraphMaker:
+        def new(cache: Cache, steps: StepBuilder, longest: int) -> StepGraph:
+            return StepGraph.decodes(step, input_like, cache, steps, mesh, num_reqs, longest, query_len)
 
         return GraphMaker("drafts", new, model, dcp, mesh, longest, num_reqs, query_len - 1)
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from dcpmla.attention.step import StepMetadata
+from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.plan import Cache
 from dcpmla.comm.norm import norm_rows
 from dcpmla.model.block import DecoderBlock

@@ -10,10 +10,10 @@ Source: the Engram paper (Cheng et al., 2026), section 2.2, and vLLM's DeepSeek-
 import torch
 from torch import Tensor, nn
 
-from dcpmla.attention.step import StepMetadata
-from dcpmla.attention.token_rows import TokenRows
+from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.plan import Cache
 from dcpmla.model.buckets import Buckets
+from dcpmla.model.token_slots import TokenSlots
 from dcpmla.operators import nothing, operator
 
 
@@ -53,8 +53,7 @@ class NgramHash(nn.Module):
 
     def _hash(self, hashes: Tensor, token_ids: Tensor, cached_ids: Tensor, step: StepMetadata) -> None:
         """Cache the ids of a step's tokens, and write the tokens' hashes."""
-        rows = step.get(TokenRows)
-        assert rows is not None
+        rows = TokenSlots(step.tokens.request, step.tokens.seq_lens, step.table.block_table)
         store_ids(cached_ids, token_ids, self.token_map, rows)
         hash_ngrams(hashes, cached_ids, rows, self._buckets, self.pad_id)
 
@@ -63,7 +62,7 @@ class NgramHash(nn.Module):
         return Buckets(self.multipliers, self.orders, self.primes, self.starts)
 
 
-def _slots(cached_ids: Tensor, rows: TokenRows, positions: Tensor) -> Tensor:
+def _slots(cached_ids: Tensor, rows: TokenSlots, positions: Tensor) -> Tensor:
     """Return the slots of positions [T] in cached ids [num_blocks, block_tokens], flat; -1 before the first."""
     block_tokens = cached_ids.shape[1]
     blocks = rows.block_table[rows.request.long(), positions.clamp(min=0) // block_tokens].long()
@@ -77,7 +76,7 @@ def _slots(cached_ids: Tensor, rows: TokenRows, positions: Tensor) -> Tensor:
     runs=lambda cached_ids: cached_ids.is_cuda,
     mutates_args=("cached_ids",),
 )
-def store_ids(cached_ids: Tensor, token_ids: Tensor, token_map: Tensor, rows: TokenRows) -> None:
+def store_ids(cached_ids: Tensor, token_ids: Tensor, token_map: Tensor, rows: TokenSlots) -> None:
     """Write the compressed ids of a step's tokens into a cache. A custom op.
 
     Args:
@@ -98,7 +97,7 @@ def store_ids(cached_ids: Tensor, token_ids: Tensor, token_map: Tensor, rows: To
     runs=lambda cached_ids: cached_ids.is_cuda,
     mutates_args=("hashes",),
 )
-def hash_ngrams(hashes: Tensor, cached_ids: Tensor, rows: TokenRows, buckets: Buckets, pad_id: int) -> None:
+def hash_ngrams(hashes: Tensor, cached_ids: Tensor, rows: TokenSlots, buckets: Buckets, pad_id: int) -> None:
     """Hash the n-grams that end with a step's tokens, whose ids are cached. A custom op.
 
     The numbers of an n-gram are XORed, each a compressed id times the multiplier of its distance; the remainder by a

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpmla.attention.step import Cut
+from dcpmla.attention.step.metadata import Cut
 from dcpmla.parallel.collectives import gather_values, is_failed_collective, named
 from dcpmla.parallel.mesh import DCPMesh
 

@@ -10,10 +10,9 @@ from dcpmla.config import DCPConfig
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.agreement import News
 from dcpmla.runtime.drafts import Drafter, NoDrafter
-from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.handoffs import Handoffs
 from dcpmla.runtime.in_flight import InFlightStep, StepEvents
-from dcpmla.runtime.mixed_graph import MixedGraph
 from dcpmla.runtime.offload import Offload
 from dcpmla.runtime.outcomes import Outcomes
 from dcpmla.runtime.request import Request
@@ -61,9 +60,9 @@ class Engine(Outcomes):
         max_model_len: int,
         tokenizer: Tokenizer | None = None,
         on_step: Callable[[str], object] = lambda line: None,
-        graph: DecodeGraph | None = None,
+        graph: StepGraph | None = None,
         drafter: Drafter | None = None,
-        mixed_graph: MixedGraph | None = None,
+        mixed_graph: StepGraph | None = None,
         memory: HostMemory | None = None,
     ) -> None:
         super().__init__(model, cache, mesh, scheduler, max_model_len, tokenizer, drafter or NoDrafter())
@@ -155,7 +154,7 @@ class Engine(Outcomes):
 
     def close(self) -> None:
         """Write blocks to the disk, and free the graphs. To be called before the process groups are destroyed (see
-        `DecodeGraph.release`).
+        `StepGraph.release`).
         """
         if self._in_flight is not None:
             self._in_flight.wait()
@@ -200,7 +199,7 @@ class Engine(Outcomes):
         is_due = bool(self._coming) and self._coming[0].arrival_time <= self._first_now
         if graph is None or self.scheduler.waiting or is_due or any(each.is_prefill for each in running):
             return False
-        return all(graph.takes(len(running), query_len) for query_len in (1, 1 + drafter.num_speculative_tokens))
+        return all(graph.decode_size(len(running), width) for width in (1, 1 + drafter.num_speculative_tokens))
 
     def _launch(self) -> InFlightStep | None:
         """Start a step after the one in flight, whose tokens are taken if masks need them; None if there is no work."""

@@ -1,196 +1,229 @@
-"""The static memory that a captured graph reads: the numbers of a decode step, padded to a batch size."""
+"""The static memory that captured graphs read: a step's numbers and its tokens' inputs, padded to a size."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dcpmla.attention.build import GraphRows, StepBuilder
-from dcpmla.attention.calls import decode_workspace
-from dcpmla.attention.chunks import pad_table
-from dcpmla.attention.step import DecodeMetadata, StepMetadata, StepRequests
+from dcpmla.attention.calls import Segments, decode_workspace
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.chunks import PrefillMetadata, segments_of
+from dcpmla.attention.step.layout import lay_out
+from dcpmla.attention.step.long_pieces import num_pieces
+from dcpmla.attention.step.metadata import Cut, DecodeMetadata, StepMetadata
+from dcpmla.attention.step.table import StepRequests, StepTable, StepTokens, TableSizes, cut_queries, pad_table
 from dcpmla.cache.plan import CachePlan
-from dcpmla.runtime.layout import lay_out
-from dcpmla.runtime.numbers import Numbers, Rows, num_words
+from dcpmla.runtime.graph_sizes import GraphLimits, GraphSize, max_prompts
 from dcpmla.upload import upload
 
 
-class GraphSize(NamedTuple):
-    """Size that decode steps are padded to: requests, and tokens of each."""
-
-    num_reqs: int
-    query_len: int = 1
-
-    @property
-    def num_rows(self) -> int:
-        """Return the number of tokens."""
-        return self.num_reqs * self.query_len
-
-    def __str__(self) -> str:
-        return f"{self.num_reqs} requests" + (f" of {self.query_len} tokens" if self.query_len > 1 else "")
-
-
 class GraphInputs:
-    """A decode step of one of several batches, in memory that never moves.
+    """A step of one of several sizes, and its tokens' inputs, in memory that never moves.
 
-    A request of padding has token 0 at position 0: its latent is not written, and it attends to no token. A request
-    with fewer tokens than the batch's query_len repeats the last one, whose latent is written once.
+    A token of padding has input 0 at position 0: its latent is not written, and it attends to no token. In sizes of
+    decodes, a request with fewer tokens than the size's query_len repeats the last one, whose latent is written once.
 
     Args:
         input_like: Tensor [...] with the shape, dtype and device of a token's input: its id, or a row of hidden states.
-        batches: Sizes of steps, at least one.
-        max_model_len: Number of tokens of the longest request.
+        sizes: Sizes of steps, at least one.
+        limits: Limits of the steps.
         plan: Plan of the cache.
         steps: Builder of steps over the cache.
     """
 
     def __init__(
-        self,
-        input_like: Tensor,
-        batches: Sequence[GraphSize],
-        max_model_len: int,
-        plan: CachePlan,
-        steps: StepBuilder,
+        self, input_like: Tensor, sizes: Sequence[GraphSize], limits: GraphLimits, plan: CachePlan, steps: StepBuilder
     ) -> None:
-        device = input_like.device
-        num_rows = max(batch.num_rows for batch in batches)
-        self._max_blocks = -(-max_model_len // plan.block_tokens)
-        self._num_words = {batch: num_words(batch.num_rows, batch.num_reqs, self._max_blocks) for batch in batches}
-        self._memory = torch.zeros(max(self._num_words.values()), dtype=torch.int32, device=device)
-        self._numbers = {batch: self._cut(batch, self._memory, torch.int64) for batch in batches}
-        self._rows = Rows.empty(num_rows, device)
-        self._input_like = input_like
-        self._has_ids = (input_like.shape, input_like.dtype) == ((), torch.int64)
+        self._limits, self._steps, self._plan, self._input_like = limits, steps, plan, input_like
+        self._device, self._has_ids = input_like.device, (input_like.shape, input_like.dtype) == ((), torch.int64)
+        self._max_blocks = -(-limits.max_model_len // steps.layout.block_tokens)
+        num_rows, self._sizes = (
+            max(size.num_tokens for size in sizes),
+            {size: self._table_sizes(size) for size in sizes},
+        )
+        num_blocks = max(each.num_reqs for each in self._sizes.values()) * self._max_blocks
+        num_words = max(self._num_ids(size) + each.num_words for size, each in self._sizes.items())
+        # Ids and columns, then the block ids of a step before they are spread over the rows of the static table.
+        self._memory = torch.zeros(num_words + num_blocks, dtype=torch.int32, device=self._device)
+        self._block_table = torch.zeros(num_blocks, dtype=torch.int32, device=self._device)
+        self._tokens = StepTokens.empty(num_rows, self._device)
         num_hidden = 0 if self._has_ids else num_rows
-        self._hidden = torch.zeros(num_hidden, *input_like.shape, dtype=input_like.dtype, device=device)
-        self._workspace = decode_workspace(device)
-        self._max_model_len, self._plan, self._steps = max_model_len, plan, steps
-        rows = torch.arange(num_rows, dtype=torch.int32, device=device)
-        self._request = {query_len: rows // query_len for _, query_len in batches}
+        self._hidden = torch.zeros(num_hidden, *input_like.shape, dtype=input_like.dtype, device=self._device)
+        self._workspace = decode_workspace(self._device)
 
-    def clear(self) -> None:
-        """Make every row padding."""
+    def clear(self, size: GraphSize) -> None:
+        """Make all rows of a size padding."""
         self._memory.zero_()
         self._hidden.zero_()
+        table, sizes = self._table(size), self._sizes[size]
+        table.states.fill_(-1)
+        if sizes.num_pieces:  # A prompt of as many tokens takes kernels as long.
+            padding = StepRequests([size.num_tokens], [size.num_tokens], [()], [-1])
+            words = np.zeros(sizes.num_words, dtype=np.int32)
+            numbers = StepTable.of(words, sizes, None)
+            numbers.fill(padding, sizes)
+            table.pieces.copy_(torch.from_numpy(numbers.pieces))
+        self.lay_out(size)
 
     @torch.inference_mode()  # static memory must not inherit the gradient history of inputs
     def fill(
-        self, inputs: Tensor, requests: StepRequests, batch: GraphSize, num_rejected: Tensor | None = None
+        self, size: GraphSize, inputs: Tensor, requests: StepRequests, num_rejected: Tensor | None = None
     ) -> Tensor | None:
-        """Copy a step's numbers, padded to a batch, in one transfer, and the inputs. Nothing waits for the device.
+        """Copy a step's numbers, padded to a size, in one transfer, and the inputs. Nothing waits for the device.
 
         Args:
             inputs: Inputs of all new tokens [n, ...]; token ids may be on the CPU, for the same transfer.
-            requests: Requests of the step, no more than the batch has, nor with more new tokens.
+            requests: Requests of the step, no more than the size has, nor with more new tokens. Graphs compute the
+                absorbed attention of its decodes.
             num_rejected: Positions to move each request back by [num_reqs], int64 on the device.
         Returns:
             The tokens' rows [n], int64 on the device; None for the first n.
         Raises:
             ValueError: An argument does not match these conditions.
         """
-        table = self._check(inputs, requests)
-        query_lens, seq_lens = np.array(requests.query_lens), np.array(requests.seq_lens)
-        rows, num_reqs = None, len(query_lens)
-        num_rows = num_reqs * batch.query_len
-        if len(inputs) != num_rows:
-            tokens, is_repeated = _repeat_last(query_lens, batch.query_len)
-            tokens_there, rows = upload([tokens, np.flatnonzero(~is_repeated)], self._memory.device)
-            inputs = inputs.index_select(0, torch.from_numpy(tokens) if inputs.is_cpu else tokens_there)
+        blocks, rows = self._check(size, inputs, requests), None
+        num_reqs, sizes, num_ids = len(requests.query_lens), self._sizes[size], self._num_ids(size)
+        if size.query_len and len(inputs) != num_reqs * size.query_len:
+            inputs, rows = self._repeat_last(inputs, np.asarray(requests.query_lens), size.query_len)
+        num_words = num_ids + sizes.num_words
         # New memory, because the previous step's transfer may still read its memory.
-        staged = torch.empty(self._num_words[batch], dtype=torch.int32, pin_memory=self._memory.is_cuda)
+        staged = torch.empty(num_words + blocks.size, dtype=torch.int32, pin_memory=self._memory.is_cuda)
         words = staged.numpy()
-        words[:] = 0
-        numbers = self._cut(batch, words, np.int64)
-        numbers.first_position[:num_reqs] = seq_lens - query_lens
-        numbers.num_tokens[:num_reqs] = query_lens
-        numbers.block_table[:num_reqs, : table.shape[1]] = table
-        if self._plan.num_states:
-            numbers.states[:num_reqs] = np.array(requests.states) + 1
+        words[:num_words] = 0
+        words[num_words:] = blocks.ravel()
+        numbers = StepTable.of(words[num_ids:num_words], sizes, None)
+        numbers.fill(requests._replace(segment_len=self._limits.segment_len), sizes, self._limits.room(size))
         comes_along = self._has_ids and inputs.is_cpu
         if comes_along:
-            numbers.token_ids[:num_rows] = inputs.numpy()
+            words[:num_ids].view(np.int64)[: len(inputs)] = inputs.numpy()
         self._memory[: len(words)].copy_(staged, non_blocking=True)
+        there = self._memory[num_words : len(words)].view(blocks.shape)
+        self._blocks(size)[: blocks.shape[0], : blocks.shape[1]].copy_(there)
         if not comes_along:
-            self._inputs(batch)[:num_rows].copy_(inputs)
-        if not self._has_ids:
-            self._hidden[num_rows : batch.num_rows].zero_()
+            self._inputs(size)[: len(inputs)].copy_(inputs)
+            if not self._has_ids:
+                self._hidden[len(inputs) : size.num_tokens].zero_()
         if num_rejected is not None:
-            self._numbers[batch].num_rejected[:num_reqs].copy_(num_rejected)
+            self._table(size).num_rejected[:num_reqs].copy_(num_rejected)
         return rows
 
     @torch.inference_mode()
-    def take(self, inputs: Tensor, other: "GraphInputs", batch: GraphSize) -> None:
-        """Copy the numbers of another step of a batch over the same cache, and set the inputs [rows, ...]."""
-        num_words = self._num_words[batch]
-        self._memory[:num_words].copy_(other._memory[:num_words])
-        self._inputs(batch).copy_(inputs)
+    def take(self, inputs: Tensor, other: "GraphInputs", size: GraphSize) -> None:
+        """Copy the numbers of another step of a size over the same cache, and set the inputs [rows, ...]."""
+        self._columns(size).copy_(other._columns(size))
+        self._blocks(size).copy_(other._blocks(size))
+        self._inputs(size).copy_(inputs)
 
-    def lay_out(self, batch: GraphSize) -> None:
-        """Write the numbers of a batch's rows."""
-        lay_out(self._numbers[batch], self._rows.front(batch.num_rows), self._steps)
+    def lay_out(self, size: GraphSize) -> None:
+        """Write the numbers of a size's tokens."""
+        lay_out(self._table(size), self._tokens.front(size.num_tokens), self._steps.layout)
 
-    def rows(self, batch: GraphSize) -> tuple[Tensor, StepMetadata]:
-        """Return a batch's inputs [batch.num_rows, ...] and metadata, which is valid once laid out."""
-        rows, numbers, num_rows = self._rows.front(batch.num_rows), self._numbers[batch], batch.num_rows
+    def step(self, size: GraphSize, cut: Cut | None = None) -> tuple[Tensor, StepMetadata]:
+        """Return a size's inputs [size.num_tokens, ...] and metadata, in static memory, valid once laid out."""
+        table, tokens, room = self._table(size), self._tokens.front(size.num_tokens), self._limits.room(size)
+        decode = prefill = None
+        if room:
+            is_even = size.query_len > 0
+            decode = DecodeMetadata(
+                block_table=table.block_table,
+                local_seq_lens=tokens.local_seq_lens[:room],
+                queries=None if is_even else Segments((0, room), table.segment_start),
+                max_query_len=size.query_len or self._limits.segment_len,
+                workspace=self._workspace,
+                request_index=None if is_even else table.segment_request,
+            )
+        if self._limits.has_prompts and size.is_whole:
+            num_prompts = max_prompts(size.num_tokens)
+            starts = table.prefill_start[: num_prompts + 1] + table.num_attending  # rows of the whole step
+            prefill = PrefillMetadata(Segments((), starts), table.prefill_position[:num_prompts], ())
         step = StepMetadata(
-            num_tokens=num_rows,
-            num_decode_tokens=num_rows,
-            num_blocks=0,  # checked in `fill` for each replay
-            positions=rows.positions,
-            slot_mapping=rows.slot_mapping,
-            decode=DecodeMetadata(numbers.block_table, rows.local_seq_lens, None, batch.query_len, self._workspace),
+            layout=self._steps.layout,
+            table=table,
+            tokens=tokens,
+            num_tokens=size.num_tokens,
+            num_decode_tokens=room,
+            num_decodes=len(table.num_tokens),
+            num_blocks=0,  # checked in `fill` for each step
+            max_seq_len=self._limits.max_model_len,
+            decode=decode,
+            prefill=prefill,
+            cut=cut,
         )
-        static = GraphRows(
-            query_len=batch.query_len,
-            max_seq_len=self._max_model_len,
-            block_table=numbers.block_table,
-            states=numbers.states - 1,
-            request=self._request[batch.query_len][:num_rows],
-            positions=rows.positions,
-            seq_lens=rows.seq_lens,
-            local_seq_lens=rows.local_seq_lens,
-        )
-        return self._inputs(batch), self._steps.extend_graph(step, static)
+        return self._inputs(size), step
 
-    def _cut(self, batch: GraphSize, memory: Any, int64: Any) -> Numbers:
-        return Numbers.of(memory, int64, batch.num_rows, batch.num_reqs, self._max_blocks)
+    def replay(self, size: GraphSize, requests: StepRequests, workspace: Tensor | None) -> StepMetadata:
+        """Return the step that was filled last, once laid out, for work between its graphs (`StepBuilder.step`)."""
+        num_columns = -(-max(requests.seq_lens) // self._steps.layout.block_tokens)
+        table = self._table(size).front(len(requests.query_lens), num_columns)
+        decodes = np.asarray(requests.query_lens[: requests.num_decodes])
+        if len(decodes) and not (decodes.min() == decodes.max() <= requests.segment_len):
+            segments, index = cut_queries(decodes, requests.segment_len)
+            (request,) = upload([index], self._device)
+            starts = segments_of(segments, self._device).start_loc
+            table = table._replace(segment_start=starts, segment_request=request)
+        return self._steps.step(table, self._tokens.front(sum(requests.query_lens)), requests, 0, workspace)
 
-    def _inputs(self, batch: GraphSize) -> Tensor:
+    def _table_sizes(self, size: GraphSize) -> TableSizes:
+        limits, has_chunks = self._limits, self._steps.layout.traits.takes_chunks and not size.query_len
+        num_reqs = size.num_tokens // size.query_len if size.query_len else limits.max_num_seqs
+        num_segments = 0 if size.query_len or not limits.room(size) else limits.num_segments
+        pieces = num_pieces(num_reqs, size.num_tokens) if has_chunks else 0
+        return TableSizes(num_reqs, size.num_tokens, num_segments, size.query_len, pieces)
+
+    def _table(self, size: GraphSize) -> StepTable:
+        return StepTable.of(self._columns(size), self._sizes[size], self._blocks(size))
+
+    def _columns(self, size: GraphSize) -> Tensor:
+        begin = self._num_ids(size)
+        return self._memory[begin : begin + self._sizes[size].num_words]
+
+    def _blocks(self, size: GraphSize) -> Tensor:
+        num_reqs = self._sizes[size].num_reqs
+        return self._block_table[: num_reqs * self._max_blocks].view(num_reqs, self._max_blocks)
+
+    def _num_ids(self, size: GraphSize) -> int:
+        """Return the words of a size's token ids, before its columns, which begin at multiples of 16 bytes."""
+        return -(-2 * size.num_tokens // 4) * 4 if self._has_ids else 0
+
+    def _inputs(self, size: GraphSize) -> Tensor:
         if self._has_ids:
-            ids: Tensor = self._numbers[batch].token_ids
-            return ids
-        return self._hidden[: batch.num_rows]
+            return self._memory[: self._num_ids(size)].view(torch.int64)[: size.num_tokens]
+        return self._hidden[: size.num_tokens]
 
-    def _check(self, inputs: Tensor, requests: StepRequests) -> np.ndarray:
+    def _repeat_last(self, inputs: Tensor, query_lens: np.ndarray, query_len: int) -> tuple[Tensor, Tensor]:
+        """Return the inputs of requests that are padded to query_len tokens with their last one, and the rows of those
+        that do not repeat another.
+        """
+        ends, index = np.cumsum(query_lens), np.arange(query_len)
+        tokens = np.minimum((ends - query_lens)[:, None] + index, ends[:, None] - 1).ravel()
+        tokens_there, rows = upload([tokens, np.flatnonzero(index < query_lens[:, None])], self._device)
+        return inputs.index_select(0, torch.from_numpy(tokens) if inputs.is_cpu else tokens_there), rows
+
+    def _check(self, size: GraphSize, inputs: Tensor, requests: StepRequests) -> np.ndarray:
         """Return the block table [num_reqs, blocks of the longest]; raise ValueError for invalid arguments."""
         self._steps.check(requests)
-        query_lens, seq_lens, block_tables, _ = requests
-        table = pad_table(block_tables, seq_lens, self._plan.block_tokens)
-        if table.shape[1] > self._max_blocks:
+        query_lens, seq_lens, block_tables = requests[:3]
+        blocks = pad_table(block_tables, seq_lens, self._steps.layout.block_tokens)
+        if blocks.shape[1] > self._max_blocks:
             raise ValueError(
-                f"seq_lens has {max(seq_lens)} tokens; the decode graph is for at most {self._max_model_len}, raise "
+                f"seq_lens has {max(seq_lens)} tokens; the graph is for at most {self._limits.max_model_len}, raise "
                 f"max_model_len"
             )
-        if table.max() >= self._plan.num_blocks:
+        if blocks.max() >= self._plan.num_blocks:
             raise ValueError(
-                f"block_tables has block {table.max()}; the cache has {self._plan.num_blocks} blocks, numbered from 0"
+                f"block_tables has block {blocks.max()}; the cache has {self._plan.num_blocks} blocks, numbered from 0"
+            )
+        if sum(query_lens) > size.num_tokens or len(query_lens) > self._sizes[size].num_reqs:
+            raise ValueError(
+                f"query_lens has {len(query_lens)} requests with {sum(query_lens)} tokens; the graph of {size} is for "
+                f"at most {self._sizes[size].num_reqs} requests"
             )
         expected = torch.Size([sum(query_lens), *self._input_like.shape])
         if inputs.shape != expected:
             raise ValueError(f"inputs has shape {tuple(inputs.shape)}; expected {tuple(expected)}")
-        dtype, device = self._input_like.dtype, self._memory.device
+        dtype, device = self._input_like.dtype, self._device
         is_there = inputs.device == device or (self._has_ids and inputs.is_cpu)
         if inputs.dtype != dtype or not is_there:
-            raise ValueError(f"inputs is {inputs.dtype} on {inputs.device}; a decode graph takes {dtype} on {device}")
-        return table
-
-
-def _repeat_last(query_lens: np.ndarray, query_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the token [num_reqs * query_len] of each row of requests that are padded to query_len tokens with their
-    last one, and which rows repeat it.
-    """
-    ends, index = np.cumsum(query_lens), np.arange(query_len)
-    tokens = np.minimum((ends - query_lens)[:, None] + index, ends[:, None] - 1)
-    return tokens.ravel(), (index >= query_lens[:, None]).ravel()
+            raise ValueError(f"inputs is {inputs.dtype} on {inputs.device}; the graph takes {dtype} on {device}")
+        return blocks

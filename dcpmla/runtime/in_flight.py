@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dcpmla.attention.step import StepMetadata
+from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.runtime.agreement import Message, News
 from dcpmla.runtime.batch import Batch, Piece
 from dcpmla.runtime.logprobs import Logprobs
@@ -18,19 +18,19 @@ from dcpmla.runtime.verification import Verified
 from dcpmla.upload import upload
 
 if TYPE_CHECKING:
-    from dcpmla.runtime.graph import DecodeGraph
+    from dcpmla.runtime.graph import StepGraph
 
 
 class Computed(NamedTuple):
     """A step as the model computes it, on its device.
 
     Attributes:
-        by: Metadata of the model, or the decode graph, which keeps its own until its next run.
+        by: Metadata of the model, or the graphs, which keep their own until their next run.
         rows: [T] int64, row of each token; None for the first T rows.
         logits_at: [n] int64, tokens that new ones follow; None for all.
     """
 
-    by: "StepMetadata | DecodeGraph"
+    by: "StepMetadata | StepGraph"
     rows: Tensor | None
     logits_at: Tensor | None
 

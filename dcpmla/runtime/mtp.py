@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcpmla.attention.step import StepMetadata, StepRequests
+from dcpmla.attention.step.metadata import StepMetadata
+from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.plan import Cache
 from dcpmla.parallel.collectives import named
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.drafts import Drafter, Drafts
-from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.in_flight import InFlightStep
 from dcpmla.runtime.request import Request
 from dcpmla.upload import upload
@@ -54,8 +55,8 @@ class MtpDrafter(Drafter):
         model: MtpModel,
         cache: Cache,
         mesh: DCPMesh,
-        graph: DecodeGraph,
-        chain: DecodeGraph,
+        graph: StepGraph,
+        chain: StepGraph,
     ) -> None:
         super().__init__(num_speculative_tokens)
         self._model, self._cache, self._mesh = model, cache, mesh
@@ -66,7 +67,7 @@ class MtpDrafter(Drafter):
         rows = {} if previous is None else previous.rows
         nums = [num if request in rows else 0 for request, num in wanted]
         drafting = [(request, num) for (request, _), num in zip(wanted, nums, strict=True) if num]
-        is_served = bool(drafting) and self._chain.takes(len(drafting), max(nums))
+        is_served = bool(drafting) and self._chain.decode_size(len(drafting), max(nums)) is not None
         if previous is None or not (is_served or previous.is_prefill):
             return Drafts.of([[]] * len(nums))
         at = previous.sampled_rows
@@ -77,7 +78,7 @@ class MtpDrafter(Drafter):
         newest = at if previous.verified is None else at.index_select(0, previous.verified.newest_at)
         first = hidden_states.index_select(0, newest.index_select(0, places))
         num_rejected = previous.num_rejected([each for each, _ in drafting]) if previous.is_under_way else None
-        token_ids = self._chain.run(first, _requests_of(drafting), self._cache, num_rejected)
+        token_ids = self._chain.run(first, _requests_of(drafting), num_rejected=num_rejected)
         if self._mesh.tp_size > 1:
             with named("agreeing on drafts", self._mesh.tp_group):
                 dist.broadcast(token_ids, group=self._mesh.tp_group, group_src=0)
@@ -95,7 +96,7 @@ class MtpDrafter(Drafter):
             at: [n] rows of the tokens that new ones follow.
         """
         by = previous.computed.by
-        metadata = by.latest_metadata if isinstance(by, DecodeGraph) else by
+        metadata = by.latest_metadata if isinstance(by, StepGraph) else by
         token_ids = at.new_zeros(metadata.num_tokens)
         if previous.is_prefill:
             (following,) = upload([np.array(_following(previous), dtype=np.int64)], self._model.device)
@@ -104,7 +105,7 @@ class MtpDrafter(Drafter):
             token_ids[targets] = following
         token_ids = token_ids.index_copy(0, at, previous.message.tokens)
         inputs = self._model.join(token_ids, self._model.hidden_rows[: metadata.num_tokens])
-        hidden_states = self._graph.follow(inputs, by) if isinstance(by, DecodeGraph) else None
+        hidden_states = self._graph.follow(inputs, by) if isinstance(by, StepGraph) else None
         return self._model.predict(inputs, metadata, self._cache) if hidden_states is None else hidden_states
 
 

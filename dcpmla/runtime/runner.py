@@ -10,27 +10,26 @@ from torch import Tensor
 
 from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.kind import AttentionKind
-from dcpmla.attention.step import StepMetadata, StepRequests
+from dcpmla.attention.step.metadata import StepMetadata
+from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.agreement import Agreement
 from dcpmla.runtime.batch import Batch, Piece
 from dcpmla.runtime.costs import PieceCosts
 from dcpmla.runtime.grammars import Grammars
-from dcpmla.runtime.graph import DecodeGraph
-from dcpmla.runtime.graph_inputs import GraphSize
+from dcpmla.runtime.graph import StepGraph
+from dcpmla.runtime.graph_sizes import GraphSize
 from dcpmla.runtime.in_flight import Computed, InFlightStep, StepInputs
 from dcpmla.runtime.logprobs import Logprobs, PromptRows
 from dcpmla.runtime.masks import HostDrafts, Masks
-from dcpmla.runtime.mixed_graph import MixedGraph
-from dcpmla.runtime.mixed_sizes import MixedSize
 from dcpmla.runtime.penalties import Penalties
 from dcpmla.runtime.sampling import sample
 from dcpmla.runtime.speculation import Speculation
 from dcpmla.upload import upload
 
 # Graphs of steps, and the size that a step is padded to.
-Graph = tuple[DecodeGraph, GraphSize] | tuple[MixedGraph, MixedSize]
+Graph = tuple[StepGraph, GraphSize]
 
 
 class Model(Protocol):
@@ -71,19 +70,19 @@ class StepRunner:
         # Layers take scales from the first prefill, before which nothing may be cached.
         self._lacks_scales = dcp.calculate_kv_scales
 
-    def graph_of(self, batch: Batch, decode: DecodeGraph | None, mixed: MixedGraph | None) -> Graph | None:
+    def graph_of(self, batch: Batch, decode: StepGraph | None, prompts: StepGraph | None) -> Graph | None:
         """Return the graphs that run a step, and the size that it is padded to; None if none can."""
         if self._lacks_scales:
             return None
         num_reqs, query_len = len(batch.pieces), batch.most_drafts + 1
         is_decode = batch.num_absorbed == num_reqs and batch.longest_absorbed <= query_len
-        if decode is not None and is_decode and decode.takes(num_reqs, query_len):
-            return decode, decode.batch(num_reqs, query_len)
-        if mixed is None:
+        if decode is not None and is_decode and (size := decode.decode_size(num_reqs, query_len)):
+            return decode, size
+        if prompts is None:
             return None
         contexts = [piece.request.num_computed_tokens for piece in batch.pieces]
-        size = mixed.size([piece.num_tokens for piece in batch.pieces], contexts, batch.num_absorbed)
-        return None if size is None else (mixed, size)
+        size = prompts.prompt_size([piece.num_tokens for piece in batch.pieces], contexts, batch.num_absorbed)
+        return None if size is None else (prompts, size)
 
     def start(
         self, batch: Batch, previous: InFlightStep | None, drafts: Tensor | None, graph: Graph | None, started: float
@@ -146,41 +145,25 @@ class StepRunner:
             [request.num_computed_tokens + request.num_tried + num_tokens for request, num_tokens, _ in batch.pieces],
             [piece.request.block_ids for piece in batch.pieces],
             [piece.request.state for piece in batch.pieces],
+            batch.num_absorbed,
+            self._decode_width(batch),
         )
-        if graph is not None and isinstance(graph[0], DecodeGraph):
-            num_rejected = (
-                None if previous is None else previous.num_rejected([piece.request for piece in batch.pieces])
-            )
-            logits = graph[0].run(inputs.token_ids, requests, self._cache, num_rejected)
-            if logits_at is not None:
-                logits = logits[logits_at]
-            return inputs, Computed(graph[0], graph[0].latest_rows, inputs.logits_at), logits
-        hidden_states, metadata = self._run_mixed(batch, requests, inputs, graph)
-        self._lacks_scales = False
-        logits = self._model.logits(hidden_states if logits_at is None else hidden_states[logits_at])
-        return inputs, Computed(metadata, None, inputs.logits_at), logits
-
-    def _run_mixed(
-        self,
-        batch: Batch,
-        requests: StepRequests,
-        inputs: StepInputs,
-        graph: tuple[MixedGraph, MixedSize] | None,
-    ) -> tuple[Tensor, StepMetadata]:
-        """Return the hidden states of a step, and its metadata."""
-        if graph is not None and graph[1].is_whole:
-            return graph[0].run_whole(graph[1], inputs.token_ids, requests, batch.num_absorbed)
-        metadata = self._steps.build(
-            requests,
-            max_decode_query_len=self._decode_width(batch),
-            # Without scales nothing is a decode, not even a prompt of one token.
-            num_decodes=0 if self._lacks_scales else batch.num_absorbed,
-            workspace=self._workspace,
-        )
-        token_ids = inputs.on(self._model.device)
         if graph is None:
-            return self._model.hidden(token_ids, metadata, self._cache), metadata
-        return graph[0].run(graph[1], token_ids, metadata, requests, batch.num_absorbed), metadata
+            # Without scales nothing is a decode, not even a prompt of one token.
+            num_decodes = 0 if self._lacks_scales else batch.num_absorbed
+            metadata = self._steps.build(requests, requests.segment_len, num_decodes, self._workspace)
+            rows = self._model.hidden(inputs.on(self._model.device), metadata, self._cache)
+            computed = Computed(metadata, None, inputs.logits_at)
+            self._lacks_scales = False
+        else:
+            num_rejected = None
+            if previous is not None and graph[1].query_len:
+                num_rejected = previous.num_rejected([piece.request for piece in batch.pieces])
+            rows = graph[0].run(inputs.token_ids, requests, graph[1], num_rejected, self._workspace)
+            computed = Computed(graph[0], graph[0].latest_rows, inputs.logits_at)
+        rows = rows if logits_at is None else rows[logits_at]
+        has_logits = graph is not None and graph[1].query_len > 0
+        return inputs, computed, rows if has_logits else self._model.logits(rows)
 
     def _decode_width(self, batch: Batch) -> int:
         """Return the number of a request's tokens that absorbed attention takes at a time: a decode and its drafts, or
@@ -232,8 +215,7 @@ def reads_between_graphs(batch: Batch, graph: Graph | None) -> bool:
     """Return whether attention to blocks that are loading is launched for each layer, not inside of a graph."""
     if graph is None:
         return True
-    is_whole = not isinstance(graph[1], MixedSize) or graph[1].is_whole
-    return not is_whole and all(piece.request.loading is None for piece in batch.pieces[: batch.num_absorbed])
+    return not graph[1].is_whole and all(piece.request.loading is None for piece in batch.pieces[: batch.num_absorbed])
 
 
 def _draw(ready: Sequence[Piece], previous: InFlightStep | None, device: torch.device) -> Sequence[float] | Tensor:

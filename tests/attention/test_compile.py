@@ -12,11 +12,10 @@ import torch._dynamo
 from torch import Tensor
 
 from dcpmla import MLAAttention, MLAConfig, Placement, init_mesh
-from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.projections import query_factor
-from dcpmla.attention.sparse.build import SparseStepBuilder
 from dcpmla.attention.sparse.step import with_selection
-from dcpmla.attention.step import StepRequests
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.formats import is_quantized, to_cache_rows
 from dcpmla.cache.latent import LayerCache, num_blocks
 from dcpmla.comm.select import select_exchange
@@ -85,8 +84,7 @@ def run_layer(
     totals = [cached + new for cached, new in batch]
     blocks = iter(range(1000))
     tables = [[next(blocks) for _ in range(num_blocks(total, dcp))] for total in totals]
-    builder = StepBuilder if config.topk is None else SparseStepBuilder
-    steps = builder(dcp, layer.mesh.dcp_rank, weight.device)
+    steps = StepBuilder(dcp, layer.mesh.dcp_rank, weight.device)
     step = steps.build(StepRequests([new for _, new in batch], totals, tables), max_decode_query_len)
     generator = torch.Generator().manual_seed(3)
 
@@ -98,12 +96,13 @@ def run_layer(
         parts = latents.split([config.kv_lora_rank, config.qk_rope_head_dim], -1)
         latents = to_cache_rows(*parts, layer.cache_dtype, layer.kv_scale)
     cos_sin = random(step.num_tokens, config.qk_rope_head_dim, dtype=torch.float32) if config.use_rope else None
-    step = step.with_cos_sin(cos_sin, query_factor(step.positions, config.llama_4_scaling, weight.dtype))
+    step = step.with_cos_sin(cos_sin, query_factor(step.tokens.positions, config.llama_4_scaling, weight.dtype))
     hidden_states = random(step.num_tokens + 2, config.hidden_size)
     index_keys = None
     if config.indexer is not None:
         index_keys = random(len(latents), dcp.block_size, config.indexer.head_dim)
-        step = with_selection(step, config.indexer.topk)
+    if config.topk is not None:
+        step = with_selection(step, config.topk)
     with torch.inference_mode():
         out = (layer if forward is None else forward)(hidden_states, LayerCache(latents, index_keys), step)
     return out[: step.num_tokens], latents

@@ -11,12 +11,12 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Atten
 
 from dcpmla import DCPConfig, Placement, StepMetadata, init_mesh
 from dcpmla.attention.compressed import layer as layer_module
-from dcpmla.attention.compressed.build import CompressedStepBuilder
 from dcpmla.attention.compressed.cache import CompressedCache, plan_compressed
 from dcpmla.attention.compressed.fork import fork
 from dcpmla.attention.compressed.layer import CompressedAttention
-from dcpmla.attention.compressed.step import with_angles
-from dcpmla.attention.step import StepRequests
+from dcpmla.attention.compressed.step import compressed_traits, with_angles
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.table import StepRequests
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.families.table import attention_kind
 from tests.support.layouts import dcp_config
@@ -140,7 +140,8 @@ class Layers:
 
     def step(self, requests: list[int], query_lens: list[int], seq_lens: list[int]) -> StepMetadata:
         tables, states = [self.tables[i] for i in requests], [i + 1 for i in requests]
-        steps = CompressedStepBuilder(self.plan, self.mesh.dcp_rank, self.cache.tensors[0].device)
+        traits, device = compressed_traits(self.plan), self.cache.tensors[0].device
+        steps = StepBuilder(self.plan.dcp, self.mesh.dcp_rank, device, traits)
         return with_angles(steps.build(StepRequests(query_lens, seq_lens, tables, states), 3), self.rotary)
 
     def run(self, schedule: tuple[tuple[int, ...], ...], hidden: list[Tensor]) -> list[list[Tensor]]:

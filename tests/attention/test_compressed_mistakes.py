@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from dcpmla import Placement, StepMetadata
-from dcpmla.attention.compressed.build import CompressedStepBuilder
 from dcpmla.attention.compressed.config import WINDOW_ONLY, LayerKind
 from dcpmla.attention.compressed.layer import CompressedAttention
-from dcpmla.attention.compressed.step import CompressedMetadata
-from dcpmla.attention.step import StepRequests
+from dcpmla.attention.compressed.step import compressed_traits
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.table import StepRequests
 from dcpmla.integrations.families.table import attention_kind
 from tests.attention.test_compressed_layer import HIDDEN, Layers, layout, tiny
 from tests.support.ranks import run_ranks
@@ -21,17 +21,15 @@ def check_errors() -> None:
     layers = Layers(tiny(), layout(1, 1, 1), [40, 40])
     layer, cache, rows = layers.layers[1], layers.cache[1], torch.zeros(2, HIDDEN)
     step = layers.step([0, 1], [1, 1], [5, 9])
-    compressed = step.get(CompressedMetadata)
-    assert compressed is not None
 
     def build(num_decodes: int | None = None, **changes: Any) -> StepMetadata:
         requests = StepRequests([1], [1], [[0]], [0])._replace(**changes)
-        return CompressedStepBuilder(layers.plan, 0).build(requests, num_decodes=num_decodes)
+        steps = StepBuilder(layers.plan.dcp, 0, "cpu", compressed_traits(layers.plan))
+        return steps.build(requests, num_decodes=num_decodes)
 
     other_rows = cache._replace(rows=cache.rows[1:])
     other_dtype = cache._replace(rows=cache.rows.double())
     other_keys = cache._replace(index_keys=None)
-    bare = dataclasses.replace(compressed, angles=None)
     many_blocks = dataclasses.replace(step, num_blocks=layers.plan.num_blocks + 1)
     for match, call in (
         ("hidden_states has shape", lambda: layer(rows[:1], cache, step)),
@@ -40,14 +38,14 @@ def check_errors() -> None:
         ("cache.rows has shape", lambda: layer(rows, other_rows, step)),
         ("cache.rows has shape", lambda: layer(rows, other_dtype, step)),
         ("index_cache", lambda: layer(rows, other_keys, step)),
-        ("call with_angles", lambda: layer(rows, cache, step.with_kind(bare))),
-        ("call with_angles", lambda: layer(rows, cache, dataclasses.replace(step, kinds={}))),
+        ("call with_angles", lambda: layer(rows, cache, dataclasses.replace(step, shared={}))),
         ("the cache has", lambda: layer(rows, cache, many_blocks)),
         ("states is", lambda: build(states=[])),
         ("states is", lambda: build(states=[3])),
         ("states is", lambda: build(states=[-1])),
         ("states is", lambda: build(query_lens=[1, 1], seq_lens=[1, 1], block_tables=[[0], [1]], states=[1, 1])),
         ("block_tables", lambda: build(seq_lens=[1000])),
+        (r"of \[2\] new tokens decodes have at most 1", lambda: build(1, query_lens=[2], seq_lens=[2])),
     ):
         with pytest.raises(ValueError, match=match):
             call()

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -14,17 +15,22 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.kimi_linear import modeling_kimi_linear as theirs
 
-from dcpmla.attention.linear import layout as layout_module
 from dcpmla.attention.linear.cache import HybridPlan
 from dcpmla.attention.linear.calls import DeltaRequests, DeltaState, DeltaTokens, DeltaWeights
 from dcpmla.attention.linear.chunked import attend_in_chunks, has_library
 from dcpmla.attention.linear.config import DeltaConfig
 from dcpmla.attention.linear.delta import delta_attention, log_decay
-from dcpmla.attention.linear.layout import LONG_PIECE, DeltaLayout
-from dcpmla.attention.step import StepRequests
+from dcpmla.attention.linear.step import DeltaMetadata, delta_metadata
+from dcpmla.attention.step import long_pieces
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.layout import StepTraits
+from dcpmla.attention.step.long_pieces import LONG_PIECE, TOKENS_PER_PIECE
+from dcpmla.attention.step.table import StepRequests, StepTable, TableSizes
 from dcpmla.cache.latent import LatentPlan
+from dcpmla.config import DCPConfig
 from tests.attention.test_decode_compile import compile_for_hopper
 from tests.support.shared_memory import run_interpreted
+from tests.support.step_tables import fill_table, lay_out_step
 
 NUM_STATES, NUM_DRAFTS, EPS = 5, 2, 1e-5
 # Steps of two requests: new tokens of each. The first needs tokens of no earlier step, of one, and of several.
@@ -164,15 +170,24 @@ def test_kernel_on_a_gpu(dtype: torch.dtype, tolerance: float) -> None:
     compare(delta_attention, dtype, "cuda", (3, 128), tolerance)
 
 
+def metadata_of(
+    requests: StepRequests, num_reqs: int, num_tokens: int, takes_chunks: bool, device: torch.device | str = "cpu"
+) -> DeltaMetadata:
+    """Return what layers read of a step that is padded to sizes."""
+    num_pieces = long_pieces.num_pieces(num_reqs, num_tokens) if takes_chunks else 0
+    sizes = TableSizes(num_reqs, num_tokens, 0, num_pieces=num_pieces)
+    layout = StepBuilder(DCPConfig(), 0, "cpu", StepTraits(num_states=NUM_STATES, has_slots=False)).layout
+    step = lay_out_step(fill_table(requests, sizes), sizes, layout)
+    return delta_metadata(replace(step, table=StepTable(*(column.to(device) for column in step.table))))
+
+
 def attend_by_chunks(attend_long: Any) -> Any:
     """Return a function like `delta_attention`, which calls attend_long for long pieces."""
 
     def attend(out: Tensor, tokens: DeltaTokens, weights: Any, state: Any, requests: DeltaRequests, *rest: Any) -> None:
         _, first, end, states = (column.tolist() for column in requests)
         lens = [last - begin for begin, last in zip(first, end, strict=True)]
-        layout = DeltaLayout.of_step(len(lens) + 1, len(out) + 3, takes_chunks=True)
-        numbers = torch.from_numpy(layout.pack(StepRequests(lens, end, [], states)))
-        metadata = layout.unpack(numbers.to(out.device))
+        metadata = metadata_of(StepRequests(lens, end, [], states), len(lens) + 1, len(out) + 3, True, out.device)
         delta_attention(out, tokens, weights, state, metadata.recurrent, *rest)
         if metadata.pieces is not None:
             attend_long(out, tokens, weights, state, metadata.pieces, *rest)
@@ -220,7 +235,7 @@ def check_chunks_in_the_interpreter() -> None:
     convert_as_torch()
     compare(attend_by_chunks(launch), torch.float32, "cpu", (2, 16), 1e-5, (LONG,), (-5.0,))
     compare(attend_by_chunks(launch), torch.bfloat16, "cpu", (1, 24), 0.02, (LONG,), (None,))
-    layout_module.MAX_PIECES = 1  # the shorter piece goes through the recurrence
+    long_pieces.MAX_PIECES = 1  # the shorter piece goes through the recurrence
     compare(attend_by_chunks(launch), torch.float32, "cpu", (2, 16), 1e-5, (LONG,), (None,))
 
 
@@ -230,7 +245,7 @@ def test_chunks_in_the_interpreter() -> None:
 
 @pytest.mark.parametrize("max_pieces", [1, 32])
 def test_chunks(max_pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout_module, "MAX_PIECES", max_pieces)
+    monkeypatch.setattr(long_pieces, "MAX_PIECES", max_pieces)
     compare(attend_by_chunks(attend_in_chunks), torch.float32, "cpu", (2, 16), 1e-5)
 
 
@@ -248,33 +263,28 @@ def test_chunks_on_a_gpu() -> None:
 @settings(deadline=None)
 def test_layout(lens: list[tuple[int, int]], padding: tuple[int, int], takes_chunks: bool) -> None:
     new, ends = [number for number, _ in lens], [number + context for number, context in lens]
-    layout = DeltaLayout.of_step(len(lens) + padding[0], sum(new) + padding[1], takes_chunks)
-    numbers = torch.from_numpy(layout.pack(StepRequests(new, ends, [], range(len(lens)))))
-    metadata = layout.unpack(numbers)
-    requests, recurrent, pieces = metadata.requests, metadata.recurrent, metadata.pieces
-    assert requests.state.tolist() == [*range(len(lens)), *[-1] * padding[0]]
-    assert (requests.end - requests.first_position).tolist()[: len(lens)] == new
-    assert requests.start.tolist()[: len(lens)] == [sum(new[:index]) for index in range(len(lens))]
+    num_reqs, num_tokens = len(lens) + padding[0], sum(new) + padding[1]
+    requests = StepRequests(new, ends, [()] * len(lens), range(len(lens)))
+    recurrent, pieces = metadata_of(requests, num_reqs, num_tokens, takes_chunks)
+    assert recurrent.first_position.tolist() == [*(context for _, context in lens), *[0] * padding[0]]
+    assert recurrent.end.tolist() == [*ends, *[0] * padding[0]]
+    assert recurrent.start.tolist()[: len(lens)] == [sum(new[:index]) for index in range(len(lens))]
+    assert recurrent.state.tolist()[len(lens) :] == [-1] * padding[0]
     chosen = [] if pieces is None else [state for state in pieces.state.tolist() if state >= 0]
     assert recurrent.state.tolist()[: len(lens)] == [-1 if index in chosen else index for index in range(len(lens))]
     if pieces is None:
-        assert not takes_chunks or layout.num_tokens < LONG_PIECE
+        assert not takes_chunks or num_tokens < LONG_PIECE
         return
     longest = sorted(new)[-len(chosen) :] if chosen else []
     assert sorted(new[index] for index in chosen) == longest
-    assert len(chosen) == min(layout.num_pieces, sum(number >= LONG_PIECE for number in new))
+    assert len(pieces.state) == min(num_reqs, long_pieces.MAX_PIECES, max(1, num_tokens // TOKENS_PER_PIECE))
+    assert len(chosen) == min(len(pieces.state), sum(number >= LONG_PIECE for number in new))
     assert pieces.start_loc.diff().tolist()[: len(chosen)] == [new[index] for index in chosen]
     assert pieces.token.tolist()[: len(chosen)] == [sum(new[:index]) for index in chosen]
     assert pieces.start_loc.tolist()[len(chosen) :] == [sum(longest)] * (1 + len(pieces.state) - len(chosen))
     assert set(map(tuple, pieces.chunks.tolist())) - {(-1, -1)} == {
         (order, chunk) for order, index in enumerate(chosen) for chunk in range(-(-new[index] // 64))
     }
-
-
-def test_a_step_larger_than_its_layout_is_refused() -> None:
-    layout = DeltaLayout.of_step(1, 8, takes_chunks=False)
-    with pytest.raises(ValueError, match="query_lens has 2 requests with 2 tokens; at most 1 requests and 8"):
-        layout.pack(StepRequests([1, 1], [1, 1], [], [0, 1]))
 
 
 @pytest.mark.parametrize("has_floor", [False, True])

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.backends import DECODE_BACKENDS
-from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.calls import DecodeCall, Segments
 from dcpmla.attention.decode import run_call
 from dcpmla.attention.ordered import attend_to_own
-from dcpmla.attention.step import PrefillMetadata
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.chunks import PrefillMetadata, lay_out_prefills
 from tests.support.ordered import (
     Batch,
     Sizes,
@@ -96,7 +96,7 @@ def check_prompts_among_others(sizes: Sizes) -> None:
     q = q.unflatten(1, (sizes.num_heads, -1))
     steps = StepBuilder(layout(1, sizes), 0, sizes.device)
     table = torch.zeros(len(lens), 3, dtype=torch.int32, device=sizes.device)
-    packed = steps.prefill(lens, lens, table)
+    packed = lay_out_prefills(steps.layout, lens, lens, table)
     assert not packed.context_chunks
 
     def attend(rows: slice, prefill: PrefillMetadata) -> Tensor:

@@ -13,9 +13,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from dcpmla import DCPConfig, DCPMesh, LatentCache, MLAAttention, MLAConfig, Placement, init_mesh
 from dcpmla.attention import layer as layer_module
-from dcpmla.attention import step as step_module
-from dcpmla.attention.build import StepBuilder
-from dcpmla.attention.step import StepRequests
+from dcpmla.attention.step import metadata as metadata_module
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.latent import num_blocks
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.families.table import attention_kind
@@ -95,7 +95,7 @@ def run_steps(
             [hidden[i][seq - query : seq] for i, query, seq in zip(requests, query_lens, seq_lens, strict=True)]
         )
         rows = torch.cat([rows, torch.full((padding, rows.shape[1]), torch.nan)])
-        return layer(rows, cache, metadata.with_cos_sin(cos_sin[metadata.positions] if with_positions else None))
+        return layer(rows, cache, metadata.with_cos_sin(cos_sin[metadata.tokens.positions] if with_positions else None))
 
     filled = [i for i, (cached, _) in enumerate(batch) if cached]
     step([batch[i][0] for i in filled], [batch[i][0] for i in filled], filled, 0, None)
@@ -148,7 +148,7 @@ def check_absorbed_pieces(hf_config: Any, dcp: DCPConfig, mesh: DCPMesh) -> None
     """Compare pieces of prompts that attend with absorbed queries, cut into requests and parts of all sizes."""
     batch = *SPECULATED, *PIECES
     for width, max_rows, num_decodes in ((1, 1 << 16, None), (2, 20, 0), (4, 20, 1), (3, 1, 0)):
-        step_module.PART_ROWS = max_rows
+        metadata_module.PART_ROWS = max_rows
         count = len(batch) - (num_decodes or 0)
         exchange = check_layer(hf_config, dcp, mesh, batch, padding=2, max_decode_query_len=width, num_decodes=count)
         assert exchange.start_context.called == bool(num_decodes)

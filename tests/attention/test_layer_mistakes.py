@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dcpmla import MLAAttention, Placement, init_mesh
-from dcpmla.attention.build import StepBuilder
-from dcpmla.attention.step import StepRequests
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.latent import LayerCache
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.families.table import attention_kind

@@ -1,5 +1,7 @@
 """From selected pools to tokens: the torch code against sets, kernels against the torch code; pools without norms."""
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,16 +9,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.pooled import compressor
 from dcpmla.attention.pooled.entries import EntryLayout, Part, cut_parts
 from dcpmla.attention.pooled.expand import expand_pools
+from dcpmla.attention.pooled.step import PoolMetadata, with_pools
 from dcpmla.attention.sparse.slots import SlotLayout
-from dcpmla.attention.step import StepRequests
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.layout import StepTraits
+from dcpmla.attention.step.table import StepRequests, TableSizes
 from dcpmla.config import DCPConfig
+from dcpmla.indexer_config import IndexerConfig
 from dcpmla.ownership import Owner
 from tests.attention.test_small_kernels import compile_for_hopper
 from tests.support.shared_memory import run_interpreted
+from tests.support.step_tables import fill_table, lay_out_step
+from tests.support.steps import selection_of
 
 TABLE = torch.tensor([[3, 0, 5, 8, 1, 7], [2, 4, 6, 9, 10, 11]], dtype=torch.int32)
 BLOCK_SIZE = 8
@@ -85,11 +92,11 @@ def test_parts_hold_each_token_once(query_lens: list[int], num_sums: int, width:
     steps = StepBuilder(DCPConfig(block_size=8), 0)
     step = steps.build(StepRequests(query_lens, ends, tables), width, num_decodes)
     first, end = torch.tensor(contexts, dtype=torch.int32), torch.tensor(ends, dtype=torch.int32)
-    states, request = (torch.arange(len(ends), dtype=torch.int32) for _ in range(2))
+    states = torch.arange(len(ends), dtype=torch.int32)
     requests = first, end, states
-    parts = cut_parts(
-        (step.positions, request.repeat_interleave(torch.tensor(query_lens))), requests, num_sums, step.decode
-    )
+    assert step.table.begin.tolist() == contexts
+    assert step.table.end.tolist() == ends
+    parts = cut_parts((step.tokens.positions, step.tokens.request), requests, num_sums, step.decode)
     assert len(parts) <= num_sums
     for index, (context, stop) in enumerate(zip(contexts, ends, strict=True)):
         bounds = [(int(part.first_position[index]), int(part.end[index])) for part in parts]
@@ -104,6 +111,32 @@ def test_parts_hold_each_token_once(query_lens: list[int], num_sums: int, width:
             kept[int(part.target[index])] = until - 1
         last = range(max(context, stop - num_sums), stop) if index < num_decodes else [stop - 1]
         assert set(last) <= set(kept.values())
+
+
+def test_pools_of_a_padded_step() -> None:
+    """Rows that repeat a request's last token, and rows of padding, are in no pool. A captured step has no pools."""
+    dcp = DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=2, block_size=8)
+    plan = SimpleNamespace(latents=SimpleNamespace(pool_size=2), num_copies=3)
+    layout = StepBuilder(dcp, 1, "cpu", StepTraits(plan=plan)).layout
+    sizes = TableSizes(3, 9, 0, query_len=3)
+    requests = StepRequests([3, 2], [21, 9], [[3, 1], [2]], [4, 0])
+    step = lay_out_step(fill_table(requests, sizes), sizes, layout)
+    indexer = IndexerConfig(num_heads=1, head_dim=4, topk=5, rope_interleaved=True, pool_size=2)
+    prepared = with_pools(step, indexer)
+    pools = prepared.get(PoolMetadata)
+    assert pools is not None
+    for each in pools.parts:
+        assert each.positions.tolist() == [18, 19, 20, 7, 8, -1, -1, -1, -1]
+        assert each.request.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert (pools.per_block, pools.entries.entries_per_block) == (4, 4)
+    assert pools.visible.seq_lens.tolist() == [9, 10, 10, 4, 4, 4, 0, 0, 0]
+    assert pools.visible.local_seq_lens.tolist() == [4, 5, 5, 2, 2, 2, 0, 0, 0]
+    assert pools.visible.max_seq_len == 10
+    assert pools.selection is not None
+    assert pools.selection.positions.shape == (9, indexer.num_pools)
+    assert selection_of(prepared).positions.shape == (9, 5)
+    captured = replace(step, cut=lambda work, arguments: None)
+    assert with_pools(captured, indexer) is captured
 
 
 def check_kernels(device: str) -> None:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from dcpmla.attention import flashinfer, reference
 from dcpmla.attention.backends import PREFILL_BACKENDS, find_backend
-from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.calls import PrefillCall
-from dcpmla.attention.step import StepRequests
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.table import StepRequests
 from tests.attention.test_prefill_kernel import (
     CASES,
     check_merge_part,

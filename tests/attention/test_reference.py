@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dcpmla import dcp_mla_decode, merge_partials, mla_decode
 from dcpmla.attention import reference
-from dcpmla.attention.step import DecodeMetadata
+from dcpmla.attention.step.metadata import DecodeMetadata
 from dcpmla.comm.exchange import LocalExchange
 from tests.support.backends import checked_call, in_parts
 from tests.test_ownership import deal_slots

@@ -17,9 +17,9 @@ from torch import Tensor
 from dcpmla import DCPConfig, dcp_mla_prefill
 from dcpmla.attention import prefill, reference
 from dcpmla.attention.backends import PREFILL_BACKENDS, select_backend
-from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.calls import PrefillCall, Segments
-from dcpmla.attention.step import StepRequests
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.table import StepRequests
 from dcpmla.comm.exchange import LocalExchange
 from tests.attention.test_reference import SCALE, L, P, R, V, attend_heads, check_close
 from tests.support.backends import prefill_call

@@ -16,7 +16,7 @@ from dcpmla import mla_decode
 from dcpmla.attention import reference
 from dcpmla.attention.backends import DECODE_BACKENDS, find_backend, select_backend
 from dcpmla.attention.decode import dcp_mla_decode
-from dcpmla.attention.step import DecodeMetadata
+from dcpmla.attention.step.metadata import DecodeMetadata
 from dcpmla.cache.shared_format import rows_shape
 from dcpmla.cache.shared_rows import read_rows, write_rows
 from dcpmla.comm.exchange import LocalExchange

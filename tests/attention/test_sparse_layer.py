@@ -12,20 +12,19 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from dcpmla import DCPConfig, DCPMesh, LatentCache, MLAAttention, Placement, init_mesh
 from dcpmla.attention import layer as layer_module
-from dcpmla.attention import step as step_module
-from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.sparse import scores as scores_module
 from dcpmla.attention.sparse import selector as selector_module
-from dcpmla.attention.sparse.build import SparseStepBuilder
-from dcpmla.attention.sparse.step import SelectedTokens, with_selection
-from dcpmla.attention.step import StepRequests
+from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata, with_selection
+from dcpmla.attention.step import metadata as metadata_module
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.latent import LayerCache, num_blocks
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.families.table import attention_kind
 from tests.attention.test_layer import layout
 from tests.support.models import random_model, tiny_config
 from tests.support.ranks import run_ranks
-from tests.support.steps import selection_of
+from tests.support.steps import part, selection_of
 
 TOPK = 24
 PADDING = 3
@@ -76,14 +75,14 @@ def run_layers(
         query_lens: list[int], seq_lens: list[int], requests: list[int], padding: int, num_decodes: int | None
     ) -> tuple[list[Tensor], SelectedTokens]:
         kept = [tables[i] for i in requests]
-        steps = SparseStepBuilder(dcp, layers[0].mesh.dcp_rank)
+        steps = StepBuilder(dcp, layers[0].mesh.dcp_rank)
         metadata = steps.build(StepRequests(query_lens, seq_lens, kept), 3, num_decodes)
         rows = [
             hidden_states(total[i], i)[seq - query : seq]
             for i, query, seq in zip(requests, query_lens, seq_lens, strict=True)
         ]
         hidden = torch.cat([*rows, torch.full((padding, 48), torch.nan)])
-        metadata = with_selection(metadata.with_cos_sin(cos_sin[metadata.positions]), TOPK, buffer)
+        metadata = with_selection(metadata.with_cos_sin(cos_sin[metadata.tokens.positions]), TOPK, buffer)
         selection = selection_of(metadata)
         for memory in (selection.positions, selection.slots, selection.num_slots):
             memory.fill_(2**31 - 1)
@@ -123,7 +122,7 @@ def check_layouts(hf_config: Any, layouts: list[DCPConfig]) -> None:
     """Layers of a model in each layout: by masked MHA in prefill, and by selected rows."""
     hf_config._attn_implementation = "eager"
     model = random_model(hf_config).model
-    layer_module.PROJECT_FIRST_TOKENS, step_module.PART_ROWS = 8, 144  # some parts project after the merge
+    layer_module.PROJECT_FIRST_TOKENS, metadata_module.PART_ROWS = 8, 144  # some parts project after the merge
     selector_module.WORKSPACE_BYTES, scores_module._MAX_PRODUCTS = (
         1 << 14,
         1 << 14,
@@ -221,20 +220,16 @@ def check_mistakes(hf_config: Any) -> None:
     dcp, mesh = layout(1, 1), init_mesh(1, 1)
     weights: Weights = dict(random_model(hf_config).model.layers[0].self_attn.state_dict())
     layer, reusing = (new_layer(hf_config, dcp, mesh, weights, skip) for skip in (False, True))
-    dense, bare = (
-        (SparseStepBuilder if is_sparse else StepBuilder)(dcp, 0)
-        .build(StepRequests([30], [30], [list(range(8))]))
-        .with_cos_sin(torch.zeros(30, 8))
-        for is_sparse in (False, True)
-    )
-    step, hidden = with_selection(bare, TOPK), torch.zeros(30, 48)
+    dense = StepBuilder(dcp, 0).build(StepRequests([30], [30], [list(range(8))])).with_cos_sin(torch.zeros(30, 8))
+    step, bare, hidden = with_selection(dense, TOPK), with_selection(dense, 30), torch.zeros(30, 48)
     cache = LayerCache(torch.zeros(8, 4, 24), torch.zeros(8, 4, 16))
-    assert with_selection(dense, TOPK) is dense
-    assert with_selection(bare, 30) is bare
+    assert part(bare, SparseMetadata).selection is None  # no token has more than 30 before it
+    captured = dataclasses.replace(dense, cut=lambda work, arguments: None)
+    assert with_selection(captured, TOPK) is captured
     for with_mistake, cache_with_mistake, message in (
-        (dense, cache, "step has no sparse part, .*; build it with a SparseStepBuilder"),
+        (dense, cache, "step has no sparse part, .*; call with_selection\\(step, 24\\)"),
         (bare, cache, r"the step has no selection; tokens with more than 24 .* need with_selection\(step, 24\)"),
-        (with_selection(bare, 23), cache, r"the step's selection is \(30, 23\); expected \(30, 24\), tokens and topk"),
+        (with_selection(dense, 23), cache, r"the step's selection is \(30, 23\); expected \(30, 24\), tokens and topk"),
         (
             step,
             LayerCache(cache.latents),

@@ -11,11 +11,12 @@ from torch.nn import functional as F
 
 from dcpmla import DCPConfig, MLAAttention, Placement, init_mesh
 from dcpmla.attention.modules import MLAModules, rotated_first
-from dcpmla.attention.sparse.build import SparseStepBuilder
 from dcpmla.attention.sparse.modules import IndexerModules
 from dcpmla.attention.sparse.reuse import with_selected
 from dcpmla.attention.sparse.step import SparseMetadata, with_selection
-from dcpmla.attention.step import StepMetadata, StepRequests
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import StepMetadata
+from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.latent import LayerCache
 from tests.attention import test_modules
 from tests.attention.test_layer import layout
@@ -59,7 +60,7 @@ class Reader:
         self.indexer, self.config, self.mesh = layer.indexer, layer.config, layer.mesh
 
     def __call__(self, hidden_states: Tensor, cache: LayerCache, step: StepMetadata) -> Tensor:
-        bare = step.with_kind(dataclasses.replace(part(step, SparseMetadata), selection=None))
+        bare = step.sharing(dataclasses.replace(part(step, SparseMetadata), selection=None))
         return self.layer(  # type: ignore[no-any-return]
             hidden_states, cache, with_selected(bare, self.buffer, self.layer.dcp, self.mesh.dcp_rank)
         )
@@ -150,7 +151,7 @@ def check_refusals(hf_config: Any) -> None:
             modules.indexer.check(dataclasses.replace(config, **changes))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"weights have 'indexer.wk.weight', but the layer's modules hold its indexer"):
         given(layer, modules).load_weights({"indexer.wk.weight": torch.zeros(1)})
-    step = SparseStepBuilder(dcp, 0).build(StepRequests([30], [30], [list(range(8))])).with_cos_sin(torch.zeros(30, 8))
+    step = StepBuilder(dcp, 0).build(StepRequests([30], [30], [list(range(8))])).with_cos_sin(torch.zeros(30, 8))
     cache = LayerCache(torch.zeros(8, 4, 24), torch.zeros(8, 4, 16))
     wrong = given(layer, modules_of(layer, {"down_proj": lambda x: (x, x)}))
     with pytest.raises(
@@ -161,9 +162,10 @@ def check_refusals(hf_config: Any) -> None:
     for other in (buffer[:29], buffer.long(), buffer[:, 1:], torch.empty(40, 48, dtype=torch.int32)[:, ::2]):
         with pytest.raises(ValueError, match="positions is .*; expected .*, contiguous"):
             with_selection(step, TOPK, other)
-    with pytest.raises(ValueError, match="step has no sparse part"):
-        with_selected(dataclasses.replace(step, kinds={}), buffer, dcp, 0)
-    assert with_selected(step, torch.empty(40, 30, dtype=torch.int32), dcp, 0) is step
+    with pytest.raises(ValueError, match="positions is .*; expected .*, contiguous"):
+        with_selected(step, buffer[:29], dcp, 0)
+    short = with_selected(step, torch.empty(40, 30, dtype=torch.int32), dcp, 0)
+    assert part(short, SparseMetadata).selection is None  # no token has more than 30 before it
     check_rows(step, dcp)
 
 

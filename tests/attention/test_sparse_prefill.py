@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from dcpmla import DCPConfig, dcp_mla_prefill
-from dcpmla.attention.build import StepBuilder
-from dcpmla.attention.step import StepRequests
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.table import StepRequests
 from dcpmla.comm.exchange import LocalExchange
 from tests.attention.test_reference import SCALE, L, P, R, V
 from tests.attention.test_selection_mask import select, seq_lens_of_tokens

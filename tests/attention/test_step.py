@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla import DCPConfig, StepMetadata
-from dcpmla.attention.build import StepBuilder
-from dcpmla.attention.chunks import max_chunk_tokens, pad_table
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.chunks import lay_out_prefills, max_chunk_tokens
+from dcpmla.attention.step.table import pad_table
 from tests.support.step_batches import Batch, batches, check_chunks, make_batch
 from tests.test_ownership import deal
 
@@ -27,9 +28,9 @@ def check_tokens(batch: Batch, steps: list[StepMetadata]) -> None:
         assert step.num_tokens == sum(batch.query_lens) == len(expected)
         assert step.num_decode_tokens == sum(batch.query_lens[: batch.num_decodes])
         assert step.num_blocks == max(map(max, batch.block_tables)) + 1
-        assert step.positions.dtype == step.slot_mapping.dtype == torch.int64
-        assert step.positions.tolist() == [position for position, _, _ in expected]
-        assert step.slot_mapping.tolist() == [slot if owner == rank else -1 for _, owner, slot in expected]
+        assert step.tokens.positions.dtype == step.tokens.slots.dtype == torch.int64
+        assert step.tokens.positions.tolist() == [position for position, _, _ in expected]
+        assert step.tokens.slots.tolist() == [slot if owner == rank else -1 for _, owner, slot in expected]
 
 
 def check_decodes(batch: Batch, steps: list[StepMetadata]) -> None:
@@ -83,9 +84,9 @@ def check_tables_of_engines(batch: Batch, steps: list[StepMetadata]) -> None:
     requests = batch.query_lens[first:], batch.seq_lens[first:]
     table = torch.from_numpy(pad_table(batch.block_tables, batch.seq_lens, batch.dcp.virtual_block_size))
     wider = torch.cat([table, torch.full_like(table, -7)], 1).to(torch.int32)[:, : table.shape[1]]
-    for rank, step in enumerate(steps):
+    for step in steps:
         if step.prefill is not None:
-            prefill = StepBuilder(batch.dcp, rank, "cpu").prefill(*requests, wider[first:])
+            prefill = lay_out_prefills(step.layout, *requests, wider[first:])
             for chunk, expected in zip(prefill.context_chunks, step.prefill.context_chunks, strict=True):
                 assert chunk.local_slots.dtype == torch.int64
                 assert torch.equal(chunk.local_slots, expected.local_slots)
@@ -145,10 +146,11 @@ def test_layout_on_the_device_waits_for_nothing() -> None:
     builder = StepBuilder(DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=2, block_size=16), 1, "cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        (chunk,) = builder.prefill([3, 9], [100, 240], table).context_chunks
+        (chunk,) = lay_out_prefills(builder.layout, [3, 9], [100, 240], table).context_chunks
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    on_host = StepBuilder(builder.dcp, 1, "cpu").prefill([3, 9], [100, 240], table.cpu()).context_chunks[0]
+    layout = StepBuilder(builder.layout.dcp, 1, "cpu").layout
+    on_host = lay_out_prefills(layout, [3, 9], [100, 240], table.cpu()).context_chunks[0]
     for name in ("local_slots", "order", "tokens", "first_position"):
         assert getattr(chunk, name).tolist() == getattr(on_host, name).tolist()
 
@@ -157,7 +159,7 @@ def test_block_tables_may_be_longer_than_needed() -> None:
     batch = make_batch([(1, 20), (4, 40)], 4, 1, 4)
     longer = Batch(batch.query_lens, batch.seq_lens, [table + [-1, 99, 0] for table in batch.block_tables], batch.dcp)
     for step, other in zip(batch.build(), longer.build(), strict=True):
-        assert torch.equal(step.slot_mapping, other.slot_mapping)
+        assert torch.equal(step.tokens.slots, other.tokens.slots)
         assert step.decode is not None
         assert other.decode is not None
         assert torch.equal(step.decode.block_table, other.decode.block_table)

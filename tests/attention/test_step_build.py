@@ -10,17 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla import DCPConfig
-from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.calls import Segments
-from dcpmla.attention.chunks import max_chunk_tokens
-from dcpmla.attention.linear.calls import DeltaRequests
-from dcpmla.attention.linear.layout import DeltaMetadata
-from dcpmla.attention.sparse.build import SparseStepBuilder
-from dcpmla.attention.sparse.step import SparseMetadata
-from dcpmla.attention.step import DecodeMetadata, StepRequests
+from dcpmla.attention.linear.step import DeltaMetadata, delta_metadata
+from dcpmla.attention.sparse.step import SparseMetadata, with_selection
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.chunks import max_chunk_tokens
+from dcpmla.attention.step.layout import StepTraits
+from dcpmla.attention.step.metadata import DecodeMetadata
+from dcpmla.attention.step.table import StepRequests
+from dcpmla.cache.latent import LatentPlan
+from dcpmla.runtime.graph_inputs import GraphInputs
+from dcpmla.runtime.graph_sizes import GraphLimits, GraphSize
 from tests.support.layouts import dcp_config
 from tests.support.step_batches import make_batch
-from tests.support.steps import part
+from tests.support.steps import part, selection_of
 
 
 @pytest.mark.parametrize("interleave", [1, 16, 64])
@@ -38,9 +41,9 @@ def test_a_chunk_by_hand() -> None:
     """W = 2, I = 1, blocks of 2: positions 0 1 2 3 fill block 5 on both ranks, position 4 opens block 9 on rank 0."""
     dcp = DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=2, block_size=2)
     even, odd = (StepBuilder(dcp, rank).build(StepRequests([3], [8], [[5, 9]])) for rank in range(2))
-    assert even.positions.tolist() == [5, 6, 7]
-    assert even.slot_mapping.tolist() == [-1, 19, -1]
-    assert odd.slot_mapping.tolist() == [18, -1, 19]
+    assert even.tokens.positions.tolist() == [5, 6, 7]
+    assert even.tokens.slots.tolist() == [-1, 19, -1]
+    assert odd.tokens.slots.tolist() == [18, -1, 19]
     for step in (even, odd):
         assert step.decode is None
         assert step.prefill is not None
@@ -56,22 +59,23 @@ def test_a_chunk_by_hand() -> None:
         assert chunk.keys.start == (0, 5)
 
 
-def test_sparse_steps_upload_tables_and_lengths_once() -> None:
-    """Decodes see the same as in a dense step; the indexer sees the lengths of all requests."""
+def test_layers_that_select_read_the_tables_and_lengths_of_the_step() -> None:
+    """The indexer sees the lengths of all requests, decodes see the first ones; nothing is uploaded twice."""
     batch = make_batch([(3, 70), (1, 9), (2, 30), (9, 200)], 3, 2, 4)
     requests = StepRequests(batch.query_lens, batch.seq_lens, batch.block_tables)
-    dense, sparse = (kind(batch.dcp, 1).build(requests, 3) for kind in (StepBuilder, SparseStepBuilder))
-    assert dense.decode is not None
-    assert sparse.decode is not None
-    selectable = part(sparse, SparseMetadata)
+    step = with_selection(StepBuilder(batch.dcp, 1).build(requests, 3), 300)
+    assert step.decode is not None
+    selectable, owner = part(step, SparseMetadata), batch.dcp.owner(1)
     for name in ("block_table", "local_seq_lens"):
-        mine, theirs = getattr(sparse.decode, name), getattr(dense.decode, name)
-        assert torch.equal(mine, theirs)
-    assert torch.equal(selectable.local_seq_lens[: sparse.num_decode_tokens], sparse.decode.local_seq_lens)
+        assert getattr(selectable, name).data_ptr() == getattr(step.decode, name).data_ptr()
+    assert torch.equal(selectable.local_seq_lens[: step.num_decode_tokens], step.decode.local_seq_lens)
+    lens = selectable.seq_lens.tolist()
+    assert selectable.local_seq_lens.tolist() == [owner.local_seq_lens(length) for length in lens]
     assert selectable.block_table.tolist() == [table + [0] * (18 - len(table)) for table in batch.block_tables]
     assert selectable.request.tolist() == [0] * 3 + [1] + [2] * 2 + [3] * 9
-    assert selectable.seq_lens.tolist() == [int(position) + 1 for position in sparse.positions]
+    assert lens == (step.tokens.positions + 1).tolist()
     assert selectable.max_seq_len == 209
+    assert selectable.selection is None  # no token has more than 300 before it
 
 
 @pytest.mark.parametrize(
@@ -134,23 +138,27 @@ def test_workspace_size(max_model_len: int, max_num_seqs: int, layout: tuple[int
 def test_a_step_of_one_token_of_each_request(num_reqs: int) -> None:
     dcp, seq_lens = DCPConfig(block_size=4), [7 + index for index in range(num_reqs)]
     tables = [[4 * index + block for block in range(4)] for index in range(num_reqs)]
-    steps = SparseStepBuilder(dcp, 0)
+    steps = StepBuilder(dcp, 0)
     step = steps.build(StepRequests([3] * num_reqs, seq_lens, tables), 3)
     for index in range(3):
-        found = step.of_tokens(index)
-        expected = steps.build(StepRequests([1] * num_reqs, [each - 2 + index for each in seq_lens], tables), 3)
+        found = with_selection(step.nth_token(index), 2)
+        one_each = StepRequests([1] * num_reqs, [each - 2 + index for each in seq_lens], tables)
+        expected = with_selection(steps.build(one_each, 3), 2)
         assert found.decode is not None
         assert expected.decode is not None
-        for name in ("positions", "slot_mapping"):
-            assert getattr(found, name).tolist() == getattr(expected, name).tolist()
+        for column, wanted in zip(found.tokens, expected.tokens, strict=True):
+            assert column.tolist() == wanted.tolist()
+            assert column.stride() == (1,)  # what kernels ask for
+        for name in ("begin", "end", "num_tokens", "row_start", "states"):
+            assert getattr(found.table, name).tolist() == getattr(expected.table, name).tolist()
         assert found.decode.local_seq_lens.tolist() == expected.decode.local_seq_lens.tolist()
-        assert found.decode.local_seq_lens.stride() == (1,)  # what kernels ask for
+        assert found.decode.local_seq_lens.stride() == (1,)
+        assert found.decode.max_query_len == expected.decode.max_query_len == 1
+        assert found.num_tokens == found.num_decode_tokens == found.num_decodes == num_reqs
+        assert (found.num_blocks, found.max_seq_len) == (step.num_blocks, step.max_seq_len)
         for name in ("request", "seq_lens", "local_seq_lens"):
-            assert (
-                getattr(part(found, SparseMetadata), name).tolist()
-                == getattr(part(expected, SparseMetadata), name).tolist()
-            )
-            assert getattr(part(found, SparseMetadata), name).stride() == (1,)
+            assert getattr(part(found, SparseMetadata), name) is getattr(found.tokens, name)
+        assert selection_of(found).positions.shape == (num_reqs, 2)
 
 
 @pytest.mark.parametrize("num_decodes", [-1, 3])
@@ -206,14 +214,40 @@ def test_parts_need_the_starts_of_all_segments() -> None:
         list(decode.parts(7))
 
 
-def test_a_token_of_requests_with_states() -> None:
-    """The second request has two tokens of three, the last is padding."""
-    columns = ([0, 3, 6], [5, 9, -1], [8, 11, 0], [4, 7, -1])
-    requests = DeltaRequests(*(torch.tensor(column, dtype=torch.int32) for column in columns))
-    step = DeltaMetadata(requests, requests)
+@pytest.mark.parametrize("rejected", [(0, 0), (2, 1)])
+def test_a_token_of_requests_with_states(rejected: tuple[int, int]) -> None:
+    """In a padded step, the second request has two tokens of three, the last is padding. Rejected drafts move them."""
+    steps = StepBuilder(DCPConfig(block_size=16), 0, "cpu", StepTraits(num_states=8))
+    plan = LatentPlan(num_blocks=9, dcp_size=1, dtype=torch.float32, num_layers=1, block_size=16, row_width=1)
+    size = GraphSize.of_requests(3, 3)
+    inputs = GraphInputs(torch.tensor(0), [size], GraphLimits(3, 16), plan, steps)
+    inputs.clear(size)
+    requests = StepRequests([3, 2], [8, 11], [[5], [2]], [4, 7])
+    inputs.fill(size, torch.arange(5), requests, torch.tensor(rejected))
+    inputs.lay_out(size)
+    _, step = inputs.step(size)
+    of_all, pieces = step.derive(DeltaMetadata, delta_metadata)
+    assert pieces is None
+    begin = [5 - rejected[0], 9 - rejected[1]]
+    assert [column.tolist() for column in of_all] == [
+        [0, 3, 6],
+        [*begin, 0],
+        [begin[0] + 3, begin[1] + 2, 0],
+        [4, 7, -1],
+    ]
     expected = [([5, 9], [6, 10]), ([6, 10], [7, 11]), ([7, 11], [8, 11])]
     for index, (first, end) in enumerate(expected):
-        token = step.of_tokens(index, 3).requests
+        token = delta_metadata(step.nth_token(index)).recurrent
         assert token.start.tolist() == [0, 1, 2]
-        assert (token.first_position.tolist()[:2], token.end.tolist()[:2]) == (first, end)
+        found = token.first_position[:2] + torch.tensor(rejected), token.end[:2] + torch.tensor(rejected)
+        assert [column.tolist() for column in found] == [first, end]
+        assert token.first_position[2] == token.end[2]
         assert token.state.tolist() == [4, 7, -1]
+
+
+def test_numbers_are_derived_once() -> None:
+    """All passes over a step share them, whatever their layers share besides; a step of one token has its own."""
+    step = StepBuilder(DCPConfig(block_size=16), 0).build(StepRequests([2], [30], [[0, 1]]), 2)
+    made = [each.derive(list, lambda of: [of.num_tokens]) for each in (step, with_selection(step, 8), step)]
+    assert made[0] is made[1] is made[2]
+    assert step.nth_token(1).derive(list, lambda of: [of.num_tokens]) == [1]

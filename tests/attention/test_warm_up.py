@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.prefill import dcp_mla_prefill
-from dcpmla.attention.step import DecodeMetadata, PrefillMetadata
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.chunks import PrefillMetadata
+from dcpmla.attention.step.metadata import DecodeMetadata
 from dcpmla.attention.warm_up import LayerSizes, sizes, warm_up
 from dcpmla.cache.formats import FP8
 from dcpmla.comm.exchange import LocalExchange

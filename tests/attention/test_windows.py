@@ -1,5 +1,6 @@
 """Windows as selections: positions and slots for every layout of the cache, the kernel, contexts that windows reach."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ from dcpmla.attention.calls import PrefillCall
 from dcpmla.attention.reference import run_prefill
 from dcpmla.attention.sparse.mask import selection_mask
 from dcpmla.attention.sparse.slots import SlotLayout
-from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
-from dcpmla.attention.step import StepRequests
-from dcpmla.attention.windowed.build import WindowedStepBuilder
+from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata, with_selection
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.table import StepRequests
 from dcpmla.attention.windowed.select import select_window
 from dcpmla.attention.windowed.step import WindowMetadata, of_window, with_windows
 from dcpmla.ownership import Owner
@@ -121,12 +122,17 @@ def test_prefills_read_the_context_that_windows_reach(size: int, interleave: int
     context_lens, query_lens = (300, 5, 150), (7, 3, 2)
     seq_lens = [context + query for context, query in zip(context_lens, query_lens, strict=True)]
     tables = [list(range(20 * row, 20 * row + 20)) for row in range(3)]
-    step = WindowedStepBuilder(window, dcp, 0).build(StepRequests(query_lens, seq_lens, tables), num_decodes=0)
+    built = StepBuilder(dcp, 0).build(StepRequests(query_lens, seq_lens, tables), num_decodes=0)
+    cos_sin = torch.zeros(built.num_tokens, 4)
+    step = with_windows(with_selection(built, window), window, cos_sin)
     windows = step.get(WindowMetadata)
     assert windows is not None
     assert windows.prefill is not None
     assert step.prefill is not None
-    assert windows.prefill.queries is step.prefill.queries
+    assert windows.prefill.queries.start == step.prefill.queries.start
+    assert windows.prefill.queries.start_loc is step.prefill.queries.start_loc
+    assert windows.prefill.first_position is step.prefill.first_position
+    assert windows.prefill.window == window
     (chunk,) = windows.prefill.context_chunks
     lens, first = chunk.keys.lens, chunk.first_position.tolist()
     for length, begin, context in zip(lens, first, context_lens, strict=True):
@@ -134,19 +140,34 @@ def test_prefills_read_the_context_that_windows_reach(size: int, interleave: int
         assert begin + length == context
         assert begin <= max(0, context - window + 1)
         assert length < window + dcp.chunk_alignment
-    cos_sin = torch.zeros(step.num_tokens, 4)
-    seen = of_window(with_windows(step, window, cos_sin))
+    seen = of_window(step)
     assert seen.prefill is windows.prefill
+    assert seen.cos_sin is cos_sin
     assert of_window(seen) is seen
     sparse = seen.get(SparseMetadata)
     assert sparse is not None
     assert sparse.selection is not None
+    assert sparse.selection is windows.selection
     assert sparse.selection.positions.shape == (12, window)
+    again = with_windows(built, window, cos_sin).get(WindowMetadata)  # a module of drafts lays out no contexts again
+    assert again is not None
+    assert again.prefill is windows.prefill
+    assert again.selection is not windows.selection
 
 
 def test_short_contexts_select_nothing() -> None:
-    step = WindowedStepBuilder(64, dcp_config(1, 1, 1, block_size=16), 0).build(StepRequests([1], [64], [[0, 1, 2, 3]]))
-    windows = with_windows(step, 64, torch.zeros(1, 4)).get(WindowMetadata)
-    assert windows is not None
-    assert windows.selection is None
-    assert windows.of_tokens(0, 1).prefill is None
+    steps = StepBuilder(dcp_config(1, 1, 1, block_size=16), 0)
+    step = steps.build(StepRequests([1], [64], [[0, 1, 2, 3]]))
+    for each in (step, step.nth_token(0)):
+        windows = with_windows(each, 64, torch.zeros(1, 4)).get(WindowMetadata)
+        assert windows is not None
+        assert windows.selection is None
+        assert windows.prefill is None
+
+
+def test_a_captured_step_has_angles_alone() -> None:
+    """Contexts and selections come with the step of each replay."""
+    step = StepBuilder(dcp_config(1, 1, 1, block_size=16), 0).build(StepRequests([40], [90], [list(range(6))]))
+    cos_sin = torch.zeros(40, 4)
+    captured = with_windows(replace(step, cut=lambda work, arguments: None), 20, cos_sin)
+    assert captured.get(WindowMetadata) == WindowMetadata(cos_sin=cos_sin)

@@ -12,9 +12,8 @@ from dcpmla.__main__ import main
 from dcpmla.bench import generate as bench_generate
 from dcpmla.bench import step_times
 from dcpmla.config import DCPConfig
-from dcpmla.runtime.graph import DecodeGraph
-from dcpmla.runtime.mixed_graph import MixedGraph
-from dcpmla.runtime.mixed_sizes import MixedSize
+from dcpmla.runtime.graph import StepGraph
+from dcpmla.runtime.graph_sizes import GraphSize
 from tests.support.graph_checks import open_model_on
 from tests.support.models import save_tiny
 from tests.support.ranks import run_ranks
@@ -93,7 +92,7 @@ def test_both_modes_in_one_run(
         token = torch.tensor(0)
         model, mesh = engine.model, engine.mesh
         steps = model.attention.step_builder(engine.cache.sizes, engine.dcp, mesh.dcp_rank, model.device)
-        engine.graph = DecodeGraph(model.decode, token, engine.cache, steps, mesh, 3, engine.max_model_len)
+        engine.graph = StepGraph.decodes(model.decode, token, engine.cache, steps, mesh, 3, engine.max_model_len)
         enter = engine.on_step
         engine.on_step = lambda line: (
             (enter(line), decodes.append((line.partition("(")[2][:10], "graph" in line))) if line[0] == "d" else None
@@ -124,15 +123,15 @@ def test_steps_with_prompts(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Alone and beside 32 decodes, if the step has room; padded as graphs are, and eager."""
-    build_engine, sizes = bench_generate.build_engine, list[MixedSize]()
+    build_engine, sizes = bench_generate.build_engine, list[GraphSize]()
 
     def build(*arguments: Any) -> Any:
         engine, selection = build_engine(*arguments)
         steps = engine.model.attention.step_builder(engine.cache.sizes, engine.dcp, 0, engine.model.device)
         limits = 64, 64, engine.max_model_len
-        mixed = MixedGraph(engine.model, engine.cache, steps, engine.mesh, *limits, tokens_per_request=4)
-        size = mixed.size
-        monkeypatch.setattr(mixed, "size", lambda *step: sizes.append(size(*step)) or sizes[-1])
+        mixed = StepGraph.prompts(engine.model, engine.cache, steps, engine.mesh, *limits, tokens_per_request=4)
+        size = mixed.prompt_size
+        monkeypatch.setattr(mixed, "prompt_size", lambda *step: sizes.append(size(*step)) or sizes[-1])
         engine.graph, engine.mixed_graph = object(), mixed
         return engine, selection
 

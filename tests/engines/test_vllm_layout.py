@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcpmla.attention import step as step_module
-from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.decode import dcp_mla_decode
-from dcpmla.attention.step import DecodeMetadata
+from dcpmla.attention.step import metadata as step_module
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import DecodeMetadata
 from dcpmla.comm.exchange import LocalExchange
 from dcpmla.integrations.absorbed import DecodeLayout, Part
 from dcpmla.integrations.vllm.sparse.layout import SelectionLayout
@@ -37,13 +37,13 @@ def build(decodes: DecodeLayout, requests: Requests, padding: int = 0) -> tuple[
     seq_lens = torch.tensor([*(query_lens + contexts), *[0] * padding], dtype=torch.int32)
     table = torch.arange(len(seq_lens), dtype=torch.int32)[:, None]
     num_tokens = int(query_lens.sum()) + padding * int(query_lens[0])
-    local = decodes.steps.owner.local_seq_lens(seq_lens)
+    local = decodes.steps.layout.owner.local_seq_lens(seq_lens)
     return decodes.build(table, seq_lens, local, torch.from_numpy(start), start, num_tokens)
 
 
 def count_seen(decodes: DecodeLayout, requests: Requests) -> list[int]:
     """Count one by one, for each new token, the tokens on this rank at its position and before."""
-    owner, counts = decodes.steps.owner, []
+    owner, counts = decodes.steps.layout.owner, []
     for num_new, context in requests:
         for position in range(context, context + num_new):
             owners = [owner.rank_of(other) for other in range(position + 1)]
@@ -152,7 +152,7 @@ def test_each_token_selects_from_what_is_before_it(
     dcp_size, interleave, _ = sizes
     for rank in range(dcp_size):
         decodes = layout_of(dcp_size, interleave, num_heads=8, rank=rank)
-        layout = SelectionLayout(decodes.steps.dcp, rank, 300, torch.device("cpu"))
+        layout = SelectionLayout(decodes.steps.layout.dcp, rank, 300, torch.device("cpu"))
         query_lens, contexts = map(np.array, zip(*requests, strict=True))
         starts = torch.tensor([0, *np.cumsum(query_lens), *[query_lens.sum()] * padding], dtype=torch.int32)
         seq_lens = torch.tensor([*(query_lens + contexts), *[0] * padding], dtype=torch.int32)
@@ -172,6 +172,6 @@ def test_each_token_selects_from_what_is_before_it(
         assert sparse.seq_lens.tolist() == seen + [0] * (padding * uniform)
         assert sparse.local_seq_lens[:num_real].tolist() == count_seen(decodes, requests)
         assert sparse.local_seq_lens[num_real:].sum() == 0
-        assert sparse.block_table.shape[1] * decodes.steps.dcp.virtual_block_size >= sparse.max_seq_len
+        assert sparse.block_table.shape[1] * decodes.steps.layout.dcp.virtual_block_size >= sparse.max_seq_len
         columns = [(each.request, each.seq_lens, each.local_seq_lens) for each in (sparse, again)]
         assert all(old.data_ptr() == new.data_ptr() for old, new in zip(*columns, strict=True))

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 
-from dcpmla.attention import step as step_module
+from dcpmla.attention.step import metadata as step_module
 from dcpmla.comm.nccl import AllToAll
 from dcpmla.integrations.vllm import impl
 from dcpmla.integrations.vllm.backend import DCPMLAMetadataBuilder

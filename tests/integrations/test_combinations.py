@@ -31,8 +31,7 @@ from dcpmla.integrations.open_model import open_model
 from dcpmla.parallel.mesh import DCPMesh, init_mesh
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.grammar import Grammar
-from dcpmla.runtime.graph import DecodeGraph
-from dcpmla.runtime.mixed_graph import MixedGraph
+from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support import recording
 from tests.support.combinations import PROPERTY, REFUSED, WITH_MODULE, Row, by_ranks, covering_array
@@ -261,13 +260,12 @@ class RowEngines:
 def _record(patch: pytest.MonkeyPatch, mesh: DCPMesh) -> None:
     """Let engines on CPUs have the graphs of GPUs, recorded on one rank, and run eagerly over padded steps on two."""
 
-    def capture(graph: DecodeGraph | MixedGraph, *args: object) -> None:
+    def capture(graph: StepGraph, *args: object) -> None:
         if mesh.tp_size == 1:
             recording.capture(graph)
 
     patch.setattr(loading, "_captures", lambda device, options: True)
-    for kind in (DecodeGraph, MixedGraph):
-        patch.setattr(kind, "capture", capture)
+    patch.setattr(StepGraph, "capture", capture)
 
 
 def serve(directory: Path, rows: list[Row], device_type: str) -> list[Served]:

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from dcpmla.attention.build import StepBuilder
+from dcpmla.attention.step.build import StepBuilder
 from dcpmla.cache.latent import LatentCache, LatentPlan
 from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.decode_graphs import GraphMaker
 from dcpmla.runtime.capture import CannotCapture, Track
-from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.graph_inputs import GraphSize
 from tests.support.hash_model import BLOCK, MESH, HashModel
 
@@ -26,11 +26,11 @@ def make_cache() -> LatentCache:
     return LatentCache(plan, torch.device("cpu"))
 
 
-def make_maker(max_model_len: int, mesh: Any = MESH) -> GraphMaker[DecodeGraph]:
+def make_maker(max_model_len: int, mesh: Any = MESH) -> GraphMaker:
     model: Any = HashModel()
 
-    def new(cache: Cache, steps: StepBuilder, longest: int) -> DecodeGraph:
-        return DecodeGraph(model.decode, torch.tensor(0), cache, steps, mesh, 3, longest)
+    def new(cache: Cache, steps: StepBuilder, longest: int) -> StepGraph:
+        return StepGraph.decodes(model.decode, torch.tensor(0), cache, steps, mesh, 3, longest)
 
     return GraphMaker("decode steps", new, model, DCPConfig(block_size=BLOCK), mesh, max_model_len, 3, 0)
 
@@ -39,10 +39,10 @@ def make_maker(max_model_len: int, mesh: Any = MESH) -> GraphMaker[DecodeGraph]:
 def test_a_block_table_no_wider_than_the_longest_request(
     max_model_len: int, num_columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DecodeGraph, "capture", lambda *_: None)
+    monkeypatch.setattr(StepGraph, "capture", lambda *_: None)
     graph = make_maker(max_model_len).capture(make_cache())
     assert graph is not None
-    _, metadata = graph._padded.rows(GraphSize(3))
+    _, metadata = graph._inputs.step(GraphSize.of_requests(3))
     assert metadata.decode is not None
     assert metadata.decode.block_table.shape == (3, num_columns)
 
@@ -52,11 +52,11 @@ def test_a_failure_is_said_once(rank: int, monkeypatch: pytest.MonkeyPatch, capl
     """By the first rank; and no rank tries again over the next cache."""
     tries = []
 
-    def capture(graph: DecodeGraph, *_: Any) -> None:
+    def capture(graph: StepGraph, *_: Any) -> None:
         tries.append(graph)
         raise CannotCapture("it waits at model.py:3 (forward), on rank 1")
 
-    monkeypatch.setattr(DecodeGraph, "capture", capture)
+    monkeypatch.setattr(StepGraph, "capture", capture)
     maker = make_maker(20, SimpleNamespace(**{**vars(MESH), "tp_rank": rank}))
     assert [maker.capture(make_cache()) for _ in range(2)] == [None, None]
     assert len(tries) == 1
@@ -69,11 +69,11 @@ def test_captures_are_announced(rank: int, monkeypatch: pytest.MonkeyPatch, capf
     """All ranks announce each capture before it begins, but none that measures. Without a terminal no bar appears."""
     lines, captured = list[str](), list[int]()
 
-    def capture(graph: DecodeGraph, num_sizes: int | None = None, track: Track = iter) -> None:
-        for _ in track(graph._batches[::-1][:num_sizes]):
+    def capture(graph: StepGraph, num_sizes: int | None = None, track: Track = iter) -> None:
+        for _ in track(graph.sizes[::-1][:num_sizes]):
             captured.append(len(lines))
 
-    monkeypatch.setattr(DecodeGraph, "capture", capture)
+    monkeypatch.setattr(StepGraph, "capture", capture)
     maker = make_maker(20, SimpleNamespace(**{**vars(MESH), "tp_rank": rank}))
     maker.capture(make_cache(), lines.append)
     assert lines == [f"capturing decode steps: {number} requests" for number in (3, 2, 1)]

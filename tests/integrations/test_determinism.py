@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla.attention import step as step_module
-from dcpmla.attention.step import StepRequests
+from dcpmla.attention.step import metadata as step_module
+from dcpmla.attention.step.table import StepRequests
 from dcpmla.cli.determinism import ALONE, GRAPH_WAYS, WAYS, Answer, Way, draw_cases, serve
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.arguments import layout
@@ -21,9 +21,8 @@ from dcpmla.integrations.open_model import open_model
 from dcpmla.parallel import fixed
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.engine import Engine
-from dcpmla.runtime.graph import DecodeGraph
-from dcpmla.runtime.mixed_graph import MixedGraph
-from dcpmla.runtime.mixed_sizes import MixedSize
+from dcpmla.runtime.graph import StepGraph
+from dcpmla.runtime.graph_sizes import GraphSize
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.models import VOCAB_SIZE, random_model, tiny_config
 from tests.support.ranks import run_ranks
@@ -86,13 +85,13 @@ def compare(
 def count_whole(loaded: Engine, prompts: Sequence[int]) -> int:
     """Serve prompts of some lengths; return the number of steps that were one graph and had pieces by MHA."""
     assert loaded.mixed_graph is not None
-    counted, run_whole = list[bool](), loaded.mixed_graph.run_whole
+    counted, run = list[bool](), loaded.mixed_graph.run
 
-    def count(size: MixedSize, token_ids: Tensor, requests: StepRequests, num_absorbed: int) -> Any:
-        counted.append(num_absorbed < len(requests.query_lens))
-        return run_whole(size, token_ids, requests, num_absorbed)
+    def count(inputs: Tensor, requests: StepRequests, size: GraphSize, *more: Any) -> Tensor:
+        counted.append(size.is_whole and requests.num_decodes < len(requests.query_lens))
+        return run(inputs, requests, size, *more)
 
-    loaded.mixed_graph.run_whole = count  # type: ignore[method-assign]
+    loaded.mixed_graph.run = count  # type: ignore[method-assign]
     for length in prompts:
         loaded.add([1] * length, SamplingParams(max_new_tokens=2, ignore_eos=True))
     list(loaded.run())
@@ -118,9 +117,9 @@ def with_graphs(loaded: Engine) -> None:
     model, cache, mesh = loaded.model, loaded.cache, loaded.mesh
     steps = model.attention.step_builder(cache.sizes, loaded.dcp, mesh.dcp_rank, model.device)
     limits = 8, loaded.max_model_len
-    loaded.graph = DecodeGraph(model.decode, torch.tensor(0), cache, steps, mesh, *limits)
+    loaded.graph = StepGraph.decodes(model.decode, torch.tensor(0), cache, steps, mesh, *limits)
     width = loaded.scheduler.costs.tokens_per_request
-    loaded.mixed_graph = MixedGraph(model, cache, steps, mesh, 70, *limits, width)
+    loaded.mixed_graph = StepGraph.prompts(model, cache, steps, mesh, 70, *limits, width)
 
 
 def compare_reordered(directory: Path) -> Outcome:

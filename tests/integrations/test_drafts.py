@@ -12,7 +12,7 @@ from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.drafts import Drafter
-from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.engines import new_engine
 from tests.support.layouts import dcp_config
@@ -35,7 +35,7 @@ def serve(
     for memory in cache.tensors:
         memory.fill_(torch.nan if memory.is_floating_point() else 10**6)
     graph = (
-        DecodeGraph(
+        StepGraph.decodes(
             model.decode,
             torch.tensor(0),
             cache,

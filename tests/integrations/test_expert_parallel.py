@@ -12,8 +12,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dcpmla.attention.build import StepBuilder
-from dcpmla.attention.step import StepRequests
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.latent import LatentCache, num_blocks
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig

@@ -12,13 +12,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcpmla.attention.linear import kind as linear_kind
-from dcpmla.attention.linear import layout
-from dcpmla.attention.pooled import kind as pooled_kind
+from dcpmla.attention.step import long_pieces
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.runtime.costs import TOKEN_COSTS
-from dcpmla.runtime.graph import DecodeGraph
-from dcpmla.runtime.mixed_graph import MixedGraph
+from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.sampling import SamplingParams
 from tests.integrations.test_transformers import prompts
 from tests.support.costs import DrawnCosts
@@ -67,7 +65,7 @@ def serve(directory: Path, dcp: DCPConfig, enable_expert_parallel: bool) -> list
         for memory in cache.tensors:
             memory.fill_(torch.nan)
         graph = (
-            DecodeGraph(
+            StepGraph.decodes(
                 watched(model),
                 torch.tensor(0),
                 cache,
@@ -82,8 +80,8 @@ def serve(directory: Path, dcp: DCPConfig, enable_expert_parallel: bool) -> list
         mixed, costs = None, TOKEN_COSTS
         if with_mixed:
             steps = model.attention.step_builder(cache.sizes, dcp, mesh.dcp_rank, model.device)
-            costs = DrawnCosts(0, absorbs=steps.absorbs_pieces)
-            mixed = MixedGraph(model, cache, steps, mesh, 40, 5, 80, costs.tokens_per_request)
+            costs = DrawnCosts(0, absorbs=steps.layout.traits.absorbs_pieces)
+            mixed = StepGraph.prompts(model, cache, steps, mesh, 40, 5, 80, costs.tokens_per_request)
             if mesh.tp_size == 1:  # a recording holds no collectives
                 capture(mixed)
         budget = 40 if with_mixed else 1000
@@ -143,9 +141,8 @@ def test_models_with_and_without_graph(
 
 def serve_in_chunks(directories: list[Path], dcp: DCPConfig) -> list[Any]:
     """Serve models of linear attention whose long pieces take the operator of chunks, here its reference."""
-    for module in (linear_kind, pooled_kind):
-        module.takes_chunks = lambda device, dtype: True
-    layout.LONG_PIECE, layout.TOKENS_PER_PIECE = 5, 16
+    linear_kind.takes_chunks = lambda device, dtype: True
+    long_pieces.LONG_PIECE, long_pieces.TOKENS_PER_PIECE = 5, 16
     return serve_all(directories, dcp, False)
 
 

@@ -24,7 +24,7 @@ from dcpmla.integrations.open_model import open_model
 from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.collectives import PeerFault
 from dcpmla.parallel.mesh import init_mesh
-from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.costs import DrawnCosts
 from tests.support.engines import new_engine
@@ -80,7 +80,7 @@ def serve(
         if drafts:
             how["drafter"] = RecordedDrafter(num_drafts, recorded, 0.8, VOCAB_SIZE)
             like = torch.tensor(0, device=device)
-            how["graph"] = DecodeGraph(
+            how["graph"] = StepGraph.decodes(
                 model.decode,
                 like,
                 cache,

@@ -14,8 +14,7 @@ from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.speculation import check_speculation, mtp_graphs
 from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.mesh import init_mesh
-from dcpmla.runtime.graph import DecodeGraph
-from dcpmla.runtime.mixed_graph import MixedGraph
+from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.mtp import MtpDrafter
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.costs import DrawnCosts
@@ -77,11 +76,12 @@ def serve_families(
             options: dict[str, Any] = {}
             if with_graph:
                 steps = model.attention.step_builder(cache.sizes, dcp, mesh.dcp_rank, model.device)
-                costs = DrawnCosts(0, absorbs=steps.absorbs_pieces)
+                costs = DrawnCosts(0, absorbs=steps.layout.traits.absorbs_pieces)
                 query_len = 1 + num_drafts
                 options["costs"] = costs
-                options["graph"] = DecodeGraph(model.decode, torch.tensor(0), cache, steps, mesh, 4, 100, query_len)
-                options["mixed_graph"] = MixedGraph(model, cache, steps, mesh, 16, 4, 100, costs.tokens_per_request)
+                common = cache, steps, mesh
+                options["graph"] = StepGraph.decodes(model.decode, torch.tensor(0), *common, 4, 100, query_len)
+                options["mixed_graph"] = StepGraph.prompts(model, *common, 16, 4, 100, costs.tokens_per_request)
             graphs = [maker.make(cache) for maker in mtp_graphs(num_drafts, model, dcp, mesh, 4, 100)]
             drafter = Recording(num_drafts, model, cache, mesh, *graphs)
             drafter.record = []

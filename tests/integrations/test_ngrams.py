@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dcpmla.attention.placement import Placement
-from dcpmla.attention.step import StepRequests
+from dcpmla.attention.step.table import StepRequests
 from dcpmla.comm.reduce import CollectiveReduce
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
@@ -24,8 +24,7 @@ from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.ngrams import NgramSizes, load_hash, load_memory
 from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.mesh import init_mesh
-from dcpmla.runtime.graph import DecodeGraph
-from dcpmla.runtime.mixed_graph import MixedGraph
+from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.costs import DrawnCosts
 from tests.support.engines import new_engine
@@ -185,9 +184,9 @@ def serve(model: Any, mesh: Any, dcp: DCPConfig, chunk: int, drafter: Any, graph
     cache, options = new_cache(model, dcp, num_drafts), {}
     if graphs:
         steps = model.attention.step_builder(cache.sizes, dcp, mesh.dcp_rank, CPU)
-        costs = DrawnCosts(0, absorbs=steps.absorbs_pieces)
-        graph = DecodeGraph(model.decode, torch.tensor(0), cache, steps, mesh, 4, 100, 1 + num_drafts)
-        mixed = MixedGraph(model, cache, steps, mesh, chunk, 4, 100, costs.tokens_per_request)
+        costs = DrawnCosts(0, absorbs=steps.layout.traits.absorbs_pieces)
+        graph = StepGraph.decodes(model.decode, torch.tensor(0), cache, steps, mesh, 4, 100, 1 + num_drafts)
+        mixed = StepGraph.prompts(model, cache, steps, mesh, chunk, 4, 100, costs.tokens_per_request)
         options = {"graph": graph, "mixed_graph": mixed, "costs": costs}
         if mesh.tp_size == 1:  # a recording holds no collectives
             capture(graph)

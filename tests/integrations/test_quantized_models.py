@@ -18,7 +18,7 @@ from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.transformers import load_model
-from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.sampling import SamplingParams
 from tests.attention.test_quantized_cache import FORMATS, config_of_layer, layout
 from tests.support.engines import new_engine
@@ -64,7 +64,7 @@ def generate(directory: Path, dcp: DCPConfig) -> tuple[Outcome, list[float]]:
         rows.view(torch.uint8).fill_(0xFF)
     steps = model.attention.step_builder(cache.sizes, dcp, mesh.dcp_rank, device)
     # It runs the padded step, without a GPU.
-    graph = DecodeGraph(model.decode, torch.zeros((), dtype=torch.int64), cache, steps, mesh, 3, 64)
+    graph = StepGraph.decodes(model.decode, torch.zeros((), dtype=torch.int64), cache, steps, mesh, 3, 64)
     engine = new_engine(model, cache, dcp, mesh, 64, CHUNK, max_num_seqs=3, graph=graph)
     params, generator = SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True), torch.Generator().manual_seed(1)
     prompts = [torch.randint(1, VOCAB_SIZE - 1, (length,), generator=generator).tolist() for length in PROMPT_LENS]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dcpmla import DCPConfig
-from dcpmla.attention.build import StepBuilder
-from dcpmla.attention.step import StepRequests
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.table import StepRequests
 from dcpmla.integrations import sglang
 from dcpmla.integrations.sglang.metadata import MetadataBuilder, is_prefill
 

@@ -3,7 +3,6 @@
 Kernels run on a GPU, in Triton's interpreter without one, and are compiled for Hopper.
 """
 
-import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla.attention.step import StepMetadata
-from dcpmla.attention.token_rows import TokenRows
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.layout import StepTraits
+from dcpmla.attention.step.metadata import StepMetadata
+from dcpmla.attention.step.table import StepRequests, StepTable, TableSizes
+from dcpmla.config import DCPConfig
 from dcpmla.model.buckets import Buckets
 from dcpmla.model.ngrams import NgramHash, hash_ngrams, store_ids
+from dcpmla.model.token_slots import TokenSlots
 from tests.attention.test_decode_compile import compile_for_hopper
 from tests.support.shared_memory import run_interpreted
+from tests.support.step_tables import fill_table, lay_out_step
 
 VOCAB_SIZE, NUM_IDS, PAD_ID, BLOCK = 50, 17, 3, 4
 ORDERS = [2, 2, 3, 3, 4]
@@ -59,14 +63,17 @@ def expected(tokens: list[int]) -> Tensor:
 
 def step_of(pieces: list[tuple[int, int, int]], tables: list[list[int]], padding: int, device: str) -> StepMetadata:
     """Return the step of (request, first position, number of tokens), a row of the table each, then padding."""
-    table = torch.tensor([tables[request] for request, _, _ in pieces] + [[0] * 8], dtype=torch.int32)
-    index = [[row] * num for row, (_, _, num) in enumerate(pieces)]
-    seen = [range(first + 1, first + num + 1) for _, first, num in pieces]
-    request = torch.tensor([*itertools.chain(*index), *[len(pieces)] * padding], dtype=torch.int32)
-    seq_lens = torch.tensor([*itertools.chain(*seen), *[0] * padding], dtype=torch.int32)
-    rows = TokenRows(*(tensor.to(device) for tensor in (request, seq_lens, table)))
-    step = StepMetadata(len(request), 0, 0, rows.seq_lens.long() - 1, rows.seq_lens.long(), None)
-    return step.with_kind(rows)
+    lens, ends = [num for _, _, num in pieces], [first + num for _, first, num in pieces]
+    requests = StepRequests(lens, ends, [tables[request] for request, _, _ in pieces])
+    sizes = TableSizes(len(pieces) + 1, sum(lens) + padding, 0)
+    layout = StepBuilder(DCPConfig(), 0, "cpu", StepTraits(block_tokens=BLOCK, has_slots=False)).layout
+    step = lay_out_step(fill_table(requests, sizes), sizes, layout)
+    table = StepTable(*(column.to(device) for column in step.table))
+    return replace(step, table=table, tokens=step.tokens.map(lambda column: column.to(device)))
+
+
+def slots_of(step: StepMetadata) -> TokenSlots:
+    return TokenSlots(step.tokens.request, step.tokens.seq_lens, step.table.block_table)
 
 
 def check(device: str) -> None:
@@ -120,7 +127,7 @@ def test_a_repeated_row_is_stored_once() -> None:
     """A padded request repeats its last token."""
     cached = torch.full((3, BLOCK), -1, dtype=torch.int32)
     seq_lens = torch.tensor([6, 6, 6], dtype=torch.int32)
-    rows = TokenRows(torch.zeros(3, dtype=torch.int32), seq_lens, torch.tensor([[1, 2]], dtype=torch.int32))
+    rows = TokenSlots(torch.zeros(3, dtype=torch.int32), seq_lens, torch.tensor([[1, 2]], dtype=torch.int32))
     store_ids(cached, torch.tensor([30, 30, 30]), token_map(), rows)
     assert (cached.flatten() >= 0).nonzero().tolist() == [[2 * BLOCK + 1]]
 
@@ -131,7 +138,7 @@ def test_a_step_between_graphs() -> None:
     module = NgramHash(token_map(), PAD_ID, make_buckets())
     cache: Any = SimpleNamespace(token_ids=torch.zeros(4, BLOCK, dtype=torch.int32))
     step = step_of([(0, 0, 5)], [[1, 2, 0, 0, 0, 0, 0, 0]], 0, "cpu")
-    static = replace(step, kinds={}, cut=lambda work, arguments: kept.append((work, arguments)))
+    static = replace(step, cut=lambda work, arguments: kept.append((work, arguments)))
     ids = torch.zeros(8, dtype=torch.int64)
     hashes = module(ids, static, cache)
     assert not hashes.any()
@@ -146,15 +153,25 @@ def test_a_profile_has_hashes_without_a_cache() -> None:
     assert NgramHash(token_map(), PAD_ID, make_buckets())(torch.zeros(6).long(), None, None).shape == (2, 6, 5)
 
 
-def test_the_places_of_one_token_of_each_request() -> None:
-    rows = TokenRows(torch.arange(6).int() // 3, torch.arange(6).int(), torch.zeros(2, 1).int())
-    assert [column.tolist() for column in rows.of_tokens(1, 3)] == [[0, 1], [1, 4], [[0], [0]]]
+def test_hashes_of_one_token_of_each_request() -> None:
+    """A step of drafts reads the tokens before its own, which are cached, and writes no other."""
+    cache: Any = SimpleNamespace(token_ids=torch.full((8, BLOCK), -1, dtype=torch.int32))
+    hashes = NgramHash(token_map(), PAD_ID, make_buckets())
+    tables = [[1, 2, 3], [4, 5, 6]]
+    hashes(torch.tensor([*PROMPTS[0][:7], *PROMPTS[2][:5]]), step_of([(0, 0, 7), (1, 0, 5)], tables, 0, "cpu"), cache)
+    steps = StepBuilder(DCPConfig(block_size=BLOCK), 0)
+    step = steps.build(StepRequests([3, 3], [10, 8], tables), 3)
+    for index in range(3):
+        tokens = torch.tensor([PROMPTS[0][7 + index], PROMPTS[2][5 + index]])
+        got = hashes(tokens, step.nth_token(index), cache)
+        wanted = [expected(PROMPTS[0])[:, 7 + index], expected(PROMPTS[2])[:, 5 + index]]
+        assert torch.equal(got.long(), torch.stack(wanted, 1))
+        assert int((cache.token_ids >= 0).sum()) == 12 + 2 * (1 + index)
 
 
 def test_the_operators() -> None:
     step = step_of([(0, 0, 5)], [[1, 2, 0, 0, 0, 0, 0, 0]], 1, "cpu")
-    rows = step.get(TokenRows)
-    assert rows is not None
+    rows = slots_of(step)
     cached, ids = torch.zeros(4, BLOCK, dtype=torch.int32), torch.arange(6)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(store_ids.op, (cached, ids, token_map(), *rows), test_utils=checks)
@@ -170,8 +187,8 @@ def check_kernels(device: str) -> None:
     ngrams.store_ids, ngrams.hash_ngrams = kernels.store_ids, kernels.hash_ngrams  # type: ignore[assignment]
     check(device)
     check_shared_and_rejected(device)
-    empty = TokenRows(torch.zeros(0).int(), torch.zeros(0).int(), torch.zeros(1, 8).int())
-    empty = TokenRows(*(column.to(device) for column in empty))
+    empty = TokenSlots(torch.zeros(0).int(), torch.zeros(0).int(), torch.zeros(1, 8).int())
+    empty = TokenSlots(*(column.to(device) for column in empty))
     hashes = torch.zeros(2, 0, 5, dtype=torch.int32, device=device)
     kernels.hash_ngrams(hashes, torch.zeros(4, BLOCK, dtype=torch.int32, device=device), empty, make_buckets(device), 3)
 

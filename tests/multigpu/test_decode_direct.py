@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.decode import dcp_mla_decode
-from dcpmla.attention.step import DecodeMetadata
+from dcpmla.attention.step.metadata import DecodeMetadata
 from dcpmla.cache.shared_format import rows_shape
 from dcpmla.cache.shared_rows import write_rows
 from dcpmla.comm.direct import DirectExchange

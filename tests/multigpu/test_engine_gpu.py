@@ -7,7 +7,7 @@ import torch
 
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.capture import error_on_host_sync
-from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.request import new_generator
 from dcpmla.runtime.sampling import SamplingParams, sample
 from tests.support.engines import new_engine
@@ -29,7 +29,7 @@ def serve_without_waiting(directory: Path) -> None:
     cache = new_cache(model.attention.config, model.attention.num_layers, dcp, model.dtype, model.device)
     steps = model.attention.step_builder(cache.sizes, dcp, mesh.dcp_rank, model.device)
     token = torch.zeros((), dtype=torch.int64, device=model.device)
-    graph = DecodeGraph(model.decode, token, cache, steps, mesh, 4, 60)
+    graph = StepGraph.decodes(model.decode, token, cache, steps, mesh, 4, 60)
     graph.capture()
     engine = new_engine(model, cache, dcp, mesh, 60, 64, 4, graph=graph)
     requests = [engine.add([5, 6, 7 + index], params, keep_logits=True) for index, params in enumerate(PARAMS)]

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcpmla.attention.build import StepBuilder
+from dcpmla.attention.step.build import StepBuilder
 from dcpmla.config import DCPConfig
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.capture import CannotCapture
-from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.graph import StepGraph
 from tests.runtime.test_graph_caches import compare
 from tests.support.graph_checks import BATCHES, check_model, check_stack, new_cache, open_model_on, serve_loaded
 from tests.support.launchers import GENERATE, run_together, torchrun
@@ -121,10 +121,10 @@ def fail_to_capture(directory: Path) -> list[str]:
 
     for step in (reads_back, takes_too_much):
         with pytest.raises(CannotCapture) as failure:
-            DecodeGraph(step, token, cache, steps, mesh, 2, 60).capture()
+            StepGraph.decodes(step, token, cache, steps, mesh, 2, 60).capture()
         messages.append(str(failure.value))
         torch.cuda.empty_cache()  # fails if a capture was aborted
-    graph = DecodeGraph(model.decode, token, cache, steps, mesh, 2, 60)
+    graph = StepGraph.decodes(model.decode, token, cache, steps, mesh, 2, 60)
     graph.capture()
     torch.randn(3, device=model.device).sum().item()  # random numbers and host syncs work as before
     assert graph.is_captured
@@ -156,7 +156,7 @@ def break_off() -> list[str]:
 
     for step in (takes_too_much, waits):
         with pytest.raises(RuntimeError) as failure:
-            DecodeGraph(step, token, cache, StepBuilder(DCP, 0), init_mesh(1, 1), 2, 16).capture()
+            StepGraph.decodes(step, token, cache, StepBuilder(DCP, 0), init_mesh(1, 1), 2, 16).capture()
         assert not isinstance(failure.value, CannotCapture)
         messages.append(f"{type(failure.value).__name__}: {failure.value}")
     return messages
@@ -191,10 +191,10 @@ def one_rank_runs_out() -> str:
         return out
 
     with pytest.raises(CannotCapture) as failure:  # it keeps the frames of the capture alive
-        DecodeGraph(runs_out, token, cache, steps, mesh, 4, MAX_MODEL_LEN).capture()
-    graph = DecodeGraph(adds, token, cache, steps, mesh, 4, MAX_MODEL_LEN)
+        StepGraph.decodes(runs_out, token, cache, steps, mesh, 4, MAX_MODEL_LEN).capture()
+    graph = StepGraph.decodes(adds, token, cache, steps, mesh, 4, MAX_MODEL_LEN)
     graph.capture()
-    assert graph.run(token_ids, requests_of([1, 2, 3]), cache).tolist() == [14, 16, 18]
+    assert graph.run(token_ids, requests_of([1, 2, 3])).tolist() == [14, 16, 18]
     graph.release()
     return str(failure.value)
 
@@ -210,22 +210,21 @@ def check_refusals(directory: Path) -> None:
     from tests.runtime.test_graph import DCP, MAX_MODEL_LEN, make_cache, requests_of, step_of, sums
 
     mesh, cache = init_mesh(1, 1), make_cache("cuda")
-    graph = DecodeGraph(
+    graph = StepGraph.decodes(
         sums, torch.tensor(0, device="cuda"), cache, StepBuilder(DCP, 0, "cuda"), mesh, 6, MAX_MODEL_LEN
     )
     graph.capture()
     token_ids, requests = torch.tensor([7, 8, 9], device="cuda"), requests_of([3, 4, 5])
     expected = sums(token_ids, step_of(requests, device="cuda"), cache)
     for inputs in (token_ids, token_ids.cpu()):  # ids may come with the step's numbers
-        assert torch.equal(graph.run(inputs, requests, cache), expected)
+        assert torch.equal(graph.run(inputs, requests), expected)
     for match, arguments in {
-        "inputs is torch.int32 on cuda:0; a decode graph takes torch.int64": (token_ids.int(), requests, cache),
-        "cache is another one": (token_ids, requests, make_cache("cuda")),
-        "requests of at most 2 tokens each": (token_ids, requests_of([3, 4, 5], [1, 1, 2]), cache),
+        "inputs is torch.int32 on cuda:0; the graph takes torch.int64": (token_ids.int(), requests),
+        "requests of at most 2 tokens each": (token_ids, requests_of([3, 4, 5], [1, 1, 2])),
     }.items():
         with pytest.raises(ValueError, match=match):
             graph.run(*arguments)
-    assert torch.equal(graph.run(token_ids, requests, cache), expected)
+    assert torch.equal(graph.run(token_ids, requests), expected)
     graph.release()
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from dcpmla import DCPConfig, LatentCache, MLAAttention, Placement, init_mesh
-from dcpmla.attention import step as step_module
 from dcpmla.attention.sparse import selector as selector_module
-from dcpmla.attention.sparse.build import SparseStepBuilder
 from dcpmla.attention.sparse.step import SparseMetadata, with_selection
-from dcpmla.attention.step import StepRequests
+from dcpmla.attention.step import metadata as metadata_module
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.latent import num_blocks
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.families.table import attention_kind
@@ -65,13 +65,13 @@ def run_layer(
 
     def step(query_lens: list[int], seq_lens: list[int], requests: list[int]) -> tuple[Tensor, Tensor]:
         kept = [tables[i] for i in requests]
-        steps = SparseStepBuilder(dcp, layer.mesh.dcp_rank, device)
+        steps = StepBuilder(dcp, layer.mesh.dcp_rank, device)
         numbers = StepRequests(query_lens, seq_lens, kept)
         metadata = steps.build(numbers, num_decodes=num_decodes and len(requests))
         rows = torch.cat(
             [draw(i)[seq - query : seq] for i, query, seq in zip(requests, query_lens, seq_lens, strict=True)]
         )
-        metadata = with_selection(metadata.with_cos_sin(cos_sin[metadata.positions]), TOPK)
+        metadata = with_selection(metadata.with_cos_sin(cos_sin[metadata.tokens.positions]), TOPK)
         sparse = metadata.get(SparseMetadata)
         assert sparse is not None
         assert sparse.selection is not None
@@ -130,7 +130,7 @@ def check_formats(backends: list[str], kv_cache_dtype: str, index_cache_dtype: s
     ]
     found = []
     selector_module.WORKSPACE_BYTES = 1 << 20  # tokens are processed in several turns
-    step_module.PART_ROWS = 100 * hf_config.num_attention_heads
+    metadata_module.PART_ROWS = 100 * hf_config.num_attention_heads
     for num_decodes in (None, len(BATCH)):
         for dcp in [alone, *sharded]:
             mesh = init_mesh(tp, dcp.decode_context_parallel_size)

@@ -9,14 +9,10 @@ from itertools import accumulate
 import pytest
 import torch
 
-from dcpmla.attention.build import StepBuilder
 from dcpmla.runtime.drafts import NO_DRAFT
-from dcpmla.runtime.layout import lay_out
 from dcpmla.runtime.ngram import Texts, lookup
-from dcpmla.runtime.numbers import Numbers, Rows, num_words
 from dcpmla.runtime.verification import Compared, verify
 from tests.attention.test_small_kernels import compile_for_hopper
-from tests.support.layouts import dcp_config
 from tests.support.shared_memory import run_interpreted
 
 
@@ -48,33 +44,6 @@ def check_lookup(device: str) -> None:
         assert alone.tolist() == drafts[1:2].tolist()
 
 
-def check_layout(device: str) -> None:
-    from dcpmla.runtime.kernels import layout
-
-    num_reqs, max_blocks = 50, 30
-    for query_len, dcp_size, interleave in ((1, 1, 1), (4, 2, 1), (4, 4, 4), (3, 2, 8)):
-        dcp = dcp_config(dcp_size, dcp_size, interleave, block_size=8)
-        num_rows = num_reqs * query_len
-        memory = torch.zeros(num_words(num_rows, num_reqs, max_blocks), dtype=torch.int32)
-        numbers = Numbers.of(memory, torch.int64, num_rows, num_reqs, max_blocks)
-        numbers.num_rejected.random_(query_len)
-        numbers.first_position.random_(query_len, 90)
-        numbers.num_tokens.random_(query_len + 1)  # 0 in padding
-        numbers.block_table.random_(99)
-        there = Numbers.of(memory.to(device), torch.int64, num_rows, num_reqs, max_blocks)
-        slots = []
-        for rank in range(dcp_size):
-            expected, rows = Rows.empty(num_rows, torch.device("cpu")), Rows.empty(num_rows, torch.device(device))
-            steps = StepBuilder(dcp, rank, device)
-            lay_out(numbers, expected, steps)
-            layout.lay_out(there, rows, steps)
-            for column, wanted in zip(rows, expected, strict=True):
-                assert torch.equal(column.cpu(), wanted)
-            slots.append(expected.slot_mapping)
-        # each token once, on one rank
-        assert int((torch.stack(slots) >= 0).sum()) == int(numbers.num_tokens.sum())
-
-
 def check_verification(device: str) -> None:
     from dcpmla.runtime.kernels import verification as kernels
 
@@ -95,7 +64,6 @@ def check_verification(device: str) -> None:
 
 def check_in_the_interpreter() -> None:
     check_lookup("cpu")
-    check_layout("cpu")
     check_verification("cpu")
 
 
@@ -107,20 +75,14 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
     check_lookup("cuda")
-    check_layout("cuda")
     check_verification("cuda")
 
 
 def test_they_compile_for_hopper() -> None:
     pytest.importorskip("triton")
-    from dcpmla.runtime.kernels.layout import layout_kernel
     from dcpmla.runtime.kernels.lookup import lookup_kernel
     from dcpmla.runtime.kernels.verification import verify_kernel
 
     constants = {"NUM_WANTED": 3, "SHORTEST": 3, "LONGEST": 8, "TOKENS": 4, "TILE": 2048}
     compile_for_hopper(lookup_kernel, "i64", constants, texts_ptr="*i32", arrived_ptr="*i32")
-    constants = {"QUERY_LEN": 4, "BLOCK_SIZE": 64, "DCP_SIZE": 2, "INTERLEAVE": 1, "HAS_SLOTS": True, "ROWS": 128}
-    narrow = "seq_lens_ptr", "local_seq_lens_ptr", "first_position_ptr", "num_tokens_ptr", "table_ptr"
-    types = dict.fromkeys(narrow, "*i32")
-    compile_for_hopper(layout_kernel, "i64", constants, **types)
     compile_for_hopper(verify_kernel, "i64", {"DRAFTS": 4})

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla.attention.build import StepBuilder
+from dcpmla.attention.step.build import StepBuilder
 from dcpmla.cache.latent import LatentCache, LatentPlan
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.engine import Engine
-from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.mtp import MtpDrafter
 from dcpmla.runtime.ngram import NgramDrafter
 from dcpmla.runtime.request import Request
@@ -60,9 +60,9 @@ def make_mtp_engine(
     cache.layers[0].fill_(torch.nan)
     dcp = DCPConfig(block_size=BLOCK, context_workspace_tokens=BLOCK * 16)
     limits = cache, StepBuilder(dcp, 0), MESH, min(max_num_seqs, max_num_batched_tokens), 100
-    graph = DecodeGraph(model.decode, torch.tensor(0), *limits, 1 + num_drafts)
-    module = DecodeGraph(model.predict, torch.zeros(8), *limits, 1 + num_drafts)
-    chain = DecodeGraph(model.draft, torch.zeros(4), *limits, num_drafts)
+    graph = StepGraph.decodes(model.decode, torch.tensor(0), *limits, 1 + num_drafts)
+    module = StepGraph.decodes(model.predict, torch.zeros(8), *limits, 1 + num_drafts)
+    chain = StepGraph.decodes(model.draft, torch.zeros(4), *limits, num_drafts)
     drafter = Always(num_drafts, model, cache, MESH, module, chain)
     return new_engine(model, cache, dcp, MESH, 100, max_num_batched_tokens, max_num_seqs, graph=graph, drafter=drafter)
 
@@ -106,7 +106,7 @@ def test_mtp_drafts_after_the_last_token_that_was_accepted() -> None:
 
     class Wrong(HashModelWithMtp):
         def draft(self, hidden_states: Tensor, metadata: Any, cache: LatentCache) -> Tensor:
-            first_positions.append(int(metadata.positions[0]))
+            first_positions.append(int(metadata.tokens.positions[0]))
             return torch.full((len(hidden_states),), VOCAB_SIZE - 2)
 
     engine = make_mtp_engine(3, 90, 64, 16, Wrong())

@@ -4,7 +4,6 @@ tokens from the engine.
 Replays are in multigpu/test_graph_gpu.py: they equal bit for bit the padded steps that run here.
 """
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -13,12 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dcpmla.attention.build import StepBuilder
-from dcpmla.attention.step import StepMetadata, StepRequests
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import StepMetadata
+from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.latent import LatentCache, LatentPlan
 from dcpmla.config import DCPConfig
-from dcpmla.runtime.graph import DecodeGraph, batch_sizes
-from dcpmla.runtime.graph_inputs import GraphInputs, GraphSize
+from dcpmla.runtime.graph import StepGraph
+from dcpmla.runtime.graph_inputs import GraphInputs
+from dcpmla.runtime.graph_sizes import GraphLimits, GraphSize, decode_sizes
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from tests.runtime.test_engine import Load, loads
@@ -47,26 +48,31 @@ def sums(inputs: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
     assert metadata.decode is not None
     numbers = [
         inputs,
-        metadata.positions,
-        metadata.slot_mapping,
+        metadata.tokens.positions,
+        metadata.tokens.slots,
         metadata.decode.local_seq_lens,
         metadata.decode.block_table[:, 0],
     ]
     return torch.stack([number.double() for number in numbers], -1)
 
 
-def make_graph(step: Any = sums, cache: LatentCache | None = None) -> DecodeGraph:
-    return DecodeGraph(
+def make_graph(step: Any = sums, cache: LatentCache | None = None) -> StepGraph:
+    return StepGraph.decodes(
         step, torch.tensor(0), cache or make_cache(), StepBuilder(DCP, 0), MESH, MAX_NUM_SEQS, MAX_MODEL_LEN
     )
 
 
 def test_sizes_are_those_of_vllm() -> None:
-    assert batch_sizes(1) == (1,)
-    assert batch_sizes(3) == (1, 2, 3)
-    assert batch_sizes(20) == (1, 2, 4, 8, 16, 20)
-    assert batch_sizes(256) == (1, 2, 4, *range(8, 257, 8))
-    assert batch_sizes(300) == (1, 2, 4, *range(8, 257, 8), 272, 288, 300)
+    for most, expected in (
+        (1, (1,)),
+        (3, (1, 2, 3)),
+        (20, (1, 2, 4, 8, 16, 20)),
+        (256, (1, 2, 4, *range(8, 257, 8))),
+        (300, (1, 2, 4, *range(8, 257, 8), 272, 288, 300)),
+    ):
+        assert decode_sizes(most) == [GraphSize.of_requests(size) for size in expected]
+        assert decode_sizes(most, 3) == [GraphSize(3 * size, True, 3) for size in expected]
+    assert decode_sizes(0, 3) == []
 
 
 @given(
@@ -81,10 +87,10 @@ def test_nothing_of_earlier_steps_is_left(batches: list[list[int]]) -> None:
     for number, seq_lens in enumerate(batches):
         requests = requests_of(seq_lens)
         token_ids = torch.arange(len(seq_lens)) + 10 * number
-        out = graph.run(token_ids, requests, cache)
+        out = graph.run(token_ids, requests)
         assert torch.equal(out, sums(token_ids, step_of(requests), cache))
         memory.add(out.data_ptr())
-        assert len(padded[-1]) == graph.batch(len(seq_lens)).num_rows
+        assert len(padded[-1]) == size_of(graph, len(seq_lens)).num_tokens
         assert padded[-1][len(seq_lens) :, :4].tolist() == [[0, 0, -1, 0]] * (len(padded[-1]) - len(seq_lens))
     assert len(memory) == 1
 
@@ -93,7 +99,7 @@ def test_nothing_of_earlier_steps_is_left(batches: list[list[int]]) -> None:
 @settings(max_examples=30, deadline=None)
 def test_requests_of_several_tokens_repeat_their_last(query_lens: list[int]) -> None:
     cache, padded = make_cache(), list[Tensor]()
-    graph = DecodeGraph(
+    graph = StepGraph.decodes(
         lambda *numbers: padded.append(sums_of_rows(*numbers)) or padded[-1],  # type: ignore[func-returns-value]
         torch.tensor(0),
         cache,
@@ -105,10 +111,10 @@ def test_requests_of_several_tokens_repeat_their_last(query_lens: list[int]) -> 
     )
     requests = requests_of([7 + index for index in range(len(query_lens))], query_lens)
     token_ids = torch.arange(sum(query_lens)) + 10
-    out = graph.run(token_ids, requests, cache)
+    out = graph.run(token_ids, requests)
     assert torch.equal(out, sums_of_rows(token_ids, step_of(requests, max_decode_query_len=3), cache))
     query_len = 3 if max(query_lens) > 1 else 1
-    assert len(padded[0]) == graph.batch(len(query_lens), max(query_lens)).num_rows
+    assert len(padded[0]) == size_of(graph, len(query_lens), max(query_lens)).num_tokens
     of_requests = padded[0][: len(query_lens) * query_len].unflatten(0, (-1, query_len))
     for rows, num_tokens in zip(of_requests, query_lens, strict=True):
         last = rows[num_tokens - 1].clone()
@@ -119,21 +125,30 @@ def test_requests_of_several_tokens_repeat_their_last(query_lens: list[int]) -> 
 def sums_of_rows(inputs: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
     """Make a step that shows the numbers of each token."""
     assert metadata.decode is not None
-    numbers = inputs, metadata.positions, metadata.slot_mapping, metadata.decode.local_seq_lens
+    numbers = inputs, metadata.tokens.positions, metadata.tokens.slots, metadata.decode.local_seq_lens
     return torch.stack([number.double() for number in numbers], -1)
 
 
+def size_of(graph: StepGraph, num_reqs: int, query_len: int = 1) -> GraphSize:
+    size = graph.decode_size(num_reqs, query_len)
+    assert size is not None
+    return size
+
+
+def inputs_of(input_like: Tensor, sizes: list[GraphSize]) -> GraphInputs:
+    return GraphInputs(input_like, sizes, GraphLimits(4, 20), make_cache().sizes, StepBuilder(DCP, 0))
+
+
 def test_hidden_rows_are_padded_with_zeros() -> None:
-    padded = GraphInputs(
-        torch.empty(3, dtype=torch.bfloat16), [GraphSize(2), GraphSize(4)], 20, make_cache().sizes, StepBuilder(DCP, 0)
-    )
-    padded.fill(torch.full((3, 3), torch.nan, dtype=torch.bfloat16), requests_of([1, 2, 3]), GraphSize(4))
-    padded.fill(torch.ones(1, 3, dtype=torch.bfloat16), requests_of([7]), GraphSize(2))
-    padded.lay_out(GraphSize(2))
-    inputs, metadata = padded.rows(GraphSize(2))
+    two, four = GraphSize.of_requests(2), GraphSize.of_requests(4)
+    padded = inputs_of(torch.empty(3, dtype=torch.bfloat16), [two, four])
+    padded.fill(four, torch.full((3, 3), torch.nan, dtype=torch.bfloat16), requests_of([1, 2, 3]))
+    padded.fill(two, torch.ones(1, 3, dtype=torch.bfloat16), requests_of([7]))
+    padded.lay_out(two)
+    inputs, metadata = padded.step(two)
     assert inputs.tolist() == [[1, 1, 1], [0, 0, 0]]
     assert (metadata.num_tokens, metadata.num_decode_tokens) == (2, 2)
-    assert metadata.slot_mapping.tolist() == [6, -1]
+    assert metadata.tokens.slots.tolist() == [6, -1]
     assert metadata.decode is not None
     assert metadata.decode.block_table.shape == (2, 5)
 
@@ -141,9 +156,9 @@ def test_hidden_rows_are_padded_with_zeros() -> None:
 REFUSED = {
     "two tokens": (
         requests_of([2, 2], [2, 2]),
-        "2 requests of at most 2 tokens each; the decode graph is for one token each",
+        "2 requests of at most 2 tokens each; the decode graph is for 1 tokens each of 1 to 6 requests",
     ),
-    "too many": (requests_of([1] * 7), r"has 7 requests .* for one token each of 1 to 6 requests \(max_num_seqs\)"),
+    "too many": (requests_of([1] * 7), r"has 7 requests .* for 1 tokens each of 1 to 6 requests \(max_num_seqs\)"),
     "none": (requests_of([]), "has 0 requests"),
     "too long": (
         StepRequests([1], [MAX_MODEL_LEN + 1], [[*range(6)]]),
@@ -162,29 +177,19 @@ def test_refuses_other_steps(name: str) -> None:
     requests, message = REFUSED[name]
     cache = make_cache()
     with pytest.raises(ValueError, match=message):
-        make_graph(cache=cache).run(torch.zeros(sum(requests.query_lens), dtype=torch.int64), requests, cache)
+        make_graph(cache=cache).run(torch.zeros(sum(requests.query_lens), dtype=torch.int64), requests)
 
 
 def test_refuses_other_memory() -> None:
     cache = make_cache()
     graph = make_graph(cache=cache)
     token_ids = torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(ValueError, match="cache is another one"):
-        graph.run(token_ids, requests_of([1]), make_cache())
-    with pytest.raises(ValueError, match=r"inputs is torch.int32 on cpu; a decode graph takes torch.int64 on cpu"):
-        graph.run(token_ids.int(), requests_of([1]), cache)
+    with pytest.raises(ValueError, match=r"inputs is torch.int32 on cpu; the graph takes torch.int64 on cpu"):
+        graph.run(token_ids.int(), requests_of([1]))
     with pytest.raises(ValueError, match=r"inputs has shape \(2,\); expected \(1,\)"):
-        graph.run_eagerly(token_ids.new_zeros(2), requests_of([1]), cache)
-    sparse = LatentCache(dataclasses.replace(cache.sizes, index_layers=(0,), index_row_width=4), torch.device("cpu"))
-    graph = make_graph(cache=sparse)
-    sparse.index_layers[0] = sparse.index_layers[0].clone()
-    with pytest.raises(ValueError, match="cache is another one"):
-        graph.run(token_ids, requests_of([1]), sparse)
-    cache.layers[0] = torch.empty_like(cache.layers[0])
-    with pytest.raises(ValueError, match="cache is another one"):
-        graph.run(token_ids, requests_of([1]), cache)
+        graph.run_eagerly(token_ids.new_zeros(2), requests_of([1]))
     with pytest.raises(ValueError, match="max_num_seqs is 0"):
-        DecodeGraph(sums, token_ids[0], cache, StepBuilder(DCP, 0), MESH, 0, 1)
+        StepGraph.decodes(sums, token_ids[0], cache, StepBuilder(DCP, 0), MESH, 0, 1)
     with pytest.raises(ValueError, match="only steps on a GPU can be captured"):
         graph.capture()
     assert not graph.is_captured
@@ -194,14 +199,15 @@ def test_refuses_steps_that_return_other_rows() -> None:
     cache = make_cache()
     with pytest.raises(ValueError, match=r"step returned shape \(1, 5\); expected \(2, 5\), a row a token"):
         make_graph(lambda *numbers: sums(*numbers)[:1], cache).run(
-            torch.zeros(2, dtype=torch.int64), requests_of([1, 1]), cache
+            torch.zeros(2, dtype=torch.int64), requests_of([1, 1])
         )
 
 
 def test_static_memory_takes_no_history_of_gradients() -> None:
-    padded = GraphInputs(torch.zeros(3), [GraphSize(2)], 20, make_cache().sizes, StepBuilder(DCP, 0))
-    padded.fill(torch.ones(2, 3, requires_grad=True) * 2, requests_of([1, 1]), GraphSize(2))
-    inputs, _ = padded.rows(GraphSize(2))
+    size = GraphSize.of_requests(2)
+    padded = inputs_of(torch.zeros(3), [size])
+    padded.fill(size, torch.ones(2, 3, requires_grad=True) * 2, requests_of([1, 1]))
+    inputs, _ = padded.step(size)
     assert inputs.tolist() == [[2, 2, 2]] * 2
     assert not inputs.requires_grad
 
@@ -209,7 +215,7 @@ def test_static_memory_takes_no_history_of_gradients() -> None:
 def test_the_decode_workspace_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the engine for all its steps, and by the graph for its own."""
     made: list[Tensor] = []
-    for module in ("attention.build", "runtime.runner", "runtime.graph_inputs"):
+    for module in ("attention.step.build", "runtime.runner", "runtime.graph_inputs"):
         monkeypatch.setattr(f"dcpmla.{module}.decode_workspace", lambda _: made.append(torch.zeros(1)) or made[-1])
     model, used = HashModel(), []
     hidden = model.hidden
@@ -257,7 +263,7 @@ def test_engine_says_which_graph_runs() -> None:
 
 def test_batches_beyond_the_largest_run_eagerly() -> None:
     engine = make_engine(num_blocks=20, max_num_seqs=3, with_graph=True)
-    engine.graph = DecodeGraph(
+    engine.graph = StepGraph.decodes(
         HashModel().decode, torch.tensor(0), engine.cache, StepBuilder(engine.dcp, 0), MESH, 2, 200
     )
     sizes = []

@@ -16,8 +16,7 @@ from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.transformers import load_model
-from dcpmla.runtime.graph import DecodeGraph
-from dcpmla.runtime.mixed_graph import MixedGraph
+from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.sampling import SamplingParams
 from tests.integrations.test_quantized_models import save_badly_scaled
 from tests.support.engines import new_engine
@@ -52,8 +51,8 @@ def serve(model: ShardedModel, dcp: DCPConfig, how: str) -> list[tuple[list[int]
         memory.view(torch.uint8).fill_(0xFF)  # NaN, in any format: a row that nobody wrote must not be seen
     token = torch.zeros((), dtype=torch.int64, device=model.device)
     steps = model.attention.step_builder(cache.sizes, dcp, mesh.dcp_rank, model.device)
-    graph = DecodeGraph(model.decode, token, cache, steps, mesh, MAX_NUM_SEQS, MAX_MODEL_LEN)
-    mixed = MixedGraph(model, cache, steps, mesh, 16, MAX_NUM_SEQS, MAX_MODEL_LEN, tokens_per_request=1)
+    graph = StepGraph.decodes(model.decode, token, cache, steps, mesh, MAX_NUM_SEQS, MAX_MODEL_LEN)
+    mixed = StepGraph.prompts(model, cache, steps, mesh, 16, MAX_NUM_SEQS, MAX_MODEL_LEN, tokens_per_request=1)
     if how == "captured":
         for each in (graph, mixed):
             each.capture() if model.device.type == "cuda" else capture(each)

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,14 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcpmla.attention.build import StepBuilder
-from dcpmla.attention.pieces import piece_columns
 from dcpmla.attention.routes import RouteCosts
-from dcpmla.attention.step import DecodeMetadata, StepRequests, part_tokens
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import DecodeMetadata, part_tokens
+from dcpmla.attention.step.table import StepRequests
 from dcpmla.config import DCPConfig
-from dcpmla.runtime.mixed_graph import MixedGraph
-from dcpmla.runtime.mixed_inputs import MixedInputs
-from dcpmla.runtime.mixed_sizes import MixedLimits, MixedSize, most_absorbed, token_sizes
+from dcpmla.runtime.graph import StepGraph
+from dcpmla.runtime.graph_inputs import GraphInputs
+from dcpmla.runtime.graph_sizes import GraphLimits, GraphSize, most_absorbed, token_sizes
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.dense_layer import CONFIG
 from tests.support.hash_model import BLOCK, EOS, MESH, HashDrafter, HashModel, alone_ignoring_eos, make_engine
@@ -108,16 +109,19 @@ def test_steps_of_graphs_fit_into_one_part(heads: int, deterministic: bool) -> N
         largest = min(1024, largest)
         assert token_sizes(8192, width, dcp)[True][-1] == (1024 if deterministic else largest)
         steps, lens = StepBuilder(dcp, size - 1), [3, 1, largest - 14, 10]
-        inputs = MixedInputs(MixedLimits(8192, largest, 4, 20, 2000, width), steps, 80, torch.device("cpu"))
+        absorbed, mixed = GraphSize(largest), GraphSize(8192, False)
+        limits = GraphLimits(4, 2000, width, largest, min(256, largest))
+        plan: Any = SimpleNamespace(num_blocks=80)
+        inputs = GraphInputs(torch.tensor(0), [absorbed, mixed], limits, plan, steps)
         tables = [list(range(20 * index, 20 * index + 20)) for index in range(4)]
         requests = StepRequests(lens, [length + 50 for length in lens], tables)
-        absorbed, mixed = MixedSize(largest, True), MixedSize(8192, False)
-        inputs.fill_whole(absorbed, torch.zeros(largest, dtype=torch.int64), requests, 4)
+        inputs.fill(absorbed, torch.zeros(largest, dtype=torch.int64), requests._replace(num_decodes=4))
+        inputs.lay_out(absorbed)
         expected = steps.build(requests, width, num_decodes=4).decode
         assert expected is not None
-        assert segments(inputs.step(absorbed).decode, limit) == segments(expected, limit)
+        assert segments(inputs.step(absorbed)[1].decode, limit) == segments(expected, limit)
         for graph_size, num_tokens in ((absorbed, largest), (mixed, min(256, largest))):
-            decode = inputs.step(graph_size).decode
+            decode = inputs.step(graph_size)[1].decode
             assert decode is not None
             ((tokens, part),) = decode.parts(limit)
             assert (tokens, len(part.local_seq_lens)) == (slice(0, num_tokens), num_tokens)
@@ -139,43 +143,42 @@ def segments(decode: DecodeMetadata | None, limit: int) -> list[tuple[int, int, 
     return columns
 
 
-def new_graph(max_num_tokens: int, max_num_seqs: int = 4) -> MixedGraph:
+def new_graph(max_num_tokens: int, max_num_seqs: int = 4) -> StepGraph:
     engine = make_engine(20)
     steps = StepBuilder(engine.dcp, 0)
-    return MixedGraph(HashModel(), engine.cache, steps, MESH, max_num_tokens, max_num_seqs, 40, 2)
+    return StepGraph.prompts(HashModel(), engine.cache, steps, MESH, max_num_tokens, max_num_seqs, 40, 2)
 
 
 def test_steps_that_are_too_large_have_no_size() -> None:
     graph = new_graph(100)
-    assert graph.size([30, 3], [5, 0], 2) == MixedSize(64, True)
-    assert graph.size([30, 3], [5, 0], 1) == MixedSize(64, False)
-    assert graph.size([97, 1, 1, 1], [0] * 4, 0) == MixedSize(100, False)
-    assert graph.size([101], [0], 0) is None
-    assert graph.size([2] * 5, [0] * 5, 5) is None
-    with pytest.raises(ValueError, match="query_lens has 17 tokens; at most 16 are allowed"):
-        graph.run_whole(
-            MixedSize(16, True), torch.zeros(17, dtype=torch.int64), StepRequests([17], [17], [[0, 1, 2, 3, 4]]), 1
-        )
+    assert graph.prompt_size([30, 3], [5, 0], 2) == GraphSize(64)
+    assert graph.prompt_size([30, 3], [5, 0], 1) == GraphSize(64, False)
+    assert graph.prompt_size([97, 1, 1, 1], [0] * 4, 0) == GraphSize(100, False)
+    assert graph.prompt_size([101], [0], 0) is None
+    assert graph.prompt_size([2] * 5, [0] * 5, 5) is None
+    requests = StepRequests([17], [17], [[0, 1, 2, 3, 4]])
+    with pytest.raises(ValueError, match="query_lens has 1 requests with 17 tokens; the graph of 16 tokens, whole"):
+        graph.run(torch.zeros(17, dtype=torch.int64), requests, GraphSize(16))
 
 
 def test_steps_of_one_graph_with_prompts() -> None:
     """In a fixed order: prompts without contexts, up to a number, after up to 256 tokens of absorbed pieces."""
     steps = StepBuilder(DCPConfig(block_size=BLOCK, deterministic=True), 0)
-    graph = MixedGraph(HashModel(), make_engine(20).cache, steps, MESH, 2048, 600, 40, 8)
+    graph = StepGraph.prompts(HashModel(), make_engine(20).cache, steps, MESH, 2048, 600, 40, 8)
     for lens, contexts, num_absorbed, expected in (
-        ([300], [0], 0, MixedSize(320, True)),
-        ([300], [1], 0, MixedSize(384, False)),
-        ([1, 1, 300], [9, 9, 0], 2, MixedSize(320, True)),
-        ([10] * 8, [0] * 8, 0, MixedSize(96, True)),
-        ([10] * 9, [0] * 9, 0, MixedSize(128, False)),
-        ([10] * 20, [0] * 20, 0, MixedSize(256, False)),
-        ([20] * 20, [0] * 20, 0, MixedSize(448, True)),
-        ([1] * 256 + [30], [9] * 256 + [0], 256, MixedSize(320, True)),
-        ([1] * 257 + [30], [9] * 257 + [0], 257, MixedSize(384, False)),
-        ([1024], [0], 0, MixedSize(1024, True)),
-        ([1025], [0], 0, MixedSize(1280, False)),
+        ([300], [0], 0, GraphSize(320)),
+        ([300], [1], 0, GraphSize(384, False)),
+        ([1, 1, 300], [9, 9, 0], 2, GraphSize(320)),
+        ([10] * 8, [0] * 8, 0, GraphSize(96)),
+        ([10] * 9, [0] * 9, 0, GraphSize(128, False)),
+        ([10] * 20, [0] * 20, 0, GraphSize(256, False)),
+        ([20] * 20, [0] * 20, 0, GraphSize(448)),
+        ([1] * 256 + [30], [9] * 256 + [0], 256, GraphSize(320)),
+        ([1] * 257 + [30], [9] * 257 + [0], 257, GraphSize(384, False)),
+        ([1024], [0], 0, GraphSize(1024)),
+        ([1025], [0], 0, GraphSize(1280, False)),
     ):
-        assert graph.size(lens, contexts, num_absorbed) == expected, (lens, contexts)
+        assert graph.prompt_size(lens, contexts, num_absorbed) == expected, (lens, contexts)
 
 
 @pytest.mark.parametrize("limit", ["max_num_tokens", "max_num_seqs", "max_model_len"])
@@ -183,7 +186,7 @@ def test_limits_are_at_least_one(limit: str) -> None:
     limits: dict[str, Any] = {"max_num_tokens": 8, "max_num_seqs": 2, "max_model_len": 40, limit: 0}
     engine = make_engine(20)
     with pytest.raises(ValueError, match=f"{limit} is 0"):
-        MixedGraph(HashModel(), engine.cache, StepBuilder(engine.dcp, 0), MESH, **limits, tokens_per_request=1)
+        StepGraph.prompts(HashModel(), engine.cache, StepBuilder(engine.dcp, 0), MESH, **limits, tokens_per_request=1)
 
 
 @given(
@@ -199,29 +202,32 @@ def test_columns_are_those_of_a_step(lens: list[tuple[int, int]], width: int, pa
     seq_lens = [new + context for new, context in lens]
     tables = [list(range(8 * index, 8 * index + 8)) for index in range(len(lens))]
     requests, num_tokens = StepRequests(query_lens, seq_lens, tables), sum(query_lens)
-    num_segments = len(lens) + (num_tokens + padding) // width + 1
-    padded = num_tokens + padding
-    columns = piece_columns(steps, requests, len(lens), width, padded, padded, num_segments)
+    size = GraphSize(num_tokens + padding)
+    limits = GraphLimits(5, 40, width, size.num_tokens)
+    plan: Any = SimpleNamespace(num_blocks=80)
+    inputs = GraphInputs(torch.tensor(0), [size], limits, plan, steps)
+    inputs.fill(size, torch.zeros(num_tokens, dtype=torch.int64), requests._replace(num_decodes=len(lens)))
+    inputs.lay_out(size)
+    _, padded = inputs.step(size)
     step = steps.build(requests, width, num_decodes=len(lens))
     assert step.decode is not None
-    assert columns.positions.tolist() == step.positions.tolist() + [0] * padding
-    assert columns.slot_mapping.tolist() == step.slot_mapping.tolist() + [-1] * padding
-    assert columns.local_seq_lens.tolist() == step.decode.local_seq_lens.tolist() + [0] * padding
-    assert columns.seq_lens.tolist() == (step.positions + 1).tolist() + [0] * padding
-    starts = columns.start_loc.tolist()
+    assert padded.decode is not None
+    assert padded.tokens.positions.tolist() == step.tokens.positions.tolist() + [0] * padding
+    assert padded.tokens.slots.tolist() == step.tokens.slots.tolist() + [-1] * padding
+    assert padded.decode.local_seq_lens.tolist() == step.decode.local_seq_lens.tolist() + [0] * padding
+    assert padded.tokens.seq_lens.tolist() == (step.tokens.positions + 1).tolist() + [0] * padding
+    starts, index = padded.table.segment_start.tolist(), padded.table.segment_request.tolist()
     assert starts == sorted(starts)
-    assert (starts[0], starts[-1]) == (0, num_tokens + padding)
+    assert (starts[0], starts[-1]) == (0, size.num_tokens)
     assert max(end - start for start, end in zip(starts, starts[1:], strict=False)) <= width
-    for start, request in zip(starts, columns.request_index.tolist(), strict=False):
+    for start, request in zip(starts, index, strict=False):
         if start < num_tokens:
-            assert request == columns.request[start]
+            assert request == padded.tokens.request[start]
 
 
 def test_blocks_that_the_cache_lacks_are_named() -> None:
     graph, token_ids = new_graph(64), torch.zeros(3, dtype=torch.int64)
     requests = StepRequests([3], [3], [[20]])
-    step = StepBuilder(DCPConfig(block_size=BLOCK), 0).build(requests, num_decodes=0)
-    with pytest.raises(ValueError, match="block_tables has block 20; the cache has 20 blocks"):
-        graph.run_whole(MixedSize(16, True), token_ids, requests, 1)
-    with pytest.raises(ValueError, match="block_tables has block 20; the cache has 20 blocks"):
-        graph.run(MixedSize(64, False), token_ids, step, requests, 0)
+    for size, num_decodes in ((GraphSize(16), 1), (GraphSize(64, False), 0)):
+        with pytest.raises(ValueError, match="block_tables has block 20; the cache has 20 blocks"):
+            graph.run(token_ids, requests._replace(num_decodes=num_decodes), size)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dcpmla import LLM, SamplingParams
 from dcpmla.__main__ import main
-from dcpmla.attention.step import StepMetadata
+from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.latent import LatentCache
 from dcpmla.runtime.sampling import NOT_FINITE, sample
 from tests.support.hash_model import EOS, VOCAB_SIZE, HashDrafter, HashModel, alone, make_engine
@@ -36,10 +36,9 @@ class BadModel(HashModel):
     def hidden(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
         assert int(token_ids.min()) >= 0, "an embedding has no row -1"
         logits = super().hidden(token_ids, metadata, cache)
-        mine = metadata.slot_mapping >= 0
-        cache.layers[0].view(-1, 2)[metadata.slot_mapping[mine]] = torch.stack([token_ids, metadata.positions], -1)[
-            mine
-        ].float()
+        mine = metadata.tokens.slots >= 0
+        rows = torch.stack([token_ids, metadata.tokens.positions], -1)
+        cache.layers[0].view(-1, 2)[metadata.tokens.slots[mine]] = rows[mine].float()
         ends = self._sequences(token_ids, metadata, cache.layers[0].view(-1, 2))
         for at, (sequence, _) in ends.items():
             if sequence[:1] == [BAD] and len(sequence) >= self.length:
@@ -72,7 +71,7 @@ def test_a_bad_token_of_a_scored_prompt_ends_the_request() -> None:
     class BadInside(HashModel):
         def hidden(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
             logits = super().hidden(token_ids, metadata, cache)
-            logits[(metadata.positions == 2) & (token_ids == BAD)] = torch.nan
+            logits[(metadata.tokens.positions == 2) & (token_ids == BAD)] = torch.nan
             return logits
 
     engine = make_engine(60, max_num_batched_tokens=4, model=BadInside())

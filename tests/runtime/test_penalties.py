@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
 import dcpmla.runtime.batch as batch_module
-from dcpmla.attention.step import StepMetadata
+from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.latent import LatentCache
 from dcpmla.runtime.penalties import Penalties
 from dcpmla.runtime.request import Request, TokenLogprobs

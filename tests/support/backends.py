@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dcpmla.attention.backends import Backend
 from dcpmla.attention.calls import DecodeCall, PrefillCall, Queries, split_queries
-from dcpmla.attention.step import Segments
+from dcpmla.attention.step.metadata import Segments
 
 
 @contextmanager

@@ -1,13 +1,12 @@
 """Steps of DeepSeek-V4 for tests of the compressor."""
 
-from dcpmla.attention.compressed.build import CompressedStepBuilder
 from dcpmla.attention.compressed.cache import CompressedPlan
 from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
-from dcpmla.attention.compressed.step import CompressedMetadata
+from dcpmla.attention.compressed.step import CompressedMetadata, compressed_traits
 from dcpmla.attention.pooled.entries import Part
-from dcpmla.attention.step import StepRequests
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.table import StepRequests
 from dcpmla.indexer_config import IndexerConfig
-from tests.support.steps import part
 
 
 def tables_of(plan: CompressedPlan, totals: list[int]) -> list[list[int]]:
@@ -41,11 +40,11 @@ def build(
 ) -> tuple[CompressedMetadata, tuple[Part, ...]]:
     requests = decodes_first(plan, new)
     lens = [new[i] for i in requests]
-    step = CompressedStepBuilder(plan, rank).build(
+    step = StepBuilder(plan.dcp, rank, "cpu", compressed_traits(plan)).build(
         StepRequests(
             lens, [done[i] + new[i] for i in requests], [tables[i] for i in requests], [2 - i for i in requests]
         ),
         max_decode_query_len=1 + plan.num_drafts,
     )
-    compressed = part(step, CompressedMetadata)
+    compressed = CompressedMetadata.of(step)
     return compressed, compressed.parts_of(step.decode)

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.placement import Placement
-from dcpmla.attention.sparse.build import SparseStepBuilder
 from dcpmla.attention.sparse.step import with_selection
-from dcpmla.attention.step import StepMetadata, StepRequests
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.layout import StepTraits
+from dcpmla.attention.step.metadata import StepMetadata
+from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.formats import is_quantized, to_cache_rows
 from dcpmla.cache.latent import LatentCache, num_blocks
 from dcpmla.comm.select import select_exchange
@@ -30,7 +31,7 @@ from dcpmla.integrations.open_model import open_model
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.mesh import DCPMesh, init_mesh
-from dcpmla.runtime.graph import DecodeGraph, DecodeStep
+from dcpmla.runtime.graph import Step, StepGraph
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.models import VOCAB_SIZE
 
@@ -99,7 +100,7 @@ def check_stack(dcp: DCPConfig, num_layers: int, num_heads: int, device_type: st
     cos_sin = torch.cat([angles.cos(), angles.sin()], -1)
 
     def step(hidden: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
-        metadata = metadata.with_cos_sin(cos_sin[metadata.positions])
+        metadata = metadata.with_cos_sin(cos_sin[metadata.tokens.positions])
         if topk is not None:
             metadata = with_selection(metadata, topk)
         for layer, kv_cache in zip(layers, cache, strict=True):
@@ -116,7 +117,7 @@ def check_stack(dcp: DCPConfig, num_layers: int, num_heads: int, device_type: st
 
 
 def check_rows(
-    step: DecodeStep,
+    step: Step,
     input_like: Tensor,
     draw: Callable[[int, torch.Generator], Tensor],
     cache: LatentCache,
@@ -128,7 +129,7 @@ def check_rows(
     poisoned caches.
     """
     builder = new_builder(dcp, mesh, input_like.device, bool(cache.index_layers))
-    graph = DecodeGraph(step, input_like, cache, builder, mesh, MAX_NUM_SEQS, MAX_MODEL_LEN)
+    graph = StepGraph.decodes(step, input_like, cache, builder, mesh, MAX_NUM_SEQS, MAX_MODEL_LEN)
     skew()
     if input_like.is_cuda:
         graph.capture()
@@ -138,10 +139,10 @@ def check_rows(
         inputs = draw(metadata.num_tokens, generator)
         before = poison(cache, metadata, dcp, generator)
         skew()
-        padded, padded_cache = graph.run_eagerly(inputs, requests, cache).clone(), copies(cache)
+        padded, padded_cache = graph.run_eagerly(inputs, requests).clone(), copies(cache)
         restore(cache, before)
         skew()
-        out = graph.run(inputs, requests, cache)
+        out = graph.run(inputs, requests)
         assert bool(out.isfinite().all())
         same_bits([out, *memory_of(cache)], [padded, *padded_cache])
         check_written(cache, before, metadata)
@@ -192,8 +193,7 @@ def steps(
 
 
 def new_builder(dcp: DCPConfig, mesh: DCPMesh, device: torch.device, is_sparse: bool) -> StepBuilder:
-    builder = SparseStepBuilder if is_sparse else StepBuilder
-    return builder(dcp, mesh.dcp_rank, device)
+    return StepBuilder(dcp, mesh.dcp_rank, device, StepTraits(has_static_decodes=not is_sparse))
 
 
 def poison(cache: LatentCache, metadata: StepMetadata, dcp: DCPConfig, generator: torch.Generator) -> list[Tensor]:
@@ -234,7 +234,7 @@ def same_bits(found: list[Tensor], expected: list[Tensor]) -> None:
 
 def check_written(cache: LatentCache, before: list[Tensor], metadata: StepMetadata) -> None:
     """Return the slots of this rank's tokens, and no others."""
-    mine = metadata.slot_mapping[metadata.slot_mapping >= 0]
+    mine = metadata.tokens.slots[metadata.tokens.slots >= 0]
     for layer, old in zip(memory_of(cache), before, strict=True):
         written = layer.flatten(0, 1)[mine]
         assert bool((written.view(torch.uint8) != 0xFF).any(1).all())

@@ -16,8 +16,9 @@ from torch import Tensor
 
 import dcpmla.runtime.agreement as agreement_module
 import dcpmla.runtime.engine as engine_module
-from dcpmla.attention.build import StepBuilder
-from dcpmla.attention.step import ContextChunk, StepMetadata
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.chunks import ContextChunk
+from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.host import HostMemory
 from dcpmla.cache.latent import LatentCache, LatentPlan
 from dcpmla.cache.tier import HostTier, Tier
@@ -26,9 +27,8 @@ from dcpmla.ownership import TILE
 from dcpmla.runtime.costs import TOKEN_COSTS, PieceCosts
 from dcpmla.runtime.drafts import Drafter, Drafts
 from dcpmla.runtime.engine import Engine
-from dcpmla.runtime.graph import DecodeGraph
+from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.in_flight import InFlightStep
-from dcpmla.runtime.mixed_graph import MixedGraph
 from dcpmla.runtime.request import Request
 from tests.support.engines import new_engine
 
@@ -54,8 +54,8 @@ class HashModel:
     def hidden(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
         """Return the logits of all tokens."""
         logits = torch.zeros(len(token_ids), VOCAB_SIZE)
-        rows, mine = cache.layers[0].view(-1, 2), metadata.slot_mapping >= 0
-        rows[metadata.slot_mapping[mine]] = torch.stack([token_ids, metadata.positions], -1)[mine].float()
+        rows, mine = cache.layers[0].view(-1, 2), metadata.tokens.slots >= 0
+        rows[metadata.tokens.slots[mine]] = torch.stack([token_ids, metadata.tokens.positions], -1)[mine].float()
         if metadata.cut is not None and metadata.decode is not None:  # as layers do (`MLAAttention.attend`)
             self._compute(token_ids, cache, logits, metadata)
         metadata.vary(self._compute, token_ids, cache, logits)
@@ -104,7 +104,7 @@ class HashModel:
                 new = slice(metadata.num_decode_tokens + start, metadata.num_decode_tokens + end)
                 parts = [chunk_rows(chunk, rows, index) for chunk in metadata.prefill.context_chunks]
                 if not (parts and self.has_new_in_chunks):
-                    parts.append(torch.stack([token_ids[new], metadata.positions[new]], -1).float())
+                    parts.append(torch.stack([token_ids[new], metadata.tokens.positions[new]], -1).float())
                 ends[new.stop - 1] = read(torch.cat(parts)), end - start
         return ends
 
@@ -219,7 +219,7 @@ def make_engine(
     graph = None
     if with_graph:
         query_len = 1 if drafter is None else 1 + drafter.num_speculative_tokens
-        graph = DecodeGraph(
+        graph = StepGraph.decodes(
             model.decode,
             torch.tensor(0),
             cache,
@@ -233,7 +233,7 @@ def make_engine(
     options: dict[str, Any] = {"tokenizer": tokenizer, "graph": graph, "drafter": drafter, "on_step": on_step}
     if mixed:
         sizes = max_num_batched_tokens, max_num_seqs, max_model_len, costs.tokens_per_request
-        options["mixed_graph"] = MixedGraph(model, cache, StepBuilder(dcp, mesh.dcp_rank), mesh, *sizes)
+        options["mixed_graph"] = StepGraph.prompts(model, cache, StepBuilder(dcp, mesh.dcp_rank), mesh, *sizes)
     if num_host_blocks:
         host = memory(cache)
         host.allocate(num_host_blocks, 0)

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from dcpmla import DCPConfig
-from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.calls import DecodeCall, split_queries
 from dcpmla.attention.decode import run_call
 from dcpmla.attention.ordered import attend_to_own, dcp_mla_prefill_in_order, round_latents
 from dcpmla.attention.prefill import read_cache_rows
-from dcpmla.attention.step import DecodeMetadata, StepMetadata, StepRequests
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import DecodeMetadata, StepMetadata
+from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.formats import row_width, storage_dtype, write_latents
 from dcpmla.cache.latent import num_blocks
 from dcpmla.comm.nccl import merge_rows
@@ -79,7 +80,7 @@ def share_caches(
         # The bytes of unwritten slots are NaN in most formats.
         cache = torch.full((*numbers[:2], width * storage.itemsize), 255, dtype=torch.uint8)
         cache = cache.view(storage)
-        slots = steps.build(StepRequests(lens, lens, tables), num_decodes=0).slot_mapping.cpu()
+        slots = steps.build(StepRequests(lens, lens, tables), num_decodes=0).tokens.slots.cpu()
         kv_scale = torch.ones(1) if sizes.cache_format == "fp8" else None
         write_latents(cache, latents[:, : sizes.latent], latents[:, sizes.latent :], slots, kv_scale)
         ranks.append((cache.to(sizes.device), steps.build(StepRequests(new, lens, tables), max_query_len, num_decodes)))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpmla.attention.step import StepMetadata
+from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.latent import LatentCache
 from tests.support.hash_model import HashModel
 from tests.support.models import random_model, tiny_config

@@ -2,7 +2,7 @@
 graph would. So Python's decisions stay as they were, and memory is read again.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from dcpmla.attention.output.rows import OutputRows
 from dcpmla.runtime.capture import GraphSet
-from dcpmla.runtime.graph import DecodeGraph
-from dcpmla.runtime.mixed_graph import MixedGraph
+from dcpmla.runtime.graph import StepGraph
 
 
 class Recording(TorchDispatchMode):
@@ -38,13 +37,11 @@ class Recording(TorchDispatchMode):
                     old.copy_(new)
 
 
-def capture(graph: DecodeGraph | MixedGraph) -> None:
-    """`capture` without a GPU."""
-    if isinstance(graph, DecodeGraph):
-        graph._padded.clear()
-        _capture(graph._graphs, graph._batches[::-1])
-    else:
-        _capture(graph._graphs, graph.sizes[::-1])
+def capture(graph: StepGraph) -> None:
+    """`capture` without a GPU. NumPy lays tokens out on a CPU, so that is called in replays, not recorded."""
+    _capture(graph._graphs, graph._cleared(graph.sizes[::-1]))
+    for size, parts in graph._graphs._parts.items():
+        parts.insert(0, lambda _, size=size: graph._inputs.lay_out(size))
 
 
 def _leave_out(part: Callable[..., None], arguments: tuple[Any, ...]) -> None:
@@ -55,7 +52,7 @@ def _leave_out(part: Callable[..., None], arguments: tuple[Any, ...]) -> None:
             argument.pad()
 
 
-def _capture(graphs: GraphSet, sizes: Sequence[Hashable]) -> None:
+def _capture(graphs: GraphSet, sizes: Iterable[Hashable]) -> None:
     for size in sizes:
         graphs._compute(size, _leave_out)
         parts: list[Callable[[Any], None]] = []

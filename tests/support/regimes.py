@@ -28,8 +28,7 @@ from dcpmla.planning.prefill import PrefillCosts
 from dcpmla.planning.setting import Setting
 from dcpmla.runtime.costs import PieceCosts
 from dcpmla.runtime.engine import Engine
-from dcpmla.runtime.graph import DecodeGraph
-from dcpmla.runtime.mixed_graph import MixedGraph
+from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.conditioned import WEIGHTS
 from tests.support.costs import DrawnCosts
@@ -202,14 +201,14 @@ def reference_logits(
     return [logits(index, 0) for index in indices], [logits(index, len(prompts[index]) // 8) for index in indices]
 
 
-def graphs_on_cpu(loaded: Engine, sizes: Sizes) -> tuple[DecodeGraph, MixedGraph]:
+def graphs_on_cpu(loaded: Engine, sizes: Sizes) -> tuple[StepGraph, StepGraph]:
     """Return recordings of steps instead of CUDA graphs; padded steps on several ranks, for none holds collectives."""
     model, cache, dcp, mesh = loaded.model, loaded.cache, loaded.dcp, loaded.mesh
     steps = model.attention.step_builder(cache.sizes, dcp, mesh.dcp_rank, model.device)
     limits = sizes.max_num_seqs, sizes.max_model_len
-    decode = DecodeGraph(model.decode, torch.tensor(0), cache, steps, mesh, *limits)
+    decode = StepGraph.decodes(model.decode, torch.tensor(0), cache, steps, mesh, *limits)
     width = costs_on_cpu(loaded).tokens_per_request
-    mixed = MixedGraph(model, cache, steps, mesh, max(sizes.budgets), *limits, width)
+    mixed = StepGraph.prompts(model, cache, steps, mesh, max(sizes.budgets), *limits, width)
     if mesh.tp_size == 1:
         capture(decode)
         capture(mixed)
@@ -229,4 +228,4 @@ def costs_on_cpu(loaded: Engine) -> DrawnCosts:
     steps = loaded.model.attention.step_builder(
         loaded.cache.sizes, loaded.dcp, loaded.mesh.dcp_rank, torch.device("cpu")
     )
-    return DrawnCosts(3, absorbs=steps.absorbs_pieces)
+    return DrawnCosts(3, absorbs=steps.layout.traits.absorbs_pieces)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from dcpmla import DCPConfig, StepMetadata, dcp_mla_prefill
-from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.prefill import read_cache_rows
-from dcpmla.attention.step import StepRequests
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.formats import write_latents
 from dcpmla.cache.latent import num_blocks
 from tests.attention.test_reference import SCALE, L, P, R, V, attend_heads, check_close

@@ -18,8 +18,7 @@ from dcpmla.cache.tier import HostTier
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.drafts import Drafter
 from dcpmla.runtime.engine import Engine
-from dcpmla.runtime.graph import DecodeGraph
-from dcpmla.runtime.mixed_graph import MixedGraph
+from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.scheduler import Scheduler
@@ -233,7 +232,7 @@ def make_engine(
     cache = sizes.allocate(CPU)
     allocator = WatchedAllocator(sizes.num_blocks, sizes.block_tokens, num_states)
     steps = model.attention.step_builder(cache.sizes, dcp, mesh.dcp_rank, CPU)
-    costs = DrawnCosts(load.seed, absorbs=steps.absorbs_pieces)
+    costs = DrawnCosts(load.seed, absorbs=steps.layout.traits.absorbs_pieces)
     tier = HostTier(load.num_host_blocks, load.num_host_blocks // 4)
     memory = LateMemory(cache) if load.num_host_blocks else None
     if memory is not None:
@@ -245,7 +244,7 @@ def make_engine(
     graphs: dict[str, Any] = {}
     if load.has_graphs:
         limits = load.max_num_seqs, MAX_MODEL_LEN
-        graphs["graph"] = DecodeGraph(model.decode, torch.tensor(0), cache, steps, mesh, *limits, 1 + num_drafts)
+        graphs["graph"] = StepGraph.decodes(model.decode, torch.tensor(0), cache, steps, mesh, *limits, 1 + num_drafts)
         sizes_of = load.max_num_batched_tokens, *limits, costs.tokens_per_request
-        graphs["mixed_graph"] = MixedGraph(model, cache, steps, mesh, *sizes_of)
+        graphs["mixed_graph"] = StepGraph.prompts(model, cache, steps, mesh, *sizes_of)
     return Engine(model, cache, dcp, mesh, scheduler, MAX_MODEL_LEN, drafter=drafter, memory=memory, **graphs)

@@ -1,15 +1,15 @@
-"""The parts of a step that one kind of attention reads."""
+"""What layers of one kind share in a step."""
 
 from typing import TypeVar
 
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
-from dcpmla.attention.step import StepMetadata
+from dcpmla.attention.step.metadata import StepMetadata
 
 Metadata = TypeVar("Metadata")
 
 
 def part(step: StepMetadata, kind: type[Metadata]) -> Metadata:
-    metadata: Metadata = step.kinds[kind]
+    metadata: Metadata = step.shared[kind]
     return metadata
 
 

@@ -68,6 +68,10 @@ class CompressedPlan(CachePlan):
         """Return the rows of all windows, before the entries: whole blocks of every ratio, and whole pages."""
         return -(-self.config.num_rings(ratio) * self.rows_per_ring // self._window_granule) * self._window_granule
 
+    def first_entry_block(self, ratio: int) -> int:
+        """Return the blocks of a layer's rows before the entries, of as many rows as blocks of entries have."""
+        return self.window_rows(ratio) // self.entries_per_block(ratio)
+
     @cached_property
     def _window_granule(self) -> int:
         """Granule of window rows, computed once because torch.compile cannot trace an lcm of sizes that vary."""

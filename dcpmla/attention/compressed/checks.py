@@ -5,20 +5,18 @@ from torch import Tensor
 
 from dcpmla.attention.compressed.cache import CompressedLayerCache, CompressedPlan
 from dcpmla.attention.compressed.step import CompressedMetadata
-from dcpmla.attention.step import StepMetadata
+from dcpmla.attention.step.metadata import StepMetadata
 
 
 def check_step(hidden_states: Tensor, step: StepMetadata, width: int) -> CompressedMetadata:
     """Return the step's part for this attention.
 
     Raises:
-        ValueError: The step has no such part or no angles, or hidden states [T, width] do not match it.
+        ValueError: The step has no such part, or hidden states [T, width] do not match it.
     """
     compressed = step.get(CompressedMetadata)
-    if compressed is None or not compressed.angles:
-        raise ValueError(
-            "step has no compressed part, or no angles; build it with a CompressedStepBuilder, and call with_angles"
-        )
+    if compressed is None:
+        raise ValueError("step has no compressed part; call with_angles of dcpmla.attention.compressed.step")
     if hidden_states.ndim != 2 or hidden_states.shape[0] < step.num_tokens or hidden_states.shape[1] != width:
         shape = tuple(hidden_states.shape)
         raise ValueError(f"hidden_states has shape {shape}; expected [at least {step.num_tokens}, {width}]")

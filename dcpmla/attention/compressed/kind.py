@@ -6,19 +6,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dcpmla.attention.build import StepBuilder
-from dcpmla.attention.compressed.build import CompressedStepBuilder
 from dcpmla.attention.compressed.cache import CompressedPlan, plan_compressed
 from dcpmla.attention.compressed.config import CompressedConfig
 from dcpmla.attention.compressed.costs import CompressedCosts, layer_reads, row_bytes
 from dcpmla.attention.compressed.layer import CompressedAttention
-from dcpmla.attention.compressed.step import with_angles
+from dcpmla.attention.compressed.step import compressed_traits, with_angles
 from dcpmla.attention.costs import AttentionCosts, LayerReads
 from dcpmla.attention.kind import MAIN_ROTARY, AttentionKind, Rotary
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.routes import Rates
 from dcpmla.attention.sparse.step import SelectedTokens
-from dcpmla.attention.step import StepMetadata
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.plan import CachePlan
 from dcpmla.config import DCPConfig
 
@@ -63,7 +62,7 @@ class CompressedKind:
     def step_builder(self, plan: CachePlan, dcp: DCPConfig, dcp_rank: int, device: torch.device | str) -> StepBuilder:
         """Return the builder of steps over windows and entries."""
         assert isinstance(plan, CompressedPlan)
-        return CompressedStepBuilder(plan, dcp_rank, device)
+        return StepBuilder(plan.dcp, dcp_rank, device, compressed_traits(plan))
 
     def prepare(
         self, step: StepMetadata, rotary: Rotary, dtype: torch.dtype, layers: Sequence[int] | None = None

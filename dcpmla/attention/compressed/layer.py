@@ -22,7 +22,7 @@ from dcpmla.attention.sparse.blocks import Candidates
 from dcpmla.attention.sparse.projections import finish_index_queries
 from dcpmla.attention.sparse.selector import TokenSelector
 from dcpmla.attention.sparse.step import SelectedTokens
-from dcpmla.attention.step import DecodeMetadata, StepMetadata
+from dcpmla.attention.step.metadata import DecodeMetadata, StepMetadata
 from dcpmla.cache.shared_rows import read_rows
 from dcpmla.comm.exchange import LocalExchange
 from dcpmla.parallel.fp8 import NormedRows, PlainRows
@@ -79,7 +79,7 @@ class CompressedAttention(CompressedWeights):
         Args:
             hidden_states: Hidden states [T, hidden], the same on all TP ranks; rows past step.num_tokens are padding.
             cache: Cache of this layer on this rank; written and read.
-            step: Step of a `CompressedStepBuilder`, after `with_angles`. None in a profile, which needs no cache:
+            step: Step after `with_angles`. None in a profile, which needs no cache:
                 memory is claimed (`claim_memory`), and attention's output is zeros.
         Returns:
             [T, hidden], the same on all TP ranks; rows of padding are undefined.

@@ -9,7 +9,7 @@ from dcpmla.attention.compressed.config import LayerKind
 from dcpmla.attention.compressed.step import CompressedMetadata
 from dcpmla.attention.compressed.visible import append_entries
 from dcpmla.attention.sparse.step import SelectedTokens
-from dcpmla.attention.step import ContextChunk
+from dcpmla.attention.step.chunks import ContextChunk
 
 KEPT_ROWS = 1 << 21  # most row numbers that a step keeps for its next layers
 _Tensors = tuple[Tensor, ...]

@@ -15,7 +15,8 @@ from dcpmla.attention.compressed.step import CompressedMetadata
 from dcpmla.attention.decode import dcp_mla_decode, mla_decode
 from dcpmla.attention.prefill import ContextGather, merge_part
 from dcpmla.attention.sparse.step import SelectedTokens
-from dcpmla.attention.step import PART_ROWS, ContextChunk, DecodeMetadata
+from dcpmla.attention.step.chunks import ContextChunk
+from dcpmla.attention.step.metadata import PART_ROWS, DecodeMetadata
 from dcpmla.cache.shared_rows import read_rows
 from dcpmla.comm.exchange import Exchange
 from dcpmla.config import DCPConfig

@@ -1,6 +1,6 @@
 """The part of a step that layers of DeepSeek-V4's attention need: its tokens' requests and visible rows."""
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -9,11 +9,13 @@ from torch import Tensor
 
 from dcpmla.attention.compressed.cache import CompressedPlan
 from dcpmla.attention.compressed.config import LayerKind
+from dcpmla.attention.compressed.context import ContextRows, context_rows
 from dcpmla.attention.compressed.rings import RingWindows, ring_states, visible_in_rings
 from dcpmla.attention.compressed.visible import visible_rows
 from dcpmla.attention.pooled.entries import Part, cut_parts
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
-from dcpmla.attention.step import ContextChunk, DecodeMetadata, StepMetadata, tokens_of
+from dcpmla.attention.step.layout import StepTraits
+from dcpmla.attention.step.metadata import DecodeMetadata, StepMetadata
 from dcpmla.ownership import Owner
 
 
@@ -29,31 +31,6 @@ class Entries(NamedTuple):
     cos_sin: Tensor
     block_table: Tensor
     visible: SparseMetadata | None
-
-
-@dataclass(frozen=True)
-class ContextRows:
-    """The rows that prefill tokens attend to, gathered for one layer: windows, new tokens and entries.
-
-    Attributes:
-        window_slots: Rows of the windows' tokens that earlier steps computed, in layers of each ring [num_rings, C]
-            int64.
-        first_position: Position of the first such token of each prefill token's request, [T] int32.
-        first_row: Row of that token among the gathered rows, [T] int32.
-        new_row: Row that a new token at position 0 of its request would have, [T] int32.
-        chunks: Entries of all ranks, by their ratio and whether they are selected: each request's, from its first to
-            the last that this step completes; none where entries stay (`CompressedConfig.moves_queries`).
-        workspace: Memory from `decode_workspace`.
-        kept: Lists that layers share (`lists.RowLists`).
-    """
-
-    window_slots: Tensor
-    first_position: Tensor
-    first_row: Tensor
-    new_row: Tensor
-    chunks: dict[tuple[int, bool], tuple[ContextChunk, ...]]
-    workspace: Tensor | None
-    kept: dict[Hashable, tuple[Tensor, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,15 +79,14 @@ class CompressedMetadata:
     candidates: Tensor | None = None
     states_in_rings: Tensor | None = None
 
-    def of_tokens(self, index: int, size: int) -> "CompressedMetadata":
-        """Return the step of each request's token number `index` alone, where each request has `size` tokens."""
-        positions, request = (tokens_of(column, index, size) for column in (self.positions, self.request))
-        first = positions.to(torch.int32)
-        seen = (first + 1).where(self.seq_lens > 0, 0)
-        step = replace(self, positions=positions, request=request, first_position=first, seq_lens=seen)
-        return replace(
-            step, angles={}, entries={}, parts=(), decode_rows={}, selection=None, windows=None, candidates=None
-        )
+    @classmethod
+    def of(cls, step: StepMetadata) -> "CompressedMetadata":
+        """Return the requests of a step, before `with_angles`."""
+        plan: CompressedPlan = step.layout.traits.plan
+        table, tokens = step.table, step.tokens
+        numbers = tokens.positions, tokens.request, table.begin, table.end, table.states, table.block_table
+        context = step.derive(ContextRows, context_rows)
+        return cls(plan, step.layout.owner, *numbers, step.max_seq_len, context)
 
     def ring_states(self, ring: int) -> Tensor:
         """Return the numbers of requests' windows in a layer's rows [num_reqs] int32; negative for padding."""
@@ -140,7 +116,7 @@ class CompressedMetadata:
 
     def entry_table(self, ratio: int) -> Tensor:
         """Return the block table in blocks of a layer's rows (`Entries.block_table`)."""
-        return self.block_table + self.plan.window_rows(ratio) // self.plan.entries_per_block(ratio)
+        return self.block_table + self.plan.first_entry_block(ratio)
 
     def visible_rows(self, tokens: slice, ratio: int, owner: Owner, num_rings: int = 1) -> tuple[Tensor, Tensor]:
         """Return the rows that some tokens attend to without selection: a rank's rows of their windows and of all
@@ -196,12 +172,12 @@ def with_angles(
         rotary: Function of positions [T] and of whether layers compress; returns cos_sin [T, R] float32 (`apply_rope`).
         layers: Numbers of the layers that run the step; None for all of the plan's.
     """
-    compressed = step.get(CompressedMetadata)
-    if compressed is None:  # a step whose requests vary (`StepMetadata.vary`)
+    if step.cut is not None:  # Layers run between graphs, with the step of each replay.
         return step
+    compressed = CompressedMetadata.of(step)
     config = compressed.plan.config
     kinds = dict.fromkeys(config.layer_kinds if layers is None else (config.layer_kinds[layer] for layer in layers))
-    positions, num_decodes = step.positions, step.num_decode_tokens
+    positions, num_decodes = step.tokens.positions, step.num_decode_tokens
     decodes = slice(0, num_decodes)
     selecting = {kind.ratio for kind in kinds if selects(compressed, kind)}
     seen = {kind.ratio for kind in kinds if num_decodes and not selects(compressed, kind)}
@@ -219,7 +195,7 @@ def with_angles(
             visible = compressed.visible_entries(ratio) if is_asked else None
             entries[ratio] = Entries(cos_sin, compressed.entry_table(ratio), visible)
     selection, windows = compressed.new_selection(num_decodes, num_rings) if selecting else (None, None)
-    return step.with_kind(
+    return step.sharing(
         replace(
             compressed,
             angles=angles,
@@ -240,3 +216,18 @@ def with_angles(
 def selects(step: CompressedMetadata, kind: LayerKind) -> bool:
     """Return whether tokens of a step may see more entries than a layer's indexer selects; the same on all ranks."""
     return kind.selects and step.max_entries(kind.ratio) > step.plan.config.indexer.topk
+
+
+def compressed_traits(plan: CompressedPlan) -> StepTraits:
+    """Return what steps over windows and entries depend on. A decode reads its window after its tokens are written, so
+    all but one token need rows in addition to the window's.
+    """
+    return StepTraits(
+        plan=plan,
+        block_tokens=plan.block_tokens,
+        num_states=plan.num_states,
+        has_slots=False,
+        absorbs_pieces=False,
+        has_static_decodes=False,
+        max_decode_len=plan.ring_rows - plan.config.sliding_window + 1,
+    )

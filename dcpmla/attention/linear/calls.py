@@ -6,7 +6,6 @@ from torch import Tensor
 
 NORM_EPS = 1e-6  # norms of queries and keys divide by sqrt(x^2 + this)
 LINEAR_FROM = 20.0  # softplus(x) is x from here on
-CHUNK = 64  # tokens of a chunk
 
 
 class DeltaTokens(NamedTuple):

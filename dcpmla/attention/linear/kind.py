@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.costs import AttentionCosts, LayerReads
 from dcpmla.attention.gated import GatedAttention
 from dcpmla.attention.kind import AttentionKind, AttentionLayer, DenseKind, Rotary
@@ -15,10 +14,11 @@ from dcpmla.attention.linear.chunked import takes_chunks
 from dcpmla.attention.linear.config import DeltaConfig
 from dcpmla.attention.linear.costs import HybridCosts, delta_token_us
 from dcpmla.attention.linear.layer import DeltaAttention
-from dcpmla.attention.linear.step import HybridStepBuilder
 from dcpmla.attention.placement import Placement, refuse_order
 from dcpmla.attention.routes import Rates
-from dcpmla.attention.step import StepMetadata
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.layout import StepTraits
+from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.latent import LatentCache
 from dcpmla.cache.plan import CachePlan
 from dcpmla.config import DCPConfig
@@ -70,7 +70,14 @@ class HybridKind(DenseKind):
     def step_builder(self, plan: CachePlan, dcp: DCPConfig, dcp_rank: int, device: torch.device | str) -> StepBuilder:
         """Return the builder of steps over latents and states."""
         assert isinstance(plan, HybridPlan)
-        return HybridStepBuilder(plan, dcp, dcp_rank, device, takes_chunks(torch.device(device), plan.state_dtype))
+        traits = StepTraits(
+            plan=plan,
+            num_states=plan.num_states,
+            absorbs_pieces=False,
+            has_static_decodes=False,
+            takes_chunks=takes_chunks(torch.device(device), plan.state_dtype),
+        )
+        return StepBuilder(dcp, dcp_rank, device, traits)
 
     def prepare(
         self, step: StepMetadata, rotary: Rotary, dtype: torch.dtype, layers: Sequence[int] | None = None

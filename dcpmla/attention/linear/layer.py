@@ -10,9 +10,9 @@ from dcpmla.attention.linear.calls import DeltaState, DeltaTokens, DeltaWeights
 from dcpmla.attention.linear.chunked import attend_in_chunks, claim_chunks, takes_chunks
 from dcpmla.attention.linear.config import DeltaConfig
 from dcpmla.attention.linear.delta import delta_attention
-from dcpmla.attention.linear.layout import DeltaMetadata
+from dcpmla.attention.linear.step import DeltaMetadata, delta_metadata
 from dcpmla.attention.placement import Placement, refuse_order
-from dcpmla.attention.step import StepMetadata
+from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.parallel.fp8 import PlainRows, plain
 from dcpmla.parallel.linear import Linear, RowParallelLinear, Weight, fill, read_linear, read_weight, shard
 
@@ -122,8 +122,7 @@ class DeltaAttention(nn.Module):
 
     def _attend(self, out: Tensor, tokens: DeltaTokens, state: DeltaState, step: StepMetadata) -> None:
         """Write the output of a step's tokens."""
-        metadata = step.get(DeltaMetadata)
-        assert metadata is not None
+        metadata = step.derive(DeltaMetadata, delta_metadata)
         weights = DeltaWeights(self.conv, self.log_rate, self.decay_bias, self.norm)
         constants = self.config.rms_norm_eps, self.config.decay_floor
         delta_attention(out, tokens, weights, state, metadata.recurrent, *constants)

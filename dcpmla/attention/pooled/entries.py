@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dcpmla.attention.step import DecodeMetadata
+from dcpmla.attention.step.metadata import DecodeMetadata
 from dcpmla.ownership import Owner
 
 

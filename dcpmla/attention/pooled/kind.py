@@ -5,19 +5,17 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.costs import LayerReads
 from dcpmla.attention.kind import AttentionLayer, Rotary
 from dcpmla.attention.linear.cache import HybridPlan
-from dcpmla.attention.linear.chunked import takes_chunks
 from dcpmla.attention.linear.kind import HybridKind
 from dcpmla.attention.linear.layer import DeltaAttention
 from dcpmla.attention.placement import Placement, check_order
 from dcpmla.attention.pooled.cache import PooledPlan
 from dcpmla.attention.pooled.layer import PooledAttention
-from dcpmla.attention.pooled.step import PooledStepBuilder, with_pools
+from dcpmla.attention.pooled.step import with_pools
 from dcpmla.attention.sparse.step import SelectedTokens
-from dcpmla.attention.step import StepMetadata
+from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.plan import CachePlan
 from dcpmla.config import DCPConfig
 from dcpmla.indexer_config import IndexerConfig
@@ -70,11 +68,6 @@ class PooledKind(HybridKind):
         sizes = {field.name: getattr(plan, field.name) for field in fields(plan)}
         sizes |= {"latents": latents, "index_dtype": latents.index_dtype}
         return PooledPlan(**sizes, index_dim=self.indexer.head_dim)
-
-    def step_builder(self, plan: CachePlan, dcp: DCPConfig, dcp_rank: int, device: torch.device | str) -> StepBuilder:
-        """Return the builder of steps over latents, index keys and states."""
-        assert isinstance(plan, PooledPlan)
-        return PooledStepBuilder(plan, dcp, dcp_rank, device, takes_chunks(torch.device(device), plan.state_dtype))
 
     def prepare(
         self, step: StepMetadata, rotary: Rotary, dtype: torch.dtype, layers: Sequence[int] | None = None

@@ -16,7 +16,7 @@ from dcpmla.attention.sparse.indexer import Indexer
 from dcpmla.attention.sparse.projections import finish_index_queries
 from dcpmla.attention.sparse.slots import SlotLayout
 from dcpmla.attention.sparse.step import SparseMetadata
-from dcpmla.attention.step import StepMetadata
+from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.latent import LayerCache
 from dcpmla.config import MLAConfig
 from dcpmla.parallel.fp8 import PlainRows
@@ -60,7 +60,6 @@ class PoolIndexer(Indexer):
             compress_(pairs, self.pool_bias, None, 0.0, *written, True, dcp.index_hadamard, None, None)
         if sparse.selection is None:
             return
-        assert pools.visible is not None
         assert pools.selection is not None
         q = self.wq_b(q_c).unflatten(-1, (config.num_heads, config.head_dim))
         is_fp8 = dcp.index_cache_dtype == "fp8"

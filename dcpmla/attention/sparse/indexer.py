@@ -14,7 +14,7 @@ from dcpmla.attention.sparse.modules import IndexerModules
 from dcpmla.attention.sparse.projections import finish_index_keys, finish_index_queries
 from dcpmla.attention.sparse.selector import TokenSelector
 from dcpmla.attention.sparse.step import SparseMetadata
-from dcpmla.attention.step import StepMetadata
+from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.latent import LayerCache
 from dcpmla.config import MLAConfig
 from dcpmla.indexer_config import IndexerConfig
@@ -94,7 +94,7 @@ class Indexer(nn.Module):
         assert index_keys is not None
         keys, weights = self.down_project(hidden_states)
         norm, rope = (self.k_norm.weight, self.k_norm.bias), (cos_sin, config.rope_interleaved)
-        finish_index_keys(keys, index_keys, step.slot_mapping, *norm, *rope, dcp.index_hadamard, config.norm_eps)
+        finish_index_keys(keys, index_keys, step.tokens.slots, *norm, *rope, dcp.index_hadamard, config.norm_eps)
         if sparse.max_seq_len <= config.topk:
             return
         assert sparse.selection is not None

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 
 import torch
 
-from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.costs import LayerReads
 from dcpmla.attention.gated import GatedAttention
 from dcpmla.attention.kind import DenseKind, Rotary
 from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.placement import Placement, check_order
-from dcpmla.attention.sparse.build import SparseStepBuilder
 from dcpmla.attention.sparse.step import SelectedTokens, with_selection
-from dcpmla.attention.step import StepMetadata
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.layout import StepTraits
+from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.latent import LatentCache
 from dcpmla.cache.plan import CachePlan
 from dcpmla.config import DCPConfig
@@ -50,7 +50,7 @@ class SparseKind(DenseKind):
 
     def step_builder(self, plan: CachePlan, dcp: DCPConfig, dcp_rank: int, device: torch.device | str) -> StepBuilder:
         """Return the builder of steps whose tokens may select."""
-        return SparseStepBuilder(dcp, dcp_rank, device)
+        return StepBuilder(dcp, dcp_rank, device, StepTraits(has_static_decodes=False))
 
     def prepare(
         self, step: StepMetadata, rotary: Rotary, dtype: torch.dtype, layers: Sequence[int] | None = None

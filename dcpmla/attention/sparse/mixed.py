@@ -11,7 +11,7 @@ from dcpmla.attention.kind import AttentionKind, DenseKind, Rotary
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.scaled import ReusingAttention, ScaledAttention, SharedLatents
 from dcpmla.attention.sparse.kind import SparseKind
-from dcpmla.attention.step import StepMetadata
+from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.latent import LatentCache
 from dcpmla.cache.plan import CachePlan
 from dcpmla.config import DCPConfig, MLAConfig
@@ -45,7 +45,7 @@ class MixedKind(SparseKind):
     ) -> StepMetadata:
         """Return a step with its positions' angles and logarithms, and memory for a selection."""
         step = super().prepare(step, rotary, dtype, layers)
-        return step.with_cos_sin(step.cos_sin, log_positions(step.positions, dtype)).with_kind(SharedLatents())
+        return step.with_cos_sin(step.cos_sin, log_positions(step.tokens.positions, dtype)).sharing(SharedLatents())
 
     def layer_config(self, layer: int) -> MLAConfig:
         """Return the geometry of the layer of a number."""

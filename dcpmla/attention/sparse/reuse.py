@@ -7,8 +7,8 @@ from torch import Tensor
 
 from dcpmla.attention.pooled.expand import expand_pools
 from dcpmla.attention.sparse.slots import SlotLayout
-from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata, check_positions
-from dcpmla.attention.step import StepMetadata
+from dcpmla.attention.sparse.step import SelectedTokens, check_positions, selectable
+from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.config import DCPConfig
 
 
@@ -16,7 +16,7 @@ def with_selected(step: StepMetadata, positions: Tensor, dcp: DCPConfig, dcp_ran
     """Return the step with a selection that has been made; layers with skip_topk attend to it.
 
     Args:
-        step: Step of a `SparseStepBuilder`; returned unchanged where no token has more than topk before it.
+        step: Step; it gets no selection where no token has more than topk before it.
         positions: Positions in the tokens' requests [at least T, topk] int32, the same on all ranks of the DCP group;
             read now. Each row has positions up to the token's own, in any order, none twice, and -1 after the last. A
             token with at most topk tokens before and with it lists all. Rows are checked on CPUs alone: on GPUs this
@@ -24,22 +24,19 @@ def with_selected(step: StepMetadata, positions: Tensor, dcp: DCPConfig, dcp_ran
             listed, and one after the token's own reads other tokens' rows.
         dcp, dcp_rank: Layout of the cache, and this rank's part of it.
     Raises:
-        ValueError: The step is not sparse, or positions are not such a tensor or, on CPUs, have other rows.
+        ValueError: positions are not such a tensor or, on CPUs, have other rows.
     """
-    sparse = step.get(SparseMetadata)
-    if sparse is None:
-        raise ValueError("step has no sparse part; build it with a SparseStepBuilder")
-    topk = positions.shape[-1]
+    sparse, topk = selectable(step), positions.shape[-1]
     check_positions(positions, step, topk)
     if sparse.max_seq_len <= topk:
-        return step
+        return step.sharing(sparse)
     if positions.device.type == "cpu":
         _check_rows(positions[: step.num_tokens], sparse.seq_lens[: step.num_tokens])
     layout = SlotLayout(sparse.block_table, sparse.request, dcp.block_size, dcp.owner(dcp_rank))
     selection = SelectedTokens.empty(step.num_tokens, topk, positions.device)
     memory = selection.positions, selection.slots, selection.num_slots
     expand_pools(positions[: step.num_tokens], sparse.seq_lens, 1, layout, *memory)  # pools of one token
-    return step.with_kind(replace(sparse, selection=selection))
+    return step.sharing(replace(sparse, selection=selection))
 
 
 def _check_rows(positions: Tensor, seq_lens: Tensor) -> None:

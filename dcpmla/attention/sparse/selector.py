@@ -12,7 +12,7 @@ from dcpmla.attention.sparse.scores import index_scores
 from dcpmla.attention.sparse.slots import SlotLayout
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
 from dcpmla.attention.sparse.topk import choose_tokens, local_candidates
-from dcpmla.attention.step import DecodeMetadata
+from dcpmla.attention.step.metadata import DecodeMetadata
 from dcpmla.cache.index_keys import index_row_width, index_storage_dtype
 from dcpmla.comm.exchange import Exchange
 from dcpmla.config import DCPConfig

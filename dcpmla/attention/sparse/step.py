@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dcpmla.attention.step import StepMetadata, tokens_of
+from dcpmla.attention.step.metadata import StepMetadata
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,6 @@ class SparseMetadata:
         """Return the metadata of some of the tokens."""
         per_token = self.request[tokens], self.seq_lens[tokens], self.local_seq_lens[tokens]
         return SparseMetadata(self.block_table, *per_token, self.max_seq_len)
-
-    def of_tokens(self, index: int, size: int) -> "SparseMetadata":
-        """Return the metadata of token number `index` of each request, where requests have `size` tokens each."""
-        columns = self.request, self.seq_lens, self.local_seq_lens
-        request, seq_lens, local_seq_lens = (tokens_of(column, index, size) for column in columns)
-        return SparseMetadata(self.block_table, request, seq_lens, local_seq_lens, self.max_seq_len)
 
 
 @dataclass(frozen=True)
@@ -72,8 +66,17 @@ class SelectedTokens:
         return SelectedTokens(self.positions[tokens], self.slots[tokens], self.num_slots[tokens], num_first)
 
 
+def selectable(step: StepMetadata) -> SparseMetadata:
+    """Return the tokens that each token of a step may select from, before a selection."""
+    tokens = step.tokens
+    return SparseMetadata(
+        step.table.block_table, tokens.request, tokens.seq_lens, tokens.local_seq_lens, step.max_seq_len
+    )
+
+
 def with_selection(step: StepMetadata, topk: int, positions: Tensor | None = None) -> StepMetadata:
-    """Return the step with memory for topk selected tokens each; unchanged where no token has more before it.
+    """Return the step with the tokens that each token may select from, and where a token has more than topk before it,
+    with memory for topk selected tokens each.
 
     Args:
         positions: Memory of an engine for the selected positions [at least num_tokens, topk] int32, contiguous, whose
@@ -81,21 +84,23 @@ def with_selection(step: StepMetadata, topk: int, positions: Tensor | None = Non
     Raises:
         ValueError: positions are not such a tensor.
     """
-    sparse = step.get(SparseMetadata)
     if positions is not None:
         check_positions(positions, step, topk)
-    if sparse is None or sparse.max_seq_len <= topk:
+    if step.cut is not None:  # Selections are made between graphs, with the step of each replay.
         return step
-    selection = SelectedTokens.empty(step.num_tokens, topk, step.positions.device)
+    sparse = selectable(step)
+    if sparse.max_seq_len <= topk:
+        return step.sharing(sparse)
+    selection = SelectedTokens.empty(step.num_tokens, topk, sparse.request.device)
     if positions is not None:
         selection = replace(selection, positions=positions[: step.num_tokens])
-    return step.with_kind(replace(sparse, selection=selection))
+    return step.sharing(replace(sparse, selection=selection))
 
 
 def check_positions(positions: Tensor, step: StepMetadata, topk: int) -> None:
     """Raise ValueError unless positions are [at least the step's tokens, topk] int32 on its device, contiguous."""
     actual = positions.dtype, tuple(positions.shape), positions.device
-    expected = torch.int32, (max(step.num_tokens, len(positions)), topk), step.positions.device
+    expected = torch.int32, (max(step.num_tokens, len(positions)), topk), step.tokens.positions.device
     if actual != expected or not positions.is_contiguous():
         needed = f"{expected} (dtype, shape, device), contiguous"
         raise ValueError(f"positions is {actual}, strides {positions.stride()}; expected {needed}")
@@ -106,7 +111,8 @@ def check_selection(topk: int, kv_cache: Tensor, step: StepMetadata) -> None:
     sparse = step.get(SparseMetadata)
     if sparse is None:
         raise ValueError(
-            "step has no sparse part, which a layer with config.indexer needs; build it with a SparseStepBuilder"
+            f"step has no sparse part, which a layer with config.indexer needs; call with_selection(step, {topk}) of "
+            "dcpmla.attention.sparse.step"
         )
     if kv_cache.stride(0) != kv_cache.shape[1] * kv_cache.stride(1):
         raise ValueError(f"kv_cache has strides {kv_cache.stride()}; sparse attention takes contiguous blocks")

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.costs import AttentionCosts, LatentCosts, LayerReads
 from dcpmla.attention.gated import GatedAttention
 from dcpmla.attention.kind import AttentionKind, DenseKind, Rotary
@@ -15,8 +14,7 @@ from dcpmla.attention.placement import Placement
 from dcpmla.attention.routes import Rates
 from dcpmla.attention.sparse.kind import SparseKind
 from dcpmla.attention.sparse.step import SelectedTokens
-from dcpmla.attention.step import StepMetadata
-from dcpmla.attention.windowed.build import WindowedStepBuilder
+from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.attention.windowed.costs import WindowedCosts
 from dcpmla.attention.windowed.layer import WindowAttention
 from dcpmla.attention.windowed.step import with_windows
@@ -62,10 +60,6 @@ class WindowedKind(SparseKind):
         width = row_width(plan.dtype, self.windowed.kv_lora_rank, self.windowed.qk_rope_head_dim)
         return replace(plan, window_layers=self.window_layers, window_row_width=width)
 
-    def step_builder(self, plan: CachePlan, dcp: DCPConfig, dcp_rank: int, device: torch.device | str) -> StepBuilder:
-        """Return the builder of steps whose tokens may select, or have windows."""
-        return WindowedStepBuilder(self._window, dcp, dcp_rank, device)
-
     def prepare(
         self, step: StepMetadata, rotary: Rotary, dtype: torch.dtype, layers: Sequence[int] | None = None
     ) -> StepMetadata:
@@ -75,7 +69,7 @@ class WindowedKind(SparseKind):
             return rotary(positions, FULL_ROTARY)
 
         step = super().prepare(step, full_rotary, dtype, layers)
-        return with_windows(step, self._window, rotary(step.positions, WINDOW_ROTARY))
+        return with_windows(step, self._window, rotary(step.tokens.positions, WINDOW_ROTARY))
 
     def new_layer(self, layer: int, placement: Placement) -> GatedAttention:
         """Return the layer of a number; the first of a pass with a window writes the windows for all."""

@@ -8,7 +8,7 @@ from dcpmla.attention.placement import Placement
 from dcpmla.attention.projections import MHAInputs
 from dcpmla.attention.sparse.slots import SlotLayout
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
-from dcpmla.attention.step import StepMetadata
+from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.attention.windowed.select import select_window
 from dcpmla.attention.windowed.step import of_window
 from dcpmla.cache.latent import LayerCache

@@ -6,7 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
-from dcpmla.attention.step import PrefillMetadata, StepMetadata
+from dcpmla.attention.step.chunks import PrefillMetadata, lay_out_prefills
+from dcpmla.attention.step.metadata import StepMetadata
 
 
 @dataclass(frozen=True)
@@ -24,17 +25,24 @@ class WindowMetadata:
     cos_sin: Tensor | None = None
     selection: SelectedTokens | None = None
 
-    def of_tokens(self, index: int, size: int) -> "WindowMetadata":
-        """Return metadata without prefills, for a token of each request."""
-        return WindowMetadata()
-
 
 def with_windows(step: StepMetadata, window: int, cos_sin: Tensor) -> StepMetadata:
-    """Return a step with the angles of layers with a window, and memory for their selection."""
-    windows, sparse, selection = step.get(WindowMetadata) or WindowMetadata(), step.get(SparseMetadata), None
-    if sparse is not None and sparse.max_seq_len > window:
-        selection = SelectedTokens.empty(step.num_tokens, window, step.positions.device)
-    return step.with_kind(replace(windows, cos_sin=cos_sin, selection=selection))
+    """Return a step with the angles of layers with a window, the contexts in reach, and memory for their selection."""
+    if step.cut is not None:
+        return step.sharing(WindowMetadata(cos_sin=cos_sin))
+    contexts = step.derive(WindowMetadata, lambda step: WindowMetadata(_contexts(step, window)))
+    selection = SelectedTokens.empty(step.num_tokens, window, cos_sin.device) if step.max_seq_len > window else None
+    return step.sharing(replace(contexts, cos_sin=cos_sin, selection=selection))
+
+
+def _contexts(step: StepMetadata, window: int) -> PrefillMetadata | None:
+    """Return the prefills of a step with contexts that begin at the window of their first token."""
+    if step.prefill is None or step.requests is None:
+        return step.prefill
+    prefills, all_of = slice(step.num_decodes, None), step.requests
+    columns = step.prefill.queries.start_loc, step.prefill.first_position
+    numbers = all_of.query_lens[prefills], all_of.seq_lens[prefills], step.table.block_table[prefills]
+    return lay_out_prefills(step.layout, *numbers, columns, window)
 
 
 def of_window(step: StepMetadata) -> StepMetadata:
@@ -42,5 +50,5 @@ def of_window(step: StepMetadata) -> StepMetadata:
     windows, sparse = step.get(WindowMetadata), step.get(SparseMetadata)
     if windows is None:
         return step
-    kinds: dict[type, Any] = {} if sparse is None else {SparseMetadata: replace(sparse, selection=windows.selection)}
-    return replace(step, cos_sin=windows.cos_sin, prefill=windows.prefill, kinds=kinds)
+    shared: dict[type, Any] = {} if sparse is None else {SparseMetadata: replace(sparse, selection=windows.selection)}
+    return replace(step, cos_sin=windows.cos_sin, prefill=windows.prefill, shared=shared)

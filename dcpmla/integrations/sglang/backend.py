@@ -14,7 +14,8 @@ from torch import Tensor
 
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.prefill import dcp_mla_prefill
-from dcpmla.attention.step import DecodeMetadata, PrefillMetadata
+from dcpmla.attention.step.chunks import PrefillMetadata
+from dcpmla.attention.step.metadata import DecodeMetadata
 from dcpmla.attention.warm_up import LayerSizes, warm_up
 from dcpmla.cache.formats import FP8, write_latents
 from dcpmla.comm.exchange import Exchange, LocalExchange

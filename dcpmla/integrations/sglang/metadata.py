@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.calls import decode_workspace
-from dcpmla.attention.step import PrefillMetadata
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.chunks import PrefillMetadata, lay_out_prefills
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.absorbed import DecodeLayout, Part
 from dcpmla.upload import upload
@@ -55,21 +55,23 @@ class MetadataBuilder:
         is_known = batch.seq_lens_cpu is not None and not capturing
         longest = int(batch.seq_lens_cpu.max()) + num_ahead if is_known else None
         seq_lens = batch.seq_lens + num_ahead
-        local = self.steps.owner.local_seq_lens(seq_lens)
+        local = self.steps.layout.owner.local_seq_lens(seq_lens)
         return self.layout.uniform(self._table(batch, longest), seq_lens, local, query_len)
 
     def short_prefills(self, batch: Any) -> tuple[Part, ...]:
         """Lay out prompts of few new tokens each."""
         start = np.concatenate([[0], np.cumsum(batch.extend_seq_lens_cpu)]).astype(np.int32)
-        (start_loc,) = upload([start], self.steps.device)
-        local = self.steps.owner.local_seq_lens(batch.seq_lens)
+        (start_loc,) = upload([start], self.steps.layout.device)
+        local = self.steps.layout.owner.local_seq_lens(batch.seq_lens)
         table = self._table(batch, max(_lens_after(batch)))
         return self.layout.build(table, batch.seq_lens, local, start_loc, start, int(start[-1]))
 
     def prefill(self, batch: Any) -> PrefillMetadata:
         """Lay out requests of several tokens each."""
         seq_lens = _lens_after(batch)
-        return self.steps.prefill(batch.extend_seq_lens_cpu, seq_lens, self._table(batch, max(seq_lens)))
+        return lay_out_prefills(
+            self.steps.layout, batch.extend_seq_lens_cpu, seq_lens, self._table(batch, max(seq_lens))
+        )
 
     def _table(self, batch: Any, longest: int | None) -> Tensor:
         """Return the pages [num_reqs, max_pages] int32 of each request; max_pages follows from the longest request, or
@@ -81,7 +83,7 @@ class MetadataBuilder:
     def slots(self, batch: Any) -> Tensor:
         """Return the slots [T] int64 of the new tokens on this rank, -1 where they are another's."""
         slots = batch.out_cache_loc.to(torch.int64)
-        owner = self.steps.owner
+        owner = self.steps.layout.owner
         return torch.where(slots % owner.size == owner.rank, slots // owner.size, -1)
 
 

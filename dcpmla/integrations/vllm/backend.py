@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dcpmla.attention.build import StepBuilder
 from dcpmla.attention.calls import decode_workspace
-from dcpmla.attention.chunks import max_chunk_tokens
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.chunks import lay_out_prefills, max_chunk_tokens
 from dcpmla.cache.formats import row_width, storage_dtype
 from dcpmla.comm.exchange import Exchange, LocalExchange
 from dcpmla.integrations.absorbed import DecodeLayout, Part
@@ -137,8 +137,8 @@ class DCPMLAMetadataBuilder(MLACommonMetadataBuilder):
             first = metadata.num_decodes
             starts = common_attn_metadata.query_start_loc_cpu[first:]
             seq_lens = common_attn_metadata.seq_lens_cpu_upper_bound[first : metadata.num_reqs]  # exact of prefills
-            metadata.prefill.step = self.steps.prefill(
-                starts.diff().tolist(), seq_lens.tolist(), metadata.prefill.block_table
+            metadata.prefill.step = lay_out_prefills(
+                self.steps.layout, starts.diff().tolist(), seq_lens.tolist(), metadata.prefill.block_table
             )
         return metadata
 

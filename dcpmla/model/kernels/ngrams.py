@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.attention.token_rows import TokenRows
 from dcpmla.model.buckets import Buckets
+from dcpmla.model.token_slots import TokenSlots
 
 _TOKENS = 64  # tokens of a program
 
@@ -88,7 +88,7 @@ def hash_ngrams_kernel(
     tl.store(hashes_ptr + at, row.to(tl.int32), mask=is_token[:, None] & is_column[None, :])
 
 
-def store_ids(cached_ids: Tensor, token_ids: Tensor, token_map: Tensor, rows: TokenRows) -> None:
+def store_ids(cached_ids: Tensor, token_ids: Tensor, token_map: Tensor, rows: TokenSlots) -> None:
     """Compute `model.ngrams.store_ids` in one kernel."""
     num_tokens, table = len(rows.seq_lens), rows.block_table
     if num_tokens:
@@ -99,7 +99,7 @@ def store_ids(cached_ids: Tensor, token_ids: Tensor, token_map: Tensor, rows: To
         )
 
 
-def hash_ngrams(hashes: Tensor, cached_ids: Tensor, rows: TokenRows, buckets: Buckets, pad_id: int) -> None:
+def hash_ngrams(hashes: Tensor, cached_ids: Tensor, rows: TokenSlots, buckets: Buckets, pad_id: int) -> None:
     """Compute `model.ngrams.hash_ngrams` in one kernel."""
     num_layers, num_rows, num_columns = hashes.shape
     num_tokens = len(rows.seq_lens)

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpmla.attention.linear.calls import CHUNK, DeltaPieces, DeltaState, DeltaTokens, DeltaWeights
+from dcpmla.attention.linear.calls import DeltaPieces, DeltaState, DeltaTokens, DeltaWeights
 from dcpmla.attention.linear.kernels.read import read_memory, read_tokens
 from dcpmla.attention.linear.kernels.write import write_outputs, write_state
+from dcpmla.attention.step.long_pieces import CHUNK
 
 # Launch options of the library's kernels, in its own format, as it chose them for 32 heads of 128 on an H200.
 _CONFIGS = Path(__file__).parent.parent / "configs"

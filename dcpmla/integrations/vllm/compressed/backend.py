@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dcpmla.attention.build import GraphRows, HostStep
 from dcpmla.attention.calls import decode_workspace
-from dcpmla.attention.chunks import positions_of, segments_of
-from dcpmla.attention.compressed.build import CompressedStepBuilder
-from dcpmla.attention.compressed.step import with_angles
-from dcpmla.attention.step import DecodeMetadata, StepMetadata, StepRequests
+from dcpmla.attention.compressed.step import compressed_traits, with_angles
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.layout import lay_out
+from dcpmla.attention.step.metadata import DecodeMetadata, StepMetadata
+from dcpmla.attention.step.table import StepRequests, StepTable, StepTokens
 from dcpmla.integrations.vllm.compressed.names import (
     AttentionBackend,
     AttentionCGSupport,
@@ -96,9 +96,10 @@ class CompressedMetadataBuilder(AttentionMetadataBuilder):
         self.reorder_batch_threshold = 1 + self.stack.num_drafts
 
     @cached_property
-    def steps(self) -> CompressedStepBuilder:
+    def steps(self) -> StepBuilder:
         """The builder of steps over the cache, which vLLM allocates after this object."""
-        return CompressedStepBuilder(self.stack.cache.sizes, self.stack.placement.mesh.dcp_rank, self.device)
+        plan, rank = self.stack.cache.sizes, self.stack.placement.mesh.dcp_rank
+        return StepBuilder(plan.dcp, rank, self.device, compressed_traits(plan))
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> LazyStep:
         """Return a step of decodes, then prefills, then padding."""
@@ -139,80 +140,54 @@ class CompressedMetadataBuilder(AttentionMetadataBuilder):
         num_reqs = int((query_lens > 0).sum())  # padding comes last
         query_lens = query_lens[:num_reqs]
         seq_lens = common.seq_lens_cpu_upper_bound[:num_reqs].numpy()
-        is_long = query_lens > self.steps.decode_query_len(1 + self.stack.num_drafts)
+        segment_len = self.steps.segment_len(1 + self.stack.num_drafts)
+        is_long = query_lens > segment_len
         num_decodes = int(is_long.argmax()) if is_long.any() else num_reqs
-        num_decode_tokens = int(query_lens[:num_decodes].sum())
-        states = np.asarray(common.req_idx[:num_reqs], dtype=np.int32)
-        request = np.repeat(np.arange(num_reqs, dtype=np.int32), query_lens)
-        positions = positions_of(query_lens.tolist(), seq_lens.tolist())
-        requests = StepRequests(query_lens.tolist(), seq_lens.tolist(), (), states.tolist())
-        host = HostStep(requests, num_decodes, num_decode_tokens, np.empty((0, 0)), request, positions)
-        num_blocks = -(-int(seq_lens.max()) // self.steps.block_tokens)
-        table = common.block_table_tensor[:num_reqs, :num_blocks].contiguous()
-        on_device, of_request, numbers = upload([positions, *self.steps.columns(host)], self.device)
+        lens = query_lens.tolist(), seq_lens.tolist()
+        requests = StepRequests(*lens, (), list(common.req_idx[:num_reqs]), num_decodes, segment_len)
+        num_blocks = -(-int(seq_lens.max()) // self.steps.layout.block_tokens)
+        block_table = common.block_table_tensor[:num_reqs, :num_blocks].contiguous()
+        table = self.steps.table(requests, np.empty((0, 0), dtype=np.int32))
         if self.stack.num_drafts:
-            num_rejected = numbers[1] - common.seq_lens[:num_reqs]
-            numbers[:2] -= num_rejected
-            on_device -= num_rejected[of_request]
-        numbers[2] = self._states_of(table)
-        step = self._layout(on_device, num_decode_tokens, table, query_lens[:num_decodes])
-        return self.steps.extend(step, host, table, [of_request, numbers])
+            expected = table.first_position + table.num_tokens
+            table = table._replace(num_rejected=expected - common.seq_lens[:num_reqs])
+        table = table._replace(block_table=block_table, states=self._states_of(block_table))
+        # The cache has all of vLLM's blocks.
+        return self.steps.lay_out(table, requests, 0, self.workspace)
 
     def _static_step(self, common: Any) -> StepMetadata:
         """Return a step of decodes of as many tokens each that reads vLLM's memory. Padding has a length of 0 there."""
         num_reqs, query_len = common.num_reqs, common.max_query_len
-        table, seq_lens = common.block_table_tensor[:num_reqs], common.seq_lens[:num_reqs, None]
-        before = torch.arange(query_len - 1, -1, -1, dtype=torch.int32, device=self.device)
-        seen = (seq_lens - before).clamp(min=0).flatten()
-        positions = (seen - 1).clamp(min=0).long()
-        step = self._layout(positions, len(positions), table, np.full(num_reqs, query_len), seen)
-        assert step.decode is not None
-        request = torch.arange(num_reqs, dtype=torch.int32, device=self.device)
-        rows = GraphRows(
-            query_len=query_len,
-            max_seq_len=self.vllm_config.model_config.max_model_len,
-            block_table=table,
-            states=self._states_of(table),
-            request=request.repeat_interleave(query_len),
-            positions=positions,
-            seq_lens=seen,
-            local_seq_lens=step.decode.local_seq_lens,
+        block_table, seq_lens = common.block_table_tensor[:num_reqs], common.seq_lens[:num_reqs]
+        num_rows, none = num_reqs * query_len, torch.zeros_like(seq_lens)
+        num_tokens = seq_lens.clamp(max=query_len)
+        starts = torch.arange(0, num_rows + 1, query_len, dtype=torch.int32, device=self.device)
+        table = StepTable(
+            first_position=seq_lens - num_tokens,
+            num_tokens=num_tokens,
+            states=self._states_of(block_table),
+            num_rejected=none,
+            begin=torch.empty_like(none),
+            end=torch.empty_like(none),
+            row_start=starts,
+            prefill_start=none,
+            prefill_position=none,
+            segment_start=none,
+            segment_request=none,
+            num_attending=none.new_full((1,), num_rows),
+            pieces=none[:0],
+            block_table=block_table,
         )
-        return self.steps.extend_graph(step, rows)
-
-    def _layout(
-        self,
-        positions: Tensor,
-        num_decode_tokens: int,
-        table: Tensor,
-        query_lens: np.ndarray,
-        seen: Tensor | None = None,
-    ) -> StepMetadata:
-        """Return a step before this kind's numbers are added.
-
-        Args:
-            positions: Position of each token [T], int64.
-            table: Block table of all requests.
-            query_lens: New tokens of each decode.
-            seen: Tokens that each decode token sees [num_decode_tokens] int32; None for all up to its position.
-        """
-        decode = None
-        if num_decode_tokens:
-            is_uniform = query_lens.min() == query_lens.max()
-            seen = positions[:num_decode_tokens].int() + 1 if seen is None else seen
-            decode = DecodeMetadata(
-                block_table=table[: len(query_lens)],
-                local_seq_lens=self.steps.owner.local_seq_lens(seen),
-                queries=None if is_uniform else segments_of(query_lens, self.device),
-                max_query_len=int(query_lens.max()),
-                workspace=self.workspace,
-            )
+        tokens = StepTokens.empty(num_rows, self.device)
+        lay_out(table, tokens, self.steps.layout)
         return StepMetadata(
-            num_tokens=len(positions),
-            num_decode_tokens=num_decode_tokens,
-            num_blocks=0,  # the cache has all of vLLM's blocks
-            positions=positions,
-            slot_mapping=positions.new_full((len(positions),), -1),
-            decode=decode,
-            prefill=None,
+            layout=self.steps.layout,
+            table=table,
+            tokens=tokens,
+            num_tokens=num_rows,
+            num_decode_tokens=num_rows,
+            num_decodes=num_reqs,
+            num_blocks=0,
+            max_seq_len=self.vllm_config.model_config.max_model_len,
+            decode=DecodeMetadata(block_table, tokens.local_seq_lens, None, query_len, self.workspace),
         )

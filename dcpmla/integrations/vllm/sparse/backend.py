@@ -59,7 +59,7 @@ class DCPMLASparseMetadataBuilder(DCPMLAMetadataBuilder):
         most_tokens = vllm_config.scheduler_config.max_num_seqs * max_decode_query_len(vllm_config)
         cache_dtype = storage_dtype(self.dcp.kv_cache_dtype, vllm_config.model_config.dtype)
         pools = in_pools(self.dcp, indexer.pool_size)
-        selector = TokenSelector(indexer, pools, self.steps.owner.rank, self.exchange)
+        selector = TokenSelector(indexer, pools, self.steps.layout.owner.rank, self.exchange)
         warm_up_selection(selector, most_tokens, device)
         layer.impl.warm_up_selected(layer, cache_dtype, self.layout.workspace, most_tokens)
 

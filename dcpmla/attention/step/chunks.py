@@ -10,10 +10,54 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.calls import Segments
-from dcpmla.attention.step import ContextChunk
+from dcpmla.attention.step.layout import StepLayout
+from dcpmla.attention.step.table import starts_of
 from dcpmla.config import DCPConfig
 from dcpmla.ownership import Owner
 from dcpmla.upload import upload
+
+
+@dataclass(frozen=True)
+class ContextChunk:
+    """A range of each prefill's cached context. Ranges may differ and be empty; together they have at most
+    `context_workspace_tokens` tokens.
+
+    Attributes:
+        local_slots: Slots of this rank's cached tokens of the chunk [N], int64, request after request. Each request's
+            slots are padded to the same number on all ranks.
+        order: order[s] is the row of token s in the concatenation [W N] of all ranks' rows: s if W is 1. The S tokens
+            are sorted by request, then by position. [S], int64.
+        tokens: tokens[n] is the token in [0, S) that this rank's row n holds, -1 for padding [N], int64. Collectives
+            reorder by `order` after the gather; `direct` stores each row at its token's row by `tokens`.
+        keys: Rows of each request among the S tokens.
+        first_position: Position of each request's first token in the chunk [num_prefills], int32; for a request
+            without tokens in the chunk, the number of its tokens in the chunks before.
+    """
+
+    local_slots: Tensor
+    order: Tensor
+    tokens: Tensor
+    keys: Segments
+    first_position: Tensor
+
+
+@dataclass(frozen=True)
+class PrefillMetadata:
+    """Requests that attend by MHA.
+
+    Attributes:
+        queries: Rows of each request among the prefill tokens. In a graph `start` is empty; `start_loc` then counts
+            rows of the whole step, and the first request may begin after row 0.
+        first_position: Position of each request's first new token [num_prefills], int32.
+        context_chunks: Context that was cached before this step; empty when there is none. With dcp.deterministic
+            chunks include the new tokens.
+        window: Number of last tokens, its own included, among which a token selects; None where it selects among all.
+    """
+
+    queries: Segments
+    first_position: Tensor
+    context_chunks: tuple[ContextChunk, ...]
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -32,10 +76,12 @@ class ChunkBuilder:
     device: torch.device | str
     rows_per_block: int
 
-    def build_all(self, lens: np.ndarray, alignment: int, table: Tensor) -> tuple[ContextChunk, ...]:
-        """Cut contexts of the given lengths into chunks of at most dcp.context_workspace_tokens (`chunk_bounds`)."""
-        bounds = chunk_bounds(lens, self.dcp.context_workspace_tokens, alignment)
-        return tuple(self.build(begin, end, table) for begin, end in bounds)
+    def build_all(self, begin: np.ndarray, end: np.ndarray, alignment: int, table: Tensor) -> tuple[ContextChunk, ...]:
+        """Cut positions [begin[i], end[i]) of each request into chunks of at most dcp.context_workspace_tokens
+        (`chunk_bounds`); the other arguments are those of `build`.
+        """
+        bounds = chunk_bounds(end - begin, self.dcp.context_workspace_tokens, alignment)
+        return tuple(self.build(begin + first, begin + last, table) for first, last in bounds)
 
     def build(self, begin: np.ndarray, end: np.ndarray, table: Tensor) -> ContextChunk:
         """Return the chunk of positions [begin[i], end[i]) of each request i.
@@ -74,6 +120,44 @@ class ChunkBuilder:
         block = table[request, index // self.rows_per_block].to(torch.int64)
         slots = block * self.rows_per_block + index % self.rows_per_block
         return ContextChunk(slots, order, tokens, segments_of(lens, self.device), first_position)
+
+
+def lay_out_prefills(
+    layout: StepLayout,
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    table: Tensor,
+    columns: tuple[Tensor, Tensor] | None = None,
+    window: int | None = None,
+) -> PrefillMetadata:
+    """Lay out prefills, without waiting for the device.
+
+    Args:
+        query_lens, seq_lens: New tokens of each request, and its tokens after this step, each [num_prefills].
+        table: Block ids of each request [num_prefills, max_blocks], integers on the device, enough for seq_lens.
+        columns: First row of each request among theirs, and the end [num_prefills + 1], and the position of its first
+            new token [num_prefills], int32 on the device; None uploads them.
+        window: Number of last tokens among which a token selects; contexts begin at the window of the first new token.
+            None for whole contexts.
+    """
+    dcp, contexts = layout.dcp, np.subtract(seq_lens, query_lens)
+    start, alignment = starts_of(query_lens), dcp.chunk_alignment
+    if columns is None:
+        start_loc, first_position = upload([np.array(each, np.int32) for each in (start, contexts)], layout.device)
+    else:
+        start_loc, first_position = columns
+    first, end = np.zeros_like(contexts), contexts
+    if window is not None:
+        first = np.maximum(contexts - window + 1, 0) // alignment * alignment
+    elif dcp.deterministic and contexts.any():
+        end = np.asarray(seq_lens)  # In a fixed order keys are one sequence: new tokens are read after their context.
+    chunks = ChunkBuilder(dcp, layout.owner, layout.device, dcp.block_size)
+    return PrefillMetadata(
+        queries=Segments(start, start_loc),
+        first_position=first_position,
+        context_chunks=chunks.build_all(first, end, alignment, table),
+        window=window,
+    )
 
 
 def max_chunk_tokens(max_model_len: int, max_num_seqs: int, alignment: int) -> int:
@@ -122,48 +206,3 @@ def segments_of(lens: Sequence[int] | np.ndarray, device: torch.device | str) ->
     """Return consecutive segments of the given lengths."""
     start = starts_of(lens)
     return Segments(start, upload([np.asarray(start, dtype=np.int32)], device)[0])
-
-
-def starts_of(lens: Sequence[int] | np.ndarray) -> tuple[int, ...]:
-    """Return the first row of each of consecutive segments with the given lengths, then the end of the last."""
-    return (0, *np.cumsum(lens).tolist())
-
-
-def cut_queries(lens: np.ndarray, max_query_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut requests of one token or more into segments of max_query_len tokens; a request's last may be shorter.
-
-    Returns:
-        The length of each segment, and its request, int32.
-    """
-    num_segments = -(-lens // max_query_len)
-    request = np.repeat(np.arange(len(lens), dtype=np.int32), num_segments)
-    segment_lens = np.full(len(request), max_query_len)
-    segment_lens[np.cumsum(num_segments) - 1] = lens - (num_segments - 1) * max_query_len
-    return segment_lens, request
-
-
-def positions_of(query_lens: Sequence[int], seq_lens: Sequence[int]) -> np.ndarray:
-    """Return the positions [T] int64 of all requests' new tokens."""
-    if max(query_lens) == 1:
-        return np.asarray(seq_lens, dtype=np.int64) - 1
-    offsets = np.subtract(seq_lens, np.cumsum(query_lens))  # position of a token minus its number in the batch
-    return np.arange(sum(query_lens)) + np.repeat(offsets, query_lens)
-
-
-def pad_table(block_tables: Sequence[Sequence[int]], seq_lens: Sequence[int], block_tokens: int) -> np.ndarray:
-    """Return [num_reqs, max_blocks] int64: the block ids of each request, then zeros, which nothing reads.
-
-    Args:
-        block_tokens: Number of positions that a block id covers.
-    Raises:
-        ValueError: A block id is negative.
-    """
-    num_columns = -(-max(seq_lens) // block_tokens)
-    table = np.zeros((len(block_tables), num_columns), dtype=np.int64)
-    for row, blocks, seq_len in zip(table, block_tables, seq_lens, strict=True):
-        num_blocks = -(-seq_len // block_tokens)
-        row[:num_blocks] = blocks[:num_blocks]
-    if table.min() < 0:
-        request, column = np.argwhere(table < 0)[0]
-        raise ValueError(f"request {request}: block_tables has block {table[request, column]}; ids start at 0")
-    return table

@@ -1,18 +1,21 @@
-"""Attention metadata of a step, one pass of a batch. It is built once from numbers on the host (`attention/build.py`),
-then passed to every layer as an argument.
+"""Attention metadata of a step, one pass of a batch. It is built once from numbers on the host
+(`attention/step/build.py`), then passed to every layer as an argument.
 
 A batch is flat: first tokens that attend with absorbed queries (decodes), then tokens that attend by MHA (prefills).
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from dcpmla.attention.calls import Segments
+from dcpmla.attention.step.chunks import PrefillMetadata
+from dcpmla.attention.step.layout import StepLayout
+from dcpmla.attention.step.table import StepRequests, StepTable, StepTokens
 from dcpmla.config import DCPConfig, MLAConfig
 
 PART_ROWS = 1 << 16  # Maximum query rows of a part. With DeepSeek's widths they take 75 MB.
@@ -21,27 +24,6 @@ PART_ROWS = 1 << 16  # Maximum query rows of a part. With DeepSeek's widths they
 def part_tokens(num_heads: int, dcp: DCPConfig) -> int:
     """Return the maximum tokens of a part, with num_heads heads in a DCP group, each with rows for each own class."""
     return max(1, PART_ROWS // (num_heads * (dcp.num_own_classes or 1)))
-
-
-class StepRequests(NamedTuple):
-    """The requests of a step, on the host.
-
-    Attributes:
-        query_lens: New tokens of each request [num_reqs].
-        seq_lens: Tokens of each request after the step [num_reqs].
-        block_tables: Block ids of each request [num_reqs], enough for seq_lens.
-        states: Index of each request's state in the cache [num_reqs], for linear attention and DeepSeek-V4 alone.
-    """
-
-    query_lens: Sequence[int]
-    seq_lens: Sequence[int]
-    block_tables: Sequence[Sequence[int]]
-    states: Sequence[Any] = ()
-
-    def first(self, num_reqs: int) -> "StepRequests":
-        """Return the first requests."""
-        query_lens, seq_lens, block_tables, states = self
-        return StepRequests(query_lens[:num_reqs], seq_lens[:num_reqs], block_tables[:num_reqs], states[:num_reqs])
 
 
 @dataclass(frozen=True)
@@ -55,9 +37,8 @@ class DecodeMetadata:
 
     Attributes:
         block_table: Block ids of each request [num_decodes, max_blocks], int32.
-        local_seq_lens: Number of this rank's tokens that each new token sees [num_decode_tokens], int32: tokens of the
-            same request, up to and including the new token. A new token that another rank stores sees as many tokens
-            here as the token before it.
+        local_seq_lens: Number of this rank's tokens that each new token sees [num_decode_tokens], int32: of the tokens
+            of its request up to and including the new token (`Owner.local_seq_lens`).
         queries: Rows of each segment among the new tokens; None when all segments have max_query_len tokens.
         max_query_len: Maximum tokens of a segment.
         workspace: Memory of kernels that split a segment over programs (`decode_workspace`); None if no kernel does.
@@ -110,62 +91,9 @@ class DecodeMetadata:
         return replace(self, block_table=table, local_seq_lens=lens.clone(), queries=queries, request_index=index)
 
 
-@dataclass(frozen=True)
-class ContextChunk:
-    """A range of each prefill's cached context. Ranges may differ and be empty; together they have at most
-    `context_workspace_tokens` tokens.
-
-    Attributes:
-        local_slots: Slots of this rank's cached tokens of the chunk [N], int64, request after request. Each request's
-            slots are padded to the same number on all ranks.
-        order: order[s] is the row of token s in the concatenation [W N] of all ranks' rows: s if W is 1. The S tokens
-            are sorted by request, then by position. [S], int64.
-        tokens: tokens[n] is the token in [0, S) that this rank's row n holds, -1 for padding [N], int64. Collectives
-            reorder by `order` after the gather; `direct` stores each row at its token's row by `tokens`.
-        keys: Rows of each request among the S tokens.
-        first_position: Position of each request's first token in the chunk [num_prefills], int32; for a request
-            without tokens in the chunk, the number of its tokens in the chunks before.
-    """
-
-    local_slots: Tensor
-    order: Tensor
-    tokens: Tensor
-    keys: Segments
-    first_position: Tensor
-
-
-@dataclass(frozen=True)
-class PrefillMetadata:
-    """Requests that attend by MHA.
-
-    Attributes:
-        queries: Rows of each request among the prefill tokens. In a graph only the device knows them (`start` is
-            empty): they are among all tokens, and the first request may begin after the first one.
-        first_position: Position of each request's first new token [num_prefills], int32.
-        context_chunks: Context that was cached before this step; empty when there is none. With dcp.deterministic
-            chunks include the new tokens.
-        window: Number of last tokens, its own included, among which a token selects; None where it selects among all.
-    """
-
-    queries: Segments
-    first_position: Tensor
-    context_chunks: tuple[ContextChunk, ...]
-    window: int | None = None
-
-
-class KindMetadata(Protocol):
-    """Metadata of a step that only one kind of attention reads."""
-
-    def of_tokens(self, index: int, size: int) -> Self:
-        """Return the metadata of token number `index` of each request, where requests have `size` tokens each.
-
-        For drafts of speculative decoding, which are predicted one token at a time.
-        """
-
-
-Metadata = TypeVar("Metadata", bound=KindMetadata)
 # Function that interrupts a capture: cut(work, arguments) keeps both, and each replay calls work(*arguments, step).
 Cut = Callable[[Callable[..., None], tuple[Any, ...]], None]
+Shared = TypeVar("Shared")
 
 
 @dataclass(frozen=True)
@@ -173,31 +101,39 @@ class StepMetadata:
     """One pass over a batch, as all layers see it. Rows past num_tokens in a layer's input are padding.
 
     Attributes:
+        layout: Where the tokens are in the caches of this rank.
+        table, tokens: Numbers of the step's requests and tokens, on the device.
         num_tokens, num_decode_tokens: Number of real tokens, and of decode tokens, which come first.
+        num_decodes: Number of requests that attend with absorbed queries, the first ones.
         num_blocks: Largest block id of the step, plus 1: the cache must have at least as many blocks.
-        positions: Position of each token in its sequence [num_tokens], int64.
-        slot_mapping: Cache slots [num_tokens], int64; -1 where another rank owns the token, and for all tokens of a
-            cache without slots.
+        max_seq_len: Upper bound of tokens.seq_lens, the same on all ranks.
         decode: Metadata of decodes; None without any, or if a graph has already computed their attention.
         prefill: Metadata of prefills; None without any, or where layers have no latent cache.
+        requests: Requests on the host; None in a graph.
         cos_sin: Cosines and sines of RoPE (`apply_rope`) [num_tokens, R], float32, which the model adds
             (`AttentionKind.prepare`); None for a model without positions (NoPE).
         query_factor: Factor of queries [num_tokens] in the model's dtype (`projections.query_factor`), or ln(p + 1)
             where each head has a factor of its own; None without either.
-        kinds: Metadata that only one kind of attention reads, by its class (`get`).
+        shared: What layers of one kind share in this step, by its class (`get`).
+        derived: Numbers that were derived from the step once (`derive`), by their class.
         cut: Function that interrupts the capture of a graph for work of a layer (`vary`); None outside of captures.
     """
 
+    layout: StepLayout
+    table: StepTable
+    tokens: StepTokens
     num_tokens: int
     num_decode_tokens: int
+    num_decodes: int
     num_blocks: int
-    positions: Tensor
-    slot_mapping: Tensor
-    decode: DecodeMetadata | None
+    max_seq_len: int
+    decode: DecodeMetadata | None = None
     prefill: PrefillMetadata | None = None
+    requests: StepRequests | None = None
     cos_sin: Tensor | None = None
     query_factor: Tensor | None = None
-    kinds: Mapping[type, Any] = field(default_factory=dict)
+    shared: Mapping[type, Any] = field(default_factory=dict)
+    derived: dict[type, Any] = field(default_factory=dict)
     cut: Cut | None = None
 
     def vary(self, work: Callable[..., None], *arguments: Any) -> None:
@@ -216,33 +152,45 @@ class StepMetadata:
         """Return whether only the device knows which tokens are decodes and which are prefills."""
         return self.prefill is not None and len(self.prefill.queries.start) == 0
 
-    def get(self, kind: type[Metadata]) -> Metadata | None:
-        """Return the metadata of a class; None if the step has none."""
-        return self.kinds.get(kind)
+    def get(self, kind: type[Shared]) -> Shared | None:
+        """Return what layers share under a class; None if the step has none."""
+        return self.shared.get(kind)
 
-    def with_kind(self, metadata: KindMetadata) -> "StepMetadata":
-        """Return the step with the metadata of one class added or replaced."""
-        return replace(self, kinds={**self.kinds, type(metadata): metadata})
+    def sharing(self, value: object) -> "StepMetadata":
+        """Return the step with what layers share under the value's class added or replaced."""
+        return replace(self, shared={**self.shared, type(value): value})
+
+    def derive(self, kind: type, make: Callable[["StepMetadata"], Shared]) -> Shared:
+        """Return make(step), which is made once for all passes over the step, those of an MTP module too."""
+        if kind not in self.derived:
+            self.derived[kind] = make(self)
+        value: Shared = self.derived[kind]
+        return value
 
     def with_cos_sin(self, cos_sin: Tensor | None, query_factor: Tensor | None = None) -> "StepMetadata":
         """Return the step with the cosines and sines of its tokens, and their query factor if the model has one."""
         return replace(self, cos_sin=cos_sin, query_factor=query_factor)
 
-    def of_tokens(self, index: int) -> "StepMetadata":
+    def nth_token(self, index: int) -> "StepMetadata":
         """Return a step of token number `index` of each request, for drafts. All requests are equally long decodes."""
         decode = self.decode
         assert decode is not None
         assert decode.queries is None is decode.request_index
-        size = decode.max_query_len
-        lens = tokens_of(decode.local_seq_lens, index, size)
+        # `contiguous` would return a view of one element as it is, but kernels require the stride 1.
+        tokens = self.tokens.map(
+            lambda column: column[index :: decode.max_query_len].clone(memory_format=torch.contiguous_format)
+        )
+        num_reqs = len(tokens.positions)
         return StepMetadata(
-            num_tokens=len(decode.block_table),
-            num_decode_tokens=len(decode.block_table),
+            layout=self.layout,
+            table=self.table.nth_token(index),
+            tokens=tokens,
+            num_tokens=num_reqs,
+            num_decode_tokens=num_reqs,
+            num_decodes=num_reqs,
             num_blocks=self.num_blocks,
-            positions=tokens_of(self.positions, index, size),
-            slot_mapping=tokens_of(self.slot_mapping, index, size),
-            decode=DecodeMetadata(decode.block_table, lens, None, 1, decode.workspace),
-            kinds={kind: metadata.of_tokens(index, size) for kind, metadata in self.kinds.items()},
+            max_seq_len=self.max_seq_len,
+            decode=DecodeMetadata(decode.block_table, tokens.local_seq_lens, None, 1, decode.workspace),
         )
 
     def check(self, config: MLAConfig, hidden_states: Tensor) -> None:
@@ -271,12 +219,6 @@ class StepMetadata:
             raise ValueError(
                 f"block_tables has block {self.num_blocks - 1}; the cache has {num_blocks} blocks, numbered from 0"
             )
-
-
-def tokens_of(column: Tensor, index: int, size: int) -> Tensor:
-    """Return a column's value for token number `index` of each request, where requests have `size` tokens each."""
-    # `contiguous` would return a view of one element as it is, but kernels require the stride 1.
-    return column[index::size].clone(memory_format=torch.contiguous_format)
 
 
 def _described(tensor: Tensor | None) -> tuple[torch.dtype, tuple[int, ...], torch.device] | None:

@@ -1,11 +1,11 @@
-"""Sizes that steps with pieces of prompts are padded to, and their limits."""
+"""Sizes that steps in CUDA graphs are padded to, and their limits."""
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from dcpmla.attention.routes import SEGMENT_ROWS
-from dcpmla.attention.step import part_tokens
+from dcpmla.attention.step.metadata import part_tokens
 from dcpmla.config import DCPConfig
 
 MAX_WHOLE_TOKENS = 1024  # tokens of the largest step that is one graph; the host keeps up with larger ones
@@ -16,49 +16,72 @@ DECODE_TOKENS = 256  # first tokens of a step with MHA that may be decodes insid
 _PROMPT_TOKENS, _FEWEST_PROMPTS = 16, 8
 
 
-class MixedSize(NamedTuple):
+class GraphSize(NamedTuple):
     """A size that steps are padded to.
 
     Attributes:
         num_tokens: Number of tokens.
         is_whole: Whether the step is one graph, attention included.
+        query_len: Tokens of each request, all of which attend with absorbed queries; 0 for requests of any lengths.
     """
 
     num_tokens: int
-    is_whole: bool
+    is_whole: bool = True
+    query_len: int = 0
+
+    @classmethod
+    def of_requests(cls, num_reqs: int, query_len: int = 1) -> "GraphSize":
+        """Return the size of decodes of query_len tokens each."""
+        return cls(num_reqs * query_len, True, query_len)
 
     def __str__(self) -> str:
-        return f"{self.num_tokens} tokens{', whole' if self.is_whole else ''}"
+        if not self.query_len:
+            return f"{self.num_tokens} tokens{', whole' if self.is_whole else ''}"
+        of_tokens = f" of {self.query_len} tokens" if self.query_len > 1 else ""
+        return f"{self.num_tokens // self.query_len} requests{of_tokens}"
 
 
-class MixedLimits(NamedTuple):
-    """Limits of mixed steps in graphs.
+class GraphLimits(NamedTuple):
+    """Limits of steps in graphs.
 
     Attributes:
-        num_tokens: Most tokens of a step.
-        num_absorbed_tokens: Most tokens of a whole graph that attend with absorbed queries; 0 for no such graph.
-        num_reqs: Most requests of a step.
-        num_blocks: Most blocks of a request.
+        max_num_seqs: Maximum requests of a step.
         max_model_len: Tokens of the longest request.
-        tokens_per_request: Width of the segments that absorbed attention cuts requests into.
+        segment_len: Maximum tokens of a segment, to which absorbed attention cuts requests of different lengths.
+        num_absorbed_tokens: Maximum tokens of a whole graph that attend with absorbed queries.
+        num_static_decodes: Maximum first tokens of other graphs whose absorbed attention is in the graphs.
         has_prompts: Whether tokens of a whole graph may attend by MHA.
     """
 
-    num_tokens: int
-    num_absorbed_tokens: int
-    num_reqs: int
-    num_blocks: int
+    max_num_seqs: int
     max_model_len: int
-    tokens_per_request: int
+    segment_len: int = 1
+    num_absorbed_tokens: int = 0
+    num_static_decodes: int = 0
     has_prompts: bool = False
 
     @property
     def num_segments(self) -> int:
         """Return the most segments of a step, padding among them."""
-        return self.num_reqs + self.num_absorbed_tokens // self.tokens_per_request + 1
+        return self.max_num_seqs + self.num_absorbed_tokens // self.segment_len + 1
+
+    def room(self, size: GraphSize) -> int:
+        """Return the number of a size's first tokens whose absorbed attention its graphs compute."""
+        if size.query_len:
+            return size.num_tokens
+        return min(self.num_absorbed_tokens if size.is_whole else self.num_static_decodes, size.num_tokens)
 
 
-def find_size(sizes: Mapping[bool, Sequence[int]], num_tokens: int, is_whole: bool) -> MixedSize | None:
+def decode_sizes(max_num_seqs: int, query_len: int = 1) -> list[GraphSize]:
+    """Return the sizes of decodes, ascending, the last one of max_num_seqs requests; none if that is 0.
+
+    Source: vLLM's cudagraph_capture_sizes.
+    """
+    sizes = (1, 2, 4, *range(8, 256, 8), *range(256, max_num_seqs, 16))
+    return [GraphSize.of_requests(size, query_len) for size in _up_to(max_num_seqs, sizes)]
+
+
+def find_size(sizes: Mapping[bool, Sequence[int]], num_tokens: int, is_whole: bool) -> GraphSize | None:
     """Return the size that a step is padded to; None if it is too large.
 
     Args:
@@ -66,7 +89,7 @@ def find_size(sizes: Mapping[bool, Sequence[int]], num_tokens: int, is_whole: bo
     """
     tokens = sizes[is_whole]
     index = bisect_left(tokens, num_tokens)
-    return MixedSize(tokens[index], is_whole) if index < len(tokens) else None
+    return GraphSize(tokens[index], is_whole) if index < len(tokens) else None
 
 
 def token_sizes(max_num_tokens: int, tokens_per_request: int, dcp: DCPConfig) -> dict[bool, list[int]]:

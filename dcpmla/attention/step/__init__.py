@@ -1,0 +1,1 @@
+"""One step of a batch, as one table: numbers of requests from the host, and numbers of tokens that follow from them."""
