@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.calls import Segments, decode_workspace
-from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.build import StepBuilder, lay_out
 from dcpmla.attention.step.chunks import PrefillMetadata, segments_of
-from dcpmla.attention.step.layout import lay_out
 from dcpmla.attention.step.long_pieces import num_pieces
 from dcpmla.attention.step.metadata import Cut, DecodeMetadata, StepMetadata
 from dcpmla.attention.step.table import StepRequests, StepTable, StepTokens, TableSizes, cut_queries, pad_table

@@ -23,9 +23,8 @@ from dcpmla.attention.linear.delta import delta_attention, log_decay
 from dcpmla.attention.linear.step import DeltaMetadata, delta_metadata
 from dcpmla.attention.step import long_pieces
 from dcpmla.attention.step.build import StepBuilder
-from dcpmla.attention.step.layout import StepTraits
 from dcpmla.attention.step.long_pieces import LONG_PIECE, TOKENS_PER_PIECE
-from dcpmla.attention.step.table import StepRequests, StepTable, TableSizes
+from dcpmla.attention.step.table import StepRequests, StepTable, StepTraits, TableSizes
 from dcpmla.cache.latent import LatentPlan
 from dcpmla.config import DCPConfig
 from tests.attention.test_decode_compile import compile_for_hopper

@@ -15,8 +15,7 @@ from dcpmla.attention.pooled.expand import expand_pools
 from dcpmla.attention.pooled.step import PoolMetadata, with_pools
 from dcpmla.attention.sparse.slots import SlotLayout
 from dcpmla.attention.step.build import StepBuilder
-from dcpmla.attention.step.layout import StepTraits
-from dcpmla.attention.step.table import StepRequests, TableSizes
+from dcpmla.attention.step.table import StepRequests, StepTraits, TableSizes
 from dcpmla.config import DCPConfig
 from dcpmla.indexer_config import IndexerConfig
 from dcpmla.ownership import Owner

@@ -15,9 +15,8 @@ from dcpmla.attention.linear.step import DeltaMetadata, delta_metadata
 from dcpmla.attention.sparse.step import SparseMetadata, with_selection
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.chunks import max_chunk_tokens
-from dcpmla.attention.step.layout import StepTraits
 from dcpmla.attention.step.metadata import DecodeMetadata
-from dcpmla.attention.step.table import StepRequests
+from dcpmla.attention.step.table import StepRequests, StepTraits
 from dcpmla.cache.latent import LatentPlan
 from dcpmla.runtime.graph_inputs import GraphInputs
 from dcpmla.runtime.graph_sizes import GraphLimits, GraphSize

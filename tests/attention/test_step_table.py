@@ -11,9 +11,8 @@ import torch
 from hypothesis import given, settings
 
 from dcpmla import DCPConfig
-from dcpmla.attention.step.build import StepBuilder
-from dcpmla.attention.step.layout import StepLayout, StepTraits, lay_out
-from dcpmla.attention.step.table import StepRequests, StepTable, StepTokens, TableSizes
+from dcpmla.attention.step.build import StepBuilder, lay_out
+from dcpmla.attention.step.table import StepLayout, StepRequests, StepTable, StepTokens, StepTraits, TableSizes
 from dcpmla.cache.latent import LatentPlan
 from dcpmla.runtime.graph_inputs import GraphInputs
 from dcpmla.runtime.graph_sizes import GraphLimits, GraphSize

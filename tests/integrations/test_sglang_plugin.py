@@ -80,10 +80,10 @@ def test_a_batch_is_laid_out_as_ours_are(rank: int) -> None:
     assert [row[: len(pages)] for row, pages in zip(found.block_table.tolist(), PAGES, strict=True)] == list(PAGES)
     assert (found.query_start_loc, found.max_query_len) == (None, 1)
     assert (found.block_table.dtype, found.local_seq_lens.dtype) == (torch.int32, torch.int32)
-    assert made.slots(ones).tolist() == expected.slot_mapping.tolist()
+    assert made.slots(ones).tolist() == expected.tokens.slots.tolist()
     expected = StepBuilder(DCP, rank).build(StepRequests([2, 3, 7], LENS, PAGES))
     assert str(made.prefill(several)) == str(expected.prefill)
-    assert made.slots(several).tolist() == expected.slot_mapping.tolist()
+    assert made.slots(several).tolist() == expected.tokens.slots.tolist()
 
 
 @pytest.mark.parametrize("rank", range(W))

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.step.build import StepBuilder
-from dcpmla.attention.step.layout import StepTraits
 from dcpmla.attention.step.metadata import StepMetadata
-from dcpmla.attention.step.table import StepRequests, StepTable, TableSizes
+from dcpmla.attention.step.table import StepRequests, StepTable, StepTraits, TableSizes
 from dcpmla.config import DCPConfig
 from dcpmla.model.buckets import Buckets
 from dcpmla.model.ngrams import NgramHash, hash_ngrams, store_ids

@@ -16,9 +16,8 @@ from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.sparse.step import with_selection
 from dcpmla.attention.step.build import StepBuilder
-from dcpmla.attention.step.layout import StepTraits
 from dcpmla.attention.step.metadata import StepMetadata
-from dcpmla.attention.step.table import StepRequests
+from dcpmla.attention.step.table import StepRequests, StepTraits
 from dcpmla.cache.formats import is_quantized, to_cache_rows
 from dcpmla.cache.latent import LatentCache, num_blocks
 from dcpmla.comm.select import select_exchange

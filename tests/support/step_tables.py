@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from dcpmla.attention.step.layout import StepLayout, StepTraits, lay_out
+from dcpmla.attention.step.build import lay_out
 from dcpmla.attention.step.metadata import StepMetadata
-from dcpmla.attention.step.table import StepRequests, StepTable, StepTokens, TableSizes
+from dcpmla.attention.step.table import StepLayout, StepRequests, StepTable, StepTokens, StepTraits, TableSizes
 from dcpmla.runtime.graph_sizes import GraphLimits
 from tests.support.layouts import dcp_config
 from tests.test_ownership import deal_slots

@@ -9,7 +9,7 @@ from torch import Tensor
 from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.compressed.cache import CompressedPlan
 from dcpmla.attention.compressed.config import LayerKind
-from dcpmla.attention.step.chunks import ChunkBuilder, ContextChunk
+from dcpmla.attention.step.chunks import ContextChunk, context_chunks
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.upload import upload
 
@@ -81,7 +81,6 @@ def _chunks_of(
     selects = kind.selects and step.max_seq_len // kind.ratio > config.indexer.topk
     if selects and config.moves_queries(layout.dcp, num_tokens, int(num_entries.sum())):
         return ()
-    builder = ChunkBuilder(layout.dcp, layout.owner, layout.device, plan.entries_per_block(kind.ratio))
     table = step.table.block_table[step.num_decodes :] + plan.first_entry_block(kind.ratio)
-    alignment = layout.owner.size * layout.owner.interleave
-    return builder.build_all(np.zeros_like(num_entries), num_entries, alignment, table)
+    alignment, first = layout.owner.size * layout.owner.interleave, np.zeros_like(num_entries)
+    return context_chunks(layout, plan.entries_per_block(kind.ratio), first, num_entries, alignment, table)

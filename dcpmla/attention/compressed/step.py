@@ -14,8 +14,8 @@ from dcpmla.attention.compressed.rings import RingWindows, ring_states, visible_
 from dcpmla.attention.compressed.visible import visible_rows
 from dcpmla.attention.pooled.entries import Part, cut_parts
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
-from dcpmla.attention.step.layout import StepTraits
 from dcpmla.attention.step.metadata import DecodeMetadata, StepMetadata
+from dcpmla.attention.step.table import StepTraits
 from dcpmla.ownership import Owner
 
 

@@ -17,8 +17,8 @@ from dcpmla.attention.linear.layer import DeltaAttention
 from dcpmla.attention.placement import Placement, refuse_order
 from dcpmla.attention.routes import Rates
 from dcpmla.attention.step.build import StepBuilder
-from dcpmla.attention.step.layout import StepTraits
 from dcpmla.attention.step.metadata import StepMetadata
+from dcpmla.attention.step.table import StepTraits
 from dcpmla.cache.latent import LatentCache
 from dcpmla.cache.plan import CachePlan
 from dcpmla.config import DCPConfig

@@ -12,8 +12,8 @@ from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.placement import Placement, check_order
 from dcpmla.attention.sparse.step import SelectedTokens, with_selection
 from dcpmla.attention.step.build import StepBuilder
-from dcpmla.attention.step.layout import StepTraits
 from dcpmla.attention.step.metadata import StepMetadata
+from dcpmla.attention.step.table import StepTraits
 from dcpmla.cache.latent import LatentCache
 from dcpmla.cache.plan import CachePlan
 from dcpmla.config import DCPConfig

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from dcpmla.attention.calls import Segments, decode_workspace
 from dcpmla.attention.step.chunks import lay_out_prefills
-from dcpmla.attention.step.layout import StepLayout, StepTraits, lay_out
 from dcpmla.attention.step.long_pieces import num_pieces
 from dcpmla.attention.step.metadata import DecodeMetadata, StepMetadata
 from dcpmla.attention.step.table import (
+    StepLayout,
     StepRequests,
     StepTable,
     StepTokens,
+    StepTraits,
     TableSizes,
     cut_queries,
     pad_table,
@@ -183,6 +184,42 @@ class StepBuilder:
                 f"num_decodes is {num_decodes}; of {list(query_lens)} new tokens decodes have at most {segment_len}"
             )
         return requests._replace(num_decodes=num_decodes, segment_len=segment_len)
+
+
+def lay_out(table: StepTable, tokens: StepTokens, layout: StepLayout) -> None:
+    """Write the numbers of tokens: those of a request from its first position on, moved back by its rejected drafts.
+    A request with fewer tokens than rows repeats its last one. Write table.begin and table.end, too.
+    """
+    if tokens.positions.is_cuda:
+        from dcpmla.attention.step import kernels  # triton exists on Linux only
+
+        per_rank, traits = layout.block_tokens // layout.owner.size, layout.traits
+        kernels.lay_out(table, tokens, layout.owner, per_rank, traits.has_slots)
+        return
+    numbers = StepTable(*(column.numpy() for column in table))  # NumPy takes a tenth of torch's time on a CPU
+    owner, num_rows, num_tokens = layout.owner, len(tokens.positions), numbers.num_tokens
+    first = (numbers.first_position - numbers.num_rejected) * (num_tokens > 0)
+    numbers.begin[:], numbers.end[:] = first, first + num_tokens
+    request = row = np.arange(num_rows)
+    if len(num_tokens) == num_rows and num_tokens.max() == 1 == num_tokens.min():
+        positions, is_written = first.astype(np.int64), True
+        seen = positions + 1
+    else:
+        request = np.searchsorted(numbers.row_start[1:], row, "right")
+        request *= request < len(num_tokens)
+        num, index = num_tokens[request], row - numbers.row_start[request]
+        is_here = (num > 0) & (row < numbers.row_start[-1])
+        positions = (first[request] + np.minimum(index, num - 1)) * is_here
+        seen, is_written = (positions + 1) * is_here, is_here & (index < num)
+    local = owner.local_seq_lens(seen) * (row < numbers.num_attending)
+    slots: np.ndarray | int = -1
+    if layout.traits.has_slots:
+        block, offset = np.divmod(positions, layout.block_tokens)
+        blocks = numbers.block_table[request, block].astype(np.int64)
+        mine = blocks * (layout.block_tokens // owner.size) + owner.local_index(offset)
+        slots = np.where(is_written & (owner.rank_of(offset) == owner.rank), mine, -1)
+    for column, values in zip(tokens, (request, seen, local, positions, slots), strict=True):
+        column.numpy()[...] = values
 
 
 def _segments(requests: StepRequests) -> np.ndarray | None:

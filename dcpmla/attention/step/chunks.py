@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.calls import Segments
-from dcpmla.attention.step.layout import StepLayout
-from dcpmla.attention.step.table import starts_of
-from dcpmla.config import DCPConfig
+from dcpmla.attention.step.table import StepLayout, starts_of
 from dcpmla.ownership import Owner
 from dcpmla.upload import upload
 
@@ -60,66 +58,52 @@ class PrefillMetadata:
     window: int | None = None
 
 
-@dataclass(frozen=True)
-class ChunkBuilder:
-    """Builder of the chunks of steps, with the rows that one rank brings.
+def context_chunks(
+    layout: StepLayout, rows_per_block: int, begin: np.ndarray, end: np.ndarray, alignment: int, table: Tensor
+) -> tuple[ContextChunk, ...]:
+    """Cut positions [begin[i], end[i]) of each request into chunks of at most dcp.context_workspace_tokens
+    (`chunk_bounds`), with the rows that this rank brings.
 
-    Attributes:
-        dcp: Layout of the cache over the ranks.
-        owner: Rank whose rows they are.
-        device: Device of the chunks' tensors.
+    Args:
         rows_per_block: Rows of a block on one rank.
+        begin, end: Positions [num_reqs]. In a range that is not empty, begin must be a multiple of W I.
+        table: Block ids of each request [num_reqs, max_blocks], integers on the device.
     """
+    bounds = chunk_bounds(end - begin, layout.dcp.context_workspace_tokens, alignment)
+    return tuple(_chunk(layout, rows_per_block, begin + first, begin + last, table) for first, last in bounds)
 
-    dcp: DCPConfig
-    owner: Owner
-    device: torch.device | str
-    rows_per_block: int
 
-    def build_all(self, begin: np.ndarray, end: np.ndarray, alignment: int, table: Tensor) -> tuple[ContextChunk, ...]:
-        """Cut positions [begin[i], end[i]) of each request into chunks of at most dcp.context_workspace_tokens
-        (`chunk_bounds`); the other arguments are those of `build`.
-        """
-        bounds = chunk_bounds(end - begin, self.dcp.context_workspace_tokens, alignment)
-        return tuple(self.build(begin + first, begin + last, table) for first, last in bounds)
+def _chunk(layout: StepLayout, rows_per_block: int, begin: np.ndarray, end: np.ndarray, table: Tensor) -> ContextChunk:
+    """Return one chunk. Only numbers per request come from the host; numbers per token are computed on the device."""
+    device, owner = (
+        layout.device,
+        layout.owner if layout.owner.size > 1 else Owner(),
+    )  # one rank has all tokens in order
+    size, interleave = owner.size, owner.interleave
+    lens = end - begin
+    # Rank 0 stores the first I tokens of each range, so it has the most. All ranks pad to rank 0's number, rounded
+    # up to a multiple of I.
+    padded_lens = -(-lens // (size * interleave)) * interleave
+    start, padded_start = starts_of(lens), starts_of(padded_lens)
+    # Offsets of each request: position = token in the chunk + first offset; local index = row + second offset.
+    offsets = begin - start[:-1], begin // size - padded_start[:-1]
+    numbers, first_position = upload([np.stack([lens, padded_lens, end, *offsets]), begin.astype(np.int32)], device)
+    # The same numbers on the device, [num_reqs] each.
+    range_tokens, range_rows, range_end, token_offset, row_offset = numbers
 
-    def build(self, begin: np.ndarray, end: np.ndarray, table: Tensor) -> ContextChunk:
-        """Return the chunk of positions [begin[i], end[i]) of each request i.
+    request = torch.repeat_interleave(range_tokens, output_size=start[-1])
+    position = torch.arange(start[-1], device=device) + token_offset[request]
+    row = owner.local_index(position) - row_offset[request]
+    order = owner.rank_of(position) * padded_start[-1] + row
 
-        Only numbers per request come from the host; numbers per token are computed on the device.
-
-        Args:
-            begin, end: Positions [num_reqs]. In a range that is not empty, begin must be a multiple of W I.
-            table: Block ids of each request [num_reqs, max_blocks], integers on the device.
-        """
-        owner = self.owner if self.owner.size > 1 else Owner()  # one rank has all tokens in order
-        size, interleave = owner.size, owner.interleave
-        lens = end - begin
-        # Rank 0 stores the first I tokens of each range, so it has the most. All ranks pad to rank 0's number, rounded
-        # up to a multiple of I.
-        padded_lens = -(-lens // (size * interleave)) * interleave
-        start, padded_start = starts_of(lens), starts_of(padded_lens)
-        # Offsets of each request: position = token in the chunk + first offset; local index = row + second offset.
-        offsets = begin - start[:-1], begin // size - padded_start[:-1]
-        numbers, first_position = upload(
-            [np.stack([lens, padded_lens, end, *offsets]), begin.astype(np.int32)], self.device
-        )
-        # The same numbers on the device, [num_reqs] each.
-        range_tokens, range_rows, range_end, token_offset, row_offset = numbers
-
-        request = torch.repeat_interleave(range_tokens, output_size=start[-1])
-        position = torch.arange(start[-1], device=self.device) + token_offset[request]
-        row = owner.local_index(position) - row_offset[request]
-        order = owner.rank_of(position) * padded_start[-1] + row
-
-        request = torch.repeat_interleave(range_rows, output_size=padded_start[-1])
-        index = torch.arange(padded_start[-1], device=self.device) + row_offset[request]
-        position = owner.global_position(index)
-        tokens = torch.where(position < range_end[request], position - token_offset[request], -1)
-        # A padding row reads a slot of the block of its request's last token in the chunk; `order` never points to it.
-        block = table[request, index // self.rows_per_block].to(torch.int64)
-        slots = block * self.rows_per_block + index % self.rows_per_block
-        return ContextChunk(slots, order, tokens, segments_of(lens, self.device), first_position)
+    request = torch.repeat_interleave(range_rows, output_size=padded_start[-1])
+    index = torch.arange(padded_start[-1], device=device) + row_offset[request]
+    position = owner.global_position(index)
+    tokens = torch.where(position < range_end[request], position - token_offset[request], -1)
+    # A padding row reads a slot of the block of its request's last token in the chunk; `order` never points to it.
+    block = table[request, index // rows_per_block].to(torch.int64)
+    slots = block * rows_per_block + index % rows_per_block
+    return ContextChunk(slots, order, tokens, segments_of(lens, device), first_position)
 
 
 def lay_out_prefills(
@@ -151,11 +135,10 @@ def lay_out_prefills(
         first = np.maximum(contexts - window + 1, 0) // alignment * alignment
     elif dcp.deterministic and contexts.any():
         end = np.asarray(seq_lens)  # In a fixed order keys are one sequence: new tokens are read after their context.
-    chunks = ChunkBuilder(dcp, layout.owner, layout.device, dcp.block_size)
     return PrefillMetadata(
         queries=Segments(start, start_loc),
         first_position=first_position,
-        context_chunks=chunks.build_all(first, end, alignment, table),
+        context_chunks=context_chunks(layout, dcp.block_size, first, end, alignment, table),
         window=window,
     )
 

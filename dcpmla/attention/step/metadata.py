@@ -14,8 +14,7 @@ from torch import Tensor
 
 from dcpmla.attention.calls import Segments
 from dcpmla.attention.step.chunks import PrefillMetadata
-from dcpmla.attention.step.layout import StepLayout
-from dcpmla.attention.step.table import StepRequests, StepTable, StepTokens
+from dcpmla.attention.step.table import StepLayout, StepRequests, StepTable, StepTokens
 from dcpmla.config import DCPConfig, MLAConfig
 
 PART_ROWS = 1 << 16  # Maximum query rows of a part. With DeepSeek's widths they take 75 MB.

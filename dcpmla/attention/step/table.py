@@ -3,6 +3,7 @@ from them on the device (`StepTokens`). Both are in memory of the step's own, or
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, Self
 
@@ -11,8 +12,56 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.step.long_pieces import PieceSizes
+from dcpmla.config import DCPConfig
+from dcpmla.ownership import Owner
 
 _ALIGNMENT = 4  # words: columns begin at multiples of 16 bytes, because Triton compiles another kernel for others
+
+
+class StepTraits(NamedTuple):
+    """Properties of a model's attention that its steps depend on; dense MLA has the defaults.
+
+    Attributes:
+        plan: Plan of the caches, for layers that read it.
+        block_tokens: Positions that a block id covers, over all ranks; None for those of latents.
+        num_states: Number of requests' states in the cache; 0 where it has none.
+        has_slots: Whether each token has a slot in the cache's blocks.
+        absorbs_pieces: Whether pieces of prompts, of any number of tokens, may attend with absorbed queries.
+        has_static_decodes: Whether the graphs of a step with prompts can include the attention of its decodes.
+        takes_chunks: Whether linear attention computes long pieces in chunks.
+        max_decode_len: Maximum new tokens of a decode; None for any number.
+    """
+
+    plan: Any = None
+    block_tokens: int | None = None
+    num_states: int = 0
+    has_slots: bool = True
+    absorbs_pieces: bool = True
+    has_static_decodes: bool = True
+    takes_chunks: bool = False
+    max_decode_len: int | None = None
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """The layout of steps over the caches of one rank.
+
+    Attributes:
+        dcp: Layout of the cache over the ranks.
+        owner: This rank, as the owner of tokens.
+        device: Device of the steps' tensors.
+        traits: What steps depend on in the model's attention.
+    """
+
+    dcp: DCPConfig
+    owner: Owner
+    device: torch.device
+    traits: StepTraits = StepTraits()
+
+    @property
+    def block_tokens(self) -> int:
+        """Return the positions that a block id covers, over all ranks."""
+        return self.traits.block_tokens or self.dcp.virtual_block_size
 
 
 class StepRequests(NamedTuple):
@@ -152,7 +201,7 @@ class StepTable(NamedTuple):
         begin = self.begin + index
         end = (begin + 1).minimum(self.end).maximum(begin)
         starts = torch.arange(len(begin) + 1, dtype=torch.int32, device=begin.device)
-        return self._replace(begin=begin, end=end, num_tokens=end - begin, row_start=starts)
+        return self._replace(begin=begin, end=end, num_tokens=end - begin, row_start=starts, pieces=self.pieces[:0])
 
 
 @lru_cache(maxsize=512)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.compressed.step import compressed_traits, with_angles
-from dcpmla.attention.step.build import StepBuilder
-from dcpmla.attention.step.layout import lay_out
+from dcpmla.attention.step.build import StepBuilder, lay_out
 from dcpmla.attention.step.metadata import DecodeMetadata, StepMetadata
 from dcpmla.attention.step.table import StepRequests, StepTable, StepTokens
 from dcpmla.integrations.vllm.compressed.names import (
