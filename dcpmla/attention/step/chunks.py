@@ -75,10 +75,8 @@ def context_chunks(
 
 def _chunk(layout: StepLayout, rows_per_block: int, begin: np.ndarray, end: np.ndarray, table: Tensor) -> ContextChunk:
     """Return one chunk. Only numbers per request come from the host; numbers per token are computed on the device."""
-    device, owner = (
-        layout.device,
-        layout.owner if layout.owner.size > 1 else Owner(),
-    )  # one rank has all tokens in order
+    device = layout.device
+    owner = layout.owner if layout.owner.size > 1 else Owner()  # one rank has all tokens in order
     size, interleave = owner.size, owner.interleave
     lens = end - begin
     # Rank 0 stores the first I tokens of each range, so it has the most. All ranks pad to rank 0's number, rounded
