@@ -37,10 +37,8 @@ class GraphInputs:
         self._limits, self._steps, self._plan, self._input_like = limits, steps, plan, input_like
         self._device, self._has_ids = input_like.device, (input_like.shape, input_like.dtype) == ((), torch.int64)
         self._max_blocks = -(-limits.max_model_len // steps.layout.block_tokens)
-        num_rows, self._sizes = (
-            max(size.num_tokens for size in sizes),
-            {size: self._table_sizes(size) for size in sizes},
-        )
+        self._sizes = {size: self._table_sizes(size) for size in sizes}
+        num_rows = max(size.num_tokens for size in sizes)
         num_blocks = max(each.num_reqs for each in self._sizes.values()) * self._max_blocks
         num_words = max(self._num_ids(size) + each.num_words for size, each in self._sizes.items())
         # Ids and columns, then the block ids of a step before they are spread over the rows of the static table.
@@ -50,12 +48,16 @@ class GraphInputs:
         num_hidden = 0 if self._has_ids else num_rows
         self._hidden = torch.zeros(num_hidden, *input_like.shape, dtype=input_like.dtype, device=self._device)
         self._workspace = decode_workspace(self._device)
+        # Views are made once, because each takes the host a microsecond.
+        self._columns = {size: self._columns_of(size) for size in sizes}
+        self._tables = {size: self._table_of(size) for size in sizes}
+        self._inputs = {size: self._inputs_of(size) for size in sizes}
 
     def clear(self, size: GraphSize) -> None:
         """Make all rows of a size padding."""
         self._memory.zero_()
         self._hidden.zero_()
-        table, sizes = self._table(size), self._sizes[size]
+        table, sizes = self._tables[size], self._sizes[size]
         table.states.fill_(-1)
         if sizes.num_pieces:  # A prompt of as many tokens takes kernels as long.
             padding = StepRequests([size.num_tokens], [size.num_tokens], [()], [-1])
@@ -98,29 +100,29 @@ class GraphInputs:
             words[:num_ids].view(np.int64)[: len(inputs)] = inputs.numpy()
         self._memory[: len(words)].copy_(staged, non_blocking=True)
         there = self._memory[num_words : len(words)].view(blocks.shape)
-        self._blocks(size)[: blocks.shape[0], : blocks.shape[1]].copy_(there)
+        self._tables[size].block_table[: blocks.shape[0], : blocks.shape[1]].copy_(there)
         if not comes_along:
-            self._inputs(size)[: len(inputs)].copy_(inputs)
+            self._inputs[size][: len(inputs)].copy_(inputs)
             if not self._has_ids:
                 self._hidden[len(inputs) : size.num_tokens].zero_()
         if num_rejected is not None:
-            self._table(size).num_rejected[:num_reqs].copy_(num_rejected)
+            self._tables[size].num_rejected[:num_reqs].copy_(num_rejected)
         return rows
 
     @torch.inference_mode()
     def take(self, inputs: Tensor, other: "GraphInputs", size: GraphSize) -> None:
         """Copy the numbers of another step of a size over the same cache, and set the inputs [rows, ...]."""
-        self._columns(size).copy_(other._columns(size))
-        self._blocks(size).copy_(other._blocks(size))
-        self._inputs(size).copy_(inputs)
+        self._columns[size].copy_(other._columns[size])
+        self._tables[size].block_table.copy_(other._tables[size].block_table)
+        self._inputs[size].copy_(inputs)
 
     def lay_out(self, size: GraphSize) -> None:
         """Write the numbers of a size's tokens."""
-        lay_out(self._table(size), self._tokens.front(size.num_tokens), self._steps.layout)
+        lay_out(self._tables[size], self._tokens.front(size.num_tokens), self._steps.layout)
 
     def step(self, size: GraphSize, cut: Cut | None = None) -> tuple[Tensor, StepMetadata]:
         """Return a size's inputs [size.num_tokens, ...] and metadata, in static memory, valid once laid out."""
-        table, tokens, room = self._table(size), self._tokens.front(size.num_tokens), self._limits.room(size)
+        table, tokens, room = self._tables[size], self._tokens.front(size.num_tokens), self._limits.room(size)
         decode = prefill = None
         if room:
             is_even = size.query_len > 0
@@ -149,19 +151,19 @@ class GraphInputs:
             prefill=prefill,
             cut=cut,
         )
-        return self._inputs(size), step
+        return self._inputs[size], step
 
     def replay(self, size: GraphSize, requests: StepRequests, workspace: Tensor | None) -> StepMetadata:
         """Return the step that was filled last, once laid out, for work between its graphs (`StepBuilder.step`)."""
         num_columns = -(-max(requests.seq_lens) // self._steps.layout.block_tokens)
-        table = self._table(size).front(len(requests.query_lens), num_columns)
+        table = self._tables[size].front(len(requests.query_lens), num_columns)
         decodes = np.asarray(requests.query_lens[: requests.num_decodes])
         if len(decodes) and not (decodes.min() == decodes.max() <= requests.segment_len):
             segments, index = cut_queries(decodes, requests.segment_len)
             (request,) = upload([index], self._device)
             starts = segments_of(segments, self._device).start_loc
             table = table._replace(segment_start=starts, segment_request=request)
-        return self._steps.step(table, self._tokens.front(sum(requests.query_lens)), requests, 0, workspace)
+        return self._steps.step(table, requests, 0, workspace, self._tokens.front(sum(requests.query_lens)))
 
     def _table_sizes(self, size: GraphSize) -> TableSizes:
         limits, has_chunks = self._limits, self._steps.layout.traits.takes_chunks and not size.query_len
@@ -170,22 +172,20 @@ class GraphInputs:
         pieces = num_pieces(num_reqs, size.num_tokens) if has_chunks else 0
         return TableSizes(num_reqs, size.num_tokens, num_segments, size.query_len, pieces)
 
-    def _table(self, size: GraphSize) -> StepTable:
-        return StepTable.of(self._columns(size), self._sizes[size], self._blocks(size))
-
-    def _columns(self, size: GraphSize) -> Tensor:
+    def _columns_of(self, size: GraphSize) -> Tensor:
         begin = self._num_ids(size)
         return self._memory[begin : begin + self._sizes[size].num_words]
 
-    def _blocks(self, size: GraphSize) -> Tensor:
+    def _table_of(self, size: GraphSize) -> StepTable:
         num_reqs = self._sizes[size].num_reqs
-        return self._block_table[: num_reqs * self._max_blocks].view(num_reqs, self._max_blocks)
+        block_table = self._block_table[: num_reqs * self._max_blocks].view(num_reqs, self._max_blocks)
+        return StepTable.of(self._columns[size], self._sizes[size], block_table)
 
     def _num_ids(self, size: GraphSize) -> int:
         """Return the words of a size's token ids, before its columns, which begin at multiples of 16 bytes."""
         return -(-2 * size.num_tokens // 4) * 4 if self._has_ids else 0
 
-    def _inputs(self, size: GraphSize) -> Tensor:
+    def _inputs_of(self, size: GraphSize) -> Tensor:
         if self._has_ids:
             return self._memory[: self._num_ids(size)].view(torch.int64)[: size.num_tokens]
         return self._hidden[: size.num_tokens]

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -223,6 +223,32 @@ def test_columns_are_those_of_a_step(lens: list[tuple[int, int]], width: int, pa
     for start, request in zip(starts, index, strict=False):
         if start < num_tokens:
             assert request == padded.tokens.request[start]
+
+
+def test_prompts_of_one_graph_start_after_its_decodes() -> None:
+    steps = StepBuilder(DCPConfig(block_size=BLOCK, deterministic=True), 0)
+    size, plan = GraphSize(16), cast(Any, SimpleNamespace(num_blocks=80))
+    inputs = GraphInputs(torch.tensor(0), [size], GraphLimits(4, 40, 1, 16, has_prompts=True), plan, steps)
+    requests = StepRequests([1, 1, 9, 2], [5, 7, 9, 2], [[0, 1], [2, 3], [4, 5, 6], [7]], num_decodes=2)
+    inputs.fill(size, torch.zeros(13, dtype=torch.int64), requests)
+    inputs.lay_out(size)
+    prefill = inputs.step(size)[1].prefill
+    assert prefill is not None
+    assert prefill.queries.start_loc.tolist() == [2, 11, 13, 13, 13]
+
+
+def test_more_decodes_than_graphs_have_room_for_attend_between_them() -> None:
+    model, engine = HashModel(), make_engine(200)
+    steps = StepBuilder(engine.dcp, 0)
+    graph = StepGraph.prompts(model, engine.cache, steps, MESH, 300, 2, 400, 1)
+    tables = [list(range(100)), list(range(100, 110))]
+    requests = StepRequests([290, 9], [290, 9], tables, num_decodes=1)
+    token_ids = torch.arange(299) % EOS
+    size = graph.prompt_size([290, 9], [0, 0], 1)
+    assert size == GraphSize(300, False)
+    out = graph.run(token_ids, requests, size).clone()
+    expected = model.hidden(token_ids, steps.build(requests, 1, num_decodes=1), engine.cache)
+    assert torch.equal(out, expected)
 
 
 def test_blocks_that_the_cache_lacks_are_named() -> None:

@@ -63,11 +63,9 @@ class StepBuilder:
         Args:
             requests: Requests of the step, decodes first.
             max_decode_query_len: Maximum tokens of a segment; decodes with more new tokens are cut into segments.
-            num_decodes: Number of decodes, whatever their length; pieces of prompts that attend with absorbed queries
-                (`attention/routes.py`) are decodes, too. None counts the requests before the first one with more than
-                max_decode_query_len new tokens.
-            workspace: Memory from `decode_workspace`, shared by consecutive steps on one stream; None allocates it for
-                this step.
+            num_decodes: Number of decodes, pieces of prompts with absorbed queries (`attention/routes.py`) among them.
+                None counts the requests before the first one with more than max_decode_query_len new tokens.
+            workspace: Memory from `decode_workspace`, shared by consecutive steps on one stream; None allocates it.
         Raises:
             ValueError: Lengths do not match, a block table is too short, a block id is negative, num_decodes is
                 outside [0, num_reqs], a decode has more tokens than the layers take, or states are missing, out of
@@ -76,14 +74,10 @@ class StepBuilder:
         self.check(requests)
         requests = self._with_decodes(requests, max_decode_query_len, num_decodes)
         blocks = pad_table(requests.block_tables, requests.seq_lens, self.layout.block_tokens)
-        return self.lay_out(self.table(requests, blocks), requests, int(blocks.max()) + 1, workspace)
+        return self.step(self.table(requests, blocks), requests, int(blocks.max()) + 1, workspace)
 
     def table(self, requests: StepRequests, blocks: np.ndarray) -> StepTable:
-        """Return the numbers of a step's requests, on the device, in one transfer.
-
-        Args:
-            blocks: Block ids of each request [num_reqs, max_blocks], int32.
-        """
+        """Return the numbers of requests with block ids [num_reqs, max_blocks] int32, on the device in one transfer."""
         num_reqs, num_tokens, segments = len(requests.query_lens), sum(requests.query_lens), _segments(requests)
         pieces = num_pieces(num_reqs, num_tokens) if self.layout.traits.takes_chunks else 0
         sizes = TableSizes(num_reqs, num_tokens, 0 if segments is None else len(segments), num_pieces=pieces)
@@ -92,18 +86,18 @@ class StepBuilder:
         there, block_table = upload([words, blocks], self.layout.device)
         return StepTable.of(there, sizes, block_table)
 
-    def lay_out(
-        self, table: StepTable, requests: StepRequests, num_blocks: int, workspace: Tensor | None
-    ) -> StepMetadata:
-        """Return the step of a table, its tokens laid out; num_blocks is the number that the cache must have."""
-        tokens = StepTokens.empty(sum(requests.query_lens), self.layout.device)
-        lay_out(table, tokens, self.layout)
-        return self.step(table, tokens, requests, num_blocks, workspace)
-
     def step(
-        self, table: StepTable, tokens: StepTokens, requests: StepRequests, num_blocks: int, workspace: Tensor | None
+        self,
+        table: StepTable,
+        requests: StepRequests,
+        num_blocks: int,
+        workspace: Tensor | None,
+        tokens: StepTokens | None = None,
     ) -> StepMetadata:
-        """Return the step of a table whose tokens are laid out (`lay_out`)."""
+        """Return the step of a table and its tokens, if they are laid out already, for a cache of num_blocks blocks."""
+        if tokens is None:
+            tokens = StepTokens.empty(sum(requests.query_lens), self.layout.device)
+            lay_out(table, tokens, self.layout)
         query_lens, seq_lens, num_decodes = requests.query_lens, requests.seq_lens, requests.num_decodes
         num_decode_tokens, decode, prefill = sum(query_lens[:num_decodes]), None, None
         if num_decodes:

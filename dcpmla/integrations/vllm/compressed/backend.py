@@ -152,7 +152,7 @@ class CompressedMetadataBuilder(AttentionMetadataBuilder):
             table = table._replace(num_rejected=expected - common.seq_lens[:num_reqs])
         table = table._replace(block_table=block_table, states=self._states_of(block_table))
         # The cache has all of vLLM's blocks.
-        return self.steps.lay_out(table, requests, 0, self.workspace)
+        return self.steps.step(table, requests, 0, self.workspace)
 
     def _static_step(self, common: Any) -> StepMetadata:
         """Return a step of decodes of as many tokens each that reads vLLM's memory. Padding has a length of 0 there."""
