@@ -8,12 +8,12 @@ from torch import Tensor
 
 from dcpmla.attention.claim import claim_attention
 from dcpmla.attention.decode import dcp_mla_decode
+from dcpmla.attention.fp8_scales import calculate_scale_
 from dcpmla.attention.modules import MLAModules
 from dcpmla.attention.output.rows import OutputQuant, OutputRows, quant_for
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.prefill import dcp_mla_prefill
-from dcpmla.attention.projections import MHAInputs, Tokens, rows_of
-from dcpmla.attention.scales import calculate_scale_
+from dcpmla.attention.projections import MHAInputs, Tokens, rows_or_none
 from dcpmla.attention.sinks import apply_sinks
 from dcpmla.attention.sparse.indexer import Indexer
 from dcpmla.attention.sparse.selector import selected_rows
@@ -55,7 +55,7 @@ class MLAAttention(AttentionWeights):
             scales of the cache and of queries, and an indexer's weights if modules have no indexer.
     Attributes:
         indexer: Indexer of a sparse layer; None in a dense layer, and with skip_topk.
-        kv_scale, q_scale: Scales of an fp8 cache and of fp8 queries (`dcpmla.attention.scales`), float32 [1], or None.
+        kv_scale, q_scale: Scales of an fp8 cache and of fp8 queries (`attention/fp8_scales.py`), float32 [1], or None.
     Raises:
         ValueError: Heads do not divide by the TP size, the layer does not support the cache format, or
             dcp.deterministic asks for an order that the class does not keep.
@@ -79,7 +79,7 @@ class MLAAttention(AttentionWeights):
         self._placement = placement
         self.exchange, self.cache_dtype = placement.exchange, placement.cache_dtype
         self.cache_width = row_width(self.cache_dtype, config.kv_lora_rank, config.qk_rope_head_dim)
-        self._lacks_scales = self.dcp.calculate_kv_scales
+        self._scales_pending = self.dcp.calculate_kv_scales
         self.indexer = self.new_indexer() if config.indexer is not None and not skip_topk else None
 
     def new_indexer(self) -> Indexer:
@@ -142,20 +142,19 @@ class MLAAttention(AttentionWeights):
             return output.rows()
         cache = self._check(plain(hidden_states), cache, step)
         hidden_states = hidden_states[: step.num_tokens]
-        if self._lacks_scales and step.prefill is not None:  # captures of decodes come first, and set no scales
+        if self._scales_pending and step.prefill is not None:  # captures come before the first prompt, and set none
             self._calculate_scales(hidden_states, cache.latents, step)
         q_c, latents = self.latents_of(hidden_states, cache.latents, step)
         mha = None
-        # `step.cut` is set while a graph of a step with prompts is captured. The graph contains what has the same
-        # shapes in each replay: the projections of MHA, and in dense MLA the attention of decodes, whose metadata are
-        # static. `_attend` runs outside of the graph, without step.decode if the graph has computed the decodes.
-        if step.cut is not None:
+        # While a graph is captured (step.defer), this computes what has the same shapes in each replay; the rest of
+        # `_attend` is deferred, without step.decode if the graph has computed the decodes.
+        if step.defer is not None:
             output.reserve()
             tokens = Tokens(q_c, step.cos_sin, step.query_factor)
             mha = self.project_mha(tokens, latents)
             if step.decode is not None:
                 self._decode(tokens.rows(slice(0, step.num_decode_tokens)), cache.latents, step.decode, output)
-        step.vary(self._attend, hidden_states, q_c, latents, mha, cache, output)
+        step.run_outside_graph(self._attend, hidden_states, q_c, latents, mha, cache, output)
         return output.rows()
 
     def latents_of(self, hidden_states: PlainRows, kv_cache: Tensor, step: StepMetadata) -> tuple[PlainRows, Tensor]:
@@ -186,7 +185,7 @@ class MLAAttention(AttentionWeights):
             cache.loads.pop().wait()
         while cache.starts:
             cache.starts.pop().record()
-        output.restart(step.num_decode_tokens if step.decode is None else 0)
+        output.seek(step.num_decode_tokens if step.decode is None else 0)
         decodes, prefills = slice(0, step.num_decode_tokens), slice(step.num_decode_tokens, step.num_tokens)
         hidden_states, q_c = hidden_states[: step.num_tokens], q_c[: step.num_tokens]
         selection = self._select(hidden_states, q_c, cache, step)
@@ -219,7 +218,7 @@ class MLAAttention(AttentionWeights):
             )
         check_cache(cache.latents, self.dcp.block_size, self.cache_width, self.dcp.kv_cache_dtype, self.cache_dtype)
         step.check_blocks(cache.latents.shape[0])
-        if self.config.topk is not None and step.cut is None:  # replays after cuts bring selections
+        if self.config.topk is not None and step.defer is None:  # replays bring selections
             check_selection(self.config.topk, cache.latents, step)
         if self.indexer is not None:
             num_blocks, num_keys = cache.latents.shape[0], self.dcp.block_size // self.indexer.config.pool_size
@@ -230,11 +229,11 @@ class MLAAttention(AttentionWeights):
         """Set the scales from tokens of prompts, before any token is cached. Collective over the TP group."""
         prefills = slice(step.num_decode_tokens, step.num_tokens)
         assert self.kv_scale is not None
-        self._lacks_scales = False
-        no_slots, cos_sin = torch.full_like(step.tokens.slots[prefills], -1), rows_of(step.cos_sin, prefills)
+        self._scales_pending = False
+        no_slots, cos_sin = torch.full_like(step.tokens.slots[prefills], -1), rows_or_none(step.cos_sin, prefills)
         q_c, latents = self.down_project(hidden_states[prefills], kv_cache, no_slots, cos_sin)
         calculate_scale_(self.kv_scale, latents, self.mesh.tp_group)
-        self._calculate_q_scale(Tokens(q_c, cos_sin, rows_of(step.query_factor, prefills)))
+        self._calculate_q_scale(Tokens(q_c, cos_sin, rows_or_none(step.query_factor, prefills)))
 
     def _calculate_q_scale(self, tokens: Tokens) -> None:
         """Set the scale of fp8 queries, if they have one, from the first `_SCALED_TOKENS` tokens. Collective."""

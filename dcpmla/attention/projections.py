@@ -40,7 +40,8 @@ class Tokens(NamedTuple):
     def rows(self, rows: slice) -> "Tokens":
         """Return the tokens in rows."""
         selection = None if self.selection is None else self.selection.rows(rows)
-        return Tokens(self.q_c[rows], rows_of(self.cos_sin, rows), rows_of(self.query_factor, rows), selection)
+        cos_sin, factor = rows_or_none(self.cos_sin, rows), rows_or_none(self.query_factor, rows)
+        return Tokens(self.q_c[rows], cos_sin, factor, selection)
 
 
 class MHAInputs(NamedTuple):
@@ -60,10 +61,10 @@ class MHAInputs(NamedTuple):
 
     def rows(self, rows: slice) -> "MHAInputs":
         """Return the inputs of the tokens in rows."""
-        return MHAInputs(self.q[rows], rows_of(self.gates, rows), rows_of(self.kv, rows), self.w_kv_b)
+        return MHAInputs(self.q[rows], rows_or_none(self.gates, rows), rows_or_none(self.kv, rows), self.w_kv_b)
 
 
-def rows_of(tensor: Tensor | None, tokens: slice) -> Tensor | None:
+def rows_or_none(tensor: Tensor | None, tokens: slice) -> Tensor | None:
     """Return the tokens' rows of a tensor, or None if the tensor is None."""
     return None if tensor is None else tensor[tokens]
 
@@ -112,12 +113,12 @@ def _empty_latents(down: Tensor, q_weight: Tensor | None, quantizes: bool) -> tu
 
 
 @operator(
-    "finish_latents",
-    kernel="dcpmla.attention.triton.projections:finish_latents",
+    "norm_rope_cache",
+    kernel="dcpmla.attention.triton.projections:norm_rope_cache",
     fake=_empty_latents,
     mutates_args=("kv_cache",),
 )
-def finish_latents(
+def norm_rope_cache(
     down: Tensor,
     kv_cache: Tensor,
     slots: Tensor,

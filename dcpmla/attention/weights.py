@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dcpmla.attention.fp8_scales import KV_SCALE_NAMES, OUTPUT_SCALE_NAMES, Q_SCALE_NAMES, new_scale, read_scale
 from dcpmla.attention.modules import GivenLinear, MLAModules, given_norm, given_weight
 from dcpmla.attention.placement import Placement
-from dcpmla.attention.projections import MHAInputs, Tokens, absorb_query, finish_latents, rotate_query_
-from dcpmla.attention.scales import KV_SCALE_NAMES, OUTPUT_SCALE_NAMES, Q_SCALE_NAMES, new_scale, read_scale
+from dcpmla.attention.projections import MHAInputs, Tokens, absorb_query, norm_rope_cache, rotate_query_
 from dcpmla.config import MLAConfig
 from dcpmla.parallel.fixed import fixed_linear
 from dcpmla.parallel.fp8 import NormedRows, PlainRows, unquantized
@@ -189,7 +189,7 @@ class AttentionWeights(nn.Module):
         """Cache the latents; return the query projection's input (`Tokens.q_c`), and the latents before rounding."""
         config, has_q_c = self.config, self.config.q_lora_rank is not None
         down = self.down_proj(hidden_states)
-        q_c, latents, *codes = finish_latents(
+        q_c, latents, *codes = norm_rope_cache(
             down if config.projects_pe else F.pad(down, (0, config.qk_rope_head_dim)),
             kv_cache,
             slots,
@@ -244,7 +244,7 @@ class AttentionWeights(nn.Module):
 
         Args:
             weights: Whole weights by their names in a checkpoint, from "q_a_proj.weight" to "o_proj.weight"; only the
-                slices that this rank needs are read. `dcpmla.attention.scales` has the names of scales; a missing scale
+                slices that this rank needs are read. `attention/fp8_scales.py` has the names of scales; a missing scale
                 of the cache or of queries is 1. Without "o_proj.input_scale" each input of o_proj determines its own
                 scales. With modules only the scales of the cache and of queries are read.
         Raises:

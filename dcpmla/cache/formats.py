@@ -118,7 +118,7 @@ def to_latents(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: 
 
 
 def write_latents(kv_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slots: Tensor, kv_scale: Tensor | None = None) -> None:
-    """Store latents in a layer's cache. (On a GPU the kernel of `finish_latents` does this itself.)
+    """Store latents in a layer's cache. (On a GPU the kernel of `norm_rope_cache` does this itself.)
 
     Args:
         kv_cache: Cache [num_blocks, block_size, width] in one of the formats of `dcpmla.cache.formats`.

@@ -13,7 +13,7 @@ from dcpmla.attention.step.metadata import DecodeMetadata, part_tokens
 from dcpmla.attention.step.table import cut_queries
 from dcpmla.upload import upload
 
-Part = tuple[slice, DecodeMetadata]
+TokenRange = tuple[slice, DecodeMetadata]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class DecodeLayout:
         query_start_loc: Tensor,
         query_start: np.ndarray,
         num_tokens: int,
-    ) -> tuple[Part, ...]:
+    ) -> tuple[TokenRange, ...]:
         """Lay out a step, without waiting for the device.
 
         Args:
@@ -88,7 +88,7 @@ class DecodeLayout:
 
     def uniform(
         self, block_table: Tensor, seq_lens: Tensor, local_seq_lens: Tensor, query_len: int
-    ) -> tuple[Part, ...]:
+    ) -> tuple[TokenRange, ...]:
         """Lay out requests that have query_len new tokens each, whole; arguments as for `build`."""
         num_tokens = len(block_table) * query_len
         if query_len > 1:
@@ -97,7 +97,7 @@ class DecodeLayout:
         step = DecodeMetadata(block_table, local_seq_lens, None, query_len, self.workspace)
         return ((slice(0, num_tokens), step),)
 
-    def single_tokens(self, block_table: Tensor, local_seq_lens: Tensor, num_tokens: int) -> tuple[Part, ...]:
+    def single_tokens(self, block_table: Tensor, local_seq_lens: Tensor, num_tokens: int) -> tuple[TokenRange, ...]:
         """Return the parts of a step whose tokens attend to rows of their own: each token is a request by itself.
 
         Without an exchange there is one part.

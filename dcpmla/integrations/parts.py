@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from dcpmla.attention.fp8_scales import missing_scales
 from dcpmla.attention.kind import AttentionKind, AttentionLayer
 from dcpmla.attention.placement import Placement
-from dcpmla.attention.scales import missing_scales
 from dcpmla.comm.reduce import Reduce
 from dcpmla.fields import check_experts
 from dcpmla.integrations.families.routing import Routing

@@ -48,7 +48,7 @@ class NgramHash(nn.Module):
         if step is not None:
             assert cache is not None
             assert cache.token_ids is not None
-            step.vary(self._hash, hashes, token_ids, cache.token_ids)
+            step.run_outside_graph(self._hash, hashes, token_ids, cache.token_ids)
         return hashes
 
     def _hash(self, hashes: Tensor, token_ids: Tensor, cached_ids: Tensor, step: StepMetadata) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpmla.attention.step.metadata import Cut
+from dcpmla.attention.step.metadata import Defer
 from dcpmla.parallel.collectives import gather_values, is_failed_collective, named
 from dcpmla.parallel.mesh import DCPMesh
 
 # Function of a size and of what interrupts the capture; None where nothing may.
-Compute = Callable[[Any, Cut | None], None]
+Compute = Callable[[Any, Defer | None], None]
 # Function that yields the sizes to capture, in order, and shows the progress.
 Track = Callable[[Sequence[Hashable]], Iterable[Hashable]]
 _TORCH = str(Path(torch.__file__).parent)
@@ -31,7 +31,7 @@ class CannotCapture(RuntimeError):
 class GraphSet:
     """CUDA graphs of one computation in several sizes, in one memory pool.
 
-    A computation may interrupt its graph (`Cut`) for a part whose launches differ from run to run. Each run calls the
+    A computation may interrupt its graph (`Defer`) for a part whose launches differ from run to run. Each run calls the
     part between two graphs, with the run's own argument.
 
     Args:
@@ -122,7 +122,7 @@ class GraphSet:
         recorder = _Recorder(partial(self._replay, size), pool)
         try:
             with torch.cuda.stream(stream), recorder.recording():
-                self._compute(size, recorder.cut)
+                self._compute(size, recorder.defer)
         except torch.OutOfMemoryError as error:
             return _reason(error)
         except RuntimeError as error:  # other errors leave no orderly end
@@ -165,7 +165,7 @@ class _Recorder:
         finally:
             self._end()
 
-    def cut(self, part: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    def defer(self, part: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         """End the graph, keep a part, and begin the next graph."""
         self._end()
         self.parts.append(partial(part, *map(borrow, arguments)))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.step.build import StepBuilder
-from dcpmla.attention.step.metadata import Cut, StepMetadata
+from dcpmla.attention.step.metadata import Defer, StepMetadata
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.plan import Cache
 from dcpmla.fields import check_fields, whole
@@ -332,10 +332,10 @@ class StepGraph:
             yield size
 
     @torch.inference_mode()
-    def _compute(self, size: GraphSize, cut: Cut | None = None) -> None:
+    def _compute(self, size: GraphSize, defer: Defer | None = None) -> None:
         if size.is_whole:
             self._inputs.lay_out(size)
-        out = self._step(*self._inputs.step(size, None if size.is_whole else cut), self._cache)
+        out = self._step(*self._inputs.step(size, None if size.is_whole else defer), self._cache)
         if self._out is None:
             num_rows = self.sizes[-1].num_tokens
             with torch.inference_mode(False):  # the caller may use it outside of inference mode

@@ -10,7 +10,7 @@ from dcpmla.attention.calls import Segments, decode_workspace
 from dcpmla.attention.step.build import StepBuilder, lay_out
 from dcpmla.attention.step.chunks import PrefillMetadata, segments_of
 from dcpmla.attention.step.long_pieces import num_pieces
-from dcpmla.attention.step.metadata import Cut, DecodeMetadata, StepMetadata
+from dcpmla.attention.step.metadata import DecodeMetadata, Defer, StepMetadata
 from dcpmla.attention.step.table import StepRequests, StepTable, StepTokens, TableSizes, cut_queries, pad_table
 from dcpmla.cache.plan import CachePlan
 from dcpmla.runtime.graph_sizes import GraphLimits, GraphSize, max_prompts
@@ -120,7 +120,7 @@ class GraphInputs:
         """Write the numbers of a size's tokens."""
         lay_out(self._tables[size], self._tokens.front(size.num_tokens), self._steps.layout)
 
-    def step(self, size: GraphSize, cut: Cut | None = None) -> tuple[Tensor, StepMetadata]:
+    def step(self, size: GraphSize, defer: Defer | None = None) -> tuple[Tensor, StepMetadata]:
         """Return a size's inputs [size.num_tokens, ...] and metadata, in static memory, valid once laid out."""
         table, tokens, room = self._tables[size], self._tokens.front(size.num_tokens), self._limits.room(size)
         decode = prefill = None
@@ -149,7 +149,7 @@ class GraphInputs:
             max_seq_len=self._limits.max_model_len,
             decode=decode,
             prefill=prefill,
-            cut=cut,
+            defer=defer,
         )
         return self._inputs[size], step
 

@@ -68,11 +68,11 @@ class StepRunner:
         self._tokens_per_request = costs.tokens_per_request
         self._workspace = decode_workspace(model.device)
         # Layers take scales from the first prefill, before which nothing may be cached.
-        self._lacks_scales = dcp.calculate_kv_scales
+        self._scales_pending = dcp.calculate_kv_scales
 
     def graph_of(self, batch: Batch, decode: StepGraph | None, prompts: StepGraph | None) -> Graph | None:
         """Return the graphs that run a step, and the size that it is padded to; None if none can."""
-        if self._lacks_scales:
+        if self._scales_pending:
             return None
         num_reqs, query_len = len(batch.pieces), batch.most_drafts + 1
         is_decode = batch.num_absorbed == num_reqs and batch.longest_absorbed <= query_len
@@ -150,11 +150,11 @@ class StepRunner:
         )
         if graph is None:
             # Without scales nothing is a decode, not even a prompt of one token.
-            num_decodes = 0 if self._lacks_scales else batch.num_absorbed
+            num_decodes = 0 if self._scales_pending else batch.num_absorbed
             metadata = self._steps.build(requests, requests.segment_len, num_decodes, self._workspace)
             rows = self._model.hidden(inputs.on(self._model.device), metadata, self._cache)
             computed = Computed(metadata, None, inputs.logits_at)
-            self._lacks_scales = False
+            self._scales_pending = False
         else:
             num_rejected = None
             if previous is not None and graph[1].query_len:

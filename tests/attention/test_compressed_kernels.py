@@ -42,7 +42,7 @@ def assert_near(got: Tensor, wanted: Tensor) -> None:
 
 
 def rows_case(sizes: tuple[int, int, int], dtype: torch.dtype, storage: torch.dtype) -> list[Any]:
-    """Arguments of `finish_rows`: a prefill longer than its window, decodes, padding; a row of zeros."""
+    """Arguments of `norm_rope_window`: a prefill longer than its window, decodes, padding; a row of zeros."""
     q_rank, width, rope = sizes
     lens, ends, states = (9, 1, 1, 1, 1), (21, 1, 5, 200, 0), (2, 0, 40, 1, -1)
     parts = [torch.arange(max(0, end - length), max(1, end)) for length, end in zip(lens, ends, strict=True)]
@@ -66,14 +66,14 @@ def check_finish_rows(device: str, *sizes: tuple[int, int, int]) -> None:
     for size, dtype in with_dtypes(device, sizes):
         arguments = rows_case(size, dtype, dtype)
         moved = on(device, arguments)
-        wanted, got = projections.finish_rows(*arguments), kernels.finish_rows(*moved)
+        wanted, got = projections.norm_rope_window(*arguments), kernels.norm_rope_window(*moved)
         for mine, theirs in zip(got[:2], wanted[:2], strict=True):
             assert_near(mine, theirs)
         check_written(arguments, moved[1], got[1].cpu())
         if size[2] == ROPE_DIM:
             arguments = rows_case(size, dtype, torch.uint8)
             moved = on(device, arguments)
-            rounded = kernels.finish_rows(*moved)[1].cpu()
+            rounded = kernels.norm_rope_window(*moved)[1].cpu()
             check_written(arguments, moved[1], got[1].cpu())
             page = torch.empty_like(arguments[1])
             everywhere = torch.arange(len(rounded))
@@ -88,13 +88,13 @@ def check_quantized(device: str, *sizes: tuple[int, int, int]) -> None:
     for size, dtype in itertools.product(sizes, DTYPES):
         arguments = rows_case(size, dtype, dtype)
         arguments[0] = arguments[0].nan_to_num(0.0)
-        alone, _, *nothing = kernels.finish_rows(*on(device, arguments))
-        q_c, _, *found = kernels.finish_rows(*on(device, arguments), True)
+        alone, _, *nothing = kernels.norm_rope_window(*on(device, arguments))
+        q_c, _, *found = kernels.norm_rope_window(*on(device, arguments), True)
         assert torch.equal(q_c, alone)
         assert not any(part.numel() for part in nothing)
         for mine, theirs in zip(found, quantize_groups(q_c.cpu(), 128), strict=True):
             assert torch.equal(bytes_of(mine), bytes_of(theirs))
-        q_c, _, *found = projections.finish_rows(*arguments, True)
+        q_c, _, *found = projections.norm_rope_window(*arguments, True)
         for mine, theirs in zip(found, quantize_groups(q_c, 128), strict=True):
             assert torch.equal(mine.float(), theirs.float())
 
@@ -109,7 +109,7 @@ def check_written(arguments: list[Any], cache: Tensor, rows: Tensor) -> None:
 
 
 def heads_case(num_tokens: int, num_heads: int, width: int, rope: int, dtype: torch.dtype) -> list[Any]:
-    """Arguments of `finish_heads`, rows that nothing was attended to, NaN among them."""
+    """Arguments of `unrope_heads`, rows that nothing was attended to, NaN among them."""
     out, lse = cut(randn(num_tokens, num_heads, width, dtype=dtype, seed=1)), 3 * randn(num_tokens, num_heads, seed=2)
     sinks = 3 * randn(num_heads, seed=3)
     if num_tokens:
@@ -124,20 +124,20 @@ def check_heads(device: str, *shapes: tuple[int, int, int, int]) -> None:
     for shape, dtype in itertools.product(shapes, DTYPES):
         arguments = heads_case(*shape, dtype)
         moved = on(device, arguments)
-        got, _ = kernels.finish_heads(*moved)
-        assert_near(got, projections.finish_heads(*arguments)[0])
+        got, _ = kernels.unrope_heads(*moved)
+        assert_near(got, projections.unrope_heads(*arguments)[0])
         assert got.is_contiguous()
         if shape[2] % projections.GROUP == 0:
-            codes, scales = kernels.finish_heads(*moved, True)
+            codes, scales = kernels.unrope_heads(*moved, True)
             wanted = projections.index_to_fp8(got.cpu().unflatten(-1, (-1, projections.GROUP)))
             assert torch.equal(bytes_of(codes), bytes_of(wanted[0].flatten(-2)))
             assert torch.equal(scales.cpu(), wanted[1])
         q, cos_sin = arguments[0].nan_to_num(0.5), arguments[3]
         for eps in (1e-3, None):
             (moved_q,) = on(device, [cut(q)])
-            kernels.finish_query_(moved_q, eps, cos_sin.to(device))
+            kernels.norm_rope_query_(moved_q, eps, cos_sin.to(device))
             wanted_q = q.clone()
-            projections.finish_query_(wanted_q, eps, cos_sin)
+            projections.norm_rope_query_(wanted_q, eps, cos_sin)
             assert_near(moved_q, wanted_q)
             assert moved_q._base[..., shape[2] :].isnan().all()
 
@@ -243,8 +243,8 @@ def test_operators_run_the_kernels() -> None:
         tolerance = TOLERANCE.get(dtype, 1e-6)
         rows, heads = rows_case(V4, dtype, dtype), heads_case(5, 8, 512, 64, dtype)
         on_gpu = on("cuda", rows)
-        wanted = [*projections.finish_rows(*rows)[:2], rows[1], projections.finish_heads(*heads)[0]]
-        got = [*projections.finish_rows(*on_gpu)[:2], on_gpu[1], projections.finish_heads(*on("cuda", heads))[0]]
+        wanted = [*projections.norm_rope_window(*rows)[:2], rows[1], projections.unrope_heads(*heads)[0]]
+        got = [*projections.norm_rope_window(*on_gpu)[:2], on_gpu[1], projections.unrope_heads(*on("cuda", heads))[0]]
         for mine, theirs in zip(got, wanted, strict=True):
             torch.testing.assert_close(mine.cpu(), theirs, atol=tolerance, rtol=tolerance, equal_nan=True)
 
@@ -254,13 +254,13 @@ def check_operators(device: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         rows, heads = rows_case(FP8_SIZES[0], dtype, torch.uint8), on(device, heads_case(3, 2, 128, 64, dtype))
         rows[0] = rows[0].nan_to_num(0.0)
-        torch.library.opcheck(projections.finish_rows.op, on(device, rows))
+        torch.library.opcheck(projections.norm_rope_window.op, on(device, rows))
         torch.library.opcheck(
-            projections.finish_rows.op, [*on(device, rows_case(GROUPS, dtype, dtype)), True], test_utils=_CHECKS
+            projections.norm_rope_window.op, [*on(device, rows_case(GROUPS, dtype, dtype)), True], test_utils=_CHECKS
         )
-        torch.library.opcheck(projections.finish_query_.op, [heads[0].nan_to_num(0.0), 1e-6, heads[3]])
-        torch.library.opcheck(projections.finish_heads.op, heads)
-        torch.library.opcheck(projections.finish_heads.op, [*heads, True])
+        torch.library.opcheck(projections.norm_rope_query_.op, [heads[0].nan_to_num(0.0), 1e-6, heads[3]])
+        torch.library.opcheck(projections.unrope_heads.op, heads)
+        torch.library.opcheck(projections.unrope_heads.op, [*heads, True])
         torch.library.opcheck(read_rows.op, on(device, [rows[1].zero_(), torch.tensor([[1, 2]]), 128, dtype]))
 
 
@@ -279,7 +279,7 @@ def test_operators_on_a_gpu() -> None:
 
 def test_groups_of_a_quantized_output() -> None:
     with pytest.raises(ValueError, match="multiple of 128"):
-        projections.finish_heads(*heads_case(2, 3, 192, 64, torch.float32), True)
+        projections.unrope_heads(*heads_case(2, 3, 192, 64, torch.float32), True)
 
 
 TYPES = {

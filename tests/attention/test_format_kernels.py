@@ -56,7 +56,7 @@ def random_rows(num_rows: int, storage: torch.dtype, rank: int, rope: int) -> Te
 def quantized_case(
     sizes: tuple[int, ...], storage: torch.dtype, dtype: torch.dtype, scale: float, interleaved: bool
 ) -> list[Any]:
-    """Arguments of `finish_latents` over a cache of poison, with a row of zeros and one of NaN."""
+    """Arguments of `norm_rope_cache` over a cache of poison, with a row of zeros and one of NaN."""
     arguments = latents_case(sizes, [3, 27, -1, 0, 6], dtype, True, interleaved)
     q_rank, rank, rope, *_ = sizes
     cache = torch.full((NUM_BLOCKS, 2, BLOCK_SIZE, row_width(storage, rank, rope)), POISON, dtype=torch.uint8)
@@ -69,7 +69,7 @@ def check_cache_rows(device: str) -> None:
     """Check that the cache holds what `to_cache_rows` makes of the latents that the kernel returns, NaN included, and
     that nothing else of it changes.
     """
-    from dcpmla.attention.triton.projections import finish_latents
+    from dcpmla.attention.triton.projections import norm_rope_cache
 
     formats = (ODD, FP8, 0.01), (ODD, FP8, 30.0), (TILES, torch.uint8, 0.0)  # saturates; rounds to denormals
     for (sizes, storage, scale), (dtype, interleaved) in itertools.product(
@@ -77,7 +77,7 @@ def check_cache_rows(device: str) -> None:
     ):
         arguments, rank = quantized_case(sizes, storage, dtype, scale, interleaved), sizes[1]
         moved = on(device, arguments)
-        latents, cached = finish_latents(*moved)[1].cpu(), moved[1]._base.cpu()
+        latents, cached = norm_rope_cache(*moved)[1].cpu(), moved[1]._base.cpu()
         _, cache, slots, *_, kv_scale = arguments
         at_nan = slots[ROW_OF_NAN] // BLOCK_SIZE, 1, slots[ROW_OF_NAN] % BLOCK_SIZE
         assert torch.equal(
@@ -91,16 +91,16 @@ def check_cache_rows(device: str) -> None:
 
 def check_quantized_latents(device: str) -> None:
     """Check the query latent's codes against the quantized latent, which is the same without codes."""
-    from dcpmla.attention.triton.projections import finish_latents
+    from dcpmla.attention.triton.projections import norm_rope_cache
 
     for dtype in (torch.float32, torch.float16):
         arguments = on(device, latents_case((384, 40, 6), [3, -1, 0, 27, 9], dtype, True, True))
-        q_c, latents, *rows = finish_latents(*arguments, True)
+        q_c, latents, *rows = norm_rope_cache(*arguments, True)
         wanted = quantized(q_c, "tma")
         assert torch.equal(bytes_of(rows[0]), bytes_of(wanted.values))
         assert torch.equal(rows[1], wanted.scales)
         assert rows[1].stride() == wanted.scales.stride()
-        assert all(map(torch.equal, (q_c, latents), finish_latents(*arguments)[:2]))
+        assert all(map(torch.equal, (q_c, latents), norm_rope_cache(*arguments)[:2]))
 
 
 def check_fp8_queries(device: str) -> None:
@@ -142,7 +142,7 @@ def check_reading(device: str) -> None:
 
 def check_rounding(device: str) -> None:
     """Check that latents are rounded as the cache rounds them, and as torch does."""
-    from dcpmla.attention.triton.projections import finish_latents
+    from dcpmla.attention.triton.projections import norm_rope_cache
     from dcpmla.cache import kernels
 
     for storage, dtype in itertools.product((FP8, torch.uint8), (torch.float32, torch.float16)):
@@ -151,7 +151,7 @@ def check_rounding(device: str) -> None:
         cache = torch.zeros(3, 4, row_width(storage, 256, 6), dtype=storage)
         slots, weight = torch.arange(num_rows), torch.ones(256, dtype=dtype)
         arguments = on(device, [down, cache, slots, None, weight, 1e-6, 1.0, None, True, kv_scale])
-        _, latents, *_ = finish_latents(*arguments)
+        _, latents, *_ = norm_rope_cache(*arguments)
         rounded = kernels.round_latents(latents, 256, storage, arguments[-1])
         rows = read_cache_rows(arguments[1].cpu(), slots)
         assert torch.equal(rounded.cpu(), to_latents(rows, 256, kv_scale, dtype))
@@ -160,14 +160,14 @@ def check_rounding(device: str) -> None:
 
 
 def check_refusals(device: str) -> None:
-    from dcpmla.attention.triton.projections import finish_latents
+    from dcpmla.attention.triton.projections import norm_rope_cache
     from dcpmla.cache import kernels
 
     arguments = on(device, quantized_case(ODD, FP8, torch.float32, 1.0, True))
     with pytest.raises(ValueError, match="kv_scale is missing for a cache of torch.float8_e4m3fn"):
-        finish_latents(*arguments[:-1], None)
+        norm_rope_cache(*arguments[:-1], None)
     with pytest.raises(ValueError, match=r"kv_cache has rows of 45 torch.float8_e4m3fn; latents of 40 \+ 6 take 46"):
-        finish_latents(arguments[0], arguments[1][..., :-1], *arguments[2:])
+        norm_rope_cache(arguments[0], arguments[1][..., :-1], *arguments[2:])
     with pytest.raises(ValueError, match="kv_scale is given for a cache of torch.uint8"):
         kernels.dequantize_rows(
             torch.zeros(1, 656, dtype=torch.uint8, device=device), 512, torch.ones(1, device=device), torch.float32
@@ -209,7 +209,7 @@ def check_operators(device: str) -> None:
         if storage != FP8:  # which torch's check of the schema cannot compare
             checks.append("test_schema")
         rows = [arguments[1], torch.tensor([3, 0])]
-        torch.library.opcheck(projections.finish_latents.op, on(device, arguments), test_utils=checks)
+        torch.library.opcheck(projections.norm_rope_cache.op, on(device, arguments), test_utils=checks)
         torch.library.opcheck(read_cache_rows.op, on(device, rows), test_utils=checks)
         codes = [read_cache_rows(*rows), sizes[1], arguments[-1], torch.bfloat16]
         torch.library.opcheck(dequantize_rows.op, on(device, codes), test_utils=checks)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.models.deepseek_v32 import modeling_deepseek_v32
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa
 
-from dcpmla.attention.sparse.projections import finish_index_keys, finish_index_queries
+from dcpmla.attention.sparse.projections import norm_rope_index_keys, rope_index_queries
 from dcpmla.attention.sparse.scores import index_scores
 from dcpmla.cache.formats import FP8, FP8_MAX
 from dcpmla.cache.index_keys import check_index_cache, index_row_width, index_to_fp8, read_index_keys, write_index_keys
@@ -131,8 +131,8 @@ def test_scores_are_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -
     for hadamard, is_fp8 in ((False, False), (True, False), (False, True), (True, True)):
         storage = torch.uint8 if is_fp8 else torch.float32
         cache = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, index_row_width(storage, HEAD_DIM), dtype=storage)
-        finish_index_keys(keys, cache, slots, *norm, cos_sin, interleaved, hadamard)
-        q, factors = finish_index_queries(queries, weights, cos_sin, interleaved, hadamard, is_fp8)
+        norm_rope_index_keys(keys, cache, slots, *norm, cos_sin, interleaved, hadamard)
+        q, factors = rope_index_queries(queries, weights, cos_sin, interleaved, hadamard, is_fp8)
         assert q.dtype == (FP8 if is_fp8 else torch.float32)
         got = index_scores(q, factors, cache, table, torch.zeros(num_tokens, dtype=torch.int32), lens, lens, 0)[
             :, :num_tokens
@@ -177,7 +177,7 @@ def test_operators() -> None:
     for is_fp8 in (True, False):
         storage = torch.uint8 if is_fp8 else torch.float32
         cache = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, index_row_width(storage, HEAD_DIM), dtype=storage)
-        torch.library.opcheck(finish_index_keys.op, (keys, cache, slots, *randn(2, HEAD_DIM), cos_sin, True, True))
-        torch.library.opcheck(finish_index_queries.op, (q, weights, cos_sin, False, True, is_fp8))
+        torch.library.opcheck(norm_rope_index_keys.op, (keys, cache, slots, *randn(2, HEAD_DIM), cos_sin, True, True))
+        torch.library.opcheck(rope_index_queries.op, (q, weights, cos_sin, False, True, is_fp8))
         if not is_fp8:  # opcheck multiplies what it is given, which e4m3 cannot
             torch.library.opcheck(index_scores.op, (q, weights, cache, table, torch.zeros_like(lens), lens, lens, TOPK))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla.attention.pooled import compressor
-from dcpmla.attention.pooled.entries import EntryLayout, Part, cut_parts
+from dcpmla.attention.pooled.entries import EntryLayout, PoolUpdate, pool_updates
 from dcpmla.attention.pooled.expand import expand_pools
 from dcpmla.attention.pooled.step import PoolMetadata, with_pools
 from dcpmla.attention.sparse.slots import SlotLayout
@@ -95,7 +95,7 @@ def test_parts_hold_each_token_once(query_lens: list[int], num_sums: int, width:
     requests = first, end, states
     assert step.table.begin.tolist() == contexts
     assert step.table.end.tolist() == ends
-    parts = cut_parts((step.tokens.positions, step.tokens.request), requests, num_sums, step.decode)
+    parts = pool_updates((step.tokens.positions, step.tokens.request), requests, num_sums, step.decode)
     assert len(parts) <= num_sums
     for index, (context, stop) in enumerate(zip(contexts, ends, strict=True)):
         bounds = [(int(part.first_position[index]), int(part.end[index])) for part in parts]
@@ -134,7 +134,7 @@ def test_pools_of_a_padded_step() -> None:
     assert pools.selection is not None
     assert pools.selection.positions.shape == (9, indexer.num_pools)
     assert selection_of(prepared).positions.shape == (9, 5)
-    captured = replace(step, cut=lambda work, arguments: None)
+    captured = replace(step, defer=lambda work, arguments: None)
     assert with_pools(captured, indexer) is captured
 
 
@@ -157,13 +157,13 @@ def check_kernels(device: str) -> None:
     pairs, bias = torch.randn(11, 32), torch.randn(4, 16)
     positions = torch.tensor([*range(2, 12), -1])
     numbers = (torch.zeros(11), torch.tensor([2]), torch.tensor([12]), torch.tensor([0]), torch.tensor([1]))
-    part = Part(positions, *(number.int() for number in numbers))
+    part = PoolUpdate(positions, *(number.int() for number in numbers))
     sums = torch.randn(2, 1, 3, 16).abs()
     results = []
     for run, where in ((compressor.compress_, "cpu"), (pooling.compress_, device)):
         cache, copies = torch.zeros(12, 2, 16, device=where), sums.to(where, copy=True)
         layout = EntryLayout(None, TABLE[:1].to(where), 2, Owner())
-        moved = Part(*(column.to(where) for column in part))
+        moved = PoolUpdate(*(column.to(where) for column in part))
         run(pairs.to(where), bias.to(where), None, 0.0, copies, cache, moved, layout, True, False, None, None)
         results.append((cache.cpu(), copies.cpu()))
     for expected, found in zip(*results, strict=True):

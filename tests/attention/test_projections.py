@@ -43,7 +43,7 @@ def test_latents_are_transformers(interleaved: bool) -> None:
     slots = [3, -1, 27, -1, 0]
     arguments = latents_case(ODD, slots, torch.float32, True, interleaved)
     down, cache, _, q_weight, kv_weight, eps, scale, cos_sin, *_ = arguments
-    q_c, latents, *_ = projections.finish_latents(*arguments)
+    q_c, latents, *_ = projections.norm_rope_cache(*arguments)
     norms = {}
     for weight in (q_weight, kv_weight):
         norms[weight] = DeepseekV3RMSNorm(len(weight), eps)
@@ -87,11 +87,11 @@ def check_operators(device: str) -> None:
     for slots in ([3, -1, 0], []):
         for sizes, rope in itertools.product((ODD, (0, *ODD[1:])), (True, False)):
             torch.library.opcheck(
-                projections.finish_latents.op, on(device, latents_case(sizes, slots, torch.float32, rope, True))
+                projections.norm_rope_cache.op, on(device, latents_case(sizes, slots, torch.float32, rope, True))
             )
         mixed = latents_case(ODD, slots, torch.bfloat16, True, True)
         mixed[3], mixed[4] = mixed[3].float(), mixed[4].float()  # the weights of the norms
-        torch.library.opcheck(projections.finish_latents.op, on(device, mixed))
+        torch.library.opcheck(projections.norm_rope_cache.op, on(device, mixed))
         queries = on(device, query_case(ODD, len(slots), torch.float32, True, False))
         torch.library.opcheck(projections.absorb_query.op, queries)
         torch.library.opcheck(projections.rotate_query_.op, [queries[0], *queries[2:4]])

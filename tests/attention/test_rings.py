@@ -6,9 +6,9 @@ The kernel runs on a GPU, in Triton's interpreter without one.
 import pytest
 import torch
 
-from dcpmla.attention.compressed import rings
-from dcpmla.attention.compressed.rings import ring_states, visible_in_rings
+from dcpmla.attention.compressed import window_rings
 from dcpmla.attention.compressed.visible import visible_rows
+from dcpmla.attention.compressed.window_rings import ring_states, visible_in_rings
 from dcpmla.ownership import Owner
 from tests.support.shared_memory import run_interpreted
 
@@ -52,7 +52,7 @@ def check_kernel(device: str) -> None:
             arguments = positions, request, ring_states(states, num_rings, 5), table[:num_reqs]
             expected = [visible_rows(*arguments[:2], ring, arguments[3], *SIZES, owner) for ring in arguments[2]]
             there = *(each.to(device) for each in (positions, request)), ring_states(states.to(device), num_rings, 5)
-            rings.visible_rows = kernels.visible_rows  # type: ignore[assignment]  # not the torch code
+            window_rings.visible_rows = kernels.visible_rows  # type: ignore[assignment]  # not the torch code
             rows, num = visible_in_rings(*there, table[:num_reqs].to(device), SIZES, owner)
             for ring, (rows_expected, num_expected) in enumerate(expected):
                 assert num[ring].tolist() == num_expected.tolist()
@@ -67,5 +67,5 @@ def test_the_kernel_in_the_interpreter() -> None:
 
 @pytest.mark.gpu
 def test_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rings, "visible_rows", visible_rows)  # undone afterwards
+    monkeypatch.setattr(window_rings, "visible_rows", visible_rows)  # undone afterwards
     check_kernel("cuda")

@@ -43,7 +43,7 @@ def cut(x: Tensor) -> Tensor:
 def latents_case(
     sizes: tuple[int, ...], slots: list[int], dtype: torch.dtype, rope: bool, interleaved: bool
 ) -> list[Any]:
-    """Arguments of `finish_latents`: strided rows, a cache of NaN that is one layer of several."""
+    """Arguments of `norm_rope_cache`: strided rows, a cache of NaN that is one layer of several."""
     q_rank, rank, width, *_ = sizes
     num_tokens = len(slots)
     cache = torch.full((NUM_BLOCKS, 2, BLOCK_SIZE, rank + width), torch.nan, dtype=dtype)[:, 1]
@@ -108,7 +108,7 @@ def check_latents(device: str, *sizes: tuple[int, ...]) -> None:
         if number % 4 in (1, 2):  # k_pe is normed, in either layout
             arguments += [False, randn(size[2], dtype=dtype, seed=7)]
         moved = on(device, arguments)
-        wanted, got = projections.finish_latents(*arguments), kernels.finish_latents(*moved)
+        wanted, got = projections.norm_rope_cache(*arguments), kernels.norm_rope_cache(*moved)
         for mine, theirs in zip(got[:2], wanted[:2], strict=True):
             assert_near(mine, theirs)
         assert_near(moved[1], arguments[1])  # NaN stays wherever no slot points
@@ -180,12 +180,12 @@ def test_operators_run_the_kernels_and_match_the_torch_code() -> None:
         moved = on("cuda", arguments)
         out, w_uv = randn(3, 16, 512, dtype=dtype), (randn(16, 256, 512, dtype=dtype) / 512**0.5)[:, 128:]
         wanted = [
-            *projections.finish_latents(*arguments)[:2],
+            *projections.norm_rope_cache(*arguments)[:2],
             projections.absorb_query(*queries),
             projections.project_values(out, w_uv),
         ]
         got = [
-            *projections.finish_latents(*moved)[:2],
+            *projections.norm_rope_cache(*moved)[:2],
             projections.absorb_query(*on("cuda", queries)),
             projections.project_values(*on("cuda", [out, w_uv])),
         ]
@@ -202,7 +202,7 @@ def test_offsets_past_2_to_the_31() -> None:
     cache = torch.empty(num_blocks, 64, 576, dtype=torch.bfloat16, device="cuda")
     cache[-1], cache[0] = torch.nan, torch.nan
     arguments = on("cuda", latents_case(NO_Q_LORA, [num_blocks * 64 - 1], torch.bfloat16, True, True))
-    _, latents, *_ = projections.finish_latents(arguments[0], cache, *arguments[2:])
+    _, latents, *_ = projections.norm_rope_cache(arguments[0], cache, *arguments[2:])
     assert torch.equal(cache[-1, -1], latents[0])
     assert torch.equal(read_cache_rows(cache, arguments[2]), latents)
     assert cache[-1, :-1].isnan().all()

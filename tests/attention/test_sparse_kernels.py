@@ -110,16 +110,16 @@ def check_projections(device: str, *cases: tuple[int, int, int, int, torch.dtype
             rotation = cos_sin, interleaved, hadamard
             arguments = [keys, cache, slots, *norm, *rotation, 1e-2]
             moved = on(device, arguments)
-            projections.finish_index_keys(*arguments)
-            kernels.finish_index_keys(*moved)
+            projections.norm_rope_index_keys(*arguments)
+            kernels.norm_rope_index_keys(*moved)
             assert_same_keys(moved[1].cpu(), cache)
             other_layer = moved[1]._base[:, 0].cpu()
             assert torch.equal(other_layer.view(torch.uint8), cache._base[:, 0].view(torch.uint8))
 
             weights = cut(weights.float()) if interleaved else weights  # an engine may compute them in float32
             query = [cut(randn(num_tokens, heads, head_dim, dtype=dtype, seed=4)), weights, *rotation, fp8]
-            q, factors = kernels.finish_index_queries(*on(device, query))
-            wanted_q, wanted_factors = projections.finish_index_queries(*query)
+            q, factors = kernels.rope_index_queries(*on(device, query))
+            wanted_q, wanted_factors = projections.rope_index_queries(*query)
             assert (q.dtype, q.shape, factors.dtype) == (FP8 if fp8 else dtype, wanted_q.shape, torch.float32)
             assert_near(q.cpu().float() * factors.cpu()[..., None], wanted_q.float() * wanted_factors[..., None])
 
@@ -193,8 +193,8 @@ def test_offsets_past_2_to_the_31() -> None:
     keys = randn(64, 128, dtype=torch.bfloat16).cuda()
     norm = torch.ones(128, dtype=torch.bfloat16, device="cuda"), torch.zeros(128, dtype=torch.bfloat16, device="cuda")
     small = small[:1].contiguous()
-    projections.finish_index_keys(keys, cache, slots, *norm, None, False, False)
-    projections.finish_index_keys(keys, small, slots % 64, *norm, None, False, False)
+    projections.norm_rope_index_keys(keys, cache, slots, *norm, None, False, False)
+    projections.norm_rope_index_keys(keys, small, slots % 64, *norm, None, False, False)
     assert torch.equal(cache[-1], small[0])
     lens = (
         torch.tensor([0], dtype=torch.int32, device="cuda"),

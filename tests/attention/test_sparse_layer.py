@@ -224,7 +224,7 @@ def check_mistakes(hf_config: Any) -> None:
     step, bare, hidden = with_selection(dense, TOPK), with_selection(dense, 30), torch.zeros(30, 48)
     cache = LayerCache(torch.zeros(8, 4, 24), torch.zeros(8, 4, 16))
     assert part(bare, SparseMetadata).selection is None  # no token has more than 30 before it
-    captured = dataclasses.replace(dense, cut=lambda work, arguments: None)
+    captured = dataclasses.replace(dense, defer=lambda work, arguments: None)
     assert with_selection(captured, TOPK) is captured
     for with_mistake, cache_with_mistake, message in (
         (dense, cache, "step has no sparse part, .*; call with_selection\\(step, 24\\)"),

@@ -169,5 +169,5 @@ def test_a_captured_step_has_angles_alone() -> None:
     """Contexts and selections come with the step of each replay."""
     step = StepBuilder(dcp_config(1, 1, 1, block_size=16), 0).build(StepRequests([40], [90], [list(range(6))]))
     cos_sin = torch.zeros(40, 4)
-    captured = with_windows(replace(step, cut=lambda work, arguments: None), 20, cos_sin)
+    captured = with_windows(replace(step, defer=lambda work, arguments: None), 20, cos_sin)
     assert captured.get(WindowMetadata) == WindowMetadata(cos_sin=cos_sin)

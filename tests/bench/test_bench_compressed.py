@@ -125,7 +125,7 @@ def test_the_parts_are_the_step() -> None:
     for dcp in (1, 2):
         for whole, parts in run_ranks(2, parts_of_steps, dcp)[0]:
             assert whole == parts
-            assert {"dcpmla.mla_decode.default", "dcpmla.finish_heads.default"} <= whole.keys()
+            assert {"dcpmla.mla_decode.default", "dcpmla.unrope_heads.default"} <= whole.keys()
 
 
 def block_sizes() -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ from dcpmla.attention.step import metadata as step_module
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.metadata import DecodeMetadata
 from dcpmla.comm.exchange import LocalExchange
-from dcpmla.integrations.absorbed import DecodeLayout, Part
+from dcpmla.integrations.absorbed import DecodeLayout, TokenRange
 from dcpmla.integrations.vllm.sparse.layout import SelectionLayout
 from dcpmla.ownership import Owner
 from tests.support.layouts import dcp_config
@@ -30,7 +30,7 @@ def layout_of(dcp_size: int, interleave: int, num_heads: int, rank: int = 0, max
     return DecodeLayout(StepBuilder(dcp, rank, "cpu"), num_heads, max_query_len, None, token_lens)
 
 
-def build(decodes: DecodeLayout, requests: Requests, padding: int = 0) -> tuple[Part, ...]:
+def build(decodes: DecodeLayout, requests: Requests, padding: int = 0) -> tuple[TokenRange, ...]:
     """Lay out requests, and a graph's padding after them. Padding has the first request's length."""
     query_lens, contexts = map(np.array, zip(*requests, strict=True))
     start = np.concatenate([[0], np.cumsum(query_lens), [query_lens.sum()] * padding]).astype(np.int32)

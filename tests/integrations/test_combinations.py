@@ -19,7 +19,7 @@ import torch.distributed as dist
 import transformers
 
 from dcpmla.attention.pooled import step as pooled_step
-from dcpmla.attention.pooled.entries import Part
+from dcpmla.attention.pooled.entries import PoolUpdate
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations import loading
@@ -377,7 +377,7 @@ def check_rounded(logits: torch.Tensor, exact: torch.Tensor, row: Row) -> None:
     assert 1e-3 < float(errors.median()) < 0.25, (row, errors)
 
 
-def cut_by_width(tokens: Any, requests: Any, num_sums: int, decode: Any) -> tuple[Part, ...]:
+def cut_by_width(tokens: Any, requests: Any, num_sums: int, decode: Any) -> tuple[PoolUpdate, ...]:
     """Cut parts with a fault: as many as a segment has tokens, though an absorbed piece may have more."""
     first, end, states = requests
     num_decodes, num_parts = (0, 1) if decode is None else (len(decode.block_table), decode.max_query_len)
@@ -385,14 +385,14 @@ def cut_by_width(tokens: Any, requests: Any, num_sums: int, decode: Any) -> tupl
     for _ in range(num_parts):
         part_end = torch.cat([torch.minimum(first + 1, end)[:num_decodes], end[num_decodes:]])
         source, target = (states * num_sums + (each - 1) % num_sums for each in (first, part_end))
-        parts.append(Part(*tokens, first, part_end, source, target))
+        parts.append(PoolUpdate(*tokens, first, part_end, source, target))
         first = part_end
     return tuple(parts)
 
 
 def serve_with_fault(directory: Path, rows: list[Row]) -> list[Served]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pooled_step, "cut_parts", cut_by_width)
+        patch.setattr(pooled_step, "pool_updates", cut_by_width)
         return serve(directory, rows, "cpu")
 
 

@@ -137,7 +137,7 @@ def test_a_step_between_graphs() -> None:
     module = NgramHash(token_map(), PAD_ID, make_buckets())
     cache: Any = SimpleNamespace(token_ids=torch.zeros(4, BLOCK, dtype=torch.int32))
     step = step_of([(0, 0, 5)], [[1, 2, 0, 0, 0, 0, 0, 0]], 0, "cpu")
-    static = replace(step, cut=lambda work, arguments: kept.append((work, arguments)))
+    static = replace(step, defer=lambda work, arguments: kept.append((work, arguments)))
     ids = torch.zeros(8, dtype=torch.int64)
     hashes = module(ids, static, cache)
     assert not hashes.any()

@@ -3,7 +3,7 @@
 from dcpmla.attention.compressed.cache import CompressedPlan
 from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
 from dcpmla.attention.compressed.step import CompressedMetadata, compressed_traits
-from dcpmla.attention.pooled.entries import Part
+from dcpmla.attention.pooled.entries import PoolUpdate
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.indexer_config import IndexerConfig
@@ -37,7 +37,7 @@ def decodes_first(plan: CompressedPlan, new: tuple[int, ...]) -> list[int]:
 
 def build(
     plan: CompressedPlan, rank: int, new: tuple[int, ...], done: list[int], tables: list[list[int]]
-) -> tuple[CompressedMetadata, tuple[Part, ...]]:
+) -> tuple[CompressedMetadata, tuple[PoolUpdate, ...]]:
     requests = decodes_first(plan, new)
     lens = [new[i] for i in requests]
     step = StepBuilder(plan.dcp, rank, "cpu", compressed_traits(plan)).build(

@@ -56,9 +56,9 @@ class HashModel:
         logits = torch.zeros(len(token_ids), VOCAB_SIZE)
         rows, mine = cache.layers[0].view(-1, 2), metadata.tokens.slots >= 0
         rows[metadata.tokens.slots[mine]] = torch.stack([token_ids, metadata.tokens.positions], -1)[mine].float()
-        if metadata.cut is not None and metadata.decode is not None:  # as layers do (`MLAAttention.attend`)
+        if metadata.defer is not None and metadata.decode is not None:  # as layers do (`MLAAttention.attend`)
             self._compute(token_ids, cache, logits, metadata)
-        metadata.vary(self._compute, token_ids, cache, logits)
+        metadata.run_outside_graph(self._compute, token_ids, cache, logits)
         return logits
 
     def logits(self, hidden_states: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def _leave_out(part: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     """Zero the output of a part: caches of 8 bits on CPUs refuse NaN, which memory that nothing wrote may hold."""
     for argument in arguments:
         if isinstance(argument, OutputRows):
-            argument.restart(0)
+            argument.seek(0)
             argument.pad()
 
 
@@ -63,7 +63,7 @@ def _capture(graphs: GraphSet, sizes: Iterable[Hashable]) -> None:
             recordings[-1].__enter__()
             parts.append(recordings[-1].replay)
 
-        def cut(
+        def defer(
             part: Callable[..., None],
             arguments: tuple[Any, ...],
             parts: list[Any] = parts,
@@ -76,6 +76,6 @@ def _capture(graphs: GraphSet, sizes: Iterable[Hashable]) -> None:
             begin()
 
         begin()
-        graphs._compute(size, cut)
+        graphs._compute(size, defer)
         recordings[-1].__exit__(None, None, None)
         graphs._parts[size] = parts

@@ -10,7 +10,7 @@ from dcpmla.attention.compressed.cache import CompressedLayerCache
 from dcpmla.attention.compressed.compressor import compress, compress_and_keep
 from dcpmla.attention.compressed.step import CompressedMetadata
 from dcpmla.attention.compressed.weights import CompressedWeights
-from dcpmla.attention.sparse.projections import finish_index_keys
+from dcpmla.attention.sparse.projections import norm_rope_index_keys
 
 
 def write_entries(
@@ -48,4 +48,4 @@ def write_entries_and_keys(
     keys, cos_sin = layer.index_k_proj(latents), step.entries[layer.kind.ratio].cos_sin
     norm = layer.index_k_norm, None
     rotation = cos_sin, True, layer.dcp.index_hadamard
-    finish_index_keys(keys, cache.index_keys, slots, *norm, *rotation, layer.config.rms_norm_eps)
+    norm_rope_index_keys(keys, cache.index_keys, slots, *norm, *rotation, layer.config.rms_norm_eps)

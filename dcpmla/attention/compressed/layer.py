@@ -13,13 +13,13 @@ from dcpmla.attention.compressed.entries import write_entries, write_entries_and
 from dcpmla.attention.compressed.fork import fork
 from dcpmla.attention.compressed.modules import CompressedModules
 from dcpmla.attention.compressed.prefill import attend_prefill, claim_prefill
-from dcpmla.attention.compressed.projections import finish_rows
+from dcpmla.attention.compressed.projections import norm_rope_window
 from dcpmla.attention.compressed.step import CompressedMetadata, selects
 from dcpmla.attention.compressed.weights import CompressedWeights
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.sparse.blocks import Candidates
-from dcpmla.attention.sparse.projections import finish_index_queries
+from dcpmla.attention.sparse.projections import rope_index_queries
 from dcpmla.attention.sparse.selector import TokenSelector
 from dcpmla.attention.sparse.step import SelectedTokens
 from dcpmla.attention.step.metadata import DecodeMetadata, StepMetadata
@@ -104,10 +104,10 @@ class CompressedAttention(CompressedWeights):
         if step is None:
             self.claim_memory(len(hidden_states))
             return hidden_states.new_zeros(len(hidden_states), self.low_width)
-        if step.cut is None:
+        if step.defer is None:
             return self._attend(hidden_states, cache, step)
         low = hidden_states.new_zeros(len(hidden_states), self.low_width)
-        step.vary(self._attend_into, low, hidden_states, cache)
+        step.run_outside_graph(self._attend_into, low, hidden_states, cache)
         return low
 
     def _attend_into(
@@ -132,7 +132,7 @@ class CompressedAttention(CompressedWeights):
         states = compressed.ring_states(self.ring)
         requests = compressed.positions, compressed.request, compressed.seq_lens, states
         options = compressed.plan.ring_rows, self.q_b_proj.takes_quantized
-        latents, rows, *codes = finish_rows(down[0], cache.rows, *norms, cos_sin, *requests, *options)
+        latents, rows, *codes = norm_rope_window(down[0], cache.rows, *norms, cos_sin, *requests, *options)
         q_c = NormedRows.join(latents, *codes)
         if self.config.has_entry_keys:
             write_entries_and_keys(self, down, compressed, cache)
@@ -206,7 +206,7 @@ class CompressedAttention(CompressedWeights):
         q = self.index_q_proj(q_c).unflatten(-1, (config.num_heads, config.head_dim))
         is_fp8 = self.dcp.index_cache_dtype == "fp8"
         options = compressed.angles[True], True, self.dcp.index_hadamard, is_fp8
-        q, weights = finish_index_queries(q, down[-1], *options)
+        q, weights = rope_index_queries(q, down[-1], *options)
         entries = compressed.entries[self.kind.ratio]
         assert entries.visible is not None
         tables = entries.visible, entries.block_table, compressed.selection

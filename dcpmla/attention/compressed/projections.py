@@ -26,12 +26,12 @@ def _empty_rows(down: Tensor, q_weight: Tensor, kv_weight: Tensor, quantizes: bo
 
 
 @operator(
-    "finish_rows",
-    kernel="dcpmla.attention.compressed.kernels.projections:finish_rows",
+    "norm_rope_window",
+    kernel="dcpmla.attention.compressed.kernels.projections:norm_rope_window",
     fake=_empty_rows,
     mutates_args=("cache",),
 )
-def finish_rows(
+def norm_rope_window(
     down: Tensor,
     cache: Tensor,
     q_weight: Tensor,
@@ -73,12 +73,12 @@ def finish_rows(
 
 
 @operator(
-    "finish_query_",
-    kernel="dcpmla.attention.compressed.kernels.projections:finish_query_",
+    "norm_rope_query_",
+    kernel="dcpmla.attention.compressed.kernels.projections:norm_rope_query_",
     fake=nothing,
     mutates_args=("q",),
 )
-def finish_query_(q: Tensor, eps: float | None, cos_sin: Tensor) -> None:
+def norm_rope_query_(q: Tensor, eps: float | None, cos_sin: Tensor) -> None:
     """Normalize each head of q [T, h, D], without a weight, and rotate its last columns by cos_sin [T, R], in place; an
     eps of None is for no norm.
     """
@@ -86,14 +86,14 @@ def finish_query_(q: Tensor, eps: float | None, cos_sin: Tensor) -> None:
 
 
 @operator(
-    "finish_heads",
-    kernel="dcpmla.attention.compressed.kernels.projections:finish_heads",
+    "unrope_heads",
+    kernel="dcpmla.attention.compressed.kernels.projections:unrope_heads",
     fake=lambda out, quantizes: (
         out.new_empty(out.shape, dtype=FP8 if quantizes else out.dtype),
         out.new_empty(*out.shape[:2], out.shape[2] // GROUP if quantizes else 0, dtype=torch.float32),
     ),
 )
-def finish_heads(
+def unrope_heads(
     out: Tensor, lse: Tensor, sinks: Tensor, cos_sin: Tensor, quantizes: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return attention's output with the sink in its denominator, rotated back at the positions of its queries.

@@ -10,9 +10,9 @@ from torch import Tensor
 from dcpmla.attention.compressed.cache import CompressedPlan
 from dcpmla.attention.compressed.config import LayerKind
 from dcpmla.attention.compressed.context import ContextRows, context_rows
-from dcpmla.attention.compressed.rings import RingWindows, ring_states, visible_in_rings
 from dcpmla.attention.compressed.visible import visible_rows
-from dcpmla.attention.pooled.entries import Part, cut_parts
+from dcpmla.attention.compressed.window_rings import RingWindows, ring_states, visible_in_rings
+from dcpmla.attention.pooled.entries import PoolUpdate, pool_updates
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
 from dcpmla.attention.step.metadata import DecodeMetadata, StepMetadata
 from dcpmla.attention.step.table import StepTraits
@@ -72,7 +72,7 @@ class CompressedMetadata:
     context: ContextRows | None = None
     angles: dict[bool, Tensor] = field(default_factory=dict)
     entries: dict[int, Entries] = field(default_factory=dict)
-    parts: tuple[Part, ...] = ()
+    parts: tuple[PoolUpdate, ...] = ()
     decode_rows: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     selection: SelectedTokens | None = None
     windows: RingWindows | None = None
@@ -98,10 +98,10 @@ class CompressedMetadata:
             return selection.slots[:num_decode_tokens]
         return self.windows.slots_in(ring, selection)
 
-    def parts_of(self, decode: DecodeMetadata | None) -> tuple[Part, ...]:
-        """Return the parts of a step (`cut_parts`)."""
+    def parts_of(self, decode: DecodeMetadata | None) -> tuple[PoolUpdate, ...]:
+        """Return the parts of a step (`pool_updates`)."""
         tokens, requests = (self.positions, self.request), (self.first_position, self.seq_lens, self.states)
-        return cut_parts(tokens, requests, 1 + self.plan.num_drafts, decode)
+        return pool_updates(tokens, requests, 1 + self.plan.num_drafts, decode)
 
     def max_entries(self, ratio: int) -> int:
         """Return an upper bound on the entries that any token sees; the same on all ranks."""
@@ -125,7 +125,7 @@ class CompressedMetadata:
         Args:
             ratio: Ratio of the layer; 0 for windows alone.
             owner: This rank, among the ranks that share the rows.
-            num_rings: Number of layers that share the layer's rows (`rings.py`).
+            num_rings: Number of layers that share the layer's rows (`window_rings.py`).
         Returns:
             Rows of each layer [num_rings, n, N] int32, arbitrary after the last; their number [num_rings, n] int32.
         """
@@ -172,7 +172,7 @@ def with_angles(
         rotary: Function of positions [T] and of whether layers compress; returns cos_sin [T, R] float32 (`apply_rope`).
         layers: Numbers of the layers that run the step; None for all of the plan's.
     """
-    if step.cut is not None:  # Layers run between graphs, with the step of each replay.
+    if step.defer is not None:  # Layers run between graphs, with the step of each replay.
         return step
     compressed = CompressedMetadata.of(step)
     config = compressed.plan.config

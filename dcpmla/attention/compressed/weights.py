@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from dcpmla.attention.compressed.compressor_weights import CompressorWeights, given_compressor
 from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.attention.compressed.modules import CompressedModules
-from dcpmla.attention.compressed.projections import GROUP, finish_heads, finish_query_
+from dcpmla.attention.compressed.projections import GROUP, norm_rope_query_, unrope_heads
 from dcpmla.attention.modules import GivenLinear, check_parts
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.weights import HeldHeads
@@ -145,7 +145,7 @@ class CompressedWeights(nn.Module):
         """Return the queries [T, n, D] of n heads on this rank, rotated, after their norm where they have one."""
         width = self.config.head_dim
         q = self.q_b_proj.product(q_c, slice(heads.start * width, heads.stop * width)).unflatten(-1, (-1, width))
-        finish_query_(q, self.config.rms_norm_eps if self.config.norms_queries else None, cos_sin)
+        norm_rope_query_(q, self.config.rms_norm_eps if self.config.norms_queries else None, cos_sin)
         return q
 
     def finish(self, out: Tensor, lse: Tensor, cos_sin: Tensor, num_rows: int) -> Tensor:
@@ -158,7 +158,7 @@ class CompressedWeights(nn.Module):
             [num_rows, groups x o_lora_rank] in the dtype of out; zeros after the first T rows.
         """
         quantizes = self.o_a_proj.takes_quantized and self.config.head_dim % GROUP == 0
-        heads, scales = (part.flatten(1) for part in finish_heads(out, lse, self.sinks, cos_sin, quantizes))
+        heads, scales = (part.flatten(1) for part in unrope_heads(out, lse, self.sinks, cos_sin, quantizes))
         low = self.o_a_proj(QuantizedRows(heads, scales) if quantizes else heads)
         num_padding = num_rows - len(low)
         return torch.nn.functional.pad(low, (0, 0, 0, num_padding)) if num_padding else low

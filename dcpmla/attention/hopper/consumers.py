@@ -2,7 +2,7 @@
 
 `score_consumer` computes scores, probabilities and the left half of the output, `value_consumer` the right half, from
 the same probabilities. So each half of the output fits into its group's registers. `pipeline` documents
-segments, `ring` stages and phases.
+segments, `stage_ring` stages and phases.
 """
 
 from triton.experimental import gluon
@@ -18,7 +18,6 @@ from dcpmla.attention.hopper.compat import barrier, reinterpret
 from dcpmla.attention.hopper.merge import merge_parts
 from dcpmla.attention.hopper.outputs import store_output, zero_empty
 from dcpmla.attention.hopper.pipeline import LN2, seen_by_rows, softmax_step, start_scores
-from dcpmla.attention.hopper.ring import await_free, await_ready, free_at, ready_at, stage_of
 from dcpmla.attention.hopper.schedule import (
     HALF,
     KEYS,
@@ -29,6 +28,7 @@ from dcpmla.attention.hopper.schedule import (
     next_request,
     start_walk,
 )
+from dcpmla.attention.hopper.stage_ring import await_free, await_ready, free_at, ready_at, stage_of
 
 NUM_STAGES = gl.constexpr(2)  # stages of keys that fit into shared memory
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))

@@ -1,7 +1,7 @@
 """The consumers of Hopper's decode kernel with products in fp8: three groups of four warps.
 
 `score_consumer` computes scores and probabilities; two of `value_consumer` compute half of the output's columns each,
-while the first computes the next tile. `pipeline` documents segments, `ring` stages and phases.
+while the first computes the next tile. `pipeline` documents segments, `stage_ring` stages and phases.
 
 The tensor cores multiply e4m3 only if both operands are contiguous along the sum in shared memory. Keys are for scores,
 but values would have to be transposed. So the output is computed transposed, values times probabilities: its left
@@ -22,8 +22,8 @@ from dcpmla.attention.hopper.compat import barrier, reinterpret
 from dcpmla.attention.hopper.merge import merge_parts
 from dcpmla.attention.hopper.outputs import store_output, zero_empty
 from dcpmla.attention.hopper.pipeline import LN2, seen_by_rows, softmax_step, start_scores
-from dcpmla.attention.hopper.ring import await_free, await_ready, free_at, ready_at, stage_of
 from dcpmla.attention.hopper.schedule import HALF, KEYS, ROWS, find_segment, finish_segment, next_request, start_walk
+from dcpmla.attention.hopper.stage_ring import await_free, await_ready, free_at, ready_at, stage_of
 
 NUM_STAGES = gl.constexpr(4)  # stages of keys
 NUM_PROBS = gl.constexpr(2)  # stages of probabilities

@@ -10,8 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from dcpmla.attention.hopper.paging import PAGE_ROWS, find_keys, find_table, load_queries, point_to, split_row
-from dcpmla.attention.hopper.ring import await_free, ready_at
 from dcpmla.attention.hopper.schedule import HALF, ROPE
+from dcpmla.attention.hopper.stage_ring import await_free, ready_at
 from dcpmla.cache import shared_format
 
 # Words of a quarter of a latent, which share a scale in fp8_ds_mla. In shared keys each half of a quarter has its own

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.calls import DecodeCall
-from dcpmla.attention.hopper.ring import describe
 from dcpmla.attention.hopper.schedule import HALF, KEYS, LATENT, ROPE, ROWS
+from dcpmla.attention.hopper.stage_ring import describe
 from dcpmla.cache.shared_format import data_bytes
 
 

@@ -17,8 +17,8 @@ from dcpmla.attention.hopper.paging import Paging, Queries, Tiles, load_queries
 from dcpmla.attention.hopper.partials import add_partial, store_partial
 from dcpmla.attention.hopper.pipeline import LOG2E, new_barriers, new_buffers, seen_by_rows
 from dcpmla.attention.hopper.producers import copy_tiles
-from dcpmla.attention.hopper.ring import await_ready, free_at
 from dcpmla.attention.hopper.schedule import ROWS, Batch
+from dcpmla.attention.hopper.stage_ring import await_ready, free_at
 from dcpmla.attention.hopper.units import SPLIT, begin_unit, cut_units, find_units, next_units, start_units, unit_of
 from dcpmla.attention.triton.ordered_merge import Partials, TileForm, attend_and_merge
 from dcpmla.comm.kernels import merge_tree

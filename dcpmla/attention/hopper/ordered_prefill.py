@@ -29,7 +29,7 @@ from dcpmla.attention.hopper.prefill_pipeline import (
     new_tiles,
     produce,
 )
-from dcpmla.attention.hopper.ring import await_ready, describe, free_at
+from dcpmla.attention.hopper.stage_ring import await_ready, describe, free_at
 from dcpmla.attention.obstacles import is_matrix
 from dcpmla.attention.ordered_reference import OrderedPrefillCall, Sums
 

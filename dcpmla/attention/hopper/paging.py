@@ -5,8 +5,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from dcpmla.attention.hopper.compat import aggregate, tma_load
-from dcpmla.attention.hopper.ring import await_free, ready_at
 from dcpmla.attention.hopper.schedule import HALF, KEYS, LATENT, ROPE, ROWS, first_key, uniform
+from dcpmla.attention.hopper.stage_ring import await_free, ready_at
 from dcpmla.cache import shared_format
 
 PAGE_ROWS = gl.constexpr(shared_format.PAGE_ROWS)

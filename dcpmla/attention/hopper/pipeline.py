@@ -9,8 +9,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
 from dcpmla.attention.hopper.compat import aggregate
-from dcpmla.attention.hopper.ring import Ring, allocate_mbarriers, await_ready, new_ring, stage_of
 from dcpmla.attention.hopper.schedule import HALF, KEYS, ROPE, ROWS
+from dcpmla.attention.hopper.stage_ring import Ring, allocate_mbarriers, await_ready, new_ring, stage_of
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)

@@ -28,7 +28,7 @@ from dcpmla.attention.hopper.prefill_pipeline import (
     new_tiles,
     produce,
 )
-from dcpmla.attention.hopper.ring import describe
+from dcpmla.attention.hopper.stage_ring import describe
 
 
 @gluon.jit(do_not_specialize=["num_reqs", "num_heads", "num_words"])

@@ -14,7 +14,7 @@ from dcpmla.attention.hopper.compat import barrier, reinterpret
 from dcpmla.attention.hopper.pipeline import LN2, exp2
 from dcpmla.attention.hopper.prefill_mask import load_words, open_mask, select_scores
 from dcpmla.attention.hopper.prefill_pipeline import KEYS, NUM_STAGES, PRODUCT, ROW, ROWS, TILE, VALUE
-from dcpmla.attention.hopper.ring import await_ready, free_at, stage_of
+from dcpmla.attention.hopper.stage_ring import await_ready, free_at, stage_of
 
 CLEARED = gl.constexpr(16)  # rows cleared at a time
 LOWEST = gl.constexpr(-3.4028234663852886e38)  # the lowest finite float32

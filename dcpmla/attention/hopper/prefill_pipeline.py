@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from dcpmla.attention.hopper.compat import aggregate, tma_load
-from dcpmla.attention.hopper.ring import Ring, allocate_mbarriers, await_free, new_ring, ready_at
+from dcpmla.attention.hopper.stage_ring import Ring, allocate_mbarriers, await_free, new_ring, ready_at
 from dcpmla.attention.triton import ragged
 
 find_tile = gluon.jit(ragged.find_tile.fn)

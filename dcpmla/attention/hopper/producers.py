@@ -14,7 +14,6 @@ from dcpmla.attention.hopper.compat import barrier, copy_async, tma_load
 from dcpmla.attention.hopper.convert import convert_rows
 from dcpmla.attention.hopper.paging import find_keys, find_row, find_table, load_queries, point_to
 from dcpmla.attention.hopper.partials import await_parts
-from dcpmla.attention.hopper.ring import await_free, ready_at
 from dcpmla.attention.hopper.schedule import (
     HALF,
     KEYS,
@@ -26,6 +25,7 @@ from dcpmla.attention.hopper.schedule import (
     next_request,
     start_walk,
 )
+from dcpmla.attention.hopper.stage_ring import await_free, ready_at
 
 COLUMNS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 bytes a thread
 

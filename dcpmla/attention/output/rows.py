@@ -150,7 +150,7 @@ class OutputRows:
         """Allocate the result now, so that its address is known before any part is appended."""
         self._result()
 
-    def restart(self, first_row: int) -> None:
+    def seek(self, first_row: int) -> None:
         """Make first_row the first row of the next part."""
         self._end = first_row
 

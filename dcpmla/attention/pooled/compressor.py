@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dcpmla.attention.pooled.entries import EntryLayout, Part
+from dcpmla.attention.pooled.entries import EntryLayout, PoolUpdate
 from dcpmla.attention.projections import apply_rope
 from dcpmla.attention.sparse.projections import hadamard_matrix
 from dcpmla.cache.index_keys import write_index_keys
@@ -43,7 +43,7 @@ def compress_(
     eps: float,
     sums: Tensor,
     cache: Tensor,
-    part: Part,
+    part: PoolUpdate,
     layout: EntryLayout,
     is_index: bool,
     hadamard: bool,
@@ -59,7 +59,7 @@ def compress_(
         norm_weight: Weight of the entries' RMSNorm, [D] float32; None for no norm.
         sums: Sums of entries in progress, own and next, float32 [num_sums, A, 3, D]; written.
         cache: Rows of a layer, or with is_index an indexer's keys, whose rotated columns come first; written.
-        hadamard: Whether index keys are transformed (`finish_index_keys`).
+        hadamard: Whether index keys are transformed (`norm_rope_index_keys`).
         latents, slots: Entries that are written as rows, before RoPE [T, D], and their slots [T] int64, each at the
             first token of its span in the part; others stay. None if nothing reads them.
     Source: DeepSeek-V4's report, equations 9-12 and 20-23; transformers' GLM-5-Next.
@@ -92,7 +92,7 @@ def compress_(
     write_index_keys(cache, entries, row_slots)
 
 
-def _pool(pairs: Tensor, bias: Tensor, sums: Tensor, part: Part, token: Tensor) -> tuple[Tensor, Tensor]:
+def _pool(pairs: Tensor, bias: Tensor, sums: Tensor, part: PoolUpdate, token: Tensor) -> tuple[Tensor, Tensor]:
     """Pool the spans whose first tokens in the step are `token` [N], and store the sums of each request's last span.
 
     Returns:

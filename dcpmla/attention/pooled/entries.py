@@ -12,7 +12,7 @@ from dcpmla.attention.step.metadata import DecodeMetadata
 from dcpmla.ownership import Owner
 
 
-class Part(NamedTuple):
+class PoolUpdate(NamedTuple):
     """The part of each request's tokens that is added to its sums at once.
 
     Attributes:
@@ -45,12 +45,12 @@ class EntryLayout(NamedTuple):
     owner: Owner
 
 
-def cut_parts(
+def pool_updates(
     tokens: tuple[Tensor, Tensor],
     requests: tuple[Tensor, Tensor, Tensor],
     num_sums: int,
     decode: DecodeMetadata | None,
-) -> tuple[Part, ...]:
+) -> tuple[PoolUpdate, ...]:
     """Return the parts of a step: one if no token may be rejected. Otherwise each of a decode's last num_sums tokens
     ends a part, because a later step may continue after any of them; prefills are in the first part.
 
@@ -62,7 +62,7 @@ def cut_parts(
     """
     first, end, states = requests
     if num_sums == 1:
-        return (Part(*tokens, first, end, states, states),)
+        return (PoolUpdate(*tokens, first, end, states, states),)
     sums, num_decodes, num_parts = states * num_sums, 0, 1
     if decode is not None:
         is_cut = decode.request_index is not None  # max_query_len is then the width of segments, not of requests
@@ -71,6 +71,6 @@ def cut_parts(
     for num_later in reversed(range(num_parts)):
         part_end = torch.cat([torch.maximum(first + 1, end - num_later).minimum(end)[:num_decodes], end[num_decodes:]])
         source, target = sums + (first - 1) % num_sums, sums + (part_end - 1) % num_sums
-        parts.append(Part(*tokens, first, part_end, source, target))
+        parts.append(PoolUpdate(*tokens, first, part_end, source, target))
         first = part_end
     return tuple(parts)

@@ -13,7 +13,7 @@ from dcpmla.attention.pooled.expand import expand_pools
 from dcpmla.attention.pooled.step import PoolMetadata
 from dcpmla.attention.projections import Tokens
 from dcpmla.attention.sparse.indexer import Indexer
-from dcpmla.attention.sparse.projections import finish_index_queries
+from dcpmla.attention.sparse.projections import rope_index_queries
 from dcpmla.attention.sparse.slots import SlotLayout
 from dcpmla.attention.sparse.step import SparseMetadata
 from dcpmla.attention.step.metadata import StepMetadata
@@ -63,7 +63,7 @@ class PoolIndexer(Indexer):
         assert pools.selection is not None
         q = self.wq_b(q_c).unflatten(-1, (config.num_heads, config.head_dim))
         is_fp8 = dcp.index_cache_dtype == "fp8"
-        q, weights = finish_index_queries(q, weights, None, False, dcp.index_hadamard, is_fp8)
+        q, weights = rope_index_queries(q, weights, None, False, dcp.index_hadamard, is_fp8)
         self.selector.select(q, weights, cache.index_keys, pools.visible, sparse.block_table, pools.selection)
         layout = SlotLayout(sparse.block_table, sparse.request, dcp.block_size, pools.owner)
         chosen, selected = sparse.selection, pools.selection.positions

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dcpmla.attention.pooled.entries import EntryLayout, Part, cut_parts
+from dcpmla.attention.pooled.entries import EntryLayout, PoolUpdate, pool_updates
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata, with_selection
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.indexer_config import IndexerConfig
@@ -25,7 +25,7 @@ class PoolMetadata:
 
     owner: Owner
     per_block: int
-    parts: tuple[Part, ...]
+    parts: tuple[PoolUpdate, ...]
     visible: SparseMetadata
     selection: SelectedTokens | None
 
@@ -37,7 +37,7 @@ class PoolMetadata:
 
 def with_pools(step: StepMetadata, indexer: IndexerConfig) -> StepMetadata:
     """Return the step with its tokens' pools, and memory for a selection."""
-    if step.cut is not None:  # Pools are filled between graphs, with the step of each replay.
+    if step.defer is not None:  # Pools are filled between graphs, with the step of each replay.
         return step
     step = with_selection(step, indexer.topk)
     layout, table, tokens, plan = step.layout, step.table, step.tokens, step.layout.traits.plan
@@ -58,7 +58,7 @@ def with_pools(step: StepMetadata, indexer: IndexerConfig) -> StepMetadata:
         PoolMetadata(
             owner=layout.owner,
             per_block=layout.dcp.block_size // plan.latents.pool_size,
-            parts=cut_parts(*numbers, plan.num_copies, step.decode),
+            parts=pool_updates(*numbers, plan.num_copies, step.decode),
             visible=visible,
             selection=SelectedTokens.empty(step.num_tokens, indexer.num_pools, layout.device) if selects else None,
         )

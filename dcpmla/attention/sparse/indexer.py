@@ -11,7 +11,7 @@ from dcpmla.attention.head_factors import HeadFactors
 from dcpmla.attention.modules import GivenLinear, check_parts, given_layer_norm
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.sparse.modules import IndexerModules
-from dcpmla.attention.sparse.projections import finish_index_keys, finish_index_queries
+from dcpmla.attention.sparse.projections import norm_rope_index_keys, rope_index_queries
 from dcpmla.attention.sparse.selector import TokenSelector
 from dcpmla.attention.sparse.step import SparseMetadata
 from dcpmla.attention.step.metadata import StepMetadata
@@ -94,7 +94,7 @@ class Indexer(nn.Module):
         assert index_keys is not None
         keys, weights = self.down_project(hidden_states)
         norm, rope = (self.k_norm.weight, self.k_norm.bias), (cos_sin, config.rope_interleaved)
-        finish_index_keys(keys, index_keys, step.tokens.slots, *norm, *rope, dcp.index_hadamard, config.norm_eps)
+        norm_rope_index_keys(keys, index_keys, step.tokens.slots, *norm, *rope, dcp.index_hadamard, config.norm_eps)
         if sparse.max_seq_len <= config.topk:
             return
         assert sparse.selection is not None
@@ -105,7 +105,7 @@ class Indexer(nn.Module):
         if self.head_factors is not None:
             q = self.head_factors(q, step.query_factor)
         is_fp8 = dcp.index_cache_dtype == "fp8"
-        q, weights = finish_index_queries(q, weights, *rope, dcp.index_hadamard, is_fp8)
+        q, weights = rope_index_queries(q, weights, *rope, dcp.index_hadamard, is_fp8)
         self.selector.select(q, weights, index_keys, sparse, sparse.block_table, sparse.selection)
 
     def load_weights(self, weights: Mapping[str, Weight]) -> None:

@@ -9,7 +9,7 @@ import torch
 from dcpmla.attention.head_factors import log_positions
 from dcpmla.attention.kind import AttentionKind, DenseKind, Rotary
 from dcpmla.attention.placement import Placement
-from dcpmla.attention.scaled import ReusingAttention, ScaledAttention, SharedLatents
+from dcpmla.attention.position_factors import ReusingAttention, ScaledAttention, SharedLatents
 from dcpmla.attention.sparse.kind import SparseKind
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.latent import LatentCache

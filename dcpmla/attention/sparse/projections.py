@@ -16,12 +16,12 @@ from dcpmla.operators import nothing, operator
 
 
 @operator(
-    "finish_index_keys",
-    kernel="dcpmla.attention.sparse.kernels.projections:finish_index_keys",
+    "norm_rope_index_keys",
+    kernel="dcpmla.attention.sparse.kernels.projections:norm_rope_index_keys",
     fake=nothing,
     mutates_args=("index_cache",),
 )
-def finish_index_keys(
+def norm_rope_index_keys(
     keys: Tensor,
     index_cache: Tensor,
     slots: Tensor,
@@ -56,14 +56,14 @@ def finish_index_keys(
 
 
 @operator(
-    "finish_index_queries",
-    kernel="dcpmla.attention.sparse.kernels.projections:finish_index_queries",
+    "rope_index_queries",
+    kernel="dcpmla.attention.sparse.kernels.projections:rope_index_queries",
     fake=lambda q, weights, is_fp8: (
         q.new_empty(q.shape, dtype=FP8 if is_fp8 else q.dtype),
         weights.new_empty(weights.shape, dtype=torch.float32),
     ),
 )
-def finish_index_queries(
+def rope_index_queries(
     q: Tensor, weights: Tensor, cos_sin: Tensor | None, rope_interleaved: bool, hadamard: bool, is_fp8: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the indexer's queries rotated, and their heads' weights with all factors of a score.
@@ -71,7 +71,7 @@ def finish_index_queries(
     Args:
         q: [T, H, D], projected from the query latent.
         weights: [T, H], projected from the hidden states; contiguous columns.
-        cos_sin, hadamard: Arguments of `finish_index_keys`.
+        cos_sin, hadamard: Arguments of `norm_rope_index_keys`.
         is_fp8: Whether queries are rounded to e4m3, with a scale per head that is multiplied into its weight.
     Returns:
         q [T, H, D] in the dtype given, or e4m3; weights [T, H] float32, times 1 / sqrt(H D) and the queries' scales.

@@ -86,7 +86,7 @@ def with_selection(step: StepMetadata, topk: int, positions: Tensor | None = Non
     """
     if positions is not None:
         check_positions(positions, step, topk)
-    if step.cut is not None:  # Selections are made between graphs, with the step of each replay.
+    if step.defer is not None:  # Selections are made between graphs, with the step of each replay.
         return step
     sparse = selectable(step)
     if sparse.max_seq_len <= topk:

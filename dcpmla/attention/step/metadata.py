@@ -90,8 +90,8 @@ class DecodeMetadata:
         return replace(self, block_table=table, local_seq_lens=lens.clone(), queries=queries, request_index=index)
 
 
-# Function that interrupts a capture: cut(work, arguments) keeps both, and each replay calls work(*arguments, step).
-Cut = Callable[[Callable[..., None], tuple[Any, ...]], None]
+# Function that interrupts a capture: defer(work, arguments) keeps both, and each replay calls work(*arguments, step).
+Defer = Callable[[Callable[..., None], tuple[Any, ...]], None]
 Shared = TypeVar("Shared")
 
 
@@ -115,7 +115,8 @@ class StepMetadata:
             where each head has a factor of its own; None without either.
         shared: What layers of one kind share in this step, by its class (`get`).
         derived: Numbers that were derived from the step once (`derive`), by their class.
-        cut: Function that interrupts the capture of a graph for work of a layer (`vary`); None outside of captures.
+        defer: Function that interrupts the capture of a graph for work of a layer (`run_outside_graph`); None outside
+            of captures.
     """
 
     layout: StepLayout
@@ -133,18 +134,18 @@ class StepMetadata:
     query_factor: Tensor | None = None
     shared: Mapping[type, Any] = field(default_factory=dict)
     derived: dict[type, Any] = field(default_factory=dict)
-    cut: Cut | None = None
+    defer: Defer | None = None
 
-    def vary(self, work: Callable[..., None], *arguments: Any) -> None:
+    def run_outside_graph(self, work: Callable[..., None], *arguments: Any) -> None:
         """Run the work of a layer that depends on the step's requests: work(*arguments, step).
 
-        While a graph that serves many steps is captured, the work is kept instead (`cut`). Each replay runs it with the
-        replay's step, between two graphs.
+        While a graph that serves many steps is captured, the work is kept instead (`defer`). Each replay runs it with
+        the replay's step, between two graphs.
         """
-        if self.cut is None:
+        if self.defer is None:
             work(*arguments, self)
         else:
-            self.cut(work, arguments)
+            self.defer(work, arguments)
 
     @property
     def shares_rows(self) -> bool:

@@ -101,7 +101,7 @@ def latents_kernel(
             store_codes(q_c, token, 0, codes_ptr, scales_ptr, scales_stride, Q_RANK)
 
 
-def finish_latents(
+def norm_rope_cache(
     down: Tensor,
     kv_cache: Tensor,
     slots: Tensor,
@@ -115,7 +115,7 @@ def finish_latents(
     quantizes: bool = False,
     k_pe_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute `projections.finish_latents` in one kernel."""
+    """Compute `projections.norm_rope_cache` in one kernel."""
     num_tokens, kv_rank = len(down), len(kv_weight)
     q_rank = 0 if q_weight is None else len(q_weight)
     rope = down.shape[1] - kv_rank - q_rank

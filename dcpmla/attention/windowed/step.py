@@ -28,7 +28,7 @@ class WindowMetadata:
 
 def with_windows(step: StepMetadata, window: int, cos_sin: Tensor) -> StepMetadata:
     """Return a step with the angles of layers with a window, the contexts in reach, and memory for their selection."""
-    if step.cut is not None:
+    if step.defer is not None:
         return step.sharing(WindowMetadata(cos_sin=cos_sin))
     contexts = step.derive(WindowMetadata, lambda step: WindowMetadata(_contexts(step, window)))
     selection = SelectedTokens.empty(step.num_tokens, window, cos_sin.device) if step.max_seq_len > window else None

@@ -20,7 +20,7 @@ from dcpmla.attention.warm_up import LayerSizes, warm_up
 from dcpmla.cache.formats import FP8, write_latents
 from dcpmla.comm.exchange import Exchange, LocalExchange
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.absorbed import Part
+from dcpmla.integrations.absorbed import TokenRange
 from dcpmla.integrations.sglang.checks import check
 from dcpmla.integrations.sglang.exchange import exchange_of
 from dcpmla.integrations.sglang.metadata import MAX_ABSORBED, MetadataBuilder, is_prefill
@@ -40,7 +40,7 @@ class Backend(AttentionBackend):
     """
 
     needs_cpu_seq_lens = False
-    parts: tuple[Part, ...]
+    parts: tuple[TokenRange, ...]
     prefill: PrefillMetadata
 
     def __init__(self, runner: Any) -> None:

@@ -10,7 +10,7 @@ from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.chunks import PrefillMetadata, lay_out_prefills
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.absorbed import DecodeLayout, Part
+from dcpmla.integrations.absorbed import DecodeLayout, TokenRange
 from dcpmla.upload import upload
 
 # Most new tokens of a prompt that attends as decodes do; `vllm.backend` documents the measured cost of both ways.
@@ -44,7 +44,7 @@ class MetadataBuilder:
         token_lens = torch.zeros(len(req_to_token) * max_query_len, dtype=torch.int32, device=device)
         self.layout = DecodeLayout(self.steps, num_heads, max_query_len, decode_workspace(device), token_lens)
 
-    def decodes(self, batch: Any, query_len: int, num_ahead: int) -> tuple[Part, ...]:
+    def decodes(self, batch: Any, query_len: int, num_ahead: int) -> tuple[TokenRange, ...]:
         """Lay out requests of query_len tokens each, without a wait for the device: decodes, or tokens with drafts.
 
         Args:
@@ -58,7 +58,7 @@ class MetadataBuilder:
         local = self.steps.layout.owner.local_seq_lens(seq_lens)
         return self.layout.uniform(self._table(batch, longest), seq_lens, local, query_len)
 
-    def short_prefills(self, batch: Any) -> tuple[Part, ...]:
+    def short_prefills(self, batch: Any) -> tuple[TokenRange, ...]:
         """Lay out prompts of few new tokens each."""
         start = np.concatenate([[0], np.cumsum(batch.extend_seq_lens_cpu)]).astype(np.int32)
         (start_loc,) = upload([start], self.steps.layout.device)

@@ -15,7 +15,7 @@ from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.chunks import lay_out_prefills, max_chunk_tokens
 from dcpmla.cache.formats import row_width, storage_dtype
 from dcpmla.comm.exchange import Exchange, LocalExchange
-from dcpmla.integrations.absorbed import DecodeLayout, Part
+from dcpmla.integrations.absorbed import DecodeLayout, TokenRange
 from dcpmla.integrations.vllm.exchange import dcp_config, exchange_of
 from dcpmla.integrations.vllm.impl import DCPMLAImpl
 from dcpmla.integrations.vllm.invariance import is_batch_invariant
@@ -74,7 +74,7 @@ class DCPMLABackend(MLACommonBackend):
 class DecodePart(MLACommonDecodeMetadata):
     """vLLM's metadata of a step's decodes, and this package's, over the same tensors."""
 
-    parts: tuple[Part, ...] = ()
+    parts: tuple[TokenRange, ...] = ()
 
 
 class DCPMLAMetadataBuilder(MLACommonMetadataBuilder):

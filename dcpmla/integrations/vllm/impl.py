@@ -17,7 +17,7 @@ from dcpmla.attention.step.metadata import DecodeMetadata
 from dcpmla.attention.warm_up import LayerSizes, warm_up
 from dcpmla.cache.formats import FP8, write_latents
 from dcpmla.comm.exchange import Exchange
-from dcpmla.integrations.absorbed import Part
+from dcpmla.integrations.absorbed import TokenRange
 from dcpmla.integrations.vllm.invariance import is_batch_invariant
 from dcpmla.integrations.vllm.names import (
     UNUSED_MEMORY,
@@ -79,7 +79,7 @@ class DCPMLAImpl(MLACommonImpl):
         return self.attend_in_parts(q, kv_c_and_k_pe_cache, attn_metadata.decode.parts, layer)
 
     def attend_in_parts(
-        self, q: Tensor | tuple[Tensor, Tensor], kv_cache: Tensor, parts: Sequence[Part], layer: Any
+        self, q: Tensor | tuple[Tensor, Tensor], kv_cache: Tensor, parts: Sequence[TokenRange], layer: Any
     ) -> tuple[Tensor, Tensor]:
         """Attend as `forward_mqa` does in one call of the kernel for each part. Collective."""
         if len(parts) == 1:

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dcpmla.attention.hopper.compat import barrier
-from dcpmla.attention.hopper.ring import await_ready, free_at, stage_of
+from dcpmla.attention.hopper.stage_ring import await_ready, free_at, stage_of
 from dcpmla.model.hopper.pipeline import COLUMNS, ROWS, find_tile, find_weights, num_tiles, num_weight_rows
 from dcpmla.model.kernels import glu
 from dcpmla.parallel.kernels import quantize

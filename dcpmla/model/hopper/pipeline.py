@@ -1,14 +1,14 @@
 """The pipeline between the warps of a program: tiles of the result, stages in shared memory, and their mbarriers.
 
 Every role iterates over the program's tiles by itself, and over the steps of a tile, each a piece of the depth. The
-roles synchronize by one ring (`attention.hopper.ring`): its stages hold rows and weights of a step.
+roles synchronize by one ring (`attention.hopper.stage_ring`): its stages hold rows and weights of a step.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dcpmla.attention.hopper.compat import aggregate
-from dcpmla.attention.hopper.ring import Ring, new_ring
+from dcpmla.attention.hopper.stage_ring import Ring, new_ring
 
 BLOCK_ROWS = 128  # routes of a block
 ROWS = gl.constexpr(BLOCK_ROWS // 2)  # routes per consumer

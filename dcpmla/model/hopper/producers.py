@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from dcpmla.attention.hopper.compat import barrier, copy_async, reinterpret, tma_load
-from dcpmla.attention.hopper.ring import allocate_mbarriers, await_free, ready_at
+from dcpmla.attention.hopper.stage_ring import allocate_mbarriers, await_free, ready_at
 from dcpmla.model.hopper.pipeline import (
     COLUMNS,
     NUM_STAGES,

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from dcpmla.attention.hopper.ring import describe
+from dcpmla.attention.hopper.stage_ring import describe
 from dcpmla.cache.formats import FP8
 from dcpmla.model.glu import SWIGLU, Glu
 from dcpmla.model.hopper.consumers import consume

@@ -79,7 +79,7 @@ def rows_kernel(
             store_codes(q_c, token, 0, codes_ptr, scales_ptr, scales_stride, Q_RANK)
 
 
-def finish_rows(
+def norm_rope_window(
     down: Tensor,
     cache: Tensor,
     q_weight: Tensor,
@@ -93,7 +93,7 @@ def finish_rows(
     ring_rows: int,
     quantizes: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute `projections.finish_rows` in one kernel."""
+    """Compute `projections.norm_rope_window` in one kernel."""
     num_tokens, q_rank, width = len(down), len(q_weight), len(kv_weight)
     q_c, rows = down.new_empty(num_tokens, q_rank), down.new_empty(num_tokens, width)
     codes, scales = empty_codes(q_c, quantizes)
@@ -151,8 +151,8 @@ def query_kernel(
     store_pairs(q_ptr, x, y, is_row, WIDTH, PAIRS, True)
 
 
-def finish_query_(q: Tensor, eps: float | None, cos_sin: Tensor) -> None:
-    """Compute `projections.finish_query_` in one kernel."""
+def norm_rope_query_(q: Tensor, eps: float | None, cos_sin: Tensor) -> None:
+    """Compute `projections.norm_rope_query_` in one kernel."""
     if len(q):
         # One warp works in place: a row must be loaded whole before it is stored.
         grid, num_rows, sizes = _tiles(q, cos_sin)
@@ -200,10 +200,10 @@ def heads_kernel(
     store_pairs(out_ptr + row * WIDTH, x, y, is_row, WIDTH, PAIRS, True)
 
 
-def finish_heads(
+def unrope_heads(
     out: Tensor, lse: Tensor, sinks: Tensor, cos_sin: Tensor, quantizes: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Compute `projections.finish_heads` in one kernel."""
+    """Compute `projections.unrope_heads` in one kernel."""
     if quantizes and out.shape[2] % BLOCK:
         raise ValueError(f"out has rows of {out.shape[2]} columns; expected a multiple of {BLOCK}")
     heads = out.new_empty(out.shape, dtype=FP8 if quantizes else out.dtype)

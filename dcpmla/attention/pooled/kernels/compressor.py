@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.attention.pooled.entries import EntryLayout, Part
+from dcpmla.attention.pooled.entries import EntryLayout, PoolUpdate
 from dcpmla.attention.pooled.kernels.sums import add_tokens, choose, load_sums, merge, store_sums
 from dcpmla.attention.triton.rope import load_pairs, norm_factor, rotate_range, store_pairs
 from dcpmla.cache import index_keys
@@ -165,7 +165,7 @@ def compress_(
     eps: float,
     sums: Tensor,
     cache: Tensor,
-    part: Part,
+    part: PoolUpdate,
     layout: EntryLayout,
     is_index: bool,
     hadamard: bool,

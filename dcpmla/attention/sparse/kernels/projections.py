@@ -108,7 +108,7 @@ def keys_kernel(
     tl.store((block_ptr + offset * WIDTH)[:, None] + column[None, :], keys, mask=is_mine[:, None] & is_column[None, :])
 
 
-def finish_index_keys(
+def norm_rope_index_keys(
     keys: Tensor,
     index_cache: Tensor,
     slots: Tensor,
@@ -119,7 +119,7 @@ def finish_index_keys(
     hadamard: bool,
     eps: float = index_keys.NORM_EPS,
 ) -> None:
-    """Compute `projections.finish_index_keys` in one kernel.
+    """Compute `projections.norm_rope_index_keys` in one kernel.
 
     Raises:
         ValueError: The index cache's rows do not fit the keys, or its blocks are not contiguous.
@@ -186,10 +186,10 @@ def queries_kernel(
     tl.store(factors_ptr + row, factors, mask=is_row)
 
 
-def finish_index_queries(
+def rope_index_queries(
     q: Tensor, weights: Tensor, cos_sin: Tensor | None, rope_interleaved: bool, hadamard: bool, is_fp8: bool
 ) -> tuple[Tensor, Tensor]:
-    """Compute `projections.finish_index_queries` in one kernel."""
+    """Compute `projections.rope_index_queries` in one kernel."""
     num_tokens, num_heads, width = q.shape
     out = q.new_empty(q.shape, dtype=FP8 if is_fp8 else q.dtype)
     factors = weights.new_empty(weights.shape, dtype=torch.float32)

@@ -10,7 +10,7 @@ from dcpmla.attention.head_factors import HeadFactors
 from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.output.rows import OutputQuant
 from dcpmla.attention.placement import Placement
-from dcpmla.attention.projections import Tokens, rows_of
+from dcpmla.attention.projections import Tokens, rows_or_none
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.latent import LayerCache
 from dcpmla.config import MLAConfig
@@ -114,9 +114,9 @@ class ReusingAttention(ScaledAttention):
     def _calculate_scales(self, hidden_states: PlainRows, kv_cache: Tensor, step: StepMetadata) -> None:
         """Set the queries' scale from tokens of prompts; the source has set the latents'. Collective."""
         prefills = slice(step.num_decode_tokens, step.num_tokens)
-        self._lacks_scales = False
-        factors = rows_of(step.query_factor, prefills)
-        self._calculate_q_scale(Tokens(hidden_states[prefills], rows_of(step.cos_sin, prefills), factors))
+        self._scales_pending = False
+        factors = rows_or_none(step.query_factor, prefills)
+        self._calculate_q_scale(Tokens(hidden_states[prefills], rows_or_none(step.cos_sin, prefills), factors))
 
 
 def shared_latents(step: StepMetadata) -> dict[bool, Tensor]:
