@@ -78,7 +78,7 @@ def dcp_mla_prefill_in_order(
 
     Args:
         q, kv_cache, w_kv_b, scale, exchange, kv_scale: As in `dcp_mla_prefill`; the new tokens are in the cache.
-        prefill: Metadata with chunks, which include the new tokens (`StepBuilder.prefill` with dcp.deterministic).
+        prefill: Metadata with chunks, which include the new tokens (`lay_out_prefills` with dcp.deterministic).
         widths: Widths of the latent, L, and of the rope part, R.
     Returns:
         out [T, h, V] in the dtype of q, lse [T, h] float32.
