@@ -96,17 +96,20 @@ class PromptPlan:
         block = block_of(model.attention, setting.dcp_config, 1)
         least = max(self.costs.least_state_tokens, block.block_tokens) if block.num_states else None
         self.block_tokens, self.least_state_tokens = block.block_tokens, least
-        self._graphs = token_sizes(max_num_batched_tokens, self.costs.tokens_per_request, setting.dcp_config)
+        tokens = token_sizes(max_num_batched_tokens, self.costs.tokens_per_request, setting.dcp_config)
+        self._whole, self._parted = (
+            [GraphSize(num, is_whole) for num in tokens[is_whole]] for is_whole in (True, False)
+        )
 
     def step(self, new: int, context: int, num_decodes: int) -> PromptStep:
         """Return the step with a piece of a prompt, cut to the step's tokens that the decodes leave."""
         num_decoded = num_decodes * self._query_len
         new = min(new, self._limit - num_decoded)
         num_tokens, piece = new + num_decoded, [(new, context)]
-        whole = find_size(self._graphs, num_tokens, is_whole=True)
+        whole = find_size(self._whole, num_tokens)
         if not (whole and self.costs.absorbs_all(piece)) and not self.costs.choose_absorbed(piece)[0]:
             whole = None
-        graph = whole or find_size(self._graphs, num_tokens, is_whole=False)
+        graph = whole or find_size(self._parted, num_tokens)
         num_rows = graph.num_tokens if graph else num_tokens
         step_us = self._steps[num_decodes].step_us(new, context, num_rows, whole is not None)
         wait_us = max(0.0, step_us["total"] - self._decode_us) if num_decodes else 0.0

@@ -1,6 +1,5 @@
 """Steps as CUDA graphs, in several sizes, replayed after a step's numbers have been copied into static memory."""
 
-from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol, Self
@@ -22,6 +21,7 @@ from dcpmla.runtime.graph_sizes import (
     GraphLimits,
     GraphSize,
     decode_sizes,
+    find_size,
     max_prompts,
     most_absorbed,
     token_sizes,
@@ -193,7 +193,7 @@ class StepGraph:
     def decode_size(self, num_reqs: int, query_len: int = 1) -> GraphSize | None:
         """Return the size to which decodes of at most query_len tokens each are padded; None if there is none."""
         width = next((width for width in self._sizes if 1 < width >= query_len), 0) if query_len > 1 else 1
-        return _least(self._sizes.get(width, ()), num_reqs * width) if num_reqs and width else None
+        return find_size(self._sizes.get(width, ()), num_reqs * width) if num_reqs and width else None
 
     def prompt_size(self, num_tokens: Sequence[int], contexts: Sequence[int], num_decodes: int) -> GraphSize | None:
         """Return the size to which a step with prompts is padded, a whole one if it can hold the step; None for none.
@@ -206,12 +206,12 @@ class StepGraph:
         if len(num_tokens) > self._limits.max_num_seqs:
             return None
         total, others = sum(num_tokens), contexts[num_decodes:]
-        whole = _least(self._whole, total)
+        whole = find_size(self._whole, total)
         if whole is not None and sum(num_tokens[:num_decodes]) <= self._limits.room(whole):
             is_allowed = self._limits.has_prompts and len(others) <= max_prompts(whole.num_tokens) and not any(others)
             if not others or is_allowed:
                 return whole
-        return _least(self._parted, total)
+        return find_size(self._parted, total)
 
     @torch.inference_mode()
     def run(
@@ -346,9 +346,3 @@ class StepGraph:
                 f"token"
             )
         self._out[: size.num_tokens].copy_(out)
-
-
-def _least(sizes: Sequence[GraphSize], num_tokens: int) -> GraphSize | None:
-    """Return the least of ascending sizes that holds so many tokens; None if there is none."""
-    index = bisect_left(sizes, num_tokens, key=lambda size: size.num_tokens)
-    return sizes[index] if index < len(sizes) else None

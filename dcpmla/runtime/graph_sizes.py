@@ -1,7 +1,7 @@
 """Sizes that steps in CUDA graphs are padded to, and their limits."""
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from dcpmla.attention.routes import SEGMENT_ROWS
@@ -81,15 +81,10 @@ def decode_sizes(max_num_seqs: int, query_len: int = 1) -> list[GraphSize]:
     return [GraphSize.of_requests(size, query_len) for size in _up_to(max_num_seqs, sizes)]
 
 
-def find_size(sizes: Mapping[bool, Sequence[int]], num_tokens: int, is_whole: bool) -> GraphSize | None:
-    """Return the size that a step is padded to; None if it is too large.
-
-    Args:
-        sizes: Numbers of tokens of all sizes (`token_sizes`).
-    """
-    tokens = sizes[is_whole]
-    index = bisect_left(tokens, num_tokens)
-    return GraphSize(tokens[index], is_whole) if index < len(tokens) else None
+def find_size(sizes: Sequence[GraphSize], num_tokens: int) -> GraphSize | None:
+    """Return the least of ascending sizes that holds so many tokens; None if there is none."""
+    index = bisect_left(sizes, num_tokens, key=lambda size: size.num_tokens)
+    return sizes[index] if index < len(sizes) else None
 
 
 def token_sizes(max_num_tokens: int, tokens_per_request: int, dcp: DCPConfig) -> dict[bool, list[int]]:

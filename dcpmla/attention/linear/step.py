@@ -11,7 +11,7 @@ class DeltaMetadata(NamedTuple):
     """The requests of a step for layers of linear attention; decodes and prefills alike.
 
     Attributes:
-        recurrent: Rows, positions and states of requests; those that attend in chunks are padding.
+        recurrent: Rows, positions and states of all requests. A request that attends in chunks has state -1.
         pieces: Requests that attend in chunks; None where none may.
     """
 

@@ -52,7 +52,7 @@ def pool_updates(
     decode: DecodeMetadata | None,
 ) -> tuple[PoolUpdate, ...]:
     """Return the parts of a step: one if no token may be rejected. Otherwise each of a decode's last num_sums tokens
-    ends a part, because a later step may continue after any of them; prefills are in the first part.
+    ends a part, because a later step may continue after each of these tokens. Prefills are in the first part.
 
     Args:
         tokens: Positions [T] int64 and requests [T] int32 of the step's tokens.

@@ -181,8 +181,8 @@ class StepBuilder:
 
 
 def lay_out(table: StepTable, tokens: StepTokens, layout: StepLayout) -> None:
-    """Write the numbers of tokens: those of a request from its first position on, moved back by its rejected drafts.
-    A request with fewer tokens than rows repeats its last one. Write table.begin and table.end, too.
+    """Write the columns of tokens, and table.begin and table.end. A request's tokens begin at its first position, less
+    its rejected drafts. A request with fewer tokens than rows repeats its last token.
     """
     if tokens.positions.is_cuda:
         from dcpmla.attention.step import kernels  # triton exists on Linux only

@@ -161,7 +161,7 @@ class StepMetadata:
         return replace(self, shared={**self.shared, type(value): value})
 
     def derive(self, kind: type, make: Callable[["StepMetadata"], Shared]) -> Shared:
-        """Return make(step), which is made once for all passes over the step, those of an MTP module too."""
+        """Return make(step). The result is kept, so an MTP module's pass over the same step reuses it."""
         if kind not in self.derived:
             self.derived[kind] = make(self)
         value: Shared = self.derived[kind]
