@@ -13,11 +13,10 @@ import transformers
 from torch import Tensor
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
 
-from dcpmla.attention.sparse.kind import SparseKind
 from dcpmla.config import MLAConfig
 from dcpmla.fields import divisors
 from dcpmla.integrations.families.family import yarn_mscale
-from dcpmla.integrations.families.table import FAMILIES, attention_kind
+from dcpmla.integrations.families.table import FAMILIES, attention_of
 from tests.support.models import LARGE4_FAMILIES, MLA_FAMILIES, tiny_config
 
 POSITIONS = torch.tensor([0, 15, 16, 40, 100])
@@ -101,9 +100,7 @@ def query_projection(module: Any, config: MLAConfig) -> Any:
 
 
 def selecting_layers(config: Any) -> tuple[int, ...]:
-    kind = attention_kind(config)
-    assert isinstance(kind, SparseKind)
-    return kind.index_layers
+    return tuple(number for number, layer in enumerate(attention_of(config).layers) if layer.has_indexer)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -115,7 +112,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def test_scale_is_that_of_the_scores(family: str, rope: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a module multiplies into its query and its scores, together it is scale x the Llama 4 factor."""
     hf_config = make_config(family, rope)
-    module, config = make_module(hf_config), attention_kind(hf_config).config
+    module, config = make_module(hf_config), attention_of(hf_config).config
     hidden = torch.randn(len(POSITIONS), config.hidden_size)
     seen, *_ = call(module, hidden, monkeypatch)
     if config.q_lora_rank is None:
@@ -139,7 +136,7 @@ def test_scale_is_that_of_the_scores(family: str, rope: str, monkeypatch: pytest
 @families
 def test_latents_are_normed_and_scaled_as_the_module_does(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hf_config = make_config(family)
-    module, config = make_module(hf_config), attention_kind(hf_config).config
+    module, config = make_module(hf_config), attention_of(hf_config).config
     hidden = 1e-3 * torch.randn(len(POSITIONS), config.hidden_size)  # small enough to tell the eps of the norm
     seen, *_ = call(module, hidden, monkeypatch)
     compressed = module.kv_a_proj_with_mqa(hidden)[:, : config.kv_lora_rank]
@@ -155,7 +152,7 @@ def test_latents_are_normed_and_scaled_as_the_module_does(family: str, monkeypat
 @families
 def test_rotary_layout_is_the_one_the_module_calls(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hf_config = make_config(family)
-    config = attention_kind(hf_config).config
+    config = attention_of(hf_config).config
     _, rotary, _ = call(make_module(hf_config), torch.randn(len(POSITIONS), config.hidden_size), monkeypatch)
     assert len(rotary) == 1
     assert config.rope_interleaved == (rotary != ["apply_rotary_pos_emb"])
@@ -167,8 +164,8 @@ def test_scale_equals_the_modules_attribute(family: str, rope: str) -> None:
     hf_config = make_config(family, rope)
     module = make_module(hf_config)
     scale = module.scaling * getattr(module, "mla_scale_q_lora", 1.0)
-    assert attention_kind(hf_config).config.scale == pytest.approx(scale, rel=1e-12)
-    assert attention_kind(hf_config).config.kv_lora_scale == pytest.approx(
+    assert attention_of(hf_config).config.scale == pytest.approx(scale, rel=1e-12)
+    assert attention_of(hf_config).config.kv_lora_scale == pytest.approx(
         getattr(module, "mla_scale_kv_lora", 1.0), rel=1e-12
     )
 
@@ -176,7 +173,7 @@ def test_scale_equals_the_modules_attribute(family: str, rope: str) -> None:
 @families
 def test_geometry_is_that_of_the_weights(family: str) -> None:
     hf_config = make_config(family)
-    module, config = make_module(hf_config), attention_kind(hf_config).config
+    module, config = make_module(hf_config), attention_of(hf_config).config
     q_proj = query_projection(module, config)
     assert q_proj.out_features == config.num_heads * config.query_width
     assert q_proj.in_features == (config.q_lora_rank or config.hidden_size) * (1 + config.query_gates)
@@ -200,12 +197,12 @@ def test_scale_of_deepseek_v3_as_published() -> None:
         "mscale": 1.0,
         "mscale_all_dim": 1.0,
     }
-    assert attention_kind(hf_config).config.scale == pytest.approx(0.1352338, abs=1e-7)
+    assert attention_of(hf_config).config.scale == pytest.approx(0.1352338, abs=1e-7)
 
 
 def test_other_architectures_are_refused() -> None:
     with pytest.raises(ValueError, match="architecture 'llama' is not an MLA model") as error:
-        attention_kind(transformers.LlamaConfig())
+        attention_of(transformers.LlamaConfig())
     assert all(model_type in str(error.value) for model_type in FAMILIES)
 
 
@@ -222,7 +219,7 @@ def test_divisors() -> None:
 
 
 def test_heads_per_rank() -> None:
-    config = attention_kind(make_config("deepseek_v3")).config
+    config = attention_of(make_config("deepseek_v3")).config
     assert {size: config.heads_per_rank(size) for size in (1, 3, 8, 24)} == {1: 24, 3: 8, 8: 3, 24: 1}
 
 
@@ -233,4 +230,4 @@ def test_heads_that_do_not_divide(size: int) -> None:
         "choose 1, 2, 3, 4, 6, 8, 12 or 24"
     )
     with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
-        attention_kind(make_config("deepseek_v3")).config.heads_per_rank(size)
+        attention_of(make_config("deepseek_v3")).config.heads_per_rank(size)

@@ -9,7 +9,7 @@ import transformers
 
 from dcpmla import DCPConfig
 from dcpmla.indexer_config import IndexerConfig
-from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.families.table import attention_of
 from tests.support.models import SPARSE_FAMILIES, tiny_config
 from tests.test_config import POSITIONS, call, make_config, make_module, selecting_layers
 
@@ -20,7 +20,7 @@ def test_indexer_is_that_of_the_module(family: str, monkeypatch: pytest.MonkeyPa
     module = make_module(hf_config)
     indexer = module.indexer
     _, _, rotary = call(module, torch.randn(len(POSITIONS), hf_config.hidden_size), monkeypatch)
-    config = attention_kind(hf_config).config
+    config = attention_of(hf_config).config
     assert config.indexer == IndexerConfig(
         num_heads=indexer.weights_proj.out_features,
         head_dim=indexer.wk.out_features,
@@ -33,7 +33,7 @@ def test_indexer_is_that_of_the_module(family: str, monkeypatch: pytest.MonkeyPa
         model = getattr(transformers, type(hf_config).__name__.replace("Config", "ForCausalLM"))(hf_config)
     has_indexer = [layer.self_attn.indexer is not None for layer in model.model.layers]
     assert selecting_layers(hf_config) == tuple(layer for layer, has in enumerate(has_indexer) if has)
-    assert (attention_kind(hf_config).num_index_layers, all(has_indexer)) == (2, family != "glm_moe_dsa")
+    assert (attention_of(hf_config).num_index_layers, all(has_indexer)) == (2, family != "glm_moe_dsa")
 
 
 @pytest.mark.parametrize("types", [["shared", "full", "full"], ["full", "shared"], []])
@@ -45,7 +45,7 @@ def test_layers_that_reuse_what_none_selects(types: list[str]) -> None:
         "full"
     )
     with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
-        attention_kind(hf_config)
+        attention_of(hf_config)
 
 
 @pytest.mark.parametrize("family", SPARSE_FAMILIES)
@@ -91,7 +91,7 @@ def test_which_layers_select(family: str, fields: dict[str, Any], types: str) ->
 def test_layers_that_neither_select_nor_share(fields: dict[str, Any], message: str) -> None:
     config = transformers.DeepseekV32Config(num_hidden_layers=3, **fields)
     with pytest.raises(ValueError, match="^model: " + re.escape(message)):
-        attention_kind(config)
+        attention_of(config)
 
 
 @pytest.mark.parametrize("interleaved", [True, False, None])
@@ -100,7 +100,7 @@ def test_rope_of_the_indexer_is_the_configs_or_its_familys(interleaved: bool | N
         config = tiny_config(family)
         if interleaved is not None:
             config.indexer_rope_interleave = interleaved
-        indexer = attention_kind(config).config.indexer
+        indexer = attention_of(config).config.indexer
         assert indexer is not None
         assert indexer.rope_interleaved == (family == "glm_moe_dsa" if interleaved is None else interleaved)
 
@@ -113,7 +113,7 @@ def test_rope_of_the_indexer_is_the_configs_or_its_familys(interleaved: bool | N
     ],
 )
 def test_a_dense_model_has_no_index_cache(options: dict[str, Any], name: str) -> None:
-    dense, sparse = (attention_kind(make_config(family)) for family in ("deepseek_v3", "deepseek_v32"))
+    dense, sparse = (attention_of(make_config(family)) for family in ("deepseek_v3", "deepseek_v32"))
     assert (dense.config.indexer, dense.num_index_layers) == (None, 0)
     message = f"{name} goes with sparse MLA, whose layers have indexers; this attention is dense"
     with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):

@@ -19,7 +19,7 @@ SNIPPETS = {
 STACK = """
 from datetime import timedelta
 import torch
-from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.families.table import attention_of
 from dcpmla import *
 from dcpmla.job.bootstrap import distributed, read_launcher
 from tests.support.models import random_model, tiny_config
@@ -36,7 +36,7 @@ query_lens, seq_lens, block_tables = [1, 5], [9, 12], [[0], [1]]
 hidden_states = torch.randn(6, config.hidden_size)
 cos_sin = torch.randn(6, config.qk_rope_head_dim)
 dcp = DCPConfig(tensor_parallel_size=ranks.num_ranks, decode_context_parallel_size=ranks.num_ranks)
-cache = LatentCache(LatentCache.plan(attention_kind(config).config, dcp, 1, [64, 64], dtype), device)
+cache = LatentCache(LatentCache.plan(attention_of(config).config, dcp, 1, [64, 64], dtype), device)
 for tensor in cache.layers:
     tensor.zero_()
 torch.set_grad_enabled(False)
@@ -46,7 +46,7 @@ LAYER = (
     + """
 mesh = init_mesh(ranks.num_ranks, ranks.num_ranks)
 exchange = select_exchange(dcp, mesh.dcp_group, device).exchange
-model = layer = MLAAttention(attention_kind(config).config, Placement(dcp, mesh, exchange, dtype, device))
+model = layer = MLAAttention(attention_of(config).config, Placement(dcp, mesh, exchange, dtype, device))
 layer.load_weights(weights)
 requests = StepRequests(query_lens, seq_lens, block_tables)
 step = StepBuilder(dcp, mesh.dcp_rank, device).build(requests).with_cos_sin(cos_sin)

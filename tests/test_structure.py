@@ -108,15 +108,15 @@ def test_families_are_asked_for_in_their_files_alone() -> None:
 
 
 def test_questions_for_a_family_are_found() -> None:
-    assert {"CompressedConfig", "CompressedKind"} <= V4_CLASSES
+    assert {"CompressedConfig", "CompressedSpec"} <= V4_CLASSES
     source = """
-if config.model_type in TYPES or name == "deepseek_v4": isinstance(x, (Decoder, CompressedKind))
+if config.model_type in TYPES or name == "deepseek_v4": isinstance(x, (Decoder, CompressedSpec))
 isinstance(x, Decoder)
 """
     assert set(family_questions(ast.walk(ast.parse(source)))) == {
         "config.model_type in TYPES",
         "'deepseek_v4'",
-        "isinstance(x, (Decoder, CompressedKind))",
+        "isinstance(x, (Decoder, CompressedSpec))",
     }
 
 

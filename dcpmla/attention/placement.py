@@ -65,6 +65,6 @@ def check_order(config: MLAConfig, dcp: DCPConfig) -> None:
 
 
 def refuse_order(name: str, dcp: DCPConfig) -> None:
-    """Raise ValueError for dcp.deterministic with a kind of attention that has no fixed order."""
+    """Raise ValueError for dcp.deterministic with a feature that has no fixed order."""
     if dcp.deterministic:
         raise ValueError(f"deterministic (--deterministic) does not support {name} yet; leave it out")

@@ -122,5 +122,5 @@ class ReusingAttention(ScaledAttention):
 def shared_latents(step: StepMetadata) -> dict[bool, Tensor]:
     """Return the latents that layers of a step share."""
     shared = step.get(SharedLatents)
-    assert shared is not None  # `MixedKind.prepare` adds it
+    assert shared is not None  # `FactoredSpec.prepare` adds it
     return shared.latents

@@ -48,7 +48,7 @@ class CompressedStack(Stack):
         config.check_layout(dcp)
         # A block covers as many tokens as in the model, where the least ratio is another one.
         dcp = replace(dcp, block_size=dcp.block_size * config.row_tokens // alike.row_tokens)
-        (reads,) = layer_reads(alike, context)
+        reads = layer_reads(alike, kind, context)
         super().__init__(sizes, dcp, reads)
         self.config, self.kind = alike, kind
         device, dtype = self.device, self.dtype

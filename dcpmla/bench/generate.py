@@ -23,7 +23,7 @@ from dcpmla.bench.timing import largest
 from dcpmla.cache.formats import format_name
 from dcpmla.cli.engine_arguments import add_engine_arguments
 from dcpmla.cli.options import build_engine, dcp_config, positive, positive_list, seed, share_list
-from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.families.table import attention_of
 from dcpmla.integrations.open_model import check_layout, open_model
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.job.bootstrap import Ranks
@@ -71,7 +71,7 @@ class Generate(Benchmark[Batch, None]):
         files = open_model(args.model, args.max_model_len, args.revision)
         dcp = dcp_config(args, args.decode_context_parallel_size)
         # A block more for each request: the scheduler keeps one free for each that runs.
-        block_tokens = dcp.virtual_block_size * attention_kind(files.config).config.row_tokens
+        block_tokens = dcp.virtual_block_size * attention_of(files.config).config.row_tokens
         seq_len = max(args.input_len + args.output_len - 1, *args.context, 0) + block_tokens
         num_reqs = max(args.batch)
         if args.step_tokens:  # all of a step are within the limits of graphs

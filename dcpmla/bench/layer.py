@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dcpmla.attention.kind import AttentionKind
 from dcpmla.attention.layer import PROJECT_FIRST_TOKENS
+from dcpmla.attention.stack import Stack as AttentionStack
 from dcpmla.bench.cache_formats import config_name, query_dtypes
 from dcpmla.bench.ceilings import floor_fields, measure_ceilings
 from dcpmla.bench.compressed_stack import compressed_makers
@@ -212,7 +212,7 @@ class Layer(Benchmark[LayerCase, Stack]):
         save_figure(path, figure)
 
 
-def _read_attention(geometry: str) -> AttentionKind:
+def _read_attention(geometry: str) -> AttentionStack:
     """Return the attention of one of GEOMETRIES or of a config's file or directory; layers of sparse MLA run as dense
     ones, without an indexer.
     """
@@ -220,15 +220,15 @@ def _read_attention(geometry: str) -> AttentionKind:
         names = ", ".join(GEOMETRIES)
         raise ValueError(f"--geometry is {geometry}: no such file or directory; give one, or one of {names}")
     with needed_by("bench layer"):
-        from dcpmla.integrations.families.table import attention_kind  # transformers takes seconds to import
+        from dcpmla.integrations.families.table import attention_of  # transformers takes seconds to import
         from dcpmla.integrations.model_files import load_config
 
     config = config_of(geometry) if geometry in GEOMETRIES else load_config(Path(geometry))
-    attention = attention_kind(config)
+    attention = attention_of(config)
     return attention.dense_stack() or attention
 
 
-def _stack_makers(attention: AttentionKind) -> dict[str, StackMaker]:
+def _stack_makers(attention: AttentionStack) -> dict[str, StackMaker]:
     """Return the makers of stacks of a model's layers, by the labels of the layers."""
     if attention.dense_stack() is None:
         return compressed_makers(attention.config)

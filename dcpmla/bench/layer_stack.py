@@ -7,7 +7,7 @@ import torch
 
 from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.decode import mla_decode
-from dcpmla.attention.kind import DenseKind
+from dcpmla.attention.latent_spec import LatentSpec
 from dcpmla.attention.layer import PROJECT_FIRST_TOKENS, MLAAttention
 from dcpmla.attention.projections import project_values, query_factor
 from dcpmla.attention.step.build import StepBuilder
@@ -40,8 +40,7 @@ class LayerStack(Stack):
         mesh, num_layers, batch, context = sizes.mesh, sizes.num_layers, sizes.batch, sizes.context
         kv_scale = KV_SCALE if options.get("kv_cache_dtype") == "fp8" else None
         dcp = sizes.dcp_config(**{"kv_cache_scale": kv_scale, **options})
-        (reads,) = DenseKind(config, num_layers).reads(context)
-        super().__init__(sizes, dcp, reads)
+        super().__init__(sizes, dcp, LatentSpec(config).reads(context))
         self.config = config
         self.projects_first = dcp.dcp_project_before_merge and batch >= PROJECT_FIRST_TOKENS
         self.layers = [MLAAttention(config, self.placement) for _ in range(num_layers)]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from dcpmla.attention.routes import RouteCosts
+from dcpmla.attention.costs import RouteCosts
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.attention.step.table import StepRequests
@@ -24,7 +24,7 @@ from dcpmla.bench.stack import StackSizes
 from dcpmla.bench.timing import time_operation
 from dcpmla.cache.latent import num_blocks
 from dcpmla.cli.options import positive
-from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.families.table import attention_of
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import Job
 from dcpmla.parallel.mesh import init_mesh
@@ -67,7 +67,7 @@ class TurnBenchmark(Benchmark[TurnCase, LayerStack]):
 
     @staticmethod
     def check(args: argparse.Namespace, ranks: Ranks) -> None:
-        if attention_kind(config_of(args.geometry)).dense_stack() is None:
+        if attention_of(config_of(args.geometry)).dense_stack() is None:
             raise ValueError(f"geometry (--geometry) is {args.geometry}; its layers must be MLA")
         size = args.decode_context_parallel_size
         if ranks.num_ranks % size:
@@ -86,7 +86,7 @@ class TurnBenchmark(Benchmark[TurnCase, LayerStack]):
     def _new_stack(self, case: TurnCase) -> LayerStack:
         """Return a layer over a cache for the most requests and the longest turns after the case's context."""
         args, size = self.args, self.job.ranks.num_ranks
-        config = attention_kind(config_of(args.geometry)).config
+        config = attention_of(config_of(args.geometry)).config
         config = replace(config, num_heads=case.heads * size)
         mesh, num_reqs = init_mesh(size, args.decode_context_parallel_size), max(args.batch) + 1
         sizes = StackSizes(mesh, 1, num_reqs, case.context + max(args.tokens), self.device, self.dtype)

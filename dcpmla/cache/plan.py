@@ -22,7 +22,9 @@ class CachePlan(ABC):
         dcp_size: Number of ranks that share the cache.
         dtype, index_dtype: Dtypes of the tensors of cached rows and of index keys, which name their formats
             (`dcpmla.cache.formats`, `dcpmla.cache.index_keys`).
-        num_states: Number of requests' states, memory of fixed size; 0 if requests need only blocks.
+        num_states: Number of requests' states, memory of fixed size, remembered ones included; 0 if requests need only
+            blocks.
+        num_drafts: Maximum tokens of a request in a step that may be rejected, over which a state can be rolled back.
         keeps_token_ids: Whether each rank also keeps an id of every token, for memories of n-grams.
     """
 
@@ -31,7 +33,13 @@ class CachePlan(ABC):
     dtype: torch.dtype
     index_dtype: torch.dtype = torch.uint8
     num_states: int = 0
+    num_drafts: int = 0
     keeps_token_ids: bool = False
+
+    @property
+    def num_copies(self) -> int:
+        """Copies of a request's memory: after its last token, and after each that may turn out to be its last."""
+        return 1 + self.num_drafts
 
     @property
     @abstractmethod

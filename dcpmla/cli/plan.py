@@ -8,7 +8,6 @@ from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
-from dcpmla.attention.kind import check_no_index
 from dcpmla.bench.plots import check_outputs
 from dcpmla.cli.options import format_list, positive, positive_list
 from dcpmla.cli.output import write_json
@@ -184,8 +183,7 @@ def _settings(args: argparse.Namespace, model: ModelSize) -> list[Setting]:
     tp_sizes, dcp_sizes = args.tensor_parallel_size, args.decode_context_parallel_size
     for tp in tp_sizes:
         model.attention.config.heads_per_rank(tp)  # raises, with the sizes that divide
-    if not model.attention.num_index_layers:
-        check_no_index(DCPConfig(index_cache_dtype=args.index_cache_dtype))
+    model.attention.check_index(DCPConfig(index_cache_dtype=args.index_cache_dtype))
     for dcp in dcp_sizes or []:
         if not any(tp % dcp == 0 for tp in tp_sizes):
             Setting(tp=tp_sizes[-1], dcp=dcp, kv_cache_dtype=args.kv_cache_dtype[0])  # raises likewise

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.calls import Segments
-from dcpmla.attention.routes import SEGMENT_ROWS
+from dcpmla.attention.costs import SEGMENT_ROWS
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.metadata import DecodeMetadata, part_tokens
 from dcpmla.attention.step.table import cut_queries

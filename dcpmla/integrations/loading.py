@@ -19,7 +19,7 @@ from dcpmla.integrations.cache_memory import free_bytes, plan_cache
 from dcpmla.integrations.decode_graphs import GraphMaker
 from dcpmla.integrations.disk_offloading import check_scales, make_disk_tier, open_folder
 from dcpmla.integrations.engine_options import EngineOptions
-from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.families.table import attention_of
 from dcpmla.integrations.model_size import read_model
 from dcpmla.integrations.offloading import make_host_memory
 from dcpmla.integrations.open_model import ModelFiles, check_layout, open_model, warn_of_unknown_tokens
@@ -143,7 +143,7 @@ def _open(
         check_speculation(files.config, dcp, options.speculative_method)
         check_scales(dcp, options)
     check_equal_arguments({f"{name} of the model's directory": digest for name, digest in files.digests.items()})
-    alignment = attention_kind(files.config).chunk_alignment(dcp)
+    alignment = attention_of(files.config).chunk_alignment(dcp)
     workspace = max_chunk_tokens(files.max_model_len, options.max_num_seqs, alignment)
     return files, replace(dcp, context_workspace_tokens=workspace)
 

@@ -11,7 +11,7 @@ import transformers
 from dcpmla.attention.backends import check_backends
 from dcpmla.config import DCPConfig
 from dcpmla.hf_quantization import expert_codes, has_mxfp8
-from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.families.table import attention_of
 from dcpmla.integrations.model_files import find_commit, find_model, load_config
 from dcpmla.integrations.tokenizer import load_tokenizer
 from dcpmla.runtime.text import Tokenizer
@@ -89,7 +89,7 @@ def check_layout(files: ModelFiles, dcp: DCPConfig) -> None:
     option, or a backend does not exist.
     """
     check_backends(dcp)
-    attention_kind(files.config).check_layout(dcp)
+    attention_of(files.config).check_layout(dcp)
     if dcp.deterministic:
         _check_weights(files.config)
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dcpmla.attention.fp8_scales import missing_scales
-from dcpmla.attention.kind import AttentionKind, AttentionLayer
 from dcpmla.attention.placement import Placement
+from dcpmla.attention.stack import AttentionLayer, Stack
 from dcpmla.comm.reduce import Reduce
 from dcpmla.fields import check_experts
 from dcpmla.integrations.families.routing import Routing
@@ -40,7 +40,7 @@ class Parts:
         expert_dtype: "auto" or "fp8" (`load_experts`).
         routing: Choice of experts.
         glus: Function of a layer's number that returns its gated linear units.
-        kind: Kind of attention.
+        stack: Attention of all layers.
         reduce: Sums over the TP ranks.
         eps: Epsilon of the norms of hidden states.
         directory: Directory of the checkpoint.
@@ -55,7 +55,7 @@ class Parts:
     expert_dtype: str
     routing: Routing
     glus: Callable[[int], LayerGlus]
-    kind: AttentionKind
+    stack: Stack
     reduce: Reduce
     eps: float
     directory: Path
@@ -98,7 +98,7 @@ class Parts:
         prefix, number = f"{name}.", self.num_layers
         weights = {key.removeprefix(prefix): self.weights[key] for key in self.weights if key.startswith(prefix)}
         self.default_scales |= missing_scales(weights, self.placement.dcp)
-        layer = self.kind.new_layer(number, self.placement)
+        layer = self.stack.layers[number].new_layer(self.placement)
         try:
             layer.load_weights(weights)
         except ValueError as error:

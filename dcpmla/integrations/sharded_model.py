@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from dcpmla.attention.kind import AttentionKind
 from dcpmla.attention.placement import Placement
+from dcpmla.attention.stack import Stack
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.plan import Cache
 from dcpmla.comm.reduce import Reduce
@@ -61,7 +61,7 @@ class ShardedModel:
         hidden_states: DecoderModule,
         head: VocabHead,
         rotary: Any,
-        attention: AttentionKind,
+        attention: Stack,
         placement: Placement,
         reduce: Reduce,
         eos_token_ids: frozenset[int],
@@ -175,7 +175,7 @@ class ShardedModel:
             num_logits: Limit of a step's rows with logits, one per request.
         """
         token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
-        shared = self.attention.claim_step(num_tokens, self.device)
+        shared = self.attention.touch_memory(num_tokens, self.device)
         self.logits(self.hidden(token_ids, None, None)[:num_logits])
         if self._mtp is not None:
             self._mtp(self.join(token_ids, self.hidden_rows[:num_tokens]), None, None)

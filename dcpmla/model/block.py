@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from dcpmla.attention.kind import AttentionLayer
+from dcpmla.attention.stack import AttentionLayer
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.plan import Cache
 from dcpmla.comm.norm import add_norm, norm_rows

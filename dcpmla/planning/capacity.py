@@ -6,29 +6,29 @@ from itertools import product
 
 import torch
 
-from dcpmla.attention.kind import AttentionKind
+from dcpmla.attention.stack import Stack
 from dcpmla.cache.plan import CachePlan
 from dcpmla.config import INDEX_CACHE_DTYPES, KV_CACHE_DTYPES, DCPConfig
 
 FORMATS = KV_CACHE_DTYPES[1:]  # "auto" is one of the others
 
 
-def block_of(kind: AttentionKind, dcp: DCPConfig, num_states: int, num_drafts: int = 0) -> CachePlan:
+def block_of(attention: Stack, dcp: DCPConfig, num_states: int, num_drafts: int = 0) -> CachePlan:
     """Return the sizes of a cache of one block in bfloat16.
 
     Args:
         num_states: Number of requests' states, in a cache with states.
-        num_drafts: Most drafts of a request in a step, over which a state can go back.
+        num_drafts: Maximum drafts of a request in a step, over which a state can be rolled back.
     Raises:
         ValueError: Options or a format that the layers do not support.
     """
-    return kind.plan_cache(dcp, [1], torch.bfloat16, num_states, num_drafts)
+    return attention.plan_cache(dcp, [1], torch.bfloat16, num_states, num_drafts)
 
 
-def has_format(kind: AttentionKind, kv_cache_dtype: str) -> bool:
-    """Return whether the caches of a kind of attention can have a format."""
+def has_format(attention: Stack, kv_cache_dtype: str) -> bool:
+    """Return whether the caches of a model can have a format."""
     try:
-        return block_of(kind, DCPConfig(kv_cache_dtype=kv_cache_dtype), 1).bytes_per_rank > 0
+        return block_of(attention, DCPConfig(kv_cache_dtype=kv_cache_dtype), 1).bytes_per_rank > 0
     except ValueError:
         return False
 
@@ -43,7 +43,7 @@ def largest_cache(block: CachePlan, gpu_bytes: int) -> CachePlan:
 
 
 def capacity_table(
-    kind: AttentionKind,
+    attention: Stack,
     gpu_bytes: int,
     tp_size: int,
     dcp_sizes: Sequence[int],
@@ -57,8 +57,8 @@ def capacity_table(
         tp_size, dcp_sizes: Ranks of the TP group, and sizes of DCP groups, which divide it.
         num_states, num_drafts: Numbers of requests and drafts, in caches with states.
     """
-    formats = [name for name in FORMATS if has_format(kind, name)]
-    index_formats = INDEX_CACHE_DTYPES if kind.num_index_layers else INDEX_CACHE_DTYPES[:1]
+    formats = [name for name in FORMATS if has_format(attention, name)]
+    index_formats = INDEX_CACHE_DTYPES if attention.num_index_layers else INDEX_CACHE_DTYPES[:1]
 
     def largest(kv_cache_dtype: str, index_cache_dtype: str, dcp_size: int) -> CachePlan:
         dcp = DCPConfig(
@@ -67,6 +67,6 @@ def capacity_table(
             kv_cache_dtype=kv_cache_dtype,
             index_cache_dtype=index_cache_dtype,
         )
-        return largest_cache(block_of(kind, dcp, num_states, num_drafts), gpu_bytes)
+        return largest_cache(block_of(attention, dcp, num_states, num_drafts), gpu_bytes)
 
     return [largest(*setting) for setting in product(formats, index_formats, dcp_sizes)]

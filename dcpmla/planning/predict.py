@@ -5,7 +5,7 @@ from math import prod
 import torch
 
 from dcpmla.attention.costs import LayerReads
-from dcpmla.attention.kind import AttentionKind, DenseKind
+from dcpmla.attention.stack import LayerSpec, Stack
 from dcpmla.cache.index_keys import index_row_width, index_storage_dtype
 from dcpmla.indexer_config import IndexerConfig
 from dcpmla.planning.exchange import auto_backend, candidates_us, exchange_us
@@ -49,20 +49,21 @@ def predict_step(
 
 
 def decode_attention_us(
-    machine: Machine, attention: AttentionKind, setting: Setting, batch: int, context: int, backend: str = "auto"
+    machine: Machine, attention: Stack, setting: Setting, batch: int, context: int, backend: str = "auto"
 ) -> dict[str, float]:
     """Return the microseconds of all layers' decode attention, by part: selections and the exchange included."""
     parts: dict[str, float] = {}
-    for reads in attention.reads(context):
+    for layer, number in attention.sorts.items():
+        reads = layer.reads(context)
         times = [
             _state_us(machine, reads, setting, batch)
             if reads.state_bytes
-            else _exchange_and_attention_us(machine, attention, reads, setting, batch, backend)
+            else _exchange_and_attention_us(machine, layer, reads, setting, batch, backend)
         ]
         if reads.num_keys:
-            times.append(_selection_us(machine, attention.config.indexer, reads, setting, batch, backend))
+            times.append(_selection_us(machine, layer.config.indexer, reads, setting, batch, backend))
         for part, time in (item for of_layer in times for item in of_layer.items()):
-            parts[part] = parts.get(part, 0.0) + reads.num_layers * time
+            parts[part] = parts.get(part, 0.0) + number * time
     return parts
 
 
@@ -101,17 +102,15 @@ def expected_experts(num_routed: int, experts_per_token: int, num_tokens: int) -
 
 def _exchange_and_attention_us(
     machine: Machine,
-    attention: AttentionKind,
+    layer: LayerSpec,
     reads: LayerReads,
     setting: Setting,
     batch: int,
     backend: str,
 ) -> dict[str, float]:
     """Return the times of one layer."""
-    if reads.config is not None:
-        attention = DenseKind(reads.config, reads.num_layers)
-    num_heads, num_tokens = attention.config.heads_per_rank(setting.tp) * setting.dcp, batch * setting.query_len
-    row_bytes = attention.row_bytes(setting.kv_cache_dtype)
+    num_heads, num_tokens = layer.config.heads_per_rank(setting.tp) * setting.dcp, batch * setting.query_len
+    row_bytes = layer.row_bytes(setting.kv_cache_dtype)
     layout = setting.dcp, machine.num_nodes(setting.dcp, setting.num_ranks), backend
     return {
         "gather": exchange_us(machine, "gather_heads", num_tokens, num_heads, reads.query_dim, *layout),

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cached_property
 from math import inf
 
-from dcpmla.attention.routes import Rates
+from dcpmla.attention.costs import Rates
 from dcpmla.planning.machine import H200X8, Machine
 from dcpmla.planning.predict import parameter_us
 from dcpmla.planning.setting import Setting

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from dcpmla.attention.kind import AttentionKind
+from dcpmla.attention.stack import Stack
 from dcpmla.fields import check_experts
 from dcpmla.parallel.quantized import BLOCK
 from dcpmla.planning.parameter import PARTS, Parameter
@@ -21,7 +21,7 @@ class ModelSize:
         expert_dtype: Format "auto", or "fp8" for experts in 4 bits that are held in 8 (--expert-dtype).
     """
 
-    attention: AttentionKind
+    attention: Stack
     max_position_embeddings: int
     num_routed: int
     experts_per_token: int

@@ -58,7 +58,7 @@ class StepGraph:
             host, and its collectives must be the same on all ranks.
         input_like: [...], shape, dtype and device of one token's input: its id, or a row of hidden states.
         cache: Cache that the step reads and writes; its tensors must keep their addresses.
-        steps: Builder of steps over the cache (`AttentionKind.step_builder`).
+        steps: Builder of steps over the cache (`Stack.step_builder`).
         mesh: Groups of this rank.
         sizes: Sizes of steps, at least one.
         limits: Limits of steps.

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dcpmla.attention.routes import SEGMENT_ROWS
+from dcpmla.attention.costs import SEGMENT_ROWS
 from dcpmla.attention.step.metadata import part_tokens
 from dcpmla.config import DCPConfig
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.calls import decode_workspace
-from dcpmla.attention.kind import AttentionKind
+from dcpmla.attention.stack import Stack
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.plan import Cache
@@ -35,7 +35,7 @@ Graph = tuple[StepGraph, GraphSize]
 class Model(Protocol):
     """The model that the engine drives; `dcpmla.integrations.transformers.ShardedModel` is one."""
 
-    attention: AttentionKind
+    attention: Stack
     device: torch.device
     dtype: torch.dtype
     vocab_size: int

@@ -13,7 +13,7 @@ from dcpmla import MLAAttention, MLAConfig, Placement, init_mesh
 from dcpmla.attention import claim as claim_module
 from dcpmla.attention.backends import Backend
 from dcpmla.comm.select import select_exchange
-from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.families.table import attention_of
 from tests.attention.test_layer import layout
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks
@@ -45,7 +45,7 @@ def claimed(layer: MLAAttention, num_tokens: int) -> int:
 def check_claims(hf_config: Any) -> None:
     dcp, mesh = layout(2, 2), init_mesh(2, 2)
     exchange = Mock(wraps=select_exchange(dcp, mesh.dcp_group, "cpu").exchange)
-    config, num_keys = attention_kind(hf_config).config, dcp.context_workspace_tokens
+    config, num_keys = attention_of(hf_config).config, dcp.context_workspace_tokens
 
     def new_layer(config: MLAConfig, **formats: str) -> MLAAttention:
         placement = Placement(dataclasses.replace(dcp, **formats), mesh, exchange, torch.float32, "cpu")
@@ -63,7 +63,7 @@ def check_claims(hf_config: Any) -> None:
     assert claimed(new_layer(config), 10**6) == claim_module.PART_ROWS * 2 * (24 + 16) * 4
     with patch.object(claim_module, "select_backend", return_value=Backend("one", Mock(), Mock())):
         assert claimed(new_layer(config), 1) == num_keys * 12 * (8 + 4) * 4
-    sparse = new_layer(attention_kind(tiny_config("deepseek_v32")).config)
+    sparse = new_layer(attention_of(tiny_config("deepseek_v32")).config)
     assert sparse.indexer is not None
     few, many = (sparse.indexer.selector.workspace_bytes(num_tokens, 4) for num_tokens in (1, 1001))
     assert many - few == 2 * 1000 * 32 * 16 * 4  # queries of 32 heads, 16 wide, before and after what finishes them

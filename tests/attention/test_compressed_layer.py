@@ -18,7 +18,7 @@ from dcpmla.attention.compressed.step import compressed_traits, with_angles
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.comm.select import select_exchange
-from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.families.table import attention_of
 from tests.support.layouts import dcp_config
 from tests.support.ranks import run_ranks
 
@@ -119,7 +119,7 @@ class Layers:
     ) -> None:
         self.hf_config, self.dcp = config, dcp
         self.mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
-        self.config = attention_kind(config).config
+        self.config = attention_of(config).config
         exchange = select_exchange(dcp, self.mesh.dcp_group, device).exchange
         self.modules = modules_of(config)
         self.layers, placement = [], Placement(dcp, self.mesh, exchange, dtype, device)

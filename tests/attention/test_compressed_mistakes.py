@@ -12,7 +12,7 @@ from dcpmla.attention.compressed.layer import CompressedAttention
 from dcpmla.attention.compressed.step import compressed_traits
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.table import StepRequests
-from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.families.table import attention_of
 from tests.attention.test_compressed_layer import HIDDEN, Layers, layout, tiny
 from tests.support.ranks import run_ranks
 
@@ -87,13 +87,13 @@ def test_errors() -> None:
     ],
 )
 def test_a_config_says_what_is_wrong(changes: dict[str, Any], match: str) -> None:
-    config = attention_kind(tiny()).config
+    config = attention_of(tiny()).config
     with pytest.raises(ValueError, match=match):
         dataclasses.replace(config, **changes)
 
 
 def test_groups_of_heads_divide_over_the_ranks() -> None:
-    config = attention_kind(tiny(o_groups=4)).config
+    config = attention_of(tiny(o_groups=4)).config
     assert [config.heads_per_rank(tp) for tp in (1, 2, 4)] == [24, 12, 6]
     for tp in (0, 3, 8):
         with pytest.raises(ValueError, match="choose 1, 2 or 4"):

@@ -15,17 +15,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.kimi_linear import modeling_kimi_linear as theirs
 
-from dcpmla.attention.linear.cache import HybridPlan
 from dcpmla.attention.linear.calls import DeltaRequests, DeltaState, DeltaTokens, DeltaWeights
 from dcpmla.attention.linear.chunked import attend_in_chunks, has_library
 from dcpmla.attention.linear.config import DeltaConfig
 from dcpmla.attention.linear.delta import delta_attention, log_decay
+from dcpmla.attention.linear.spec import DeltaSpec
 from dcpmla.attention.linear.step import DeltaMetadata, delta_metadata
 from dcpmla.attention.step import long_pieces
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.long_pieces import LONG_PIECE, TOKENS_PER_PIECE
 from dcpmla.attention.step.table import StepRequests, StepTable, StepTraits, TableSizes
-from dcpmla.cache.latent import LatentPlan
 from dcpmla.config import DCPConfig
 from tests.attention.test_decode_compile import compile_for_hopper
 from tests.support.shared_memory import run_interpreted
@@ -58,24 +57,14 @@ class Model:
             decay_bias=randn(width, seed=22, device=device) / 3,
             norm=randn(dim, seed=23, device=device).to(dtype),
         )
-        self.plan = HybridPlan(
-            num_blocks=1,
-            dcp_size=1,
-            dtype=dtype,
-            num_states=NUM_STATES,
-            latents=LatentPlan(num_blocks=1, dcp_size=1, dtype=dtype, num_layers=1, block_size=1024, row_width=1),
-            delta=DeltaConfig(hidden_size=8, num_heads=num_heads, head_dim=dim, conv_size=conv_size, rms_norm_eps=EPS),
-            num_heads=num_heads,
-            is_linear=(False, True),
-            state_dtype=dtype,
-            num_drafts=NUM_DRAFTS,
-        )
-        self.new = {"device": device}
+        config = DeltaConfig(hidden_size=8, num_heads=num_heads, head_dim=dim, conv_size=conv_size, rms_norm_eps=EPS)
+        self.memory = DeltaSpec(config).memory(DCPConfig(), dtype, NUM_DRAFTS)
+        self.dtype, self.new = dtype, {"device": device}
         self.state = self.new_state(torch.nan)
 
     def new_state(self, value: float) -> DeltaState:
-        recent = torch.full(self.plan.recent_shape, value, dtype=self.plan.state_dtype, **self.new)
-        return DeltaState(recent, torch.full(self.plan.memory_shape, value, **self.new))
+        states = ((NUM_STATES, *state.shape, state.dtype) for state in self.memory.states)
+        return DeltaState(*(torch.full(shape, value, dtype=dtype, **self.new) for *shape, dtype in states))
 
     def run(self, steps: list[tuple[int, int]], attend: Any, decay_floor: float | None) -> list[Tensor]:
         """Return both requests' outputs, computed step by step beside padding and a row of padding."""
@@ -86,7 +75,7 @@ class Model:
                 for tokens, first, n in zip(self.tokens, done, new, strict=True)
             ]
             columns = (torch.cat([*parts, parts[0][:1]]) for parts in zip(*rows, strict=True))
-            out = torch.full((sum(new) + 1, len(self.weights.decay_bias)), torch.nan, dtype=self.plan.dtype, **self.new)
+            out = torch.full((sum(new) + 1, len(self.weights.decay_bias)), torch.nan, dtype=self.dtype, **self.new)
             numbers = [[0, new[0], sum(new)], [*done, -1], [done[0] + new[0], done[1] + new[1], 0], [3, 1, -1]]
             requests = DeltaRequests(*(torch.tensor(column, dtype=torch.int32, **self.new) for column in numbers))
             attend(out, DeltaTokens(*columns), self.weights, self.state, requests, EPS, decay_floor)

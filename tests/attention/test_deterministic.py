@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from dcpmla import MLAAttention, OrderedAttention, Placement, init_mesh
-from dcpmla.attention.kind import DenseKind
+from dcpmla.attention.latent_spec import LatentSpec
 from dcpmla.comm.select import select_exchange
-from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.families.table import attention_of
 from dcpmla.merge import merge_pair, merge_partials, merge_tree
 from tests.attention.test_layer import expected, oracle, run_steps
 from tests.support.dense_layer import CONFIG
@@ -122,7 +122,7 @@ def check_layers(hf_config: Any) -> None:
         dcp = dcp_config(4, size, 64, dcp_comm_backend=backend, block_size=64, deterministic=True)
         mesh = init_mesh(4, size)
         exchange = select_exchange(dcp, mesh.dcp_group, "cpu").exchange
-        config = attention_kind(hf_config).config
+        config = attention_of(hf_config).config
         layer = OrderedAttention(config, Placement(dcp, mesh, exchange, torch.float32, "cpu"))
         layer.load_weights(attention.state_dict())
         with torch.no_grad():
@@ -143,7 +143,7 @@ def test_kinds_without_a_fixed_order_are_refused() -> None:
     with pytest.raises(ValueError, match="does not support attention sinks"):
         OrderedAttention(replace(CONFIG, has_sinks=True), placement)
     with pytest.raises(ValueError, match=r"deterministic \(--deterministic\) does not support an indexer"):
-        attention_kind(tiny_config("deepseek_v32")).check_layout(dcp)
+        attention_of(tiny_config("deepseek_v32")).check_layout(dcp)
     for config in (replace(CONFIG, has_sinks=True), replace(CONFIG, window=8)):
         with pytest.raises(ValueError, match="deterministic"):
-            DenseKind(config, 1).check_layout(dcp)
+            LatentSpec(config).check_layout(dcp)

@@ -12,7 +12,7 @@ from dcpmla.attention.compressed.layer import CompressedAttention
 from dcpmla.attention.fp8_scales import OUTPUT_SCALE_NAMES, read_scale
 from dcpmla.comm.select import select_exchange
 from dcpmla.indexer_config import IndexerConfig
-from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.families.table import attention_of
 from dcpmla.parallel.linear import Linear
 from dcpmla.parallel.quantized import BlockFp8, dequantize
 from tests.attention.test_compile import DECODES, MIXED, PREFILL, Batch, run_layer
@@ -77,7 +77,7 @@ def check_compressed() -> None:
     """Compare the weights of DeepSeek-V4's layers, and what an output in groups gives after them."""
     sizes = {"num_attention_heads": 4, "o_groups": 2, "index_n_heads": 4, "index_head_dim": 64, "hidden_size": 128}
     hf_config = tiny(**sizes, head_dim=128, q_lora_rank=128, o_lora_rank=128)
-    config, dcp, mesh = attention_kind(hf_config).config, DCPConfig(block_size=16), init_mesh(1, 1)
+    config, dcp, mesh = attention_of(hf_config).config, DCPConfig(block_size=16), init_mesh(1, 1)
     exchange = select_exchange(dcp, mesh.dcp_group, "cpu").exchange
     wide = (
         "gate_proj.weight",

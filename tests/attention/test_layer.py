@@ -18,7 +18,7 @@ from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.latent import num_blocks
 from dcpmla.comm.select import select_exchange
-from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.families.table import attention_of
 from tests.attention.test_compile import DEEPSEEK, Batch, make_layer, run_layer
 from tests.support.layouts import dcp_config
 from tests.support.models import random_model, tiny_config
@@ -113,7 +113,7 @@ def check_layer(
     num_decodes: int | None = None,
 ) -> Mock:
     """Compare with transformers' attention; returns the layer's exchange, which knows its calls."""
-    config = dataclasses.replace(attention_kind(hf_config).config, use_rope=with_positions)
+    config = dataclasses.replace(attention_of(hf_config).config, use_rope=with_positions)
     exchange = Mock(wraps=select_exchange(dcp, mesh.dcp_group, "cpu").exchange)
     layer = MLAAttention(config, Placement(dcp, mesh, exchange, torch.float32, "cpu"))
     attention = oracle(hf_config)

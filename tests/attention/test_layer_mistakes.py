@@ -11,7 +11,7 @@ from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.latent import LayerCache
 from dcpmla.comm.select import select_exchange
-from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.families.table import attention_of
 from tests.attention.test_layer import layout, oracle
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks
@@ -19,7 +19,7 @@ from tests.support.ranks import run_ranks
 
 def check_mistakes(hf_config: Any) -> None:
     dcp, mesh = layout(1, 1), init_mesh(1, 1)
-    config = attention_kind(hf_config).config
+    config = attention_of(hf_config).config
     placement = Placement(dcp, mesh, select_exchange(dcp, mesh.dcp_group, "cpu").exchange, torch.float32, "cpu")
     layer = MLAAttention(config, placement)
     hidden, cache = torch.zeros(3, 48), LayerCache(torch.zeros(2, 4, 24))

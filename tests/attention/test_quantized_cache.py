@@ -26,7 +26,7 @@ from dcpmla.cache.latent import LayerCache, num_blocks
 from dcpmla.comm.exchange import LocalExchange
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.checkpoint import Checkpoint
-from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.families.table import attention_of
 from tests.support.layouts import dcp_config
 from tests.support.models import random_model, tiny_config
 from tests.support.ranks import run_ranks
@@ -44,7 +44,7 @@ def config_of_layer(kv_lora_rank: int = L, qk_rope_head_dim: int = R) -> Any:
 
 
 def without_positions(hf_config: Any) -> MLAConfig:
-    return dataclasses.replace(attention_kind(hf_config).config, use_rope=False)
+    return dataclasses.replace(attention_of(hf_config).config, use_rope=False)
 
 
 def layout(tp: int, dcp: int, interleave: int, kv_format: tuple[str, str], **changes: Any) -> DCPConfig:

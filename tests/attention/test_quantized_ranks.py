@@ -14,7 +14,7 @@ from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.formats import FP8, row_width, storage_dtype, to_cache_rows, to_fp8, to_latents
 from dcpmla.cache.latent import num_blocks
 from dcpmla.comm.exchange import LocalExchange
-from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.families.table import attention_of
 from tests.attention.test_quantized_cache import FORMATS, KV_SCALE, Q_SCALE, L, R, config_of_layer, layout, over_latents
 from tests.test_ownership import deal_slots
 
@@ -38,7 +38,7 @@ class AllRanks(LocalExchange):
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_ranks_in_one_process(size: int, interleave: int) -> None:
     """A decode and two prefills over a context that is dealt to simulated ranks."""
-    config, query_lens, seq_lens, num_heads = attention_kind(config_of_layer()).config, [1, 6, 3], [37, 75, 3], 2
+    config, query_lens, seq_lens, num_heads = attention_of(config_of_layer()).config, [1, 6, 3], [37, 75, 3], 2
     generator = torch.Generator().manual_seed(size)
     latents = [torch.randn(seq_len, L + R, generator=generator) for seq_len in seq_lens]
     w_uk, w_uv = (torch.randn(num_heads, width, L, generator=generator) for width in (8, 4))

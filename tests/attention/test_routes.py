@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcpmla.attention.routes import Rates, RouteCosts
+from dcpmla.attention.costs import Rates, RouteCosts
 from dcpmla.cli.doctor import CONFIG
 from dcpmla.config import DCPConfig
 from dcpmla.indexer_config import IndexerConfig

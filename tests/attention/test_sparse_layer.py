@@ -20,7 +20,7 @@ from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.latent import LayerCache, num_blocks
 from dcpmla.comm.select import select_exchange
-from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.families.table import attention_of
 from tests.attention.test_layer import layout
 from tests.support.models import random_model, tiny_config
 from tests.support.ranks import run_ranks
@@ -95,7 +95,7 @@ def run_layers(
 
 
 def new_layer(hf_config: Any, dcp: DCPConfig, mesh: DCPMesh, weights: Weights, skip_topk: bool = False) -> MLAAttention:
-    config = attention_kind(hf_config).config
+    config = attention_of(hf_config).config
     exchange = select_exchange(dcp, mesh.dcp_group, "cpu").exchange
     layer = MLAAttention(config, Placement(dcp, mesh, exchange, torch.float32, "cpu"), skip_topk)
     layer.load_weights(weights)

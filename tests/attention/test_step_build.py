@@ -17,7 +17,7 @@ from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.chunks import max_chunk_tokens
 from dcpmla.attention.step.metadata import DecodeMetadata
 from dcpmla.attention.step.table import StepRequests, StepTraits
-from dcpmla.cache.latent import LatentPlan
+from dcpmla.cache.latent import LatentPlan, LayerMemory
 from dcpmla.runtime.graph_inputs import GraphInputs
 from dcpmla.runtime.graph_sizes import GraphLimits, GraphSize
 from tests.support.layouts import dcp_config
@@ -217,7 +217,7 @@ def test_parts_need_the_starts_of_all_segments() -> None:
 def test_a_token_of_requests_with_states(rejected: tuple[int, int]) -> None:
     """In a padded step, the second request has two tokens of three, the last is padding. Rejected drafts move them."""
     steps = StepBuilder(DCPConfig(block_size=16), 0, "cpu", StepTraits(num_states=8))
-    plan = LatentPlan(num_blocks=9, dcp_size=1, dtype=torch.float32, num_layers=1, block_size=16, row_width=1)
+    plan = LatentPlan(num_blocks=9, dcp_size=1, dtype=torch.float32, block_size=16, layers=(LayerMemory(1),))
     size = GraphSize.of_requests(3, 3)
     inputs = GraphInputs(torch.tensor(0), [size], GraphLimits(3, 16), plan, steps)
     inputs.clear(size)

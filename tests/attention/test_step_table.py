@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from dcpmla import DCPConfig
 from dcpmla.attention.step.build import StepBuilder, lay_out
 from dcpmla.attention.step.table import StepLayout, StepRequests, StepTable, StepTokens, StepTraits, TableSizes
-from dcpmla.cache.latent import LatentPlan
+from dcpmla.cache.latent import LatentPlan, LayerMemory
 from dcpmla.runtime.graph_inputs import GraphInputs
 from dcpmla.runtime.graph_sizes import GraphLimits, GraphSize
 from tests.attention.test_small_kernels import compile_for_hopper
@@ -186,7 +186,7 @@ def test_the_step_of_a_replay_is_the_one_that_is_built(num_decodes: int) -> None
     lens, ends = [1, 3, 7, 5, 2][: num_decodes + 2], [9, 30, 7, 44, 21][: num_decodes + 2]
     tables = [[6 * index + block for block in range(6)] for index in range(len(lens))]
     requests = StepRequests(lens, ends, tables, list(range(len(lens)))[::-1], num_decodes, segment_len=2)
-    plan = LatentPlan(num_blocks=40, dcp_size=2, dtype=torch.float32, num_layers=1, block_size=4, row_width=1)
+    plan = LatentPlan(num_blocks=40, dcp_size=2, dtype=torch.float32, block_size=4, layers=(LayerMemory(1),))
     size = GraphSize(64, is_whole=False)
     inputs = GraphInputs(torch.tensor(0), [size], GraphLimits(8, 64, 4), plan, steps)
     inputs.clear(size)
@@ -216,7 +216,7 @@ def test_the_step_of_a_replay_is_the_one_that_is_built(num_decodes: int) -> None
 
 def test_a_step_larger_than_its_tables_is_refused() -> None:
     steps = StepBuilder(DCPConfig(block_size=16), 0)
-    plan = LatentPlan(num_blocks=9, dcp_size=1, dtype=torch.float32, num_layers=1, block_size=16, row_width=1)
+    plan = LatentPlan(num_blocks=9, dcp_size=1, dtype=torch.float32, block_size=16, layers=(LayerMemory(1),))
     sizes = GraphSize(8), GraphSize(16)
     inputs = GraphInputs(torch.tensor(0), sizes, GraphLimits(1, 16), plan, steps)
     message = "query_lens has 2 requests with 2 tokens; the graph of 8 tokens, whole is for at most 1 requests"

@@ -16,7 +16,7 @@ from dcpmla.bench.geometries import config_of
 from dcpmla.bench.results import unknown_fields
 from dcpmla.bench.stack import StackSizes
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.families.table import attention_of
 from dcpmla.integrations.model_files import load_config
 from dcpmla.parallel.mesh import init_mesh
 from tests.bench.test_bench_layer import CPU
@@ -37,7 +37,7 @@ SELECTING = {
 
 
 def tiny() -> CompressedConfig:
-    config = attention_kind(config_of("tiny-v4")).config
+    config = attention_of(config_of("tiny-v4")).config
     assert isinstance(config, CompressedConfig)
     return config
 
@@ -49,7 +49,7 @@ def new_stack(kind: LayerKind, tp: int = 1, dcp: int = 1, **options: Any) -> Com
 @pytest.mark.parametrize("name", ["flash", "pro"])
 def test_geometries_have_the_attention_of_the_published_configs(name: str) -> None:
     published = load_config(CONFIGS / f"deepseek_v4_{name}.json")
-    assert attention_kind(config_of(f"deepseek-v4-{name}")).config == attention_kind(published).config
+    assert attention_of(config_of(f"deepseek-v4-{name}")).config == attention_of(published).config
     fields = ("hidden_size", "n_routed_experts", "moe_intermediate_size", "num_experts_per_tok", "rope_parameters")
     for field in fields:
         assert getattr(config_of(f"deepseek-v4-{name}"), field) == getattr(published, field)

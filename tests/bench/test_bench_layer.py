@@ -18,7 +18,7 @@ from dcpmla.bench.layer_stack import PARTS, LayerStack
 from dcpmla.bench.layouts import crossovers
 from dcpmla.bench.stack import StackSizes
 from dcpmla.bench.timing import TimeLimit, time_operation
-from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.families.table import attention_of
 from dcpmla.integrations.model_size import read_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.planning.machine import H200X8
@@ -133,7 +133,7 @@ Cut = tuple[int, int, dict[str, Any]]  # tp, dcp, fields of DCPConfig
 
 def parts_of_steps(cuts: list[Cut]) -> list[tuple[Counter[str], Counter[str]]]:
     """Operators of a whole step, and of its parts together, without views and what the residual adds."""
-    config = attention_kind(config_of("tiny")).config
+    config = attention_of(config_of("tiny")).config
     found = []
     with torch.inference_mode():
         for tp, dcp, options in cuts:

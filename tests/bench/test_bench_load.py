@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dcpmla.bench.http_load import Answer, describe_lost
 from dcpmla.bench.load import make_load, served_row, summarize
-from dcpmla.cache.latent import LatentPlan
+from dcpmla.cache.latent import LatentPlan, LayerMemory
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
@@ -87,7 +87,7 @@ def test_rows_by_hand() -> None:
     late = Request([1, 2], params, arrival_time=4.0, scheduled_time=6.0, first_token_time=7.0, finish_time=8.0)
     for request in (early, late):
         request.token_ids = [7, 8, 9]
-    plan = LatentPlan(num_layers=1, num_blocks=11, block_size=1, row_width=2, dtype=torch.float32, dcp_size=2)
+    plan = LatentPlan(num_blocks=11, block_size=1, layers=(LayerMemory(2),), dtype=torch.float32, dcp_size=2)
     stats = Stats(max_num_running=2, num_preemptions=5, num_cached_tokens=6)
     engine: Any = SimpleNamespace(
         cache=SimpleNamespace(sizes=plan),

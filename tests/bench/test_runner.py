@@ -21,7 +21,7 @@ from dcpmla.bench.results import FIELDS, unknown_fields, write_results
 from dcpmla.bench.runner import Benchmark, Kept
 from dcpmla.bench.stack import StackSizes
 from dcpmla.bench.timing import time_operation
-from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.families.table import attention_of
 from dcpmla.job.watchdog import Reported
 from dcpmla.parallel.mesh import init_mesh
 from tests.support.models import tiny_config
@@ -137,7 +137,7 @@ StackOfRank = tuple[
 
 def stacks_of(cuts: list[tuple[int, int]]) -> list[StackOfRank]:
     """Run a step of a stack under each (tp, dcp)."""
-    config = attention_kind(tiny_config("deepseek_v3")).config
+    config = attention_of(tiny_config("deepseek_v3")).config
     stacks: list[StackOfRank] = []
     with torch.inference_mode():
         for tp, dcp in cuts:

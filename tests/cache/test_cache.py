@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from dcpmla import DCPConfig, LatentCache, MLAConfig
-from dcpmla.attention.kind import DenseKind
+from dcpmla.attention.latent_spec import LatentSpec
 from dcpmla.attention.prefill import read_cache_rows
+from dcpmla.attention.stack import Stack
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.formats import write_latents
 from dcpmla.cache.latent import LayerCache, num_blocks
-from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.families.table import attention_of
 from dcpmla.planning.capacity import capacity_table
 from tests.support.layouts import dcp_config
 from tests.support.models import tiny_config
@@ -112,7 +113,7 @@ def make_dcp(size: int = 1, interleave: int = 1, block_size: int = 4) -> DCPConf
 
 @pytest.fixture(scope="module")
 def config() -> MLAConfig:
-    return attention_kind(tiny_config("deepseek_v3")).config
+    return attention_of(tiny_config("deepseek_v3")).config
 
 
 # kv_cache_dtype, what the model computes in; what its cache holds: dtype, elements and bytes of a row of 128 + 8
@@ -165,9 +166,7 @@ def test_a_cache_takes_pages_of_the_host_as_it_is_written(family: str) -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
-    plan = attention_kind(tiny_config(family)).plan_cache(
-        make_dcp(block_size=64), [2**22], torch.float32, num_states=64
-    )
+    plan = attention_of(tiny_config(family)).plan_cache(make_dcp(block_size=64), [2**22], torch.float32, num_states=64)
     before = resident()
     cache = plan.allocate(torch.device("cpu"))
     assert sum(tensor.nbytes for tensor in cache.tensors) == plan.bytes_per_rank > 2**28
@@ -175,9 +174,13 @@ def test_a_cache_takes_pages_of_the_host_as_it_is_written(family: str) -> None:
     assert not any(tensor.flatten()[:1000].float().any() for tensor in cache.tensors)
 
 
+def stack_of(config: MLAConfig) -> Stack:
+    return Stack(config, (LatentSpec(config),) * 2)
+
+
 def test_capacities_are_those_of_caches(config: MLAConfig) -> None:
     """The table's numbers, next to the bytes of tensors that are there."""
-    plans = capacity_table(DenseKind(replace(config, kv_lora_rank=128), 2), 10**6, 4, (1, 4))
+    plans = capacity_table(stack_of(replace(config, kv_lora_rank=128)), 10**6, 4, (1, 4))
     assert [(plan.dtype, plan.dcp_size) for plan in plans] == [
         (storage, size) for storage in (torch.bfloat16, torch.float8_e4m3fn, torch.uint8) for size in (1, 4)
     ]
@@ -192,7 +195,7 @@ def test_capacities_are_those_of_caches(config: MLAConfig) -> None:
             < (plan.tokens_total + plan.dcp_size * plan.block_size) * 1000
         )
     assert (
-        len(capacity_table(DenseKind(config, 2), 10**6, 4, (1, 4))) == 4
+        len(capacity_table(stack_of(config), 10**6, 4, (1, 4))) == 4
     )  # a latent of 16 does not split into fp8_ds_mla's groups
 
 

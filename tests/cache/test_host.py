@@ -10,12 +10,12 @@ import torch
 from dcpmla import DCPConfig
 from dcpmla.cache.host import HostMemory
 from dcpmla.cache.host_rows import PAGE_BYTES, runs
-from dcpmla.cache.latent import LatentCache, LatentPlan
+from dcpmla.cache.latent import LatentCache, LatentPlan, LayerMemory
 from dcpmla.cache.plan import Cache
 from dcpmla.cache.shared_format import row_items, rows_shape
 from dcpmla.cache.shared_rows import read_rows, write_rows
 from dcpmla.cache.tier import HostTier, SlotTable, Tier
-from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.families.table import attention_of
 from tests.support.models import FAMILIES, tiny_config
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ FORMATS = ("auto", "fp8", "fp8_ds_mla")
 def new_cache(family: str, kv_cache_dtype: str, num_blocks: int = 12, device: torch.device = CPU) -> Cache:
     """Return a cache with random bytes; ValueError where a family does not have the format."""
     dcp = DCPConfig(block_size=64, kv_cache_dtype=kv_cache_dtype)
-    kind = attention_kind(tiny_config(family))
+    kind = attention_of(tiny_config(family))
     plan = kind.plan_cache(dcp, [1], torch.bfloat16, num_states=4, num_drafts=2)
     tokens = num_blocks * plan.block_tokens
     cache = kind.plan_cache(dcp, [tokens], torch.bfloat16, num_states=4, num_drafts=2).allocate(device)
@@ -109,7 +109,7 @@ def test_entries_in_pages_return(rows_per_block: int) -> None:
 
 def test_many_moves_keep_their_content() -> None:
     """10^5 blocks are stored and loaded in random order through a tier that is evicted all the time."""
-    plan = LatentPlan(num_layers=2, num_blocks=256, block_size=1, row_width=3, dtype=torch.float32, dcp_size=1)
+    plan = LatentPlan(num_blocks=256, block_size=1, layers=(LayerMemory(3),) * 2, dtype=torch.float32, dcp_size=1)
     cache, tier, rng = LatentCache(plan, CPU), HostTier(150), Random(0)
     memory = HostMemory(cache)
     memory.allocate(150, 0)

@@ -22,7 +22,7 @@ from dcpmla.cli.doctor import CONFIG
 from dcpmla.cli.self_tests import SelfTest
 from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.nccl import AllGatherReduceScatter, AllToAll
-from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.families.table import attention_of
 from dcpmla.parallel import fixed
 from tests.support.backends import only
 from tests.support.launchers import run_forked, run_together, torchrun, unattended
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 def test_the_attention_is_deepseek_v3_s() -> None:
-    assert attention_kind(config_of("deepseek-v3")).config == CONFIG
+    assert attention_of(config_of("deepseek-v3")).config == CONFIG
 
 
 @pytest.mark.usefixtures("one_process_on_cpu")

@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from dcpmla.__main__ import main
-from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.families.table import attention_of
 from dcpmla.planning.weights import ModelSize
 from tests.support.models import tiny_config
 from tests.support.plan_cases import FP8, LAYER, RESULTS, write
@@ -326,5 +326,5 @@ def test_a_plot_without_matplotlib_names_the_extra(
 
 
 def test_geometry_is_read_once(v3: ModelSize) -> None:
-    assert v3.attention.config == attention_kind(transformers.DeepseekV3Config()).config
+    assert v3.attention.config == attention_of(transformers.DeepseekV3Config()).config
     assert (v3.attention.num_layers, v3.num_routed, v3.experts_per_token) == (61, 256, 8)

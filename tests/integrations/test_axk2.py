@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dcpmla.integrations.families.table import attention_kind, find_family
+from dcpmla.integrations.families.table import attention_of, find_family
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.model.norm_gate import gate_norm
@@ -90,7 +90,7 @@ def test_sizes_of_the_light_model() -> None:
 
 
 def test_gates_without_query_latents() -> None:
-    config = attention_kind(tiny_config("axk2")).config
+    config = attention_of(tiny_config("axk2")).config
     with pytest.raises(ValueError, match="query_gates is True, which needs a q_lora_rank, .* they are None"):
         replace(config, q_lora_rank=None)
 

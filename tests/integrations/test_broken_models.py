@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.families.table import attention_kind, find_family
+from dcpmla.integrations.families.table import attention_of, find_family
 from dcpmla.integrations.loading import load_engine
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.open_model import open_model
@@ -106,7 +106,7 @@ def check_change(family: str, path: tuple[str, ...], value: Any, file: Path) -> 
     """Check that a config with one value changed loads, or that the error has the field's name."""
     file.write_text(json.dumps(changed(CONFIGS[family], path, value)))
     try:
-        attention_kind(load_config(file))
+        attention_of(load_config(file))
     except ValueError as error:
         assert is_named(path[-1], str(error)), (path, value, error)  # noqa: PT017
 

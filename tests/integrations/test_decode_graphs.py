@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dcpmla.attention.step.build import StepBuilder
-from dcpmla.cache.latent import LatentCache, LatentPlan
+from dcpmla.cache.latent import LatentCache, LatentPlan, LayerMemory
 from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.decode_graphs import GraphMaker
@@ -21,7 +21,7 @@ NUM_BLOCKS = 7
 
 def make_cache() -> LatentCache:
     plan = LatentPlan(
-        num_layers=1, num_blocks=NUM_BLOCKS, block_size=BLOCK, row_width=2, dtype=torch.float32, dcp_size=1
+        num_blocks=NUM_BLOCKS, block_size=BLOCK, layers=(LayerMemory(2),), dtype=torch.float32, dcp_size=1
     )
     return LatentCache(plan, torch.device("cpu"))
 

@@ -8,7 +8,7 @@ import pytest
 
 from dcpmla.attention.compressed.config import WINDOW_ONLY, LayerKind
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.families.table import attention_kind, family_of
+from dcpmla.integrations.families.table import attention_of, family_of
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.open_model import check_layout, open_model
 from tests.integrations.test_broken_models import NONSENSE, QUANTIZATION, changed, is_named, paths_of
@@ -24,7 +24,7 @@ def read(directory: Path, **changes: Any) -> Any:
 
 
 def test_kinds_of_layers(tmp_path: Path) -> None:
-    config = attention_kind(read(tmp_path)).config
+    config = attention_of(read(tmp_path)).config
     assert config.layer_kinds == (
         WINDOW_ONLY,
         LayerKind(2, True),
@@ -37,7 +37,7 @@ def test_kinds_of_layers(tmp_path: Path) -> None:
     assert config.row_groups == {0: (0,), 1: (1, 2), 3: (3, 4, 5, 6)}
     assert config.rings == (0, 0, 1, 0, 1, 2, 3)
     assert config.candidates == (5, 2)
-    without = attention_kind(read(tmp_path, candidate_source_layer_id=-1, candidate_topk_blocks=...)).config
+    without = attention_of(read(tmp_path, candidate_source_layer_id=-1, candidate_topk_blocks=...)).config
     assert without.candidates is None
     assert not any(kind.candidates for kind in without.layer_kinds)
 
@@ -48,7 +48,7 @@ def test_a_field_is_taken_or_named(tmp_path: Path) -> None:
         for value in NONSENSE:
             (tmp_path / "config.json").write_text(json.dumps(changed(whole, path, value)))
             try:
-                attention_kind(load_config(tmp_path))
+                attention_of(load_config(tmp_path))
             except ValueError as error:
                 assert is_named(path[-1], str(error)), (path, value, error)  # noqa: PT017
 
@@ -80,7 +80,7 @@ def test_bad_configs(changes: dict[str, Any], message: str, tmp_path: Path) -> N
 
 def test_candidate_blocks_are_whole_on_a_rank(tmp_path: Path) -> None:
     """The interleave of entries is whole candidate blocks, whatever is asked for."""
-    config = attention_kind(read(tmp_path)).config
+    config = attention_of(read(tmp_path)).config
     for interleave, expected in ((1, 2), (3, 6), (4, 4)):
         layout = config.with_whole_blocks(dcp_config(2, 2, interleave, block_size=12))
         assert layout.cp_kv_cache_interleave_size == expected

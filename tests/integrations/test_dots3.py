@@ -12,9 +12,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from dcpmla.attention.windowed.kind import WindowedKind
+from dcpmla.attention.windowed.spec import WindowSpec
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.families.table import attention_of
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.planning.exchange import exchange_us
@@ -81,7 +81,7 @@ def test_the_text_model_of_a_multimodal_one(is_published: bool, tmp_path: Path) 
         (tmp_path / "config.json").write_text(json.dumps(published(raw)))
     config = load_config(tmp_path)
     assert config.model_type == "dots3_note_text"
-    assert attention_kind(config) == attention_kind(tiny_config("dots3_note_text"))
+    assert attention_of(config) == attention_of(tiny_config("dots3_note_text"))
     check(reference, tmp_path, 2, make_cases(2, [2], (1, 4), ("a2a",)))
 
 
@@ -155,21 +155,21 @@ def test_weights_in_fp8(scheme: str, tmp_path: Path) -> None:
 
 def test_sizes_of_the_cache_and_of_reads() -> None:
     """Rows have the width of their layer; layers with a window read the window whatever the context."""
-    kind = attention_kind(tiny_config("dots3_note_text"))
-    assert isinstance(kind, WindowedKind)
+    kind = attention_of(tiny_config("dots3_note_text"))
     plan: Any = kind.plan_cache(DCPConfig(block_size=16), [100], torch.float32)
-    assert plan.row_widths == [24, 40, 40, 24]
+    assert [layer.row_width for layer in plan.layers] == [24, 40, 40, 24]
     cache = plan.allocate(torch.device("cpu"))
     assert sum(memory.numel() * memory.element_size() for memory in cache.tensors) == plan.bytes_per_rank
     for context in (5, 100, 10**6):
-        assert [reads.num_rows for reads in kind.reads(context)][-1] == min(context, 12)
+        windows = [layer.reads(context).num_rows for layer in kind.layers if isinstance(layer, WindowSpec)]
+        assert windows == [min(context, 12)] * 2
 
 
 def test_the_published_sizes() -> None:
     """13 layers with an index key and a latent of 512, 33 with a latent of 1,024; one gate for each head."""
     size = read_model(load_config(CONFIGS / "dots3_note.json"))
-    assert isinstance(size.attention, WindowedKind)
-    assert (size.attention.num_index_layers, len(size.attention.window_layers)) == (13, 33)
+    num_windows = sum(isinstance(layer, WindowSpec) for layer in size.attention.layers)
+    assert (size.attention.num_index_layers, num_windows) == (13, 33)
     plan = size.attention.plan_cache(DCPConfig(), [4096], torch.bfloat16)
     assert plan.bytes_per_token == 13 * 2 * (576 + 128) + 33 * 2 * 1088
     gates = [(p.count, p.shape) for p in size.parameters if p.name.endswith("g_proj.weight")]
@@ -179,11 +179,11 @@ def test_the_published_sizes() -> None:
 def test_the_times_of_both_kinds_of_layers() -> None:
     """A GPU of 8 multiplies by 128 and 64 heads of the DCP group, and reads rows of 1,152 and 2,176 bytes."""
     kind, setting = (
-        attention_kind(load_config(CONFIGS / "dots3_note.json")),
+        attention_of(load_config(CONFIGS / "dots3_note.json")),
         Setting(tp=8, dcp=8, kv_cache_dtype="bf16"),
     )
-    selected, reusing, window = kind.reads(100_000)
-    assert reusing.num_layers == 0
+    reads = {isinstance(layer, WindowSpec): layer.reads(100_000) for layer in kind.sorts}
+    selected, window = reads[False], reads[True]
     parts = decode_attention_us(H200X8, kind, setting, 32, 100_000)
     selected_us = attention_us(H200X8, selected, 1152, 128, 32, 8)
     window_us = attention_us(H200X8, window, 2176, 64, 32, 8)

@@ -14,9 +14,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from dcpmla.attention.pooled.kind import PooledKind
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.families.table import attention_of
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from tests.integrations.test_hy_v4 import run_twice
@@ -120,7 +119,7 @@ def test_bytes(tmp_path: Path) -> None:
     config.dtype = torch.bfloat16
     random_model(config).bfloat16().save_pretrained(tmp_path / "narrow")
     check_bytes([tmp_path, tmp_path / "narrow"], 2)
-    kind = attention_kind(load_config(tmp_path))
+    kind = attention_of(load_config(tmp_path))
     plan = kind.plan_cache(DCPConfig(block_size=16), [64], torch.float32, num_states=3, num_drafts=2)
     assert plan.bytes_per_block == 16 * 3 * (16 + 64) * 4 + 4 * 2 * 16 * 4  # three layers of MLA, two with an indexer
     tensors = plan.allocate(torch.device("cpu")).tensors
@@ -131,16 +130,16 @@ def test_published_sizes() -> None:
     """The sizes are defaults of transformers' config."""
     size = read_model(load_config(PUBLISHED))
     kind = size.attention
-    assert isinstance(kind, PooledKind)
-    assert kind.index_layers == tuple(range(3, 45, 4))
+    assert [number for number, layer in enumerate(kind.layers) if layer.has_indexer] == [*range(3, 45, 4)]
     assert round(sum(p.count * prod(p.shape) for p in size.parameters) / 1e9) == 313
     plan = kind.plan_cache(DCPConfig(tensor_parallel_size=8, decode_context_parallel_size=8), [4096], torch.bfloat16)
     assert plan.bytes_per_token == 11 * (576 * 2 + 256 // 16)
-    assert [(reads.num_rows, reads.num_keys) for reads in kind.reads(32768)] == [(2063, 2048), (2063, 0), (0, 0)]
+    reads = {(layer.reads(32768).num_rows, layer.reads(32768).num_keys): n for layer, n in kind.sorts.items()}
+    assert reads == {(2063, 2048): 11, (0, 0): 34}
 
 
 def test_blocks_hold_whole_pools() -> None:
-    kind = attention_kind(load_config(PUBLISHED))
+    kind = attention_of(load_config(PUBLISHED))
     with pytest.raises(ValueError, match=r"block_size \(--block-size\) is 64; it must be a multiple of 128"):
         kind.check_layout(DCPConfig(cp_kv_cache_interleave_size=8, block_size=64))
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dcpmla.attention.linear import kind as linear_kind
+from dcpmla.attention.linear import spec as linear_spec
 from dcpmla.attention.step import long_pieces
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.sharded_model import ShardedModel
@@ -141,7 +141,7 @@ def test_models_with_and_without_graph(
 
 def serve_in_chunks(directories: list[Path], dcp: DCPConfig) -> list[Any]:
     """Serve models of linear attention whose long pieces take the operator of chunks, here its reference."""
-    linear_kind.takes_chunks = lambda device, dtype: True
+    linear_spec.takes_chunks = lambda device, dtype: True
     long_pieces.LONG_PIECE, long_pieces.TOKENS_PER_PIECE = 5, 16
     return serve_all(directories, dcp, False)
 

@@ -16,10 +16,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dcpmla.attention.sparse.kind import SparseKind
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.families.table import attention_of
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.integrations.transformers import load_model
@@ -208,9 +207,7 @@ def test_published_sizes() -> None:
     for name, num_billions, num_selecting in (("hy_v4", 58, 10), ("hy_v4_vl", 770, 21)):
         config = load_config(CONFIGS / f"{name}.json")
         size = read_model(config)
-        kind = attention_kind(config)
-        assert isinstance(kind, SparseKind)
-        assert len(kind.index_layers) == num_selecting
+        assert attention_of(config).num_index_layers == num_selecting
         assert round(sum(p.count * prod(p.shape) for p in size.parameters) / 1e9) == num_billions
 
 
@@ -231,4 +228,4 @@ def test_fields_without_a_meaning_here(changes: dict[str, Any], message: str, tm
     file = tmp_path / "config.json"
     file.write_text(json.dumps(tiny_config("hy_v4").to_dict() | changes))
     with pytest.raises(ValueError, match=message):
-        attention_kind(load_config(file))
+        attention_of(load_config(file))

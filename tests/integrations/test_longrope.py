@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.families.table import attention_of
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.skeleton import build_skeleton
 from tests.support.models import FAMILIES, tiny_config
@@ -47,7 +47,7 @@ def load(directory: Path, rope: dict[str, Any]) -> Any:
 
 def test_angles_of_equal_lists_depend_on_no_other_position(tmp_path: Path) -> None:
     config = load(tmp_path, {})
-    assert attention_kind(config).config.v_head_dim == 64
+    assert attention_of(config).config.v_head_dim == 64
     rotary, x = build_skeleton(config).model.rotary_emb, torch.empty(0)
     short, long = (rotary(x, torch.tensor([positions])) for positions in ([5, 63], [5, 63, 100]))
     for angles, expected in zip(short, long, strict=True):

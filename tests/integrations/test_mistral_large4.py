@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from dcpmla import LLM
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.families.table import attention_kind, find_family
+from dcpmla.integrations.families.table import attention_of, find_family
 from dcpmla.integrations.model_files import load_config
 from dcpmla.runtime.sampling import SamplingParams
 from tests.integrations.test_deepseek_v4 import generate
@@ -50,7 +50,7 @@ def save(directory: Path, **changes: Any) -> Any:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_layers_that_share_latents(tp: int, tmp_path: Path) -> None:
     reference = save(tmp_path, **SHARING)
-    plan = attention_kind(load_config(tmp_path)).plan_cache(DCPConfig(), [64], torch.float32)
+    plan = attention_of(load_config(tmp_path)).plan_cache(DCPConfig(), [64], torch.float32)
     assert plan.bytes_per_token == 3 * 24 * 4 + 4 * 16 * 4  # latents of layers 0, 1 and 4; four layers' index keys
     check(reference, tmp_path, tp, make_cases(tp, [tp], (1, 2)[:tp], ("auto",)))
 

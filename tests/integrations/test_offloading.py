@@ -12,7 +12,7 @@ import torch.distributed as dist
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.engine_options import EngineOptions
-from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.families.table import attention_of
 from dcpmla.integrations.loading import load_engine
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.open_model import open_model
@@ -34,7 +34,7 @@ def offloading_engine(directory: Path, dcp: DCPConfig, device: torch.device) -> 
     """Return one rank's engine whose cache and host memory hold so many tokens."""
     mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
     chosen = select_exchange(dcp, mesh.dcp_group, device)
-    kind = attention_kind(load_config(directory))
+    kind = attention_of(load_config(directory))
     plan = kind.plan_cache(dcp, [CACHED], torch.float32, num_states=12)
     num_host_bytes = -(-KEPT // plan.block_tokens) * 3 * 2**17 * dcp.tensor_parallel_size  # blocks with padding
     options = EngineOptions(

@@ -16,7 +16,7 @@ import transformers
 
 from dcpmla import LLM, SamplingParams
 from dcpmla.integrations.families.routing import num_routed_experts
-from dcpmla.integrations.families.table import attention_kind, family_of, find_family
+from dcpmla.integrations.families.table import attention_of, family_of, find_family
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.skeleton import build_skeleton, published_shapes
 from tests.integrations.test_dots3 import SIZES as SWA_SIZES
@@ -161,7 +161,7 @@ def described(directory: Path, fields: dict[str, Any]) -> str:
     except ValueError as error:
         mtp = str(error)
     router = family.routing.router(config, 0) if num_routed_experts(config) else None
-    kind, shapes, glus = attention_kind(config), published_shapes(build_skeleton(config)), family.glus(config, 1)
+    kind, shapes, glus = attention_of(config), published_shapes(build_skeleton(config)), family.glus(config, 1)
     return repr((kind, shapes, router, glus, mtp, config.dtype, config.eos_token_id, config.max_position_embeddings))
 
 

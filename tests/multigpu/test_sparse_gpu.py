@@ -17,7 +17,7 @@ from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.latent import num_blocks
 from dcpmla.comm.select import select_exchange
-from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.families.table import attention_of
 from tests.support.models import random_model
 from tests.support.ranks import run_ranks
 
@@ -136,7 +136,7 @@ def check_formats(backends: list[str], kv_cache_dtype: str, index_cache_dtype: s
             mesh = init_mesh(tp, dcp.decode_context_parallel_size)
             exchange = select_exchange(dcp, mesh.dcp_group, device).exchange
             placement = Placement(dcp, mesh, exchange, torch.bfloat16, device)
-            layer = MLAAttention(attention_kind(hf_config).config, placement)
+            layer = MLAAttention(attention_of(hf_config).config, placement)
             layer.load_weights(attention.state_dict())
             with torch.inference_mode():
                 found.append(run_layer(layer, hf_config, device, num_decodes))

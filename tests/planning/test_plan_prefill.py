@@ -13,12 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla.attention.compressed.config import CompressedConfig
-from dcpmla.attention.costs import LatentCosts
-from dcpmla.attention.linear.kind import HybridKind
-from dcpmla.attention.routes import Rates, RouteCosts
+from dcpmla.attention.costs import Rates, RouteCosts
+from dcpmla.attention.linear.spec import DeltaSpec
 from dcpmla.bench.geometries import config_of
 from dcpmla.config import MLAConfig
-from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.families.table import attention_of
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.llm import LLM
@@ -116,9 +115,9 @@ def test_a_piece_of_v4_is_a_sum_over_its_tokens(tp: int, dcp: int, new: int, con
     read_us = 2 * attention.head_dim / H200X8.hbm_gb_per_s / 1e3
     row_us = max(read_us, 4 * attention.heads_per_rank(tp) * attention.head_dim / H200X8.attention_tflops / 1e6)
     num_rows = sum(
-        reads.num_layers * reads.num_rows
+        number * layer.reads(position + 1).num_rows
         for position in range(context, end)
-        for reads in model.attention.reads(position + 1)
+        for layer, number in model.attention.sorts.items()
     )
     num_entries, num_scores = 0.0, 0.0
     for kind in attention.layer_kinds:
@@ -141,17 +140,20 @@ def test_a_piece_of_v4_is_a_sum_over_its_tokens(tp: int, dcp: int, new: int, con
 @pytest.mark.parametrize("head_dim", [128, 4096])
 def test_linear_attention_takes_the_same_time_for_each_token(tp: int, head_dim: int) -> None:
     """Of 128 columns, memory's; of wide heads, the products'."""
-    kind = attention_kind(load_config(Path(__file__).parent / "configs" / "kimi_k3.json"))
-    assert isinstance(kind, HybridKind)
-    kind = replace(kind, delta=replace(kind.delta, head_dim=head_dim))
-    costs = kind.costs(setting_of(tp, tp).dcp_config, Rates())
-    latents = LatentCosts(kind.config, setting_of(tp, tp).dcp_config, num_layers=24, num_index_layers=0)
+    stack = attention_of(load_config(Path(__file__).parent / "configs" / "kimi_k3.json"))
+    dcp = setting_of(tp, tp).dcp_config
+    (delta,) = (layer for layer in stack.sorts if isinstance(layer, DeltaSpec))
+    assert stack.sorts[delta] == 69
+    assert len(stack.sorts) == 2
+    delta = replace(delta, config=replace(delta.config, head_dim=head_dim))
+    wide = replace(stack, layers=tuple(delta if isinstance(layer, DeltaSpec) else layer for layer in stack.layers))
+    costs, latents = wide.costs(dcp, Rates()), RouteCosts(stack.config, dcp)
     num_heads = 69 * 96 / tp
     products_us = 2 * num_heads * (3 * head_dim**2 + 1.5 * 64 * head_dim + 64**2 / 2) / 650e6
     memory_us = num_heads * head_dim * 80 / 2700e3
     assert (products_us > memory_us) == (head_dim == 4096)
     for piece in ((1, 0), (700, 5000)):
-        expected = latents.piece_us(*piece) + piece[0] * max(products_us, memory_us)
+        expected = 24 * latents.piece_us(*piece) + piece[0] * max(products_us, memory_us)
         assert costs.piece_us(*piece) == pytest.approx(expected)
 
 

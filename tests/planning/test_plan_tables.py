@@ -134,8 +134,8 @@ def test_exchange_counts_what_the_code_does(
 
 def test_attention_is_near_the_best_kernels(v3: ModelSize) -> None:
     for (batch, context, num_heads), time in BEST_ATTENTION.items():
-        (reads,) = v3.attention.reads(context)
-        predicted = attention_us(H200X8, reads, v3.attention.row_bytes("bf16"), num_heads, batch)
+        (layer,) = v3.attention.sorts
+        predicted = attention_us(H200X8, layer.reads(context), layer.row_bytes("bf16"), num_heads, batch)
         assert within(predicted, time, 1.4), (
             f"{batch} x {context}, {num_heads} heads: predicted {predicted:.1f} us, measured {time} us"
         )
@@ -225,7 +225,7 @@ def test_longcat_has_two_caches_a_layer() -> None:
 
 @pytest.mark.parametrize(("kv_cache_dtype", "num_bytes"), [("bf16", 1152), ("fp8", 576), ("fp8_ds_mla", 656)])
 def test_bytes_of_a_cache_row(kv_cache_dtype: str, num_bytes: int, v3: ModelSize) -> None:
-    assert v3.attention.row_bytes(kv_cache_dtype) == num_bytes
+    assert v3.attention.layers[0].row_bytes(kv_cache_dtype) == num_bytes
     plan = make_plan(H200X8, v3, Setting(tp=8, dcp=1, kv_cache_dtype=kv_cache_dtype), 1, 4096)
     assert plan.kv_bytes_per_token == 61 * num_bytes
 

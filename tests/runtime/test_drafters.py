@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.step.build import StepBuilder
-from dcpmla.cache.latent import LatentCache, LatentPlan
+from dcpmla.cache.latent import LatentCache, LatentPlan, LayerMemory
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import StepGraph
@@ -54,7 +54,7 @@ def make_mtp_engine(
 ) -> Engine:
     model, device = model or HashModelWithMtp(), torch.device("cpu")
     plan = LatentPlan(
-        num_layers=1, num_blocks=num_blocks, block_size=BLOCK, row_width=2, dtype=torch.float32, dcp_size=1
+        num_blocks=num_blocks, block_size=BLOCK, layers=(LayerMemory(2),), dtype=torch.float32, dcp_size=1
     )
     cache = LatentCache(plan, device)
     cache.layers[0].fill_(torch.nan)

@@ -15,7 +15,7 @@ from torch import Tensor
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.attention.step.table import StepRequests
-from dcpmla.cache.latent import LatentCache, LatentPlan
+from dcpmla.cache.latent import LatentCache, LatentPlan, LayerMemory
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.graph_inputs import GraphInputs
@@ -30,7 +30,7 @@ MAX_NUM_SEQS, MAX_MODEL_LEN = 6, 5 * BLOCK
 
 
 def make_cache(device: str = "cpu") -> LatentCache:
-    plan = LatentPlan(num_layers=1, num_blocks=40, block_size=BLOCK, row_width=2, dtype=torch.float32, dcp_size=1)
+    plan = LatentPlan(num_blocks=40, block_size=BLOCK, layers=(LayerMemory(2),), dtype=torch.float32, dcp_size=1)
     return LatentCache(plan, torch.device(device))
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcpmla.attention.routes import RouteCosts
+from dcpmla.attention.costs import RouteCosts
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.metadata import DecodeMetadata, part_tokens
 from dcpmla.attention.step.table import StepRequests

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dcpmla import DCPConfig, MLAConfig, Placement, StepRequests, init_mesh, select_exchange
-from dcpmla.attention.kind import DenseKind
+from dcpmla.attention.latent_spec import LatentSpec
+from dcpmla.attention.stack import Stack
 
 CONFIG = MLAConfig(
     hidden_size=64,
@@ -32,13 +33,13 @@ class DenseLayer:
     def __init__(self) -> None:
         torch.manual_seed(0)
         dcp, mesh = DCPConfig(block_size=4), init_mesh(1, 1)
-        kind = DenseKind(CONFIG, num_layers=1)
+        kind = Stack(CONFIG, (LatentSpec(CONFIG),))
         kind.check_layout(dcp)
         plan = kind.plan_cache(dcp, [SEQ_LEN], torch.float32)
         self.cache = plan.allocate(CPU)[0]
         self.builder = kind.step_builder(plan, dcp, mesh.dcp_rank, CPU)
         exchange = select_exchange(dcp, mesh.dcp_group, CPU).exchange
-        self.layer = kind.new_layer(0, Placement(dcp, mesh, exchange, torch.float32, CPU))
+        self.layer = kind.layers[0].new_layer(Placement(dcp, mesh, exchange, torch.float32, CPU))
         self.layer.load_weights({name: torch.randn(shape) / 8 for name, shape in shapes(CONFIG).items()})
         self.hidden_states = torch.randn(SEQ_LEN, CONFIG.hidden_size)
         self.cos_sin = torch.randn(SEQ_LEN, CONFIG.qk_rope_head_dim)

@@ -20,7 +20,7 @@ from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.chunks import ContextChunk
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.host import HostMemory
-from dcpmla.cache.latent import LatentCache, LatentPlan
+from dcpmla.cache.latent import LatentCache, LatentPlan, LayerMemory
 from dcpmla.cache.tier import HostTier, Tier
 from dcpmla.config import DCPConfig
 from dcpmla.ownership import TILE
@@ -208,7 +208,7 @@ def make_engine(
     deterministic: bool = False,
 ) -> Engine:
     plan = LatentPlan(
-        num_layers=1, num_blocks=num_blocks, block_size=BLOCK, row_width=2, dtype=torch.float32, dcp_size=1
+        num_blocks=num_blocks, block_size=BLOCK, layers=(LayerMemory(2),), dtype=torch.float32, dcp_size=1
     )
     cache = LatentCache(plan, torch.device("cpu"))
     cache.layers[0].fill_(torch.nan)

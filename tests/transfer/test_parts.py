@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla.attention.kind import AttentionKind
+from dcpmla.attention.stack import Stack
 from dcpmla.cache.items import Items
 from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.families.table import attention_of
 from dcpmla.transfer.layout import CacheLayout, describe
 from dcpmla.transfer.parts import RowMover
 from dcpmla.transfer.route import Route
@@ -29,7 +29,7 @@ LAYOUTS = [(2, 2, 1, 4, 4, 16), (2, 1, 1, 4, 2, 4), (4, 4, 4, 2, 1, 1), (1, 1, 1
 class Job:
     """The caches of all ranks of a job, with random bytes."""
 
-    def __init__(self, kind: AttentionKind, dcp: DCPConfig, num_blocks: int, num_drafts: int) -> None:
+    def __init__(self, kind: Stack, dcp: DCPConfig, num_blocks: int, num_drafts: int) -> None:
         tokens = kind.plan_cache(dcp, [1], torch.bfloat16, num_states=4).block_tokens * num_blocks
         plan = kind.plan_cache(dcp, [tokens], torch.bfloat16, num_states=4, num_drafts=num_drafts)
         self.caches: list[Cache] = [plan.allocate(torch.device("cpu")) for _ in range(dcp.tensor_parallel_size)]
@@ -61,11 +61,11 @@ def item(items: Items, number: int) -> bytes:
     return items.pages[page, row].contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def kinds(family: str) -> AttentionKind:
+def kinds(family: str) -> Stack:
     config = tiny_config(family)
     if family == "deepseek_v4":
         config.head_dim = 128  # this width has a format in 8 bits
-    return attention_kind(config)
+    return attention_of(config)
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)

@@ -34,15 +34,15 @@ class CompressedPlan(CachePlan):
     """Sizes of caches that are not allocated yet.
 
     Attributes:
-        num_states: Maximum number of states at a time, remembered ones included.
-        num_drafts: Maximum tokens of a request in a step that may be rejected. A state can be rolled back over them:
-            its window has num_drafts extra rows, and its sums are kept for each of the last 1 + num_drafts tokens.
+        config: Geometry of the layers.
+        dcp: Layout of entries over the ranks, and formats.
+        num_drafts: Maximum tokens of a request in a step that may be rejected: a window has num_drafts extra rows, and
+            sums are kept for each of the last 1 + num_drafts tokens.
         dtype, index_dtype: Formats of the rows (`dcpmla.cache.shared_format`) and of the indexers' keys.
     """
 
     config: CompressedConfig
     dcp: DCPConfig
-    num_drafts: int = 0
 
     @property
     def interleave(self) -> int:
@@ -96,7 +96,7 @@ class CompressedPlan(CachePlan):
 
         A state has 1 + num_drafts copies: copy p % (1 + num_drafts) holds the sums after the token at position p.
         """
-        return self.num_states * (1 + self.num_drafts), self.config.num_halves(kind), NUM_SUMS, width
+        return self.num_states * self.num_copies, self.config.num_halves(kind), NUM_SUMS, width
 
     def layer_tensors(self, kind: LayerKind) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return the shape and dtype of each tensor that a layer adds to its `CompressedLayerCache`, by the field."""
@@ -240,7 +240,7 @@ class CompressedCache(Cache):
                 window = plan.ring_rows, plan.config.sliding_window
                 rows += [StateRows(f"window's {name}", items, *window) for name, items in planes.items()]
             rows += [
-                StateRows("sums of entries", Items.in_pages(sums.flatten(1)[:, None]), 1 + plan.num_drafts, 1)
+                StateRows("sums of entries", Items.in_pages(sums.flatten(1)[:, None]), plan.num_copies, 1)
                 for sums in (layer.sums, layer.index_sums)
                 if sums is not None
             ]

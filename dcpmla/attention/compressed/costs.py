@@ -1,14 +1,14 @@
 """Reads of DeepSeek-V4's layers in their caches, and the time of pieces of prompts in them."""
 
-from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from math import inf, prod
 
 import torch
 
 from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
-from dcpmla.attention.costs import LayerReads, num_pairs, score_us
-from dcpmla.attention.routes import Rates
+from dcpmla.attention.costs import LayerReads, Rates, num_pairs, score_us
 from dcpmla.cache.formats import storage_dtype
 from dcpmla.cache.shared_format import PAGE_ROWS, rows_shape
 from dcpmla.config import DCPConfig
@@ -16,74 +16,71 @@ from dcpmla.config import DCPConfig
 _GATHER_PASSES = 4  # two kernels read and write all gathered rows
 
 
+@dataclass(frozen=True)
 class CompressedCosts:
-    """Attention of all layers of DeepSeek-V4: a window and entries. Each piece gathers entries from all ranks, or moves
+    """The time of one layer of DeepSeek-V4: a window and entries. Each piece gathers entries from all ranks, or moves
     its queries and outputs if they have fewer rows.
 
     Args:
         config: Geometry of the layers.
+        kind: Entries of the layer.
         dcp: Layout and format of the cache.
         rates: Speeds of the GPU.
     """
 
+    config: CompressedConfig
+    kind: LayerKind
+    dcp: DCPConfig
+    rates: Rates
+
     tokens_per_request = 1
 
-    def __init__(self, config: CompressedConfig, dcp: DCPConfig, rates: Rates) -> None:
-        num_bytes, num_heads = row_bytes(config, dcp.kv_cache_dtype), config.heads_per_rank(dcp.tensor_parallel_size)
-        # Each token lists the rows that it reads, so it shares none with its neighbours.
-        read_us = num_bytes / rates.decode_gb_per_s / 1e3
-        row_us = max(read_us, 4 * num_heads * config.head_dim / rates.decode_tflops / 1e6)
-        link_us = (1 - 1 / dcp.decode_context_parallel_size) * num_bytes / rates.link_gb_per_s / 1e3
-        gather_us = _GATHER_PASSES * num_bytes / rates.gb_per_s / 1e3 + link_us
-        self._window, self._window_us = config.sliding_window, len(config.layer_kinds) * row_us
-        num_moved = 2 * num_heads * dcp.decode_context_parallel_size  # rows of a token's queries and outputs
-        # Of each kind with entries: tokens before its selection starts, tokens whose entries are as many rows as one
-        # token moves, then times of a token's share of an entry.
-        self._kinds = [
-            (
-                kind.ratio * config.indexer.topk if kind.selects else inf,
-                kind.ratio * num_moved,
-                number * gather_us / kind.ratio,
-                number * row_us / kind.ratio,
-                number * score_us(config.indexer, dcp, rates) / kind.ratio if kind.has_indexer else 0.0,
-            )
-            for kind, number in Counter(config.layer_kinds).items()
-            if kind.ratio
-        ]
-
     def piece_us(self, new: int, context: int) -> float:
-        """Return the microseconds of all layers (`AttentionCosts.piece_us`)."""
-        end = context + new
-        time = self._window_us * num_pairs(new, context, self._window)
-        for limit, num_moved, gather_us, row_us, key_us in self._kinds:
-            # The time is no less than before the selection starts, so that longer pieces never take less time.
-            time += gather_us * min(end, max(limit, num_moved * new)) + row_us * num_pairs(new, context, limit)
-            if end > limit:
-                time += key_us * num_pairs(new, context, inf)
+        """Return the microseconds of a piece (`LayerCosts.piece_us`)."""
+        config, ratio, end = self.config, self.kind.ratio, context + new
+        time = self._row_us * num_pairs(new, context, config.sliding_window)
+        if not ratio:
+            return time
+        limit = ratio * config.indexer.topk if self.kind.selects else inf  # tokens before the selection starts
+        num_moved = 2 * self._num_heads * self.dcp.decode_context_parallel_size  # rows of a token's queries and outputs
+        # The time is no less than before the selection starts, so that longer pieces never take less time.
+        time += self._gather_us / ratio * min(end, max(limit, ratio * num_moved * new))
+        time += self._row_us / ratio * num_pairs(new, context, limit)
+        if end > limit and self.kind.has_indexer:
+            time += score_us(config.indexer, self.dcp, self.rates) / ratio * num_pairs(new, context, inf)
         return time
 
-    def choose_absorbed(self, pieces: Sequence[tuple[int, int]]) -> list[bool]:
-        """Return False for each piece."""
-        return [False] * len(pieces)
+    def lost_us(self, pieces: Sequence[tuple[int, int]]) -> list[float]:
+        """Return infinities, because the layer does not absorb queries."""
+        return [inf] * len(pieces)
 
-    def absorbs_all(self, pieces: Sequence[tuple[int, int]]) -> bool:
-        """Return False."""
-        return False
+    @cached_property
+    def _num_heads(self) -> int:
+        return self.config.heads_per_rank(self.dcp.tensor_parallel_size)
+
+    @cached_property
+    def _row_us(self) -> float:
+        """Return the microseconds of a row that a token reads; tokens list their rows, and share none."""
+        read_us = row_bytes(self.config, self.dcp.kv_cache_dtype) / self.rates.decode_gb_per_s / 1e3
+        return max(read_us, 4 * self._num_heads * self.config.head_dim / self.rates.decode_tflops / 1e6)
+
+    @cached_property
+    def _gather_us(self) -> float:
+        """Return the microseconds of a gathered row."""
+        num_bytes = row_bytes(self.config, self.dcp.kv_cache_dtype)
+        link_us = (1 - 1 / self.dcp.decode_context_parallel_size) * num_bytes / self.rates.link_gb_per_s / 1e3
+        return _GATHER_PASSES * num_bytes / self.rates.gb_per_s / 1e3 + link_us
 
 
-def layer_reads(config: CompressedConfig, context: int) -> list[LayerReads]:
-    """Return the layers' reads over a context; layers with equal reads count together."""
-    return [_reads(config, kind, number, context) for kind, number in Counter(config.layer_kinds).items()]
-
-
-def _reads(config: CompressedConfig, kind: LayerKind, num_layers: int, context: int) -> LayerReads:
+def layer_reads(config: CompressedConfig, kind: LayerKind, context: int) -> LayerReads:
+    """Return what a new token reads in a layer over a context."""
     window, widths = min(context, config.sliding_window), (config.head_dim, config.head_dim)
     num_entries, topk = context // kind.ratio if kind.ratio else 0, config.indexer.topk
     if not kind.selects or num_entries <= topk:
-        return LayerReads(num_layers, window + num_entries, *widths)
+        return LayerReads(window + num_entries, *widths)
     if not kind.has_indexer:
-        return LayerReads(num_layers, window + topk, *widths)
-    return LayerReads(num_layers, window + topk, *widths, num_keys=num_entries, num_candidates=topk)
+        return LayerReads(window + topk, *widths)
+    return LayerReads(window + topk, *widths, num_keys=num_entries, num_candidates=topk)
 
 
 def row_bytes(config: CompressedConfig, kv_cache_dtype: str) -> int:

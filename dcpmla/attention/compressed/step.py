@@ -1,6 +1,6 @@
 """The part of a step that layers of DeepSeek-V4's attention need: its tokens' requests and visible rows."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -101,7 +101,7 @@ class CompressedMetadata:
     def parts_of(self, decode: DecodeMetadata | None) -> tuple[PoolUpdate, ...]:
         """Return the parts of a step (`pool_updates`)."""
         tokens, requests = (self.positions, self.request), (self.first_position, self.seq_lens, self.states)
-        return pool_updates(tokens, requests, 1 + self.plan.num_drafts, decode)
+        return pool_updates(tokens, requests, self.plan.num_copies, decode)
 
     def max_entries(self, ratio: int) -> int:
         """Return an upper bound on the entries that any token sees; the same on all ranks."""
@@ -163,20 +163,20 @@ class CompressedMetadata:
 
 
 def with_angles(
-    step: StepMetadata, rotary: Callable[[Tensor, bool], Tensor], layers: Sequence[int] | None = None
+    step: StepMetadata, rotary: Callable[[Tensor, bool], Tensor], kinds: Iterable[LayerKind] | None = None
 ) -> StepMetadata:
     """Return a step with data that layers share: its tokens' angles, the rows that its decodes see, and memory for
     selected entries.
 
     Args:
         rotary: Function of positions [T] and of whether layers compress; returns cos_sin [T, R] float32 (`apply_rope`).
-        layers: Numbers of the layers that run the step; None for all of the plan's.
+        kinds: Kinds of the layers that run the step; None for all of the plan's.
     """
     if step.defer is not None:  # Layers run between graphs, with the step of each replay.
         return step
     compressed = CompressedMetadata.of(step)
     config = compressed.plan.config
-    kinds = dict.fromkeys(config.layer_kinds if layers is None else (config.layer_kinds[layer] for layer in layers))
+    kinds = dict.fromkeys(config.layer_kinds if kinds is None else kinds)
     positions, num_decodes = step.tokens.positions, step.num_decode_tokens
     decodes = slice(0, num_decodes)
     selecting = {kind.ratio for kind in kinds if selects(compressed, kind)}

@@ -13,6 +13,7 @@ from dcpmla.attention.linear.delta import delta_attention
 from dcpmla.attention.linear.step import DeltaMetadata, delta_metadata
 from dcpmla.attention.placement import Placement, refuse_order
 from dcpmla.attention.step.metadata import StepMetadata
+from dcpmla.cache.latent import LayerCache
 from dcpmla.parallel.fp8 import PlainRows, plain
 from dcpmla.parallel.linear import Linear, RowParallelLinear, Weight, fill, read_linear, read_weight, shard
 
@@ -102,20 +103,20 @@ class DeltaAttention(nn.Module):
             parts = [read_weight(weights, f"{name}_conv1d.weight", (width, 1, size), columns) for name in "qkv"]
         fill(self.conv, *(part.flatten(1) for part in parts))
 
-    def partial(self, hidden_states: PlainRows, cache: DeltaState | None, step: StepMetadata | None) -> Tensor:
+    def partial(self, hidden_states: PlainRows, cache: LayerCache | None, step: StepMetadata | None) -> Tensor:
         """Return this rank's part of the layer's output [T, hidden], before the sum over the TP ranks.
 
         Args:
             hidden_states: Hidden states [T, hidden], optionally quantized where `takes_quantized`; rows from
                 step.num_tokens on are padding.
-            cache: States of this layer, read and written; None, like step, in a profile.
+            cache: Cache of this layer, whose states (`DeltaState`) are read and written; None, like step, in a profile.
         """
         qkv, decay, gate, beta = self.in_proj(hidden_states).split(self._widths, -1)
         tokens = DeltaTokens(qkv, self.decay_proj(decay), beta, self.gate_proj(gate))
         out = plain(hidden_states).new_zeros(len(qkv), self.num_heads * self.config.head_dim)
         if step is not None:
             assert cache is not None
-            self._attend(out, tokens, cache, step)
+            self._attend(out, tokens, DeltaState(*cache.states), step)
         elif takes_chunks(out.device, out.dtype):
             claim_chunks(out)
         return self.o_proj.partial(out)

@@ -51,10 +51,10 @@ class PoolIndexer(Indexer):
         assert sparse is not None
         assert pools is not None
         assert cache.index_keys is not None
-        assert cache.index_sums is not None
+        (index_sums,) = cache.states  # sums of index keys in progress [num_states, num_copies, 1, 3, D] float32
         keys, weights = self.down_project(hidden_states)
         keys = F.layer_norm(keys, keys.shape[1:], self.k_norm.weight, self.k_norm.bias, config.norm_eps)
-        pairs, sums = torch.cat([keys, self.pool_gate(hidden_states)], -1), cache.index_sums.flatten(0, 1)
+        pairs, sums = torch.cat([keys, self.pool_gate(hidden_states)], -1), index_sums.flatten(0, 1)
         for part in pools.parts:
             written = sums, cache.index_keys, part, pools.entries
             compress_(pairs, self.pool_bias, None, 0.0, *written, True, dcp.index_hadamard, None, None)

@@ -57,7 +57,7 @@ def with_pools(step: StepMetadata, indexer: IndexerConfig) -> StepMetadata:
     return step.sharing(
         PoolMetadata(
             owner=layout.owner,
-            per_block=layout.dcp.block_size // plan.latents.pool_size,
+            per_block=layout.dcp.block_size // indexer.pool_size,
             parts=pool_updates(*numbers, plan.num_copies, step.decode),
             visible=visible,
             selection=SelectedTokens.empty(step.num_tokens, indexer.num_pools, layout.device) if selects else None,

@@ -1,4 +1,4 @@
-"""The builder of steps, from numbers on the host to tensors on a device, for every kind of attention (`StepBuilder`).
+"""The builder of steps, from numbers on the host to tensors on a device, for every model (`StepBuilder`).
 
 Global lengths alone determine the collectives and their sizes, so all ranks of a DCP group build the same sequence of
 exchanges.
@@ -58,12 +58,12 @@ class StepBuilder:
         """Lay out a step, without waiting for the device: one transfer, and one kernel.
 
         What layers share, cos_sin and query_factor among it, is still missing: the model adds it
-        (`AttentionKind.prepare`).
+        (`Stack.prepare`).
 
         Args:
             requests: Requests of the step, decodes first.
             max_decode_query_len: Maximum tokens of a segment; decodes with more new tokens are cut into segments.
-            num_decodes: Number of decodes, pieces of prompts with absorbed queries (`attention/routes.py`) among them.
+            num_decodes: Number of decodes, pieces of prompts with absorbed queries (`attention/costs.py`) among them.
                 None counts the requests before the first one with more than max_decode_query_len new tokens.
             workspace: Memory from `decode_workspace`, shared by consecutive steps on one stream; None allocates it.
         Raises:

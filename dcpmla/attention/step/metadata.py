@@ -28,7 +28,7 @@ def part_tokens(num_heads: int, dcp: DCPConfig) -> int:
 @dataclass(frozen=True)
 class DecodeMetadata:
     """Decodes, the requests that attend with absorbed queries: generated tokens, drafts, and pieces of prompts for
-    which `attention/routes.py` chose absorbed queries.
+    which `attention/costs.py` chose absorbed queries.
 
     A request with more than max_query_len new tokens is cut into segments of at most max_query_len. Kernels treat a
     segment as a request, and so spread a long request over the GPU; all segments of a request use the same row of the
@@ -110,7 +110,7 @@ class StepMetadata:
         prefill: Metadata of prefills; None without any, or where layers have no latent cache.
         requests: Requests on the host; None in a graph.
         cos_sin: Cosines and sines of RoPE (`apply_rope`) [num_tokens, R], float32, which the model adds
-            (`AttentionKind.prepare`); None for a model without positions (NoPE).
+            (`Stack.prepare`); None for a model without positions (NoPE).
         query_factor: Factor of queries [num_tokens] in the model's dtype (`projections.query_factor`), or ln(p + 1)
             where each head has a factor of its own; None without either.
         shared: What layers of one kind share in this step, by its class (`get`).

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
+from dcpmla.attention.sparse.step import SparseMetadata, with_selection
 from dcpmla.attention.step.chunks import PrefillMetadata, lay_out_prefills
 from dcpmla.attention.step.metadata import StepMetadata
 
@@ -17,13 +17,14 @@ class WindowMetadata:
     Attributes:
         prefill: Prefills whose contexts begin at the window of their first token; None without prefills.
         cos_sin: Cosines and sines [num_tokens, R] float32 of RoPE in layers with a window.
-        selection: Memory for each token's window, which the first layer with a window writes and the others read. None
-            where no token has more tokens before it than the window.
+        sparse: Tokens that a window may contain, with memory for each token's window, which the first layer with a
+            window writes and the others read; no memory where no token has more tokens before it than the window. None
+            while a graph is captured.
     """
 
     prefill: PrefillMetadata | None = None
     cos_sin: Tensor | None = None
-    selection: SelectedTokens | None = None
+    sparse: SparseMetadata | None = None
 
 
 def with_windows(step: StepMetadata, window: int, cos_sin: Tensor) -> StepMetadata:
@@ -31,8 +32,8 @@ def with_windows(step: StepMetadata, window: int, cos_sin: Tensor) -> StepMetada
     if step.defer is not None:
         return step.sharing(WindowMetadata(cos_sin=cos_sin))
     contexts = step.derive(WindowMetadata, lambda step: WindowMetadata(_contexts(step, window)))
-    selection = SelectedTokens.empty(step.num_tokens, window, cos_sin.device) if step.max_seq_len > window else None
-    return step.sharing(replace(contexts, cos_sin=cos_sin, selection=selection))
+    sparse = with_selection(step, window).get(SparseMetadata)
+    return step.sharing(replace(contexts, cos_sin=cos_sin, sparse=sparse))
 
 
 def _contexts(step: StepMetadata, window: int) -> PrefillMetadata | None:
@@ -47,8 +48,8 @@ def _contexts(step: StepMetadata, window: int) -> PrefillMetadata | None:
 
 def of_window(step: StepMetadata) -> StepMetadata:
     """Return a step as a layer with a window sees it; a step that is so already stays as it is."""
-    windows, sparse = step.get(WindowMetadata), step.get(SparseMetadata)
+    windows = step.get(WindowMetadata)
     if windows is None:
         return step
-    shared: dict[type, Any] = {} if sparse is None else {SparseMetadata: replace(sparse, selection=windows.selection)}
+    shared: dict[type, Any] = {} if windows.sparse is None else {SparseMetadata: windows.sparse}
     return replace(step, cos_sin=windows.cos_sin, prefill=windows.prefill, shared=shared)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dcpmla.attention.sparse.kind import SparseKind
+from dcpmla.config import MLAConfig
 from dcpmla.fields import SIZE, list_of, one_of, optional, whole
 from dcpmla.integrations.checkpoint_names import rename
 from dcpmla.integrations.decoder import load_decoder
@@ -40,10 +40,9 @@ _NAMES = [
 class _AXK2(SparseFamily):
     """A.X-K2, whose query projection makes the gates of attention's output, too."""
 
-    def attention(self, config: Any, has_mtp: bool = False) -> SparseKind:
-        """Return sparse MLA with gates."""
-        kind = super().attention(config)
-        return replace(kind, config=replace(kind.config, query_gates=True))
+    def mla(self, config: Any) -> MLAConfig:
+        """Return the geometry of layers with gates."""
+        return replace(super().mla(config), query_gates=True)
 
     def extend(self, model: Any) -> None:
         """Give the query projections the name that checkpoints have."""

@@ -4,7 +4,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from dcpmla.attention.compressed.kind import CompressedKind
+from dcpmla.attention.compressed.spec import compressed_stack
+from dcpmla.attention.stack import Stack
 from dcpmla.fields import LARGEST_SIZE, even, only
 from dcpmla.integrations.checkpoint_names import rename
 from dcpmla.integrations.decoder import Shapes, mtp_shapes
@@ -45,9 +46,9 @@ class _DeepseekV4(Family):
             )
         return raw
 
-    def attention(self, config: Any, has_mtp: bool = False) -> CompressedKind:
+    def attention(self, config: Any, has_mtp: bool = False) -> Stack:
         """Return the attention of all layers."""
-        return CompressedKind(compressed_config(config))
+        return compressed_stack(compressed_config(config))
 
     def module_name(self, name: str, num_layers: int) -> str:
         """Return the name of transformers' module, for a published tensor or one that transformers saved."""

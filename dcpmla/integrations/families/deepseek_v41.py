@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from dcpmla.attention.compressed.kind import CompressedKind
+from dcpmla.attention.compressed.spec import compressed_stack
+from dcpmla.attention.stack import Stack
 from dcpmla.integrations.checkpoint_names import rename
 from dcpmla.integrations.families.deepseek_v4_names import RULES
 from dcpmla.integrations.families.deepseek_v41_config import RAW_RULES, check_raw, check_shared, shared_config
@@ -47,9 +48,9 @@ class _DeepseekV41(Family):
         fields = raw | {"entry_ratios": raw["compress_ratios"], "num_hash_layers": 0}
         return fields | {"layer_types": ["sliding_attention"] * raw["num_hidden_layers"], "compress_ratios": None}
 
-    def attention(self, config: Any, has_mtp: bool = False) -> CompressedKind:
+    def attention(self, config: Any, has_mtp: bool = False) -> Stack:
         """Return the attention of all layers."""
-        return CompressedKind(shared_config(config), bool(getattr(config, "engram_layer_ids", None)))
+        return compressed_stack(shared_config(config), bool(getattr(config, "engram_layer_ids", None)))
 
     def extend(self, model: Any) -> None:
         """Add the weights of entries, indexers and memories; the head has no hyper-connection."""

@@ -6,7 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from dcpmla.attention.windowed.kind import FULL_ROTARY, WINDOW_ROTARY, WindowedKind
+from dcpmla.attention.latent_spec import LatentSpec
+from dcpmla.attention.stack import Stack
+from dcpmla.attention.windowed.spec import WindowSpec
 from dcpmla.config import MLAConfig
 from dcpmla.fields import (
     LARGEST_SIZE,
@@ -31,6 +33,8 @@ from dcpmla.integrations.parts import Parts
 from dcpmla.model.mtp import MtpLayer
 from dcpmla.parallel.linear import read_weight
 
+# Types of layers, and of transformers' rotary embedding.
+FULL, WINDOW = _TYPES = "indexed_attention", "sliding_attention"
 _SIZES = dict.fromkeys(
     ("num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank", "head_dim", "qk_nope_head_dim"), SIZE
 ) | {"v_head_dim": SIZE, "qk_rope_head_dim": even(LARGEST_SIZE)}
@@ -44,13 +48,12 @@ _RAW_RULES = {
     "per_layer_config": optional(Rule("an object of objects", lambda value: _holds_objects(value))),
     "num_hidden_layers": whole(1, 1024),
     "n_routed_experts": whole(2, 1 << 16),
-    "mtp_layer_types": optional(list_of(one_of(("full_attention", FULL_ROTARY, WINDOW_ROTARY)))),
+    "mtp_layer_types": optional(list_of(one_of(("full_attention", FULL, WINDOW)))),
     "moe_layer_freq": either(whole(1), list_of(whole(0, 1))),
     **dict.fromkeys(("use_dsa", "use_sliding_window"), only(True)),
     "apply_mla_qkv_lora_rescale": only(True),
     **dict.fromkeys(("attention_gate_type", "swa_attention_gate_type"), one_of(("headwise",))),
 }
-_TYPES = (FULL_ROTARY, WINDOW_ROTARY)
 
 
 @dataclass(frozen=True)
@@ -67,32 +70,33 @@ class _Dots3(Family):
     def check(self, config: Any) -> None:
         """Raise ValueError for fields that no such model can have; sizes of layers are read from a layer's config."""
         self.check_attention(config)
-        check_model(config.per_layer_config[FULL_ROTARY], self.routing)
+        check_model(config.per_layer_config[FULL], self.routing)
 
-    def attention(self, config: Any, has_mtp: bool = False) -> WindowedKind:
-        """Return layers with indexers and layers with a window."""
+    def attention(self, config: Any, has_mtp: bool = False) -> Stack:
+        """Return layers with indexers and layers with a window; the first of a pass with a window writes the windows
+        for all.
+        """
         indexer = IndexerConfig(
             num_heads=config.index_n_heads,
             head_dim=config.index_head_dim,
             topk=config.index_topk,
             rope_interleaved=getattr(config, "indexer_rope_interleave", None) is not False,
         )
-        layers = {kind: tuple(_layers_of(config, kind)) for kind in _TYPES}
-        return WindowedKind(
-            config=replace(self._mla(config, FULL_ROTARY), indexer=indexer),
-            num_layers=config.num_hidden_layers,
-            index_layers=layers[FULL_ROTARY],
-            windowed=replace(self._mla(config, WINDOW_ROTARY), window=config.sliding_window),
-            window_layers=layers[WINDOW_ROTARY],
-            num_gates=1,
-            has_mtp=has_mtp,
-        )
+        mla = replace(self._mla(config, FULL), indexer=indexer)
+        full = LatentSpec(mla, True, num_gates=1, rotary=FULL)
+        windowed = replace(self._mla(config, WINDOW), window=config.sliding_window)
+        window = WindowSpec(windowed, num_gates=1, rotary=WINDOW)
+        layers: list[LatentSpec] = [window if each == WINDOW else full for each in config.layer_types]
+        for layer in (config.layer_types.index(WINDOW), *([len(layers) - 1] if has_mtp else [])):
+            if layers[layer] is window:
+                layers[layer] = replace(window, selects=True)
+        return Stack(mla, tuple(layers))
 
     def _mla(self, config: Any, kind: str) -> MLAConfig:
-        """Return the geometry of layers of a kind. The factor of the query latent is in the scale of scores; the
+        """Return the geometry of layers of a type. The factor of the query latent is in the scale of scores; the
         indexer's choice does not depend on it.
         """
-        mla = super().attention(config.per_layer_config[kind]).config
+        mla = self.mla(config.per_layer_config[kind])
         assert mla.q_lora_rank is not None
         return replace(
             mla,
@@ -110,8 +114,8 @@ class _Dots3(Family):
     def with_mtp_layer(self, config: Any) -> Any:
         """Return a config with the MTP module's layer: an MLP, and attention of the kind that mtp_layer_types has."""
         config = super().with_mtp_layer(config)
-        kind = (getattr(config, "mtp_layer_types", None) or [WINDOW_ROTARY])[0]
-        config.layer_types[-1] = WINDOW_ROTARY if kind == WINDOW_ROTARY else FULL_ROTARY
+        kind = (getattr(config, "mtp_layer_types", None) or [WINDOW])[0]
+        config.layer_types[-1] = WINDOW if kind == WINDOW else FULL
         config.mlp_layer_types[-1] = "dense"
         sizes = {int(layer): own for layer, own in config.to_dict()["per_layer_config"].items()}
         first = config.layer_types.index(config.layer_types[-1])
@@ -139,10 +143,6 @@ def _check_sizes(sizes_of_layers: dict[str, dict[str, Any]], num_layers: int | N
         check_fields(_SIZES, sizes, f"per_layer_config.{layer}.{{}}".format)
 
 
-def _layers_of(config: Any, kind: str) -> list[int]:
-    return [layer for layer, layer_type in enumerate(config.layer_types) if layer_type == kind]
-
-
 def _check(config: Any) -> None:
     """Raise ValueError for layers of other kinds, and for sizes that do not go together."""
     check_fields({"layer_types": list_of(one_of(_TYPES))}, vars(config))
@@ -151,7 +151,7 @@ def _check(config: Any) -> None:
             f"layer_types is {config.layer_types}; each of {config.num_hidden_layers} layers (num_hidden_layers) has "
             f"one, and both {' and '.join(_TYPES)} must be there"
         )
-    full = config.per_layer_config[FULL_ROTARY]
+    full = config.per_layer_config[FULL]
     for kind in _TYPES:
         sizes, rope = config.per_layer_config[kind], config.rope_parameters[kind]
         rotated = int(sizes.head_dim * rope["partial_rotary_factor"])

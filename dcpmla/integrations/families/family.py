@@ -9,7 +9,8 @@ from typing import Any
 import transformers
 from torch import Tensor
 
-from dcpmla.attention.kind import AttentionKind, DenseKind
+from dcpmla.attention.latent_spec import LatentSpec
+from dcpmla.attention.stack import Stack
 from dcpmla.config import MLAConfig
 from dcpmla.fields import Rule
 from dcpmla.hf_quantization import has_quantized_weights
@@ -89,15 +90,45 @@ class Family:
         check_model(config, self.routing)
         self.check_attention(config)
 
-    def attention(self, config: Any, has_mtp: bool = False) -> AttentionKind:
-        """Return the kind of attention, with all its layers.
+    def attention(self, config: Any, has_mtp: bool = False) -> Stack:
+        """Return the attention of all layers.
 
         Args:
             has_mtp: Whether the config comes from `with_mtp_layer`.
         Raises:
             ValueError: A field that no attention can have.
         """
-        return DenseKind(_mla_config(config), config.num_hidden_layers)
+        mla = self.mla(config)
+        return Stack(mla, (LatentSpec(mla),) * config.num_hidden_layers)
+
+    def mla(self, config: Any) -> MLAConfig:
+        """Return the geometry of layers of MLA as DeepSeek-V3 reads its fields.
+
+        Raises:
+            ValueError: A field that no attention can have.
+        Source: the attention classes of transformers; YaRN's mscale from the DeepSeek-V2 paper.
+        """
+        rope = getattr(config, "rope_parameters", None) or {}
+        scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
+        if rope.get("rope_type", "default") != "default" and rope.get("mscale_all_dim"):
+            scale *= yarn_mscale(rope["factor"], rope["mscale_all_dim"]) ** 2
+        return MLAConfig(
+            hidden_size=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            q_lora_rank=getattr(config, "q_lora_rank", None),  # Mistral Large 4 has no such field
+            kv_lora_rank=config.kv_lora_rank,
+            qk_nope_head_dim=config.qk_nope_head_dim,
+            qk_rope_head_dim=config.qk_rope_head_dim,
+            v_head_dim=config.v_head_dim,
+            scale=scale,
+            rms_norm_eps=_LATENT_NORM_EPS,
+            rope_interleaved=getattr(config, "rope_interleave", True),
+            attention_bias=config.attention_bias,
+        )
+
+    def num_gates(self, config: Any) -> int:
+        """Return the number of gates of a head's output in MLA: none, one, or one for each column."""
+        return 0
 
     def glus(self, config: Any, layer: int) -> LayerGlus:
         """Return a layer's gated linear units: swiglu_limit bounds all."""
@@ -146,32 +177,6 @@ class Family:
             of_model: Shapes of the model's weights by their names (`published_shapes`).
         """
         return mtp_shapes(block, config.hidden_size, ("eh_proj",))
-
-
-def _mla_config(config: Any) -> MLAConfig:
-    """Return the attention of a transformers config as DeepSeek-V3 reads its fields.
-
-    Raises:
-        ValueError: A field that no attention can have.
-    Source: the attention classes of transformers; YaRN's mscale from the DeepSeek-V2 paper.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
-    if rope.get("rope_type", "default") != "default" and rope.get("mscale_all_dim"):
-        scale *= yarn_mscale(rope["factor"], rope["mscale_all_dim"]) ** 2
-    return MLAConfig(
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        q_lora_rank=getattr(config, "q_lora_rank", None),  # Mistral Large 4 has no such field
-        kv_lora_rank=config.kv_lora_rank,
-        qk_nope_head_dim=config.qk_nope_head_dim,
-        qk_rope_head_dim=config.qk_rope_head_dim,
-        v_head_dim=config.v_head_dim,
-        scale=scale,
-        rms_norm_eps=_LATENT_NORM_EPS,
-        rope_interleaved=getattr(config, "rope_interleave", True),
-        attention_bias=config.attention_bias,
-    )
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:

@@ -2,13 +2,16 @@
 
 import copy
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import transformers
 
 from dcpmla.attention.linear.config import DeltaConfig
-from dcpmla.attention.pooled.kind import PooledKind
+from dcpmla.attention.linear.spec import DeltaSpec
+from dcpmla.attention.pooled.spec import PooledSpec
+from dcpmla.attention.stack import Stack
+from dcpmla.config import MLAConfig
 from dcpmla.fields import FLAG, OBJECT, SIZE, check_fields, list_of, number, one_of, only, optional, rules_of, whole
 from dcpmla.indexer_config import IndexerConfig
 from dcpmla.integrations.checkpoint_names import rename
@@ -52,11 +55,10 @@ class _Glm5Next(HybridFamily):
         """Return the fields without the sizes of positions, which are 0."""
         return {name: value for name, value in raw.items() if name not in ("qk_rope_head_dim", "head_dim")}
 
-    def attention(self, config: Any, has_mtp: bool = False) -> PooledKind:
-        """Return layers of linear attention and of sparse MLA over pools."""
+    def mla(self, config: Any) -> MLAConfig:
+        """Return the geometry of layers of MLA with an indexer of pools."""
         padded = copy.copy(config)
         padded.qk_rope_head_dim = _PADDING
-        kind = super().attention(padded)
         indexer = IndexerConfig(
             num_heads=config.index_n_heads,
             head_dim=config.index_head_dim,
@@ -64,17 +66,30 @@ class _Glm5Next(HybridFamily):
             rope_interleaved=False,
             pool_size=config.index_kpool,
         )
-        mla = replace(
-            kind.config,
+        return replace(
+            super().mla(padded),
             scale=config.qk_nope_head_dim**-0.5,
             rms_norm_eps=config.rms_norm_eps,
             use_rope=False,
             projects_pe=False,
             indexer=indexer,
         )
-        values = {field.name: getattr(kind, field.name) for field in fields(kind)}
-        values |= {"config": mla, "delta": replace(kind.delta, decay_floor=config.linear_lower_bound)}
-        return PooledKind(**values, index_layers=_index_layers(config))
+
+    def delta(self, config: Any) -> DeltaConfig:
+        """Return the geometry of layers of linear attention."""
+        return replace(super().delta(config), decay_floor=config.linear_lower_bound)
+
+    def attention(self, config: Any, has_mtp: bool = False) -> Stack:
+        """Return layers of linear attention and of sparse MLA over pools."""
+        mla, linear, index_layers = self.mla(config), DeltaSpec(self.delta(config)), _index_layers(config)
+        types = enumerate(config.layer_types)
+        return Stack(
+            mla,
+            tuple(
+                linear if each == "linear_attention" else PooledSpec(mla, layer in index_layers)
+                for layer, each in types
+            ),
+        )
 
     def new_model(self, config: Any) -> TextModel:
         """Return transformers' text model of a config, with the head."""

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dcpmla.attention.sparse.kind import SparseKind
+from dcpmla.config import MLAConfig
 from dcpmla.fields import check_fields, list_of, number, one_of, only, whole
 from dcpmla.integrations.checkpoint_names import rename
 from dcpmla.integrations.config_checks import check_mla
@@ -44,13 +44,16 @@ _VL_RULES = _RAW_RULES | {"rope_parameters.mrope_section": list_of(whole(0), 3)}
 class _HyV4(SparseFamily):
     """HY V4, whose rotary embeddings rotate halves (rope_interleaved), in the indexer of the last columns."""
 
-    def attention(self, config: Any, has_mtp: bool = False) -> SparseKind:
-        """Return sparse MLA with gates and sinks."""
-        kind = super().attention(config)
-        assert kind.config.indexer is not None
-        indexer = replace(kind.config.indexer, rope_last=True, norm_eps=config.rms_norm_eps)
-        mla = replace(kind.config, rope_interleaved=self.rope_interleaved, has_sinks=True, indexer=indexer)
-        return replace(kind, config=mla, num_gates=config.v_head_dim)
+    def mla(self, config: Any) -> MLAConfig:
+        """Return the geometry of layers with sinks."""
+        mla = super().mla(config)
+        assert mla.indexer is not None
+        indexer = replace(mla.indexer, rope_last=True, norm_eps=config.rms_norm_eps)
+        return replace(mla, rope_interleaved=self.rope_interleaved, has_sinks=True, indexer=indexer)
+
+    def num_gates(self, config: Any) -> int:
+        """Return a gate for each column of a head."""
+        return config.v_head_dim
 
     def glus(self, config: Any, layer: int) -> LayerGlus:
         """Return a layer's gated linear units: swiglu_limit bounds routed experts alone."""
@@ -90,10 +93,9 @@ class _HyV4Vl(_HyV4):
         config.model_type = model_type
         return config
 
-    def attention(self, config: Any, has_mtp: bool = False) -> SparseKind:
-        """Return sparse MLA with gates and sinks."""
-        kind = super().attention(config)
-        return replace(kind, config=replace(kind.config, rms_norm_eps=config.rms_norm_eps))
+    def mla(self, config: Any) -> MLAConfig:
+        """Return the geometry, whose norms of latents have the other norms' epsilon."""
+        return replace(super().mla(config), rms_norm_eps=config.rms_norm_eps)
 
 
 def _check(config: Any) -> None:

@@ -4,8 +4,10 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dcpmla.attention.latent_spec import LatentSpec
 from dcpmla.attention.linear.config import DeltaConfig
-from dcpmla.attention.linear.kind import HybridKind
+from dcpmla.attention.linear.spec import DeltaSpec
+from dcpmla.attention.stack import Stack
 from dcpmla.fields import FLAG, check_fields, list_of, number, one_of, only, optional, rules_of, whole
 from dcpmla.integrations.checkpoint_names import rename
 from dcpmla.integrations.config_checks import check_rope
@@ -55,18 +57,21 @@ _LING_RULES = {
 class HybridFamily(Family):
     """A family whose blocks are DeepSeek-V3's but for their attention."""
 
-    def attention(self, config: Any, has_mtp: bool = False) -> HybridKind:
-        """Return layers of MLA and of linear attention."""
-        mla = super().attention(config).config
-        delta = DeltaConfig(
+    def delta(self, config: Any) -> DeltaConfig:
+        """Return the geometry of layers of linear attention."""
+        return DeltaConfig(
             hidden_size=config.hidden_size,
             num_heads=config.linear_num_heads,
             head_dim=config.linear_head_dim,
             conv_size=config.linear_conv_kernel_dim,
             rms_norm_eps=config.rms_norm_eps,
         )
-        is_linear = tuple(kind == "linear_attention" for kind in config.layer_types)
-        return HybridKind(mla, config.num_hidden_layers, delta, is_linear)
+
+    def attention(self, config: Any, has_mtp: bool = False) -> Stack:
+        """Return layers of MLA and of linear attention."""
+        mla, linear = self.mla(config), DeltaSpec(self.delta(config))
+        latent = LatentSpec(mla, num_gates=self.num_gates(config))
+        return Stack(mla, tuple(linear if each == "linear_attention" else latent for each in config.layer_types))
 
     def module_name(self, name: str, num_layers: int) -> str:
         """Return the name of transformers' module, by the names of the experts, too."""
@@ -83,12 +88,14 @@ class HybridFamily(Family):
 class _Ling(HybridFamily):
     """Ling, whose MLA has gates of its output, and whose linear attention has a floor of its decays."""
 
-    def attention(self, config: Any, has_mtp: bool = False) -> HybridKind:
-        """Return layers of MLA and of linear attention."""
-        kind = super().attention(config)
+    def delta(self, config: Any) -> DeltaConfig:
+        """Return the geometry of layers of linear attention."""
         floor = config.kda_lower_bound if config.kda_safe_gate else None
-        delta = replace(kind.delta, low_ranks="", decay_floor=floor)
-        return replace(kind, num_gates=1, delta=delta)
+        return replace(super().delta(config), low_ranks="", decay_floor=floor)
+
+    def num_gates(self, config: Any) -> int:
+        """Return one gate for each head."""
+        return 1
 
     def glus(self, config: Any, layer: int) -> LayerGlus:
         """Return a layer's gated linear units; transformers' model has no bounds.

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dcpmla.attention.linear.kind import HybridKind
+from dcpmla.attention.linear.config import DeltaConfig
+from dcpmla.config import MLAConfig
 from dcpmla.fields import FLAG, OBJECT, SIZE, list_of, number, one_of, only, optional, whole
 from dcpmla.integrations.decoder import load_decoder
 from dcpmla.integrations.families.family import NO_MTP
@@ -49,16 +50,19 @@ class _Kimi(HybridFamily):
             _check_layers(linear["kda_layers"], linear["full_attn_layers"], raw.get("num_hidden_layers"))
         return raw | {"hidden_act": "silu"} if raw.get("hidden_act") == "situ" else raw
 
-    def attention(self, config: Any, has_mtp: bool = False) -> HybridKind:
-        """Return layers of MLA and of linear attention."""
-        kind, fields = super().attention(config), K3Fields.of(config)
+    def mla(self, config: Any) -> MLAConfig:
+        """Return the geometry of layers of MLA, which have no positions."""
+        return replace(super().mla(config), use_rope=False)
+
+    def delta(self, config: Any) -> DeltaConfig:
+        """Return the geometry of layers of linear attention."""
+        fields = K3Fields.of(config)
         low_ranks = "f" if fields.has_full_gate else "fg"
-        return replace(
-            kind,
-            config=replace(kind.config, use_rope=False),
-            delta=replace(kind.delta, low_ranks=low_ranks, decay_floor=fields.decay_floor),
-            num_gates=config.v_head_dim if fields.gates_output else 0,
-        )
+        return replace(super().delta(config), low_ranks=low_ranks, decay_floor=fields.decay_floor)
+
+    def num_gates(self, config: Any) -> int:
+        """Return a gate for each column of K3's heads."""
+        return config.v_head_dim if K3Fields.of(config).gates_output else 0
 
     def glus(self, config: Any, layer: int) -> LayerGlus:
         """Return a layer's gated linear units: SiTU for Kimi-K3."""

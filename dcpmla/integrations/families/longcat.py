@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from dcpmla.attention.kind import DenseKind
+from dcpmla.attention.latent_spec import LatentSpec
+from dcpmla.attention.stack import Stack
+from dcpmla.config import MLAConfig
 from dcpmla.fields import one_of, only
 from dcpmla.integrations.decoder import Shapes, load_decoder
 from dcpmla.integrations.families.family import Family
@@ -30,12 +32,16 @@ _RULES = {
 class _Longcat(Family):
     """LongCat, whose MTP module is a plain layer of half a block's parts, outside the decoder layers."""
 
-    def attention(self, config: Any, has_mtp: bool = False) -> DenseKind:
-        """Return dense MLA, its scales with the factors of LongCat's report; the MTP module has one layer."""
-        mla = super().attention(config).config
+    def mla(self, config: Any) -> MLAConfig:
+        """Return the geometry, its scales with the factors of LongCat's report."""
+        mla = super().mla(config)
         scale = mla.scale * math.sqrt(config.hidden_size / config.q_lora_rank)
-        mla = replace(mla, scale=scale, kv_lora_scale=math.sqrt(config.hidden_size / config.kv_lora_rank))
-        return DenseKind(mla, config.num_hidden_layers + has_mtp)
+        return replace(mla, scale=scale, kv_lora_scale=math.sqrt(config.hidden_size / config.kv_lora_rank))
+
+    def attention(self, config: Any, has_mtp: bool = False) -> Stack:
+        """Return dense MLA; the MTP module has one layer."""
+        mla = self.mla(config)
+        return Stack(mla, (LatentSpec(mla),) * (config.num_hidden_layers + has_mtp))
 
     def check_mtp(self, config: Any) -> None:
         """Pass: every model has a module."""

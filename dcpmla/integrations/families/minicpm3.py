@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from dcpmla.attention.kind import DenseKind
+from dcpmla.config import MLAConfig
 from dcpmla.fields import SIZE, check_fields, number
 from dcpmla.integrations.config_checks import check_mla
 from dcpmla.integrations.decoder import load_decoder
@@ -36,10 +36,9 @@ class _MiniCPM3(Family):
             rope.setdefault("factor", config.max_position_embeddings / rope["original_max_position_embeddings"])
         return config
 
-    def attention(self, config: Any, has_mtp: bool = False) -> DenseKind:
-        """Return dense MLA that rotates halves."""
-        mla = super().attention(config).config
-        return DenseKind(replace(mla, rope_interleaved=False), config.num_hidden_layers)
+    def mla(self, config: Any) -> MLAConfig:
+        """Return the geometry of layers that rotate halves."""
+        return replace(super().mla(config), rope_interleaved=False)
 
 
 def _check(config: Any) -> None:

@@ -6,7 +6,9 @@ from typing import Any
 
 import transformers
 
-from dcpmla.attention.sparse.mixed import MixedKind
+from dcpmla.attention.factored_spec import FactoredSpec, without_positions
+from dcpmla.attention.stack import Stack
+from dcpmla.config import MLAConfig
 from dcpmla.fields import Rule, list_of, number, one_of, only, optional, whole
 from dcpmla.integrations.checkpoint_names import rename
 from dcpmla.integrations.config_checks import check_mla
@@ -64,15 +66,29 @@ class _MistralLarge4(SparseFamily):
         _check_lists(raw, raw.get("num_hidden_layers", self.config_class().num_hidden_layers))
         return raw
 
-    def attention(self, config: Any, has_mtp: bool = False) -> MixedKind:
+    def mla(self, config: Any) -> MLAConfig:
+        """Return the geometry of layers with positions."""
+        mla = super().mla(config)
+        assert mla.indexer is not None
+        indexer = replace(mla.indexer, norms_hidden=True)
+        return replace(mla, indexer=indexer, rms_norm_eps=config.rms_norm_eps, has_query_factors=True)
+
+    def attention(self, config: Any, has_mtp: bool = False) -> Stack:
         """Return sparse MLA, with and without positions."""
-        kind = super().attention(config)
-        assert kind.config.indexer is not None
-        indexer = replace(kind.config.indexer, norms_hidden=True)
-        mla = replace(kind.config, indexer=indexer, rms_norm_eps=config.rms_norm_eps, has_query_factors=True)
-        nope_layers = tuple(layer for layer in range(kind.num_layers) if not config.no_rope_layers[layer])
-        sources = tuple(config.kv_source_layers)
-        return MixedKind(mla, kind.num_layers, kind.index_layers, nope_layers=nope_layers, sources=sources)
+        plain = super().attention(config)
+        geometries = without_positions(plain.config), plain.config
+        return Stack(
+            plain.config,
+            tuple(
+                FactoredSpec(
+                    geometries[bool(config.no_rope_layers[layer])],
+                    spec.has_indexer,
+                    source=None if source == layer else source,
+                    is_source=layer in config.kv_source_layers[layer + 1 :],
+                )
+                for layer, (spec, source) in enumerate(zip(plain.layers, config.kv_source_layers, strict=True))
+            ),
+        )
 
     def new_model(self, config: Any) -> TextModel:
         """Return transformers' text model of a config, with the head."""

@@ -3,7 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dcpmla.attention.sparse.kind import SparseKind
+from dcpmla.attention.latent_spec import LatentSpec
+from dcpmla.attention.stack import Stack
+from dcpmla.config import MLAConfig
 from dcpmla.indexer_config import IndexerConfig
 from dcpmla.integrations.families.family import Family
 
@@ -23,22 +25,26 @@ class SparseFamily(Family):
 
     rope_interleaved: bool = False
 
-    def attention(self, config: Any, has_mtp: bool = False) -> SparseKind:
-        """Return sparse MLA.
-
-        Raises:
-            ValueError: Layers that reuse a selection that no layer makes, too.
-        """
-        types, interleaved = _indexer_types(config), getattr(config, "indexer_rope_interleave", None)
+    def mla(self, config: Any) -> MLAConfig:
+        """Return the geometry of layers with an indexer."""
+        interleaved = getattr(config, "indexer_rope_interleave", None)
         indexer = IndexerConfig(
             num_heads=config.index_n_heads,
             head_dim=config.index_head_dim,
             topk=config.index_topk,
             rope_interleaved=self.rope_interleaved if interleaved is None else interleaved,
         )
-        num_layers = config.num_hidden_layers
-        selecting = tuple(layer for layer in range(num_layers) if types[layer] == "full")
-        return SparseKind(replace(super().attention(config).config, indexer=indexer), num_layers, selecting)
+        return replace(super().mla(config), indexer=indexer)
+
+    def attention(self, config: Any, has_mtp: bool = False) -> Stack:
+        """Return sparse MLA.
+
+        Raises:
+            ValueError: Layers that reuse a selection that no layer makes, too.
+        """
+        mla, num_gates = self.mla(config), self.num_gates(config)
+        types = _indexer_types(config)[: config.num_hidden_layers]
+        return Stack(mla, tuple(LatentSpec(mla, each == "full", num_gates) for each in types))
 
     def with_mtp_layer(self, config: Any) -> Any:
         """Return a config with the MTP module's decoder layer, which has an indexer."""

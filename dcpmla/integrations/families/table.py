@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dcpmla.attention.kind import AttentionKind, DenseKind
+from dcpmla.attention.stack import Stack
+from dcpmla.config import MLAConfig
 from dcpmla.fields import choices
 from dcpmla.integrations.families.axk2 import AXK2
 from dcpmla.integrations.families.deepseek_v4 import DEEPSEEK_V4
@@ -25,13 +26,13 @@ from dcpmla.integrations.families.sparse import SparseFamily
 class _Mistral4(Family):
     """Mistral 4, whose queries grow with their positions."""
 
-    def attention(self, config: Any, has_mtp: bool = False) -> AttentionKind:
-        """Return dense MLA with the factors of queries."""
-        kind, rope = super().attention(config), config.rope_parameters or {}
+    def mla(self, config: Any) -> MLAConfig:
+        """Return the geometry with the factors of queries."""
+        mla, rope = super().mla(config), config.rope_parameters or {}
         if not rope.get("llama_4_scaling_beta"):
-            return kind
+            return mla
         scaling = float(rope["llama_4_scaling_beta"]), int(rope["original_max_position_embeddings"])
-        return DenseKind(replace(kind.config, llama_4_scaling=scaling), kind.num_layers)
+        return replace(mla, llama_4_scaling=scaling)
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,8 @@ def family_of(config: Any) -> Family:
     return find_family(config.model_type)
 
 
-def attention_kind(config: Any) -> AttentionKind:
-    """Return the kind of attention of a transformers config, with all its layers.
+def attention_of(config: Any) -> Stack:
+    """Return the attention of a transformers config, all its layers.
 
     Raises:
         ValueError: The architecture is unknown, or a field has a value that no attention can have.

@@ -117,7 +117,8 @@ class CompressedMetadataBuilder(AttentionMetadataBuilder):
         metadata.renew()
 
     def _with_angles(self, step: StepMetadata) -> StepMetadata:
-        return with_angles(step, self.stack.rotary, self.layers)
+        kinds = self.stack.config.layer_kinds
+        return with_angles(step, self.stack.rotary, None if self.layers is None else [kinds[n] for n in self.layers])
 
     def _write_states(self, common: Any) -> None:
         """Write the state of each request into memory that graphs read; -1 for padding."""

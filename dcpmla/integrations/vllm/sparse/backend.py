@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dcpmla.attention.routes import RouteCosts
+from dcpmla.attention.costs import RouteCosts
 from dcpmla.attention.sparse.selector import TokenSelector
 from dcpmla.cache.formats import storage_dtype
 from dcpmla.config import MLAConfig

@@ -1,0 +1,244 @@
+"""The attention of a model: a list of layers (`Stack`), each described by its spec (`LayerSpec`).
+
+Folders of layers have a spec each: `latent_spec.py`, `windowed/`, `pooled/`, `linear/` and `compressed/`. Code outside
+such a folder uses `Stack` alone, and does not depend on the sorts of layers in it.
+"""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from dcpmla.attention.costs import LayerCosts, LayerReads, Rates, StackCosts
+from dcpmla.attention.placement import Placement
+from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import StepMetadata
+from dcpmla.attention.step.table import StepTraits
+from dcpmla.cache.latent import LayerMemory, plan_latents
+from dcpmla.cache.plan import CachePlan
+from dcpmla.config import DCPConfig
+from dcpmla.parallel.linear import Weight
+
+# Angles [T, R] float32 (`apply_rope`) of positions [T], for one of a model's types of rotary embedding.
+Rotary = Callable[[Tensor, str], Tensor]
+MAIN_ROTARY = "main"
+
+
+class AttentionLayer(Protocol):
+    """A layer of attention, an nn.Module.
+
+    Attributes:
+        takes_quantized: Whether the layer accepts quantized hidden states.
+    """
+
+    @property
+    def takes_quantized(self) -> bool: ...
+
+    def load_weights(self, weights: Mapping[str, Weight]) -> None:
+        """Load the layer's weights, by their names in a checkpoint."""
+
+    def partial(self, hidden_states: Any, cache: Any, step: StepMetadata | None) -> Tensor:
+        """Return this rank's part of the layer's output [T, hidden], before the sum over the TP ranks. Collective.
+
+        Args:
+            hidden_states: Hidden states [T, hidden].
+            cache: The layer's part of a `Cache`; None, like step, in a profile.
+        """
+
+
+class LayerSpec(ABC):
+    """A layer of attention before it is made. Equal specs describe equal layers.
+
+    Attributes:
+        config: Geometry of the layer, before it is sharded.
+        has_indexer: Whether the layer has an indexer of its own, and so a cache of index keys.
+    """
+
+    config: Any
+    has_indexer: bool = False
+
+    @abstractmethod
+    def check_layout(self, dcp: DCPConfig) -> None:
+        """Raise ValueError if heads do not divide by the TP size, or the layer does not support an option."""
+
+    def chunk_alignment(self, dcp: DCPConfig) -> int:
+        """Return how many tokens a context chunk is a multiple of."""
+        return dcp.chunk_alignment
+
+    def memory(self, dcp: DCPConfig, dtype: torch.dtype, num_drafts: int) -> LayerMemory:
+        """Return the layer's memory on a rank (`Stack.plan_cache`); none for layers that have a `plan` of their own."""
+        return LayerMemory()
+
+    def restrict(self, traits: StepTraits, plan: Any, device: torch.device) -> StepTraits:
+        """Return the traits of steps that have this layer, too."""
+        return traits
+
+    @abstractmethod
+    def new_layer(self, placement: Placement) -> AttentionLayer:
+        """Return the layer, its parameters uninitialized."""
+
+    @abstractmethod
+    def reads(self, context: int) -> LayerReads:
+        """Return what one new token reads over a context."""
+
+    def row_bytes(self, kv_cache_dtype: str) -> int:
+        """Return the bytes of a cached row.
+
+        Raises:
+            ValueError: The rows cannot have the format.
+        """
+        return 0
+
+    @abstractmethod
+    def costs(self, dcp: DCPConfig, rates: Rates) -> LayerCosts:
+        """Return the modelled time of pieces of prompts, hashable."""
+
+    def dense(self, main: Any) -> "LayerSpec | None":
+        """Return a layer of dense MLA with the main layers' geometry in place of this one; None if it is not MLA."""
+        return None
+
+    @classmethod
+    def plan(
+        cls,
+        layers: Iterable[Self],
+        dcp: DCPConfig,
+        seq_lens: Sequence[int],
+        dtype: torch.dtype,
+        num_states: int,
+        num_drafts: int,
+    ) -> CachePlan:
+        """Return the sizes of a cache of layers (`Stack.plan_cache`)."""
+        memory = [layer.memory(dcp, dtype, num_drafts) for layer in layers]
+        return plan_latents(memory, dcp, seq_lens, dtype, num_states, num_drafts)
+
+    @classmethod
+    def prepare(cls, layers: Sequence[Self], step: StepMetadata, rotary: Rotary, dtype: torch.dtype) -> StepMetadata:
+        """Return a step with what layers of this class share (`Stack.prepare`)."""
+        return step
+
+    @classmethod
+    def touch_memory(cls, layers: Sequence[Self], num_tokens: int, device: torch.device | str) -> Any:
+        """Return memory of the size that layers of this class share in a step of num_tokens."""
+        return None
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The attention of a model, all its layers.
+
+    Attributes:
+        config: Geometry of the main layers, before they are sharded.
+        layers: Spec of each layer; each has a cache.
+        keeps_token_ids: Whether the cache keeps the tokens' ids (`CachePlan`).
+    """
+
+    config: Any
+    layers: tuple[LayerSpec, ...]
+    keeps_token_ids: bool = False
+
+    @cached_property
+    def sorts(self) -> Counter[LayerSpec]:
+        """Return the distinct layers, with their numbers."""
+        return Counter(self.layers)
+
+    @property
+    def num_layers(self) -> int:
+        """Return the number of layers."""
+        return len(self.layers)
+
+    @cached_property
+    def num_index_layers(self) -> int:
+        """Return the number of layers with an indexer of their own, and so an index cache."""
+        return sum(layer.has_indexer for layer in self.layers)
+
+    def check_layout(self, dcp: DCPConfig) -> None:
+        """Raise ValueError if heads do not divide by the TP size, or the layers do not support an option."""
+        for layer in self.sorts:
+            layer.check_layout(dcp)
+        self.check_index(dcp)
+
+    def check_index(self, dcp: DCPConfig) -> None:
+        """Raise ValueError for options of an index cache if no layer has an indexer."""
+        asked = (
+            (f"index_cache_dtype (--index-cache-dtype) {dcp.index_cache_dtype}", dcp.index_cache_dtype != "auto"),
+            ("index_hadamard (--index-hadamard)", dcp.index_hadamard),
+        )
+        for name, is_asked in asked:
+            if is_asked and not self.num_index_layers:
+                raise ValueError(f"{name} goes with sparse MLA, whose layers have indexers; this attention is dense")
+
+    def chunk_alignment(self, dcp: DCPConfig) -> int:
+        """Return how many tokens a context chunk is a multiple of."""
+        return max(layer.chunk_alignment(dcp) for layer in self.sorts)
+
+    def plan_cache(
+        self, dcp: DCPConfig, seq_lens: Sequence[int], dtype: torch.dtype, num_states: int = 1, num_drafts: int = 0
+    ) -> CachePlan:
+        """Return the sizes of a cache that holds sequences of the given final lengths at once.
+
+        Args:
+            dcp: Layout of the cache; its kv_cache_dtype and index_cache_dtype are the formats.
+            seq_lens: Tokens of each sequence, prompt and answer; each starts on a block of its own.
+            dtype: Dtype of the model.
+            num_states: Number of requests' states, in a cache with states.
+            num_drafts: Maximum drafts of a request in a step, over which a state can be rolled back.
+        Raises:
+            ValueError: No sequences, a negative length, options or a format that the layers do not support.
+        """
+        plan = self.layers[0].plan(self.layers, dcp, seq_lens, dtype, num_states, num_drafts)
+        return replace(plan, keeps_token_ids=self.keeps_token_ids)
+
+    def step_builder(self, plan: CachePlan, dcp: DCPConfig, dcp_rank: int, device: torch.device | str) -> StepBuilder:
+        """Return the builder of one rank's steps over the caches of a plan."""
+        traits = StepTraits()
+        for layer in self.sorts:
+            traits = layer.restrict(traits, plan, torch.device(device))
+        return StepBuilder(replace(dcp, cp_kv_cache_interleave_size=plan.interleave), dcp_rank, device, traits)
+
+    def prepare(
+        self, step: StepMetadata, rotary: Rotary, dtype: torch.dtype, layers: Sequence[int] | None = None
+    ) -> StepMetadata:
+        """Return a step with what its layers share: angles of positions, memory for a selection.
+
+        Args:
+            rotary: Function of positions [T] and a type of rotary embedding.
+            dtype: Dtype of the model.
+            layers: Numbers of the layers that the step runs; None for all.
+        """
+        chosen = self._classes if layers is None else _by_class([self.layers[layer] for layer in layers])
+        for kind, specs in chosen.items():
+            step = kind.prepare(specs, step, rotary, dtype)
+        return step
+
+    def touch_memory(self, num_tokens: int, device: torch.device | str) -> list[Any]:
+        """Return memory of the size that layers share in a step of num_tokens, for a profile."""
+        return [kind.touch_memory(specs, num_tokens, device) for kind, specs in self._classes.items()]
+
+    def costs(self, dcp: DCPConfig, rates: Rates) -> StackCosts:
+        """Return the modelled time of pieces of prompts in all layers."""
+        costs = Counter[LayerCosts]()
+        for layer, number in self.sorts.items():
+            costs[layer.costs(dcp, rates)] += number
+        return StackCosts(costs)
+
+    def dense_stack(self) -> "Stack | None":
+        """Return as many layers of dense MLA, as benchmarks of layers measure them; None without layers of MLA."""
+        dense = [layer for spec in self.layers if (layer := spec.dense(self.config)) is not None]
+        return Stack(dense[0].config, tuple(dense)) if dense else None
+
+    @cached_property
+    def _classes(self) -> dict[type[LayerSpec], list[LayerSpec]]:
+        return _by_class(self.layers)
+
+
+def _by_class(layers: Iterable[LayerSpec]) -> dict[type[LayerSpec], list[LayerSpec]]:
+    """Return layers by their class."""
+    classes: dict[type[LayerSpec], list[LayerSpec]] = {}
+    for layer in layers:
+        classes.setdefault(type(layer), []).append(layer)
+    return classes
