@@ -1,4 +1,4 @@
-"""Sizes that steps in CUDA graphs are padded to, and their limits."""
+"""Sizes that steps in CUDA graphs are padded to, and their limits; sizes of a warm-up's steps."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -125,6 +125,11 @@ def most_absorbed(tokens_per_request: int, dcp: DCPConfig) -> int:
 def max_prompts(num_tokens: int) -> int:
     """Return the most requests that attend by MHA in a whole graph of a number of tokens."""
     return max(_FEWEST_PROMPTS, num_tokens // _PROMPT_TOKENS)
+
+
+def warm_up_sizes(largest: int) -> list[int]:
+    """Return the powers of two up to a size, the numbers half-way between them, and that size."""
+    return _up_to(largest, [1, *(factor << exponent for exponent in range(largest.bit_length()) for factor in (2, 3))])
 
 
 def _up_to(largest: int, sizes: Sequence[int]) -> list[int]:

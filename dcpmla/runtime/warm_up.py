@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from tqdm import tqdm
 
-from dcpmla.attention.warm_up import sizes
 from dcpmla.runtime.drafts import Drafter, Drafts
 from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.graph_sizes import warm_up_sizes
 from dcpmla.runtime.in_flight import InFlightStep
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
@@ -60,7 +60,7 @@ def _rounds(engine: Engine, longest: int) -> list[tuple[list[list[int]], Samplin
         longest: Tokens of the longest prompt.
     """
     budget, rng, vocabulary = engine.scheduler.max_num_batched_tokens, random.Random(0), range(engine.model.vocab_size)
-    rounds = [([rng.choices(vocabulary, k=size)], _PREFILL) for size in sizes(min(longest, budget))]
+    rounds = [([rng.choices(vocabulary, k=size)], _PREFILL) for size in warm_up_sizes(min(longest, budget))]
     size = min(longest, budget + budget // 2)
     prompts = [rng.choices(vocabulary, k=size) for _ in range(budget // size + 2)]
     rounds += [(prompts, _GREEDY), ([prompt[:64] for prompt in prompts], _DRAWN)]
@@ -68,7 +68,7 @@ def _rounds(engine: Engine, longest: int) -> list[tuple[list[list[int]], Samplin
         turns = [min(length, longest // 2) for length in (_TURN_TOKENS, _FEW_TOKENS)]
         document = rng.choices(vocabulary, k=min(_DOCUMENT_TOKENS, longest - turns[0]))
         for turn in turns:
-            for count in sizes(min(engine.scheduler.max_num_seqs, max(1, budget // turn))) if turn else ():
+            for count in warm_up_sizes(min(engine.scheduler.max_num_seqs, max(1, budget // turn))) if turn else ():
                 rounds.append(([document + rng.choices(vocabulary, k=turn) for _ in range(count)], _PREFILL))
     return rounds
 

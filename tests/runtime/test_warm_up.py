@@ -1,12 +1,27 @@
 """What the warm-up serves, and that an engine after it over the same model has no trace of it."""
 
-import pytest
+import math
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcpmla.runtime.graph_sizes import warm_up_sizes
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.warm_up import warm_up
 from tests.support.hash_model import HashDrafter, HashModel, alone, make_engine
 
 SIZES = {2, 3, 4, 6, 8, 12, 16, 24, 32}
+
+
+@given(largest=st.integers(1, 5000))
+def test_a_size_is_near_each(largest: int) -> None:
+    """Any size up to the largest has one that was taken, as large or larger by at most half."""
+    found = warm_up_sizes(largest)
+    assert found == sorted(set(found))
+    assert found[-1] == largest
+    for size in range(1, largest + 1):
+        assert any(size <= each <= math.ceil(1.5 * size) for each in found)
 
 
 @pytest.mark.parametrize("max_model_len", [48, 64, 200])

@@ -16,7 +16,6 @@ from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.step.chunks import PrefillMetadata
 from dcpmla.attention.step.metadata import DecodeMetadata
-from dcpmla.attention.warm_up import LayerSizes, warm_up
 from dcpmla.cache.formats import FP8, write_latents
 from dcpmla.comm.exchange import Exchange, LocalExchange
 from dcpmla.config import DCPConfig
@@ -24,6 +23,7 @@ from dcpmla.integrations.absorbed import TokenRange
 from dcpmla.integrations.sglang.checks import check
 from dcpmla.integrations.sglang.exchange import exchange_of
 from dcpmla.integrations.sglang.metadata import MAX_ABSORBED, MetadataBuilder, is_prefill
+from dcpmla.integrations.warm_up import LayerSizes, warm_up
 
 logger = logging.getLogger(__name__)
 

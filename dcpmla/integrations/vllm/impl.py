@@ -14,7 +14,6 @@ from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.chunks import PrefillMetadata
 from dcpmla.attention.step.metadata import DecodeMetadata
-from dcpmla.attention.warm_up import LayerSizes, warm_up
 from dcpmla.cache.formats import FP8, write_latents
 from dcpmla.comm.exchange import Exchange
 from dcpmla.integrations.absorbed import TokenRange
@@ -26,6 +25,7 @@ from dcpmla.integrations.vllm.names import (
     get_current_vllm_config,
     split_kv_b_proj,
 )
+from dcpmla.integrations.warm_up import LayerSizes, warm_up
 
 
 class DCPMLAImpl(MLACommonImpl):
@@ -182,7 +182,7 @@ class DCPMLAImpl(MLACommonImpl):
         Args:
             layer: Layer of this attention in vLLM.
             cache_dtype: Format of its cache; e4m3 for fp8, which vLLM declares as bytes, and bytes for fp8_ds_mla.
-            steps, workspace, sizes: Arguments of `attention.warm_up`, from `steps` on.
+            steps, workspace, sizes: Arguments of `integrations.warm_up`, from `steps` on.
         """
         is_common = isinstance(layer, MLAAttention)  # Kimi-K3's layer has whole queries and prefills by itself
 

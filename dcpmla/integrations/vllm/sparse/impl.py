@@ -7,11 +7,11 @@ from torch import Tensor
 
 from dcpmla.attention.sparse.selector import selected_rows
 from dcpmla.attention.sparse.step import SelectedTokens
-from dcpmla.attention.warm_up import sizes
 from dcpmla.cache.formats import FP8, row_width
 from dcpmla.integrations.vllm.impl import DCPMLAImpl
 from dcpmla.integrations.vllm.sparse.names import DeepseekV32Indexer, SharedTopkIndicesBuffer
 from dcpmla.integrations.vllm.sparse.selection import IndexBackend, install, selection_of
+from dcpmla.runtime.graph_sizes import warm_up_sizes
 
 
 class DCPMLASparseImpl(DCPMLAImpl, SharedTopkIndicesBuffer):
@@ -92,7 +92,7 @@ class DCPMLASparseImpl(DCPMLAImpl, SharedTopkIndicesBuffer):
         """
         rank, rope, device = self.kv_lora_rank, self.qk_rope_head_dim, self._selection().positions.device
         cache = torch.zeros(1, 16, row_width(cache_dtype, rank, rope), dtype=cache_dtype, device=device)
-        for num_tokens in sizes(most_tokens):
+        for num_tokens in warm_up_sizes(most_tokens):
             selection = self._selection().rows(slice(0, num_tokens))
             selection.slots.zero_()
             selection.num_slots.fill_(1)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from dcpmla.attention.sparse.selector import WORKSPACE_BYTES, TokenSelector
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
-from dcpmla.attention.warm_up import sizes
 from dcpmla.cache.formats import FP8
 from dcpmla.cache.index_keys import SCALE_BYTES
 from dcpmla.comm.exchange import Exchange, LocalExchange
@@ -31,6 +30,7 @@ from dcpmla.integrations.vllm.sparse.names import (
     deepseek_v32_attention,
     get_forward_context,
 )
+from dcpmla.runtime.graph_sizes import warm_up_sizes
 
 
 @dataclass
@@ -109,7 +109,7 @@ def warm_up_selection(selector: TokenSelector, most_tokens: int, device: torch.d
     num_keys = config.num_pools + 1
     num_blocks = -(-num_keys // dcp.virtual_block_size)
     keys = torch.zeros(1, dcp.block_size, config.head_dim + SCALE_BYTES, dtype=torch.uint8, device=device)
-    for num_tokens in sizes(most_tokens):
+    for num_tokens in warm_up_sizes(most_tokens):
         numbers = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         table = numbers.new_zeros(1, num_blocks)
         lens, local = numbers + num_keys, numbers + num_blocks * dcp.block_size

@@ -1,11 +1,7 @@
 """The warm-up of attention inside another engine: the steps that it takes, and that each step runs."""
 
-import math
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from dcpmla.attention.decode import dcp_mla_decode
@@ -13,20 +9,11 @@ from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.chunks import PrefillMetadata
 from dcpmla.attention.step.metadata import DecodeMetadata
-from dcpmla.attention.warm_up import LayerSizes, sizes, warm_up
 from dcpmla.cache.formats import FP8
 from dcpmla.comm.exchange import LocalExchange
 from dcpmla.config import DCPConfig
-
-
-@given(largest=st.integers(1, 5000))
-def test_a_size_is_near_each(largest: int) -> None:
-    """Any size up to the largest has one that was taken, as large or larger by at most half."""
-    found = sizes(largest)
-    assert found == sorted(set(found))
-    assert found[-1] == largest
-    for size in range(1, largest + 1):
-        assert any(size <= each <= math.ceil(1.5 * size) for each in found)
+from dcpmla.integrations.warm_up import LayerSizes, warm_up
+from dcpmla.runtime.graph_sizes import warm_up_sizes
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float32, FP8])
@@ -57,4 +44,4 @@ def test_every_step_is_taken(max_query_len: int, segment_len: int, cache_dtype: 
     assert decodes == [(num_reqs, query_len) for query_len in query_lens for num_reqs in (1, 2, 3, 4, 5)]
     lengths = [length for length in (1, 2, 4) if length <= segment_len]
     assert segments == [(length, number) for length in lengths for number in (1, 2, 3, 4, 6, 8, 9)]
-    assert contexts == [0, *sizes(4096)]
+    assert contexts == [0, *warm_up_sizes(4096)]

@@ -13,6 +13,7 @@ from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.chunks import PrefillMetadata, lay_out_prefills
 from dcpmla.attention.step.metadata import DecodeMetadata
 from dcpmla.cache.formats import row_width
+from dcpmla.runtime.graph_sizes import warm_up_sizes
 
 _NEW_TOKENS = 16
 _LONGEST_CONTEXT = 4096  # tokens on each rank; longer contexts are gathered by the same kernels
@@ -62,19 +63,19 @@ def warm_up(
     table = zeros(max_num_seqs, 1, dtype=torch.int32)
     seq_lens = torch.ones(max(max_num_seqs * max_query_len, max_segments), dtype=torch.int32, device=device)
     for query_len in sorted({1, max_query_len}):
-        for num_reqs in sizes(max_num_seqs):
+        for num_reqs in warm_up_sizes(max_num_seqs):
             num_tokens = num_reqs * query_len
             step = DecodeMetadata(table[:num_reqs], seq_lens[:num_tokens], None, query_len, workspace)
             decode(zeros(num_tokens, layer.num_heads, rank + rope), cache, step)
     for length in _powers_of_two(segment_len):
-        for num_segments in sizes(max_segments):
+        for num_segments in warm_up_sizes(max_segments):
             step = _segments(num_segments, length, segment_len == 1, table, seq_lens, workspace)
             decode(zeros(num_segments, layer.num_heads, rank + rope), cache, step)
     q = zeros(_NEW_TOKENS, layer.num_heads, layer.qk_nope_head_dim + rope)
     new_tokens = q, zeros(_NEW_TOKENS, rank), zeros(_NEW_TOKENS, rope)
     longest = _LONGEST_CONTEXT * steps.layout.dcp.decode_context_parallel_size
     table = zeros(1, longest + _NEW_TOKENS, dtype=torch.int32)
-    for context in (0, *sizes(longest)):
+    for context in (0, *warm_up_sizes(longest)):
         prefill(*new_tokens, cache, lay_out_prefills(steps.layout, [_NEW_TOKENS], [context + _NEW_TOKENS], table))
 
 
@@ -93,9 +94,3 @@ def _segments(
 def _powers_of_two(largest: int) -> list[int]:
     """Return the powers of two up to a number."""
     return [1 << exponent for exponent in range(largest.bit_length())]
-
-
-def sizes(largest: int) -> list[int]:
-    """Return the powers of two up to a size, the numbers half-way between them, and that size."""
-    found = {factor << exponent for exponent in range(largest.bit_length()) for factor in (1, 3)}
-    return sorted(size for size in found | {largest} if size <= largest)
