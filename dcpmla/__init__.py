@@ -22,6 +22,7 @@ from dcpmla.parallel.mesh import DCPMesh, init_mesh
 
 if TYPE_CHECKING:
     from dcpmla.integrations.engine_options import EngineOptions
+    from dcpmla.integrations.external.latent import ExternalAttention, MLAModules
     from dcpmla.integrations.loading import load_engine
     from dcpmla.llm import LLM
     from dcpmla.runtime.engine import Engine
@@ -36,10 +37,12 @@ __all__ = [
     "StepGraph",
     "Engine",
     "EngineOptions",
+    "ExternalAttention",
     "IndexerConfig",
     "LatentCache",
     "MLAAttention",
     "MLAConfig",
+    "MLAModules",
     "OrderedAttention",
     "Placement",
     "SamplingParams",
@@ -54,23 +57,25 @@ __all__ = [
     "mla_decode",
     "select_exchange",
 ]
-_ENGINE = {  # modules of names beyond the core, which are imported on demand
+_RINGS = {  # modules of names beyond the core, which are imported on demand
     "StepGraph": "dcpmla.runtime.graph",
     "Engine": "dcpmla.runtime.engine",
     "EngineOptions": "dcpmla.integrations.engine_options",
+    "ExternalAttention": "dcpmla.integrations.external.latent",
     "LLM": "dcpmla.llm",
+    "MLAModules": "dcpmla.integrations.external.latent",
     "SamplingParams": "dcpmla.runtime.sampling",
     "load_engine": "dcpmla.integrations.loading",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ENGINE:
+    if name not in _RINGS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from dcpmla.extras import needed_by
 
     with needed_by(f"dcpmla.{name}"):
-        return getattr(import_module(_ENGINE[name]), name)
+        return getattr(import_module(_RINGS[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -16,13 +16,12 @@ from torch.nn import functional as F
 from dcpmla import DCPConfig, DCPMesh, IndexerConfig, Placement, select_exchange
 from dcpmla.attention.compressed.cache import CompressedCache, plan_compressed
 from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
-from dcpmla.attention.compressed.layer import CompressedAttention
-from dcpmla.attention.compressed.modules import CompressedModules, CompressorModules
 from dcpmla.attention.compressed.step import compressed_traits, with_angles
-from dcpmla.attention.modules import rotated_first
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.comm.faults import StepFaults
+from dcpmla.integrations.external.compressed import CompressedModules, CompressorModules, ExternalCompressedAttention
+from dcpmla.integrations.external.indexer import rotated_first
 from dcpmla.job.bootstrap import distributed, read_launcher
 
 HIDDEN, HEADS, WIDTH, ROPE, Q_RANK, GROUPS, O_RANK = 128, 16, 32, 16, 64, 8, 16
@@ -109,7 +108,7 @@ def main() -> None:
         placement = Placement(dcp, mesh, exchange, torch.float32, device)
         torch.manual_seed(0)
         layers = [
-            CompressedAttention(CONFIG, kind, placement, modules=my_modules(kind, group, device))
+            ExternalCompressedAttention(CONFIG, kind, placement, my_modules(kind, group, device))
             for kind in CONFIG.layer_kinds
         ]
         plan = plan_compressed(CONFIG, dcp, [SEQ_LEN], torch.float32)

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from dcpmla import DCPConfig, DCPMesh, MLAAttention, MLAConfig, Placement, select_exchange
-from dcpmla.attention.modules import MLAModules
+from dcpmla import DCPConfig, DCPMesh, ExternalAttention, MLAConfig, MLAModules, Placement, select_exchange
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.latent import LayerCache
@@ -68,7 +67,7 @@ def main() -> None:
         faults = StepFaults(exchange, dcp, group, device)
         placement = Placement(dcp, mesh, exchange, torch.float32, device)
         modules = my_modules(group, device)
-        layer = MLAAttention(CONFIG, placement, modules=modules)
+        layer = ExternalAttention(CONFIG, placement, modules)
         block_table = list(reversed(range(-(-SEQ_LEN // (BLOCK_SIZE * size)))))  # the same ids on all ranks
         cache = LayerCache(torch.empty(len(block_table), BLOCK_SIZE, CONFIG.latent_dim, device=device))
         hidden_states = torch.randn(SEQ_LEN, CONFIG.hidden_size).to(device)

@@ -14,14 +14,22 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from dcpmla import DCPConfig, DCPMesh, IndexerConfig, MLAAttention, MLAConfig, Placement, select_exchange
-from dcpmla.attention.modules import MLAModules
-from dcpmla.attention.sparse.modules import IndexerModules
+from dcpmla import (
+    DCPConfig,
+    DCPMesh,
+    ExternalAttention,
+    IndexerConfig,
+    MLAConfig,
+    MLAModules,
+    Placement,
+    select_exchange,
+)
 from dcpmla.attention.sparse.step import with_selection
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.latent import LayerCache
 from dcpmla.comm.faults import StepFaults
+from dcpmla.integrations.external.indexer import IndexerModules
 from dcpmla.job.bootstrap import distributed, read_launcher
 
 INDEX_HEADS, INDEX_DIM, TOPK = 4, 32, 16
@@ -89,8 +97,8 @@ def main() -> None:
         placement = Placement(dcp, mesh, exchange, torch.float32, device)
         torch.manual_seed(0)
         layers = [
-            MLAAttention(CONFIG, placement, modules=my_modules(group, device, my_indexer(device))),
-            MLAAttention(CONFIG, placement, skip_topk=True, modules=my_modules(group, device, None)),
+            ExternalAttention(CONFIG, placement, my_modules(group, device, my_indexer(device))),
+            ExternalAttention(CONFIG, placement, my_modules(group, device, None), skip_topk=True),
         ]
         block_table = list(reversed(range(-(-SEQ_LEN // (BLOCK_SIZE * size)))))  # the same ids on all ranks
         latents = torch.empty(2, len(block_table), BLOCK_SIZE, CONFIG.latent_dim, device=device)

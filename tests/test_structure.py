@@ -78,7 +78,7 @@ def test_the_core_needs_torch_triton_and_numpy_alone() -> None:
 # Those who import DeepSeek-V4 files: the table of families, the benchmark of layers, the plug-in for vLLM.
 V4_FILES = (
     r"dcpmla\.(attention\.compressed|bench\.compressed_stack|integrations\.families\.deepseek_v4|"
-    r"integrations\.vllm\.compressed)"
+    r"integrations\.(vllm|external)\.compressed)"
 )
 V4_TABLES = {"dcpmla.integrations.families.table", "dcpmla.bench.layer", "dcpmla.integrations.vllm"}
 V4_MODULES = {module for module in FILES if re.match(V4_FILES, module)}

@@ -9,7 +9,6 @@ from torch import Tensor
 from dcpmla.attention.claim import claim_attention
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.fp8_scales import calculate_scale_
-from dcpmla.attention.modules import MLAModules
 from dcpmla.attention.output.rows import OutputQuant, OutputRows, quant_for
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.prefill import dcp_mla_prefill
@@ -51,8 +50,6 @@ class MLAAttention(AttentionWeights):
         placement: Ranks of the layer, and dtype and device of its parameters. `load_weights` initializes them.
         skip_topk: Whether the layer has no indexer of its own and attends to the tokens that an earlier layer selected
             (IndexCache, GLM-5).
-        modules: Projections and norms that another engine has made and loaded; `load_weights` then reads only the
-            scales of the cache and of queries, and an indexer's weights if modules have no indexer.
     Attributes:
         indexer: Indexer of a sparse layer; None in a dense layer, and with skip_topk.
         kv_scale, q_scale: Scales of an fp8 cache and of fp8 queries (`attention/fp8_scales.py`), float32 [1], or None.
@@ -64,18 +61,12 @@ class MLAAttention(AttentionWeights):
 
     has_order: ClassVar[bool] = False  # whether sums have the order of dcp.deterministic (`OrderedAttention`)
 
-    def __init__(
-        self,
-        config: MLAConfig,
-        placement: Placement,
-        skip_topk: bool = False,
-        modules: MLAModules | None = None,
-    ) -> None:
+    def __init__(self, config: MLAConfig, placement: Placement, skip_topk: bool = False) -> None:
         if placement.dcp.deterministic and not self.has_order:
             raise ValueError(
                 f"dcp.deterministic is True; {type(self).__name__} sums in any order; choose OrderedAttention"
             )
-        super().__init__(config, placement, modules)
+        super().__init__(config, placement)
         self._placement = placement
         self.exchange, self.cache_dtype = placement.exchange, placement.cache_dtype
         self.cache_width = row_width(self.cache_dtype, config.kv_lora_rank, config.qk_rope_head_dim)
@@ -84,7 +75,7 @@ class MLAAttention(AttentionWeights):
 
     def new_indexer(self) -> Indexer:
         """Return the layer's indexer."""
-        return Indexer(self.config, self._placement, None if self._given is None else self._given.indexer)
+        return Indexer(self.config, self._placement)
 
     def load_weights(self, weights: Mapping[str, Weight]) -> None:
         """Load weights as `AttentionWeights.load_weights` documents; names of an indexer's start with "indexer."."""

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dcpmla.attention.fp8_scales import KV_SCALE_NAMES, OUTPUT_SCALE_NAMES, Q_SCALE_NAMES, new_scale, read_scale
-from dcpmla.attention.modules import GivenLinear, MLAModules, given_norm, given_weight
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.projections import MHAInputs, Tokens, absorb_query, norm_rope_cache, rotate_query_
 from dcpmla.config import MLAConfig
@@ -66,13 +65,8 @@ class AttentionWeights(nn.Module):
     q_scale: Tensor | None
     sinks: nn.Parameter | None
     k_pe_layernorm: nn.RMSNorm | None
-    q_proj: Linear
-    kv_a_proj: Linear
-    fused_qkv_a_proj: Linear
-    q_b_proj: Linear
-    o_proj: RowParallelLinear
 
-    def __init__(self, config: MLAConfig, placement: Placement, modules: MLAModules | None = None) -> None:
+    def __init__(self, config: MLAConfig, placement: Placement) -> None:
         super().__init__()
         dcp, mesh, device = placement.dcp, placement.mesh, placement.device
         self.config, self.dcp, self.mesh = config, dcp, mesh
@@ -85,30 +79,9 @@ class AttentionWeights(nn.Module):
             "q_scale", new_scale(None, device) if dcp.decode_query_dtype == "fp8" else None, persistent=False
         )
         self.sinks = self.k_pe_layernorm = None
-        self._given = modules
-        if modules is None:
-            self._make(placement.factory_kwargs)
-        else:
-            modules.check(config, self.num_heads, self.kv_heads.count)
-            self._take(modules)
+        self.make_parameters(placement.factory_kwargs)
 
-    def _take(self, modules: MLAModules) -> None:
-        """Use the projections and weights of an engine."""
-        down_proj, query_proj = GivenLinear(modules.down_proj), GivenLinear(modules.q_proj)
-        if modules.q_a_layernorm is None:
-            self.kv_a_proj, self.q_proj = down_proj, query_proj
-        else:
-            self.fused_qkv_a_proj, self.q_b_proj = down_proj, query_proj
-            self.q_a_layernorm = given_norm(modules.q_a_layernorm, self.config.rms_norm_eps)
-        self.kv_a_layernorm = given_norm(modules.kv_a_layernorm, self.config.rms_norm_eps)
-        if modules.k_pe_layernorm is not None:
-            self.k_pe_layernorm = given_norm(modules.k_pe_layernorm, self.config.rms_norm_eps)
-        if modules.sinks is not None:
-            self.sinks = nn.Parameter(modules.sinks, requires_grad=False)
-        self.kv_b_proj = given_weight(modules.w_kv_b, modules.kv_a_layernorm.dtype)
-        self.o_proj = GivenLinear(modules.o_proj)
-
-    def _make(self, new: dict[str, Any]) -> None:
+    def make_parameters(self, new: dict[str, Any]) -> None:
         """Make parameters that `load_weights` fills; `new` holds the keyword arguments of each."""
         config = self.config
         hidden, q_dim = config.hidden_size, self.q_heads.count * config.query_width
@@ -246,20 +219,18 @@ class AttentionWeights(nn.Module):
             weights: Whole weights by their names in a checkpoint, from "q_a_proj.weight" to "o_proj.weight"; only the
                 slices that this rank needs are read. `attention/fp8_scales.py` has the names of scales; a missing scale
                 of the cache or of queries is 1. Without "o_proj.input_scale" each input of o_proj determines its own
-                scales. With modules only the scales of the cache and of queries are read.
+                scales.
         Raises:
-            ValueError: A weight is missing, has another shape, or modules hold it; a scale is not finite and above 0.
+            ValueError: A weight is missing or has another shape; a scale is not finite and above 0.
         """
-        if self._given is None:
-            self._load_parameters(weights)
-        elif held := [n for n in weights if n not in KV_SCALE_NAMES + Q_SCALE_NAMES and not n.startswith("indexer.")]:
-            raise ValueError(f"weights have {held[0]!r}, but the layer's modules hold its weights; give scales alone")
+        self.load_parameters(weights)
         if self.kv_scale is not None and self.dcp.kv_cache_scale is None:
             self.kv_scale.fill_(read_scale(weights, KV_SCALE_NAMES))
         if self.q_scale is not None:
             self.q_scale.fill_(read_scale(weights, Q_SCALE_NAMES))
 
-    def _load_parameters(self, weights: Mapping[str, Weight]) -> None:
+    def load_parameters(self, weights: Mapping[str, Weight]) -> None:
+        """Read this rank's part of every parameter (`load_weights`)."""
         config, tp_group = self.config, self.mesh.tp_group
         hidden, rank = config.hidden_size, config.kv_lora_rank
         kv_b_width, o_cols = config.qk_nope_head_dim + config.v_head_dim, config.num_heads * config.v_head_dim

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from dcpmla.attention.compressed.modules import CompressorModules
 from dcpmla.parallel.linear import Weight, fill, read_weight
 
 
@@ -37,11 +36,3 @@ class CompressorWeights(nn.Module):
             bias = read_weight(weights, f"{prefix}position_bias", (ratio, columns))
             fill(self.bias, bias.unflatten(1, (-1, width))[..., order].flatten(1))
         fill(self.norm, read_weight(weights, f"{prefix}kv_norm.weight", (width,))[order])
-
-
-def given_compressor(modules: CompressorModules) -> CompressorWeights:
-    """Return the weights of a compressor that uses an engine's without copying them."""
-    weights = CompressorWeights(len(modules.bias), 1, len(modules.norm), "meta")
-    weights.bias = nn.Parameter(modules.bias, requires_grad=False)
-    weights.norm = nn.Parameter(modules.norm, requires_grad=False)
-    return weights

@@ -11,7 +11,6 @@ from dcpmla.attention.compressed.checks import check_cache, check_step
 from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.attention.compressed.entries import write_entries, write_entries_and_keys, write_index_keys
 from dcpmla.attention.compressed.fork import fork
-from dcpmla.attention.compressed.modules import CompressedModules
 from dcpmla.attention.compressed.prefill import attend_prefill, claim_prefill
 from dcpmla.attention.compressed.projections import norm_rope_window
 from dcpmla.attention.compressed.step import CompressedMetadata, selects
@@ -45,23 +44,14 @@ class CompressedAttention(CompressedWeights):
         kind: Kind of this layer.
         ring: Number of its windows in the rows that layers share (`CompressedConfig.rings`).
         placement: Ranks of the layer, and dtype and device of its parameters, uninitialized until `load_weights`.
-        modules: Projections and weights that another engine has made and loaded; `load_weights` then refuses.
     Raises:
-        ValueError: Groups of heads do not divide by the TP size, the layer does not support an option, or modules do
-            not match the config and kind.
+        ValueError: Groups of heads do not divide by the TP size, or the layer does not support an option.
     Source: DeepSeek-V4's report, section 2.3; names of weights as in transformers.
     """
 
-    def __init__(
-        self,
-        config: CompressedConfig,
-        kind: LayerKind,
-        placement: Placement,
-        ring: int = 0,
-        modules: CompressedModules | None = None,
-    ) -> None:
+    def __init__(self, config: CompressedConfig, kind: LayerKind, placement: Placement, ring: int = 0) -> None:
         placement = replace(placement, dcp=config.with_whole_blocks(placement.dcp))
-        super().__init__(config, kind, placement, modules)
+        super().__init__(config, kind, placement)
         self.ring, self.cache_dtype = ring, placement.cache_dtype
         # Every rank has all windows, so its own heads attend to them without an exchange.
         self.exchange = LocalExchange() if kind == WINDOW_ONLY else placement.exchange

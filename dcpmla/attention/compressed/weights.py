@@ -6,11 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dcpmla.attention.compressed.compressor_weights import CompressorWeights, given_compressor
+from dcpmla.attention.compressed.compressor_weights import CompressorWeights
 from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
-from dcpmla.attention.compressed.modules import CompressedModules
 from dcpmla.attention.compressed.projections import GROUP, norm_rope_query_, unrope_heads
-from dcpmla.attention.modules import GivenLinear, check_parts
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.weights import HeldHeads
 from dcpmla.parallel.fp8 import AnyRows, PlainRows, QuantizedRows, multiply_groups, plain
@@ -55,22 +53,9 @@ class CompressedWeights(nn.Module):
         o_a_proj: Projection of each group of heads, from heads of a group x D to o_lora_rank.
     """
 
-    compressor: CompressorWeights
-    index_compressor: CompressorWeights
-    down_proj: Linear
-    q_norm: Tensor
-    kv_norm: Tensor
-    q_b_proj: Linear
-    sinks: Tensor
-    index_q_proj: Linear
-    index_k_proj: Linear
-    index_k_norm: Tensor
     o_a_proj: Linear
-    o_b_proj: RowParallelLinear
 
-    def __init__(
-        self, config: CompressedConfig, kind: LayerKind, placement: Placement, modules: CompressedModules | None = None
-    ) -> None:
+    def __init__(self, config: CompressedConfig, kind: LayerKind, placement: Placement) -> None:
         super().__init__()
         dcp, mesh = placement.dcp, placement.mesh
         config.check_layout(dcp)
@@ -89,13 +74,9 @@ class CompressedWeights(nn.Module):
             self.down_widths.append(2 * self.num_halves * config.indexer.head_dim)
         if kind.has_indexer:
             self.down_widths.append(config.indexer.num_heads)
-        self._given = modules
-        if modules is None:
-            self._make(placement.factory_kwargs)
-        else:
-            self._take(modules)
+        self.make_parameters(placement.factory_kwargs)
 
-    def _make(self, new: dict[str, Any]) -> None:
+    def make_parameters(self, new: dict[str, Any]) -> None:
         """Make parameters that `load_weights` fills; `new` holds the keyword arguments of each."""
         config, kind, indexer, device = self.config, self.kind, self.config.indexer, new["device"]
         if self.writes:
@@ -118,28 +99,9 @@ class CompressedWeights(nn.Module):
         o_rank = config.o_groups * config.o_lora_rank
         self.o_b_proj = RowParallelLinear(o_rank, config.hidden_size, False, self.mesh.tp_group, **new)
 
-    def _take(self, modules: CompressedModules) -> None:
-        """Use an engine's projections and weights; nothing is copied."""
-        modules.check(self.config, self.kind, self.num_heads)
-        self.q_norm, self.kv_norm, self.sinks = modules.q_norm, modules.kv_norm, modules.sinks
-        self.q_b_proj = GivenLinear(modules.q_proj)
-        self.o_a_proj, self.o_b_proj = GivenLinear(modules.o_a_proj), GivenLinear(modules.o_b_proj)
-        if modules.compressor is not None:
-            self.compressor = given_compressor(modules.compressor)
-        if modules.index_compressor is not None:
-            self.index_compressor = given_compressor(modules.index_compressor)
-        if modules.index_q_proj is not None:
-            self.index_q_proj = GivenLinear(modules.index_q_proj)
-        if modules.index_k_proj is not None and modules.index_k_norm is not None:
-            self.index_k_proj, self.index_k_norm = GivenLinear(modules.index_k_proj), modules.index_k_norm
-
     def down_project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
         """Return the parts of the down-projection [T, ..], as many and as wide as `down_widths`."""
-        if self._given is None:
-            return self.down_proj(hidden_states).split(self.down_widths, -1)
-        parts = self._given.down_proj(hidden_states)
-        check_parts(parts, len(hidden_states), self.down_widths)
-        return parts
+        return self.down_proj(hidden_states).split(self.down_widths, -1)
 
     def project_query(self, q_c: PlainRows, cos_sin: Tensor, heads: slice) -> Tensor:
         """Return the queries [T, n, D] of n heads on this rank, rotated, after their norm where they have one."""
@@ -169,10 +131,8 @@ class CompressedWeights(nn.Module):
         Args:
             weights: Whole weights by their names in transformers' checkpoints, from "q_a_proj.weight" to "sinks".
         Raises:
-            ValueError: A weight is missing, or its shape does not match the config; or the layer has modules.
+            ValueError: A weight is missing, or its shape does not match the config.
         """
-        if self._given is not None:
-            raise ValueError("the layer has modules, whose weights are an engine's; load_weights reads none")
         config, hidden = self.config, self.config.hidden_size
         rank, width = config.q_lora_rank, config.head_dim
         down = [

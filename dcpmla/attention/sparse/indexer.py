@@ -8,9 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from dcpmla.attention.head_factors import HeadFactors
-from dcpmla.attention.modules import GivenLinear, check_parts, given_layer_norm
 from dcpmla.attention.placement import Placement
-from dcpmla.attention.sparse.modules import IndexerModules
 from dcpmla.attention.sparse.projections import norm_rope_index_keys, rope_index_queries
 from dcpmla.attention.sparse.selector import TokenSelector
 from dcpmla.attention.sparse.step import SparseMetadata
@@ -32,7 +30,6 @@ class Indexer(nn.Module):
     Args:
         config: Geometry of the layer, with an indexer.
         placement: Placement of the layer; the parameters are uninitialized until `load_weights`.
-        modules: Projections that another engine has made and loaded; `load_weights` then takes nothing.
     Raises:
         ValueError: Queries are made from a query latent that the layer lacks, or the Hadamard transform is asked for
             and the width is not a power of two.
@@ -40,7 +37,7 @@ class Indexer(nn.Module):
         hidden states, and for factors of queries.
     """
 
-    def __init__(self, config: MLAConfig, placement: Placement, modules: IndexerModules | None = None) -> None:
+    def __init__(self, config: MLAConfig, placement: Placement) -> None:
         super().__init__()
         assert config.indexer is not None
         self.config: IndexerConfig = config.indexer
@@ -52,17 +49,13 @@ class Indexer(nn.Module):
                 "config has an indexer, but q_lora_rank is None; an indexer's queries are made from the query latent, "
                 "or with norms_hidden from hidden states"
             )
-        self.hidden_size, self.source_width, self._given = config.hidden_size, source, modules
+        self.hidden_size, self.source_width = config.hidden_size, source
         norm_eps, new = self.config.norm_eps, placement.factory_kwargs
         self.q_input_norm = skip_init(nn.LayerNorm, source, eps=norm_eps, **new) if self.config.norms_hidden else None
         self.head_factors = HeadFactors(self.config.num_heads, placement) if config.has_query_factors else None
-        if modules is None:
-            self._make(new)
-        else:
-            self.wq_b: Linear = GivenLinear(modules.q_proj)
-            self.k_norm = given_layer_norm(*modules.k_norm)
+        self.make_parameters(new)
 
-    def _make(self, new: dict[str, Any]) -> None:
+    def make_parameters(self, new: dict[str, Any]) -> None:
         """Make parameters that `load_weights` fills; `new` holds the keyword arguments of each."""
         width, num_heads = self.config.head_dim, self.config.num_heads
         self.wq_b = Linear(self.source_width, num_heads * width, **new)
@@ -71,13 +64,7 @@ class Indexer(nn.Module):
 
     def down_project(self, hidden_states: PlainRows) -> tuple[Tensor, ...]:
         """Return keys [T, D] before their norm, and weights of the heads [T, H]."""
-        width = self.config.head_dim
-        if self._given is None:
-            return self.fused_wk_weights_proj(hidden_states).tensor_split((width,), -1)
-        x = plain(hidden_states)
-        parts = self._given.down_proj(x)
-        check_parts(parts, len(x), [width, self.config.num_heads])
-        return parts
+        return self.fused_wk_weights_proj(hidden_states).tensor_split((self.config.head_dim,), -1)
 
     def forward(self, hidden_states: PlainRows, q_c: PlainRows, cache: LayerCache, step: StepMetadata) -> None:
         """Cache the tokens' keys, and write the step's selection if a token may have more than topk keys. Collective.
@@ -114,15 +101,8 @@ class Indexer(nn.Module):
         Args:
             weights: Whole weights by their names in a checkpoint, from "wq_b.weight" to "weights_proj.weight".
         Raises:
-            ValueError: A weight is missing, its shape does not match the config, or modules hold it.
+            ValueError: A weight is missing, or its shape does not match the config.
         """
-        if self._given is not None:
-            if weights:
-                name = next(iter(weights))
-                raise ValueError(
-                    f"weights have 'indexer.{name}', but the layer's modules hold its indexer; leave it out"
-                )
-            return
         width, num_heads = self.config.head_dim, self.config.num_heads
         hidden, source = self.hidden_size, self.source_width
         wq_b = read_linear(weights, "wq_b.weight", (num_heads * width, source))

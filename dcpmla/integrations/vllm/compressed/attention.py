@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dcpmla.attention.compressed.modules import CompressedModules, CompressorModules
+from dcpmla.integrations.external.compressed import CompressedModules, CompressorModules
 from dcpmla.integrations.vllm.compressed.backend import DCPMLACompressedBackend
 from dcpmla.integrations.vllm.compressed.names import (
     BreakableCUDAGraphCapture,

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from dcpmla.attention.compressed.cache import CompressedCache, CompressedPlan
 from dcpmla.attention.compressed.config import WINDOW_ONLY
-from dcpmla.attention.compressed.layer import CompressedAttention
 from dcpmla.attention.placement import Placement
 from dcpmla.cache.formats import storage_dtype
 from dcpmla.cache.index_keys import index_storage_dtype
 from dcpmla.comm.exchange import Exchange, LocalExchange
+from dcpmla.integrations.external.compressed import ExternalCompressedAttention
 from dcpmla.integrations.families.deepseek_v4_config import compressed_config
 from dcpmla.integrations.vllm.compressed.memory import fixed_bytes
 from dcpmla.integrations.vllm.compressed.names import MLAAttentionSpec, get_dcp_group, get_tp_group
@@ -99,11 +99,11 @@ class CompressedStack:
         )
 
     @cached_property
-    def attention(self) -> list[CompressedAttention]:
+    def attention(self) -> list[ExternalCompressedAttention]:
         """This package's layers over the projections of vLLM's, which are loaded by now."""
         kinds, placement = self.config.layer_kinds, self.placement
         return [
-            CompressedAttention(self.config, kind, placement, modules=layer.modules())
+            ExternalCompressedAttention(self.config, kind, placement, layer.modules())
             for kind, layer in zip(kinds, self.layers, strict=True)
         ]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dcpmla.attention.modules import rotated_first
+from dcpmla.integrations.external.indexer import rotated_first
 from dcpmla.parallel.quantized import BlockFp8, dequantize
 
 _INDEXER = re.compile(r"\.attn\.indexer\.(wq_b\.weight|compressor\.(wkv\.weight|wgate\.weight|norm\.weight|ape))$")

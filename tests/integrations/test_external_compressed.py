@@ -12,9 +12,13 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Atten
 from dcpmla import DCPConfig, Placement
 from dcpmla.attention.compressed.config import LayerKind
 from dcpmla.attention.compressed.layer import CompressedAttention
-from dcpmla.attention.compressed.modules import CompressedModules, CompressorModules
-from dcpmla.attention.modules import rotated_first
 from dcpmla.comm.exchange import LocalExchange
+from dcpmla.integrations.external.compressed import (
+    CompressedModules,
+    CompressorModules,
+    ExternalCompressedAttention,
+)
+from dcpmla.integrations.external.indexer import rotated_first
 from tests.attention.test_compressed_layer import MIXED, Layers, expected, hidden_states, layout, tiny
 from tests.attention.test_small_kernels import cut
 from tests.support.compressor_steps import config_of
@@ -47,10 +51,10 @@ def modules_of(layer: CompressedAttention) -> CompressedModules:
     )
 
 
-def given(layer: CompressedAttention, modules: CompressedModules, exchange: Any) -> CompressedAttention:
+def external(layer: CompressedAttention, modules: CompressedModules, exchange: Any) -> CompressedAttention:
     """Return a layer over modules in the groups of another."""
     placement = Placement(layer.dcp, layer.mesh, exchange, layer.dtype, "cpu")
-    return CompressedAttention(layer.config, layer.kind, placement, layer.ring, modules)
+    return ExternalCompressedAttention(layer.config, layer.kind, placement, modules, layer.ring)
 
 
 def run(layers: Layers) -> list[list[Tensor]]:
@@ -65,7 +69,7 @@ def compare(layouts: list[DCPConfig], dtype: torch.dtype) -> None:
     for dcp in layouts:
         loaded, over_modules = (Layers(tiny(), dcp, lengths, dtype=dtype) for _ in range(2))
         exchange = over_modules.layers[1].exchange
-        over_modules.layers = [given(layer, modules_of(layer), exchange) for layer in loaded.layers]
+        over_modules.layers = [external(layer, modules_of(layer), exchange) for layer in loaded.layers]
         with torch.no_grad():
             for outputs, loaded_outputs in zip(run(over_modules), run(loaded), strict=True):
                 for rows, wanted_rows in zip(outputs, loaded_outputs, strict=True):
@@ -137,7 +141,7 @@ def check_transformers(dtype: torch.dtype, tolerance: float, quantile: float) ->
     layers = Layers(tiny(), layout(1, 1, 1), lengths, dtype=dtype)
     exchange = layers.layers[1].exchange
     layers.layers = [
-        given(layer, engine_of(module, layer, torch.float32), exchange)
+        external(layer, engine_of(module, layer, torch.float32), exchange)
         for layer, module in zip(layers.layers, layers.modules, strict=True)
     ]
     with torch.no_grad():
@@ -161,7 +165,7 @@ def check_entry_keys() -> None:
     layers = Layers(tiny(), layout(1, 1, 1), [1])
     placement = Placement(layout(1, 1, 1, block_size=1), layers.mesh, LocalExchange(), torch.float32, "cpu")
     modules = modules_of(CompressedAttention(config, config.layer_kinds[0], placement))
-    CompressedAttention(config, config.layer_kinds[0], placement, modules=modules)
+    ExternalCompressedAttention(config, config.layer_kinds[0], placement, modules)
     for name in ("index_k_proj", "index_k_norm"):
         with pytest.raises(ValueError, match=f"{name} is None"):
             dataclasses.replace(modules, **{name: None}).check(config, config.layer_kinds[0], 12)
@@ -183,15 +187,15 @@ def check_refusals() -> None:
         ({"index_k_norm": modules.q_norm}, r"index_k_norm is \(24,\); .* ask for None"),
     ):
         with pytest.raises(ValueError, match=match):
-            given(selecting, dataclasses.replace(modules, **changes), exchange)  # type: ignore[arg-type]
+            external(selecting, dataclasses.replace(modules, **changes), exchange)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="compressor is"):
-        given(window, modules, exchange)
-    layer = given(selecting, modules, exchange)
+        external(window, modules, exchange)
+    layer = external(selecting, modules, exchange)
     with pytest.raises(ValueError, match="load_weights reads none"):
         layer.load_weights(layers.modules[1].state_dict())
     step, rows = layers.step([0], [1], [1]), torch.zeros(1, layers.config.hidden_size)
     for wrong in (lambda x: modules.down_proj(x)[:3], lambda x: tuple(part.t() for part in modules.down_proj(x))):
-        layer = given(selecting, dataclasses.replace(modules, down_proj=wrong), exchange)
+        layer = external(selecting, dataclasses.replace(modules, down_proj=wrong), exchange)
         with pytest.raises(ValueError, match="down_proj returns shapes and strides"):
             layer(rows, layers.cache[1], step)
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dcpmla import MLAAttention, MLAConfig, Placement
-from dcpmla.attention.modules import MLAModules
+from dcpmla import ExternalAttention, MLAAttention, MLAConfig, MLAModules, Placement
 from dcpmla.attention.pooled.layer import PooledAttention
 from dcpmla.parallel.quantized import BlockFp8, dequantize
 from tests.attention.test_compile import MIXED, SMALL, VARIANTS, make_layer, run_layer
@@ -34,17 +33,17 @@ def modules_of(layer: MLAAttention) -> MLAModules:
     )
 
 
-def given(layer: MLAAttention, modules: MLAModules) -> MLAAttention:
+def external(layer: MLAAttention, modules: MLAModules) -> MLAAttention:
     """Return a layer over modules in the groups of another."""
     dtype = layer.kv_a_layernorm.weight.dtype
     placement = Placement(layer.dcp, layer.mesh, layer.exchange, dtype, "cpu")
-    return MLAAttention(layer.config, placement, modules=modules)
+    return ExternalAttention(layer.config, placement, modules)
 
 
 def compare(config: MLAConfig, options: dict[str, bool]) -> bool:
     """On one of two ranks: compare a layer with one over its projections, over the same cache."""
     layer = make_layer(config, 2, "ag_rs", torch.float32, "cpu", **options)
-    results = [run_layer(some, MIXED) for some in (layer, given(layer, modules_of(layer)))]
+    results = [run_layer(some, MIXED) for some in (layer, external(layer, modules_of(layer)))]
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, atol=0, rtol=0)
     return bool(results[0][0].any())
@@ -56,6 +55,10 @@ def compare(config: MLAConfig, options: dict[str, bool]) -> bool:
 )
 def test_an_engine_s_projections(name: str, options: dict[str, bool]) -> None:
     assert run_ranks(2, compare, VARIANTS[name], options) == [True, True]
+
+
+class ExternalPooledAttention(ExternalAttention, PooledAttention):
+    """Sparse MLA over pools whose projections are an engine's."""
 
 
 # A value other than the default for each field of the config that has one, or fields that go together.
@@ -81,14 +84,16 @@ def compare_fields() -> dict[str, str]:
     refused = {}
     for name, changes in FIELDS.items():
         config = dataclasses.replace(SMALL, **changes)
-        layer_class = MLAAttention if config.projects_pe else PooledAttention
+        layer_class, external_class = (
+            (MLAAttention, ExternalAttention) if config.projects_pe else (PooledAttention, ExternalPooledAttention)
+        )
         made = make_layer(SMALL, 1, "auto", torch.float32, "cpu")
         placement = Placement(made.dcp, made.mesh, made.exchange, torch.float32, "cpu")
         layer, generator = layer_class(config, placement), torch.Generator().manual_seed(1)
         for parameter in layer.parameters():
             parameter.data.uniform_(0.1, 0.6, generator=generator)
         try:
-            own = layer_class(config, placement, modules=modules_of(layer))
+            own = external_class(config, placement, modules_of(layer))
         except ValueError as error:
             refused[name] = str(error)
             continue
@@ -126,7 +131,7 @@ def block_fp8() -> tuple[Tensor, Tensor]:
     codes = BlockFp8((weight * 30).to(torch.float8_e4m3fn), scales)
     modules = modules_of(layer)
     outputs = [
-        run_layer(given(layer, dataclasses.replace(modules, w_kv_b=w)), MIXED)[0]
+        run_layer(external(layer, dataclasses.replace(modules, w_kv_b=w)), MIXED)[0]
         for w in (codes, dequantize(codes, torch.float32))
     ]
     return outputs[0], outputs[1]
@@ -150,7 +155,7 @@ def refusals() -> list[str]:
         {"w_kv_b": BlockFp8(w.to(torch.float8_e4m3fn), torch.ones(1, 1))},
     ):
         with pytest.raises(ValueError, match="has shape|BlockFp8") as caught:
-            given(layer, dataclasses.replace(modules, **wrong))
+            external(layer, dataclasses.replace(modules, **wrong))
         told.append(str(caught.value))
     sinks = torch.zeros(6)
     for flags, wrong in (
@@ -164,7 +169,7 @@ def refusals() -> list[str]:
         with pytest.raises(ValueError, match="has shape|sinks is") as caught:
             dataclasses.replace(modules, **wrong).check(dataclasses.replace(SMALL, **flags), 6, 6)  # type: ignore[arg-type]
         told.append(str(caught.value))
-    own = given(layer, modules)
+    own = external(layer, modules)
     own.load_weights({"attn.k_scale": torch.ones(1)})
     with pytest.raises(ValueError, match="weights have 'sinks', but the layer's modules hold its weights"):
         own.load_weights({"sinks": sinks})

@@ -1,12 +1,17 @@
-"""Projections of DeepSeek-V4's attention that another engine passes to the layer, instead of weights that it loads."""
+"""DeepSeek-V4's attention over the projections and weights of another engine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
+from dcpmla.attention.compressed.compressor_weights import CompressorWeights
 from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
-from dcpmla.attention.modules import Projection
+from dcpmla.attention.compressed.layer import CompressedAttention
+from dcpmla.attention.placement import Placement
+from dcpmla.integrations.external.linear import ExternalLinear, Projection, check_parts, external_parameters
+from dcpmla.parallel.linear import Weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +34,7 @@ class CompressedModules:
 
     An indexer's kernels expect the rotated columns first, while checkpoints put them last. An engine either reorders
     the rows of its weights when it loads them, or passes the outputs of its projections through
-    `attention.modules.rotated_first`: index_q_proj's, the indexer's values and gates, and index_compressor's weights.
+    `external.indexer.rotated_first`: index_q_proj's, the indexer's values and gates, and index_compressor's weights.
     Weights in blocks of 128 x 128 keep their blocks if Di is a multiple of 128.
 
     Dims: T tokens, h heads and G groups of this rank; Lq, D the widths of query latent and rows; Hi, Di the indexer's
@@ -100,3 +105,57 @@ def _describe(module: Tensor | CompressorModules | Projection | None) -> object:
     if isinstance(module, Tensor):
         return tuple(module.shape)
     return None if module is None else "a projection"
+
+
+class ExternalCompressedAttention(CompressedAttention):
+    """`CompressedAttention` over an engine's projections and weights; nothing is copied, and `load_weights` refuses.
+
+    Args:
+        config, kind, placement, ring: Arguments of `CompressedAttention`.
+        modules: Projections and weights of this rank, which the engine has made and loaded.
+    Raises:
+        ValueError: Modules do not match the config and kind, or a reason that `CompressedAttention` documents.
+    """
+
+    def __init__(
+        self,
+        config: CompressedConfig,
+        kind: LayerKind,
+        placement: Placement,
+        modules: CompressedModules,
+        ring: int = 0,
+    ) -> None:
+        super().__init__(config, kind, placement, ring)
+        modules.check(config, kind, self.num_heads)
+        self._external = modules
+        external_parameters(self, q_norm=modules.q_norm, kv_norm=modules.kv_norm, sinks=modules.sinks)
+        self.q_b_proj = ExternalLinear(modules.q_proj)
+        self.o_a_proj, self.o_b_proj = ExternalLinear(modules.o_a_proj), ExternalLinear(modules.o_b_proj)
+        if modules.compressor is not None:
+            self.compressor = external_compressor(modules.compressor)
+        if modules.index_compressor is not None:
+            self.index_compressor = external_compressor(modules.index_compressor)
+        if modules.index_q_proj is not None:
+            self.index_q_proj = ExternalLinear(modules.index_q_proj)
+        if modules.index_k_proj is not None and modules.index_k_norm is not None:
+            self.index_k_proj = ExternalLinear(modules.index_k_proj)
+            external_parameters(self, index_k_norm=modules.index_k_norm)
+
+    def make_parameters(self, new: dict[str, Any]) -> None:
+        """Make nothing; the engine has."""
+
+    def down_project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        """Return the parts of the down-projection [T, ..], as many and as wide as `down_widths`."""
+        parts = self._external.down_proj(hidden_states)
+        check_parts(parts, len(hidden_states), self.down_widths)
+        return parts
+
+    def load_weights(self, weights: Mapping[str, Weight]) -> None:
+        """Raise ValueError."""
+        raise ValueError("the layer has modules, whose weights are an engine's; load_weights reads none")
+
+
+def external_compressor(modules: CompressorModules) -> CompressorWeights:
+    """Return a compressor by an engine's weights."""
+    weights = CompressorWeights(len(modules.bias), 1, len(modules.norm), "meta")
+    return external_parameters(weights, bias=modules.bias, norm=modules.norm)

@@ -1,18 +1,20 @@
-"""Projections that another engine passes to the layer, instead of weights that the layer loads itself."""
+"""Dense or sparse MLA over the projections and weights of another engine."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dcpmla.attention.sparse.modules import IndexerModules
+from dcpmla.attention.fp8_scales import KV_SCALE_NAMES, Q_SCALE_NAMES
+from dcpmla.attention.layer import MLAAttention
+from dcpmla.attention.placement import Placement
 from dcpmla.config import MLAConfig
-from dcpmla.parallel.fp8 import AnyRows, plain
-from dcpmla.parallel.linear import Linear, RowParallelLinear
+from dcpmla.integrations.external.indexer import ExternalIndexer, IndexerModules
+from dcpmla.integrations.external.linear import ExternalLinear, Projection, external_norm, external_parameters
+from dcpmla.parallel.linear import Linear, Weight
 from dcpmla.parallel.quantized import BLOCK, BlockFp8, unpack
-
-Projection = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,59 +73,45 @@ class MLAModules:
             self.indexer.check(config)
 
 
-class GivenLinear(RowParallelLinear):
-    """A linear layer that calls an engine's projection and holds no weight."""
+class ExternalAttention(MLAAttention):
+    """`MLAAttention` over an engine's projections and weights; nothing is copied.
 
-    def __init__(self, projection: Projection) -> None:
-        nn.Module.__init__(self)  # skips RowParallelLinear's constructor, which would make a weight
-        self.projection, self.takes_quantized = projection, False
+    `load_weights` reads only the scales of the cache and of queries, and an indexer's weights if modules have none.
 
-    def forward(self, x: AnyRows) -> Tensor:
-        return self.projection(plain(x))
-
-    def product(self, x: AnyRows, rows: slice = slice(None)) -> Tensor:
-        """Return the columns of the projection's output that the given rows of its weight make."""
-        return self.projection(plain(x))[..., rows]
-
-    def partial(self, x: AnyRows) -> Tensor:
-        """Return the projection's result; the engine decides whether it is summed over the TP ranks."""
-        return self.projection(plain(x))
-
-
-def given_norm(weight: Tensor, eps: float) -> nn.RMSNorm:
-    """Return a norm that uses a weight without copying it."""
-    norm = nn.RMSNorm(weight.shape[0], eps, device="meta", dtype=weight.dtype)
-    norm.weight = nn.Parameter(weight, requires_grad=False)
-    return norm
-
-
-def given_layer_norm(weight: Tensor, bias: Tensor) -> nn.LayerNorm:
-    """Return a norm that uses weights without copying them; its epsilon is the caller's."""
-    norm = nn.LayerNorm(weight.shape[0], device="meta", dtype=weight.dtype)
-    norm.weight, norm.bias = (nn.Parameter(part, requires_grad=False) for part in (weight, bias))
-    return norm
-
-
-def given_weight(weight: Tensor | BlockFp8, dtype: torch.dtype) -> Linear:
-    """Return a linear layer that uses a weight without copying it; its products are in dtype."""
-    codes, scales = unpack(weight)
-    linear = Linear(codes.shape[1], codes.shape[0], device="meta", dtype=dtype)
-    linear.weight = nn.Parameter(codes, requires_grad=False)
-    linear.weight_scale = scales
-    return linear
-
-
-def rotated_first(x: Tensor, head_dim: int, rope_dim: int) -> Tensor:
-    """Return x [.., n head_dim] with the last rope_dim of each head_dim columns first, where an indexer expects them.
-
-    Rows of a weight are reordered as columns of its transpose.
+    Args:
+        config, placement, skip_topk: Arguments of `MLAAttention`.
+        modules: Projections and weights of this rank, which the engine has made and loaded.
+    Raises:
+        ValueError: Modules do not match the config and the heads of this rank, or a reason that `MLAAttention`
+            documents.
     """
-    return x.unflatten(-1, (-1, head_dim)).roll(rope_dim, -1).flatten(-2)
 
+    def __init__(self, config: MLAConfig, placement: Placement, modules: MLAModules, skip_topk: bool = False) -> None:
+        super().__init__(config, placement, skip_topk or modules.indexer is not None)
+        modules.check(config, self.num_heads, self.kv_heads.count)
+        down_proj, query_proj = ExternalLinear(modules.down_proj), ExternalLinear(modules.q_proj)
+        if modules.q_a_layernorm is None:
+            self.kv_a_proj, self.q_proj = down_proj, query_proj
+        else:
+            self.fused_qkv_a_proj, self.q_b_proj = down_proj, query_proj
+            self.q_a_layernorm = external_norm(modules.q_a_layernorm, config.rms_norm_eps)
+        self.kv_a_layernorm = external_norm(modules.kv_a_layernorm, config.rms_norm_eps)
+        if modules.k_pe_layernorm is not None:
+            self.k_pe_layernorm = external_norm(modules.k_pe_layernorm, config.rms_norm_eps)
+        if modules.sinks is not None:
+            external_parameters(self, sinks=modules.sinks)
+        codes, scales = unpack(modules.w_kv_b)
+        kv_b_proj = Linear(codes.shape[1], codes.shape[0], device="meta", dtype=modules.kv_a_layernorm.dtype)
+        self.kv_b_proj = external_parameters(kv_b_proj, weight=codes)
+        self.kv_b_proj.weight_scale = scales
+        self.o_proj = ExternalLinear(modules.o_proj)
+        if modules.indexer is not None and not skip_topk:
+            self.indexer = ExternalIndexer(config, placement, modules.indexer)
 
-def check_parts(parts: tuple[Tensor, ...], num_rows: int, widths: list[int]) -> None:
-    """Raise ValueError unless an engine's down-projection returned parts [num_rows, width] with contiguous columns."""
-    expected = [(num_rows, width) for width in widths]
-    if [tuple(part.shape) for part in parts] != expected or any(part.stride(1) != 1 for part in parts):
-        returned = [(tuple(part.shape), part.stride()) for part in parts]
-        raise ValueError(f"down_proj returns shapes and strides {returned}; expected {expected}, columns of stride 1")
+    def make_parameters(self, new: dict[str, Any]) -> None:
+        """Make nothing; the engine has."""
+
+    def load_parameters(self, weights: Mapping[str, Weight]) -> None:
+        """Raise ValueError for weights other than scales, and those of an indexer."""
+        if held := [n for n in weights if n not in KV_SCALE_NAMES + Q_SCALE_NAMES and not n.startswith("indexer.")]:
+            raise ValueError(f"weights have {held[0]!r}, but the layer's modules hold its weights; give scales alone")

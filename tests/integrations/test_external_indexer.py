@@ -9,19 +9,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dcpmla import DCPConfig, MLAAttention, Placement, init_mesh
-from dcpmla.attention.modules import MLAModules, rotated_first
-from dcpmla.attention.sparse.modules import IndexerModules
-from dcpmla.attention.sparse.reuse import with_selected
+from dcpmla import DCPConfig, ExternalAttention, MLAAttention, MLAModules, Placement, init_mesh
 from dcpmla.attention.sparse.step import SparseMetadata, with_selection
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.latent import LayerCache
-from tests.attention import test_modules
+from dcpmla.integrations.external.indexer import IndexerModules, rotated_first
+from dcpmla.integrations.external.selection import with_selected
 from tests.attention.test_layer import layout
 from tests.attention.test_small_kernels import cut
 from tests.attention.test_sparse_layer import BATCH, TOPK, new_layer, run_layers
+from tests.integrations import test_external_latent
 from tests.support.models import random_model, tiny_config
 from tests.support.ranks import run_ranks
 from tests.support.steps import part
@@ -31,7 +30,7 @@ NUM_TOKENS = sum(new for _, new in BATCH)
 
 def modules_of(layer: MLAAttention, changes: dict[str, Any] | None = None) -> MLAModules:
     """Return a layer's projections as an engine would hand them over, with float32 weights of the indexer's heads."""
-    modules, indexer = test_modules.modules_of(layer), layer.indexer
+    modules, indexer = test_external_latent.modules_of(layer), layer.indexer
     if indexer is None:
         return modules
 
@@ -47,9 +46,9 @@ def modules_of(layer: MLAAttention, changes: dict[str, Any] | None = None) -> ML
     return dataclasses.replace(modules, indexer=IndexerModules(**{**fields, **(changes or {})}))
 
 
-def given(layer: MLAAttention, modules: MLAModules, dtype: torch.dtype = torch.float32) -> MLAAttention:
+def external(layer: MLAAttention, modules: MLAModules, dtype: torch.dtype = torch.float32) -> MLAAttention:
     placement = Placement(layer.dcp, layer.mesh, layer.exchange, dtype, "cpu")
-    return MLAAttention(layer.config, placement, layer.indexer is None, modules)
+    return ExternalAttention(layer.config, placement, modules, layer.indexer is None)
 
 
 class Reader:
@@ -73,7 +72,7 @@ def compare(hf_config: Any, layouts: list[DCPConfig]) -> None:
         mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
         loaded = [new_layer(hf_config, dcp, mesh, model.layers[i].self_attn.state_dict(), i > 0) for i in range(2)]
         buffer = torch.empty(NUM_TOKENS + sum(cached for cached, _ in BATCH), TOPK, dtype=torch.int32)
-        layers = [given(layer, modules_of(layer)) for layer in loaded]
+        layers = [external(layer, modules_of(layer)) for layer in loaded]
         for layer in layers:
             layer.load_weights({})  # the caches' formats have no scales
         for num_decodes in (None, len(BATCH)):
@@ -121,7 +120,7 @@ def select_with_rotated_columns_last(hf_config: Any) -> list[Tensor]:
         "down_proj": lambda x: (F.linear(x, w_k), F.linear(x, w_heads)),
     }
     positions = []
-    for each in (layer, given(layer, modules_of(layer, changes))):
+    for each in (layer, external(layer, modules_of(layer, changes))):
         with torch.no_grad():
             positions.append(run_layers([each], hf_config, dcp, 0, None)[1].positions.sort(1).values)
     return positions
@@ -140,7 +139,7 @@ def check_refusals(hf_config: Any) -> None:
     assert config.indexer is not None
     short = dataclasses.replace(modules.indexer, k_norm=(modules.kv_a_layernorm[:8], modules.kv_a_layernorm))
     with pytest.raises(ValueError, match=r"indexer.k_norm has shapes \[\(8,\), \(16,\)\]; .* \[\(16,\), \(16,\)\]"):
-        given(layer, dataclasses.replace(modules, indexer=short))
+        external(layer, dataclasses.replace(modules, indexer=short))
     for changes, match in (
         ({"indexer": None}, "modules have an indexer, but config.indexer is None"),
         ({"indexer": dataclasses.replace(config.indexer, norms_hidden=True)}, "config sets indexer.norms_hidden"),
@@ -150,10 +149,10 @@ def check_refusals(hf_config: Any) -> None:
         with pytest.raises(ValueError, match=match):
             modules.indexer.check(dataclasses.replace(config, **changes))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"weights have 'indexer.wk.weight', but the layer's modules hold its indexer"):
-        given(layer, modules).load_weights({"indexer.wk.weight": torch.zeros(1)})
+        external(layer, modules).load_weights({"indexer.wk.weight": torch.zeros(1)})
     step = StepBuilder(dcp, 0).build(StepRequests([30], [30], [list(range(8))])).with_cos_sin(torch.zeros(30, 8))
     cache = LayerCache(torch.zeros(8, 4, 24), torch.zeros(8, 4, 16))
-    wrong = given(layer, modules_of(layer, {"down_proj": lambda x: (x, x)}))
+    wrong = external(layer, modules_of(layer, {"down_proj": lambda x: (x, x)}))
     with pytest.raises(
         ValueError, match=r"down_proj returns .* expected \[\(30, 16\), \(30, 32\)\], columns of stride 1"
     ):
