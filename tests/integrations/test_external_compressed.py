@@ -21,6 +21,7 @@ from dcpmla.integrations.external.compressed import (
 from dcpmla.integrations.external.indexer import rotated_first
 from tests.attention.test_compressed_layer import MIXED, Layers, expected, hidden_states, layout, tiny
 from tests.attention.test_small_kernels import cut
+from tests.integrations.test_external_latent import addresses
 from tests.support.compressor_steps import config_of
 from tests.support.ranks import run_ranks
 
@@ -70,6 +71,8 @@ def compare(layouts: list[DCPConfig], dtype: torch.dtype) -> None:
         loaded, over_modules = (Layers(tiny(), dcp, lengths, dtype=dtype) for _ in range(2))
         exchange = over_modules.layers[1].exchange
         over_modules.layers = [external(layer, modules_of(layer), exchange) for layer in loaded.layers]
+        for layer, loaded_layer in zip(over_modules.layers, loaded.layers, strict=True):
+            assert addresses(layer) <= addresses(loaded_layer), "weights are copied"
         with torch.no_grad():
             for outputs, loaded_outputs in zip(run(over_modules), run(loaded), strict=True):
                 for rows, wanted_rows in zip(outputs, loaded_outputs, strict=True):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dcpmla import ExternalAttention, MLAAttention, MLAConfig, MLAModules, Placement
@@ -79,6 +79,11 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
+def addresses(layer: nn.Module, apart: str = "-") -> set[int]:
+    """Return the addresses of a layer's parameters, without those whose names begin with `apart`."""
+    return {weight.data_ptr() for name, weight in layer.named_parameters() if not name.startswith(apart)}
+
+
 def compare_fields() -> dict[str, str]:
     """On one rank: compare layers of each field with layers over their modules; return those that are refused."""
     refused = {}
@@ -97,6 +102,7 @@ def compare_fields() -> dict[str, str]:
         except ValueError as error:
             refused[name] = str(error)
             continue
+        assert addresses(own, "indexer.") <= addresses(layer), "weights are copied"
         if own.indexer is not None:  # it loads its own weights
             assert layer.indexer is not None
             own.indexer.load_state_dict(layer.indexer.state_dict())
