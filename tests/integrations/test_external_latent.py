@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from dcpmla import ExternalAttention, MLAAttention, MLAConfig, MLAModules, Placement
 from dcpmla.attention.pooled.layer import PooledAttention
 from dcpmla.parallel.quantized import BlockFp8, dequantize
-from tests.attention.test_compile import MIXED, SMALL, VARIANTS, make_layer, run_layer
+from tests.attention.test_compile import DECODES, MIXED, SMALL, VARIANTS, make_layer, run_layer
 from tests.support.ranks import run_ranks
 
 WIDE = dataclasses.replace(SMALL, num_heads=2, kv_lora_rank=128, qk_nope_head_dim=128, v_head_dim=128)
@@ -55,6 +55,23 @@ def compare(config: MLAConfig, options: dict[str, bool]) -> bool:
 )
 def test_an_engine_s_projections(name: str, options: dict[str, bool]) -> None:
     assert run_ranks(2, compare, VARIANTS[name], options) == [True, True]
+
+
+def count_graphs() -> int:
+    """On one rank: compile a layer over modules and one that loads, and compare; return the number of graphs."""
+    layer = make_layer(SMALL, 1, "auto", torch.float32, "cpu")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(external(layer, modules_of(layer)), fullgraph=True, backend="aot_eager")
+    for batch in DECODES:
+        for found, expected in zip(run_layer(layer, batch, compiled), run_layer(layer, batch), strict=True):
+            torch.testing.assert_close(found, expected, atol=0, rtol=0)
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def test_a_layer_over_modules_compiles_whole() -> None:
+    """Into as many graphs as a layer that loads its weights (`tests/attention/test_compile.py`)."""
+    assert run_ranks(1, count_graphs) == [2]
 
 
 class ExternalPooledAttention(ExternalAttention, PooledAttention):
