@@ -5,28 +5,48 @@ without values, for tracing; `kernel` runs instead of the reference where the co
 names the arguments that are written. If `kernel` is given, the reference is plain torch, which specifies the kernel and
 runs on any device. If it is not, the reference always runs, and may itself choose and launch kernels.
 
-A parameter's type may be a NamedTuple class X, or X | None, and a field's type X. A schema has no tuples, so the custom
-op has the fields as arguments, which the reference's signature does not repeat. Callers pass tuples by position.
+All these functions have the same parameters: at most five, passed by position, without defaults. An operator with more
+arguments takes a NamedTuple, which is written once, documents them, and may have defaults. So a parameter's or a
+field's type may be a NamedTuple class X, or X | None. A schema has no tuples: the custom op has the fields instead.
 """
 
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any, Generic, TypeVar, get_args, get_type_hints
+from typing import Any, Generic, TypeVar, TypeVarTuple, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+Args = TypeVarTuple("Args")
 Result = TypeVar("Result")
+Layout = tuple[Any, tuple["Layout", ...]] | None  # a NamedTuple class, and its fields' layouts; None for other types
 
 
-def nothing() -> None:
+def nothing(*_: object) -> None:
     """Return None: the fake of operators that only write into their arguments."""
 
 
-class Operator(Generic[Result]):
+def is_on_gpu(*args: Any) -> bool:
+    """Return whether an operator's first tensor is on a GPU."""
+    return _first(args).is_cuda
+
+
+def is_float_on_gpu(*args: Any) -> bool:
+    """Return whether an operator's first tensor is on a GPU, in bfloat16, float16 or float32."""
+    x = _first(args)
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _first(args: Any) -> Tensor:
+    while isinstance(args, tuple):
+        args = args[0]
+    return args
+
+
+class Operator(Generic[*Args, Result]):
     """A reference and its kernel, and the custom op of both, which has no gradients.
 
     To dispatch a custom op, torch runs Python: up to 150 us a call on a slow CPU if arguments are mutated, and a layer
@@ -42,64 +62,40 @@ class Operator(Generic[Result]):
     def __init__(
         self,
         name: str,
-        reference: Callable[..., Result],
+        reference: Callable[[*Args], Result],
         fake: Callable[..., Any],
         kernel: str | None,
-        runs: Callable[..., bool] | None,
+        runs: Callable[..., bool],
         mutates_args: Sequence[str],
     ) -> None:
-        self.reference, self.kernel = reference, kernel
-        self._runs = None if runs is None else _take_named(runs, reference)
+        self.reference, self.kernel, self._runs = reference, kernel, runs
         self.__doc__ = reference.__doc__
-        parameters = inspect.signature(reference).parameters
-        self._tuples = {key: kind for key in parameters if (kind := _tuple_class(parameters[key].annotation))}
-        self._names = tuple(parameters)
-        self._num_fields = {key: len(_fields_of(kind)) for key, kind in self._tuples.items()}
-        schema = torch.library.infer_schema(_with_fields(reference, self._tuples), mutates_args=mutates_args)
-        run, fake = self._nest(self._run), self._nest(_take_named(fake, reference))
-        self.op = torch.library.custom_op(f"dcpmla::{name}", run, mutates_args=mutates_args, schema=schema)
-        self.op.register_fake(fake)
+        hints, result = get_type_hints(reference), inspect.signature(reference).return_annotation
+        del hints["return"]
+        self._layouts = tuple(map(_layout_of, hints.values()))
+        schema = torch.library.infer_schema(_prototype(_flat(hints), result), mutates_args=mutates_args)
+        self.op = torch.library.custom_op(
+            f"dcpmla::{name}", self._nested(self._run), mutates_args=mutates_args, schema=schema
+        )
+        self.op.register_fake(self._nested(fake))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Result:
+    def __call__(self, *args: *Args) -> Result:
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or _get_current_dispatch_mode() is not None:
-            return self.op(*(self._flatten(args) if self._tuples else args), **kwargs)
-        return self._run(*args, **kwargs)
+            return self.op(*self.flatten(*args))
+        return self._run(*args)
 
-    def _flatten(self, args: tuple[Any, ...]) -> list[Any]:
-        """Return the arguments with the fields of tuples instead of tuples; for None, a None for each field."""
-        fields: list[Any] = []
-        for key, value in zip(self._names, args, strict=False):
-            if key not in self._tuples:
-                fields.append(value)
-            else:
-                fields.extend((None,) * self._num_fields[key] if value is None else _values_of(value))
-        return fields
+    def flatten(self, *args: *Args) -> list[Any]:
+        """Return the custom op's arguments: the fields of tuples instead of tuples, None for each field of a None."""
+        return _flatten(args, self._layouts)
 
-    def _nest(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _nested(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function of the reference's parameters as a function of the custom op's arguments."""
-        if not self._tuples:
-            return function
+        return lambda *fields: function(*_nest(iter(fields), self._layouts))
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            values, first = [], 0
-            for key in self._names:
-                if first == len(args):
-                    break  # other parameters have defaults, or are named
-                kind = self._tuples.get(key)
-                fields = args[first : first + self._num_fields.get(key, 1)]
-                is_none = all(field is None for field in fields)
-                values.append(fields[0] if kind is None or is_none else _nested(kind, iter(fields)))
-                first += len(fields)
-            return function(*values, **kwargs)
-
-        return call
-
-    def _run(self, *args: Any, **kwargs: Any) -> Result:
-        if self.kernel is not None and (
-            _is_float_on_gpu(args[0]) if self._runs is None else self._runs(*args, **kwargs)
-        ):
-            return import_kernel(self.kernel)(*args, **kwargs)
-        return self.reference(*args, **kwargs)
+    def _run(self, *args: *Args) -> Result:
+        if self.kernel is not None and self._runs(*args):
+            return import_kernel(self.kernel)(*args)
+        return self.reference(*args)
 
 
 def operator(
@@ -107,18 +103,16 @@ def operator(
     *,
     fake: Callable[..., Any],
     kernel: str | None = None,
-    runs: Callable[..., bool] | None = None,
+    runs: Callable[..., bool] = is_float_on_gpu,
     mutates_args: Sequence[str] = (),
-) -> Callable[[Callable[..., Result]], Operator[Result]]:
+) -> Callable[[Callable[[*Args], Result]], Operator[*Args, Result]]:
     """Return a decorator that makes a reference the `Operator` dcpmla::name.
 
     Args:
-        fake: Function that returns tensors of the result's shapes, dtypes and strides. It has some of the operator's
-            parameters, by name.
-        kernel: Launcher of the kernel, "package.module:function", with the reference's parameters. It is imported when
-            it runs first, because triton is installed on Linux only.
-        runs: Function of some of the operator's parameters, like `fake`, that returns whether the kernel runs. By
-            default it runs if the first argument is on a GPU, in bfloat16, float16 or float32.
+        fake: Function that returns tensors of the result's shapes, dtypes and strides.
+        kernel: Launcher of the kernel, "package.module:function". It is imported when it runs first, because triton is
+            installed on Linux only.
+        runs: Function that returns whether the kernel runs.
         mutates_args: Names of the tensors that are written.
     """
     return lambda reference: Operator(name, reference, fake, kernel, runs, mutates_args)
@@ -131,75 +125,63 @@ def import_kernel(name: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), function)
 
 
-def _is_float_on_gpu(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+def _tuple_class(hint: Any) -> Any:
+    """Return the NamedTuple class in a type `X` or `X | None`; None without one."""
+    return next((kind for kind in (hint, *get_args(hint)) if hasattr(kind, "_fields")), None)
 
 
-def _tuple_class(annotation: Any) -> Any:
-    """Return the NamedTuple class in an annotation `X` or `X | None`; None without one."""
-    return next(filter(_is_tuple, (annotation, *get_args(annotation))), None)
+def _layout_of(hint: Any) -> Layout:
+    kind = _tuple_class(hint)
+    return None if kind is None else (kind, tuple(map(_layout_of, get_type_hints(kind).values())))
 
 
-def _is_tuple(kind: Any) -> bool:
-    return hasattr(kind, "_fields")
+def _flatten(values: Sequence[Any], layouts: Sequence[Layout]) -> list[Any]:
+    fields: list[Any] = []
+    for value, layout in zip(values, layouts, strict=True):
+        if layout is None:
+            fields.append(value)
+        else:
+            fields += _flatten((None,) * len(layout[1]) if value is None else value, layout[1])
+    return fields
 
 
-@cache  # A compiled graph asks at each call of an operator.
-def _hints_of(kind: Any) -> list[tuple[str, Any]]:
-    hints = get_type_hints(kind)
-    return [(name, hints[name]) for name in kind._fields]
+def _nest(fields: Iterator[Any], layouts: Sequence[Layout]) -> list[Any]:
+    """Return the values whose fields `_flatten` returned."""
+    return [next(fields) if layout is None else _tuple_of(layout[0], _nest(fields, layout[1])) for layout in layouts]
 
 
-def _fields_of(kind: Any) -> list[tuple[str, Any]]:
-    """Return the names and types of a NamedTuple class's fields; an inner tuple counts as its own fields."""
-    return [each for field in _hints_of(kind) for each in (_fields_of(field[1]) if _is_tuple(field[1]) else [field])]
+def _tuple_of(kind: Any, values: list[Any]) -> Any:
+    return None if all(value is None for value in values) else kind(*values)
 
 
-def _values_of(value: Any) -> list[Any]:
-    """Return the values of a tuple's fields, in the order of `_fields_of`."""
-    parts = (_values_of(field) if isinstance(field, tuple) and _is_tuple(field) else [field] for field in value)
-    return [each for part in parts for each in part]
-
-
-def _nested(kind: Any, values: Iterator[Any]) -> Any:
-    """Return a tuple of a class from the values of `_values_of`."""
-    return kind(*(_nested(hint, values) if _is_tuple(hint) else next(values) for _, hint in _hints_of(kind)))
-
-
-def _with_fields(reference: Callable[..., Any], tuples: dict[str, Any]) -> Callable[..., Any]:
-    """Return a function with the reference's signature and the fields of tuples instead of tuples.
-
-    Fields have no defaults, because with torch 2.11 calls failed if mutated arguments had defaults and were None.
-    """
-    signature, parameters = inspect.signature(reference), []
-    for parameter in signature.parameters.values():
-        if (kind := tuples.get(parameter.name)) is None:
-            parameters.append(parameter)
-            continue
-        for name, annotation in _fields_of(kind):
-            annotation = annotation if parameter.annotation is kind else annotation | None
-            parameters.append(inspect.Parameter(name, parameter.kind, annotation=annotation))
-
-    def prototype(*args: Any) -> None:
-        """Carry a signature to `infer_schema`."""
-
-    prototype.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return prototype
-
-
-def _take_named(function: Callable[..., Result], reference: Callable[..., Any]) -> Callable[..., Result]:
-    """Wrap `function`, which has some of the reference's parameters, as a function of all parameters.
+def _flat(hints: dict[str, Any]) -> dict[str, Any]:
+    """Return names and types of the custom op's arguments.
 
     Raises:
-        ValueError: `function` has a parameter that the reference has not.
+        ValueError: Two arguments have one name.
     """
-    parameters, names = inspect.signature(reference).parameters, list(inspect.signature(function).parameters)
-    if unknown := set(names) - set(parameters):
-        raise ValueError(f"fake or runs takes {sorted(unknown)}; {reference.__name__} has {', '.join(parameters)}")
-    defaults = {name: parameters[name].default for name in parameters}
+    fields: dict[str, Any] = {}
+    for name, hint in hints.items():
+        kind, inner = _tuple_class(hint), {name: hint}
+        if kind is not None:
+            inner = _flat(get_type_hints(kind))
+            inner = inner if hint is kind else {field: each | None for field, each in inner.items()}
+        if both := fields.keys() & inner.keys():
+            raise ValueError(f"the operator has two arguments named {sorted(both)[0]!r}; rename a field")
+        fields |= inner
+    return fields
 
-    def call(*args: Any, **kwargs: Any) -> Result:
-        values = {**defaults, **dict(zip(parameters, args, strict=False)), **kwargs}
-        return function(*(values[name] for name in names))
 
-    return call
+def _prototype(hints: dict[str, Any], result: Any) -> Callable[..., Any]:
+    """Return a function that carries a signature to `infer_schema`.
+
+    Its parameters have no defaults, because with torch 2.11 calls failed if mutated arguments had defaults and were
+    None.
+    """
+
+    def prototype(*args: Any) -> None: ...
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, kind, annotation=hint) for name, hint in hints.items()]
+    prototype.__signature__ = inspect.Signature(parameters, return_annotation=result)  # type: ignore[attr-defined]
+    return prototype

@@ -14,17 +14,16 @@ LARGE_FUNCTIONS = {  # values are reasons
 
 
 def large_functions(syntax: ast.Module) -> Iterator[str]:
-    """Names of functions with too many parameters or lines, but for kernels and for schemas of operators."""
+    """Names of functions with too many parameters or lines, but for kernels."""
 
     def visit(node: ast.AST, names: tuple[str, ...]) -> Iterator[str]:
         for child in ast.iter_child_nodes(node):
             inner = (*names, child.name) if isinstance(child, FUNCTIONS | ast.ClassDef) else names
             if isinstance(child, FUNCTIONS):
                 decorators = " ".join(map(ast.unparse, child.decorator_list))
-                is_kernel, is_operator = re.search(r"\bjit\b", decorators), decorators.startswith("operator(")
-                parameters = parameters_of(child)
                 is_long = child.end_lineno - child.lineno >= MOST_LINES
-                if not is_kernel and (is_long or (len(parameters) > MOST_PARAMETERS and not is_operator)):
+                has_many = len(parameters_of(child)) > MOST_PARAMETERS
+                if not re.search(r"\bjit\b", decorators) and (is_long or has_many):
                     yield ".".join(inner)
             yield from visit(child, inner)
 
@@ -57,5 +56,4 @@ def test_large_functions_are_found() -> None:
     assert large(f"def f(*, {few}, **rest):\n  def g({many}): 0") == ["f", "f.g"]
     assert large(f"def f():\n{long}") == ["f"]
     assert not large(f"@triton.jit(do_not_specialize=[])\ndef f({many}):\n{long}")
-    assert not large(f"@operator('f', fake=nothing)\ndef f({many}): 0")
-    assert large(f"@operator('f', fake=nothing)\ndef f({many}):\n{long}") == ["f"]
+    assert large(f"@operator('f', fake=nothing)\ndef f({many}): 0") == ["f"]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dcpmla.attention.backends import DECODE_BACKENDS, select_backend
 from dcpmla.attention.calls import DecodeCall, Queries, split_queries
+from dcpmla.attention.projection_calls import ValueProjection
 from dcpmla.attention.projections import project_values
 from dcpmla.attention.step.metadata import DecodeMetadata
 from dcpmla.comm.exchange import Exchange, Mailbox
@@ -122,35 +123,35 @@ def dcp_mla_decode(
     """
     if not q_is_replicated:
         q = exchange.gather_heads(q if isinstance(q, Tensor) else torch.cat(q, -1))
-    q, q_pe = split_queries(q, kv_lora_rank)
-    call = DecodeCall(
-        q,
-        q_pe,
-        kv_cache,
-        decode.block_table,
-        decode.local_seq_lens,
-        scale,
-        kv_lora_rank,
-        request_index=decode.request_index,
-        query_start_loc=decode.query_start_loc,
-        max_query_len=decode.max_query_len,
-        workspace=decode.workspace,
-        kv_scale=kv_scale,
-        q_scale=q_scale,
-        dtype=dtype,
-        backend=backend,
-    ).checked()
+    call = call_of(q, kv_cache, decode, scale, kv_lora_rank)
+    call = call._replace(kv_scale=kv_scale, q_scale=q_scale, dtype=dtype, backend=backend).checked()
     # A kernel sends rows itself (`Mailbox`) only for segments of one token without padding: owners wait for every row,
     # and kernels skip rows after the last segment.
     if w_uv is None and call.has_one_token_each:
-        mailbox = exchange.mailbox(q.shape[0], q.shape[1], kv_lora_rank, call.out_dtype)
+        mailbox = exchange.mailbox(len(call.q), call.q.shape[1], kv_lora_rank, call.out_dtype)
         if mailbox is not None:
             return run_call(call, mailbox)
     out, lse = run_call(call, None)
     if w_uv is not None:
         codes, scales = unpack(w_uv)
-        out = project_values(out, codes, scales).unflatten(1, codes.shape[:2])
+        out = project_values(ValueProjection(out, codes, scales)).unflatten(1, codes.shape[:2])
     return exchange.combine(out, lse)
+
+
+def call_of(q: Queries, kv_cache: Tensor, decode: DecodeMetadata, scale: float, kv_lora_rank: int) -> DecodeCall:
+    """Return the call of a step's decodes, without scales and other options."""
+    return DecodeCall(
+        *split_queries(q, kv_lora_rank),
+        kv_cache,
+        decode.block_table,
+        decode.local_seq_lens,
+        scale,
+        kv_lora_rank,
+        decode.request_index,
+        decode.query_start_loc,
+        decode.max_query_len,
+        decode.workspace,
+    )
 
 
 def _empty_output(call: DecodeCall, mailbox: Mailbox | None) -> tuple[Tensor, Tensor]:
@@ -168,4 +169,4 @@ def run_call(call: DecodeCall, mailbox: Mailbox | None) -> tuple[Tensor, Tensor]
         return chosen.run(call)
     if chosen.sends_rows:
         return chosen.run(call, mailbox)
-    return import_kernel("dcpmla.comm.direct_ops:combine")(*chosen.run(call), mailbox, is_fp8=False)
+    return import_kernel("dcpmla.comm.direct_ops:combine")(*chosen.run(call), mailbox, False)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.operators import operator
-from dcpmla.parallel.fp8 import AnyRows, QuantizedRows, empty_codes, quantize_rows
+from dcpmla.parallel.fp8 import AnyRows, QuantizedRows, empty_rows, rows_or_codes
 
 
 def apply_gates(out: Tensor, logits: Tensor, quantizes: bool = False) -> AnyRows:
@@ -20,18 +20,13 @@ def apply_gates(out: Tensor, logits: Tensor, quantizes: bool = False) -> AnyRows
     return QuantizedRows(*codes) if quantizes else rows
 
 
-def _empty(out: Tensor, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return out.new_empty(out.shape[0], 0 if quantizes else out.shape[1]), *empty_codes(out, quantizes)
-
-
 @operator(
     "apply_gates",
     kernel="dcpmla.attention.triton.gates:apply_gates",
-    fake=_empty,
-    runs=lambda out: out.is_cuda and out.dtype != torch.float64,
+    fake=lambda out, _, quantizes: empty_rows(out, quantizes),
+    runs=lambda out, *_: out.is_cuda and out.dtype != torch.float64,
 )
 def _apply_gates(out: Tensor, logits: Tensor, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows, codes and scales; either the first or the others have no columns."""
+    """Return `rows_or_codes` of the product."""
     gates = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid().to(out.dtype)
-    rows = (out.unflatten(1, (logits.shape[1], -1)) * gates[..., None]).flatten(1)
-    return (rows.new_empty(len(rows), 0), *quantize_rows(rows)) if quantizes else (rows, *empty_codes(rows, False))
+    return rows_or_codes((out.unflatten(1, (logits.shape[1], -1)) * gates[..., None]).flatten(1), quantizes)

@@ -19,7 +19,7 @@ def log_positions(positions: Tensor, dtype: torch.dtype) -> Tensor:
 @operator(
     "scale_queries",
     kernel="dcpmla.attention.triton.head_factors:scale_queries",
-    fake=lambda q, padding: q.new_empty(*q.shape[:2], q.shape[2] + padding),
+    fake=lambda q, _logs, _scale, _bias, padding: q.new_empty(*q.shape[:2], q.shape[2] + padding),
 )
 def scale_queries(q: Tensor, logs: Tensor, scale: Tensor, bias: Tensor, padding: int) -> Tensor:
     """Return queries times their heads' factors, with columns of zeros after each.

@@ -9,8 +9,8 @@ as in the cache.
 import torch
 from torch import Tensor
 
-from dcpmla.attention.calls import DecodeCall, Queries, split_queries
-from dcpmla.attention.decode import run_call
+from dcpmla.attention.calls import Queries
+from dcpmla.attention.decode import call_of, run_call
 from dcpmla.attention.obstacles import hopper_widths
 from dcpmla.attention.ordered_reference import OrderedPrefillCall, Sums, new_sums, prefill_in_order, runs_kernel
 from dcpmla.attention.prefill import ContextGather, UpProjection, latents_of, read_cache_rows, up_project
@@ -45,19 +45,8 @@ def dcp_mla_decode_in_order(
     """
     if not q_is_replicated:
         q = exchange.gather_heads(q if isinstance(q, Tensor) else torch.cat(q, -1))
-    call = DecodeCall(
-        *split_queries(q, kv_lora_rank),
-        kv_cache,
-        decode.block_table,
-        decode.local_seq_lens,
-        scale,
-        kv_lora_rank,
-        decode.request_index,
-        decode.query_start_loc,
-        decode.max_query_len,
-        kv_scale=kv_scale,
-        num_classes=num_classes,
-    )
+    call = call_of(q, kv_cache, decode, scale, kv_lora_rank)
+    call = call._replace(workspace=None, kv_scale=kv_scale, num_classes=num_classes)
     out, lse = exchange.combine(*run_call(call.checked(), None))
     return out.to(call.q.dtype), lse
 
@@ -144,7 +133,7 @@ def attend_to_chunk(call: OrderedPrefillCall, out: Tensor, lse: Tensor, sums: Su
 @operator(
     "round_latents",
     kernel="dcpmla.cache.kernels:round_latents",
-    fake=lambda latents: latents.new_empty(latents.shape),
+    fake=lambda latents, *_: latents.new_empty(latents.shape),
 )
 def round_latents(latents: Tensor, kv_lora_rank: int, storage: torch.dtype, kv_scale: Tensor | None) -> Tensor:
     """Return latents [N, L + R] as a cache of dtype `storage`, of 8 bits, would hold them. A custom op."""

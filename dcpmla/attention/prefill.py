@@ -13,7 +13,7 @@ from dcpmla.attention.step.chunks import ContextChunk, PrefillMetadata
 from dcpmla.cache.formats import check_kv_scale, is_quantized, rope_dim_of, to_latents
 from dcpmla.comm.exchange import Exchange
 from dcpmla.merge import merge_partials
-from dcpmla.operators import operator
+from dcpmla.operators import is_on_gpu, operator
 
 UpProjection = Callable[[Tensor], Tensor]  # kv_c [S, L] -> [S, h (P + V)], each head's k_nope, then its values
 
@@ -128,7 +128,7 @@ def latents_of(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: 
     "read_cache_rows",
     kernel="dcpmla.cache.kernels:read_cache_rows",
     fake=lambda kv_cache, slots: kv_cache.new_empty(slots.shape[0], kv_cache.shape[-1]),
-    runs=lambda kv_cache: kv_cache.is_cuda,
+    runs=is_on_gpu,
 )
 def read_cache_rows(kv_cache: Tensor, slots: Tensor) -> Tensor:
     """Return rows [N, width] of a layer's cache at slots [N] int64, as they are stored. A custom op."""
@@ -138,10 +138,10 @@ def read_cache_rows(kv_cache: Tensor, slots: Tensor) -> Tensor:
 @operator(
     "dequantize_rows",
     kernel="dcpmla.cache.kernels:dequantize_rows",
-    fake=lambda rows, kv_lora_rank, dtype: rows.new_empty(
+    fake=lambda rows, kv_lora_rank, _, dtype: rows.new_empty(
         rows.shape[0], kv_lora_rank + rope_dim_of(rows.shape[1], rows.dtype, kv_lora_rank), dtype=dtype
     ),
-    runs=lambda rows, dtype: rows.is_cuda and dtype != torch.float64,
+    runs=lambda rows, _rank, _scale, dtype: rows.is_cuda and dtype != torch.float64,
 )
 def dequantize_rows(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Dequantize rows [N, width] of an 8-bit cache to latents [N, L + R] (`formats.to_latents`). A custom op."""
@@ -180,8 +180,8 @@ def mha_prefill(call: PrefillCall) -> tuple[Tensor, Tensor]:
 @operator(
     "merge_part",
     kernel="dcpmla.attention.triton.merge:merge_part",
-    fake=lambda out, lse, dtype: (torch.empty_like(out, dtype=dtype), torch.empty_like(lse)),
-    runs=lambda out: out.is_cuda,
+    fake=lambda out, lse, _part, _part_lse, dtype: (torch.empty_like(out, dtype=dtype), torch.empty_like(lse)),
+    runs=is_on_gpu,
 )
 def merge_part(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Merge one more partial result into (out, lse): `merge_partials` of the two, in float32 at least.

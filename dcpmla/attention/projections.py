@@ -11,15 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dcpmla.attention.projection_calls import LatentWrite, QueryAbsorption, ValueProjection
 from dcpmla.attention.sparse.step import SelectedTokens
-from dcpmla.cache.formats import FP8, to_fp8, write_latents
+from dcpmla.cache.formats import to_fp8, write_latents
 from dcpmla.comm.norm import rms_norm
-from dcpmla.operators import nothing, operator
+from dcpmla.operators import is_float_on_gpu, nothing, operator
 from dcpmla.parallel.by_rows import by_rows
 from dcpmla.parallel.fixed import multiply_rows
 from dcpmla.parallel.fp8 import PlainRows, dequantize_blocks, empty_codes, quantize_rows, runs_fp8
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Tokens(NamedTuple):
@@ -106,91 +105,42 @@ def query_factor(positions: Tensor, llama_4_scaling: tuple[float, int] | None, d
     return factor.to(dtype)
 
 
-def _empty_latents(down: Tensor, q_weight: Tensor | None, quantizes: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    num_tokens, q_rank = down.shape[0], 0 if q_weight is None else q_weight.shape[0]
-    q_c, latents = down.new_empty(num_tokens, q_rank), down.new_empty(num_tokens, down.shape[1] - q_rank)
-    return q_c, latents, *empty_codes(q_c, quantizes)
-
-
 @operator(
     "norm_rope_cache",
     kernel="dcpmla.attention.triton.projections:norm_rope_cache",
-    fake=_empty_latents,
+    fake=LatentWrite.new_results,
     mutates_args=("kv_cache",),
 )
-def norm_rope_cache(
-    down: Tensor,
-    kv_cache: Tensor,
-    slots: Tensor,
-    q_weight: Tensor | None,
-    kv_weight: Tensor,
-    eps: float,
-    kv_lora_scale: float,
-    cos_sin: Tensor | None,
-    rope_interleaved: bool,
-    kv_scale: Tensor | None,
-    quantizes: bool = False,
-    k_pe_weight: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def norm_rope_cache(call: LatentWrite) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalize q_c and kv_c, rotate k_pe, and write the latents that this rank owns into the cache.
 
-    Args:
-        down: Fused down-projection [T, Lq + L + R]: q_c (Lq may be 0), kv_c, k_pe.
-        kv_cache: [num_blocks, block_size, width] in one of the formats of `dcpmla.cache.formats`, written at the slots.
-        slots: Slots [T] int64, -1 where another rank owns the token.
-        q_weight, kv_weight: Weights of the norms, [Lq] or None, and [L].
-        kv_lora_scale: Factor of kv_c after its norm (LongCat).
-        cos_sin: [T, R] float32 as in `apply_rope`; None leaves k_pe as it is.
-        kv_scale: Scale of an fp8 cache (`formats.to_cache_rows`), float32 of one element; None for other caches.
-        quantizes: Whether to return q_c quantized as well, bit for bit as `quantize_rows` does; Lq must then be a
-            multiple of 128.
-        k_pe_weight: Weight [R] of a norm of k_pe before it is rotated (dots3); None for no norm.
     Returns:
         q_c [T, Lq] after its norm; latents [T, L + R] before cache rounding: kv_c after its norm, k_pe rotated; codes
         and scales of q_c, with 0 columns unless quantizes, because an op always returns the same number of tensors.
     Source: DeepSeek-V2, section 2.1; norms round where transformers' do (`rms_norm`).
     """
+    down, kv_cache, slots, q_weight, kv_weight, eps, kv_lora_scale, cos_sin, rope_interleaved, *_ = call
     q_rank = 0 if q_weight is None else len(q_weight)
     q_c, kv_c, k_pe = down.tensor_split((q_rank, q_rank + len(kv_weight)), -1)
     kv_c = rms_norm(kv_c, kv_weight, eps) * kv_lora_scale
-    if k_pe_weight is not None:
-        k_pe = rms_norm(k_pe, k_pe_weight, eps)
+    if call.k_pe_weight is not None:
+        k_pe = rms_norm(k_pe, call.k_pe_weight, eps)
     if cos_sin is not None:
         k_pe = apply_rope(k_pe, cos_sin, rope_interleaved)
-    write_latents(kv_cache, kv_c, k_pe, slots, kv_scale)
+    write_latents(kv_cache, kv_c, k_pe, slots, call.kv_scale)
     q_c = q_c.clone() if q_weight is None else rms_norm(q_c, q_weight, eps)
-    return q_c, torch.cat([kv_c, k_pe], -1), *(quantize_rows(q_c) if quantizes else empty_codes(q_c, False))
+    return q_c, torch.cat([kv_c, k_pe], -1), *(quantize_rows(q_c) if call.quantizes else empty_codes(q_c, False))
 
 
 @operator(
     "absorb_query",
     kernel="dcpmla.attention.triton.projections:absorb_query",
-    fake=lambda q, w_uk, q_scale: q.new_empty(
-        *q.shape[:2], q.shape[2] - w_uk.shape[1] + w_uk.shape[2], dtype=q.dtype if q_scale is None else FP8
-    ),
-    runs=lambda q, w_scales: q.is_cuda and q.dtype in _DTYPES and (w_scales is None or runs_fp8(q.device)),
+    fake=QueryAbsorption.new_query,
+    runs=lambda call: is_float_on_gpu(call) and (call.w_scales is None or runs_fp8(call.q.device)),
 )
-def absorb_query(
-    q: Tensor,
-    w_uk: Tensor,
-    cos_sin: Tensor | None,
-    rope_interleaved: bool,
-    q_scale: Tensor | None,
-    w_scales: Tensor | None = None,
-    is_deterministic: bool = False,
-) -> Tensor:
-    """Return the query of attention over latents, [q_nope W_UK | q_pe rotated].
-
-    Args:
-        q: [T, H, P + R], not rotated.
-        w_uk: [H, P, L].
-        cos_sin: [T, R] float32 as in `apply_rope`; None leaves q_pe as it is.
-        q_scale: Scale that rounds the query to e4m3 (`formats.to_fp8`), float32 of one element; None keeps q's dtype.
-        w_scales: Scales of a w_uk in e4m3 (`BlockFp8`), float32 [H, P / 128, L / 128].
-        is_deterministic: Whether a row's bits depend on no other row and no other head (`parallel.fixed`).
-    Returns:
-        [T, H, L + R].
-    """
+def absorb_query(call: QueryAbsorption) -> Tensor:
+    """Return the query of attention over latents, [q_nope W_UK | q_pe rotated], [T, H, L + R]."""
+    q, w_uk, cos_sin, rope_interleaved, q_scale, w_scales, is_deterministic = call
     w_uk = _values_of(w_uk, w_scales, q.dtype)
     q_nope, q_pe = q.tensor_split((w_uk.shape[1],), -1)
     if cos_sin is not None:
@@ -213,27 +163,21 @@ def rotate_query_(q: Tensor, cos_sin: Tensor, rope_interleaved: bool) -> None:
 @operator(
     "project_values",
     kernel="dcpmla.attention.output.kernels:project_values",
-    fake=lambda out, w_uv: out.new_empty(out.shape[0], w_uv.shape[0] * w_uv.shape[1]),
-    runs=lambda out, w_scales, is_deterministic: (
-        (w_scales is not None or is_deterministic) and out.dtype in _DTYPES and runs_fp8(out.device)
+    fake=ValueProjection.new_values,
+    runs=lambda call: (
+        (call.w_scales is not None or call.is_deterministic) and is_float_on_gpu(call) and runs_fp8(call.out.device)
     ),
 )
-def project_values(out: Tensor, w_uv: Tensor, w_scales: Tensor | None = None, is_deterministic: bool = False) -> Tensor:
-    """Turn attention over latents, out [T, H, L], into values [T, H V] by w_uv [H, V, L], before or after the merge.
-
-    Args:
-        w_scales: Scales of a w_uv in e4m3 (`BlockFp8`), float32 [H, V / 128, L / 128].
-        is_deterministic: Same as in `absorb_query`.
-    """
-    values = out.new_empty(out.shape[0], w_uv.shape[0] * w_uv.shape[1])
-    project_into(out, w_uv, w_scales, values, is_deterministic)
+def project_values(call: ValueProjection) -> Tensor:
+    """Turn attention over latents into values [T, H V]."""
+    values = call.out.new_empty(len(call.out), call.w_uv.shape[0] * call.w_uv.shape[1])
+    project_into(call, values)
     return values
 
 
-def project_into(
-    out: Tensor, w_uv: Tensor, w_scales: Tensor | None, values: Tensor, is_deterministic: bool = False
-) -> None:
+def project_into(call: ValueProjection, values: Tensor) -> None:
     """Compute `project_values` by plain torch, into values [T, h V] with stride 1 along a row."""
+    out, w_uv, w_scales, is_deterministic = call
     w_uv = _values_of(w_uv, w_scales, out.dtype)
     if is_deterministic:
         values.copy_(multiply_rows(out, w_uv).flatten(1))

@@ -13,8 +13,8 @@ from dcpmla.operators import operator
 @operator(
     "apply_sinks",
     kernel="dcpmla.attention.triton.sinks:apply_sinks",
-    fake=lambda out: out.new_empty(out.shape),
-    runs=lambda out: out.is_cuda and out.dtype != torch.float64,
+    fake=lambda out, *_: out.new_empty(out.shape),
+    runs=lambda out, *_: out.is_cuda and out.dtype != torch.float64,
 )
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Return attention's output with the sinks in its denominators. A custom op.

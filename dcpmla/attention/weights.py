@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from dcpmla.attention.fp8_scales import KV_SCALE_NAMES, OUTPUT_SCALE_NAMES, Q_SCALE_NAMES, new_scale, read_scale
 from dcpmla.attention.placement import Placement
+from dcpmla.attention.projection_calls import LatentWrite, QueryAbsorption
 from dcpmla.attention.projections import MHAInputs, Tokens, absorb_query, norm_rope_cache, rotate_query_
 from dcpmla.config import MLAConfig
 from dcpmla.parallel.fixed import fixed_linear
@@ -162,7 +163,7 @@ class AttentionWeights(nn.Module):
         """Cache the latents; return the query projection's input (`Tokens.q_c`), and the latents before rounding."""
         config, has_q_c = self.config, self.config.q_lora_rank is not None
         down = self.down_proj(hidden_states)
-        q_c, latents, *codes = norm_rope_cache(
+        call = LatentWrite(
             down if config.projects_pe else F.pad(down, (0, config.qk_rope_head_dim)),
             kv_cache,
             slots,
@@ -176,6 +177,7 @@ class AttentionWeights(nn.Module):
             has_q_c and self.q_b_proj.takes_quantized and not config.query_gates,
             None if self.k_pe_layernorm is None else self.k_pe_layernorm.weight,
         )
+        q_c, latents, *codes = norm_rope_cache(call)
         if config.query_gates:
             return torch.cat([q_c, down[:, : q_c.shape[1]]], -1), latents
         # q_c with its fp8 codes, or alone if it was not quantized
@@ -210,7 +212,7 @@ class AttentionWeights(nn.Module):
     def absorb(self, q: Tensor, w_uk: Tensor | BlockFp8, cos_sin: Tensor | None, q_scale: Tensor | None) -> Tensor:
         codes, scales = unpack(w_uk)
         is_interleaved, is_deterministic = self.config.rope_interleaved, self.dcp.deterministic
-        return absorb_query(q, codes, cos_sin, is_interleaved, q_scale, scales, is_deterministic)
+        return absorb_query(QueryAbsorption(q, codes, cos_sin, is_interleaved, q_scale, scales, is_deterministic))
 
     def load_weights(self, weights: Mapping[str, Weight]) -> None:
         """Read this rank's part of every parameter, and the scales that no option gives.

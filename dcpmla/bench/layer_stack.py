@@ -9,6 +9,7 @@ from dcpmla.attention.calls import decode_workspace
 from dcpmla.attention.decode import mla_decode
 from dcpmla.attention.latent_spec import LatentSpec
 from dcpmla.attention.layer import PROJECT_FIRST_TOKENS, MLAAttention
+from dcpmla.attention.projection_calls import ValueProjection
 from dcpmla.attention.projections import project_values, query_factor
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.table import StepRequests
@@ -98,7 +99,7 @@ class LayerStack(Stack):
         """Run W_UV, before or after the merge, o_proj and its all-reduce."""
         for layer in self.layers:
             if self.projects_first:
-                project_values(self.group_out, *unpack(layer.w_uv_group))
+                project_values(ValueProjection(self.group_out, *unpack(layer.w_uv_group)))
                 layer.o_proj(self.rows.flatten(1))
             else:
-                layer.o_proj(project_values(self.rows, *unpack(layer.w_uv)))
+                layer.o_proj(project_values(ValueProjection(self.rows, *unpack(layer.w_uv))))

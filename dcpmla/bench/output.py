@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.output.rows import OutputQuant, OutputRows
+from dcpmla.attention.projection_calls import ValueProjection
 from dcpmla.attention.projections import project_values
 from dcpmla.bench.options import add_measured
 from dcpmla.bench.results import Row, dtype_name
@@ -49,7 +50,7 @@ class OutputInputs:
 
     def project(self, index: int) -> Tensor:
         """Run W_UV alone."""
-        return project_values(*self.sets[index % len(self.sets)])
+        return project_values(ValueProjection(*self.sets[index % len(self.sets)]))
 
     def fused(self, quant: OutputQuant, index: int) -> Tensor:
         """Run W_UV and the quantization as one."""

@@ -17,6 +17,7 @@ from dcpmla.bench.results import Row, dtype_name, finite, is_within
 from dcpmla.bench.runner import Benchmark, Kept
 from dcpmla.bench.timing import calls_per_sample, largest, time_operation
 from dcpmla.cli.options import positive
+from dcpmla.comm.calls import NormedSum
 from dcpmla.comm.norm import add_norm, rms_norm
 from dcpmla.comm.reduce import CollectiveReduce, select_reduce
 from dcpmla.job.join import Job
@@ -86,7 +87,7 @@ class SymmMemReduce:
             summed = torch.ops.symm_mem.two_shot_all_reduce_(memory, "sum", self._group_name)
         else:
             summed = torch.ops.symm_mem.one_shot_all_reduce_copy(memory, partial, "sum", self._group_name)
-        normed, new_residual, *_ = add_norm(summed, residual, weight, eps)
+        normed, new_residual, *_ = add_norm(NormedSum(summed, residual, weight, eps))
         return normed, new_residual
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcpmla.attention.sparse.calls import IndexQueries
 from dcpmla.attention.sparse.candidates import EMPTY
 from dcpmla.attention.sparse.scores import index_scores
 from dcpmla.attention.sparse.slots import SlotLayout
@@ -140,7 +141,7 @@ class SelectionInputs:
         """Score this rank's keys."""
         number = index % self.num_sets
         keys = self.index_cache, self.block_tables[number], self.request, *self.lens
-        return index_scores(self.q[number], self.weights[number], *keys, self.case.topk)
+        return index_scores(IndexQueries(self.q[number], self.weights[number], *keys, self.case.topk))
 
     def nominate(self, scores: Tensor) -> Tensor:
         """Return this rank's candidates [T, k]."""
@@ -154,7 +155,7 @@ class SelectionInputs:
     def _choose(self, candidates: Tensor, table: Tensor, request: Tensor, selection: SelectedTokens) -> None:
         case = self.case
         layout = SlotLayout(table, request, BLOCK_SIZE, case.owner)
-        choose_tokens(candidates.flatten(1), layout, None, selection.positions, selection.slots, selection.num_slots)
+        choose_tokens(candidates.flatten(1), layout, selection)
 
     def select(self, index: int) -> None:
         """Run all operations."""
@@ -168,14 +169,12 @@ class SelectionInputs:
         """
         case, last = self.case, slice(-1, None)
         self.select(0)
-        lens = [numbers[last] for numbers in self.lens]
+        lens = self.lens[0][last], self.lens[1][last]
         # Float32 queries are scored by torch code on a GPU too; the other operations have it on CPUs alone.
         keys = self.index_cache, self.block_tables[0], self.request[last], *lens
-        scores = index_scores(self.q[0, last].float(), self.weights[0, last], *keys, case.topk).cpu()
+        scores = index_scores(IndexQueries(self.q[0, last].float(), self.weights[0, last], *keys, case.topk)).cpu()
         candidates = self._of_ranks[0][last].cpu().clone()
-        candidates[:, case.dcp_rank] = local_candidates(
-            scores, *(numbers.cpu() for numbers in lens), case.topk, case.owner
-        )
+        candidates[:, case.dcp_rank] = local_candidates(scores, lens[0].cpu(), lens[1].cpu(), case.topk, case.owner)
         answer = SelectedTokens.empty(1, case.topk, "cpu")
         self._choose(candidates, self.block_tables[0].cpu(), self.request[last].cpu(), answer)
         pairs = zip(_tokens(self.selection.rows(last)), _tokens(answer), strict=True)

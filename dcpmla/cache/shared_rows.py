@@ -27,7 +27,7 @@ def write_rows(cache: Tensor, rows: Tensor, slots: Tensor) -> None:
     "read_shared_rows",
     kernel="dcpmla.cache.shared_kernels:read_shared_rows",
     fake=lambda cache, slots, head_dim, dtype: cache.new_empty(*slots.shape, head_dim, dtype=dtype),
-    runs=lambda cache, dtype: cache.is_cuda and dtype != torch.float64,
+    runs=lambda cache, _slots, _head_dim, dtype: cache.is_cuda and dtype != torch.float64,
 )
 def read_rows(cache: Tensor, slots: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
     """Return rows [..., D] in `dtype` at slots [...] int64. A custom op."""

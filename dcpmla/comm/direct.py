@@ -12,7 +12,7 @@ from dcpmla.comm.direct_ops import MAX_SIZE, combine, combine_room, gather, new_
 from dcpmla.comm.exchange import Mailbox, pairs
 from dcpmla.comm.kernels.landings import NUM_PROGRAMS
 from dcpmla.comm.nccl import AllToAll
-from dcpmla.comm.place import place
+from dcpmla.comm.place import Window, place
 from dcpmla.comm.symmetric import Allocate, PeerMemory, allocate, wait_for_all
 
 _MAX_LANDING_BYTES = 1 << 29  # kernels count the bytes of all landings in 32 bits
@@ -162,6 +162,6 @@ class _Windows:
         """
         window_at = self._next * self.window_bytes
         self._next = (self._next + 1) % self._num_windows
-        place(rows, targets, self._mailbox, window_at, self._num_windows * self.window_bytes, operation)
+        place(rows, targets, Window(self._mailbox, window_at, self._num_windows * self.window_bytes), operation)
         window = self._memory.mine[window_at : window_at + self.window_bytes].view(rows.dtype)
         return window[: window.numel() // rows.shape[1] * rows.shape[1]].view(-1, rows.shape[1])

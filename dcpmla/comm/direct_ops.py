@@ -83,7 +83,7 @@ def choose_tiling(num_rows: int, width: int, size: int, is_fp8: bool) -> Tiling:
 
 @operator(
     "direct_gather",
-    fake=lambda q, mailbox: q.new_empty(q.shape[0], mailbox.addresses.shape[0] * q.shape[1], q.shape[2]),
+    fake=lambda q, mailbox, *_: q.new_empty(q.shape[0], mailbox.addresses.shape[0] * q.shape[1], q.shape[2]),
     mutates_args=("state",),
 )
 def gather(q: Tensor, mailbox: Mailbox, is_fp8: bool, operation: str) -> Tensor:
@@ -119,7 +119,7 @@ def gather(q: Tensor, mailbox: Mailbox, is_fp8: bool, operation: str) -> Tensor:
     return gathered
 
 
-def _empty_merged(out: Tensor, lse: Tensor, mailbox: Mailbox) -> tuple[Tensor, Tensor]:
+def _empty_merged(out: Tensor, lse: Tensor, mailbox: Mailbox, *_: object) -> tuple[Tensor, Tensor]:
     shape = out.shape[0], out.shape[1] // mailbox.addresses.shape[0]
     return out.new_empty(*shape, out.shape[2]), lse.new_empty(shape)
 

@@ -1,16 +1,19 @@
 """Sums over a TP group whose GPUs reach each other over NVLink: all-reduce, residual and RMSNorm in one kernel."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from dcpmla.comm.calls import NormedSum
 from dcpmla.comm.direct_ops import CARRIERS, enter, milliseconds, open_mailbox, raise_fault, sizes
 from dcpmla.comm.exchange import Mailbox
 from dcpmla.comm.faults import OPERATIONS
 from dcpmla.comm.kernels.landings import NUM_PROGRAMS
 from dcpmla.comm.kernels.reduce import one_shot_kernel, two_shot_kernel
-from dcpmla.comm.norm import check_rows, empty_results, norm_rows
+from dcpmla.comm.norm import checked, norm_rows
 from dcpmla.comm.symmetric import Allocate, allocate, wait_for_all
 from dcpmla.operators import operator
 from dcpmla.parallel.fp8 import NormedRows, PlainRows
@@ -23,6 +26,18 @@ _ONE_SHOT_BYTES = 420_000
 # Elements of partial rows up to which items are narrow, and past which they are wide. Measured on two H200s.
 _NARROW_ELEMENTS, _WIDE_ELEMENTS = 1 << 13, 1 << 20
 _FEWEST_ITEM_BYTES = 256  # bytes per item in a landing: 64 columns of 16 bits, from two ranks or with their sum
+
+
+class SumMemory(NamedTuple):
+    """The memory of sums.
+
+    Attributes:
+        squares: Sums of squares of items, int64, zeros between calls.
+        mailbox: Memory of the exchange.
+    """
+
+    squares: Tensor
+    mailbox: Mailbox
 
 
 class DirectReduce:
@@ -54,50 +69,44 @@ class DirectReduce:
         mailbox, self._landings = open_mailbox(group, device, landing_bytes, 0, timeout, allocate)
         self.fault, self.timeout, self._group_name = mailbox.fault, timeout, group.group_name
         squares = torch.zeros(landing_bytes // _FEWEST_ITEM_BYTES, dtype=torch.int64, device=device)
-        self._memory, self._is_deterministic = (squares, mailbox), is_deterministic
+        self._memory, self._is_deterministic = SumMemory(squares, mailbox), is_deterministic
         wait_for_all(group, device)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        return all_reduce(partial, None, self._is_deterministic, *self._memory)
+        return all_reduce(partial, None, self._is_deterministic, self._memory)
 
     def add_norm(
         self, partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False
     ) -> tuple[PlainRows, Tensor]:
-        check_rows(partial, residual, weight, quantizes)
+        call = checked(NormedSum(partial, residual, weight, eps, quantizes))
         if self._is_deterministic:  # items' squares add up in an order that depends on the number of rows
-            new_residual = all_reduce(partial, residual, True, *self._memory)
+            new_residual = all_reduce(partial, residual, True, self._memory)
             return NormedRows.join(*norm_rows(new_residual, weight, eps, quantizes)), new_residual
-        normed, new_residual, *codes = add_norm(partial, residual, weight, eps, quantizes, *self._memory)
+        normed, new_residual, *codes = add_norm(call, self._memory)
         return NormedRows.join(normed, *codes), new_residual
 
     def check(self) -> None:
         raise_fault(self.fault, self.timeout, self._group_name)
 
 
-@operator("direct_all_reduce", fake=lambda partial: partial.new_empty(partial.shape), mutates_args=("state", "squares"))
-def all_reduce(partial: Tensor, residual: Tensor | None, is_in_order: bool, squares: Tensor, memory: Mailbox) -> Tensor:
+@operator(
+    "direct_all_reduce", fake=lambda partial, *_: partial.new_empty(partial.shape), mutates_args=("state", "squares")
+)
+def all_reduce(partial: Tensor, residual: Tensor | None, is_in_order: bool, memory: SumMemory) -> Tensor:
     """Compute `Reduce.all_reduce` through landings, or the sum with a residual, in rank order if is_in_order."""
     sums, operation = partial.new_empty(partial.shape), "all_reduce" if residual is None else "add_norm"
     residual = None if residual is None else residual.contiguous()
-    _reduce(operation, partial, residual, None, (None, sums, None, None), 0.0, squares, memory, is_in_order)
+    _reduce(operation, partial, residual, None, 0.0, (None, sums, None, None), memory, is_in_order)
     return sums
 
 
-@operator("direct_add_norm", fake=empty_results, mutates_args=("state", "squares"))
-def add_norm(
-    partial: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    quantizes: bool,
-    squares: Tensor,
-    memory: Mailbox,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@operator("direct_add_norm", fake=lambda call, _: call.new_results(), mutates_args=("state", "squares"))
+def add_norm(call: NormedSum, memory: SumMemory) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute `Reduce.add_norm` through landings; return the results of `comm.norm.add_norm`."""
-    normed, sums, codes, scales = empty_results(residual, quantizes)
-    wanted = (normed, sums, codes, scales) if quantizes else (normed, sums, None, None)
-    _reduce("add_norm", partial, residual.contiguous(), weight, wanted, eps, squares, memory)
-    return normed, sums, codes, scales
+    results = call.new_results()
+    wanted = results if call.quantizes else (*results[:2], None, None)
+    _reduce("add_norm", call.rows, call.residual.contiguous(), call.weight, call.eps, wanted, memory)
+    return results
 
 
 def is_one_shot(num_bytes: int, size: int) -> bool:
@@ -118,16 +127,15 @@ def _reduce(
     partial: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
-    results: tuple[Tensor | None, Tensor, Tensor | None, Tensor | None],
     eps: float,
-    squares: Tensor,
-    memory: Mailbox,
+    results: tuple[Tensor | None, Tensor, Tensor | None, Tensor | None],
+    sum_memory: SumMemory,
     is_in_order: bool = False,
 ) -> None:
-    """Sum partial rows [T, N] of all ranks into results (`empty_results`, None for unwanted ones), in chunks that fit
-    into a landing.
+    """Sum partial rows [T, N] of all ranks into results (`NormedSum.new_results`, None for unwanted ones), in chunks
+    that fit into a landing.
     """
-    normed, sums, codes, scales = results
+    (normed, sums, codes, scales), (squares, memory) = results, sum_memory
     rank, size = enter("partial", partial, memory), len(memory.addresses)
     partial = partial.contiguous().view(CARRIERS[partial.element_size()])
     num_tokens, width = partial.shape

@@ -13,7 +13,7 @@ from torch.distributed import _functional_collectives as functional
 
 from dcpmla.comm.exchange import pairs
 from dcpmla.merge import merge_tree, partial_weights, weigh_partial
-from dcpmla.operators import operator
+from dcpmla.operators import is_on_gpu, operator
 from dcpmla.parallel.collectives import all_gather, named
 
 _ROW_ALIGNMENT = 16  # elements; Triton vectorizes loads only if it knows that a stride is a multiple of this
@@ -107,7 +107,7 @@ def _rows(buffer: Tensor, dtype: torch.dtype, width: int) -> Tensor:
     return buffer.view(dtype)[..., :width]
 
 
-def _empty_shares(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def _empty_shares(out: Tensor, lse: Tensor, _rank: int) -> tuple[Tensor, Tensor]:
     size, num_tokens, num_heads = lse.shape[0], out.shape[0], out.shape[1] // lse.shape[0]
     dtype = torch.promote_types(out.dtype, torch.float32)
     return out.new_empty(size, num_tokens, num_heads, out.shape[2], dtype=dtype), lse.new_empty(num_tokens, num_heads)
@@ -117,7 +117,7 @@ def _empty_shares(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     "weigh_rows",
     kernel="dcpmla.comm.kernels.merge:weigh_rows",
     fake=_empty_shares,
-    runs=lambda out: out.is_cuda,
+    runs=is_on_gpu,
 )
 def weigh_rows(out: Tensor, lse: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Weigh one rank's rows, so that their sum over the ranks is the merge.
@@ -138,7 +138,7 @@ def weigh_rows(out: Tensor, lse: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     "merge_rows",
     kernel="dcpmla.comm.kernels.merge:merge_rows",
     fake=lambda out, lse: (out.new_empty(out.shape[1:]), lse.new_empty(lse.shape[1:])),
-    runs=lambda out: out.is_cuda,
+    runs=is_on_gpu,
 )
 def merge_rows(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge the ranks' rows by `merge_tree`, in float32 at least, on a GPU in one kernel.

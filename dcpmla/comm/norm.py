@@ -9,17 +9,19 @@ the kernel of `comm/kernels/norm.py`, whose bits of a row depend on this row alo
 import torch
 from torch import Tensor
 
+from dcpmla.comm.calls import NormedSum
 from dcpmla.operators import operator
 from dcpmla.parallel.fp8 import empty_codes, quantize_rows
 from dcpmla.parallel.quantized import BLOCK
 
 
-def check_rows(rows: Tensor, residual: Tensor, weight: Tensor, quantizes: bool) -> None:
-    """Check the arguments of `add_norm`, for its callers (`comm/reduce.py`).
+def checked(call: NormedSum) -> NormedSum:
+    """Return the arguments of `add_norm` if they match, for its callers (`comm/reduce.py`).
 
     Raises:
         ValueError: Shapes or dtypes do not match.
     """
+    rows, residual, weight, _, quantizes = call
     if rows.dim() != 2 or residual.shape != rows.shape or residual.dtype != rows.dtype:
         raise ValueError(
             f"residual is {residual.dtype} {tuple(residual.shape)}; "
@@ -29,25 +31,19 @@ def check_rows(rows: Tensor, residual: Tensor, weight: Tensor, quantizes: bool) 
         raise ValueError(f"weight has shape {tuple(weight.shape)}; the rows to add have {rows.shape[1]} columns")
     if quantizes and rows.shape[1] % BLOCK:
         raise ValueError(f"the rows to add have {rows.shape[1]} columns; rows are quantized in groups of {BLOCK}")
+    return call
 
 
-def empty_results(residual: Tensor, quantizes: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return memory for the results of `add_norm`."""
-    normed, new_residual = residual.new_empty(residual.shape), residual.new_empty(residual.shape)
-    return normed, new_residual, *empty_codes(normed, quantizes)
-
-
-@operator("add_norm", kernel="dcpmla.comm.kernels.norm:add_norm", fake=empty_results)
-def add_norm(
-    rows: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Add rows [T, D] to the residual [T, D] in float32 at least, and norm the result. The caller has already summed
-    the rows over the ranks.
+@operator("add_norm", kernel="dcpmla.comm.kernels.norm:add_norm", fake=NormedSum.new_results)
+def add_norm(call: NormedSum) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Add rows to the residual in float32 at least, and norm the result. The caller has already summed the rows over
+    the ranks.
 
     Returns:
         `rms_norm` of the new residual, and the new residual, rounded to its dtype; codes and scales of the first,
         with 0 columns unless quantizes.
     """
+    rows, residual, weight, eps, quantizes = call
     new_residual = (residual.to(wide_dtype(residual.dtype)) + rows).to(residual.dtype)
     normed = rms_norm(new_residual, weight, eps)
     return normed, new_residual, *(quantize_rows(normed) if quantizes else empty_codes(normed, False))
@@ -56,9 +52,9 @@ def add_norm(
 @operator(
     "norm_rows",
     kernel="dcpmla.comm.kernels.norm:norm_rows",
-    fake=lambda x, quantizes: (x.new_empty(x.shape), *empty_codes(x, quantizes)),
+    fake=lambda x, _weight, _eps, quantizes: (x.new_empty(x.shape), *empty_codes(x, quantizes)),
 )
-def norm_rows(x: Tensor, weight: Tensor, eps: float, quantizes: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def norm_rows(x: Tensor, weight: Tensor, eps: float, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return `rms_norm` of rows [T, D], and its codes and scales, with 0 columns unless quantizes."""
     normed = rms_norm(x, weight, eps)
     return normed, *(quantize_rows(normed) if quantizes else empty_codes(normed, False))

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dcpmla.comm.norm import add_norm, check_rows, wide_dtype
+from dcpmla.comm.calls import NormedSum
+from dcpmla.comm.norm import add_norm, checked, wide_dtype
 from dcpmla.comm.select import direct_if_reached
 from dcpmla.parallel.collectives import named
 from dcpmla.parallel.fixed import sum_in_order
@@ -73,8 +74,8 @@ class CollectiveReduce:
     def add_norm(
         self, partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False
     ) -> tuple[PlainRows, Tensor]:
-        check_rows(partial, residual, weight, quantizes)
-        normed, new_residual, *codes = add_norm(self._sum(partial, "add_norm"), residual, weight, eps, quantizes)
+        call = checked(NormedSum(partial, residual, weight, eps, quantizes))
+        normed, new_residual, *codes = add_norm(call._replace(rows=self._sum(partial, "add_norm")))
         return NormedRows.join(normed, *codes), new_residual
 
     def check(self) -> None:

@@ -18,6 +18,7 @@ from torch._inductor.pattern_matcher import PatternMatcherPass, register_graph_p
 from torch.fx import Graph, Node
 
 from dcpmla.attention.output import formats
+from dcpmla.attention.projection_calls import ValueProjection
 from dcpmla.integrations import quantization_patterns, quantizers
 from dcpmla.integrations.quantizers import insert, names_of, value_of
 
@@ -198,7 +199,7 @@ def _check_write(write: Any, parameters: dict[str, Any]) -> None:
     group, _, scale, _ = _quantization(parameters)
     fakes = {name: arg.meta["val"] if isinstance(arg, Node) else arg for name, arg in write.kwargs.items()}
     if write.args[0] is _ours.project_rows_.default:
-        formats.check_projection(fakes["out"], fakes["w_uv"], fakes["w_scales"], group)
+        formats.check_projection(ValueProjection(fakes["out"], fakes["w_uv"], fakes["w_scales"]), group)
     else:
         formats.check_rows(fakes["x"], group)
     if scale is not None:

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from dcpmla.attention.stack import AttentionLayer
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.plan import Cache
+from dcpmla.comm.calls import NormedSum
 from dcpmla.comm.norm import add_norm, norm_rows
 from dcpmla.comm.reduce import Reduce
 from dcpmla.model.mlp import MLP
@@ -84,7 +85,8 @@ class DecoderBlock(nn.Module):
             return self.reduce.add_norm(added, residual, self.output_norm, self.eps, self.quantizes_output)
         # The zero residual adds nothing: the sum over the ranks and its norm are one kernel.
         added, _ = self.reduce.add_norm(added, torch.zeros_like(residual), self.mlp_norm, self.eps)
-        normed, residual, *codes = add_norm(plain(added), residual, self.output_norm, self.eps, self.quantizes_output)
+        call = NormedSum(plain(added), residual, self.output_norm, self.eps, self.quantizes_output)
+        normed, residual, *codes = add_norm(call)
         return NormedRows.join(normed, *codes), residual
 
 
@@ -158,7 +160,7 @@ class Decoder(nn.Module):
     def forward(self, token_ids: Tensor, step: StepMetadata | None, cache: Cache | None) -> Tensor:
         """Return the normalized hidden states [T, hidden] of tokens [T] int64. Collective over the TP group."""
         residual = nn.functional.embedding(token_ids, self.embedding)
-        x: PlainRows = norm_rows(residual, self.input_norm, self.eps)[0]
+        x: PlainRows = norm_rows(residual, self.input_norm, self.eps, False)[0]
         for block in self.blocks:
             x, residual = block(x, residual, cache, step)
         return plain(x)

@@ -8,11 +8,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from dcpmla.cache.formats import FP8
+from dcpmla.model.calls import RoutedRows
 from dcpmla.model.glu import SWIGLU, Glu, activate
 from dcpmla.operators import operator
 from dcpmla.parallel.by_rows import by_rows
 from dcpmla.parallel.fixed import multiply_rows
-from dcpmla.parallel.fp8 import NormedRows, PlainRows, QuantizedRows, plain, runs_fp8
+from dcpmla.parallel.fp8 import NormedRows, PlainRows, plain, runs_fp8
 from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize, unpack
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -77,30 +78,18 @@ def compute_experts(
     if expert_ids.numel() == 0:
         return torch.zeros_like(rows)
     codes = *unpack(weights.gate_up), *unpack(weights.down)
-    return _compute(
-        rows, quantized, expert_ids, expert_weights, *codes, glu, num_experts or len(codes[0]), is_deterministic
-    )
+    routed, num_experts = (rows, quantized, expert_ids, expert_weights), num_experts or len(codes[0])
+    return _compute(RoutedRows(*routed, *codes, glu, num_experts, is_deterministic))
 
 
 @operator(
     "experts",
     kernel="dcpmla.model.kernels.experts:compute_experts",
-    fake=lambda x: x.new_empty(x.shape),
-    runs=lambda x, gate_up: x.is_cuda and (gate_up.dtype != FP8 or runs_fp8(x.device)),
+    fake=lambda call: call.x.new_empty(call.x.shape),
+    runs=lambda call: call.x.is_cuda and (call.gate_up.dtype != FP8 or runs_fp8(call.x.device)),
 )
-def _compute(
-    x: Tensor,
-    quantized: QuantizedRows | None,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    gate_up: Tensor,
-    gate_up_scales: Tensor | None,
-    down: Tensor,
-    down_scales: Tensor | None,
-    glu: Glu,
-    num_experts: int,
-    is_deterministic: bool,
-) -> Tensor:
+def _compute(call: RoutedRows) -> Tensor:
+    x, _, expert_ids, expert_weights, gate_up, gate_up_scales, down, down_scales, glu, _, is_deterministic = call
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in expert_ids.unique().tolist():
         if 0 <= expert < len(down):

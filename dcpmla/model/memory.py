@@ -60,8 +60,10 @@ class NgramMemory(nn.Module):
 @operator(
     "look_up_rows",
     kernel="dcpmla.model.kernels.memory:look_up",
-    fake=lambda table, index, dtype: table.new_empty(index.shape[0], index.shape[1] * table.shape[1], dtype=dtype),
-    runs=lambda table, dtype: table.is_cuda and dtype in (torch.bfloat16, torch.float16, torch.float32),
+    fake=lambda table, _, index, dtype: table.new_empty(index.shape[0], index.shape[1] * table.shape[1], dtype=dtype),
+    runs=lambda table, _scales, _index, dtype: (
+        table.is_cuda and dtype in (torch.bfloat16, torch.float16, torch.float32)
+    ),
 )
 def look_up(table: Tensor, scales: Tensor | None, index: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values of C rows for each token side by side, [T, C D]. A custom op.
@@ -78,7 +80,9 @@ def look_up(table: Tensor, scales: Tensor | None, index: Tensor, dtype: torch.dt
 
 
 @operator(
-    "add_recalled", kernel="dcpmla.model.kernels.memory:add_recalled", fake=lambda streams: torch.empty_like(streams)
+    "add_recalled",
+    kernel="dcpmla.model.kernels.memory:add_recalled",
+    fake=lambda streams, *_: torch.empty_like(streams),
 )
 def add_recalled(streams: Tensor, recalled: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Add a value to each stream, by the likeness of the stream to its key. A custom op.

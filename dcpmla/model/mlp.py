@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dcpmla.model.glu import Glu, activate
 from dcpmla.operators import operator
 from dcpmla.parallel.by_rows import by_rows
-from dcpmla.parallel.fp8 import AnyRows, PlainRows, QuantizedRows, empty_codes, quantize_rows
+from dcpmla.parallel.fp8 import AnyRows, PlainRows, QuantizedRows, empty_rows, rows_or_codes
 from dcpmla.parallel.linear import Linear, Weight, read_linear
 from dcpmla.parallel.quantized import AnyWeight
 
@@ -25,17 +25,15 @@ def activate_rows(gate_up: Tensor, glu: Glu, quantizes: bool = False) -> AnyRows
     return QuantizedRows(*codes) if quantizes else out
 
 
-def _empty(gate_up: Tensor, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
-    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    return gate_up.new_empty(num_rows, 0 if quantizes else width), *empty_codes(gate_up[:, :width], quantizes)
+def _empty(gate_up: Tensor, _: Glu, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_rows(gate_up[:, : gate_up.shape[1] // 2], quantizes)
 
 
 @operator("glu", kernel="dcpmla.model.kernels.glu:activate_rows", fake=_empty)
 def _activate_rows(gate_up: Tensor, glu: Glu, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows, codes and scales; either the first or the others have no columns."""
+    """Return `rows_or_codes` of the unit."""
     gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, -1)
-    out = activate(gate, up, glu).to(gate_up.dtype)
-    return (out.new_empty(len(out), 0), *quantize_rows(out)) if quantizes else (out, *empty_codes(out, False))
+    return rows_or_codes(activate(gate, up, glu).to(gate_up.dtype), quantizes)
 
 
 class MLPPart(NamedTuple):

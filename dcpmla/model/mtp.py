@@ -50,11 +50,11 @@ class MtpLayer(nn.Module):
         embedding_norm, hidden_norm, input_norm = self.norms
         embedded, hidden_states = (part.contiguous() for part in rows.chunk(2, -1))
         normalized = (
-            norm_rows(rows, norm, self.eps)[0]
+            norm_rows(rows, norm, self.eps, False)[0]
             for rows, norm in ((embedded, embedding_norm), (hidden_states, hidden_norm))
         )
         residual = self.projection(torch.cat(tuple(normalized), -1))
-        x, _ = self.block(norm_rows(residual, input_norm, self.eps)[0], residual, cache, step)
+        x, _ = self.block(norm_rows(residual, input_norm, self.eps, False)[0], residual, cache, step)
         return plain(x)
 
     def collapse(self, hidden_states: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.plan import Cache
 from dcpmla.model.buckets import Buckets
 from dcpmla.model.token_slots import TokenSlots
-from dcpmla.operators import nothing, operator
+from dcpmla.operators import is_on_gpu, nothing, operator
 
 
 class NgramHash(nn.Module):
@@ -73,7 +73,7 @@ def _slots(cached_ids: Tensor, rows: TokenSlots, positions: Tensor) -> Tensor:
     "store_ids",
     kernel="dcpmla.model.kernels.ngrams:store_ids",
     fake=nothing,
-    runs=lambda cached_ids: cached_ids.is_cuda,
+    runs=is_on_gpu,
     mutates_args=("cached_ids",),
 )
 def store_ids(cached_ids: Tensor, token_ids: Tensor, token_map: Tensor, rows: TokenSlots) -> None:
@@ -94,7 +94,7 @@ def store_ids(cached_ids: Tensor, token_ids: Tensor, token_map: Tensor, rows: To
     "hash_ngrams",
     kernel="dcpmla.model.kernels.ngrams:hash_ngrams",
     fake=nothing,
-    runs=lambda cached_ids: cached_ids.is_cuda,
+    runs=is_on_gpu,
     mutates_args=("hashes",),
 )
 def hash_ngrams(hashes: Tensor, cached_ids: Tensor, rows: TokenSlots, buckets: Buckets, pad_id: int) -> None:

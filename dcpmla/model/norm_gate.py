@@ -31,7 +31,7 @@ class NormGate(nn.Module):
 @operator(
     "gate_norm",
     kernel="dcpmla.model.kernels.norm_gate:gate_norm",
-    fake=lambda x, quantizes: (x.new_empty(x.shape), *empty_codes(x, quantizes)),
+    fake=lambda x, _low, _up, quantizes: (x.new_empty(x.shape), *empty_codes(x, quantizes)),
 )
 def gate_norm(x: Tensor, low: Tensor, up: Tensor, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Multiply x [T, hidden] by sigmoid(silu(low) up^T), rounded once.

@@ -8,9 +8,10 @@ from dcpmla.attention.stack import AttentionLayer
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.plan import Cache
 from dcpmla.comm.reduce import Reduce
+from dcpmla.model.calls import Sums
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import MoE
-from dcpmla.model.sums import Mixer, Sums
+from dcpmla.model.sums import Mixer
 
 
 class SumBlock(nn.Module):

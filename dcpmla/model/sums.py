@@ -6,34 +6,12 @@ of this group so far. A softmax over the sums weighs them; the logit of a sum is
 Source: Kimi-K3's report, section 2.2; vLLM's Kimi-K3.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
 from dcpmla.comm.norm import rms_norm, wide_dtype
+from dcpmla.model.calls import Sums
 from dcpmla.operators import operator
-
-
-class Sums(NamedTuple):
-    """The residual of a step.
-
-    Attributes:
-        stored: The embedding and the sums of complete groups, the first `num_stored` of [B, T, hidden].
-        num_stored: Number of stored sums.
-        current: [T, hidden], the embedding before the first block, later the sum of a group's outputs; None before a
-            group's first output.
-        out: [T, hidden], an output that is not added to `current` yet; None for none.
-    """
-
-    stored: Tensor
-    num_stored: int
-    current: Tensor | None
-    out: Tensor | None = None
-
-    def add(self, out: Tensor) -> "Sums":
-        """Return the sums with a part's output [T, hidden]."""
-        return self._replace(current=out) if self.current is None else self._replace(out=out)
 
 
 class Mixer(nn.Module):
@@ -55,38 +33,30 @@ class Mixer(nn.Module):
         """Return a part's input [T, hidden], normalized, and the sums that its output is to be added to."""
         stored, num_stored, current, out = sums
         assert current is not None
-        x, total = mix_sums(stored, num_stored, current, out, self.score, self.norm, self.eps, self.stores)
+        x, total = mix_sums(sums, self.score, self.norm, self.eps, self.stores)
         if self.stores:
             return x, Sums(stored, num_stored + 1, None)
         return x, Sums(stored, num_stored, current if out is None else total)
 
 
-def _empty(current: Tensor, out: Tensor | None, stores: bool) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(current), current.new_empty(0) if out is None or stores else torch.empty_like(current)
+def _empty(sums: Sums, _score: Tensor, _norm: Tensor, _eps: float, stores: bool) -> tuple[Tensor, Tensor]:
+    current = sums.current
+    assert current is not None
+    return torch.empty_like(current), current.new_empty(0) if sums.out is None or stores else torch.empty_like(current)
 
 
 @operator("mix_sums", kernel="dcpmla.model.kernels.sums:mix_sums", fake=_empty, mutates_args=("stored",))
-def mix_sums(
-    stored: Tensor,
-    num_stored: int,
-    current: Tensor,
-    out: Tensor | None,
-    score: Tensor,
-    norm: Tensor,
-    eps: float,
-    stores: bool,
-) -> tuple[Tensor, Tensor]:
+def mix_sums(sums: Sums, score: Tensor, norm: Tensor, eps: float, stores: bool) -> tuple[Tensor, Tensor]:
     """Add an output to the current sum, mix all sums in float32 at least, and norm the mixture. A custom op.
 
     Args:
-        stored: [B, T, hidden]; with `stores` the new sum becomes row `num_stored` of it.
-        num_stored: Number of stored sums.
-        current: [T, hidden].
-        out: [T, hidden], or None.
+        sums: Sums with a current one; with `stores` the new sum becomes row `num_stored` of the stored ones.
         score, norm, eps, stores: Same as in `Mixer`.
     Returns:
         The mixture, normalized, [T, hidden]; the new sum, rounded once, or nothing where it is `current` or stored.
     """
+    stored, num_stored, current, out = sums
+    assert current is not None
     wide = wide_dtype(current.dtype)
     total = current if out is None else (current.to(wide) + out).to(current.dtype)
     values = torch.cat([stored[:num_stored], total[None]]).to(wide)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from dcpmla.operators import operator
 from dcpmla.parallel.fixed import fixed_linear
-from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, dequantize, empty_groups, quantize_groups
+from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, Fp8Product, dequantize, empty_groups, quantize_groups
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -71,6 +71,16 @@ def empty_codes(x: Tensor, quantizes: bool) -> QuantizedRows:
     return QuantizedRows(*empty_groups(x if quantizes else x[:, :0]))
 
 
+def empty_rows(x: Tensor, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return memory for x [T, K] as rows, codes and scales: for the first alone, or with quantizes for the others."""
+    return x.new_empty(x.shape[0], 0 if quantizes else x.shape[1]), *empty_codes(x, quantizes)
+
+
+def rows_or_codes(x: Tensor, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows x, or with quantizes their codes and scales, in the form of `empty_rows`."""
+    return (x.new_empty(len(x), 0), *quantize_rows(x)) if quantizes else (x, *empty_codes(x, False))
+
+
 @cache
 def runs_fp8(device: torch.device) -> bool:
     """Return whether a device converts and multiplies e4m3: GPUs of compute capability 8.9 and later."""
@@ -98,34 +108,19 @@ def _quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 @operator(
     "fp8_linear",
     kernel="dcpmla.parallel.kernels.linear:fp8_linear",
-    fake=lambda x, weight, dtype: x.new_empty(x.shape[0], weight.shape[0], dtype=dtype),
-    runs=lambda x, x_scales: runs_fp8(x.device) and (x_scales is not None or x.dtype in _DTYPES),
+    fake=lambda call: call.x.new_empty(call.x.shape[0], call.weight.shape[0], dtype=call.dtype),
+    runs=lambda call: runs_fp8(call.x.device) and (call.x_scales is not None or call.x.dtype in _DTYPES),
     mutates_args=("arrivals",),
 )
-def fp8_linear(
-    x: Tensor,
-    x_scales: Tensor | None,
-    weight: Tensor,
-    weight_scale: Tensor,
-    arrivals: Tensor,
-    dtype: torch.dtype,
-    is_deterministic: bool = False,
-) -> Tensor:
-    """Multiply rows by a block-quantized weight; with G groups of columns, each group by N / G of the weight's rows.
+def fp8_linear(call: Fp8Product) -> Tensor:
+    """Multiply rows by a block-quantized weight.
 
-    Args:
-        x: Rows [T, G K], bfloat16, float16 or float32; e4m3 if x_scales are given.
-        x_scales: Scales of groups of 128 columns, float32 [T, G K / 128], or None.
-        weight: Codes, e4m3 [N, K], contiguous; K is a multiple of 128, and so is N / G with several groups.
-        weight_scale: Scales, float32 [ceil(N / 128), K / 128] with contiguous rows.
-        arrivals: Counters of programs' arrivals, int32, at least N / 32 zeros, and zeros afterwards. Only one product
-            at a time may use it.
-        is_deterministic: Whether a row's bits depend on no other row (`parallel.fixed`); only without groups.
     Returns:
         [T, N] in dtype, sums in float32.
     Source: DeepSeek-V3's report, section 3.3: tiles of 1 x 128 times blocks of 128 x 128, sums over 128 columns
         promoted to float32.
     """
+    x, x_scales, weight, weight_scale, _, dtype, is_deterministic = call
     if x_scales is not None:
         x = (x.float().unflatten(-1, (-1, BLOCK)) * x_scales[..., None]).flatten(-2).to(dtype)
     values = dequantize(BlockFp8(weight, weight_scale), x.dtype)
@@ -148,8 +143,8 @@ def multiply_groups(x: Tensor, weight: Tensor) -> Tensor:
 @operator(
     "dequantize_blocks",
     kernel="dcpmla.parallel.kernels.quantize:dequantize",
-    fake=lambda codes, dtype: codes.new_empty(codes.shape, dtype=dtype),
-    runs=lambda codes: runs_fp8(codes.device),
+    fake=lambda codes, _, dtype: codes.new_empty(codes.shape, dtype=dtype),
+    runs=lambda codes, *_: runs_fp8(codes.device),
 )
 def dequantize_blocks(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values of a `BlockFp8`: codes [.., N, K], scales [.., ceil(N / 128), ceil(K / 128)]."""

@@ -15,8 +15,8 @@ from dcpmla.parallel.quantized import GroupFp8, dequantize
 @operator(
     "group_fp8_linear",
     kernel="dcpmla.parallel.kernels.group_linear:group_fp8_linear",
-    fake=lambda x, weight: x.new_empty(x.shape[0], weight.shape[0]),
-    runs=lambda x: runs_fp8(x.device) and x.dtype == torch.bfloat16,
+    fake=lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]),
+    runs=lambda x, *_: runs_fp8(x.device) and x.dtype == torch.bfloat16,
     mutates_args=("arrivals",),
 )
 def group_fp8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, arrivals: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from dcpmla.parallel.fp8 import (
     unquantized,
 )
 from dcpmla.parallel.group_fp8 import multiply_group_fp8
-from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, GroupFp8
+from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, Fp8Product, GroupFp8
 
 
 class Weight(Protocol):
@@ -115,7 +115,8 @@ class Linear(nn.Module):
         if scales is not None and scales.ndim == 1:  # one for all rows
             scales = scales.expand(len(values), values.shape[1] // BLOCK)
         blocks = self.weight_scale[start // BLOCK : -(-stop // BLOCK)]
-        out = fp8_linear(values, scales, self.weight[rows], blocks, self._arrivals, self.dtype, self.is_deterministic)
+        weight = self.weight[rows], blocks
+        out = fp8_linear(Fp8Product(values, scales, *weight, self._arrivals, self.dtype, self.is_deterministic))
         return out if isinstance(x, QuantizedRows) else out.unflatten(0, x.shape[:-1])
 
     def _stays_quantized(self, parts: tuple[AnyWeight, ...]) -> bool:

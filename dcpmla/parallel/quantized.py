@@ -64,6 +64,29 @@ class GroupInt4(NamedTuple):
     scales: Tensor
 
 
+class Fp8Product(NamedTuple):
+    """A product of rows and a `BlockFp8`; with G groups of columns, of each group and N / G of the weight's rows.
+
+    Attributes:
+        x: Rows [T, G K], bfloat16, float16 or float32; e4m3 if x_scales are given.
+        x_scales: Scales of groups of 128 columns, float32 [T, G K / 128], or None.
+        weight: Codes, e4m3 [N, K], contiguous; K is a multiple of 128, and so is N / G with several groups.
+        weight_scale: Scales, float32 [ceil(N / 128), K / 128] with contiguous rows.
+        arrivals: Counters of programs' arrivals, int32, at least N / 32 zeros, and zeros afterwards. Only one product
+            at a time may use it.
+        dtype: Dtype of the result.
+        is_deterministic: Whether a row's bits depend on no other row (`parallel.fixed`); only without groups.
+    """
+
+    x: Tensor
+    x_scales: Tensor | None
+    weight: Tensor
+    weight_scale: Tensor
+    arrivals: Tensor
+    dtype: torch.dtype
+    is_deterministic: bool = False
+
+
 AnyWeight = Tensor | BlockFp8 | GroupFp8 | GroupFp4 | GroupInt4
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.compressed import projections
+from dcpmla.attention.compressed.calls import ChunkEntries, VisibleTokens, WindowWrite
 from dcpmla.attention.compressed.visible import append_entries, visible_rows
 from dcpmla.cache.shared_format import ROPE_DIM, rows_shape
 from dcpmla.cache.shared_rows import read_rows, write_rows
@@ -66,14 +67,17 @@ def check_finish_rows(device: str, *sizes: tuple[int, int, int]) -> None:
     for size, dtype in with_dtypes(device, sizes):
         arguments = rows_case(size, dtype, dtype)
         moved = on(device, arguments)
-        wanted, got = projections.norm_rope_window(*arguments), kernels.norm_rope_window(*moved)
+        wanted, got = (
+            projections.norm_rope_window(WindowWrite(*arguments)),
+            kernels.norm_rope_window(WindowWrite(*moved)),
+        )
         for mine, theirs in zip(got[:2], wanted[:2], strict=True):
             assert_near(mine, theirs)
         check_written(arguments, moved[1], got[1].cpu())
         if size[2] == ROPE_DIM:
             arguments = rows_case(size, dtype, torch.uint8)
             moved = on(device, arguments)
-            rounded = kernels.norm_rope_window(*moved)[1].cpu()
+            rounded = kernels.norm_rope_window(WindowWrite(*moved))[1].cpu()
             check_written(arguments, moved[1], got[1].cpu())
             page = torch.empty_like(arguments[1])
             everywhere = torch.arange(len(rounded))
@@ -88,13 +92,13 @@ def check_quantized(device: str, *sizes: tuple[int, int, int]) -> None:
     for size, dtype in itertools.product(sizes, DTYPES):
         arguments = rows_case(size, dtype, dtype)
         arguments[0] = arguments[0].nan_to_num(0.0)
-        alone, _, *nothing = kernels.norm_rope_window(*on(device, arguments))
-        q_c, _, *found = kernels.norm_rope_window(*on(device, arguments), True)
+        alone, _, *nothing = kernels.norm_rope_window(WindowWrite(*on(device, arguments)))
+        q_c, _, *found = kernels.norm_rope_window(WindowWrite(*on(device, arguments), True))
         assert torch.equal(q_c, alone)
         assert not any(part.numel() for part in nothing)
         for mine, theirs in zip(found, quantize_groups(q_c.cpu(), 128), strict=True):
             assert torch.equal(bytes_of(mine), bytes_of(theirs))
-        q_c, _, *found = projections.norm_rope_window(*arguments, True)
+        q_c, _, *found = projections.norm_rope_window(WindowWrite(*arguments, True))
         for mine, theirs in zip(found, quantize_groups(q_c, 128), strict=True):
             assert torch.equal(mine.float(), theirs.float())
 
@@ -124,8 +128,8 @@ def check_heads(device: str, *shapes: tuple[int, int, int, int]) -> None:
     for shape, dtype in itertools.product(shapes, DTYPES):
         arguments = heads_case(*shape, dtype)
         moved = on(device, arguments)
-        got, _ = kernels.unrope_heads(*moved)
-        assert_near(got, projections.unrope_heads(*arguments)[0])
+        got, _ = kernels.unrope_heads(*moved, False)
+        assert_near(got, projections.unrope_heads(*arguments, False)[0])
         assert got.is_contiguous()
         if shape[2] % projections.GROUP == 0:
             codes, scales = kernels.unrope_heads(*moved, True)
@@ -172,8 +176,8 @@ def check_visible(device: str) -> None:
     from dcpmla.attention.compressed.kernels.visible import visible_rows as kernel
 
     for arguments in visible_cases():
-        wanted, num = visible_rows(*arguments)
-        got, got_num = kernel(*on(device, arguments))
+        wanted, num = visible_rows(VisibleTokens(*arguments))
+        got, got_num = kernel(VisibleTokens(*on(device, arguments)))
         assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
         assert torch.equal(got_num.cpu(), num)
         is_listed = torch.arange(wanted.shape[1]) < num[:, None]
@@ -199,7 +203,11 @@ def check_append(device: str) -> None:
 
     for arguments in append_cases():
         rows, num, entries, first, end, base = arguments
-        results = append_entries(*arguments), kernel(*on(device, arguments))
+        there = on(device, arguments)
+        results = (
+            append_entries(rows, num, entries, ChunkEntries(first, end, base)),
+            kernel(*there[:3], ChunkEntries(*there[3:])),
+        )
         for token in range(len(rows)):
             here = [entry for entry in entries[token].tolist() if first[token] <= entry < end[token]]
             listed = rows[token, : num[token]].tolist() + [entry + int(base[token] - first[token]) for entry in here]
@@ -243,8 +251,16 @@ def test_operators_run_the_kernels() -> None:
         tolerance = TOLERANCE.get(dtype, 1e-6)
         rows, heads = rows_case(V4, dtype, dtype), heads_case(5, 8, 512, 64, dtype)
         on_gpu = on("cuda", rows)
-        wanted = [*projections.norm_rope_window(*rows)[:2], rows[1], projections.unrope_heads(*heads)[0]]
-        got = [*projections.norm_rope_window(*on_gpu)[:2], on_gpu[1], projections.unrope_heads(*on("cuda", heads))[0]]
+        wanted = [
+            *projections.norm_rope_window(WindowWrite(*rows))[:2],
+            rows[1],
+            projections.unrope_heads(*heads, False)[0],
+        ]
+        got = [
+            *projections.norm_rope_window(WindowWrite(*on_gpu))[:2],
+            on_gpu[1],
+            projections.unrope_heads(*on("cuda", heads), False)[0],
+        ]
         for mine, theirs in zip(got, wanted, strict=True):
             torch.testing.assert_close(mine.cpu(), theirs, atol=tolerance, rtol=tolerance, equal_nan=True)
 
@@ -254,12 +270,12 @@ def check_operators(device: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         rows, heads = rows_case(FP8_SIZES[0], dtype, torch.uint8), on(device, heads_case(3, 2, 128, 64, dtype))
         rows[0] = rows[0].nan_to_num(0.0)
-        torch.library.opcheck(projections.norm_rope_window.op, on(device, rows))
+        torch.library.opcheck(projections.norm_rope_window.op, [*on(device, rows), False])
         torch.library.opcheck(
             projections.norm_rope_window.op, [*on(device, rows_case(GROUPS, dtype, dtype)), True], test_utils=_CHECKS
         )
         torch.library.opcheck(projections.norm_rope_query_.op, [heads[0].nan_to_num(0.0), 1e-6, heads[3]])
-        torch.library.opcheck(projections.unrope_heads.op, heads)
+        torch.library.opcheck(projections.unrope_heads.op, [*heads, False])
         torch.library.opcheck(projections.unrope_heads.op, [*heads, True])
         torch.library.opcheck(read_rows.op, on(device, [rows[1].zero_(), torch.tensor([[1, 2]]), 128, dtype]))
 
@@ -267,7 +283,7 @@ def check_operators(device: str) -> None:
 def test_operators() -> None:
     check_operators("cpu")
     for arguments in visible_cases():
-        torch.library.opcheck(visible_rows.op, visible_rows._flatten(tuple(arguments)))
+        torch.library.opcheck(visible_rows.op, visible_rows.flatten(VisibleTokens(*arguments)))
     for arguments in append_cases():
         torch.library.opcheck(append_entries.op, arguments, test_utils=_CHECKS)  # rows after the last may be anything
 

@@ -9,7 +9,7 @@ from dcpmla import DCPConfig
 from dcpmla.attention.compressed.cache import plan_compressed
 from dcpmla.attention.compressed.config import LayerKind
 from dcpmla.attention.pooled import compressor
-from dcpmla.attention.pooled.entries import EntryLayout
+from dcpmla.attention.pooled.entries import EntryLayout, Pooling
 from tests.attention.test_small_kernels import cut, randn
 from tests.support.compressor_steps import build, config_of, decodes_first, tables_of
 
@@ -86,7 +86,7 @@ def test_entries_are_those_of_whole_prompts(data: st.DataObject) -> None:
             cos_sin = angles[step.positions // ratio * ratio]
             layout = EntryLayout(cos_sin, step.entry_table(ratio), plan.entries_per_block(ratio), step.owner)
             for each in parts:
-                compressor.compress_(pairs, bias, norm, EPS, sums, cache, each, layout, False, False, None, None)
+                compressor.compress_(Pooling(pairs, bias, norm, EPS, sums, cache, layout, is_index=False), each)
         written = 0
         for i, table in enumerate(tables):
             for entry in range(totals[i] // ratio):

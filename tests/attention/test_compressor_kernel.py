@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dcpmla import DCPConfig
 from dcpmla.attention.compressed.cache import plan_compressed
 from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
 from dcpmla.attention.compressed.projections import rotate
 from dcpmla.attention.pooled import compressor
-from dcpmla.attention.pooled.entries import EntryLayout
+from dcpmla.attention.pooled.entries import EntryLayout, Pooling, PoolUpdate
 from dcpmla.cache.shared_format import ROPE_DIM
 from tests.attention.test_compressed_kernels import DTYPES, POISON, TYPES, assert_near
 from tests.attention.test_small_kernels import compile_for_hopper, cut, on, randn
@@ -80,16 +79,16 @@ def check_steps(
     from dcpmla.attention.pooled.kernels import compressor as kernels
 
     moved_sums = moved_cache = None
-    for arguments, (sums, cache) in compressor_cases(config, dcp, rank, is_index, dtype, steps, pairs_dtype):
-        moved = on(device, arguments)
+    for call, part in compressor_cases(config, dcp, rank, is_index, dtype, steps, pairs_dtype):
+        moved, moved_part = on(device, [call, part])
         if moved_sums is None:
-            moved_sums, moved_cache = moved[4:6]
-        kernels.compress_(*moved[:4], moved_sums, moved_cache, *moved[6:])
-        compressor.compress_(*arguments)
+            moved_sums, moved_cache = moved.sums, moved.cache
+        kernels.compress_(moved._replace(sums=moved_sums, cache=moved_cache), moved_part)
+        compressor.compress_(call, part)
+        sums, cache = call.sums, call.cache
         if not is_index:
-            latents, slots = arguments[10:]
-            assert torch.equal(moved[11].cpu(), slots)
-            assert_near(moved[10], latents)
+            assert torch.equal(moved.slots.cpu(), call.slots)
+            assert_near(moved.latents, call.latents)
         torch.testing.assert_close(moved_sums.cpu(), sums, atol=1e-5, rtol=1e-5, equal_nan=True)
         if cache.dtype == torch.uint8:  # a code turns where a rounding before it does
             assert (moved_cache.cpu() != cache).double().mean() < 0.01
@@ -108,7 +107,7 @@ def compressor_cases(
     dtype: torch.dtype = torch.float32,
     steps: Steps = STEPS,
     pairs_dtype: torch.dtype | None = None,
-) -> Iterator[tuple[list[Any], tuple[Tensor, Tensor]]]:
+) -> Iterator[tuple[Pooling, PoolUpdate]]:
     """Yield arguments of `compress_`, step by step, over the same sums and the same cache. An engine's pairs may have
     another dtype than its model.
     """
@@ -134,13 +133,11 @@ def compressor_cases(
         layout = EntryLayout(cos_sin, table, plan.entries_per_block(kind.ratio), step.owner)
         options = is_index, is_index and width & (width - 1) == 0
         for each in parts:
-            arguments = [pairs, bias, norm, 1e-3, sums, cache, each, layout, *options]
-            if is_index:
-                arguments += [None, None]
-            else:
+            call = Pooling(pairs, bias, norm, 1e-3, sums, cache, layout, *options)
+            if not is_index:
                 latents = torch.full((num_tokens, width), 5.0, dtype=pairs_dtype)
-                arguments += [latents, torch.full((num_tokens,), -1)]
-            yield arguments, (sums, cache)
+                call = call._replace(latents=latents, slots=torch.full((num_tokens,), -1))
+            yield call, each
 
 
 @pytest.mark.parametrize("ratio", [1, 2])
@@ -149,9 +146,12 @@ def test_entries_before_rope(ratio: int) -> None:
     config = config_of(LayerKind(ratio, True), 6, 4, True)
     dcp = DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=2, block_size=4)
     num_written = 0
-    for arguments, (_, cache) in compressor_cases(config, dcp, 1, False):
-        compressor.compress_(*arguments)
-        layout, latents, slots = arguments[7], *arguments[10:]
+    for call, part in compressor_cases(config, dcp, 1, False):
+        compressor.compress_(call, part)
+        cache, layout, latents, slots = call.cache, call.layout, call.latents, call.slots
+        assert latents is not None
+        assert slots is not None
+        assert layout.cos_sin is not None
         written = slots >= 0
         num_written += int(written.sum())
         rotated = rotate(latents, layout.cos_sin)[written]
@@ -200,10 +200,8 @@ def test_the_kernel_of_narrow_rows(width: int, rope: int) -> None:
 
 
 def check_operator(device: str) -> None:
-    arguments, _ = next(compressor_cases(config_of(LayerKind(4, True), 16, 8), DCPConfig(block_size=2), 0, False))
-    *tensors, each, layout, is_index, hadamard, latents, slots = on(device, arguments)
-    options = is_index, hadamard, latents, slots
-    torch.library.opcheck(compressor.compress_.op, (*tensors, *each, *layout[:-1], *layout.owner, *options))
+    case = next(compressor_cases(config_of(LayerKind(4, True), 16, 8), DCPConfig(block_size=2), 0, False))
+    torch.library.opcheck(compressor.compress_.op, compressor.compress_.flatten(*on(device, [*case])))
 
 
 def test_operator() -> None:

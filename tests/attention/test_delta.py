@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.kimi_linear import modeling_kimi_linear as theirs
 
-from dcpmla.attention.linear.calls import DeltaRequests, DeltaState, DeltaTokens, DeltaWeights
+from dcpmla.attention.linear.calls import DeltaCall, DeltaRequests, DeltaState, DeltaTokens, DeltaWeights
 from dcpmla.attention.linear.chunked import attend_in_chunks, has_library
 from dcpmla.attention.linear.config import DeltaConfig
 from dcpmla.attention.linear.delta import delta_attention, log_decay
@@ -78,7 +78,7 @@ class Model:
             out = torch.full((sum(new) + 1, len(self.weights.decay_bias)), torch.nan, dtype=self.dtype, **self.new)
             numbers = [[0, new[0], sum(new)], [*done, -1], [done[0] + new[0], done[1] + new[1], 0], [3, 1, -1]]
             requests = DeltaRequests(*(torch.tensor(column, dtype=torch.int32, **self.new) for column in numbers))
-            attend(out, DeltaTokens(*columns), self.weights, self.state, requests, EPS, decay_floor)
+            attend(DeltaCall(out, DeltaTokens(*columns), self.weights, self.state, EPS, decay_floor), requests)
             assert out[-1].isnan().all()  # padding
             for output, part in zip(outputs, out[:-1].split(new), strict=True):
                 output.append(part)
@@ -108,7 +108,7 @@ def test_transformers_layer(steps: list[tuple[int, int]]) -> None:
             )
             for (x,) in hidden
         ]
-        attend = lambda *arguments: delta_attention(*arguments[:-2], eps, None)  # noqa: E731
+        attend = lambda call, requests: delta_attention(call._replace(eps=eps), requests)  # noqa: E731
         for x, out in zip(hidden, model.run(steps, attend, None), strict=True):
             torch.testing.assert_close(layer.o_proj(out), layer(x)[0], atol=1e-4, rtol=0)
 
@@ -172,13 +172,14 @@ def metadata_of(
 def attend_by_chunks(attend_long: Any) -> Any:
     """Return a function like `delta_attention`, which calls attend_long for long pieces."""
 
-    def attend(out: Tensor, tokens: DeltaTokens, weights: Any, state: Any, requests: DeltaRequests, *rest: Any) -> None:
+    def attend(call: DeltaCall, requests: DeltaRequests) -> None:
+        out = call.out
         _, first, end, states = (column.tolist() for column in requests)
         lens = [last - begin for begin, last in zip(first, end, strict=True)]
         metadata = metadata_of(StepRequests(lens, end, [], states), len(lens) + 1, len(out) + 3, True, out.device)
-        delta_attention(out, tokens, weights, state, metadata.recurrent, *rest)
+        delta_attention(call, metadata.recurrent)
         if metadata.pieces is not None:
-            attend_long(out, tokens, weights, state, metadata.pieces, *rest)
+            attend_long(call, metadata.pieces)
 
     return attend
 

@@ -5,7 +5,6 @@ They run on a GPU, in Triton's interpreter without one (`test_small_kernels`), a
 
 import itertools
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from dcpmla.attention import projections
 from dcpmla.attention.ordered import round_latents
 from dcpmla.attention.prefill import dequantize_rows, read_cache_rows
+from dcpmla.attention.projection_calls import LatentWrite
 from dcpmla.cache.formats import FP8, row_width, to_fp8, to_latents, write_latents
 from tests.attention.test_small_kernels import (
     BLOCK_SIZE,
@@ -55,14 +55,14 @@ def random_rows(num_rows: int, storage: torch.dtype, rank: int, rope: int) -> Te
 
 def quantized_case(
     sizes: tuple[int, ...], storage: torch.dtype, dtype: torch.dtype, scale: float, interleaved: bool
-) -> list[Any]:
+) -> LatentWrite:
     """Arguments of `norm_rope_cache` over a cache of poison, with a row of zeros and one of NaN."""
     arguments = latents_case(sizes, [3, 27, -1, 0, 6], dtype, True, interleaved)
     q_rank, rank, rope, *_ = sizes
     cache = torch.full((NUM_BLOCKS, 2, BLOCK_SIZE, row_width(storage, rank, rope)), POISON, dtype=torch.uint8)
-    arguments[0][0, q_rank:], arguments[0][ROW_OF_NAN, q_rank] = 0, torch.nan
-    arguments[1], arguments[-1] = cache.view(storage)[:, 1], torch.tensor([scale]) if storage == FP8 else None
-    return arguments
+    arguments.down[0, q_rank:], arguments.down[ROW_OF_NAN, q_rank] = 0, torch.nan
+    kv_scale = torch.tensor([scale]) if storage == FP8 else None
+    return arguments._replace(kv_cache=cache.view(storage)[:, 1], kv_scale=kv_scale)
 
 
 def check_cache_rows(device: str) -> None:
@@ -77,8 +77,8 @@ def check_cache_rows(device: str) -> None:
     ):
         arguments, rank = quantized_case(sizes, storage, dtype, scale, interleaved), sizes[1]
         moved = on(device, arguments)
-        latents, cached = norm_rope_cache(*moved)[1].cpu(), moved[1]._base.cpu()
-        _, cache, slots, *_, kv_scale = arguments
+        latents, cached = norm_rope_cache(moved)[1].cpu(), moved[1]._base.cpu()
+        cache, slots, kv_scale = arguments.kv_cache, arguments.slots, arguments.kv_scale
         at_nan = slots[ROW_OF_NAN] // BLOCK_SIZE, 1, slots[ROW_OF_NAN] % BLOCK_SIZE
         assert torch.equal(
             to_latents(cached[at_nan], rank, kv_scale, torch.float32).isnan(), latents[ROW_OF_NAN].isnan()
@@ -95,12 +95,12 @@ def check_quantized_latents(device: str) -> None:
 
     for dtype in (torch.float32, torch.float16):
         arguments = on(device, latents_case((384, 40, 6), [3, -1, 0, 27, 9], dtype, True, True))
-        q_c, latents, *rows = norm_rope_cache(*arguments, True)
+        q_c, latents, *rows = norm_rope_cache(arguments._replace(quantizes=True))
         wanted = quantized(q_c, "tma")
         assert torch.equal(bytes_of(rows[0]), bytes_of(wanted.values))
         assert torch.equal(rows[1], wanted.scales)
         assert rows[1].stride() == wanted.scales.stride()
-        assert all(map(torch.equal, (q_c, latents), norm_rope_cache(*arguments)[:2]))
+        assert all(map(torch.equal, (q_c, latents), norm_rope_cache(arguments)[:2]))
 
 
 def check_fp8_queries(device: str) -> None:
@@ -113,7 +113,7 @@ def check_fp8_queries(device: str) -> None:
     scale = torch.tensor([0.004])
     for dtype, interleaved in itertools.product(dtypes, (True, False)):
         arguments = on(device, query_case(ODD, 19, dtype, True, interleaved))
-        codes, query = absorb_query(*arguments[:-1], scale.to(device)), absorb_query(*arguments)
+        codes, query = absorb_query(arguments._replace(q_scale=scale.to(device))), absorb_query(arguments)
         assert (codes.dtype, query.dtype) == (FP8, dtype)
         assert torch.equal(bytes_of(codes), bytes_of(to_fp8(query.cpu(), scale)))
         assert (codes.float().abs() == 448).any()
@@ -150,9 +150,9 @@ def check_rounding(device: str) -> None:
         num_rows, down = 9, 3 * torch.randn(9, 256 + 6, dtype=torch.float32).to(dtype)
         cache = torch.zeros(3, 4, row_width(storage, 256, 6), dtype=storage)
         slots, weight = torch.arange(num_rows), torch.ones(256, dtype=dtype)
-        arguments = on(device, [down, cache, slots, None, weight, 1e-6, 1.0, None, True, kv_scale])
-        _, latents, *_ = norm_rope_cache(*arguments)
-        rounded = kernels.round_latents(latents, 256, storage, arguments[-1])
+        arguments = on(device, LatentWrite(down, cache, slots, None, weight, 1e-6, 1.0, None, True, kv_scale))
+        _, latents, *_ = norm_rope_cache(arguments)
+        rounded = kernels.round_latents(latents, 256, storage, arguments.kv_scale)
         rows = read_cache_rows(arguments[1].cpu(), slots)
         assert torch.equal(rounded.cpu(), to_latents(rows, 256, kv_scale, dtype))
         assert torch.equal(rounded.cpu(), round_latents(latents.cpu(), 256, storage, kv_scale))
@@ -165,9 +165,9 @@ def check_refusals(device: str) -> None:
 
     arguments = on(device, quantized_case(ODD, FP8, torch.float32, 1.0, True))
     with pytest.raises(ValueError, match="kv_scale is missing for a cache of torch.float8_e4m3fn"):
-        norm_rope_cache(*arguments[:-1], None)
+        norm_rope_cache(arguments._replace(kv_scale=None))
     with pytest.raises(ValueError, match=r"kv_cache has rows of 45 torch.float8_e4m3fn; latents of 40 \+ 6 take 46"):
-        norm_rope_cache(arguments[0], arguments[1][..., :-1], *arguments[2:])
+        norm_rope_cache(arguments._replace(kv_cache=arguments.kv_cache[..., :-1]))
     with pytest.raises(ValueError, match="kv_scale is given for a cache of torch.uint8"):
         kernels.dequantize_rows(
             torch.zeros(1, 656, dtype=torch.uint8, device=device), 512, torch.ones(1, device=device), torch.float32
@@ -211,11 +211,11 @@ def check_operators(device: str) -> None:
         rows = [arguments[1], torch.tensor([3, 0])]
         torch.library.opcheck(projections.norm_rope_cache.op, on(device, arguments), test_utils=checks)
         torch.library.opcheck(read_cache_rows.op, on(device, rows), test_utils=checks)
-        codes = [read_cache_rows(*rows), sizes[1], arguments[-1], torch.bfloat16]
+        codes = [read_cache_rows(*rows), sizes[1], arguments.kv_scale, torch.bfloat16]
         torch.library.opcheck(dequantize_rows.op, on(device, codes), test_utils=checks)
-        latents = [torch.randn(3, sizes[1] + sizes[2]), sizes[1], storage, arguments[-1]]
+        latents = [torch.randn(3, sizes[1] + sizes[2]), sizes[1], storage, arguments.kv_scale]
         torch.library.opcheck(round_latents.op, on(device, latents), test_utils=checks)
-    query = [*query_case(ODD, 3, torch.float32, True, False)[:-1], torch.tensor([0.01])]
+    query = query_case(ODD, 3, torch.float32, True, False)._replace(q_scale=torch.tensor([0.01]))
     torch.library.opcheck(projections.absorb_query.op, on(device, query))
 
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dcpmla.attention.output.formats import TargetRows
 from dcpmla.attention.output.rows import OutputQuant
+from dcpmla.attention.projection_calls import QueryAbsorption, ValueProjection
 from dcpmla.parallel.quantized import BlockFp8, dequantize
 from tests.parallel.test_fp8_linear import blocks
 from tests.support.shared_memory import run_interpreted
@@ -27,15 +29,16 @@ def check_kernels(device: str, dtype: torch.dtype, num_tokens: int, heads: int, 
         BlockFp8(both.codes[:, part], both.scales[:, at])
         for part, at in ((slice(128), slice(1)), (slice(128, 256), slice(1, 2)))
     )
-    absorbed = kernels.absorb_query(q, w_uk.codes, None, False, None, w_uk.scales)
-    assert_same(absorbed, kernels.absorb_query(q, values[:, :128], None, False, None))
+    absorbed = kernels.absorb_query(QueryAbsorption(q, w_uk.codes, None, False, None, w_uk.scales))
+    assert_same(absorbed, kernels.absorb_query(QueryAbsorption(q, values[:, :128], None, False, None)))
     for quant in (OutputQuant(kind="fp8_groups"), OutputQuant(kind="fp8", scale=torch.ones(1, device=device)), None):
         results = []
         for weight, scales in ((w_uv.codes, w_uv.scales), (values[:, 128:], None)):
             rows = torch.empty(num_tokens, heads * 128, dtype=dtype, device=device), None
             rows = rows if quant is None else quant.empty(num_tokens, heads * 128, torch.device(device))
             into = None if quant is None or quant.kind == "fp8" else rows[1]
-            output_kernels.project_rows(out, weight, 0, rows[0], into, quant and quant.scale, False, scales)
+            target = TargetRows(0, rows[0], into, quant and quant.scale)
+            output_kernels.project_rows(ValueProjection(out, weight, scales), target)
             results.append(rows)
         assert_same(results[0][0], results[1][0])
         if quant is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.models.deepseek_v32 import modeling_deepseek_v32
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa
 
+from dcpmla.attention.sparse.calls import IndexNorm, IndexQueries, IndexRotation
 from dcpmla.attention.sparse.projections import norm_rope_index_keys, rope_index_queries
 from dcpmla.attention.sparse.scores import index_scores
 from dcpmla.cache.formats import FP8, FP8_MAX
@@ -80,7 +81,7 @@ def test_scores_are_the_naive_sum(is_fp8: bool) -> None:
     cache = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, index_row_width(storage, HEAD_DIM), dtype=storage)
     write_index_keys(cache, randn(80, HEAD_DIM, dtype=torch.bfloat16, seed=2), torch.arange(80))
     q = index_to_fp8(q)[0] if is_fp8 else q
-    got = index_scores(q, weights, cache, table, request, seq_lens, local_seq_lens, TOPK)
+    got = index_scores(IndexQueries(q, weights, cache, table, request, seq_lens, local_seq_lens, TOPK))
     assert (got.shape, got.dtype) == ((4, 4 * BLOCK_SIZE), torch.float32)
     codes, scales = read_index_keys(cache, torch.arange(NUM_BLOCKS))
     for token in (0, 1):
@@ -92,7 +93,8 @@ def test_scores_are_the_naive_sum(is_fp8: bool) -> None:
             )
             wanted = score * (1.0 if scales is None else float(scales[at]))
             assert abs(float(got[token, index]) - wanted) <= 1e-6 * max(1.0, abs(wanted))
-    alone = index_scores(q[1:2], weights[1:2], cache, table, request[1:2], seq_lens[1:2], local_seq_lens[1:2], TOPK)
+    columns = request[1:2], seq_lens[1:2], local_seq_lens[1:2]
+    alone = index_scores(IndexQueries(q[1:2], weights[1:2], cache, table, *columns, TOPK))
     assert torch.equal(alone[0, :34], got[1, :34])
 
 
@@ -131,12 +133,12 @@ def test_scores_are_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -
     for hadamard, is_fp8 in ((False, False), (True, False), (False, True), (True, True)):
         storage = torch.uint8 if is_fp8 else torch.float32
         cache = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, index_row_width(storage, HEAD_DIM), dtype=storage)
-        norm_rope_index_keys(keys, cache, slots, *norm, cos_sin, interleaved, hadamard)
-        q, factors = rope_index_queries(queries, weights, cos_sin, interleaved, hadamard, is_fp8)
+        rotation = IndexRotation(cos_sin, interleaved, hadamard)
+        norm_rope_index_keys(keys, cache, slots, IndexNorm(*norm), rotation)
+        q, factors = rope_index_queries(queries, weights, rotation, is_fp8)
         assert q.dtype == (FP8 if is_fp8 else torch.float32)
-        got = index_scores(q, factors, cache, table, torch.zeros(num_tokens, dtype=torch.int32), lens, lens, 0)[
-            :, :num_tokens
-        ]
+        request = torch.zeros(num_tokens, dtype=torch.int32)
+        got = index_scores(IndexQueries(q, factors, cache, table, request, lens, lens, 0))[:, :num_tokens]
         got = got.masked_fill(~causal, -torch.inf)
         error = (got - wanted)[causal].square().mean().sqrt() / wanted[causal].std()
         assert error < (0.05 if is_fp8 else 1e-6)
@@ -177,7 +179,9 @@ def test_operators() -> None:
     for is_fp8 in (True, False):
         storage = torch.uint8 if is_fp8 else torch.float32
         cache = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, index_row_width(storage, HEAD_DIM), dtype=storage)
-        torch.library.opcheck(norm_rope_index_keys.op, (keys, cache, slots, *randn(2, HEAD_DIM), cos_sin, True, True))
+        torch.library.opcheck(
+            norm_rope_index_keys.op, (keys, cache, slots, *randn(2, HEAD_DIM), 1e-6, cos_sin, True, True)
+        )
         torch.library.opcheck(rope_index_queries.op, (q, weights, cos_sin, False, True, is_fp8))
         if not is_fp8:  # opcheck multiplies what it is given, which e4m3 cannot
             torch.library.opcheck(index_scores.op, (q, weights, cache, table, torch.zeros_like(lens), lens, lens, TOPK))

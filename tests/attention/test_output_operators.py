@@ -14,6 +14,7 @@ from dcpmla.__main__ import main
 from dcpmla.attention import layer as layer_module
 from dcpmla.attention.output import ops as output_ops
 from dcpmla.attention.output.rows import OutputQuant, OutputRows
+from dcpmla.attention.projection_calls import ValueProjection
 from dcpmla.attention.projections import project_values
 from tests.attention.test_compile import MIXED, SMALL, make_layer, run_layer
 from tests.attention.test_output_formats import KINDS, codes
@@ -29,14 +30,15 @@ def test_operators() -> None:
     in_place = ("test_autograd_registration", "test_faketensor")
     for num_tokens, quant in ((5, KINDS[0]), (5, KINDS[3]), (5, KINDS[-1]), (0, KINDS[2]), (0, KINDS[-1])):
         parts, w_uv = parts_case(torch.float32, num_tokens, 2, 24, 128)
-        x, groups = project_values(parts[0], w_uv), (quant.group_size, quant.scale_layout, quant.ue8m0)
+        call, groups = ValueProjection(parts[0], w_uv), (quant.group_size, quant.scale_layout, quant.ue8m0)
+        x = project_values(call)
         more: tuple[Any, ...] = groups if quant.scale is None else (quant.scale,)
         torch.library.opcheck(getattr(output_ops, f"quantize_{quant.kind}").op, (x, *more))
-        torch.library.opcheck(getattr(output_ops, f"project_values_{quant.kind}").op, (parts[0], w_uv, *more))
+        torch.library.opcheck(getattr(output_ops, f"project_values_{quant.kind}").op, (*call, *more))
         result = quant.empty(num_tokens, 256, x.device)
         into = 0, result.values, None if quant.kind == "fp8" else result.scales, quant.scale, quant.ue8m0
         torch.library.opcheck(output_ops.write_rows_.op, (x, *into), test_utils=in_place)
-        torch.library.opcheck(output_ops.project_rows_.op, (parts[0], w_uv, *into), test_utils=in_place)
+        torch.library.opcheck(output_ops.project_rows_.op, (*call, *into), test_utils=in_place)
 
 
 def check_layer() -> None:
@@ -112,19 +114,19 @@ SCALE, OUT, W_UV = torch.ones(1), torch.zeros(3, 2, 24), torch.zeros(2, 96, 24)
         ),
         (lambda: output_ops.quantize_fp8_groups(W_UV[0], 16, "row", False), "group_size is 16; choose one of 64, 128"),
         (
-            lambda: output_ops.project_values_fp8(OUT, W_UV[:1], SCALE),
+            lambda: output_ops.project_values_fp8(ValueProjection(OUT, W_UV[:1]), SCALE),
             r"out has shape \(3, 2, 24\), w_uv \(1, 96, 24\); expected \[T, h, L\]",
         ),
         (
-            lambda: output_ops.project_values_fp8(OUT, W_UV.half(), SCALE),
+            lambda: output_ops.project_values_fp8(ValueProjection(OUT, W_UV.half()), SCALE),
             "out is torch.float32, w_uv torch.float16; expected both in one of",
         ),
         (
-            lambda: output_ops.project_values_fp8_groups(OUT, W_UV, 64, "row", False),
+            lambda: output_ops.project_values_fp8_groups(ValueProjection(OUT, W_UV), 64, "row", False),
             "w_uv has 96 rows for a head; groups of 64 must divide them, so that none crosses heads",
         ),
         (
-            lambda: output_ops.project_values_nvfp4(OUT, W_UV[:, :24], SCALE),
+            lambda: output_ops.project_values_nvfp4(ValueProjection(OUT, W_UV[:, :24]), SCALE),
             "w_uv has 24 rows for a head; groups of 16 must",
         ),
         (

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from dcpmla.attention.output import ops as output_ops
 from dcpmla.attention.output import rows as rows_module
+from dcpmla.attention.output.formats import TargetRows
 from dcpmla.attention.output.rows import OutputQuant, OutputRows
+from dcpmla.attention.projection_calls import ValueProjection
 from dcpmla.attention.projections import project_values
 from dcpmla.cache.formats import FP8
 from dcpmla.parallel.fp8 import QuantizedRows
@@ -54,7 +56,7 @@ def test_plain_parts_are_written_once() -> None:
     """Parts beside each other are rows of one result; one that is the whole result is neither copied nor written."""
     for dtype in (torch.float64, torch.bfloat16):
         parts, w_uv = parts_case(dtype, 7, 3, 24, 128)
-        projected = project_values(parts[0], w_uv)
+        projected = project_values(ValueProjection(parts[0], w_uv))
         assert torch.equal(written(parts, w_uv, None), torch.cat([projected, *parts[1:]]))
         assert torch.equal(written(parts[::-1], w_uv, None), torch.cat([*parts[:0:-1], projected]))
         assert torch.equal(written(parts[:1], w_uv, None), projected)
@@ -67,7 +69,7 @@ def test_plain_parts_are_written_once() -> None:
 def test_parts_and_fused_operators_are_the_quantized_whole() -> None:
     for quant, dtype in itertools.product(KINDS, (torch.float32, torch.bfloat16)):
         parts, w_uv = parts_case(dtype, 7, 3, 24, 128)
-        projected = project_values(parts[0], w_uv)
+        projected = project_values(ValueProjection(parts[0], w_uv))
         for got, plain in (
             (written(parts, w_uv, quant), torch.cat([projected, *parts[1:]])),
             (written(parts[:1], w_uv, quant), projected),
@@ -96,12 +98,13 @@ def unfused(x: Tensor, quant: OutputQuant) -> tuple[Tensor, Tensor]:
 
 def fused(out: Tensor, w_uv: Tensor, quant: OutputQuant) -> tuple[Tensor, Tensor]:
     """Quantize by the operators that apply W_UV first."""
+    call = ValueProjection(out, w_uv)
     if quant.kind == "fp8_groups":
-        return output_ops.project_values_fp8_groups(out, w_uv, quant.group_size, quant.scale_layout, quant.ue8m0)
+        return output_ops.project_values_fp8_groups(call, quant.group_size, quant.scale_layout, quant.ue8m0)
     assert quant.scale is not None
     if quant.kind == "nvfp4":
-        return output_ops.project_values_nvfp4(out, w_uv, quant.scale)
-    return output_ops.project_values_fp8(out, w_uv, quant.scale), quant.scale
+        return output_ops.project_values_nvfp4(call, quant.scale)
+    return output_ops.project_values_fp8(call, quant.scale), quant.scale
 
 
 def move(x: Tensor, device: str) -> Tensor:
@@ -130,7 +133,7 @@ def check_kernels(device: str, dtype: torch.dtype, num_tokens: int, heads: int, 
         if value % quant.group:
             continue
         parts, w_uv = parts_case(dtype, num_tokens, heads, rank, value)
-        projected = project_values(parts[0].float(), w_uv.float()).to(dtype)
+        projected = project_values(ValueProjection(parts[0].float(), w_uv.float())).to(dtype)
         wanted: QuantizedRows = written([projected, *parts[1:]], w_uv, quant)
         got = quant.empty(num_tokens + 9, heads * value, torch.device(device))
         got.values.view(torch.uint8).fill_(0x7F)
@@ -142,11 +145,11 @@ def check_kernels(device: str, dtype: torch.dtype, num_tokens: int, heads: int, 
             scales.fill_(torch.nan)
         first_row = 0
         for part in parts:
-            into = first_row, got.values, scales, scale, quant.ue8m0
+            into = TargetRows(first_row, got.values, scales, scale, quant.ue8m0)
             if part.ndim == 3:
-                kernels.project_rows(move(part, device), move(w_uv, device), *into)
+                kernels.project_rows(ValueProjection(move(part, device), move(w_uv, device)), into)
             else:
-                kernels.quantize_rows(move(part, device), *into)
+                kernels.quantize_rows(move(part, device), into)
             first_row += len(part)
         assert torch.equal(codes(got.values)[num_tokens:], codes(wanted.values)[num_tokens:])
         difference = (numbers(got.values.cpu()) - numbers(wanted.values)).abs()
@@ -203,7 +206,7 @@ def test_operators_run_the_kernels() -> None:
         got = written(moved, w_uv, on_gpu)
         alone = fused(moved[0], w_uv, on_gpu)
         assert torch.equal(codes(got.values)[:130], codes(alone[0]))
-        rows = torch.cat([project_values(moved[0], w_uv), *moved[1:]])
+        rows = torch.cat([project_values(ValueProjection(moved[0], w_uv)), *moved[1:]])
         difference = (numbers(got.values) - numbers(unfused(rows, on_gpu)[0])).abs()
         assert difference.max() <= 1
         assert (difference > 0).double().mean() < 5e-4
@@ -223,8 +226,9 @@ def test_offsets_past_2_to_the_31() -> None:
     parts, w_uv = parts_case(torch.bfloat16, 3, 128, 512, 128)
     scale, first_row = torch.ones(1, device="cuda"), 2**31 // (128 * 128)
     values = torch.zeros(first_row + 9, 128 * 128, dtype=FP8, device="cuda")
-    kernels.project_rows(move(parts[0], "cuda"), move(w_uv, "cuda"), first_row, values, None, scale, False)
-    kernels.quantize_rows(move(parts[1], "cuda"), first_row + 3, values, None, scale, False)
+    call = ValueProjection(move(parts[0], "cuda"), move(w_uv, "cuda"))
+    kernels.project_rows(call, TargetRows(first_row, values, scale=scale))
+    kernels.quantize_rows(move(parts[1], "cuda"), TargetRows(first_row + 3, values, scale=scale))
     wanted = written(parts[:2], w_uv, OutputQuant(kind="fp8", scale=scale.cpu())).values
     assert (codes(values[first_row:]) != codes(wanted)).double().mean() < 5e-4
     assert not codes(values[:9]).any()

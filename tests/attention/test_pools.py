@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla.attention.pooled import compressor
-from dcpmla.attention.pooled.entries import EntryLayout, PoolUpdate, pool_updates
+from dcpmla.attention.pooled.entries import EntryLayout, Pooling, PoolUpdate, pool_updates
 from dcpmla.attention.pooled.expand import expand_pools
 from dcpmla.attention.pooled.step import PoolMetadata, with_pools
 from dcpmla.attention.sparse.slots import SlotLayout
+from dcpmla.attention.sparse.step import SelectedTokens
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.table import StepRequests, StepTraits, TableSizes
 from dcpmla.config import DCPConfig
@@ -28,9 +29,9 @@ TABLE = torch.tensor([[3, 0, 5, 8, 1, 7], [2, 4, 6, 9, 10, 11]], dtype=torch.int
 BLOCK_SIZE = 8
 
 
-def new_selection(num_tokens: int, width: int, device: str = "cpu") -> tuple[torch.Tensor, ...]:
+def new_selection(num_tokens: int, width: int, device: str = "cpu") -> SelectedTokens:
     positions, slots = (torch.full((num_tokens, width), -7, dtype=torch.int32, device=device) for _ in range(2))
-    return positions, slots, torch.full((num_tokens,), -7, dtype=torch.int32, device=device)
+    return SelectedTokens(positions, slots, torch.full((num_tokens,), -7, dtype=torch.int32, device=device))
 
 
 def make_case(seed: int, pool_size: int, num_pools: int) -> tuple[Any, ...]:
@@ -53,10 +54,11 @@ def test_tokens_of_pools(seed: int, pool_size: int, num_pools: int, layout: tupl
     width = num_pools * pool_size + pool_size - 1
     owned = [set[int]() for _ in seq_lens]
     for rank in range(size):
-        positions, slots, num_slots = new_selection(len(seq_lens), width)
+        selection = new_selection(len(seq_lens), width)
+        positions, slots, num_slots, _ = selection
         owner = Owner(rank, size, interleave)
         cache = SlotLayout(table, request, BLOCK_SIZE, owner)
-        expand_pools(pools, seq_lens, pool_size, cache, positions, slots, num_slots)
+        expand_pools(pools, seq_lens, pool_size, cache, selection)
         for row, seq_len in enumerate(seq_lens.tolist()):
             whole = {int(pool) * pool_size + at for pool in pools[row] if pool >= 0 for at in range(pool_size)}
             expected = whole | set(range(seq_len // pool_size * pool_size, seq_len))
@@ -147,8 +149,8 @@ def check_kernels(device: str) -> None:
         width = num_pools * pool_size + pool_size - 1
         expected, found = new_selection(9, width), new_selection(9, width, device)
         there = [value.to(device) if isinstance(value, torch.Tensor) else value for value in case]
-        expand_pools(*case[:3], SlotLayout(*case[3:], Owner(*layout)), *expected)
-        kernels.expand_pools(*there[:3], SlotLayout(*there[3:], Owner(*layout)), *found)
+        expand_pools(*case[:3], SlotLayout(*case[3:], Owner(*layout)), expected)
+        kernels.expand_pools(*there[:3], SlotLayout(*there[3:], Owner(*layout)), found)
         assert torch.equal(found[0].cpu(), expected[0])
         assert torch.equal(found[2].cpu(), expected[2])
         for row, number in enumerate(expected[2].tolist()):
@@ -164,7 +166,7 @@ def check_kernels(device: str) -> None:
         cache, copies = torch.zeros(12, 2, 16, device=where), sums.to(where, copy=True)
         layout = EntryLayout(None, TABLE[:1].to(where), 2, Owner())
         moved = PoolUpdate(*(column.to(where) for column in part))
-        run(pairs.to(where), bias.to(where), None, 0.0, copies, cache, moved, layout, True, False, None, None)
+        run(Pooling(pairs.to(where), bias.to(where), None, 0.0, copies, cache, layout, is_index=True), moved)
         results.append((cache.cpu(), copies.cpu()))
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

@@ -14,6 +14,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 
 from dcpmla.attention import projections
 from dcpmla.attention.prefill import read_cache_rows
+from dcpmla.attention.projection_calls import ValueProjection
 from dcpmla.comm.nccl import merge_rows, weigh_rows
 from tests.attention.test_small_kernels import (
     BLOCK_SIZE,
@@ -43,7 +44,7 @@ def test_latents_are_transformers(interleaved: bool) -> None:
     slots = [3, -1, 27, -1, 0]
     arguments = latents_case(ODD, slots, torch.float32, True, interleaved)
     down, cache, _, q_weight, kv_weight, eps, scale, cos_sin, *_ = arguments
-    q_c, latents, *_ = projections.norm_rope_cache(*arguments)
+    q_c, latents, *_ = projections.norm_rope_cache(arguments)
     norms = {}
     for weight in (q_weight, kv_weight):
         norms[weight] = DeepseekV3RMSNorm(len(weight), eps)
@@ -66,9 +67,11 @@ def test_latents_are_transformers(interleaved: bool) -> None:
 def test_absorbed_scores_and_values_are_those_of_whole_keys(dtype: torch.dtype) -> None:
     """(q_nope W_UK) kv_c = q_nope (W_UK kv_c), and W_UV (p kv_c) = p (W_UV kv_c)."""
     _, rank, width, nope, value, heads = ODD
-    q, w_uk, cos_sin, *_ = query_case(ODD, 5, dtype, True, True)
+    call = query_case(ODD, 5, dtype, True, True)
+    q, w_uk, cos_sin, *_ = call
+    assert cos_sin is not None
     kv_c, w_uv = randn(5, rank, dtype=dtype, seed=7), randn(heads, value, rank, dtype=dtype, seed=8)
-    absorbed = projections.absorb_query(q, w_uk, cos_sin, True, None)
+    absorbed = projections.absorb_query(call)
     rotated = q.clone()
     projections.rotate_query_(rotated, cos_sin, True)
     assert torch.equal(rotated[..., :nope], q[..., :nope])
@@ -78,7 +81,7 @@ def test_absorbed_scores_and_values_are_those_of_whole_keys(dtype: torch.dtype) 
         torch.einsum("thp,hpl,sl->ths", q[..., :nope], w_uk, kv_c),
     )
     weights = randn(5, heads, 5, dtype=dtype, seed=9)
-    values = projections.project_values(torch.einsum("ths,sl->thl", weights, kv_c), w_uv)
+    values = projections.project_values(ValueProjection(torch.einsum("ths,sl->thl", weights, kv_c), w_uv))
     torch.testing.assert_close(values.view(5, heads, value), torch.einsum("ths,hvl,sl->thv", weights, w_uv, kv_c))
 
 
@@ -90,12 +93,13 @@ def check_operators(device: str) -> None:
                 projections.norm_rope_cache.op, on(device, latents_case(sizes, slots, torch.float32, rope, True))
             )
         mixed = latents_case(ODD, slots, torch.bfloat16, True, True)
-        mixed[3], mixed[4] = mixed[3].float(), mixed[4].float()  # the weights of the norms
+        assert mixed.q_weight is not None
+        mixed = mixed._replace(q_weight=mixed.q_weight.float(), kv_weight=mixed.kv_weight.float())
         torch.library.opcheck(projections.norm_rope_cache.op, on(device, mixed))
         queries = on(device, query_case(ODD, len(slots), torch.float32, True, False))
         torch.library.opcheck(projections.absorb_query.op, queries)
         torch.library.opcheck(projections.rotate_query_.op, [queries[0], *queries[2:4]])
-        values = [randn(len(slots), 3, 40), randn(3, 17, 40)[:, 12:]]
+        values = ValueProjection(randn(len(slots), 3, 40), randn(3, 17, 40)[:, 12:])
         torch.library.opcheck(projections.project_values.op, on(device, values))
         rows = [randn(NUM_BLOCKS, 2, BLOCK_SIZE, 7)[:, 1], torch.tensor(slots, dtype=torch.int64).abs()]
         torch.library.opcheck(read_cache_rows.op, on(device, rows))

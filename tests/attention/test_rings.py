@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dcpmla.attention.compressed import window_rings
+from dcpmla.attention.compressed.calls import VisibleTokens
 from dcpmla.attention.compressed.visible import visible_rows
 from dcpmla.attention.compressed.window_rings import ring_states, visible_in_rings
 from dcpmla.ownership import Owner
@@ -22,10 +23,10 @@ def test_rows_of_rings() -> None:
     owner = Owner()
     in_rings = ring_states(states, 3, 5)
     assert in_rings.tolist() == [[1, 4, -1], [6, 9, -1], [11, 14, -1]]
-    rows, num = visible_in_rings(positions, request, in_rings, table, SIZES, owner)
+    rows, num = visible_in_rings(VisibleTokens(positions, request, in_rings, table, *SIZES, owner))
     assert rows.shape[:2] == num.shape == (3, 3)
     for ring in range(3):
-        expected, num_expected = visible_rows(positions, request, in_rings[ring], table, *SIZES, owner)
+        expected, num_expected = visible_rows(VisibleTokens(positions, request, in_rings[ring], table, *SIZES, owner))
         assert torch.equal(num[ring], num_expected)
         for token, count in enumerate(num_expected.tolist()):
             assert torch.equal(rows[ring, token, :count], expected[token, :count])
@@ -36,7 +37,7 @@ def test_rows_of_rings() -> None:
 def test_a_step_without_decodes() -> None:
     no_tokens = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32)
     states, table = ring_states(torch.tensor([2], dtype=torch.int32), 2, 5), torch.zeros(1, 3, dtype=torch.int32)
-    rows, num = visible_in_rings(*no_tokens, states, table, SIZES, Owner())
+    rows, num = visible_in_rings(VisibleTokens(*no_tokens, states, table, *SIZES, Owner()))
     assert rows.shape[:2] == num.shape == (2, 0)
 
 
@@ -49,11 +50,12 @@ def check_kernel(device: str) -> None:
         states = torch.tensor([3, -1, 0, 2, -1][-num_reqs:], dtype=torch.int32)
         positions, request = torch.tensor([0, 9, 30, 17, 5][:num_reqs]), torch.arange(num_reqs, dtype=torch.int32)
         for num_rings, owner in ((1, Owner()), (2, Owner(1, 2, 2)), (4, Owner())):
-            arguments = positions, request, ring_states(states, num_rings, 5), table[:num_reqs]
-            expected = [visible_rows(*arguments[:2], ring, arguments[3], *SIZES, owner) for ring in arguments[2]]
+            rings = ring_states(states, num_rings, 5)
+            call = VisibleTokens(positions, request, states, table[:num_reqs], *SIZES, owner)
+            expected = [visible_rows(call._replace(states=ring)) for ring in rings]
             there = *(each.to(device) for each in (positions, request)), ring_states(states.to(device), num_rings, 5)
             window_rings.visible_rows = kernels.visible_rows  # type: ignore[assignment]  # not the torch code
-            rows, num = visible_in_rings(*there, table[:num_reqs].to(device), SIZES, owner)
+            rows, num = visible_in_rings(VisibleTokens(*there, table[:num_reqs].to(device), *SIZES, owner))
             for ring, (rows_expected, num_expected) in enumerate(expected):
                 assert num[ring].tolist() == num_expected.tolist()
                 for token, count in enumerate(num_expected.tolist()):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dcpmla.attention import head_factors, projections
 from dcpmla.attention.prefill import read_cache_rows
+from dcpmla.attention.projection_calls import LatentWrite, QueryAbsorption, ValueProjection
 from tests.support.hopper import compile_source
 from tests.support.shared_memory import run_interpreted
 
@@ -42,7 +43,7 @@ def cut(x: Tensor) -> Tensor:
 
 def latents_case(
     sizes: tuple[int, ...], slots: list[int], dtype: torch.dtype, rope: bool, interleaved: bool
-) -> list[Any]:
+) -> LatentWrite:
     """Arguments of `norm_rope_cache`: strided rows, a cache of NaN that is one layer of several."""
     q_rank, rank, width, *_ = sizes
     num_tokens = len(slots)
@@ -50,7 +51,7 @@ def latents_case(
     q_weight = 0.5 + randn(q_rank, dtype=dtype, seed=1).abs() if q_rank else None
     cos_sin = randn(num_tokens, width, seed=2) if rope else None
     down = cut(randn(num_tokens, q_rank + rank + width, dtype=dtype, seed=3))
-    return [
+    return LatentWrite(
         down,
         cache,
         torch.tensor(slots, dtype=torch.int64),
@@ -61,29 +62,33 @@ def latents_case(
         cos_sin,
         interleaved,
         None,
-    ]
+    )
 
 
-def query_case(sizes: tuple[int, ...], num_tokens: int, dtype: torch.dtype, rope: bool, interleaved: bool) -> list[Any]:
+def query_case(
+    sizes: tuple[int, ...], num_tokens: int, dtype: torch.dtype, rope: bool, interleaved: bool
+) -> QueryAbsorption:
     """Arguments of `absorb_query`: rows cut out, W_UK as a view of W_UK over W_UV."""
     _, rank, width, nope, value, heads = sizes
     cos_sin = randn(num_tokens, width, seed=2) if rope else None
     w_uk = (randn(heads, nope + value, rank, dtype=dtype, seed=5) / nope**0.5)[:, :nope]
-    return [cut(randn(num_tokens, heads, nope + width, dtype=dtype, seed=6)), w_uk, cos_sin, interleaved, None]
+    q = cut(randn(num_tokens, heads, nope + width, dtype=dtype, seed=6))
+    return QueryAbsorption(q, w_uk, cos_sin, interleaved, None)
 
 
-def on(device: str, arguments: Iterable[Any]) -> list[Any]:
-    """Copy tensors to a device with their strides, also in NamedTuples."""
+def on(device: str, arguments: Iterable[Any]) -> Any:
+    """Copy tensors to a device with their strides, also in NamedTuples; return a NamedTuple, or a list."""
 
     def move(x: Any) -> Any:
         if isinstance(x, tuple):
-            return type(x)(*on(device, x))
+            return on(device, x)
         if not isinstance(x, Tensor):
             return x
         base = x if x._base is None else x._base
         return base.to(device, copy=True).as_strided(x.shape, x.stride(), x.storage_offset())
 
-    return [move(x) for x in arguments]
+    moved = [move(x) for x in arguments]
+    return type(arguments)(*moved) if isinstance(arguments, tuple) else moved
 
 
 def assert_near(got: Tensor, wanted: Tensor) -> None:
@@ -106,9 +111,9 @@ def check_latents(device: str, *sizes: tuple[int, ...]) -> None:
     for number, ((size, rope, interleaved), dtype) in enumerate(with_dtypes(device, cases)):
         arguments = latents_case(size, [3, -1, 27, -1, 0], dtype, rope, interleaved)
         if number % 4 in (1, 2):  # k_pe is normed, in either layout
-            arguments += [False, randn(size[2], dtype=dtype, seed=7)]
+            arguments = arguments._replace(k_pe_weight=randn(size[2], dtype=dtype, seed=7))
         moved = on(device, arguments)
-        wanted, got = projections.norm_rope_cache(*arguments), kernels.norm_rope_cache(*moved)
+        wanted, got = projections.norm_rope_cache(arguments), kernels.norm_rope_cache(moved)
         for mine, theirs in zip(got[:2], wanted[:2], strict=True):
             assert_near(mine, theirs)
         assert_near(moved[1], arguments[1])  # NaN stays wherever no slot points
@@ -125,7 +130,7 @@ def check_queries(device: str, num_tokens: int, *sizes: tuple[int, ...]) -> None
     )  # the interpreter multiplies bfloat16's bits, as integers
     for size, dtype, rope, interleaved in itertools.product(sizes, dtypes, (True, False), (True, False)):
         arguments = query_case(size, num_tokens, dtype, rope, interleaved)
-        assert_near(kernels.absorb_query(*on(device, arguments)), projections.absorb_query(*arguments))
+        assert_near(kernels.absorb_query(on(device, arguments)), projections.absorb_query(arguments))
         if rope:
             q, _, cos_sin, *_ = on(device, arguments)
             rotate_query_(q, cos_sin, interleaved)
@@ -180,14 +185,14 @@ def test_operators_run_the_kernels_and_match_the_torch_code() -> None:
         moved = on("cuda", arguments)
         out, w_uv = randn(3, 16, 512, dtype=dtype), (randn(16, 256, 512, dtype=dtype) / 512**0.5)[:, 128:]
         wanted = [
-            *projections.norm_rope_cache(*arguments)[:2],
-            projections.absorb_query(*queries),
-            projections.project_values(out, w_uv),
+            *projections.norm_rope_cache(arguments)[:2],
+            projections.absorb_query(queries),
+            projections.project_values(ValueProjection(out, w_uv)),
         ]
         got = [
-            *projections.norm_rope_cache(*moved)[:2],
-            projections.absorb_query(*on("cuda", queries)),
-            projections.project_values(*on("cuda", [out, w_uv])),
+            *projections.norm_rope_cache(moved)[:2],
+            projections.absorb_query(on("cuda", queries)),
+            projections.project_values(on("cuda", ValueProjection(out, w_uv))),
         ]
         slots = torch.tensor([5, 0])
         wanted.append(read_cache_rows(arguments[1], slots))
@@ -202,7 +207,7 @@ def test_offsets_past_2_to_the_31() -> None:
     cache = torch.empty(num_blocks, 64, 576, dtype=torch.bfloat16, device="cuda")
     cache[-1], cache[0] = torch.nan, torch.nan
     arguments = on("cuda", latents_case(NO_Q_LORA, [num_blocks * 64 - 1], torch.bfloat16, True, True))
-    _, latents, *_ = projections.norm_rope_cache(arguments[0], cache, *arguments[2:])
+    _, latents, *_ = projections.norm_rope_cache(arguments._replace(kv_cache=cache))
     assert torch.equal(cache[-1, -1], latents[0])
     assert torch.equal(read_cache_rows(cache, arguments[2]), latents)
     assert cache[-1, :-1].isnan().all()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.sparse import projections, scores
+from dcpmla.attention.sparse.calls import IndexNorm, IndexQueries, IndexRotation
 from dcpmla.cache.formats import FP8
 from dcpmla.cache.index_keys import index_row_width, index_to_fp8, read_index_keys, write_index_keys
 from tests.attention.test_small_kernels import compile_for_hopper, cut, on, randn
@@ -73,7 +74,10 @@ def check_scores(device: str, *cases: tuple[list[tuple[int, int, int]], int, int
         moved = on(device, arguments)
         arguments[3].masked_fill_(arguments[3] == NOWHERE, 0)  # the torch code looks at rows that are not scored
         # It works in float64, which takes a core of the host minutes.
-        got, wanted = index_scores(*moved).cpu(), scores.index_scores.reference(*on(device, arguments)).cpu()
+        got, wanted = (
+            index_scores(IndexQueries(*moved)).cpu(),
+            scores.index_scores.reference(IndexQueries(*on(device, arguments))).cpu(),
+        )
         request, seq_lens, local_seq_lens = arguments[4:7]
         is_scored = (torch.arange(got.shape[1]) < local_seq_lens[:, None]) & (seq_lens > TOPK)[:, None]
         assert got.shape == wanted.shape
@@ -83,7 +87,7 @@ def check_scores(device: str, *cases: tuple[list[tuple[int, int, int]], int, int
         atol = 2e-3 if device == "cpu" else 4e-3 * float(wanted[is_scored].square().mean().sqrt())
         torch.testing.assert_close(got[is_scored], wanted[is_scored], atol=atol, rtol=2e-3)
         moved[3], moved[4] = moved[3][request.long()], torch.arange(len(request), dtype=torch.int32, device=device)
-        alone = index_scores(*moved).cpu()  # each token a request of its own: the form of decode
+        alone = index_scores(IndexQueries(*moved)).cpu()  # each token a request of its own: the form of decode
         # The interpreter's products are NumPy's, whose last bits depend on their shape on some processors.
         tolerance = {"atol": 1e-4, "rtol": 1e-5} if device == "cpu" else {"atol": 0.0, "rtol": 0.0}
         torch.testing.assert_close(alone[is_scored], got[is_scored], **tolerance)
@@ -107,19 +111,18 @@ def check_projections(device: str, *cases: tuple[int, int, int, int, torch.dtype
             slots = (torch.arange(num_tokens) * 37 % 112).where(torch.arange(num_tokens) % 3 < 2, -1)
             bias = None if interleaved else randn(head_dim, dtype=dtype, seed=2)  # without one it is an RMSNorm
             norm = 0.5 + randn(head_dim, dtype=dtype, seed=1).abs(), bias
-            rotation = cos_sin, interleaved, hadamard
-            arguments = [keys, cache, slots, *norm, *rotation, 1e-2]
-            moved = on(device, arguments)
-            projections.norm_rope_index_keys(*arguments)
-            kernels.norm_rope_index_keys(*moved)
+            rotation = IndexRotation(cos_sin, interleaved, hadamard)
+            moved, there = on(device, [keys, cache, slots, *norm]), IndexRotation(*on(device, [*rotation]))
+            projections.norm_rope_index_keys(keys, cache, slots, IndexNorm(*norm, 1e-2), rotation)
+            kernels.norm_rope_index_keys(*moved[:3], IndexNorm(*moved[3:], 1e-2), there)
             assert_same_keys(moved[1].cpu(), cache)
             other_layer = moved[1]._base[:, 0].cpu()
             assert torch.equal(other_layer.view(torch.uint8), cache._base[:, 0].view(torch.uint8))
 
             weights = cut(weights.float()) if interleaved else weights  # an engine may compute them in float32
-            query = [cut(randn(num_tokens, heads, head_dim, dtype=dtype, seed=4)), weights, *rotation, fp8]
-            q, factors = kernels.rope_index_queries(*on(device, query))
-            wanted_q, wanted_factors = projections.rope_index_queries(*query)
+            query = [cut(randn(num_tokens, heads, head_dim, dtype=dtype, seed=4)), weights]
+            q, factors = kernels.rope_index_queries(*on(device, query), there, fp8)
+            wanted_q, wanted_factors = projections.rope_index_queries(*query, rotation, fp8)
             assert (q.dtype, q.shape, factors.dtype) == (FP8 if fp8 else dtype, wanted_q.shape, torch.float32)
             assert_near(q.cpu().float() * factors.cpu()[..., None], wanted_q.float() * wanted_factors[..., None])
 

@@ -67,10 +67,9 @@ def test_every_layout_selects_what_sorting_does(rows: list[list[float]], topk: i
     selections = []
     for rank in range(size):
         selections.append(SelectedTokens.empty(len(rows), topk, "cpu"))
-        chosen = selections[rank].positions, selections[rank].slots, selections[rank].num_slots
         request = torch.arange(len(rows), dtype=torch.int32)
         table = SlotLayout(blocks, request, block_size, Owner(rank, size, interleave))
-        spec.choose_tokens(torch.cat(parts, 1), table, None, *chosen)
+        spec.choose_tokens(torch.cat(parts, 1), table, selections[rank])
     for row, known in enumerate(rows):
         wanted = sorted_positions(known, topk)
         for rank, selection in enumerate(selections):

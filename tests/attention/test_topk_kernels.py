@@ -3,7 +3,6 @@
 Kernels run on a GPU, in Triton's interpreter without one, and are compiled for Hopper.
 """
 
-import dataclasses
 import itertools
 import re
 from collections.abc import Iterator
@@ -85,12 +84,11 @@ def check(scores: Tensor, seq_lens: Tensor, topk: int, size: int, interleave: in
         # Some tokens have slots already, which stay before the selected ones.
         num_first = None if interleave == 1 else torch.arange(num_tokens, dtype=torch.int32, device=place) % 3
         slots = torch.empty(num_tokens, topk + 2, dtype=torch.int32, device=place)
-        selection = dataclasses.replace(SelectedTokens.empty(num_tokens, topk, place), slots=slots, num_first=num_first)
+        selection = SelectedTokens.empty(num_tokens, topk, place)._replace(slots=slots, num_first=num_first)
         for memory in (selection.positions, selection.slots, selection.num_slots):
             memory.fill_(-7)
         layout = SlotLayout(blocks.to(place), request.to(place), block_size, owner)
-        chosen = selection.positions, selection.slots, selection.num_slots
-        choose(candidates.to(place), layout, num_first, *chosen)
+        choose(candidates.to(place), layout, selection)
         selections.append(selection)
     mine, theirs = selections
     assert torch.equal(mine.positions.sort(1).values, theirs.positions.cpu().sort(1).values)
@@ -123,7 +121,7 @@ def check_garbage(device: str, num_candidates: int, topk: int) -> None:
     memory = torch.full((3, len(rows) + 2, topk), -7, dtype=torch.int32, device=device)
     positions, slots, num_slots = memory[:, 1:-1]
     layout = SlotLayout(blocks, request, 8, Owner(0, 2, 1))
-    kernels.choose_tokens(candidates, layout, None, positions, slots, num_slots[:, 0].contiguous())
+    kernels.choose_tokens(candidates, layout, SelectedTokens(positions, slots, num_slots[:, 0].contiguous()))
     assert (memory[:2, [0, -1]] == -7).all()
     assert (positions >= -1).all()
     assert ((slots == -7) | ((slots >= 2 * 8) & (slots < 14 * 8))).all()
@@ -256,5 +254,4 @@ def test_operators(device: str) -> None:
     selection = SelectedTokens.empty(3, 5, device)
     blocks, request = torch.arange(9, dtype=torch.int32, device=device).view(3, 3), lens.new_tensor([2, 0, 2])
     torch.library.opcheck(spec.local_candidates.op, (torch.randn(3, 12, device=device), lens, lens, 5, 0, 1, 1))
-    chosen = selection.positions, selection.slots, selection.num_slots
-    torch.library.opcheck(spec.choose_tokens.op, (candidates, blocks, request, 4, 0, 1, 1, None, *chosen))
+    torch.library.opcheck(spec.choose_tokens.op, (candidates, blocks, request, 4, 0, 1, 1, *selection))

@@ -34,9 +34,8 @@ def selected(
     table = torch.randperm(len(seq_lens) * 12, generator=torch.Generator().manual_seed(1)).view(-1, 12).to(torch.int32)
     lens, request = torch.tensor(seq_lens, dtype=torch.int32), torch.arange(len(seq_lens), dtype=torch.int32)
     memory = SelectedTokens.empty(len(seq_lens), window, device)
-    written = memory.positions, memory.slots, memory.num_slots
     layout = SlotLayout(table.to(device), request.to(device), BLOCK_SIZE, Owner(rank, *cut))
-    function(lens.to(device), layout, *written)
+    function(lens.to(device), layout, memory)
     return table, memory
 
 

@@ -18,6 +18,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, GraphModule
 
 from dcpmla.attention.output.ops import quantize_fp8, quantize_fp8_groups, quantize_nvfp4
+from dcpmla.attention.projection_calls import ValueProjection
 from dcpmla.attention.projections import project_values
 from dcpmla.integrations.torch_compile import OutputQuantFusion
 from tests.attention.test_compile import DECODES, MIXED, SMALL, Batch, make_layer, run_layer
@@ -87,7 +88,11 @@ class Layers(nn.Module):
 
     def forward(self, out: Tensor) -> list[Tensor]:
         pairs = zip(self.quantizations, self.w_uv, strict=True)
-        return [tensor for quantize, w_uv in pairs for tensor in quantize(project_values(out, w_uv), self.scale)]
+        return [
+            tensor
+            for quantize, w_uv in pairs
+            for tensor in quantize(project_values(ValueProjection(out, w_uv)), self.scale)
+        ]
 
 
 class Recorded(OutputQuantFusion):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dcpmla.comm.calls import NormedSum
 from dcpmla.comm.norm import add_norm, norm_rows, rms_norm
 from dcpmla.model.deterministic import make_deterministic
 from dcpmla.model.experts import ExpertWeights, compute_experts
@@ -107,10 +108,10 @@ def test_experts_have_the_same_bits_from_every_kernel(
 def check_norms(device: str, dtype: torch.dtype, width: int) -> None:
     x, residual = drawn(300, width, dtype=dtype, device=device), drawn(300, width, dtype=dtype, device=device, seed=1)
     weight = drawn(width, dtype=dtype, device=device)
-    normed = assert_rows_apart(lambda x: norm_rows(x, weight, 1e-6)[0], x)
+    normed = assert_rows_apart(lambda x: norm_rows(x, weight, 1e-6, False)[0], x)
     torch.testing.assert_close(normed, rms_norm(x, weight, 1e-6), atol=1e-5, rtol=2**-7)
     for index in range(2):
-        assert_rows_apart(lambda *rows: add_norm(*rows, weight, 1e-6)[index], x, residual)  # noqa: B023
+        assert_rows_apart(lambda *rows: add_norm(NormedSum(*rows, weight, 1e-6))[index], x, residual)  # noqa: B023
 
 
 def test_norms_on_a_cpu() -> None:

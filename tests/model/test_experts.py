@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dcpmla.attention.output.formats import write_fp8_groups
 from dcpmla.cache.formats import FP8
+from dcpmla.model.calls import RoutedRows
 from dcpmla.model.experts import ExpertWeights, compute_experts
 from dcpmla.model.glu import SWIGLU, Glu
 from dcpmla.parallel.fp8 import NormedRows, QuantizedRows, quantize_rows
@@ -150,7 +151,8 @@ def compute_by_kernels(
 
     codes = *unpack(gate_up), *unpack(down)
     num_experts = len(codes[2])
-    return kernels.compute_experts(x, quantized, ids, weights, *codes, glu, num_experts, is_deterministic)
+    call = RoutedRows(x, quantized, ids, weights, *codes, glu, num_experts, is_deterministic)
+    return kernels.compute_experts(call)
 
 
 def check_kernels(device: str, dtype: torch.dtype, kinds: tuple[str, ...], sizes: tuple[int, ...]) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla.model.sums import Mixer, Sums, mix_sums
+from dcpmla.model.calls import Sums
+from dcpmla.model.sums import Mixer, mix_sums
 from tests.attention.test_decode_compile import compile_for_hopper
 from tests.support.shared_memory import run_interpreted
 
@@ -47,7 +48,7 @@ def check(function: Any, device: str) -> None:
                 case = make_case(num_tokens, num_stored, width, dtype, has_out)
                 expected, total = wanted(*case)
                 moved = [part.to(device) if isinstance(part, Tensor) else part for part in case]
-                x, new = function(*moved, EPS, stores)
+                x, new = function(Sums(*moved[:4]), *moved[4:], EPS, stores)
                 torch.testing.assert_close(x.double().cpu(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
                 row = moved[0][num_stored]
                 if stores:
@@ -86,7 +87,7 @@ def check_kernel(device: str) -> None:
 
     check(kernels.mix_sums, device)
     empty = make_case(0, 1, 48, torch.float32, True)
-    assert kernels.mix_sums(*empty, EPS, False)[0].shape == (0, 48)
+    assert kernels.mix_sums(Sums(*empty[:4]), *empty[4:], EPS, False)[0].shape == (0, 48)
 
 
 def check_in_the_interpreter() -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dcpmla.comm.calls import NormedSum
 from dcpmla.comm.norm import add_norm, norm_rows
 from dcpmla.comm.reduce import CollectiveReduce, select_reduce
 from dcpmla.parallel.collectives import PeerFault
@@ -39,9 +40,9 @@ def test_the_kernel_alone(dtype: torch.dtype) -> None:
     for num_tokens, width in itertools.product((0, 1, 300), (64, 1000, 7168, 16384)):
         partial, residual = torch.randn(2, num_tokens, width, device="cuda").to(dtype)
         weight = torch.randn(width, device="cuda").to(dtype)
-        normed, new_residual, *_ = add_norm(partial, residual, weight, EPS)
+        normed, new_residual, *_ = add_norm(NormedSum(partial, residual, weight, EPS))
         if width % 128 == 0:
-            *others, scales = add_norm(partial, residual, weight, EPS, True)
+            *others, scales = add_norm(NormedSum(partial, residual, weight, EPS, True))
             wanted = quantize_rows(normed)
             assert_same_bits((*others,), (normed, new_residual, wanted.values))
             assert torch.equal(scales, wanted.scales)
@@ -85,7 +86,7 @@ def check_order() -> None:
         for one in partials:
             total = total + one
         new_residual = (total + residual.float()).bfloat16()
-        normed = norm_rows(new_residual, weight, EPS)[0]
+        normed = norm_rows(new_residual, weight, EPS, False)[0]
         for reduce, is_one_shot in ((direct, True), (direct, False), (direct, None), (collective, None)):
             direct_reduce.is_one_shot = choose if is_one_shot is None else lambda *_: is_one_shot  # noqa: B023
             for rows in (slice(1), slice(4, 6), slice(3, 40), slice(700)):

@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dcpmla.attention.output.rows import OutputQuant, OutputRows
+from dcpmla.attention.projection_calls import QueryAbsorption, ValueProjection
 from dcpmla.attention.projections import absorb_query, project_values
 from dcpmla.parallel.by_rows import by_rows
 from dcpmla.parallel.fixed import fixed_linear, multiply_rows
 from dcpmla.parallel.fp8 import fp8_linear, quantize_rows
 from dcpmla.parallel.linear import Linear, RowParallelLinear, shard
-from dcpmla.parallel.quantized import BlockFp8
+from dcpmla.parallel.quantized import BlockFp8, Fp8Product
 from tests.parallel.test_fp8_linear import blocks, exact, quantized
 from tests.support.ranks import run_ranks
 from tests.support.row_errors import largest_error
@@ -122,15 +123,18 @@ def check_heads(device: str, dtype: torch.dtype) -> None:
         codes, scales = (weight, None) if isinstance(weight, Tensor) else (part.to(device) for part in weight)
         q, out = drawn(150, 3, 192, dtype=dtype, device=device), drawn(150, 3, 256, dtype=dtype, device=device)
         angles = drawn(150, 64, device=device)
-        absorbed = assert_rows_apart(lambda q, at: absorb_query(q, codes, at, True, None, scales, True), q, angles)  # noqa: B023
-        values = assert_rows_apart(lambda out: project_values(out, codes, scales, True), out)  # noqa: B023
-        expected = absorb_query(q.double(), codes.double() if scales is None else codes, angles, True, None, scales)
+        rest = True, None, scales, True
+        absorbed = assert_rows_apart(lambda q, at: absorb_query(QueryAbsorption(q, codes, at, *rest)), q, angles)  # noqa: B023
+        values = assert_rows_apart(lambda out: project_values(ValueProjection(out, codes, scales, True)), out)  # noqa: B023
+        wide = codes.double() if scales is None else codes
+        expected = absorb_query(QueryAbsorption(q.double(), wide, angles, True, None, scales))
         for part in (slice(0, 256), slice(256, None)):
             assert_rows_near(absorbed[..., part], expected[..., part])
-        expected = project_values(out.double(), codes.double() if scales is None else codes, scales)
+        expected = project_values(ValueProjection(out.double(), wide, scales))
         assert_rows_near(*(each.unflatten(1, (3, 128)) for each in (values, expected)))
         one = slice(1, 2)
-        own = absorb_query(q[:, one], codes[one], angles, True, None, None if scales is None else scales[one], True)
+        scales_of_one = None if scales is None else scales[one]
+        own = absorb_query(QueryAbsorption(q[:, one], codes[one], angles, True, None, scales_of_one, True))
         assert torch.equal(own, absorbed[:, one])
         # What `OutputRows` appends to other rows, plain and quantized.
         w_uv = codes if scales is None else BlockFp8(codes, scales)
@@ -324,7 +328,7 @@ def test_rows_on_a_gpu(dtype: torch.dtype) -> None:
         x, weight = drawn(300, width, dtype=dtype, device="cuda"), drawn(num_rows, width, dtype=dtype, device="cuda")
         assert_rows_apart(lambda x: fixed_linear(x, weight, x.dtype), x)  # noqa: B023
         codes, arrivals = blocks(num_rows, width, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
-        assert_rows_apart(lambda x: fp8_linear(x, None, *codes, arrivals, x.dtype, True), x)  # noqa: B023
+        assert_rows_apart(lambda x: fp8_linear(Fp8Product(x, None, *codes, arrivals, x.dtype, True)), x)  # noqa: B023
     check_layers("cuda", dtype)
     check_heads("cuda", dtype)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.output import ops as output_ops
+from dcpmla.attention.output.formats import TargetRows
 from dcpmla.attention.output.rows import OutputQuant
 from dcpmla.parallel.quantized import BlockFp8, GroupFp8, dequantize, quantize_groups
 from tests.attention.test_output_formats import codes
@@ -62,7 +63,8 @@ def check_rows(device: str) -> None:
                 (output_ops.write_rows_.reference, x, wanted, quant.scale),
                 (output_kernels.quantize_rows, x.to(device), got, scale),
             ):
-                run(rows, 0, into.values, None if quant.kind == "fp8" else into.scales, factor, quant.ue8m0)
+                scales = None if quant.kind == "fp8" else into.scales
+                run(rows, TargetRows(0, into.values, scales, factor, quant.ue8m0))
             if quant.kind == "nvfp4":
                 assert torch.equal(codes(got.values), codes(wanted.values)), (quant, dtype)
             else:

@@ -15,7 +15,7 @@ from dcpmla.attention.compressed.weights import GroupedLinear
 from dcpmla.attention.output import formats
 from dcpmla.parallel.fp8 import QuantizedRows, dequantize_blocks, fp8_linear
 from dcpmla.parallel.linear import Linear, RowParallelLinear, shard
-from dcpmla.parallel.quantized import BlockFp8, GroupFp4, dequantize
+from dcpmla.parallel.quantized import BlockFp8, Fp8Product, GroupFp4, dequantize
 from tests.support.hopper import compile_source
 from tests.support.ranks import run_ranks
 from tests.support.shared_memory import run_interpreted
@@ -120,18 +120,18 @@ def test_the_operator_on_a_gpu() -> None:
         for num_tokens in (5, SCALED_MM_TOKENS + 4, SCALED_MM_TOKENS + 5, 1000):
             weight, x = blocks(num_rows, width, device="cuda"), rows(num_tokens, width, torch.bfloat16, "cuda")
             arguments, wanted = (*weight, arrivals, torch.bfloat16), exact(quantized(x), weight)
-            assert_near(fp8_linear(x, None, *arguments), wanted)
+            assert_near(fp8_linear(Fp8Product(x, None, *arguments)), wanted)
             for layout in ("row", "tma"):
-                assert_near(fp8_linear(*quantized(x, layout), *arguments), wanted)
+                assert_near(fp8_linear(Fp8Product(*quantized(x, layout), *arguments)), wanted)
             static = QuantizedRows(
                 quantized(x).values, torch.tensor([0.3], device="cuda").expand(num_tokens, width // 128)
             )
-            assert_near(fp8_linear(*static, *arguments), exact(static, weight))
+            assert_near(fp8_linear(Fp8Product(*static, *arguments)), exact(static, weight))
     graph, x = torch.cuda.CUDAGraph(), rows(8, 7168, torch.bfloat16, "cuda")
     weight = blocks(2112, 7168, device="cuda")
-    wanted = fp8_linear(x, None, *weight, arrivals, torch.bfloat16)
+    wanted = fp8_linear(Fp8Product(x, None, *weight, arrivals, torch.bfloat16))
     with torch.cuda.graph(graph):
-        captured = fp8_linear(x, None, *weight, arrivals, torch.bfloat16)
+        captured = fp8_linear(Fp8Product(x, None, *weight, arrivals, torch.bfloat16))
     for _ in range(3):
         captured.fill_(torch.nan)
         graph.replay()
@@ -170,17 +170,17 @@ def test_the_operator() -> None:
     weight, x = blocks(200, 256), rows(3, 256, torch.float32)
     arrivals = torch.zeros(4, dtype=torch.int32)
     values = dequantize(weight, torch.float32)
-    assert torch.equal(fp8_linear(x, None, *weight, arrivals, x.dtype), F.linear(x, values))
-    assert_near(fp8_linear(*quantized(x), *weight, arrivals, x.dtype), exact(quantized(x), weight))
+    assert torch.equal(fp8_linear(Fp8Product(x, None, *weight, arrivals, x.dtype)), F.linear(x, values))
+    assert_near(fp8_linear(Fp8Product(*quantized(x), *weight, arrivals, x.dtype)), exact(quantized(x), weight))
     two = rows(3, 512, torch.float64)
     wanted = torch.cat(
         [F.linear(part, values[at : at + 100].double()) for part, at in zip(two.split(256, 1), (0, 100), strict=True)],
         1,
     )
-    torch.testing.assert_close(fp8_linear(two, None, *weight, arrivals, two.dtype), wanted)
+    torch.testing.assert_close(fp8_linear(Fp8Product(two, None, *weight, arrivals, two.dtype)), wanted)
     checks = ("test_autograd_registration", "test_faketensor")  # a comparison of e4m3 is not implemented
-    torch.library.opcheck(fp8_linear.op, (x, None, *weight, arrivals, x.dtype), test_utils=checks)
-    torch.library.opcheck(fp8_linear.op, (*quantized(x), *weight, arrivals, torch.bfloat16), test_utils=checks)
+    torch.library.opcheck(fp8_linear.op, (x, None, *weight, arrivals, x.dtype, False), test_utils=checks)
+    torch.library.opcheck(fp8_linear.op, (*quantized(x), *weight, arrivals, torch.bfloat16, False), test_utils=checks)
     torch.library.opcheck(dequantize_blocks.op, (*weight, torch.bfloat16), test_utils=checks)
 
 

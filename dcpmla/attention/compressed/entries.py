@@ -4,12 +4,16 @@ Functions take the layer, its projections `down` (`CompressedWeights.down_projec
 nothing in layers without such entries or keys.
 """
 
+import torch
 from torch import Tensor
 
 from dcpmla.attention.compressed.cache import CompressedLayerCache
-from dcpmla.attention.compressed.compressor import compress, compress_and_keep
+from dcpmla.attention.compressed.compressor_weights import CompressorWeights
 from dcpmla.attention.compressed.step import CompressedMetadata
 from dcpmla.attention.compressed.weights import CompressedWeights
+from dcpmla.attention.pooled.compressor import compress_
+from dcpmla.attention.pooled.entries import EntryLayout, Pooling
+from dcpmla.attention.sparse.calls import IndexNorm, IndexRotation
 from dcpmla.attention.sparse.projections import norm_rope_index_keys
 
 
@@ -17,22 +21,17 @@ def write_entries(
     layer: CompressedWeights, down: tuple[Tensor, ...], step: CompressedMetadata, cache: CompressedLayerCache
 ) -> None:
     """Pool tokens into entries, and write them, in layers whose index keys do not come from entries."""
-    if cache.sums is None or layer.config.has_entry_keys:
-        return
-    weights = layer.compressor
-    options = weights.bias, weights.norm, layer.config.rms_norm_eps, layer.kind.ratio
-    compress(down[1], *options, step, cache.sums, cache.rows, is_index=False)
+    if cache.sums is not None and not layer.config.has_entry_keys:
+        _compress(_pooling(layer, layer.compressor, step, down[1], cache.sums, cache.rows), step)
 
 
 def write_index_keys(
     layer: CompressedWeights, down: tuple[Tensor, ...], step: CompressedMetadata, cache: CompressedLayerCache
 ) -> None:
     """Pool tokens into index keys, and write them, in layers with an indexer whose keys do not come from entries."""
-    if cache.index_sums is None or cache.index_keys is None:
-        return
-    weights, hadamard = layer.index_compressor, layer.dcp.index_hadamard
-    options = weights.bias, weights.norm, layer.config.rms_norm_eps, layer.kind.ratio
-    compress(down[2], *options, step, cache.index_sums, cache.index_keys, is_index=True, hadamard=hadamard)
+    if cache.index_sums is not None and cache.index_keys is not None:
+        call = _pooling(layer, layer.index_compressor, step, down[2], cache.index_sums, cache.index_keys, True)
+        _compress(call._replace(hadamard=layer.dcp.index_hadamard), step)
 
 
 def write_entries_and_keys(
@@ -41,11 +40,37 @@ def write_entries_and_keys(
     """Pool tokens into entries, and write them and the index keys that are projected from them (`has_entry_keys`)."""
     if cache.sums is None:
         return
-    options = layer.compressor.bias, layer.compressor.norm, layer.config.rms_norm_eps, layer.kind.ratio
-    latents, slots = compress_and_keep(down[1], *options, step, cache)
+    weights, pairs, first_row = layer.compressor, down[1], step.plan.window_rows(layer.kind.ratio)
+    # This rank's complete entries before RoPE, each at the first token of its span, and their slots.
+    latents = pairs.new_empty(len(pairs), len(weights.norm))
+    slots = torch.full((len(pairs),), first_row - 1, dtype=torch.int64, device=pairs.device)
+    call = _pooling(layer, weights, step, pairs, cache.sums, cache.rows)
+    _compress(call._replace(latents=latents, slots=slots), step)
     if cache.index_keys is None:
         return
-    keys, cos_sin = layer.index_k_proj(latents), step.entries[layer.kind.ratio].cos_sin
-    norm = layer.index_k_norm, None
-    rotation = cos_sin, True, layer.dcp.index_hadamard
-    norm_rope_index_keys(keys, cache.index_keys, slots, *norm, *rotation, layer.config.rms_norm_eps)
+    norm = IndexNorm(layer.index_k_norm, None, layer.config.rms_norm_eps)
+    rotation = IndexRotation(call.layout.cos_sin, True, layer.dcp.index_hadamard)
+    keys, index_slots = layer.index_k_proj(latents), slots - first_row  # -1 at tokens without an entry
+    norm_rope_index_keys(keys, cache.index_keys, index_slots, norm, rotation)
+
+
+def _pooling(
+    layer: CompressedWeights,
+    weights: CompressorWeights,
+    step: CompressedMetadata,
+    pairs: Tensor,
+    sums: Tensor,
+    cache: Tensor,
+    is_index: bool = False,
+) -> Pooling:
+    """Return the arguments of `compress_` for a step's entries or index keys."""
+    ratio, eps = layer.kind.ratio, layer.config.rms_norm_eps
+    entries = step.entries[ratio]
+    table = step.block_table if is_index else entries.block_table
+    layout = EntryLayout(entries.cos_sin, table, step.plan.entries_per_block(ratio), step.owner)
+    return Pooling(pairs, weights.bias, weights.norm, eps, sums, cache, layout, is_index)
+
+
+def _compress(call: Pooling, step: CompressedMetadata) -> None:
+    for part in step.parts:
+        compress_(call, part)

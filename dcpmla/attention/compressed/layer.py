@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.compressed.cache import CompressedLayerCache
+from dcpmla.attention.compressed.calls import WindowWrite
 from dcpmla.attention.compressed.checks import check_cache, check_step
 from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.attention.compressed.entries import write_entries, write_entries_and_keys, write_index_keys
@@ -18,6 +19,7 @@ from dcpmla.attention.compressed.weights import CompressedWeights
 from dcpmla.attention.decode import dcp_mla_decode
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.sparse.blocks import Candidates
+from dcpmla.attention.sparse.calls import IndexRotation
 from dcpmla.attention.sparse.projections import rope_index_queries
 from dcpmla.attention.sparse.selector import TokenSelector
 from dcpmla.attention.sparse.step import SelectedTokens
@@ -122,7 +124,7 @@ class CompressedAttention(CompressedWeights):
         states = compressed.ring_states(self.ring)
         requests = compressed.positions, compressed.request, compressed.seq_lens, states
         options = compressed.plan.ring_rows, self.q_b_proj.takes_quantized
-        latents, rows, *codes = norm_rope_window(down[0], cache.rows, *norms, cos_sin, *requests, *options)
+        latents, rows, *codes = norm_rope_window(WindowWrite(down[0], cache.rows, *norms, cos_sin, *requests, *options))
         q_c = NormedRows.join(latents, *codes)
         if self.config.has_entry_keys:
             write_entries_and_keys(self, down, compressed, cache)
@@ -195,8 +197,8 @@ class CompressedAttention(CompressedWeights):
         assert cache.index_keys is not None
         q = self.index_q_proj(q_c).unflatten(-1, (config.num_heads, config.head_dim))
         is_fp8 = self.dcp.index_cache_dtype == "fp8"
-        options = compressed.angles[True], True, self.dcp.index_hadamard, is_fp8
-        q, weights = rope_index_queries(q, down[-1], *options)
+        rotation = IndexRotation(compressed.angles[True], True, self.dcp.index_hadamard)
+        q, weights = rope_index_queries(q, down[-1], rotation, is_fp8)
         entries = compressed.entries[self.kind.ratio]
         assert entries.visible is not None
         tables = entries.visible, entries.block_table, compressed.selection

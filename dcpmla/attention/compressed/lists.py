@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor
 
+from dcpmla.attention.compressed.calls import ChunkEntries
 from dcpmla.attention.compressed.config import LayerKind
 from dcpmla.attention.compressed.step import CompressedMetadata
 from dcpmla.attention.compressed.visible import append_entries
@@ -69,7 +70,7 @@ class RowLists:
     def _append(self, tokens: slice, number: int, entries: Tensor, num_before: int) -> tuple[Tensor, Tensor]:
         """Return the lists of windows with entries [n, N] appended."""
         rows, num = self.of_windows(tokens) if num_before else self._empty(tokens)
-        return append_entries(rows, num, entries, *self._bounds(tokens, number, num_before))
+        return append_entries(rows, num, entries, ChunkEntries(*self._bounds(tokens, number, num_before)))
 
     def _empty(self, tokens: slice) -> tuple[Tensor, Tensor]:
         request = self._requests(tokens)

@@ -8,6 +8,7 @@ kernels of `attention/compressed/kernels/projections.py`. Columns that are rotat
 import torch
 from torch import Tensor
 
+from dcpmla.attention.compressed.calls import WindowWrite
 from dcpmla.attention.projections import apply_rope
 from dcpmla.cache.formats import FP8
 from dcpmla.cache.index_keys import index_to_fp8
@@ -20,45 +21,21 @@ GROUP = BLOCK  # columns of an fp8 output that share a scale
 Rows = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def _empty_rows(down: Tensor, q_weight: Tensor, kv_weight: Tensor, quantizes: bool) -> Rows:
-    q_c, rows = down.new_empty(down.shape[0], q_weight.shape[0]), down.new_empty(down.shape[0], kv_weight.shape[0])
-    return q_c, rows, *empty_codes(q_c, quantizes)
-
-
 @operator(
     "norm_rope_window",
     kernel="dcpmla.attention.compressed.kernels.projections:norm_rope_window",
-    fake=_empty_rows,
+    fake=WindowWrite.new_results,
     mutates_args=("cache",),
 )
-def norm_rope_window(
-    down: Tensor,
-    cache: Tensor,
-    q_weight: Tensor,
-    kv_weight: Tensor,
-    eps: float,
-    cos_sin: Tensor,
-    positions: Tensor,
-    request: Tensor,
-    seq_lens: Tensor,
-    states: Tensor,
-    ring_rows: int,
-    quantizes: bool = False,
-) -> Rows:
+def norm_rope_window(call: WindowWrite) -> Rows:
     """Normalize the query latent and the shared row of each token, rotate the row, and write it into its window.
 
-    Args:
-        down: [T, Lq + D], projected from the hidden states; contiguous columns.
-        cache: Rows of a layer (`cache/shared_format.py`); the last ring_rows tokens of each request are written.
-        q_weight, kv_weight: [Lq], [D] float32, of the norms.
-        cos_sin: [T, R] float32 as in `apply_rope`.
-        positions, request, seq_lens, states: Columns of `CompressedMetadata`.
-        quantizes: Whether q_c is also quantized, with the bits of `quantize_rows`; Lq is a multiple of 128 then.
     Returns:
         q_c [T, Lq] after its norm; rows [T, D] as attention reads them: rounded as the cache rounds them; codes and
         scales of q_c, without columns unless quantizes.
     Source: DeepSeek-V4's reference code; norms with the roundings of transformers' model.
     """
+    down, cache, q_weight, kv_weight, eps, cos_sin, positions, request, seq_lens, states, ring_rows, quantizes = call
     q_c, rows = down.split([len(q_weight), len(kv_weight)], -1)
     q_c, rows = rms_norm(q_c, eps, q_weight), rotate(rms_norm(rows, eps, kv_weight), cos_sin)
     state, is_kept = states[request], seq_lens[request] - positions <= ring_rows
@@ -88,14 +65,12 @@ def norm_rope_query_(q: Tensor, eps: float | None, cos_sin: Tensor) -> None:
 @operator(
     "unrope_heads",
     kernel="dcpmla.attention.compressed.kernels.projections:unrope_heads",
-    fake=lambda out, quantizes: (
+    fake=lambda out, _lse, _sinks, _cos_sin, quantizes: (
         out.new_empty(out.shape, dtype=FP8 if quantizes else out.dtype),
         out.new_empty(*out.shape[:2], out.shape[2] // GROUP if quantizes else 0, dtype=torch.float32),
     ),
 )
-def unrope_heads(
-    out: Tensor, lse: Tensor, sinks: Tensor, cos_sin: Tensor, quantizes: bool = False
-) -> tuple[Tensor, Tensor]:
+def unrope_heads(out: Tensor, lse: Tensor, sinks: Tensor, cos_sin: Tensor, quantizes: bool) -> tuple[Tensor, Tensor]:
     """Return attention's output with the sink in its denominator, rotated back at the positions of its queries.
 
     Args:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.compressed.cache import CompressedPlan
+from dcpmla.attention.compressed.calls import VisibleTokens
 from dcpmla.attention.compressed.config import LayerKind
 from dcpmla.attention.compressed.context import ContextRows, context_rows
 from dcpmla.attention.compressed.visible import visible_rows
@@ -132,10 +133,10 @@ class CompressedMetadata:
         per_block = self.plan.entries_per_block(ratio) if ratio else 1
         table = self.entry_table(ratio) if ratio else self.block_table
         sizes = ratio, per_block, self.plan.config.sliding_window, self.plan.ring_rows
-        of_tokens = self.positions[tokens], self.request[tokens]
+        call = VisibleTokens(self.positions[tokens], self.request[tokens], self.states, table, *sizes, owner)
         if self.states_in_rings is not None and num_rings > 1:
-            return visible_in_rings(*of_tokens, self.states_in_rings[:num_rings], table, sizes, owner)
-        rows, num = visible_rows(*of_tokens, self.states, table, *sizes, owner)
+            return visible_in_rings(call._replace(states=self.states_in_rings[:num_rings]))
+        rows, num = visible_rows(call)
         return rows[None], num[None]
 
     def new_selection(self, num_decode_tokens: int, num_rings: int) -> tuple[SelectedTokens, RingWindows | None]:

@@ -3,65 +3,38 @@
 import torch
 from torch import Tensor
 
-from dcpmla.operators import operator
-from dcpmla.ownership import Owner
-
-
-def _empty_lists(
-    positions: Tensor,
-    request: Tensor,
-    entry_table: Tensor,
-    ratio: int,
-    entries_per_block: int,
-    window: int,
-    owner: Owner,
-) -> tuple[Tensor, Tensor]:
-    num_entries = entry_table.shape[1] * entries_per_block if ratio else 0
-    width = owner.window_bound(window) + num_entries
-    return request.new_empty(positions.shape[0], width), request.new_empty(positions.shape[0])
+from dcpmla.attention.compressed.calls import ChunkEntries, VisibleTokens
+from dcpmla.operators import is_on_gpu, operator
 
 
 @operator(
     "visible_rows",
     kernel="dcpmla.attention.compressed.kernels.visible:visible_rows",
-    fake=_empty_lists,
-    runs=lambda positions: positions.is_cuda,
+    fake=VisibleTokens.new_lists,
+    runs=is_on_gpu,
 )
-def visible_rows(
-    positions: Tensor,
-    request: Tensor,
-    states: Tensor,
-    entry_table: Tensor,
-    ratio: int,
-    entries_per_block: int,
-    window: int,
-    ring_rows: int,
-    owner: Owner,
-) -> tuple[Tensor, Tensor]:
+def visible_rows(call: VisibleTokens) -> tuple[Tensor, Tensor]:
     """List this rank's rows of each token's window, and of all entries that the token sees.
 
     A window's token is read on the rank that would own it in MLA.
 
-    Args:
-        positions, request: Positions and requests [n] of some tokens, contiguous.
-        states: State of each request [num_reqs], int32; -1 for padding, which sees nothing.
-        entry_table: Block table [num_reqs, max_blocks], int32, in blocks of the layer's rows.
-        ratio: Ratio of the layer; 0 for windows alone, which do not read the table.
     Returns:
         Rows [n, N] int32, of any value after the last; their number [n] int32. N is the largest number possible.
     """
+    positions, request, states, entry_table, ratio, entries_per_block, *_ = call
     state = states[request]
-    rows, num = _window_rows(positions, state, window, ring_rows, owner)
+    rows, num = _window_rows(call, state)
     if not ratio:
         return rows, num
     counts = ((positions + 1) // ratio).where(state >= 0, 0)
     entries = (entry_table * entries_per_block)[..., None] + torch.arange(entries_per_block, dtype=torch.int32)
-    local = owner.local_seq_lens(counts)
+    local = call.owner.local_seq_lens(counts)
     return append_rows(rows, num, entries.flatten(1)[request.long()], local)
 
 
-def _window_rows(positions: Tensor, state: Tensor, window: int, ring_rows: int, owner: Owner) -> tuple[Tensor, Tensor]:
+def _window_rows(call: VisibleTokens, state: Tensor) -> tuple[Tensor, Tensor]:
     """Compute `visible_rows` of windows alone, by the states [n] of tokens."""
+    positions, window, ring_rows, owner = call.positions, call.window, call.ring_rows, call.owner
     first = owner.local_seq_lens((positions + 1 - window).clamp(min=0))
     count = owner.local_seq_lens(positions + 1) - first
     width = owner.window_bound(window)
@@ -82,27 +55,24 @@ def append_rows(rows: Tensor, num: Tensor, more: Tensor, num_more: Tensor) -> tu
 @operator(
     "append_entries",
     kernel="dcpmla.attention.compressed.kernels.visible:append_entries",
-    fake=lambda rows, num, entries: (
+    fake=lambda rows, num, entries, _: (
         rows.new_empty(rows.shape[0], rows.shape[1] + entries.shape[1]),
         torch.empty_like(num),
     ),
-    runs=lambda rows: rows.is_cuda,
+    runs=is_on_gpu,
 )
-def append_entries(
-    rows: Tensor, num: Tensor, entries: Tensor, first: Tensor, end: Tensor, base: Tensor
-) -> tuple[Tensor, Tensor]:
+def append_entries(rows: Tensor, num: Tensor, entries: Tensor, chunk: ChunkEntries) -> tuple[Tensor, Tensor]:
     """Append the rows of the entries in a chunk to each token's list.
 
     Args:
         rows: Rows of each token so far [n, N], int32.
         num: Number of each token's rows [n], int32.
         entries: Entries of its request that each token attends to [n, k], int32; -1 for none.
-        first, end: Range of the chunk's entries of the token's request [n], int32, not negative.
-        base: Row of the entry `first` [n], int32.
+        chunk: Entries that are appended.
     Returns:
         Rows [n, N + k] int32, of any value after the last; their number [n] int32.
     """
-    width = rows.shape[1] + entries.shape[1]
+    (first, end, base), width = chunk, rows.shape[1] + entries.shape[1]
     is_here = (entries >= first[:, None]) & (entries < end[:, None])
     # Other entries go to an additional last column.
     column = (num[:, None] + is_here.cumsum(1) - 1).where(is_here, width)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dcpmla.attention.compressed.calls import VisibleTokens
 from dcpmla.attention.compressed.visible import visible_rows
 from dcpmla.attention.sparse.step import SelectedTokens
-from dcpmla.ownership import Owner
 
 _ALIGNMENT = 4  # int32 of 16 bytes
 
@@ -53,28 +53,23 @@ def ring_states(states: Tensor, num_rings: int, num_states: int) -> Tensor:
     return torch.where(padded < 0, padded, padded + first)[:, : len(states)]
 
 
-def visible_in_rings(
-    positions: Tensor,
-    request: Tensor,
-    states: Tensor,
-    entry_table: Tensor,
-    sizes: tuple[int, int, int, int],
-    owner: Owner,
-) -> tuple[Tensor, Tensor]:
+def visible_in_rings(call: VisibleTokens) -> tuple[Tensor, Tensor]:
     """List `visible_rows` for each ring.
 
     Args:
-        states: Result of `ring_states`.
-        sizes: Ratio, entries per block, window and rows of a request's window.
-        owner: This rank, among the ranks that share the rows.
+        call: Tokens, with the states of `ring_states`.
     Returns:
         Rows [rings, n, N] int32; their number [rings, n] int32.
     """
-    (num_rings, num_reqs), num_tokens = states.shape, len(positions)
-    positions, request = (functional.pad(column, (0, -num_tokens % _ALIGNMENT)) for column in (positions, request))
+    (num_rings, num_reqs), num_tokens = call.states.shape, len(call.positions)
+    positions, request = (functional.pad(column, (0, -num_tokens % _ALIGNMENT)) for column in call[:2])
     first = num_reqs * torch.arange(num_rings, dtype=request.dtype, device=request.device)[:, None]
-    tokens = positions.repeat(num_rings), (request + first).flatten()
-    in_turn = states.contiguous().view(-1)  # flatten() copies nothing for one request, so its elements stay apart.
-    rows, num = visible_rows(*tokens, in_turn, entry_table.repeat(num_rings, 1), *sizes, owner)
+    in_turn = call._replace(
+        positions=positions.repeat(num_rings),
+        request=(request + first).flatten(),
+        states=call.states.contiguous().view(-1),  # flatten() copies nothing for one request: elements would stay apart
+        entry_table=call.entry_table.repeat(num_rings, 1),
+    )
+    rows, num = visible_rows(in_turn)
     by_ring = rows.view(num_rings, len(positions), rows.shape[1]), num.view(num_rings, len(positions))
     return by_ring[0][:, :num_tokens], by_ring[1][:, :num_tokens]

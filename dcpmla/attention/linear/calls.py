@@ -54,6 +54,24 @@ class DeltaState(NamedTuple):
     memory: Tensor
 
 
+class DeltaCall(NamedTuple):
+    """The arguments of attention for a step's tokens, of requests or of pieces.
+
+    Attributes:
+        out: Output [T, h D], written at the tokens of requests, or of pieces, that are not padding.
+        eps: Epsilon of the output's norm.
+        decay_floor: Factor of sigmoid(exp(log_rate) (decay + bias)), which is the logarithm g of the decay; None for
+            g = -exp(log_rate) softplus(decay + bias).
+    """
+
+    out: Tensor
+    tokens: DeltaTokens
+    weights: DeltaWeights
+    state: DeltaState
+    eps: float
+    decay_floor: float | None
+
+
 class DeltaRequests(NamedTuple):
     """The requests of a step, int32.
 

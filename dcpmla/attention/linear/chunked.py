@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from dcpmla.attention.linear.calls import DeltaPieces, DeltaRequests, DeltaState, DeltaTokens, DeltaWeights
+from dcpmla.attention.linear.calls import DeltaCall, DeltaPieces, DeltaRequests
 from dcpmla.attention.linear.delta import delta_attention
 from dcpmla.operators import nothing, operator
 
@@ -40,23 +40,11 @@ def claim_chunks(out: Tensor) -> None:
     fake=nothing,
     mutates_args=("out", "recent", "memory"),
 )
-def attend_in_chunks(
-    out: Tensor,
-    tokens: DeltaTokens,
-    weights: DeltaWeights,
-    state: DeltaState,
-    pieces: DeltaPieces,
-    eps: float,
-    decay_floor: float | None,
-) -> None:
+def attend_in_chunks(call: DeltaCall, pieces: DeltaPieces) -> None:
     """Attend with long pieces, as `delta_attention` does. A custom op; its kernels need `takes_chunks`.
 
-    Args:
-        out: Output [T, h D] of the step's tokens. Only the rows of tokens in pieces are written.
-        eps: Epsilon of the output's norm.
-        decay_floor: Lower bound of the decay's logarithm, or None.
     Source: Kimi Linear's report, section 3.1.
     """
     lens = pieces.start_loc.diff()
     requests = DeltaRequests(pieces.token, pieces.first_position, pieces.first_position + lens, pieces.state)
-    delta_attention.reference(out, tokens, weights, state, requests, eps, decay_floor)
+    delta_attention.reference(call, requests)

@@ -4,14 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dcpmla.attention.linear.calls import (
-    LINEAR_FROM,
-    NORM_EPS,
-    DeltaRequests,
-    DeltaState,
-    DeltaTokens,
-    DeltaWeights,
-)
+from dcpmla.attention.linear.calls import LINEAR_FROM, NORM_EPS, DeltaCall, DeltaRequests, DeltaWeights
 from dcpmla.operators import nothing, operator
 
 
@@ -21,27 +14,15 @@ from dcpmla.operators import nothing, operator
     fake=nothing,
     mutates_args=("out", "recent", "memory"),
 )
-def delta_attention(
-    out: Tensor,
-    tokens: DeltaTokens,
-    weights: DeltaWeights,
-    state: DeltaState,
-    requests: DeltaRequests,
-    eps: float,
-    decay_floor: float | None,
-) -> None:
+def delta_attention(call: DeltaCall, requests: DeltaRequests) -> None:
     """Attend with a step's tokens, one after the other, and move their requests' states past them. A custom op.
 
     For each head, with q and k of length 1 after a convolution and SiLU: S <- diag(exp(g)) S, then
     S <- S + beta k (v - S^T k)^T, and the output is norm(S^T q / sqrt(D)) sigmoid(gate).
 
-    Args:
-        out: Output [T, h D], written at the tokens of requests that are not padding.
-        eps: Epsilon of the output's norm.
-        decay_floor: Factor of sigmoid(exp(log_rate) (decay + bias)), which is the logarithm g of the decay; None for
-            g = -exp(log_rate) softplus(decay + bias).
     Source: Kimi Linear's report, equations 1 and 10; transformers' kimi_linear and glm5_next.
     """
+    out, tokens, weights, state, eps, decay_floor = call
     num_heads = len(weights.log_rate)
     for start, first, end, number in zip(*(column.tolist() for column in requests), strict=True):
         if number < 0 or first == end:

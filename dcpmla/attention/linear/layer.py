@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dcpmla.attention.linear.calls import DeltaState, DeltaTokens, DeltaWeights
+from dcpmla.attention.linear.calls import DeltaCall, DeltaState, DeltaTokens, DeltaWeights
 from dcpmla.attention.linear.chunked import attend_in_chunks, claim_chunks, takes_chunks
 from dcpmla.attention.linear.config import DeltaConfig
 from dcpmla.attention.linear.delta import delta_attention
@@ -125,7 +125,7 @@ class DeltaAttention(nn.Module):
         """Write the output of a step's tokens."""
         metadata = step.derive(DeltaMetadata, delta_metadata)
         weights = DeltaWeights(self.conv, self.log_rate, self.decay_bias, self.norm)
-        constants = self.config.rms_norm_eps, self.config.decay_floor
-        delta_attention(out, tokens, weights, state, metadata.recurrent, *constants)
+        call = DeltaCall(out, tokens, weights, state, self.config.rms_norm_eps, self.config.decay_floor)
+        delta_attention(call, metadata.recurrent)
         if metadata.pieces is not None:
-            attend_in_chunks(out, tokens, weights, state, metadata.pieces, *constants)
+            attend_in_chunks(call, metadata.pieces)

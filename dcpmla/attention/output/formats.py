@@ -6,10 +6,13 @@
   order that matrix products of Blackwell GPUs read (tiles of 128 rows by 4 scales); and a global scale, which is given.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dcpmla.attention.projection_calls import ValueProjection
 from dcpmla.cache.formats import FP8, FP8_MAX
 from dcpmla.parallel.quantized import quantize_groups
 
@@ -21,6 +24,24 @@ _FP4_MAX = 6.0  # largest number of e2m1
 # Midpoints between neighbours of 0, 0.5, 1, 1.5, 2, 3, 4, 6, whose codes are 0 to 7: the code increases by one at each
 # midpoint in _TIES_UP, and just past each in _TIES_DOWN.
 _TIES_UP, _TIES_DOWN = (0.75, 1.75, 3.5), (0.25, 1.25, 2.5, 5.0)
+
+
+class TargetRows(NamedTuple):
+    """The rows of a result that a part of a batch is written to.
+
+    Attributes:
+        first_row: First of the rows.
+        values, scales: Result, which determines the format: values in a part's dtype take it as it is, others are
+            quantized (fp8 has no scales, nvfp4 bytes as values).
+        scale: Scale of fp8 and nvfp4; None for other formats.
+        ue8m0: Whether scales of groups are raised to the next power of two.
+    """
+
+    first_row: int
+    values: Tensor
+    scales: Tensor | None = None
+    scale: Tensor | None = None
+    ue8m0: bool = False
 
 
 def new_rows(num_rows: int, width: int, group: int, scale_layout: str, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -95,8 +116,9 @@ def check_rows(x: Tensor, group: int) -> None:
         raise ValueError(f"x has {x.shape[1]} columns; groups of {group} must divide them")
 
 
-def check_projection(out: Tensor, w_uv: Tensor, w_scales: Tensor | None, group: int) -> None:
+def check_projection(call: ValueProjection, group: int) -> None:
     """Raise ValueError unless w_uv [h, V, L] can be applied to out [T, h, L], and the result quantized in groups."""
+    out, w_uv, w_scales, _ = call
     if out.dtype not in _DTYPES or w_uv.dtype != (out.dtype if w_scales is None else FP8):
         raise ValueError(
             f"out is {out.dtype}, w_uv {w_uv.dtype}; expected both in one of bfloat16, float16 and float32, or w_uv in "

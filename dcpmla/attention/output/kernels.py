@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.attention.output.formats import NVFP4_GROUP
+from dcpmla.attention.output.formats import NVFP4_GROUP, TargetRows
 from dcpmla.attention.output.store import store_rows
+from dcpmla.attention.projection_calls import ValueProjection
 from dcpmla.attention.triton.device import describe, shared_memory
 from dcpmla.parallel.quantized import BLOCK
 
@@ -119,11 +120,9 @@ TILINGS = (Tiling(16, 128, 4, 5), Tiling(32, 128, 4, 5), Tiling(64, 64, 4, 4), T
 _FIRST_TALL = 2  # tilings from here on use one instruction of Hopper, so that tokens have the same bits in each
 
 
-def quantize_rows(
-    x: Tensor, first_row: int, values: Tensor, scales: Tensor | None, scale: Tensor | None, ue8m0: bool
-) -> None:
+def quantize_rows(x: Tensor, into: TargetRows) -> None:
     """Compute `ops.write_rows_` in one kernel."""
-    num_rows, width = x.shape
+    (num_rows, width), (first_row, values, scales, scale, ue8m0) = x.shape, into
     if num_rows == 0:
         return
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -145,18 +144,9 @@ def quantize_rows(
     )
 
 
-def project_rows(
-    out: Tensor,
-    w_uv: Tensor,
-    first_row: int,
-    values: Tensor,
-    scales: Tensor | None,
-    scale: Tensor | None,
-    ue8m0: bool,
-    w_scales: Tensor | None = None,
-    is_deterministic: bool = False,
-) -> None:
+def project_rows(call: ValueProjection, into: TargetRows) -> None:
     """Compute `ops.project_rows_` in one kernel."""
+    (out, w_uv, w_scales, is_deterministic), (first_row, values, scales, scale, ue8m0) = call, into
     (num_tokens, num_heads, rank), value = out.shape, w_uv.shape[1]
     if num_tokens == 0:
         return
@@ -191,10 +181,10 @@ def project_rows(
     )
 
 
-def project_values(out: Tensor, w_uv: Tensor, w_scales: Tensor | None = None, is_deterministic: bool = False) -> Tensor:
+def project_values(call: ValueProjection) -> Tensor:
     """Compute `projections.project_values` in one kernel."""
-    values = out.new_empty(out.shape[0], w_uv.shape[0] * w_uv.shape[1])
-    project_rows(out, w_uv, 0, values, None, None, False, w_scales, is_deterministic)
+    values = call.new_values()
+    project_rows(call, TargetRows(0, values))
     return values
 
 

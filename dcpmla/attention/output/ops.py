@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.output import formats
+from dcpmla.attention.output.formats import TargetRows
+from dcpmla.attention.projection_calls import ValueProjection
 from dcpmla.attention.projections import project_into, project_values
 from dcpmla.operators import nothing, operator
 from dcpmla.parallel.fp8 import runs_fp8
@@ -19,19 +21,12 @@ from dcpmla.parallel.fp8 import runs_fp8
     "write_rows_",
     kernel="dcpmla.attention.output.kernels:quantize_rows",
     fake=nothing,
-    runs=lambda x, values: values.dtype != x.dtype and runs_fp8(x.device),
+    runs=lambda x, into: into.values.dtype != x.dtype and runs_fp8(x.device),
     mutates_args=("values", "scales"),
 )
-def write_rows_(
-    x: Tensor, first_row: int, values: Tensor, scales: Tensor | None, scale: Tensor | None, ue8m0: bool
-) -> None:
-    """Write x [n, N] into the rows of a result from first_row on.
-
-    Args:
-        values, scales: Result, which determines the format: values in x's dtype take x as it is, others are
-            quantized as in `attention/output/formats.py` (fp8 has no scales, nvfp4 bytes as values).
-        scale: Scale of fp8 and nvfp4; None for other formats.
-    """
+def write_rows_(x: Tensor, into: TargetRows) -> None:
+    """Write x [n, N] into rows of a result, in its format (`attention/output/formats.py`)."""
+    first_row, values, scales, scale, ue8m0 = into
     if values.dtype == x.dtype:
         values[first_row : first_row + len(x)] = x
     elif scales is None:
@@ -47,28 +42,18 @@ def write_rows_(
     "project_rows_",
     kernel="dcpmla.attention.output.kernels:project_rows",
     fake=nothing,
-    runs=lambda out, values, w_scales, is_deterministic: (
-        runs_fp8(out.device) and (values.dtype != out.dtype or w_scales is not None or is_deterministic)
+    runs=lambda call, into: (
+        runs_fp8(call.out.device)
+        and (into.values.dtype != call.out.dtype or call.w_scales is not None or call.is_deterministic)
     ),
     mutates_args=("values", "scales"),
 )
-def project_rows_(
-    out: Tensor,
-    w_uv: Tensor,
-    first_row: int,
-    values: Tensor,
-    scales: Tensor | None,
-    scale: Tensor | None,
-    ue8m0: bool,
-    w_scales: Tensor | None = None,
-    is_deterministic: bool = False,
-) -> None:
-    """Apply `write_rows_` to `project_values(out, w_uv, w_scales, is_deterministic)`."""
-    if values.dtype == out.dtype:
-        project_into(out, w_uv, w_scales, values[first_row : first_row + len(out)], is_deterministic)
+def project_rows_(call: ValueProjection, into: TargetRows) -> None:
+    """Apply `write_rows_` to `project_values`."""
+    if into.values.dtype == call.out.dtype:
+        project_into(call, into.values[into.first_row : into.first_row + len(call.out)])
     else:
-        projected = project_values(out, w_uv, w_scales, is_deterministic)
-        write_rows_(projected, first_row, values, scales, scale, ue8m0)
+        write_rows_(project_values(call), into)
 
 
 empty_rows = operator("empty_rows", fake=formats.new_rows)(formats.new_rows)
@@ -82,12 +67,13 @@ def _rows_like(x: Tensor, group: int, scale: Tensor | None, scale_layout: str = 
 
 
 def _rows_of_product(
-    out: Tensor, w_uv: Tensor, w_scales: Tensor | None, group: int, scale: Tensor | None, scale_layout: str = ""
+    call: ValueProjection, group: int, scale: Tensor | None, scale_layout: str = ""
 ) -> tuple[Tensor, Tensor]:
     """Return memory for W_UV's product, quantized as by `_rows_like`."""
-    _check_scales(group, scale, scale_layout, out.device)
-    formats.check_projection(out, w_uv, w_scales, group)
-    return formats.new_rows(out.shape[0], w_uv.shape[0] * w_uv.shape[1], group, scale_layout, out.device)
+    _check_scales(group, scale, scale_layout, call.out.device)
+    formats.check_projection(call, group)
+    num_tokens, (num_heads, value, _) = call.out.shape[0], call.w_uv.shape
+    return formats.new_rows(num_tokens, num_heads * value, group, scale_layout, call.out.device)
 
 
 def _check_scales(group: int, scale: Tensor | None, scale_layout: str, device: torch.device) -> None:
@@ -107,11 +93,11 @@ def quantize_fp8(x: Tensor, scale: Tensor) -> Tensor:
         ValueError: Shapes or dtypes do not match.
     """
     values, _ = _rows_like(x, 1, scale)
-    write_rows_(x, 0, values, None, scale, False)
+    write_rows_(x, TargetRows(0, values, scale=scale))
     return values
 
 
-@operator("quantize_fp8_groups", fake=lambda x, group_size, scale_layout: _rows_like(x, group_size, None, scale_layout))
+@operator("quantize_fp8_groups", fake=lambda x, group, layout, _: _rows_like(x, group, None, layout))
 def quantize_fp8_groups(x: Tensor, group_size: int, scale_layout: str, ue8m0: bool) -> tuple[Tensor, Tensor]:
     """Quantize x [T, N] to e4m3 [T, N] and float32 scales [T, N / G].
 
@@ -123,7 +109,7 @@ def quantize_fp8_groups(x: Tensor, group_size: int, scale_layout: str, ue8m0: bo
         ValueError: Shapes or dtypes do not match, or the group size or layout does not exist.
     """
     values, scales = _rows_like(x, group_size, None, scale_layout)
-    write_rows_(x, 0, values, scales, None, ue8m0)
+    write_rows_(x, TargetRows(0, values, scales, ue8m0=ue8m0))
     return values, scales
 
 
@@ -138,60 +124,49 @@ def quantize_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
         ValueError: Shapes or dtypes do not match.
     """
     values, scales = _rows_like(x, formats.NVFP4_GROUP, global_scale)
-    write_rows_(x, 0, values, scales, global_scale, False)
+    write_rows_(x, TargetRows(0, values, scales, global_scale))
     return values, scales
 
 
-@operator(
-    "project_values_fp8", fake=lambda out, w_uv, scale, w_scales: _rows_of_product(out, w_uv, w_scales, 1, scale)[0]
-)
-def project_values_fp8(out: Tensor, w_uv: Tensor, scale: Tensor, w_scales: Tensor | None = None) -> Tensor:
-    """Return `quantize_fp8` of `project_values(out, w_uv, w_scales)`: out [T, h, L], w_uv [h, V, L] -> [T, h V].
+@operator("project_values_fp8", fake=lambda call, scale: _rows_of_product(call, 1, scale)[0])
+def project_values_fp8(call: ValueProjection, scale: Tensor) -> Tensor:
+    """Return `quantize_fp8` of `project_values`, [T, h V].
 
     Raises:
         ValueError: Shapes or dtypes do not match.
     """
-    values, _ = _rows_of_product(out, w_uv, w_scales, 1, scale)
-    project_rows_(out, w_uv, 0, values, None, scale, False, w_scales)
+    values, _ = _rows_of_product(call, 1, scale)
+    project_rows_(call, TargetRows(0, values, scale=scale))
     return values
 
 
 @operator(
     "project_values_fp8_groups",
-    fake=lambda out, w_uv, group_size, scale_layout, w_scales: _rows_of_product(
-        out, w_uv, w_scales, group_size, None, scale_layout
-    ),
+    fake=lambda call, group, layout, _: _rows_of_product(call, group, None, layout),
 )
 def project_values_fp8_groups(
-    out: Tensor, w_uv: Tensor, group_size: int, scale_layout: str, ue8m0: bool, w_scales: Tensor | None = None
+    call: ValueProjection, group_size: int, scale_layout: str, ue8m0: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return `quantize_fp8_groups` of `project_values(out, w_uv, w_scales)`: out [T, h, L], w_uv [h, V, L] -> [T, h V]
-    and scales [T, h V / G].
+    """Return `quantize_fp8_groups` of `project_values`, [T, h V] and scales [T, h V / G].
 
     Raises:
         ValueError: Shapes or dtypes do not match, the group size or layout does not exist, or a group would cross heads
             (V % G != 0).
     """
-    values, scales = _rows_of_product(out, w_uv, w_scales, group_size, None, scale_layout)
-    project_rows_(out, w_uv, 0, values, scales, None, ue8m0, w_scales)
+    values, scales = _rows_of_product(call, group_size, None, scale_layout)
+    project_rows_(call, TargetRows(0, values, scales, ue8m0=ue8m0))
     return values, scales
 
 
 @operator(
-    "project_values_nvfp4",
-    fake=lambda out, w_uv, global_scale, w_scales: _rows_of_product(
-        out, w_uv, w_scales, formats.NVFP4_GROUP, global_scale
-    ),
+    "project_values_nvfp4", fake=lambda call, global_scale: _rows_of_product(call, formats.NVFP4_GROUP, global_scale)
 )
-def project_values_nvfp4(
-    out: Tensor, w_uv: Tensor, global_scale: Tensor, w_scales: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return `quantize_nvfp4` of `project_values(out, w_uv, w_scales)`: out [T, h, L], w_uv [h, V, L] -> [T, h V / 2]
-    and its scales.
+def project_values_nvfp4(call: ValueProjection, global_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `quantize_nvfp4` of `project_values`, [T, h V / 2] and its scales.
 
     Raises:
         ValueError: Shapes or dtypes do not match, or a group of 16 would cross heads.
     """
-    values, scales = _rows_of_product(out, w_uv, w_scales, formats.NVFP4_GROUP, global_scale)
-    project_rows_(out, w_uv, 0, values, scales, global_scale, False, w_scales)
+    values, scales = _rows_of_product(call, formats.NVFP4_GROUP, global_scale)
+    project_rows_(call, TargetRows(0, values, scales, global_scale))
     return values, scales

@@ -11,6 +11,7 @@ from torch import Tensor
 from dcpmla.attention.gates import apply_gates
 from dcpmla.attention.output import formats
 from dcpmla.attention.output.ops import project_rows_, write_rows_
+from dcpmla.attention.projection_calls import ValueProjection
 from dcpmla.attention.projections import project_values
 from dcpmla.parallel.fp8 import QuantizedRows
 from dcpmla.parallel.linear import Linear
@@ -113,11 +114,11 @@ class OutputRows:
 
     def project(self, out: Tensor) -> None:
         """Apply W_UV to attention over latents [n, h, L], and append the values."""
+        call = ValueProjection(out, self._w_uv, self._w_scales, self._is_deterministic)
         if self._values is None and out.shape[0] == self._num_rows:
-            self._values = project_values(out, self._w_uv, self._w_scales, self._is_deterministic)
+            self._values = project_values(call)
         else:
-            into = self._result()
-            project_rows_(out, self._w_uv, self._end, *into, self._w_scales, self._is_deterministic)
+            project_rows_(call, self._target())
         self._end += out.shape[0]
 
     def append(self, values: Tensor) -> None:
@@ -125,7 +126,7 @@ class OutputRows:
         if self._values is None and values.shape[0] == self._num_rows:
             self._values = values
         else:
-            write_rows_(values, self._end, *self._result())
+            write_rows_(values, self._target())
         self._end += values.shape[0]
 
     def gate(self, gates: Tensor) -> None:
@@ -148,7 +149,7 @@ class OutputRows:
 
     def reserve(self) -> None:
         """Allocate the result now, so that its address is known before any part is appended."""
-        self._result()
+        self._target()
 
     def seek(self, first_row: int) -> None:
         """Make first_row the first row of the next part."""
@@ -167,11 +168,11 @@ class OutputRows:
         assert self._values is not None
         return self._values if self._quant is None else QuantizedRows(self._values, self._scales)
 
-    def _result(self) -> tuple[Tensor, Tensor | None, Tensor | None, bool]:
-        """Return values, computed scales (fp8_groups, nvfp4), given scale (fp8, nvfp4) and ue8m0, for custom ops."""
+    def _target(self) -> formats.TargetRows:
+        """Return the rows of the next part."""
         if self._values is None:
             self._values = torch.empty(self._num_rows, self._width, **self._new)
         if self._quant is None:
-            return self._values, None, None, False
+            return formats.TargetRows(self._end, self._values)
         scales = None if self._quant.kind == "fp8" else self._scales
-        return self._values, scales, self._quant.scale, self._quant.ue8m0
+        return formats.TargetRows(self._end, self._values, scales, self._quant.scale, self._quant.ue8m0)

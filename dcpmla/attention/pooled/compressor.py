@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dcpmla.attention.pooled.entries import EntryLayout, PoolUpdate
+from dcpmla.attention.pooled.entries import Pooling, PoolUpdate
 from dcpmla.attention.projections import apply_rope
 from dcpmla.attention.sparse.projections import hadamard_matrix
 from dcpmla.cache.index_keys import write_index_keys
@@ -36,34 +36,12 @@ class _Sums(NamedTuple):
     fake=nothing,
     mutates_args=("sums", "cache", "latents", "slots"),
 )
-def compress_(
-    pairs: Tensor,
-    bias: Tensor,
-    norm_weight: Tensor | None,
-    eps: float,
-    sums: Tensor,
-    cache: Tensor,
-    part: PoolUpdate,
-    layout: EntryLayout,
-    is_index: bool,
-    hadamard: bool,
-    latents: Tensor | None,
-    slots: Tensor | None,
-) -> None:
+def compress_(call: Pooling, part: PoolUpdate) -> None:
     """Pool a part of a step's tokens into entries, and write this rank's complete entries into a cache.
 
-    Args:
-        pairs: Values, then gates of each token, projected from the hidden states, [T, 2 A D]; A = 2 if entries overlap
-            (first the part for the next span's entry), else 1. Contiguous columns. Spans of one token may lack gates.
-        bias: Bias of the gates by their token's position in its span, [ratio, A D] float32.
-        norm_weight: Weight of the entries' RMSNorm, [D] float32; None for no norm.
-        sums: Sums of entries in progress, own and next, float32 [num_sums, A, 3, D]; written.
-        cache: Rows of a layer, or with is_index an indexer's keys, whose rotated columns come first; written.
-        hadamard: Whether index keys are transformed (`norm_rope_index_keys`).
-        latents, slots: Entries that are written as rows, before RoPE [T, D], and their slots [T] int64, each at the
-            first token of its span in the part; others stay. None if nothing reads them.
     Source: DeepSeek-V4's report, equations 9-12 and 20-23; transformers' GLM-5-Next.
     """
+    pairs, bias, norm_weight, eps, sums, cache, layout, is_index, hadamard, latents, slots = call
     ratio, width = bias.shape[0], sums.shape[-1]
     positions, request, first_position, end, _, target = part
     is_first = (positions % ratio == 0) | (positions == first_position[request])

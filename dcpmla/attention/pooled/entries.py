@@ -45,6 +45,36 @@ class EntryLayout(NamedTuple):
     owner: Owner
 
 
+class Pooling(NamedTuple):
+    """A step's tokens, and the cache that their entries are written into.
+
+    Attributes:
+        pairs: Values, then gates of each token, projected from the hidden states, [T, 2 A D]; A = 2 if entries overlap
+            (first the part for the next span's entry), else 1. Contiguous columns. Spans of one token may lack gates.
+        bias: Bias of the gates by their token's position in its span, [ratio, A D] float32.
+        norm_weight: Weight of the entries' RMSNorm, [D] float32; None for no norm.
+        eps: Epsilon of the norm.
+        sums: Sums of entries in progress, own and next, float32 [num_sums, A, 3, D]; written.
+        cache: Rows of a layer, or with is_index an indexer's keys, whose rotated columns come first; written.
+        layout: Layout of the entries.
+        hadamard: Whether index keys are transformed (`norm_rope_index_keys`).
+        latents, slots: Entries that are written as rows, before RoPE [T, D], and their slots [T] int64, each at the
+            first token of its span in the part; others stay. None if nothing reads them.
+    """
+
+    pairs: Tensor
+    bias: Tensor
+    norm_weight: Tensor | None
+    eps: float
+    sums: Tensor
+    cache: Tensor
+    layout: EntryLayout
+    is_index: bool
+    hadamard: bool = False
+    latents: Tensor | None = None
+    slots: Tensor | None = None
+
+
 def pool_updates(
     tokens: tuple[Tensor, Tensor],
     requests: tuple[Tensor, Tensor, Tensor],

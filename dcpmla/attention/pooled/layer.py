@@ -9,9 +9,11 @@ from torch.nn import functional as F
 from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.pooled.compressor import compress_
+from dcpmla.attention.pooled.entries import Pooling
 from dcpmla.attention.pooled.expand import expand_pools
 from dcpmla.attention.pooled.step import PoolMetadata
 from dcpmla.attention.projections import Tokens
+from dcpmla.attention.sparse.calls import IndexRotation
 from dcpmla.attention.sparse.indexer import Indexer
 from dcpmla.attention.sparse.projections import rope_index_queries
 from dcpmla.attention.sparse.slots import SlotLayout
@@ -55,20 +57,19 @@ class PoolIndexer(Indexer):
         keys, weights = self.down_project(hidden_states)
         keys = F.layer_norm(keys, keys.shape[1:], self.k_norm.weight, self.k_norm.bias, config.norm_eps)
         pairs, sums = torch.cat([keys, self.pool_gate(hidden_states)], -1), index_sums.flatten(0, 1)
+        written = sums, cache.index_keys, pools.entries
+        call = Pooling(pairs, self.pool_bias, None, 0.0, *written, is_index=True, hadamard=dcp.index_hadamard)
         for part in pools.parts:
-            written = sums, cache.index_keys, part, pools.entries
-            compress_(pairs, self.pool_bias, None, 0.0, *written, True, dcp.index_hadamard, None, None)
+            compress_(call, part)
         if sparse.selection is None:
             return
         assert pools.selection is not None
         q = self.wq_b(q_c).unflatten(-1, (config.num_heads, config.head_dim))
         is_fp8 = dcp.index_cache_dtype == "fp8"
-        q, weights = rope_index_queries(q, weights, None, False, dcp.index_hadamard, is_fp8)
+        q, weights = rope_index_queries(q, weights, IndexRotation(None, False, dcp.index_hadamard), is_fp8)
         self.selector.select(q, weights, cache.index_keys, pools.visible, sparse.block_table, pools.selection)
         layout = SlotLayout(sparse.block_table, sparse.request, dcp.block_size, pools.owner)
-        chosen, selected = sparse.selection, pools.selection.positions
-        memory = chosen.positions, chosen.slots, chosen.num_slots
-        expand_pools(selected, sparse.seq_lens, config.pool_size, layout, *memory)
+        expand_pools(pools.selection.positions, sparse.seq_lens, config.pool_size, layout, sparse.selection)
 
     def load_weights(self, weights: Mapping[str, Weight]) -> None:
         """Read every parameter (`Indexer.load_weights`), with the gates' projection and bias."""

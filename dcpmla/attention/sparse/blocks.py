@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.sparse.slots import SlotLayout
+from dcpmla.attention.sparse.step import SelectedTokens
 from dcpmla.attention.sparse.topk import choose_tokens, local_candidates
 from dcpmla.ownership import Owner
 
@@ -61,7 +62,7 @@ class Candidates(NamedTuple):
         table, request = index[None, : best.shape[1]].int(), torch.zeros_like(num_blocks)
         unread = torch.empty_like(self.blocks), torch.empty_like(num_blocks)
         order = SlotLayout(table, request, 1, of_blocks)
-        choose_tokens(gather(local).flatten(1), order, None, self.blocks, *unread)
+        choose_tokens(gather(local).flatten(1), order, SelectedTokens(self.blocks, *unread))
 
     def exclude_(self, scores: Tensor, owner: Owner) -> None:
         """Set the scores [T, N] of this rank's keys outside the blocks to -inf."""

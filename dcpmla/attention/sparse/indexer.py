@@ -9,6 +9,7 @@ from torch.nn.utils import skip_init
 
 from dcpmla.attention.head_factors import HeadFactors
 from dcpmla.attention.placement import Placement
+from dcpmla.attention.sparse.calls import IndexNorm, IndexRotation
 from dcpmla.attention.sparse.projections import norm_rope_index_keys, rope_index_queries
 from dcpmla.attention.sparse.selector import TokenSelector
 from dcpmla.attention.sparse.step import SparseMetadata
@@ -80,8 +81,9 @@ class Indexer(nn.Module):
         assert sparse is not None
         assert index_keys is not None
         keys, weights = self.down_project(hidden_states)
-        norm, rope = (self.k_norm.weight, self.k_norm.bias), (cos_sin, config.rope_interleaved)
-        norm_rope_index_keys(keys, index_keys, step.tokens.slots, *norm, *rope, dcp.index_hadamard, config.norm_eps)
+        norm = IndexNorm(self.k_norm.weight, self.k_norm.bias, config.norm_eps)
+        rotation = IndexRotation(cos_sin, config.rope_interleaved, dcp.index_hadamard)
+        norm_rope_index_keys(keys, index_keys, step.tokens.slots, norm, rotation)
         if sparse.max_seq_len <= config.topk:
             return
         assert sparse.selection is not None
@@ -92,7 +94,7 @@ class Indexer(nn.Module):
         if self.head_factors is not None:
             q = self.head_factors(q, step.query_factor)
         is_fp8 = dcp.index_cache_dtype == "fp8"
-        q, weights = rope_index_queries(q, weights, *rope, dcp.index_hadamard, is_fp8)
+        q, weights = rope_index_queries(q, weights, rotation, is_fp8)
         self.selector.select(q, weights, index_keys, sparse, sparse.block_table, sparse.selection)
 
     def load_weights(self, weights: Mapping[str, Weight]) -> None:

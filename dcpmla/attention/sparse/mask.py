@@ -7,7 +7,7 @@ A custom op (`torch.ops.dcpmla`). The torch code here specifies it and runs on C
 import torch
 from torch import Tensor
 
-from dcpmla.operators import operator
+from dcpmla.operators import is_on_gpu, operator
 
 _WORD = 32  # bits of a word
 
@@ -15,8 +15,8 @@ _WORD = 32  # bits of a word
 @operator(
     "selection_mask",
     kernel="dcpmla.attention.sparse.kernels.mask:selection_mask",
-    fake=lambda positions, num_keys: positions.new_empty(positions.shape[0], -(-num_keys // _WORD)),
-    runs=lambda positions: positions.is_cuda,
+    fake=lambda positions, _starts, _first, num_keys: positions.new_empty(positions.shape[0], -(-num_keys // _WORD)),
+    runs=is_on_gpu,
 )
 def selection_mask(positions: Tensor, query_start_loc: Tensor, first_position: Tensor, num_keys: int) -> Tensor:
     """Return which keys of a segment each token selects: of the new tokens or of a chunk of context, consecutive tokens

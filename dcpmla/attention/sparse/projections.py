@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dcpmla.attention.projections import apply_rope
+from dcpmla.attention.sparse.calls import IndexNorm, IndexRotation
 from dcpmla.cache.formats import FP8
-from dcpmla.cache.index_keys import NORM_EPS, index_to_fp8, write_index_keys
+from dcpmla.cache.index_keys import index_to_fp8, write_index_keys
 from dcpmla.operators import nothing, operator
 
 
@@ -22,15 +23,7 @@ from dcpmla.operators import nothing, operator
     mutates_args=("index_cache",),
 )
 def norm_rope_index_keys(
-    keys: Tensor,
-    index_cache: Tensor,
-    slots: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor | None,
-    cos_sin: Tensor | None,
-    rope_interleaved: bool,
-    hadamard: bool,
-    eps: float = NORM_EPS,
+    keys: Tensor, index_cache: Tensor, slots: Tensor, norm: IndexNorm, rotation: IndexRotation
 ) -> None:
     """Normalize and rotate the indexer's keys, and write the rows that this rank owns into the cache.
 
@@ -39,46 +32,40 @@ def norm_rope_index_keys(
         index_cache: [num_blocks, block_size, width] in one of the formats of `dcpmla.cache.index_keys`, written at the
             slots.
         slots: [T] int64, -1 where another rank owns the token.
-        norm_weight, norm_bias: [D] of a LayerNorm; without a bias of an RMSNorm.
-        cos_sin: [T, R] float32 as in `apply_rope`, for the first R of D columns; None leaves them as they are.
-        hadamard: Whether to transform keys and queries by a Hadamard matrix over sqrt(D): scores stay, but e4m3 rounds
-            more even values.
-        eps: Epsilon of the norm.
+        norm, rotation: Norm and rotation of the keys.
     Source: DeepSeek-V3.2's and V4.1's indexers; rounded to the dtype of keys where transformers' models round.
     """
     wide = torch.promote_types(keys.dtype, torch.float32)
-    if norm_bias is None:
-        normed = F.rms_norm(keys.to(wide), keys.shape[1:], norm_weight.to(wide), eps)
+    weight, bias, eps = norm
+    if bias is None:
+        normed = F.rms_norm(keys.to(wide), keys.shape[1:], weight.to(wide), eps)
     else:
-        normed = F.layer_norm(keys.to(wide), keys.shape[1:], norm_weight.to(wide), norm_bias.to(wide), eps)
-    rotated = _rotate(normed.to(keys.dtype), cos_sin, rope_interleaved)
-    write_index_keys(index_cache, _transform(rotated, hadamard), slots)
+        normed = F.layer_norm(keys.to(wide), keys.shape[1:], weight.to(wide), bias.to(wide), eps)
+    write_index_keys(index_cache, _rotate(normed.to(keys.dtype), rotation), slots)
 
 
 @operator(
     "rope_index_queries",
     kernel="dcpmla.attention.sparse.kernels.projections:rope_index_queries",
-    fake=lambda q, weights, is_fp8: (
+    fake=lambda q, weights, _, is_fp8: (
         q.new_empty(q.shape, dtype=FP8 if is_fp8 else q.dtype),
         weights.new_empty(weights.shape, dtype=torch.float32),
     ),
 )
-def rope_index_queries(
-    q: Tensor, weights: Tensor, cos_sin: Tensor | None, rope_interleaved: bool, hadamard: bool, is_fp8: bool
-) -> tuple[Tensor, Tensor]:
+def rope_index_queries(q: Tensor, weights: Tensor, rotation: IndexRotation, is_fp8: bool) -> tuple[Tensor, Tensor]:
     """Return the indexer's queries rotated, and their heads' weights with all factors of a score.
 
     Args:
         q: [T, H, D], projected from the query latent.
         weights: [T, H], projected from the hidden states; contiguous columns.
-        cos_sin, hadamard: Arguments of `norm_rope_index_keys`.
+        rotation: Rotation of the queries, the same as of the keys.
         is_fp8: Whether queries are rounded to e4m3, with a scale per head that is multiplied into its weight.
     Returns:
         q [T, H, D] in the dtype given, or e4m3; weights [T, H] float32, times 1 / sqrt(H D) and the queries' scales.
     Source: DeepSeek-V3.2's indexer.
     """
     factors = weights.float() * (q.shape[1] ** -0.5 * q.shape[2] ** -0.5)
-    q = _transform(_rotate(q, cos_sin, rope_interleaved), hadamard)
+    q = _rotate(q, rotation)
     if not is_fp8:
         return q.clone(), factors
     codes, scales = index_to_fp8(q)
@@ -96,14 +83,11 @@ def hadamard_matrix(size: int, dtype: torch.dtype, device: torch.device) -> Tens
     return matrix * size**-0.5
 
 
-def _rotate(x: Tensor, cos_sin: Tensor | None, interleaved: bool) -> Tensor:
-    if cos_sin is None:
-        return x
-    rope, rest = x.tensor_split((cos_sin.shape[1],), -1)
-    return torch.cat([apply_rope(rope, cos_sin, interleaved), rest], -1)
-
-
-def _transform(x: Tensor, hadamard: bool) -> Tensor:
+def _rotate(x: Tensor, rotation: IndexRotation) -> Tensor:
+    cos_sin, interleaved, hadamard = rotation
+    if cos_sin is not None:
+        rope, rest = x.tensor_split((cos_sin.shape[1],), -1)
+        x = torch.cat([apply_rope(rope, cos_sin, interleaved), rest], -1)
     if not hadamard:
         return x
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -7,6 +7,7 @@ Custom ops (`torch.ops.dcpmla`). The torch code here specifies them and runs on 
 import torch
 from torch import Tensor
 
+from dcpmla.attention.sparse.calls import IndexQueries
 from dcpmla.cache.index_keys import read_index_keys
 from dcpmla.operators import operator
 
@@ -16,40 +17,23 @@ _MAX_PRODUCTS = 1 << 25  # products of heads and keys that are held at a time
 @operator(
     "index_scores",
     kernel="dcpmla.attention.sparse.kernels.index_scores:index_scores",
-    fake=lambda q, index_cache, block_table: q.new_empty(
-        q.shape[0], block_table.shape[1] * index_cache.shape[1], dtype=torch.float32
-    ),
-    runs=lambda q: q.is_cuda and q.element_size() <= 2,
+    fake=IndexQueries.new_scores,
+    runs=lambda call: call.q.is_cuda and call.q.element_size() <= 2,
 )
-def index_scores(
-    q: Tensor,
-    weights: Tensor,
-    index_cache: Tensor,
-    block_table: Tensor,
-    request: Tensor,
-    seq_lens: Tensor,
-    local_seq_lens: Tensor,
-    topk: int,
-) -> Tensor:
+def index_scores(call: IndexQueries) -> Tensor:
     """Sum weight x ReLU(q . key) over heads, for each token's keys on this rank.
 
     A pair's score does not depend on the other pairs in the call, so ranks that hold different tokens rank pairs
     alike.
 
-    Args:
-        q: Queries [T, H, D] in the model's dtype, or e4m3 with an fp8 index cache.
-        weights: Weights of heads [T, H] float32, times all factors, including the scales of e4m3 queries.
-        index_cache: Index cache [num_blocks, block_size, width] in one of the formats of `dcpmla.cache.index_keys`.
-        block_table, request, seq_lens, local_seq_lens: Columns of `SparseMetadata` for these tokens.
-        topk: Number of selected tokens. Rows with at most topk tokens (seq_lens) are not scored.
     Returns:
         [T, max_blocks x block_size] float32 in the order of this rank's tokens; arbitrary after local_seq_lens, and in
         rows that are not scored.
     Source: DeepSeek-V3.2, equation 1.
     """
-    num_columns = block_table.shape[1] * index_cache.shape[1]
-    scores = q.new_zeros(q.shape[0], num_columns, dtype=torch.float32)
-    tile = max(1, _MAX_PRODUCTS // max(1, num_columns * q.shape[1]))
+    q, weights, index_cache, block_table, request, _, local_seq_lens, _ = call
+    scores = call.new_scores().zero_()
+    tile = max(1, _MAX_PRODUCTS // max(1, scores.shape[1] * q.shape[1]))
     first_of_block = torch.arange(block_table.shape[1], device=q.device) * index_cache.shape[1]
     for start in range(0, q.shape[0], tile):
         rows = slice(start, start + tile)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.sparse.blocks import Candidates
+from dcpmla.attention.sparse.calls import IndexQueries
 from dcpmla.attention.sparse.candidates import candidate_width
 from dcpmla.attention.sparse.scores import index_scores
 from dcpmla.attention.sparse.slots import SlotLayout
@@ -68,7 +69,8 @@ class TokenSelector:
             tokens = slice(index * tile, (index + 1) * tile)
             part, chosen = sparse.rows(tokens), selection.rows(tokens)
             lens = part.seq_lens, part.local_seq_lens
-            scores = index_scores(q[tokens], weights[tokens], index_keys, part.block_table, part.request, *lens, topk)
+            columns = part.block_table, part.request, *lens
+            scores = index_scores(IndexQueries(q[tokens], weights[tokens], index_keys, *columns, topk))
             after_scores()
             if candidates is not None and candidates.is_source:
                 candidates.rows(tokens).choose(scores, lens, owner, self.exchange.gather_candidates)
@@ -76,8 +78,7 @@ class TokenSelector:
                 candidates.rows(tokens).exclude_(scores, owner)
             best = self.exchange.gather_candidates(local_candidates(scores, *lens, topk, owner))
             cache = SlotLayout(slot_table, part.request, index_keys.shape[1], owner)
-            written = chosen.positions, chosen.slots, chosen.num_slots
-            choose_tokens(best.flatten(1), cache, chosen.num_first, *written)
+            choose_tokens(best.flatten(1), cache, chosen)
 
     def workspace_bytes(self, num_tokens: int, element_size: int, score_bytes: int = WORKSPACE_BYTES) -> int:
         """Return the peak bytes of a step's selection: all tokens' queries, as projected in elements of this size and

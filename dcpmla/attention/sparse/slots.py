@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dcpmla.attention.sparse.step import SelectedTokens
 from dcpmla.ownership import Owner
 
 
@@ -31,10 +32,9 @@ class SlotLayout(NamedTuple):
         return blocks * size + index % size
 
 
-def find_slots(
-    positions: Tensor, layout: SlotLayout, num_first: Tensor | None, slots: Tensor, num_slots: Tensor
-) -> None:
+def find_slots(layout: SlotLayout, selection: SelectedTokens) -> None:
     """Write the slots of selected positions that this rank owns, and their number (`choose_tokens`)."""
+    positions, slots, num_slots, num_first = selection
     known, owner = positions.clamp(min=0).long(), layout.owner
     is_mine = (positions >= 0) & (owner.rank_of(known) == owner.rank)
     owned = layout.slots(owner.local_index(known))

@@ -1,6 +1,7 @@
 """The part of a step that layers of sparse MLA read: the tokens that each token may select from, and its selection."""
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,8 +36,7 @@ class SparseMetadata:
         return SparseMetadata(self.block_table, *per_token, self.max_seq_len)
 
 
-@dataclass(frozen=True)
-class SelectedTokens:
+class SelectedTokens(NamedTuple):
     """The tokens that each token of a step attends to: written by a layer with an indexer, read by it and by layers
     that reuse it.
 
@@ -93,7 +93,7 @@ def with_selection(step: StepMetadata, topk: int, positions: Tensor | None = Non
         return step.sharing(sparse)
     selection = SelectedTokens.empty(step.num_tokens, topk, sparse.request.device)
     if positions is not None:
-        selection = replace(selection, positions=positions[: step.num_tokens])
+        selection = selection._replace(positions=positions[: step.num_tokens])
     return step.sharing(replace(sparse, selection=selection))
 
 

@@ -10,17 +10,18 @@ from torch.nn import functional as F
 
 from dcpmla.attention.sparse.candidates import EMPTY, candidate_width, pack_candidates, unpack_positions
 from dcpmla.attention.sparse.slots import SlotLayout, find_slots
-from dcpmla.operators import nothing, operator
+from dcpmla.attention.sparse.step import SelectedTokens
+from dcpmla.operators import is_on_gpu, nothing, operator
 from dcpmla.ownership import Owner
 
 
 @operator(
     "local_candidates",
     kernel="dcpmla.attention.sparse.kernels.topk:local_candidates",
-    fake=lambda scores, topk: scores.new_empty(
+    fake=lambda scores, _seq_lens, _local_seq_lens, topk, _owner: scores.new_empty(
         scores.shape[0], candidate_width(topk, scores.shape[1]), dtype=torch.int64
     ),
-    runs=lambda scores: scores.is_cuda,
+    runs=is_on_gpu,
 )
 def local_candidates(scores: Tensor, seq_lens: Tensor, local_seq_lens: Tensor, topk: int, owner: Owner) -> Tensor:
     """Return the best tokens of this rank, which include all its tokens that can be selected.
@@ -43,30 +44,24 @@ def local_candidates(scores: Tensor, seq_lens: Tensor, local_seq_lens: Tensor, t
     "choose_tokens",
     kernel="dcpmla.attention.sparse.kernels.topk:choose_tokens",
     fake=nothing,
-    runs=lambda candidates: candidates.is_cuda,
+    runs=is_on_gpu,
     mutates_args=("positions", "slots", "num_slots"),
 )
-def choose_tokens(
-    candidates: Tensor,
-    layout: SlotLayout,
-    num_first: Tensor | None,
-    positions: Tensor,
-    slots: Tensor,
-    num_slots: Tensor,
-) -> None:
+def choose_tokens(candidates: Tensor, layout: SlotLayout, selection: SelectedTokens) -> None:
     """Select the best topk of all ranks' candidates, and find the slots of the tokens that this rank owns.
 
     Args:
         candidates: Candidates of all ranks, in any order, some EMPTY, [T, M] int64.
         layout: Cache that slots are in.
-        num_first: Number of slots of each token that are filled already and kept, [T] int32; None for none.
-        positions, slots, num_slots: Fields of `SelectedTokens`; written. topk is the width of positions.
+        selection: Selection, written; the first num_first slots are filled already and kept. topk is the width of
+            positions.
     """
+    positions = selection.positions
     topk = positions.shape[1]
     best = _best(candidates, min(topk, candidates.shape[1]))
     positions.fill_(-1)
     positions[:, : best.shape[1]] = unpack_positions(best)
-    find_slots(positions, layout, num_first, slots, num_slots)
+    find_slots(layout, selection)
 
 
 def _best(candidates: Tensor, num: int) -> Tensor:

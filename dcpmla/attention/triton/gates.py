@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.parallel.fp8 import empty_codes
+from dcpmla.parallel.fp8 import empty_rows
 from dcpmla.parallel.kernels.quantize import store_codes
 
 _COLUMNS = tl.constexpr(1024)  # columns of a program
@@ -31,8 +31,7 @@ def gates_kernel(
 def apply_gates(out: Tensor, logits: Tensor, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `gates.apply_gates` of contiguous rows in one kernel."""
     num_rows, width = out.shape
-    gated = out.new_empty(num_rows, 0 if quantizes else width)
-    codes, scales = empty_codes(out, quantizes)
+    gated, codes, scales = empty_rows(out, quantizes)
     if num_rows:
         grid = num_rows, triton.cdiv(width, _COLUMNS.value)
         written = (codes, scales, scales.stride(1)) if quantizes else (gated, None, 0)

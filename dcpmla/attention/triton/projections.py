@@ -4,10 +4,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dcpmla.attention.projection_calls import LatentWrite, QueryAbsorption
 from dcpmla.attention.triton.rope import load_pairs, rotate, rotate_pairs, store_pairs
-from dcpmla.cache.formats import FP8, check_kv_scale, row_width
+from dcpmla.cache.formats import check_kv_scale, row_width
 from dcpmla.cache.kernels import k_pe_of, quantize, store_kv_c
-from dcpmla.parallel.fp8 import empty_codes
 from dcpmla.parallel.kernels.quantize import store_codes
 from dcpmla.parallel.quantized import BLOCK
 
@@ -101,21 +101,9 @@ def latents_kernel(
             store_codes(q_c, token, 0, codes_ptr, scales_ptr, scales_stride, Q_RANK)
 
 
-def norm_rope_cache(
-    down: Tensor,
-    kv_cache: Tensor,
-    slots: Tensor,
-    q_weight: Tensor | None,
-    kv_weight: Tensor,
-    eps: float,
-    kv_lora_scale: float,
-    cos_sin: Tensor | None,
-    rope_interleaved: bool,
-    kv_scale: Tensor | None,
-    quantizes: bool = False,
-    k_pe_weight: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def norm_rope_cache(call: LatentWrite) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute `projections.norm_rope_cache` in one kernel."""
+    down, kv_cache, slots, q_weight, kv_weight, eps, kv_lora_scale, cos_sin, rope_interleaved, kv_scale, *_ = call
     num_tokens, kv_rank = len(down), len(kv_weight)
     q_rank = 0 if q_weight is None else len(q_weight)
     rope = down.shape[1] - kv_rank - q_rank
@@ -125,8 +113,7 @@ def norm_rope_cache(
         raise ValueError(
             f"kv_cache has rows of {kv_cache.shape[-1]} {kv_cache.dtype}; latents of {kv_rank} + {rope} take {width}"
         )
-    q_c, latents = down.new_empty(num_tokens, q_rank), down.new_empty(num_tokens, kv_rank + rope)
-    codes, scales = empty_codes(q_c, quantizes)
+    q_c, latents, codes, scales = call.new_results()
     latents_kernel[(num_tokens, 1 if q_weight is None else 2)](
         down,
         q_weight,
@@ -134,8 +121,7 @@ def norm_rope_cache(
         None if cos_sin is None else cos_sin.contiguous(),
         slots.contiguous(),
         q_c,
-        codes if quantizes else None,
-        scales if quantizes else None,
+        *((codes, scales) if call.quantizes else (None, None)),
         scales.stride(1),
         latents,
         kv_cache,
@@ -145,7 +131,7 @@ def norm_rope_cache(
         eps,
         kv_lora_scale,
         kv_scale,
-        k_pe_weight,
+        call.k_pe_weight,
         Q_RANK=q_rank,
         KV_RANK=kv_rank,
         ROPE=rope,
@@ -213,20 +199,13 @@ def absorb_kernel(
         )
 
 
-def absorb_query(
-    q: Tensor,
-    w_uk: Tensor,
-    cos_sin: Tensor | None,
-    rope_interleaved: bool,
-    q_scale: Tensor | None,
-    w_scales: Tensor | None = None,
-    is_deterministic: bool = False,
-) -> Tensor:
+def absorb_query(call: QueryAbsorption) -> Tensor:
     """Compute `projections.absorb_query` in one kernel."""
+    q, w_uk, cos_sin, rope_interleaved, q_scale, w_scales, is_deterministic = call
     num_tokens, num_heads, head_dim = q.shape
     nope, rank = w_uk.shape[1:]
     rope = head_dim - nope
-    out = q.new_empty(num_tokens, num_heads, rank + rope, dtype=q.dtype if q_scale is None else FP8)
+    out = call.new_query()
     tokens = min(_MAX_TOKENS, max(16, triton.next_power_of_2(num_tokens)))  # 16: the least that tl.dot takes
     if is_deterministic:
         tokens = _MAX_TOKENS  # Hopper has another instruction for fewer

@@ -62,7 +62,6 @@ class WindowAttention(GatedAttention):
         """Return each token's window; None where no token has more tokens before it."""
         selection, sparse = super()._select(hidden_states, q_c, cache, step), step.get(SparseMetadata)
         if selection is not None and sparse is not None and self._selects:
-            dcp, memory = self.dcp, (selection.positions, selection.slots, selection.num_slots)
-            layout = SlotLayout(sparse.block_table, sparse.request, dcp.block_size, self._owner)
-            select_window(sparse.seq_lens, layout, *memory)
+            layout = SlotLayout(sparse.block_table, sparse.request, self.dcp.block_size, self._owner)
+            select_window(sparse.seq_lens, layout, selection)
         return selection

@@ -8,24 +8,26 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.sparse.slots import SlotLayout
-from dcpmla.operators import nothing, operator
+from dcpmla.attention.sparse.step import SelectedTokens
+from dcpmla.operators import is_on_gpu, nothing, operator
 
 
 @operator(
     "select_window",
     kernel="dcpmla.attention.windowed.kernels.select:select_window",
     fake=nothing,
-    runs=lambda seq_lens: seq_lens.is_cuda,
+    runs=is_on_gpu,
     mutates_args=("positions", "slots", "num_slots"),
 )
-def select_window(seq_lens: Tensor, layout: SlotLayout, positions: Tensor, slots: Tensor, num_slots: Tensor) -> None:
+def select_window(seq_lens: Tensor, layout: SlotLayout, selection: SelectedTokens) -> None:
     """Select the last tokens up to each token, and find the slots of this rank's tokens among them.
 
     Args:
         seq_lens: Column of `SparseMetadata`.
         layout: Cache that slots are in.
-        positions, slots, num_slots: Fields of `SelectedTokens`, written. The width of positions is the window.
+        selection: Selection, written. The width of positions is the window.
     """
+    positions, slots, num_slots, _ = selection
     window, owner = positions.shape[1], layout.owner
     column = torch.arange(window, device=positions.device)
     last = seq_lens[:, None] - 1

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dcpmla.comm.calls import NormedSum
 from dcpmla.parallel.fp8 import empty_codes
 from dcpmla.parallel.kernels.quantize import store_codes
 
@@ -48,16 +49,15 @@ def add_norm_kernel(
         store_codes(normed, row, 0, codes_ptr, scales_ptr, scales_stride, WIDTH)
 
 
-def add_norm(
-    rows: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def add_norm(call: NormedSum) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute `comm.norm.add_norm` in one kernel."""
+    rows, residual, weight, eps, quantizes = call
     sums = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
     normed, codes, scales = _norm(rows.contiguous(), residual, weight, sums, eps, quantizes)
     return normed, sums, codes, scales
 
 
-def norm_rows(x: Tensor, weight: Tensor, eps: float, quantizes: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def norm_rows(x: Tensor, weight: Tensor, eps: float, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `comm.norm.norm_rows` in one kernel."""
     return _norm(None, x, weight, None, eps, quantizes)
 

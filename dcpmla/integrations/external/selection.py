@@ -34,8 +34,7 @@ def with_selected(step: StepMetadata, positions: Tensor, dcp: DCPConfig, dcp_ran
         _check_rows(positions[: step.num_tokens], sparse.seq_lens[: step.num_tokens])
     layout = SlotLayout(sparse.block_table, sparse.request, dcp.block_size, dcp.owner(dcp_rank))
     selection = SelectedTokens.empty(step.num_tokens, topk, positions.device)
-    memory = selection.positions, selection.slots, selection.num_slots
-    expand_pools(positions[: step.num_tokens], sparse.seq_lens, 1, layout, *memory)  # pools of one token
+    expand_pools(positions[: step.num_tokens], sparse.seq_lens, 1, layout, selection)  # pools of one token
     return step.sharing(replace(sparse, selection=selection))
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dcpmla.attention.triton.device import describe, shared_memory
 from dcpmla.cache.formats import FP8
+from dcpmla.model.calls import RoutedRows
 from dcpmla.model.glu import SWIGLU, Glu
 from dcpmla.model.hopper import product
 from dcpmla.model.hopper.pipeline import BLOCK_ROWS
@@ -77,20 +78,10 @@ _TILINGS = {
 }
 
 
-def compute_experts(
-    x: Tensor,
-    quantized: QuantizedRows | None,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    gate_up: Tensor,
-    gate_up_scales: Tensor | None,
-    down: Tensor,
-    down_scales: Tensor | None,
-    glu: Glu,
-    num_experts: int,
-    is_deterministic: bool,
-) -> Tensor:
+def compute_experts(call: RoutedRows) -> Tensor:
     """Compute `model.experts.compute_experts` of at least one token and one route, from its operator's arguments."""
+    x, quantized, expert_ids, expert_weights, gate_up, gate_up_scales, down, down_scales, glu, *_ = call
+    num_experts, is_deterministic = call.num_experts, call.is_deterministic
     ids, expert_weights = expert_ids.contiguous(), expert_weights.contiguous()
     (num_tokens, top_k), num_routes = ids.shape, ids.numel()
     if gate_up_scales is not None and down_scales is not None:

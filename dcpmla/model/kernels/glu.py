@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dcpmla.model.glu import Glu
-from dcpmla.parallel.fp8 import empty_codes
+from dcpmla.parallel.fp8 import empty_rows
 from dcpmla.parallel.kernels.quantize import store_codes
 
 _COLUMNS = tl.constexpr(1024)  # columns of a program
@@ -67,8 +67,7 @@ def glu_kernel(
 def activate_rows(gate_up: Tensor, glu: Glu, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `model.mlp.activate_rows` of contiguous rows in one kernel."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty(num_rows, 0 if quantizes else width)
-    codes, scales = empty_codes(gate_up[:, :width], quantizes)
+    out, codes, scales = empty_rows(gate_up[:, :width], quantizes)
     if num_rows:
         grid = num_rows, triton.cdiv(width, _COLUMNS.value)
         written = (codes, scales, scales.stride(1)) if quantizes else (out, None, 0)

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dcpmla.model.calls import Sums
+
 
 @triton.jit(do_not_specialize=["num_rows", "num_stored"])
 def mix_sums_kernel(
@@ -51,17 +53,10 @@ def mix_sums_kernel(
     tl.store(x_ptr + at, x.to(x_ptr.dtype.element_ty), mask=mask)
 
 
-def mix_sums(
-    stored: Tensor,
-    num_stored: int,
-    current: Tensor,
-    out: Tensor | None,
-    score: Tensor,
-    norm: Tensor,
-    eps: float,
-    stores: bool,
-) -> tuple[Tensor, Tensor]:
+def mix_sums(sums: Sums, score: Tensor, norm: Tensor, eps: float, stores: bool) -> tuple[Tensor, Tensor]:
     """Compute `model.sums.mix_sums` in one kernel."""
+    stored, num_stored, current, out = sums
+    assert current is not None
     num_rows, width = current.shape
     x, columns = torch.empty_like(current), triton.next_power_of_2(width)
     new = torch.empty_like(current) if out is not None and not stores else current.new_empty(0)

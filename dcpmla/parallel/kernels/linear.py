@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dcpmla.parallel.kernels import fixed
 from dcpmla.parallel.kernels.quantize import quantize_rows
-from dcpmla.parallel.quantized import BLOCK
+from dcpmla.parallel.quantized import BLOCK, Fp8Product
 
 _BLOCK = tl.constexpr(BLOCK)
 # Rows, and numbers of a result, past which cuBLAS fills an H200 and is faster than the Triton kernel.
@@ -124,16 +124,9 @@ def choose_tiling(num_tokens: int, num_rows: int, width: int) -> Tiling:
     return Tiling(tokens, splits)
 
 
-def fp8_linear(
-    x: Tensor,
-    x_scales: Tensor | None,
-    weight: Tensor,
-    weight_scale: Tensor,
-    arrivals: Tensor,
-    dtype: torch.dtype,
-    is_deterministic: bool = False,
-) -> Tensor:
+def fp8_linear(call: Fp8Product) -> Tensor:
     """Compute `fp8.fp8_linear`: large products by cuBLAS, others in one kernel."""
+    x, x_scales, weight, weight_scale, arrivals, dtype, is_deterministic = call
     if x_scales is None:
         x, x_scales = quantize_rows(x)
     if is_deterministic:

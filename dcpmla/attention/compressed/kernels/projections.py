@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dcpmla.attention.compressed.calls import WindowWrite
 from dcpmla.attention.triton.rope import load_pairs, norm_factor, rotate_range, store_pairs
 from dcpmla.cache import index_keys
 from dcpmla.cache.formats import FP8
 from dcpmla.cache.kernels import quantize_pairs, store_shared
-from dcpmla.parallel.fp8 import empty_codes
 from dcpmla.parallel.kernels.quantize import store_codes
 from dcpmla.parallel.quantized import BLOCK
 
@@ -79,24 +79,11 @@ def rows_kernel(
             store_codes(q_c, token, 0, codes_ptr, scales_ptr, scales_stride, Q_RANK)
 
 
-def norm_rope_window(
-    down: Tensor,
-    cache: Tensor,
-    q_weight: Tensor,
-    kv_weight: Tensor,
-    eps: float,
-    cos_sin: Tensor,
-    positions: Tensor,
-    request: Tensor,
-    seq_lens: Tensor,
-    states: Tensor,
-    ring_rows: int,
-    quantizes: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def norm_rope_window(call: WindowWrite) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute `projections.norm_rope_window` in one kernel."""
-    num_tokens, q_rank, width = len(down), len(q_weight), len(kv_weight)
-    q_c, rows = down.new_empty(num_tokens, q_rank), down.new_empty(num_tokens, width)
-    codes, scales = empty_codes(q_c, quantizes)
+    down, cache, q_weight, kv_weight, eps, cos_sin, positions, request, seq_lens, states, ring_rows, quantizes = call
+    q_c, rows, codes, scales = call.new_results()
+    (num_tokens, q_rank), width = q_c.shape, len(kv_weight)
     if num_tokens:
         rows_kernel[(num_tokens, 2)](
             down,
@@ -200,9 +187,7 @@ def heads_kernel(
     store_pairs(out_ptr + row * WIDTH, x, y, is_row, WIDTH, PAIRS, True)
 
 
-def unrope_heads(
-    out: Tensor, lse: Tensor, sinks: Tensor, cos_sin: Tensor, quantizes: bool = False
-) -> tuple[Tensor, Tensor]:
+def unrope_heads(out: Tensor, lse: Tensor, sinks: Tensor, cos_sin: Tensor, quantizes: bool) -> tuple[Tensor, Tensor]:
     """Compute `projections.unrope_heads` in one kernel."""
     if quantizes and out.shape[2] % BLOCK:
         raise ValueError(f"out has rows of {out.shape[2]} columns; expected a multiple of {BLOCK}")

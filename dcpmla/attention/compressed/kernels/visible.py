@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.ownership import Owner
+from dcpmla.attention.compressed.calls import ChunkEntries, VisibleTokens
 
 _COLUMNS = tl.constexpr(1024)  # Columns of a program or of its step.
 
@@ -60,37 +60,15 @@ def visible_kernel(
     tl.store(rows_ptr + token * width + column, rows, mask=column < num)
 
 
-def visible_rows(
-    positions: Tensor,
-    request: Tensor,
-    states: Tensor,
-    entry_table: Tensor,
-    ratio: int,
-    entries_per_block: int,
-    window: int,
-    ring_rows: int,
-    owner: Owner,
-) -> tuple[Tensor, Tensor]:
+def visible_rows(call: VisibleTokens) -> tuple[Tensor, Tensor]:
     """Compute `visible.visible_rows` in one kernel."""
-    num_tokens, num_entries = len(positions), entry_table.shape[1] * entries_per_block if ratio else 0
-    width = owner.window_bound(window) + num_entries
-    rows, num = request.new_empty(num_tokens, width), request.new_empty(num_tokens)
+    *tensors, entry_table, ratio, entries_per_block, window, ring_rows, owner = call
+    rows, num = call.new_lists()
+    num_tokens, width = rows.shape
     if num_tokens:
+        sizes = width, max(1, ratio), entries_per_block, window, ring_rows
         visible_kernel[(num_tokens, triton.cdiv(width, _COLUMNS.value))](
-            positions,
-            request,
-            states,
-            entry_table,
-            rows,
-            num,
-            entry_table.stride(0),
-            width,
-            max(1, ratio),
-            entries_per_block,
-            window,
-            ring_rows,
-            *owner,
-            HAS_ENTRIES=ratio > 0,
+            *tensors, entry_table, rows, num, entry_table.stride(0), *sizes, *owner, HAS_ENTRIES=ratio > 0
         )
     return rows, num
 
@@ -119,15 +97,13 @@ def append_kernel(
     tl.store(num_listed_ptr + token, num)
 
 
-def append_entries(
-    rows: Tensor, num: Tensor, entries: Tensor, first: Tensor, end: Tensor, base: Tensor
-) -> tuple[Tensor, Tensor]:
+def append_entries(rows: Tensor, num: Tensor, entries: Tensor, chunk: ChunkEntries) -> tuple[Tensor, Tensor]:
     """Compute `visible.append_entries` in one kernel."""
     num_tokens, num_columns = rows.shape
     num_entries = entries.shape[1]
     listed, num_listed = rows.new_empty(num_tokens, num_columns + num_entries), num.new_empty(num_tokens)
     if num_tokens:
         append_kernel[(num_tokens,)](
-            rows.contiguous(), num, entries.contiguous(), first, end, base, listed, num_listed, num_columns, num_entries
+            rows.contiguous(), num, entries.contiguous(), *chunk, listed, num_listed, num_columns, num_entries
         )
     return listed, num_listed

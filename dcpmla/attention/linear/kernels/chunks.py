@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from dcpmla.attention.linear.calls import DeltaPieces, DeltaState, DeltaTokens, DeltaWeights
+from dcpmla.attention.linear.calls import DeltaCall, DeltaPieces
 from dcpmla.attention.linear.kernels.read import read_memory, read_tokens
 from dcpmla.attention.linear.kernels.write import write_outputs, write_state
 from dcpmla.attention.step.long_pieces import CHUNK
@@ -17,16 +16,9 @@ from dcpmla.attention.step.long_pieces import CHUNK
 _CONFIGS = Path(__file__).parent.parent / "configs"
 
 
-def attend_in_chunks(
-    out: Tensor,
-    tokens: DeltaTokens,
-    weights: DeltaWeights,
-    state: DeltaState,
-    pieces: DeltaPieces,
-    eps: float,
-    decay_floor: float | None,
-) -> None:
+def attend_in_chunks(call: DeltaCall, pieces: DeltaPieces) -> None:
     """Launch the kernels of `dcpmla.attention.linear.chunked.attend_in_chunks`."""
+    out, tokens, weights, state, eps, decay_floor = call
     q, k, v, decay, beta = read_tokens(tokens, weights.conv, state.recent, pieces)
     # The public `chunk_kda` would lay out the chunks again in each layer.
     attended, memory_after, *_ = _library()(

@@ -4,22 +4,14 @@ registers.
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from dcpmla.attention.linear import calls
-from dcpmla.attention.linear.calls import DeltaRequests, DeltaState, DeltaTokens, DeltaWeights
+from dcpmla.attention.linear.calls import DeltaCall, DeltaRequests
 
 
-def delta_attention(
-    out: Tensor,
-    tokens: DeltaTokens,
-    weights: DeltaWeights,
-    state: DeltaState,
-    requests: DeltaRequests,
-    eps: float,
-    decay_floor: float | None,
-) -> None:
+def delta_attention(call: DeltaCall, requests: DeltaRequests) -> None:
     """Launch the kernel of `dcpmla.attention.linear.delta.delta_attention`."""
+    out, tokens, weights, state, eps, decay_floor = call
     num_heads, dim = len(weights.log_rate), len(weights.norm)
     _attend[len(requests.state), num_heads](
         out,

@@ -2,9 +2,8 @@
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from dcpmla.attention.pooled.entries import EntryLayout, PoolUpdate
+from dcpmla.attention.pooled.entries import Pooling, PoolUpdate
 from dcpmla.attention.pooled.kernels.sums import add_tokens, choose, load_sums, merge, store_sums
 from dcpmla.attention.triton.rope import load_pairs, norm_factor, rotate_range, store_pairs
 from dcpmla.cache import index_keys
@@ -158,21 +157,9 @@ def compress_kernel(
                 store_shared(cache_ptr, cache_stride, slot + one, x, y, WIDTH)
 
 
-def compress_(
-    pairs: Tensor,
-    bias: Tensor,
-    norm_weight: Tensor | None,
-    eps: float,
-    sums: Tensor,
-    cache: Tensor,
-    part: PoolUpdate,
-    layout: EntryLayout,
-    is_index: bool,
-    hadamard: bool,
-    latents: Tensor | None,
-    slots: Tensor | None,
-) -> None:
+def compress_(call: Pooling, part: PoolUpdate) -> None:
     """Compute `compressor.compress_` in one kernel."""
+    pairs, bias, norm_weight, eps, sums, cache, layout, is_index, hadamard, latents, slots = call
     num_tokens, (_, num_halves, _, width) = len(part.positions), sums.shape
     if num_tokens == 0:
         return

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from dcpmla.attention.sparse.kernels.slots import store_slots
 from dcpmla.attention.sparse.slots import SlotLayout
+from dcpmla.attention.sparse.step import SelectedTokens
 
 
 @triton.jit
@@ -48,15 +49,10 @@ def expand_kernel(
 
 
 def expand_pools(
-    pools: Tensor,
-    seq_lens: Tensor,
-    pool_size: int,
-    layout: SlotLayout,
-    positions: Tensor,
-    slots: Tensor,
-    num_slots: Tensor,
+    pools: Tensor, seq_lens: Tensor, pool_size: int, layout: SlotLayout, selection: SelectedTokens
 ) -> None:
     """Compute `expand.expand_pools` in one kernel."""
+    positions, slots, num_slots, _ = selection
     num_tokens, width = positions.shape
     if num_tokens == 0:
         return

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dcpmla.attention.sparse.calls import IndexQueries
 from dcpmla.cache.formats import FP8
 from dcpmla.cache.index_keys import check_index_cache
 
@@ -126,27 +127,19 @@ def scores_kernel(
         start = stop
 
 
-def index_scores(
-    q: Tensor,
-    weights: Tensor,
-    index_cache: Tensor,
-    block_table: Tensor,
-    request: Tensor,
-    seq_lens: Tensor,
-    local_seq_lens: Tensor,
-    topk: int,
-) -> Tensor:
+def index_scores(call: IndexQueries) -> Tensor:
     """Compute `scores.index_scores` in one launch.
 
     Raises:
         ValueError: The index cache has another format than the queries, or its blocks are not contiguous.
     """
+    q, weights, index_cache, block_table, request, seq_lens, local_seq_lens, topk = call
     num_tokens, num_heads, head_dim = q.shape
     is_fp8 = q.dtype == FP8
     check_index_cache(index_cache, torch.uint8 if is_fp8 else q.dtype, head_dim)
     block_size = index_cache.shape[1]
-    num_columns = block_table.shape[1] * block_size
-    scores = q.new_empty(num_tokens, num_columns, dtype=torch.float32)
+    scores = call.new_scores()
+    num_columns = scores.shape[1]
     if scores.numel() == 0:
         return scores
     heads = max(16, triton.next_power_of_2(num_heads))  # 16: the least that tl.dot takes

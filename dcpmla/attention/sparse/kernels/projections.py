@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dcpmla.attention.sparse.calls import IndexNorm, IndexRotation
 from dcpmla.cache import index_keys
 from dcpmla.cache.formats import FP8
 from dcpmla.cache.kernels import power_of_two_scale, to_fp8
@@ -109,15 +110,7 @@ def keys_kernel(
 
 
 def norm_rope_index_keys(
-    keys: Tensor,
-    index_cache: Tensor,
-    slots: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor | None,
-    cos_sin: Tensor | None,
-    rope_interleaved: bool,
-    hadamard: bool,
-    eps: float = index_keys.NORM_EPS,
+    keys: Tensor, index_cache: Tensor, slots: Tensor, norm: IndexNorm, rotation: IndexRotation
 ) -> None:
     """Compute `projections.norm_rope_index_keys` in one kernel.
 
@@ -128,20 +121,21 @@ def norm_rope_index_keys(
     index_keys.check_index_cache(index_cache, keys.dtype if index_cache.dtype != torch.uint8 else torch.uint8, width)
     if num_tokens == 0:
         return
+    cos_sin, interleaved, hadamard = rotation
     rows, sizes = _tile(num_tokens, width, cos_sin)
     keys_kernel[(triton.cdiv(num_tokens, rows),)](
         keys,
         index_cache,
         slots.contiguous(),
-        norm_weight,
-        norm_bias,
+        norm.weight,
+        norm.bias,
         None if cos_sin is None else cos_sin.contiguous(),
         num_tokens,
         keys.stride(0),
         index_cache.stride(0),
-        eps,
+        norm.eps,
         BLOCK_SIZE=index_cache.shape[1],
-        INTERLEAVED=rope_interleaved,
+        INTERLEAVED=interleaved,
         HADAMARD=hadamard,
         **sizes,
     )
@@ -186,15 +180,14 @@ def queries_kernel(
     tl.store(factors_ptr + row, factors, mask=is_row)
 
 
-def rope_index_queries(
-    q: Tensor, weights: Tensor, cos_sin: Tensor | None, rope_interleaved: bool, hadamard: bool, is_fp8: bool
-) -> tuple[Tensor, Tensor]:
+def rope_index_queries(q: Tensor, weights: Tensor, rotation: IndexRotation, is_fp8: bool) -> tuple[Tensor, Tensor]:
     """Compute `projections.rope_index_queries` in one kernel."""
     num_tokens, num_heads, width = q.shape
     out = q.new_empty(q.shape, dtype=FP8 if is_fp8 else q.dtype)
     factors = weights.new_empty(weights.shape, dtype=torch.float32)
     if num_tokens == 0:
         return out, factors
+    cos_sin, interleaved, hadamard = rotation
     rows, sizes = _tile(num_tokens, width, cos_sin)
     queries_kernel[(triton.cdiv(num_tokens * num_heads, rows),)](
         q,
@@ -207,7 +200,7 @@ def rope_index_queries(
         weights.stride(0),
         num_heads**-0.5 * width**-0.5,
         NUM_HEADS=num_heads,
-        INTERLEAVED=rope_interleaved,
+        INTERLEAVED=interleaved,
         HADAMARD=hadamard,
         **sizes,
     )

@@ -18,6 +18,7 @@ from dcpmla.attention.sparse.kernels.compaction import compact, fill
 from dcpmla.attention.sparse.kernels.slots import store_slots
 from dcpmla.attention.sparse.kernels.threshold import best_of, sample_guesses
 from dcpmla.attention.sparse.slots import SlotLayout
+from dcpmla.attention.sparse.step import SelectedTokens
 from dcpmla.ownership import Owner
 
 TILE = 16384  # keys of a program
@@ -158,15 +159,9 @@ def local_candidates(scores: Tensor, seq_lens: Tensor, local_seq_lens: Tensor, t
     return out
 
 
-def choose_tokens(
-    candidates: Tensor,
-    layout: SlotLayout,
-    num_first: Tensor | None,
-    positions: Tensor,
-    slots: Tensor,
-    num_slots: Tensor,
-) -> None:
+def choose_tokens(candidates: Tensor, layout: SlotLayout, selection: SelectedTokens) -> None:
     """Compute `topk.choose_tokens`, in one kernel for up to TILE candidates of a token."""
+    positions, slots, num_slots, num_first = selection
     num_tokens, topk = positions.shape
     if num_tokens == 0:
         return

@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dcpmla.attention.sparse.slots import SlotLayout
+from dcpmla.attention.sparse.step import SelectedTokens
 
 
 @triton.jit
@@ -46,11 +47,11 @@ def window_kernel(
     tl.store(num_slots_ptr + token, num_slots)
 
 
-def select_window(seq_lens: Tensor, layout: SlotLayout, positions: Tensor, slots: Tensor, num_slots: Tensor) -> None:
+def select_window(seq_lens: Tensor, layout: SlotLayout, selection: SelectedTokens) -> None:
     """Compute `windowed.select.select_window` in one kernel."""
-    num_tokens, window = positions.shape
+    num_tokens, window = selection.positions.shape
     if num_tokens:
         table, request, block_size, owner = layout
-        tensors = table, request, seq_lens, positions, slots, num_slots
+        tensors = table, request, seq_lens, *selection[:3]
         columns = triton.next_power_of_2(window)
         window_kernel[(num_tokens,)](*tensors, table.stride(0), block_size, *owner, WINDOW=window, COLUMNS=columns)

@@ -153,7 +153,4 @@ def select_pools(
     of_pools = selector.owner
     owner = Owner(of_pools.rank, of_pools.size, of_pools.interleave * pool_size)
     layout = SlotLayout(table, tokens.request, selector.dcp.block_size * pool_size, owner)
-    written = selection.rows(rows)
-    expand_pools(
-        chosen.positions, tokens.seq_lens, pool_size, layout, written.positions, written.slots, written.num_slots
-    )
+    expand_pools(chosen.positions, tokens.seq_lens, pool_size, layout, selection.rows(rows))

@@ -1,0 +1,31 @@
+"""The arguments of a sum with its norm."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from dcpmla.parallel.fp8 import empty_codes
+
+
+class NormedSum(NamedTuple):
+    """Rows that are added to a residual, and the norm of the sum.
+
+    Attributes:
+        rows: Rows [T, D]; a rank's partial rows where ranks are summed.
+        residual: Residual [T, D] in the same dtype.
+        weight: Weight [D] of the norm.
+        eps: Epsilon of the norm.
+        quantizes: Whether the norm's result is also quantized, with the bits of `quantize_rows`; D is a multiple of 128
+            then.
+    """
+
+    rows: Tensor
+    residual: Tensor
+    weight: Tensor
+    eps: float
+    quantizes: bool = False
+
+    def new_results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Allocate the results of `add_norm`."""
+        normed, new_residual = (self.residual.new_empty(self.residual.shape) for _ in range(2))
+        return normed, new_residual, *empty_codes(normed, self.quantizes)

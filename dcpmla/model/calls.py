@@ -1,0 +1,56 @@
+"""The arguments of operators of decoder blocks."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from dcpmla.model.glu import Glu
+from dcpmla.parallel.fp8 import QuantizedRows
+
+
+class Sums(NamedTuple):
+    """The residual of a step.
+
+    Attributes:
+        stored: The embedding and the sums of complete groups, the first `num_stored` of [B, T, hidden].
+        num_stored: Number of stored sums.
+        current: [T, hidden], the embedding before the first block, later the sum of a group's outputs; None before a
+            group's first output.
+        out: [T, hidden], an output that is not added to `current` yet; None for none.
+    """
+
+    stored: Tensor
+    num_stored: int
+    current: Tensor | None
+    out: Tensor | None = None
+
+    def add(self, out: Tensor) -> "Sums":
+        """Return the sums with a part's output [T, hidden]."""
+        return self._replace(current=out) if self.current is None else self._replace(out=out)
+
+
+class RoutedRows(NamedTuple):
+    """Rows, the experts that their router chose, and the weights of E experts (`model.experts`).
+
+    Attributes:
+        x: [T, H], bfloat16, float16 or float32.
+        quantized: The same rows in fp8; None if they are not quantized yet.
+        expert_ids: int32 [T, k]; ids outside [0, E) are ignored: other ranks' experts, LongCat's zero experts.
+        expert_weights: float32 [T, k].
+        gate_up, down: Weights [E, 2 I, H], [E, H, I] in the rows' dtype, or codes.
+        gate_up_scales, down_scales: Scales of the codes; None for weights in the rows' dtype.
+        num_experts: Number of experts over all ranks that share the routes. Kernels are chosen by it.
+        is_deterministic: Whether a row's bits depend on no other row (`parallel.fixed`); not in groups of 32.
+    """
+
+    x: Tensor
+    quantized: QuantizedRows | None
+    expert_ids: Tensor
+    expert_weights: Tensor
+    gate_up: Tensor
+    gate_up_scales: Tensor | None
+    down: Tensor
+    down_scales: Tensor | None
+    glu: Glu
+    num_experts: int
+    is_deterministic: bool
