@@ -5,9 +5,9 @@ parallelism).
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dcpmla.attention.decode import dcp_mla_decode, mla_decode
+from dcpmla.attention.calls import DecodeCall
+from dcpmla.attention.decode import dcp_mla_decode, decode_call, mla_decode
 from dcpmla.attention.layer import MLAAttention
-from dcpmla.attention.ordered_layer import OrderedAttention
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.step.build import StepBuilder
@@ -33,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "DCPConfig",
+    "DecodeCall",
     "DCPMesh",
     "StepGraph",
     "Engine",
@@ -43,7 +44,6 @@ __all__ = [
     "MLAAttention",
     "MLAConfig",
     "MLAModules",
-    "OrderedAttention",
     "Placement",
     "SamplingParams",
     "StepBuilder",
@@ -51,6 +51,7 @@ __all__ = [
     "StepRequests",
     "dcp_mla_decode",
     "dcp_mla_prefill",
+    "decode_call",
     "init_mesh",
     "load_engine",
     "merge_partials",

@@ -70,6 +70,7 @@ class MLAConfig:
         window: Number of tokens that a token attends to, the last ones up to itself; None for all. A layer has a window
             or an indexer, not both.
         norms_k_pe: Whether k_pe is normalized before RoPE, as kv_c is (dots3).
+        num_gates: Number of gates that hidden states give for a head's output: none, one, or one for each column.
         query_gates: Whether the query projection also makes a gate's logit for each column of the output (A.X-K2). Its
             input then has 2 Lq columns: the query latent after its norm, beside the query latent before the norm.
     """
@@ -94,10 +95,16 @@ class MLAConfig:
     has_sinks: Flag = False
     window: _OptionalSize = None
     norms_k_pe: Flag = False
+    num_gates: Annotated[int, whole(0)] = 0
     query_gates: Flag = False
 
     def __post_init__(self) -> None:
         check_fields(rules_of(MLAConfig), vars(self))
+        if self.num_gates not in (0, 1, self.v_head_dim) or (self.num_gates and self.query_gates):
+            raise ValueError(
+                f"num_gates is {self.num_gates} with query_gates {self.query_gates}; it must be 0, or without them 1 "
+                f"or v_head_dim {self.v_head_dim}"
+            )
         if self.window is not None and self.indexer is not None:
             raise ValueError(f"window is {self.window}; it must be None in a layer with an indexer")
         if self.query_gates:
@@ -130,6 +137,11 @@ class MLAConfig:
     def down_width(self) -> int:
         """Return the width of kv_c and k_pe as they are projected: without k_pe if the layer projects none."""
         return self.latent_dim if self.projects_pe else self.kv_lora_rank
+
+    @property
+    def has_gates(self) -> bool:
+        """Return whether heads' outputs are multiplied by gates."""
+        return self.query_gates or self.num_gates > 0
 
     @property
     def topk(self) -> int | None:

@@ -15,6 +15,7 @@ def test_public_names() -> None:
     assert dcpmla.__all__ == [
         "LLM",
         "DCPConfig",
+        "DecodeCall",
         "DCPMesh",
         "StepGraph",
         "Engine",
@@ -25,7 +26,6 @@ def test_public_names() -> None:
         "MLAAttention",
         "MLAConfig",
         "MLAModules",
-        "OrderedAttention",
         "Placement",
         "SamplingParams",
         "StepBuilder",
@@ -33,6 +33,7 @@ def test_public_names() -> None:
         "StepRequests",
         "dcp_mla_decode",
         "dcp_mla_prefill",
+        "decode_call",
         "init_mesh",
         "load_engine",
         "merge_partials",

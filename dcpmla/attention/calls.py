@@ -39,13 +39,36 @@ def split_queries(q: Queries, kv_lora_rank: int) -> tuple[Tensor, Tensor | None]
 
 
 class DecodeCall(NamedTuple):
-    """The arguments of one decode call, as the custom op takes them; `dcpmla.mla_decode` documents them.
+    """The arguments of one decode call.
 
     Attributes:
-        q: Part of the queries that is multiplied by latents [T, H, kv_lora_rank].
-        q_pe: Part that is multiplied by the rope part of keys [T, H, rope]; None for shared keys (`keys_are_shared`).
+        q: Part of the queries that is multiplied by latents [T, H, kv_lora_rank], q_nope W_UK
+            (`projections.absorb_query`), request by request.
+        q_pe: Part that is multiplied by the rope part of keys [T, H, rope], rotated. None for DeepSeek-V4's cache,
+            whose rows are "shared keys", each the key and the value of a token at once (`keys_are_shared`).
+        kv_cache: Cached rows [num_blocks, block_size, kv_lora_rank + rope] in q's dtype, or in an 8-bit format
+            (`cache/formats.py`). Shared keys are in q's dtype, or in pages [num_pages, 64, row_width] of fp8_ds_mla
+            (`cache/shared_format.py`), which are addressed row by row.
+        block_table: Block ids of each request [num_rows, max_blocks], int32, or row numbers where the cache is
+            addressed by row; entries after its last block are not read.
+        seq_lens: Number of tokens that each query token sees [T], int32: the first tokens of its request in this cache,
+            which under DCP stores only this rank's tokens. Within a request the numbers must not decrease. The tensor
+            must not be written while a kernel runs.
+        scale: Softmax scale, positive.
+        kv_lora_rank: Width of the latent, which is the value.
+        request_index: Row of block_table of each segment [num_segments], int32. A segment is what a kernel treats as
+            one request: a request, or some of a long one's query tokens; segments of one request have the same row. If
+            None, segment i has row i.
+        query_start_loc: First query token of each segment, and the end [num_segments + 1], int32; None when each has
+            max_query_len query tokens. Rows of q after the last segment are padding; their results are undefined.
+        max_query_len: Largest number of query tokens of a segment.
+        workspace: Memory from `decode_workspace` for kernels that split a request over programs; consecutive calls may
+            share it. None allocates it.
+        kv_scale, q_scale: Scales of an fp8 cache and of e4m3 queries, float32 of one element; else None.
+        dtype: Dtype of the output; None takes q's. Required where q is e4m3.
         num_classes: Number of classes of tiles in this rank's cache (`ownership.NUM_CLASSES`), which are summed in a
             fixed order and merged by `merge_tree` into float32. None for any order, and an output in `dtype`.
+        backend: Name of a backend; "auto" takes the first of `backends.DECODE_BACKENDS` that can run the call.
     """
 
     q: Tensor

@@ -9,7 +9,7 @@ import torch
 from dcpmla.attention.head_factors import log_positions
 from dcpmla.attention.latent_spec import LatentSpec
 from dcpmla.attention.placement import Placement
-from dcpmla.attention.position_factors import ReusingAttention, ScaledAttention, SharedLatents
+from dcpmla.attention.position_factors import FactoredAttention, ReusingAttention, SharedLatents
 from dcpmla.attention.sparse.step import with_selection
 from dcpmla.attention.stack import MAIN_ROTARY, Rotary
 from dcpmla.attention.step.metadata import StepMetadata
@@ -34,12 +34,12 @@ class FactoredSpec(LatentSpec):
         """Return the rows of a source, or the layer's own."""
         return super().memory(dcp, dtype, num_drafts)._replace(source=self.source)
 
-    def new_layer(self, placement: Placement) -> ScaledAttention:
+    def new_layer(self, placement: Placement) -> FactoredAttention:
         """Return a layer with factors."""
         skip_topk = not self.has_indexer
         if self.source is not None:
             return ReusingAttention(self.config, placement, skip_topk)
-        return ScaledAttention(self.config, placement, skip_topk, self.is_source)
+        return FactoredAttention(self.config, placement, skip_topk, self.is_source)
 
     @classmethod
     def prepare(cls, layers: Sequence[Self], step: StepMetadata, rotary: Rotary, dtype: torch.dtype) -> StepMetadata:

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from dcpmla.operators import operator
-from dcpmla.parallel.fp8 import AnyRows, QuantizedRows, empty_rows, rows_or_codes
+from dcpmla.parallel.fp8 import QuantizedRows, empty_rows, rows_or_codes
 
 
-def apply_gates(out: Tensor, logits: Tensor, quantizes: bool = False) -> AnyRows:
+def apply_gates(out: Tensor, logits: Tensor, quantizes: bool = False) -> Tensor | QuantizedRows:
     """Return rows out [T, h V] times the sigmoids of logits [T, N]; a gate covers h V / N neighbouring columns.
 
     Gates are rounded to the dtype of out, as transformers' models round them.

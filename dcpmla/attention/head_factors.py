@@ -1,12 +1,12 @@
 """Factors of queries that grow with their positions, with two learned numbers for each head (Mistral Large 4)."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dcpmla.attention.placement import Placement
 from dcpmla.operators import operator
 from dcpmla.parallel.linear import Weight, fill, read_weight
 
@@ -42,13 +42,13 @@ class HeadFactors(nn.Module):
 
     Args:
         num_heads: Number of heads of the model, or of its indexer.
-        placement: Placement of the layer; the parameters are uninitialized until `load_weights`.
+        new: Keyword arguments of parameters, which are uninitialized until `load_weights`.
     """
 
-    def __init__(self, num_heads: int, placement: Placement) -> None:
+    def __init__(self, num_heads: int, **new: Any) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.empty(num_heads, **placement.factory_kwargs))
-        self.bias = nn.Parameter(torch.empty(num_heads, **placement.factory_kwargs))
+        self.scale = nn.Parameter(torch.empty(num_heads, **new))
+        self.bias = nn.Parameter(torch.empty(num_heads, **new))
 
     def forward(self, q: Tensor, logs: Tensor | None, heads: slice = slice(None), padding: int = 0) -> Tensor:
         """Return queries [T, n, D] of some heads times their factors (`scale_queries`)."""

@@ -7,9 +7,7 @@ from typing import Any, Self
 import torch
 
 from dcpmla.attention.costs import LayerReads, Rates, RouteCosts
-from dcpmla.attention.gated import GatedAttention
 from dcpmla.attention.layer import MLAAttention
-from dcpmla.attention.ordered_layer import OrderedAttention
 from dcpmla.attention.placement import Placement, check_order
 from dcpmla.attention.projections import query_factor
 from dcpmla.attention.sparse.step import SelectedTokens, with_selection
@@ -27,13 +25,11 @@ class LatentSpec(LayerSpec):
     the latest layer with one.
 
     Attributes:
-        num_gates: Number of gates of a head's output: none, one, or one for each column.
         rotary: Type of rotary embedding, in a model with several.
     """
 
     config: MLAConfig
     has_indexer: bool = False
-    num_gates: int = 0
     rotary: str = MAIN_ROTARY
 
     def check_layout(self, dcp: DCPConfig) -> None:
@@ -51,10 +47,6 @@ class LatentSpec(LayerSpec):
 
     def new_layer(self, placement: Placement) -> AttentionLayer:
         """Return a layer of MLA."""
-        if self.num_gates:
-            return GatedAttention(self.config, placement, self.num_gates, skip_topk=not self.has_indexer)
-        if placement.dcp.deterministic:
-            return OrderedAttention(self.config, placement)
         return MLAAttention(self.config, placement, skip_topk=not self.has_indexer)
 
     def reads(self, context: int) -> LayerReads:
@@ -77,7 +69,7 @@ class LatentSpec(LayerSpec):
 
     def dense(self, main: MLAConfig) -> LayerSpec:
         """Return a layer with the main layers' geometry, without an indexer, factors, gates and norms of k_pe."""
-        return LatentSpec(replace(main, indexer=None, has_query_factors=False, norms_k_pe=False))
+        return LatentSpec(replace(main, indexer=None, has_query_factors=False, norms_k_pe=False, num_gates=0))
 
     @classmethod
     def prepare(cls, layers: Sequence[Self], step: StepMetadata, rotary: Rotary, dtype: torch.dtype) -> StepMetadata:

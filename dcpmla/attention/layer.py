@@ -1,17 +1,19 @@
-"""The tensor-parallel MLA layer over a sharded latent cache. `MLAAttention.attend` reads top to bottom."""
+"""The tensor-parallel MLA layer over a sharded latent cache. `MLAAttention._output` reads top to bottom."""
 
 from collections.abc import Mapping
-from typing import ClassVar
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from dcpmla.attention.claim import claim_attention
-from dcpmla.attention.decode import dcp_mla_decode
+from dcpmla.attention.decode import dcp_mla_decode, decode_call
 from dcpmla.attention.fp8_scales import calculate_scale_
+from dcpmla.attention.gates import apply_gates
+from dcpmla.attention.ordered import OrderedResults, round_latents
 from dcpmla.attention.output.rows import OutputQuant, OutputRows, quant_for
-from dcpmla.attention.placement import Placement
-from dcpmla.attention.prefill import dcp_mla_prefill
+from dcpmla.attention.placement import Placement, check_order
+from dcpmla.attention.prefill import dcp_mla_prefill, project_latents
 from dcpmla.attention.projections import MHAInputs, Tokens, rows_or_none
 from dcpmla.attention.sinks import apply_sinks
 from dcpmla.attention.sparse.indexer import Indexer
@@ -20,11 +22,12 @@ from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata, check_s
 from dcpmla.attention.step.chunks import PrefillMetadata
 from dcpmla.attention.step.metadata import DecodeMetadata, StepMetadata, part_tokens
 from dcpmla.attention.weights import AttentionWeights
-from dcpmla.cache.formats import check_cache, row_width
+from dcpmla.cache.formats import check_cache, is_quantized, row_width
 from dcpmla.cache.latent import LayerCache
 from dcpmla.config import MLAConfig
 from dcpmla.parallel.fp8 import PlainRows, QuantizedRows, plain
 from dcpmla.parallel.linear import Weight
+from dcpmla.parallel.quantized import BLOCK
 
 # Smallest number of decode tokens in a call for which dcp_project_before_merge pays: exchanged rows are narrower, but
 # each rank reads W_UV of all the group's heads. Measured with `direct` on 4 H200s: slower at 32 tokens, faster at 128.
@@ -42,6 +45,8 @@ class MLAAttention(AttentionWeights):
     step. A prompt of one token would be a decode; the engine builds the first step with num_decodes=0, so that it is a
     prefill.
 
+    With dcp.deterministic a token's output has the same bits whatever the other tokens, the chunks and the DCP size.
+
     With config.indexer, tokens that could attend to more than topk tokens, themselves included, attend only to tokens
     that the indexer selects (sparse MLA).
 
@@ -54,18 +59,13 @@ class MLAAttention(AttentionWeights):
         indexer: Indexer of a sparse layer; None in a dense layer, and with skip_topk.
         kv_scale, q_scale: Scales of an fp8 cache and of fp8 queries (`attention/fp8_scales.py`), float32 [1], or None.
     Raises:
-        ValueError: Heads do not divide by the TP size, the layer does not support the cache format, or
-            dcp.deterministic asks for an order that the class does not keep.
+        ValueError: Heads do not divide by the TP size, or the layer does not support the cache format or
+            dcp.deterministic.
     Source: DeepSeek-V2, section 2.1; projections are named as in DeepSeek's checkpoints.
     """
 
-    has_order: ClassVar[bool] = False  # whether sums have the order of dcp.deterministic (`OrderedAttention`)
-
     def __init__(self, config: MLAConfig, placement: Placement, skip_topk: bool = False) -> None:
-        if placement.dcp.deterministic and not self.has_order:
-            raise ValueError(
-                f"dcp.deterministic is True; {type(self).__name__} sums in any order; choose OrderedAttention"
-            )
+        check_order(config, placement.dcp)
         super().__init__(config, placement)
         self._placement = placement
         self.exchange, self.cache_dtype = placement.exchange, placement.cache_dtype
@@ -102,11 +102,11 @@ class MLAAttention(AttentionWeights):
         Raises:
             ValueError: Tensors and step do not match each other or this layer.
         """
-        return self.o_proj(self.attend(hidden_states, cache, step, self._output_quant))
+        return self.o_proj(self._for_o_proj(hidden_states, cache, step))
 
     def partial(self, hidden_states: PlainRows, cache: LayerCache | None, step: StepMetadata | None) -> Tensor:
         """Run `forward` up to the sum over the TP ranks, and return this rank's part of it. Collective."""
-        return self.o_proj.partial(self.attend(hidden_states, cache, step, self._output_quant))
+        return self.o_proj.partial(self._for_o_proj(hidden_states, cache, step))
 
     def attend(
         self,
@@ -123,39 +123,85 @@ class MLAAttention(AttentionWeights):
             [T, h V], or `QuantizedRows`, bit for bit what quantizing the plain output would give. Rows of padding are
             zeros; without a step all rows are.
         Raises:
-            ValueError: Same cases as `forward`, or output_quant does not support the head's width or the dtype.
+            ValueError: Same cases as `forward`, or output_quant does not support the head's width, the dtype or gates.
         """
+        if self.config.has_gates and output_quant is not None:
+            raise ValueError("output_quant is given; attention with gates returns plain rows, leave it out")
+        rows = self._output(hidden_states, cache, step, output_quant)
+        return self._gated(rows, hidden_states, quantizes=False) if self.config.has_gates else rows.rows()
+
+    def _for_o_proj(
+        self, hidden_states: PlainRows, cache: LayerCache | None, step: StepMetadata | None
+    ) -> Tensor | QuantizedRows:
+        """Return the input of o_proj in the format that it takes. Collective."""
+        if not self.config.has_gates:
+            quant = quant_for(self.o_proj, self.config.v_head_dim)
+            return self._output(hidden_states, cache, step, quant).rows()
+        fits = self.num_heads * self.config.v_head_dim % BLOCK == 0
+        quantizes = self.o_proj.takes_quantized and self.o_proj.input_scale is None and fits
+        return self._gated(self._output(hidden_states, cache, step, None), hidden_states, quantizes)
+
+    def _gated(self, output: OutputRows, hidden_states: PlainRows, quantizes: bool) -> Tensor | QuantizedRows:
+        """Return the heads' outputs times their gates, quantized for products in fp8 if asked to."""
+        logits = output.gates if self.output_gate is None else self.output_gate(hidden_states)
+        rows = output.rows()
+        assert isinstance(rows, Tensor)  # gates are applied before they are quantized
+        assert logits is not None
+        return apply_gates(rows, logits, quantizes)
+
+    def _output(
+        self,
+        hidden_states: PlainRows,
+        cache: LayerCache | None,
+        step: StepMetadata | None,
+        quant: OutputQuant | None,
+    ) -> OutputRows:
+        """Return the heads' outputs before gates (`attend`). Collective."""
         num_tokens, dtype = plain(hidden_states).shape[0], plain(hidden_states).dtype
-        output = OutputRows(num_tokens, self.w_uv, dtype, output_quant, self.dcp.deterministic)
+        has_gates = self.config.query_gates
+        output = OutputRows(num_tokens, self.w_uv, dtype, quant, self.dcp.deterministic, has_gates)
         if step is None:
             self.claim_memory(num_tokens)
             output.pad()
-            return output.rows()
+            return output
+        step = self.view(step)
         cache = self._check(plain(hidden_states), cache, step)
         hidden_states = hidden_states[: step.num_tokens]
         if self._scales_pending and step.prefill is not None:  # captures come before the first prompt, and set none
             self._calculate_scales(hidden_states, cache.latents, step)
         q_c, latents = self.latents_of(hidden_states, cache.latents, step)
-        mha = None
-        # While a graph is captured (step.defer), this computes what has the same shapes in each replay; the rest of
-        # `_attend` is deferred, without step.decode if the graph has computed the decodes.
-        if step.defer is not None:
-            output.reserve()
-            tokens = Tokens(q_c, step.cos_sin, step.query_factor)
-            mha = self.project_mha(tokens, latents)
-            if step.decode is not None:
-                self._decode(tokens.rows(slice(0, step.num_decode_tokens)), cache.latents, step.decode, output)
+        mha = step.compute_ahead(self._attend_ahead, q_c, latents, cache, output)
         step.run_outside_graph(self._attend, hidden_states, q_c, latents, mha, cache, output)
-        return output.rows()
+        return output
+
+    def view(self, step: StepMetadata) -> StepMetadata:
+        """Return a step as this layer sees it: with its own angles, contexts and selection where layers differ."""
+        return step
 
     def latents_of(self, hidden_states: PlainRows, kv_cache: Tensor, step: StepMetadata) -> tuple[PlainRows, Tensor]:
-        """Cache the step's latents, and return the query projection's input and the latents (`down_project`)."""
-        return self.down_project(hidden_states, kv_cache, step.tokens.slots, step.cos_sin)
+        """Cache the step's latents, and return the query projection's input and the latents: as `down_project` returns
+        them, or in a fixed order as the cache holds them.
+        """
+        q_c, latents = self.down_project(hidden_states, kv_cache, step.tokens.slots, step.cos_sin)
+        if self.dcp.deterministic and is_quantized(kv_cache.dtype):
+            latents = round_latents(latents, self.config.kv_lora_rank, kv_cache.dtype, self.kv_scale)
+        return q_c, latents
+
+    def _attend_ahead(
+        self, q_c: PlainRows, latents: Tensor, cache: LayerCache, output: OutputRows, step: StepMetadata
+    ) -> MHAInputs:
+        """Return all tokens' inputs of MHA, and write the rows of decodes that a graph can compute. Collective."""
+        output.reserve()
+        tokens = Tokens(q_c, step.cos_sin, step.query_factor)
+        mha = self.project_mha(tokens, latents)
+        if step.decode is not None:
+            self._decode(tokens.rows(slice(0, step.num_decode_tokens)), cache.latents, step.decode, output)
+        return mha
 
     def project_mha(self, tokens: Tokens, latents: Tensor) -> MHAInputs:
         """Return the inputs of MHA with the tokens' own latents projected."""
-        mha = self.prepare_mha(tokens)
-        return mha._replace(kv=self.project_latents(latents[:, : self.config.kv_lora_rank], mha.w_kv_b))
+        mha, kv_c = self.prepare_mha(tokens), latents[:, : self.config.kv_lora_rank]
+        return mha._replace(kv=project_latents(kv_c, mha.w_kv_b, self.dcp.deterministic))
 
     def _attend(
         self,
@@ -172,15 +218,16 @@ class MLAAttention(AttentionWeights):
         Args:
             mha: Queries, keys and values of all tokens, if a graph has projected them.
         """
-        while cache.loads:
-            cache.loads.pop().wait()
-        while cache.starts:
-            cache.starts.pop().record()
+        cache.begin()
+        step = self.view(step)
         output.seek(step.num_decode_tokens if step.decode is None else 0)
         decodes, prefills = slice(0, step.num_decode_tokens), slice(step.num_decode_tokens, step.num_tokens)
         hidden_states, q_c = hidden_states[: step.num_tokens], q_c[: step.num_tokens]
         selection = self._select(hidden_states, q_c, cache, step)
         tokens = Tokens(q_c, step.cos_sin, step.query_factor, selection)
+        if step.shares_rows:
+            output.append(self._attend_in_shared_rows(tokens, latents, cache.latents, step))
+            return
         if step.decode is not None:
             self._decode(tokens.rows(decodes), cache.latents, step.decode, output)
         if step.prefill is not None:
@@ -188,6 +235,27 @@ class MLAAttention(AttentionWeights):
             mha = self.prepare_mha(tokens) if mha is None else mha.rows(prefills)
             self._prefill(tokens, latents, mha, cache.latents, step.prefill, output)
         output.pad()
+
+    def _attend_in_shared_rows(self, tokens: Tokens, latents: Tensor, kv_cache: Tensor, step: StepMetadata) -> Tensor:
+        """Return the output [T, h V] of a graph of decodes and of prompts without contexts, in a fixed order.
+        Collective.
+
+        Only the device knows which rows are prompts (`StepMetadata.shares_rows`): decodes attend first, and all other
+        rows become zeros. Then prompts overwrite their own rows.
+        """
+        assert step.prefill is not None
+        values = OutputRows(step.num_tokens, self.w_uv, latents.dtype, None, is_deterministic=True)
+        if step.decode is not None:
+            self._decode(tokens.rows(slice(0, step.num_decode_tokens)), kv_cache, step.decode, values)
+        values.pad()
+        rows, mha = values.rows(), self.project_mha(tokens, latents)
+        assert isinstance(rows, Tensor)
+        assert mha.kv is not None
+        out = rows.unflatten(1, (self.num_heads, -1))
+        k_nope, v = mha.kv.unflatten(1, (self.num_heads, -1)).split([self.config.qk_nope_head_dim, out.shape[2]], -1)
+        k_pe = latents[:, self.config.kv_lora_rank :]
+        OrderedResults(mha.q, step.prefill, self.config.scale, out).attend_to_own(k_nope, v, k_pe)
+        return rows
 
     def claim_memory(self, num_tokens: int) -> None:
         """Allocate and free the memory of attention in the largest step of num_tokens, so that a measurement of the
@@ -273,7 +341,7 @@ class MLAAttention(AttentionWeights):
             kv_c,
             k_pe,
             kv_cache,
-            mha.w_kv_b,
+            partial(project_latents, w_kv_b=mha.w_kv_b, in_order=prefill.in_order),
             prefill,
             self.config.scale,
             self.exchange,
@@ -282,42 +350,34 @@ class MLAAttention(AttentionWeights):
             mha.kv,
             backend=self.dcp.prefill_backend,
         )
-        output.append(self._with_sinks(out, lse).flatten(1))
-        if mha.gates is not None:
-            output.gate(mha.gates)
+        output.append(self._with_sinks(out, lse).flatten(1), mha.gates)
 
     def _attend_absorbed(self, tokens: Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
         """Attend with absorbed queries to the latents of all ranks, apply W_UV, and append the output. Collective."""
         if tokens.selection is not None:
             kv_cache, decode = selected_rows(kv_cache, tokens.selection, decode.workspace)
         q, gates = self.project_query(tokens, slice(0, self.q_heads.count))
-        project_first = self.dcp.dcp_project_before_merge and q.shape[0] >= PROJECT_FIRST_TOKENS
-        out, lse = dcp_mla_decode(
-            self.absorb(q, self.w_uk, tokens.cos_sin, self.q_scale),
+        gates = None if gates is None else gates[:, self.q_heads.own]
+        dcp, absorbed = self.dcp, self.absorb(q, self.w_uk, tokens.cos_sin, self.q_scale)
+        project_first = dcp.dcp_project_before_merge and q.shape[0] >= PROJECT_FIRST_TOKENS
+        call = decode_call(
+            absorbed if dcp.dcp_q_replicate else self.exchange.gather_heads(absorbed),
             kv_cache,
             decode,
             self.config.scale,
-            self.exchange,
             self.config.kv_lora_rank,
-            q_is_replicated=self.dcp.dcp_q_replicate,
-            w_uv=self.w_uv_group if project_first else None,
             kv_scale=self.kv_scale,
             q_scale=self.q_scale,
             dtype=q.dtype,
-            backend=self.dcp.attention_backend,
+            num_classes=dcp.num_own_classes,
+            backend=dcp.attention_backend,
         )
+        out, lse = dcp_mla_decode(call, self.exchange, self.w_uv_group if project_first else None)
         out = self._with_sinks(out, lse)
         if project_first:
-            output.append(out.flatten(1))
+            output.append(out.flatten(1), gates)
         else:
-            output.project(out)
-        if gates is not None:
-            output.gate(gates[:, self.q_heads.own])
+            output.project(out, gates)
 
     def _with_sinks(self, out: Tensor, lse: Tensor) -> Tensor:
         return out if self.sinks is None else apply_sinks(out, lse, self.sinks)
-
-    @property
-    def _output_quant(self) -> OutputQuant | None:
-        """Return the quantization of o_proj's input; None with query_gates, which multiply plain rows."""
-        return None if self.config.query_gates else quant_for(self.o_proj, self.config.v_head_dim)

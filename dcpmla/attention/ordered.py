@@ -1,122 +1,60 @@
-"""Attention in a fixed order (`DCPConfig.deterministic`) over a cache that the ranks of a DCP group share.
+"""Attention of prompts in a fixed order (`DCPConfig.deterministic`) over a cache that the ranks of a DCP group share.
 
-Decode sums up each class of tiles by itself, then merges all classes by one tree, over the ranks too. Prefill sums up a
-query's keys tile by tile from position 0. So all keys are tiles of one grid of positions: new tokens are gathered from
-the cache with their context, chunk by chunk. Where no request has a context, they attend to their own latents, rounded
-as in the cache.
+A query's keys are summed up tile by tile from position 0. So all keys are tiles of one grid of positions: new tokens
+are gathered from the cache with their context, chunk by chunk. Where no request has a context, they attend to their own
+latents, rounded as in the cache.
 """
 
 import torch
 from torch import Tensor
 
-from dcpmla.attention.calls import Queries
-from dcpmla.attention.decode import call_of, run_call
 from dcpmla.attention.obstacles import hopper_widths
 from dcpmla.attention.ordered_reference import OrderedPrefillCall, Sums, new_sums, prefill_in_order, runs_kernel
-from dcpmla.attention.prefill import ContextGather, UpProjection, latents_of, read_cache_rows, up_project
-from dcpmla.attention.step.chunks import PrefillMetadata
-from dcpmla.attention.step.metadata import DecodeMetadata
-from dcpmla.cache.formats import check_kv_scale, to_cache_rows, to_latents
-from dcpmla.comm.exchange import Exchange
+from dcpmla.attention.step.chunks import ContextChunk, PrefillMetadata
+from dcpmla.cache.formats import to_cache_rows, to_latents
 from dcpmla.operators import import_kernel, nothing, operator
 
 
-def dcp_mla_decode_in_order(
-    q: Queries,
-    kv_cache: Tensor,
-    decode: DecodeMetadata,
-    scale: float,
-    exchange: Exchange,
-    kv_lora_rank: int,
-    num_classes: int,
-    q_is_replicated: bool,
-    kv_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attend as `dcp_mla_decode`, but in a fixed order, whatever the other tokens and the number of ranks. Collective.
-
-    Args:
-        q: As in `dcp_mla_decode`, of 16 bits or more.
-        num_classes: Number of classes of tiles in this rank's cache (`DCPConfig.num_own_classes`).
-    Returns:
-        out [T, h, kv_lora_rank] in the dtype of q, rounded once, and lse [T, h]: this rank's heads over all ranks'
-        tokens.
-    Raises:
-        ValueError: The reasons that `mla_decode` documents.
-    """
-    if not q_is_replicated:
-        q = exchange.gather_heads(q if isinstance(q, Tensor) else torch.cat(q, -1))
-    call = call_of(q, kv_cache, decode, scale, kv_lora_rank)
-    call = call._replace(workspace=None, kv_scale=kv_scale, num_classes=num_classes)
-    out, lse = exchange.combine(*run_call(call.checked(), None))
-    return out.to(call.q.dtype), lse
-
-
-def dcp_mla_prefill_in_order(
-    q: Tensor,
-    kv_cache: Tensor,
-    w_kv_b: Tensor | UpProjection,
-    prefill: PrefillMetadata,
-    widths: tuple[int, int],
-    scale: float,
-    exchange: Exchange,
-    kv_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attend as `dcp_mla_prefill`, but in a fixed order, whatever the chunks and the other requests. Collective.
-
-    A chunk is gathered while the one before it is used.
-
-    Args:
-        q, kv_cache, w_kv_b, scale, exchange, kv_scale: As in `dcp_mla_prefill`; the new tokens are in the cache.
-        prefill: Metadata with chunks, which include the new tokens (`lay_out_prefills` with dcp.deterministic).
-        widths: Widths of the latent, L, and of the rope part, R.
-    Returns:
-        out [T, h, V] in the dtype of q, lse [T, h] float32.
-    Raises:
-        ValueError: A scale is missing or superfluous.
-    """
-    check_kv_scale(kv_cache.dtype, kv_scale)
-    chunks, num_heads, rope = prefill.context_chunks, q.shape[1], widths[1]
-
-    out, sums = None, None
-    lse, queries = q.new_empty(q.shape[:2], dtype=torch.float32), (prefill.queries.start_loc, prefill.first_position)
-    gather = ContextGather(exchange, chunks, lambda chunk: read_cache_rows(kv_cache, chunk.local_slots))
-    for chunk in chunks:
-        latents = latents_of(gather.take(), widths[0], kv_scale, q.dtype)
-        gather.start()
-        kv_c, k_pe = latents.split(list(widths), -1)
-        k_nope, v = up_project(kv_c, w_kv_b, num_heads, q.shape[-1] - rope)
-        if out is None:
-            out, sums = q.new_empty(*q.shape[:2], v.shape[-1]), _sums_for(q, v, len(chunks))
-        assert sums is not None
-        keys = chunk.keys.start_loc, chunk.first_position
-        call = OrderedPrefillCall(q, k_nope, k_pe, v, *queries, *keys, scale)
-        attend_to_chunk(call, out, lse, sums)
-        del latents, kv_c, k_pe, k_nope, v, call  # frees them: at most two chunks exist at a time
-    assert out is not None
-    return out, lse
-
-
-def attend_to_own(q: Tensor, kv: Tensor, k_pe: Tensor, prefill: PrefillMetadata, scale: float, out: Tensor) -> None:
-    """Attend from prompts without contexts to their own tokens: `dcp_mla_prefill_in_order` of one chunk, ungathered.
+class OrderedResults:
+    """Attention of prefill tokens in a fixed order, to their own keys or chunk by chunk to all.
 
     Args:
         q: Queries [T, h, P + R], rotated.
-        kv, k_pe: Projected latents [T, h (P + V)], and rope parts [T, R], both of latents as the cache holds them.
-        prefill: Metadata without chunks.
+        prefill: Metadata with chunks that include the new tokens, or without chunks.
         scale: Softmax scale.
-        out: Output [T, h, V] in the dtype of q, contiguous. Rows of no request stay as they are.
+        out: Memory of the output [T, h, V] in the dtype of q, contiguous, in which rows of no request stay as they are;
+            None for new memory.
+    Attributes:
+        out, lse: Results [T, h, V] and [T, h] float32.
     """
-    num_heads, starts = q.shape[1], (prefill.queries.start_loc, prefill.first_position)
-    k_nope, v = kv.unflatten(-1, (num_heads, -1)).split([kv.shape[-1] // num_heads - out.shape[-1], out.shape[-1]], -1)
-    lse, call = q.new_empty(q.shape[:2], dtype=torch.float32), (q, k_nope, k_pe, v, *starts, *starts, scale)
-    attend_to_chunk(OrderedPrefillCall(*call), out, lse, _sums_for(q, v, num_chunks=1))
 
+    out: Tensor
 
-def _sums_for(q: Tensor, v: Tensor, num_chunks: int) -> Sums:
-    """Return sums for queries over all chunks; without rows for one chunk on a GPU, whose kernel stores none."""
-    num_rows = 0 if num_chunks == 1 and runs_kernel(q) else q.shape[0]
-    empty = q.new_empty(0, dtype=torch.promote_types(q.dtype, torch.float32))
-    return new_sums((num_rows, q.shape[1]), v.shape[-1], empty)
+    def __init__(self, q: Tensor, prefill: PrefillMetadata, scale: float, out: Tensor | None = None) -> None:
+        self._q, self._scale, self._memory = q, scale, out
+        self._queries = prefill.queries.start_loc, prefill.first_position
+        self._num_chunks = len(prefill.context_chunks)
+        self._sums: Sums | None = None
+        self.lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+
+    def attend_to_own(self, k_nope: Tensor, v: Tensor, k_pe: Tensor) -> None:
+        """Attend to the new tokens of prompts without contexts."""
+        self._attend(k_nope, v, k_pe, *self._queries)
+
+    def attend_to_chunk(self, chunk: ContextChunk, k_nope: Tensor, v: Tensor, k_pe: Tensor) -> None:
+        """Attend to a chunk."""
+        self._attend(k_nope, v, k_pe, chunk.keys.start_loc, chunk.first_position)
+
+    def _attend(self, k_nope: Tensor, v: Tensor, k_pe: Tensor, start_loc: Tensor, first_position: Tensor) -> None:
+        q, keys = self._q, (start_loc, first_position)
+        if self._sums is None:
+            self.out = q.new_empty(*q.shape[:2], v.shape[-1]) if self._memory is None else self._memory
+            # A kernel that meets all keys in one call stores no sums.
+            num_rows = 0 if self._num_chunks < 2 and runs_kernel(q) else q.shape[0]
+            empty = q.new_empty(0, dtype=torch.promote_types(q.dtype, torch.float32))
+            self._sums = new_sums((num_rows, q.shape[1]), v.shape[-1], empty)
+        call = OrderedPrefillCall(q, k_nope, k_pe, v, *self._queries, *keys, self._scale)
+        attend_to_chunk(call, self.out, self.lse, self._sums)
 
 
 @operator("ordered_prefill", fake=nothing, mutates_args=("out", "lse", "acc", "peak", "total"))

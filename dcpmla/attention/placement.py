@@ -57,7 +57,8 @@ def check_order(config: MLAConfig, dcp: DCPConfig) -> None:
     features = {
         "an indexer or a window (config.topk)": config.topk is not None,
         "attention sinks (config.has_sinks)": config.has_sinks,
-        "query gates (config.query_gates)": config.query_gates,
+        "gates (config.num_gates, config.query_gates)": config.has_gates,
+        "factors of heads' queries (config.has_query_factors)": config.has_query_factors,
     }
     for name, has in features.items():
         if has:

@@ -1,6 +1,6 @@
 """Prefill: new tokens attend to each other, then to their context chunk by chunk, each rank for its own heads."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -8,14 +8,16 @@ from torch.nn import functional as F
 
 from dcpmla.attention.backends import PREFILL_BACKENDS, select_backend
 from dcpmla.attention.calls import PrefillCall, Segments
+from dcpmla.attention.ordered import OrderedResults
 from dcpmla.attention.sparse.mask import selection_mask
 from dcpmla.attention.step.chunks import ContextChunk, PrefillMetadata
 from dcpmla.cache.formats import check_kv_scale, is_quantized, rope_dim_of, to_latents
 from dcpmla.comm.exchange import Exchange
 from dcpmla.merge import merge_partials
 from dcpmla.operators import is_on_gpu, operator
+from dcpmla.parallel.fixed import fixed_linear
 
-UpProjection = Callable[[Tensor], Tensor]  # kv_c [S, L] -> [S, h (P + V)], each head's k_nope, then its values
+UpProjection = Callable[[Tensor], Tensor]
 
 
 def dcp_mla_prefill(
@@ -23,7 +25,7 @@ def dcp_mla_prefill(
     kv_c: Tensor,
     k_pe: Tensor,
     kv_cache: Tensor,
-    w_kv_b: Tensor | UpProjection,
+    up_project: UpProjection,
     prefill: PrefillMetadata,
     scale: float,
     exchange: Exchange,
@@ -40,13 +42,16 @@ def dcp_mla_prefill(
     of 8-bit caches are dequantized after the gather, so that fewer bytes travel.
     Latents of new tokens are used as they are before the cache rounds them. In sparse attention a mask, made for the
     new tokens and for each chunk, excludes keys that a token did not select.
+    With prefill.in_order a query's keys are summed up tile by tile from position 0, whatever the chunks and the other
+    requests: chunks include the new tokens, which are in the cache. Where no request has a context, they attend to
+    their own latents, which have to be rounded as in the cache (`round_latents`).
 
     Args:
         q: [T, h, P + R], rotated.
         kv_c, k_pe: New tokens' own latents: [T, L] after its norm, [T, R] rotated.
         kv_cache: Cache [num_blocks, block_size, width] of this rank's tokens, in a format of `dcpmla.cache.formats`.
-        w_kv_b: Up-projection [h, P + V, L] of this rank's heads, each head's W_UK stacked on its W_UV; or a function
-            that applies it.
+        up_project: Function of kv_c [S, L] that returns the nope part of keys, then values, of each of this rank's
+            heads [S, h (P + V)] (`project_latents` of a weight).
         kv_scale: Scale of an fp8 cache, float32 of one element; None for other caches.
         selected_positions: Positions of the tokens that each token selected [T, topk] int32
             (`SelectedTokens.positions`), none after its own; None if each token attends to all up to itself.
@@ -64,32 +69,75 @@ def dcp_mla_prefill(
             f"selected_positions has {selected_positions.shape[0]} rows; expected one for each of the {q.shape[0]} "
             f"tokens of q"
         )
-    queries, chunks = prefill.queries, prefill.context_chunks
+    chunks, widths = prefill.context_chunks, [kv_c.shape[-1], k_pe.shape[-1]]
 
-    def attend(
-        kv_c: Tensor, k_pe: Tensor, keys: Segments, first_position: Tensor, causal: bool, kv: Tensor | None = None
+    def split_heads(kv: Tensor) -> Sequence[Tensor]:
+        """Return k_nope [S, h, P] and v [S, h, V] as views."""
+        return kv.unflatten(-1, (q.shape[1], -1)).tensor_split((q.shape[-1] - widths[1],), -1)
+
+    gather = ContextGather(
+        exchange,
+        chunks,
+        lambda chunk: read_cache_rows(kv_cache, chunk.local_slots),
+        lambda rows: latents_of(rows, widths[0], kv_scale, q.dtype),
+    )
+    results: OrderedResults | MergedResults
+    if prefill.in_order:
+        results = OrderedResults(q, prefill, scale)
+    else:
+        results = MergedResults(q, prefill, scale, selected_positions, backend)
+    if not (prefill.in_order and chunks):
+        k_nope, v = split_heads(up_project(kv_c) if kv is None else kv)
+        results.attend_to_own(k_nope, v, k_pe)
+        del k_nope, v  # frees keys and values, the largest tensors of a step
+    for chunk, latents in gather:
+        context_kv_c, context_k_pe = latents.split(widths, -1)
+        k_nope, v = split_heads(up_project(context_kv_c))
+        results.attend_to_chunk(chunk, k_nope, v, context_k_pe)
+        del latents, context_kv_c, context_k_pe, k_nope, v  # at most two chunks exist at a time
+    return results.out, results.lse
+
+
+class MergedResults:
+    """Attention of prefill tokens to their own keys, then chunk by chunk to their contexts, merged by LSE.
+
+    Args:
+        q, scale, selected_positions, backend: Arguments of `dcp_mla_prefill`.
+        prefill: Metadata of the tokens.
+    Attributes:
+        out, lse: Results so far [T, h, V] and [T, h], in float32 or wider until the last chunk.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+    def __init__(
+        self, q: Tensor, prefill: PrefillMetadata, scale: float, selected_positions: Tensor | None, backend: str
+    ) -> None:
+        self._q, self._prefill, self._scale, self._backend = q, prefill, scale, backend
+        self._selected = selected_positions
+
+    def attend_to_own(self, k_nope: Tensor, v: Tensor, k_pe: Tensor) -> None:
+        """Attend to the new tokens up to each."""
+        of_keys = self._prefill.queries, self._prefill.first_position
+        self.out, self.lse = self._attend(k_nope, v, k_pe, *of_keys, causal=True)
+
+    def attend_to_chunk(self, chunk: ContextChunk, k_nope: Tensor, v: Tensor, k_pe: Tensor) -> None:
+        """Attend to a chunk of context, and merge."""
+        part = self._attend(k_nope, v, k_pe, chunk.keys, chunk.first_position, causal=False)
+        is_last, dtype = chunk is self._prefill.context_chunks[-1], self._q.dtype
+        dtype = dtype if is_last else torch.promote_types(dtype, torch.float32)
+        self.out, self.lse = merge_part(self.out, self.lse, *part, dtype)
+
+    def _attend(
+        self, k_nope: Tensor, v: Tensor, k_pe: Tensor, keys: Segments, first_position: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        # Keys and values, the largest tensors of a step, are freed after this call.
-        k_nope, v = up_project(kv_c, w_kv_b, q.shape[1], q.shape[-1] - k_pe.shape[-1], kv)
-        mask = None
-        if selected_positions is not None:
-            mask = selection_mask(selected_positions, queries.start_loc, first_position, max(keys.lens))
-        window = prefill.window if causal and mask is not None else None
-        return mha_prefill(PrefillCall(q, k_nope, k_pe, v, *queries, *keys, scale, causal, mask, backend, window))
-
-    gather = ContextGather(exchange, chunks, lambda chunk: read_cache_rows(kv_cache, chunk.local_slots))
-    out, lse = attend(kv_c, k_pe, queries, prefill.first_position, causal=True, kv=kv)
-    for index, chunk in enumerate(chunks):
-        latents = latents_of(gather.take(), kv_c.shape[-1], kv_scale, q.dtype)
-        gather.start()
-        context_kv_c, context_k_pe = latents.split([kv_c.shape[-1], k_pe.shape[-1]], -1)
-        # Merged results stay in float32, or wider, until the last chunk.
-        dtype = q.dtype if index == len(chunks) - 1 else torch.promote_types(q.dtype, torch.float32)
-        out, lse = merge_part(
-            out, lse, *attend(context_kv_c, context_k_pe, chunk.keys, chunk.first_position, causal=False), dtype
-        )
-        del latents, context_kv_c, context_k_pe  # frees them before the next chunk: at most two chunks exist at a time
-    return out, lse
+        queries, mask = self._prefill.queries, None
+        if self._selected is not None:
+            mask = selection_mask(self._selected, queries.start_loc, first_position, max(keys.lens))
+        window = self._prefill.window if causal and mask is not None else None
+        inputs = self._q, k_nope, k_pe, v, *queries, *keys, self._scale
+        return mha_prefill(PrefillCall(*inputs, causal, mask, self._backend, window))
 
 
 class ContextGather:
@@ -97,26 +145,48 @@ class ContextGather:
 
     Args:
         read: Function that returns this rank's rows of a chunk.
+        convert: Function that returns the gathered rows as the caller takes them; None to take them as they are.
     """
 
     def __init__(
-        self, exchange: Exchange, chunks: Sequence[ContextChunk], read: Callable[[ContextChunk], Tensor]
+        self,
+        exchange: Exchange,
+        chunks: Sequence[ContextChunk],
+        read: Callable[[ContextChunk], Tensor],
+        convert: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self._exchange, self._chunks, self._read, self._num_started = exchange, chunks, read, 0
+        self._exchange, self._chunks, self._read, self._convert = exchange, chunks, read, convert
         self._started: list[Callable[[], Tensor]] = []  # at most one
-        self.start()
+        self._start(chunks[:1])
 
-    def start(self) -> None:
-        """Start to gather the next chunk, if there is one."""
-        for chunk in self._chunks[self._num_started : self._num_started + 1]:
+    def __iter__(self) -> Iterator[tuple[ContextChunk, Tensor]]:
+        """Yield each chunk with its rows, while the next chunk is being gathered.
+
+        The caller drops its rows before it asks for the next ones, so that at most two chunks exist at a time.
+        """
+        for index, chunk in enumerate(self._chunks):
+            # The gather's function may keep the unordered rows alive. pop drops the only reference to it, so that these
+            # rows are freed before the next gather allocates its own.
+            rows = self._started.pop()()
+            rows = rows if self._convert is None else self._convert(rows)
+            self._start(self._chunks[index + 1 : index + 2])
+            yield chunk, rows
+            del rows
+
+    def _start(self, chunks: Sequence[ContextChunk]) -> None:
+        """Start to gather a chunk, if there is one."""
+        for chunk in chunks:
             self._started.append(self._exchange.start_context(self._read(chunk), chunk.order, chunk.tokens))
-        self._num_started += 1
 
-    def take(self) -> Tensor:
-        """Return the rows of the chunk that is being gathered."""
-        # The gather's function may keep the unordered rows alive. pop drops the only reference to it, so that these
-        # rows are freed before the next gather allocates its own.
-        return self._started.pop()()
+
+def project_latents(kv_c: Tensor, w_kv_b: Tensor, in_order: bool) -> Tensor:
+    """Return the nope part of keys and values [S, h (P + V)] of latents [S, L], by a weight [h, P + V, L].
+
+    Args:
+        in_order: Whether a row's bits depend on no other row.
+    """
+    weight = w_kv_b.flatten(0, 1)
+    return fixed_linear(kv_c, weight, kv_c.dtype) if in_order else F.linear(kv_c, weight)
 
 
 def latents_of(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -146,24 +216,6 @@ def read_cache_rows(kv_cache: Tensor, slots: Tensor) -> Tensor:
 def dequantize_rows(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Dequantize rows [N, width] of an 8-bit cache to latents [N, L + R] (`formats.to_latents`). A custom op."""
     return to_latents(rows, kv_lora_rank, kv_scale, dtype)
-
-
-def up_project(
-    kv_c: Tensor, w_kv_b: Tensor | UpProjection, num_heads: int, qk_nope_head_dim: int, kv: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Project latents to the nope part of keys and to values, for this rank's heads.
-
-    Args:
-        kv_c: [S, L].
-        w_kv_b: Up-projection [h, P + V, L] with h = num_heads and P = qk_nope_head_dim; or a function that applies it.
-        kv: Projected latents [S, h (P + V)]; None to project them.
-    Returns:
-        k_nope [S, h, P] and v [S, h, V], views of one [S, h, P + V].
-    """
-    if kv is None:
-        kv = w_kv_b(kv_c) if callable(w_kv_b) else F.linear(kv_c, w_kv_b.flatten(0, 1))
-    k_nope, v = kv.unflatten(-1, (num_heads, -1)).tensor_split((qk_nope_head_dim,), -1)
-    return k_nope, v
 
 
 def _empty_heads(call: PrefillCall) -> tuple[Tensor, Tensor]:

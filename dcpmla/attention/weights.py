@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dcpmla.attention.fp8_scales import KV_SCALE_NAMES, OUTPUT_SCALE_NAMES, Q_SCALE_NAMES, new_scale, read_scale
+from dcpmla.attention.head_factors import HeadFactors
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.projection_calls import LatentWrite, QueryAbsorption
 from dcpmla.attention.projections import MHAInputs, Tokens, absorb_query, norm_rope_cache, rotate_query_
 from dcpmla.config import MLAConfig
-from dcpmla.parallel.fixed import fixed_linear
 from dcpmla.parallel.fp8 import NormedRows, PlainRows, unquantized
 from dcpmla.parallel.linear import Linear, RowParallelLinear, Weight, fill, read_linear, read_weight, shard
 from dcpmla.parallel.mesh import DCPMesh
@@ -66,6 +66,8 @@ class AttentionWeights(nn.Module):
     q_scale: Tensor | None
     sinks: nn.Parameter | None
     k_pe_layernorm: nn.RMSNorm | None
+    output_gate: Linear | None
+    head_factors: HeadFactors | None
 
     def __init__(self, config: MLAConfig, placement: Placement) -> None:
         super().__init__()
@@ -79,7 +81,7 @@ class AttentionWeights(nn.Module):
         self.register_buffer(
             "q_scale", new_scale(None, device) if dcp.decode_query_dtype == "fp8" else None, persistent=False
         )
-        self.sinks = self.k_pe_layernorm = None
+        self.sinks = self.k_pe_layernorm = self.output_gate = self.head_factors = None
         self.make_parameters(placement.factory_kwargs)
 
     def make_parameters(self, new: dict[str, Any]) -> None:
@@ -97,6 +99,10 @@ class AttentionWeights(nn.Module):
         self.o_proj = RowParallelLinear(o_cols, hidden, config.attention_bias, self.mesh.tp_group, **new)
         if config.has_sinks:
             self.sinks = nn.Parameter(torch.empty(self.num_heads, dtype=torch.float32, device=new["device"]))
+        if config.num_gates:
+            self.output_gate = Linear(hidden, self.num_heads * config.num_gates, **new)
+        if config.has_query_factors:
+            self.head_factors = HeadFactors(config.num_heads, **new)
 
     def _make_down(self, new: dict[str, Any]) -> None:
         """Make the down-projection and the norms of latents."""
@@ -184,18 +190,22 @@ class AttentionWeights(nn.Module):
         return NormedRows.join(q_c, *codes) if has_q_c else hidden_states, latents
 
     def project_query(self, tokens: Tokens, heads: slice) -> tuple[Tensor, Tensor | None]:
-        """Return queries [T, n, P + R] before RoPE, times query_factor, and with query_gates logits [T, n, V].
+        """Return queries [T, n, P + R] before RoPE, times their factors, and with query_gates logits [T, n, V].
 
-        `heads` is a slice of q_heads. Layers with has_query_factors or without projects_pe override this method
-        (`ScaledAttention`, `PooledAttention`): they apply each head's own factor, and append R zeros to each query of P
-        columns.
+        `heads` is a slice of q_heads. Without projects_pe the last R columns are zeros.
         """
-        width, qk_head_dim = self.config.query_width, self.config.qk_head_dim
+        config, width, gates = self.config, self.config.query_width, None
         q = self.query_proj.product(tokens.q_c, slice(heads.start * width, heads.stop * width))
         q = q.unflatten(-1, (-1, width))
-        if self.config.query_gates:
-            return q[..., :qk_head_dim], q[..., qk_head_dim:]
-        return q if tokens.query_factor is None else q * tokens.query_factor[:, None, None], None
+        if config.query_gates:
+            q, gates = q[..., : config.qk_head_dim], q[..., config.qk_head_dim :]
+        num_zeros = config.qk_head_dim - q.shape[-1]
+        if self.head_factors is not None:
+            of_model = slice(self.q_heads.first + heads.start, self.q_heads.first + heads.stop)
+            return self.head_factors(q, tokens.query_factor, of_model, num_zeros), gates
+        if tokens.query_factor is not None:
+            q = q * tokens.query_factor[:, None, None]
+        return F.pad(q, (0, num_zeros)) if num_zeros else q, gates
 
     def prepare_mha(self, tokens: Tokens) -> MHAInputs:
         """Return the queries of this rank's heads, and the weight that projects latents to keys and values."""
@@ -203,11 +213,6 @@ class AttentionWeights(nn.Module):
         if tokens.cos_sin is not None:
             rotate_query_(q, tokens.cos_sin, self.config.rope_interleaved)
         return MHAInputs(q, gates, None, self.up_projection())
-
-    def project_latents(self, kv_c: Tensor, w_kv_b: Tensor) -> Tensor:
-        """Return the nope part of keys and values [S, h (P + V)] of latents [S, L], by a weight [h, P + V, L]."""
-        weight = w_kv_b.flatten(0, 1)
-        return fixed_linear(kv_c, weight, kv_c.dtype) if self.dcp.deterministic else F.linear(kv_c, weight)
 
     def absorb(self, q: Tensor, w_uk: Tensor | BlockFp8, cos_sin: Tensor | None, q_scale: Tensor | None) -> Tensor:
         codes, scales = unpack(w_uk)
@@ -251,6 +256,12 @@ class AttentionWeights(nn.Module):
             self.o_proj.input_scale = new_scale(read_scale(weights, OUTPUT_SCALE_NAMES), self.o_proj.weight.device)
         if self.sinks is not None:
             fill(self.sinks, read_weight(weights, "sinks", (config.num_heads,), shard(config.num_heads, tp_group)))
+        if self.output_gate is not None:
+            num_rows = config.num_heads * config.num_gates
+            gate = read_linear(weights, "g_proj.weight", (num_rows, hidden), shard(num_rows, tp_group))
+            self.output_gate.load(gate)
+        if self.head_factors is not None:
+            self.head_factors.load_weights(weights)
         if config.attention_bias:
             fill(self.o_proj.bias, read_weight(weights, "o_proj.bias", (hidden,)))
 

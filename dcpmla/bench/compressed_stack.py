@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpmla.attention.calls import decode_workspace
+from dcpmla.attention.calls import DecodeCall, decode_workspace
 from dcpmla.attention.compressed.cache import CompressedCache, plan_compressed
 from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
 from dcpmla.attention.compressed.costs import layer_reads
@@ -141,8 +141,8 @@ class CompressedStack(Stack):
         assert metadata.decode is not None
         listed, q = self._listed(metadata), self.group_q if self.kind.ratio else self.q
         for cache in self.cache:
-            scale, width = self.config.scale, self.config.head_dim
-            mla_decode(q, cache.rows, *listed, scale, width, workspace=metadata.decode.workspace)
+            sizes, workspace = (self.config.scale, self.config.head_dim), metadata.decode.workspace
+            mla_decode(DecodeCall(q, None, cache.rows, *listed, *sizes, workspace=workspace))
 
     def finish(self, index: int = 0) -> None:
         """Run the sink, RoPE's inverse, the groups' projections, o_b_proj and its all-reduce."""

@@ -195,9 +195,11 @@ class Ours:
         self.inputs, self.backend = inputs, backend
 
     def launch(self, index: int) -> tuple[Tensor, Tensor]:
-        inputs = self.inputs
-        return mla_decode(
-            *inputs.at(index),
+        inputs, (q, kv_cache, block_table) = self.inputs, self.inputs.at(index)
+        call = DecodeCall(
+            *split_queries(q, LATENT_DIM),
+            kv_cache,
+            block_table,
             inputs.seq_lens,
             SCALE,
             LATENT_DIM,
@@ -208,6 +210,7 @@ class Ours:
             dtype=inputs.dtype,
             backend=self.backend,
         )
+        return mla_decode(call)
 
     def result(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         return out, lse

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from dcpmla.attention.calls import decode_workspace
-from dcpmla.attention.decode import mla_decode
+from dcpmla.attention.decode import decode_call, mla_decode
 from dcpmla.attention.latent_spec import LatentSpec
 from dcpmla.attention.layer import PROJECT_FIRST_TOKENS, MLAAttention
 from dcpmla.attention.projection_calls import ValueProjection
@@ -79,21 +79,9 @@ class LayerStack(Stack):
         decode = metadata.decode
         assert decode is not None
         for layer, rows in zip(self.layers, self.cache.layers, strict=True):
-            mla_decode(
-                self.group_q,
-                rows,
-                decode.block_table,
-                decode.local_seq_lens,
-                self.config.scale,
-                self.config.kv_lora_rank,
-                request_index=decode.request_index,
-                query_start_loc=decode.query_start_loc,
-                max_query_len=decode.max_query_len,
-                workspace=decode.workspace,
-                kv_scale=layer.kv_scale,
-                q_scale=layer.q_scale,
-                dtype=hidden.dtype,
-            )
+            options = {"kv_scale": layer.kv_scale, "q_scale": layer.q_scale, "dtype": hidden.dtype}
+            sizes = self.config.scale, self.config.kv_lora_rank
+            mla_decode(decode_call(self.group_q, rows, decode, *sizes, **options))
 
     def finish(self, _: int = 0) -> None:
         """Run W_UV, before or after the merge, o_proj and its all-reduce."""

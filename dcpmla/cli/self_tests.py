@@ -82,10 +82,10 @@ def decode_errors(config: MLAConfig, device: torch.device, dtype: torch.dtype) -
     q = torch.randn(seq_lens.numel(), config.num_heads, config.latent_dim, generator=generator)
     q, cache = q.to(device, dtype), cache.to(device, dtype)
     table, seq_lens = table.to(device, torch.int32), seq_lens.flatten().to(device)
-    got = mla_decode(q, cache, table, seq_lens, config.scale, config.kv_lora_rank, max_query_len=2)
-    q, q_pe = split_queries(q.double(), config.kv_lora_rank)
-    call = DecodeCall(q, q_pe, cache.double(), table, seq_lens, config.scale, config.kv_lora_rank, max_query_len=2)
-    return _errors(got, reference.mla_decode(call))
+    rank = config.kv_lora_rank
+    call = DecodeCall(*split_queries(q, rank), cache, table, seq_lens, config.scale, rank, max_query_len=2)
+    wide = call._replace(q=call.q.double(), q_pe=q[..., rank:].double(), kv_cache=cache.double())
+    return _errors(mla_decode(call), reference.mla_decode(wide))
 
 
 def prefill_errors(config: MLAConfig, device: torch.device, dtype: torch.dtype) -> Errors:

@@ -137,7 +137,7 @@ class GraphInputs:
         if self._limits.has_prompts and size.is_whole:
             num_prompts = max_prompts(size.num_tokens)
             starts = table.prefill_start[: num_prompts + 1] + table.num_attending  # rows of the whole step
-            prefill = PrefillMetadata(Segments((), starts), table.prefill_position[:num_prompts], ())
+            prefill = PrefillMetadata(Segments((), starts), table.prefill_position[:num_prompts], (), in_order=True)
         step = StepMetadata(
             layout=self._steps.layout,
             table=table,

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla import mla_decode
 from dcpmla.attention.backends import DECODE_BACKENDS, Backend, passed_over, register_backend, select_backend
 from tests.attention.test_reference import L, R
-from tests.support.backends import checked_call, decode_call, only
+from tests.support.backends import checked_call, decode, decode_call, only
 
 
 def decode_arguments() -> dict[str, Any]:
@@ -43,9 +42,9 @@ def decode_arguments() -> dict[str, Any]:
     ],
 )
 def test_decode_names_the_wrong_shape(argument: str, value: Tensor, expected: str) -> None:
-    mla_decode(**decode_arguments())
+    decode(**decode_arguments())
     with pytest.raises(ValueError, match=f"^{argument} has shape ") as error:
-        mla_decode(**{**decode_arguments(), argument: value})
+        decode(**{**decode_arguments(), argument: value})
     assert str(tuple(value.shape)) in str(error.value)
     assert expected in str(error.value)
 
@@ -58,7 +57,7 @@ def test_decode_names_a_wrong_workspace(workspace: Tensor) -> None:
         ValueError,
         match=f"^workspace is {workspace.dtype} .* on {workspace.device}; expected one from decode_workspace",
     ):
-        mla_decode(**{**decode_arguments(), "workspace": workspace})
+        decode(**{**decode_arguments(), "workspace": workspace})
 
 
 def test_decode_names_dtypes_and_scales_that_do_not_belong() -> None:
@@ -66,7 +65,7 @@ def test_decode_names_dtypes_and_scales_that_do_not_belong() -> None:
     fp8_cache = {**decode_arguments(), "kv_cache": torch.zeros(4, 8, L + R).to(e4m3), "kv_scale": one}
     fp8 = {**fp8_cache, "q": torch.zeros(2, 3, L + R).to(e4m3), "q_scale": one, "dtype": torch.float32}
     alone = "e4m3 queries need an fp8 cache, q_scale and the output's dtype, other queries take no q_scale"
-    assert mla_decode(**fp8)[0].dtype == torch.float32
+    assert decode(**fp8)[0].dtype == torch.float32
     for arguments, message in (
         (
             {**fp8, "q_scale": None},
@@ -91,13 +90,13 @@ def test_decode_names_dtypes_and_scales_that_do_not_belong() -> None:
         ({**fp8, "q_scale": torch.ones(2)}, "q_scale is torch.float32 (2,); expected torch.float32 of one element"),
     ):
         with pytest.raises(ValueError, match="^" + re.escape(message)):
-            mla_decode(**arguments)
+            decode(**arguments)
 
 
 def test_decode_names_parts_of_queries_that_do_not_belong() -> None:
     """As a tuple they are taken without being joined."""
     latent, rope = torch.zeros(2, 3, L), torch.zeros(2, 3, R)
-    assert mla_decode(**{**decode_arguments(), "q": (latent, rope)})[0].shape == (2, 3, L)
+    assert decode(**{**decode_arguments(), "q": (latent, rope)})[0].shape == (2, 3, L)
     for parts, message in (
         ((latent, rope[:1]), f"q has parts of shapes (2, 3, {L}) and (1, 3, {R}); expected [T, H, kv_lora_rank] and"),
         ((latent[..., 1:], rope), f"q has parts of shapes (2, 3, {L - 1}) and (2, 3, {R}); expected"),
@@ -107,13 +106,13 @@ def test_decode_names_parts_of_queries_that_do_not_belong() -> None:
         ((latent, rope.to("meta")), "q has parts of torch.float32 on cpu and torch.float32 on meta; they must"),
     ):
         with pytest.raises(ValueError, match="^" + re.escape(message)):
-            mla_decode(**{**decode_arguments(), "q": parts})
+            decode(**{**decode_arguments(), "q": parts})
 
 
 @pytest.mark.parametrize("kv_lora_rank", [0, -1, L + R + 1])
 def test_decode_names_the_wrong_rank(kv_lora_rank: int) -> None:
     with pytest.raises(ValueError, match=f"kv_lora_rank {kv_lora_rank}$"):
-        mla_decode(**{**decode_arguments(), "kv_lora_rank": kv_lora_rank})
+        decode(**{**decode_arguments(), "kv_lora_rank": kv_lora_rank})
 
 
 def test_a_device_without_a_backend() -> None:
@@ -125,41 +124,41 @@ def test_a_device_without_a_backend() -> None:
 def test_decode_names_wrong_query_lens() -> None:
     arguments = decode_arguments()
     with pytest.raises(ValueError, match="^q has 2 tokens for 3 segments; .* max_query_len, 1$"):
-        mla_decode(**{**arguments, "block_table": torch.zeros(3, 2, dtype=torch.int32)})
+        decode(**{**arguments, "block_table": torch.zeros(3, 2, dtype=torch.int32)})
     with pytest.raises(ValueError, match="^q has 2 tokens for 1 segments"):  # a table of another batch
-        mla_decode(**{**arguments, "block_table": torch.zeros(1, 2, dtype=torch.int32)})
+        decode(**{**arguments, "block_table": torch.zeros(1, 2, dtype=torch.int32)})
     with pytest.raises(ValueError, match="^q has 2 tokens for 2 segments; .* max_query_len, 2$"):
-        mla_decode(**arguments, max_query_len=2)
+        decode(**arguments, max_query_len=2)
     with pytest.raises(ValueError, match="^max_query_len is 0; "):
-        mla_decode(**arguments, max_query_len=0, query_start_loc=torch.zeros(3, dtype=torch.int32))
+        decode(**arguments, max_query_len=0, query_start_loc=torch.zeros(3, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.bool, torch.float8_e5m2])
 def test_decode_names_queries_that_are_no_numbers_of_ours(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=f"^q has dtype {dtype}; "):
-        mla_decode(**{**decode_arguments(), "q": torch.zeros(2, 3, L + R).to(dtype)})
+        decode(**{**decode_arguments(), "q": torch.zeros(2, 3, L + R).to(dtype)})
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_decode_names_queries_and_a_cache_of_different_dtypes(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=f"^kv_cache has dtype torch.float32; expected q's, {dtype}"):
-        mla_decode(**{**decode_arguments(), "q": torch.zeros(2, 3, L + R, dtype=dtype)})
+        decode(**{**decode_arguments(), "q": torch.zeros(2, 3, L + R, dtype=dtype)})
 
 
 @pytest.mark.parametrize("argument", ["kv_cache", "block_table", "seq_lens"])
 def test_decode_names_what_is_on_another_device(argument: str) -> None:
     arguments = decode_arguments()
     with pytest.raises(ValueError, match=f"^{argument} is on meta; it must be on q's device, cpu"):
-        mla_decode(**{**arguments, argument: arguments[argument].to("meta")})
+        decode(**{**arguments, argument: arguments[argument].to("meta")})
 
 
 def test_a_backend_by_name() -> None:
-    out, _ = mla_decode(**decode_arguments(), backend="torch")
+    out, _ = decode(**decode_arguments(), backend="torch")
     assert out.shape == (2, 3, L)
     with pytest.raises(ValueError, match="^backend is 'hopper', which does not take this call: q is on device cpu"):
-        mla_decode(**decode_arguments(), backend="hopper")
+        decode(**decode_arguments(), backend="hopper")
     with pytest.raises(ValueError, match="^backend is 'cuda'; expected 'auto' or one of hopper, triton, "):
-        mla_decode(**decode_arguments(), backend="cuda")
+        decode(**decode_arguments(), backend="cuda")
 
 
 def test_a_backend_of_ones_own() -> None:
@@ -182,7 +181,7 @@ def test_a_backend_of_ones_own() -> None:
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan])
 def test_decode_names_a_scale_that_is_not_positive(scale: float) -> None:
     with pytest.raises(ValueError, match=f"^scale is {scale}; it must be positive"):
-        mla_decode(**{**decode_arguments(), "scale": scale})
+        decode(**{**decode_arguments(), "scale": scale})
 
 
 @pytest.mark.parametrize(
@@ -196,4 +195,4 @@ def test_decode_names_a_scale_that_is_not_positive(scale: float) -> None:
 )
 def test_decode_names_numbers_that_kernels_cannot_read(numbers: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"^{next(iter(numbers))} has dtype .* expected int32 with contiguous rows"):
-        mla_decode(**{**decode_arguments(), **numbers})
+        decode(**{**decode_arguments(), **numbers})

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dcpmla.attention.backends import DECODE_BACKENDS, find_backend, select_backend
 from dcpmla.cache import formats
-from tests.support.backends import as_kernel, checked_call, decode_call, in_parts
+from tests.support.backends import as_kernel, checked_call, decode, decode_call, in_parts
 from tests.support.decode_cases import QUANTIZED, SMALL, Case, check, long_case
 from tests.support.shared_memory import run_interpreted
 
@@ -142,22 +142,21 @@ def test_a_graph_replays_with_other_lengths(kind: dict[str, Any]) -> None:
     """One graph serves other lengths and scales than it was captured with, which are the device's, with the same bits
     as eager calls.
     """
-    from dcpmla import mla_decode
     from dcpmla.attention.calls import decode_workspace
 
     case = long_case(8, 4096, **kind)
     inputs = {**case.inputs("cuda"), "workspace": decode_workspace("cuda")}
-    mla_decode(**inputs)
+    decode(**inputs)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, lse = mla_decode(**inputs)
+        out, lse = decode(**inputs)
     for lens in ([1, 0, 64, 1000, 77, 1, 0, 1500], inputs["seq_lens"].tolist()):
         inputs["seq_lens"].copy_(torch.tensor(lens, dtype=torch.int32))
         for scale in (inputs["kv_scale"], inputs["q_scale"]):
             if scale is not None:
                 scale.mul_(0.7)
         graph.replay()
-        eager, eager_lse = mla_decode(**inputs)
+        eager, eager_lse = decode(**inputs)
         assert torch.equal(out, eager)
         assert torch.equal(lse, eager_lse)
 

@@ -14,7 +14,7 @@ from dcpmla.attention import backends
 from dcpmla.attention.sparse.selector import selected_rows
 from dcpmla.attention.sparse.step import SelectedTokens
 from dcpmla.cache import formats
-from tests.support.backends import checked_call
+from tests.support.backends import checked_call, decode, joined_call
 from tests.support.decode_cases import FP8_QUERIES, QUANTIZED, Case
 
 
@@ -55,7 +55,9 @@ def test_codes_are_exact(dtype: torch.dtype, block_size: int, is_ds_mla: bool) -
         "kv_scale": kv_scale,
     }
     out, _ = mla_decode(
-        **{name: tensor if tensor is None else tensor.cuda() for name, tensor in on_device.items()}, scale=1.0
+        joined_call(
+            **{name: tensor if tensor is None else tensor.cuda() for name, tensor in on_device.items()}, scale=1.0
+        )
     )
     assert torch.equal(out.cpu(), wanted)
 
@@ -73,7 +75,7 @@ def check_apart(device: str, dtype: torch.dtype) -> None:
     results = []
     for cache in (rows, apart):
         pages, step = selected_rows(cache, selection, None)
-        results.append(mla_decode(q, pages, step.block_table, step.local_seq_lens, 0.05, kv_lora_rank=width))
+        results.append(decode(q, pages, step.block_table, step.local_seq_lens, 0.05, kv_lora_rank=width))
     for found, expected in zip(*reversed(results), strict=True):
         torch.testing.assert_close(found, expected)
     whole = rows.flatten(0, 1).double()[slots.long()]

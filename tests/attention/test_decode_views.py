@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from dcpmla import mla_decode
 from dcpmla.attention import reference
 from dcpmla.attention.backends import DECODE_BACKENDS, find_backend
-from tests.support.backends import checked_call, in_parts
+from tests.support.backends import checked_call, decode, in_parts
 from tests.support.decode_cases import QUANTIZED, Case, compare, long_case
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +25,7 @@ def test_layers_of_one_cache_and_offsets_past_2_31() -> None:
         torch.randn(1, 128, 576, device="cuda").bfloat16(),
         torch.tensor([150], dtype=torch.int32, device="cuda"),
     )
-    out, lse = mla_decode(q, layers[:, 1], table, seq_lens, 0.07)
+    out, lse = decode(q, layers[:, 1], table, seq_lens, 0.07)
     small = torch.arange(3, dtype=torch.int32, device="cuda")[None]
     wanted, wanted_lse = reference.mla_decode(checked_call(q.double(), keys.double(), small, seq_lens, 0.07, 512))
     compare((out, lse), (wanted, wanted_lse), Case([(1, 150)]), 1e-2)
@@ -43,7 +42,7 @@ def test_queries_and_caches_that_are_views(part: slice) -> None:
     }
     for name, tensor in wide.items():
         tensor[..., part] = inputs[name]
-    out, lse = mla_decode(**{**inputs, **{name: tensor[..., part] for name, tensor in wide.items()}})
+    out, lse = decode(**{**inputs, **{name: tensor[..., part] for name, tensor in wide.items()}})
     compare((out, lse), case.answer(inputs), case, 1e-2)
 
 
@@ -58,7 +57,7 @@ def test_single_tokens_with_queries_head_by_head(num_heads: int, most: int, monk
     lens = torch.randint(0, 200, (num_tokens,), dtype=torch.int32, device="cuda")
     latent = torch.randn(num_heads, num_tokens, 512, device="cuda").bfloat16().transpose(0, 1)
     rope = torch.randn(num_tokens, num_heads, 64, device="cuda").bfloat16()
-    got = mla_decode((latent, rope), rows, slots, lens, 0.07)
+    got = decode((latent, rope), rows, slots, lens, 0.07)
     wanted = reference.mla_decode(
         checked_call(torch.cat([latent, rope], -1).double(), rows.double(), slots, lens, 0.07, 512)
     )

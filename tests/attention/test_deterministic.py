@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla import MLAAttention, OrderedAttention, Placement, init_mesh
+from dcpmla import MLAAttention, Placement, init_mesh
 from dcpmla.attention.latent_spec import LatentSpec
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.families.table import attention_of
@@ -123,7 +123,7 @@ def check_layers(hf_config: Any) -> None:
         mesh = init_mesh(4, size)
         exchange = select_exchange(dcp, mesh.dcp_group, "cpu").exchange
         config = attention_of(hf_config).config
-        layer = OrderedAttention(config, Placement(dcp, mesh, exchange, torch.float32, "cpu"))
+        layer = MLAAttention(config, Placement(dcp, mesh, exchange, torch.float32, "cpu"))
         layer.load_weights(attention.state_dict())
         with torch.no_grad():
             outputs.append(run_steps(layer, hf_config, dcp, LAYER_BATCH, True, 0, 2, 3))
@@ -138,10 +138,9 @@ def test_layers_have_the_same_bits_for_all_sizes_of_the_group() -> None:
 def test_kinds_without_a_fixed_order_are_refused() -> None:
     dcp = dcp_config(1, 1, 1, deterministic=True)
     placement: Any = SimpleNamespace(dcp=dcp)
-    with pytest.raises(ValueError, match="MLAAttention sums in any order; choose OrderedAttention"):
-        MLAAttention(CONFIG, placement)
-    with pytest.raises(ValueError, match="does not support attention sinks"):
-        OrderedAttention(replace(CONFIG, has_sinks=True), placement)
+    for changes, name in (({"has_sinks": True}, "attention sinks"), ({"num_gates": 1}, "gates")):
+        with pytest.raises(ValueError, match=f"does not support {name}"):
+            MLAAttention(replace(CONFIG, **changes), placement)
     with pytest.raises(ValueError, match=r"deterministic \(--deterministic\) does not support an indexer"):
         attention_of(tiny_config("deepseek_v32")).check_layout(dcp)
     for config in (replace(CONFIG, has_sinks=True), replace(CONFIG, window=8)):

@@ -12,7 +12,7 @@ from torch import Tensor
 from dcpmla.attention.backends import DECODE_BACKENDS
 from dcpmla.attention.calls import DecodeCall, Segments
 from dcpmla.attention.decode import run_call
-from dcpmla.attention.ordered import attend_to_own
+from dcpmla.attention.ordered import OrderedResults
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.chunks import PrefillMetadata, lay_out_prefills
 from tests.support.ordered import (
@@ -101,7 +101,8 @@ def check_prompts_among_others(sizes: Sizes) -> None:
 
     def attend(rows: slice, prefill: PrefillMetadata) -> Tensor:
         out = torch.full((num_tokens, sizes.num_heads, sizes.value), 7.0, dtype=sizes.dtype, device=sizes.device)[rows]
-        attend_to_own(q[rows], kv[rows], k_pe[rows], prefill, sizes.scale, out)
+        heads = kv[rows].unflatten(-1, (sizes.num_heads, -1)).split([sizes.nope, sizes.value], -1)
+        OrderedResults(q[rows], prefill, sizes.scale, out).attend_to_own(*heads, k_pe[rows])
         return out
 
     for first in (0, 1, 127, 128, 259):

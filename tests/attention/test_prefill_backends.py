@@ -19,7 +19,7 @@ from tests.attention.test_prefill_kernel import (
     check_operators,
     check_unaligned,
 )
-from tests.support.backends import as_kernel, prefill_call
+from tests.support.backends import as_kernel, prefill_call, up
 from tests.support.prefill_checks import SCALE, Case, check_prefill, segments
 
 DEEPSEEK = (128, 64, 128)  # P, R, V
@@ -149,9 +149,8 @@ def test_dcp_mla_prefill_on_a_gpu(workspace: int) -> None:
         prefill = StepBuilder(dcp, 0, device).build(StepRequests(query_lens, seq_lens, tables)).prefill
         assert prefill is not None
         assert len(prefill.context_chunks) == (5 if workspace == 64 else 1)
-        out, lse = dcp_mla_prefill(
-            *(tensor.to(device, dtype) for tensor in inputs), prefill, 192**-0.5, LocalExchange()
-        )
+        *rows, w_kv_b = (tensor.to(device, dtype) for tensor in inputs)
+        out, lse = dcp_mla_prefill(*rows, up(w_kv_b), prefill, 192**-0.5, LocalExchange())
         return out.double().cpu(), lse.cpu()
 
     (out, lse), (wanted, wanted_lse) = run("cuda", torch.bfloat16), run("cpu", torch.float64)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla import StepMetadata, dcp_mla_prefill, merge_partials, mla_decode
+from dcpmla import StepMetadata, dcp_mla_prefill, merge_partials
 from dcpmla.attention.prefill import read_cache_rows
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.chunks import PrefillMetadata
@@ -16,6 +16,7 @@ from dcpmla.cache.latent import num_blocks
 from dcpmla.comm.exchange import LocalExchange
 from dcpmla.integrations.families.table import attention_of
 from tests.attention.test_quantized_cache import FORMATS, KV_SCALE, Q_SCALE, L, R, config_of_layer, layout, over_latents
+from tests.support.backends import decode, up
 from tests.test_ownership import deal_slots
 
 
@@ -86,7 +87,7 @@ def test_ranks_in_one_process(size: int, interleave: int) -> None:
                 own[:, :L],
                 own[:, L:],
                 caches[rank],
-                w_kv_b,
+                up(w_kv_b),
                 prefill_of(steps[rank]),
                 config.scale,
                 AllRanks(caches, steps),
@@ -101,7 +102,7 @@ def decode_on(
     """One rank's part of a decode."""
     assert step.decode is not None
     what = q, cache, step.decode.block_table, step.decode.local_seq_lens, scale, L
-    return mla_decode(*what, kv_scale=kv_scale, q_scale=q_scale, dtype=torch.float32)
+    return decode(*what, kv_scale=kv_scale, q_scale=q_scale, dtype=torch.float32)
 
 
 def prefill_of(step: StepMetadata) -> PrefillMetadata:

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from dcpmla import dcp_mla_decode, merge_partials, mla_decode
 from dcpmla.attention import reference
-from dcpmla.attention.step.metadata import DecodeMetadata
 from dcpmla.comm.exchange import LocalExchange
-from tests.support.backends import checked_call, in_parts
+from tests.support.backends import checked_call, decode, in_parts, joined_call
 from tests.test_ownership import deal_slots
 
 L, R, P, V = 6, 4, 5, 3  # latent, rope part, key and value of a head
@@ -91,16 +90,18 @@ def test_decode(lens: list[int], num_heads: int, block_size: int, seed: int) -> 
     """Ragged lengths, some empty, NaN wherever nobody wrote."""
     cache = PagedCache(lens, block_size, seed=seed)
     q = torch.randn(len(lens), num_heads, L + R, generator=torch.Generator().manual_seed(seed + 1))
-    got = mla_decode(q, cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L)
+    got = decode(q, cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L)
     assert got[0].shape == (len(lens), num_heads, L)
     check_close(got, naive_decode(q, cache.sequences, SCALE))
-    parts = mla_decode(in_parts(q, L), cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L)
+    parts = decode(in_parts(q, L), cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L)
     assert all(map(torch.equal, parts, got))
 
 
 def test_decode_of_empty_requests() -> None:
     cache = PagedCache([0, 0], 4)
-    out, lse = mla_decode(torch.randn(2, 3, L + R), cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L)
+    out, lse = mla_decode(
+        joined_call(torch.randn(2, 3, L + R), cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L)
+    )
     assert torch.equal(out, torch.zeros(2, 3, L))
     assert torch.equal(lse, torch.full((2, 3), -math.inf))
 
@@ -113,7 +114,9 @@ def test_rows_behind_the_last_token_never_leak(garbage: float) -> None:
     kv_cache = torch.cat([torch.full((1, 4, L + R), garbage), kv_cache])
     padding = torch.arange(cache.block_table.shape[1]) * 4 >= cache.seq_lens[:, None]
     q = torch.randn(4, 2, L + R)
-    got = mla_decode(q, kv_cache, (cache.block_table + 1).masked_fill(padding, 0), cache.seq_lens, SCALE, L)
+    got = mla_decode(
+        joined_call(q, kv_cache, (cache.block_table + 1).masked_fill(padding, 0), cache.seq_lens, SCALE, L)
+    )
     check_close(got, naive_decode(q, cache.sequences, SCALE))
 
 
@@ -122,7 +125,7 @@ def test_decode_with_scores_far_from_one(magnitude: float) -> None:
     """Scores of thousands overflow an exp that does not subtract the maximum."""
     cache = PagedCache([7, 12], 4, dtype=torch.float64)
     q = magnitude * torch.randn(2, 2, L + R, dtype=torch.float64)
-    out, lse = mla_decode(q, cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L)
+    out, lse = decode(q, cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L)
     assert out.dtype == torch.float64
     assert lse.dtype == torch.float32
     wanted, wanted_lse = naive_decode(q, cache.sequences, SCALE)
@@ -134,7 +137,7 @@ def test_decode_in_bfloat16_computes_in_float32() -> None:
     """Inputs are exact in bfloat16: what is left is one rounding of the output."""
     cache = PagedCache([30, 3], 4, dtype=torch.bfloat16)
     q = torch.randn(2, 2, L + R).bfloat16()
-    out, lse = mla_decode(q, cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L)
+    out, lse = decode(q, cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L)
     assert out.dtype == torch.bfloat16
     wanted, wanted_lse = naive_decode(q, cache.sequences, SCALE)
     torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=2**-8)
@@ -151,7 +154,10 @@ def test_decode_of_strided_views() -> None:
         :, : cache.block_table.shape[1]
     ]
     q = torch.randn(2, 5, L + R + 2)[:, 1:4, 1:-1]
-    check_close(mla_decode(q, layers[:, 1], table, cache.seq_lens, SCALE, L), naive_decode(q, cache.sequences, SCALE))
+    check_close(
+        decode(q, layers[:, 1], table, cache.seq_lens, SCALE, L),
+        naive_decode(q, cache.sequences, SCALE),
+    )
 
 
 def test_decode_of_shards_merges_to_the_whole() -> None:
@@ -173,12 +179,7 @@ def test_decode_of_shards_merges_to_the_whole() -> None:
     block_table = torch.tensor([[4, 0], [2, 0]], dtype=torch.int32)
     parts = [
         dcp_mla_decode(
-            q,
-            cache,
-            DecodeMetadata(block_table, torch.tensor(local, dtype=torch.int32), None, 1, None),
-            SCALE,
-            LocalExchange(),
-            L,
+            joined_call(q, cache, block_table, torch.tensor(local, dtype=torch.int32), SCALE, L), LocalExchange()
         )
         for cache, local in zip(caches, local_lens, strict=True)
     ]
@@ -193,7 +194,7 @@ def test_absorbed_attention_is_multi_head_attention() -> None:
     w_uk, w_uv = torch.randn(num_heads, P, L, dtype=torch.float64), torch.randn(num_heads, V, L, dtype=torch.float64)
     q_nope, q_pe = torch.randn(1, num_heads, P, dtype=torch.float64), torch.randn(1, num_heads, R, dtype=torch.float64)
     q = torch.cat([torch.einsum("thp,hpl->thl", q_nope, w_uk), q_pe], -1)
-    latent, lse = mla_decode(q, cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L)
+    latent, lse = decode(q, cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L)
     kv_c, k_pe = cache.sequences[0].split([L, R], -1)
     keys = torch.stack([torch.cat([kv_c @ w_uk[head].T, k_pe], -1) for head in range(num_heads)], 1)
     values = torch.stack([kv_c @ w_uv[head].T for head in range(num_heads)], 1)
@@ -210,13 +211,13 @@ def test_decode_in_tiles_is_the_same(monkeypatch: pytest.MonkeyPatch, max_gather
     monkeypatch.setattr(reference, "_decode_tile", lambda *args: (calls.append(args), tile(*args))[1])
     monkeypatch.setattr(reference, "_MAX_GATHERED", max_gathered)
     check_close(
-        mla_decode(q, cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L),
+        decode(q, cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L),
         naive_decode(q, cache.sequences, SCALE),
     )
     assert len(calls) == {1: 5, 100: 5, 1000: 1}[max_gathered]
 
 
-@pytest.mark.parametrize("function", [lambda *args: reference.mla_decode(checked_call(*args)), mla_decode])
+@pytest.mark.parametrize("function", [lambda *args: reference.mla_decode(checked_call(*args)), decode])
 def test_inputs_are_left_alone(function: Callable[..., Any]) -> None:
     cache = PagedCache([5, 0], 4)
     q = torch.randn(2, 2, L + R)
@@ -228,10 +229,19 @@ def test_inputs_are_left_alone(function: Callable[..., Any]) -> None:
 
 def test_decode_of_nothing() -> None:
     cache = PagedCache([3], 4)
-    out, lse = mla_decode(torch.empty(0, 2, L + R), cache.kv_cache, cache.block_table[:0], cache.seq_lens[:0], SCALE, L)
+    out, lse = mla_decode(
+        joined_call(torch.empty(0, 2, L + R), cache.kv_cache, cache.block_table[:0], cache.seq_lens[:0], SCALE, L)
+    )
     assert (out.shape, lse.shape) == ((0, 2, L), (0, 2))
     out, lse = mla_decode(
-        torch.randn(1, 2, L + R), cache.kv_cache, cache.block_table[:, :0], torch.zeros(1, dtype=torch.int32), SCALE, L
+        joined_call(
+            torch.randn(1, 2, L + R),
+            cache.kv_cache,
+            cache.block_table[:, :0],
+            torch.zeros(1, dtype=torch.int32),
+            SCALE,
+            L,
+        )
     )
     assert torch.equal(out, torch.zeros(1, 2, L))
     assert torch.equal(lse, torch.full((1, 2), -math.inf))
@@ -262,7 +272,9 @@ def test_several_query_tokens_see_as_much_as_each_is_told(
     q = torch.randn(len(sequences), 2, L + R, generator=torch.Generator().manual_seed(seed))
     wanted = naive_decode(q, sequences, SCALE)
     if is_uniform:
-        uniform = mla_decode(q, cache.kv_cache, cache.block_table, seq_lens, SCALE, L, max_query_len=query_lens[0])
+        uniform = mla_decode(
+            joined_call(q, cache.kv_cache, cache.block_table, seq_lens, SCALE, L, max_query_len=query_lens[0])
+        )
         check_close(uniform, wanted)
     start_loc = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
     padded_q, padded_lens = (
@@ -270,7 +282,7 @@ def test_several_query_tokens_see_as_much_as_each_is_told(
         torch.cat([seq_lens, seq_lens.new_zeros(padding)]),
     )
     ragged = {"query_start_loc": start_loc, "max_query_len": max(query_lens)}
-    out, lse = mla_decode(padded_q, cache.kv_cache, cache.block_table, padded_lens, SCALE, L, **ragged)
+    out, lse = decode(padded_q, cache.kv_cache, cache.block_table, padded_lens, SCALE, L, **ragged)
     check_close((out[: len(q)], lse[: len(q)]), wanted)
     assert not out[len(q) :].any()
     assert (lse[len(q) :] == -math.inf).all()

@@ -6,7 +6,6 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -15,14 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dcpmla import DCPConfig, dcp_mla_prefill
-from dcpmla.attention import prefill, reference
+from dcpmla.attention import reference
 from dcpmla.attention.backends import PREFILL_BACKENDS, select_backend
 from dcpmla.attention.calls import PrefillCall, Segments
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.comm.exchange import LocalExchange
 from tests.attention.test_reference import SCALE, L, P, R, V, attend_heads, check_close
-from tests.support.backends import prefill_call
+from tests.support.backends import prefill_call, up
 from tests.support.layouts import dcp_config
 from tests.support.sharded_context import ShardedContext
 
@@ -160,7 +159,7 @@ def test_many_context_chunks_round_once() -> None:
         assert prefill is not None
         new = latents[context:].to(dtype)
         out, _ = dcp_mla_prefill(
-            q.to(dtype), new[:, :L], new[:, L:], cache.to(dtype), w_kv_b.to(dtype), prefill, SCALE, LocalExchange()
+            q.to(dtype), new[:, :L], new[:, L:], cache.to(dtype), up(w_kv_b.to(dtype)), prefill, SCALE, LocalExchange()
         )
         return out.double()
 
@@ -194,41 +193,26 @@ class Watched(LocalExchange):
         self.done.append(f"{what}, {sum(result() is not None for result in self.results)} alive")
 
 
-def test_an_up_projection_of_one_s_own() -> None:
-    dcp = DCPConfig(block_size=4, context_workspace_tokens=16)
-    step = StepBuilder(dcp, 0).build(StepRequests([3], [40], [list(range(10))])).prefill
-    assert step is not None
-    latents, cache, w_kv_b = torch.randn(3, L + R), torch.randn(10, 4, L + R), torch.randn(2, P + V, L)
-    rows = torch.randn(3, 2, P + R), latents[:, :L], latents[:, L:], cache
-    outs = [
-        dcp_mla_prefill(*rows, up, step, SCALE, LocalExchange())[0]
-        for up in (w_kv_b, lambda kv_c: kv_c @ w_kv_b.flatten(0, 1).T)
-    ]
-    torch.testing.assert_close(*outs)
-
-
 def test_chunks_begin_ahead_and_none_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gather runs under the attention before it; of keys and values, and of gathered rows, one chunk's are there at a
     time.
     """
     exchange, alive, most_alive = Watched(), list[weakref.ref[Tensor]](), list[int]()
-    up_project = prefill.up_project
+    w_kv_b = torch.randn(2, P + V, L)
 
-    def watched(*args: Any) -> tuple[Tensor, Tensor]:
+    def watched(kv_c: Tensor) -> Tensor:
         exchange.write("attend")
-        k_nope, v = up_project(*args)
-        assert k_nope._base is v._base is not None
-        alive.append(weakref.ref(k_nope._base))
+        kv = up(w_kv_b)(kv_c)
+        alive.append(weakref.ref(kv))
         most_alive.append(sum(reference() is not None for reference in alive))
-        return k_nope, v
+        return kv
 
-    monkeypatch.setattr(prefill, "up_project", watched)
     dcp = DCPConfig(block_size=4, context_workspace_tokens=16)
     step = StepBuilder(dcp, 0).build(StepRequests([3], [40], [list(range(10))])).prefill
     assert step is not None
-    latents, cache, w_kv_b = torch.randn(3, L + R), torch.randn(10, 4, L + R), torch.randn(2, P + V, L)
+    latents, cache = torch.randn(3, L + R), torch.randn(10, 4, L + R)
     with torch.no_grad():
-        dcp_mla_prefill(torch.randn(3, 2, P + R), latents[:, :L], latents[:, L:], cache, w_kv_b, step, SCALE, exchange)
+        dcp_mla_prefill(torch.randn(3, 2, P + R), latents[:, :L], latents[:, L:], cache, watched, step, SCALE, exchange)
     assert most_alive == [1] * (1 + 3)
     assert exchange.done == [
         "start 0, 0 alive",

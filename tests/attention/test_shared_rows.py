@@ -12,16 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla import mla_decode
 from dcpmla.attention import reference
 from dcpmla.attention.backends import DECODE_BACKENDS, find_backend, select_backend
+from dcpmla.attention.calls import DecodeCall
 from dcpmla.attention.decode import dcp_mla_decode
-from dcpmla.attention.step.metadata import DecodeMetadata
 from dcpmla.cache.shared_format import rows_shape
 from dcpmla.cache.shared_rows import read_rows, write_rows
 from dcpmla.comm.exchange import LocalExchange
 from tests.attention.test_reference import attend
-from tests.support.backends import as_kernel, checked_call, unchecked_call
+from tests.support.backends import as_kernel, checked_call, decode, unchecked_call
 from tests.support.decode_cases import NOWHERE, Case, check, compare
 from tests.support.shared_memory import run_interpreted
 
@@ -86,7 +85,7 @@ def test_the_reference(format: str, dtype: torch.dtype) -> None:
     """Against attention written out in float64, over the rows that `read_rows` gives."""
     case = SharedCase(ones(5, 0, 70, 1), num_heads=3, format=format, kv_lora_rank=128, dtype=dtype)
     inputs = case.inputs("cpu")
-    out, lse = mla_decode(**inputs)
+    out, lse = decode(**inputs)
     assert (out.shape, out.dtype) == ((4, 3, 128), dtype)
     for token, length in enumerate([5, 0, 70, 1]):
         slots = inputs["block_table"][token, :length].long()
@@ -105,13 +104,13 @@ def test_attention_in_parts(format: str) -> None:
 
     inputs = SharedCase(ones(50, 20, 3), num_heads=2, format=format, **WIDTHS).inputs("cpu")
     q, cache, table, lens = (inputs[name] for name in ("q", "kv_cache", "block_table", "seq_lens"))
-    whole = mla_decode(**inputs)
+    whole = decode(**inputs)
     parts = []
     for first, part in ((0, lens // 3), (lens // 3, lens - lens // 3)):
         index = torch.arange(table.shape[1]) + (first if isinstance(first, int) else first[:, None])
         mine = table.gather(1, index.expand(len(q), -1).clamp(max=table.shape[1] - 1))
-        metadata = DecodeMetadata(mine, part.to(torch.int32), None, 1, None)
-        parts.append(dcp_mla_decode(q, cache, metadata, inputs["scale"], LocalExchange(), 128))
+        call = DecodeCall(q, None, cache, mine, part.to(torch.int32), inputs["scale"], 128)
+        parts.append(dcp_mla_decode(call, LocalExchange()))
     out, lse = zip(*parts, strict=True)
     for got, wanted in zip(merge_partials(torch.stack(out), torch.stack(lse)), whole, strict=True):
         torch.testing.assert_close(got, wanted)
@@ -135,9 +134,9 @@ def test_attention_in_parts(format: str) -> None:
 )
 def test_what_does_not_belong_together(name: str, change: Any, message: str) -> None:
     inputs = SharedCase(ones(5, 1), num_heads=2, format="fp8_ds_mla", **WIDTHS).inputs("cpu")
-    mla_decode(**inputs)
+    decode(**inputs)
     with pytest.raises(ValueError, match=message):
-        mla_decode(**{**inputs, name: change(inputs[name])})
+        decode(**{**inputs, name: change(inputs[name])})
 
 
 SMALL: dict[str, Any] = {"dtype": torch.float16}  # the interpreter multiplies bfloat16 as integers
@@ -207,7 +206,7 @@ def test_codes_are_exact(dtype: torch.dtype) -> None:
     assert wanted.isfinite().all()
     tensors = torch.zeros(64, 16, 512, dtype=dtype), cache, numbers[:, None], torch.ones(64, dtype=torch.int32)
     for backend in ("hopper", "triton") if torch.cuda.get_device_capability()[0] == 9 else ("triton",):
-        out, _ = mla_decode(*(tensor.cuda() for tensor in tensors), scale=1.0, backend=backend)
+        out, _ = decode(*(tensor.cuda() for tensor in tensors), scale=1.0, backend=backend)
         assert torch.equal(out.cpu(), wanted)
 
 
@@ -221,10 +220,10 @@ def test_a_graph_replays_with_other_lengths(format: str) -> None:
     table.copy_(table.where(table != NOWHERE, table[table != NOWHERE][0]))
     if torch.cuda.get_device_capability()[0] == 9:
         assert select_backend(DECODE_BACKENDS, checked_call(**inputs)).name == "hopper"
-    mla_decode(**inputs)
+    decode(**inputs)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, lse = mla_decode(**inputs)
+        out, lse = decode(**inputs)
     for lens in (inputs["seq_lens"].flip(0), inputs["seq_lens"].roll(1)):
         inputs["seq_lens"].copy_(lens)
         table.copy_(table.roll(1, 0))

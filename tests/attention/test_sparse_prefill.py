@@ -12,6 +12,7 @@ from dcpmla.attention.step.table import StepRequests
 from dcpmla.comm.exchange import LocalExchange
 from tests.attention.test_reference import SCALE, L, P, R, V
 from tests.attention.test_selection_mask import select, seq_lens_of_tokens
+from tests.support.backends import up
 from tests.support.layouts import dcp_config
 from tests.support.sharded_context import ShardedContext
 
@@ -41,7 +42,7 @@ def test_positions_of_other_tokens() -> None:
         torch.zeros(3, L),
         torch.zeros(3, R),
         torch.zeros(1, 4, L + R),
-        torch.zeros(2, P + V, L),
+        up(torch.zeros(2, P + V, L)),
     )
     with pytest.raises(ValueError, match="selected_positions has 4 rows; expected one for each of the 3 tokens of q"):
         dcp_mla_prefill(*rows, prefill, SCALE, LocalExchange(), selected_positions=select([1, 2, 3, 4], 2))
@@ -70,8 +71,10 @@ def test_dcp_mla_prefill_over_selected_positions_on_a_gpu(workspace: int, dims: 
     assert prefill is not None
 
     def run(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        cast = [tensor.to(dtype) for tensor in inputs]
-        out, lse = dcp_mla_prefill(*cast, prefill, (nope + rope) ** -0.5, LocalExchange(), selected_positions=positions)
+        *cast, w_kv_b = (tensor.to(dtype) for tensor in inputs)
+        out, lse = dcp_mla_prefill(
+            *cast, up(w_kv_b), prefill, (nope + rope) ** -0.5, LocalExchange(), selected_positions=positions
+        )
         return out.double(), lse
 
     (out, lse), (wanted, wanted_lse) = run(torch.bfloat16), run(torch.float64)

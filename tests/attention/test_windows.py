@@ -146,12 +146,13 @@ def test_prefills_read_the_context_that_windows_reach(size: int, interleave: int
     sparse = seen.get(SparseMetadata)
     assert sparse is not None
     assert sparse.selection is not None
-    assert sparse.selection is windows.selection
+    assert sparse is windows.sparse
     assert sparse.selection.positions.shape == (12, window)
     again = with_windows(built, window, cos_sin).get(WindowMetadata)  # a module of drafts lays out no contexts again
     assert again is not None
     assert again.prefill is windows.prefill
-    assert again.selection is not windows.selection
+    assert again.sparse is not None
+    assert again.sparse.selection is not sparse.selection
 
 
 def test_short_contexts_select_nothing() -> None:
@@ -160,7 +161,8 @@ def test_short_contexts_select_nothing() -> None:
     for each in (step, step.nth_token(0)):
         windows = with_windows(each, 64, torch.zeros(1, 4)).get(WindowMetadata)
         assert windows is not None
-        assert windows.selection is None
+        assert windows.sparse is not None
+        assert windows.sparse.selection is None
         assert windows.prefill is None
 
 

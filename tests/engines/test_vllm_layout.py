@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcpmla.attention.decode import dcp_mla_decode
+from dcpmla.attention.decode import dcp_mla_decode, decode_call
 from dcpmla.attention.step import metadata as step_module
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.metadata import DecodeMetadata
@@ -115,7 +115,8 @@ def test_segments_attend_as_whole_requests(rows: int, monkeypatch: pytest.Monkey
     q = torch.randn(sum(num_new for num_new, _ in requests), num_heads, latent + rope)
     parts = build(layout_of(1, 1, num_heads), requests)
     assert len(parts) == (1 if rows > 64 else 6)
-    outs = [dcp_mla_decode(q[tokens], cache, part, 0.1, LocalExchange(), latent)[0] for tokens, part in parts]
+    calls = [decode_call(q[tokens], cache, part, 0.1, latent) for tokens, part in parts]
+    outs = [dcp_mla_decode(call, LocalExchange())[0] for call in calls]
     rows_of = [(index, seen) for index, (new, old) in enumerate(requests) for seen in range(old + 1, old + new + 1)]
     for token, (index, seen) in enumerate(rows_of):
         keys = cache[index, :seen].double()

@@ -87,7 +87,7 @@ def main(directory: str, options: dict[str, Any]) -> None:
         block_size=64,
         **options,
     )
-    for name in ("dcp_mla_decode_in_order", "dcp_mla_decode", "dcp_mla_prefill"):
+    for name in ("dcp_mla_decode", "dcp_mla_prefill"):
         count(impl, name)
     generator = torch.Generator().manual_seed(2)
     first = [torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]

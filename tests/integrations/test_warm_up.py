@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla.attention.decode import dcp_mla_decode
+from dcpmla.attention.decode import dcp_mla_decode, decode_call
 from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.chunks import PrefillMetadata
@@ -14,6 +14,7 @@ from dcpmla.comm.exchange import LocalExchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.warm_up import LayerSizes, warm_up
 from dcpmla.runtime.graph_sizes import warm_up_sizes
+from tests.support.backends import up
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float32, FP8])
@@ -23,7 +24,7 @@ def test_every_step_is_taken(max_query_len: int, segment_len: int, cache_dtype: 
     kv_scale = torch.ones(1) if cache_dtype == FP8 else None
 
     def decode(q: Tensor, cache: Tensor, step: DecodeMetadata) -> None:
-        out, _ = dcp_mla_decode(q, cache, step, 1.0, LocalExchange(), 32, kv_scale=kv_scale)
+        out, _ = dcp_mla_decode(decode_call(q, cache, step, 1.0, 32, kv_scale=kv_scale), LocalExchange())
         assert out.shape == (len(q), 2, 32)
         if step.request_index is None:
             decodes.append((len(step.block_table), step.max_query_len))
@@ -33,7 +34,7 @@ def test_every_step_is_taken(max_query_len: int, segment_len: int, cache_dtype: 
 
     def prefill(q: Tensor, kv_c: Tensor, k_pe: Tensor, cache: Tensor, step: PrefillMetadata) -> None:
         w_kv_b = torch.zeros(2, 8 + 24, 32)
-        out, _ = dcp_mla_prefill(q, kv_c, k_pe, cache, w_kv_b, step, 1.0, LocalExchange(), kv_scale)
+        out, _ = dcp_mla_prefill(q, kv_c, k_pe, cache, up(w_kv_b), step, 1.0, LocalExchange(), kv_scale)
         assert out.shape == (len(q), 2, 24)
         contexts.append(int(step.first_position))
 

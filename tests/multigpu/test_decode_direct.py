@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dcpmla.attention.calls import decode_workspace
-from dcpmla.attention.decode import dcp_mla_decode
+from dcpmla.attention.decode import dcp_mla_decode, decode_call
 from dcpmla.attention.step.metadata import DecodeMetadata
 from dcpmla.cache.shared_format import rows_shape
 from dcpmla.cache.shared_rows import write_rows
@@ -58,23 +58,27 @@ def draw(num_tokens: int, device: torch.device, rows: str) -> tuple[Tensor, Tens
     return q, cache, DecodeMetadata(table, seq_lens, None, 1, decode_workspace(device))
 
 
+def decode(q: Tensor, cache: Tensor, step: DecodeMetadata, exchange: Any) -> tuple[Tensor, Tensor]:
+    return dcp_mla_decode(decode_call(exchange.gather_heads(q), cache, step, SCALE, 512), exchange)
+
+
 def check_rows() -> None:
     device = torch.device("cuda", dist.get_rank())
     direct, a2a = DirectExchange(dist.group.WORLD, device, timeout=20), AllToAll(dist.group.WORLD)
     for num_tokens, rows in product((1, 2, 3, 8, 17, 64, 200), ("latents", "bf16", "fp8_ds_mla")):
         inputs = draw(num_tokens, device, rows)
-        out, lse = dcp_mla_decode(*inputs, SCALE, direct)
-        for got, wanted in zip((out, lse), dcp_mla_decode(*inputs, SCALE, WithoutMailbox(direct)), strict=True):
+        out, lse = decode(*inputs, direct)
+        for got, wanted in zip((out, lse), decode(*inputs, WithoutMailbox(direct)), strict=True):
             assert torch.equal(got, wanted)
-        wanted, wanted_lse = dcp_mla_decode(*inputs, SCALE, a2a)
+        wanted, wanted_lse = decode(*inputs, a2a)
         torch.testing.assert_close(out, wanted, atol=1e-2, rtol=1e-2)
         torch.testing.assert_close(lse, wanted_lse)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            replayed = dcp_mla_decode(*inputs, SCALE, direct)
+            replayed = decode(*inputs, direct)
         for _ in range(3):
             graph.replay()
-            dcp_mla_decode(*inputs, SCALE, direct)
+            decode(*inputs, direct)
             assert torch.equal(replayed[0], out)
     direct.check()
 

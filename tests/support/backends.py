@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dcpmla.attention.backends import Backend
-from dcpmla.attention.calls import DecodeCall, PrefillCall, Queries, split_queries
-from dcpmla.attention.step.metadata import Segments
+from dcpmla.attention.calls import DecodeCall, PrefillCall, Queries, Segments, split_queries
+from dcpmla.attention.decode import mla_decode
+from dcpmla.attention.prefill import project_latents
 
 
 @contextmanager
@@ -23,7 +25,7 @@ def only(table: list[Backend[Any]], *backends: Backend[Any]) -> Iterator[None]:
         table[:] = kept
 
 
-def checked_call(
+def joined_call(
     q: Queries,
     kv_cache: Tensor,
     block_table: Tensor,
@@ -33,15 +35,30 @@ def checked_call(
     *requests: Any,
     **options: Any,
 ) -> DecodeCall:
-    """Return the call of `mla_decode`'s arguments."""
+    """Return the call of queries whose parts are joined, or a tuple."""
     sizes = block_table, seq_lens, scale, kv_lora_rank
-    return DecodeCall(*split_queries(q, kv_lora_rank), kv_cache, *sizes, *requests, **options).checked()
+    return DecodeCall(*split_queries(q, kv_lora_rank), kv_cache, *sizes, *requests, **options)
+
+
+def decode(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """Return `mla_decode` of a `joined_call`."""
+    return mla_decode(joined_call(*arguments, **options))
+
+
+def checked_call(*arguments: Any, **options: Any) -> DecodeCall:
+    """Return a `joined_call` that is checked."""
+    return joined_call(*arguments, **options).checked()
 
 
 def unchecked_call(q: Tensor, kv_cache: Tensor, *sizes: Any, kv_lora_rank: int, **options: Any) -> DecodeCall:
     """Return a call whose dtypes need not belong together, such as an exact one over a cache of 8 bits."""
     parts = q.split([kv_lora_rank, q.shape[-1] - kv_lora_rank], -1) if q.shape[-1] > kv_lora_rank else (q, None)
     return DecodeCall(*parts, kv_cache, *sizes, kv_lora_rank=kv_lora_rank, **options)
+
+
+def up(w_kv_b: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return the up-projection of a weight [h, P + V, L]."""
+    return partial(project_latents, w_kv_b=w_kv_b, in_order=False)
 
 
 def in_parts(q: Tensor, kv_lora_rank: int) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,8 @@ from torch import Tensor
 from dcpmla import DCPConfig
 from dcpmla.attention.calls import DecodeCall, split_queries
 from dcpmla.attention.decode import run_call
-from dcpmla.attention.ordered import attend_to_own, dcp_mla_prefill_in_order, round_latents
-from dcpmla.attention.prefill import read_cache_rows
+from dcpmla.attention.ordered import round_latents
+from dcpmla.attention.prefill import dcp_mla_prefill, read_cache_rows
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.metadata import DecodeMetadata, StepMetadata
 from dcpmla.attention.step.table import StepRequests
@@ -174,15 +174,13 @@ def prefill(sizes: Sizes, size: int, batch: Batch, workspace: int = 1 << 16) -> 
     kv_scale = torch.ones(1, device=sizes.device) if sizes.cache_format == "fp8" else None
     exchange: Any = AllRanks(shared)
     if prefill.context_chunks:
-        cache = shared[0][0]
-        out, _ = dcp_mla_prefill_in_order(q, cache, project, prefill, widths, sizes.scale, exchange, kv_scale)
+        latents = q.new_full((len(q), sum(widths)), torch.nan)  # not read
     else:
         latents = torch.cat([sizes.rows(seed, new, sum(widths)) for seed, _, new in batch])
         if sizes.cache_format != "auto":
             latents = round_latents(latents, sizes.latent, shared[0][0].dtype, kv_scale)
-        kv_c, k_pe = latents.split(widths, -1)
-        out = q.new_empty(*q.shape[:2], sizes.value)
-        attend_to_own(q, project(kv_c), k_pe, prefill, sizes.scale, out)
+    rows = q, *latents.split(widths, -1), shared[0][0]
+    out, _ = dcp_mla_prefill(*rows, project, prefill, sizes.scale, exchange, kv_scale)
     return list(out.split([num for _, _, num in batch]))
 
 

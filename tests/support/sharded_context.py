@@ -13,6 +13,7 @@ from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.formats import write_latents
 from dcpmla.cache.latent import num_blocks
 from tests.attention.test_reference import SCALE, L, P, R, V, attend_heads, check_close
+from tests.support.backends import up
 from tests.test_ownership import deal_slots
 
 
@@ -100,5 +101,5 @@ class ShardedContext:
             assert step.prefill is not None
             assert len(step.prefill.context_chunks) >= min_chunks
             rows, exchange = (self.q, new[:, :L], new[:, L:], cache), AllRanks(self.caches, self.steps)
-            got = dcp_mla_prefill(*rows, self.w_kv_b, step.prefill, SCALE, exchange, selected_positions=positions)
+            got = dcp_mla_prefill(*rows, up(self.w_kv_b), step.prefill, SCALE, exchange, selected_positions=positions)
             check_close(got, expected, atol=1e-4)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from dcpmla.attention.calls import DecodeCall
 from dcpmla.attention.compressed.cache import CompressedLayerCache
 from dcpmla.attention.compressed.calls import WindowWrite
 from dcpmla.attention.compressed.checks import check_cache, check_step
@@ -109,10 +110,7 @@ class CompressedAttention(CompressedWeights):
 
     def _attend(self, hidden_states: Tensor, cache: CompressedLayerCache | None, step: StepMetadata) -> Tensor:
         cache, compressed, cos_sin = self._check(hidden_states, cache, step)
-        while cache.loads:
-            cache.loads.pop().wait()
-        while cache.starts:
-            cache.starts.pop().record()
+        cache.begin()
         decodes, prefills = slice(0, step.num_decode_tokens), slice(step.num_decode_tokens, step.num_tokens)
         context = compressed.context
         # Windows are read before this step's tokens overwrite them.
@@ -225,16 +223,10 @@ class CompressedAttention(CompressedWeights):
             slots, num_slots = (part[self.ring] for part in compressed.decode_rows[self.kind.ratio])
         else:
             slots, num_slots = compressed.decode_slots(selection, len(q), self.ring), selection.num_slots[: len(q)]
-        return dcp_mla_decode(
-            q,
-            cache.rows,
-            DecodeMetadata(slots, num_slots, None, 1, decode.workspace),
-            self.config.scale,
-            self.exchange,
-            self.config.head_dim,
-            q_is_replicated=self.q_is_replicated,
-            backend=self.dcp.attention_backend,
-        )
+        q = q if self.q_is_replicated else self.exchange.gather_heads(q)
+        call = DecodeCall(q, None, cache.rows, slots, num_slots, self.config.scale, self.config.head_dim)
+        call = call._replace(workspace=decode.workspace, backend=self.dcp.attention_backend)
+        return dcp_mla_decode(call, self.exchange)
 
     def _check(
         self, hidden_states: Tensor, cache: CompressedLayerCache | None, step: StepMetadata

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dcpmla.attention.calls import decode_workspace
+from dcpmla.attention.calls import DecodeCall, decode_workspace
 from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
 from dcpmla.attention.compressed.lists import KEPT_ROWS, RowLists
 from dcpmla.attention.compressed.step import CompressedMetadata
@@ -16,7 +16,7 @@ from dcpmla.attention.decode import dcp_mla_decode, mla_decode
 from dcpmla.attention.prefill import ContextGather, merge_part
 from dcpmla.attention.sparse.step import SelectedTokens
 from dcpmla.attention.step.chunks import ContextChunk
-from dcpmla.attention.step.metadata import PART_ROWS, DecodeMetadata
+from dcpmla.attention.step.metadata import PART_ROWS
 from dcpmla.cache.shared_rows import read_rows
 from dcpmla.comm.exchange import Exchange
 from dcpmla.config import DCPConfig
@@ -127,15 +127,13 @@ class _Prefill:
             rows, num = self.lists.of_windows(tokens)
         else:
             rows, num = self.lists.of_chunk(tokens, number, self.selection, num_before)
-        return mla_decode(
-            self.q[tokens],
-            keys[:, None],
-            rows,
-            num,
-            self.step.plan.config.scale,
-            self.q.shape[-1],
-            workspace=self.workspace,
-            backend=self.backend,
+        return mla_decode(self.call_of(tokens, keys[:, None], rows, num))
+
+    def call_of(self, tokens: slice, cache: Tensor, rows: Tensor, num: Tensor) -> DecodeCall:
+        """Return the call of attention to the first num [n] of rows [n, N] of a cache."""
+        sizes = self.step.plan.config.scale, self.q.shape[-1]
+        return DecodeCall(
+            self.q[tokens], None, cache, rows, num, *sizes, workspace=self.workspace, backend=self.backend
         )
 
     def attend_tiles(
@@ -167,9 +165,7 @@ def _attend_gathered(
     width = prefill.q.shape[-1]
     gather = ContextGather(exchange, chunks, lambda chunk: read_rows(rows, chunk.local_slots, width, dtype))
     parts: list[tuple[Tensor, Tensor]] = []
-    for index in range(len(chunks)):
-        gathered = gather.take()
-        gather.start()
+    for index, (_, gathered) in enumerate(gather):
         if index == 0:
             parts = prefill.attend_tiles(tiles, torch.cat([*new_rows, gathered]), index, num_new)
         else:
@@ -196,8 +192,7 @@ def _attend_in_place(
     for tokens in prefill.tiles(0, PART_ROWS // (q.shape[1] * dcp_size)):
         chosen = selection.rows(tokens)
         # Copies start at multiples of 16 bytes, because Triton would compile another kernel for other addresses.
-        decode = DecodeMetadata(chosen.slots.clone(), chosen.num_slots.clone(), None, 1, prefill.workspace)
-        scale, width = prefill.step.plan.config.scale, q.shape[-1]
-        of_entries = dcp_mla_decode(q[tokens], rows, decode, scale, exchange, width, backend=prefill.backend)
+        call = prefill.call_of(tokens, rows, chosen.slots.clone(), chosen.num_slots.clone())
+        of_entries = dcp_mla_decode(call._replace(q=exchange.gather_heads(call.q)), exchange)
         parts.append(merge_part(*prefill.attend(tokens, keys, None, len(keys)), *of_entries, q.dtype))
     return parts

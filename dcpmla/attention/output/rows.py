@@ -8,7 +8,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from dcpmla.attention.gates import apply_gates
 from dcpmla.attention.output import formats
 from dcpmla.attention.output.ops import project_rows_, write_rows_
 from dcpmla.attention.projection_calls import ValueProjection
@@ -88,6 +87,7 @@ class OutputRows:
         dtype: Dtype of values that are not quantized.
         quant: Options of quantization; None keeps values in dtype.
         is_deterministic: Whether a row's bits depend on no other row.
+        has_gates: Whether each part brings logits of gates, too, which `apply_gates` takes once the output is whole.
     Raises:
         ValueError: The dtype cannot be quantized, the scale is on another device, or groups would cross heads.
     """
@@ -99,8 +99,11 @@ class OutputRows:
         dtype: torch.dtype,
         quant: OutputQuant | None,
         is_deterministic: bool = False,
+        has_gates: bool = False,
     ) -> None:
         self._num_rows, self._quant, self._end = num_rows, quant, 0
+        self._has_gates = has_gates
+        self._gates: Tensor | None = None
         self._is_deterministic = is_deterministic
         self._w_uv, self._w_scales = unpack(w_uv)
         self._width = self._w_uv.shape[0] * self._w_uv.shape[1]
@@ -112,8 +115,9 @@ class OutputRows:
                 formats.check_scale("scale", quant.scale, self._w_uv.device)
             self._values, self._scales = quant.empty(num_rows, self._width, self._w_uv.device)
 
-    def project(self, out: Tensor) -> None:
-        """Apply W_UV to attention over latents [n, h, L], and append the values."""
+    def project(self, out: Tensor, gates: Tensor | None = None) -> None:
+        """Apply W_UV to attention over latents [n, h, L], and append the values, and logits [n, h, V] of gates."""
+        self._append_gates(gates)
         call = ValueProjection(out, self._w_uv, self._w_scales, self._is_deterministic)
         if self._values is None and out.shape[0] == self._num_rows:
             self._values = project_values(call)
@@ -121,35 +125,26 @@ class OutputRows:
             project_rows_(call, self._target())
         self._end += out.shape[0]
 
-    def append(self, values: Tensor) -> None:
-        """Append values [n, h V]."""
+    def append(self, values: Tensor, gates: Tensor | None = None) -> None:
+        """Append values [n, h V], and logits [n, h, V] of gates."""
+        self._append_gates(gates)
         if self._values is None and values.shape[0] == self._num_rows:
             self._values = values
         else:
             write_rows_(values, self._target())
         self._end += values.shape[0]
 
-    def gate(self, gates: Tensor) -> None:
-        """Multiply the last n rows by the sigmoid of logits [n, h, V].
-
-        Raises:
-            ValueError: The output is quantized.
-        """
-        if self._values is None or self._quant is not None:
-            raise ValueError("output_quant is given; attention with query_gates returns plain rows, leave it out")
-        rows = self._values[self._end - len(gates) : self._end]
-        gated = apply_gates(rows, gates.flatten(1))
-        assert isinstance(gated, Tensor)  # it is quantized only if asked
-        rows.copy_(gated)
-
     def pad(self) -> None:
         """Append zeros up to num_rows."""
         if self._end < self._num_rows:
-            self.append(torch.zeros(self._num_rows - self._end, self._width, **self._new))
+            zeros = torch.zeros(self._num_rows - self._end, self._width, **self._new)
+            self.append(zeros, zeros if self._has_gates else None)
 
     def reserve(self) -> None:
         """Allocate the result now, so that its address is known before any part is appended."""
         self._target()
+        if self._has_gates:
+            self._gates = torch.empty(self._num_rows, self._width, **self._new)
 
     def seek(self, first_row: int) -> None:
         """Make first_row the first row of the next part."""
@@ -159,6 +154,7 @@ class OutputRows:
         """Return a copy of the output with function(tensor) for each tensor; `capture.borrow` calls it."""
         other = copy(self)
         other._values = None if self._values is None else function(self._values)
+        other._gates = None if self._gates is None else function(self._gates)
         if self._quant is not None:
             other._scales = function(self._scales)
         return other
@@ -167,6 +163,22 @@ class OutputRows:
         """Return the output [num_rows, h V]."""
         assert self._values is not None
         return self._values if self._quant is None else QuantizedRows(self._values, self._scales)
+
+    @property
+    def gates(self) -> Tensor | None:
+        """Return the logits of gates [num_rows, h V]; None without gates."""
+        return self._gates
+
+    def _append_gates(self, gates: Tensor | None) -> None:
+        """Append logits to the gates; call it before the values are appended."""
+        if gates is None:
+            return
+        if self._gates is None and len(gates) == self._num_rows:
+            self._gates = gates.flatten(1)
+            return
+        if self._gates is None:
+            self._gates = torch.empty(self._num_rows, self._width, **self._new)
+        self._gates[self._end : self._end + len(gates)] = gates.flatten(1)
 
     def _target(self) -> formats.TargetRows:
         """Return the rows of the next part."""

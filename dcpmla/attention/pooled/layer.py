@@ -12,7 +12,6 @@ from dcpmla.attention.pooled.compressor import compress_
 from dcpmla.attention.pooled.entries import Pooling
 from dcpmla.attention.pooled.expand import expand_pools
 from dcpmla.attention.pooled.step import PoolMetadata
-from dcpmla.attention.projections import Tokens
 from dcpmla.attention.sparse.calls import IndexRotation
 from dcpmla.attention.sparse.indexer import Indexer
 from dcpmla.attention.sparse.projections import rope_index_queries
@@ -86,8 +85,3 @@ class PooledAttention(MLAAttention):
     def new_indexer(self) -> PoolIndexer:
         """Return the layer's indexer."""
         return PoolIndexer(self.config, self._placement)
-
-    def project_query(self, tokens: Tokens, heads: slice) -> tuple[Tensor, Tensor | None]:
-        """Return queries [T, n, P + R], the last R columns zeros; `heads` is a slice of the held q_heads."""
-        q, gates = super().project_query(tokens, heads)
-        return F.pad(q, (0, self.config.qk_rope_head_dim)), gates

@@ -53,7 +53,7 @@ class Indexer(nn.Module):
         self.hidden_size, self.source_width = config.hidden_size, source
         norm_eps, new = self.config.norm_eps, placement.factory_kwargs
         self.q_input_norm = skip_init(nn.LayerNorm, source, eps=norm_eps, **new) if self.config.norms_hidden else None
-        self.head_factors = HeadFactors(self.config.num_heads, placement) if config.has_query_factors else None
+        self.head_factors = HeadFactors(self.config.num_heads, **new) if config.has_query_factors else None
         self.make_parameters(new)
 
     def make_parameters(self, new: dict[str, Any]) -> None:

@@ -50,12 +50,14 @@ class PrefillMetadata:
         context_chunks: Context that was cached before this step; empty when there is none. With dcp.deterministic
             chunks include the new tokens.
         window: Number of last tokens, its own included, among which a token selects; None where it selects among all.
+        in_order: Whether sums have a fixed order (dcp.deterministic).
     """
 
     queries: Segments
     first_position: Tensor
     context_chunks: tuple[ContextChunk, ...]
     window: int | None = None
+    in_order: bool = False
 
 
 def context_chunks(
@@ -138,6 +140,7 @@ def lay_out_prefills(
         first_position=first_position,
         context_chunks=context_chunks(layout, dcp.block_size, first, end, alignment, table),
         window=window,
+        in_order=dcp.deterministic,
     )
 
 

@@ -147,6 +147,12 @@ class StepMetadata:
         else:
             self.defer(work, arguments)
 
+    def compute_ahead(self, work: Callable[..., Shared], *arguments: Any) -> Shared | None:
+        """Return work(*arguments, step) while a graph is captured: the graph then contains what has the same shapes in
+        each replay, for the work that runs outside of it. None elsewhere.
+        """
+        return None if self.defer is None else work(*arguments, self)
+
     @property
     def shares_rows(self) -> bool:
         """Return whether only the device knows which tokens are decodes and which are prefills."""

@@ -1,11 +1,7 @@
 """MLA over a window of the last tokens (dots3)."""
 
-from torch import Tensor
-
-from dcpmla.attention.gated import GatedAttention
-from dcpmla.attention.output.rows import OutputQuant, OutputRows
+from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.placement import Placement
-from dcpmla.attention.projections import MHAInputs
 from dcpmla.attention.sparse.slots import SlotLayout
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
 from dcpmla.attention.step.metadata import StepMetadata
@@ -13,11 +9,11 @@ from dcpmla.attention.windowed.select import select_window
 from dcpmla.attention.windowed.step import of_window
 from dcpmla.cache.latent import LayerCache
 from dcpmla.config import MLAConfig
-from dcpmla.parallel.fp8 import PlainRows, QuantizedRows
+from dcpmla.parallel.fp8 import PlainRows
 
 
-class WindowAttention(GatedAttention):
-    """Gated MLA whose tokens attend to the last `config.window` tokens up to themselves.
+class WindowAttention(MLAAttention):
+    """MLA whose tokens attend to the last `config.window` tokens up to themselves.
 
     A window is a selection that no indexer makes: decodes read its rows alone, and prefills attend under its mask to
     the part of the context that it reaches.
@@ -25,36 +21,16 @@ class WindowAttention(GatedAttention):
     Args:
         config: Geometry of the whole layer, before it is sharded, with a window.
         placement: Ranks of the layer, and dtype and device of its parameters, uninitialized until `load_weights`.
-        num_gates: Same as in `GatedAttention`.
         selects: Whether the layer writes the step's windows, as the first of a pass does for all.
     """
 
-    def __init__(self, config: MLAConfig, placement: Placement, num_gates: int, selects: bool) -> None:
-        super().__init__(config, placement, num_gates)
+    def __init__(self, config: MLAConfig, placement: Placement, selects: bool) -> None:
+        super().__init__(config, placement)
         self._selects, self._owner = selects, placement.dcp.owner(placement.mesh.dcp_rank)
 
-    def attend(
-        self,
-        hidden_states: PlainRows,
-        cache: LayerCache | None,
-        step: StepMetadata | None,
-        output_quant: OutputQuant | None = None,
-    ) -> Tensor | QuantizedRows:
-        """Return the input of o_proj (`MLAAttention.attend`). Collective."""
-        return super().attend(hidden_states, cache, None if step is None else of_window(step), output_quant)
-
-    def _attend(
-        self,
-        hidden_states: PlainRows,
-        q_c: PlainRows,
-        latents: Tensor,
-        mha: MHAInputs | None,
-        cache: LayerCache,
-        output: OutputRows,
-        step: StepMetadata,
-    ) -> None:
-        """Write the step's rows of `output`; between graphs, step is the replay's. Collective."""
-        super()._attend(hidden_states, q_c, latents, mha, cache, output, of_window(step))
+    def view(self, step: StepMetadata) -> StepMetadata:
+        """Return the step with the angles, contexts and selection of layers with a window."""
+        return of_window(step)
 
     def _select(
         self, hidden_states: PlainRows, q_c: PlainRows, cache: LayerCache, step: StepMetadata

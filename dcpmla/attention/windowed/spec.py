@@ -26,7 +26,7 @@ class WindowSpec(LatentSpec):
 
     def new_layer(self, placement: Placement) -> WindowAttention:
         """Return a layer with a window."""
-        return WindowAttention(self.config, placement, self.num_gates, self.selects)
+        return WindowAttention(self.config, placement, self.selects)
 
     @classmethod
     def prepare(cls, layers: Sequence[Self], step: StepMetadata, rotary: Rotary, dtype: torch.dtype) -> StepMetadata:

@@ -83,9 +83,9 @@ class _Dots3(Family):
             rope_interleaved=getattr(config, "indexer_rope_interleave", None) is not False,
         )
         mla = replace(self._mla(config, FULL), indexer=indexer)
-        full = LatentSpec(mla, True, num_gates=1, rotary=FULL)
+        full = LatentSpec(mla, True, rotary=FULL)
         windowed = replace(self._mla(config, WINDOW), window=config.sliding_window)
-        window = WindowSpec(windowed, num_gates=1, rotary=WINDOW)
+        window = WindowSpec(windowed, rotary=WINDOW)
         layers: list[LatentSpec] = [window if each == WINDOW else full for each in config.layer_types]
         for layer in (config.layer_types.index(WINDOW), *([len(layers) - 1] if has_mtp else [])):
             if layers[layer] is window:
@@ -104,6 +104,7 @@ class _Dots3(Family):
             kv_lora_scale=math.sqrt(mla.hidden_size / mla.kv_lora_rank),
             rms_norm_eps=config.rms_norm_eps,
             norms_k_pe=True,
+            num_gates=1,
         )
 
     def module_name(self, name: str, num_layers: int) -> str:

@@ -126,10 +126,6 @@ class Family:
             attention_bias=config.attention_bias,
         )
 
-    def num_gates(self, config: Any) -> int:
-        """Return the number of gates of a head's output in MLA: none, one, or one for each column."""
-        return 0
-
     def glus(self, config: Any, layer: int) -> LayerGlus:
         """Return a layer's gated linear units: swiglu_limit bounds all."""
         limit = getattr(config, "swiglu_limit", None)

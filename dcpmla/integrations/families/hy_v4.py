@@ -45,15 +45,12 @@ class _HyV4(SparseFamily):
     """HY V4, whose rotary embeddings rotate halves (rope_interleaved), in the indexer of the last columns."""
 
     def mla(self, config: Any) -> MLAConfig:
-        """Return the geometry of layers with sinks."""
+        """Return the geometry of layers with sinks, and a gate for each column of a head."""
         mla = super().mla(config)
         assert mla.indexer is not None
         indexer = replace(mla.indexer, rope_last=True, norm_eps=config.rms_norm_eps)
-        return replace(mla, rope_interleaved=self.rope_interleaved, has_sinks=True, indexer=indexer)
-
-    def num_gates(self, config: Any) -> int:
-        """Return a gate for each column of a head."""
-        return config.v_head_dim
+        mla = replace(mla, has_sinks=True, num_gates=mla.v_head_dim)
+        return replace(mla, rope_interleaved=self.rope_interleaved, indexer=indexer)
 
     def glus(self, config: Any, layer: int) -> LayerGlus:
         """Return a layer's gated linear units: swiglu_limit bounds routed experts alone."""

@@ -8,6 +8,7 @@ from dcpmla.attention.latent_spec import LatentSpec
 from dcpmla.attention.linear.config import DeltaConfig
 from dcpmla.attention.linear.spec import DeltaSpec
 from dcpmla.attention.stack import Stack
+from dcpmla.config import MLAConfig
 from dcpmla.fields import FLAG, check_fields, list_of, number, one_of, only, optional, rules_of, whole
 from dcpmla.integrations.checkpoint_names import rename
 from dcpmla.integrations.config_checks import check_rope
@@ -70,8 +71,8 @@ class HybridFamily(Family):
     def attention(self, config: Any, has_mtp: bool = False) -> Stack:
         """Return layers of MLA and of linear attention."""
         mla, linear = self.mla(config), DeltaSpec(self.delta(config))
-        latent = LatentSpec(mla, num_gates=self.num_gates(config))
-        return Stack(mla, tuple(linear if each == "linear_attention" else latent for each in config.layer_types))
+        layers = (linear if each == "linear_attention" else LatentSpec(mla) for each in config.layer_types)
+        return Stack(mla, tuple(layers))
 
     def module_name(self, name: str, num_layers: int) -> str:
         """Return the name of transformers' module, by the names of the experts, too."""
@@ -93,9 +94,9 @@ class _Ling(HybridFamily):
         floor = config.kda_lower_bound if config.kda_safe_gate else None
         return replace(super().delta(config), low_ranks="", decay_floor=floor)
 
-    def num_gates(self, config: Any) -> int:
-        """Return one gate for each head."""
-        return 1
+    def mla(self, config: Any) -> MLAConfig:
+        """Return the geometry of layers of MLA, with a gate for each head."""
+        return replace(super().mla(config), num_gates=1)
 
     def glus(self, config: Any, layer: int) -> LayerGlus:
         """Return a layer's gated linear units; transformers' model has no bounds.

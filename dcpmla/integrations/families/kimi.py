@@ -51,18 +51,15 @@ class _Kimi(HybridFamily):
         return raw | {"hidden_act": "silu"} if raw.get("hidden_act") == "situ" else raw
 
     def mla(self, config: Any) -> MLAConfig:
-        """Return the geometry of layers of MLA, which have no positions."""
-        return replace(super().mla(config), use_rope=False)
+        """Return the geometry of layers of MLA, which have no positions; K3's have a gate for each column of a head."""
+        gates_output = K3Fields.of(config).gates_output
+        return replace(super().mla(config), use_rope=False, num_gates=config.v_head_dim if gates_output else 0)
 
     def delta(self, config: Any) -> DeltaConfig:
         """Return the geometry of layers of linear attention."""
         fields = K3Fields.of(config)
         low_ranks = "f" if fields.has_full_gate else "fg"
         return replace(super().delta(config), low_ranks=low_ranks, decay_floor=fields.decay_floor)
-
-    def num_gates(self, config: Any) -> int:
-        """Return a gate for each column of K3's heads."""
-        return config.v_head_dim if K3Fields.of(config).gates_output else 0
 
     def glus(self, config: Any, layer: int) -> LayerGlus:
         """Return a layer's gated linear units: SiTU for Kimi-K3."""

@@ -42,9 +42,8 @@ class SparseFamily(Family):
         Raises:
             ValueError: Layers that reuse a selection that no layer makes, too.
         """
-        mla, num_gates = self.mla(config), self.num_gates(config)
-        types = _indexer_types(config)[: config.num_hidden_layers]
-        return Stack(mla, tuple(LatentSpec(mla, each == "full", num_gates) for each in types))
+        mla, types = self.mla(config), _indexer_types(config)[: config.num_hidden_layers]
+        return Stack(mla, tuple(LatentSpec(mla, each == "full") for each in types))
 
     def with_mtp_layer(self, config: Any) -> Any:
         """Return a config with the MTP module's decoder layer, which has an indexer."""

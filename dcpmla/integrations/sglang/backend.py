@@ -12,7 +12,7 @@ from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from torch import Tensor
 
-from dcpmla.attention.decode import dcp_mla_decode
+from dcpmla.attention.decode import dcp_mla_decode, decode_call
 from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.step.chunks import PrefillMetadata
 from dcpmla.attention.step.metadata import DecodeMetadata
@@ -166,7 +166,8 @@ class Backend(AttentionBackend):
 
     def _decode(self, q: Tensor, cache: Tensor, step: DecodeMetadata, scale: float) -> Tensor:
         rank = self.token_to_kv_pool.kv_lora_rank
-        return dcp_mla_decode(q, cache, step, scale, self.exchange, rank, kv_scale=self.kv_scale)[0]
+        q = self.exchange.gather_heads(q)
+        return dcp_mla_decode(decode_call(q, cache, step, scale, rank, kv_scale=self.kv_scale), self.exchange)[0]
 
     def _warm_up(self, layer: Any, dtype: torch.dtype, max_num_seqs: int) -> None:
         """Attend in every way that a DeepseekV2AttentionMLA does. Collective."""

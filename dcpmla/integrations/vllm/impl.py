@@ -2,15 +2,15 @@
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dcpmla.attention.decode import dcp_mla_decode
-from dcpmla.attention.ordered import dcp_mla_decode_in_order
-from dcpmla.attention.prefill import dcp_mla_prefill
+from dcpmla.attention.decode import dcp_mla_decode, decode_call
+from dcpmla.attention.prefill import dcp_mla_prefill, project_latents
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.chunks import PrefillMetadata
 from dcpmla.attention.step.metadata import DecodeMetadata
@@ -99,19 +99,20 @@ class DCPMLAImpl(MLACommonImpl):
         if isinstance(q, tuple) and self.qk_rope_head_dim == 0:
             q = q[0]
         is_fp8 = isinstance(q, Tensor) and q.dtype == FP8
-        # vLLM leaves queries in two parts where nothing is to be gathered.
-        is_replicated = isinstance(q, tuple) or q.shape[1] != self.num_heads
-        kv_scale = layer._k_scale if kv_cache.dtype == FP8 else None
-        common = q, kv_cache, step, self.scale, self.exchange, self.kv_lora_rank
-        if self.num_classes is not None:
-            return dcp_mla_decode_in_order(*common, self.num_classes, is_replicated, kv_scale)
-        return dcp_mla_decode(
-            *common,
-            q_is_replicated=is_replicated,
-            kv_scale=kv_scale,
+        if isinstance(q, Tensor) and q.shape[1] == self.num_heads:  # two parts have nothing to gather
+            q = self.exchange.gather_heads(q)
+        call = decode_call(
+            q,
+            kv_cache,
+            step,
+            self.scale,
+            self.kv_lora_rank,
+            kv_scale=layer._k_scale if kv_cache.dtype == FP8 else None,
             q_scale=layer._q_scale if is_fp8 else None,
             dtype=self.dtype if is_fp8 else None,
+            num_classes=self.num_classes,
         )
+        return dcp_mla_decode(call, self.exchange)
 
     def forward_mha(
         self,
@@ -135,7 +136,7 @@ class DCPMLAImpl(MLACommonImpl):
             kv_c_normed,
             k_pe.squeeze(1),
             kv_c_and_k_pe_cache,
-            w_kv_b,
+            partial(project_latents, w_kv_b=w_kv_b, in_order=False),
             attn_metadata.prefill.step,
             self.scale,
             self.exchange,
