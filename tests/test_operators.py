@@ -190,6 +190,27 @@ def test_tuples_arrive_whole(mode: type) -> None:
     assert total.tolist() == [4.0] * 3
 
 
+class Shifted(NamedTuple):
+    scaled: Scaled
+    offset: Offset | None = None
+
+
+@operator("shift_of_tests_", fake=lambda call: torch.empty_like(call.scaled.x), mutates_args=("total",))
+def shift_(call: Shifted) -> Tensor:
+    """Compute `add_tuples_` of one tuple."""
+    return add_tuples_.reference(call.scaled, call.offset, 1)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, Dispatched])
+def test_inner_tuples_may_be_none(mode: type) -> None:
+    total = torch.ones(3)
+    with torch.no_grad(), mode():
+        assert shift_(Shifted(Scaled(torch.ones(3)), Offset(total, 3))).tolist() == [6.0] * 3
+        assert shift_(Shifted(Scaled(torch.ones(3)))).tolist() == [2.0] * 3
+    for arguments in ((torch.ones(3), 2.0, torch.ones(3), 3), (torch.ones(3), 2.0, None, None)):
+        torch.library.opcheck(shift_.op, arguments)
+
+
 @torch.no_grad()
 def test_tuples_in_a_graph() -> None:
     def both(x: Tensor, total: Tensor) -> Tensor:

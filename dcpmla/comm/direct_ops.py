@@ -100,9 +100,7 @@ def gather(q: Tensor, mailbox: Mailbox, is_fp8: bool, operation: str) -> Tensor:
         gather_kernel[(tiling.num_programs,)](
             rows[tokens],
             gathered[tokens],
-            mailbox.addresses,
-            mailbox.state,
-            mailbox.fault,
+            *mailbox[:3],  # addresses, state, fault
             len(rows[tokens]),
             rows.stride(0),
             rank,
@@ -163,9 +161,7 @@ def _launch_combine(
         lse,
         merged,
         merged_lse,
-        mailbox.addresses,
-        mailbox.state,
-        mailbox.fault,
+        *mailbox[:3],  # addresses, state, fault
         num_tokens * num_heads,
         num_heads,
         *out.stride()[:2],

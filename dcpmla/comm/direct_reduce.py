@@ -167,9 +167,7 @@ def _reduce(
             0 if scales is None else scales.stride(1),
             sums[tokens],
             squares,
-            memory.addresses,
-            memory.state,
-            memory.fault,
+            *memory[:3],  # addresses, state, fault
             num_items,
             rank,
             units * group,

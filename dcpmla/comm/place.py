@@ -45,9 +45,7 @@ def place(rows: Tensor, targets: Tensor | None, window: Window, operation: str) 
     place_kernel[(num_programs,)](
         rows.contiguous().view(CARRIERS[rows.element_size()]),
         targets,
-        mailbox.addresses,
-        mailbox.state,
-        mailbox.fault,
+        *mailbox[:3],  # addresses, state, fault
         num_rows,
         rank,
         window_at,

@@ -52,21 +52,17 @@ def expand_pools(
     pools: Tensor, seq_lens: Tensor, pool_size: int, layout: SlotLayout, selection: SelectedTokens
 ) -> None:
     """Compute `expand.expand_pools` in one kernel."""
-    positions, slots, num_slots, _ = selection
-    num_tokens, width = positions.shape
+    num_tokens, width = selection.positions.shape
     if num_tokens == 0:
         return
     expand_kernel[(num_tokens,)](
         pools,
         seq_lens,
-        layout.block_table,
-        layout.request,
-        positions,
-        slots,
-        num_slots,
+        *layout[:2],  # block_table, request
+        *selection[:3],  # positions, slots, num_slots
         pools.stride(0),
-        positions.stride(0),
-        slots.stride(0),
+        selection.positions.stride(0),
+        selection.slots.stride(0),
         layout.block_table.stride(0),
         layout.block_table.shape[1],
         NUM_POOLS=pools.shape[1],

@@ -161,23 +161,19 @@ def local_candidates(scores: Tensor, seq_lens: Tensor, local_seq_lens: Tensor, t
 
 def choose_tokens(candidates: Tensor, layout: SlotLayout, selection: SelectedTokens) -> None:
     """Compute `topk.choose_tokens`, in one kernel for up to TILE candidates of a token."""
-    positions, slots, num_slots, num_first = selection
-    num_tokens, topk = positions.shape
+    num_tokens, topk = selection.positions.shape
     if num_tokens == 0:
         return
     while candidates.shape[1] > (tile := _tile(candidates.shape[1], topk)):
         candidates = _cut(candidates, topk)
     choose_kernel[(num_tokens,)](
         candidates,
-        layout.block_table,
-        layout.request,
-        num_first,
-        positions,
-        slots,
-        num_slots,
+        *layout[:2],  # block_table, request
+        selection.num_first,
+        *selection[:3],  # positions, slots, num_slots
         candidates.shape[1],
         candidates.stride(0),
-        slots.stride(0),
+        selection.slots.stride(0),
         layout.block_table.stride(0),
         layout.block_table.shape[1],
         BLOCK_SIZE=layout.block_size,
