@@ -93,6 +93,7 @@ def serve(directory: Path, dcp: DCPConfig, enable_expert_parallel: bool) -> list
             for index, prompt in enumerate(prompts())
         ]
         list(engine.run())
+        engine.close()
         results.append([(request.token_ids, torch.stack(request.logits)) for request in requests])
     return results
 

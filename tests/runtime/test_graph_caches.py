@@ -66,6 +66,7 @@ def serve(model: ShardedModel, dcp: DCPConfig, how: str) -> list[tuple[list[int]
         requests += [engine.add(prompt, params, keep_logits=True) for prompt in at_once]
         list(engine.run())
         scales.append(scales_of(model))
+    engine.close()
     assert scales[0] == scales[1]  # by the first prompt, and for good
     return [(request.token_ids, torch.stack(request.logits)) for request in requests]
 

@@ -3,6 +3,7 @@ traceback.
 """
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -18,6 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from dcpmla.runtime.capture import GraphSet
 
 # Children fork from a clean server that has imported the heavy modules once: a rank starts in milliseconds. PyTorch
 # imports the compiler at the first custom operator, which takes a rank seconds. Triton's interpreter is chosen at
@@ -59,8 +62,8 @@ def run_ranks(
     The default of `timeout` is 120 seconds on CPUs and 500 on GPUs, because ranks compile their kernels first.
 
     Raises:
-        AssertionError: a rank failed, with the traceback of the first that did; a signal ended one, with its name; or
-            time ran out, with the ranks that were not done.
+        AssertionError: a rank failed, with the traceback of the first that did, or kept a graph; a signal ended one,
+            with its name; or time ran out, with the ranks that were not done.
     """
     timeout = timeout or (120 if device == "cpu" else 500)
     with tempfile.TemporaryDirectory() as directory:
@@ -142,6 +145,7 @@ def _run(
             device_id=torch.device("cuda", rank) if device == "cuda" else None,
         )
         result = function(*args)
+        _check_released()
         dist.barrier()
         dist.destroy_process_group()
         outcome = result, None
@@ -149,3 +153,12 @@ def _run(
         outcome = None, traceback.format_exc()
     # Plain pickle: the pipe's own would hand tensors over as shared memory of a process that is about to end.
     sender.send_bytes(pickle.dumps(outcome))
+
+
+def _check_released() -> None:
+    """Raise AssertionError if a graph is left, recorded or of a GPU: NCCL's groups of several ranks end after the last
+    graph that holds their operations, so the job would wait for ever.
+    """
+    # Objects from before the fork are frozen, and not among these.
+    num_left = sum(type(each) is GraphSet and each.is_captured for each in gc.get_objects())
+    assert not num_left, f"{num_left} graphs are not released (Engine.close, StepGraph.release)"
