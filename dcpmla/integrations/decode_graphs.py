@@ -1,5 +1,6 @@
 """CUDA graphs of a whole model: measured before there is a cache, captured over it."""
 
+import gc
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
@@ -84,6 +85,7 @@ class GraphMaker:
             free.append(_free_bytes(model.device))
             num_sizes = 0 if graph is None else graph.num_full_sizes
             del graph
+            gc.collect()  # graphs refer to themselves, and would keep their memory
         with_two, with_one, without = *free, _free_bytes(model.device)
         return without - with_one + max(0, with_one - with_two) * max(0, num_sizes - 1)
 

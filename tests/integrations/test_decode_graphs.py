@@ -1,7 +1,9 @@
 """What an engine's decode graphs are made over, and what is said where they cannot be; capturing itself needs a GPU."""
 
+import gc
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from dcpmla.attention.step.build import StepBuilder
 from dcpmla.cache.latent import LatentCache, LatentPlan, LayerMemory
 from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
+from dcpmla.integrations import decode_graphs
 from dcpmla.integrations.decode_graphs import GraphMaker
 from dcpmla.runtime.capture import CannotCapture, Track
 from dcpmla.runtime.graph import StepGraph
@@ -81,3 +84,26 @@ def test_captures_are_announced(rank: int, monkeypatch: pytest.MonkeyPatch, capf
     maker._capture(make_cache(), 20, 2)
     assert captured[3:] == [3, 3]
     assert capfd.readouterr().err == ""
+
+
+def test_measured_graphs_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is read with graphs of two sizes, with one of the largest size, and with none, before any garbage is
+    collected by chance.
+    """
+    alive: WeakKeyDictionary[StepGraph, int] = WeakKeyDictionary()
+
+    def capture(graph: StepGraph, num_sizes: int, _: Track) -> None:
+        gc.collect()  # as `GraphSet.capture` does
+        alive[graph] = num_sizes
+
+    monkeypatch.setattr(StepGraph, "capture", capture)
+    monkeypatch.setattr(decode_graphs, "_free_bytes", lambda _: 1000 - sum(90 + 10 * each for each in alive.values()))
+    maker = make_maker(20)
+    kind = SimpleNamespace(step_builder=HashModel.attention.step_builder, plan_cache=lambda *_: make_cache().sizes)
+    monkeypatch.setattr(HashModel, "attention", kind)
+    gc.collect()
+    gc.disable()
+    try:
+        assert maker.measure() == 100 + 2 * 10  # three sizes
+    finally:
+        gc.enable()
