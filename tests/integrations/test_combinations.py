@@ -20,6 +20,7 @@ import transformers
 
 from dcpmla.attention.pooled import step as pooled_step
 from dcpmla.attention.pooled.entries import PoolUpdate
+from dcpmla.cache.plan import CachePlan
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations import loading
@@ -35,6 +36,7 @@ from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support import recording
 from tests.support.combinations import PROPERTY, REFUSED, WITH_MODULE, Row, by_ranks, covering_array
+from tests.support.conversation_sizes import MORE_OF_TURNS, NEW_OF_TURNS, NUM_DRAFTS, conversation_sizes
 from tests.support.deepseek_v41_files import save_v41
 from tests.support.layouts import dcp_config
 from tests.support.models import VOCAB_SIZE, save_tiny
@@ -124,13 +126,9 @@ class RowEngines:
         self.row, self.directory, self.disk, self.device = row, directory, disk, device
         self.mesh: DCPMesh = init_mesh(row.num_ranks, row.dcp_size)
         self.dcp = self._layout()
-        lengths = (58, 63, 60, 1)
-        if row.has("deterministic"):
-            lengths = (52, 53, 51, 1)  # New tokens of all need another block, after all of them have begun.
-        elif row.has("preemption"):
-            lengths = (28, 33, 30, 1)
-        self.new = (40 if row.has("preemption") else 24, 14)  # new tokens of first and second turns
-        self.prompts = [prompt(length, length) for length in lengths]
+        self.block_tokens = self._plan(1).block_tokens
+        self.sizes = conversation_sizes(row, self.block_tokens)
+        self.prompts = [prompt(length, length) for length in self.sizes.prompts]
         self.num_absorbed = self.num_accepted = 0
 
     def _layout(self) -> DCPConfig:
@@ -149,16 +147,16 @@ class RowEngines:
         options: dict[str, Any] = {"kv_cache_dtype": "fp8" if row.has("8 bits") else "auto", "block_size": block}
         return dcp_config(row.num_ranks, size, interleave, deterministic=row.has("deterministic"), **options)
 
+    def _plan(self, num_tokens: int) -> CachePlan:
+        """Return the sizes of a cache of num_tokens tokens."""
+        kind = read_model(load_config(self.directory), self.row.has("mtp")).attention
+        num_drafts = 0 if self.row.has("no drafts") else NUM_DRAFTS
+        return kind.plan_cache(self.dcp, [num_tokens], torch.float32, num_states=12, num_drafts=num_drafts)
+
     def _options(self) -> EngineOptions:
         """Return options with a cache of the room that the row asks for."""
-        row, has_mtp = self.row, self.row.has("mtp")
-        kind = read_model(load_config(self.directory), has_mtp).attention
-        num_drafts = 0 if row.has("no drafts") else 3
-        bt = kind.plan_cache(self.dcp, [1], torch.float32, num_states=12, num_drafts=num_drafts).block_tokens
-        blocks = [-(-len(each) // bt) for each in self.prompts]
-        # All of three prompts begin, and their new tokens do not fit.
-        num_blocks = sum(blocks[:3]) + 2 + 8 // bt if row.has("preemption") else sum(blocks) + 4 * -(-60 // bt)
-        plan = kind.plan_cache(self.dcp, [num_blocks * bt], torch.float32, num_states=12, num_drafts=num_drafts)
+        row, bt = self.row, self.block_tokens
+        plan = self._plan(self.sizes.num_blocks * bt)
         cache_bytes = plan.num_blocks * plan.bytes_per_block + plan.num_states * plan.bytes_per_state
         # Blocks with padding; a request leaves several states, and few have room beside many blocks.
         host_gib = -(-KEPT // bt) * (9 if plan.num_states else 3) * 2**17 * row.num_ranks / 2**30
@@ -171,7 +169,7 @@ class RowEngines:
             max_num_batched_tokens=16 if row.has("short steps") else 48,
             enable_prefix_caching=not row.has("no reuse"),
             enforce_eager=row.has("eager"),
-            speculative_method="none" if row.has("no drafts") else "mtp" if has_mtp else "ngram",
+            speculative_method="none" if row.has("no drafts") else "mtp" if row.has("mtp") else "ngram",
             **tiers,
             **(on_disk if row.has("disk") else {}),
         )
@@ -198,7 +196,7 @@ class RowEngines:
     def serve(self) -> Served:
         """Serve conversations of two turns, and a turn again; assert that the row's features have happened."""
         row, engine = self.row, self.load()
-        first = answers(engine, self.prompts, [draftable(self.new[0])] * 4)
+        first = answers(engine, self.prompts, [draftable(self.sizes.num_new)] * 4)
         assert (engine.stats.num_preemptions > 0) == row.has("preemption"), engine.stats
         self.num_accepted += engine.stats.num_accepted_tokens
         fillers = list[Answer]()
@@ -210,11 +208,10 @@ class RowEngines:
         if row.has("disk"):
             self.close(engine)
             engine = self.load()
-        lengths = (3, 24, 25, 26)
         turns = [
-            [*each.prompt, *each.tokens, *prompt(length, length)] for each, length in zip(first, lengths, strict=True)
+            [*each.prompt, *each.tokens, *prompt(more, more)] for each, more in zip(first, MORE_OF_TURNS, strict=True)
         ]
-        params = [draftable(self.new[1])] * 4
+        params = [draftable(NEW_OF_TURNS)] * 4
         asked: list[Any] = list(turns)
         if fillers:  # In deterministic mode blocks with new tokens are not kept, and the first prompts have no others.
             asked.append([*fillers[0].prompt, *fillers[0].tokens, *prompt(5, 5)])
