@@ -17,7 +17,7 @@ from tests.support.launchers import run_forked
 from tests.support.trace import Trace, trace
 
 # Limits of files, of their lines, and of lines in functions that run. Lower them when a step gets shorter.
-BOUNDS = {"layer": (21, 4148, 1265), "chunk": (24, 4606, 1674), "engine": (57, 10_074, 2_744)}
+BOUNDS = {"layer": (21, 4152, 1257), "chunk": (24, 4665, 1700), "engine": (58, 10_205, 2_747)}
 PARTS = {
     "layer": {"attention/layer.py", "attention/step/build.py", "attention/decode.py", "comm/exchange.py"},
     "chunk": {"attention/layer.py", "attention/prefill.py", "attention/step/chunks.py", "merge.py"},

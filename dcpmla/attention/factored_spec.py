@@ -11,7 +11,7 @@ from dcpmla.attention.latent_spec import LatentSpec
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.position_factors import FactoredAttention, ReusingAttention, SharedLatents
 from dcpmla.attention.sparse.step import with_selection
-from dcpmla.attention.stack import MAIN_ROTARY, Rotary
+from dcpmla.attention.spec import MAIN_ROTARY, Rotary
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.latent import LayerMemory
 from dcpmla.config import DCPConfig, MLAConfig

@@ -11,7 +11,7 @@ from dcpmla.attention.layer import MLAAttention
 from dcpmla.attention.placement import Placement, check_order
 from dcpmla.attention.projections import query_factor
 from dcpmla.attention.sparse.step import SelectedTokens, with_selection
-from dcpmla.attention.stack import MAIN_ROTARY, AttentionLayer, LayerSpec, Rotary
+from dcpmla.attention.spec import MAIN_ROTARY, AttentionLayer, LayerSpec, Rotary
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.attention.step.table import StepTraits
 from dcpmla.cache.formats import row_width, storage_dtype

@@ -10,7 +10,7 @@ from dcpmla.attention.claim import claim_attention
 from dcpmla.attention.decode import dcp_mla_decode, decode_call
 from dcpmla.attention.fp8_scales import calculate_scale_
 from dcpmla.attention.gates import apply_gates
-from dcpmla.attention.ordered import OrderedResults, round_latents
+from dcpmla.attention.ordered import overwrite_prompts, round_latents
 from dcpmla.attention.output.rows import OutputQuant, OutputRows, quant_for
 from dcpmla.attention.placement import Placement, check_order
 from dcpmla.attention.prefill import dcp_mla_prefill, project_latents
@@ -20,14 +20,13 @@ from dcpmla.attention.sparse.indexer import Indexer
 from dcpmla.attention.sparse.selector import selected_rows
 from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata, check_selection
 from dcpmla.attention.step.chunks import PrefillMetadata
-from dcpmla.attention.step.metadata import DecodeMetadata, StepMetadata, part_tokens
+from dcpmla.attention.step.metadata import DecodeMetadata, StepMetadata, begin_attention, part_tokens
 from dcpmla.attention.weights import AttentionWeights
 from dcpmla.cache.formats import check_cache, is_quantized, row_width
 from dcpmla.cache.latent import LayerCache
 from dcpmla.config import MLAConfig
 from dcpmla.parallel.fp8 import PlainRows, QuantizedRows, plain
 from dcpmla.parallel.linear import Weight
-from dcpmla.parallel.quantized import BLOCK
 
 # Smallest number of decode tokens in a call for which dcp_project_before_merge pays: exchanged rows are narrower, but
 # each rank reads W_UV of all the group's heads. Measured with `direct` on 4 H200s: slower at 32 tokens, faster at 128.
@@ -102,11 +101,11 @@ class MLAAttention(AttentionWeights):
         Raises:
             ValueError: Tensors and step do not match each other or this layer.
         """
-        return self.o_proj(self._for_o_proj(hidden_states, cache, step))
+        return self.o_proj(self._heads(hidden_states, cache, step, self._o_proj_quant()))
 
     def partial(self, hidden_states: PlainRows, cache: LayerCache | None, step: StepMetadata | None) -> Tensor:
         """Run `forward` up to the sum over the TP ranks, and return this rank's part of it. Collective."""
-        return self.o_proj.partial(self._for_o_proj(hidden_states, cache, step))
+        return self.o_proj.partial(self._heads(hidden_states, cache, step, self._o_proj_quant()))
 
     def attend(
         self,
@@ -127,27 +126,24 @@ class MLAAttention(AttentionWeights):
         """
         if self.config.has_gates and output_quant is not None:
             raise ValueError("output_quant is given; attention with gates returns plain rows, leave it out")
-        rows = self._output(hidden_states, cache, step, output_quant)
-        return self._gated(rows, hidden_states, quantizes=False) if self.config.has_gates else rows.rows()
+        return self._heads(hidden_states, cache, step, output_quant)
 
-    def _for_o_proj(
-        self, hidden_states: PlainRows, cache: LayerCache | None, step: StepMetadata | None
+    def _heads(
+        self, hidden_states: PlainRows, cache: LayerCache | None, step: StepMetadata | None, quant: OutputQuant | None
     ) -> Tensor | QuantizedRows:
-        """Return the input of o_proj in the format that it takes. Collective."""
+        """Return the heads' outputs, times their gates if there are any, quantized in quant's groups. Collective."""
         if not self.config.has_gates:
-            quant = quant_for(self.o_proj, self.config.v_head_dim)
             return self._output(hidden_states, cache, step, quant).rows()
-        fits = self.num_heads * self.config.v_head_dim % BLOCK == 0
-        quantizes = self.o_proj.takes_quantized and self.o_proj.input_scale is None and fits
-        return self._gated(self._output(hidden_states, cache, step, None), hidden_states, quantizes)
-
-    def _gated(self, output: OutputRows, hidden_states: PlainRows, quantizes: bool) -> Tensor | QuantizedRows:
-        """Return the heads' outputs times their gates, quantized for products in fp8 if asked to."""
+        output = self._output(hidden_states, cache, step, None)
         logits = output.gates if self.output_gate is None else self.output_gate(hidden_states)
         rows = output.rows()
-        assert isinstance(rows, Tensor)  # gates are applied before they are quantized
+        assert isinstance(rows, Tensor)  # quantized once the gates are applied
         assert logits is not None
-        return apply_gates(rows, logits, quantizes)
+        return apply_gates(rows, logits, quantizes=quant is not None and quant.scale is None)
+
+    def _o_proj_quant(self) -> OutputQuant | None:
+        """Return the quantization of o_proj's input; gates are applied to whole rows, whose groups may cross heads."""
+        return quant_for(self.o_proj, self.config.v_head_dim * (self.num_heads if self.config.has_gates else 1))
 
     def _output(
         self,
@@ -218,7 +214,7 @@ class MLAAttention(AttentionWeights):
         Args:
             mha: Queries, keys and values of all tokens, if a graph has projected them.
         """
-        cache.begin()
+        begin_attention(cache.loads, cache.starts)
         step = self.view(step)
         output.seek(step.num_decode_tokens if step.decode is None else 0)
         decodes, prefills = slice(0, step.num_decode_tokens), slice(step.num_decode_tokens, step.num_tokens)
@@ -237,24 +233,15 @@ class MLAAttention(AttentionWeights):
         output.pad()
 
     def _attend_in_shared_rows(self, tokens: Tokens, latents: Tensor, kv_cache: Tensor, step: StepMetadata) -> Tensor:
-        """Return the output [T, h V] of a graph of decodes and of prompts without contexts, in a fixed order.
-        Collective.
-
-        Only the device knows which rows are prompts (`StepMetadata.shares_rows`): decodes attend first, and all other
-        rows become zeros. Then prompts overwrite their own rows.
-        """
+        """Return the output [T, h V] of decodes and prompts in one graph (`StepMetadata.shares_rows`). Collective."""
         assert step.prefill is not None
         values = OutputRows(step.num_tokens, self.w_uv, latents.dtype, None, is_deterministic=True)
         if step.decode is not None:
             self._decode(tokens.rows(slice(0, step.num_decode_tokens)), kv_cache, step.decode, values)
         values.pad()
-        rows, mha = values.rows(), self.project_mha(tokens, latents)
+        rows = values.rows()
         assert isinstance(rows, Tensor)
-        assert mha.kv is not None
-        out = rows.unflatten(1, (self.num_heads, -1))
-        k_nope, v = mha.kv.unflatten(1, (self.num_heads, -1)).split([self.config.qk_nope_head_dim, out.shape[2]], -1)
-        k_pe = latents[:, self.config.kv_lora_rank :]
-        OrderedResults(mha.q, step.prefill, self.config.scale, out).attend_to_own(k_nope, v, k_pe)
+        overwrite_prompts(rows, self.project_mha(tokens, latents), latents, step.prefill, self.config.scale)
         return rows
 
     def claim_memory(self, num_tokens: int) -> None:

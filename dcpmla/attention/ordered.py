@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dcpmla.attention.obstacles import hopper_widths
 from dcpmla.attention.ordered_reference import OrderedPrefillCall, Sums, new_sums, prefill_in_order, runs_kernel
+from dcpmla.attention.projections import MHAInputs
 from dcpmla.attention.step.chunks import ContextChunk, PrefillMetadata
 from dcpmla.cache.formats import to_cache_rows, to_latents
 from dcpmla.operators import import_kernel, nothing, operator
@@ -55,6 +56,22 @@ class OrderedResults:
             self._sums = new_sums((num_rows, q.shape[1]), v.shape[-1], empty)
         call = OrderedPrefillCall(q, k_nope, k_pe, v, *self._queries, *keys, self._scale)
         attend_to_chunk(call, self.out, self.lse, self._sums)
+
+
+def overwrite_prompts(rows: Tensor, mha: MHAInputs, latents: Tensor, prefill: PrefillMetadata, scale: float) -> None:
+    """Write the output of prompts without contexts into their rows, in a step in which only the device knows which rows
+    these are (`StepMetadata.shares_rows`).
+
+    Args:
+        rows: Output of the whole step [T, h V]; rows of no prompt stay as they are.
+        mha: Inputs of all tokens, with their own latents projected.
+        latents: Latents of all tokens [T, L + R] as the cache holds them.
+    """
+    assert mha.kv is not None
+    num_heads, rank = mha.q.shape[1], mha.w_kv_b.shape[2]
+    out = rows.unflatten(1, (num_heads, -1))
+    k_nope, v = mha.kv.unflatten(1, (num_heads, -1)).tensor_split((mha.w_kv_b.shape[1] - out.shape[2],), -1)
+    OrderedResults(mha.q, prefill, scale, out).attend_to_own(k_nope, v, latents[:, rank:])
 
 
 @operator("ordered_prefill", fake=nothing, mutates_args=("out", "lse", "acc", "peak", "total"))

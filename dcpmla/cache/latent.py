@@ -17,7 +17,7 @@ from dcpmla.cache.formats import format_name, row_width, storage_dtype
 from dcpmla.cache.index_keys import index_format_name, index_row_width, index_rows, index_storage_dtype
 from dcpmla.cache.items import Items
 from dcpmla.cache.memory import zeros
-from dcpmla.cache.plan import Cache, CachePlan, begin_layer
+from dcpmla.cache.plan import Cache, CachePlan
 from dcpmla.cache.rows import StateRows, TokenRows
 from dcpmla.config import DCPConfig, MLAConfig
 
@@ -158,10 +158,6 @@ class LayerCache(NamedTuple):
     states: tuple[Tensor, ...] = ()
     loads: list[torch.cuda.Event] | None = None
     starts: list[torch.cuda.Event] | None = None
-
-    def begin(self) -> None:
-        """Begin to attend (`begin_layer`)."""
-        begin_layer(self.loads, self.starts)
 
 
 class LatentCache(Cache):

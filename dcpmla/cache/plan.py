@@ -169,16 +169,6 @@ class Cache(ABC):
         torch._foreach_copy_([page[target] for page in pages], [page[source] for page in pages])
 
 
-def begin_layer(loads: list[torch.cuda.Event] | None, starts: list[torch.cuda.Event] | None) -> None:
-    """Wait for copies into a layer's memory, and mark that its attention begins: copies out of the memory of layers
-    before it may begin (`runtime/offload.py`).
-    """
-    while loads:
-        loads.pop().wait()
-    while starts:
-        starts.pop().record()
-
-
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]

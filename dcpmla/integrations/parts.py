@@ -12,7 +12,8 @@ from tqdm import tqdm
 
 from dcpmla.attention.fp8_scales import missing_scales
 from dcpmla.attention.placement import Placement
-from dcpmla.attention.stack import AttentionLayer, Stack
+from dcpmla.attention.spec import AttentionLayer
+from dcpmla.attention.stack import Stack
 from dcpmla.comm.reduce import Reduce
 from dcpmla.fields import check_experts
 from dcpmla.integrations.families.routing import Routing

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from dcpmla.attention.stack import AttentionLayer
+from dcpmla.attention.spec import AttentionLayer
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.plan import Cache
 from dcpmla.comm.calls import NormedSum

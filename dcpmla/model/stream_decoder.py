@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from dcpmla.attention.stack import AttentionLayer
+from dcpmla.attention.spec import AttentionLayer
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.plan import Cache
 from dcpmla.comm.norm import rms_norm

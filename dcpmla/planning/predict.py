@@ -5,7 +5,8 @@ from math import prod
 import torch
 
 from dcpmla.attention.costs import LayerReads
-from dcpmla.attention.stack import LayerSpec, Stack
+from dcpmla.attention.spec import LayerSpec
+from dcpmla.attention.stack import Stack
 from dcpmla.cache.index_keys import index_row_width, index_storage_dtype
 from dcpmla.indexer_config import IndexerConfig
 from dcpmla.planning.exchange import auto_backend, candidates_us, exchange_us

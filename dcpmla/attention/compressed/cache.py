@@ -20,7 +20,7 @@ from dcpmla.cache.formats import format_name, storage_dtype
 from dcpmla.cache.index_keys import index_format_name, index_row_width, index_rows, index_storage_dtype
 from dcpmla.cache.items import Items
 from dcpmla.cache.memory import zeros
-from dcpmla.cache.plan import Cache, CachePlan, begin_layer
+from dcpmla.cache.plan import Cache, CachePlan
 from dcpmla.cache.rows import StateRows, TokenRows
 from dcpmla.cache.shared_format import PAGE_ROWS, row_items, rows_shape
 from dcpmla.cache.token_ids import allocate_token_ids, token_id_bytes
@@ -172,10 +172,6 @@ class CompressedLayerCache(NamedTuple):
     index_sums: Tensor | None = None
     loads: list[torch.cuda.Event] | None = None
     starts: list[torch.cuda.Event] | None = None
-
-    def begin(self) -> None:
-        """Begin to attend (`begin_layer`)."""
-        begin_layer(self.loads, self.starts)
 
 
 class CompressedCache(Cache):

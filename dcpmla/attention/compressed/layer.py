@@ -24,7 +24,7 @@ from dcpmla.attention.sparse.calls import IndexRotation
 from dcpmla.attention.sparse.projections import rope_index_queries
 from dcpmla.attention.sparse.selector import TokenSelector
 from dcpmla.attention.sparse.step import SelectedTokens
-from dcpmla.attention.step.metadata import DecodeMetadata, StepMetadata
+from dcpmla.attention.step.metadata import DecodeMetadata, StepMetadata, begin_attention
 from dcpmla.cache.shared_rows import read_rows
 from dcpmla.comm.exchange import LocalExchange
 from dcpmla.parallel.fp8 import NormedRows, PlainRows
@@ -110,7 +110,7 @@ class CompressedAttention(CompressedWeights):
 
     def _attend(self, hidden_states: Tensor, cache: CompressedLayerCache | None, step: StepMetadata) -> Tensor:
         cache, compressed, cos_sin = self._check(hidden_states, cache, step)
-        cache.begin()
+        begin_attention(cache.loads, cache.starts)
         decodes, prefills = slice(0, step.num_decode_tokens), slice(step.num_decode_tokens, step.num_tokens)
         context = compressed.context
         # Windows are read before this step's tokens overwrite them.

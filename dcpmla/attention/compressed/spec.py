@@ -15,7 +15,8 @@ from dcpmla.attention.compressed.step import compressed_traits, with_angles
 from dcpmla.attention.costs import LayerReads, Rates
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.sparse.step import SelectedTokens
-from dcpmla.attention.stack import MAIN_ROTARY, LayerSpec, Rotary, Stack
+from dcpmla.attention.spec import MAIN_ROTARY, LayerSpec, Rotary
+from dcpmla.attention.stack import Stack
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.attention.step.table import StepTraits
 from dcpmla.cache.plan import CachePlan

@@ -11,7 +11,7 @@ from dcpmla.attention.linear.config import DeltaConfig
 from dcpmla.attention.linear.costs import DeltaCosts
 from dcpmla.attention.linear.layer import DeltaAttention
 from dcpmla.attention.placement import Placement, refuse_order
-from dcpmla.attention.stack import LayerSpec
+from dcpmla.attention.spec import LayerSpec
 from dcpmla.attention.step.table import StepTraits
 from dcpmla.cache.latent import LayerMemory, StateMemory
 from dcpmla.config import DCPConfig

@@ -11,7 +11,7 @@ from dcpmla.attention.placement import Placement
 from dcpmla.attention.pooled.layer import PooledAttention
 from dcpmla.attention.pooled.step import with_pools
 from dcpmla.attention.sparse.step import SelectedTokens
-from dcpmla.attention.stack import Rotary
+from dcpmla.attention.spec import Rotary
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.attention.step.table import StepTraits
 from dcpmla.cache.latent import LayerMemory, StateMemory

@@ -227,5 +227,15 @@ class StepMetadata:
             )
 
 
+def begin_attention(loads: list[torch.cuda.Event] | None, starts: list[torch.cuda.Event] | None) -> None:
+    """Wait for copies into a layer's cache, and record that its attention begins: the layers before it have written
+    theirs (`cache.latent.LayerCache`).
+    """
+    while loads:
+        loads.pop().wait()
+    while starts:
+        starts.pop().record()
+
+
 def _described(tensor: Tensor | None) -> tuple[torch.dtype, tuple[int, ...], torch.device] | None:
     return None if tensor is None else (tensor.dtype, tuple(tensor.shape), tensor.device)

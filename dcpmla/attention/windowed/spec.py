@@ -8,7 +8,7 @@ import torch
 
 from dcpmla.attention.latent_spec import LatentSpec
 from dcpmla.attention.placement import Placement
-from dcpmla.attention.stack import Rotary
+from dcpmla.attention.spec import Rotary
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.attention.windowed.layer import WindowAttention
 from dcpmla.attention.windowed.step import with_windows
