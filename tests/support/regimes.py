@@ -134,6 +134,9 @@ def compare_weights(
             logits = serve(engine, prompts, len(sizes.prompt_lens))
             regime.error = max(map(largest_error, logits, expected))
             regimes.append(regime)
+    for each in graphs:
+        if each is not None:
+            each.release()
     loaded.close()
     return regimes
 
