@@ -54,10 +54,16 @@ def test_mha_prefill_compiles_for_hopper(dims: tuple[int, int, int], causal: boo
 
 
 @pytest.mark.parametrize(
-    ("dtype", "causal", "has_mask"),
-    [("bf16", True, False), ("bf16", False, True), ("fp16", False, False), ("fp16", True, True)],
+    ("dtype", "causal", "has_mask", "has_window"),
+    [
+        ("bf16", True, False, False),
+        ("bf16", False, True, False),
+        ("bf16", True, True, True),
+        ("fp16", False, False, False),
+        ("fp16", True, True, False),
+    ],
 )
-def test_the_hopper_kernel_compiles(dtype: str, causal: bool, has_mask: bool) -> None:
+def test_the_hopper_kernel_compiles(dtype: str, causal: bool, has_mask: bool, has_window: bool) -> None:
     """The softmax of a tile precedes the wait for the product of the values of the tile before. Before the softmax each
     score is tested by itself, and each thread loads the words of its two rows for the next tile.
     """
@@ -77,6 +83,8 @@ def test_the_hopper_kernel_compiles(dtype: str, causal: bool, has_mask: bool) ->
         types["mask_ptr"] = "*i32"
     else:
         constants |= {"mask_ptr": None, "num_words": None}
+    if not has_window:
+        constants["window"] = None
     ptx, said = test_decode_compile.compile_for_hopper(prefill_kernel, GluonASTSource, types, constants, num_warps=4)
     assert "wgmma.mma_async.sync.aligned.m64n128k16" in ptx
     assert "cp.async.bulk.tensor" in ptx

@@ -17,6 +17,7 @@ from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.attention.windowed.select import select_window
 from dcpmla.attention.windowed.step import WindowMetadata, of_window, with_windows
+from dcpmla.operators import import_kernel
 from dcpmla.ownership import Owner
 from tests.attention.test_small_kernels import compile_for_hopper
 from tests.support.layouts import dcp_config
@@ -71,20 +72,21 @@ def test_the_kernel() -> None:
     run_interpreted(1, check_kernel, "cpu")
 
 
-def check_prefill_kernel(device: str) -> None:
-    from dcpmla.attention.triton.prefill import run
-
+def check_prefill_kernel(device: str, folder: str = "triton", widths: tuple[int, int, int] = (32, 16, 32)) -> None:
+    """Check a kernel over keys of P + R columns and values of V (`widths`)."""
+    run = import_kernel(f"dcpmla.attention.{folder}.prefill:run")
+    nope, rope, value = widths
     generator, window, query_lens = torch.Generator().manual_seed(0), 20, (300, 5, 170)
     rows = segments(query_lens, "cpu")
     lens = torch.tensor([index + 1 for length in query_lens for index in range(length)], dtype=torch.int32)
     positions = (lens[:, None] - 1 - torch.arange(window)).clamp(min=-1).to(torch.int32)
     mask = selection_mask(positions, rows.start_loc, torch.zeros(3, dtype=torch.int32), 300)
-    q, k_nope, v = (torch.randn(475, 2, width, generator=generator).half() for width in (48, 32, 32))
-    k_pe = torch.randn(475, 16, generator=generator).half()
-    expected, expected_lse = run_prefill(PrefillCall(q, k_nope, k_pe, v, *rows, *rows, 0.2, True, mask))
+    q, k_nope, v = (torch.randn(475, 2, width, generator=generator).half() for width in (nope + rope, nope, value))
+    k_pe, scale = torch.randn(475, rope, generator=generator).half(), 1.4 * (nope + rope) ** -0.5
+    expected, expected_lse = run_prefill(PrefillCall(q, k_nope, k_pe, v, *rows, *rows, scale, True, mask))
     q, k_nope, k_pe, v, mask = (tensor.to(device) for tensor in (q, k_nope, k_pe, v, mask))
     rows = segments(query_lens, device)
-    call = PrefillCall(q, k_nope, k_pe, v, *rows, *rows, 0.2, True, mask)
+    call = PrefillCall(q, k_nope, k_pe, v, *rows, *rows, scale, True, mask)
     for bound in (window, window + 100):
         out, lse = run(call._replace(window=bound))
         torch.testing.assert_close(out.cpu(), expected, atol=5e-3, rtol=5e-3)
@@ -104,6 +106,13 @@ def test_prefill_leaves_out_keys_before_the_window() -> None:
 @pytest.mark.parametrize("check", [check_kernel, check_prefill_kernel])
 def test_kernels(check: Any) -> None:
     check("cuda")
+
+
+@pytest.mark.gpu
+def test_hopper_s_kernel_leaves_out_keys_before_the_window() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    check_prefill_kernel("cuda", "hopper", (128, 64, 128))
 
 
 def test_the_kernel_compiles() -> None:

@@ -31,7 +31,7 @@ from dcpmla.attention.hopper.prefill_pipeline import (
 from dcpmla.attention.hopper.stage_ring import describe
 
 
-@gluon.jit(do_not_specialize=["num_reqs", "num_heads", "num_words"])
+@gluon.jit(do_not_specialize=["num_reqs", "num_heads", "num_words", "window"])
 def prefill_kernel(
     q_nope_desc,
     q_pe_desc,
@@ -46,6 +46,7 @@ def prefill_kernel(
     num_reqs,
     num_heads,
     num_words,
+    window,
     q_stride_head,
     k_stride_head,
     v_stride_head,
@@ -57,11 +58,12 @@ def prefill_kernel(
     Args:
         q_nope_desc, .., v_desc: Rows [N, columns of all heads].
         mask_ptr: Words of the mask [T, num_words]; both are None without a mask.
+        window: Number of last keys up to its own that a query may see, under a mask; None for all.
         q_stride_head, k_stride_head, v_stride_head: Columns from one head to the next.
         scale_log2: Softmax scale times log2(e).
     """
     buffers, barriers = new_tiles(v_desc.dtype)
-    work = find_work(query_start_loc_ptr, key_start_loc_ptr, num_reqs, num_heads, IS_CAUSAL)
+    work = find_work(query_start_loc_ptr, key_start_loc_ptr, num_reqs, num_heads, window, IS_CAUSAL)
     descs = (q_nope_desc, q_pe_desc, k_nope_desc, k_pe_desc, v_desc)
     strides = (q_stride_head, k_stride_head, v_stride_head)
     gl.warp_specialize(
@@ -106,6 +108,7 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor]:
         num_reqs,
         num_heads,
         None if call.mask is None else call.mask.shape[1],
+        call.window,
         q.stride(1),
         call.k_nope.stride(1),
         call.v.stride(1),

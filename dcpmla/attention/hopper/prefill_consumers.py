@@ -99,7 +99,7 @@ def consume(group: gl.constexpr, buffers, barriers, out_ptr, lse_ptr, mask_ptr, 
     if mask_ptr is not None:
         peak = gl.full([ROWS], LOWEST, gl.float32, ROW)  # a query may select none of a tile, and -inf - -inf is NaN
         first, num_rows = work.first_row + group * ROWS, work.num_queries - group * ROWS
-        mask = open_mask(mask_ptr, num_words, first, num_rows)
+        mask = open_mask(mask_ptr, num_words, first, num_rows, work.first_tile)
     if work.num_tiles > 0:
         if mask_ptr is not None:
             words = load_words(mask, work.num_tiles - 1)

@@ -25,16 +25,18 @@ class Mask:
 
 
 @gluon.jit
-def open_mask(mask_ptr, num_words, first_row, num_rows):
+def open_mask(mask_ptr, num_words, first_row, num_rows, first_tile):
     """Return the `Mask` of scores [ROWS, KEYS]. Rows from num_rows on have the words of the previous row.
 
     Args:
         mask_ptr: Words of all queries [T, num_words].
         first_row: Query in T that the first row belongs to.
+        first_tile: Tiles of keys that are skipped.
     """
     row = gl.minimum(gl.arange(0, ROWS, layout=ROW), num_rows - 1)
     key = gl.arange(0, KEYS, layout=COLUMN)
-    return Mask(mask_ptr + (first_row + row).to(gl.int64) * num_words, num_words, 1 << (key % WORD))
+    rows, skipped = (first_row + row).to(gl.int64) * num_words, first_tile * (KEYS // WORD)
+    return Mask(mask_ptr + rows + skipped, num_words - skipped, 1 << (key % WORD))
 
 
 @gluon.jit

@@ -58,7 +58,8 @@ class Work:
     head: gl.tensor
     first_row: gl.tensor  # row of the first query in q
     num_queries: gl.tensor  # queries of the request from there on; a program takes at most QUERIES
-    first_query: gl.tensor  # index of the first query in its request
+    first_query: gl.tensor  # index of the first query in its request, counted from the first key
+    first_tile: gl.tensor  # tiles of keys before the first query's window, which the program skips
     key_start: gl.tensor  # row of the first key in k_nope, k_pe and v
     num_keys: gl.tensor
     num_tiles: gl.tensor
@@ -83,8 +84,12 @@ def new_tiles(dtype: gl.constexpr):
 
 
 @gluon.jit
-def find_work(query_start_loc_ptr, key_start_loc_ptr, num_reqs, num_heads, IS_CAUSAL: gl.constexpr):
-    """Return the program's `Work`. A request's last tile, which sees the most keys under a causal bound, runs first."""
+def find_work(query_start_loc_ptr, key_start_loc_ptr, num_reqs, num_heads, window, IS_CAUSAL: gl.constexpr):
+    """Return the program's `Work`. A request's last tile, which sees the most keys under a causal bound, runs first.
+
+    Args:
+        window: Number of last keys up to its own that a query may see; None for all.
+    """
     head = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
     program = gl.num_programs(1) - 1 - gl.program_id(1)
     request, tile = find_tile(query_start_loc_ptr, num_reqs, program, QUERIES)
@@ -95,8 +100,14 @@ def find_work(query_start_loc_ptr, key_start_loc_ptr, num_reqs, num_heads, IS_CA
     num_keys = gl.where(num_queries > 0, gl.load(key_start_loc_ptr + request + 1) - key_start, 0)
     if IS_CAUSAL:
         num_keys = gl.minimum(num_keys, first_query + QUERIES)
+    first_tile = gl.to_tensor(0)
+    if window is not None:
+        first_tile = gl.where(num_queries > 0, gl.maximum(first_query - window + 1, 0) // KEYS, 0)
+        first_query -= first_tile * KEYS
+        key_start += first_tile * KEYS
+        num_keys -= first_tile * KEYS
     num_tiles = gl.cdiv(num_keys, KEYS)
-    return Work(head, first_row, num_queries, first_query, key_start, num_keys, num_tiles, IS_CAUSAL)
+    return Work(head, first_row, num_queries, first_query, first_tile, key_start, num_keys, num_tiles, IS_CAUSAL)
 
 
 @gluon.jit
