@@ -50,11 +50,11 @@ class FactoredSpec(LatentSpec):
         return with_selection(step, indexer.topk).sharing(SharedLatents())
 
     @classmethod
-    def touch_memory(cls, layers: Sequence[Self], num_tokens: int, device: torch.device | str) -> Any:
+    def touch_peak_memory(cls, layers: Sequence[Self], num_tokens: int, device: torch.device | str) -> Any:
         """Return memory for a selection of num_tokens, and for the latents of two sources in at most float32."""
         num_sources = 2 if any(layer.is_source for layer in layers) else 0
         latents = torch.empty(num_sources, num_tokens, layers[0].config.latent_dim, device=device)
-        return super().touch_memory(layers, num_tokens, device), latents
+        return super().touch_peak_memory(layers, num_tokens, device), latents
 
 
 def without_positions(config: MLAConfig) -> MLAConfig:

@@ -81,7 +81,7 @@ class LatentSpec(LayerSpec):
         return step if config.indexer is None else with_selection(step, config.indexer.topk)
 
     @classmethod
-    def touch_memory(cls, layers: Sequence[Self], num_tokens: int, device: torch.device | str) -> Any:
+    def touch_peak_memory(cls, layers: Sequence[Self], num_tokens: int, device: torch.device | str) -> Any:
         """Return memory for a selection of num_tokens; None for dense layers."""
         topk = layers[0].config.topk
         return None if topk is None else SelectedTokens.empty(num_tokens, topk, device)

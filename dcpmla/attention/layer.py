@@ -6,12 +6,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dcpmla.attention.claim import claim_attention
 from dcpmla.attention.decode import dcp_mla_decode, decode_call
 from dcpmla.attention.fp8_scales import calculate_scale_
 from dcpmla.attention.gates import apply_gates
 from dcpmla.attention.ordered import overwrite_prompts, round_latents
 from dcpmla.attention.output.rows import OutputQuant, OutputRows, quant_for
+from dcpmla.attention.peak_memory import touch_attention_memory
 from dcpmla.attention.placement import Placement, check_order
 from dcpmla.attention.prefill import dcp_mla_prefill, project_latents
 from dcpmla.attention.projections import MHAInputs, Tokens, rows_or_none
@@ -94,8 +94,8 @@ class MLAAttention(AttentionWeights):
             cache: Cache of this layer on this rank, written and read: latents in the format of dcp.kv_cache_dtype and,
                 with an indexer, index keys.
             step: Metadata with the model's cos_sin and query_factor, and with a selection where tokens of a sparse
-                model could attend to more than topk tokens. None while memory is measured, before a cache exists: the
-                memory of the largest step is allocated and freed (`claim_memory`), and attention's output is zeros.
+                model could attend to more than topk tokens. None while memory is measured, before a cache exists: that
+                of the largest step is allocated and freed (`touch_peak_memory`), and attention's output is zeros.
         Returns:
             [T, hidden], the same on all TP ranks. Callers must not read rows of padding.
         Raises:
@@ -157,7 +157,7 @@ class MLAAttention(AttentionWeights):
         has_gates = self.config.query_gates
         output = OutputRows(num_tokens, self.w_uv, dtype, quant, self.dcp.deterministic, has_gates)
         if step is None:
-            self.claim_memory(num_tokens)
+            self.touch_peak_memory(num_tokens)
             output.pad()
             return output
         step = self.view(step)
@@ -244,15 +244,15 @@ class MLAAttention(AttentionWeights):
         overwrite_prompts(rows, self.project_mha(tokens, latents), latents, step.prefill, self.config.scale)
         return rows
 
-    def claim_memory(self, num_tokens: int) -> None:
+    def touch_peak_memory(self, num_tokens: int) -> None:
         """Allocate and free the memory of attention in the largest step of num_tokens, so that a measurement of the
-        peak includes it (`claim_attention`). Nothing is computed. Collective.
+        peak includes it (`touch_attention_memory`). Nothing is computed. Collective.
         """
         # This is an upper bound: `up_projection` dequantizes the weights of this rank's own heads. A GPU that does not
         # multiply in fp8 dequantizes the weights of all the heads that the rank holds.
         num_dequantized = self.kv_b_proj.weight.numel() if self.kv_b_proj.weight_scale is not None else 0
         selector = None if self.indexer is None else self.indexer.selector
-        claim_attention(num_tokens, self.config, self._placement, self.num_heads, num_dequantized, selector)
+        touch_attention_memory(num_tokens, self.config, self._placement, self.num_heads, num_dequantized, selector)
 
     def _check(self, hidden_states: Tensor, cache: LayerCache | None, step: StepMetadata) -> LayerCache:
         if not isinstance(step, StepMetadata):

@@ -116,6 +116,6 @@ class LayerSpec(ABC):
         return step
 
     @classmethod
-    def touch_memory(cls, layers: Sequence[Self], num_tokens: int, device: torch.device | str) -> Any:
+    def touch_peak_memory(cls, layers: Sequence[Self], num_tokens: int, device: torch.device | str) -> Any:
         """Return memory of the size that layers of this class share in a step of num_tokens."""
         return None

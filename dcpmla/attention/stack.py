@@ -107,9 +107,9 @@ class Stack:
             step = kind.prepare(specs, step, rotary, dtype)
         return step
 
-    def touch_memory(self, num_tokens: int, device: torch.device | str) -> list[Any]:
+    def touch_peak_memory(self, num_tokens: int, device: torch.device | str) -> list[Any]:
         """Return memory of the size that layers share in a step of num_tokens, for a profile."""
-        return [kind.touch_memory(specs, num_tokens, device) for kind, specs in self._classes.items()]
+        return [kind.touch_peak_memory(specs, num_tokens, device) for kind, specs in self._classes.items()]
 
     def costs(self, dcp: DCPConfig, rates: Rates) -> StackCosts:
         """Return the modelled time of pieces of prompts in all layers."""

@@ -169,13 +169,13 @@ class ShardedModel:
         Collective over the TP group.
 
         All tokens are equal, so they go to the same experts: no step of that many tokens loads an expert more.
-        Attention claims its memory and computes nothing (`MLAAttention.claim_memory`).
+        Attention claims its memory and computes nothing (`MLAAttention.touch_peak_memory`).
 
         Args:
             num_logits: Limit of a step's rows with logits, one per request.
         """
         token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
-        shared = self.attention.touch_memory(num_tokens, self.device)
+        shared = self.attention.touch_peak_memory(num_tokens, self.device)
         self.logits(self.hidden(token_ids, None, None)[:num_logits])
         if self._mtp is not None:
             self._mtp(self.join(token_ids, self.hidden_rows[:num_tokens]), None, None)

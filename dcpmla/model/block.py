@@ -71,7 +71,7 @@ class DecoderBlock(nn.Module):
         Args:
             x: [T, hidden], normalized.
             residual: [T, hidden], the sum so far.
-            cache: Cache of the model; None, like step, if only memory is claimed.
+            cache: Cache of the model; None, like step, where memory is measured.
         Returns:
             x and residual for the next block.
         """

@@ -55,7 +55,7 @@ class StreamBlock(nn.Module):
 
         Args:
             token_ids: [T] int64, for gates that read them.
-            cache: Cache of the model; None, like step, if only memory is claimed.
+            cache: Cache of the model; None, like step, where memory is measured.
             hashes: [L, T, C] int32 (`NgramHash`), for the memory.
         """
         if self.memory is not None:

@@ -34,7 +34,7 @@ class SumBlock(nn.Module):
         """Run one step of a batch. Collective over the TP group.
 
         Args:
-            cache: Cache of the model; None, like step, if only memory is claimed.
+            cache: Cache of the model; None, like step, where memory is measured.
         """
         x, sums = self.to_attention(sums)
         attended = self.attention.partial(x, None if cache is None else cache[self.layer], step)

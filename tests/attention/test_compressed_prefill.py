@@ -25,8 +25,8 @@ from dcpmla.cache.shared_rows import read_rows
 from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.select import select_exchange
 from tests.attention import test_compressed_layer
-from tests.attention.test_claims import Allocations
 from tests.attention.test_compressed_layer import Layers, check, hidden_states, layout, tiny
+from tests.attention.test_peak_memory import Allocations
 from tests.support.ranks import run_ranks
 
 # The first step has prompts of several lengths. Turns and decodes follow over contexts of several lengths. Queries of
@@ -109,7 +109,7 @@ class ClaimedLayers(Layers):
         super().__init__(*arguments)
         deterministic.fill_uninitialized_memory = False  # Nothing reads this memory.
         for layer in self.layers:
-            layer.claim_memory(300)
+            layer.touch_peak_memory(300)
         deterministic.fill_uninitialized_memory = True
 
 
@@ -203,7 +203,7 @@ def check_peak(layers: Layers, requests: list[tuple[int, int]]) -> None:
             selection.num_slots.fill_(0)
         layer.selector = None  # its memory is free before attention begins
         with Allocations() as claimed:
-            layer.claim_memory(sum(new))
+            layer.touch_peak_memory(sum(new))
         with Allocations() as taken:
             q, rows = (torch.randn(sum(new), *shape) for shape in ((layer.num_heads, width), (width,)))
             window = read_rows(cache.rows, compressed.context.window_slots[layer.ring], width, layer.down_proj.dtype)

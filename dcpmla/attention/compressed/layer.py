@@ -13,7 +13,7 @@ from dcpmla.attention.compressed.checks import check_cache, check_step
 from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.attention.compressed.entries import write_entries, write_entries_and_keys, write_index_keys
 from dcpmla.attention.compressed.fork import fork
-from dcpmla.attention.compressed.prefill import attend_prefill, claim_prefill
+from dcpmla.attention.compressed.prefill import attend_prefill, touch_prefill_memory
 from dcpmla.attention.compressed.projections import norm_rope_window
 from dcpmla.attention.compressed.step import CompressedMetadata, selects
 from dcpmla.attention.compressed.weights import CompressedWeights
@@ -72,8 +72,8 @@ class CompressedAttention(CompressedWeights):
         Args:
             hidden_states: Hidden states [T, hidden], the same on all TP ranks; rows past step.num_tokens are padding.
             cache: Cache of this layer on this rank; written and read.
-            step: Step after `with_angles`. None in a profile, which needs no cache:
-                memory is claimed (`claim_memory`), and attention's output is zeros.
+            step: Step after `with_angles`. None in a profile, which needs no cache: the memory of the largest step is
+                allocated and freed (`touch_peak_memory`), and attention's output is zeros.
         Returns:
             [T, hidden], the same on all TP ranks; rows of padding are undefined.
         Raises:
@@ -95,7 +95,7 @@ class CompressedAttention(CompressedWeights):
             ValueError: Same cases as `forward`.
         """
         if step is None:
-            self.claim_memory(len(hidden_states))
+            self.touch_peak_memory(len(hidden_states))
             return hidden_states.new_zeros(len(hidden_states), self.low_width)
         if step.defer is None:
             return self._attend(hidden_states, cache, step)
@@ -149,7 +149,7 @@ class CompressedAttention(CompressedWeights):
         out, lse = (torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
         return self.finish(out, lse, cos_sin, len(hidden_states))
 
-    def claim_memory(self, num_tokens: int) -> None:
+    def touch_peak_memory(self, num_tokens: int) -> None:
         """Allocate and free the memory of attention in the largest step of num_tokens, so that memory profiling
         includes it: an indexer's workspace, then a prefill's. Collective.
         """
@@ -160,7 +160,7 @@ class CompressedAttention(CompressedWeights):
                 few = self.selector.workspace_bytes(min(num_tokens, _FEW_TOKENS), dtype.itemsize, 4 * _FEW_SCORES)
                 torch.empty(few, dtype=torch.uint8, device=device)
             side.join()
-        claim_prefill(num_tokens, self.num_heads, self.config, self.kind, self.exchange, self.dcp, dtype, device)
+        touch_prefill_memory(num_tokens, self.num_heads, self.config, self.kind, self.exchange, self.dcp, dtype, device)
 
     def _has_side_stream(self, compressed: CompressedMetadata) -> bool:
         """Return whether kernels of a step run concurrently. Kernels of few tokens are too small to fill a GPU."""

@@ -53,7 +53,7 @@ def attend_prefill(
     return out, lse
 
 
-def claim_prefill(
+def touch_prefill_memory(
     num_tokens: int,
     num_heads: int,
     config: CompressedConfig,
@@ -73,7 +73,7 @@ def claim_prefill(
     num_requests = min(num_tokens, dcp.context_workspace_tokens // config.chunk_alignment(dcp))
     num_before = num_requests * (config.sliding_window - 1)
     num_rows = min(num_tokens * num_heads * dcp.decode_context_parallel_size, PART_ROWS)
-    claimed = [
+    touched = [
         # Queries and outputs, which are float32 until the last chunk.
         new(3 * num_tokens * num_heads),
         # A tile's gathered queries, and its outputs before and in the exchange.
@@ -86,7 +86,7 @@ def claim_prefill(
     ]
     if kind.ratio:
         exchange.reserve_context(num_entries, config.head_dim, dtype, device)
-    del claimed  # after the exchange's memory, because the allocator's peak counts
+    del touched  # after the exchange's memory, because the allocator's peak counts
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class CompressedSpec(LayerSpec):
         return with_angles(step, of_layers, [layer.kind for layer in layers])
 
     @classmethod
-    def touch_memory(cls, layers: Sequence[Self], num_tokens: int, device: torch.device | str) -> Any:
+    def touch_peak_memory(cls, layers: Sequence[Self], num_tokens: int, device: torch.device | str) -> Any:
         """Return memory for a selection of num_tokens, and for their candidate blocks."""
         config = layers[0].config
         # Slots begin with the windows' slots.

@@ -29,7 +29,7 @@ def has_library() -> bool:
     return find_spec("fla") is not None
 
 
-def claim_chunks(out: Tensor) -> None:
+def touch_chunk_memory(out: Tensor) -> None:
     """Allocate and free the memory of `attend_in_chunks` for an output [T, h D], for memory profiling."""
     out.new_empty(out.numel() * BYTES_PER_ELEMENT, dtype=torch.uint8)
 

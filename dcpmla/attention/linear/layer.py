@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dcpmla.attention.linear.calls import DeltaCall, DeltaState, DeltaTokens, DeltaWeights
-from dcpmla.attention.linear.chunked import attend_in_chunks, claim_chunks, takes_chunks
+from dcpmla.attention.linear.chunked import attend_in_chunks, takes_chunks, touch_chunk_memory
 from dcpmla.attention.linear.config import DeltaConfig
 from dcpmla.attention.linear.delta import delta_attention
 from dcpmla.attention.linear.step import DeltaMetadata, delta_metadata
@@ -118,7 +118,7 @@ class DeltaAttention(nn.Module):
             assert cache is not None
             self._attend(out, tokens, DeltaState(*cache.states), step)
         elif takes_chunks(out.device, out.dtype):
-            claim_chunks(out)
+            touch_chunk_memory(out)
         return self.o_proj.partial(out)
 
     def _attend(self, out: Tensor, tokens: DeltaTokens, state: DeltaState, step: StepMetadata) -> None:

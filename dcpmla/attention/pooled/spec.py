@@ -66,7 +66,7 @@ class PooledSpec(LatentSpec):
         return with_pools(step, layers[0].indexer)
 
     @classmethod
-    def touch_memory(cls, layers: Sequence[Self], num_tokens: int, device: torch.device | str) -> Any:
+    def touch_peak_memory(cls, layers: Sequence[Self], num_tokens: int, device: torch.device | str) -> Any:
         """Return memory for selections of num_tokens: of tokens and of pools."""
-        num_pools = layers[0].indexer.num_pools
-        return super().touch_memory(layers, num_tokens, device), SelectedTokens.empty(num_tokens, num_pools, device)
+        pools = SelectedTokens.empty(num_tokens, layers[0].indexer.num_pools, device)
+        return super().touch_peak_memory(layers, num_tokens, device), pools

@@ -38,7 +38,7 @@ class Allocations(TorchDispatchMode):
 def claimed(layer: MLAAttention, num_tokens: int) -> int:
     """Return the peak of bytes, without the exchange's."""
     with Allocations() as allocations:
-        layer.claim_memory(num_tokens)
+        layer.touch_peak_memory(num_tokens)
     return allocations.peak
 
 
@@ -73,5 +73,5 @@ def check_claims(hf_config: Any) -> None:
         assert claimed(sparse, 800) == of_heads + 800 * num_keys // 8  # a bit for each pair: a mask
 
 
-def test_claims_memory() -> None:
+def test_the_peak_of_memory() -> None:
     run_ranks(2, check_claims, tiny_config("deepseek_v3"))

@@ -1,4 +1,4 @@
-"""The memory of attention, claimed before a cache's size is planned."""
+"""The memory of attention, allocated once and freed, so that the peak that a cache is planned by includes it."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from dcpmla.cache.formats import is_quantized, row_width
 from dcpmla.config import MLAConfig
 
 
-def claim_attention(
+def touch_attention_memory(
     num_tokens: int,
     config: MLAConfig,
     placement: Placement,
