@@ -1,4 +1,4 @@
-"""Memory that a layer claims before the cache is sized."""
+"""Memory that a layer touches before the cache is sized."""
 
 import dataclasses
 import weakref
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcpmla import MLAAttention, MLAConfig, Placement, init_mesh
-from dcpmla.attention import claim as claim_module
+from dcpmla.attention import peak_memory
 from dcpmla.attention.backends import Backend
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.families.table import attention_of
@@ -35,14 +35,14 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-def claimed(layer: MLAAttention, num_tokens: int) -> int:
+def touched(layer: MLAAttention, num_tokens: int) -> int:
     """Return the peak of bytes, without the exchange's."""
     with Allocations() as allocations:
         layer.touch_peak_memory(num_tokens)
     return allocations.peak
 
 
-def check_claims(hf_config: Any) -> None:
+def check_peaks(hf_config: Any) -> None:
     dcp, mesh = layout(2, 2), init_mesh(2, 2)
     exchange = Mock(wraps=select_exchange(dcp, mesh.dcp_group, "cpu").exchange)
     config, num_keys = attention_of(hf_config).config, dcp.context_workspace_tokens
@@ -54,24 +54,24 @@ def check_claims(hf_config: Any) -> None:
     # A key and a value of each of 12 heads, 8 + 8 and 4 wide; what the backend joins of keys, 16 wide.
     of_heads = num_keys * 12 * (8 + 4 + 16) * 4
     exchange.reserve_context.side_effect = lambda *_: None
-    assert claimed(new_layer(config), 1) == of_heads
+    assert touched(new_layer(config), 1) == of_heads
     exchange.reserve_context.assert_called_once_with(num_keys, 24, torch.float32, torch.device("cpu"))
-    assert claimed(new_layer(config, kv_cache_dtype="fp8"), 1) == of_heads + num_keys * 24 * 4  # dequantized latents
+    assert touched(new_layer(config, kv_cache_dtype="fp8"), 1) == of_heads + num_keys * 24 * 4  # dequantized latents
     exchange.reserve_context.assert_called_with(num_keys, 24, torch.float8_e4m3fn, torch.device("cpu"))
     # Of each token's absorbed rows, of both ranks' heads, 24 columns of queries and 16 of outputs, each twice.
-    assert claimed(new_layer(config), 100) == 100 * 24 * 2 * (24 + 16) * 4
-    assert claimed(new_layer(config), 10**6) == claim_module.PART_ROWS * 2 * (24 + 16) * 4
-    with patch.object(claim_module, "select_backend", return_value=Backend("one", Mock(), Mock())):
-        assert claimed(new_layer(config), 1) == num_keys * 12 * (8 + 4) * 4
+    assert touched(new_layer(config), 100) == 100 * 24 * 2 * (24 + 16) * 4
+    assert touched(new_layer(config), 10**6) == peak_memory.PART_ROWS * 2 * (24 + 16) * 4
+    with patch.object(peak_memory, "select_backend", return_value=Backend("one", Mock(), Mock())):
+        assert touched(new_layer(config), 1) == num_keys * 12 * (8 + 4) * 4
     sparse = new_layer(attention_of(tiny_config("deepseek_v32")).config)
     assert sparse.indexer is not None
     few, many = (sparse.indexer.selector.workspace_bytes(num_tokens, 4) for num_tokens in (1, 1001))
     assert many - few == 2 * 1000 * 32 * 16 * 4  # queries of 32 heads, 16 wide, before and after what finishes them
-    assert claimed(sparse, 1001) == many
-    nothing_else = patch.object(claim_module, "PART_ROWS", 0)
+    assert touched(sparse, 1001) == many
+    nothing_else = patch.object(peak_memory, "PART_ROWS", 0)
     with nothing_else, patch.object(sparse.indexer.selector, "workspace_bytes", return_value=0):
-        assert claimed(sparse, 800) == of_heads + 800 * num_keys // 8  # a bit for each pair: a mask
+        assert touched(sparse, 800) == of_heads + 800 * num_keys // 8  # a bit for each pair: a mask
 
 
 def test_the_peak_of_memory() -> None:
-    run_ranks(2, check_claims, tiny_config("deepseek_v3"))
+    run_ranks(2, check_peaks, tiny_config("deepseek_v3"))

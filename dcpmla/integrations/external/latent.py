@@ -53,6 +53,8 @@ class MLAModules:
         """Raise ValueError for weights that do not match the config, num_heads own heads and num_held of kv_b_proj."""
         if config.has_query_factors:
             raise ValueError("config.has_query_factors is True, but modules hold no factors; it must be False")
+        if config.num_gates:
+            raise ValueError(f"config.num_gates is {config.num_gates}, but modules hold no gates; it must be 0")
         widths = config.qk_nope_head_dim, config.v_head_dim
         codes, scales = unpack(self.w_kv_b)
         for name, weight, expected in (
