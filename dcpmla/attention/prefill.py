@@ -90,10 +90,10 @@ def dcp_mla_prefill(
         k_nope, v = split_heads(up_project(kv_c) if kv is None else kv)
         results.attend_to_own(k_nope, v, k_pe)
         del k_nope, v  # frees keys and values, the largest tensors of a step
-    for chunk, latents in gather:
+    for number, latents in gather:
         context_kv_c, context_k_pe = latents.split(widths, -1)
         k_nope, v = split_heads(up_project(context_kv_c))
-        results.attend_to_chunk(chunk, k_nope, v, context_k_pe)
+        results.attend_to_chunk(chunks[number], k_nope, v, context_k_pe)
         del latents, context_kv_c, context_k_pe, k_nope, v  # at most two chunks exist at a time
     return results.out, results.lse
 
@@ -159,18 +159,18 @@ class ContextGather:
         self._started: list[Callable[[], Tensor]] = []  # at most one
         self._start(chunks[:1])
 
-    def __iter__(self) -> Iterator[tuple[ContextChunk, Tensor]]:
-        """Yield each chunk with its rows, while the next chunk is being gathered.
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield each chunk's number and rows, while the next chunk is being gathered.
 
         The caller drops its rows before it asks for the next ones, so that at most two chunks exist at a time.
         """
-        for index, chunk in enumerate(self._chunks):
+        for number in range(len(self._chunks)):
             # The gather's function may keep the unordered rows alive. pop drops the only reference to it, so that these
             # rows are freed before the next gather allocates its own.
             rows = self._started.pop()()
             rows = rows if self._convert is None else self._convert(rows)
-            self._start(self._chunks[index + 1 : index + 2])
-            yield chunk, rows
+            self._start(self._chunks[number + 1 : number + 2])
+            yield number, rows
             del rows
 
     def _start(self, chunks: Sequence[ContextChunk]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils import deterministic
 
 from dcpmla import DCPConfig
+from dcpmla.attention.calls import DecodeCall
 from dcpmla.attention.compressed import lists, prefill
 from dcpmla.attention.compressed.config import CompressedConfig
 from dcpmla.attention.compressed.lists import RowLists
@@ -184,9 +185,9 @@ def test_routes_agree_on_a_gpu() -> None:
     run_ranks(1, check_routes, sizes, "cuda", torch.bfloat16, 2e-2, device="cuda")
 
 
-def attend_to_nothing(q: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+def attend_to_nothing(call: DecodeCall) -> tuple[Tensor, Tensor]:
     """Allocate the results of `mla_decode`, as a kernel does, and no scores."""
-    return torch.empty_like(q), q.new_zeros(q.shape[:2])
+    return call.new_output()
 
 
 def check_peak(layers: Layers, requests: list[tuple[int, int]]) -> None:

@@ -165,14 +165,14 @@ def _attend_gathered(
     width = prefill.q.shape[-1]
     gather = ContextGather(exchange, chunks, lambda chunk: read_rows(rows, chunk.local_slots, width, dtype))
     parts: list[tuple[Tensor, Tensor]] = []
-    for index, (_, gathered) in enumerate(gather):
-        if index == 0:
-            parts = prefill.attend_tiles(tiles, torch.cat([*new_rows, gathered]), index, num_new)
+    for number, gathered in gather:
+        if number == 0:
+            parts = prefill.attend_tiles(tiles, torch.cat([*new_rows, gathered]), number, num_new)
         else:
             # Results are rounded once, after the last chunk.
-            merged = dtype if index == len(chunks) - 1 else torch.promote_types(dtype, torch.float32)
+            merged = dtype if number == len(chunks) - 1 else torch.promote_types(dtype, torch.float32)
             for part, tokens in enumerate(tiles):
-                parts[part] = merge_part(*parts[part], *prefill.attend(tokens, gathered, index, 0), merged)
+                parts[part] = merge_part(*parts[part], *prefill.attend(tokens, gathered, number, 0), merged)
         del gathered  # The next gather needs this memory: at most two chunks exist at a time.
     return parts
 
