@@ -22,7 +22,7 @@ from dcpmla.bench.results import Row, add_commit_argument, write_results  # noqa
 from dcpmla.cache.copies import Copy  # noqa: E402
 from dcpmla.cache.host import HostMemory  # noqa: E402
 from dcpmla.cache.host_rows import host_bytes  # noqa: E402
-from dcpmla.cache.latent import LatentCache, LatentPlan  # noqa: E402
+from dcpmla.cache.latent import LatentCache, LatentPlan, LayerMemory  # noqa: E402
 
 LAYERS, WIDTH, BLOCK = 61, 576, 64
 REPEATS = 3
@@ -64,9 +64,8 @@ def main() -> None:
     dist.init_process_group("nccl")
     device = torch.device("cuda", torch.cuda.current_device())
     num_blocks = args.context // BLOCK // dist.get_world_size()
-    plan = LatentPlan(
-        num_layers=LAYERS, num_blocks=num_blocks, block_size=BLOCK, row_width=WIDTH, dtype=torch.bfloat16, dcp_size=1
-    )
+    layers = (LayerMemory(WIDTH),) * LAYERS
+    plan = LatentPlan(num_blocks=num_blocks, block_size=BLOCK, layers=layers, dtype=torch.bfloat16, dcp_size=1)
     cache, blocks = LatentCache(plan, device), list(range(num_blocks))
     memory = HostMemory(cache)
     memory.allocate(2 * num_blocks, 0)

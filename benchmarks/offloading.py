@@ -19,7 +19,7 @@ from dcpmla.cache.formats import format_name
 from dcpmla.cache.plan import CachePlan
 from dcpmla.cli.options import positive
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.families.table import attention_kind
+from dcpmla.integrations.families.table import attention_of
 from dcpmla.integrations.model_size import read_model
 from dcpmla.llm import LLM
 from dcpmla.planning.capacity import block_of
@@ -88,7 +88,7 @@ def block_sizes(args: argparse.Namespace, config: Any) -> CachePlan:
     """Return the sizes of the engine's cache with one block."""
     sizes = args.tensor_parallel_size, args.decode_context_parallel_size
     dcp = DCPConfig(tensor_parallel_size=sizes[0], decode_context_parallel_size=sizes[1])
-    return block_of(attention_kind(config), dcp, num_states=1)
+    return block_of(attention_of(config), dcp, num_states=1)
 
 
 def new_llm(args: argparse.Namespace, config: Any, kv_cache_memory_bytes: int, has_tiers: bool = True) -> LLM:

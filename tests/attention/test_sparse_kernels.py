@@ -196,8 +196,9 @@ def test_offsets_past_2_to_the_31() -> None:
     keys = randn(64, 128, dtype=torch.bfloat16).cuda()
     norm = torch.ones(128, dtype=torch.bfloat16, device="cuda"), torch.zeros(128, dtype=torch.bfloat16, device="cuda")
     small = small[:1].contiguous()
-    projections.norm_rope_index_keys(keys, cache, slots, *norm, None, False, False)
-    projections.norm_rope_index_keys(keys, small, slots % 64, *norm, None, False, False)
+    options = IndexNorm(*norm), IndexRotation(None, False, False)
+    projections.norm_rope_index_keys(keys, cache, slots, *options)
+    projections.norm_rope_index_keys(keys, small, slots % 64, *options)
     assert torch.equal(cache[-1], small[0])
     lens = (
         torch.tensor([0], dtype=torch.int32, device="cuda"),
@@ -205,8 +206,8 @@ def test_offsets_past_2_to_the_31() -> None:
     )
     far, near = torch.tensor([[[num_blocks - 1]], [[0]]], dtype=torch.int32, device="cuda")
     assert torch.equal(
-        scores.index_scores(q, weights, cache, far, *lens, TOPK),
-        scores.index_scores(q, weights, small, near, *lens, TOPK),
+        scores.index_scores(IndexQueries(q, weights, cache, far, *lens, TOPK)),
+        scores.index_scores(IndexQueries(q, weights, small, near, *lens, TOPK)),
     )
 
 
