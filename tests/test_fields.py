@@ -45,6 +45,8 @@ def fits(config: Any, name: str, value: object) -> bool:
         return name in ("q_lora_rank", "llama_4_scaling", "indexer", "window", "kv_cache_scale")
     if isinstance(current, bool):
         return isinstance(value, bool)
+    if name == "num_gates":
+        return isinstance(value, int) and not isinstance(value, bool) and value == 0
     if name in FLOATS:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return is_number and (0 < value < 1e38 or (name.endswith("norm_eps") and value == 0))

@@ -36,9 +36,12 @@ def count(owner: Any, name: str) -> None:
     def counted(*args: Any, **options: Any) -> Any:
         CALLS[name] += 1
         if name == "dcp_mla_decode":
-            CALLS["pieces"] += args[2].request_index is not None
-            CALLS["several tokens"] += args[2].request_index is None and args[2].max_query_len > 1
-            CALLS["queries in two parts"] += isinstance(args[0], tuple)
+            call = args[0]
+            CALLS["pieces"] += call.request_index is not None
+            CALLS["several tokens"] += call.request_index is None and call.max_query_len > 1
+            CALLS["queries in two parts"] += (
+                call.q.untyped_storage().data_ptr() != call.q_pe.untyped_storage().data_ptr()
+            )
         return original(*args, **options)
 
     setattr(owner, name, counted)

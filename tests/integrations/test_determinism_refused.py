@@ -14,7 +14,7 @@ from tests.support.quantized_models import SCHEMES
 INDEXED = "an indexer or a window"
 REASONS = {
     "deepseek_v4": "DeepSeek-V4's attention",
-    **dict.fromkeys(("kimi_linear", "kimi_k3", "bailing_hybrid"), "linear attention"),
+    **dict.fromkeys(("kimi_linear", "kimi_k3", "bailing_hybrid", "glm5_next_text"), "linear attention"),
 }
 
 

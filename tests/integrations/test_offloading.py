@@ -41,7 +41,7 @@ def offloading_engine(directory: Path, dcp: DCPConfig, device: torch.device) -> 
         kv_cache_memory_bytes=plan.bytes_per_rank,
         kv_offloading_size=num_host_bytes / 2**30,
         max_num_seqs=4,
-        max_num_batched_tokens=16,  # many steps, so that loads pay on all machines
+        max_num_batched_tokens=8,  # many steps, so that loads pay on all machines
         dtype="float32",
     )
     offload._STORED_TOGETHER = 2

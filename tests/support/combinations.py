@@ -36,8 +36,8 @@ LINEAR = r"deterministic \(--deterministic\) does not support linear attention"
 V4 = r"\) {}does not go with DeepSeek-V4's attention"
 REFUSED = {
     **{(family, "deterministic"): INDEXED for family in ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4")},
-    **{(family, "deterministic"): INDEXED for family in ("mistral_large4_text", "dots3_note_text", "glm5_next_text")},
-    **{(family, "deterministic"): LINEAR for family in ("kimi_linear", "kimi_k3", "bailing_hybrid")},
+    **{(family, "deterministic"): INDEXED for family in ("mistral_large4_text", "dots3_note_text")},
+    **{(family, "deterministic"): LINEAR for family in ("kimi_linear", "kimi_k3", "bailing_hybrid", "glm5_next_text")},
     **{(family, "deterministic"): r"\(--deterministic" + V4.format("") for family in ("deepseek_v4", "deepseek_v41")},
     **{(family, "8 bits"): r"\(--kv-cache-dtype" + V4.format("fp8 ") for family in ("deepseek_v4", "deepseek_v41")},
 }
