@@ -39,9 +39,8 @@ def count(owner: Any, name: str) -> None:
             call = args[0]
             CALLS["pieces"] += call.request_index is not None
             CALLS["several tokens"] += call.request_index is None and call.max_query_len > 1
-            CALLS["queries in two parts"] += (
-                call.q.untyped_storage().data_ptr() != call.q_pe.untyped_storage().data_ptr()
-            )
+            parts = [part for part in (call.q, call.q_pe) if part is not None]
+            CALLS["queries in two parts"] += len({part.untyped_storage().data_ptr() for part in parts}) == 2
         return original(*args, **options)
 
     setattr(owner, name, counted)
