@@ -1,5 +1,5 @@
 """Prefill of DeepSeek-V4's layers in chunks of entries, or with entries in place: transformers' outputs, in no more
-memory than was claimed.
+memory than a profile touches.
 """
 
 import dataclasses
@@ -103,8 +103,8 @@ def recorded() -> Iterator[tuple[list[Recorder], Counter[str]]]:
         yield recorders, calls
 
 
-class ClaimedLayers(Layers):
-    """Layers whose memory was claimed before the first step."""
+class ProfiledLayers(Layers):
+    """Layers whose memory was touched before the first step."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -117,7 +117,7 @@ class ClaimedLayers(Layers):
 def check_turns(dcp: DCPConfig, has_chunks: bool) -> None:
     for changes, part_rows in ((MORE_HEADS, 320), (FEW_HEADS, 40)):
         tile = patch.multiple(prefill, LISTED_ROWS=1000, PART_ROWS=part_rows)  # several tiles of tokens
-        with recorded() as (recorders, calls), tile, patch.object(test_compressed_layer, "Layers", ClaimedLayers):
+        with recorded() as (recorders, calls), tile, patch.object(test_compressed_layer, "Layers", ProfiledLayers):
             check(dcp, (TURNS,), changes=changes)
         (recorder,) = recorders
         num_layers = 3 * len(TURNS)
@@ -191,7 +191,7 @@ def attend_to_nothing(call: DecodeCall) -> tuple[Tensor, Tensor]:
 
 
 def check_peak(layers: Layers, requests: list[tuple[int, int]]) -> None:
-    """Compare the memory of a prefill of (new, cached) tokens with what its layers claim."""
+    """Compare the memory of a prefill of (new, cached) tokens with what its layers touch."""
     new, lens = [new for new, _ in requests], [new + cached for new, cached in requests]
     step = layers.step(list(range(len(lens))), new, lens)
     compressed, width = step.get(CompressedMetadata), layers.config.head_dim
@@ -203,14 +203,14 @@ def check_peak(layers: Layers, requests: list[tuple[int, int]]) -> None:
             selection.positions.copy_(torch.arange(selection.positions.shape[1]))
             selection.num_slots.fill_(0)
         layer.selector = None  # its memory is free before attention begins
-        with Allocations() as claimed:
+        with Allocations() as profiled:
             layer.touch_peak_memory(sum(new))
         with Allocations() as taken:
             q, rows = (torch.randn(sum(new), *shape) for shape in ((layer.num_heads, width), (width,)))
             window = read_rows(cache.rows, compressed.context.window_slots[layer.ring], width, layer.down_proj.dtype)
             arguments = (window, rows), cache.rows, compressed, layer.kind, selection
             prefill.attend_prefill(q, *arguments, layer.exchange, layers.dcp)
-        assert taken.peak <= claimed.peak, (layer.kind, requests)
+        assert taken.peak <= profiled.peak, (layer.kind, requests)
     assert sum(part.numel() for parts in compressed.context.kept.values() for part in parts) <= lists.KEPT_ROWS
 
 
@@ -227,5 +227,5 @@ def check_peaks() -> None:
             check_peak(Layers(tiny(**sizes), dcp, [new + cached for new, cached in requests]), requests)
 
 
-def test_prefills_in_no_more_memory_than_claimed() -> None:
+def test_prefills_in_no_more_memory_than_a_profile_touches() -> None:
     run_ranks(1, check_peaks)
