@@ -5,11 +5,11 @@ parallelism).
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dcpmla.attention.calls import DecodeCall
-from dcpmla.attention.decode import dcp_mla_decode, decode_call, mla_decode
-from dcpmla.attention.layer import MLAAttention
+from dcpmla.attention.backends.calls import DecodeCall
+from dcpmla.attention.mla.decode import dcp_mla_decode, decode_call, mla_decode
+from dcpmla.attention.mla.layer import MLAAttention
+from dcpmla.attention.mla.prefill import dcp_mla_prefill
 from dcpmla.attention.placement import Placement
-from dcpmla.attention.prefill import dcp_mla_prefill
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.attention.step.table import StepRequests

@@ -66,7 +66,7 @@ class MLAConfig:
         has_query_factors: Whether queries at position p, an indexer's too, are multiplied by
             scale * ln(p + 1) + bias, two numbers learned for each head (Mistral Large 4).
         indexer: Indexer of sparse MLA; None for dense MLA.
-        has_sinks: Whether each head has a learned sink (`dcpmla.attention.sinks`).
+        has_sinks: Whether each head has a learned sink (`dcpmla.attention.mla.sinks`).
         window: Number of tokens that a token attends to, the last ones up to itself; None for all. A layer has a window
             or an indexer, not both.
         norms_k_pe: Whether k_pe is normalized before RoPE, as kv_c is (dots3).
@@ -207,7 +207,7 @@ class DCPConfig:
         decode_query_dtype: "fp8" rounds decode's queries to e4m3 before they are gathered, so that
             attention over an fp8 cache multiplies in fp8; "auto" leaves them in the model's dtype.
         attention_backend, prefill_backend: Names of the backends that run decode's and prefill's attention
-            (`dcpmla.attention.backends`); "auto" takes the first that can.
+            (`dcpmla.attention.backends.choice`); "auto" takes the first that can.
         context_workspace_tokens: Upper bound on the cached tokens of one context chunk, over all requests. In
             DeepSeek-V4 it bounds entries instead, each the compressed form of several tokens.
         dcp_q_replicate: Whether each rank holds the query projection of all its DCP group's heads, so that decode

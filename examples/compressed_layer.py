@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dcpmla import DCPConfig, DCPMesh, IndexerConfig, Placement, select_exchange
-from dcpmla.attention.compressed.cache import CompressedCache, plan_compressed
-from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
-from dcpmla.attention.compressed.step import compressed_traits, with_angles
+from dcpmla.attention.layers.compressed.cache import CompressedCache, plan_compressed
+from dcpmla.attention.layers.compressed.config import CompressedConfig, LayerKind
+from dcpmla.attention.layers.compressed.step import compressed_traits, with_angles
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.comm.faults import StepFaults

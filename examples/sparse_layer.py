@@ -24,7 +24,7 @@ from dcpmla import (
     Placement,
     select_exchange,
 )
-from dcpmla.attention.sparse.step import with_selection
+from dcpmla.attention.select.step import with_selection
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.latent import LayerCache

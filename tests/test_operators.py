@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dcpmla
-from dcpmla.attention.sparse.slots import SlotLayout
-from dcpmla.attention.sparse.step import SelectedTokens
-from dcpmla.attention.sparse.topk import choose_tokens
+from dcpmla.attention.select.slots import SlotLayout
+from dcpmla.attention.select.step import SelectedTokens
+from dcpmla.attention.select.topk import choose_tokens
 from dcpmla.operators import Operator, _nest, import_kernel, nothing, operator
 from dcpmla.ownership import Owner
 

@@ -19,14 +19,14 @@ from tests.support.trace import Trace, trace
 # Limits of files, of their lines, and of lines in functions that run. Lower them when a step gets shorter.
 BOUNDS = {"layer": (21, 4152, 1257), "chunk": (24, 4665, 1700), "engine": (58, 10_205, 2_747)}
 PARTS = {
-    "layer": {"attention/layer.py", "attention/step/build.py", "attention/decode.py", "comm/exchange.py"},
-    "chunk": {"attention/layer.py", "attention/prefill.py", "attention/step/chunks.py", "merge.py"},
-    "engine": {"attention/layer.py", "runtime/engine.py", "runtime/scheduler.py", "model/block.py"},
+    "layer": {"attention/mla/layer.py", "attention/step/build.py", "attention/mla/decode.py", "comm/exchange.py"},
+    "chunk": {"attention/mla/layer.py", "attention/mla/prefill.py", "attention/step/chunks.py", "merge.py"},
+    "engine": {"attention/mla/layer.py", "runtime/engine.py", "runtime/scheduler.py", "model/block.py"},
 }
 
 
 # Files beside the reading set: a kernel in plain torch, and linear layers in 8 and 4 bits.
-APART = {"attention/reference.py", "parallel/fp8.py", "parallel/quantized.py"}
+APART = {"attention/backends/reference.py", "parallel/fp8.py", "parallel/quantized.py"}
 STRUCTURE = Path(__file__).parents[1] / "docs" / "structure.md"
 
 

@@ -31,14 +31,14 @@ def test_a_floor_imports_only_floors_below() -> None:
 
 
 def test_the_reader_of_imports_sees_them_all() -> None:
-    assert "dcpmla.config" in imports_of("dcpmla.attention.layer")
+    assert "dcpmla.config" in imports_of("dcpmla.attention.mla.layer")
     assert "dcpmla.model.hopper.product" in imports_of("dcpmla.model.kernels.experts")  # `from package import module`
     assert "dcpmla.job.join" in imports_of("dcpmla.__main__")
     assert not may_import("dcpmla.cache.latent", "dcpmla.comm.exchange")
     assert not may_import("dcpmla.runtime.engine", "dcpmla.integrations.transformers")
     assert not may_import("dcpmla.merge", "dcpmla.parallel.mesh")
     assert not may_import("dcpmla.cli.generate", "dcpmla")
-    assert may_import("dcpmla.attention.decode", "dcpmla.comm.exchange")
+    assert may_import("dcpmla.attention.mla.decode", "dcpmla.comm.exchange")
 
 
 def circle_in(uses: Mapping[str, Set[str]]) -> list[str]:
@@ -55,6 +55,23 @@ def test_imports_have_no_circle() -> None:
     assert not circle_in({module: uses_of(module) for module in FILES})
 
 
+def folder(module: str) -> str:
+    """The folder of a file of attention/, and a file outside of folders itself; kernels are part of their folder."""
+    parts = module.removeprefix("dcpmla.attention.").split(".")
+    return "/".join(parts[:2]) if parts[0] == "layers" else parts[0]
+
+
+def test_a_folder_of_attention_stands_on_one_floor() -> None:
+    """No folder imports one that imports it, not through others either."""
+    modules = [module for module in FILES if module.startswith("dcpmla.attention.")]
+    uses: dict[str, set[str]] = {folder(module): set() for module in modules}
+    for module in modules:
+        imported = {folder(each) for each in imports_of(module) if each.startswith("dcpmla.attention.")}
+        uses[folder(module)] |= imported - {folder(module)}
+    assert {"step", "mla", "select", "layers/compressed", "backends"} <= uses.keys()
+    assert not circle_in(uses)
+
+
 def test_circles_are_found() -> None:
     uses = {module: set(uses_of(module)) for module in FILES}
     assert "dcpmla.attention.triton.projections" in uses["dcpmla.attention.projections"]
@@ -66,8 +83,8 @@ def test_circles_are_found() -> None:
 
 def test_the_core_needs_torch_triton_and_numpy_alone() -> None:
     optional = {  # used if installed
-        "dcpmla.attention.flashinfer": {"flashinfer"},
-        "dcpmla.attention.linear.kernels.chunks": {"fla"},
+        "dcpmla.attention.backends.flashinfer": {"flashinfer"},
+        "dcpmla.attention.layers.linear.kernels.chunks": {"fla"},
         "dcpmla.comm.reach": {"pynvml"},
     }
     needed = {"torch", "triton", "numpy"}
@@ -77,7 +94,7 @@ def test_the_core_needs_torch_triton_and_numpy_alone() -> None:
 
 # Those who import DeepSeek-V4 files: the table of families, the benchmark of layers, the plug-in for vLLM.
 V4_FILES = (
-    r"dcpmla\.(attention\.compressed|bench\.compressed_stack|integrations\.families\.deepseek_v4|"
+    r"dcpmla\.(attention\.layers\.compressed|bench\.compressed_stack|integrations\.families\.deepseek_v4|"
     r"integrations\.(vllm|external)\.compressed)"
 )
 V4_TABLES = {"dcpmla.integrations.families.table", "dcpmla.bench.layer", "dcpmla.integrations.vllm"}

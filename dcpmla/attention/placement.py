@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from dcpmla.attention.backends import check_backends
+from dcpmla.attention.backends.choice import check_backends
 from dcpmla.cache.formats import check_device, storage_dtype
 from dcpmla.comm.exchange import Exchange
 from dcpmla.config import DCPConfig, MLAConfig

@@ -6,66 +6,15 @@ float64. On GPUs kernels run instead, with two exceptions: a W_UV in the model's
 deterministic, and weights in fp8 on GPUs that do not multiply in fp8.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from dcpmla.attention.projection_calls import LatentWrite, QueryAbsorption, ValueProjection
-from dcpmla.attention.sparse.step import SelectedTokens
 from dcpmla.cache.formats import to_fp8, write_latents
 from dcpmla.comm.norm import rms_norm
 from dcpmla.operators import is_float_on_gpu, nothing, operator
-from dcpmla.parallel.by_rows import by_rows
 from dcpmla.parallel.fixed import multiply_rows
-from dcpmla.parallel.fp8 import PlainRows, dequantize_blocks, empty_codes, quantize_rows, runs_fp8
-
-
-class Tokens(NamedTuple):
-    """Tokens of a step, as inputs of the query projection, and the selection of tokens that they attend to.
-
-    Attributes:
-        q_c: Query latents [T, Lq] after their norm, or hidden states [T, hidden] where queries are not compressed; with
-            query_gates [T, 2 Lq], followed by the latents before their norm.
-        cos_sin, query_factor: The tokens' rows of the same tensors in `StepMetadata`.
-        selection: Selected tokens; None if each token attends to all tokens up to itself.
-    """
-
-    q_c: PlainRows
-    cos_sin: Tensor | None
-    query_factor: Tensor | None
-    selection: SelectedTokens | None = None
-
-    def rows(self, rows: slice) -> "Tokens":
-        """Return the tokens in rows."""
-        selection = None if self.selection is None else self.selection.rows(rows)
-        cos_sin, factor = rows_or_none(self.cos_sin, rows), rows_or_none(self.query_factor, rows)
-        return Tokens(self.q_c[rows], cos_sin, factor, selection)
-
-
-class MHAInputs(NamedTuple):
-    """Inputs of multi-head attention (MHA) of new tokens, to each other and to their contexts.
-
-    Attributes:
-        q: Queries of this rank's heads [T, h, P + R], rotated.
-        gates: Logits [T, h, V] of gates of the output; None without query_gates.
-        kv: The new tokens' nope part of keys and values [T, h (P + V)]; None if they are not projected yet.
-        w_kv_b: Weight [h, P + V, L] that projects latents, of new tokens and of contexts, to kv.
-    """
-
-    q: Tensor
-    gates: Tensor | None
-    kv: Tensor | None
-    w_kv_b: Tensor
-
-    def rows(self, rows: slice) -> "MHAInputs":
-        """Return the inputs of the tokens in rows."""
-        return MHAInputs(self.q[rows], rows_or_none(self.gates, rows), rows_or_none(self.kv, rows), self.w_kv_b)
-
-
-def rows_or_none(tensor: Tensor | None, tokens: slice) -> Tensor | None:
-    """Return the tokens' rows of a tensor, or None if the tensor is None."""
-    return None if tensor is None else tensor[tokens]
+from dcpmla.parallel.fp8 import dequantize_blocks, empty_codes, quantize_rows, runs_fp8
 
 
 def apply_rope(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
@@ -84,25 +33,6 @@ def apply_rope(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
     first, second = (wide[..., 0::2], wide[..., 1::2]) if interleaved else wide.chunk(2, -1)
     rotated = first * cos - second * sin, second * cos + first * sin
     return (torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)).to(x.dtype)
-
-
-def llama_4_factor(positions: Tensor, beta: float, original_max_position: int) -> Tensor:
-    """Return the query's factor [T] float32 at positions [T]: 1 + beta ln(1 + floor(position / original_max_position)).
-
-    Source: Llama 4's attention temperature, as Mistral 4 uses it.
-    """
-    return 1 + beta * torch.log1p(torch.floor(positions / original_max_position))
-
-
-def query_factor(positions: Tensor, llama_4_scaling: tuple[float, int] | None, dtype: torch.dtype) -> Tensor | None:
-    """Return the factor of a step's queries: `llama_4_factor` [T] in their dtype; None for a model without it.
-
-    Source: transformers' Mistral 4 rounds the factor before the product.
-    """
-    if llama_4_scaling is None:
-        return None
-    factor: Tensor = by_rows(lambda position: llama_4_factor(position, *llama_4_scaling), positions)
-    return factor.to(dtype)
 
 
 @operator(
@@ -141,7 +71,7 @@ def norm_rope_cache(call: LatentWrite) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def absorb_query(call: QueryAbsorption) -> Tensor:
     """Return the query of attention over latents, [q_nope W_UK | q_pe rotated], [T, H, L + R]."""
     q, w_uk, cos_sin, rope_interleaved, q_scale, w_scales, is_deterministic = call
-    w_uk = _values_of(w_uk, w_scales, q.dtype)
+    w_uk = w_uk if w_scales is None else dequantize_blocks(w_uk, w_scales, q.dtype)
     q_nope, q_pe = q.tensor_split((w_uk.shape[1],), -1)
     if cos_sin is not None:
         q_pe = apply_rope(q_pe, cos_sin, rope_interleaved)
@@ -178,14 +108,9 @@ def project_values(call: ValueProjection) -> Tensor:
 def project_into(call: ValueProjection, values: Tensor) -> None:
     """Compute `project_values` by plain torch, into values [T, h V] with stride 1 along a row."""
     out, w_uv, w_scales, is_deterministic = call
-    w_uv = _values_of(w_uv, w_scales, out.dtype)
+    w_uv = w_uv if w_scales is None else dequantize_blocks(w_uv, w_scales, out.dtype)
     if is_deterministic:
         values.copy_(multiply_rows(out, w_uv).flatten(1))
         return
     # A matrix product writes into any result with stride 1 along its rows, so no transposition is copied.
     torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2), out=values.view(-1, *w_uv.shape[:2]).transpose(0, 1))
-
-
-def _values_of(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return a plain weight unchanged, or the values of e4m3 codes with their scales."""
-    return weight if scales is None else dequantize_blocks(weight, scales, dtype)

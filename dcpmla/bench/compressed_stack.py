@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpmla.attention.calls import DecodeCall, decode_workspace
-from dcpmla.attention.compressed.cache import CompressedCache, plan_compressed
-from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
-from dcpmla.attention.compressed.costs import layer_reads
-from dcpmla.attention.compressed.layer import CompressedAttention
-from dcpmla.attention.compressed.step import CompressedMetadata, compressed_traits, selects, with_angles
-from dcpmla.attention.decode import mla_decode
-from dcpmla.attention.sparse.candidates import candidate_width
+from dcpmla.attention.backends.calls import DecodeCall, decode_workspace
+from dcpmla.attention.layers.compressed.cache import CompressedCache, plan_compressed
+from dcpmla.attention.layers.compressed.config import CompressedConfig, LayerKind
+from dcpmla.attention.layers.compressed.costs import layer_reads
+from dcpmla.attention.layers.compressed.layer import CompressedAttention
+from dcpmla.attention.layers.compressed.step import CompressedMetadata, compressed_traits, selects, with_angles
+from dcpmla.attention.mla.decode import mla_decode
+from dcpmla.attention.select.candidates import candidate_width
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.attention.step.table import StepRequests

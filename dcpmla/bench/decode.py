@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dcpmla.attention.backends import DECODE_BACKENDS
+from dcpmla.attention.backends.choice import DECODE_BACKENDS
 from dcpmla.bench.cache_formats import quantized_name, query_dtypes
 from dcpmla.bench.ceilings import floor_fields, measure_ceilings
 from dcpmla.bench.decode_inputs import Answer, Caches, DecodeCase, DecodeInputs, MakeKernel, Ours

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dcpmla.attention import reference
-from dcpmla.attention.calls import DecodeCall, decode_workspace, split_queries
-from dcpmla.attention.decode import mla_decode
+from dcpmla.attention.backends import reference
+from dcpmla.attention.backends.calls import DecodeCall, decode_workspace, split_queries
+from dcpmla.attention.mla.decode import mla_decode
 from dcpmla.bench.cache_formats import (
     Q_SCALE,
     fill_randomly,
@@ -217,7 +217,7 @@ class Ours:
 
 
 class Answer:
-    """The float64 result of a call for the first and the last request, from `attention/reference.py`.
+    """The float64 result of a call for the first and the last request, from `attention/backends/reference.py`.
 
     It takes the quantized inputs, so that errors are the kernel's, not the format's.
     """

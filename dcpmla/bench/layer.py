@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dcpmla.attention.layer import PROJECT_FIRST_TOKENS
+from dcpmla.attention.mla.layer import PROJECT_FIRST_TOKENS
 from dcpmla.attention.stack import Stack as AttentionStack
 from dcpmla.bench.cache_formats import config_name, query_dtypes
 from dcpmla.bench.ceilings import floor_fields, measure_ceilings

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from dcpmla.attention.calls import decode_workspace
-from dcpmla.attention.decode import decode_call, mla_decode
-from dcpmla.attention.latent_spec import LatentSpec
-from dcpmla.attention.layer import PROJECT_FIRST_TOKENS, MLAAttention
+from dcpmla.attention.backends.calls import decode_workspace
+from dcpmla.attention.mla.decode import decode_call, mla_decode
+from dcpmla.attention.mla.latent_spec import LatentSpec, query_factor
+from dcpmla.attention.mla.layer import PROJECT_FIRST_TOKENS, MLAAttention
 from dcpmla.attention.projection_calls import ValueProjection
-from dcpmla.attention.projections import project_values, query_factor
+from dcpmla.attention.projections import project_values
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.bench.cache_formats import KV_SCALE, fill_randomly

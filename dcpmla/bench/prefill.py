@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpmla.attention.backends import PREFILL_BACKENDS, Backend
-from dcpmla.attention.calls import PrefillCall, Segments, join_keys
-from dcpmla.attention.sparse.mask import selection_mask, unpack_mask
+from dcpmla.attention.backends.calls import PrefillCall, Segments, join_keys
+from dcpmla.attention.backends.choice import PREFILL_BACKENDS, Backend
+from dcpmla.attention.backends.mask import selection_mask, unpack_mask
 from dcpmla.bench.options import add_measured
 from dcpmla.bench.plots import draw_lines, new_figure, save_figure, select
 from dcpmla.bench.results import Row, dtype_name, error_fields, is_within, leave_out

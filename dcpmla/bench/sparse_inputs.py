@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpmla.attention.sparse.calls import IndexQueries
-from dcpmla.attention.sparse.candidates import EMPTY
-from dcpmla.attention.sparse.scores import index_scores
-from dcpmla.attention.sparse.slots import SlotLayout
-from dcpmla.attention.sparse.step import SelectedTokens
-from dcpmla.attention.sparse.topk import choose_tokens, local_candidates
+from dcpmla.attention.select.calls import IndexQueries
+from dcpmla.attention.select.candidates import EMPTY
+from dcpmla.attention.select.scores import index_scores
+from dcpmla.attention.select.slots import SlotLayout
+from dcpmla.attention.select.step import SelectedTokens
+from dcpmla.attention.select.topk import choose_tokens, local_candidates
 from dcpmla.bench.cache_formats import (
     fill_index_keys,
     fill_randomly,

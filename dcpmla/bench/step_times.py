@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dcpmla.attention.calls import decode_workspace
+from dcpmla.attention.backends.calls import decode_workspace
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.bench.timing import is_h200, profile_kernels, time_operation
 from dcpmla.cache.formats import format_name

@@ -1,4 +1,4 @@
-"""Triton kernels of the cache with their launchers; `cache/formats.py` and `attention/prefill.py` specify them."""
+"""Triton kernels of the cache with their launchers; `cache/formats.py` and `attention/mla/prefill.py` specify them."""
 
 import torch
 import triton

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 
-from dcpmla.attention.backends import DECODE_BACKENDS, PREFILL_BACKENDS, passed_over, select_backend
-from dcpmla.attention.calls import DecodeCall, PrefillCall, Segments, split_queries
+from dcpmla.attention.backends.calls import DecodeCall, PrefillCall, Segments, split_queries
+from dcpmla.attention.backends.choice import DECODE_BACKENDS, PREFILL_BACKENDS, passed_over, select_backend
 from dcpmla.bench.results import installed, versions
 from dcpmla.comm.reach import Nvml, find_peers, gpu_uuid
 from dcpmla.config import MLAConfig

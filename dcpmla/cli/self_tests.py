@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcpmla.attention import reference
-from dcpmla.attention.calls import DecodeCall, PrefillCall, Segments, join_keys, split_queries
-from dcpmla.attention.decode import mla_decode
-from dcpmla.attention.prefill import mha_prefill
+from dcpmla.attention.backends import reference
+from dcpmla.attention.backends.calls import DecodeCall, PrefillCall, Segments, join_keys, split_queries
+from dcpmla.attention.mla.decode import mla_decode
+from dcpmla.attention.mla.prefill import mha_prefill
 from dcpmla.bench.exchange_inputs import OPERATIONS, Combine, ExchangeCase, GatherHeads, find_errors
 from dcpmla.bench.timing import Timing, calls_per_sample, time_operation
 from dcpmla.comm.exchange import Exchange

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dcpmla.attention.calls import Segments
+from dcpmla.attention.backends.calls import Segments
 from dcpmla.attention.costs import SEGMENT_ROWS
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.metadata import DecodeMetadata, part_tokens

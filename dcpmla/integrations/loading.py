@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dcpmla.attention.backends import check_backends
+from dcpmla.attention.backends.choice import check_backends
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.chunks import max_chunk_tokens
 from dcpmla.cache.blocks import BlockAllocator

@@ -8,7 +8,7 @@ from typing import Any
 
 import transformers
 
-from dcpmla.attention.backends import check_backends
+from dcpmla.attention.backends.choice import check_backends
 from dcpmla.config import DCPConfig
 from dcpmla.hf_quantization import expert_codes, has_mxfp8
 from dcpmla.integrations.families.table import attention_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from dcpmla.attention.fp8_scales import missing_scales
+from dcpmla.attention.mla.fp8_scales import missing_scales
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.spec import AttentionLayer
 from dcpmla.attention.stack import Stack

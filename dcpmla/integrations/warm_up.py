@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dcpmla.attention.calls import Segments
+from dcpmla.attention.backends.calls import Segments
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.chunks import PrefillMetadata, lay_out_prefills
 from dcpmla.attention.step.metadata import DecodeMetadata

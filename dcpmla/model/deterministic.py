@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from dcpmla.attention.weights import AttentionWeights
+from dcpmla.attention.mla.weights import AttentionWeights
 from dcpmla.model.block import Decoder, DecoderBlock, ShortcutBlock, VocabHead
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import Gate, MoE

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dcpmla.attention.calls import Segments, decode_workspace
+from dcpmla.attention.backends.calls import Segments, decode_workspace
 from dcpmla.attention.step.build import StepBuilder, lay_out
 from dcpmla.attention.step.chunks import PrefillMetadata, segments_of
 from dcpmla.attention.step.long_pieces import num_pieces

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dcpmla.attention.calls import decode_workspace
+from dcpmla.attention.backends.calls import decode_workspace
 from dcpmla.attention.stack import Stack
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.attention.step.table import StepRequests

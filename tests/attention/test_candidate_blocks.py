@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla.attention.sparse.blocks import Candidates
-from dcpmla.attention.sparse.topk import local_candidates
+from dcpmla.attention.select.blocks import Candidates
+from dcpmla.attention.select.topk import local_candidates
 from dcpmla.ownership import Owner
 
 NUM_TOKENS, SIZE, NUM_BLOCKS = 12, 4, 3

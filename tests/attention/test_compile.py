@@ -12,8 +12,8 @@ import torch._dynamo
 from torch import Tensor
 
 from dcpmla import MLAAttention, MLAConfig, Placement, init_mesh
-from dcpmla.attention.projections import query_factor
-from dcpmla.attention.sparse.step import with_selection
+from dcpmla.attention.mla.latent_spec import query_factor
+from dcpmla.attention.select.step import with_selection
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.formats import is_quantized, to_cache_rows

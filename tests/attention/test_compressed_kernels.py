@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla.attention.compressed import projections
-from dcpmla.attention.compressed.calls import ChunkEntries, VisibleTokens, WindowWrite
-from dcpmla.attention.compressed.visible import append_entries, visible_rows
+from dcpmla.attention.layers.compressed import projections
+from dcpmla.attention.layers.compressed.calls import ChunkEntries, VisibleTokens, WindowWrite
+from dcpmla.attention.layers.compressed.visible import append_entries, visible_rows
 from dcpmla.cache.shared_format import ROPE_DIM, rows_shape
 from dcpmla.cache.shared_rows import read_rows, write_rows
 from dcpmla.ownership import Owner
@@ -62,7 +62,7 @@ def rows_case(sizes: tuple[int, int, int], dtype: torch.dtype, storage: torch.dt
 
 def check_finish_rows(device: str, *sizes: tuple[int, int, int]) -> None:
     """Check that rows are as the torch code's, and a cache, byte by byte, as it makes them of the kernel's rows."""
-    from dcpmla.attention.compressed.kernels import projections as kernels
+    from dcpmla.attention.layers.compressed.kernels import projections as kernels
 
     for size, dtype in with_dtypes(device, sizes):
         arguments = rows_case(size, dtype, dtype)
@@ -87,7 +87,7 @@ def check_finish_rows(device: str, *sizes: tuple[int, int, int]) -> None:
 
 def check_quantized(device: str, *sizes: tuple[int, int, int]) -> None:
     """Check that query latents are what they are alone, and codes and scales what `quantize_groups` makes of them."""
-    from dcpmla.attention.compressed.kernels import projections as kernels
+    from dcpmla.attention.layers.compressed.kernels import projections as kernels
 
     for size, dtype in itertools.product(sizes, DTYPES):
         arguments = rows_case(size, dtype, dtype)
@@ -123,7 +123,7 @@ def heads_case(num_tokens: int, num_heads: int, width: int, rope: int, dtype: to
 
 
 def check_heads(device: str, *shapes: tuple[int, int, int, int]) -> None:
-    from dcpmla.attention.compressed.kernels import projections as kernels
+    from dcpmla.attention.layers.compressed.kernels import projections as kernels
 
     for shape, dtype in itertools.product(shapes, DTYPES):
         arguments = heads_case(*shape, dtype)
@@ -173,7 +173,7 @@ def visible_cases() -> Iterator[list[Any]]:
 
 
 def check_visible(device: str) -> None:
-    from dcpmla.attention.compressed.kernels.visible import visible_rows as kernel
+    from dcpmla.attention.layers.compressed.kernels.visible import visible_rows as kernel
 
     for arguments in visible_cases():
         wanted, num = visible_rows(VisibleTokens(*arguments))
@@ -199,7 +199,7 @@ def append_cases() -> Iterator[list[Any]]:
 
 
 def check_append(device: str) -> None:
-    from dcpmla.attention.compressed.kernels.visible import append_entries as kernel
+    from dcpmla.attention.layers.compressed.kernels.visible import append_entries as kernel
 
     for arguments in append_cases():
         rows, num, entries, first, end, base = arguments
@@ -312,8 +312,8 @@ ROW = {"WIDTH": 512, "ROPE": 64, "PAIRS": 256}
 def test_kernels_compile_for_hopper(dtype: str, cache: str) -> None:
     """Rows move in wide loads and stores, but those of e4m3."""
     pytest.importorskip("triton")
-    from dcpmla.attention.compressed.kernels.projections import heads_kernel, query_kernel, rows_kernel
-    from dcpmla.attention.compressed.kernels.visible import append_kernel, visible_kernel
+    from dcpmla.attention.layers.compressed.kernels.projections import heads_kernel, query_kernel, rows_kernel
+    from dcpmla.attention.layers.compressed.kernels.visible import append_kernel, visible_kernel
     from dcpmla.cache.shared_kernels import read_pages_kernel
 
     types = {**TYPES, "cache_ptr": "*u8" if cache == "u8" else f"*{dtype}", "codes_ptr": "*fp8e4nv"}

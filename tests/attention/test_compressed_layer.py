@@ -10,11 +10,11 @@ from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Attention, DeepseekV4RotaryEmbedding
 
 from dcpmla import DCPConfig, Placement, StepMetadata, init_mesh
-from dcpmla.attention.compressed import layer as layer_module
-from dcpmla.attention.compressed.cache import CompressedCache, plan_compressed
-from dcpmla.attention.compressed.fork import fork
-from dcpmla.attention.compressed.layer import CompressedAttention
-from dcpmla.attention.compressed.step import compressed_traits, with_angles
+from dcpmla.attention.layers.compressed import layer as layer_module
+from dcpmla.attention.layers.compressed.cache import CompressedCache, plan_compressed
+from dcpmla.attention.layers.compressed.fork import fork
+from dcpmla.attention.layers.compressed.layer import CompressedAttention
+from dcpmla.attention.layers.compressed.step import compressed_traits, with_angles
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.comm.select import select_exchange

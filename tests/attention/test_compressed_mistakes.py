@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from dcpmla import Placement, StepMetadata
-from dcpmla.attention.compressed.config import WINDOW_ONLY, LayerKind
-from dcpmla.attention.compressed.layer import CompressedAttention
-from dcpmla.attention.compressed.step import compressed_traits
+from dcpmla.attention.layers.compressed.config import WINDOW_ONLY, LayerKind
+from dcpmla.attention.layers.compressed.layer import CompressedAttention
+from dcpmla.attention.layers.compressed.step import compressed_traits
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.integrations.families.table import attention_of

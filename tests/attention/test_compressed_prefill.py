@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.utils import deterministic
 
 from dcpmla import DCPConfig
-from dcpmla.attention.calls import DecodeCall
-from dcpmla.attention.compressed import lists, prefill
-from dcpmla.attention.compressed.config import CompressedConfig
-from dcpmla.attention.compressed.lists import RowLists
-from dcpmla.attention.compressed.step import CompressedMetadata
+from dcpmla.attention.backends.calls import DecodeCall
+from dcpmla.attention.layers.compressed import lists, prefill
+from dcpmla.attention.layers.compressed.config import CompressedConfig
+from dcpmla.attention.layers.compressed.lists import RowLists
+from dcpmla.attention.layers.compressed.step import CompressedMetadata
 from dcpmla.cache.shared_rows import read_rows
 from dcpmla.comm.exchange import Exchange
 from dcpmla.comm.select import select_exchange

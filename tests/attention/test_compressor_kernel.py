@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from dcpmla import DCPConfig
-from dcpmla.attention.compressed.cache import plan_compressed
-from dcpmla.attention.compressed.config import CompressedConfig, LayerKind
-from dcpmla.attention.compressed.projections import rotate
-from dcpmla.attention.pooled import compressor
-from dcpmla.attention.pooled.entries import EntryLayout, Pooling, PoolUpdate
+from dcpmla.attention.layers.compressed.cache import plan_compressed
+from dcpmla.attention.layers.compressed.config import CompressedConfig, LayerKind
+from dcpmla.attention.layers.compressed.projections import rotate
+from dcpmla.attention.layers.pooled import compressor
+from dcpmla.attention.select.entries import EntryLayout, Pooling, PoolUpdate
 from dcpmla.cache.shared_format import ROPE_DIM
 from tests.attention.test_compressed_kernels import DTYPES, POISON, TYPES, assert_near
 from tests.attention.test_small_kernels import compile_for_hopper, cut, on, randn
@@ -76,7 +76,7 @@ def check_steps(
     steps: Steps,
     pairs_dtype: torch.dtype | None = None,
 ) -> None:
-    from dcpmla.attention.pooled.kernels import compressor as kernels
+    from dcpmla.attention.layers.pooled.kernels import compressor as kernels
 
     moved_sums = moved_cache = None
     for call, part in compressor_cases(config, dcp, rank, is_index, dtype, steps, pairs_dtype):
@@ -218,7 +218,7 @@ def test_operator_on_a_gpu() -> None:
 )
 def test_the_kernel_compiles_for_hopper(dtype: str, cache: str) -> None:
     pytest.importorskip("triton")
-    from dcpmla.attention.pooled.kernels.compressor import compress_kernel
+    from dcpmla.attention.select.kernels.compressor import compress_kernel
 
     numbers = dict.fromkeys(("end_ptr", "source_ptr", "target_ptr"), "*i32")
     types = {**TYPES, **numbers, "cache_ptr": f"*{cache}"}

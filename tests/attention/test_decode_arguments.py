@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla.attention.backends import DECODE_BACKENDS, Backend, passed_over, register_backend, select_backend
+from dcpmla.attention.backends.choice import DECODE_BACKENDS, Backend, passed_over, register_backend, select_backend
 from tests.attention.test_reference import L, R
 from tests.support.backends import checked_call, decode, decode_call, only
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dcpmla.attention.backends import DECODE_BACKENDS, find_backend, select_backend
+from dcpmla.attention.backends.choice import DECODE_BACKENDS, find_backend, select_backend
 from dcpmla.cache import formats
 from tests.support.backends import as_kernel, checked_call, decode, decode_call, in_parts
 from tests.support.decode_cases import QUANTIZED, SMALL, Case, check, long_case
@@ -142,7 +142,7 @@ def test_a_graph_replays_with_other_lengths(kind: dict[str, Any]) -> None:
     """One graph serves other lengths and scales than it was captured with, which are the device's, with the same bits
     as eager calls.
     """
-    from dcpmla.attention.calls import decode_workspace
+    from dcpmla.attention.backends.calls import decode_workspace
 
     case = long_case(8, 4096, **kind)
     inputs = {**case.inputs("cuda"), "workspace": decode_workspace("cuda")}
@@ -182,7 +182,7 @@ def test_nan_of_a_key_is_not_lost(backend: str, kind: dict[str, Any]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [{}, *QUANTIZED])
 def test_the_operator_on_a_gpu(kind: dict[str, Any]) -> None:
-    from dcpmla.attention.calls import decode_workspace
+    from dcpmla.attention.backends.calls import decode_workspace
 
     inputs = {**long_case(5, 2000, **kind).inputs("cuda"), "workspace": decode_workspace("cuda")}
     args = (*checked_call(**inputs), *[None] * 6)

@@ -11,8 +11,8 @@ import torch
 
 from dcpmla import mla_decode
 from dcpmla.attention import backends
-from dcpmla.attention.sparse.selector import selected_rows
-from dcpmla.attention.sparse.step import SelectedTokens
+from dcpmla.attention.select.selector import selected_rows
+from dcpmla.attention.select.step import SelectedTokens
 from dcpmla.cache import formats
 from tests.support.backends import checked_call, decode, joined_call
 from tests.support.decode_cases import FP8_QUERIES, QUANTIZED, Case

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from dcpmla.attention import reference
-from dcpmla.attention.backends import DECODE_BACKENDS, find_backend
+from dcpmla.attention.backends import reference
+from dcpmla.attention.backends.choice import DECODE_BACKENDS, find_backend
 from tests.support.backends import checked_call, decode, in_parts
 from tests.support.decode_cases import QUANTIZED, Case, compare, long_case
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.kimi_linear import modeling_kimi_linear as theirs
 
-from dcpmla.attention.linear.calls import DeltaCall, DeltaRequests, DeltaState, DeltaTokens, DeltaWeights
-from dcpmla.attention.linear.chunked import attend_in_chunks, has_library
-from dcpmla.attention.linear.config import DeltaConfig
-from dcpmla.attention.linear.delta import delta_attention, log_decay
-from dcpmla.attention.linear.spec import DeltaSpec
-from dcpmla.attention.linear.step import DeltaMetadata, delta_metadata
+from dcpmla.attention.layers.linear.calls import DeltaCall, DeltaRequests, DeltaState, DeltaTokens, DeltaWeights
+from dcpmla.attention.layers.linear.chunked import attend_in_chunks, has_library
+from dcpmla.attention.layers.linear.config import DeltaConfig
+from dcpmla.attention.layers.linear.delta import delta_attention, log_decay
+from dcpmla.attention.layers.linear.spec import DeltaSpec
+from dcpmla.attention.layers.linear.step import DeltaMetadata, delta_metadata
 from dcpmla.attention.step import long_pieces
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.long_pieces import LONG_PIECE, TOKENS_PER_PIECE
@@ -140,7 +140,7 @@ def compare(
 
 
 def check_in_the_interpreter() -> None:
-    from dcpmla.attention.linear.kernels.recurrence import delta_attention as launch
+    from dcpmla.attention.layers.linear.kernels.recurrence import delta_attention as launch
     from tests.support.interpreter import convert_as_torch
 
     convert_as_torch()
@@ -218,7 +218,7 @@ def imitate_library() -> None:
 
 def check_chunks_in_the_interpreter() -> None:
     imitate_library()
-    from dcpmla.attention.linear.kernels.chunks import attend_in_chunks as launch
+    from dcpmla.attention.layers.linear.kernels.chunks import attend_in_chunks as launch
     from tests.support.interpreter import convert_as_torch
 
     convert_as_torch()
@@ -282,7 +282,7 @@ def test_the_kernel_compiles(has_floor: bool) -> None:
     pytest.importorskip("triton")
     from triton.compiler import ASTSource
 
-    from dcpmla.attention.linear.kernels.recurrence import _attend
+    from dcpmla.attention.layers.linear.kernels.recurrence import _attend
 
     halves = ("out", "qkv", "decay", "beta", "gate", "conv", "norm", "recent")
     types = dict.fromkeys(halves, "*bf16") | dict.fromkeys(("log_rate", "decay_bias", "memory"), "*fp32")
@@ -297,7 +297,7 @@ def test_kernels_of_pieces_compile() -> None:
     pytest.importorskip("triton")
     from triton.compiler import ASTSource
 
-    from dcpmla.attention.linear.kernels import read, write
+    from dcpmla.attention.layers.linear.kernels import read, write
 
     sizes = {"HEADS": 32, "DIM": 128, "WIDTH": 128}
     rows = {"PIECES": 32, "ROWS": 16}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dcpmla import MLAAttention, Placement, init_mesh
-from dcpmla.attention.latent_spec import LatentSpec
+from dcpmla.attention.mla.latent_spec import LatentSpec
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.families.table import attention_of
 from dcpmla.merge import merge_pair, merge_partials, merge_tree

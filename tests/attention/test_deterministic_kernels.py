@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla.attention.backends import DECODE_BACKENDS
-from dcpmla.attention.calls import DecodeCall, Segments
-from dcpmla.attention.decode import run_call
-from dcpmla.attention.ordered import OrderedResults
+from dcpmla.attention.backends.calls import DecodeCall, Segments
+from dcpmla.attention.backends.choice import DECODE_BACKENDS
+from dcpmla.attention.mla.decode import run_call
+from dcpmla.attention.mla.ordered import OrderedResults
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.chunks import PrefillMetadata, lay_out_prefills
 from tests.support.ordered import (
@@ -151,8 +151,8 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     backends = [each for each in DECODE_BACKENDS if each.name != "hopper"]
     with (
-        patch("dcpmla.attention.decode.DECODE_BACKENDS", backends),
-        patch("dcpmla.attention.ordered.hopper_widths", lambda *_: "a test of the portable kernel"),
+        patch("dcpmla.attention.mla.decode.DECODE_BACKENDS", backends),
+        patch("dcpmla.attention.mla.ordered.hopper_widths", lambda *_: "a test of the portable kernel"),
     ):
         yield
 
@@ -177,7 +177,7 @@ def test_decode_on_a_gpu(cache_format: str) -> None:
         with patch("dcpmla.attention.triton.ordered_merge.ORDERED_ROWS", 1):  # all splits of a class in the same rows
             shared = decode(sizes, 1, batch, 2)
         assert all(map(torch.equal, itertools.chain(*shared), itertools.chain(*got)))
-    with patch("dcpmla.attention.decode.DECODE_BACKENDS", DECODE_BACKENDS[-1:]):
+    with patch("dcpmla.attention.mla.decode.DECODE_BACKENDS", DECODE_BACKENDS[-1:]):
         reference = decode(sizes, 1, MANY[:8])
     for actual, other in zip(expected[:8], reference, strict=True):
         # Kernels round weights of keys, and keys of fp8_ds_mla, to bfloat16. That costs up to 0.4 % of a row's norm and

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from dcpmla import DCPConfig, Placement, init_mesh
 from dcpmla.attention import layer as layer_module
-from dcpmla.attention.compressed.layer import CompressedAttention
-from dcpmla.attention.fp8_scales import OUTPUT_SCALE_NAMES, read_scale
+from dcpmla.attention.layers.compressed.layer import CompressedAttention
+from dcpmla.attention.mla.fp8_scales import OUTPUT_SCALE_NAMES, read_scale
 from dcpmla.comm.select import select_exchange
 from dcpmla.indexer_config import IndexerConfig
 from dcpmla.integrations.families.table import attention_of

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers.models.deepseek_v32 import modeling_deepseek_v32
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa
 
-from dcpmla.attention.sparse.calls import IndexNorm, IndexQueries, IndexRotation
-from dcpmla.attention.sparse.projections import norm_rope_index_keys, rope_index_queries
-from dcpmla.attention.sparse.scores import index_scores
+from dcpmla.attention.select.calls import IndexNorm, IndexQueries, IndexRotation
+from dcpmla.attention.select.projections import norm_rope_index_keys, rope_index_queries
+from dcpmla.attention.select.scores import index_scores
 from dcpmla.cache.formats import FP8, FP8_MAX
 from dcpmla.cache.index_keys import check_index_cache, index_row_width, index_to_fp8, read_index_keys, write_index_keys
 

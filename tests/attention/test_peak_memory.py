@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcpmla import MLAAttention, MLAConfig, Placement, init_mesh
 from dcpmla.attention import peak_memory
-from dcpmla.attention.backends import Backend
+from dcpmla.attention.backends.choice import Backend
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.families.table import attention_of
 from tests.attention.test_layer import layout

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcpmla.attention.pooled import compressor
-from dcpmla.attention.pooled.entries import EntryLayout, Pooling, PoolUpdate, pool_updates
-from dcpmla.attention.pooled.expand import expand_pools
-from dcpmla.attention.pooled.step import PoolMetadata, with_pools
-from dcpmla.attention.sparse.slots import SlotLayout
-from dcpmla.attention.sparse.step import SelectedTokens
+from dcpmla.attention.layers.pooled import compressor
+from dcpmla.attention.layers.pooled.expand import expand_pools
+from dcpmla.attention.layers.pooled.step import PoolMetadata, with_pools
+from dcpmla.attention.select.entries import EntryLayout, Pooling, PoolUpdate, pool_updates
+from dcpmla.attention.select.slots import SlotLayout
+from dcpmla.attention.select.step import SelectedTokens
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.table import StepRequests, StepTraits, TableSizes
 from dcpmla.config import DCPConfig
@@ -141,8 +141,8 @@ def test_pools_of_a_padded_step() -> None:
 
 
 def check_kernels(device: str) -> None:
-    from dcpmla.attention.pooled.kernels import compressor as pooling
-    from dcpmla.attention.pooled.kernels import expand as kernels
+    from dcpmla.attention.layers.pooled.kernels import compressor as pooling
+    from dcpmla.attention.layers.pooled.kernels import expand as kernels
 
     for pool_size, num_pools, layout in ((4, 3, (0, 1, 1)), (2, 5, (1, 2, 4)), (3, 1, (0, 2, 1)), (1, 9, (1, 2, 1))):
         case = make_case(pool_size, pool_size, num_pools)
@@ -185,7 +185,7 @@ def test_kernels() -> None:
 
 def test_the_kernel_compiles_for_hopper() -> None:
     pytest.importorskip("triton")
-    from dcpmla.attention.pooled.kernels.expand import expand_kernel
+    from dcpmla.attention.layers.pooled.kernels.expand import expand_kernel
 
     names = ("pools", "seq_lens", "block_table", "request", "positions", "slots", "num_slots")
     constants = {"NUM_POOLS": 128, "POOL_SIZE": 16, "WIDTH": 2063, "COLUMNS": 4096, "BLOCK_SIZE": 64}

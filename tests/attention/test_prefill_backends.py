@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla.attention import flashinfer, reference
-from dcpmla.attention.backends import PREFILL_BACKENDS, find_backend
-from dcpmla.attention.calls import PrefillCall
+from dcpmla.attention.backends import flashinfer, reference
+from dcpmla.attention.backends.calls import PrefillCall
+from dcpmla.attention.backends.choice import PREFILL_BACKENDS, find_backend
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from tests.attention.test_prefill_kernel import (

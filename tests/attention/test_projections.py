@@ -13,7 +13,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 )
 
 from dcpmla.attention import projections
-from dcpmla.attention.prefill import read_cache_rows
+from dcpmla.attention.mla.prefill import read_cache_rows
 from dcpmla.attention.projection_calls import ValueProjection
 from dcpmla.comm.nccl import merge_rows, weigh_rows
 from tests.attention.test_small_kernels import (

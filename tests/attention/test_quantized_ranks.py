@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dcpmla import StepMetadata, dcp_mla_prefill, merge_partials
-from dcpmla.attention.prefill import read_cache_rows
+from dcpmla.attention.mla.prefill import read_cache_rows
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.chunks import PrefillMetadata
 from dcpmla.attention.step.table import StepRequests

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dcpmla import dcp_mla_decode, merge_partials, mla_decode
-from dcpmla.attention import reference
+from dcpmla.attention.backends import reference
 from dcpmla.comm.exchange import LocalExchange
 from tests.support.backends import checked_call, decode, in_parts, joined_call
 from tests.test_ownership import deal_slots

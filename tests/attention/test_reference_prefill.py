@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dcpmla import DCPConfig, dcp_mla_prefill
-from dcpmla.attention import reference
-from dcpmla.attention.backends import PREFILL_BACKENDS, select_backend
-from dcpmla.attention.calls import PrefillCall, Segments
+from dcpmla.attention.backends import reference
+from dcpmla.attention.backends.calls import PrefillCall, Segments
+from dcpmla.attention.backends.choice import PREFILL_BACKENDS, select_backend
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.comm.exchange import LocalExchange

@@ -6,10 +6,10 @@ The kernel runs on a GPU, in Triton's interpreter without one.
 import pytest
 import torch
 
-from dcpmla.attention.compressed import window_rings
-from dcpmla.attention.compressed.calls import VisibleTokens
-from dcpmla.attention.compressed.visible import visible_rows
-from dcpmla.attention.compressed.window_rings import ring_states, visible_in_rings
+from dcpmla.attention.layers.compressed import window_rings
+from dcpmla.attention.layers.compressed.calls import VisibleTokens
+from dcpmla.attention.layers.compressed.visible import visible_rows
+from dcpmla.attention.layers.compressed.window_rings import ring_states, visible_in_rings
 from dcpmla.ownership import Owner
 from tests.support.shared_memory import run_interpreted
 
@@ -43,7 +43,7 @@ def test_a_step_without_decodes() -> None:
 
 def check_kernel(device: str) -> None:
     """Compare any number of requests, some of which are padding, with a list for each ring in torch."""
-    from dcpmla.attention.compressed.kernels import visible as kernels
+    from dcpmla.attention.layers.compressed.kernels import visible as kernels
 
     table = torch.arange(30, 80, dtype=torch.int32).view(5, 10)
     for num_reqs in range(1, 6):

@@ -11,7 +11,8 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import apply_rotary_em
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb, apply_rotary_pos_emb_interleave
 from transformers.models.mistral4.modeling_mistral4 import get_llama_4_attn_scale
 
-from dcpmla.attention.projections import apply_rope, llama_4_factor
+from dcpmla.attention.mla.latent_spec import llama_4_factor
+from dcpmla.attention.projections import apply_rope
 
 T, H, R = 7, 3, 8
 

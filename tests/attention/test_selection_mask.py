@@ -10,9 +10,9 @@ from torch import Tensor
 
 from dcpmla.attention import obstacles
 from dcpmla.attention import prefill as operators
-from dcpmla.attention.backends import PREFILL_BACKENDS
-from dcpmla.attention.calls import PrefillCall
-from dcpmla.attention.sparse.mask import selection_mask, unpack_mask
+from dcpmla.attention.backends.calls import PrefillCall
+from dcpmla.attention.backends.choice import PREFILL_BACKENDS
+from dcpmla.attention.backends.mask import selection_mask, unpack_mask
 from tests.attention.test_prefill_backends import DEEPSEEK, LARGER_CASES, find_kernel
 from tests.attention.test_prefill_compile import compile_for_hopper
 from tests.support.backends import as_kernel, prefill_call
@@ -68,7 +68,7 @@ def test_selection_mask(segment: list[tuple[int, int]], num_keys: int, topk: int
 
 def check_mask_kernel(device: str) -> None:
     """Against the specification: rows of a wider tensor, top-k that is no power of 2, -1 everywhere, many requests."""
-    from dcpmla.attention.sparse.kernels.mask import selection_mask as kernel
+    from dcpmla.attention.triton.mask import selection_mask as kernel
 
     for query_lens, first, topk, num_keys in (
         ([3, 1, 9], [100, 0, 31], 40, 130),
@@ -126,7 +126,7 @@ def test_in_the_interpreter() -> None:
 
 
 def test_mask_kernel_compiles_for_hopper() -> None:
-    from dcpmla.attention.sparse.kernels.mask import selection_mask_kernel
+    from dcpmla.attention.triton.mask import selection_mask_kernel
 
     types = {f"{name}_ptr": "*i32" for name in ("positions", "query_start_loc", "first_position", "words")}
     compiled = compile_for_hopper(selection_mask_kernel, types, {"TOPK": 2048, "BLOCK": 2048}, {"num_warps": 8})

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla.attention import reference
-from dcpmla.attention.backends import DECODE_BACKENDS, find_backend, select_backend
-from dcpmla.attention.calls import DecodeCall
-from dcpmla.attention.decode import dcp_mla_decode
+from dcpmla.attention.backends import reference
+from dcpmla.attention.backends.calls import DecodeCall
+from dcpmla.attention.backends.choice import DECODE_BACKENDS, find_backend, select_backend
+from dcpmla.attention.mla.decode import dcp_mla_decode
 from dcpmla.cache.shared_format import rows_shape
 from dcpmla.cache.shared_rows import read_rows, write_rows
 from dcpmla.comm.exchange import LocalExchange

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention import head_factors, projections
-from dcpmla.attention.prefill import read_cache_rows
+from dcpmla.attention.mla.prefill import read_cache_rows
 from dcpmla.attention.projection_calls import LatentWrite, QueryAbsorption, ValueProjection
 from tests.support.hopper import compile_source
 from tests.support.shared_memory import run_interpreted

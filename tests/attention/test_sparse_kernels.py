@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla.attention.sparse import projections, scores
-from dcpmla.attention.sparse.calls import IndexNorm, IndexQueries, IndexRotation
+from dcpmla.attention.select import projections, scores
+from dcpmla.attention.select.calls import IndexNorm, IndexQueries, IndexRotation
 from dcpmla.cache.formats import FP8
 from dcpmla.cache.index_keys import index_row_width, index_to_fp8, read_index_keys, write_index_keys
 from tests.attention.test_small_kernels import compile_for_hopper, cut, on, randn
@@ -67,7 +67,7 @@ def scores_case(
 
 def check_scores(device: str, *cases: tuple[list[tuple[int, int, int]], int, int, int, torch.dtype, bool]) -> None:
     """Compare with the torch code, and bits whatever else is scored: tokens of its request, of others, none."""
-    from dcpmla.attention.sparse.kernels.index_scores import index_scores
+    from dcpmla.attention.select.kernels.index_scores import index_scores
 
     for case in cases:
         arguments = scores_case(*case)
@@ -95,7 +95,7 @@ def check_scores(device: str, *cases: tuple[list[tuple[int, int, int]], int, int
 
 def check_projections(device: str, *cases: tuple[int, int, int, int, torch.dtype]) -> None:
     """Codes and scales of keys and queries; with a Hadamard transform values may round to a neighbour."""
-    from dcpmla.attention.sparse.kernels import projections as kernels
+    from dcpmla.attention.select.kernels import projections as kernels
 
     for (heads, head_dim, rope, num_tokens, dtype), fp8, hadamard in itertools.product(
         cases, (True, False), (True, False)
@@ -221,7 +221,7 @@ POINTERS = {
 def test_scores_compile_for_hopper(dtype: str, tokens: int) -> None:
     """Products are wgmma's, with keys on their way while others are multiplied, 16 bytes a thread."""
     pytest.importorskip("triton")
-    from dcpmla.attention.sparse.kernels.index_scores import scores_kernel
+    from dcpmla.attention.select.kernels.index_scores import scores_kernel
 
     is_fp8 = dtype == "fp8e4nv"
     sizes = {
@@ -241,7 +241,7 @@ def test_scores_compile_for_hopper(dtype: str, tokens: int) -> None:
 
 def test_projections_compile_for_hopper() -> None:
     pytest.importorskip("triton")
-    from dcpmla.attention.sparse.kernels.projections import keys_kernel, queries_kernel
+    from dcpmla.attention.select.kernels.projections import keys_kernel, queries_kernel
 
     sizes = {"WIDTH": 128, "COLUMNS": 128, "ROPE": 64, "ROWS": 16, "INTERLEAVED": True, "HADAMARD": True}
     types = {"slots_ptr": "*i64", "cos_sin_ptr": "*fp32", "eps": "fp32", "factor": "fp32", "factors_ptr": "*fp32"}

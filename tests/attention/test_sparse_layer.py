@@ -12,9 +12,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from dcpmla import DCPConfig, DCPMesh, LatentCache, MLAAttention, Placement, init_mesh
 from dcpmla.attention import layer as layer_module
-from dcpmla.attention.sparse import scores as scores_module
-from dcpmla.attention.sparse import selector as selector_module
-from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata, with_selection
+from dcpmla.attention.select import scores as scores_module
+from dcpmla.attention.select import selector as selector_module
+from dcpmla.attention.select.step import SelectedTokens, SparseMetadata, with_selection
 from dcpmla.attention.step import metadata as metadata_module
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.table import StepRequests

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla import DCPConfig
-from dcpmla.attention.calls import Segments
-from dcpmla.attention.linear.step import DeltaMetadata, delta_metadata
-from dcpmla.attention.sparse.step import SparseMetadata, with_selection
+from dcpmla.attention.backends.calls import Segments
+from dcpmla.attention.layers.linear.step import DeltaMetadata, delta_metadata
+from dcpmla.attention.select.step import SparseMetadata, with_selection
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.chunks import max_chunk_tokens
 from dcpmla.attention.step.metadata import DecodeMetadata

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dcpmla.attention.sparse import topk as spec
-from dcpmla.attention.sparse.candidates import candidate_width, unpack_positions
-from dcpmla.attention.sparse.slots import SlotLayout
-from dcpmla.attention.sparse.step import SelectedTokens
+from dcpmla.attention.select import topk as spec
+from dcpmla.attention.select.candidates import candidate_width, unpack_positions
+from dcpmla.attention.select.slots import SlotLayout
+from dcpmla.attention.select.step import SelectedTokens
 from dcpmla.ownership import Owner
 
 SCORES = [0.0, -0.0, 1.0, -1.0, 1e-42, -1e-42, 3e38, math.inf, -math.inf, math.nan, 0.5]

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla.attention.sparse import topk as spec
-from dcpmla.attention.sparse.candidates import EMPTY
-from dcpmla.attention.sparse.slots import SlotLayout
-from dcpmla.attention.sparse.step import SelectedTokens
+from dcpmla.attention.select import topk as spec
+from dcpmla.attention.select.candidates import EMPTY
+from dcpmla.attention.select.slots import SlotLayout
+from dcpmla.attention.select.step import SelectedTokens
 from dcpmla.ownership import Owner
 from tests.attention.test_topk import owned
 from tests.support.hopper import compile_source
@@ -57,7 +57,7 @@ def adversarial(num_rows: int, num_columns: int, device: str) -> Iterator[Tensor
 
 def check(scores: Tensor, seq_lens: Tensor, topk: int, size: int, interleave: int, block_size: int = 8) -> None:
     """Compare both kernels with the torch code, on one rank of several and with candidates of all ranks."""
-    from dcpmla.attention.sparse.kernels import topk as kernels
+    from dcpmla.attention.select.kernels import topk as kernels
 
     device, (num_tokens, num_columns), rank = scores.device, scores.shape, size - 1
     seq_lens = seq_lens.to(device)
@@ -102,7 +102,7 @@ def check_garbage(device: str, num_candidates: int, topk: int) -> None:
     """After an exchange that failed, candidates are anything: nothing is written beyond a row, nor a slot that is in no
     block.
     """
-    from dcpmla.attention.sparse.kernels import topk as kernels
+    from dcpmla.attention.select.kernels import topk as kernels
 
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(-(2**63), 2**63 - 1, (num_candidates,), generator=generator)
@@ -133,8 +133,8 @@ def check_in_the_interpreter() -> None:
     """
     import triton.language as tl
 
-    from dcpmla.attention.sparse.kernels import compaction, threshold
-    from dcpmla.attention.sparse.kernels import topk as kernels
+    from dcpmla.attention.select.kernels import compaction, threshold
+    from dcpmla.attention.select.kernels import topk as kernels
 
     def no_less(numbers: Any, bound: Any) -> Any:
         return (numbers >= bound).to(tl.float32)
@@ -184,7 +184,7 @@ def test_kernels(num_columns: int, topk: int, size: int) -> None:
 )
 def test_tiles_of_a_row(num_rows: int, num_keys: int, width: int, tile: int) -> None:
     pytest.importorskip("triton")
-    from dcpmla.attention.sparse.kernels.topk import _shared_tile
+    from dcpmla.attention.select.kernels.topk import _shared_tile
 
     assert _shared_tile(num_rows, num_keys, width) == tile
 
@@ -226,7 +226,7 @@ def test_kernels_compile_for_hopper(name: str, width: int, constants: dict[str, 
     pytest.importorskip("triton")
     from triton.compiler import ASTSource
 
-    from dcpmla.attention.sparse.kernels import topk as kernels
+    from dcpmla.attention.select.kernels import topk as kernels
 
     tile, num_warps = 4096, 4
     kernel, constants = getattr(kernels, name), {"TILE": tile, "WARPS": num_warps, **constants}

@@ -8,15 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcpmla.attention.calls import PrefillCall
-from dcpmla.attention.reference import run_prefill
-from dcpmla.attention.sparse.mask import selection_mask
-from dcpmla.attention.sparse.slots import SlotLayout
-from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata, with_selection
+from dcpmla.attention.backends.calls import PrefillCall
+from dcpmla.attention.backends.mask import selection_mask
+from dcpmla.attention.backends.reference import run_prefill
+from dcpmla.attention.layers.windowed.select import select_window
+from dcpmla.attention.layers.windowed.step import WindowMetadata, of_window, with_windows
+from dcpmla.attention.select.slots import SlotLayout
+from dcpmla.attention.select.step import SelectedTokens, SparseMetadata, with_selection
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.table import StepRequests
-from dcpmla.attention.windowed.select import select_window
-from dcpmla.attention.windowed.step import WindowMetadata, of_window, with_windows
 from dcpmla.operators import import_kernel
 from dcpmla.ownership import Owner
 from tests.attention.test_small_kernels import compile_for_hopper
@@ -55,7 +55,7 @@ def test_windows(window: int, seq_lens: tuple[int, ...], layout: tuple[int, int]
 
 
 def check_kernel(device: str) -> None:
-    from dcpmla.attention.windowed.kernels.select import select_window as kernel
+    from dcpmla.attention.layers.windowed.kernels.select import select_window as kernel
 
     for layout in LAYOUTS:
         for rank in range(layout[0]):
@@ -117,7 +117,7 @@ def test_hopper_s_kernel_leaves_out_keys_before_the_window() -> None:
 
 def test_the_kernel_compiles() -> None:
     pytest.importorskip("triton")
-    from dcpmla.attention.windowed.kernels.select import window_kernel
+    from dcpmla.attention.layers.windowed.kernels.select import window_kernel
 
     names = ("table_ptr", "request_ptr", "lens_ptr", "positions_ptr", "slots_ptr", "num_slots_ptr")
     compile_for_hopper(window_kernel, "bf16", {"WINDOW": 512, "COLUMNS": 512}, **dict.fromkeys(names, "*i32"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dcpmla.__main__ import main
-from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
+from dcpmla.attention.layers.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.bench import timing
 from dcpmla.bench.compressed_stack import CompressedStack
 from dcpmla.bench.geometries import config_of

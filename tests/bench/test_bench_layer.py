@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dcpmla.__main__ import main
-from dcpmla.attention.layer import PROJECT_FIRST_TOKENS
+from dcpmla.attention.mla.layer import PROJECT_FIRST_TOKENS
 from dcpmla.bench import timing
 from dcpmla.bench.geometries import config_of
 from dcpmla.bench.layer_stack import PARTS, LayerStack

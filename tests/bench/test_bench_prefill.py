@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from dcpmla.__main__ import main
-from dcpmla.attention.backends import PREFILL_BACKENDS, Backend, find_backend
-from dcpmla.attention.calls import PrefillCall
-from dcpmla.attention.sparse.mask import unpack_mask
+from dcpmla.attention.backends.calls import PrefillCall
+from dcpmla.attention.backends.choice import PREFILL_BACKENDS, Backend, find_backend
+from dcpmla.attention.backends.mask import unpack_mask
 from dcpmla.bench import prefill as bench_prefill
 from tests.support.launchers import run_together
 

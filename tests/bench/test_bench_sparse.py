@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.peers.attention import load_kernel
 from dcpmla.__main__ import main
-from dcpmla.attention.sparse.candidates import EMPTY, unpack_positions
+from dcpmla.attention.select.candidates import EMPTY, unpack_positions
 from dcpmla.bench.decode_inputs import Answer, Ours
 from dcpmla.bench.sparse import is_right
 from dcpmla.bench.sparse_inputs import AttentionInputs, SelectedRows, SelectionInputs, SparseCase

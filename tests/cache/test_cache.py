@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from dcpmla import DCPConfig, LatentCache, MLAConfig
-from dcpmla.attention.latent_spec import LatentSpec
-from dcpmla.attention.prefill import read_cache_rows
+from dcpmla.attention.mla.latent_spec import LatentSpec
+from dcpmla.attention.mla.prefill import read_cache_rows
 from dcpmla.attention.stack import Stack
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.formats import write_latents

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla import DCPConfig
-from dcpmla.attention.compressed.cache import CompressedCache, CompressedPlan, plan_compressed
-from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
+from dcpmla.attention.layers.compressed.cache import CompressedCache, CompressedPlan, plan_compressed
+from dcpmla.attention.layers.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.cache.shared_format import rows_shape
 from dcpmla.cache.shared_rows import read_rows, to_fp8_rows, write_rows
 from dcpmla.indexer_config import IndexerConfig

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dcpmla import DCPConfig
-from dcpmla.attention.prefill import dequantize_rows, read_cache_rows
+from dcpmla.attention.mla.prefill import dequantize_rows, read_cache_rows
 from dcpmla.cache.formats import (
     FP8,
     check_kv_scale,

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dcpmla.__main__ import main
-from dcpmla.attention import reference
-from dcpmla.attention.backends import DECODE_BACKENDS, PREFILL_BACKENDS, Backend
-from dcpmla.attention.calls import DecodeCall, PrefillCall
+from dcpmla.attention.backends import reference
+from dcpmla.attention.backends.calls import DecodeCall, PrefillCall
+from dcpmla.attention.backends.choice import DECODE_BACKENDS, PREFILL_BACKENDS, Backend
 from dcpmla.bench.geometries import config_of
 from dcpmla.cli import bit_tests, self_tests
 from dcpmla.cli.determinism import WAYS

@@ -16,7 +16,7 @@ _IMPORTED = (
     "vllm.v1.engine.core",
     "vllm.v1.worker.gpu_worker",
     "transformers.models.deepseek_v3.modeling_deepseek_v3",
-    "dcpmla.attention.layer",
+    "dcpmla.attention.mla.layer",
     "tests.support.preloaded",
 )
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers import Glm5NextTextConfig
 from transformers.models.glm5_next import modeling_glm5_next as glm5_next
 
-from dcpmla.attention.sparse.projections import hadamard_matrix
+from dcpmla.attention.select.projections import hadamard_matrix
 from tests.engines.sparse_model import Selections, rounded_keys
 from tests.engines.vllm_drafts import Module
 from tests.engines.vllm_kimi import convolve_one, delta, initial_states, norm

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as deepseek_v32
 
-from dcpmla.attention.sparse.selector import TokenSelector
+from dcpmla.attention.select.selector import TokenSelector
 from tests.engines.conftest import ROPE
 from tests.engines.vllm_drafts import make_module
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcpmla.attention.decode import dcp_mla_decode, decode_call
+from dcpmla.attention.mla.decode import dcp_mla_decode, decode_call
 from dcpmla.attention.step import metadata as step_module
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.metadata import DecodeMetadata

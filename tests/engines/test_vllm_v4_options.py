@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from dcpmla.attention.compressed.cache import CompressedCache, CompressedPlan
+from dcpmla.attention.layers.compressed.cache import CompressedCache, CompressedPlan
 from dcpmla.integrations.families.deepseek_v4_config import compressed_config
 from dcpmla.integrations.vllm import register
 from dcpmla.integrations.vllm.compressed import options

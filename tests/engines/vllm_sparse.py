@@ -15,8 +15,8 @@ from transformers import DeepseekV32ForCausalLM
 from vllm import LLM
 from vllm.config import set_current_vllm_config
 
-from dcpmla.attention.sparse.candidates import EMPTY
-from dcpmla.attention.sparse.selector import TokenSelector
+from dcpmla.attention.select.candidates import EMPTY
+from dcpmla.attention.select.selector import TokenSelector
 from dcpmla.comm.nccl import AllToAll
 from dcpmla.integrations.vllm import choice, impl
 from dcpmla.integrations.vllm.backend import DCPMLAMetadataBuilder

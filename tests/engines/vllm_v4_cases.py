@@ -13,9 +13,9 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu_worker import Worker
 
-from dcpmla.attention.compressed import layer
-from dcpmla.attention.compressed.cache import CompressedCache
-from dcpmla.attention.compressed.layer import CompressedAttention
+from dcpmla.attention.layers.compressed import layer
+from dcpmla.attention.layers.compressed.cache import CompressedCache
+from dcpmla.attention.layers.compressed.layer import CompressedAttention
 from dcpmla.comm.nccl import AllToAll
 from dcpmla.integrations.vllm.compressed.backend import CompressedMetadataBuilder, LazyStep
 from tests.engines.vllm_cases import CALLS, VOCABULARY, count, end, largest_error, prompts, run, without_merge

@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from dcpmla.attention.fp8_scales import KV_SCALE_NAMES, read_scale
+from dcpmla.attention.mla.fp8_scales import KV_SCALE_NAMES, read_scale
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.checkpoint import Checkpoint

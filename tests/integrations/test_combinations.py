@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from dcpmla.attention.pooled import step as pooled_step
-from dcpmla.attention.pooled.entries import PoolUpdate
+from dcpmla.attention.layers.pooled import step as pooled_step
+from dcpmla.attention.select.entries import PoolUpdate
 from dcpmla.cache.plan import CachePlan
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig

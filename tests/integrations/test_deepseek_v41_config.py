@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dcpmla.attention.compressed.config import WINDOW_ONLY, LayerKind
+from dcpmla.attention.layers.compressed.config import WINDOW_ONLY, LayerKind
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.families.table import attention_of, family_of
 from dcpmla.integrations.model_files import load_config

@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from dcpmla.attention.windowed.spec import WindowSpec
+from dcpmla.attention.layers.windowed.spec import WindowSpec
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.families.table import attention_of
 from dcpmla.integrations.model_files import load_config

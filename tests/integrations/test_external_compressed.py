@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Attention
 
 from dcpmla import DCPConfig, Placement
-from dcpmla.attention.compressed.config import LayerKind
-from dcpmla.attention.compressed.layer import CompressedAttention
+from dcpmla.attention.layers.compressed.config import LayerKind
+from dcpmla.attention.layers.compressed.layer import CompressedAttention
 from dcpmla.comm.exchange import LocalExchange
 from dcpmla.integrations.external.compressed import (
     CompressedModules,

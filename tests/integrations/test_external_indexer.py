@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dcpmla import DCPConfig, ExternalAttention, MLAAttention, MLAModules, Placement, init_mesh
-from dcpmla.attention.sparse.step import SparseMetadata, with_selection
+from dcpmla.attention.select.step import SparseMetadata, with_selection
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.attention.step.table import StepRequests

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dcpmla import ExternalAttention, MLAAttention, MLAConfig, MLAModules, Placement
-from dcpmla.attention.pooled.layer import PooledAttention
+from dcpmla.attention.layers.pooled.layer import PooledAttention
 from dcpmla.parallel.quantized import BlockFp8, dequantize
 from tests.attention.test_compile import DECODES, MIXED, SMALL, VARIANTS, make_layer, run_layer
 from tests.support.ranks import run_ranks

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dcpmla.attention.linear import spec as linear_spec
+from dcpmla.attention.layers.linear import spec as linear_spec
 from dcpmla.attention.step import long_pieces
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.sharded_model import ShardedModel

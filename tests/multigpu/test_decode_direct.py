@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcpmla.attention.calls import decode_workspace
-from dcpmla.attention.decode import dcp_mla_decode, decode_call
+from dcpmla.attention.backends.calls import decode_workspace
+from dcpmla.attention.mla.decode import dcp_mla_decode, decode_call
 from dcpmla.attention.step.metadata import DecodeMetadata
 from dcpmla.cache.shared_format import rows_shape
 from dcpmla.cache.shared_rows import write_rows

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from dcpmla import DCPConfig, LatentCache, MLAAttention, Placement, init_mesh
-from dcpmla.attention.sparse import selector as selector_module
-from dcpmla.attention.sparse.step import SparseMetadata, with_selection
+from dcpmla.attention.select import selector as selector_module
+from dcpmla.attention.select.step import SparseMetadata, with_selection
 from dcpmla.attention.step import metadata as metadata_module
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.table import StepRequests

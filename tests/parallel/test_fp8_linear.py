@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from dcpmla.attention.compressed.weights import GroupedLinear
+from dcpmla.attention.layers.compressed.weights import GroupedLinear
 from dcpmla.attention.output import formats
 from dcpmla.parallel.fp8 import QuantizedRows, dequantize_blocks, fp8_linear
 from dcpmla.parallel.linear import Linear, RowParallelLinear, shard

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dcpmla.attention.compressed.weights import GroupedLinear
+from dcpmla.attention.layers.compressed.weights import GroupedLinear
 from dcpmla.parallel.group_fp8 import group_fp8_linear
 from dcpmla.parallel.linear import Linear
 from dcpmla.parallel.quantized import BlockFp8, GroupFp8, dequantize

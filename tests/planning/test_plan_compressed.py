@@ -14,8 +14,8 @@ import transformers
 from safetensors import safe_open
 
 from dcpmla.__main__ import main
-from dcpmla.attention.compressed.cache import CompressedCache, CompressedPlan
-from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
+from dcpmla.attention.layers.compressed.cache import CompressedCache, CompressedPlan
+from dcpmla.attention.layers.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.cache.states import num_states
 from dcpmla.integrations.families.table import attention_of
 from dcpmla.integrations.model_files import load_config

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcpmla.attention.compressed.config import CompressedConfig
 from dcpmla.attention.costs import Rates, RouteCosts
-from dcpmla.attention.linear.spec import DeltaSpec
+from dcpmla.attention.layers.compressed.config import CompressedConfig
+from dcpmla.attention.layers.linear.spec import DeltaSpec
 from dcpmla.bench.geometries import config_of
 from dcpmla.config import MLAConfig
 from dcpmla.integrations.families.table import attention_of

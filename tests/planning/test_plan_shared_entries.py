@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcpmla.attention.compressed.cache import CompressedPlan
+from dcpmla.attention.layers.compressed.cache import CompressedPlan
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpmla.attention.backends import Backend
-from dcpmla.attention.calls import DecodeCall, PrefillCall, Queries, Segments, split_queries
-from dcpmla.attention.decode import mla_decode
-from dcpmla.attention.prefill import project_latents
+from dcpmla.attention.backends.calls import DecodeCall, PrefillCall, Queries, Segments, split_queries
+from dcpmla.attention.backends.choice import Backend
+from dcpmla.attention.mla.decode import mla_decode
+from dcpmla.attention.mla.prefill import project_latents
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpmla.attention import reference
-from dcpmla.attention.calls import COUNTER_WORDS
+from dcpmla.attention.backends import reference
+from dcpmla.attention.backends.calls import COUNTER_WORDS
 from dcpmla.cache import formats
 from tests.support.backends import unchecked_call
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dcpmla import DCPConfig, MLAConfig, Placement, StepRequests, init_mesh, select_exchange
-from dcpmla.attention.latent_spec import LatentSpec
+from dcpmla.attention.mla.latent_spec import LatentSpec
 from dcpmla.attention.stack import Stack
 
 CONFIG = MLAConfig(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcpmla.attention.sparse.candidates import EMPTY, pack_candidates
+from dcpmla.attention.select.candidates import EMPTY, pack_candidates
 from dcpmla.comm import direct_ops
 from dcpmla.comm.direct import DirectExchange
 from dcpmla.merge import merge_partials

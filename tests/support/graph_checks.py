@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcpmla.attention.layer import MLAAttention
+from dcpmla.attention.mla.layer import MLAAttention
 from dcpmla.attention.placement import Placement
-from dcpmla.attention.sparse.step import with_selection
+from dcpmla.attention.select.step import with_selection
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.attention.step.table import StepRequests, StepTraits

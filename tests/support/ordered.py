@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from dcpmla import DCPConfig
-from dcpmla.attention.calls import DecodeCall, split_queries
-from dcpmla.attention.decode import run_call
-from dcpmla.attention.ordered import round_latents
-from dcpmla.attention.prefill import dcp_mla_prefill, read_cache_rows
+from dcpmla.attention.backends.calls import DecodeCall, split_queries
+from dcpmla.attention.mla.decode import run_call
+from dcpmla.attention.mla.ordered import round_latents
+from dcpmla.attention.mla.prefill import dcp_mla_prefill, read_cache_rows
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.metadata import DecodeMetadata, StepMetadata
 from dcpmla.attention.step.table import StepRequests

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from dcpmla.attention import reference
-from dcpmla.attention.calls import PrefillCall, Segments, join_keys
+from dcpmla.attention.backends import reference
+from dcpmla.attention.backends.calls import PrefillCall, Segments, join_keys
 
 SCALE = 0.17
 Case = tuple[

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 
-from dcpmla.attention.compressed.cache import CompressedPlan
+from dcpmla.attention.layers.compressed.cache import CompressedPlan
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.latent import LayerCache
 from dcpmla.cache.plan import Cache, CachePlan

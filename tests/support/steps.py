@@ -2,7 +2,7 @@
 
 from typing import TypeVar
 
-from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
+from dcpmla.attention.select.step import SelectedTokens, SparseMetadata
 from dcpmla.attention.step.metadata import StepMetadata
 
 Metadata = TypeVar("Metadata")

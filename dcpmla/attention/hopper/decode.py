@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dcpmla.attention.calls import COUNTER_WORDS, DecodeCall, num_programs, request_bound
+from dcpmla.attention.backends.calls import COUNTER_WORDS, DecodeCall, num_programs, request_bound
 from dcpmla.attention.hopper import consumers, consumers_fp8
 from dcpmla.attention.hopper.consumers import NUM_STAGES
 from dcpmla.attention.hopper.consumers_fp8 import NUM_PROBS as FP8_PROBS

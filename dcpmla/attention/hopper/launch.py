@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dcpmla.attention.calls import DecodeCall
+from dcpmla.attention.backends.calls import DecodeCall
 from dcpmla.attention.hopper.schedule import HALF, KEYS, LATENT, ROPE, ROWS
 from dcpmla.attention.hopper.stage_ring import describe
 from dcpmla.cache.shared_format import data_bytes

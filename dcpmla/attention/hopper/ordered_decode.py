@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from dcpmla.attention.calls import DecodeCall, request_bound
+from dcpmla.attention.backends.calls import DecodeCall, request_bound
 from dcpmla.attention.hopper.consumers import NUM_STAGES, SCORES, hand_factor, score_tiles, take_factor, value_tiles
 from dcpmla.attention.hopper.convert import convert_rows
 from dcpmla.attention.hopper.launch import describe_cache, describe_queries

@@ -11,6 +11,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
+from dcpmla.attention.backends.obstacles import is_matrix
+from dcpmla.attention.backends.ordered_reference import OrderedPrefillCall, Sums
 from dcpmla.attention.hopper.compat import aggregate
 from dcpmla.attention.hopper.pipeline import LN2, LOG2E
 from dcpmla.attention.hopper.prefill import heads_side_by_side
@@ -30,8 +32,6 @@ from dcpmla.attention.hopper.prefill_pipeline import (
     produce,
 )
 from dcpmla.attention.hopper.stage_ring import await_ready, describe, free_at
-from dcpmla.attention.obstacles import is_matrix
-from dcpmla.attention.ordered_reference import OrderedPrefillCall, Sums
 
 
 @aggregate

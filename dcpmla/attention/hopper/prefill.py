@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dcpmla.attention.calls import PrefillCall
+from dcpmla.attention.backends.calls import PrefillCall
 from dcpmla.attention.hopper.pipeline import LOG2E
 from dcpmla.attention.hopper.prefill_consumers import consume
 from dcpmla.attention.hopper.prefill_pipeline import (

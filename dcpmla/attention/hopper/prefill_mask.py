@@ -1,4 +1,4 @@
-"""The mask of selected keys in a consumer's registers; `attention/sparse/mask.py` specifies its words.
+"""The mask of selected keys in a consumer's registers; `attention/backends/mask.py` specifies its words.
 
 Each thread loads the words of its own rows of scores, four a row for a tile of 128 keys. The compiler knows which word
 holds a score's bit, and a thread has eight different bits, which stay in registers: a score takes one test and one

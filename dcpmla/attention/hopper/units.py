@@ -11,9 +11,9 @@ which merges its splits in memory one by one.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from dcpmla.attention.backends.ordered_reference import SPLIT_TILES
 from dcpmla.attention.hopper.compat import aggregate
 from dcpmla.attention.hopper.schedule import KEYS, ROWS, measure, uniform
-from dcpmla.attention.ordered_reference import SPLIT_TILES
 from dcpmla.attention.triton import ordered_merge
 
 SPLIT = gl.constexpr(SPLIT_TILES)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dcpmla.attention.calls import Segments, decode_workspace
+from dcpmla.attention.backends.calls import Segments, decode_workspace
 from dcpmla.attention.step.chunks import lay_out_prefills
 from dcpmla.attention.step.long_pieces import num_pieces
 from dcpmla.attention.step.metadata import DecodeMetadata, StepMetadata

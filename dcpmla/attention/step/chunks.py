@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dcpmla.attention.calls import Segments
+from dcpmla.attention.backends.calls import Segments
 from dcpmla.attention.step.table import StepLayout, starts_of
 from dcpmla.ownership import Owner
 from dcpmla.upload import upload

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from dcpmla.attention.calls import Segments
+from dcpmla.attention.backends.calls import Segments
 from dcpmla.attention.step.chunks import PrefillMetadata
 from dcpmla.attention.step.table import StepLayout, StepRequests, StepTable, StepTokens
 from dcpmla.config import DCPConfig, MLAConfig

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.attention.calls import COUNTER_WORDS, DecodeCall, num_programs, request_bound
+from dcpmla.attention.backends.calls import COUNTER_WORDS, DecodeCall, num_programs, request_bound
 from dcpmla.attention.triton.device import shared_memory
 from dcpmla.attention.triton.keys import load_keys, load_planar
 from dcpmla.attention.triton.partials import finish_part, store_rows

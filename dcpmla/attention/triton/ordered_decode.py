@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dcpmla.attention.calls import DecodeCall, request_bound
+from dcpmla.attention.backends.calls import DecodeCall, request_bound
 from dcpmla.attention.triton.device import shared_memory
 from dcpmla.attention.triton.ordered_merge import Partials, TileForm, attend_and_merge
 from dcpmla.attention.triton.ordered_units import ordered_decode_kernel

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.attention.calls import ORDERED_ROWS, DecodeCall
-from dcpmla.attention.ordered_reference import SPLIT_TILES
+from dcpmla.attention.backends.calls import ORDERED_ROWS, DecodeCall
+from dcpmla.attention.backends.ordered_reference import SPLIT_TILES
 from dcpmla.comm.kernels.merge_tree import merge_pair, merge_tree
 from dcpmla.ownership import TILE
 

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dcpmla.attention.ordered_reference import OrderedPrefillCall, Sums
+from dcpmla.attention.backends.ordered_reference import OrderedPrefillCall, Sums
 from dcpmla.attention.triton.device import describe, shared_memory
 from dcpmla.attention.triton.prefill import select_tiling
 from dcpmla.attention.triton.ragged import find_tile

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.attention.calls import PrefillCall
+from dcpmla.attention.backends.calls import PrefillCall
 from dcpmla.attention.triton.device import describe, shared_memory
 from dcpmla.attention.triton.ragged import find_tile
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dcpmla.attention.placement import Placement
-from dcpmla.attention.sparse.indexer import Indexer
+from dcpmla.attention.select.indexer import Indexer
 from dcpmla.config import MLAConfig
 from dcpmla.integrations.external.linear import ExternalLinear, Projection, check_parts, external_parameters
 from dcpmla.parallel.fp8 import PlainRows, plain

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpmla.attention.fp8_scales import KV_SCALE_NAMES, Q_SCALE_NAMES
-from dcpmla.attention.layer import MLAAttention
+from dcpmla.attention.mla.fp8_scales import KV_SCALE_NAMES, Q_SCALE_NAMES
+from dcpmla.attention.mla.layer import MLAAttention
 from dcpmla.attention.placement import Placement
 from dcpmla.config import MLAConfig
 from dcpmla.integrations.external.indexer import ExternalIndexer, IndexerModules

@@ -5,9 +5,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dcpmla.attention.pooled.expand import expand_pools
-from dcpmla.attention.sparse.slots import SlotLayout
-from dcpmla.attention.sparse.step import SelectedTokens, check_positions, selectable
+from dcpmla.attention.layers.pooled.expand import expand_pools
+from dcpmla.attention.select.slots import SlotLayout
+from dcpmla.attention.select.step import SelectedTokens, check_positions, selectable
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.config import DCPConfig
 

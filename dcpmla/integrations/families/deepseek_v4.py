@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from dcpmla.attention.compressed.spec import compressed_stack
+from dcpmla.attention.layers.compressed.spec import compressed_stack
 from dcpmla.attention.stack import Stack
 from dcpmla.fields import LARGEST_SIZE, even, only
 from dcpmla.integrations.checkpoint_names import rename

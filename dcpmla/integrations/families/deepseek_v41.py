@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from dcpmla.attention.compressed.spec import compressed_stack
+from dcpmla.attention.layers.compressed.spec import compressed_stack
 from dcpmla.attention.stack import Stack
 from dcpmla.integrations.checkpoint_names import rename
 from dcpmla.integrations.families.deepseek_v4_names import RULES

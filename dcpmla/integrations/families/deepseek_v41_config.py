@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from dcpmla.attention.compressed.config import WINDOW_ONLY, CandidateConfig, CompressedConfig, LayerKind
+from dcpmla.attention.layers.compressed.config import WINDOW_ONLY, CandidateConfig, CompressedConfig, LayerKind
 from dcpmla.fields import FLAG, LARGEST_SIZE, SIZE, either, even, list_of, one_of, only, optional, whole
 from dcpmla.integrations.families.deepseek_v4_config import check_compressed, compressed_config
 from dcpmla.integrations.ngrams import NgramSizes

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dcpmla.attention.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
+from dcpmla.attention.layers.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.fields import check_fields, whole
 from dcpmla.indexer_config import IndexerConfig
 from dcpmla.integrations.config_checks import check_rope_fields

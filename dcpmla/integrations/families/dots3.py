@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from dcpmla.attention.latent_spec import LatentSpec
+from dcpmla.attention.layers.windowed.spec import WindowSpec
+from dcpmla.attention.mla.latent_spec import LatentSpec
 from dcpmla.attention.stack import Stack
-from dcpmla.attention.windowed.spec import WindowSpec
 from dcpmla.config import MLAConfig
 from dcpmla.fields import (
     LARGEST_SIZE,

@@ -7,9 +7,9 @@ from typing import Any
 
 import transformers
 
-from dcpmla.attention.linear.config import DeltaConfig
-from dcpmla.attention.linear.spec import DeltaSpec
-from dcpmla.attention.pooled.spec import PooledSpec
+from dcpmla.attention.layers.linear.config import DeltaConfig
+from dcpmla.attention.layers.linear.spec import DeltaSpec
+from dcpmla.attention.layers.pooled.spec import PooledSpec
 from dcpmla.attention.stack import Stack
 from dcpmla.config import MLAConfig
 from dcpmla.fields import FLAG, OBJECT, SIZE, check_fields, list_of, number, one_of, only, optional, rules_of, whole

@@ -4,9 +4,9 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dcpmla.attention.latent_spec import LatentSpec
-from dcpmla.attention.linear.config import DeltaConfig
-from dcpmla.attention.linear.spec import DeltaSpec
+from dcpmla.attention.layers.linear.config import DeltaConfig
+from dcpmla.attention.layers.linear.spec import DeltaSpec
+from dcpmla.attention.mla.latent_spec import LatentSpec
 from dcpmla.attention.stack import Stack
 from dcpmla.config import MLAConfig
 from dcpmla.fields import FLAG, check_fields, list_of, number, one_of, only, optional, rules_of, whole

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dcpmla.attention.linear.config import DeltaConfig
+from dcpmla.attention.layers.linear.config import DeltaConfig
 from dcpmla.config import MLAConfig
 from dcpmla.fields import FLAG, OBJECT, SIZE, list_of, number, one_of, only, optional, whole
 from dcpmla.integrations.decoder import load_decoder

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dcpmla.attention.latent_spec import LatentSpec
+from dcpmla.attention.mla.latent_spec import LatentSpec
 from dcpmla.attention.stack import Stack
 from dcpmla.config import MLAConfig
 from dcpmla.fields import one_of, only

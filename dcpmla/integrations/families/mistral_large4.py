@@ -6,7 +6,7 @@ from typing import Any
 
 import transformers
 
-from dcpmla.attention.factored_spec import FactoredSpec, without_positions
+from dcpmla.attention.mla.factored_spec import FactoredSpec, without_positions
 from dcpmla.attention.stack import Stack
 from dcpmla.config import MLAConfig
 from dcpmla.fields import Rule, list_of, number, one_of, only, optional, whole

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dcpmla.attention.latent_spec import LatentSpec
+from dcpmla.attention.mla.latent_spec import LatentSpec
 from dcpmla.attention.stack import Stack
 from dcpmla.config import MLAConfig
 from dcpmla.indexer_config import IndexerConfig

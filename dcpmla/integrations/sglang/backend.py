@@ -12,8 +12,8 @@ from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from torch import Tensor
 
-from dcpmla.attention.decode import dcp_mla_decode, decode_call
-from dcpmla.attention.prefill import dcp_mla_prefill
+from dcpmla.attention.mla.decode import dcp_mla_decode, decode_call
+from dcpmla.attention.mla.prefill import dcp_mla_prefill
 from dcpmla.attention.step.chunks import PrefillMetadata
 from dcpmla.attention.step.metadata import DecodeMetadata
 from dcpmla.cache.formats import FP8, write_latents

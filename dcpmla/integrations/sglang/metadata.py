@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dcpmla.attention.calls import decode_workspace
+from dcpmla.attention.backends.calls import decode_workspace
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.chunks import PrefillMetadata, lay_out_prefills
 from dcpmla.config import DCPConfig

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dcpmla.attention.calls import decode_workspace
+from dcpmla.attention.backends.calls import decode_workspace
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.chunks import lay_out_prefills, max_chunk_tokens
 from dcpmla.cache.formats import row_width, storage_dtype

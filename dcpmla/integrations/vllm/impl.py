@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpmla.attention.decode import dcp_mla_decode, decode_call
-from dcpmla.attention.prefill import dcp_mla_prefill, project_latents
+from dcpmla.attention.mla.decode import dcp_mla_decode, decode_call
+from dcpmla.attention.mla.prefill import dcp_mla_prefill, project_latents
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.chunks import PrefillMetadata
 from dcpmla.attention.step.metadata import DecodeMetadata

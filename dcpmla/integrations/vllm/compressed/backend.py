@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dcpmla.attention.calls import decode_workspace
-from dcpmla.attention.compressed.step import compressed_traits, with_angles
+from dcpmla.attention.backends.calls import decode_workspace
+from dcpmla.attention.layers.compressed.step import compressed_traits, with_angles
 from dcpmla.attention.step.build import StepBuilder, lay_out
 from dcpmla.attention.step.metadata import DecodeMetadata, StepMetadata
 from dcpmla.attention.step.table import StepRequests, StepTable, StepTokens

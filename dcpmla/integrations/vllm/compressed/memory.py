@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from dcpmla.attention.compressed.cache import CompressedPlan
+from dcpmla.attention.layers.compressed.cache import CompressedPlan
 from dcpmla.cache.carve import ALIGNMENT
 
 

@@ -8,7 +8,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from dcpmla.attention.compressed.config import CompressedConfig
+from dcpmla.attention.layers.compressed.config import CompressedConfig
 from dcpmla.attention.step.chunks import max_chunk_tokens
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.families.deepseek_v4_config import check_compressed, compressed_config

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpmla.attention.compressed.cache import CompressedCache, CompressedPlan
-from dcpmla.attention.compressed.config import WINDOW_ONLY
+from dcpmla.attention.layers.compressed.cache import CompressedCache, CompressedPlan
+from dcpmla.attention.layers.compressed.config import WINDOW_ONLY
 from dcpmla.attention.placement import Placement
 from dcpmla.cache.formats import storage_dtype
 from dcpmla.cache.index_keys import index_storage_dtype

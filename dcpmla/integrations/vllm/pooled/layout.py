@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
+from dcpmla.attention.select.step import SelectedTokens, SparseMetadata
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.absorbed import uniform_query_len
 from dcpmla.integrations.vllm.sparse.layout import SelectionLayout

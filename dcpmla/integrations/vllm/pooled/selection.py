@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpmla.attention.pooled.expand import expand_pools
-from dcpmla.attention.sparse.slots import SlotLayout
-from dcpmla.attention.sparse.step import SelectedTokens
+from dcpmla.attention.layers.pooled.expand import expand_pools
+from dcpmla.attention.select.slots import SlotLayout
+from dcpmla.attention.select.step import SelectedTokens
 from dcpmla.integrations.vllm.names import max_decode_query_len
 from dcpmla.integrations.vllm.pooled.layout import PoolLayout, StepPools
 from dcpmla.integrations.vllm.pooled.names import (

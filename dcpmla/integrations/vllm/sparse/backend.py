@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.costs import RouteCosts
-from dcpmla.attention.sparse.selector import TokenSelector
+from dcpmla.attention.select.selector import TokenSelector
 from dcpmla.cache.formats import storage_dtype
 from dcpmla.config import MLAConfig
 from dcpmla.indexer_config import IndexerConfig

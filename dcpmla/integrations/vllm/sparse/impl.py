@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dcpmla.attention.sparse.selector import selected_rows
-from dcpmla.attention.sparse.step import SelectedTokens
+from dcpmla.attention.select.selector import selected_rows
+from dcpmla.attention.select.step import SelectedTokens
 from dcpmla.cache.formats import FP8, row_width
 from dcpmla.integrations.vllm.impl import DCPMLAImpl
 from dcpmla.integrations.vllm.sparse.names import DeepseekV32Indexer, SharedTopkIndicesBuffer

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from dcpmla.attention.sparse.step import SparseMetadata
+from dcpmla.attention.select.step import SparseMetadata
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.absorbed import tokens_seen, uniform_query_len
 

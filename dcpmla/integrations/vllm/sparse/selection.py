@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dcpmla.attention.sparse.selector import WORKSPACE_BYTES, TokenSelector
-from dcpmla.attention.sparse.step import SelectedTokens, SparseMetadata
+from dcpmla.attention.select.selector import WORKSPACE_BYTES, TokenSelector
+from dcpmla.attention.select.step import SelectedTokens, SparseMetadata
 from dcpmla.cache.formats import FP8
 from dcpmla.cache.index_keys import SCALE_BYTES
 from dcpmla.comm.exchange import Exchange, LocalExchange

@@ -1,0 +1,1 @@
+"""One call of attention, and the backends that run it."""

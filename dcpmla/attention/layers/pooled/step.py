@@ -1,0 +1,65 @@
+"""The part of a step that layers of sparse MLA over pools read."""
+
+from dataclasses import dataclass
+
+import torch
+
+from dcpmla.attention.select.entries import EntryLayout, PoolUpdate, pool_updates
+from dcpmla.attention.select.step import SelectedTokens, SparseMetadata, with_selection
+from dcpmla.attention.step.metadata import StepMetadata
+from dcpmla.indexer_config import IndexerConfig
+from dcpmla.ownership import Owner
+
+
+@dataclass(frozen=True)
+class PoolMetadata:
+    """The pools of a step's tokens.
+
+    Attributes:
+        owner: This rank, as the owner of pools.
+        per_block: Pools of a block on one rank.
+        parts: Parts that are added to the sums, in order.
+        visible: Whole pools that each token may select from, as if they were tokens.
+        selection: Memory for the selected pools; None where no token has more pools before it than are selected.
+    """
+
+    owner: Owner
+    per_block: int
+    parts: tuple[PoolUpdate, ...]
+    visible: SparseMetadata
+    selection: SelectedTokens | None
+
+    @property
+    def entries(self) -> EntryLayout:
+        """Return the layout of the pools' keys in the index cache."""
+        return EntryLayout(None, self.visible.block_table, self.per_block, self.owner)
+
+
+def with_pools(step: StepMetadata, indexer: IndexerConfig) -> StepMetadata:
+    """Return the step with its tokens' pools, and memory for a selection."""
+    if step.defer is not None:  # Pools are filled between graphs, with the step of each replay.
+        return step
+    step = with_selection(step, indexer.topk)
+    layout, table, tokens, plan = step.layout, step.table, step.tokens, step.layout.traits.plan
+    # Rows that repeat a request's last token hold nothing from linear attention, so their keys are in no pool.
+    row = torch.arange(step.num_tokens, device=layout.device) - table.row_start[tokens.request]
+    positions = tokens.positions.where(row < (table.end - table.begin)[tokens.request], -1)
+    counts = tokens.seq_lens // indexer.pool_size
+    visible = SparseMetadata(
+        table.block_table,
+        tokens.request,
+        counts,
+        layout.owner.local_seq_lens(counts),
+        step.max_seq_len // indexer.pool_size,
+    )
+    selects = step.max_seq_len > indexer.topk
+    numbers = (positions, tokens.request), (table.begin, table.end, table.states)
+    return step.sharing(
+        PoolMetadata(
+            owner=layout.owner,
+            per_block=layout.dcp.block_size // indexer.pool_size,
+            parts=pool_updates(*numbers, plan.num_copies, step.decode),
+            visible=visible,
+            selection=SelectedTokens.empty(step.num_tokens, indexer.num_pools, layout.device) if selects else None,
+        )
+    )
