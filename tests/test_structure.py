@@ -56,7 +56,7 @@ def test_imports_have_no_circle() -> None:
 
 
 def folder(module: str) -> str:
-    """The folder of a file of attention/, and a file outside of folders itself; kernels are part of their folder."""
+    """Return the folder of a file of attention/, or the file itself outside of folders; kernels are in their folder."""
     parts = module.removeprefix("dcpmla.attention.").split(".")
     return "/".join(parts[:2]) if parts[0] == "layers" else parts[0]
 

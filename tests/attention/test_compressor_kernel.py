@@ -14,7 +14,7 @@ from dcpmla import DCPConfig
 from dcpmla.attention.layers.compressed.cache import plan_compressed
 from dcpmla.attention.layers.compressed.config import CompressedConfig, LayerKind
 from dcpmla.attention.layers.compressed.projections import rotate
-from dcpmla.attention.layers.pooled import compressor
+from dcpmla.attention.select import compressor
 from dcpmla.attention.select.entries import EntryLayout, Pooling, PoolUpdate
 from dcpmla.cache.shared_format import ROPE_DIM
 from tests.attention.test_compressed_kernels import DTYPES, POISON, TYPES, assert_near
@@ -76,7 +76,7 @@ def check_steps(
     steps: Steps,
     pairs_dtype: torch.dtype | None = None,
 ) -> None:
-    from dcpmla.attention.layers.pooled.kernels import compressor as kernels
+    from dcpmla.attention.select.kernels import compressor as kernels
 
     moved_sums = moved_cache = None
     for call, part in compressor_cases(config, dcp, rank, is_index, dtype, steps, pairs_dtype):

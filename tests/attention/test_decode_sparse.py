@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dcpmla import mla_decode
-from dcpmla.attention import backends
+from dcpmla.attention.backends.choice import DECODE_BACKENDS, select_backend
 from dcpmla.attention.select.selector import selected_rows
 from dcpmla.attention.select.step import SelectedTokens
 from dcpmla.cache import formats
@@ -25,7 +25,7 @@ def test_which_kernel_takes_pages_of_one_row(kind: dict[str, Any]) -> None:
         pytest.skip("kernels for Hopper")
     case = Case([(1, 65)], block_size=1, **kind)
     inputs = case.inputs("cuda")
-    chosen = backends.select_backend(backends.DECODE_BACKENDS, checked_call(**inputs))
+    chosen = select_backend(DECODE_BACKENDS, checked_call(**inputs))
     assert chosen.name == ("triton" if kind is FP8_QUERIES else "hopper")
 
 

@@ -63,7 +63,7 @@ def test_decode_in_the_interpreter() -> None:
 
 
 def check_prefill_in_the_interpreter() -> None:
-    from dcpmla.attention import ordered
+    from dcpmla.attention.mla import ordered
     from dcpmla.attention.triton import ordered_prefill as kernel
     from tests.support.interpreter import convert_as_torch
 
@@ -120,7 +120,7 @@ def test_prompts_among_others() -> None:
 
 
 def check_prompts_among_others_in_the_interpreter() -> None:
-    from dcpmla.attention import ordered
+    from dcpmla.attention.mla import ordered
     from dcpmla.attention.triton import ordered_prefill as kernel
     from tests.support.interpreter import convert_as_torch
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from dcpmla import DCPConfig, Placement, init_mesh
-from dcpmla.attention import layer as layer_module
 from dcpmla.attention.layers.compressed.layer import CompressedAttention
+from dcpmla.attention.mla import layer as layer_module
 from dcpmla.attention.mla.fp8_scales import OUTPUT_SCALE_NAMES, read_scale
 from dcpmla.comm.select import select_exchange
 from dcpmla.indexer_config import IndexerConfig

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from dcpmla import DCPConfig, DCPMesh, LatentCache, MLAAttention, MLAConfig, Placement, init_mesh
-from dcpmla.attention import layer as layer_module
+from dcpmla.attention.mla import layer as layer_module
 from dcpmla.attention.step import metadata as metadata_module
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.table import StepRequests

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.__main__ import main
-from dcpmla.attention import layer as layer_module
+from dcpmla.attention.mla import layer as layer_module
 from dcpmla.attention.output import ops as output_ops
 from dcpmla.attention.output.rows import OutputQuant, OutputRows
 from dcpmla.attention.projection_calls import ValueProjection

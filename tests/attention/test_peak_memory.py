@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcpmla import MLAAttention, MLAConfig, Placement, init_mesh
-from dcpmla.attention import peak_memory
 from dcpmla.attention.backends.choice import Backend
+from dcpmla.attention.mla import peak_memory
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.families.table import attention_of
 from tests.attention.test_layer import layout

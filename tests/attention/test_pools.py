@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcpmla.attention.layers.pooled import compressor
 from dcpmla.attention.layers.pooled.expand import expand_pools
 from dcpmla.attention.layers.pooled.step import PoolMetadata, with_pools
+from dcpmla.attention.select import compressor
 from dcpmla.attention.select.entries import EntryLayout, Pooling, PoolUpdate, pool_updates
 from dcpmla.attention.select.slots import SlotLayout
 from dcpmla.attention.select.step import SelectedTokens
@@ -141,8 +141,8 @@ def test_pools_of_a_padded_step() -> None:
 
 
 def check_kernels(device: str) -> None:
-    from dcpmla.attention.layers.pooled.kernels import compressor as pooling
     from dcpmla.attention.layers.pooled.kernels import expand as kernels
+    from dcpmla.attention.select.kernels import compressor as pooling
 
     for pool_size, num_pools, layout in ((4, 3, (0, 1, 1)), (2, 5, (1, 2, 4)), (3, 1, (0, 2, 1)), (1, 9, (1, 2, 1))):
         case = make_case(pool_size, pool_size, num_pools)

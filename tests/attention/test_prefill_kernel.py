@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from dcpmla.attention import prefill as operators
 from dcpmla.attention.backends import reference
 from dcpmla.attention.backends.calls import PrefillCall, join_keys
 from dcpmla.attention.backends.choice import PREFILL_BACKENDS, find_backend
+from dcpmla.attention.mla import prefill as operators
 from dcpmla.merge import merge_partials
 from tests.support.backends import as_kernel
 from tests.support.prefill_checks import SCALE, Case, check_prefill, segments

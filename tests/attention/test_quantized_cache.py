@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dcpmla import DCPConfig, LatentCache, MLAAttention, MLAConfig, Placement, init_mesh
-from dcpmla.attention import layer as layer_module
+from dcpmla.attention.mla import layer as layer_module
 from dcpmla.attention.mla.fp8_scales import KV_SCALE_NAMES, calculate_scale_, missing_scales, read_scale
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.table import StepRequests

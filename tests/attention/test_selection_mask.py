@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dcpmla.attention import obstacles
-from dcpmla.attention import prefill as operators
+from dcpmla.attention.backends import obstacles
 from dcpmla.attention.backends.calls import PrefillCall
 from dcpmla.attention.backends.choice import PREFILL_BACKENDS
 from dcpmla.attention.backends.mask import selection_mask, unpack_mask
+from dcpmla.attention.mla import prefill as operators
 from tests.attention.test_prefill_backends import DEEPSEEK, LARGER_CASES, find_kernel
 from tests.attention.test_prefill_compile import compile_for_hopper
 from tests.support.backends import as_kernel, prefill_call

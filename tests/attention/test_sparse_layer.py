@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from dcpmla import DCPConfig, DCPMesh, LatentCache, MLAAttention, Placement, init_mesh
-from dcpmla.attention import layer as layer_module
+from dcpmla.attention.mla import layer as layer_module
 from dcpmla.attention.select import scores as scores_module
 from dcpmla.attention.select import selector as selector_module
 from dcpmla.attention.select.step import SelectedTokens, SparseMetadata, with_selection

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dcpmla.attention import layer
+from dcpmla.attention.mla import layer
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.fields import divisors
