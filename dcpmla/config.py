@@ -66,7 +66,7 @@ class MLAConfig:
         has_query_factors: Whether queries at position p, an indexer's too, are multiplied by
             scale * ln(p + 1) + bias, two numbers learned for each head (Mistral Large 4).
         indexer: Indexer of sparse MLA; None for dense MLA.
-        has_sinks: Whether each head has a learned sink (`dcpmla.attention.mla.sinks`).
+        has_sinks: Whether each head has a learned sink (`dcpmla.attention.output.sinks`).
         window: Number of tokens that a token attends to, the last ones up to itself; None for all. A layer has a window
             or an indexer, not both.
         norms_k_pe: Whether k_pe is normalized before RoPE, as kv_c is (dots3).

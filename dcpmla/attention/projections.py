@@ -8,12 +8,13 @@ deterministic, and weights in fp8 on GPUs that do not multiply in fp8.
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dcpmla.attention.projection_calls import LatentWrite, QueryAbsorption, ValueProjection
 from dcpmla.cache.formats import to_fp8, write_latents
 from dcpmla.comm.norm import rms_norm
 from dcpmla.operators import is_float_on_gpu, nothing, operator
-from dcpmla.parallel.fixed import multiply_rows
+from dcpmla.parallel.fixed import fixed_linear, multiply_rows
 from dcpmla.parallel.fp8 import dequantize_blocks, empty_codes, quantize_rows, runs_fp8
 
 
@@ -81,6 +82,16 @@ def absorb_query(call: QueryAbsorption) -> Tensor:
         ql_nope = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
     absorbed = torch.cat([ql_nope, q_pe], -1)
     return absorbed if q_scale is None else to_fp8(absorbed, q_scale)
+
+
+def project_latents(kv_c: Tensor, w_kv_b: Tensor, in_order: bool) -> Tensor:
+    """Return the nope part of keys and values [S, h (P + V)] of latents [S, L], by a weight [h, P + V, L].
+
+    Args:
+        in_order: Whether a row's bits depend on no other row.
+    """
+    weight = w_kv_b.flatten(0, 1)
+    return fixed_linear(kv_c, weight, kv_c.dtype) if in_order else F.linear(kv_c, weight)
 
 
 @operator("rotate_query_", kernel="dcpmla.attention.triton.rope:rotate_query_", fake=nothing, mutates_args=("q",))

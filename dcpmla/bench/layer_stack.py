@@ -87,7 +87,7 @@ class LayerStack(Stack):
         """Run W_UV, before or after the merge, o_proj and its all-reduce."""
         for layer in self.layers:
             if self.projects_first:
-                project_values(ValueProjection(self.group_out, *unpack(layer.w_uv_group)))
+                project_values(ValueProjection(self.group_out, *unpack(layer.w_uv(slice(None)))))
                 layer.o_proj(self.rows.flatten(1))
             else:
-                layer.o_proj(project_values(ValueProjection(self.rows, *unpack(layer.w_uv))))
+                layer.o_proj(project_values(ValueProjection(self.rows, *unpack(layer.w_uv(layer.kv_heads.own)))))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla.attention.mla.gates import apply_gates
+from dcpmla.attention.output.gates import apply_gates
 from dcpmla.parallel.fp8 import quantize_rows
 from dcpmla.parallel.quantized import quantize_groups
 from tests.attention.test_decode_compile import compile_for_hopper

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla.attention.mla.sinks import apply_sinks
+from dcpmla.attention.output.sinks import apply_sinks
 from tests.attention.test_decode_compile import compile_for_hopper
 from tests.support.shared_memory import run_interpreted
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from dcpmla.attention.backends.calls import DecodeCall, PrefillCall, Queries, Segments, split_queries
 from dcpmla.attention.backends.choice import Backend
 from dcpmla.attention.mla.decode import mla_decode
-from dcpmla.attention.mla.prefill import project_latents
+from dcpmla.attention.projections import project_latents
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The tensor-parallel MLA layer over a sharded latent cache. `MLAAttention._output` reads top to bottom."""
+"""The tensor-parallel MLA layer over a sharded latent cache. `MLAAttention.attend` reads top to bottom."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -8,14 +8,13 @@ from torch import Tensor
 
 from dcpmla.attention.mla.decode import dcp_mla_decode, decode_call
 from dcpmla.attention.mla.fp8_scales import calculate_scale_
-from dcpmla.attention.mla.gates import apply_gates
 from dcpmla.attention.mla.ordered import overwrite_prompts, round_latents
 from dcpmla.attention.mla.peak_memory import touch_attention_memory
-from dcpmla.attention.mla.prefill import dcp_mla_prefill, project_latents
-from dcpmla.attention.mla.sinks import apply_sinks
+from dcpmla.attention.mla.prefill import dcp_mla_prefill
 from dcpmla.attention.mla.weights import AttentionWeights, MHAInputs, Tokens, rows_or_none
 from dcpmla.attention.output.rows import OutputQuant, OutputRows, quant_for
 from dcpmla.attention.placement import Placement, check_order
+from dcpmla.attention.projections import project_latents
 from dcpmla.attention.select.indexer import Indexer
 from dcpmla.attention.select.selector import selected_rows
 from dcpmla.attention.select.step import SelectedTokens, SparseMetadata, check_selection
@@ -100,11 +99,11 @@ class MLAAttention(AttentionWeights):
         Raises:
             ValueError: Tensors and step do not match each other or this layer.
         """
-        return self.o_proj(self._heads(hidden_states, cache, step, self._o_proj_quant()))
+        return self.o_proj(self.attend(hidden_states, cache, step, self._o_proj_quant()))
 
     def partial(self, hidden_states: PlainRows, cache: LayerCache | None, step: StepMetadata | None) -> Tensor:
         """Run `forward` up to the sum over the TP ranks, and return this rank's part of it. Collective."""
-        return self.o_proj.partial(self._heads(hidden_states, cache, step, self._o_proj_quant()))
+        return self.o_proj.partial(self.attend(hidden_states, cache, step, self._o_proj_quant()))
 
     def attend(
         self,
@@ -121,45 +120,30 @@ class MLAAttention(AttentionWeights):
             [T, h V], or `QuantizedRows`, bit for bit what quantizing the plain output would give. Rows of padding are
             zeros; without a step all rows are.
         Raises:
-            ValueError: Same cases as `forward`, or output_quant does not support the head's width, the dtype or gates.
+            ValueError: Same cases as `forward`, or output_quant does not support the head's width or the dtype.
         """
-        if self.config.has_gates and output_quant is not None:
-            raise ValueError("output_quant is given; attention with gates returns plain rows, leave it out")
-        return self._heads(hidden_states, cache, step, output_quant)
-
-    def _heads(
-        self, hidden_states: PlainRows, cache: LayerCache | None, step: StepMetadata | None, quant: OutputQuant | None
-    ) -> Tensor | QuantizedRows:
-        """Return the heads' outputs, times their gates if there are any, quantized in quant's groups. Collective."""
-        if not self.config.has_gates:
-            return self._output(hidden_states, cache, step, quant).rows()
-        output = self._output(hidden_states, cache, step, None)
-        logits = output.gates if self.output_gate is None else self.output_gate(hidden_states)
-        rows = output.rows()
-        assert isinstance(rows, Tensor)  # quantized once the gates are applied
-        assert logits is not None
-        return apply_gates(rows, logits, quantizes=quant is not None and quant.scale is None)
+        x = plain(hidden_states)
+        output = self._new_output(len(x), x.dtype, output_quant)
+        if step is None:
+            self.touch_peak_memory(len(x))
+            output.pad()
+        else:
+            self._write(hidden_states, cache, self.view(step), output)
+        return output.rows(None if self.output_gate is None else self.output_gate(hidden_states))
 
     def _o_proj_quant(self) -> OutputQuant | None:
         """Return the quantization of o_proj's input; gates are applied to whole rows, whose groups may cross heads."""
         return quant_for(self.o_proj, self.config.v_head_dim * (self.num_heads if self.config.has_gates else 1))
 
-    def _output(
-        self,
-        hidden_states: PlainRows,
-        cache: LayerCache | None,
-        step: StepMetadata | None,
-        quant: OutputQuant | None,
-    ) -> OutputRows:
-        """Return the heads' outputs before gates (`attend`). Collective."""
-        num_tokens, dtype = plain(hidden_states).shape[0], plain(hidden_states).dtype
-        has_gates = self.config.query_gates
-        output = OutputRows(num_tokens, self.w_uv, dtype, quant, self.dcp.deterministic, has_gates)
-        if step is None:
-            self.touch_peak_memory(num_tokens)
-            output.pad()
-            return output
-        step = self.view(step)
+    def _new_output(self, num_rows: int, dtype: torch.dtype, quant: OutputQuant | None) -> OutputRows:
+        w_uv = self.w_uv(self.kv_heads.own)
+        has_gates, in_order = self.config.has_gates, self.dcp.deterministic
+        return OutputRows(num_rows, w_uv, dtype, quant, self.sinks, has_gates, in_order)
+
+    def _write(
+        self, hidden_states: PlainRows, cache: LayerCache | None, step: StepMetadata, output: OutputRows
+    ) -> None:
+        """Cache the step's latents, and write the heads' outputs. Collective."""
         cache = self._check(plain(hidden_states), cache, step)
         hidden_states = hidden_states[: step.num_tokens]
         if self._scales_pending and step.prefill is not None:  # captures come before the first prompt, and set none
@@ -167,7 +151,6 @@ class MLAAttention(AttentionWeights):
         q_c, latents = self.latents_of(hidden_states, cache.latents, step)
         mha = step.compute_ahead(self._attend_ahead, q_c, latents, cache, output)
         step.run_outside_graph(self._attend, hidden_states, q_c, latents, mha, cache, output)
-        return output
 
     def view(self, step: StepMetadata) -> StepMetadata:
         """Return a step as this layer sees it: with its own angles, contexts and selection where layers differ."""
@@ -186,17 +169,12 @@ class MLAAttention(AttentionWeights):
         self, q_c: PlainRows, latents: Tensor, cache: LayerCache, output: OutputRows, step: StepMetadata
     ) -> MHAInputs:
         """Return all tokens' inputs of MHA, and write the rows of decodes that a graph can compute. Collective."""
-        output.reserve()
+        output.reserve(self.config.query_gates)
         tokens = Tokens(q_c, step.cos_sin, step.query_factor)
-        mha = self.project_mha(tokens, latents)
+        mha = self.prepare_mha(tokens, latents)
         if step.decode is not None:
             self._decode(tokens.rows(slice(0, step.num_decode_tokens)), cache.latents, step.decode, output)
         return mha
-
-    def project_mha(self, tokens: Tokens, latents: Tensor) -> MHAInputs:
-        """Return the inputs of MHA with the tokens' own latents projected."""
-        mha, kv_c = self.prepare_mha(tokens), latents[:, : self.config.kv_lora_rank]
-        return mha._replace(kv=project_latents(kv_c, mha.w_kv_b, self.dcp.deterministic))
 
     def _attend(
         self,
@@ -221,7 +199,7 @@ class MLAAttention(AttentionWeights):
         selection = self._select(hidden_states, q_c, cache, step)
         tokens = Tokens(q_c, step.cos_sin, step.query_factor, selection)
         if step.shares_rows:
-            output.append(self._attend_in_shared_rows(tokens, latents, cache.latents, step))
+            self._attend_in_shared_rows(tokens, latents, cache.latents, step, output)
             return
         if step.decode is not None:
             self._decode(tokens.rows(decodes), cache.latents, step.decode, output)
@@ -231,17 +209,20 @@ class MLAAttention(AttentionWeights):
             self._prefill(tokens, latents, mha, cache.latents, step.prefill, output)
         output.pad()
 
-    def _attend_in_shared_rows(self, tokens: Tokens, latents: Tensor, kv_cache: Tensor, step: StepMetadata) -> Tensor:
-        """Return the output [T, h V] of decodes and prompts in one graph (`StepMetadata.shares_rows`). Collective."""
+    def _attend_in_shared_rows(
+        self, tokens: Tokens, latents: Tensor, kv_cache: Tensor, step: StepMetadata, output: OutputRows
+    ) -> None:
+        """Append the rows of decodes and prompts in one graph (`StepMetadata.shares_rows`). Collective."""
         assert step.prefill is not None
-        values = OutputRows(step.num_tokens, self.w_uv, latents.dtype, None, is_deterministic=True)
+        values = self._new_output(step.num_tokens, latents.dtype, None)
         if step.decode is not None:
             self._decode(tokens.rows(slice(0, step.num_decode_tokens)), kv_cache, step.decode, values)
         values.pad()
         rows = values.rows()
         assert isinstance(rows, Tensor)
-        overwrite_prompts(rows, self.project_mha(tokens, latents), latents, step.prefill, self.config.scale)
-        return rows
+        out = rows.unflatten(1, (self.num_heads, -1))
+        overwrite_prompts(out, self.prepare_mha(tokens, latents), latents, step.prefill, self.config.scale)
+        output.append(out)
 
     def touch_peak_memory(self, num_tokens: int) -> None:
         """Allocate and free the memory of attention in the largest step of num_tokens, so that a measurement of the
@@ -286,7 +267,7 @@ class MLAAttention(AttentionWeights):
             return
         tokens = tokens.rows(slice(0, _SCALED_TOKENS))
         q, _ = self.project_query(tokens, self.q_heads.own)
-        absorbed = self.absorb(q, self.w_uk_of(self.kv_heads.own), tokens.cos_sin, None)
+        absorbed = self.absorb(q, self.w_uk(self.kv_heads.own), tokens.cos_sin, None)
         calculate_scale_(self.q_scale, absorbed, self.mesh.tp_group)
 
     def _select(
@@ -336,7 +317,7 @@ class MLAAttention(AttentionWeights):
             mha.kv,
             backend=self.dcp.prefill_backend,
         )
-        output.append(self._with_sinks(out, lse).flatten(1), mha.gates)
+        output.append(out, lse, mha.gates)
 
     def _attend_absorbed(self, tokens: Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
         """Attend with absorbed queries to the latents of all ranks, apply W_UV, and append the output. Collective."""
@@ -344,7 +325,9 @@ class MLAAttention(AttentionWeights):
             kv_cache, decode = selected_rows(kv_cache, tokens.selection, decode.workspace)
         q, gates = self.project_query(tokens, slice(0, self.q_heads.count))
         gates = None if gates is None else gates[:, self.q_heads.own]
-        dcp, absorbed = self.dcp, self.absorb(q, self.w_uk, tokens.cos_sin, self.q_scale)
+        dcp = self.dcp
+        w_uk = self.w_uk(slice(None) if dcp.dcp_q_replicate else self.kv_heads.own)
+        absorbed = self.absorb(q, w_uk, tokens.cos_sin, self.q_scale)
         project_first = dcp.dcp_project_before_merge and q.shape[0] >= PROJECT_FIRST_TOKENS
         call = decode_call(
             absorbed if dcp.dcp_q_replicate else self.exchange.gather_heads(absorbed),
@@ -358,12 +341,8 @@ class MLAAttention(AttentionWeights):
             num_classes=dcp.num_own_classes,
             backend=dcp.attention_backend,
         )
-        out, lse = dcp_mla_decode(call, self.exchange, self.w_uv_group if project_first else None)
-        out = self._with_sinks(out, lse)
+        out, lse = dcp_mla_decode(call, self.exchange, self.w_uv(slice(None)) if project_first else None)
         if project_first:
-            output.append(out.flatten(1), gates)
+            output.append(out, lse, gates)
         else:
-            output.project(out, gates)
-
-    def _with_sinks(self, out: Tensor, lse: Tensor) -> Tensor:
-        return out if self.sinks is None else apply_sinks(out, lse, self.sinks)
+            output.project(out, lse, gates)

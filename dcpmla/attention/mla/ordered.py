@@ -64,18 +64,17 @@ class OrderedResults:
         attend_to_chunk(call, self.out, self.lse, self._sums)
 
 
-def overwrite_prompts(rows: Tensor, mha: MHAInputs, latents: Tensor, prefill: PrefillMetadata, scale: float) -> None:
+def overwrite_prompts(out: Tensor, mha: MHAInputs, latents: Tensor, prefill: PrefillMetadata, scale: float) -> None:
     """Write the output of prompts without contexts into their rows, in a step in which only the device knows which rows
     these are (`StepMetadata.shares_rows`).
 
     Args:
-        rows: Output of the whole step [T, h V]; rows of no prompt stay as they are.
+        out: Output of the whole step [T, h, V]; rows of no prompt stay as they are.
         mha: Inputs of all tokens, with their own latents projected.
         latents: Latents of all tokens [T, L + R] as the cache holds them.
     """
     assert mha.kv is not None
     num_heads, rank = mha.q.shape[1], mha.w_kv_b.shape[2]
-    out = rows.unflatten(1, (num_heads, -1))
     k_nope, v = mha.kv.unflatten(1, (num_heads, -1)).tensor_split((mha.w_kv_b.shape[1] - out.shape[2],), -1)
     OrderedResults(mha.q, prefill, scale, out).attend_to_own(k_nope, v, latents[:, rank:])
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from dcpmla.attention.backends.calls import PrefillCall, Segments
 from dcpmla.attention.backends.choice import PREFILL_BACKENDS, select_backend
@@ -15,7 +14,6 @@ from dcpmla.cache.formats import check_kv_scale, is_quantized, rope_dim_of, to_l
 from dcpmla.comm.exchange import Exchange
 from dcpmla.merge import merge_partials
 from dcpmla.operators import is_on_gpu, operator
-from dcpmla.parallel.fixed import fixed_linear
 
 UpProjection = Callable[[Tensor], Tensor]
 
@@ -177,16 +175,6 @@ class ContextGather:
         """Start to gather a chunk, if there is one."""
         for chunk in chunks:
             self._started.append(self._exchange.start_context(self._read(chunk), chunk.order, chunk.tokens))
-
-
-def project_latents(kv_c: Tensor, w_kv_b: Tensor, in_order: bool) -> Tensor:
-    """Return the nope part of keys and values [S, h (P + V)] of latents [S, L], by a weight [h, P + V, L].
-
-    Args:
-        in_order: Whether a row's bits depend on no other row.
-    """
-    weight = w_kv_b.flatten(0, 1)
-    return fixed_linear(kv_c, weight, kv_c.dtype) if in_order else F.linear(kv_c, weight)
 
 
 def latents_of(rows: Tensor, kv_lora_rank: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ from dcpmla.attention.head_factors import HeadFactors
 from dcpmla.attention.mla.fp8_scales import KV_SCALE_NAMES, OUTPUT_SCALE_NAMES, Q_SCALE_NAMES, new_scale, read_scale
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.projection_calls import LatentWrite, QueryAbsorption
-from dcpmla.attention.projections import absorb_query, norm_rope_cache, rotate_query_
+from dcpmla.attention.projections import absorb_query, norm_rope_cache, project_latents, rotate_query_
 from dcpmla.attention.select.step import SelectedTokens
 from dcpmla.config import MLAConfig
 from dcpmla.parallel.fp8 import NormedRows, PlainRows, unquantized
@@ -175,24 +175,13 @@ class AttentionWeights(nn.Module):
         """The projection that makes queries from q_c, or from hidden states in a model that does not compress them."""
         return self.q_proj if self.config.q_lora_rank is None else self.q_b_proj
 
-    @property
-    def w_uk(self) -> Tensor | BlockFp8:
-        """Return W_UK, which is absorbed into decode's queries: [h, P, L], or [W h, P, L] with dcp_q_replicate."""
-        return self.w_uk_of(slice(None) if self.dcp.dcp_q_replicate else self.kv_heads.own)
-
-    @property
-    def w_uv(self) -> Tensor | BlockFp8:
-        """Return W_UV [h, V, L] of this rank's heads, which is applied to the merged output."""
-        return self._w_kv_b(self.kv_heads.own, slice(self.config.qk_nope_head_dim, None))
-
-    @property
-    def w_uv_group(self) -> Tensor | BlockFp8:
-        """Return W_UV [W h, V, L] of the group's heads, which dcp_project_before_merge applies to partial outputs."""
-        return self._w_kv_b(slice(None), slice(self.config.qk_nope_head_dim, None))
-
-    def w_uk_of(self, heads: slice) -> Tensor | BlockFp8:
-        """Return W_UK [n, P, L] of some of the heads that this rank holds."""
+    def w_uk(self, heads: slice) -> Tensor | BlockFp8:
+        """Return W_UK [n, P, L] of some of `kv_heads`, which is absorbed into decode's queries."""
         return self._w_kv_b(heads, slice(0, self.config.qk_nope_head_dim))
+
+    def w_uv(self, heads: slice) -> Tensor | BlockFp8:
+        """Return W_UV [n, V, L] of some of `kv_heads`, which turns attention over latents into values."""
+        return self._w_kv_b(heads, slice(self.config.qk_nope_head_dim, None))
 
     def up_projection(self) -> Tensor:
         """Return each own head's W_UK stacked on its W_UV, [h, P + V, L]; fp8 is dequantized into new memory."""
@@ -255,12 +244,18 @@ class AttentionWeights(nn.Module):
             q = q * tokens.query_factor[:, None, None]
         return F.pad(q, (0, num_zeros)) if num_zeros else q, gates
 
-    def prepare_mha(self, tokens: Tokens) -> MHAInputs:
-        """Return the queries of this rank's heads, and the weight that projects latents to keys and values."""
+    def prepare_mha(self, tokens: Tokens, own: Tensor | None = None) -> MHAInputs:
+        """Return the queries of this rank's heads, and the weight that projects latents to keys and values.
+
+        Args:
+            own: The tokens' own latents [T, L + R], to be projected now; None leaves that to attention.
+        """
         q, gates = self.project_query(tokens, self.q_heads.own)
         if tokens.cos_sin is not None:
             rotate_query_(q, tokens.cos_sin, self.config.rope_interleaved)
-        return MHAInputs(q, gates, None, self.up_projection())
+        w_kv_b, rank = self.up_projection(), self.config.kv_lora_rank
+        kv = None if own is None else project_latents(own[:, :rank], w_kv_b, self.dcp.deterministic)
+        return MHAInputs(q, gates, kv, w_kv_b)
 
     def absorb(self, q: Tensor, w_uk: Tensor | BlockFp8, cos_sin: Tensor | None, q_scale: Tensor | None) -> Tensor:
         codes, scales = unpack(w_uk)

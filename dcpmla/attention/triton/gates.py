@@ -1,4 +1,4 @@
-"""Triton kernel of gates of attention's output; `attention/mla/gates.py` specifies it."""
+"""Triton kernel of gates of attention's output; `attention/output/gates.py` specifies it."""
 
 import triton
 import triton.language as tl

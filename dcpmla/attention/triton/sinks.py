@@ -1,4 +1,4 @@
-"""Triton kernel that scales attention's output by what sinks leave; `attention/mla/sinks.py` specifies it."""
+"""Triton kernel that scales attention's output by what sinks leave; `attention/output/sinks.py` specifies it."""
 
 import torch
 import triton

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.mla.decode import dcp_mla_decode, decode_call
-from dcpmla.attention.mla.prefill import dcp_mla_prefill, project_latents
+from dcpmla.attention.mla.prefill import dcp_mla_prefill
+from dcpmla.attention.projections import project_latents
 from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.chunks import PrefillMetadata
 from dcpmla.attention.step.metadata import DecodeMetadata
