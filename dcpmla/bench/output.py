@@ -11,7 +11,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from dcpmla.attention.output.rows import OutputQuant, OutputRows
+from dcpmla.attention.output.formats import OutputQuant
+from dcpmla.attention.output.rows import OutputRows
 from dcpmla.attention.projection_calls import ValueProjection
 from dcpmla.attention.projections import project_values
 from dcpmla.bench.options import add_measured

@@ -1,29 +1,26 @@
 """Patterns of quantizations in graphs of inductor: operators of `attention/output/ops.py`, and fp8 in plain torch."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch._inductor.pattern_matcher import MULTIPLE, CallFunction, KeywordArg, PatternExpr
 
 from dcpmla.attention.output import ops  # noqa: F401  registers the operators
+from dcpmla.attention.output.formats import OutputQuant
 from dcpmla.cache.formats import FP8, FP8_MAX
 
 _aten, _prims, _ours = torch.ops.aten, torch.ops.prims, torch.ops.dcpmla
 
 
-def all_patterns() -> Iterator[tuple[Any, PatternExpr]]:
-    """Yield quantizations with their patterns; `values` is the input, `shape` the shape of a reshape in between."""
-    values, scale = KeywordArg("values"), KeywordArg("scale")
-    shaped = _reshape(values)
-    groups = map(KeywordArg, ("group_size", "scale_layout", "ue8m0"))
-    fp8, fp8_groups = _ours.quantize_fp8.default, _ours.quantize_fp8_groups.default
-    nvfp4 = _ours.quantize_nvfp4.default
-    yield fp8, CallFunction(fp8, values, scale)
-    yield fp8, CallFunction(fp8, shaped, scale)
-    yield fp8_groups, CallFunction(fp8_groups, values, *groups)
-    yield nvfp4, CallFunction(nvfp4, values, KeywordArg("global_scale"))
-    yield from ((fp8, pattern) for pattern in _plain_fp8(values, shaped, scale))
+def all_patterns() -> Iterator[PatternExpr]:
+    """Yield the patterns of quantizations by `OutputQuant`; `values` is the input, `shape` the shape of a reshape in
+    between. Without `kind` it is fp8.
+    """
+    values, (kind, *options) = KeywordArg("values"), map(KeywordArg, OutputQuant._fields)
+    shaped, (scale, *_) = _reshape(values), options
+    yield CallFunction(_ours.quantize_output.default, values, kind, *options)
+    yield CallFunction(_ours.quantize_output.default, shaped, "fp8", *options)
+    yield from _plain_fp8(values, shaped, scale)
 
 
 def _plain_fp8(values: PatternExpr, shaped: PatternExpr, scale: PatternExpr) -> Iterator[PatternExpr]:

@@ -15,20 +15,20 @@ from torch import Tensor
 from torch.fx import Graph, Node, map_arg
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from dcpmla.attention.output import formats
+from dcpmla.attention.output.formats import GROUP_SIZES, OutputQuant
 from dcpmla.cache.formats import FP8_MAX
 from dcpmla.parallel.quantized import SMALLEST_AMAX
 
 _aten, _ours = torch.ops.aten, torch.ops.dcpmla
 _FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized, torch.ops.higher_order.auto_functionalized_v2
-Call = tuple[Any, tuple[Any, ...]]  # an operator and its arguments
+Call = tuple[Node, OutputQuant]  # the arguments of `quantize_output`; a scale is a node
 
 
-def rewrite_quantizations(graph: Graph, should: Callable[[Any, tuple[Any, ...]], bool]) -> None:
+def rewrite_quantizations(graph: Graph, should: Callable[[Node, OutputQuant], bool]) -> None:
     """Replace, in place, calls of vLLM's operators by calls of ours with the same results.
 
     Args:
-        should: Predicate of the new operator and its arguments; a call is replaced if it returns True.
+        should: Predicate of the arguments of `quantize_output`; a call is replaced if it returns True.
     """
     for node in list(graph.nodes):
         call = _as_ours(node)
@@ -53,21 +53,21 @@ def _as_ours(node: Node) -> Call | None:
 def _static_fp8(call: Mapping[str, Any]) -> Call | None:
     shape = call.get("group_shape")  # one-dimensional scales need it; -1 is all
     fits = shape is None or list(shape) == [-1, -1]
-    return (_ours.quantize_fp8.default, (call["input"], call["scale"])) if fits else None
+    return (call["input"], OutputQuant("fp8", call["scale"])) if fits else None
 
 
 def _fp8_groups(call: Mapping[str, Any]) -> Call | None:
     is_ours = (call["eps"], call["fp8_min"], call["fp8_max"]) == (SMALLEST_AMAX, -FP8_MAX, FP8_MAX)
-    if not is_ours or call["group_size"] not in formats.GROUP_SIZES:
+    if not is_ours or call["group_size"] not in GROUP_SIZES:
         return None
     columns = "tma" if call.get("dummy_is_tma_aligned") else "column"
     layout = columns if call.get("dummy_is_scale_transposed") else "row"
-    return _ours.quantize_fp8_groups.default, (call["input"], call["group_size"], layout, call["scale_ue8m0"])
+    return call["input"], OutputQuant("fp8_groups", None, call["group_size"], layout, call["scale_ue8m0"])
 
 
 def _nvfp4(call: Mapping[str, Any]) -> Call | None:
     fits = call["is_sf_swizzled_layout"]
-    return (_ours.quantize_nvfp4.default, (call["input"], call["input_scale"])) if fits else None
+    return (call["input"], OutputQuant("nvfp4", call["input_scale"])) if fits else None
 
 
 _READERS: dict[str, Callable[[Mapping[str, Any]], Call | None]] = {
@@ -78,18 +78,16 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Call | None]] = {
 }
 
 
-def _replace(node: Node, op: Any, arguments: tuple[Any, ...]) -> None:
+def _replace(node: Node, values: Node, quant: OutputQuant) -> None:
     """Replace a call by one of ours, unless no view of our results has the memory layout of its results."""
     wanted = [value for value in node.meta["val"] if value is not None]
-    made = value_of(op, *arguments)
-    results = [made] if isinstance(made, Tensor) else list(made)
-    views = [_view(has, wants) for has, wants in zip(results, wanted, strict=True)]
+    op, arguments = _ours.quantize_output.default, (values, *quant)
+    views = [_view(has, wants) for has, wants in zip(value_of(op, *arguments), wanted, strict=False)]
     if any(view is None for view in views):
         return
     graph = node.graph
     new = insert(graph, op, *arguments)
-    is_one = isinstance(made, Tensor)
-    parts = [new] if is_one else [insert(graph, operator.getitem, new, index) for index in range(len(made))]
+    parts = [insert(graph, operator.getitem, new, index) for index in range(len(wanted))]
     for index, view in enumerate(views):
         for target, *rest in view or []:
             parts[index] = insert(graph, target, parts[index], *rest)

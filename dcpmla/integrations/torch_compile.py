@@ -9,26 +9,22 @@ few operators. A separate backend would have to repeat inductor's work before it
 
 import logging
 import operator
-from functools import partial
 from typing import Any
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.pattern_matcher import PatternMatcherPass, register_graph_pattern
-from torch.fx import Graph, Node
+from torch.fx import Graph, Node, map_arg
 
 from dcpmla.attention.output import formats
+from dcpmla.attention.output.formats import OutputQuant
 from dcpmla.attention.projection_calls import ValueProjection
 from dcpmla.integrations import quantization_patterns, quantizers
-from dcpmla.integrations.quantizers import insert, names_of, value_of
+from dcpmla.integrations.quantizers import insert, value_of
 
 _logger = logging.getLogger(__name__)
 _aten, _ours = torch.ops.aten, torch.ops.dcpmla
-_FUSED = {  # a quantization -> W_UV with it
-    _ours.quantize_fp8.default: _ours.project_values_fp8.default,
-    _ours.quantize_fp8_groups.default: _ours.project_values_fp8_groups.default,
-    _ours.quantize_nvfp4.default: _ours.project_values_nvfp4.default,
-}
+_quantize, _project = _ours.quantize_output.default, _ours.project_quantized.default
 
 
 class OutputQuantFusion(CustomGraphPass):
@@ -37,8 +33,8 @@ class OutputQuantFusion(CustomGraphPass):
     In a step of decodes alone the output is `project_values`; it and the quantization become the custom op that does
     both. In a step with prefills or padding its parts write rows of one result; they then write quantized rows.
 
-    It matches `quantize_fp8`, `quantize_fp8_groups` and `quantize_nvfp4` of `attention/output/ops.py`, vLLM's operators
-    for the same by name (`integrations/quantizers.py`), and `quantize_fp8` in plain torch:
+    It matches `quantize_output` of `attention/output/ops.py`, vLLM's operators for the same by name
+    (`integrations/quantizers.py`), and fp8 in plain torch:
     `(values.float() * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn)`, also with a reshape in between.
 
     Results equal the model's without the pass, within the guarantees of `attention/output/ops.py`. The pass therefore
@@ -86,26 +82,24 @@ class OutputQuantFusion(CustomGraphPass):
 
 def _make_patterns() -> PatternMatcherPass:
     patterns = PatternMatcherPass(pass_name="dcpmla_output_quant")
-    for quantize, pattern in quantization_patterns.all_patterns():
-        fused = _FUSED[quantize]
-        register_graph_pattern(pattern, extra_check=partial(_fits, fused), pass_dict=patterns)(partial(_fuse, fused))
+    for pattern in quantization_patterns.all_patterns():
+        register_graph_pattern(pattern, extra_check=_fits, pass_dict=patterns)(_fuse)
     return patterns
 
 
-def _will_fuse(quantize: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether a call of a quantization would be fused, were it in the graph."""
-    parameters = dict(zip(names_of(quantize), args, strict=True))
-    parameters["values"] = values = parameters.pop("x")
-    if quantize is _ours.quantize_fp8.default and values.target in (_aten.reshape.default, _aten.view.default):
+def _will_fuse(values: Node, quant: OutputQuant) -> bool:
+    """Return whether a call of `quantize_output` would be fused, were it in the graph."""
+    parameters = {**quant._asdict(), "values": values}
+    if quant.kind == "fp8" and values.target in (_aten.reshape.default, _aten.view.default):
         parameters["values"] = values.args[0]
     try:
-        value_of(quantize, *args)
+        value_of(_quantize, values, *quant)
     except ValueError:  # values may have three dims, for example
         return False
-    return len(values.users) == 1 and _can_fuse(_FUSED[quantize], parameters)
+    return len(values.users) == 1 and _can_fuse(parameters)
 
 
-def _fits(fused: Any, match: Any) -> bool:
+def _fits(match: Any) -> bool:
     """Return whether the match quantizes attention's output, and quantized rows can be written with equal results."""
     products = [node.meta["val"] for node in match.nodes if node.target is _aten.mul.Tensor]
     if products:  # plain torch multiplies in any dtype, by a scale of any shape and from anywhere
@@ -116,16 +110,16 @@ def _fits(fused: Any, match: Any) -> bool:
             or any(product.dtype != torch.float32 for product in products)
         ):
             return False
-    return _can_fuse(fused, match.kwargs)
+    return _can_fuse(match.kwargs)
 
 
-def _can_fuse(fused: Any, parameters: dict[str, Any]) -> bool:
+def _can_fuse(parameters: dict[str, Any]) -> bool:
     values = parameters["values"]
     if len(values.users) != 1:
         return False
     try:
         if values.target is _ours.project_values.default:
-            value_of(fused, *_arguments(fused, parameters))
+            value_of(_project, *_arguments(parameters))
             return True
         writes = _writes(values)
         for write in writes:
@@ -135,30 +129,33 @@ def _can_fuse(fused: Any, parameters: dict[str, Any]) -> bool:
     return bool(writes)
 
 
-def _fuse(fused: Any, match: Any, **_: object) -> None:
-    node, graph = match.output_node(), match.graph
-    if match.kwargs["values"].target is _ours.project_values.default:
-        new = insert(graph, fused, *_arguments(fused, match.kwargs))
-        leftovers = [match.kwargs["values"]]
+def _fuse(match: Any, **_: object) -> None:
+    node, graph, values = match.output_node(), match.graph, match.kwargs["values"]
+    if values.target is _ours.project_values.default:
+        new = insert(graph, _project, *_arguments(match.kwargs))
+        results, leftovers = [insert(graph, operator.getitem, new, index) for index in range(2)], [values]
     else:
-        results = _write_quantized(match)
-        new, leftovers = results[0], _chain(match.kwargs["values"])
-        for user in list(node.users) if "scale" not in match.kwargs else []:  # one of two results
-            user.replace_all_uses_with(results[user.args[1]])
-            graph.erase_node(user)
+        results, leftovers = list(_write_quantized(match)), _chain(values)
     if "shape" in match.kwargs:
-        new = insert(graph, _aten.reshape.default, new, match.kwargs["shape"])
-    node.replace_all_uses_with(new)
+        results[0] = insert(graph, _aten.reshape.default, results[0], match.kwargs["shape"])
+    for user in list(node.users) if node.target is _quantize else []:
+        user.replace_all_uses_with(results[user.args[1]])
+        graph.erase_node(user)
+    node.replace_all_uses_with(results[0])
     match.erase_nodes()
     for leftover in leftovers:
         graph.erase_node(leftover)
 
 
-def _arguments(fused: Any, parameters: dict[str, Any]) -> list[Any]:
-    """Return the fused op's arguments, from `project_values` and from the quantization after it."""
-    names = names_of(_ours.project_values.default)
-    found = {**parameters, **dict(zip(names, parameters["values"].args, strict=False))}
-    return [found.get(name) for name in names_of(fused)]
+def _quant_of(parameters: dict[str, Any]) -> OutputQuant:
+    """Return a match's quantization; fp8 in plain torch has a scale alone."""
+    options = {name: parameters[name] for name in OutputQuant._fields if name in parameters}
+    return OutputQuant(**{"kind": "fp8"} | options)
+
+
+def _arguments(parameters: dict[str, Any]) -> list[Any]:
+    """Return the arguments of `project_quantized`, from `project_values` and from the quantization after it."""
+    return [*parameters["values"].args, *_quant_of(parameters)]
 
 
 def _is_write(node: Any) -> bool:
@@ -185,37 +182,29 @@ def _writes(values: Any) -> list[Any]:
     return _chain(values)[-2::-2]
 
 
-def _quantization(parameters: dict[str, Any]) -> tuple[int, str, Any, bool]:
-    """Return the group, the layout of scales, the scale given and whether scales are powers of two."""
-    if "group_size" in parameters:
-        return parameters["group_size"], parameters["scale_layout"], None, parameters["ue8m0"]
-    if "global_scale" in parameters:
-        return formats.NVFP4_GROUP, "", parameters["global_scale"], False
-    return 1, "", parameters["scale"], False
-
-
 def _check_write(write: Any, parameters: dict[str, Any]) -> None:
     """Raise ValueError for a write that cannot be one of quantized rows."""
-    group, _, scale, _ = _quantization(parameters)
+    quant: OutputQuant = map_arg(_quant_of(parameters), lambda node: node.meta["val"])
+    group = quant.checked(parameters["values"].meta["val"].device).group
     fakes = {name: arg.meta["val"] if isinstance(arg, Node) else arg for name, arg in write.kwargs.items()}
     if write.args[0] is _ours.project_rows_.default:
         formats.check_projection(ValueProjection(fakes["out"], fakes["w_uv"], fakes["w_scales"]), group)
     else:
         formats.check_rows(fakes["x"], group)
-    if scale is not None:
-        formats.check_scale("scale", scale.meta["val"], parameters["values"].meta["val"].device)
 
 
 def _write_quantized(match: Any) -> tuple[Any, Any]:
     """Insert writes of quantized rows in place of plain ones; return the values and the scales."""
     graph, values = match.graph, match.kwargs["values"]
-    group, scale_layout, scale, ue8m0 = _quantization(match.kwargs)
+    quant = _quant_of(match.kwargs)
+    has_scales = quant.kind != "fp8"
     empty = _chain(values)[-1]
-    rows = insert(graph, _ours.empty_rows.default, *empty.args[0], group, scale_layout, values.meta["val"].device)
+    rows = insert(graph, _ours.empty_rows.default, *empty.args[0], *quant, values.meta["val"].device)
     results = insert(graph, operator.getitem, rows, 0), insert(graph, operator.getitem, rows, 1)
     for write in _writes(values):
-        bases = list(results[:1] if group == 1 else results)
-        added = {"scale": scale, "ue8m0": ue8m0, "_scales_base_index": None if group == 1 else 1, "_all_bases": bases}
+        bases = list(results if has_scales else results[:1])
+        options = {"scale": quant.scale, "ue8m0": quant.ue8m0}
+        added = {**options, "_scales_base_index": 1 if has_scales else None, "_all_bases": bases}
         new = graph.call_function(write.target, write.args, {**write.kwargs, **added})
         new.meta["val"] = None, *(base.meta["val"] for base in bases)
         written = tuple(insert(graph, operator.getitem, new, index + 1) for index in range(len(bases)))

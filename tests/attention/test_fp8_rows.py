@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dcpmla import MLAAttention
 from dcpmla.attention.output import ops as output_ops
-from dcpmla.attention.output.rows import OutputQuant
+from dcpmla.attention.output.formats import OutputQuant
 from dcpmla.parallel.fp8 import NormedRows, QuantizedRows, quantize_rows
 from tests.attention.test_compile import DECODES, MIXED, PREFILL, run_layer
 from tests.attention.test_output_formats import codes
@@ -30,7 +30,7 @@ def check_quantized_output() -> None:
         attended, _ = run_layer(layer, batch, layer.attend)
         layer.o_proj.takes_quantized = False
         assert isinstance(taken[-1], QuantizedRows)
-        values, scales = output_ops.quantize_fp8_groups(attended, 128, "tma", False)
+        values, scales = output_ops.quantize_output(attended, OutputQuant("fp8_groups", scale_layout="tma"))
         assert torch.equal(codes(taken[-1].values[: len(values)]), codes(values))
         assert torch.equal(taken[-1].scales[: len(values)], scales)
         assert (got - plain).norm() < TOLERANCE * plain.norm()

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla.attention.output.formats import TargetRows
-from dcpmla.attention.output.rows import OutputQuant
+from dcpmla.attention.output.formats import OutputQuant, TargetRows
 from dcpmla.attention.projection_calls import QueryAbsorption, ValueProjection
 from dcpmla.parallel.quantized import BlockFp8, dequantize
 from tests.parallel.test_fp8_linear import blocks

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dcpmla.attention.output import ops as output_ops
-from dcpmla.attention.output.rows import OutputQuant
+from dcpmla.attention.output.formats import OutputQuant
 from dcpmla.cache.formats import FP8
 
 GRID = (0, 0.5, 1, 1.5, 2, 3, 4, 6)  # of e2m1
@@ -75,10 +75,11 @@ def test_fp8_byte_for_byte() -> None:
         ]
     )[None]
     for scale in (1.0, 0.013, 700.0):
-        inverse, values = np.float32(1) / np.float32(scale), output_ops.quantize_fp8(x, torch.tensor([scale]))
+        inverse = np.float32(1) / np.float32(scale)
+        values, _ = output_ops.quantize_output(x, OutputQuant("fp8", torch.tensor([scale])))
         assert np.array_equal(codes(values).numpy(), e4m3(x.numpy() * inverse))
         assert (scale != 0.013) == np.array_equal(codes(values).numpy(), e4m3(x.numpy() / np.float32(scale)))
-        half = output_ops.quantize_fp8(x.bfloat16(), torch.tensor(scale))
+        half = output_ops.quantize_output(x.bfloat16(), OutputQuant("fp8", torch.tensor(scale)))[0]
         assert np.array_equal(codes(half).numpy(), e4m3(x.bfloat16().float().numpy() * inverse))
 
 
@@ -94,7 +95,7 @@ def test_groups_byte_for_byte(size: int) -> None:
             if ue8m0
             else s
         )
-        values, got = output_ops.quantize_fp8_groups(x, size, layout, ue8m0)
+        values, got = output_ops.quantize_output(x, OutputQuant("fp8_groups", None, size, layout, ue8m0))
         assert np.array_equal(got.numpy(), scales)
         assert np.array_equal(codes(values).numpy(), e4m3(groups / scales[..., None].astype(np.float32)).reshape(5, -1))
         assert got.stride() == {"row": (384 // size, 1), "column": (1, 5), "tma": (1, 8)}[layout]
@@ -112,7 +113,7 @@ def test_ue8m0_is_exact_at_powers_of_two_and_beside_them() -> None:
     )
     x = torch.zeros(3 * len(powers), 64)
     x[:, 5] = -amax.flatten()
-    _, scales = output_ops.quantize_fp8_groups(x, 64, "row", True)
+    _, scales = output_ops.quantize_output(x, OutputQuant("fp8_groups", None, 64, "row", True))
     s = amax / 448  # beside a power of two a division may round to it
     assert torch.equal(scales.view(3, -1), torch.where(s > powers, 2 * powers, powers))
     assert (s[2] > powers).any()
@@ -131,7 +132,7 @@ def test_error_of_groups(seed: int, size: int, ue8m0: bool, exponent: float, dty
     saturates.
     """
     x = (randn(3, 256, seed=seed) * 10**exponent).to(dtype)
-    values, scales = output_ops.quantize_fp8_groups(x, size, "row", ue8m0)
+    values, scales = output_ops.quantize_output(x, OutputQuant("fp8_groups", None, size, "row", ue8m0))
     s = scales.repeat_interleave(size, 1)
     assert ((values.float() * s - x.float()).abs() <= (x.float().abs() / 16).maximum(s * 2**-10) * (1 + 1e-6)).all()
     amax = x.float().abs().unflatten(1, (-1, size)).amax(-1)
@@ -154,7 +155,7 @@ def test_nvfp4_byte_for_byte(rows: int, columns: int) -> None:
         x[1], x[2, :16], x[3, :16] = 0, 1e-6, 1e4  # scales of 0, of less than e4m3 holds, of more
         ties = torch.tensor(TIES)
         x[4, :32] = torch.cat([ties, -ties]) / g
-    values, scales = output_ops.quantize_nvfp4(x, torch.tensor([g]))
+    values, scales = output_ops.quantize_output(x, OutputQuant("nvfp4", torch.tensor([g])))
     groups = x.numpy().reshape(rows, columns // 16, 16)
     s = e4m3(g * np.abs(groups).max(-1, initial=0) / np.float32(6))
     wide = torch.from_numpy(s).view(FP8).float().numpy()

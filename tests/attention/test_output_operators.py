@@ -13,7 +13,8 @@ from torch import Tensor
 from dcpmla.__main__ import main
 from dcpmla.attention.mla import layer as layer_module
 from dcpmla.attention.output import ops as output_ops
-from dcpmla.attention.output.rows import OutputQuant, OutputRows
+from dcpmla.attention.output.formats import OutputQuant
+from dcpmla.attention.output.rows import OutputRows
 from dcpmla.attention.projection_calls import ValueProjection
 from dcpmla.attention.projections import project_values
 from tests.attention.test_compile import MIXED, SMALL, make_layer, run_layer
@@ -30,13 +31,12 @@ def test_operators() -> None:
     in_place = ("test_autograd_registration", "test_faketensor")
     for num_tokens, quant in ((5, KINDS[0]), (5, KINDS[3]), (5, KINDS[-1]), (0, KINDS[2]), (0, KINDS[-1])):
         parts, w_uv = parts_case(torch.float32, num_tokens, 2, 24, 128)
-        call, groups = ValueProjection(parts[0], w_uv), (quant.group_size, quant.scale_layout, quant.ue8m0)
+        call = ValueProjection(parts[0], w_uv)
         x = project_values(call)
-        more: tuple[Any, ...] = groups if quant.scale is None else (quant.scale,)
-        torch.library.opcheck(getattr(output_ops, f"quantize_{quant.kind}").op, (x, *more))
-        torch.library.opcheck(getattr(output_ops, f"project_values_{quant.kind}").op, (*call, *more))
+        torch.library.opcheck(output_ops.quantize_output.op, (x, *quant))
+        torch.library.opcheck(output_ops.project_quantized.op, (*call, *quant))
         result = quant.empty(num_tokens, 256, x.device)
-        into = 0, result.values, None if quant.kind == "fp8" else result.scales, quant.scale, quant.ue8m0
+        into = quant.target(*result)
         torch.library.opcheck(output_ops.write_rows_.op, (x, *into), test_utils=in_place)
         torch.library.opcheck(output_ops.project_rows_.op, (*call, *into), test_utils=in_place)
 
@@ -68,65 +68,78 @@ def test_layer() -> None:
     run_ranks(1, check_layer)
 
 
+CPU = torch.device("cpu")
 SCALE, OUT, W_UV = torch.ones(1), torch.zeros(3, 2, 24), torch.zeros(2, 96, 24)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: OutputQuant(kind="int8"), "kind is 'int8'; choose one of fp8, fp8_groups, nvfp4"),
-        (lambda: OutputQuant(kind="nvfp4"), "scale is None; kind 'nvfp4' needs one, float32 of one element"),
+        (lambda: OutputQuant(kind="int8").checked(CPU), "kind is 'int8'; choose one of fp8, fp8_groups, nvfp4"),
         (
-            lambda: OutputQuant(kind="fp8", scale=torch.ones(2)),
+            lambda: OutputQuant(kind="nvfp4").checked(CPU),
+            "scale is None; kind 'nvfp4' needs one, float32 of one element",
+        ),
+        (
+            lambda: OutputQuant(kind="fp8", scale=torch.ones(2)).checked(CPU),
             r"scale is torch.float32 \(2,\) on cpu; expected torch.float32 of one element on cpu",
         ),
         (
-            lambda: OutputQuant(kind="fp8", scale=SCALE.half()),
+            lambda: OutputQuant(kind="fp8", scale=SCALE.half()).checked(CPU),
             r"scale is torch.float16 \(1,\) on cpu; expected torch.float32 of one element",
         ),
-        (lambda: OutputQuant(kind="fp8_groups", scale=SCALE), "scale is given for kind 'fp8_groups'"),
-        (lambda: OutputQuant(kind="fp8_groups", group_size=32), "group_size is 32; choose one of 64, 128"),
+        (lambda: OutputQuant(kind="fp8_groups", scale=SCALE).checked(CPU), "scale is given for kind 'fp8_groups'"),
+        (lambda: OutputQuant(kind="fp8_groups", group_size=32).checked(CPU), "group_size is 32; choose one of 64, 128"),
         (
-            lambda: OutputQuant(kind="fp8_groups", scale_layout="col"),
+            lambda: OutputQuant(kind="fp8_groups", scale_layout="col").checked(CPU),
             "scale_layout is 'col'; choose one of row, column, tma",
         ),
         (
-            lambda: output_ops.quantize_fp8(OUT, SCALE),
+            lambda: output_ops.quantize_output(OUT, OutputQuant("fp8", SCALE)),
             r"x is torch.float32 \(3, 2, 24\); expected \[T, N\] of bfloat16, float16 or",
         ),
         (
-            lambda: output_ops.quantize_fp8(OUT[0].double(), SCALE),
+            lambda: output_ops.quantize_output(OUT[0].double(), OutputQuant("fp8", SCALE)),
             r"x is torch.float64 \(2, 24\); expected \[T, N\] of bfloat16",
         ),
         (
-            lambda: output_ops.quantize_fp8(OUT[0], torch.ones(3, 2)),
+            lambda: output_ops.quantize_output(OUT[0], OutputQuant("fp8", torch.ones(3, 2))),
             r"scale is torch.float32 \(3, 2\) on cpu; expected",
         ),
         (
-            lambda: output_ops.quantize_fp8(OUT[0], SCALE.to("meta")),
+            lambda: output_ops.quantize_output(OUT[0], OutputQuant("fp8", SCALE.to("meta"))),
             r"scale is torch.float32 \(1,\) on meta; expected .* on cpu",
         ),
-        (lambda: output_ops.quantize_nvfp4(OUT[0], SCALE), "x has 24 columns; groups of 16 must divide them"),
-        (lambda: output_ops.quantize_nvfp4(W_UV[0].T, SCALE.double()), r"global_scale is torch.float64 \(1,\)"),
         (
-            lambda: output_ops.quantize_fp8_groups(W_UV[:, :, 0], 64, "row", False),
+            lambda: output_ops.quantize_output(OUT[0], OutputQuant("nvfp4", SCALE)),
+            "x has 24 columns; groups of 16 must divide them",
+        ),
+        (
+            lambda: output_ops.quantize_output(W_UV[0].T, OutputQuant("nvfp4", SCALE.double())),
+            r"scale is torch.float64 \(1,\)",
+        ),
+        (
+            lambda: output_ops.quantize_output(W_UV[:, :, 0], OutputQuant("fp8_groups", group_size=64)),
             "x has 96 columns; groups of 64 must divide them",
         ),
-        (lambda: output_ops.quantize_fp8_groups(W_UV[0], 16, "row", False), "group_size is 16; choose one of 64, 128"),
         (
-            lambda: output_ops.project_values_fp8(ValueProjection(OUT, W_UV[:1]), SCALE),
+            lambda: output_ops.quantize_output(W_UV[0], OutputQuant("fp8_groups", group_size=16)),
+            "group_size is 16; choose one of 64, 128",
+        ),
+        (
+            lambda: output_ops.project_quantized(ValueProjection(OUT, W_UV[:1]), OutputQuant("fp8", SCALE)),
             r"out has shape \(3, 2, 24\), w_uv \(1, 96, 24\); expected \[T, h, L\]",
         ),
         (
-            lambda: output_ops.project_values_fp8(ValueProjection(OUT, W_UV.half()), SCALE),
+            lambda: output_ops.project_quantized(ValueProjection(OUT, W_UV.half()), OutputQuant("fp8", SCALE)),
             "out is torch.float32, w_uv torch.float16; expected both in one of",
         ),
         (
-            lambda: output_ops.project_values_fp8_groups(ValueProjection(OUT, W_UV), 64, "row", False),
+            lambda: output_ops.project_quantized(ValueProjection(OUT, W_UV), OutputQuant("fp8_groups", group_size=64)),
             "w_uv has 96 rows for a head; groups of 64 must divide them, so that none crosses heads",
         ),
         (
-            lambda: output_ops.project_values_nvfp4(ValueProjection(OUT, W_UV[:, :24]), SCALE),
+            lambda: output_ops.project_quantized(ValueProjection(OUT, W_UV[:, :24]), OutputQuant("nvfp4", SCALE)),
             "w_uv has 24 rows for a head; groups of 16 must",
         ),
         (

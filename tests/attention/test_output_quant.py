@@ -14,8 +14,8 @@ from torch import Tensor
 
 from dcpmla.attention.output import ops as output_ops
 from dcpmla.attention.output import rows as rows_module
-from dcpmla.attention.output.formats import TargetRows
-from dcpmla.attention.output.rows import OutputQuant, OutputRows
+from dcpmla.attention.output.formats import OutputQuant, TargetRows
+from dcpmla.attention.output.rows import OutputRows
 from dcpmla.attention.projection_calls import ValueProjection
 from dcpmla.attention.projections import project_values
 from dcpmla.cache.formats import FP8
@@ -85,26 +85,18 @@ def test_parts_and_fused_operators_are_the_quantized_whole() -> None:
 
 
 def unfused(x: Tensor, quant: OutputQuant) -> tuple[Tensor, Tensor]:
-    """By the operators that take rows."""
-    if quant.kind == "fp8_groups":
-        return output_ops.quantize_fp8_groups(x, quant.group_size, quant.scale_layout, quant.ue8m0)
-    assert quant.scale is not None
-    return (
-        output_ops.quantize_nvfp4(x, quant.scale)
-        if quant.kind == "nvfp4"
-        else (output_ops.quantize_fp8(x, quant.scale), quant.scale)
-    )
+    """By the operator that takes rows."""
+    return with_scale(output_ops.quantize_output(x, quant), quant)
 
 
 def fused(out: Tensor, w_uv: Tensor, quant: OutputQuant) -> tuple[Tensor, Tensor]:
-    """Quantize by the operators that apply W_UV first."""
-    call = ValueProjection(out, w_uv)
-    if quant.kind == "fp8_groups":
-        return output_ops.project_values_fp8_groups(call, quant.group_size, quant.scale_layout, quant.ue8m0)
-    assert quant.scale is not None
-    if quant.kind == "nvfp4":
-        return output_ops.project_values_nvfp4(call, quant.scale)
-    return output_ops.project_values_fp8(call, quant.scale), quant.scale
+    """Quantize by the operator that applies W_UV first."""
+    return with_scale(output_ops.project_quantized(ValueProjection(out, w_uv), quant), quant)
+
+
+def with_scale(rows: tuple[Tensor, Tensor], quant: OutputQuant) -> tuple[Tensor, Tensor]:
+    """Operators return no scales for fp8, whose scale is an option."""
+    return (rows[0], quant.scale) if quant.kind == "fp8" and quant.scale is not None else rows
 
 
 def move(x: Tensor, device: str) -> Tensor:

@@ -1,7 +1,6 @@
 """`OutputQuantFusion` on graphs with vLLM's quantizations: the calls that it rewrites, those that it leaves to vLLM."""
 
 import logging
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -9,7 +8,8 @@ import torch
 import torch._inductor.config
 from torch import Tensor
 
-from dcpmla.attention.output.ops import quantize_nvfp4
+from dcpmla.attention.output.formats import OutputQuant
+from dcpmla.attention.output.ops import quantize_output
 from tests.integrations.test_torch_compile import FP8, Layers, Quantize, V, assert_said, plain_fp8, run_layers
 
 VLLM = {  # as vLLM 0.33 declares them
@@ -35,7 +35,7 @@ def vllm_groups(x: Tensor, q: Tensor, s: Tensor, group: int, eps: float, low: fl
 
 
 def vllm_nvfp4(x: Tensor, scale: Tensor, swizzled: bool) -> tuple[Tensor, Tensor]:
-    values, scales = quantize_nvfp4(x, scale)
+    values, scales = quantize_output(x, OutputQuant("nvfp4", scale))
     return values, scales.view(torch.int32)
 
 
@@ -89,19 +89,16 @@ def nvfp4(x: Tensor, scale: Tensor, swizzled: bool = True) -> list[Tensor]:
     return [values, scales.view(FP8)]
 
 
-OF_VLLM: list[tuple[str, Quantize]] = [
-    ("project_values_fp8", static_fp8),
-    ("project_values_fp8", lambda x, scale: static_fp8(x, scale.view(1, 1), [-1, -1])),
-    ("project_values_fp8", lambda x, scale: static_fp8(x.view(-1, V), scale)),
+OF_VLLM: list[Quantize] = [
+    static_fp8,
+    lambda x, scale: static_fp8(x, scale.view(1, 1), [-1, -1]),
+    lambda x, scale: static_fp8(x.view(-1, V), scale),
     *(
-        (
-            "project_values_fp8_groups",
-            lambda x, _, layout=layout, group=group: fp8_groups(x, group, group == 64, layout),
-        )
+        lambda x, _, layout=layout, group=group: fp8_groups(x, group, group == 64, layout)
         for layout, group in (("row", 128), ("column", 64), ("column", 128), ("tma", 128), ("tma", 64))
     ),
-    ("project_values_nvfp4", nvfp4),
-    ("project_values_nvfp4", lambda x, scale: _C.scaled_fp4_quant(x, scale, True)),
+    nvfp4,
+    lambda x, scale: _C.scaled_fp4_quant(x, scale, True),
 ]
 LEFT_TO_VLLM: list[Quantize] = [
     lambda x, scale: static_fp8(x, scale.expand(len(x), 1), [1, -1]),
@@ -115,11 +112,11 @@ LEFT_TO_VLLM: list[Quantize] = [
 
 
 @pytest.mark.parametrize(("version", "calls"), [(2, OF_VLLM), (1, OF_VLLM[:1] + OF_VLLM[4::5])])
-def test_operators_of_vllm(version: int, calls: list[tuple[str, Quantize]], caplog: pytest.LogCaptureFixture) -> None:
+def test_operators_of_vllm(version: int, calls: list[Quantize], caplog: pytest.LogCaptureFixture) -> None:
     """In both forms that torch gives to calls that write; vLLM asks for the first."""
     form = torch._inductor.config.patch(enable_auto_functionalized_v2=version == 2)
     with form, caplog.at_level(logging.INFO, "dcpmla"):
-        assert run_layers(Layers([quantize for _, quantize in calls])) == Counter(fused for fused, _ in calls)
+        assert run_layers(Layers(calls)) == {"project_quantized": len(calls)}
     assert_said(caplog, logging.INFO, f"in {len(calls)} of {len(calls)} layers")
 
 

@@ -17,7 +17,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, GraphModule
 
-from dcpmla.attention.output.ops import quantize_fp8, quantize_fp8_groups, quantize_nvfp4
+from dcpmla.attention.output.formats import OutputQuant
+from dcpmla.attention.output.ops import quantize_output
 from dcpmla.attention.projection_calls import ValueProjection
 from dcpmla.attention.projections import project_values
 from dcpmla.integrations.torch_compile import OutputQuantFusion
@@ -33,11 +34,15 @@ def plain_fp8(x: Tensor, scale: Tensor) -> Tensor:
     return (x.float() * (1 / scale)).clamp(-448, 448).to(FP8)
 
 
-OPERATORS: dict[str, tuple[str, Quantize]] = {  # the fused operator, and what it comes from
-    "fp8": ("project_values_fp8", lambda x, scale: [quantize_fp8(x, scale)]),
-    "groups of 128": ("project_values_fp8_groups", lambda x, _: quantize_fp8_groups(x, 128, "tma", True)),
-    "groups of 64": ("project_values_fp8_groups", lambda x, _: quantize_fp8_groups(x, 64, "row", False)),
-    "nvfp4": ("project_values_nvfp4", lambda x, scale: quantize_nvfp4(x, scale)),
+def quantize_fp8(x: Tensor, scale: Tensor) -> Tensor:
+    return quantize_output(x, OutputQuant("fp8", scale))[0]
+
+
+OPERATORS: dict[str, Quantize] = {
+    "fp8": lambda x, scale: [quantize_fp8(x, scale)],
+    "groups of 128": lambda x, _: quantize_output(x, OutputQuant("fp8_groups", None, 128, "tma", True)),
+    "groups of 64": lambda x, _: quantize_output(x, OutputQuant("fp8_groups", group_size=64)),
+    "nvfp4": lambda x, scale: quantize_output(x, OutputQuant("nvfp4", scale)),
 }
 PLAIN: dict[str, Quantize] = {
     "plain": lambda x, scale: [plain_fp8(x, scale)],
@@ -58,7 +63,7 @@ PLAIN: dict[str, Quantize] = {
 }
 LEFT_ALONE: dict[str, Quantize] = {
     "another user": lambda x, scale: [plain_fp8(x, scale), x + 1],
-    "quantized twice": lambda x, scale: [quantize_fp8(x, scale), *quantize_fp8_groups(x, 128, "row", False)],
+    "quantized twice": lambda x, scale: [quantize_fp8(x, scale), *quantize_output(x, OutputQuant("fp8_groups"))],
     "joined with prefill's": lambda x, scale: [quantize_fp8(torch.cat([x, torch.ones_like(x)]), scale)],
     "a part of the rows": lambda x, scale: [quantize_fp8(x[1:], scale)],
     "scale divides": lambda x, scale: [(x / scale).clamp(-448, 448).to(FP8)],
@@ -159,15 +164,14 @@ def assert_said(caplog: pytest.LogCaptureFixture, level: int, part: str) -> None
 
 @pytest.mark.parametrize("kind", OPERATORS)
 def test_every_layer_is_fused(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    fused, quantize = OPERATORS[kind]
     with caplog.at_level(logging.INFO, "dcpmla"):
-        assert run_layers(Layers([quantize] * 3)) == {fused: 3}
+        assert run_layers(Layers([OPERATORS[kind]] * 3)) == {"project_quantized": 3}
     assert_said(caplog, logging.INFO, "in 3 of 3 layers")
 
 
 @pytest.mark.parametrize("spelling", PLAIN)
 def test_fp8_in_plain_torch(spelling: str) -> None:
-    assert run_layers(Layers([PLAIN[spelling]])) == {"project_values_fp8": 1}
+    assert run_layers(Layers([PLAIN[spelling]])) == {"project_quantized": 1}
 
 
 @pytest.mark.parametrize("case", LEFT_ALONE)
@@ -178,7 +182,7 @@ def test_left_alone(case: str, caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize(("kind", "value_dim"), [("groups of 128", 64), ("nvfp4", 8)])
 def test_groups_that_would_cross_heads(kind: str, value_dim: int, caplog: pytest.LogCaptureFixture) -> None:
-    assert run_layers(Layers([OPERATORS[kind][1]], value_dim))["project_values"] == 1
+    assert run_layers(Layers([OPERATORS[kind]], value_dim))["project_values"] == 1
     assert_said(caplog, logging.WARNING, "nothing to fuse")
 
 
@@ -194,15 +198,10 @@ def test_other_graphs(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_in_inductor(device: str, caplog: pytest.LogCaptureFixture) -> None:
     """All kinds in a graph, beside a layer that has none."""
-    quantizations = [quantize for _, quantize in OPERATORS.values()] + list(PLAIN.values())
+    quantizations = [*OPERATORS.values(), *PLAIN.values()]
     with caplog.at_level(logging.INFO, "dcpmla"):
         operators = run_layers(Layers([*quantizations, lambda x, _: [x]]).to(device), in_inductor=True)
-    assert operators == {
-        "project_values_fp8": 9,
-        "project_values_fp8_groups": 2,
-        "project_values_nvfp4": 1,
-        "project_values": 1,
-    }
+    assert operators == {"project_quantized": 12, "project_values": 1}
     assert_said(caplog, logging.INFO, "in 12 of 13 layers")
 
 
@@ -212,7 +211,7 @@ class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         config = dataclasses.replace(SMALL, num_heads=HEADS, v_head_dim=V, attention_bias=False)
-        self.quantizations = OPERATORS["groups of 128"][1], PLAIN["plain"]
+        self.quantizations = OPERATORS["groups of 128"], PLAIN["plain"]
         self.layers = [make_layer(config, 1, "auto", torch.float32, "cpu") for _ in self.quantizations]
         self.scale = torch.tensor([0.013])
 
@@ -238,7 +237,7 @@ def check_attention(batch: Batch, padding: int = 0) -> dict[str, int]:
 
 
 def check_steps() -> None:
-    assert check_attention(DECODES[0]) == {"project_values_fp8": 1, "project_values_fp8_groups": 1}
+    assert check_attention(DECODES[0]) == {"project_quantized": 2}
     assert check_attention(MIXED) == {"empty_rows": 2, "project_rows_": 2, "write_rows_": 2}  # a prefill's rows
     assert check_attention(DECODES[0], 2) == {"empty_rows": 2, "project_rows_": 2, "write_rows_": 2}  # padding
 

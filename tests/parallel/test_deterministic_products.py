@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from dcpmla.attention.output.rows import OutputQuant, OutputRows
+from dcpmla.attention.output.formats import OutputQuant
+from dcpmla.attention.output.rows import OutputRows
 from dcpmla.attention.projection_calls import QueryAbsorption, ValueProjection
 from dcpmla.attention.projections import absorb_query, project_values
 from dcpmla.parallel.by_rows import by_rows

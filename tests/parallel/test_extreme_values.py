@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.output import ops as output_ops
-from dcpmla.attention.output.formats import TargetRows
-from dcpmla.attention.output.rows import OutputQuant
+from dcpmla.attention.output.formats import OutputQuant, TargetRows
 from dcpmla.parallel.quantized import BlockFp8, GroupFp8, dequantize, quantize_groups
 from tests.attention.test_output_formats import codes
 from tests.support.shared_memory import run_interpreted

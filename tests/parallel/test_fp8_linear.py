@@ -43,7 +43,8 @@ def rows(num_tokens: int, width: int, dtype: torch.dtype, device: str = "cpu") -
 
 def quantized(x: Tensor, layout: str = "row") -> QuantizedRows:
     """Quantize on the CPU, as specified: a GPU's division by a number is a product with its inverse."""
-    values, scales = formats.new_rows(*x.shape, 128, layout, torch.device("cpu"))
+    quant = formats.OutputQuant("fp8_groups", scale_layout=layout)
+    values, scales = quant.empty(*x.shape, torch.device("cpu"))
     formats.write_fp8_groups(x.cpu(), 0, values, scales, False)
     on_device = torch.empty_strided(scales.shape, scales.stride(), device=x.device)
     return QuantizedRows(values.to(x.device), on_device.copy_(scales))

@@ -12,7 +12,8 @@ from dcpmla.attention.mla.ordered import overwrite_prompts, round_latents
 from dcpmla.attention.mla.peak_memory import touch_attention_memory
 from dcpmla.attention.mla.prefill import dcp_mla_prefill
 from dcpmla.attention.mla.weights import AttentionWeights, MHAInputs, Tokens, rows_or_none
-from dcpmla.attention.output.rows import OutputQuant, OutputRows, quant_for
+from dcpmla.attention.output.formats import OutputQuant
+from dcpmla.attention.output.rows import OutputRows, quant_for
 from dcpmla.attention.placement import Placement, check_order
 from dcpmla.attention.projections import project_latents
 from dcpmla.attention.select.indexer import Indexer
@@ -136,9 +137,8 @@ class MLAAttention(AttentionWeights):
         return quant_for(self.o_proj, self.config.v_head_dim * (self.num_heads if self.config.has_gates else 1))
 
     def _new_output(self, num_rows: int, dtype: torch.dtype, quant: OutputQuant | None) -> OutputRows:
-        w_uv = self.w_uv(self.kv_heads.own)
-        has_gates, in_order = self.config.has_gates, self.dcp.deterministic
-        return OutputRows(num_rows, w_uv, dtype, quant, self.sinks, has_gates, in_order)
+        options = quant, self.sinks, self.config.has_gates, self.dcp.deterministic
+        return OutputRows(num_rows, self.w_uv(self.kv_heads.own), dtype, *options)
 
     def _write(
         self, hidden_states: PlainRows, cache: LayerCache | None, step: StepMetadata, output: OutputRows
@@ -186,10 +186,8 @@ class MLAAttention(AttentionWeights):
         output: OutputRows,
         step: StepMetadata,
     ) -> None:
-        """Write the rows of `output`, decodes only if no graph has (step.decode), and zeros into padding. Collective.
-
-        Args:
-            mha: Queries, keys and values of all tokens, if a graph has projected them.
+        """Write the rows of `output`, decodes only if no graph has (step.decode), and zeros into padding; inputs of MHA
+        are None unless a graph has made them. Collective.
         """
         begin_attention(cache.loads, cache.starts)
         step = self.view(step)
@@ -300,9 +298,7 @@ class MLAAttention(AttentionWeights):
         output: OutputRows,
     ) -> None:
         """Append the output of prefill tokens, whose own latents are `latents`. Collective."""
-        widths = self.config.kv_lora_rank, self.config.qk_rope_head_dim
-        kv_c, k_pe = latents.split(widths, -1)
-        selected_positions = None if tokens.selection is None else tokens.selection.positions
+        kv_c, k_pe = latents.tensor_split((self.config.kv_lora_rank,), -1)
         out, lse = dcp_mla_prefill(
             mha.q,
             kv_c,
@@ -313,7 +309,7 @@ class MLAAttention(AttentionWeights):
             self.config.scale,
             self.exchange,
             self.kv_scale,
-            selected_positions,
+            None if tokens.selection is None else tokens.selection.positions,
             mha.kv,
             backend=self.dcp.prefill_backend,
         )
@@ -325,9 +321,8 @@ class MLAAttention(AttentionWeights):
             kv_cache, decode = selected_rows(kv_cache, tokens.selection, decode.workspace)
         q, gates = self.project_query(tokens, slice(0, self.q_heads.count))
         gates = None if gates is None else gates[:, self.q_heads.own]
-        dcp = self.dcp
-        w_uk = self.w_uk(slice(None) if dcp.dcp_q_replicate else self.kv_heads.own)
-        absorbed = self.absorb(q, w_uk, tokens.cos_sin, self.q_scale)
+        dcp, held = self.dcp, slice(None) if self.dcp.dcp_q_replicate else self.kv_heads.own
+        absorbed = self.absorb(q, self.w_uk(held), tokens.cos_sin, self.q_scale)
         project_first = dcp.dcp_project_before_merge and q.shape[0] >= PROJECT_FIRST_TOKENS
         call = decode_call(
             absorbed if dcp.dcp_q_replicate else self.exchange.gather_heads(absorbed),

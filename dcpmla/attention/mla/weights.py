@@ -245,10 +245,8 @@ class AttentionWeights(nn.Module):
         return F.pad(q, (0, num_zeros)) if num_zeros else q, gates
 
     def prepare_mha(self, tokens: Tokens, own: Tensor | None = None) -> MHAInputs:
-        """Return the queries of this rank's heads, and the weight that projects latents to keys and values.
-
-        Args:
-            own: The tokens' own latents [T, L + R], to be projected now; None leaves that to attention.
+        """Return the queries of this rank's heads, the weight that projects latents to keys and values, and the tokens'
+        own latents [T, L + R] projected, unless None leaves that to attention.
         """
         q, gates = self.project_query(tokens, self.q_heads.own)
         if tokens.cos_sin is not None:

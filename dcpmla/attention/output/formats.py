@@ -14,16 +14,80 @@ from torch.nn.functional import pad
 
 from dcpmla.attention.projection_calls import ValueProjection
 from dcpmla.cache.formats import FP8, FP8_MAX
-from dcpmla.parallel.quantized import quantize_groups
+from dcpmla.parallel.fp8 import QuantizedRows
+from dcpmla.parallel.quantized import BLOCK, quantize_groups
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # Rows in these can be quantized.
 GROUP_SIZES = (64, 128)
-SCALE_LAYOUTS = ("row", "column", "tma")
+_SCALE_LAYOUTS = ("row", "column", "tma")
 NVFP4_GROUP = 16  # values that share a scale
+_KINDS = ("fp8", "fp8_groups", "nvfp4")
 _FP4_MAX = 6.0  # largest number of e2m1
 # Midpoints between neighbours of 0, 0.5, 1, 1.5, 2, 3, 4, 6, whose codes are 0 to 7: the code increases by one at each
 # midpoint in _TIES_UP, and just past each in _TIES_DOWN.
 _TIES_UP, _TIES_DOWN = (0.75, 1.75, 3.5), (0.25, 1.25, 2.5, 5.0)
+
+
+class OutputQuant(NamedTuple):
+    """How attention's output is quantized.
+
+    Attributes:
+        kind: "fp8", "fp8_groups" or "nvfp4".
+        scale: Scale, float32 of one element on the output's device. fp8: value = scale x code; nvfp4: global scale,
+            448 * 6 over the largest expected value; None for fp8_groups, which compute their scales.
+        group_size, scale_layout, ue8m0: Options of fp8_groups alone: 64 or 128 columns that share a scale; "row",
+            "column" or "tma"; whether scales are raised to the next power of two.
+    """
+
+    kind: str
+    scale: Tensor | None = None
+    group_size: int = 128
+    scale_layout: str = "row"
+    ue8m0: bool = False
+
+    def checked(self, device: torch.device) -> "OutputQuant":
+        """Return the options if they match each other and an output on a device.
+
+        Raises:
+            ValueError: The kind, group size or layout does not exist; the scale is missing, superfluous, on another
+                device, or of another dtype or size.
+        """
+        if self.kind not in _KINDS:
+            raise ValueError(f"kind is {self.kind!r}; choose one of {', '.join(_KINDS)}")
+        if self.kind == "fp8_groups":
+            if self.group_size not in GROUP_SIZES:
+                raise ValueError(f"group_size is {self.group_size}; choose one of {', '.join(map(str, GROUP_SIZES))}")
+            if self.scale_layout not in _SCALE_LAYOUTS:
+                raise ValueError(f"scale_layout is {self.scale_layout!r}; choose one of {', '.join(_SCALE_LAYOUTS)}")
+            if self.scale is not None:
+                raise ValueError("scale is given for kind 'fp8_groups', which makes its scales; leave it out")
+        elif self.scale is None:
+            raise ValueError(f"scale is None; kind {self.kind!r} needs one, float32 of one element")
+        elif (self.scale.dtype, self.scale.numel(), self.scale.device) != (torch.float32, 1, device):
+            raise ValueError(
+                f"scale is {self.scale.dtype} {tuple(self.scale.shape)} on {self.scale.device}; expected torch.float32 "
+                f"of one element on {device}"
+            )
+        return self
+
+    @property
+    def group(self) -> int:
+        """Return the number of columns that share a computed scale; 1 for fp8, whose one scale is given."""
+        return {"fp8": 1, "fp8_groups": self.group_size, "nvfp4": NVFP4_GROUP}[self.kind]
+
+    def empty(self, num_rows: int, width: int, device: torch.device) -> QuantizedRows:
+        """Return uninitialized memory for num_rows rows of width columns."""
+        values, scales = new_rows(num_rows, width, self, device)
+        return QuantizedRows(values, self.scale if self.kind == "fp8" and self.scale is not None else scales)
+
+    def target(self, values: Tensor, scales: Tensor, first_row: int = 0) -> "TargetRows":
+        """Return rows of such memory, for an operator that writes them."""
+        return TargetRows(first_row, values, None if self.kind == "fp8" else scales, self.scale, self.ue8m0)
+
+    @property
+    def is_linears(self) -> bool:
+        """Return whether rows are quantized as linear layers quantize their inputs (`quantize_rows`)."""
+        return (self.kind, self.group_size, self.scale_layout, self.ue8m0) == ("fp8_groups", BLOCK, "tma", False)
 
 
 class TargetRows(NamedTuple):
@@ -44,17 +108,16 @@ class TargetRows(NamedTuple):
     ue8m0: bool = False
 
 
-def new_rows(num_rows: int, width: int, group: int, scale_layout: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return memory for quantized rows of `width` values, and for their scales.
+def new_rows(num_rows: int, width: int, quant: OutputQuant, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return memory for rows of `width` values, and for their scales.
 
-    Args:
-        group: Columns that share a scale: 1 for fp8, whose scales are empty, 16 for nvfp4, 64 or 128.
-        scale_layout: Layout of the scales [num_rows, width / group] of groups of 64 or 128: "row": rows of scales are
-            contiguous; "column": columns are; "tma": columns begin at multiples of 16 bytes.
     Returns:
-        Values [num_rows, width] e4m3 and float32 scales; nvfp4: values [num_rows, width / 2] uint8 and scales
-        [num_rows to the next 128, width / 16 to the next 4] e4m3.
+        Values [num_rows, width] e4m3 and float32 scales: none for fp8, [num_rows, width / group_size] for fp8_groups,
+        whose rows are contiguous in the layout "row", columns in "column", columns that begin at multiples of 16 bytes
+        in "tma". nvfp4: values [num_rows, width / 2] uint8 and scales [num_rows to the next 128, width / 16 to the next
+        4] e4m3.
     """
+    group = quant.group
     if group == NVFP4_GROUP:
         num_scales = width // group
         shape = (num_rows + 127) // 128 * 128, (num_scales + 3) // 4 * 4
@@ -64,9 +127,8 @@ def new_rows(num_rows: int, width: int, group: int, scale_layout: str, device: t
     values = torch.empty(num_rows, width, dtype=FP8, device=device)
     if group == 1:
         return values, torch.empty(0, device=device)
-    check_groups(group, scale_layout)
     num_scales = width // group
-    strides = {"row": (num_scales, 1), "column": (1, num_rows), "tma": (1, (num_rows + 3) // 4 * 4)}[scale_layout]
+    strides = {"row": (num_scales, 1), "column": (1, num_rows), "tma": (1, (num_rows + 3) // 4 * 4)}[quant.scale_layout]
     return values, torch.empty_strided((num_rows, num_scales), strides, dtype=torch.float32, device=device)
 
 
@@ -139,20 +201,3 @@ def check_heads(w_uv: Tensor, dtype: torch.dtype, group: int) -> None:
         raise ValueError(
             f"w_uv has {w_uv.shape[1]} rows for a head; groups of {group} must divide them, so that none crosses heads"
         )
-
-
-def check_scale(name: str, scale: Tensor, device: torch.device) -> None:
-    """Raise ValueError unless a scale is float32 of one element on the device."""
-    if scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != device:
-        raise ValueError(
-            f"{name} is {scale.dtype} {tuple(scale.shape)} on {scale.device}; expected torch.float32 of one element on "
-            f"{device}"
-        )
-
-
-def check_groups(group_size: int, scale_layout: str) -> None:
-    """Raise ValueError for a size of groups or a layout of scales that no kernel writes."""
-    if group_size not in GROUP_SIZES:
-        raise ValueError(f"group_size is {group_size}; choose one of {', '.join(map(str, GROUP_SIZES))}")
-    if scale_layout not in SCALE_LAYOUTS:
-        raise ValueError(f"scale_layout is {scale_layout!r}; choose one of {', '.join(SCALE_LAYOUTS)}")
