@@ -82,7 +82,7 @@ class OutputRows:
         self._end += out.shape[0]
 
     def append(self, values: Tensor, lse: Tensor | None = None, gates: Tensor | None = None) -> None:
-        """Append values [n, h, V]. Sinks need their LSE [n, h] in float32; gates are logits [n, h, V], if parts have any."""
+        """Append values [n, h, V]. Sinks need their LSE [n, h] in float32; gates are logits [n, h, V] of this part."""
         self._append_gates(gates)
         values = self._with_sinks(values, lse).flatten(1)
         if self._rows is None and values.shape[0] == self._num_rows:
