@@ -116,11 +116,11 @@ class Output(Benchmark[OutputCase, OutputInputs]):
 def _quantizations(device: torch.device) -> dict[str, OutputQuant]:
     scale = torch.tensor([4 / 448], device=device)  # suits values from a normal distribution
     return {
-        "fp8": OutputQuant(kind="fp8", scale=scale),
-        "fp8 / 128": OutputQuant(kind="fp8_groups"),
-        "fp8 / 128 ue8m0": OutputQuant(kind="fp8_groups", scale_layout="tma", ue8m0=True),
-        "fp8 / 64": OutputQuant(kind="fp8_groups", group_size=64),
-        "nvfp4": OutputQuant(kind="nvfp4", scale=6 / scale),
+        "fp8": OutputQuant("fp8", scale=scale),
+        "fp8 / 128": OutputQuant("fp8_groups"),
+        "fp8 / 128 ue8m0": OutputQuant("fp8_groups", scale_layout="tma", ue8m0=True),
+        "fp8 / 64": OutputQuant("fp8_groups", group_size=64),
+        "nvfp4": OutputQuant("nvfp4", scale=6 / scale),
     }
 
 

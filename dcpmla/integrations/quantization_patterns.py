@@ -14,11 +14,11 @@ _aten, _prims, _ours = torch.ops.aten, torch.ops.prims, torch.ops.dcpmla
 
 def all_patterns() -> Iterator[PatternExpr]:
     """Yield the patterns of quantizations by `OutputQuant`; `values` is the input, `shape` the shape of a reshape in
-    between. Without `kind` it is fp8.
+    between. Without `format` it is fp8.
     """
-    values, (kind, *options) = KeywordArg("values"), map(KeywordArg, OutputQuant._fields)
+    values, (format_, *options) = KeywordArg("values"), map(KeywordArg, OutputQuant._fields)
     shaped, (scale, *_) = _reshape(values), options
-    yield CallFunction(_ours.quantize_output.default, values, kind, *options)
+    yield CallFunction(_ours.quantize_output.default, values, format_, *options)
     yield CallFunction(_ours.quantize_output.default, shaped, "fp8", *options)
     yield from _plain_fp8(values, shaped, scale)
 

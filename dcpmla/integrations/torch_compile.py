@@ -90,7 +90,7 @@ def _make_patterns() -> PatternMatcherPass:
 def _will_fuse(values: Node, quant: OutputQuant) -> bool:
     """Return whether a call of `quantize_output` would be fused, were it in the graph."""
     parameters = {**quant._asdict(), "values": values}
-    if quant.kind == "fp8" and values.target in (_aten.reshape.default, _aten.view.default):
+    if quant.format == "fp8" and values.target in (_aten.reshape.default, _aten.view.default):
         parameters["values"] = values.args[0]
     try:
         value_of(_quantize, values, *quant)
@@ -150,7 +150,7 @@ def _fuse(match: Any, **_: object) -> None:
 def _quant_of(parameters: dict[str, Any]) -> OutputQuant:
     """Return a match's quantization; fp8 in plain torch has a scale alone."""
     options = {name: parameters[name] for name in OutputQuant._fields if name in parameters}
-    return OutputQuant(**{"kind": "fp8"} | options)
+    return OutputQuant(**{"format": "fp8"} | options)
 
 
 def _arguments(parameters: dict[str, Any]) -> list[Any]:
@@ -197,7 +197,7 @@ def _write_quantized(match: Any) -> tuple[Any, Any]:
     """Insert writes of quantized rows in place of plain ones; return the values and the scales."""
     graph, values = match.graph, match.kwargs["values"]
     quant = _quant_of(match.kwargs)
-    has_scales = quant.kind != "fp8"
+    has_scales = quant.format != "fp8"
     empty = _chain(values)[-1]
     rows = insert(graph, _ours.empty_rows.default, *empty.args[0], *quant, values.meta["val"].device)
     results = insert(graph, operator.getitem, rows, 0), insert(graph, operator.getitem, rows, 1)

@@ -27,7 +27,7 @@ def check_quantized_output() -> None:
         plain, _ = run_layer(layer, batch)
         layer.o_proj.takes_quantized = True
         got, _ = run_layer(layer, batch)
-        attended, _ = run_layer(layer, batch, layer.attend)
+        attended, _ = run_layer(layer, batch, layer.heads_output)
         layer.o_proj.takes_quantized = False
         assert isinstance(taken[-1], QuantizedRows)
         values, scales = output_ops.quantize_output(attended, OutputQuant("fp8_groups", scale_layout="tma"))
@@ -38,7 +38,7 @@ def check_quantized_output() -> None:
     hidden = torch.zeros(5, 256)
     assert torch.equal(layer(hidden, None, None), layer.o_proj.bias.expand(5, -1))
     assert torch.equal(layer.partial(hidden, None, None), layer.o_proj.bias.expand(5, -1))
-    rows = layer.attend(hidden, None, None, OutputQuant(kind="fp8_groups"))
+    rows = layer.heads_output(hidden, None, None, OutputQuant("fp8_groups"))
     assert isinstance(rows, QuantizedRows)
     assert rows.values.shape == (5, 512)
     assert not codes(rows.values).any()
@@ -52,7 +52,7 @@ def check_static_output(headroom: float) -> None:
     """Compare o_proj of rows in fp8 with a static scale with a product of their values in float64."""
     layer, plain = layers(CONFIG, 1)
     batches = MIXED, DECODES[0], PREFILL
-    scale = headroom * max(float(run_layer(layer, batch, layer.attend)[0].abs().max()) for batch in batches) / 448
+    scale = headroom * max(float(run_layer(layer, batch, layer.heads_output)[0].abs().max()) for batch in batches) / 448
     layer = MLAAttention(CONFIG, layer._placement).eval()
     layer.load_weights({**checkpoint(CONFIG), "o_proj.input_scale": torch.tensor(scale)})
     layer.o_proj.takes_quantized = True
@@ -60,7 +60,7 @@ def check_static_output(headroom: float) -> None:
     layer.o_proj.register_forward_pre_hook(lambda _, inputs: taken.append(inputs[0]))
     for batch in batches:
         out, _ = run_layer(layer, batch)
-        attended, _ = run_layer(layer, batch, layer.attend)
+        attended, _ = run_layer(layer, batch, layer.heads_output)
         assert taken[-1].scales is layer.o_proj.input_scale
         scale = layer.o_proj.input_scale.double()
         rounded = (attended.double() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).double() * scale

@@ -30,12 +30,12 @@ def check_kernels(device: str, dtype: torch.dtype, num_tokens: int, heads: int, 
     )
     absorbed = kernels.absorb_query(QueryAbsorption(q, w_uk.codes, None, False, None, w_uk.scales))
     assert_same(absorbed, kernels.absorb_query(QueryAbsorption(q, values[:, :128], None, False, None)))
-    for quant in (OutputQuant(kind="fp8_groups"), OutputQuant(kind="fp8", scale=torch.ones(1, device=device)), None):
+    for quant in (OutputQuant("fp8_groups"), OutputQuant("fp8", scale=torch.ones(1, device=device)), None):
         results = []
         for weight, scales in ((w_uv.codes, w_uv.scales), (values[:, 128:], None)):
             rows = torch.empty(num_tokens, heads * 128, dtype=dtype, device=device), None
             rows = rows if quant is None else quant.empty(num_tokens, heads * 128, torch.device(device))
-            into = None if quant is None or quant.kind == "fp8" else rows[1]
+            into = None if quant is None or quant.format == "fp8" else rows[1]
             target = TargetRows(0, rows[0], into, quant and quant.scale)
             output_kernels.project_rows(ValueProjection(out, weight, scales), target)
             results.append(rows)

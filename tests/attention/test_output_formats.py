@@ -33,12 +33,12 @@ TIES = (
     6,
 )  # between its numbers, and what lies beside them
 KINDS = (
-    OutputQuant(kind="fp8", scale=torch.tensor([0.013])),
+    OutputQuant("fp8", scale=torch.tensor([0.013])),
     *(
-        OutputQuant(kind="fp8_groups", group_size=size, scale_layout=layout, ue8m0=ue8m0)
+        OutputQuant("fp8_groups", group_size=size, scale_layout=layout, ue8m0=ue8m0)
         for size, layout, ue8m0 in ((128, "row", False), (64, "column", True), (64, "tma", False), (128, "tma", True))
     ),
-    OutputQuant(kind="nvfp4", scale=torch.tensor(256.0)),
+    OutputQuant("nvfp4", scale=torch.tensor(256.0)),
 )
 
 

@@ -48,13 +48,13 @@ def check_layer() -> None:
     layer_module.PROJECT_FIRST_TOKENS = 1
 
     def compare(*step: Any) -> Tensor:
-        plain = layer.attend(*step)
+        plain = layer.heads_output(*step)
         assert isinstance(plain, Tensor)
         assert torch.equal(layer(*step), layer.o_proj(plain))
         assert plain[:-2].any(1).all()
         assert not plain[-2:].any()
         for quant in KINDS:
-            got, wanted = layer.attend(*step, output_quant=quant), unfused(plain, quant)
+            got, wanted = layer.heads_output(*step, output_quant=quant), unfused(plain, quant)
             assert torch.equal(codes(got.values), codes(wanted[0]))
             assert torch.equal(codes(got.scales), codes(wanted[1]))
         return plain
@@ -75,23 +75,23 @@ SCALE, OUT, W_UV = torch.ones(1), torch.zeros(3, 2, 24), torch.zeros(2, 96, 24)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: OutputQuant(kind="int8").checked(CPU), "kind is 'int8'; choose one of fp8, fp8_groups, nvfp4"),
+        (lambda: OutputQuant("int8").checked(CPU), "format is 'int8'; choose one of fp8, fp8_groups, nvfp4"),
         (
-            lambda: OutputQuant(kind="nvfp4").checked(CPU),
-            "scale is None; kind 'nvfp4' needs one, float32 of one element",
+            lambda: OutputQuant("nvfp4").checked(CPU),
+            "scale is None; format 'nvfp4' needs one, float32 of one element",
         ),
         (
-            lambda: OutputQuant(kind="fp8", scale=torch.ones(2)).checked(CPU),
+            lambda: OutputQuant("fp8", scale=torch.ones(2)).checked(CPU),
             r"scale is torch.float32 \(2,\) on cpu; expected torch.float32 of one element on cpu",
         ),
         (
-            lambda: OutputQuant(kind="fp8", scale=SCALE.half()).checked(CPU),
+            lambda: OutputQuant("fp8", scale=SCALE.half()).checked(CPU),
             r"scale is torch.float16 \(1,\) on cpu; expected torch.float32 of one element",
         ),
-        (lambda: OutputQuant(kind="fp8_groups", scale=SCALE).checked(CPU), "scale is given for kind 'fp8_groups'"),
-        (lambda: OutputQuant(kind="fp8_groups", group_size=32).checked(CPU), "group_size is 32; choose one of 64, 128"),
+        (lambda: OutputQuant("fp8_groups", scale=SCALE).checked(CPU), "scale is given for format 'fp8_groups'"),
+        (lambda: OutputQuant("fp8_groups", group_size=32).checked(CPU), "group_size is 32; choose one of 64, 128"),
         (
-            lambda: OutputQuant(kind="fp8_groups", scale_layout="col").checked(CPU),
+            lambda: OutputQuant("fp8_groups", scale_layout="col").checked(CPU),
             "scale_layout is 'col'; choose one of row, column, tma",
         ),
         (
@@ -143,15 +143,15 @@ SCALE, OUT, W_UV = torch.ones(1), torch.zeros(3, 2, 24), torch.zeros(2, 96, 24)
             "w_uv has 24 rows for a head; groups of 16 must",
         ),
         (
-            lambda: OutputRows(3, W_UV, W_UV.dtype, OutputQuant(kind="fp8_groups")),
+            lambda: OutputRows(3, W_UV, W_UV.dtype, OutputQuant("fp8_groups")),
             "w_uv has 96 rows for a head; groups of 128 must",
         ),
         (
-            lambda: OutputRows(3, W_UV, torch.float64, OutputQuant(kind="fp8", scale=SCALE)),
+            lambda: OutputRows(3, W_UV, torch.float64, OutputQuant("fp8", scale=SCALE)),
             "dtype is torch.float64; outputs of bfloat16, float16 and float32 can be quantized",
         ),
         (
-            lambda: OutputRows(3, W_UV, W_UV.dtype, OutputQuant(kind="fp8", scale=SCALE.to("meta"))),
+            lambda: OutputRows(3, W_UV, W_UV.dtype, OutputQuant("fp8", scale=SCALE.to("meta"))),
             r"scale is torch.float32 \(1,\) on meta; expected .* on cpu",
         ),
     ],

@@ -96,7 +96,7 @@ def fused(out: Tensor, w_uv: Tensor, quant: OutputQuant) -> tuple[Tensor, Tensor
 
 def with_scale(rows: tuple[Tensor, Tensor], quant: OutputQuant) -> tuple[Tensor, Tensor]:
     """Operators return no scales for fp8, whose scale is an option."""
-    return (rows[0], quant.scale) if quant.kind == "fp8" and quant.scale is not None else rows
+    return (rows[0], quant.scale) if quant.format == "fp8" and quant.scale is not None else rows
 
 
 def move(x: Tensor, device: str) -> Tensor:
@@ -131,7 +131,7 @@ def check_kernels(device: str, dtype: torch.dtype, num_tokens: int, heads: int, 
         got.values.view(torch.uint8).fill_(0x7F)
         scale, scales = (
             None if quant.scale is None else quant.scale.to(device),
-            None if quant.kind == "fp8" else got.scales,
+            None if quant.format == "fp8" else got.scales,
         )
         if scales is not None and heads * value % 64 == 0:  # columns of padding are zeros from the start
             scales.fill_(torch.nan)
@@ -147,11 +147,11 @@ def check_kernels(device: str, dtype: torch.dtype, num_tokens: int, heads: int, 
         difference = (numbers(got.values.cpu()) - numbers(wanted.values)).abs()
         assert difference.max() <= 1
         assert (difference > 0).double().mean() < 5e-4
-        if quant.kind == "nvfp4":
+        if quant.format == "nvfp4":
             mine, theirs = (torch.from_numpy(unswizzle(x.cpu())) for x in (got.scales, wanted.scales))
             assert torch.equal(mine[num_tokens:], theirs[num_tokens:])
             assert (mine != theirs).double().mean() < 5e-4
-        elif quant.kind == "fp8_groups":
+        elif quant.format == "fp8_groups":
             assert torch.equal(got.scales[num_tokens:].cpu(), wanted.scales[num_tokens:])
             torch.testing.assert_close(got.scales.cpu(), wanted.scales, rtol=1e-2, atol=0)
 
@@ -187,7 +187,7 @@ def test_operators_run_the_kernels() -> None:
     for quant in KINDS:
         scale = None if quant.scale is None else quant.scale.cuda()
         on_gpu = OutputQuant(
-            kind=quant.kind,
+            kind=quant.format,
             scale=scale,
             group_size=quant.group_size,
             scale_layout=quant.scale_layout,
@@ -221,7 +221,7 @@ def test_offsets_past_2_to_the_31() -> None:
     call = ValueProjection(move(parts[0], "cuda"), move(w_uv, "cuda"))
     kernels.project_rows(call, TargetRows(first_row, values, scale=scale))
     kernels.quantize_rows(move(parts[1], "cuda"), TargetRows(first_row + 3, values, scale=scale))
-    wanted = written(parts[:2], w_uv, OutputQuant(kind="fp8", scale=scale.cpu())).values
+    wanted = written(parts[:2], w_uv, OutputQuant("fp8", scale=scale.cpu())).values
     assert (codes(values[first_row:]) != codes(wanted)).double().mean() < 5e-4
     assert not codes(values[:9]).any()
 

@@ -217,7 +217,7 @@ class Attention(nn.Module):
 
     def forward(self, hidden_states: Tensor, *step: Any) -> Tensor:
         for layer, quantize in zip(self.layers, self.quantizations, strict=True):
-            values = layer.attend(hidden_states, *step)
+            values = layer.heads_output(hidden_states, *step)
             assert isinstance(values, Tensor)
             hidden_states = hidden_states + layer.o_proj(quantize(values, self.scale)[0].to(values.dtype))
         return hidden_states

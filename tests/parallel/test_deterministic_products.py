@@ -139,7 +139,7 @@ def check_heads(device: str, dtype: torch.dtype) -> None:
         assert torch.equal(own, absorbed[:, one])
         # What `OutputRows` appends to other rows, plain and quantized.
         w_uv = codes if scales is None else BlockFp8(codes, scales)
-        for quant in (None, *([OutputQuant(kind="fp8_groups")] if dtype == torch.bfloat16 else [])):
+        for quant in (None, *([OutputQuant("fp8_groups")] if dtype == torch.bfloat16 else [])):
             rows = OutputRows(151, w_uv, dtype, quant, True)
             rows.project(out[:1])
             rows.project(out)

@@ -19,10 +19,10 @@ FP8 = torch.float8_e4m3fn
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDTH = 256
 OUTPUTS = (
-    OutputQuant(kind="fp8_groups"),
-    OutputQuant(kind="fp8_groups", group_size=64, ue8m0=True),
-    *(OutputQuant(kind="fp8", scale=torch.tensor([scale])) for scale in (1.0, 1e-3, 1e30)),
-    *(OutputQuant(kind="nvfp4", scale=torch.tensor([scale])) for scale in (1.0, 1e4)),
+    OutputQuant("fp8_groups"),
+    OutputQuant("fp8_groups", group_size=64, ue8m0=True),
+    *(OutputQuant("fp8", scale=torch.tensor([scale])) for scale in (1.0, 1e-3, 1e30)),
+    *(OutputQuant("nvfp4", scale=torch.tensor([scale])) for scale in (1.0, 1e4)),
 )
 
 
@@ -62,13 +62,13 @@ def check_rows(device: str) -> None:
                 (output_ops.write_rows_.reference, x, wanted, quant.scale),
                 (output_kernels.quantize_rows, x.to(device), got, scale),
             ):
-                scales = None if quant.kind == "fp8" else into.scales
+                scales = None if quant.format == "fp8" else into.scales
                 run(rows, TargetRows(0, into.values, scales, factor, quant.ue8m0))
-            if quant.kind == "nvfp4":
+            if quant.format == "nvfp4":
                 assert torch.equal(codes(got.values), codes(wanted.values)), (quant, dtype)
             else:
                 assert torch.equal(got.values.cpu().float(), wanted.values.float()), (quant, dtype)
-            if quant.kind == "fp8_groups":
+            if quant.format == "fp8_groups":
                 assert torch.equal(got.scales.cpu(), wanted.scales), (quant, dtype)
 
 

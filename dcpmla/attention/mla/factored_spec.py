@@ -8,7 +8,7 @@ import torch
 
 from dcpmla.attention.head_factors import log_positions
 from dcpmla.attention.mla.latent_spec import LatentSpec
-from dcpmla.attention.mla.position_factors import FactoredAttention, ReusingAttention, SharedLatents
+from dcpmla.attention.mla.position_factors import FactoredAttention, ReusedLatents, ReusingAttention
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.select.step import with_selection
 from dcpmla.attention.spec import MAIN_ROTARY, Rotary
@@ -47,7 +47,7 @@ class FactoredSpec(LatentSpec):
         indexer, positions = layers[0].config.indexer, step.tokens.positions
         assert indexer is not None
         step = step.with_cos_sin(rotary(positions, MAIN_ROTARY), log_positions(positions, dtype))
-        return with_selection(step, indexer.topk).sharing(SharedLatents())
+        return with_selection(step, indexer.topk).sharing(ReusedLatents())
 
     @classmethod
     def touch_peak_memory(cls, layers: Sequence[Self], num_tokens: int, device: torch.device | str) -> Any:

@@ -1,4 +1,4 @@
-"""The tensor-parallel MLA layer over a sharded latent cache. `MLAAttention.attend` reads top to bottom."""
+"""The tensor-parallel MLA layer over a sharded latent cache. `MLAAttention.heads_output` reads top to bottom."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -100,13 +100,13 @@ class MLAAttention(AttentionWeights):
         Raises:
             ValueError: Tensors and step do not match each other or this layer.
         """
-        return self.o_proj(self.attend(hidden_states, cache, step, self._o_proj_quant()))
+        return self.o_proj(self.heads_output(hidden_states, cache, step, self._o_proj_quant()))
 
     def partial(self, hidden_states: PlainRows, cache: LayerCache | None, step: StepMetadata | None) -> Tensor:
         """Run `forward` up to the sum over the TP ranks, and return this rank's part of it. Collective."""
-        return self.o_proj.partial(self.attend(hidden_states, cache, step, self._o_proj_quant()))
+        return self.o_proj.partial(self.heads_output(hidden_states, cache, step, self._o_proj_quant()))
 
-    def attend(
+    def heads_output(
         self,
         hidden_states: PlainRows,
         cache: LayerCache | None,
@@ -149,8 +149,8 @@ class MLAAttention(AttentionWeights):
         if self._scales_pending and step.prefill is not None:  # captures come before the first prompt, and set none
             self._calculate_scales(hidden_states, cache.latents, step)
         q_c, latents = self.latents_of(hidden_states, cache.latents, step)
-        mha = step.compute_ahead(self._attend_ahead, q_c, latents, cache, output)
-        step.run_outside_graph(self._attend, hidden_states, q_c, latents, mha, cache, output)
+        mha = step.compute_ahead(self._compute_ahead, q_c, latents, cache, output)
+        step.run_outside_graph(self._write_output, hidden_states, q_c, latents, mha, cache, output)
 
     def view(self, step: StepMetadata) -> StepMetadata:
         """Return a step as this layer sees it: with its own angles, contexts and selection where layers differ."""
@@ -165,7 +165,7 @@ class MLAAttention(AttentionWeights):
             latents = round_latents(latents, self.config.kv_lora_rank, kv_cache.dtype, self.kv_scale)
         return q_c, latents
 
-    def _attend_ahead(
+    def _compute_ahead(
         self, q_c: PlainRows, latents: Tensor, cache: LayerCache, output: OutputRows, step: StepMetadata
     ) -> MHAInputs:
         """Return all tokens' inputs of MHA, and write the rows of decodes that a graph can compute. Collective."""
@@ -173,10 +173,10 @@ class MLAAttention(AttentionWeights):
         tokens = Tokens(q_c, step.cos_sin, step.query_factor)
         mha = self.prepare_mha(tokens, latents)
         if step.decode is not None:
-            self._decode(tokens.rows(slice(0, step.num_decode_tokens)), cache.latents, step.decode, output)
+            self._absorbed_in_parts(tokens.rows(slice(0, step.num_decode_tokens)), cache.latents, step.decode, output)
         return mha
 
-    def _attend(
+    def _write_output(
         self,
         hidden_states: PlainRows,
         q_c: PlainRows,
@@ -197,24 +197,24 @@ class MLAAttention(AttentionWeights):
         selection = self._select(hidden_states, q_c, cache, step)
         tokens = Tokens(q_c, step.cos_sin, step.query_factor, selection)
         if step.shares_rows:
-            self._attend_in_shared_rows(tokens, latents, cache.latents, step, output)
+            self._write_shared_rows(tokens, latents, cache.latents, step, output)
             return
         if step.decode is not None:
-            self._decode(tokens.rows(decodes), cache.latents, step.decode, output)
+            self._absorbed_in_parts(tokens.rows(decodes), cache.latents, step.decode, output)
         if step.prefill is not None:
             tokens, latents = tokens.rows(prefills), latents[prefills]
             mha = self.prepare_mha(tokens) if mha is None else mha.rows(prefills)
             self._prefill(tokens, latents, mha, cache.latents, step.prefill, output)
         output.pad()
 
-    def _attend_in_shared_rows(
+    def _write_shared_rows(
         self, tokens: Tokens, latents: Tensor, kv_cache: Tensor, step: StepMetadata, output: OutputRows
     ) -> None:
         """Append the rows of decodes and prompts in one graph (`StepMetadata.shares_rows`). Collective."""
         assert step.prefill is not None
         values = self._new_output(step.num_tokens, latents.dtype, None)
         if step.decode is not None:
-            self._decode(tokens.rows(slice(0, step.num_decode_tokens)), kv_cache, step.decode, values)
+            self._absorbed_in_parts(tokens.rows(slice(0, step.num_decode_tokens)), kv_cache, step.decode, values)
         values.pad()
         rows = values.rows()
         assert isinstance(rows, Tensor)
@@ -279,14 +279,14 @@ class MLAAttention(AttentionWeights):
             self.indexer(hidden_states, q_c, cache, step)  # writes the selection
         return sparse.selection if sparse.max_seq_len > self.config.topk else None
 
-    def _decode(self, tokens: Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
+    def _absorbed_in_parts(self, tokens: Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
         """Append the output of decode tokens, in parts, so that memory is bounded. Collective."""
         max_tokens = part_tokens(self.num_heads * self.dcp.decode_context_parallel_size, self.dcp)
         if plain(tokens.q_c).shape[0] <= max_tokens:  # a compiler cannot trace the loop
-            self._attend_absorbed(tokens, kv_cache, decode, output)
+            self._absorbed(tokens, kv_cache, decode, output)
             return
         for rows, part in decode.parts(max_tokens):
-            self._attend_absorbed(tokens.rows(rows), kv_cache, part, output)
+            self._absorbed(tokens.rows(rows), kv_cache, part, output)
 
     def _prefill(
         self,
@@ -315,7 +315,7 @@ class MLAAttention(AttentionWeights):
         )
         output.append(out, lse, mha.gates)
 
-    def _attend_absorbed(self, tokens: Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
+    def _absorbed(self, tokens: Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
         """Attend with absorbed queries to the latents of all ranks, apply W_UV, and append the output. Collective."""
         if tokens.selection is not None:
             kv_cache, decode = selected_rows(kv_cache, tokens.selection, decode.workspace)

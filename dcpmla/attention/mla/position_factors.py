@@ -16,7 +16,7 @@ from dcpmla.parallel.linear import Linear, Weight
 
 
 @dataclass(frozen=True)
-class SharedLatents:
+class ReusedLatents:
     """The latents of a step's tokens in the latest layer whose latents other layers attend to.
 
     Attributes:
@@ -50,7 +50,7 @@ class FactoredAttention(MLAAttention):
         """Cache the step's latents (`MLAAttention.latents_of`), and keep them for layers that attend to them."""
         q_c, latents = super().latents_of(hidden_states, kv_cache, step)
         if self.is_source:
-            shared_latents(step)[self.config.use_rope] = latents
+            reused_latents(step)[self.config.use_rope] = latents
         return q_c, latents
 
 
@@ -67,7 +67,7 @@ class ReusingAttention(FactoredAttention):
 
     def latents_of(self, hidden_states: PlainRows, kv_cache: Tensor, step: StepMetadata) -> tuple[PlainRows, Tensor]:
         """Return the query projection's input and the source's latents."""
-        return hidden_states, shared_latents(step)[self.config.use_rope]
+        return hidden_states, reused_latents(step)[self.config.use_rope]
 
     def up_projection(self) -> Tensor:
         """Return each own head's W_UK stacked on its W_UV (`AttentionWeights.up_projection`)."""
@@ -88,8 +88,8 @@ class ReusingAttention(FactoredAttention):
         self._calculate_q_scale(Tokens(hidden_states[prefills], rows_or_none(step.cos_sin, prefills), factors))
 
 
-def shared_latents(step: StepMetadata) -> dict[bool, Tensor]:
+def reused_latents(step: StepMetadata) -> dict[bool, Tensor]:
     """Return the latents that layers of a step share."""
-    shared = step.get(SharedLatents)
+    shared = step.get(ReusedLatents)
     assert shared is not None  # `FactoredSpec.prepare` adds it
     return shared.latents

@@ -21,7 +21,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # Rows in these can be
 GROUP_SIZES = (64, 128)
 _SCALE_LAYOUTS = ("row", "column", "tma")
 NVFP4_GROUP = 16  # values that share a scale
-_KINDS = ("fp8", "fp8_groups", "nvfp4")
+_FORMATS = ("fp8", "fp8_groups", "nvfp4")
 _FP4_MAX = 6.0  # largest number of e2m1
 # Midpoints between neighbours of 0, 0.5, 1, 1.5, 2, 3, 4, 6, whose codes are 0 to 7: the code increases by one at each
 # midpoint in _TIES_UP, and just past each in _TIES_DOWN.
@@ -32,14 +32,14 @@ class OutputQuant(NamedTuple):
     """How attention's output is quantized.
 
     Attributes:
-        kind: "fp8", "fp8_groups" or "nvfp4".
+        format: "fp8", "fp8_groups" or "nvfp4".
         scale: Scale, float32 of one element on the output's device. fp8: value = scale x code; nvfp4: global scale,
             448 * 6 over the largest expected value; None for fp8_groups, which compute their scales.
         group_size, scale_layout, ue8m0: Options of fp8_groups alone: 64 or 128 columns that share a scale; "row",
             "column" or "tma"; whether scales are raised to the next power of two.
     """
 
-    kind: str
+    format: str
     scale: Tensor | None = None
     group_size: int = 128
     scale_layout: str = "row"
@@ -49,20 +49,20 @@ class OutputQuant(NamedTuple):
         """Return the options if they match each other and an output on a device.
 
         Raises:
-            ValueError: The kind, group size or layout does not exist; the scale is missing, superfluous, on another
+            ValueError: The format, group size or layout does not exist; the scale is missing, superfluous, on another
                 device, or of another dtype or size.
         """
-        if self.kind not in _KINDS:
-            raise ValueError(f"kind is {self.kind!r}; choose one of {', '.join(_KINDS)}")
-        if self.kind == "fp8_groups":
+        if self.format not in _FORMATS:
+            raise ValueError(f"format is {self.format!r}; choose one of {', '.join(_FORMATS)}")
+        if self.format == "fp8_groups":
             if self.group_size not in GROUP_SIZES:
                 raise ValueError(f"group_size is {self.group_size}; choose one of {', '.join(map(str, GROUP_SIZES))}")
             if self.scale_layout not in _SCALE_LAYOUTS:
                 raise ValueError(f"scale_layout is {self.scale_layout!r}; choose one of {', '.join(_SCALE_LAYOUTS)}")
             if self.scale is not None:
-                raise ValueError("scale is given for kind 'fp8_groups', which makes its scales; leave it out")
+                raise ValueError("scale is given for format 'fp8_groups', which makes its scales; leave it out")
         elif self.scale is None:
-            raise ValueError(f"scale is None; kind {self.kind!r} needs one, float32 of one element")
+            raise ValueError(f"scale is None; format {self.format!r} needs one, float32 of one element")
         elif (self.scale.dtype, self.scale.numel(), self.scale.device) != (torch.float32, 1, device):
             raise ValueError(
                 f"scale is {self.scale.dtype} {tuple(self.scale.shape)} on {self.scale.device}; expected torch.float32 "
@@ -73,21 +73,21 @@ class OutputQuant(NamedTuple):
     @property
     def group(self) -> int:
         """Return the number of columns that share a computed scale; 1 for fp8, whose one scale is given."""
-        return {"fp8": 1, "fp8_groups": self.group_size, "nvfp4": NVFP4_GROUP}[self.kind]
+        return {"fp8": 1, "fp8_groups": self.group_size, "nvfp4": NVFP4_GROUP}[self.format]
 
     def empty(self, num_rows: int, width: int, device: torch.device) -> QuantizedRows:
         """Return uninitialized memory for num_rows rows of width columns."""
         values, scales = new_rows(num_rows, width, self, device)
-        return QuantizedRows(values, self.scale if self.kind == "fp8" and self.scale is not None else scales)
+        return QuantizedRows(values, self.scale if self.format == "fp8" and self.scale is not None else scales)
 
     def target(self, values: Tensor, scales: Tensor, first_row: int = 0) -> "TargetRows":
         """Return rows of such memory, for an operator that writes them."""
-        return TargetRows(first_row, values, None if self.kind == "fp8" else scales, self.scale, self.ue8m0)
+        return TargetRows(first_row, values, None if self.format == "fp8" else scales, self.scale, self.ue8m0)
 
     @property
     def is_linears(self) -> bool:
         """Return whether rows are quantized as linear layers quantize their inputs (`quantize_rows`)."""
-        return (self.kind, self.group_size, self.scale_layout, self.ue8m0) == ("fp8_groups", BLOCK, "tma", False)
+        return (self.format, self.group_size, self.scale_layout, self.ue8m0) == ("fp8_groups", BLOCK, "tma", False)
 
 
 class TargetRows(NamedTuple):
